@@ -1,0 +1,197 @@
+"""The verbs as Python functions. This is the whole public surface; the command line prints what these return."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vitral.architecture import Architecture, ResizeRule, Size, ViTConfig
+from vitral.checkpoints.adapt import Weights, adapt
+from vitral.checkpoints.card import Card
+from vitral.checkpoints.files import sha256
+from vitral.checkpoints.formats import FORMATS as FORMATS
+from vitral.checkpoints.formats import format_named
+from vitral.checkpoints.formats.table import Hints
+from vitral.checkpoints.hub import fetch, is_hub_name
+from vitral.checkpoints.weights import Checkpoint, assemble, describe, prepared, read, unstated, write
+from vitral.cost import Cost, cost
+from vitral.errors import UserError
+from vitral.models.build import Model, build
+from vitral.names import name_of, parse
+
+# Both models compute in float32; a written file may differ by the rounding of a sum that was made beforehand.
+_SAME = 1e-5
+
+
+def create(name: str, **changes: Any) -> Model:
+    """A model with fresh weights by name: `create("ViT-B/16@384", classes=10)`."""
+    return build(parse(name, **changes))
+
+
+def load(
+    source: str | Path,
+    *,
+    format: str | None = None,
+    image: int | Size | None = None,
+    classes: int | None = None,
+    patch: int | None = None,
+    channels: int | None = None,
+    resize: ResizeRule | None = None,
+    grid: Size | None = None,
+    heads: int | None = None,
+) -> tuple[Model, Card]:
+    """Read any checkpoint: a file, a folder, `hf:owner/name` or `timm:name`. `card.changes` lists what was adapted.
+
+    `image`, `classes`, `patch` and `channels` adapt the weights; `resize` names another rule for position tables;
+    `format`, `grid` and `heads` say what the file itself does not.
+    """
+    checkpoint = _adapted(source, format, Hints(grid, heads), image, classes, patch, channels, resize)
+    return assemble(checkpoint.weights), checkpoint.card
+
+
+def save(model: Model, card: Card, path: str | Path, format: str = "vitral") -> Card:
+    """Write a model in any format that can say what it computes; all of the file or none of it."""
+    state = {key: array.detach().cpu() for key, array in model.state_dict().items()}
+    return write(
+        Weights(model.config, state, card.changes), replace(card, architecture=model.config), Path(path), format
+    )
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The certificate of a conversion."""
+
+    source: str
+    source_format: str
+    target: Path
+    target_format: str
+    model: str
+    image: Size
+    difference: float  # largest |difference| of the outputs for the same image
+    changes: tuple[str, ...]
+    unmapped: tuple[str, ...]  # arrays of the source that no classifier uses
+    unstated: tuple[str, ...]  # what the written file does not say about itself
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    *,
+    to: str,
+    format: str | None = None,
+    image: int | Size | None = None,
+    classes: int | None = None,
+    patch: int | None = None,
+    channels: int | None = None,
+    resize: ResizeRule | None = None,
+    grid: Size | None = None,
+    heads: int | None = None,
+) -> Conversion:
+    """Rewrite a checkpoint in the format `to`; read it back, run both on one image, and keep it only if they agree."""
+    target = Path(target)
+    if target.exists():
+        raise UserError(f"{target} exists: choose another name, or remove it first.")
+    table = format_named(to)
+    checkpoint = _adapted(source, format, Hints(grid, heads), image, classes, patch, channels, resize)
+    written = prepared(checkpoint.weights, table).architecture
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".vitral-", dir=target.parent) as folder:
+        aside = Path(folder) / target.name
+        card = write(checkpoint.weights, checkpoint.card, aside, to)
+        back = read(aside, to, _hints(written))
+        difference = _difference(checkpoint.weights, back.weights)
+        if not difference <= _SAME:
+            raise UserError(
+                f"the {to} file would compute something else (difference {difference:.2g}): nothing was written."
+            )
+        os.replace(aside, target)
+    return Conversion(
+        source=str(source),
+        source_format=checkpoint.card.format,
+        target=target,
+        target_format=to,
+        model=name_of(card.architecture),
+        image=card.architecture.image,
+        difference=difference,
+        changes=card.changes,
+        unmapped=checkpoint.unmapped,
+        unstated=tuple(unstated(written, back.weights.architecture, table)),
+    )
+
+
+@dataclass(frozen=True)
+class Info:
+    """What a file is, from its headers and its bytes; no tensor is loaded."""
+
+    path: Path
+    format: str
+    container: str
+    bytes: int
+    sha256: str
+    model: str
+    cost: Cost
+    card: Card
+
+
+def info(source: str | Path, *, format: str | None = None, grid: Size | None = None, heads: int | None = None) -> Info:
+    """Describe a checkpoint without loading its weights."""
+    described = describe(_located(source), format, Hints(grid, heads))
+    path, card = described.file.path, described.card
+    return Info(
+        path=path,
+        format=described.format.name,
+        container=described.file.container,
+        bytes=path.stat().st_size,
+        sha256=sha256(path),
+        model=name_of(card.architecture),
+        cost=cost(card.architecture),
+        card=card,
+    )
+
+
+def _located(source: str | Path) -> Path:
+    text = str(source)
+    if is_hub_name(text):
+        return fetch(text)
+    return Path(source).expanduser()
+
+
+def _adapted(
+    source: str | Path,
+    format: str | None,
+    hints: Hints,
+    image: int | Size | None,
+    classes: int | None,
+    patch: int | None,
+    channels: int | None,
+    resize: ResizeRule | None,
+) -> Checkpoint:
+    checkpoint = read(_located(source), format, hints)
+    card, before = checkpoint.card, checkpoint.weights.architecture
+    if is_hub_name(str(source)) and checkpoint.card.format != "vitral":
+        card = replace(card, source=str(source))
+    weights = adapt(checkpoint.weights, image=image, patch=patch, channels=channels, classes=classes, resize=resize)
+    after = weights.architecture
+    preprocess = card.preprocess and card.preprocess.adapted(before.image, after.image, after.channels)
+    names = card.class_names if after.classes == before.classes else ()
+    card = replace(card, architecture=after, preprocess=preprocess, class_names=names, changes=weights.changes)
+    return Checkpoint(weights, card, checkpoint.unmapped)
+
+
+def _hints(architecture: Architecture) -> Hints:
+    if not isinstance(architecture, ViTConfig):
+        return Hints()
+    return Hints(architecture.grid(architecture.image), architecture.heads)
+
+
+def _difference(ours: Weights, theirs: Weights) -> float:
+    """The largest difference of the outputs for one random image of the native size."""
+    config = ours.architecture
+    noise = torch.rand(1, config.channels, *config.image, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        return float((assemble(ours)(2 * noise - 1) - assemble(theirs)(2 * noise - 1)).abs().max())

@@ -1,0 +1,207 @@
+"""What a model is, as plain data: the description that models, costs, files and cards share. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
+
+from vitral.errors import UserError
+
+Size = tuple[int, int]  # (height, width), in pixels or in patches
+
+Pool = Literal["token", "mean", "map"]
+Position = Literal["none", "1d", "2d", "relative", "sincos2d"]
+Injection = Literal["input", "every", "shared"]
+Gelu = Literal["tanh", "erf"]
+ResizeRule = Literal["google", "timm", "hf", "torchvision", "dino"]
+NormPlace = Literal["tokens", "features"]
+RootPool = Literal["zero", "-inf"]
+
+AXIAL_HEADS = 8  # of an AxialResNet, whatever its width, as in Axial-DeepLab
+
+
+@dataclass(frozen=True, kw_only=True)
+class StemConfig:
+    """The ResNet (v1, post-activation) that a hybrid runs before it cuts patches (paper, section 3.1).
+
+    `blocks` counts the bottleneck units of each stage; `()` is the root alone (7x7 convolution and max-pool).
+    """
+
+    blocks: tuple[int, ...]
+    width: int = 1
+
+    @property
+    def channels(self) -> int:
+        """Channels of the feature map that comes out."""
+        return 64 * self.width * (4 * 2 ** (len(self.blocks) - 1) if self.blocks else 1)
+
+    def grid(self, image: Size) -> Size:
+        """Height and width of the feature map: TensorFlow's SAME padding rounds every halving up."""
+        height, width = image
+        for _ in range(2 + max(len(self.blocks) - 1, 0)):  # root convolution, max-pool, then every stage but the first
+            height, width = -(-height // 2), -(-width // 2)
+        return height, width
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViTConfig:
+    """A Vision Transformer, its hybrids (`stem`) and its axial variant (`axial`)."""
+
+    depth: int
+    width: int
+    mlp: int
+    heads: int
+    patch: int  # side of a square patch, in pixels of the image or of the stem's feature map
+    image: Size = (224, 224)  # the size whose grid the position table has; any other size works at run time
+    channels: int = 3
+    classes: int = 1000  # 0: no head, logits are the features
+    pool: Pool = "token"
+    class_token: bool = True
+    registers: int = 0
+    position: Position = "1d"
+    injection: Injection = "input"
+    class_position: bool = True  # the class token has a position row of its own (Google: yes, big_vision: no)
+    resize: ResizeRule = "google"
+    representation: int = 0  # width of the tanh layer of the pre-training head; 0: none
+    norm_place: NormPlace = "tokens"  # last LayerNorm before pooling (the paper) or after it (MAE's fine-tuning)
+    norm_eps: float = 1e-6
+    gelu: Gelu = "tanh"
+    layer_scale: bool = False
+    stem: StemConfig | None = None
+    axial: bool = False
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    stochastic_depth: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_choices(self, pool=Pool, position=Position, injection=Injection, resize=ResizeRule, gelu=Gelu)
+        _check_choices(self, norm_place=NormPlace)
+        _check_positive(self, "depth", "width", "mlp", "heads", "patch", "channels")
+        if self.width % self.heads:
+            raise UserError(f"{self.heads} heads do not divide a width of {self.width}: choose a divisor.")
+        if self.pool == "token" and not self.class_token:
+            raise UserError('pool="token" needs a class token: set class_token=True or pool="mean".')
+        if self.position == "sincos2d" and self.width % 4:
+            raise UserError(f'position="sincos2d" needs a width that 4 divides, not {self.width}.')
+        if self.position == "2d" and self.width % 2:
+            raise UserError(f'position="2d" needs an even width, not {self.width}.')
+        if self.injection != "input" and self.position in ("none", "relative"):
+            raise UserError(f'position="{self.position}" is not added to tokens: leave injection at "input".')
+        if self.axial and (self.prefix or self.position == "relative"):
+            raise UserError(
+                "axial attention works on a grid: set class_token=False, registers=0 and a position that is added."
+            )
+        self.grid(self.image)
+
+    @property
+    def prefix(self) -> int:
+        """Number of tokens in front of the patches: the class token, then the registers."""
+        return int(self.class_token) + self.registers
+
+    @property
+    def class_row(self) -> bool:
+        """Whether the position table holds a row for the class token."""
+        return self.class_token and self.class_position and self.position in ("1d", "2d")
+
+    def grid(self, image: Size) -> Size:
+        """Rows and columns of patches. Pixels at the right and bottom that fill no patch are dropped, as by Google."""
+        height, width = self.stem.grid(image) if self.stem else image
+        if min(height, width) < self.patch:
+            raise UserError(
+                f"an image of {image[0]}x{image[1]} pixels has no room for one patch: "
+                f"make each side at least {self.patch * (32 if self.stem else 1)} pixels."
+            )
+        return height // self.patch, width // self.patch
+
+    def tokens(self, image: Size) -> int:
+        rows, columns = self.grid(image)
+        return self.prefix + rows * columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNetConfig:
+    """BiT's ResNetV2: pre-activation, GroupNorm, weight standardisation. `axial` swaps each 3x3 for axial attention."""
+
+    blocks: tuple[int, int, int, int]
+    width: int = 1
+    image: Size = (224, 224)  # the size whose offset tables the axial variant learns; plain ResNets have none
+    channels: int = 3
+    classes: int = 1000
+    root_pool: RootPool = "zero"  # big_transfer pads the first max-pool with zeros, big_vision with minus infinity
+    axial: bool = False
+
+    def __post_init__(self) -> None:
+        _check_choices(self, root_pool=RootPool)
+        _check_positive(self, "width", "channels")
+        self.grid(self.image)
+
+    @property
+    def features(self) -> int:
+        """Channels of the last stage, the width of the pooled features."""
+        return 2048 * self.width
+
+    def stage_grid(self, image: Size, stage: int) -> Size:
+        """Height and width of the feature map after stage 0..3 (stage -1: after the root)."""
+        height, width = image
+        for _ in range(2 + max(stage, 0)):
+            height, width = -(-height // 2), -(-width // 2)
+        return height, width
+
+    def grid(self, image: Size) -> Size:
+        if min(image) < 1:
+            raise UserError(f"an image of {image[0]}x{image[1]} pixels is empty.")
+        return self.stage_grid(image, 3)
+
+
+Architecture = ViTConfig | ResNetConfig
+
+_FAMILIES: dict[str, type[ViTConfig] | type[ResNetConfig]] = {"vit": ViTConfig, "resnet": ResNetConfig}
+
+
+def as_dict(architecture: Architecture) -> dict[str, Any]:
+    """A JSON-ready description; `from_dict` reads it back."""
+    family = "vit" if isinstance(architecture, ViTConfig) else "resnet"
+    return {"family": family, **asdict(architecture)}
+
+
+def from_dict(description: Mapping[str, Any]) -> Architecture:
+    """The inverse of `as_dict`. An unknown key or family is refused: it would change what the weights compute."""
+    values = dict(description)
+    family = values.pop("family", None)
+    if family not in _FAMILIES:
+        raise UserError(
+            f'unknown model family "{family}": this file was made by a newer vitral, or is not one of ours.'
+        )
+    kind = _FAMILIES[family]
+    unknown = sorted(set(values) - {field.name for field in fields(kind)})
+    if unknown:
+        raise UserError(f"the architecture has unknown keys ({', '.join(unknown)}): update vitral to read this file.")
+    stem = values.get("stem")
+    if stem is not None:
+        values["stem"] = StemConfig(blocks=tuple(stem["blocks"]), width=stem["width"])
+    for key in ("image", "blocks"):
+        if key in values:
+            values[key] = tuple(values[key])
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise UserError(f"the architecture is incomplete ({error}).") from error
+
+
+def as_size(image: int | Size) -> Size:
+    """224 -> (224, 224); (h, w) stays."""
+    return (image, image) if isinstance(image, int) else (image[0], image[1])
+
+
+def _check_choices(config: Any, **choices: Any) -> None:
+    for name, kind in choices.items():
+        value, allowed = getattr(config, name), get_args(kind)
+        if value not in allowed:
+            raise UserError(f'{name}="{value}" is not one of {", ".join(allowed)}.')
+
+
+def _check_positive(config: Any, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < 1:
+            raise UserError(f"{name} must be at least 1, not {getattr(config, name)}.")

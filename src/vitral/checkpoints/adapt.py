@@ -1,0 +1,205 @@
+"""Weights for another head, grid, patch size or channel count; each change is told in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitral.architecture import Architecture, Position, ResizeRule, ResNetConfig, Size, ViTConfig, as_size
+from vitral.errors import UserError
+from vitral.models.build import build
+from vitral.models.position import resize_offsets, resize_table, sincos2d
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """An architecture with its arrays, and what was done to them since they were read."""
+
+    architecture: Architecture
+    state: State
+    changes: tuple[str, ...] = ()
+
+    def changed(self, architecture: Architecture, state: State, words: str) -> Weights:
+        """These weights after one more change."""
+        return Weights(architecture, {**self.state, **state}, (*self.changes, words))
+
+
+def adapt(
+    weights: Weights,
+    *,
+    image: int | Size | None = None,
+    patch: int | None = None,
+    channels: int | None = None,
+    classes: int | None = None,
+    resize: ResizeRule | None = None,
+) -> Weights:
+    """Apply what was asked for and differs; the rest of the weights stays as it is, bit for bit."""
+    if resize is not None and isinstance(weights.architecture, ViTConfig):
+        weights = replace(weights, architecture=replace(weights.architecture, resize=resize))
+    if channels is not None and channels != weights.architecture.channels:
+        weights = to_channels(weights, channels)
+    weights = to_size(weights, weights.architecture.image if image is None else as_size(image), patch)
+    if classes is not None and classes != weights.architecture.classes:
+        weights = to_classes(weights, classes)
+    return weights
+
+
+def to_classes(weights: Weights, classes: int) -> Weights:
+    """A zero head of another class count. The tanh layer goes with the old one (section 3.1); 0 removes the head."""
+    if classes < 0:
+        raise UserError(f"a model cannot have {classes} classes.")
+    old = weights.architecture
+    changes: dict[str, Any] = {"classes": classes}
+    if isinstance(old, ViTConfig):
+        changes["representation"] = 0
+    new = replace(old, **changes)
+    width = old.width if isinstance(old, ViTConfig) else old.features
+    head = {"head.output.weight": torch.zeros(classes, width), "head.output.bias": torch.zeros(classes)}
+    kept = {key: array for key, array in weights.state.items() if not key.startswith("head.")}
+    tanh = " without its tanh layer" if isinstance(old, ViTConfig) and old.representation else ""
+    words = f"head {old.classes} -> {classes} classes{tanh}" + (", zero-initialised" if classes else "")
+    return Weights(new, {**kept, **(head if classes else {})}, (*weights.changes, words))
+
+
+def to_size(weights: Weights, image: Size, patch: int | None = None) -> Weights:
+    """Position tables for another image size or patch, resized once, by the architecture's rule.
+
+    The patch kernel follows FlexiViT's pseudo-inverse resize: a resized patch keeps its embedding.
+    """
+    old = weights.architecture
+    if not isinstance(old, ViTConfig):
+        return _resnet_to_size(weights, old, image, patch)
+    patch = old.patch if patch is None else patch
+    new = replace(old, image=image, patch=patch)
+    words = [f"patch {old.patch} -> {patch} (pseudo-inverse resize)"] if patch != old.patch else []
+    words += [f"image {_by(old.image)} -> {_by(image)} pixels"] if image != old.image else []
+    if not words:
+        return weights
+    if old.grid(old.image) != new.grid(image):
+        rule = f" (rule {old.resize})" if old.position in ("1d", "2d") else ""
+        words.append(f"grid {_by(old.grid(old.image))} -> {_by(new.grid(image))}{rule}")
+    state = _resized(weights.state, _shapes(new), old.resize)
+    if patch != old.patch:
+        state["embed.weight"] = resize_patch_kernel(weights.state["embed.weight"], patch)
+    return weights.changed(new, state, ", ".join(words))
+
+
+def _resnet_to_size(weights: Weights, old: ResNetConfig, image: Size, patch: int | None) -> Weights:
+    """Only the axial variant has tables to fit; a plain ResNet just notes its new size."""
+    if patch is not None:
+        raise UserError("a ResNet has no patches: leave patch= out.")
+    if image == old.image:
+        return weights
+    new = replace(old, image=image)
+    state = _resized(weights.state, _shapes(new), "google")
+    return weights.changed(new, state, f"image {_by(old.image)} -> {_by(image)} pixels")
+
+
+def to_channels(weights: Weights, channels: int) -> Weights:
+    """Another number of input channels.
+
+    One channel gets the sum, so a grey image gives what its copies in every channel gave; more are tiled, and scaled so
+    that the sum over channels stays.
+    """
+    old = weights.architecture
+    if channels < 1:
+        raise UserError(f"an image cannot have {channels} channels.")
+    keys = ("root.weight", "stem.root.conv.weight", "embed.weight")
+    key = next(name for name in keys if name in weights.state)
+    kernel = weights.state[key]
+    if channels == 1:
+        adapted = kernel.sum(dim=1, keepdim=True)
+    else:
+        copies = -(-channels // old.channels)
+        adapted = kernel.repeat(1, copies, 1, 1)[:, :channels] * (old.channels / channels)
+    how = "summed" if channels == 1 else "tiled and scaled"
+    return weights.changed(
+        replace(old, channels=channels), {key: adapted.contiguous()}, f"channels {old.channels} -> {channels} ({how})"
+    )
+
+
+def to_table(weights: Weights, allowed: tuple[Position, ...]) -> Weights:
+    """Positions that a format has no slot for, as the learned table that adds the same numbers at the native size."""
+    old = weights.architecture
+    if (
+        not isinstance(old, ViTConfig)
+        or old.position in allowed
+        or old.position == "relative"
+        or old.injection != "input"
+    ):
+        return weights
+    rows, columns = old.grid(old.image)
+    state = dict(weights.state)
+    if old.position == "2d":
+        x, y = state.pop("positions.0.x"), state.pop("positions.0.y")
+        table = torch.cat([x.expand(rows, -1, -1), y.unsqueeze(1).expand(-1, columns, -1)], dim=-1).contiguous()
+    elif old.position == "sincos2d":
+        table = sincos2d((rows, columns), old.width)
+    else:
+        table = torch.zeros(rows, columns, old.width)
+    new = replace(old, position="1d", class_position=old.class_row)
+    words = f'positions "{old.position}" written as a table of {rows}x{columns}'
+    return Weights(new, {**state, "positions.0.table": table}, (*weights.changes, words))
+
+
+def with_class_row(weights: Weights) -> Weights:
+    """A position row of zeros for a class token that had none: the same sum."""
+    old = weights.architecture
+    if not isinstance(old, ViTConfig) or not old.class_token or old.class_row or old.position != "1d":
+        return weights
+    row = {"positions.0.class_row": torch.zeros(old.width)}
+    return weights.changed(replace(old, class_position=True), row, "class token given a position row of zeros")
+
+
+def without_class_row(weights: Weights) -> Weights:
+    """The class token's position row summed into the token: the same sum, made beforehand."""
+    old = weights.architecture
+    if not isinstance(old, ViTConfig) or not old.class_row or old.injection != "input":
+        return weights
+    state = dict(weights.state)
+    token = state["class_token"] + state.pop("positions.0.class_row")
+    words = "position row of the class token folded into the token"
+    changes = (*weights.changes, words)
+    return Weights(replace(old, class_position=False), {**state, "class_token": token}, changes)
+
+
+def resize_patch_kernel(kernel: Tensor, patch: int) -> Tensor:
+    """(d, c, p, p) -> (d, c, p', p') such that <resized image patch, new kernel> = <patch, kernel> when p' >= p."""
+    old = kernel.shape[-1]
+    basis = torch.eye(old * old, dtype=torch.float64).reshape(old * old, 1, old, old)
+    resized = F.interpolate(basis, size=(patch, patch), mode="bilinear", antialias=True, align_corners=False)
+    inverse = torch.linalg.pinv(resized.reshape(old * old, patch * patch))  # (p'p', pp)
+    return (kernel.double().flatten(2) @ inverse.T).reshape(*kernel.shape[:2], patch, patch).to(kernel.dtype)
+
+
+def _shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        return {key: tuple(array.shape) for key, array in build(architecture).state_dict().items()}
+
+
+def _resized(state: State, shapes: dict[str, tuple[int, ...]], rule: ResizeRule) -> State:
+    """Every position array whose shape the new architecture changes, resized in double precision."""
+    resized = {}
+    for key, array in state.items():
+        shape = shapes[key]
+        if tuple(array.shape) == shape or key == "embed.weight":
+            continue
+        exact = array.double()
+        if key.endswith(".table") and array.ndim == 3:  # (h, w, d)
+            exact = resize_table(exact, (shape[0], shape[1]), rule)
+        elif key.endswith((".x", ".y")):  # one axis of a factorised table
+            exact = resize_table(exact.unsqueeze(1), (shape[0], 1), rule).squeeze(1)
+        else:  # relative offsets
+            exact = resize_offsets(exact, shape[0])
+        resized[key] = exact.to(array.dtype)
+    return resized
+
+
+def _by(size: Size) -> str:
+    return f"{size[0]}x{size[1]}"

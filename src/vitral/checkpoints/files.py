@@ -1,0 +1,380 @@
+"""Weight files to named tensors, without trusting the file. Containers are known here, models are not.
+
+A file is recognised by its first bytes, never by its suffix. Every size that it claims is compared with the bytes that
+are there before memory is asked for, and nothing in it is ever executed. `write.py` is the way back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import warnings
+import zipfile
+from argparse import Namespace
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple
+
+import numpy as np
+import safetensors.torch
+import torch
+
+from vitral.errors import UserError
+
+Container = Literal["npz", "safetensors", "pickle"]
+
+# What safetensors calls a number type, and what PyTorch (and, but for the last three, NumPy) calls it.
+SAFETENSORS_DTYPES = {
+    **{"BOOL": "bool", "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64"},
+    **{"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64"},
+    **{"F16": "float16", "F32": "float32", "F64": "float64"},
+    **{"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"},
+}
+NUMPY_DTYPES = frozenset(SAFETENSORS_DTYPES.values()) - {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
+
+# Where trainers put the weights, most wanted first: averaged weights are the ones that were evaluated and published.
+NESTS = ("state_dict_ema", "ema", "teacher", "state_dict", "model", "model_state", "module", "student")
+
+_FOLDER_FILES = (
+    *("model.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+_SUFFIXES = (".npz", ".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".pth.tar")
+_ARCHIVES = (b"\x1f\x8b", b"7z\xbc\xaf\x27\x1c", b"\xfd7zXZ\0", b"BZh", b"\x28\xb5\x2f\xfd", b"Rar!")
+_DEFLATE_LIMIT = 1032  # no deflate stream grows by more than this factor
+_CHUNK = 1 << 24
+
+
+class TensorHeader(NamedTuple):
+    """What a file says about a tensor; `dtype` is PyTorch's name for it, "float32"."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """What a file says about itself, read without loading the tensors."""
+
+    path: Path  # the weight file; of a sharded set, its index
+    container: Container
+    headers: dict[str, TensorHeader]
+    metadata: dict[str, str]  # of a safetensors file; of a PyTorch file, "unwrapped": where in it the weights were
+    config: dict[str, Any] | None  # config.json in the same folder
+    preprocessor: dict[str, Any] | None  # preprocessor_config.json in the same folder
+
+
+class _Part(NamedTuple):
+    """One file of a set, opened."""
+
+    container: Container
+    headers: dict[str, TensorHeader]
+    metadata: dict[str, str]
+
+
+def open_weights(source: Path) -> WeightFile:
+    """Find and check the weight file that `source` (a file or a folder) stands for, without loading its tensors."""
+    path = _find(source)
+    with _readable(path):
+        parts = [_open_part(part) for part in _parts(path)]
+    headers: dict[str, TensorHeader] = {}
+    metadata: dict[str, str] = {}
+    for part in parts:
+        if twice := sorted(headers.keys() & part.headers.keys()):
+            raise UserError(f"{path} lists shards that both hold {twice[0]!r}: download the set again.")
+        headers.update(part.headers)
+        metadata.update(part.metadata)
+    if not headers:
+        raise UserError(f"{path} holds no tensors: choose another weight file.")
+    beside = path.parent
+    config, preprocessor = _json_object(beside / "config.json"), _json_object(beside / "preprocessor_config.json")
+    return WeightFile(path, parts[0].container, headers, metadata, config, preprocessor)
+
+
+def read_tensors(file: WeightFile) -> dict[str, torch.Tensor]:
+    """All tensors of a file, on the CPU, in the types they are stored in."""
+    tensors: dict[str, torch.Tensor] = {}
+    with _readable(file.path):
+        for part in _parts(file.path):
+            tensors.update(_read_part(part))
+    if {name: _header_of(tensor) for name, tensor in tensors.items()} != file.headers:
+        raise UserError(f"{file.path} changed while it was being read: try again.")
+    return tensors
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@contextmanager
+def _readable(path: Path) -> Generator[None]:
+    """Turn whatever a reader trips over into one sentence: torn files fail in more ways than can be listed."""
+    try:
+        yield
+    except UserError:
+        raise
+    except PermissionError as error:
+        raise UserError(f"{path} may not be read by you: change its permissions.") from error
+    except Exception as error:
+        raise UserError(f"{path} is cut off or damaged: download or copy it again.") from error
+
+
+def _find(source: Path) -> Path:
+    if not source.exists():
+        raise UserError(f"{source} does not exist: check the path.")
+    if not source.is_dir():
+        return source
+    for name in _FOLDER_FILES:
+        if (source / name).is_file():
+            return source / name
+    found = sorted(path for path in source.iterdir() if path.is_file() and path.name.endswith(_SUFFIXES))
+    if not found:
+        raise UserError(f"the folder {source} holds no weight file ({', '.join(_SUFFIXES)}): check the path.")
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise UserError(f"the folder {source} holds several weight files: name one of {names}.")
+    return found[0]
+
+
+def _parts(path: Path) -> list[Path]:
+    """The files of a set: the shards that an index names, or the file itself."""
+    if not path.name.endswith(".index.json"):
+        return [path]
+    index = _json_object(path)
+    shards = index.get("weight_map") if index else None
+    if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
+        raise UserError(f'{path} is not an index of shards (no "weight_map"): download it again.')
+    names = sorted(set(shards.values()))
+    for name in names:
+        # An index from elsewhere must not make us open a file outside its own folder.
+        if Path(name).name != name:
+            raise UserError(f"{path} names a shard outside its folder ({name!r}): download it again.")
+        if not (path.parent / name).is_file():
+            raise UserError(f"{path} needs the shard {name}, which is missing: download it into the same folder.")
+    return [path.parent / name for name in names]
+
+
+def _recognise(path: Path) -> Container:
+    with path.open("rb") as stream:
+        head = stream.read(512)
+    if not head:
+        raise UserError(f"{path} is empty: download or copy it again.")
+    if head.startswith(b"version https://git-lfs"):
+        raise UserError(f"{path} is a git-lfs pointer, not the weights: run `git lfs pull` in its repository.")
+    if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+        return _recognise_zip(path)
+    if head.startswith(_ARCHIVES) or head[257:262] == b"ustar":
+        raise UserError(f"{path} is a compressed archive: unpack it and name the weight file inside.")
+    if not re.search(rb"[\x00-\x08\x0e-\x1f]", head):
+        raise UserError(f"{path} is a text or web page, not weights (a failed download?): download it again.")
+    if head[8:9] == b"{":
+        return "safetensors"
+    if head[0] == 0x80 and head[1] <= 5:
+        return "pickle"
+    raise UserError(f"{path} is not a weight file (npz, safetensors or PyTorch): check the path or download it again.")
+
+
+def _recognise_zip(path: Path) -> Container:
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+    if any(member.filename.rpartition("/")[2] == "data.pkl" for member in members):
+        if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+            raise UserError(f"{path} is a PyTorch file that was compressed afterwards: use the file as it was saved.")
+        return "pickle"
+    if any(member.filename.endswith(".npy") for member in members) or not members:
+        return "npz"
+    raise UserError(f"{path} is a zip archive without arrays: unpack it and name the weight file inside.")
+
+
+def _json_object(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _open_part(path: Path) -> _Part:
+    with _readable(path):
+        container = _recognise(path)
+        if container == "npz":
+            return _Part(container, {name: header for name, _, header in _npz_members(path)}, {})
+        if container == "safetensors":
+            return _Part(container, *_safetensors_headers(path))
+        tensors, metadata = _load_torch(path, "meta")
+        return _Part(container, {name: _header_of(tensor) for name, tensor in tensors.items()}, metadata)
+
+
+def _read_part(path: Path) -> dict[str, torch.Tensor]:
+    with _readable(path):
+        container = _recognise(path)
+        if container == "npz":
+            with zipfile.ZipFile(path) as archive:
+                return {name: _read_npy(archive, member) for name, member, _ in _npz_members(path)}
+        if container == "safetensors":
+            _safetensors_headers(path)
+            return safetensors.torch.load_file(path)
+        return _load_torch(path, "cpu")[0]
+
+
+def _header_of(tensor: torch.Tensor) -> TensorHeader:
+    return TensorHeader(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def _npz_members(path: Path) -> list[tuple[str, zipfile.ZipInfo, TensorHeader]]:
+    """Name, zip entry and header of every array."""
+    with zipfile.ZipFile(path) as archive:
+        entries = [entry for entry in archive.infolist() if entry.filename.endswith(".npy")]
+        if len({entry.filename for entry in entries}) < len(entries):
+            raise UserError(f"{path} holds two arrays of the same name: write it again.")
+        return [(entry.filename.removesuffix(".npy"), entry, _npz_header(path, archive, entry)) for entry in entries]
+
+
+def _npz_header(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> TensorHeader:
+    """What an array says about itself, once its size is known to agree with the bytes that are there."""
+    with archive.open(entry) as stream:
+        shape, _, dtype = _npy_header(stream)
+        claimed = stream.tell() + math.prod(shape) * dtype.itemsize
+    name = _torch_name(dtype)
+    if name is None:
+        kind = "Python objects" if dtype.hasobject else f"numbers of type {dtype}"
+        raise UserError(f"{path} stores {kind} in {entry.filename!r}: write it again with plain numbers only.")
+    growth = 1 if entry.compress_type == zipfile.ZIP_STORED else _DEFLATE_LIMIT
+    limit = growth * min(entry.compress_size, path.stat().st_size)
+    if claimed != entry.file_size or claimed > limit or min(shape, default=0) < 0:
+        raise UserError(f"{path} claims {claimed:,} bytes for {entry.filename!r} and lacks them: download it again.")
+    return TensorHeader(shape, name)
+
+
+def _npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, whether the first index runs fastest, and type. Version 3 exists for records, which are not weights."""
+    version = np.lib.format.read_magic(stream)
+    if version == (1, 0):
+        return np.lib.format.read_array_header_1_0(stream)
+    if version == (2, 0):
+        return np.lib.format.read_array_header_2_0(stream)
+    raise ValueError(f"npy version {version}")
+
+
+def _torch_name(dtype: np.dtype[Any]) -> str | None:
+    """PyTorch's name for NumPy's type. NumPy has no bfloat16: JAX leaves it as two bytes without a meaning."""
+    if dtype == np.dtype("V2"):
+        return "bfloat16"
+    return dtype.name if dtype.name in NUMPY_DTYPES else None
+
+
+def _read_npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> torch.Tensor:
+    """One array, piece by piece; the zip reader compares its checksum as it meets the end."""
+    with archive.open(member) as stream:
+        shape, fortran, dtype = _npy_header(stream)
+        data = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
+        for start in range(0, data.size, _CHUNK):
+            size = min(_CHUNK, data.size - start)
+            data[start : start + size] = np.frombuffer(stream.read(size), np.uint8, size)
+    array = data.view(dtype).reshape(shape, order="F" if fortran else "C")
+    if _torch_name(dtype) == "bfloat16":
+        return torch.from_numpy(np.asarray(array, order="C").view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(np.asarray(array, dtype.newbyteorder("="), order="C"))
+
+
+def _safetensors_headers(path: Path) -> tuple[dict[str, TensorHeader], dict[str, str]]:
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > size - 8:
+            raise UserError(f"{path} claims a header of {length:,} bytes, more than the file has: download it again.")
+        header = json.loads(stream.read(length), object_pairs_hook=lambda pairs: _without_twins(path, pairs))
+    metadata = {str(key): str(value) for key, value in (header.pop("__metadata__", None) or {}).items()}
+    headers, spans = {}, []
+    for name, entry in header.items():
+        shape, dtype, (start, end) = entry["shape"], SAFETENSORS_DTYPES.get(entry["dtype"]), entry["data_offsets"]
+        if dtype is None:
+            raise UserError(f"{path} stores {name!r} as {entry['dtype']!r}, which is not read here: convert it first.")
+        if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
+            raise ValueError(name)
+        if end - start != math.prod(shape) * getattr(torch, dtype).itemsize:
+            raise UserError(f"{path} claims a shape for {name!r} that its bytes do not fill: download it again.")
+        headers[name] = TensorHeader(tuple(shape), dtype)
+        spans.append((start, end))
+    _check_spans(path, sorted(spans), size - 8 - length)
+    return headers, metadata
+
+
+def _without_twins(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of two entries with one name, a reader would silently drop the first."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        raise UserError(f"{path} has two header entries of the same name: download it again or write it again.")
+    return entries
+
+
+def _check_spans(path: Path, spans: list[tuple[int, int]], size: int) -> None:
+    """The tensors lie end to end and fill the file: no overlap, no hole, nothing beyond the end."""
+    position = 0
+    for start, end in spans:
+        if start != position:
+            raise UserError(f"{path} has tensors that overlap or leave a hole: download it again or write it again.")
+        position = end
+    if position != size:
+        claim = f"it claims {position:,} bytes of tensors and has {size:,}"
+        raise UserError(f"{path} is cut off or damaged ({claim}): download it again.")
+
+
+def _load_torch(path: Path, device: Literal["cpu", "meta"]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of a `torch.save` file and where in it they were; on "meta" no numbers are read."""
+    mapped = device == "cpu" and zipfile.is_zipfile(path)  # so an optimizer beside the weights costs no memory
+    try:
+        # Trainers keep their options in a Namespace: a plain object, whose making runs nothing.
+        with torch.serialization.safe_globals([Namespace]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            content = torch.load(path, map_location=device, weights_only=True, mmap=mapped)
+    except Exception as error:
+        raise UserError(_refusal(path, str(error))) from error
+    found = _weights_in(content)
+    if found is None:
+        keys = ", ".join(map(repr, islice(content, 8))) if isinstance(content, Mapping) else type(content).__name__
+        raise UserError(f"{path} holds no named tensors (but: {keys}): save the model.state_dict() alone.")
+    trail, tensors = found
+    size = path.stat().st_size
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided or tensor.nbytes > size:
+            raise UserError(f"{path} claims more of {name!r} than the file holds: save it again as plain tensors.")
+    if all(name.startswith("module.") for name in tensors):
+        tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+    return tensors, {"unwrapped": ".".join(trail)} if trail else {}
+
+
+def _weights_in(content: Any, depth: int = 4) -> tuple[list[str], dict[str, torch.Tensor]] | None:
+    """The keys that lead to the weights, and the weights. `depth` ends it: a hostile dict may contain itself."""
+    if not isinstance(content, Mapping) or depth == 0:
+        return None
+    for key in NESTS:
+        if found := _weights_in(content.get(key), depth - 1):
+            return [key, *found[0]], found[1]
+    tensors = {
+        name: value.detach()
+        for name, value in content.items()
+        if isinstance(name, str) and isinstance(value, torch.Tensor)
+    }
+    return ([], tensors) if tensors else None
+
+
+def _refusal(path: Path, message: str) -> str:
+    trusted = (
+        f'on a machine that trusts it, save the tensors alone, checkpoint = torch.load("{path.name}", '
+        f'weights_only=False) and torch.save(checkpoint["model"], "weights.pth")'
+    )
+    if "TorchScript" in message:
+        return f"{path} is a TorchScript program, not weights: save its model.state_dict() instead."
+    if refused := re.search(r"GLOBAL (\w+(?:\.\w+)+)\s", message):
+        return f"{path} holds {refused[1]}, which is refused because unpacking it can run code: {trusted}."
+    if "weights_only" in message:
+        return f"{path} is damaged, or is no plain torch.save file: download it again or, {trusted}."
+    return f"{path} is cut off or damaged: download or copy it again."

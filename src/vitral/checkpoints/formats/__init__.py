@@ -1,0 +1,34 @@
+"""The formats that vitral reads and writes, one table each."""
+
+from __future__ import annotations
+
+import difflib
+
+from vitral.checkpoints.formats.big_vision import BIG_VISION
+from vitral.checkpoints.formats.bit import BIT
+from vitral.checkpoints.formats.dino import DINO
+from vitral.checkpoints.formats.google import GOOGLE, GOOGLE_LINEN
+from vitral.checkpoints.formats.hugging_face import HUGGING_FACE, HUGGING_FACE_DINO
+from vitral.checkpoints.formats.own import OWN
+from vitral.checkpoints.formats.table import Format
+from vitral.checkpoints.formats.timm import TIMM
+from vitral.checkpoints.formats.torchvision import TORCHVISION
+from vitral.errors import UserError
+
+# In the order in which they are tried: a wrapped timm file looks like DINO's, a Linen file like big_vision's.
+FORMATS: dict[str, Format] = {
+    table.name: table
+    for table in (
+        *(OWN, GOOGLE, GOOGLE_LINEN, BIG_VISION, BIT),
+        *(TIMM, HUGGING_FACE, HUGGING_FACE_DINO, TORCHVISION, DINO),
+    )
+}
+
+
+def format_named(name: str) -> Format:
+    """The format of this name; a wrong one is answered with a near one."""
+    if name not in FORMATS:
+        near = difflib.get_close_matches(name, FORMATS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UserError(f'unknown format "{name}": {hint}There are {", ".join(FORMATS)}.')
+    return FORMATS[name]

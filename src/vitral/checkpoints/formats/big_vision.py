@@ -1,0 +1,91 @@
+"""big_vision npz: positions are added before the class token joins, so that token has no row of its own.
+
+Three generations of the table's name are read: `Transformer/posembed_input/pos_embedding` (shared with Google's Linen
+files), `Transformer/pos_embedding` and `pos_embedding`; the last is written. Fixed sin-cos positions are not stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from vitral.architecture import Architecture, Pool, ViTConfig
+from vitral.checkpoints.card import Preprocess
+from vitral.checkpoints.formats import google
+from vitral.checkpoints.formats.google import LINEN
+from vitral.checkpoints.formats.table import Contents, Entry, Format, grid_of_rows, is_square, position_entries
+
+_POSITION = "pos_embedding"
+_MAP = "MAPHead_0"
+
+
+def _renames(keys: Iterable[str]) -> dict[str, str]:
+    renamed = {key: key.removeprefix("params/") for key in keys}
+    older = {"Transformer/pos_embedding", google.POSITION}
+    return {key: _POSITION if new in older else new for key, new in renamed.items()}
+
+
+def _recognises(contents: Contents) -> bool:
+    return contents.has(f"Transformer/encoderblock_0/{LINEN.attention}/query/kernel")
+
+
+def _architecture(contents: Contents) -> ViTConfig:
+    sizes = google.read_encoder(contents, LINEN)
+    token = contents.has("cls")
+    pool: Pool = "token" if token else "map" if contents.has(f"{_MAP}/probe") else "mean"
+    if not contents.has(_POSITION):
+        # Nothing in the file tells the grid, and nothing depends on it: 224 pixels unless told.
+        rows, columns = contents.hints.grid or (224 // sizes["patch"], 224 // sizes["patch"])
+        image = (rows * sizes["patch"], columns * sizes["patch"])
+        return ViTConfig(**sizes, image=image, class_token=token, pool=pool, position="sincos2d", class_position=False)
+    rows = contents.shape(_POSITION, 3)[1]
+    told = contents.hints.grid
+    extra = token and (rows - 1 == told[0] * told[1] if told else not is_square(rows))
+    grid = grid_of_rows(contents, rows - int(extra))
+    image = (grid[0] * sizes["patch"], grid[1] * sizes["patch"])
+    return ViTConfig(**sizes, image=image, class_token=token, pool=pool, class_position=extra)
+
+
+def _map_entries(c: ViTConfig) -> list[Entry]:
+    inner = f"{_MAP}/{LINEN.attention}"
+    ours = {"query": ("map.q", (0, 1)), "key": ("map.kv", (0, 2)), "value": ("map.kv", (1, 2))}
+    entries = [Entry(f"{_MAP}/probe", "map.probe", (1, 1, c.width))]
+    entries += google.attention(inner, ours, "map.out", c)
+    entries += google.norm(f"{_MAP}/LayerNorm_0", "map.norm", (c.width,))
+    return entries + google.mlp(f"{_MAP}/{LINEN.mlp}", "map.mlp", c)
+
+
+def _entries(c: Architecture) -> list[Entry]:
+    assert isinstance(c, ViTConfig)
+    table = position_entries(_POSITION, c) if c.position == "1d" else []
+    return google.encoder(c, LINEN) + table + (_map_entries(c) if c.pool == "map" else []) + google.head(c)
+
+
+def _objection(architecture: Architecture) -> str | None:
+    if isinstance(architecture, ViTConfig) and architecture.stem:
+        return "it has no place for a hybrid's ResNet"
+    return google.objection(architecture)
+
+
+def _preprocess(contents: Contents, architecture: Architecture) -> Preprocess:
+    """Short side to 8/7 of the crop, as in 256 and 224; values from -1 to 1."""
+    short = min(architecture.image)
+    if architecture.image != (short, short):
+        return google.plain_resize(contents, architecture)
+    half = (0.5,) * architecture.channels
+    return Preprocess(f"decode|resize_small({round(short * 8 / 7)})|central_crop({short})", half, half)
+
+
+BIG_VISION = Format(
+    name="big_vision",
+    title="big_vision npz",
+    container="npz",
+    recognises=_recognises,
+    architecture=_architecture,
+    entries=_entries,
+    objection=_objection,
+    renames=_renames,
+    ignored=r"opt/|chrono/",
+    positions=("1d", "sincos2d"),
+    class_row=lambda c: "folded",
+    preprocess=_preprocess,
+)

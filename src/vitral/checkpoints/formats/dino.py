@@ -1,0 +1,82 @@
+"""DINO and DINOv2 in the names of Meta's own code; backbones without a classifier."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from vitral.architecture import Architecture, ViTConfig
+from vitral.checkpoints.formats import timm
+from vitral.checkpoints.formats.table import Contents, Entry, Format, Shape, grid_of_rows
+from vitral.checkpoints.formats.torch_names import norm
+
+_WRAPPERS = re.compile(r"^(?:module\.|teacher\.|student\.|backbone\.|_orig_mod\.)+")
+_CHUNK = re.compile(r"^blocks\.\d+\.(\d+)\.")  # sharded training groups the blocks: blocks.CHUNK.NUMBER
+
+
+def _renames(keys: Iterable[str]) -> dict[str, str]:
+    return {key: _CHUNK.sub(r"blocks.\1.", _WRAPPERS.sub("", key)) for key in keys}
+
+
+def _architecture(contents: Contents) -> ViTConfig:
+    found = timm.read_encoder(contents)
+    rows = contents.shape("pos_embed", 3)[1]
+    grid = grid_of_rows(contents, rows - 1)
+    registers = contents.shape("register_tokens", 3)[1] if contents.has("register_tokens") else 0
+    return ViTConfig(
+        **found,
+        image=(grid[0] * found["patch"], grid[1] * found["patch"]),
+        classes=0,
+        registers=registers,
+        gelu="erf",
+        # The models with registers were released with antialiasing and without the offset of 0.1.
+        resize="timm" if registers else "dino",
+    )
+
+
+def _entries(c: Architecture) -> list[Entry]:
+    assert isinstance(c, ViTConfig)
+    registers = [Entry("register_tokens", "registers", (1, c.registers, c.width))] if c.registers else []
+    return timm.encoder_entries(c) + registers + norm("norm", "norm", c.width)
+
+
+def objection(architecture: Architecture) -> str | None:
+    """What DINO's backbones cannot say, here and at Hugging Face."""
+    general = timm.objection(architecture)
+    if general or not isinstance(architecture, ViTConfig):
+        return general
+    c = architecture
+    if c.classes or c.representation:
+        return "it holds a backbone without a classifier: load with classes=0 first"
+    if c.pool != "token":
+        return "its feature is the class token"
+    return None
+
+
+def _objection(architecture: Architecture) -> str | None:
+    reason = objection(architecture)
+    if reason or not isinstance(architecture, ViTConfig):
+        return reason
+    if architecture.gelu != "erf" or architecture.norm_eps != 1e-6:
+        return "it means the exact (erf) GELU and a LayerNorm epsilon of 1e-6"
+    return None
+
+
+def _zeros(c: Architecture) -> dict[str, Shape]:
+    """DINOv2's model always has a mask token, which only its pre-training reads."""
+    assert isinstance(c, ViTConfig)
+    return {"mask_token": (1, c.width)} if c.layer_scale or c.registers else {}
+
+
+DINO = Format(
+    name="dino",
+    title="DINO and DINOv2 backbones (safetensors)",
+    container="safetensors",
+    recognises=lambda contents: contents.has("blocks.0.attn.qkv.weight") and contents.has("cls_token"),
+    architecture=_architecture,
+    entries=_entries,
+    objection=_objection,
+    renames=_renames,
+    ignored=r"mask_token$|(dino_|ibot_)?head\.",
+    zeros=_zeros,
+)

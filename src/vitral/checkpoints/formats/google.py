@@ -1,0 +1,205 @@
+"""Google's `vision_transformer` npz files: names of the released files (before Linen) and of Flax Linen; hybrids too.
+
+A Linen file with `posembed_input` is also the oldest generation of big_vision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vitral.architecture import Architecture, ResNetConfig, StemConfig, ViTConfig
+from vitral.checkpoints.card import Preprocess
+from vitral.checkpoints.formats.table import Contents, Entry, Format, grid_of_rows, position_entries
+
+POSITION = "Transformer/posembed_input/pos_embedding"
+
+
+@dataclass(frozen=True)
+class BlockNames:
+    """How the parts of a block are called."""
+
+    norm1: str
+    attention: str
+    norm2: str
+    mlp: str
+
+
+PRE_LINEN = BlockNames("LayerNorm_0", "MultiHeadDotProductAttention_1", "LayerNorm_2", "MlpBlock_3")
+LINEN = BlockNames("LayerNorm_0", "MultiHeadDotProductAttention_0", "LayerNorm_1", "MlpBlock_0")
+
+
+def dense(theirs: str, ours: str, inputs: int, outputs: int) -> list[Entry]:
+    """A Flax dense layer: kernel (in, out)."""
+    return [
+        Entry(f"{theirs}/kernel", f"{ours}.weight", (inputs, outputs), axes=(1, 0)),
+        Entry(f"{theirs}/bias", f"{ours}.bias", (outputs,)),
+    ]
+
+
+def norm(theirs: str, ours: str, shape: tuple[int, ...]) -> list[Entry]:
+    return [Entry(f"{theirs}/scale", f"{ours}.weight", shape), Entry(f"{theirs}/bias", f"{ours}.bias", shape)]
+
+
+def attention(theirs: str, ours: dict[str, tuple[str, tuple[int, int]]], out: str, c: ViTConfig) -> list[Entry]:
+    """Flax attention: kernels (d, heads, d / heads). `ours` places query, key and value in our projections."""
+    head = c.width // c.heads
+    entries = []
+    for name, (place, part) in ours.items():
+        shape = (c.width, c.heads, head)
+        entries.append(Entry(f"{theirs}/{name}/kernel", f"{place}.weight", shape, axes=(1, 2, 0), part=part))
+        entries.append(Entry(f"{theirs}/{name}/bias", f"{place}.bias", (c.heads, head), part=part))
+    entries.append(Entry(f"{theirs}/out/kernel", f"{out}.weight", (c.heads, head, c.width), axes=(2, 0, 1)))
+    entries.append(Entry(f"{theirs}/out/bias", f"{out}.bias", (c.width,)))
+    return entries
+
+
+def mlp(theirs: str, ours: str, c: ViTConfig) -> list[Entry]:
+    hidden = dense(f"{theirs}/Dense_0", f"{ours}.hidden", c.width, c.mlp)
+    return hidden + dense(f"{theirs}/Dense_1", f"{ours}.output", c.mlp, c.width)
+
+
+def encoder(c: ViTConfig, names: BlockNames) -> list[Entry]:
+    """Patch embedding, class token, blocks, last norm: the same in every generation."""
+    channels = c.stem.channels if c.stem else c.channels
+    kernel = (c.patch, c.patch, channels, c.width)
+    entries = [Entry("embedding/kernel", "embed.weight", kernel, axes=(3, 2, 0, 1))]
+    entries += [Entry("embedding/bias", "embed.bias", (c.width,))]
+    entries += [Entry("cls", "class_token", (1, 1, c.width))] if c.class_token else []
+    for i in range(c.depth):
+        theirs, ours = f"Transformer/encoderblock_{i}", f"blocks.{i}"
+        qkv = {name: (f"{ours}.attention.qkv", (k, 3)) for k, name in enumerate(("query", "key", "value"))}
+        entries += norm(f"{theirs}/{names.norm1}", f"{ours}.norm1", (c.width,))
+        entries += attention(f"{theirs}/{names.attention}", qkv, f"{ours}.attention.out", c)
+        entries += norm(f"{theirs}/{names.norm2}", f"{ours}.norm2", (c.width,))
+        entries += mlp(f"{theirs}/{names.mlp}", f"{ours}.mlp", c)
+    return entries + norm("Transformer/encoder_norm", "norm", (c.width,))
+
+
+def head(c: ViTConfig) -> list[Entry]:
+    entries = dense("pre_logits", "head.hidden", c.width, c.representation) if c.representation else []
+    return entries + (dense("head", "head.output", c.representation or c.width, c.classes) if c.classes else [])
+
+
+def read_encoder(contents: Contents, names: BlockNames) -> dict[str, Any]:
+    """The sizes that every generation shows in its shapes."""
+    patch, _, channels, width = contents.shape("embedding/kernel", 4)
+    first = "Transformer/encoderblock_0"
+    _, heads, _ = contents.shape(f"{first}/{names.attention}/query/kernel", 3)
+    hidden = contents.shape(f"{first}/{names.mlp}/Dense_0/kernel", 2)[1]
+    depth = contents.count(r"Transformer/encoderblock_(\d+)/")
+    representation = contents.shape("pre_logits/kernel", 2)[1] if contents.has("pre_logits/kernel") else 0
+    classes = contents.shape("head/kernel", 2)[1] if contents.has("head/kernel") else 0
+    sizes = {"depth": depth, "width": width, "mlp": hidden, "heads": heads, "patch": patch, "channels": channels}
+    return {**sizes, "representation": representation, "classes": classes}
+
+
+def objection(architecture: Architecture) -> str | None:
+    """What no Flax file of Google's can say."""
+    if isinstance(architecture, ResNetConfig):
+        return "it holds Vision Transformers, not ResNets"
+    c = architecture
+    if c.gelu != "tanh":
+        return "it means the tanh GELU, and these weights were made for the exact (erf) one"
+    if c.norm_eps != 1e-6:
+        return f"it means a LayerNorm epsilon of 1e-6, not {c.norm_eps:g}"
+    if c.registers or c.layer_scale or c.axial:
+        return "it has no place for registers, LayerScale or axial blocks"
+    if c.position == "relative" or c.injection != "input":
+        return "it adds positions once, at the input, and has no place for relative ones"
+    if c.norm_place != "tokens":
+        return "it means a last LayerNorm before pooling, not after"
+    if c.pool == "mean" and c.class_token:
+        return "its mean would count the class token"
+    return None
+
+
+def plain_resize(contents: Contents, architecture: Architecture) -> Preprocess:
+    """Values from -1 to 1 after a plain resize: what the input pipelines of `vision_transformer` and BiT do."""
+    height, width = architecture.image
+    size = f"{height}" if height == width else f"{height}, {width}"
+    half = (0.5,) * architecture.channels
+    return Preprocess(f"decode|resize({size})", half, half)
+
+
+def _stem_entries(c: ViTConfig, group_norm: bool) -> list[Entry]:
+    assert c.stem is not None
+    wide = 64 * c.stem.width
+
+    def conv(theirs: str, ours: str, side: int, inputs: int, outputs: int) -> Entry:
+        return Entry(f"{theirs}/kernel", f"{ours}.weight", (side, side, inputs, outputs), axes=(3, 2, 0, 1))
+
+    def group(theirs: str, ours: str, channels: int) -> list[Entry]:
+        return norm(theirs, ours, (1, 1, 1, channels) if group_norm else (channels,))
+
+    entries = [conv("conv_root", "stem.root.conv", 7, c.channels, wide), *group("gn_root", "stem.root.norm", wide)]
+    inputs = wide
+    for stage, units in enumerate(c.stem.blocks):
+        f = wide * 2**stage
+        for unit in range(units):
+            theirs, ours = f"block{stage + 1}/unit{unit + 1}", f"stem.stages.{stage}.{unit}"
+            sides = ((1, inputs, f), (3, f, f), (1, f, 4 * f))
+            for k, (side, before, after) in enumerate(sides, start=1):
+                entries.append(conv(f"{theirs}/conv{k}", f"{ours}.conv{k}", side, before, after))
+                entries += group(f"{theirs}/gn{k}", f"{ours}.norm{k}", after)
+            if unit == 0:
+                entries.append(conv(f"{theirs}/conv_proj", f"{ours}.projection", 1, inputs, 4 * f))
+                entries += group(f"{theirs}/gn_proj", f"{ours}.projection_norm", 4 * f)
+            inputs = 4 * f
+    return entries
+
+
+def _stem(contents: Contents) -> StemConfig | None:
+    if not contents.has("conv_root/kernel"):
+        return None
+    width = contents.shape("conv_root/kernel", 4)[3] // 64
+    blocks = []
+    while any(key.startswith(f"block{len(blocks) + 1}/unit") for key in contents.shapes):
+        stage = len(blocks) + 1
+        blocks.append(sum(contents.has(f"block{stage}/unit{unit}/conv1/kernel") for unit in range(1, 100)))
+    return StemConfig(blocks=tuple(blocks), width=width)
+
+
+def _architecture(contents: Contents, names: BlockNames) -> ViTConfig:
+    sizes = read_encoder(contents, names)
+    token = contents.has("cls")
+    rows = contents.shape(POSITION, 3)[1]
+    grid = grid_of_rows(contents, rows - int(token))
+    stem = _stem(contents)
+    stride = sizes["patch"] * (2 ** (1 + max(len(stem.blocks), 1)) if stem else 1)
+    if stem:
+        sizes["channels"] = contents.shape("conv_root/kernel", 4)[2]
+    image = (grid[0] * stride, grid[1] * stride)
+    return ViTConfig(**sizes, image=image, stem=stem, class_token=token, pool="token" if token else "mean")
+
+
+def _format(name: str, title: str, names: BlockNames, group_norm: bool) -> Format:
+    def entries(c: Architecture) -> list[Entry]:
+        assert isinstance(c, ViTConfig)
+        stem = _stem_entries(c, group_norm) if c.stem else []
+        return stem + encoder(c, names) + position_entries(POSITION, c) + head(c)
+
+    def refuses(architecture: Architecture) -> str | None:
+        if isinstance(architecture, ViTConfig) and architecture.pool == "map":
+            return "it has no place for attention pooling (big_vision has)"
+        return objection(architecture)
+
+    return Format(
+        name=name,
+        title=title,
+        container="npz",
+        recognises=lambda contents: (
+            contents.has(POSITION)
+            and contents.has(f"Transformer/encoderblock_0/{names.attention}/query/kernel")
+            and not any(key.startswith("MAPHead_0/") for key in contents.shapes)
+        ),
+        architecture=lambda contents: _architecture(contents, names),
+        entries=entries,
+        objection=refuses,
+        ignored=r"opt/",
+        preprocess=plain_resize,
+    )
+
+
+GOOGLE = _format("google", "Google npz, names of the released files", PRE_LINEN, group_norm=True)
+GOOGLE_LINEN = _format("google-linen", "Google npz, Flax Linen names", LINEN, group_norm=False)

@@ -1,0 +1,256 @@
+"""timm's ViT: a safetensors file, alone or beside timm's config.json (`timm.create_model("local-dir:FOLDER")`)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from vitral.architecture import Architecture, Gelu, Pool, Size, ViTConfig
+from vitral.checkpoints.card import Card, Preprocess
+from vitral.checkpoints.formats.table import (
+    ClassRow,
+    Contents,
+    Entry,
+    Format,
+    grid_of_rows,
+    heads_of,
+    is_square,
+    position_entries,
+)
+from vitral.checkpoints.formats.torch_names import linear, norm, patches, read_sizes
+from vitral.errors import UserError
+
+_POOLS: dict[str, Pool] = {"token": "token", "avg": "mean", "map": "map"}
+_GELUS: dict[str, Gelu] = {"gelu": "erf", "gelu_erf": "erf", "gelu_tanh": "tanh"}
+
+
+def encoder_entries(c: ViTConfig) -> list[Entry]:
+    """The names that timm and DINO share."""
+    entries = patches("patch_embed.proj", c)
+    entries += [Entry("cls_token", "class_token", (1, 1, c.width))] if c.class_token else []
+    entries += position_entries("pos_embed", c)
+    for i in range(c.depth):
+        theirs = ours = f"blocks.{i}"
+        entries += norm(f"{theirs}.norm1", f"{ours}.norm1", c.width)
+        entries += linear(f"{theirs}.attn.qkv", f"{ours}.attention.qkv", c.width, 3 * c.width)
+        entries += linear(f"{theirs}.attn.proj", f"{ours}.attention.out", c.width, c.width)
+        entries += norm(f"{theirs}.norm2", f"{ours}.norm2", c.width)
+        entries += linear(f"{theirs}.mlp.fc1", f"{ours}.mlp.hidden", c.width, c.mlp)
+        entries += linear(f"{theirs}.mlp.fc2", f"{ours}.mlp.output", c.mlp, c.width)
+        if c.layer_scale:
+            entries += [Entry(f"{theirs}.ls{k}.gamma", f"{ours}.scale{k}.scale", (c.width,)) for k in (1, 2)]
+    return entries
+
+
+def read_encoder(contents: Contents) -> dict[str, Any]:
+    """Sizes, heads and LayerScale, for timm and DINO."""
+    sizes = read_sizes(contents, "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight", r"blocks\.(\d+)\.")
+    heads = heads_of(contents, sizes.depth, sizes.width)
+    return {**vars(sizes), "heads": heads, "layer_scale": contents.has("blocks.0.ls1.gamma")}
+
+
+def _entries(c: Architecture) -> list[Entry]:
+    assert isinstance(c, ViTConfig)
+    entries = encoder_entries(c)
+    entries += [Entry("reg_token", "registers", (1, c.registers, c.width))] if c.registers else []
+    entries += norm("fc_norm" if c.norm_place == "features" else "norm", "norm", c.width)
+    if c.pool == "map":
+        entries += [Entry("attn_pool.latent", "map.probe", (1, 1, c.width))]
+        entries += linear("attn_pool.q", "map.q", c.width, c.width)
+        entries += linear("attn_pool.kv", "map.kv", c.width, 2 * c.width)
+        entries += linear("attn_pool.proj", "map.out", c.width, c.width)
+        entries += norm("attn_pool.norm", "map.norm", c.width)
+        entries += linear("attn_pool.mlp.fc1", "map.mlp.hidden", c.width, c.mlp)
+        entries += linear("attn_pool.mlp.fc2", "map.mlp.output", c.mlp, c.width)
+    return entries + (linear("head", "head.output", c.width, c.classes) if c.classes else [])
+
+
+def _architecture(contents: Contents) -> ViTConfig:
+    found = read_encoder(contents)
+    arguments = _arguments(contents)
+    gelu = arguments.get("act_layer", "gelu")
+    if gelu not in _GELUS:
+        raise UserError(f'the file\'s activation "{gelu}" is not a GELU that vitral knows.')
+    token = contents.has("cls_token")
+    registers = contents.shape("reg_token", 3)[1] if contents.has("reg_token") else 0
+    rows = contents.shape("pos_embed", 3)[1]
+    grid = _grid(contents, rows, int(token) + registers, found["patch"])
+    after = contents.has("fc_norm.weight")
+    return ViTConfig(
+        **found,
+        image=(grid[0] * found["patch"], grid[1] * found["patch"]),
+        classes=contents.shape("head.weight", 2)[0] if contents.has("head.weight") else 0,
+        pool=_pool(contents, token),
+        class_token=token,
+        class_position=rows > grid[0] * grid[1],
+        registers=registers,
+        norm_place="features" if after else "tokens",
+        gelu=_GELUS[gelu],
+        resize="timm",
+    )
+
+
+def _grid(contents: Contents, rows: int, prefix: int, patch: int) -> Size:
+    """The grid of the patches; `rows` may count the class token as well."""
+    size = _pretrained(contents).get("input_size") or _arguments(contents).get("img_size")
+    if size and not contents.hints.grid:
+        height, width = (size[-2], size[-1]) if isinstance(size, list | tuple) else (size, size)
+        grid = (height // patch, width // patch)
+        if grid[0] * grid[1] in (rows, rows - 1):
+            return grid
+    if prefix > 1 and is_square(rows - prefix):
+        raise UserError(
+            "the file has position rows for its registers (timm without no_embed_class): that is not supported."
+        )
+    told = contents.hints.grid
+    return grid_of_rows(contents, rows if (told and told[0] * told[1] == rows) or is_square(rows) else rows - 1)
+
+
+def _pool(contents: Contents, token: bool) -> Pool:
+    if contents.has("attn_pool.latent"):
+        return "map"
+    if contents.has("fc_norm.weight"):
+        return "mean"
+    stated = _arguments(contents).get("global_pool") or (contents.config or {}).get("global_pool")
+    return _POOLS.get(stated or "", "token" if token else "mean")
+
+
+def _arguments(contents: Contents) -> dict[str, Any]:
+    return dict((contents.config or {}).get("model_args") or {})
+
+
+def _pretrained(contents: Contents) -> dict[str, Any]:
+    return dict((contents.config or {}).get("pretrained_cfg") or {})
+
+
+def _preprocess(contents: Contents, architecture: Architecture) -> Preprocess | None:
+    """timm's evaluation transform: short side to size / crop_pct, then a centre crop."""
+    stated = _pretrained(contents)
+    if "mean" not in stated or "std" not in stated:
+        return None
+    height, width = architecture.image
+    size = height if height == width else f"{height}, {width}"
+    method = stated.get("interpolation", "bicubic")
+    percent = stated.get("crop_pct", 0.875)
+    if stated.get("crop_mode") == "squash" or percent == 1.0 or height != width:
+        pipeline = f"decode|resize({size}, {method})"
+    else:
+        pipeline = f"decode|resize_small({math.floor(height / percent)}, {method})|central_crop({size})"
+    return Preprocess(pipeline, tuple(stated["mean"]), tuple(stated["std"]))
+
+
+def _class_names(contents: Contents) -> tuple[str, ...]:
+    names = (contents.config or {}).get("label_names")
+    return tuple(names) if isinstance(names, list) else ()
+
+
+def objection(architecture: Architecture) -> str | None:
+    """What neither timm nor the other PyTorch libraries can say."""
+    if not isinstance(architecture, ViTConfig):
+        return "it holds Vision Transformers, not ResNets"
+    c = architecture
+    if c.stem or c.axial:
+        return "it has no place for a hybrid's ResNet or for axial blocks"
+    if c.position == "relative" or c.injection != "input":
+        return "it adds positions once, at the input, and has no place for relative ones"
+    return None
+
+
+def _objection(architecture: Architecture) -> str | None:
+    general = objection(architecture)
+    if general or not isinstance(architecture, ViTConfig):
+        return general
+    if architecture.representation:
+        return "it has no place for the tanh layer of the pre-training head"
+    if architecture.norm_eps != 1e-6:
+        return f"it means a LayerNorm epsilon of 1e-6, not {architecture.norm_eps:g}"
+    if architecture.pool == "map" and (architecture.prefix or architecture.norm_place == "features"):
+        return "its attention pooling reads all tokens after the last LayerNorm"
+    return None
+
+
+def _class_row(c: ViTConfig) -> ClassRow:
+    """With registers timm wants a row for every token in front or for none."""
+    return "folded" if c.registers else "either"
+
+
+def _alone(architecture: Architecture) -> str | None:
+    assert isinstance(architecture, ViTConfig)
+    c = architecture
+    if c.gelu != "erf":
+        return "timm assumes the exact (erf) GELU"
+    if c.pool == "mean" and c.class_token and c.norm_place == "tokens":
+        return "timm assumes that the class token is the feature"
+    return None
+
+
+def _config(card: Card) -> dict[str, Any]:
+    c = card.architecture
+    assert isinstance(c, ViTConfig)
+    pools = {pool: name for name, pool in _POOLS.items()}
+    arguments = {
+        "img_size": list(c.image),
+        "patch_size": c.patch,
+        "in_chans": c.channels,
+        "embed_dim": c.width,
+        "depth": c.depth,
+        "num_heads": c.heads,
+        "mlp_ratio": _ratio(c),
+        "class_token": c.class_token,
+        "no_embed_class": not c.class_row,
+        "reg_tokens": c.registers,
+        "init_values": 1e-5 if c.layer_scale else None,
+        "act_layer": "gelu_tanh" if c.gelu == "tanh" else "gelu",
+        "fc_norm": c.norm_place == "features",
+        "global_pool": pools[c.pool],
+    }
+    config: dict[str, Any] = {
+        "architecture": "vit_base_patch16_224",  # every size is in the arguments
+        "num_classes": c.classes,
+        "num_features": c.width,
+        "global_pool": pools[c.pool],
+        "model_args": arguments,
+        "pretrained_cfg": {"input_size": [c.channels, *c.image], "num_classes": c.classes, **_crop(card)},
+    }
+    return {**config, "label_names": list(card.class_names)} if card.class_names else config
+
+
+def _crop(card: Card) -> dict[str, Any]:
+    """The preprocessing in timm's words, as far as they reach."""
+    if card.preprocess is None:
+        return {}
+    steps = dict(card.preprocess.steps())
+    stated: dict[str, Any] = {"mean": list(card.preprocess.mean), "std": list(card.preprocess.std)}
+    method = [word for words in steps.values() for word in words if not word.isdigit()]
+    stated["interpolation"] = method[0] if method else "bilinear"
+    if "resize_small" in steps and "central_crop" in steps:
+        stated["crop_pct"] = int(steps["central_crop"][0]) / int(steps["resize_small"][0])
+        return {**stated, "crop_mode": "center"}
+    return {**stated, "crop_pct": 1.0, "crop_mode": "squash"}
+
+
+def _ratio(c: ViTConfig) -> float:
+    """timm takes int(width * ratio): the quotient, or the next float where rounding would lose one channel."""
+    ratio = c.mlp / c.width
+    return ratio if int(c.width * ratio) == c.mlp else math.nextafter(ratio, math.inf)
+
+
+TIMM = Format(
+    name="timm",
+    title="timm (safetensors, or a folder with its config.json)",
+    container="safetensors",
+    recognises=lambda contents: (
+        contents.has("blocks.0.attn.qkv.weight")
+        and contents.has("pos_embed")
+        and not contents.has("mask_token")
+        and not contents.has("register_tokens")
+    ),
+    architecture=_architecture,
+    entries=_entries,
+    objection=_objection,
+    class_row=_class_row,
+    preprocess=_preprocess,
+    class_names=_class_names,
+    config=_config,
+    alone=_alone,
+)

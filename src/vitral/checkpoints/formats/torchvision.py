@@ -1,0 +1,81 @@
+"""torchvision's VisionTransformer. Its files are pickles, which are only read; what is written is safetensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from vitral.architecture import Architecture, ViTConfig
+from vitral.checkpoints.formats import timm
+from vitral.checkpoints.formats.table import Contents, Entry, Format, grid_of_rows, heads_of, position_entries
+from vitral.checkpoints.formats.torch_names import linear, norm, patches, read_sizes
+
+_LAYER = "encoder.layers.encoder_layer_{}"
+
+
+def _renames(keys: Iterable[str]) -> dict[str, str]:
+    """Releases before 0.13 called the MLP's layers linear_1 and linear_2."""
+    older = {"linear_1": "0", "linear_2": "3"}
+    return {key: re.sub(r"\.mlp\.(linear_[12])\.", lambda m: f".mlp.{older[m[1]]}.", key) for key in keys}
+
+
+def _entries(c: Architecture) -> list[Entry]:
+    assert isinstance(c, ViTConfig)
+    entries = [Entry("class_token", "class_token", (1, 1, c.width)), *patches("conv_proj", c)]
+    entries += position_entries("encoder.pos_embedding", c)
+    for i in range(c.depth):
+        theirs, ours = _LAYER.format(i), f"blocks.{i}"
+        entries += norm(f"{theirs}.ln_1", f"{ours}.norm1", c.width)
+        qkv, place = f"{theirs}.self_attention.in_proj", f"{ours}.attention.qkv"
+        entries += [Entry(f"{qkv}_weight", f"{place}.weight", (3 * c.width, c.width))]
+        entries += [Entry(f"{qkv}_bias", f"{place}.bias", (3 * c.width,))]
+        entries += linear(f"{theirs}.self_attention.out_proj", f"{ours}.attention.out", c.width, c.width)
+        entries += norm(f"{theirs}.ln_2", f"{ours}.norm2", c.width)
+        entries += linear(f"{theirs}.mlp.0", f"{ours}.mlp.hidden", c.width, c.mlp)
+        entries += linear(f"{theirs}.mlp.3", f"{ours}.mlp.output", c.mlp, c.width)
+    entries += norm("encoder.ln", "norm", c.width)
+    if c.representation:
+        entries += linear("heads.pre_logits", "head.hidden", c.width, c.representation)
+    if c.classes:
+        entries += linear("heads.head", "head.output", c.representation or c.width, c.classes)
+    return entries
+
+
+def _architecture(contents: Contents) -> ViTConfig:
+    hidden = f"{_LAYER.format(0)}.mlp.0.weight"
+    sizes = read_sizes(contents, "conv_proj.weight", hidden, r"encoder\.layers\.encoder_layer_(\d+)\.")
+    grid = grid_of_rows(contents, contents.shape("encoder.pos_embedding", 3)[1] - 1)
+    before = "heads.pre_logits.weight"
+    return ViTConfig(
+        **vars(sizes),
+        heads=heads_of(contents, sizes.depth, sizes.width),
+        image=(grid[0] * sizes.patch, grid[1] * sizes.patch),
+        classes=contents.shape("heads.head.weight", 2)[0] if contents.has("heads.head.weight") else 0,
+        representation=contents.shape(before, 2)[0] if contents.has(before) else 0,
+        gelu="erf",
+        resize="torchvision",
+    )
+
+
+def _objection(architecture: Architecture) -> str | None:
+    general = timm.objection(architecture)
+    if general or not isinstance(architecture, ViTConfig):
+        return general
+    c = architecture
+    if c.pool != "token" or c.registers or c.layer_scale:
+        return "it means a class token, and has no place for registers or LayerScale"
+    if c.gelu != "erf":
+        return "it means the exact (erf) GELU, and these weights were made for the tanh one"
+    return None if c.norm_eps == 1e-6 else f"it means a LayerNorm epsilon of 1e-6, not {c.norm_eps:g}"
+
+
+TORCHVISION = Format(
+    name="torchvision",
+    title="torchvision VisionTransformer (safetensors)",
+    container="safetensors",
+    recognises=lambda contents: contents.has("conv_proj.weight") and contents.has("encoder.pos_embedding"),
+    architecture=_architecture,
+    entries=_entries,
+    objection=_objection,
+    renames=_renames,
+)

@@ -1,0 +1,131 @@
+"""Named tensors to weight files: npz and safetensors, the same bytes for the same tensors, and never half a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+import zipfile
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+from vitral.checkpoints.files import NUMPY_DTYPES, SAFETENSORS_DTYPES
+from vitral.errors import UserError
+
+_CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
+
+
+@contextmanager
+def written_aside(path: Path, *, folder: bool = False) -> Generator[Path]:
+    """Yield a temporary path beside `path`, moved onto `path` when the block ends and removed when it raises.
+
+    A reader sees the old file or the whole new one, also after a power cut. With `folder=True` the temporary path is
+    a folder that exists; the target must then be new or empty.
+    """
+    if path.is_dir() and not folder:
+        raise UserError(f"{path} is a folder: name a file inside it.")
+    if folder and path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{path} exists and is not empty: choose another folder, or remove it first.")
+    made = [parent for parent in path.parents if not parent.exists()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
+    try:
+        if folder:
+            aside.mkdir()
+        yield aside
+        for written in (*aside.rglob("*"), aside):
+            _flush(written)
+        os.replace(aside, path)
+    except BaseException:
+        _remove(aside)
+        for parent in made:
+            parent.rmdir()
+        raise
+    _flush(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Indented JSON. NaN is refused: other readers do not accept it."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    with written_aside(path) as aside:
+        aside.write_text(text + "\n", encoding="utf-8")
+
+
+def write_npz(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """What `numpy.load` reads, uncompressed; bfloat16 as two plain bytes, which is how JAX's files hold it."""
+    for name, tensor in tensors.items():
+        if _dtype(tensor) not in NUMPY_DTYPES | {"bfloat16"}:
+            raise UserError(f'an npz file cannot hold "{name}" as {_dtype(tensor)}: convert it or write safetensors.')
+    with written_aside(path) as aside, zipfile.ZipFile(aside, "w") as archive:
+        for name, tensor in tensors.items():
+            member = zipfile.ZipInfo(f"{name}.npy")  # dated 1980: equal tensors make equal files
+            member.create_system = 3  # likewise on every operating system
+            with archive.open(member, "w", force_zip64=True) as stream:
+                np.lib.format.write_array(stream, _array(tensor), version=(1, 0), allow_pickle=False)
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """A safetensors file, marked as PyTorch's. Tensors may share memory or be strided: each is written out whole.
+
+    The safetensors library does not do this: it orders metadata by chance and refuses tensors that share memory.
+    """
+    for name, tensor in tensors.items():
+        if _dtype(tensor) not in _CODES:
+            raise UserError(f'a safetensors file cannot hold "{name}" as {_dtype(tensor)}: convert it first.')
+    # Widest numbers first keeps every tensor aligned, as the format asks.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    with written_aside(path) as aside, aside.open("wb") as stream:
+        stream.write(_safetensors_header(ordered, {"format": "pt", **(metadata or {})}))
+        for _, tensor in ordered:
+            _write_bytes(stream, tensor)
+
+
+def _safetensors_header(tensors: list[tuple[str, torch.Tensor]], metadata: dict[str, str]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    position = 0
+    for name, tensor in tensors:
+        end = position + tensor.nbytes
+        entries[name] = {"dtype": _CODES[_dtype(tensor)], "shape": list(tensor.shape), "data_offsets": [position, end]}
+        position = end
+    header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header
+
+
+def _write_bytes(stream: IO[bytes], tensor: torch.Tensor) -> None:
+    stream.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    plain = tensor.detach().cpu().contiguous()
+    if plain.dtype == torch.bfloat16:
+        return plain.view(torch.int16).numpy().view("V2")
+    return plain.numpy()
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    """Wait until the disk has it; a folder is flushed for the names in it."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

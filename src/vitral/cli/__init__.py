@@ -1,0 +1,77 @@
+"""`vitral VERB ...`: find the verb, import it, run it. Nothing heavy is imported before a verb runs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import NamedTuple
+
+from vitral.errors import UserError
+from vitral.version import __version__
+
+
+class Verb(NamedTuple):
+    module: str
+    function: str
+    help: str
+
+
+VERBS = {
+    "list": Verb("vitral.cli.models", "list_", "the models, or the checkpoint formats, that vitral knows"),
+    "cost": Verb("vitral.cli.models", "cost", "parameters, compute and training FLOPs of a model, without building it"),
+    "info": Verb("vitral.cli.checkpoints", "info", "what a checkpoint is, without loading it"),
+    "convert": Verb("vitral.cli.checkpoints", "convert", "rewrite a checkpoint in another format, with proof"),
+}
+
+
+def main() -> None:
+    """The entry point. A user's mistake is one sentence and exit code 2; a traceback is for ours."""
+    try:
+        _run(sys.argv[1:])
+    except UserError as mistake:
+        _fail(str(mistake))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has seen enough
+        sys.exit(0)
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror}." if error.filename else f"{error}.")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _run(words: list[str]) -> None:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_help())
+    elif words[0] in ("-V", "--version"):
+        print(f"vitral {__version__}")
+    elif words[0] in VERBS:
+        _call(words[0], words[1:])
+    else:
+        import difflib
+
+        near = difflib.get_close_matches(words[0], VERBS, n=1)
+        hint = f"did you mean `vitral {near[0]}`?" if near else "`vitral --help` lists the verbs."
+        raise UserError(f'there is no verb "{words[0]}": {hint}')
+
+
+def _call(name: str, words: list[str]) -> None:
+    import tyro
+
+    verb = VERBS[name]
+    function = getattr(importlib.import_module(verb.module), verb.function)
+    tyro.cli(function, prog=f"vitral {name}", args=words, config=(tyro.conf.FlagCreatePairsOff,))
+
+
+def _help() -> str:
+    lines = ["vitral: Vision Transformers as the paper describes them, for every checkpoint.", ""]
+    lines += ["  vitral VERB ...           `vitral VERB --help` explains a verb", ""]
+    lines += [f"  {name:<9} {verb.help}" for name, verb in VERBS.items()]
+    lines += ["", "Examples:", "  vitral list models", "  vitral cost R50+ViT-B/16 --images 303e6 --epochs 7"]
+    lines += ["  vitral info ViT-B_16.npz", "  vitral convert ViT-B_16.npz vit-b16/ --format hf"]
+    return "\n".join(lines)
+
+
+def _fail(sentence: str) -> None:
+    print(f"vitral: {sentence}", file=sys.stderr)
+    sys.exit(2)

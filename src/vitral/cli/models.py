@@ -1,0 +1,137 @@
+"""`vitral list` and `vitral cost`: what the models are and what they take. The models need no torch for this."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from vitral import paper
+from vitral.architecture import Architecture, Size, ViTConfig
+from vitral.cli.options import Count, Image, image_size
+from vitral.cli.show import by, print_facts, print_json, print_table
+from vitral.cost import cost as cost_of
+from vitral.cost import training_flops
+from vitral.errors import UserError
+from vitral.names import NAMES, parse
+
+
+def list_(what: tyro.conf.Positional[Literal["models", "formats"]] = "models", /, *, json: bool = False) -> None:
+    """List the models with their sizes and costs at 224 pixels, or the checkpoint formats.
+
+    Args:
+        what: what to list.
+        json: print JSON instead of a table.
+    """
+    rows = [_model_row(name) for name in NAMES] if what == "models" else _format_rows()
+    if json:
+        print_json(rows)
+    elif what == "models":
+        note = "1,000 classes, 224 pixels. Other sizes, patches and ResNets work too: ViT-S/8, B/16@384, R101+ViT-L/32."
+        print_table(list(rows[0]), [[_cell(cell) for cell in row.values()] for row in rows], note=note)
+    else:
+        print_table(list(rows[0]), [[_cell(cell) for cell in row.values()] for row in rows], left=2)
+
+
+def cost(
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
+    /,
+    *,
+    image: Image = None,
+    classes: Count = None,
+    images: Annotated[float | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
+    epochs: Annotated[float, tyro.conf.arg(metavar="N")] = 1.0,
+    json: bool = False,
+) -> None:
+    """Count what a model costs, without building it.
+
+    Args:
+        model: a name such as ViT-B/16, R50+ViT-B/16@384 or R152x4.
+        image: pixels, one number or height and width; without it, what the name says, else 224.
+        classes: outputs of the head; without it 1000, and 0 means no head.
+        images: training images, to count the FLOPs of training.
+        epochs: how often each training image is seen.
+        json: print JSON instead of a table.
+    """
+    architecture = parse(model) if classes is None else parse(model, classes=classes)
+    size = image_size(image) or architecture.image
+    found = cost_of(architecture, size)
+    values: dict[str, Any] = {
+        "model": model,
+        "image": size,
+        "grid": found.grid,
+        "tokens": found.tokens,
+        "parameters": found.params,
+        "macs": found.macs,
+    }
+    if images is not None:
+        _positive(images=images, epochs=epochs)
+        values |= {"images": images, "epochs": epochs}
+        values["training_flops"] = training_flops(architecture, images=images, epochs=epochs, image=size)
+        values["paper"] = _printed(architecture, size, images, epochs)
+    if json:
+        print_json(values)
+        return
+    facts = {
+        "model": f"{model}{_dimensions(architecture)}",
+        "image": f"{by(size)} pixels, grid {by(found.grid)}, {found.tokens:,} tokens",
+        "parameters": f"{found.params:,}",
+        "compute": f"{found.macs / 1e9:,.2f} GMACs an image",
+    }
+    if images is not None:
+        facts["training"] = f"{values['training_flops'] / 1e18:,.4g} exaFLOPs ({images:,.0f} images, {epochs:g} epochs)"
+        facts["the paper"] = values["paper"] or ""
+    print_facts(facts)
+
+
+def _printed(architecture: Architecture, size: Size, images: float, epochs: float) -> str | None:
+    """What Table 6 prints for this run, if it is one of its rows."""
+    if images != paper.pretraining_sets()["JFT-300M"].images or size != (224, 224):
+        return None
+    for row in paper.table6():
+        if row.epochs == epochs and parse(row.model, classes=architecture.classes) == architecture:
+            doubt = f"; {row.note}" if "exaflops" in row.doubtful else ""
+            return f"{row.exaflops:,} exaFLOPs for this model and these epochs on JFT-300M ({row.source}{doubt})"
+    return None
+
+
+def _model_row(name: str) -> dict[str, str | int | float | None]:
+    architecture = parse(name)
+    found = cost_of(architecture)
+    vit = architecture if isinstance(architecture, ViTConfig) else None
+    return {
+        "model": name,
+        "layers": vit.depth if vit else None,
+        "width": vit.width if vit else None,
+        "MLP": vit.mlp if vit else None,
+        "heads": vit.heads if vit else None,
+        "parameters": found.params,
+        "tokens": found.tokens,
+        "GMACs": round(found.macs / 1e9, 2),
+    }
+
+
+def _format_rows() -> list[dict[str, str]]:
+    from vitral.api import FORMATS
+
+    return [{"format": name, "what it is": table.title} for name, table in FORMATS.items()]
+
+
+def _dimensions(architecture: Architecture) -> str:
+    if not isinstance(architecture, ViTConfig):
+        return f"  (stages of {', '.join(map(str, architecture.blocks))} units, width x{architecture.width})"
+    a = architecture
+    stem = f" on a ResNet of {', '.join(map(str, a.stem.blocks)) or 'no'} units" if a.stem else ""
+    return f"  ({a.depth} layers, width {a.width}, MLP {a.mlp}, {a.heads} heads{stem})"
+
+
+def _positive(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 < value < float("inf"):
+            raise UserError(f"--{name} must be a number above 0, not {value:g}.")
+
+
+def _cell(value: str | int | float | None) -> str:
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
