@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from vitral.architecture import Architecture, ResNetConfig, StemConfig, ViTConfig
 from vitral.checkpoints.adapt import Weights
 from vitral.checkpoints.card import Card
+from vitral.checkpoints.formats import FORMATS
 from vitral.checkpoints.formats.table import Hints
-from vitral.checkpoints.weights import Checkpoint, assemble, read, write
+from vitral.checkpoints.weights import assemble, write
 from vitral.models.build import build
 
 SMALL = ViTConfig(depth=2, width=32, mlp=48, heads=4, patch=8, image=(32, 32), classes=5)
@@ -124,8 +125,8 @@ def written(weights: Weights, path: Path, format: str) -> Card:
     return write(weights, Card(architecture=weights.architecture), path, format)
 
 
-def read_back(architecture: Architecture, path: Path, format: str | None = None) -> Checkpoint:
-    """Read with the hints that formats without a grid or a head count need."""
-    if isinstance(architecture, ResNetConfig):
-        return read(path, format)
-    return read(path, format, Hints(grid=architecture.grid(architecture.image), heads=architecture.heads))
+def hints_for(architecture: Architecture, format: str) -> Hints:
+    """What a file of this format does not say; a folder with a config.json says everything."""
+    if isinstance(architecture, ResNetConfig) or format == "vitral" or FORMATS[format].config is not None:
+        return Hints()
+    return Hints(grid=architecture.grid(architecture.image), heads=architecture.heads)

@@ -112,7 +112,7 @@ def convert(
         os.replace(aside, target)
     return Conversion(
         source=str(source),
-        source_format=checkpoint.card.format,
+        source_format=checkpoint.format,
         target=target,
         target_format=to,
         model=name_of(card.architecture),
@@ -173,14 +173,14 @@ def _adapted(
 ) -> Checkpoint:
     checkpoint = read(_located(source), format, hints)
     card, before = checkpoint.card, checkpoint.weights.architecture
-    if is_hub_name(str(source)) and checkpoint.card.format != "vitral":
+    if is_hub_name(str(source)) and checkpoint.format != "vitral":
         card = replace(card, source=str(source))
     weights = adapt(checkpoint.weights, image=image, patch=patch, channels=channels, classes=classes, resize=resize)
     after = weights.architecture
     preprocess = card.preprocess and card.preprocess.adapted(before.image, after.image, after.channels)
     names = card.class_names if after.classes == before.classes else ()
     card = replace(card, architecture=after, preprocess=preprocess, class_names=names, changes=weights.changes)
-    return Checkpoint(weights, card, checkpoint.unmapped)
+    return replace(checkpoint, weights=weights, card=card)
 
 
 def _hints(architecture: Architecture) -> Hints:

@@ -36,6 +36,7 @@ class Description:
 class Checkpoint:
     """What a file holds: our arrays, the card, and the foreign keys that have no place in a classifier."""
 
+    format: str
     weights: Weights
     card: Card
     unmapped: tuple[str, ...]
@@ -78,7 +79,7 @@ def read(path: Path, format: str | None = None, hints: Hints | None = None) -> C
     if not card.sha256:
         card = replace(card, sha256=sha256(described.file.path))
     notes = _dtype_notes(described.file)
-    return Checkpoint(Weights(card.architecture, state, (*card.changes, *notes)), card, tuple(ignored))
+    return Checkpoint(table.name, Weights(card.architecture, state, (*card.changes, *notes)), card, tuple(ignored))
 
 
 def assemble(weights: Weights) -> Model:

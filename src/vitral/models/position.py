@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -116,10 +118,11 @@ def resize_table(table: Tensor, grid: Size, rule: ResizeRule) -> Tensor:
     height, width, _ = table.shape
     if (height, width) == grid:
         return table
-    exact = _wide(table)
-    rows = _resize_matrix(height, grid[0], rule, exact)
-    columns = _resize_matrix(width, grid[1], rule, exact)
-    return torch.einsum("ih,jw,hwd->ijd", rows, columns, exact).to(table.dtype)
+    with _full_precision(table):
+        exact = _wide(table)
+        rows = _resize_matrix(height, grid[0], rule, exact)
+        columns = _resize_matrix(width, grid[1], rule, exact)
+        return torch.einsum("ih,jw,hwd->ijd", rows, columns, exact).to(table.dtype)
 
 
 def resize_offsets(table: Tensor, length: int) -> Tensor:
@@ -128,8 +131,9 @@ def resize_offsets(table: Tensor, length: int) -> Tensor:
         return table
     if length == 1:
         return table[len(table) // 2 :][:1]
-    exact = _wide(table)
-    return (_resize_matrix(len(table), length, "google", exact) @ exact).to(table.dtype)
+    with _full_precision(table):
+        exact = _wide(table)
+        return (_resize_matrix(len(table), length, "google", exact) @ exact).to(table.dtype)
 
 
 def _resize_matrix(old: int, new: int, rule: ResizeRule, like: Tensor) -> Tensor:
@@ -166,8 +170,14 @@ def _cubic(x: Tensor, a: float) -> Tensor:
     return torch.where(x <= 1, near, torch.where(x < 2, far, torch.zeros_like(x)))
 
 
+def _full_precision(table: Tensor) -> AbstractContextManager[object]:
+    """Half precision is too coarse to interpolate in, and autocast would multiply the matrices in it."""
+    kind = table.device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if on else nullcontext()
+
+
 def _wide(table: Tensor) -> Tensor:
-    """Half precision is too coarse to interpolate in."""
     return table if table.dtype == torch.float64 else table.float()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from vitral.architecture import Architecture, ResNetConfig, StemConfig, ViTConfig
 from vitral.checkpoints.card import Preprocess
-from vitral.checkpoints.formats.table import Contents, Entry, Format, grid_of_rows, position_entries
+from vitral.checkpoints.formats.table import Contents, Entry, Format, grid_of_rows, is_square, position_entries
 
 POSITION = "Transformer/posembed_input/pos_embedding"
 
@@ -173,6 +173,14 @@ def _architecture(contents: Contents, names: BlockNames) -> ViTConfig:
     return ViTConfig(**sizes, image=image, stem=stem, class_token=token, pool="token" if token else "mean")
 
 
+def _lacks_class_row(contents: Contents) -> bool:
+    """A class token and a table for the patches alone: the oldest files of big_vision, under the same name."""
+    shape, told = contents.shapes[POSITION], contents.hints.grid
+    if len(shape) != 3 or not contents.has("cls"):
+        return False
+    return shape[1] == told[0] * told[1] if told else is_square(shape[1]) and not is_square(shape[1] - 1)
+
+
 def _format(name: str, title: str, names: BlockNames, group_norm: bool) -> Format:
     def entries(c: Architecture) -> list[Entry]:
         assert isinstance(c, ViTConfig)
@@ -192,6 +200,7 @@ def _format(name: str, title: str, names: BlockNames, group_norm: bool) -> Forma
             contents.has(POSITION)
             and contents.has(f"Transformer/encoderblock_0/{names.attention}/query/kernel")
             and not any(key.startswith("MAPHead_0/") for key in contents.shapes)
+            and not _lacks_class_row(contents)
         ),
         architecture=lambda contents: _architecture(contents, names),
         entries=entries,

@@ -45,7 +45,8 @@ def encoder_entries(c: ViTConfig) -> list[Entry]:
 def read_encoder(contents: Contents) -> dict[str, Any]:
     """Sizes, heads and LayerScale, for timm and DINO."""
     sizes = read_sizes(contents, "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight", r"blocks\.(\d+)\.")
-    heads = heads_of(contents, sizes.depth, sizes.width)
+    stated = None if contents.hints.heads else _arguments(contents).get("num_heads")
+    heads = stated or heads_of(contents, sizes.depth, sizes.width)
     return {**vars(sizes), "heads": heads, "layer_scale": contents.has("blocks.0.ls1.gamma")}
 
 
@@ -107,12 +108,15 @@ def _grid(contents: Contents, rows: int, prefix: int, patch: int) -> Size:
 
 
 def _pool(contents: Contents, token: bool) -> Pool:
+    arguments = _arguments(contents)
+    stated = arguments.get("global_pool") or (contents.config or {}).get("global_pool")
+    if (stated and stated not in _POOLS) or arguments.get("pool_include_prefix"):
+        raise UserError(f'the file\'s pooling "{stated}" over all tokens or by maximum is not one that vitral knows.')
     if contents.has("attn_pool.latent"):
         return "map"
-    if contents.has("fc_norm.weight"):
-        return "mean"
-    stated = _arguments(contents).get("global_pool") or (contents.config or {}).get("global_pool")
-    return _POOLS.get(stated or "", "token" if token else "mean")
+    if stated:
+        return _POOLS[stated]
+    return "token" if token and not contents.has("fc_norm.weight") else "mean"
 
 
 def _arguments(contents: Contents) -> dict[str, Any]:
@@ -181,6 +185,8 @@ def _alone(architecture: Architecture) -> str | None:
         return "timm assumes the exact (erf) GELU"
     if c.pool == "mean" and c.class_token and c.norm_place == "tokens":
         return "timm assumes that the class token is the feature"
+    if c.pool == "token" and c.norm_place == "features":
+        return "timm assumes that a last LayerNorm after pooling follows a mean"
     return None
 
 

@@ -1,0 +1,163 @@
+"""The command line as a person meets it: tables, JSON, one-sentence mistakes, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import vitral
+from vitral.architecture import ViTConfig
+from vitral.checkpoints.card import Card
+from vitral.cli import VERBS, main
+from vitral.models.build import build
+from vitral.names import NAMES
+
+TINY = ViTConfig(depth=1, width=16, mlp=32, heads=2, patch=4, image=(8, 8), classes=3)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["vitral", *words])
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    vitral.save(build(TINY), Card(TINY, class_names=("a", "b", "c")), tmp_path / "tiny.safetensors")
+    return tmp_path / "tiny.safetensors"
+
+
+def test_help_names_every_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--help") == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  {verb} " in shown for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    assert run(monkeypatch, verb, "--help") == 0
+    shown = capsys.readouterr().out
+    assert "--json" in shown
+    assert "None" not in shown  # python's words do not belong in a person's help
+
+
+def test_models_are_listed_with_their_costs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "list", "models") == 0
+    table = capsys.readouterr().out
+    assert "86,567,656" in next(line for line in table.splitlines() if "ViT-B/16 " in line)
+    assert run(monkeypatch, "list", "models", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["model"] for row in rows] == list(NAMES)
+    base = next(row for row in rows if row["model"] == "ViT-B/16")
+    expected = {"layers": 12, "width": 768, "MLP": 3072, "heads": 12, "tokens": 197, "GMACs": 17.56}
+    assert {key: base[key] for key in expected} == expected
+
+
+def test_a_cost_stands_beside_the_papers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "cost", "R50+ViT-B/16", "--images", "303e6", "--epochs", "7") == 0
+    shown = capsys.readouterr().out
+    assert "98,659,112" in shown
+    assert "274.1 exaFLOPs" in shown
+    assert "274 exaFLOPs for this model" in shown
+    assert run(monkeypatch, "cost", "R50x1+ViT-B/16", "--images", "303e6", "--epochs", "7", "--json") == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["training_flops"] == pytest.approx(274e18, rel=0.02)
+
+
+@pytest.mark.parametrize("words", [["--epochs", "6"], ["--image", "384"], ["--images", "1e6"]])
+def test_another_run_is_not_compared_with_the_papers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert run(monkeypatch, "cost", "ViT-B/16", "--images", "303e6", "--epochs", "7", *words) == 0
+    assert "the paper" not in capsys.readouterr().out
+
+
+def test_info_describes_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: Path) -> None:
+    assert run(monkeypatch, "info", str(file)) == 0
+    shown = capsys.readouterr().out
+    assert "3 (a, b, c)" in shown
+    assert vitral.info(file).sha256 in shown
+    assert run(monkeypatch, "info", str(file), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["card"]["architecture"]["width"] == 16
+
+
+def test_convert_prints_its_certificate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "new.npz"
+    words = ["convert", str(file), str(target), "--format", "big_vision", "--image", "12", "16", "--json"]
+    assert run(monkeypatch, *words) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert done["difference"] == 0
+    assert done["image"] == [12, 16]
+    assert any("folded" in change for change in done["changes"])
+    assert (
+        run(monkeypatch, "convert", str(target), str(tmp_path / "b.npz"), "--format", "google", "--grid", "3", "4") == 0
+    )
+    assert "max |difference| 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["lst"], "did you mean `vitral list`"),
+        (["cost", "ViT-B17/3x"], "did you mean"),
+        (["cost", "B/16@8"], "no room for one patch"),
+        (["cost", "B/16", "--images", "-1"], "above 0"),
+        (["cost", "B/16", "--image", "1", "2", "3"], "height and a width"),
+        (["info", "nowhere.npz"], "does not exist"),
+        (["info", "."], "no weight file"),
+        (["convert", "nowhere.npz", "x", "--format", "googel"], "did you mean google"),
+        (["convert", "nowhere.npz", "x"], "--format"),
+        (["cost", "B/16", "--epoch", "3"], "--epoch"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    words: list[str],
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, *words) == 2
+    shown = capsys.readouterr()
+    assert says in shown.err
+    assert "Traceback" not in shown.err
+    assert not shown.out
+
+
+def test_a_folder_that_cannot_be_written(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("a file, not a folder")
+    target = tmp_path / "plain" / "x.npz"
+    source = Path(vitral.__file__).parents[1]
+    words = [sys.executable, "-m", "vitral", "convert", str(file), str(target), "--format", "google"]
+    done = subprocess.run(words, capture_output=True, text=True, env={"PYTHONPATH": str(source), "PATH": ""})
+    assert done.returncode == 2
+    assert done.stderr.startswith("vitral: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    source = Path(vitral.__file__).parents[1]
+    words = f"{sys.executable} -m vitral list models | head -n 1"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {words}"],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(source), "PATH": "/usr/bin:/bin"},
+    )
+    assert done.stderr == ""
