@@ -5,17 +5,20 @@ from __future__ import annotations
 import importlib
 import math
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitral.architecture import Architecture, ResNetConfig, StemConfig, ViTConfig
+from vitral.architecture import Architecture, ResizeRule, ResNetConfig, Size, StemConfig, ViTConfig
 from vitral.checkpoints.adapt import Weights
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.formats import FORMATS
@@ -25,31 +28,41 @@ from vitral.models.build import build
 
 SMALL = ViTConfig(depth=2, width=32, mlp=48, heads=4, patch=8, image=(32, 32), classes=5)
 
+ERF = replace(SMALL, gelu="erf")
+
 # One of each kind; what tells two formats apart is in at least one of them.
 ARCHITECTURES: dict[str, Architecture] = {
     "tanh": SMALL,
-    "erf": ViTConfig(**{**vars(SMALL), "gelu": "erf"}),
-    "tanh layer": ViTConfig(**{**vars(SMALL), "representation": 24}),
-    "erf, tanh layer": ViTConfig(**{**vars(SMALL), "gelu": "erf", "representation": 24}),
-    "mean": ViTConfig(**{**vars(SMALL), "pool": "mean", "class_token": False}),
-    "no class row, not square": ViTConfig(**{**vars(SMALL), "class_position": False, "image": (16, 40)}),
-    "map, fixed positions": ViTConfig(
-        **{**vars(SMALL), "pool": "map", "class_token": False, "position": "sincos2d", "class_position": False}
-    ),
-    "mean beside a class token, norm after": ViTConfig(
-        **{**vars(SMALL), "pool": "mean", "norm_place": "features", "gelu": "erf"}
-    ),
-    "mean beside a class token, norm before": ViTConfig(**{**vars(SMALL), "pool": "mean", "gelu": "erf"}),
-    "eps 1e-12, one channel": ViTConfig(**{**vars(SMALL), "norm_eps": 1e-12, "channels": 1, "gelu": "erf"}),
-    "DINOv2 with registers": ViTConfig(
-        **{**vars(SMALL), "mlp": 64, "classes": 0, "registers": 3, "layer_scale": True, "gelu": "erf"}
-    ),
-    "2d, every block": ViTConfig(**{**vars(SMALL), "position": "2d", "injection": "every"}),
-    "relative": ViTConfig(**{**vars(SMALL), "position": "relative"}),
-    "axial": ViTConfig(**{**vars(SMALL), "axial": True, "pool": "mean", "class_token": False}),
-    "hybrid": ViTConfig(**{**vars(SMALL), "stem": StemConfig(blocks=(1, 1)), "patch": 1}),
+    "erf": ERF,
+    "tanh layer": replace(SMALL, representation=24),
+    "erf, tanh layer": replace(ERF, representation=24),
+    "mean": replace(SMALL, pool="mean", class_token=False),
+    "no class row, not square": replace(SMALL, class_position=False, image=(16, 40)),
+    "map, fixed positions": replace(SMALL, pool="map", class_token=False, position="sincos2d"),
+    "mean beside a class token, norm after": replace(ERF, pool="mean", norm_place="features"),
+    "mean beside a class token, norm before": replace(ERF, pool="mean"),
+    "eps 1e-12, one channel": replace(ERF, norm_eps=1e-12, channels=1),
+    "DINOv2 with registers": replace(ERF, mlp=64, classes=0, registers=3, layer_scale=True),
+    "2d, every block": replace(SMALL, position="2d", injection="every"),
+    "relative": replace(SMALL, position="relative"),
+    "axial": replace(SMALL, axial=True, pool="mean", class_token=False),
+    "hybrid": replace(SMALL, stem=StemConfig(blocks=(1, 1)), patch=1),
     "BiT": ResNetConfig(blocks=(1, 1, 1, 1), classes=5, image=(32, 32)),
     "AxialResNet": ResNetConfig(blocks=(1, 1, 1, 1), classes=5, image=(32, 48), axial=True),
+}
+
+# The same small model in the words of three libraries.
+HF = {
+    **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48},
+    **{"image_size": 32, "patch_size": 8, "num_labels": 5},
+}
+TIMM = {
+    **{"embed_dim": 32, "depth": 2, "num_heads": 4, "mlp_ratio": 1.5},
+    **{"img_size": 32, "patch_size": 8, "num_classes": 5},
+}
+TORCHVISION = {
+    **{"hidden_dim": 32, "num_layers": 2, "num_heads": 4, "mlp_dim": 48},
+    **{"image_size": 32, "patch_size": 8, "num_classes": 5},
 }
 
 
@@ -130,3 +143,75 @@ def hints_for(architecture: Architecture, format: str) -> Hints:
     if isinstance(architecture, ResNetConfig) or format == "vitral" or FORMATS[format].config is not None:
         return Hints()
     return Hints(grid=architecture.grid(architecture.image), heads=architecture.heads)
+
+
+def hf_model(kind: str, **settings: Any) -> Any:
+    library = outside("transformers")
+    config = "Dinov2WithRegistersConfig" if "Registers" in kind else "Dinov2Config" if "Dinov2" in kind else "ViTConfig"
+    with quiet():
+        return randomised(getattr(library, kind)(getattr(library, config)(**{**HF, **settings})))
+
+
+def hf_saved(model: Any, folder: Path) -> Path:
+    with quiet():
+        model.save_pretrained(folder)
+    return folder
+
+
+def hf_loaded(kind: str, folder: Path) -> Any:
+    """Read by transformers, which must neither miss an array nor find one too many."""
+    with quiet():
+        model, report = getattr(outside("transformers"), kind).from_pretrained(folder, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    return model.eval()
+
+
+def outcome(model: nn.Module, images: Tensor, **options: Any) -> Any:
+    with torch.no_grad(), quiet():
+        return model(images, **options)
+
+
+def timm_model(**settings: Any) -> Any:
+    with quiet():
+        return randomised(outside("timm").create_model("vit_tiny_patch16_224", **{**TIMM, **settings}))
+
+
+def timm_saved(model: Any, folder: Path, **settings: Any) -> Path:
+    """A folder as timm's own writer for the hub makes it."""
+    arguments = {key: value for key, value in {**TIMM, **settings}.items() if key != "num_classes"}
+    with quiet():
+        outside("timm.models._hub").save_for_hf(model, folder, model_args=arguments, safe_serialization=True)
+    return folder
+
+
+def timm_loaded(folder: Path, **settings: Any) -> Any:
+    with quiet():
+        return outside("timm").create_model(f"local-dir:{folder}", pretrained=True, **settings).eval()
+
+
+def tv_model(**settings: Any) -> Any:
+    with quiet():
+        library = outside("torchvision.models.vision_transformer")
+        return randomised(library.VisionTransformer(**{**TORCHVISION, **settings}))
+
+
+def by_torch(table: Tensor, grid: Size, rule: ResizeRule) -> Tensor:
+    """(h, w, d) -> (h', w', d), as the libraries call torch"""
+    height, width, _ = table.shape
+    planes = table.permute(2, 0, 1)[None]
+    if rule == "dino":  # DINO states a scale, of which torch takes the floor for the size
+        scale = ((grid[0] + 0.1) / height, (grid[1] + 0.1) / width)
+        resized = F.interpolate(planes, scale_factor=scale, mode="bicubic", recompute_scale_factor=False)
+    elif rule == "google":
+        resized = F.interpolate(planes, size=grid, mode="bilinear", align_corners=True)
+    else:
+        corners, smooth = rule == "torchvision", rule == "timm"
+        if smooth and grid[1] == 1 < grid[0]:  # here torch 2.13 repeats the first row; a lone row it resizes well
+            return by_torch(table.transpose(0, 1), (1, grid[0]), rule).transpose(0, 1)
+        resized = F.interpolate(planes, size=grid, mode="bicubic", align_corners=corners, antialias=smooth)
+    return resized[0].permute(1, 2, 0)
+
+
+def save_npz(path: Path, arrays: Mapping[str, Any]) -> None:
+    """By NumPy's own writer."""
+    np.savez(path, **arrays)

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vitral import names, paper
 from vitral.architecture import Architecture, ResNetConfig, StemConfig, ViTConfig
-from vitral.models.build import build
 from vitral.cost import cost, training_flops
+from vitral.models.build import build
 
 # Google's vision_transformer, 224 pixels, 1000 classes: parameters and tokens.
 PUBLISHED = {

@@ -1,4 +1,4 @@
-"""Google's formats against Google's numbers, and round trips through every format."""
+"""Google's formats against Google's numbers, and weights adapted to other images, patches, channels and classes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from oracles import ARCHITECTURES, gap, hints_for, pictures, random_weights, run, same_bits, written
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import ARCHITECTURES, SMALL, gap, pictures, random_weights, run, same_bits, save_npz, written
 from torch import Tensor
 
 from vitral.architecture import Architecture, ResNetConfig, Size, ViTConfig
-from vitral.checkpoints.adapt import Weights, adapt
-from vitral.checkpoints.formats import FORMATS
-from vitral.checkpoints.weights import Checkpoint, assemble, describe, read
+from vitral.checkpoints.adapt import Weights, adapt, resize_patch_kernel
+from vitral.checkpoints.weights import Checkpoint, assemble, read
 from vitral.errors import UserError
 from vitral.models.position import resize_table
 from vitral.models.vit import ViT
@@ -59,7 +61,9 @@ def expected(assets: Path, case: str, size: str) -> dict[str, Tensor]:
     """What the original computed at one size; images as (b, c, h, w)."""
     arrays = arrays_of(assets / "golden" / f"{case}.io.npz")
     prefix = f"r{size}/"
-    found = {key.removeprefix(prefix): torch.from_numpy(value) for key, value in arrays.items() if key.startswith(prefix)}
+    found = {
+        key.removeprefix(prefix): torch.from_numpy(value) for key, value in arrays.items() if key.startswith(prefix)
+    }
     return {**found, "images": found["images"].permute(0, 3, 1, 2)}
 
 
@@ -232,95 +236,144 @@ def test_three_generations_of_big_vision_are_one_model(assets, case, row, name, 
         arrays["cls"] = arrays["cls"] - first
         table = np.concatenate([first, table], axis=1)
     named = {f"{prefix}{key}": array for key, array in {**arrays, name: table}.items()}
-    np.savez(tmp_path / "model.npz", **named)
+    save_npz(tmp_path / "model.npz", named)
     truth = expected(assets, case, GOLDENS[case][1][0])
     assert gap(run(read(tmp_path / "model.npz").weights, truth["images"]), truth["logits"]) <= 2e-5
 
 
-# What each format can say of each architecture. "=": as it is, "~": the same function in the format's words.
-HOLDS = {
-    "tanh": "google= google-linen= big_vision~ timm= hf=",
-    "erf": "timm= hf= torchvision=",
-    "tanh layer": "google= google-linen= big_vision~",
-    "erf, tanh layer": "torchvision=",
-    "mean": "google= google-linen= big_vision= timm=",
-    "no class row, not square": "google~ google-linen~ big_vision= timm= hf~",
-    "map, fixed positions": "big_vision= timm~",
-    "mean beside a class token, norm after": "timm=",
-    "mean beside a class token, norm before": "timm=",
-    "eps 1e-12, one channel": "hf=",
-    "DINOv2 with registers": "timm~ hf-dinov2= dino=",
-    "2d, every block": "",
-    "relative": "",
-    "axial": "",
-    "hybrid": "google= google-linen=",
-    "BiT": "bit=",
-    "AxialResNet": "",
+# ------------------------------------------------------------------------------------------------------ adaptation
+
+POSITIONS: dict[str, Architecture] = {
+    "1d": SMALL,
+    "1d in every block": replace(SMALL, injection="every", pool="mean", class_token=False),
+    "1d shared": replace(SMALL, injection="shared"),
+    "1d, rule timm": replace(SMALL, resize="timm"),
+    "2d": replace(SMALL, position="2d"),
+    "2d in every block, rule torchvision": replace(SMALL, position="2d", injection="every", resize="torchvision"),
+    "relative": replace(SMALL, position="relative"),
+    "sincos2d": replace(SMALL, position="sincos2d"),
+    "none": replace(SMALL, position="none"),
+    "axial": ARCHITECTURES["axial"],
+    "hybrid": ARCHITECTURES["hybrid"],
+    "AxialResNet": ARCHITECTURES["AxialResNet"],
 }
 
 
-def holds(name: str) -> dict[str, str]:
-    """format: how"""
-    return {"vitral": "=", **{words[:-1]: words[-1] for words in HOLDS[name].split()}}
+@pytest.mark.parametrize("name", POSITIONS)
+@pytest.mark.parametrize("size", [(64, 64), (16, 16), (24, 56)])
+def test_adapted_to_a_size_is_resized_at_run_time(name, size):
+    weights = random_weights(POSITIONS[name])
+    adapted = adapt(weights, image=size)
+    images = pictures(2, 3, *size)
+    assert adapted.architecture == replace(weights.architecture, image=size)
+    assert gap(run(adapted, images), run(weights, images)) <= 1e-5
+    untouched = [key for key in weights.state if not any(word in key for word in ("position", "relative", "offsets"))]
+    assert all(adapted.state[key] is weights.state[key] for key in untouched)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_round_trip_is_exact_or_refused(name, format, tmp_path):
-    architecture = ARCHITECTURES[name]
-    weights = random_weights(architecture)
-    how = holds(name).get(format)
-    path = tmp_path / ("model" if FORMATS[format].config else f"model.{FORMATS[format].container}")
-    if how is None:
-        with pytest.raises(UserError, match="cannot hold this model"):
-            written(weights, path, format)
-        assert list(tmp_path.iterdir()) == []
-        return
-    card = written(weights, path, format)
-    hints = hints_for(architecture, format)
-    found = read(path, hints=hints)
-    assert describe(path, hints=hints).format.name == format
-    if how == "=":
-        assert card.changes == ()
-        assert same_bits(found.weights.state, weights.state)
-        assert without_resize(found.weights.architecture) == without_resize(architecture)
-    else:
-        assert len(card.changes) >= 1
-        images = pictures(2, architecture.channels, *architecture.image)
-        assert gap(run(found.weights, images), run(weights, images)) <= 1e-6
-        again = tmp_path / ("again" if FORMATS[format].config else f"again.{FORMATS[format].container}")
-        written(found.weights, again, format)
-        assert same_bits(read(again, hints=hints).weights.state, found.weights.state)
+@pytest.mark.parametrize("name", ["tanh", "hybrid", "AxialResNet"])
+def test_an_unchanged_request_changes_nothing(name):
+    weights = random_weights(ARCHITECTURES[name])
+    c = weights.architecture
+    patch = c.patch if isinstance(c, ViTConfig) else None
+    same = adapt(weights, image=c.image, patch=patch, channels=c.channels, classes=c.classes)
+    assert same.changes == ()
+    assert all(same.state[key] is array for key, array in weights.state.items())
 
 
-def without_resize(architecture: Architecture) -> Architecture:
-    """How positions are resized is the library's habit: no format but ours states it. BiT's has no image size either."""
-    if isinstance(architecture, ViTConfig):
-        return replace(architecture, resize="google", class_position=architecture.class_row)
-    return architecture if architecture.axial else replace(architecture, image=(224, 224))
+@given(old=st.integers(1, 7), more=st.integers(0, 7), seed=st.integers(0, 99))
+def test_a_resized_patch_keeps_its_embedding(old, more, seed):
+    """<resize(patch), new kernel> = <patch, kernel>, FlexiViT's reason for the pseudo-inverse."""
+    kernel, patch = pictures(4, 3, old, old, seed=seed), pictures(1, 3, old, old, seed=seed + 1)
+    larger = F.interpolate(patch, size=(old + more, old + more), mode="bilinear", antialias=True)
+    before = torch.einsum("dcij,bcij->bd", kernel, patch)
+    after = torch.einsum("dcij,bcij->bd", resize_patch_kernel(kernel, old + more), larger)
+    assert gap(after, before) <= 1e-5 * (1 + float(before.abs().max()))
 
 
-REAL = "vit_tiny_patch16_224.augreg_in21k_ft_in1k.safetensors"
-REAL_REFUSED = {
-    "google": "tanh GELU",
-    "google-linen": "tanh GELU",
-    "big_vision": "tanh GELU",
-    "bit": "BiT ResNets",
-    "hf-dinov2": "without a classifier",
-    "dino": "without a classifier",
-}
+def test_larger_patches_of_larger_images_give_the_same_logits():
+    """Each patch is resized by itself, so the tokens are the same; the table must not pass through another grid."""
+    weights = random_weights(replace(SMALL, image=(32, 48)))
+    images = pictures(2, 3, 32, 48)
+    patches = images.unfold(2, 8, 8).unfold(3, 8, 8)  # (b, c, h, w, 8, 8)
+    larger = F.interpolate(patches.reshape(-1, 1, 8, 8), size=(12, 12), mode="bilinear", antialias=True)
+    stitched = larger.reshape(2, 3, 4, 6, 12, 12).permute(0, 1, 2, 4, 3, 5).reshape(2, 3, 48, 72)
+    adapted = adapt(weights, patch=12, image=(48, 72))
+    assert gap(run(adapted, stitched), run(weights, images)) <= 1e-5
+    assert adapted.changes == ("patch 8 -> 12 (pseudo-inverse resize), image 32x48 -> 48x72 pixels",)
+    assert adapt(weights, patch=60, image=120).architecture.grid((120, 120)) == (2, 2)  # 60 does not fit the old image
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_released_model_goes_through_every_format_that_can_hold_it(assets, format, tmp_path):
-    source = read(assets / "data" / REAL)
-    path = tmp_path / ("model" if FORMATS[format].config else "model.safetensors")
-    if format in REAL_REFUSED:
-        with pytest.raises(UserError, match=REAL_REFUSED[format]):
-            written(source.weights, path, format)
-        return
-    written(source.weights, path, format)
-    found = read(path)
-    assert describe(path).format.name == format
-    assert same_bits(found.weights.state, source.weights.state)
-    assert without_resize(found.weights.architecture) == without_resize(source.weights.architecture)
+def test_a_patch_alone_changes_the_grid():
+    adapted = adapt(random_weights(SMALL), patch=4)
+    assert adapted.state["positions.0.table"].shape == (8, 8, 32)
+    assert adapted.changes == ("patch 8 -> 4 (pseudo-inverse resize), grid 4x4 -> 8x8 (rule google)",)
+
+
+def test_a_grey_image_gives_what_its_copies_gave():
+    weights = random_weights(SMALL)
+    grey = pictures(2, 1, 32, 32)
+    one = adapt(weights, channels=1)
+    assert gap(run(one, grey), run(weights, grey.expand(-1, 3, -1, -1))) <= 1e-5
+    three = adapt(one, channels=3)
+    assert gap(run(three, grey.expand(-1, 3, -1, -1)), run(one, grey)) <= 1e-5
+    assert one.changes == ("channels 3 -> 1 (summed)",)
+
+
+@pytest.mark.parametrize("channels", [2, 4, 5, 6])
+def test_more_channels_repeat_the_old_ones(channels):
+    weights = random_weights(SMALL)
+    kernel, adapted = weights.state["embed.weight"], adapt(weights, channels=channels).state["embed.weight"]
+    assert all(gap(adapted[:, j], kernel[:, j % 3] * 3 / channels) <= 1e-7 for j in range(channels))
+    if channels == 6:
+        images = pictures(2, 3, 32, 32)
+        twice = run(adapt(weights, channels=6), images.repeat(1, 2, 1, 1))
+        assert gap(twice, run(weights, images)) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["hybrid", "BiT"])
+def test_a_standardised_root_says_that_it_is_approximate(name):
+    adapted = adapt(random_weights(ARCHITECTURES[name]), channels=1)
+    assert run(adapted, pictures(1, 1, 32, 32)).shape == (1, 5)
+    assert "approximate" in adapted.changes[0]
+
+
+@pytest.mark.parametrize("name", ["tanh layer", "hybrid", "BiT"])
+def test_other_classes_get_a_zero_head_on_the_same_encoder(name):
+    weights = random_weights(ARCHITECTURES[name])
+    images = pictures(2, 3, 32, 32)
+    new, bare = adapt(weights, classes=7), adapt(weights, classes=0)
+    with torch.no_grad():
+        features = assemble(weights).features(images)
+    assert torch.equal(run(new, images), torch.zeros(2, 7))
+    assert torch.equal(run(bare, images), features)
+    tanh = " without its tanh layer" if name == "tanh layer" else ""
+    assert new.changes == (f"head 5 -> 7 classes{tanh}, zero-initialised",)
+    assert bare.changes == (f"head 5 -> 0 classes{tanh}",)
+
+
+def test_several_changes_at_once_are_told_one_by_one():
+    weights = random_weights(SMALL)
+    adapted = adapt(weights, image=(40, 24), channels=1, classes=3, resize="hf")
+    step = adapt(adapt(adapt(weights, channels=1), image=(40, 24), resize="hf"), classes=3)
+    assert same_bits(adapted.state, step.state)
+    assert adapted.changes == (
+        "channels 3 -> 1 (summed)",
+        "image 32x32 -> 40x24 pixels, grid 4x4 -> 5x3 (rule hf)",
+        "head 5 -> 3 classes, zero-initialised",
+    )
+    assert run(adapted, pictures(2, 1, 40, 24)).shape == (2, 3)
+
+
+IMPOSSIBLE: list[tuple[dict[str, int], str]] = [
+    ({"patch": 0}, "patch must be at least 1"),
+    ({"channels": 0}, "cannot have 0 channels"),
+    ({"classes": -1}, "cannot have -1 classes"),
+    ({"image": 4}, "no room for one patch"),
+]
+
+
+@pytest.mark.parametrize(("wish", "words"), IMPOSSIBLE)
+def test_an_impossible_wish_is_refused(wish, words):
+    with pytest.raises(UserError, match=words):
+        adapt(random_weights(SMALL), **wish)

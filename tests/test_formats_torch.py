@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import SMALL, gap, outside, pictures, quiet, random_weights, randomised, run, written
+from oracles import (
+    HF,
+    SMALL,
+    by_torch,
+    gap,
+    hf_loaded,
+    hf_model,
+    hf_saved,
+    outcome,
+    outside,
+    pictures,
+    quiet,
+    random_weights,
+    run,
+    timm_loaded,
+    timm_model,
+    timm_saved,
+    tv_model,
+    written,
+)
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
 
-from vitral.architecture import ResizeRule, Size, ViTConfig
-from vitral.checkpoints.adapt import Weights, adapt, resize_patch_kernel
+from vitral.architecture import ResizeRule, ViTConfig
+from vitral.checkpoints.adapt import adapt, resize_patch_kernel
 from vitral.checkpoints.formats.table import Hints
 from vitral.checkpoints.weights import read
 from vitral.models.position import resize_table
@@ -27,10 +41,6 @@ LIMIT = 1e-5
 
 # ---------------------------------------------------------------------------------------------------- Hugging Face
 
-PLAIN = {
-    **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48},
-    **{"image_size": 32, "patch_size": 8, "num_labels": 5},
-}
 HF_CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "patch 4, one channel": {"patch_size": 4, "image_size": 16, "num_channels": 1},
@@ -40,36 +50,10 @@ HF_CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def hf_model(kind: str, **settings: Any) -> Any:
-    library = outside("transformers")
-    config = "Dinov2WithRegistersConfig" if "Registers" in kind else "Dinov2Config" if "Dinov2" in kind else "ViTConfig"
-    with quiet():
-        return randomised(getattr(library, kind)(getattr(library, config)(**settings)))
-
-
-def hf_saved(model: Any, folder: Path) -> Path:
-    with quiet():
-        model.save_pretrained(folder)
-    return folder
-
-
-def hf_loaded(kind: str, folder: Path) -> Any:
-    """Read by transformers, which must neither miss an array nor find one too many."""
-    with quiet():
-        model, report = getattr(outside("transformers"), kind).from_pretrained(folder, output_loading_info=True)
-    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
-    return model.eval()
-
-
-def outcome(model: nn.Module, images: Tensor, **options: Any) -> Any:
-    with torch.no_grad(), quiet():
-        return model(images, **options)
-
-
 @pytest.mark.parametrize("case", HF_CASES)
 def test_a_classifier_of_transformers_is_read(case, tmp_path):
-    settings = {**PLAIN, **HF_CASES[case]}
-    model = hf_model("ViTForImageClassification", **settings)
+    settings = {**HF, **HF_CASES[case]}
+    model = hf_model("ViTForImageClassification", **HF_CASES[case])
     found = read(hf_saved(model, tmp_path))
     size = settings["image_size"] if isinstance(settings["image_size"], tuple) else (settings["image_size"],) * 2
     images = pictures(2, settings.get("num_channels", 3), *size)
@@ -79,11 +63,11 @@ def test_a_classifier_of_transformers_is_read(case, tmp_path):
 
 
 def test_the_pooler_of_transformers_is_our_tanh_layer(tmp_path):
-    model = hf_model("ViTModel", **PLAIN)
+    model = hf_model("ViTModel")
     found = read(hf_saved(model, tmp_path / "pooler"))
     images = pictures(2, 3, 32, 32)
     assert gap(run(found.weights, images), outcome(model, images).pooler_output) <= LIMIT
-    bare = hf_model("ViTModel", **PLAIN)
+    bare = hf_model("ViTModel")
     bare.pooler = None
     features = run(read(hf_saved(bare, tmp_path / "bare")).weights, images)
     assert gap(features, outcome(bare, images).last_hidden_state[:, 0]) <= LIMIT
@@ -91,7 +75,7 @@ def test_the_pooler_of_transformers_is_our_tanh_layer(tmp_path):
 
 @pytest.mark.parametrize("kind", ["ViTForImageClassification", "ViTModel", "Dinov2Model", "Dinov2WithRegistersModel"])
 def test_names_in_memory_are_read_too(kind, tmp_path):
-    model = hf_model(kind, **PLAIN)
+    model = hf_model(kind)
     saved = load_file(hf_saved(model, tmp_path / "saved") / "model.safetensors")
     memory = {key: array.contiguous() for key, array in model.state_dict().items()}
     (tmp_path / "memory").mkdir()
@@ -134,16 +118,28 @@ def test_transformers_reads_our_tanh_layer(representation, tmp_path):
     assert gap(outcome(model, images).pooler_output, run(weights, images)) <= LIMIT
 
 
-def test_class_names_and_pixels_travel_with_a_hugging_face_folder(tmp_path):
+def test_class_names_are_those_of_the_config(tmp_path):
     names = {i: name for i, name in enumerate(("ant", "bee", "cat", "dog", "elk"))}
-    model = hf_model("ViTForImageClassification", **PLAIN, id2label=names)
+    model = hf_model("ViTForImageClassification", id2label=names)
     found = read(hf_saved(model, tmp_path))
     assert found.card.class_names == tuple(names.values())
 
 
+@pytest.mark.parametrize(
+    ("dtype", "words"), [(torch.float16, "float16 -> float32 (exact)"), (torch.float64, "float64 -> float32 (rounded)")]
+)
+def test_other_precisions_become_float32_and_it_is_told(dtype, words, tmp_path):
+    model = hf_model("ViTForImageClassification").to(dtype)
+    found = read(hf_saved(model, tmp_path))
+    images = pictures(2, 3, 32, 32)
+    assert found.weights.changes == (f"weights {words}",)
+    assert all(array.dtype == torch.float32 for array in found.weights.state.values())
+    assert gap(run(found.weights, images), outcome(model.float(), images).logits) <= LIMIT
+
+
 @pytest.mark.parametrize("size", [(48, 48), (24, 56), (16, 16), (8, 40)])
 def test_transformers_interpolates_as_rule_hf(size, tmp_path):
-    model = hf_model("ViTForImageClassification", **PLAIN)
+    model = hf_model("ViTForImageClassification")
     weights = read(hf_saved(model, tmp_path)).weights
     images = pictures(2, 3, *size)
     theirs = outcome(model, images, interpolate_pos_encoding=True).logits
@@ -153,13 +149,10 @@ def test_transformers_interpolates_as_rule_hf(size, tmp_path):
     assert gap(run(adapt(weights, image=size), images), theirs) <= LIMIT
 
 
-DINO_SETTINGS = {**{key: value for key, value in PLAIN.items() if key != "intermediate_size"}, "mlp_ratio": 2}
-
-
 @pytest.mark.parametrize("kind", ["Dinov2Model", "Dinov2WithRegistersModel"])
 @pytest.mark.parametrize("size", [(32, 32), (48, 24)])
 def test_dinov2_of_transformers_is_read(kind, size, tmp_path):
-    model = hf_model(kind, **DINO_SETTINGS)
+    model = hf_model(kind, mlp_ratio=2)
     found = read(hf_saved(model, tmp_path))
     images = pictures(2, 3, *size)
     assert found.card.format == "hf-dinov2"
@@ -181,7 +174,6 @@ def test_transformers_reads_our_dinov2(kind, registers, size, tmp_path):
 
 # ------------------------------------------------------------------------------------------------------------ timm
 
-TIMM = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4, "mlp_ratio": 1.5, "num_classes": 5}
 TIMM_CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "not square, one channel": {"img_size": (16, 40), "in_chans": 1},
@@ -196,24 +188,6 @@ TIMM_CASES: dict[str, dict[str, Any]] = {
     "tanh GELU": {"act_layer": "gelu_tanh"},
     "no classes": {"num_classes": 0},
 }
-
-
-def timm_model(**settings: Any) -> Any:
-    with quiet():
-        return randomised(outside("timm").create_model("vit_tiny_patch16_224", **{**TIMM, **settings}))
-
-
-def timm_saved(model: Any, folder: Path, **settings: Any) -> Path:
-    """A folder as timm's own writer for the hub makes it."""
-    arguments = {key: value for key, value in {**TIMM, **settings}.items() if key != "num_classes"}
-    with quiet():
-        outside("timm.models._hub").save_for_hf(model, folder, model_args=arguments, safe_serialization=True)
-    return folder
-
-
-def timm_loaded(folder: Path, **settings: Any) -> Any:
-    with quiet():
-        return outside("timm").create_model(f"local-dir:{folder}", pretrained=True, **settings).eval()
 
 
 @pytest.mark.parametrize("case", TIMM_CASES)
@@ -239,7 +213,7 @@ def test_weights_of_timm_are_read_alone(case, tmp_path):
 TIMM_WRITTEN = {
     "tanh": SMALL,
     "erf": replace(SMALL, gelu="erf", channels=1),
-    "odd MLP": replace(SMALL, mlp=37),
+    "odd MLP": replace(SMALL, width=28, mlp=61),  # int(28 * (61 / 28)) is 60
     "not square, no class row": replace(SMALL, image=(16, 40), class_position=False),
     "not a multiple of the patch": replace(SMALL, image=(37, 43)),
     "registers, LayerScale": replace(SMALL, registers=2, layer_scale=True, mlp=128),
@@ -280,7 +254,7 @@ def test_timm_resizes_as_rule_timm(native, size, tmp_path):
     ("format", "changes"),
     [
         ("google", {}),
-        ("google-linen", {"pool": "mean", "class_token": False}),
+        ("google", {"pool": "mean", "class_token": False}),
         ("big_vision", {}),
         ("big_vision", {"pool": "map", "class_token": False}),
     ],
@@ -330,14 +304,6 @@ def test_dino_in_the_wrappings_of_its_training_is_read(tmp_path):
 
 # ----------------------------------------------------------------------------------------------------- torchvision
 
-TV = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 4, "hidden_dim": 32, "mlp_dim": 48, "num_classes": 5}
-
-
-def tv_model(**settings: Any) -> Any:
-    with quiet():
-        library = outside("torchvision.models.vision_transformer")
-        return randomised(library.VisionTransformer(**{**TV, **settings}))
-
 
 @pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize("representation", [None, 24])
@@ -345,7 +311,9 @@ def test_torchvision_is_read(representation, older, tmp_path):
     model = tv_model(representation_size=representation)
     state = model.state_dict()
     if older:  # as releases before 0.13 spelt it
-        state = {key.replace("mlp.0.", "mlp.linear_1.").replace("mlp.3.", "mlp.linear_2."): a for key, a in state.items()}
+        state = {
+            key.replace("mlp.0.", "mlp.linear_1.").replace("mlp.3.", "mlp.linear_2."): a for key, a in state.items()
+        }
     torch.save(state, tmp_path / "vit.pth")
     found = read(tmp_path / "vit.pth", hints=Hints(heads=4))
     images = pictures(2, 3, 32, 32)
@@ -375,24 +343,9 @@ def test_torchvision_interpolates_as_rule_torchvision(side, tmp_path):
     assert gap(run(adapt(weights, image=side), images), outcome(larger, images)) <= LIMIT
 
 
-# ------------------------------------------------------------------------------------- position tables, by each rule
+# --------------------------------------------------------------------------- position tables by each rule, and patches
 
 SIDES = st.integers(1, 12)
-
-
-def by_torch(table: Tensor, grid: Size, rule: ResizeRule) -> Tensor:
-    """(h, w, d) -> (h', w', d), as the libraries call torch"""
-    height, width, _ = table.shape
-    planes = table.permute(2, 0, 1)[None]
-    if rule == "dino":  # DINO states a scale, of which torch takes the floor for the size
-        scale = ((grid[0] + 0.1) / height, (grid[1] + 0.1) / width)
-        resized = F.interpolate(planes, scale_factor=scale, mode="bicubic", recompute_scale_factor=False)
-    elif rule == "google":
-        resized = F.interpolate(planes, size=grid, mode="bilinear", align_corners=True)
-    else:
-        corners, smooth = rule == "torchvision", rule == "timm"
-        resized = F.interpolate(planes, size=grid, mode="bicubic", align_corners=corners, antialias=smooth)
-    return resized[0].permute(1, 2, 0)
 
 
 @pytest.mark.parametrize("rule", ["dino", "timm", "hf", "torchvision", "google"])
@@ -405,3 +358,11 @@ def test_a_table_is_resized_as_torch_does(rule, old, new, seed):
     else:
         assert gap(ours, by_torch(table.double(), new, rule)) <= LIMIT
         assert gap(resize_table(table.double(), new, rule), by_torch(table.double(), new, rule)) <= 1e-6
+
+
+@pytest.mark.parametrize(("old", "new"), [(8, 16), (8, 11), (16, 8), (14, 9)])
+def test_a_patch_kernel_is_resized_as_timm_does(old, new):
+    kernel = pictures(6, 3, old, old)
+    library = outside("timm.layers.patch_embed")
+    theirs = library.resample_patch_embed(kernel, [new, new], interpolation="bilinear", antialias=True)
+    assert gap(resize_patch_kernel(kernel, new), theirs) <= LIMIT * float(theirs.abs().max())  # theirs is in float32

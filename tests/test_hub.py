@@ -46,6 +46,7 @@ def test_a_cached_model_loads_without_a_network(cache: Path, name: str, reposito
     put(cache, repository, format)
     model, card = vitral.load(name)
     assert (card.source, card.format) == (name, format)
+    assert isinstance(model.config, ViTConfig)
     assert model.config.heads == 2
     assert vitral.info(name).format == format
 

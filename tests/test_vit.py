@@ -337,44 +337,44 @@ def test_gradients_reach_every_parameter(changes: dict[str, Any]) -> None:
         assert parameter.grad.abs().sum() > 0, name
 
 
-def spread_like_lecun(weight: Tensor) -> bool:
+def assert_lecun_normal(weight: Tensor) -> None:
     """Deviation 1 / sqrt(fan_in), from a normal cut at two of its own deviations."""
     goal = 1 / math.sqrt(weight[0].numel())
-    cut = 2 * goal / 0.87962566
-    return abs(weight.std() / goal - 1) < 0.02 and 0.98 * cut < weight.abs().max() < 1.0001 * cut
+    assert weight.std().item() == pytest.approx(goal, rel=0.02)
+    assert weight.abs().max().item() == pytest.approx(2 * goal / 0.87962566, rel=0.02)
 
 
-def spread_like_xavier(weight: Tensor) -> bool:
-    """Uniform within sqrt(6 / (fan_in + fan_out)), all the way."""
+def assert_xavier_uniform(weight: Tensor) -> None:
+    """Up to sqrt(6 / (fan_in + fan_out)), evenly."""
     bound = math.sqrt(6 / sum(weight.shape))
-    return abs(weight.std() / (bound / math.sqrt(3)) - 1) < 0.02 and 0.99 * bound < weight.abs().max() <= bound
+    assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.02)
+    assert 0.99 * bound < weight.abs().max().item() <= bound
 
 
 def test_start_values_are_googles() -> None:
     torch.manual_seed(0)
     config = replace(SMALL, width=192, mlp=256, heads=3, image=(64, 64), registers=20, representation=150)
-    model = ViT(replace(config, pool="map", layer_scale=True))
-    assert model.class_token is not None
-    assert model.registers is not None
-    assert model.map is not None
-    assert model.head.hidden is not None
-    assert model.head.output is not None
-    first = model.blocks[0]
-    projections = [*first.attention.qkv.weight.chunk(3), *model.map.kv.weight.chunk(2), model.map.q.weight]
-    projections += [first.attention.out.weight, model.map.out.weight, first.mlp.hidden.weight, first.mlp.output.weight]
-    assert all(spread_like_xavier(weight) for weight in projections)
-    assert spread_like_lecun(model.embed.weight)
-    assert spread_like_lecun(model.head.hidden.weight)
-    assert model.map.probe.abs().max() <= math.sqrt(6 / 193)
-    zeros = [model.embed.bias, model.class_token, model.head.hidden.bias, *model.head.output.parameters()]
-    zeros += [first.attention.qkv.bias, first.attention.out.bias, model.map.q.bias, model.map.kv.bias]
-    zeros += [model.norm.bias, first.norm1.bias, model.map.out.bias]
-    assert not any(value.any() for value in zeros)
-    assert all(layer.weight.eq(1).all() for layer in (model.norm, first.norm1, first.norm2, model.map.norm))
-    assert torch.cat([first.mlp.hidden.bias, first.mlp.output.bias]).std().item() == pytest.approx(1e-6, rel=0.15)
-    assert model.registers.std().item() == pytest.approx(1e-6, rel=0.15)
-    assert model.positions[0].table.std().item() == pytest.approx(0.02, rel=0.02)
-    assert first.scale1.scale.eq(1e-5).all()
+    w = ViT(replace(config, pool="map", layer_scale=True)).state_dict()
+    first = "blocks.0"
+    for weight in (*w[f"{first}.attention.qkv.weight"].chunk(3), *w["map.kv.weight"].chunk(2)):
+        assert_xavier_uniform(weight)
+    for name in ("attention.out", "mlp.hidden", "mlp.output"):
+        assert_xavier_uniform(w[f"{first}.{name}.weight"])
+    for name in ("map.q", "map.out", "map.mlp.hidden", "map.mlp.output"):
+        assert_xavier_uniform(w[f"{name}.weight"])
+    assert w["map.probe"].abs().max() <= math.sqrt(6 / (1 + 192))
+    for name in ("embed", "head.hidden"):
+        assert_lecun_normal(w[f"{name}.weight"])
+    zeros = ["class_token", "head.output.weight", "head.output.bias", "head.hidden.bias", "embed.bias", "norm.bias"]
+    zeros += [f"{first}.{name}.bias" for name in ("attention.qkv", "attention.out", "norm1", "norm2")]
+    zeros += [f"map.{name}.bias" for name in ("q", "kv", "out", "norm")]
+    assert not any(w[name].any() for name in zeros)
+    assert all(w[f"{name}.weight"].eq(1).all() for name in ("norm", "map.norm", f"{first}.norm1", f"{first}.norm2"))
+    for tiny in (w[f"{first}.mlp.hidden.bias"], w[f"{first}.mlp.output.bias"], w["registers"]):
+        assert tiny.std().item() == pytest.approx(1e-6, rel=0.15)
+    assert w["positions.0.table"].std().item() == pytest.approx(0.02, rel=0.02)
+    assert w["positions.0.class_row"].std().item() == pytest.approx(0.02, rel=0.2)
+    assert w[f"{first}.scale1.scale"].eq(1e-5).all()
 
 
 def test_a_seed_gives_the_same_model() -> None:

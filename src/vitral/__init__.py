@@ -7,10 +7,23 @@ from typing import TYPE_CHECKING, Any
 from vitral.version import __version__
 
 if TYPE_CHECKING:
-    from vitral.api import convert, create, info, load, save
+    from vitral.api import check, convert, create, embed, evaluate, info, load, predict, save, train
     from vitral.errors import UserError
 
-__all__ = ["UserError", "__version__", "convert", "create", "info", "load", "save"]
+__all__ = [
+    "UserError",
+    "__version__",
+    "check",
+    "convert",
+    "create",
+    "embed",
+    "evaluate",
+    "info",
+    "load",
+    "predict",
+    "save",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -36,12 +36,14 @@ class StemConfig:
         """Channels of the feature map that comes out."""
         return 64 * self.width * (4 * 2 ** (len(self.blocks) - 1) if self.blocks else 1)
 
+    @property
+    def stride(self) -> int:
+        """Pixels of the image to one of the feature map: the root halves twice, every stage but the first once."""
+        return 2 ** (1 + max(len(self.blocks), 1))
+
     def grid(self, image: Size) -> Size:
-        """Height and width of the feature map: TensorFlow's SAME padding rounds every halving up."""
-        height, width = image
-        for _ in range(2 + max(len(self.blocks) - 1, 0)):  # root convolution, max-pool, then every stage but the first
-            height, width = -(-height // 2), -(-width // 2)
-        return height, width
+        """Height and width of the feature map: TensorFlow's SAME padding rounds up."""
+        return -(-image[0] // self.stride), -(-image[1] // self.stride)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +112,12 @@ class ViTConfig:
         if min(height, width) < self.patch:
             raise UserError(
                 f"an image of {image[0]}x{image[1]} pixels has no room for one patch: "
-                f"make each side at least {self.patch * (32 if self.stem else 1)} pixels."
+                f"make each side at least {self._smallest_side()} pixels."
             )
         return height // self.patch, width // self.patch
+
+    def _smallest_side(self) -> int:
+        return (self.patch - 1) * self.stem.stride + 1 if self.stem else self.patch
 
     def tokens(self, image: Size) -> int:
         rows, columns = self.grid(image)

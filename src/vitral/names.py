@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from vitral.architecture import Architecture, ResNetConfig, Size, StemConfig, ViTConfig
+from vitral.architecture import Architecture, ResNetConfig, Size, StemConfig, ViTConfig, as_size
 from vitral.errors import UserError
 
 
@@ -74,6 +74,8 @@ def parse(name: str, **changes: Any) -> Architecture:
         raise UserError(_unknown(name))
     if at:
         changes = {"image": _image(name, image), **changes}
+    if "image" in changes:
+        changes["image"] = as_size(changes["image"])
     return replace(architecture, **changes)
 
 
@@ -138,7 +140,7 @@ def _resnet(body: str) -> ResNetConfig | None:
 
 def _native(stem: StemConfig | None, patch: int) -> Size:
     """224 pixels, or one patch where a patch is larger than that."""
-    side = max(224, patch * (2 ** (1 + max(len(stem.blocks), 1)) if stem else 1))
+    side = max(224, patch * (stem.stride if stem else 1))
     return side, side
 
 

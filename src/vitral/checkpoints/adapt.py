@@ -30,6 +30,17 @@ class Weights:
         return Weights(architecture, {**self.state, **state}, (*self.changes, words))
 
 
+@dataclass(frozen=True)
+class Adaptation:
+    """What a user asks weights to become; None leaves a thing as it is."""
+
+    image: int | Size | None = None
+    patch: int | None = None
+    channels: int | None = None
+    classes: int | None = None
+    resize: ResizeRule | None = None
+
+
 def adapt(
     weights: Weights,
     *,
@@ -119,6 +130,8 @@ def to_channels(weights: Weights, channels: int) -> Weights:
         copies = -(-channels // old.channels)
         adapted = kernel.repeat(1, copies, 1, 1)[:, :channels] * (old.channels / channels)
     how = "summed" if channels == 1 else "tiled and scaled"
+    if key != "embed.weight":
+        how += ", approximate: the root standardises its kernel"
     return weights.changed(
         replace(old, channels=channels), {key: adapted.contiguous()}, f"channels {old.channels} -> {channels} ({how})"
     )

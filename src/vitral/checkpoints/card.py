@@ -46,6 +46,7 @@ class Card:
 
     architecture: Architecture
     class_names: tuple[str, ...] = ()
+    multilabel: bool = False  # outputs are a yes or no each (sigmoid), not shares of one (softmax)
     preprocess: Preprocess | None = None
     source: str = ""  # the file or hub name the weights came from
     format: str = ""  # the format they were read in

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from vitral.architecture import Architecture, ViTConfig
-from vitral.checkpoints.adapt import Weights, to_table, with_class_row, without_class_row
+from vitral.checkpoints.adapt import Adaptation, Weights, adapt, to_table, with_class_row, without_class_row
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.files import WeightFile, open_weights, read_tensors, sha256
 from vitral.checkpoints.formats import FORMATS, format_named
 from vitral.checkpoints.formats.own import CARD, card_of, entries
 from vitral.checkpoints.formats.table import Contents, Format, Hints, heads_of, read_entries, write_entries
+from vitral.checkpoints.hub import fetch, is_hub_name
 from vitral.checkpoints.write import write_json, write_npz, write_safetensors, written_aside
 from vitral.errors import UserError
 from vitral.models.build import Model, build
@@ -80,6 +81,28 @@ def read(path: Path, format: str | None = None, hints: Hints | None = None) -> C
         card = replace(card, sha256=sha256(described.file.path))
     notes = _dtype_notes(described.file)
     return Checkpoint(table.name, Weights(card.architecture, state, (*card.changes, *notes)), card, tuple(ignored))
+
+
+def read_adapted(
+    source: str | Path, changes: Adaptation, format: str | None = None, hints: Hints | None = None
+) -> Checkpoint:
+    """Read a file, a folder or a hub name and adapt it; the card follows."""
+    checkpoint = read(located(source), format, hints)
+    card, before = checkpoint.card, checkpoint.weights.architecture
+    if is_hub_name(str(source)) and checkpoint.format != "vitral":
+        card = replace(card, source=str(source))
+    weights = adapt(checkpoint.weights, **vars(changes))
+    after = weights.architecture
+    preprocess = card.preprocess and card.preprocess.adapted(before.image, after.image, after.channels)
+    names = card.class_names if after.classes == before.classes else ()
+    card = replace(card, architecture=after, preprocess=preprocess, class_names=names, changes=weights.changes)
+    return replace(checkpoint, weights=weights, card=card)
+
+
+def located(source: str | Path) -> Path:
+    """The file or folder that a source stands for; only a hub name touches the network."""
+    text = str(source)
+    return fetch(text) if is_hub_name(text) else Path(source).expanduser()
 
 
 def assemble(weights: Weights) -> Model:

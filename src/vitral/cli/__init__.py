@@ -18,6 +18,12 @@ class Verb(NamedTuple):
 
 
 VERBS = {
+    "train": Verb("vitral.cli.train", "train", "a folder of images in, a model out"),
+    "predict": Verb("vitral.cli.use", "predict", "name what is in images"),
+    "evaluate": Verb("vitral.cli.use", "evaluate", "measure a model on labelled images"),
+    "embed": Verb("vitral.cli.use", "embed", "features of images, to a file"),
+    "check": Verb("vitral.cli.use", "check", "what is wrong with a data set"),
+    "show": Verb("vitral.cli.train", "show", "a training recipe, every key with its meaning"),
     "list": Verb("vitral.cli.models", "list_", "the models, or the checkpoint formats, that vitral knows"),
     "cost": Verb("vitral.cli.models", "cost", "parameters, compute and training FLOPs of a model, without building it"),
     "info": Verb("vitral.cli.checkpoints", "info", "what a checkpoint is, without loading it"),
@@ -67,8 +73,9 @@ def _help() -> str:
     lines = ["vitral: Vision Transformers as the paper describes them, for every checkpoint.", ""]
     lines += ["  vitral VERB ...           `vitral VERB --help` explains a verb", ""]
     lines += [f"  {name:<9} {verb.help}" for name, verb in VERBS.items()]
-    lines += ["", "Examples:", "  vitral list models", "  vitral cost R50+ViT-B/16 --images 303e6 --epochs 7"]
-    lines += ["  vitral info ViT-B_16.npz", "  vitral convert ViT-B_16.npz vit-b16/ --format hf"]
+    lines += ["", "Examples:", "  vitral train photos/ --init timm:vit_tiny_patch16_224.augreg_in21k_ft_in1k"]
+    lines += ["  vitral predict runs/photos new/*.jpg", "  vitral cost R50+ViT-B/16 --images 303e6 --epochs 7"]
+    lines += ["  vitral convert ViT-B_16.npz vit-b16/ --format hf"]
     return "\n".join(lines)
 
 

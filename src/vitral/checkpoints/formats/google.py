@@ -166,7 +166,7 @@ def _architecture(contents: Contents, names: BlockNames) -> ViTConfig:
     rows = contents.shape(POSITION, 3)[1]
     grid = grid_of_rows(contents, rows - int(token))
     stem = _stem(contents)
-    stride = sizes["patch"] * (2 ** (1 + max(len(stem.blocks), 1)) if stem else 1)
+    stride = sizes["patch"] * (stem.stride if stem else 1)
     if stem:
         sizes["channels"] = contents.shape("conv_root/kernel", 4)[2]
     image = (grid[0] * stride, grid[1] * stride)

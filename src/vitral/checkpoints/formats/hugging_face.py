@@ -17,8 +17,8 @@ _GELUS: dict[str, Gelu] = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh
 _RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 _PREFIX = re.compile(r"^(?:vit|dinov2|dinov2_with_registers)\.")
 # transformers 5 renames the layers in memory; files keep the older names, but a plain state dict may not.
+_LAYER = re.compile(r"^(?:layers|encoder\.layer)\.(?=\d+\.)")
 _MEMORY = {
-    "layers.": "encoder.layer.",
     "attention.q_proj.": "attention.attention.query.",
     "attention.k_proj.": "attention.attention.key.",
     "attention.v_proj.": "attention.attention.value.",
@@ -35,8 +35,9 @@ def _renames(keys: Iterable[str]) -> dict[str, str]:
 
 
 def _in_file(key: str, memory: dict[str, str]) -> str:
-    if not re.match(r"layers\.\d+\.", key):
+    if not _LAYER.match(key):
         return key
+    key = _LAYER.sub("encoder.layer.", key)
     for name, file in memory.items():
         key = key.replace(name, file)
     return key
@@ -93,13 +94,12 @@ def _read(contents: Contents, hidden: str, eps: float) -> dict[str, Any]:
     act = config.get("hidden_act", "gelu")
     if act not in _GELUS:
         raise UserError(f'the file\'s activation "{act}" is not a GELU that vitral knows.')
-    grid = _grid(contents, sizes.patch)
     return {
         **vars(sizes),
         "heads": contents.hints.heads
         or config.get("num_attention_heads")
         or heads_of(contents, sizes.depth, sizes.width),
-        "image": (grid[0] * sizes.patch, grid[1] * sizes.patch),
+        "image": _image(contents, sizes.patch),
         "gelu": _GELUS[act],
         "norm_eps": float(config.get("layer_norm_eps", eps)),
         "dropout": float(config.get("hidden_dropout_prob", 0.0)),
@@ -107,14 +107,15 @@ def _read(contents: Contents, hidden: str, eps: float) -> dict[str, Any]:
     }
 
 
-def _grid(contents: Contents, patch: int) -> Size:
+def _image(contents: Contents, patch: int) -> Size:
     rows = contents.shape("embeddings.position_embeddings", 3)[1] - 1
     size = (contents.config or {}).get("image_size")
     if size and not contents.hints.grid:
         height, width = size if isinstance(size, list | tuple) else (size, size)
         if (height // patch) * (width // patch) == rows:
-            return height // patch, width // patch
-    return grid_of_rows(contents, rows)
+            return height, width
+    grid = grid_of_rows(contents, rows)
+    return grid[0] * patch, grid[1] * patch
 
 
 def _vit_architecture(contents: Contents) -> ViTConfig:
@@ -122,6 +123,9 @@ def _vit_architecture(contents: Contents) -> ViTConfig:
     # ViTForImageClassification never runs the pooler, even where the file carries one.
     pooler = contents.has("pooler.dense.weight") and not classes
     representation = contents.shape("pooler.dense.weight", 2)[0] if pooler else 0
+    act = (contents.config or {}).get("pooler_act", "tanh")
+    if representation and act != "tanh":
+        raise UserError(f'the file\'s pooler ends in "{act}" instead of tanh: that is not supported.')
     found = _read(contents, "intermediate.dense", eps=1e-12)
     return ViTConfig(**found, classes=classes, representation=representation, resize="hf")
 

@@ -75,15 +75,16 @@ def _architecture(contents: Contents) -> ViTConfig:
     token = contents.has("cls_token")
     registers = contents.shape("reg_token", 3)[1] if contents.has("reg_token") else 0
     rows = contents.shape("pos_embed", 3)[1]
-    grid = _grid(contents, rows, int(token) + registers, found["patch"])
+    patch = found["patch"]
+    height, width = _image(contents, rows, int(token) + registers, patch)
     after = contents.has("fc_norm.weight")
     return ViTConfig(
         **found,
-        image=(grid[0] * found["patch"], grid[1] * found["patch"]),
+        image=(height, width),
         classes=contents.shape("head.weight", 2)[0] if contents.has("head.weight") else 0,
         pool=_pool(contents, token),
         class_token=token,
-        class_position=rows > grid[0] * grid[1],
+        class_position=rows > (height // patch) * (width // patch),
         registers=registers,
         norm_place="features" if after else "tokens",
         gelu=_GELUS[gelu],
@@ -91,20 +92,25 @@ def _architecture(contents: Contents) -> ViTConfig:
     )
 
 
-def _grid(contents: Contents, rows: int, prefix: int, patch: int) -> Size:
-    """The grid of the patches; `rows` may count the class token as well."""
-    size = _pretrained(contents).get("input_size") or _arguments(contents).get("img_size")
-    if size and not contents.hints.grid:
-        height, width = (size[-2], size[-1]) if isinstance(size, list | tuple) else (size, size)
-        grid = (height // patch, width // patch)
-        if grid[0] * grid[1] in (rows, rows - 1):
-            return grid
+def _image(contents: Contents, rows: int, prefix: int, patch: int) -> Size:
+    """The image size whose patches fill the table; `rows` may count the class token as well."""
+    told = contents.hints.grid
+    for height, width in _stated_sizes(contents) if told is None else []:
+        if (height // patch) * (width // patch) in ((rows, rows - 1) if prefix else (rows,)):
+            return height, width
     if prefix > 1 and is_square(rows - prefix):
         raise UserError(
             "the file has position rows for its registers (timm without no_embed_class): that is not supported."
         )
-    told = contents.hints.grid
-    return grid_of_rows(contents, rows if (told and told[0] * told[1] == rows) or is_square(rows) else rows - 1)
+    whole = not prefix or (told and told[0] * told[1] == rows) or is_square(rows)
+    grid = grid_of_rows(contents, rows if whole else rows - 1)
+    return grid[0] * patch, grid[1] * patch
+
+
+def _stated_sizes(contents: Contents) -> list[Size]:
+    """What the model was built for, then what its recipe states, which timm does not update."""
+    sizes = (_arguments(contents).get("img_size"), _pretrained(contents).get("input_size"))
+    return [(size, size) if isinstance(size, int) else (size[-2], size[-1]) for size in sizes if size]
 
 
 def _pool(contents: Contents, token: bool) -> Pool:

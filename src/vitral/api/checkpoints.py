@@ -11,14 +11,22 @@ from typing import Any
 import torch
 
 from vitral.architecture import Architecture, ResizeRule, Size, ViTConfig
-from vitral.checkpoints.adapt import Weights, adapt
+from vitral.checkpoints.adapt import Adaptation, Weights
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.files import sha256
 from vitral.checkpoints.formats import FORMATS as FORMATS
 from vitral.checkpoints.formats import format_named
 from vitral.checkpoints.formats.table import Hints
-from vitral.checkpoints.hub import fetch, is_hub_name
-from vitral.checkpoints.weights import Checkpoint, assemble, describe, prepared, read, unstated, write
+from vitral.checkpoints.weights import (
+    assemble,
+    describe,
+    located,
+    prepared,
+    read,
+    read_adapted,
+    unstated,
+    write,
+)
 from vitral.cost import Cost, cost
 from vitral.errors import UserError
 from vitral.models.build import Model, build
@@ -50,7 +58,8 @@ def load(
     `image`, `classes`, `patch` and `channels` adapt the weights; `resize` names another rule for position tables;
     `format`, `grid` and `heads` say what the file itself does not.
     """
-    checkpoint = _adapted(source, format, Hints(grid, heads), image, classes, patch, channels, resize)
+    changes = Adaptation(image, patch, channels, classes, resize)
+    checkpoint = read_adapted(source, changes, format, Hints(grid, heads))
     return assemble(checkpoint.weights), checkpoint.card
 
 
@@ -97,7 +106,8 @@ def convert(
     if target.exists():
         raise UserError(f"{target} exists: choose another name, or remove it first.")
     table = format_named(to)
-    checkpoint = _adapted(source, format, Hints(grid, heads), image, classes, patch, channels, resize)
+    changes = Adaptation(image, patch, channels, classes, resize)
+    checkpoint = read_adapted(source, changes, format, Hints(grid, heads))
     written = prepared(checkpoint.weights, table).architecture
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".vitral-", dir=target.parent) as folder:
@@ -140,7 +150,7 @@ class Info:
 
 def info(source: str | Path, *, format: str | None = None, grid: Size | None = None, heads: int | None = None) -> Info:
     """Describe a checkpoint without loading its weights."""
-    described = describe(_located(source), format, Hints(grid, heads))
+    described = describe(located(source), format, Hints(grid, heads))
     path, card = described.file.path, described.card
     return Info(
         path=path,
@@ -152,35 +162,6 @@ def info(source: str | Path, *, format: str | None = None, grid: Size | None = N
         cost=cost(card.architecture),
         card=card,
     )
-
-
-def _located(source: str | Path) -> Path:
-    text = str(source)
-    if is_hub_name(text):
-        return fetch(text)
-    return Path(source).expanduser()
-
-
-def _adapted(
-    source: str | Path,
-    format: str | None,
-    hints: Hints,
-    image: int | Size | None,
-    classes: int | None,
-    patch: int | None,
-    channels: int | None,
-    resize: ResizeRule | None,
-) -> Checkpoint:
-    checkpoint = read(_located(source), format, hints)
-    card, before = checkpoint.card, checkpoint.weights.architecture
-    if is_hub_name(str(source)) and checkpoint.format != "vitral":
-        card = replace(card, source=str(source))
-    weights = adapt(checkpoint.weights, image=image, patch=patch, channels=channels, classes=classes, resize=resize)
-    after = weights.architecture
-    preprocess = card.preprocess and card.preprocess.adapted(before.image, after.image, after.channels)
-    names = card.class_names if after.classes == before.classes else ()
-    card = replace(card, architecture=after, preprocess=preprocess, class_names=names, changes=weights.changes)
-    return replace(checkpoint, weights=weights, card=card)
 
 
 def _hints(architecture: Architecture) -> Hints:

@@ -1,0 +1,73 @@
+"""The verbs as Python functions: the whole public surface. The command line prints what these return.
+
+Each name is imported when it is first used, so that no verb waits for the libraries of another.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vitral.api.checkpoints import FORMATS, Conversion, Info, convert, create, info, load, save
+    from vitral.api.prediction import Evaluation, check, embed, evaluate, predict
+    from vitral.api.training import (
+        Decoding,
+        Evaluated,
+        EvaluationProgress,
+        Event,
+        Interrupted,
+        Note,
+        Pace,
+        Saved,
+        Started,
+        StepDone,
+        Training,
+        choose_recipe,
+        train,
+    )
+
+_CHECKPOINTS = ("FORMATS", "Conversion", "Info", "convert", "create", "info", "load", "save")
+_PREDICTION = ("Evaluation", "check", "embed", "evaluate", "predict")
+_EVENTS = ("Decoding", "Evaluated", "EvaluationProgress", "Event", "Note", "Saved", "Started", "StepDone")
+_TRAINING = (*_EVENTS, "Interrupted", "Pace", "Training", "choose_recipe", "train")
+_HOMES = {
+    **dict.fromkeys(_CHECKPOINTS, "vitral.api.checkpoints"),
+    **dict.fromkeys(_PREDICTION, "vitral.api.prediction"),
+    **dict.fromkeys(_TRAINING, "vitral.api.training"),
+}
+
+__all__ = [
+    "FORMATS",
+    "Conversion",
+    "Decoding",
+    "Evaluated",
+    "Evaluation",
+    "EvaluationProgress",
+    "Event",
+    "Info",
+    "Interrupted",
+    "Note",
+    "Pace",
+    "Saved",
+    "Started",
+    "StepDone",
+    "Training",
+    "check",
+    "choose_recipe",
+    "convert",
+    "create",
+    "embed",
+    "evaluate",
+    "info",
+    "load",
+    "predict",
+    "save",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'vitral.api' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,196 @@
+"""`predict`, `evaluate`, `embed` and `check`: a model and images to answers; the card supplies everything else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vitral.api.checkpoints import load
+from vitral.checkpoints.card import Card, Preprocess
+from vitral.checkpoints.write import written_aside
+from vitral.data.check import Report
+from vitral.data.check import check as check_data
+from vitral.data.loader import default_workers
+from vitral.data.preprocess import parse_preprocess
+from vitral.data.sources import DataSet, Split, open_data, open_images
+from vitral.errors import UserError
+from vitral.evaluation.accuracy import classification_metrics, multilabel_metrics, real_accuracy
+from vitral.evaluation.calibration import probabilities
+from vitral.evaluation.mapping import class_mapping
+from vitral.evaluation.predict import EmbeddingPool, Predictions, Progress, embed_split, predict_split
+from vitral.models.build import Model
+from vitral.models.device import default_device
+from vitral.recipe import from_toml
+from vitral.serving.results import Results, results, write_results
+
+
+def predict(
+    source: str | Path,
+    images: str | Path | Sequence[str | Path],
+    *,
+    output: str | Path = "",
+    top: int = 5,
+    preprocess: str = "",
+    batch: int = 32,
+    device: str = "",
+    on_progress: Progress | None = None,
+) -> Results:
+    """The likeliest classes of image files, or of all images in folders; to `output` as CSV or JSON too."""
+    split = open_images([images] if isinstance(images, str | Path) else images)
+    model, card = load(source)
+    found = _predictions(model, split, _prepared(card, preprocess), batch, device, on_progress)
+    kind = {"sigmoid": card.multilabel, "channels": card.architecture.channels}
+    named = results(found, split, card.class_names, top=top, **kind)
+    if output:
+        write_results(Path(output), named)
+    return named
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a model did on a data set."""
+
+    source: str
+    data: str
+    metrics: dict[str, Any]
+    real: tuple[float, int] | None  # accuracy by the ReaL labels, and how many images have one
+    unreadable: int
+    notes: tuple[str, ...]
+
+
+def evaluate(
+    source: str | Path,
+    data: str | Path,
+    *,
+    classes: str | Path = "",
+    real: str | Path = "",
+    preprocess: str = "",
+    batch: int = 32,
+    device: str = "",
+    on_progress: Progress | None = None,
+) -> Evaluation:
+    """Accuracy of a run or of weights on the test split of a data set, or on all of it where it has no split.
+
+    `classes` is a file that names the model's outputs in order; `real` the ReaL labels of ImageNet.
+    """
+    model, card = load(source)
+    split, notes = _test_split(Path(str(source)), data)
+    table = Path(classes) if classes else None
+    mapping, rule = class_mapping(split.classes, card.class_names, card.architecture.classes, table)
+    found = _predictions(model, split, _prepared(card, preprocess), batch, device, on_progress)
+    logits, places = found.logits[found.valid], found.indices[found.valid]
+    names = card.class_names or tuple(_output_names(split.classes, mapping, card.architecture.classes))
+    if split.multilabel:
+        labels = np.zeros((len(places), len(names)), np.uint8)
+        labels[:, mapping] = split.labels[places]
+        metrics = multilabel_metrics(probabilities(logits, sigmoid=True), labels, names).as_dict()
+    else:
+        metrics = classification_metrics(logits, mapping[split.labels[places]], names).as_dict()
+    keys = [split.keys[place] for place in places]
+    return Evaluation(
+        source=str(source),
+        data=str(data),
+        metrics=metrics,
+        real=real_accuracy(logits, keys, _read_real(Path(real))) if real else None,
+        unreadable=int((~found.valid).sum()),
+        notes=(*notes, rule),
+    )
+
+
+def embed(
+    source: str | Path,
+    images: str | Path | Sequence[str | Path],
+    *,
+    output: str | Path = "",
+    pool: EmbeddingPool = "features",
+    preprocess: str = "",
+    batch: int = 32,
+    device: str = "",
+    on_progress: Progress | None = None,
+) -> tuple[list[str], np.ndarray]:
+    """Paths and their features (n, d), without images that cannot be read; to `output` as npz (paths, features) too."""
+    split = open_images([images] if isinstance(images, str | Path) else images)
+    model, card = load(source)
+    place = device or str(default_device())
+    workers = default_workers(place.split(":")[0])
+    found = embed_split(
+        model,
+        split,
+        _prepared(card, preprocess),
+        batch=batch,
+        pool=pool,
+        device=place,
+        workers=workers,
+        on_progress=on_progress,
+    )
+    paths = [split.keys[place] for place in found.indices[found.valid]]
+    features = found.features[found.valid]
+    if output:
+        with written_aside(Path(output)) as aside, aside.open("wb") as stream:
+            np.savez(stream, paths=np.array(paths), features=features)
+    return paths, features
+
+
+def check(data: str | Path, *, on_progress: Progress | None = None) -> Report:
+    """What is wrong with a data set: unreadable and odd files, duplicates, leaks, uneven classes."""
+    return check_data(data, workers=default_workers("cuda"), on_progress=on_progress)
+
+
+def _predictions(
+    model: Model, split: Split, preprocess: Preprocess, batch: int, device: str, on_progress: Progress | None
+) -> Predictions:
+    place = device or str(default_device())
+    workers = default_workers(place.split(":")[0])
+    return predict_split(model, split, preprocess, batch=batch, device=place, workers=workers, on_progress=on_progress)
+
+
+def _prepared(card: Card, text: str) -> Preprocess:
+    """What the user says, else what the card says; a guess would be silently wrong."""
+    if text:
+        return Preprocess(*parse_preprocess(text, card.architecture.channels))
+    if card.preprocess is None:
+        side = card.architecture.image[0]
+        example = f"decode|resize_small({round(side * 8 / 7)})|central_crop({side})|value_range(-1, 1)"
+        raise UserError(
+            "these weights do not say how their images were prepared: add what their makers say, such as "
+            f'--preprocess "{example}".'
+        )
+    return card.preprocess
+
+
+def _test_split(source: Path, data: str | Path) -> tuple[Split, tuple[str, ...]]:
+    """The images to score: never those that a run was trained on, where its folder tells."""
+    recipe, facts = source / "recipe.toml", source / "data.json"
+    if recipe.is_file() and facts.is_file():
+        held_out = from_toml(recipe.read_text("utf-8")).data.held_out
+        opened = open_data(data, held_out=held_out)
+        if opened.train.fingerprint() == json.loads(facts.read_text("utf-8"))["train"] and opened.test is not None:
+            return opened.test, ("the model was trained on this data: only its held-out images are scored",)
+    opened = open_data(data, held_out=0.0)
+    return (opened.train if opened.test is None else opened.test), _split_note(opened)
+
+
+def _split_note(data: DataSet) -> tuple[str, ...]:
+    if data.test is None:
+        return (f"all {len(data.train):,} images are scored",)
+    return (f"the {len(data.test):,} images of the {data.test.name} split are scored",)
+
+
+def _output_names(classes: Sequence[str], mapping: np.ndarray, count: int) -> list[str]:
+    """Names for outputs of a model that has none: the data's, and numbers where the data has no such class."""
+    names = [str(i) for i in range(count)]
+    for name, place in zip(classes, mapping, strict=True):
+        names[place] = name
+    return names
+
+
+def _read_real(path: Path) -> list[list[int]]:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} does not hold ReaL labels, a JSON list of lists: check the path.") from error

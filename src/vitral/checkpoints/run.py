@@ -1,0 +1,154 @@
+"""A run folder: the recipe, metrics as JSON lines, the training state to resume from, and the model at the end.
+
+    RUN/recipe.toml   RUN/metrics.jsonl   RUN/state/step-00000100...   RUN/model.safetensors   RUN/result.json
+
+A state is one safetensors file or, for sharded training, a folder of torch.distributed.checkpoint. Both are written
+aside and renamed, so that a torn one never has the name of a whole one; what cannot be read all the same is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as sharded
+from torch import Tensor
+
+from vitral.checkpoints.files import open_weights, read_tensors
+from vitral.checkpoints.write import write_json, write_safetensors
+from vitral.errors import UserError
+
+_FACTS = "vitral.state"
+_NAME = re.compile(r"step-(\d{8})(\.safetensors|\.shards)")
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """Where a state lies and what it says about itself."""
+
+    step: int
+    path: Path
+    facts: dict[str, Any]
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.path.is_dir()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of a state in one file."""
+        return {key: array.clone() for key, array in read_tensors(open_weights(self.path)).items()}
+
+    def names(self) -> list[str]:
+        """The names in a sharded state."""
+        return list(sharded.FileSystemReader(str(self.path)).read_metadata().state_dict_metadata)
+
+    def load_sharded(self, tensors: dict[str, Tensor]) -> None:
+        """Fill tensors, sharded over any number of processes, from a sharded state."""
+        sharded.load(tensors, checkpoint_id=str(self.path), no_dist=not dist.is_initialized())
+
+
+class RunFolder:
+    """One run on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.states = path / "state"
+        self.model = path / "model.safetensors"
+        self.best = path / "best.safetensors"
+
+    def make(self) -> None:
+        """Create the folder, and remove what an interrupted write left behind."""
+        self.states.mkdir(parents=True, exist_ok=True)
+        for leftover in (*self.states.glob(".*.part"), *self.path.glob(".*.part")):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+    def save_state(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], keep: int) -> Path:
+        """Write a state in one file; older ones than the newest `keep` are removed afterwards."""
+        path = self.states / f"step-{step:08d}.safetensors"
+        write_safetensors(path, tensors, {_FACTS: json.dumps({"step": step, **facts})})
+        self._forget(keep)
+        return path
+
+    def save_sharded(self, step: int, tensors: dict[str, Tensor], facts: Mapping[str, Any], keep: int) -> Path:
+        """Write a state in shards; every process takes part."""
+        path = self.states / f"step-{step:08d}.shards"
+        aside = self.states / f".{path.name}.part"
+        sharded.save(tensors, checkpoint_id=str(aside), no_dist=not dist.is_initialized())
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            write_json(aside / "facts.json", {"step": step, **facts})
+            if path.exists():
+                shutil.rmtree(path)
+            os.replace(aside, path)
+            self._forget(keep)
+        if dist.is_initialized():
+            dist.barrier()
+        return path
+
+    def newest_state(self) -> SavedState | None:
+        """The newest state that is whole; a damaged one is passed over."""
+        for path in sorted(self.states.glob("step-*"), reverse=True):
+            match = _NAME.fullmatch(path.name)
+            facts = _facts(path) if match else None
+            if match and facts is not None:
+                return SavedState(int(match[1]), path, facts)
+        return None
+
+    def add_metrics(self, values: Mapping[str, Any]) -> None:
+        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(dict(values)) + "\n")
+
+    def rewind_metrics(self, step: int) -> None:
+        """Forget lines of steps that a resumed run will make again, and a line that was cut off."""
+        path = self.path / "metrics.jsonl"
+        if not path.exists():
+            return
+        kept = [line for line in path.read_text("utf-8").splitlines() if _step_of(line) <= step]
+        aside = path.with_name(".metrics.jsonl.part")
+        aside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        os.replace(aside, path)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.path / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+
+    def write_text(self, name: str, text: str) -> None:
+        aside = self.path / f".{name}.part"
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, self.path / name)
+
+    def read_text(self, name: str) -> str | None:
+        path = self.path / name
+        return path.read_text("utf-8") if path.exists() else None
+
+    def forget_states(self) -> None:
+        """At the end of a run the model file holds what matters."""
+        shutil.rmtree(self.states, ignore_errors=True)
+
+    def _forget(self, keep: int) -> None:
+        whole = sorted(path for path in self.states.glob("step-*") if _NAME.fullmatch(path.name))
+        for path in whole[:-keep]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _facts(path: Path) -> dict[str, Any] | None:
+    """What a state says about itself, or None where it is torn."""
+    try:
+        if path.is_dir():
+            return json.loads((path / "facts.json").read_text("utf-8"))
+        return json.loads(open_weights(path).metadata[_FACTS])
+    except (UserError, KeyError, OSError, ValueError):
+        return None
+
+
+def _step_of(line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return 1 << 62  # cut off or foreign: dropped

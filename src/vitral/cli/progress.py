@@ -1,0 +1,112 @@
+"""A run as a person watches it: a bar with loss, accuracy, speed, waiting and time left; plain lines in a log file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+if TYPE_CHECKING:
+    from vitral.api import Evaluated, Event, Pace, Started, StepDone
+
+_QUIET_SECONDS = 20.0  # between lines where there is no terminal
+
+
+class RunDisplay:
+    """Listens to a run and shows it on standard error."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self.console = Console(stderr=True, highlight=False, quiet=quiet)
+        self.quiet = quiet
+        self.live = self.console.is_terminal
+        columns = (TextColumn("{task.description:<10}"), BarColumn(bar_width=28), TextColumn("{task.fields[words]}"))
+        self.bar = Progress(*columns, console=self.console, transient=True)
+        self.task = self.bar.add_task("preparing", total=None, words="")
+        self.pace: Pace | None = None
+        self.last: StepDone | None = None
+        self.spoke = time.monotonic()
+
+    def __enter__(self) -> RunDisplay:
+        if self.live:
+            self.bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.bar.stop()
+
+    def hear(self, event: Event) -> None:
+        from vitral import api
+
+        if isinstance(event, api.Started):
+            self._started(event)
+        elif isinstance(event, api.Note):
+            self.say(event.text)
+        elif isinstance(event, api.Decoding):
+            self._show(f"reading {event.split}", event.done, event.total, f"{event.done:,} of {event.total:,} images")
+        elif isinstance(event, api.EvaluationProgress):
+            self._show("testing", event.done, event.total, f"{event.done:,} of {event.total:,} images")
+        if self.pace is not None:
+            self.pace.hear(event)
+        if isinstance(event, api.StepDone):
+            self._step(event)
+        elif isinstance(event, api.Evaluated):
+            self._evaluated(event)
+
+    def say(self, text: str) -> None:
+        self.console.print(text, soft_wrap=True)
+
+    def _started(self, event: Started) -> None:
+        from vitral import api
+
+        self.pace = api.Pace(event)
+        share = -(-event.batch // event.processes)
+        pieces = -(-share // event.micro)
+        self.say(
+            f"batch {event.batch} = {event.processes} process{'es' * (event.processes > 1)} x {pieces} piece"
+            f"{'s' * (pieces > 1)} of {min(event.micro, share)}; {event.steps:,} steps; peak memory about "
+            f"{event.peak_bytes / 1e9:.1f} GB; about {duration(self.pace.seconds_left())}"
+        )
+
+    def _step(self, event: StepDone) -> None:
+        assert self.pace is not None
+        self.last = event
+        accuracy = "" if event.accuracy is None else f"  accuracy {event.accuracy:.0%}"
+        words = (
+            f"{event.step:,}/{event.steps:,}  loss {event.loss:.3f}{accuracy}"
+            f"  {self.pace.images_per_second:,.0f} images/s  waiting {self.pace.waiting:.0%}"
+            f"  {duration(self.pace.seconds_left())} left"
+        )
+        self._show("training", event.step, event.steps, words)
+
+    def _evaluated(self, event: Evaluated) -> None:
+        best = "  (best so far)" if event.best else ""
+        self.say(f"step {event.step:,}: {headline(event.metrics)}{best}")
+        self.spoke = time.monotonic()
+
+    def _show(self, what: str, done: int, total: int, words: str) -> None:
+        if self.live:
+            self.bar.update(self.task, description=what, completed=done, total=total, words=words)
+        elif not self.quiet and time.monotonic() - self.spoke > _QUIET_SECONDS:
+            self.spoke = time.monotonic()
+            print(f"{what} {words}", file=sys.stderr, flush=True)
+
+
+def headline(metrics: dict) -> str:
+    """The numbers of an evaluation that a person wants first."""
+    n = f"(n = {metrics['n']:,})"
+    if "mean_average_precision" in metrics:
+        return f"test mAP {metrics['mean_average_precision']:.2%}, macro F1 {metrics['macro_f1']:.2%} {n}"
+    return f"test accuracy {metrics['top1']:.2%}, mean per class {metrics['mean_per_class']:.2%} {n}"
+
+
+def duration(seconds: float) -> str:
+    """90 -> "1 min 30 s" """
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+    return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"

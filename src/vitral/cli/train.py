@@ -1,0 +1,188 @@
+"""`vitral train` and `vitral show`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from vitral.cli.progress import RunDisplay, duration, headline
+from vitral.cli.show import print_facts, print_json, print_table
+from vitral.recipe import Recipe, to_toml, with_overrides
+
+if TYPE_CHECKING:
+    from vitral.api import Training
+
+_Data = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
+_Words = Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...", help_behavior_hint="")]
+_Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
+_Number = Annotated[float, tyro.conf.arg(metavar="N", help_behavior_hint="")]
+
+
+def train(
+    data: _Data,
+    /,
+    *,
+    model: Annotated[str, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = "",
+    init: Annotated[str, tyro.conf.arg(metavar="WEIGHTS", help_behavior_hint="")] = "",
+    out: Annotated[str, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = "",
+    recipe: Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = "",
+    epochs: _Number = 0.0,
+    tune: _Text = "",
+    balance: _Text = "",
+    seed: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
+    seeds: Annotated[int, tyro.conf.arg(metavar="N", help_behavior_hint="")] = 1,
+    device: _Text = "",
+    set: _Words = (),
+    tensorboard: bool = False,
+    json: bool = False,
+) -> None:
+    """Train a model on images, or fine-tune one; everything that is not said is chosen, and said why.
+
+    Args:
+        data: a folder with one sub-folder per class, a CSV or JSONL manifest, Parquet, tar shards, or `digits`.
+        model: a model to train from scratch, such as ViT-Ti/16.
+        init: weights to start from: a file, a run folder, hf:owner/name or timm:name.
+        out: the run folder; the same folder again goes on where it stopped.
+        recipe: a TOML file; `vitral show` prints one to start from.
+        epochs: how often each image is seen.
+        tune: what learns: full, head, last:K, bias or lora:R.
+        balance: against uneven classes: none, weights, sampler or logit-adjust.
+        seed: of weights, order, augmentation and dropout.
+        seeds: train this many times, from seed on, and print mean and spread.
+        device: cpu, cuda, cuda:1 or mps; chosen without it.
+        set: any other key of the recipe, such as optim.lr=0.01 data.mixup=0.2.
+        tensorboard: write TensorBoard events into the run folder too.
+        json: print the result as JSON.
+    """
+    from vitral import api
+
+    named = {"epochs": epochs or None, "tune": tune or None, "balance": balance or None, "seed": seed}
+    words = [f"{key}={value}" for key, value in named.items() if value is not None]
+    with RunDisplay(quiet=_rank() > 0) as display:
+        listen = _with_tensorboard(display.hear, out) if tensorboard and not _rank() else display.hear
+        try:
+            done = api.train(
+                data,
+                model=model,
+                init=init,
+                out=out,
+                recipe=recipe,
+                overrides=[*words, *set],
+                seeds=seeds,
+                device=device,
+                listen=listen,
+            )
+        except api.Interrupted:
+            display.say("stopped; its state is saved: the same command with the same --out goes on")
+            sys.exit(130)
+    if _rank():
+        return
+    if json:
+        print_json(_values(done))
+    else:
+        _print(done)
+
+
+def show(
+    set: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="KEY=VALUE")] = (),
+    /,
+    *,
+    data: Annotated[str, tyro.conf.arg(metavar="DATA", help_behavior_hint="")] = "",
+    model: Annotated[str, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = "",
+    init: Annotated[str, tyro.conf.arg(metavar="WEIGHTS", help_behavior_hint="")] = "",
+    recipe: Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = "",
+    json: bool = False,
+) -> None:
+    """Print a recipe as TOML, every key with its meaning: the defaults, a file, or what would be chosen for data.
+
+    Args:
+        set: keys to change, such as optim.lr=0.01.
+        data: print what `vitral train DATA` would follow.
+        model: with data: the model to train from scratch.
+        init: with data: the weights to start from.
+        recipe: a TOML file to complete.
+        json: print JSON instead of TOML.
+    """
+    from vitral.recipe import from_toml
+
+    if data:
+        from vitral import api
+
+        _, chosen, _ = api.choose_recipe(data, model=model, init=init, recipe=recipe, overrides=set)
+    else:
+        from pathlib import Path
+
+        base = from_toml(Path(recipe).read_text("utf-8")) if recipe else Recipe()
+        chosen = with_overrides(base, set)
+    if json:
+        print_json(asdict(chosen))
+    else:
+        print(to_toml(chosen), end="")
+
+
+def _rank() -> int:
+    """Which process of a torchrun this is; only the first speaks."""
+    return int(os.environ.get("RANK", 0))
+
+
+def _values(done: Training) -> dict[str, Any]:
+    return {
+        "score": done.mean,
+        "spread": done.spread,
+        "seeds": len(done.results),
+        "runs": [asdict(result) for result in done.results],
+    }
+
+
+def _print(done: Training) -> None:
+    last = done.results[-1]
+    facts = {"result": headline(last.metrics)}
+    if done.spread is not None:
+        facts["result"] = (
+            f"{done.mean:.2%} +- {done.spread:.2%} (mean and standard deviation of {len(done.results)} seeds)"
+        )
+    facts |= {
+        "time": f"{duration(sum(result.seconds for result in done.results))}, {last.images_per_second:,.0f} images/s",
+        "memory": f"{last.peak_bytes / 1e9:.2f} GB at most ({last.predicted_peak_bytes / 1e9:.2f} GB predicted)",
+        "left out": f"{len(last.skipped)} images that cannot be read" if last.skipped else "",
+        "often confused": _confused(last.metrics),
+        "run folder": last.folder,
+    }
+    print_facts(facts)
+    _print_classes(last.metrics)
+    print(f"\nTry it:  vitral predict {last.folder} IMAGES...")
+
+
+def _confused(metrics: dict[str, Any]) -> str:
+    pairs = metrics.get("confused") or []
+    return "; ".join(f"{p['true']} taken for {p['predicted']} ({p['count']} of {p['support']})" for p in pairs[:3])
+
+
+def _print_classes(metrics: dict[str, Any]) -> None:
+    """The classes with the lowest recall; all of them where there are few."""
+    rows = [row for row in metrics.get("per_class", []) if row.get("recall") is not None]
+    worst = sorted(rows, key=lambda row: row["recall"])[:12]
+    if not worst:
+        return
+    cells = [[row["name"], f"{row['support']:,}", _percent(row["recall"]), _percent(row["precision"])] for row in worst]
+    print_table(["class" if len(worst) == len(rows) else "weakest classes", "images", "recall", "precision"], cells)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _with_tensorboard(hear: Any, out: str) -> Any:
+    from vitral.cli.tracking import TensorBoard
+
+    board = TensorBoard(out)
+
+    def both(event: Any) -> None:
+        hear(event)
+        board.hear(event)
+
+    return both

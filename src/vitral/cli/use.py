@@ -1,0 +1,240 @@
+"""`vitral predict`, `evaluate`, `embed` and `check`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.progress import Progress
+
+from vitral.cli.options import Source
+from vitral.cli.show import print_facts, print_json, print_table
+
+if TYPE_CHECKING:
+    from vitral.api import Evaluation
+
+_Images = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGES")]
+_Data = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
+_Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
+_File = Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
+_Output = Annotated[str, tyro.conf.arg(metavar="FILE", aliases=["-o"], help_behavior_hint="")]
+_Count = Annotated[int, tyro.conf.arg(metavar="N")]
+
+
+def predict(
+    source: Source,
+    images: _Images,
+    /,
+    *,
+    output: _Output = "",
+    top: _Count = 5,
+    preprocess: _Text = "",
+    batch: _Count = 32,
+    device: _Text = "",
+    json: bool = False,
+) -> None:
+    """Name what is in images: the likeliest classes with their probabilities.
+
+    Args:
+        source: a run folder, weights, hf:owner/name or timm:name.
+        images: image files, and folders of them.
+        output: write CSV (or JSON, by the name) instead of a table.
+        top: how many classes to name.
+        preprocess: how pixels are prepared, where the weights do not say.
+        batch: images at a time.
+        device: cpu, cuda or mps; chosen without it.
+        json: print JSON instead of a table.
+    """
+    from vitral import api
+
+    with _bar("predicting") as progress:
+        found = api.predict(
+            source,
+            images,
+            output=output,
+            top=top,
+            preprocess=preprocess,
+            batch=batch,
+            device=device,
+            on_progress=progress,
+        )
+    if json:
+        print_json(found.as_dict())
+    elif output:
+        print_facts({"wrote": f"{output} ({len(found.rows):,} images, {len(found.unreadable):,} unreadable)"})
+    else:
+        pairs = [zip(row.names, row.probabilities, strict=True) for row in found.rows]
+        cells = [
+            [row.path, "  ".join(f"{name} {chance:.1%}" for name, chance in pair)]
+            for row, pair in zip(found.rows, pairs, strict=True)
+        ]
+        cells += [[one.path, f"not read: {one.reason}"] for one in found.unreadable]
+        print_table(["image", "classes"], cells, left=2)
+
+
+def evaluate(
+    source: Source,
+    data: _Data,
+    /,
+    *,
+    classes: _File = "",
+    real: _File = "",
+    preprocess: _Text = "",
+    batch: _Count = 32,
+    device: _Text = "",
+    json: bool = False,
+) -> None:
+    """Measure a model on labelled images: accuracy, per class, calibration.
+
+    Args:
+        source: a run folder, weights, hf:owner/name or timm:name.
+        data: what `vitral train` takes; its test split is scored, or all of it where there is none.
+        classes: a file that names the model's outputs in order, one line each.
+        real: ImageNet's ReaL labels (real.json).
+        preprocess: how pixels are prepared, where the weights do not say.
+        batch: images at a time.
+        device: cpu, cuda or mps; chosen without it.
+        json: print JSON instead of tables.
+    """
+    from vitral import api
+
+    with _bar("evaluating") as progress:
+        found = api.evaluate(
+            source,
+            data,
+            classes=classes,
+            real=real,
+            preprocess=preprocess,
+            batch=batch,
+            device=device,
+            on_progress=progress,
+        )
+    if json:
+        print_json(asdict(found))
+    else:
+        print_facts(_evaluation_facts(found))
+
+
+def embed(
+    source: Source,
+    images: _Images,
+    /,
+    *,
+    output: Annotated[str, tyro.conf.arg(metavar="FILE", aliases=["-o"])],
+    pool: Literal["features", "cls", "mean"] = "features",
+    preprocess: _Text = "",
+    batch: _Count = 32,
+    device: _Text = "",
+    json: bool = False,
+) -> None:
+    """Write the features of images to an npz file: `paths` and `features` (n, d).
+
+    Args:
+        source: a run folder, weights, hf:owner/name or timm:name.
+        images: image files, and folders of them.
+        output: the npz file to write.
+        pool: what the head reads (features), the class token, or the mean of the patches.
+        preprocess: how pixels are prepared, where the weights do not say.
+        batch: images at a time.
+        device: cpu, cuda or mps; chosen without it.
+        json: print what was written as JSON.
+    """
+    from vitral import api
+
+    with _bar("embedding") as progress:
+        paths, features = api.embed(
+            source,
+            images,
+            output=output,
+            pool=pool,
+            preprocess=preprocess,
+            batch=batch,
+            device=device,
+            on_progress=progress,
+        )
+    facts = {"wrote": output, "images": f"{len(paths):,}", "features": f"{features.shape[1]:,}"}
+    if json:
+        print_json({"output": output, "images": len(paths), "features": features.shape[1]})
+    else:
+        print_facts(facts)
+
+
+def check(data: _Data, /, *, json: bool = False) -> None:
+    """Say what is wrong with a data set: unreadable and odd files, duplicates, leaks into test, uneven classes.
+
+    Args:
+        data: what `vitral train` takes.
+        json: print JSON instead of tables.
+    """
+    from vitral import api
+
+    with _bar("checking") as progress:
+        found = api.check(data, on_progress=progress)
+    if json:
+        print_json(found.as_dict())
+        return
+    print_facts(_check_facts(found))
+    names = list(found.images)
+    cells = [[name, *(f"{counts.get(split, 0):,}" for split in names)] for name, counts in found.classes.items()]
+    print_table(["class", *names], cells[:30], note=f"and {len(cells) - 30:,} more classes" if cells[30:] else "")
+
+
+def _evaluation_facts(found: Evaluation) -> dict[str, str]:
+    m = found.metrics
+    facts = {"data": f"{found.data} (n = {m['n']:,})", "how": "; ".join(found.notes)}
+    if "mean_average_precision" in m:
+        facts |= {"mAP": f"{m['mean_average_precision']:.2%}", "macro F1": f"{m['macro_f1']:.2%}"}
+    else:
+        facts |= {"top-1": f"{m['top1']:.2%}", "top-5": f"{m['top5']:.2%}" if m["top5"] is not None else ""}
+        facts |= {"mean per class": f"{m['mean_per_class']:.2%}", "calibration error": f"{m['ece']:.2%}"}
+        pairs = m["confused"][:3]
+        facts["often confused"] = "; ".join(f"{p['true']} taken for {p['predicted']} ({p['count']})" for p in pairs)
+    if found.real is not None:
+        facts["ReaL"] = f"{found.real[0]:.2%} ({found.real[1]:,} images have such a label)"
+    facts["unreadable"] = f"{found.unreadable:,} images" if found.unreadable else ""
+    return facts
+
+
+def _check_facts(found: Any) -> dict[str, str]:
+    facts = {
+        "data": f"{found.source}: " + ", ".join(f"{count:,} images in {name}" for name, count in found.images.items()),
+        "notes": "; ".join(found.notes),
+        "classes": f"{len(found.classes):,}; the largest has {found.imbalance:.1f} times the images of the smallest",
+        "formats": ", ".join(f"{count:,} {name}" for name, count in found.formats.items()),
+        "widths": _spread(found.widths),
+        "heights": _spread(found.heights),
+        "unreadable": _some([f"{key}: {reason}" for key, reason in found.unreadable.items()]),
+        "rotated (EXIF)": _some(found.rotated),
+        "over 8 bits": _some(found.deep),
+        "CMYK": _some(found.cmyk),
+        "animated": _some(found.animated),
+        "tiny": _some(found.tiny),
+        "identical": _some([" = ".join(group) for group in found.duplicates]),
+        "identical, other label": _some([" = ".join(group) for group in found.contradictions]),
+        "nearly identical": _some([f"{pair.first} ~ {pair.second}" for pair in found.near]),
+        "in train and test": _some([f"{pair.first} ~ {pair.second}" for pair in found.leaks]),
+    }
+    return {name: value for name, value in facts.items() if value}
+
+
+def _some(items: Any, most: int = 4) -> str:
+    """A count and the first few."""
+    if not items:
+        return ""
+    return f"{len(items):,}: " + ", ".join(items[:most]) + (", ..." if len(items) > most else "")
+
+
+def _spread(values: dict[str, int]) -> str:
+    return ", ".join(f"{name} {value:,}" for name, value in values.items()) + " pixels" if values else ""
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar with the time left, on standard error."""
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

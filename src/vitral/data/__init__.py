@@ -1,0 +1,1 @@
+"""Bytes to batches: decode, preprocess, order, load. Knows no model."""

@@ -1,0 +1,221 @@
+"""Random changes of uint8 images (h, w, c), each a function of the generator it is given.
+
+RandAugment is AugReg's: sixteen operations, each equally likely, with that code's strengths. Its scale has odd ends,
+kept so that its settings mean the same here: magnitude 10 is the scale's unit, larger is allowed, 0 is not "nothing",
+and posterize and solarize get weaker as the magnitude grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from vitral.data.images import as_tensor
+
+FILL = 128  # what stands where an operation leaves nothing
+_RED, _GREEN, _BLUE = 19595, 38470, 7471  # ITU-R 601 in 1/65536, as Pillow rounds it
+
+Operation = Callable[[np.ndarray, float, np.random.Generator], np.ndarray]
+
+
+def flip(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """(h, w, c) -> the same, mirrored left to right half of the time."""
+    # Torch mirrors pixels of a few bytes some fifteen times faster than numpy.
+    return as_tensor(image).flip(1).numpy() if rng.random() < 0.5 else image
+
+
+def erase(image: np.ndarray, rng: np.random.Generator, chance: float) -> np.ndarray:
+    """(h, w, c) -> the same, with `chance` one rectangle of 2 to 33 % of the area full of noise (arXiv:1708.04896)."""
+    if rng.random() >= chance:
+        return image
+    height, width, channels = image.shape
+    for _ in range(10):
+        area = height * width * rng.uniform(0.02, 0.33)
+        aspect = np.exp(rng.uniform(np.log(0.3), np.log(1 / 0.3)))
+        high, wide = round(np.sqrt(area * aspect)), round(np.sqrt(area / aspect))
+        if 0 < high < height and 0 < wide < width:
+            top, left = rng.integers(height - high + 1), rng.integers(width - wide + 1)
+            image = image.copy()
+            image[top : top + high, left : left + wide] = rng.integers(0, 256, (high, wide, channels), np.uint8)
+            break
+    return image
+
+
+def randaugment(image: np.ndarray, rng: np.random.Generator, layers: int, magnitude: float) -> np.ndarray:
+    """(h, w, c) -> the same after `layers` operations drawn with replacement; 10 is the usual magnitude."""
+    for _ in range(layers):
+        operation = OPERATIONS[rng.integers(len(OPERATIONS))]
+        image = operation(image, magnitude / 10, rng)
+    return image
+
+
+def autocontrast(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
+    """Each channel is stretched to 0..255."""
+    return _each_channel(image, _stretched)
+
+
+def equalize(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
+    """Each channel's histogram is made flat."""
+    return _each_channel(image, _flattened)
+
+
+def invert(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
+    return 255 - image
+
+
+def posterize(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
+    """Keeps the high 4 * level bits, at least one."""
+    bits = min(max(int(4 * level), 1), 8)
+    return image & np.uint8(256 - (1 << (8 - bits)))
+
+
+def solarize(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
+    """Inverts what is at or above 256 * level."""
+    values = np.arange(256)
+    return _mapped(image, np.where(values < int(256 * level), values, 255 - values))
+
+
+def solarize_add(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
+    """Brightens the darker half by 110 * level."""
+    values = np.arange(256)
+    return _mapped(image, np.where(values < 128, values + int(110 * level), values))
+
+
+def brightness(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
+    return _mapped(image, np.arange(256) * _factor(level))
+
+
+def contrast(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
+    """Away from the mean grey, or towards it."""
+    mean = int(_grey(image).mean() + 0.5)
+    return _mapped(image, mean + _factor(level) * (np.arange(256) - mean))
+
+
+def color(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
+    """Away from each pixel's own grey, or towards it."""
+    return _blended(_grey(image)[:, :, None], image, _factor(level))
+
+
+def sharpness(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
+    """Away from a smoothed copy, or towards it; the border is neither."""
+    height, width = image.shape[:2]
+    if min(height, width) < 3:
+        return image
+    wide = image.astype(np.uint16)
+    sums = sum(wide[y : y + height - 2, x : x + width - 2] for y in range(3) for x in range(3))
+    smooth = (sums + 4 * wide[1:-1, 1:-1] + 6) // 13
+    sharp = image.copy()
+    sharp[1:-1, 1:-1] = _blended(smooth, image[1:-1, 1:-1], _factor(level))
+    return sharp
+
+
+def rotate(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
+    """About the centre, by 30 degrees * level to either side."""
+    angle = np.deg2rad(30 * level) * _sign(rng)
+    height, width = image.shape[:2]
+    x, y = np.arange(width) - (width - 1) / 2, np.arange(height)[:, None] - (height - 1) / 2
+    column = np.cos(angle) * x + np.sin(angle) * y + (width - 1) / 2
+    row = np.cos(angle) * y - np.sin(angle) * x + (height - 1) / 2
+    return _looked_up(image, row, column)
+
+
+def shear_x(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
+    """Row y moves by 0.3 * level * y to either side."""
+    height, width = image.shape[:2]
+    row = np.arange(height)[:, None]
+    return _looked_up(image, row, np.arange(width) + 0.3 * level * _sign(rng) * row)
+
+
+def shear_y(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
+    """Column x moves by 0.3 * level * x up or down."""
+    height, width = image.shape[:2]
+    column = np.arange(width)
+    return _looked_up(image, np.arange(height)[:, None] + 0.3 * level * _sign(rng) * column, column)
+
+
+def translate_x(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
+    """To either side by 100 / 224 * level of the width: AugReg's 100 pixels, at its size of 224."""
+    width = image.shape[1]
+    move = min(round(100 / 224 * level * width), width)
+    moved = np.full_like(image, FILL)
+    if _sign(rng) > 0:
+        moved[:, move:] = image[:, : width - move]
+    else:
+        moved[:, : width - move] = image[:, move:]
+    return moved
+
+
+def translate_y(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
+    """Up or down, as `translate_x`."""
+    return translate_x(image.swapaxes(0, 1), level, rng).swapaxes(0, 1)
+
+
+def cutout(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
+    """A grey square that reaches 40 / 224 * level of the short side in each direction from a random pixel."""
+    height, width = image.shape[:2]
+    reach = round(40 / 224 * level * min(height, width))
+    y, x = rng.integers(height), rng.integers(width)
+    image = image.copy()
+    image[max(y - reach, 0) : y + reach, max(x - reach, 0) : x + reach] = FILL
+    return image
+
+
+OPERATIONS: tuple[Operation, ...] = (
+    *(autocontrast, equalize, invert, rotate, posterize, solarize, color, contrast, brightness, sharpness),
+    *(shear_x, shear_y, translate_x, translate_y, cutout, solarize_add),
+)
+
+
+def _factor(level: float) -> float:
+    """0 is the plain end (black, grey or smooth), 1 the image as it is, more the opposite."""
+    return 0.1 + 1.8 * level
+
+
+def _sign(rng: np.random.Generator) -> int:
+    return 1 if rng.random() < 0.5 else -1
+
+
+def _grey(image: np.ndarray) -> np.ndarray:
+    """(h, w, c) -> (h, w): the luminance of three channels, the mean of any other number."""
+    if image.shape[2] != 3:
+        return image.mean(axis=2, dtype=np.float32)
+    weighted = [image[:, :, band] * np.uint32(weight) for band, weight in enumerate((_RED, _GREEN, _BLUE))]
+    return (weighted[0] + weighted[1] + weighted[2] + 0x8000) >> 16
+
+
+def _blended(plain: np.ndarray, image: np.ndarray, factor: float) -> np.ndarray:
+    """From `plain` (factor 0) through `image` (1) and beyond."""
+    start = plain.astype(np.float32)
+    return (start + np.float32(factor) * (image - start)).clip(0, 255).astype(np.uint8)
+
+
+def _mapped(image: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Every pixel value v becomes values[v]."""
+    return np.take(values.clip(0, 255).astype(np.uint8), image)
+
+
+def _each_channel(image: np.ndarray, table: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """As `_mapped`, by a table for each channel, made from that channel's histogram (256,)."""
+    channels = [image[:, :, band] for band in range(image.shape[2])]
+    return np.stack([_mapped(one, table(np.bincount(one.ravel(), minlength=256))) for one in channels], axis=2)
+
+
+def _stretched(histogram: np.ndarray) -> np.ndarray:
+    present = histogram.nonzero()[0]
+    low, high = present[0], present[-1]
+    return np.arange(256) if low == high else (np.arange(256) - low) * (255 / (high - low))
+
+
+def _flattened(histogram: np.ndarray) -> np.ndarray:
+    step = (histogram.sum() - histogram[histogram.nonzero()[0][-1]]) // 255
+    return np.arange(256) if step == 0 else (step // 2 + histogram.cumsum() - histogram) // step
+
+
+def _looked_up(image: np.ndarray, row: np.ndarray, column: np.ndarray) -> np.ndarray:
+    """The nearest pixel at each place: row and column broadcast to (h, w); outside the image stands FILL."""
+    height, width, channels = image.shape
+    y, x = np.floor(row + 0.5).astype(np.int32), np.floor(column + 0.5).astype(np.int32)
+    inside = (y >= 0) & (y < height) & (x >= 0) & (x < width)
+    pixels = np.concatenate([image.reshape(-1, channels), np.full((1, channels), FILL, np.uint8)])
+    return np.take(pixels, np.where(inside, y * width + x, height * width), axis=0)

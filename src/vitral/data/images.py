@@ -1,0 +1,256 @@
+"""Bytes to pixels: one decode policy, for training, evaluation and prediction alike.
+
+- The EXIF orientation is applied. EXIF that cannot be read counts as upright.
+- Grey is copied to as many channels as are asked for; one channel of a colour picture is its luminance (ITU-R 601).
+- 16 bits become 8 by keeping the high byte (value >> 8), which is what Pillow does to colour; nothing is clipped.
+  32-bit integers must lie in 0..65535 and count as 16 bits; floats must lie in 0..1 and are multiplied by 255.
+  The scale of any other range is not in the file, so such a picture is refused rather than guessed at.
+- Transparency, also of palettes and colour keys, is laid over white. CMYK is converted by Pillow.
+- An animation or a document with several pages gives its first picture.
+- Counts other than 1 and 3 channels are given only where the file has exactly that many bands, and then as stored.
+- A damaged, truncated or far too large picture (Pillow's limit, 179 million pixels) is unreadable.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import simplejpeg
+import torch
+import torch.nn.functional as F
+from PIL import ExifTags, Image, UnidentifiedImageError
+
+METHODS = ("bilinear", "bicubic", "nearest", "area")
+
+# What brings each EXIF orientation upright: (h, w, c) -> (h, w, c) or (w, h, c).
+_TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
+    1: lambda pixels: pixels,
+    2: lambda pixels: pixels[:, ::-1],
+    3: lambda pixels: pixels[::-1, ::-1],
+    4: lambda pixels: pixels[::-1],
+    5: lambda pixels: pixels.swapaxes(0, 1),
+    6: lambda pixels: pixels.swapaxes(0, 1)[:, ::-1],
+    7: lambda pixels: pixels.swapaxes(0, 1)[::-1, ::-1],
+    8: lambda pixels: pixels.swapaxes(0, 1)[::-1],
+}
+_PNG_EXIF = (b"eXIf", b"Raw profile type", b"com.adobe.xmp")
+
+
+class UnreadableImage(ValueError):
+    """A picture that cannot be used, with one short reason."""
+
+
+class ImageFacts(NamedTuple):
+    """What a file's header says."""
+
+    format: str
+    width: int  # upright, as `decode` gives it
+    height: int
+    mode: str  # Pillow's word: L, RGB, RGBA, CMYK, P, I;16, ...
+    bits: int  # of one channel
+    channels: int
+    rotated: bool  # turned or mirrored by its EXIF orientation
+    frames: int  # pictures of an animation, or pages
+
+
+def decode(data: bytes, channels: int = 3) -> np.ndarray:
+    """An image file's bytes -> uint8 (h, w, channels); raises UnreadableImage."""
+    pixels = _fast_jpeg(data, channels)
+    if pixels is not None:
+        return pixels
+    with _opened(data) as image:
+        image.load()
+        return _upright(_bands(image, channels), _orientation(image))
+
+
+def describe(data: bytes) -> ImageFacts:
+    """What the header says, without decoding the pixels; raises UnreadableImage."""
+    with _opened(data) as image:
+        bits, mode, (width, height) = _bits(image), image.mode, image.size
+        # Asked for EXIF, Pillow decodes a PNG to its end, as the EXIF may stand there.
+        plain = image.format == "PNG" and not any(word in data for word in _PNG_EXIF)
+        orientation = 1 if plain else _orientation(image)
+        if orientation >= 5 and image.format != "TIFF":  # of a TIFF, Pillow states the upright size
+            width, height = height, width
+        # A phone's MPO is a JPEG with previews or depth maps behind it, not an animation.
+        single = image.format in ("JPEG", "MPO")
+        return ImageFacts(
+            format="JPEG" if single else image.format or "",
+            width=width,
+            height=height,
+            mode=mode,
+            bits=bits,
+            channels=len(image.getbands()),
+            rotated=orientation != 1,
+            frames=1 if single else getattr(image, "n_frames", 1),
+        )
+
+
+def resize(image: np.ndarray, size: tuple[int, int], method: str = "bilinear") -> np.ndarray:
+    """uint8 (h, w, c) -> (*size, c). Shrinking averages (antialias), as Pillow does; a crop may be handed in uncopied.
+
+    `area` is the exact mean of what each pixel covers, TensorFlow's method of that name.
+    """
+    if image.shape[:2] == size:
+        return image
+    if method == "area":
+        return _area(image, size)
+    if method == "nearest":
+        rows, columns = (_nearest(before, after) for before, after in zip(image.shape, size, strict=False))
+        return image.take(rows, 0).take(columns, 1)
+    # Torch recognises "channels last", twice as fast, only in contiguous memory with the batch added before the turn.
+    batch = as_tensor(image)[None].permute(0, 3, 1, 2)
+    # Antialias when enlarging, too: there it costs nothing, and without it bicubic is another kernel than Pillow's.
+    resized = F.interpolate(batch, size, mode=method, antialias=True)
+    return resized[0].permute(1, 2, 0).numpy()
+
+
+def as_tensor(image: np.ndarray) -> torch.Tensor:
+    """uint8 (h, w, c), shared where the memory allows it; a memory map is read-only, and torch warns of such."""
+    return torch.from_numpy(np.require(image, requirements=["C", "W"]))
+
+
+def _nearest(before: int, after: int) -> np.ndarray:
+    """(after,): the pixels in which the centres of the new ones fall."""
+    return ((np.arange(after) + 0.5) * before / after).astype(int)
+
+
+def _area(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Means over cells whose borders may cut through pixels, one axis after the other."""
+    means = image.astype(np.float32)
+    for axis, length in enumerate(size):
+        means = _cell_means(means, length, axis)
+    return np.rint(means).astype(np.uint8)
+
+
+def _cell_means(image: np.ndarray, length: int, axis: int) -> np.ndarray:
+    """float32 (h, w, c) -> the same with `length` along the axis: the k-th pixels of all cells are added at a time."""
+    before = image.shape[axis]
+    start, end = np.arange(length) * before / length, np.arange(1, length + 1) * before / length
+    shape = [-1 if dimension == axis else 1 for dimension in range(3)]
+    means = np.zeros([length if dimension == axis else side for dimension, side in enumerate(image.shape)], np.float32)
+    for k in range(math.ceil(before / length) + 1):
+        pixel = start.astype(int) + k
+        share = (np.minimum(end, pixel + 1) - np.maximum(start, pixel)).clip(0) * length / before
+        means += share.astype(np.float32).reshape(shape) * image.take(pixel, axis, mode="clip")
+    return means
+
+
+def _fast_jpeg(data: bytes, channels: int) -> np.ndarray | None:
+    """JPEG by simplejpeg: Pillow's pixels, sooner. None for all that Pillow shall decide on."""
+    if channels not in (1, 3) or not data.startswith(b"\xff\xd8\xff"):
+        return None
+    try:
+        height, width, space, _ = simplejpeg.decode_jpeg_header(data)
+        if space not in ("Gray", "YCbCr", "RGB") or int(height) * int(width) > _largest():
+            return None
+        pixels = simplejpeg.decode_jpeg(data, "GRAY" if space == "Gray" and channels == 1 else "RGB")
+    except ValueError:  # also mere warnings, some of which Pillow lets pass
+        return None
+    if pixels.shape[2] != channels:
+        pixels = _array(Image.fromarray(pixels).convert("L"))
+    if not _may_be_turned(data):
+        return pixels
+    with _opened(data) as image:
+        return _upright(pixels, _orientation(image))
+
+
+def _may_be_turned(jpeg: bytes) -> bool:
+    """Whether an APP1 segment, the home of EXIF and XMP, precedes the scan; an odd header is left to Pillow too."""
+    place = 2
+    while place + 4 < len(jpeg) and jpeg[place] == 0xFF and jpeg[place + 1] not in (0xE1, 0xFF):
+        if jpeg[place + 1] == 0xDA:
+            return False
+        place += 2 + int.from_bytes(jpeg[place + 2 : place + 4])
+    return True
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[Image.Image]:
+    """The picture with its pixels yet to be read; whatever goes wrong inside becomes UnreadableImage."""
+    if not data:
+        raise UnreadableImage("the file is empty")
+    try:
+        with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data)) as image:
+            yield image
+    except UnreadableImage:
+        raise
+    except Exception as error:  # Pillow's readers raise nearly anything on damaged bytes
+        raise UnreadableImage(_reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnidentifiedImageError):
+        return "not an image in a known format"
+    if isinstance(error, Image.DecompressionBombError | MemoryError):
+        return "too many pixels"
+    text = str(error).strip().rstrip(".")
+    if "truncated" in text.lower() or isinstance(error, EOFError):
+        return "the file is truncated"
+    return f"damaged or of an unknown kind ({text.splitlines()[0] if text else type(error).__name__})"
+
+
+def _bands(image: Image.Image, channels: int) -> np.ndarray:
+    """A loaded picture -> uint8 (h, w, channels), not yet turned."""
+    image = _eight_bits(image)
+    if channels not in (1, 3):
+        bands = len(image.getbands())
+        if bands != channels:
+            raise UnreadableImage(f"{channels} channels are asked for, the file has {bands}")
+        return _array(image)
+    if image.has_transparency_data:
+        over = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", over.size, "white"), over)
+    if image.mode not in ("L", "RGB"):
+        image = image.convert("L" if image.mode == "1" else "RGB")
+    return _array(image.convert("L" if channels == 1 else "RGB"))
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    if image.mode == "F":
+        values = np.asarray(image)
+        if not (values.min() >= 0 and values.max() <= 1):  # so written that NaN is refused too
+            raise UnreadableImage("floating-point values outside 0..1, whose scale is not stated")
+        return Image.fromarray(np.rint(values * 255).astype(np.uint8))
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        values = np.asarray(image)
+        if values.min() < 0 or values.max() > 0xFFFF:
+            raise UnreadableImage("32-bit values outside 0..65535, whose scale is not stated")
+        return Image.fromarray((values >> 8).astype(np.uint8))
+    return image
+
+
+def _array(image: Image.Image) -> np.ndarray:
+    pixels = np.array(image)
+    return pixels[:, :, None] if pixels.ndim == 2 else pixels
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        value = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # damaged EXIF raises nearly anything, and the pixels are none the worse for it
+        return 1
+    return value if value in _TURNS else 1
+
+
+def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
+    return np.ascontiguousarray(_TURNS[orientation](pixels))
+
+
+def _bits(image: Image.Image) -> int:
+    """Bits of one channel in the file; a 16-bit colour picture shows them only in the decoder's raw mode."""
+    tiles = getattr(image, "tile", ())  # (codec, box, offset, arguments with the raw mode among them)
+    if image.mode.startswith("I;16") or any(";16" in str(tile[3]) for tile in tiles):
+        return 16
+    return {"1": 1, "I": 32, "F": 32}.get(image.mode, 8)
+
+
+def _largest() -> float:
+    """Pillow warns from its limit on and refuses at twice that."""
+    return 2 * (Image.MAX_IMAGE_PIXELS or float("inf"))

@@ -1,0 +1,166 @@
+"""Manifests: CSV, TSV or JSON lines with a path, one or several labels, and perhaps a split, in each line.
+
+CSV begins with the names of its columns. Several labels are separated by "|" in CSV and are a list in JSON lines; one
+such line makes the whole manifest multi-label. Paths are relative to the manifest's own folder.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vitral.data.folders import FileReader
+from vitral.data.splits import SPLIT_NAMES, DataSet, Part, assemble
+from vitral.errors import UserError
+
+SUFFIXES = {".csv", ".tsv", ".jsonl", ".ndjson"}
+_COLUMNS = {
+    **dict.fromkeys(("path", "file", "image", "filename", "file_name", "filepath"), "path"),
+    **dict.fromkeys(("label", "labels", "class", "classes"), "label"),
+    "split": "split",
+}
+
+
+class Row(NamedTuple):
+    line: int
+    path: str
+    labels: tuple[str, ...]
+    split: str
+
+
+def read_manifest(path: Path, *, seed: int, held_out: float) -> DataSet:
+    rows = []
+    several = False
+    for line, entry in _entries(path):
+        row, listed = _row(path, line, entry)
+        rows.append(row)
+        several |= listed
+    if not rows:
+        raise UserError(f"{path} lists no images: it needs a path and a label in each line.")
+    _refuse_negative(path, rows)
+    rows, notes = _present(path, rows)
+    rows, repeated = _once(path, rows)
+    if repeated:
+        notes.append(f"{repeated} repeated line{'s' * (repeated > 1)} of {path.name} {_is(repeated)} left out.")
+    parts: dict[str, Part] = {}
+    for split in _splits(path, rows):
+        names = [row.path for row in rows if row.split == split]
+        labels = [row.labels for row in rows if row.split == split]
+        plain = labels if several else [label for (label,) in labels]
+        parts[split or "train"] = Part(names, plain, FileReader(str(path.parent), names))
+    return assemble(str(path), parts, seed=seed, held_out=held_out, notes=notes)
+
+
+def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers, and what each line says by our names of the columns."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as stream:
+            if path.suffix.lower() in (".csv", ".tsv"):
+                header = stream.readline()
+                stream.seek(0)
+                tab = "\t" if path.suffix.lower() == ".tsv" else ";" if header.count(";") > header.count(",") else ","
+                rows = csv.DictReader(stream, delimiter=tab, strict=True)
+                _require_columns(path, rows.fieldnames or ())
+                yield from ((rows.line_num, _renamed(row)) for row in rows)
+            else:
+                for number, line in enumerate(stream, 1):
+                    if line.strip():
+                        yield number, _parsed(path, number, line)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path} cannot be read as a manifest: {error}.") from error
+
+
+def _require_columns(path: Path, names: Any) -> None:
+    known = {_COLUMNS.get(str(name).strip().lower()) for name in names}
+    for column in ("path", "label"):
+        if column not in known:
+            has = ", ".join(map(str, names)) or "nothing"
+            raise UserError(
+                f'{path} has no column "{column}": its first line names {has}, and must be as "path,label".'
+            )
+
+
+def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}, line {number} is no JSON: {error}.") from error
+    if not isinstance(entry, dict):
+        raise UserError(f'{path}, line {number}: write {{"path": ..., "label": ...}} in each line.')
+    return _renamed(entry)
+
+
+def _renamed(entry: dict[Any, Any]) -> dict[str, Any]:
+    return {_COLUMNS.get(str(name).strip().lower(), str(name)): value for name, value in entry.items()}
+
+
+def _row(path: Path, line: int, entry: dict[str, Any]) -> tuple[Row, bool]:
+    """A checked row, and whether it may have several labels."""
+    where = f"{path}, line {line}"
+    name, label = entry.get("path"), entry.get("label")
+    if not isinstance(name, str) or not name.strip():
+        raise UserError(f"{where} has no path: name the image file.")
+    listed = isinstance(label, list) or (isinstance(label, str) and "|" in label)
+    labels = label if isinstance(label, list) else str("" if label is None else label).split("|")
+    plain = tuple(str(item).strip() for item in labels)
+    if any(not item or isinstance(raw, dict | list) for item, raw in zip(plain, labels, strict=True)):
+        raise UserError(f"{where} has an empty label: name the class of {name}.")
+    split = str(entry.get("split") or "").strip().lower()
+    if split and split not in SPLIT_NAMES:
+        raise UserError(f'{where} has the split "{split}": write train, val or test.')
+    return Row(line, name.strip(), tuple(dict.fromkeys(plain)), SPLIT_NAMES.get(split, "")), listed
+
+
+def _refuse_negative(path: Path, rows: list[Row]) -> None:
+    """Where every label is a number it is a class index, and -1 is somebody's mark for "unknown"."""
+    if all(label.removeprefix("-").isdecimal() for row in rows for label in row.labels):
+        for row in rows:
+            if any(label.startswith("-") for label in row.labels):
+                raise UserError(
+                    f"{path}, line {row.line}: the label {row.labels[0]} is out of range; classes begin at 0."
+                )
+
+
+def _present(path: Path, rows: list[Row]) -> tuple[list[Row], list[str]]:
+    """The rows whose file exists, and a note about the others."""
+    present = [row for row in rows if os.path.isfile(path.parent / row.path)]
+    missing = len(rows) - len(present)
+    if not missing:
+        return present, []
+    first = next(row.path for row in rows if not os.path.isfile(path.parent / row.path))
+    if not present:
+        raise UserError(
+            f"None of the files that {path} names exists, such as {path.parent / first}: correct the paths."
+        )
+    return present, [f"{missing} of {len(rows)} files in {path.name} {_is(missing)} missing, such as {first}."]
+
+
+def _is(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+def _once(path: Path, rows: list[Row]) -> tuple[list[Row], int]:
+    """Each file once in a split, and how many lines were left out; two opinions about one file are an error."""
+    first: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        earlier = first.setdefault((row.split, row.path), row)
+        if set(earlier.labels) != set(row.labels):
+            raise UserError(
+                f"{path}, lines {earlier.line} and {row.line} give {row.path} different labels: "
+                "keep one, or write both in one line as a|b."
+            )
+    return list(first.values()), len(rows) - len(first)
+
+
+def _splits(path: Path, rows: list[Row]) -> list[str]:
+    names = list(dict.fromkeys(row.split for row in rows))
+    if names != [""] and "" in names:
+        line = next(row.line for row in rows if not row.split)
+        raise UserError(f"{path}, line {line} has no split while others have one: write train, val or test.")
+    if names != [""] and "train" not in names:
+        raise UserError(f"{path} has no line of the split train: it has {' and '.join(names)}.")
+    return names

@@ -1,0 +1,210 @@
+"""Parquet files with image bytes and labels, in the layout of the Hugging Face hub.
+
+One column holds images (bytes, or a struct of bytes and path), one the labels: class indices whose names stand in the
+file's own description, plain numbers, or text; a list of them is multi-label. Files belong to a split by their name
+(train-00000-of-00005.parquet) or by their folder (train/0000.parquet).
+
+Reading one image means reading its row group, so a reader keeps the latest groups. Small data sets are soon in memory;
+on large ones random order is slow, because the format has no smaller unit to ask for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vitral.data.images import UnreadableImage
+from vitral.data.splits import DataSet, Part, assemble, files_by_split, split_name
+from vitral.errors import UserError
+
+_IMAGES = ("image", "img", "picture")
+_LABELS = ("label", "labels", "class", "fine_label")
+_KEPT_BYTES = 256_000_000  # a process; the hub's groups of 100 photographs have about 10 MB
+
+
+class ParquetReader:
+    """The images of a few files, by row. `groups` holds (file, row group) and `starts` the first row of each."""
+
+    def __init__(self, files: tuple[str, ...], groups: np.ndarray, starts: np.ndarray, column: str) -> None:
+        self.files, self.groups, self.starts, self.column = files, groups, starts, column
+        self._kept: dict[int, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": {}}  # another process reads for itself
+
+    def read(self, index: int) -> bytes:
+        group = int(np.searchsorted(self.starts, index, "right")) - 1
+        value = self._group(group)[index - int(self.starts[group])].as_py()
+        data = value["bytes"] if isinstance(value, dict) else value
+        if not data:
+            raise UnreadableImage("the row holds no image")
+        return data
+
+    def mark(self, index: int) -> str:
+        file = self.files[self.groups[int(np.searchsorted(self.starts, index, "right")) - 1, 0]]
+        facts = os.stat(file)
+        return f"{os.path.abspath(file)} {facts.st_size} {facts.st_mtime_ns} {index}"
+
+    def _group(self, group: int) -> Any:
+        """The image column of a row group, the latest groups from memory."""
+        found = self._kept.pop(group, None)
+        if found is None:
+            file, place = self.groups[group]
+            with _arrow().ParquetFile(self.files[file]) as table:
+                found = table.read_row_group(place, [self.column], use_threads=False).column(0)
+        self._kept[group] = found
+        while len(self._kept) > 1 and sum(column.nbytes for column in self._kept.values()) > _KEPT_BYTES:
+            self._kept.pop(next(iter(self._kept)))
+        return found
+
+
+def read_parquet(source: str, files: list[Path], *, seed: int, held_out: float) -> DataSet:
+    """The data set in these files; `source` is what to call it."""
+    notes: list[str] = []
+    parts: dict[str, Part] = {}
+    classes: tuple[str, ...] | None = None
+    for split, members in files_by_split(source, files).items():
+        part, names = _part(members)
+        if part is None:
+            notes.append(f"Left out {split}: its labels are all -1, which stands for unknown.")
+            continue
+        parts[split] = part
+        classes = names if split == "train" else classes
+    if "train" not in parts:
+        raise UserError(f"{source} has no labels in train: they are all -1.")
+    return assemble(source, parts, seed=seed, held_out=held_out, classes=classes, notes=notes)
+
+
+def fetch(name: str) -> tuple[Path, list[Path]]:
+    """The Parquet files of `hf:owner/name[/folder][@revision]`, from the hub's cache or the network."""
+    words, _, revision = name.removeprefix("hf:").partition("@")
+    owner, _, rest = words.partition("/")
+    repository, _, folder = rest.partition("/")
+    identity = f"{owner}/{repository}" if repository else owner
+    try:
+        from huggingface_hub import errors, snapshot_download
+    except ImportError as error:
+        raise UserError(f"{name} is on the Hugging Face hub: pip install 'vitral[hub]' to fetch it.") from error
+    pattern = f"{folder}/*.parquet" if folder else "*.parquet"  # "*" goes through folders here
+    try:
+        found = snapshot_download(identity, repo_type="dataset", revision=revision or None, allow_patterns=[pattern])
+    except errors.LocalEntryNotFoundError as error:
+        raise UserError(f"{name} is not in the cache and the hub cannot be reached: go online once.") from error
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        raise UserError(f"{name}: the hub has no such data set, or it needs `hf auth login`.") from error
+    except errors.HfHubHTTPError as error:
+        raise UserError(f"{name}: the hub answered with an error ({error}).") from error
+    root = Path(found) / folder
+    files = sorted(root.rglob("*.parquet"))
+    if not files:
+        raise UserError(f"{name} has no Parquet files: download it as a folder of images instead.")
+    settings = sorted({file.parent.relative_to(root).parts[0] for file in files if _is_setting(root, file)})
+    if len(settings) > 1:
+        raise UserError(f"{name} has several forms: name one of them, such as {name}/{settings[0]}.")
+    return root, files
+
+
+def _is_setting(root: Path, file: Path) -> bool:
+    """Whether the file lies in a folder that is neither a split's nor the hub's usual data/."""
+    parts = file.parent.relative_to(root).parts
+    return bool(parts) and parts[0] != "data" and split_name(parts[0]) is None
+
+
+def _part(files: list[Path]) -> tuple[Part | None, tuple[str, ...] | None]:
+    """One split, or None where no row has a label; and the class names, where the files state them."""
+    keys: list[str] = []
+    labels: list[Any] = []
+    groups: list[tuple[int, int]] = []
+    sizes: list[int] = []
+    names: tuple[str, ...] | None = None
+    image = ""
+    for number, file in enumerate(files):
+        with _opened(file) as table:
+            image, label = _columns(file, table.schema_arrow)
+            _refuse_paths(file, table, image)
+            names = _class_names(table.schema_arrow, label)
+            labels += table.read([label], use_threads=False).column(0).to_pylist()
+            rows = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
+        groups += [(number, group) for group in range(len(rows))]
+        sizes += rows
+        keys += [f"{file.name}:{row}" for row in range(sum(rows))]
+    if labels and all(label == -1 for label in labels):
+        return None, names
+    plain = [_label(key, label, names) for key, label in zip(keys, labels, strict=True)]
+    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+    reader = ParquetReader(tuple(map(str, files)), np.array(groups, np.int64).reshape(-1, 2), starts, image)
+    return Part(keys, plain, reader), names
+
+
+def _label(key: str, label: Any, names: tuple[str, ...] | None) -> Any:
+    if isinstance(label, list):
+        return tuple(_label(key, item, names) for item in label)
+    if label is None or label == "":
+        raise UserError(f"{key} has no label: fill it in or remove the row.")
+    if isinstance(label, int) and not 0 <= label < (len(names) if names else label + 1):
+        top = f"0 to {len(names) - 1}" if names else "0 and up"
+        raise UserError(f"{key} has the label {label}, which is out of range: classes are {top}.")
+    return names[label] if names and isinstance(label, int) else str(label)
+
+
+def _columns(file: Path, schema: Any) -> tuple[str, str]:
+    import pyarrow as pa
+
+    def holds_bytes(kind: Any) -> bool:
+        if pa.types.is_struct(kind):
+            return any(kind.field(place).name == "bytes" for place in range(kind.num_fields))
+        return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+    images = [name for name in schema.names if holds_bytes(schema.field(name).type)]
+    image = _pick(file, "image bytes", [name for name in _IMAGES if name in images] or images, schema)
+    labels = [name for name in _LABELS if name in schema.names and name != image]
+    stated = [name for name in schema.names if _class_names(schema, name)]
+    return image, _pick(file, "labels", labels[:1] or stated, schema)
+
+
+def _pick(file: Path, what: str, names: list[str], schema: Any) -> str:
+    if len(names) != 1:
+        raise UserError(f'{file} needs one column of {what}, called "image" and "label": it has {schema.names}.')
+    return names[0]
+
+
+def _refuse_paths(file: Path, table: Any, column: str) -> None:
+    """`datasets` writes paths in place of the bytes unless told otherwise: say it before every image is unreadable."""
+    if table.metadata.num_rows == 0:
+        return
+    first = next(table.iter_batches(batch_size=1, columns=[column], use_threads=False)).column(0)[0].as_py()
+    if isinstance(first, dict) and not first.get("bytes"):
+        raise UserError(f"{file} holds paths without image bytes: write it again with the images embedded.")
+
+
+def _class_names(schema: Any, column: str) -> tuple[str, ...] | None:
+    """The names in the hub's description of a ClassLabel column, alone or in a list."""
+    text = (schema.metadata or {}).get(b"huggingface")
+    feature: Any = json.loads(text).get("info", {}).get("features", {}).get(column) if text else None
+    if isinstance(feature, list) and feature:
+        feature = feature[0]
+    if isinstance(feature, dict) and isinstance(feature.get("feature"), dict):
+        feature = feature["feature"]
+    names: Iterable[str] | None = feature.get("names") if isinstance(feature, dict) else None
+    return tuple(names) if names else None
+
+
+def _opened(file: Path) -> Any:
+    arrow = _arrow()
+    try:
+        return arrow.ParquetFile(file)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} is no readable Parquet file: {error}") from error
+
+
+def _arrow() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError("Parquet needs pyarrow: pip install 'vitral[data]' to have it.") from error
+    return pyarrow.parquet

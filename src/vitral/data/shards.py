@@ -1,0 +1,204 @@
+"""WebDataset tar shards: key.jpg beside key.cls, key.json or key.txt, read in place and in any order.
+
+A shard is indexed once: where each image lies and its label go into SHARD.index.json beside it, or into the cache
+folder where that place is read-only. A changed shard is indexed again. Samples without a label file take the folder in
+their key as the class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import itertools
+import json
+import os
+import re
+import tarfile
+import uuid
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vitral.data.folders import EXTENSIONS
+from vitral.data.images import UnreadableImage
+from vitral.data.splits import DataSet, Part, assemble, files_by_split, natural
+from vitral.errors import UserError
+
+_FORMAT = 1
+_LABELS = ("label", "labels", "class", "cls")
+
+
+class Sample(NamedTuple):
+    """An image in a shard. A label is text, or a list of texts where there may be several."""
+
+    name: str
+    offset: int
+    size: int
+    label: str | list[str]
+
+
+@dataclass(frozen=True)
+class ShardReader:
+    """Byte ranges of files; `places` is (n, 3) int64: shard, offset, size."""
+
+    shards: tuple[str, ...]
+    places: np.ndarray
+
+    def read(self, index: int) -> bytes:
+        shard, offset, size = self.places[index].tolist()
+        try:
+            # Opened for each read: nothing to share between processes or threads, and cheap beside a decode.
+            with open(self.shards[shard], "rb") as stream:
+                stream.seek(offset)
+                data = stream.read(size)
+        except OSError as error:
+            raise UnreadableImage((error.strerror or "cannot be read").lower()) from error
+        if len(data) < size:
+            raise UnreadableImage("the shard ends before the image does")
+        return data
+
+    def mark(self, index: int) -> str:
+        shard, offset, size = self.places[index].tolist()
+        return f"{os.path.abspath(self.shards[shard])} {os.stat(self.shards[shard]).st_mtime_ns} {offset} {size}"
+
+
+def expand(pattern: str) -> list[Path]:
+    """The files of "shards-{000..099}.tar" or "{train,val}-*.tar", in natural order; each must exist."""
+    files: list[str] = []
+    for text in _braces(pattern):
+        found = glob.glob(text) if glob.has_magic(text) else [text]
+        missing = [name for name in found if not os.path.isfile(name)]
+        if missing or not found:
+            raise UserError(f"There is no shard {(missing or [text])[0]}: check the numbers in {pattern}.")
+        files += found
+    return [Path(name) for name in sorted(dict.fromkeys(files), key=natural)]
+
+
+def read_shards(source: str, files: list[Path], *, seed: int, held_out: float) -> DataSet:
+    """The data set in these shards; `source` is what to call it."""
+    parts = {split: _part(members) for split, members in files_by_split(source, files).items()}
+    return assemble(source, parts, seed=seed, held_out=held_out)
+
+
+def index_shard(file: Path) -> list[Sample]:
+    """The samples of a shard, from its index where one is valid."""
+    facts = file.stat()
+    state = {"format": _FORMAT, "size": facts.st_size, "time": facts.st_mtime_ns}
+    for place in _index_places(file):
+        try:
+            stored = json.loads(place.read_text(encoding="utf-8"))
+            if stored["shard"] == state:
+                return [Sample(*entry) for entry in stored["samples"]]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # absent or torn: it is made again
+    samples = _scan(file)
+    text = json.dumps({"shard": state, "samples": samples}, ensure_ascii=False, separators=(",", ":"))
+    for place in _index_places(file):
+        if _write(place, text):
+            break
+    return samples
+
+
+def _part(files: list[Path]) -> Part:
+    keys: list[str] = []
+    labels: list[Any] = []
+    places: list[tuple[int, int, int]] = []
+    for number, file in enumerate(files):
+        for sample in index_shard(file):
+            keys.append(f"{file.name}/{sample.name}")
+            labels.append(tuple(sample.label) if isinstance(sample.label, list) else sample.label)
+            places.append((number, sample.offset, sample.size))
+    if not keys:
+        raise UserError(f"{files[0]} holds no labelled image: it needs pairs such as 0001.jpg and 0001.cls.")
+    reader = ShardReader(tuple(map(str, files)), np.array(places, np.int64))
+    return Part(keys, labels, reader)
+
+
+def _scan(file: Path) -> list[Sample]:
+    images: dict[str, tuple[str, int, int]] = {}
+    beside: dict[str, dict[str, bytes]] = defaultdict(dict)
+    try:
+        with tarfile.open(file, "r:") as archive:
+            for member in archive:
+                folder, _, name = member.name.rpartition("/")
+                stem, _, extension = name.partition(".")
+                if not member.isfile() or not stem:
+                    continue
+                key = f"{folder}/{stem}" if folder else stem
+                if f".{extension.lower().rpartition('.')[2]}" in EXTENSIONS:
+                    images.setdefault(key, (member.name, member.offset_data, member.size))
+                elif extension.lower() in ("cls", "json", "txt"):
+                    stream = archive.extractfile(member)
+                    beside[key][extension.lower()] = stream.read() if stream else b""
+    except tarfile.ReadError as error:
+        with file.open("rb") as stream:
+            packed = stream.read(2) == b"\x1f\x8b"
+        hint = "it is compressed: unpack it with gunzip" if packed else str(error)
+        raise UserError(f"{file} is no plain tar file: {hint}.") from error
+    return [Sample(*image, _label(file, key, beside[key])) for key, image in images.items()]
+
+
+def _label(file: Path, key: str, texts: dict[str, bytes]) -> str | list[str]:
+    where = f"{file}: {key}"
+    try:
+        if "cls" in texts:
+            return _checked(where, texts["cls"].decode().strip())
+        if "json" in texts:
+            entry = json.loads(texts["json"])
+            value = next((entry[name] for name in _LABELS if name in entry), "") if isinstance(entry, dict) else entry
+            return [_checked(where, item) for item in value] if isinstance(value, list) else _checked(where, value)
+        if "txt" in texts:
+            return _checked(where, texts["txt"].decode().strip())
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{where} has a label that cannot be read: {error}.") from error
+    return _checked(where, key.rpartition("/")[0].rpartition("/")[2])
+
+
+def _checked(where: str, label: Any) -> str:
+    if label is None or isinstance(label, dict | list) or not str(label).strip():
+        raise UserError(f"{where} has no label: add {where.rpartition('/')[2].rpartition(' ')[2]}.cls to the shard.")
+    if re.fullmatch("-[0-9]+", str(label)):
+        raise UserError(f"{where} has the label {label}, which is out of range: classes begin at 0.")
+    return str(label)
+
+
+def _braces(pattern: str) -> list[str]:
+    pieces = re.split(r"\{([^{}]*)\}", pattern)
+    choices = [[piece] if place % 2 == 0 else _choices(piece) for place, piece in enumerate(pieces)]
+    return ["".join(parts) for parts in itertools.product(*choices)]
+
+
+def _choices(inside: str) -> list[str]:
+    numbers = re.fullmatch(r"([0-9]+)\.\.([0-9]+)", inside)
+    if not numbers:
+        return inside.split(",")
+    first, last = numbers.groups()
+    if int(last) < int(first):
+        raise UserError(f"{{{inside}}} counts down: write the smaller number first.")
+    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+
+
+def _index_places(file: Path) -> tuple[Path, Path]:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vitral" / "shards"
+    name = hashlib.sha256(os.path.abspath(file).encode("utf-8", "surrogateescape")).hexdigest()[:24]
+    return file.with_name(f"{file.name}.index.json"), cache / f"{name}.json"
+
+
+def _write(place: Path, text: str) -> bool:
+    """Written aside and renamed, so that no process reads half an index; False where the place cannot be written."""
+    aside = place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}.part")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, place)
+    except OSError:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        return False
+    return True

@@ -1,0 +1,109 @@
+"""Whose class is whose: from the classes of a data set to the outputs of a model, by a stated rule or not at all."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from vitral.errors import UserError
+
+_WNID = re.compile(r"n\d{8}")
+_IMAGENET = 1000
+
+
+def class_mapping(
+    folder_classes: Sequence[str], model_classes: Sequence[str], count: int, table: Path | None = None
+) -> tuple[np.ndarray, str]:
+    """The model's output for each class of the data, (classes,) int64, and the rule that found it, as a sentence.
+
+    `model_classes` may be empty where the weights do not say; `count` is the number of outputs. `table` names the
+    outputs in their order, one line each: a name, or a WordNet id and a name (tab, comma or space between).
+    Either all classes are found by one rule, or none is taken.
+    """
+    columns = _read_table(table, count) if table else []
+    lists = ([("the model's classes", model_classes)] if model_classes else []) + columns
+    for title, names in lists:
+        if (found := _look_up(folder_classes, names)) is not None:
+            return found, f"Classes are matched by name with {title}."
+    for title, names in lists:
+        if (found := _look_up([_plain(name) for name in folder_classes], [_plain(name) for name in names])) is not None:
+            return found, f"Classes are matched by name with {title}, whatever the case, spaces as underscores."
+    known = {_plain(name) for _, names in lists for name in names}
+    if not known.intersection(map(_plain, folder_classes)):
+        if (found := _by_number(folder_classes, model_classes, count)) is not None:
+            first, output = folder_classes[0], int(found[0])
+            called = f' ("{model_classes[output]}")' if model_classes else ""
+            return found, f'Class names are read as output numbers from 0: "{first}" is output {output}{called}.'
+        if not table and (found := _by_sorted_wnid(folder_classes, model_classes, count)) is not None:
+            return found, f"The {count} WordNet ids are numbered in sorted order, as ImageNet numbers its classes."
+    raise UserError(_complaint(folder_classes, lists, known, count))
+
+
+def _look_up(wanted: Sequence[str], names: Sequence[str]) -> np.ndarray | None:
+    """(classes,) int64 where every wanted name stands exactly once on either side."""
+    times, place = Counter(names), {name: i for i, name in enumerate(names)}
+    if not wanted or len(set(wanted)) < len(wanted) or any(times[name] != 1 for name in wanted):
+        return None
+    return np.array([place[name] for name in wanted], np.int64)
+
+
+def _by_number(folder_classes: Sequence[str], model_classes: Sequence[str], count: int) -> np.ndarray | None:
+    """Where the model's own classes have numbers as names, "3" would be ambiguous."""
+    if not all(name.isdecimal() for name in folder_classes) or any(name.isdecimal() for name in model_classes):
+        return None
+    numbers = [int(name) for name in folder_classes]
+    fits = numbers and max(numbers) < count and len(set(numbers)) == len(numbers)
+    return np.array(numbers, np.int64) if fits else None
+
+
+def _by_sorted_wnid(folder_classes: Sequence[str], model_classes: Sequence[str], count: int) -> np.ndarray | None:
+    """Only with one folder for every output, and, where the model names its classes otherwise, ImageNet's number."""
+    unnamed_or_imagenet = not model_classes or count == _IMAGENET
+    all_wnids = all(_WNID.fullmatch(name) for name in folder_classes)
+    if not (all_wnids and len(set(folder_classes)) == count and unnamed_or_imagenet):
+        return None
+    return _look_up(folder_classes, sorted(folder_classes))
+
+
+def _read_table(path: Path, count: int) -> list[tuple[str, list[str]]]:
+    """Each column of the file with a title: names in the order of the outputs. A heading line may stand in front."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the class table {path} cannot be read ({error}): give a text file.") from error
+    lines = [line for line in text.splitlines() if line.strip()]
+    if "\t" in text or path.suffix == ".csv":
+        rows = list(csv.reader(lines, delimiter="\t" if "\t" in text else ","))
+    else:
+        rows = [re.split(r"[\s,]+", line, maxsplit=1) if _WNID.match(line) else [line] for line in lines]
+    rows = rows[1:] if len(rows) == count + 1 else rows
+    if len(rows) != count:
+        raise UserError(f"the class table {path} has {len(rows)} lines, and the model has {count} outputs.")
+    width = min(len(row) for row in rows)
+    return [(f"column {i + 1} of {path.name}", [row[i].strip() for row in rows]) for i in range(width)]
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", " ").strip().casefold()
+
+
+def _complaint(
+    folder_classes: Sequence[str], lists: Sequence[tuple[str, Sequence[str]]], known: set[str], count: int
+) -> str:
+    strange = [name for name in folder_classes if _plain(name) not in known] or list(folder_classes)
+    ours = f"{len(strange)} of {len(folder_classes)} classes of the data ({_some(strange)})"
+    theirs = [f"{title} ({_some(names)})" for title, names in lists]
+    against = " or ".join(theirs) if theirs else f"the {count} outputs of a model that names none"
+    return (
+        f"{ours} do not match {against}: name all folders as there, once each, or by output number from 0 to "
+        f"{count - 1}, or give a table with one line for each output."
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names[:2]) + (", ..." if len(names) > 2 else "")

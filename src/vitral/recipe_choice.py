@@ -1,0 +1,125 @@
+"""Which recipe suits this data: the choices behind `vitral train DATA`, with a sentence for each. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from vitral.architecture import Architecture, ResNetConfig
+from vitral.errors import UserError
+from vitral.names import name_of, parse
+from vitral.recipe import Recipe, from_dict
+
+Choice = tuple[dict[str, Any], tuple[str, ...]]  # keys of a recipe with their values, and why
+
+FEW = 4  # images a class below which a whole model would learn them by heart
+SECONDS = 0.07  # to train ViT-Ti/16 on one image, measured on two CPU cores
+PATIENCE = 2 * 3600  # seconds that fine-tuning on a CPU may take before only the head is worth it
+
+
+def default_recipe(
+    *,
+    images: int,
+    classes: int,
+    pretrained: Architecture | None,
+    device: str,
+    model: str = "",
+    multilabel: bool = False,
+    pixels: int = 224,
+) -> tuple[Recipe, tuple[str, ...]]:
+    """A recipe and the reasons for it.
+
+    `images` and `classes` count the training data, `pixels` is the short side of a typical image, `pretrained` is what
+    the weights to start from hold, `device` is cpu, cuda or mps.
+    """
+    if pretrained is None:
+        changes, reasons = _from_scratch(images, device, pixels, model)
+    else:
+        changes, reasons = _fine_tuning(images, classes, device, pretrained)
+        changes |= _resized(pretrained, model)
+    if multilabel:
+        changes["loss"] = "sigmoid"
+        reasons = (*reasons, "images have several labels: each class is a yes or no of its own (loss=sigmoid)")
+    changes["batch"] = min(changes["batch"], images)
+    recipe = from_dict(changes)
+    steps = max(round(recipe.epochs * images / recipe.batch), 1)
+    return recipe, (*reasons, f"{recipe.epochs:g} epochs are {steps} steps of {recipe.batch} images")
+
+
+def _fine_tuning(images: int, classes: int, device: str, pretrained: Architecture) -> Choice:
+    """The paper's recipe (section 4.1) is SGD over 256,000 images or more; Adam needs fewer."""
+    small = device != "cuda"
+    epochs = 6.0 if small else 20.0 if images < 100_000 else 8.0
+    hours = images * epochs * SECONDS * _size(pretrained) / 3600
+    few, slow = images < FEW * classes, small and hours * 3600 > PATIENCE
+    if few or slow:
+        why = (
+            f"{images} images of {classes} classes are few" if few else f"{images} images would take {hours:.0f} hours"
+        )
+        changes = {"tune": "head", "epochs": 100.0 if few else 30.0, "batch": 256, "optim.lr": 1e-3}
+        return changes, (f"{why}: only a new head learns, on features computed once (tune=full trains all layers)",)
+    batch = 32 if images < 5_000 else 128 if images < 100_000 else 512
+    changes = {
+        "epochs": epochs,
+        "batch": batch,
+        "optim.lr": 2e-4 * (batch / 32) ** 0.5,
+        "optim.layer_decay": 0.75,
+        "optim.head_lr": 5.0,
+        "optim.weight_decay": 0.05,
+    }
+    return changes, (
+        f"{images} images and pre-trained weights: all layers are fine-tuned, the early ones gently",
+        "random crops and mirror images make epochs differ (drop flip from data.train if left and right matter)",
+    )
+
+
+def _from_scratch(images: int, device: str, pixels: int, model: str) -> Choice:
+    changes: dict[str, Any] = {"optim.lr": 1e-3, "optim.weight_decay": 0.1}
+    reasons = [f"{images} images and no weights: the model starts from nothing (--init does better on few images)"]
+    if model:
+        changes["model"] = model
+    else:
+        named, why = _model_for(images, device, pixels)
+        changes |= named
+        reasons += why
+    changes["batch"] = 64 if images < 10_000 else 256 if images < 100_000 else 1024
+    changes["epochs"] = float(min(max(140_000 // images, 10), 100) if device != "cuda" else 300 if images < 1e6 else 90)
+    if pixels > 16:
+        changes |= {"data.train": "decode|inception_crop({size})|flip|randaugment(2, 10)", "data.mixup": 0.2}
+        reasons.append("crops, mirror images, RandAugment and mixup stand in for more images")
+    else:
+        changes |= {"data.train": "decode|inception_crop({size}, 0.5)", "data.test": "decode|resize({size})"}
+        reasons.append(
+            f"images of {pixels} pixels: cropped a little, never mirrored, since digits and signs have a side"
+        )
+    return changes, tuple(reasons)
+
+
+def _model_for(images: int, device: str, pixels: int) -> Choice:
+    if pixels <= 16:
+        shape = {"shape.depth": 4, "shape.width": 64, "shape.heads": 4, "optim.lr": 2e-3}
+        why = f"images of {pixels} pixels: a ViT of 4 layers, 64 wide, with patches of 2 pixels"
+        return {"model": f"ViT-Ti/2@{max(pixels - pixels % 2, 4)}", **shape}, (why,)
+    patch, side = (4, 32) if pixels <= 40 else (8, 64) if pixels <= 96 else (16, 224)
+    size = "S" if device == "cuda" and images >= 100_000 else "Ti"
+    name = f"ViT-{size}/{patch}" + ("" if side == 224 else f"@{side}")
+    return {"model": name}, (f"images of {pixels} pixels: {name}",)
+
+
+def _resized(pretrained: Architecture, model: str) -> dict[str, Any]:
+    """With weights, a model's name can only ask for another image size."""
+    changes: dict[str, Any] = {"model": name_of(pretrained)}
+    if not model:
+        return changes
+    asked = parse(model)
+    if name_of(replace(asked, image=pretrained.image)) != name_of(pretrained):
+        raise UserError(f"the weights hold a {name_of(pretrained)}, not a {model}: leave out one of the two.")
+    return changes | ({"image": asked.image[0]} if "@" in model else {})
+
+
+def _size(architecture: Architecture) -> float:
+    """How many times the work of ViT-Ti/16 at 224 pixels, roughly."""
+    if isinstance(architecture, ResNetConfig):
+        return 3.3 * sum(architecture.blocks) / 16 * architecture.width**2
+    work = architecture.depth * architecture.width**2 * architecture.tokens(architecture.image)
+    return work / (12 * 192**2 * 197) * (2 if architecture.axial else 1) + (3.3 if architecture.stem else 0)

@@ -1,0 +1,1 @@
+"""A trained model at work: predictions that people and programs read."""

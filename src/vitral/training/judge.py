@@ -1,0 +1,71 @@
+"""Evaluation while training: a plain model, exact counts over all processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vitral.data.sources import Split
+from vitral.errors import UserError
+from vitral.evaluation.accuracy import classification_metrics, multilabel_metrics
+from vitral.evaluation.predict import Predictions
+from vitral.models.build import Model
+from vitral.training.parallel import World, gather_rows
+from vitral.training.state import Trainee, whole_weights
+
+_SAMPLE = 32  # images per process that tell how long all of them take
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Scores the held-out split. `outputs` gives this process's share of a split's predictions."""
+
+    test: Split
+    world: World
+    outputs: Callable[[Split], Predictions]
+
+    def evaluate(self) -> dict[str, Any]:
+        """Metrics of the whole split, the same in every process; "score" is the one to select by."""
+        rows = gather_rows(self.outputs(self.test)._asdict(), self.world)
+        order = np.argsort(rows["indices"], kind="stable")
+        rows = {key: values[order] for key, values in rows.items()}
+        valid = rows["valid"]
+        if not valid.any():
+            raise UserError("none of the test images can be read: check them with `vitral check`.")
+        logits, labels = rows["logits"][valid], self.test.labels[rows["indices"][valid]]
+        return measure(logits, labels, self.test.classes)
+
+    def seconds_for_all(self) -> float:
+        """How long `evaluate` will take, from a few images."""
+        some = min(len(self.test), _SAMPLE * self.world.size)
+        began = time.perf_counter()
+        self.outputs(self.test.select(np.arange(some)))
+        return (time.perf_counter() - began) * len(self.test) / some
+
+
+def measure(logits: np.ndarray, labels: np.ndarray, classes: tuple[str, ...]) -> dict[str, Any]:
+    """(n, k) and labels -> metrics as a dictionary, with the value to select by under "score"."""
+    if labels.ndim == 2:
+        probabilities = 1 / (1 + np.exp(-logits.astype(np.float64)))
+        found = multilabel_metrics(probabilities, labels, classes)
+        return {"score": found.mean_average_precision, **found.as_dict()}
+    counted = classification_metrics(logits, labels, classes)
+    return {"score": counted.top1, **counted.as_dict()}
+
+
+@dataclass(frozen=True)
+class PlainModel:
+    """The weights to evaluate and keep, as a plain model: `model` is the trainee's own, or a copy to load them into."""
+
+    trainee: Trainee
+    model: Model
+
+    def __call__(self) -> Model:
+        """All processes must call this: shards come together here."""
+        if self.model is not self.trainee.model:
+            self.model.load_state_dict(whole_weights(self.trainee))
+        return self.model

@@ -1,0 +1,95 @@
+"""The objective: a model and its loss as one module, the only thing that is ever wrapped for several processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from vitral.models.normalise import normalise
+from vitral.models.resnet import ResNet
+from vitral.models.vit import ViT
+from vitral.training.losses import class_weights, log_priors, sigmoid_loss, soft_targets, softmax_loss
+from vitral.training.mixing import draw_mix, mix_batch
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """How images and labels become a number."""
+
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    kind: Literal["softmax", "sigmoid"] = "softmax"
+    smoothing: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    seed: int = 0
+
+    @property
+    def mixes(self) -> bool:
+        return self.mixup > 0 or self.cutmix > 0
+
+
+class Objective(nn.Module):
+    """Sums of losses and of right answers over the valid rows of a batch.
+
+    `model` maps images to logits, or features to logits where only a head is trained.
+    """
+
+    weights: Tensor | None
+    priors: Tensor | None
+
+    def __init__(self, model: nn.Module, settings: LossSettings, counts: np.ndarray, balance: str = "none") -> None:
+        """`counts` (k,): training examples of each class, which `balance` "weights" and "logit-adjust" go by."""
+        super().__init__()
+        self.model = model
+        self.settings = settings
+        numbers = torch.from_numpy(np.asarray(counts, np.float32))
+        weights = class_weights(numbers) if balance == "weights" else None
+        priors = log_priors(numbers) if balance == "logit-adjust" else None
+        self.register_buffer("weights", weights, persistent=False)
+        self.register_buffer("priors", priors, persistent=False)
+
+    def forward(self, images: Tensor, labels: Tensor, valid: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """uint8 (b, c, h, w) or features (b, d), labels (b,) or (b, k), valid (b,) -> loss (), right answers ().
+
+        With mixing there is one row in front, the partner of the first; answers are then not counted, and -1 returned.
+        """
+        s = self.settings
+        inputs = normalise(images, s.mean, s.std) if images.ndim == 4 else images
+        targets = labels
+        if s.mixes:
+            mix = draw_mix(s.seed, step, (images.shape[-2], images.shape[-1]), mixup=s.mixup, cutmix=s.cutmix)
+            inputs, targets = mix_batch(inputs, soft_targets(labels, s.classes), mix)
+            valid = valid[1:] & valid[:-1]
+        logits = self.model(inputs)
+        losses = self._losses(logits, targets)
+        loss = torch.where(valid, losses, 0.0).sum()
+        if s.mixes or labels.ndim > 1:
+            return loss, torch.full_like(loss, -1.0).detach()
+        return loss, ((logits.argmax(dim=1) == labels) & valid).sum()
+
+    def _losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """(b, k), (b,) or (b, k) -> (b,)"""
+        if self.settings.kind == "sigmoid":
+            return sigmoid_loss(logits, targets, weights=self.weights)
+        return softmax_loss(
+            logits, targets, smoothing=self.settings.smoothing, weights=self.weights, log_priors=self.priors
+        )
+
+
+def recompute_activations(model: nn.Module) -> None:
+    """Keep only what enters a block or a ResNet's unit, and compute the rest again in the backward pass."""
+    parts: list[nn.Module] = []
+    if isinstance(model, ViT):
+        parts = list(model.blocks)
+    elif isinstance(model, ResNet):
+        parts = [unit for stage in model.stages for unit in stage.children()]
+    for part in parts:
+        part.forward = partial(checkpoint, part.forward, use_reentrant=False)  # type: ignore[method-assign]

@@ -1,0 +1,105 @@
+"""Which weights learn, how fast each of them, and with which rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitral.errors import UserError
+from vitral.models.adapters import add_lora
+
+
+def freeze(model: nn.Module, tune: str) -> None:
+    """Lets only a part learn: "full", "head", "last:K" (blocks or stages), "bias", "lora:R" (adds the adapters).
+
+    Whatever learns, the head does; "last:K" includes what stands between the blocks and the head.
+    """
+    kind, _, amount = tune.partition(":")
+    if kind == "lora":
+        add_lora(model, int(amount))
+        return
+    if kind not in ("full", "head", "last", "bias"):
+        raise UserError(f'tune="{tune}" is not one of full, head, bias, last:K, lora:R.')
+    last = _layers(model) + 1
+    first = {"full": 0, "last": last - int(amount or 0)}.get(kind, last + 1)
+    if kind == "last" and not 1 <= first < last:
+        raise UserError(
+            f'tune="{tune}" does not fit a model of {last - 1} layers: use last:1 to last:{last - 1}, or full.'
+        )
+    for name, parameter in model.named_parameters():
+        learns = _is_head(name) or layer_of(name, model) >= first or (kind == "bias" and name.endswith(".bias"))
+        parameter.requires_grad_(learns)
+
+
+def layer_of(name: str, model: nn.Module) -> int:
+    """How deep a parameter sits: 0 before the first block (or stage), then 1, 2, ...; norm, pooling and head last."""
+    room, *rest = name.split(".")
+    if room in ("blocks", "stages"):
+        return int(rest[0]) + 1
+    if room == "positions":
+        return int(rest[0])  # table i is added before block i
+    return 0 if room in ("stem", "embed", "class_token", "registers", "root") else _layers(model) + 1
+
+
+def parameter_groups(
+    model: nn.Module, *, weight_decay: float = 0.0, layer_decay: float = 1.0, head_lr: float = 1.0
+) -> list[dict[str, Any]]:
+    """What learns, in groups that share a weight decay and a `factor` on the learning rate.
+
+    Only kernels decay: the weights of linear layers and convolutions. Biases, norms, class token, registers, positions,
+    LayerScale, the probe of attention pooling and adapters do not (big_vision's rule).
+    """
+    kernels = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear | nn.Conv2d)}
+    last = _layers(model) + 1
+    groups: dict[tuple[float, float], list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        factor = layer_decay ** (last - layer_of(name, model)) * (head_lr if _is_head(name) else 1.0)
+        decay = weight_decay if id(parameter) in kernels else 0.0
+        groups.setdefault((factor, decay), []).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": decay, "factor": factor}
+        for (factor, decay), parameters in groups.items()
+    ]
+
+
+def build_optimizer(
+    groups: list[dict[str, Any]],
+    *,
+    name: str = "adam",
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    momentum: float = 0.9,
+) -> torch.optim.Optimizer:
+    """Adam with decoupled decay (the rate multiplies it, as in AugReg), or SGD with L2 decay and momentum (BiT)."""
+    if not groups:
+        raise UserError("nothing is left to learn: set tune to full, head, bias, last:K or lora:R.")
+    fused = all(parameter.is_cuda for group in groups for parameter in group["params"]) or None
+    if name == "adam":
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), fused=fused)
+    elif name == "sgd":
+        optimizer = torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=fused)
+    else:
+        raise UserError(f'unknown optimizer "{name}": use adam or sgd.')
+    set_rate(optimizer, lr)
+    return optimizer
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """The learning rate of the step to come, times the factor of each group."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["factor"]
+
+
+def _layers(model: nn.Module) -> int:
+    layers = getattr(model, "blocks", None) or getattr(model, "stages", None)
+    assert isinstance(layers, nn.ModuleList)
+    return len(layers)
+
+
+def _is_head(name: str) -> bool:
+    return name.startswith("head.")

@@ -1,0 +1,129 @@
+"""Several processes as one: who I am, how the objective is wrapped, how numbers and weights come together.
+
+Start with torchrun; without it there is one process and nothing here costs anything. Only the objective is ever
+wrapped: calling methods of a model around DistributedDataParallel gives silently wrong gradients.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from vitral.errors import UserError
+from vitral.models.device import default_device
+
+Kind = Literal["ddp", "fsdp"]
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+
+@contextmanager
+def joined(device: str = "") -> Iterator[World]:
+    """The world that torchrun describes, or this process alone; the group is left when the block ends."""
+    place = torch.device(device) if device else default_device()
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    if size == 1 or dist.is_initialized():
+        alone = not dist.is_initialized()
+        yield World(0 if alone else dist.get_rank(), 1 if alone else dist.get_world_size(), place)
+        return
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=timedelta(minutes=10))
+    try:
+        yield World(dist.get_rank(), dist.get_world_size(), place)
+    finally:
+        dist.destroy_process_group()
+
+
+def wrap(objective: nn.Module, world: World, kind: Kind) -> nn.Module:
+    """The objective with gradients averaged over processes (ddp) or with its weights sharded as well (fsdp)."""
+    if world.size == 1:
+        return objective
+    if kind == "ddp":
+        ids = [world.device.index] if world.device.type == "cuda" else None
+        return DistributedDataParallel(objective, device_ids=ids)
+    blocks = [module for module in objective.modules() if type(module).__name__ in ("Block", "AxialBlock", "Unit")]
+    for block in blocks:
+        fully_shard(block)
+    fully_shard(objective)
+    return objective
+
+
+def is_sharded(wrapped: nn.Module) -> bool:
+    return isinstance(wrapped, FSDPModule)
+
+
+def accumulating(wrapped: nn.Module, last: bool) -> Any:
+    """A context for one micro-batch: processes exchange gradients only after the last one."""
+    if isinstance(wrapped, FSDPModule):
+        wrapped.set_requires_gradient_sync(last)
+    if isinstance(wrapped, DistributedDataParallel) and not last:
+        return wrapped.no_sync()
+    return nullcontext()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be sharded; then all processes must call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def placed_like(tensor: Tensor, reference: Tensor) -> Tensor:
+    """A tensor on the reference's device, and cut into the same shards."""
+    if not isinstance(reference, DTensor) or isinstance(tensor, DTensor):
+        return tensor.to(reference.device)
+    return distribute_tensor(tensor.to(reference.device), reference.device_mesh, reference.placements)
+
+
+def total(values: Tensor, world: World) -> Tensor:
+    """The sum of a small tensor over all processes."""
+    if world.size > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def every(condition: bool, world: World) -> bool:
+    """Whether the condition holds in all processes."""
+    return int(total(torch.tensor(int(condition), device=world.device), world)) == world.size
+
+
+def gather_rows(rows: dict[str, np.ndarray], world: World) -> dict[str, np.ndarray]:
+    """Arrays of all processes, one below the other in the order of ranks; every process gets them."""
+    if world.size == 1:
+        return rows
+    gathered: list[Any] = [None] * world.size
+    dist.all_gather_object(gathered, rows)
+    return {key: np.concatenate([part[key] for part in gathered]) for key in rows}
+
+
+def wait(world: World) -> None:
+    if world.size > 1:
+        dist.barrier()
+
+
+def check_batch(batch: int, world: World) -> None:
+    """Every process needs a row: one without would leave the others waiting."""
+    if batch < world.size:
+        raise UserError(f"a batch of {batch} images is too small for {world.size} processes: choose a larger one.")

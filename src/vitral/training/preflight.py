@@ -1,0 +1,103 @@
+"""One step and one evaluation before the first: what fits, how much memory it takes, how long it will go on."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from vitral.data.loader import Batch
+from vitral.errors import UserError
+from vitral.training.loop import Plan, gradients
+from vitral.training.optimizer import set_rate
+from vitral.training.parallel import World, every
+from vitral.training.state import Trainee
+
+_CPU_ROWS = 64  # more at a time is no faster on a CPU, and takes more memory
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run will take if it goes on like its first step."""
+
+    plan: Plan
+    peak_bytes: int
+    step_seconds: float
+    evaluation_seconds: float
+
+
+def preflight(
+    trainee: Trainee,
+    plan: Plan,
+    world: World,
+    batches: Callable[[int], Iterator[Batch]],
+    evaluate_some: Callable[[], float],
+) -> Forecast:
+    """Run a whole step at a rate of 0, which moves no weight, and part of an evaluation; then clear what they left.
+
+    `evaluate_some` evaluates a few images and returns the seconds that all of them would take.
+    """
+    stream = batches(trainee.step)
+    batch = next(stream)
+    getattr(stream, "close", lambda: None)()
+    plan = _fitting(trainee, plan, world, batch)
+    evaluation_seconds = evaluate_some()
+    began = time.perf_counter()
+    _dry_step(trainee, plan, world, batch)
+    seconds = time.perf_counter() - began
+    peak = peak_bytes(world.device)
+    trainee.optimizer.state.clear()
+    trainee.optimizer.zero_grad(set_to_none=True)
+    return Forecast(plan, peak, seconds, evaluation_seconds)
+
+
+def first_guess(rows: int, asked: int, device: torch.device) -> int:
+    """Rows of a process to compute at a time, before it is known what fits."""
+    if asked:
+        return min(asked, rows)
+    return min(rows, _CPU_ROWS) if device.type == "cpu" else rows
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory this process has held: of the GPU where it computes there, else of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    if os.name == "nt":
+        return 0  # not measured there
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _fitting(trainee: Trainee, plan: Plan, world: World, batch: Batch) -> Plan:
+    """The plan with pieces small enough for the memory of every process."""
+    while True:
+        try:
+            found: Plan | None = _dry_step(trainee, plan, world, batch)
+        except (torch.OutOfMemoryError, UserError):
+            if world.size == 1 and plan.micro == 1:
+                raise
+            found = None
+        if every(found is not None, world):
+            return found or plan
+        if plan.micro == 1:
+            raise UserError("memory runs out with one image at a time: choose a smaller model or image.")
+        plan = replace(plan, micro=max(plan.micro // 2, 1))
+
+
+def _dry_step(trainee: Trainee, plan: Plan, world: World, batch: Batch) -> Plan:
+    set_rate(trainee.optimizer, 0.0)
+    loss, _, plan = gradients(trainee, plan, world, batch, lambda event: None)
+    if not torch.isfinite(loss):
+        raise UserError("the first loss is not a finite number: check the weights in init, or set precision=float32.")
+    trainee.optimizer.step()
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+    return plan

@@ -1,0 +1,278 @@
+"""The pieces of a run: readable images, a model with its card, the plan, and what the loop works on."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vitral import recipe as recipes
+from vitral.architecture import ViTConfig
+from vitral.checkpoints.adapt import Adaptation, to_classes
+from vitral.checkpoints.card import Card, Preprocess
+from vitral.checkpoints.weights import assemble, read_adapted
+from vitral.data.loader import Batch, default_workers, training_batches
+from vitral.data.memory_map import decoded_once
+from vitral.data.order import balanced_order, batch_indices, rank_slice
+from vitral.data.preprocess import parse_pipeline
+from vitral.data.sources import DataSet, Split
+from vitral.errors import UserError
+from vitral.evaluation.predict import Predictions, embed_split, predict_split
+from vitral.models.build import Model, build
+from vitral.recipe import Recipe
+from vitral.training.average import Average
+from vitral.training.events import Decoding, EvaluationProgress, Listener, Note
+from vitral.training.judge import Judge, PlainModel
+from vitral.training.loop import Plan
+from vitral.training.objective import LossSettings, Objective, recompute_activations
+from vitral.training.optimizer import build_optimizer, freeze, parameter_groups
+from vitral.training.parallel import World, check_batch, gather_rows, wait, wrap
+from vitral.training.preflight import first_guess
+from vitral.training.state import Trainee
+
+Batches = Callable[[int], Iterator[Batch]]
+_DROPS = ("dropout", "attention_dropout", "stochastic_depth")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A recipe opened over data."""
+
+    recipe: Recipe
+    train: Split
+    test: Split
+    order: np.ndarray | None  # what an epoch draws from, where it is not simply every image
+    card: Card
+    plan: Plan
+    workers: int
+    settings: LossSettings
+
+    @property
+    def preprocess(self) -> Preprocess:
+        assert self.card.preprocess is not None
+        return self.card.preprocess
+
+
+def readable(
+    data: DataSet, channels: int, pixels: Path, workers: int, world: World, listen: Listener
+) -> tuple[DataSet, list[tuple[str, str]]]:
+    """Small data decoded once into a file of pixels, without the images that cannot be read; those are returned."""
+    if data.test is None:
+        raise UserError("there are no held-out images to test on: set data.held_out above 0.")
+
+    def decoded(split: Split) -> tuple[Split, list[tuple[str, str]]]:
+        progress = _decoding(split.name, listen)
+        if not world.first:
+            wait(world)  # the first writes, the others find it
+        found = decoded_once(split, pixels, channels=channels, workers=workers, on_progress=progress)
+        if world.first:
+            wait(world)
+        return found
+
+    train, skipped = decoded(data.train)
+    test, problems = decoded(data.test)
+    skipped = [*skipped, *problems]
+    if skipped:
+        some = "; ".join(f"{key}: {reason}" for key, reason in skipped[:3]) + ("; ..." if skipped[3:] else "")
+        listen(Note(f"{len(skipped)} images cannot be read and are left out ({some})"))
+    return replace(data, train=train, test=test), skipped
+
+
+def prepare_model(recipe: Recipe, classes: tuple[str, ...]) -> tuple[Model, Card]:
+    """The model to train, and its card with these classes and the recipe's preprocessing."""
+    torch.manual_seed(recipe.seed)
+    if recipe.init:
+        checkpoint = read_adapted(recipe.init, Adaptation(image=recipe.image or None))
+        weights, card = checkpoint.weights, checkpoint.card
+        if card.class_names != classes:
+            weights = to_classes(weights, len(classes))
+        if isinstance(weights.architecture, ViTConfig):
+            drops = {name: getattr(recipe.regular, name) for name in _DROPS}
+            weights = replace(weights, architecture=replace(weights.architecture, **drops))
+        model, card = assemble(weights), replace(card, changes=weights.changes)
+    else:
+        model = build(recipes.architecture_of(recipe, len(classes)))
+        card = Card(model.config, source="trained from scratch", format="vitral")
+    architecture = model.config
+    _, test = recipes.pipelines(recipe, architecture.image)
+    if len(recipe.data.mean) != architecture.channels:
+        raise UserError(f"data.mean needs one number for each of the {architecture.channels} channels.")
+    return model, replace(
+        card,
+        architecture=architecture,
+        class_names=classes,
+        preprocess=Preprocess(test, recipe.data.mean, recipe.data.std),
+        multilabel=recipe.loss == "sigmoid",
+    )
+
+
+def open_recipe(recipe: Recipe, data: DataSet, card: Card, world: World) -> Parts:
+    """Lengths and loss of a run; what cannot work is said here, before the first step."""
+    train, test = data.train, data.test
+    assert test is not None
+    _check(recipe, train, world)
+    order = balanced_order(train.labels, recipe.seed) if recipe.balance == "sampler" else None
+    epoch = (len(train) if order is None else len(order)) / recipe.batch  # steps
+    steps = recipe.steps or max(round(recipe.epochs * epoch), 1)
+    # Each epoch, but not more than ten times: on little data an evaluation takes as long as an epoch.
+    evaluate_every = recipe.evaluate_every or max(math.ceil(epoch), math.ceil(steps / 10))
+    mixing = 0.0 if recipe.tune == "head" else 1.0  # features cannot be mixed as pixels are
+    settings = LossSettings(
+        classes=len(train.classes),
+        mean=recipe.data.mean,
+        std=recipe.data.std,
+        kind=recipe.loss,
+        smoothing=recipe.regular.label_smoothing,
+        mixup=recipe.data.mixup * mixing,
+        cutmix=recipe.data.cutmix * mixing,
+        seed=recipe.seed,
+    )
+    plan = Plan(
+        steps=steps,
+        batch=recipe.batch,
+        micro=first_guess(math.ceil(recipe.batch / world.size), recipe.micro_batch, world.device),
+        seed=recipe.seed,
+        clip=recipe.optim.clip,
+        evaluate_every=evaluate_every,
+        save_every=recipe.save_every or evaluate_every,
+        patience=recipe.patience,
+        autocast=_autocast(recipe.precision, world.device),
+        partners=settings.mixes,
+    )
+    return Parts(recipe, train, test, order, card, plan, workers_of(recipe, world), settings)
+
+
+def prepare_trainee(
+    model: Model, parts: Parts, world: World, listen: Listener
+) -> tuple[Trainee, PlainModel, Judge, Batches]:
+    """What the loop changes, its weights as a plain model, who judges them, and where batches come from."""
+    recipe = parts.recipe
+    model.to(world.device)
+    freeze(model, recipe.tune)
+    model.to(world.device)  # adapters that were added
+    if recipe.checkpointing:
+        recompute_activations(model)
+    if recipe.compile:
+        model.compile()
+    separate = recipe.average or (world.size > 1 and recipe.parallel == "fsdp")
+    plain_model = copy.deepcopy(model) if separate else model  # before it is wrapped: shards cannot be copied
+    learner = model.head if recipe.tune == "head" else model
+    objective = Objective(learner, parts.settings, parts.train.counts(), recipe.balance).to(world.device)
+    wrapped = wrap(objective, world, recipe.parallel)
+    optim = recipe.optim
+    groups = parameter_groups(
+        model, weight_decay=optim.weight_decay, layer_decay=optim.layer_decay, head_lr=optim.head_lr
+    )
+    rule = {"beta1": optim.beta1, "beta2": optim.beta2, "momentum": optim.momentum}
+    optimizer = build_optimizer(groups, name=optim.name, lr=optim.lr, **rule)
+    average = Average(model, recipe.average) if recipe.average else None
+    trainee = Trainee(wrapped, model, optimizer, average)
+    wrapped.train()
+    plain = PlainModel(trainee, plain_model)
+    build = _on_features if recipe.tune == "head" else _on_images
+    return trainee, plain, *build(plain, parts, world, listen)
+
+
+def workers_of(recipe: Recipe, world: World) -> int:
+    return default_workers(world.device.type, world.size) if recipe.workers < 0 else recipe.workers
+
+
+def _on_images(plain: PlainModel, parts: Parts, world: World, listen: Listener) -> tuple[Judge, Batches]:
+    text, _ = recipes.pipelines(parts.recipe, parts.card.architecture.image)
+    pipeline = parse_pipeline(text)
+
+    def batches(step: int) -> Iterator[Batch]:
+        return training_batches(
+            parts.train,
+            pipeline,
+            batch=parts.plan.batch,
+            seed=parts.plan.seed,
+            first_step=step,
+            last_step=parts.plan.steps,
+            rank=world.rank,
+            world=world.size,
+            workers=parts.workers,
+            channels=parts.card.architecture.channels,
+            partners=parts.plan.partners,
+            pin=world.device.type == "cuda",
+            order=parts.order,
+        )
+
+    def outputs(split: Split) -> Predictions:
+        return predict_split(plain(), split, parts.preprocess, **_measuring(parts, world, listen))
+
+    return Judge(parts.test, world, outputs), batches
+
+
+def _on_features(plain: PlainModel, parts: Parts, world: World, listen: Listener) -> tuple[Judge, Batches]:
+    """Only the head learns, so the rest is computed once; the pictures are not augmented then."""
+    listen(Note("only the head is trained: features are computed once, and augmentation is off"))
+    features = {}
+    for split in (parts.train, parts.test):
+        rows = embed_split(plain(), split, parts.preprocess, **_measuring(parts, world, listen))._asdict()
+        rows = gather_rows(rows, world)
+        features[split.name] = {
+            key: torch.from_numpy(values[np.argsort(rows["indices"])]) for key, values in rows.items()
+        }
+    train, test = features[parts.train.name], features[parts.test.name]
+    labels = torch.from_numpy(parts.train.labels)
+    own = rank_slice(parts.plan.batch, world.rank, world.size)
+
+    def batches(step: int) -> Iterator[Batch]:
+        count = len(labels) if parts.order is None else len(parts.order)
+        for number in range(step, parts.plan.steps):
+            places = batch_indices(count, parts.plan.batch, number, parts.plan.seed)[own]
+            indices = torch.from_numpy(places if parts.order is None else parts.order[places])
+            yield Batch(train["features"][indices], labels[indices], train["valid"][indices], indices)
+
+    @torch.inference_mode()
+    def outputs(split: Split) -> Predictions:
+        mine = np.arange(len(split))[rank_slice(len(split), world.rank, world.size)]
+        head = plain().head.eval()
+        logits = head(test["features"][mine].to(world.device)).float().cpu().numpy()
+        head.train()
+        return Predictions(mine, logits, test["valid"][mine].numpy())
+
+    return Judge(parts.test, world, outputs), batches
+
+
+def _measuring(parts: Parts, world: World, listen: Listener) -> dict[str, Any]:
+    """How this run evaluates: the same batch and precision each time."""
+    return {
+        "batch": min(max(parts.plan.micro, 32), 256),
+        "device": world.device,
+        "rank": world.rank,
+        "world": world.size,
+        "workers": parts.workers,
+        "precision": "bfloat16" if parts.plan.autocast is not None else "float32",
+        "on_progress": lambda done, total: listen(EvaluationProgress(done, total)),
+    }
+
+
+def _check(recipe: Recipe, train: Split, world: World) -> None:
+    if recipe.batch > len(train):
+        raise UserError(f"batch={recipe.batch} is more than the {len(train)} training images: choose a smaller one.")
+    if train.multilabel and recipe.loss != "sigmoid":
+        raise UserError("images of this data have several labels: set loss=sigmoid.")
+    if not train.multilabel and recipe.loss == "sigmoid" and recipe.balance == "sampler":
+        raise UserError("loss=sigmoid does not go with balance=sampler: use balance=weights.")
+    check_batch(recipe.batch, world)
+
+
+def _autocast(precision: str, device: torch.device) -> torch.dtype | None:
+    """bfloat16 where asked for, or by itself on a GPU that computes in it; never by itself on a CPU."""
+    able = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if precision == "bfloat16" or (precision == "auto" and able) else None
+
+
+def _decoding(name: str, listen: Listener) -> Callable[[int, int], None]:
+    def progress(done: int, total: int) -> None:
+        listen(Decoding(name, done, total))
+
+    return progress

@@ -1,0 +1,242 @@
+"""Recipes: strict when made, the same after a trip through text, and chosen sensibly from the data."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import fields, replace
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitral.architecture import ResNetConfig, ViTConfig
+from vitral.data.preprocess import parse_pipeline
+from vitral.errors import UserError
+from vitral.names import parse
+from vitral.recipe import (
+    DataRecipe,
+    OptimRecipe,
+    Recipe,
+    RegularRecipe,
+    ScheduleRecipe,
+    ShapeRecipe,
+    architecture_of,
+    as_dict,
+    from_dict,
+    from_toml,
+    keys,
+    pipelines,
+    recipe_hash,
+    to_toml,
+    values,
+    with_overrides,
+)
+from vitral.recipe_choice import default_recipe
+
+OTHER = Recipe(
+    model="B/16",
+    init='C:\\weights "final" é😀\x7f\n.npz',
+    epochs=0,
+    steps=500,
+    tune="last:2",
+    compile=True,
+    precision="bfloat16",
+    average=0.9999,
+    data=DataRecipe(mean=(0.485, 0.456, 0.406), std=(1, 2, 3), mixup=0.2),
+    optim=OptimRecipe(name="sgd", lr=1e-5, clip=0),
+    schedule=ScheduleRecipe(kind="stair", drops=(0.3, 600), factors=(0.1, 0.01)),
+    regular=RegularRecipe(dropout=0.1),
+)
+
+
+@pytest.mark.parametrize("recipe", [Recipe(), OTHER, Recipe(shape=ShapeRecipe(width=96, pool="mean"))])
+def test_text_and_json_bring_a_recipe_back(recipe):
+    assert from_toml(to_toml(recipe)) == recipe
+    assert from_dict(json.loads(json.dumps(as_dict(recipe)))) == recipe
+    assert recipe_hash(from_toml(to_toml(recipe))) == recipe_hash(recipe)
+
+
+def test_the_text_holds_every_key_once_with_a_comment():
+    parsed = tomllib.loads(to_toml(Recipe()))
+    sections = {name: kind for name, kind in parsed.items() if isinstance(kind, dict)}
+    flat = {name for name in parsed if name not in sections}
+    flat |= {f"{section}.{name}" for section, inside in sections.items() for name in inside}
+    parts = {"shape": ShapeRecipe, "data": DataRecipe, "optim": OptimRecipe}
+    parts |= {"schedule": ScheduleRecipe, "regular": RegularRecipe}
+    known = {item.name for item in fields(Recipe)} - set(parts)
+    known |= {f"{part}.{item.name}" for part, kind in parts.items() for item in fields(kind)}
+    assert flat == known == set(keys())
+    lines = [line for line in to_toml(Recipe()).splitlines() if line]
+    assert all(len(line.split("  # ", 1)[1]) > 2 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "value"),
+    [
+        ("optim.lr=0.01", "optim.lr", 0.01),
+        ("optim.lr=1", "optim.lr", 1.0),
+        ("batch=1e3", "batch", 1000),
+        ("compile=True", "compile", True),
+        ("tune=lora:8", "tune", "lora:8"),
+        ("data.mean=0.1, 0.2,0.3", "data.mean", (0.1, 0.2, 0.3)),
+        ("data.mean=[0.1, 0.2, 0.3]", "data.mean", (0.1, 0.2, 0.3)),
+        ("data.train=decode|resize(8, 9)", "data.train", "decode|resize(8, 9)"),
+        ("init=run=2/best", "init", "run=2/best"),
+        ("balance=logit-adjust", "balance", "logit-adjust"),
+        ("workers=-1", "workers", -1),
+    ],
+)
+def test_a_word_sets_a_typed_value(word, key, value):
+    found = values(with_overrides(Recipe(), [word]))
+    assert found[key] == value
+    assert found == values(Recipe()) | {key: value}
+
+
+def test_one_length_replaces_the_other():
+    recipe = with_overrides(Recipe(), ["steps=500"])
+    assert (recipe.steps, recipe.epochs) == (500, 0)
+    recipe = with_overrides(recipe, ["epochs=2.5"])
+    assert (recipe.steps, recipe.epochs) == (0, 2.5)
+    assert from_toml("steps = 7").steps == 7
+    with pytest.raises(UserError, match="one length"):
+        with_overrides(Recipe(), ["steps=5", "epochs=5"])
+    with pytest.raises(UserError, match="one length"):
+        with_overrides(Recipe(), ["epochs=0"])
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("optm.lr=1", "did you mean optim.lr?"),
+        ("lr=1", "did you mean optim.lr?"),
+        ("optim.momentun=0.9", "did you mean optim.momentum"),
+        ("schedule.steps=1", "did you mean steps?"),
+        ("frobnicate=1", "vitral show"),
+        ("optim.lr", "key=value"),
+        ("optim.lr=fast", "optim.lr must be a number, for example optim.lr=0.001"),
+        ("optim.lr=nan", "optim.lr must be a number"),
+        ("batch=2.5", "batch must be a whole number"),
+        ("batch=true", "batch must be a whole number"),
+        ("compile=yes", "compile must be true or false"),
+        ("precision=float16", "one of auto, float32, bfloat16"),
+        ("data.mean=0.5,x,0.5", "numbers with commas"),
+        ("data.mean=0.5", "one number per channel"),
+        ("data.std=0,1,1", "above 0"),
+        ("batch=0", "batch must be above 0"),
+        ("optim.lr=-1", "optim.lr must be above 0"),
+        ("optim.weight_decay=-1", "at least 0"),
+        ("regular.dropout=1", "below 1"),
+        ("average=1", "below 1"),
+        ("data.held_out=1.5", "below 1"),
+        ("optim.layer_decay=1.1", "at most 1"),
+        ("seed=-1", "at least 0"),
+        ("tune=last:0", "last:2"),
+        ("tune=lora", "lora:8"),
+        ("micro_batch=512", "micro_batch=512 is more than batch=256"),
+        ("schedule.kind=stair", "schedule.drops"),
+        ("schedule.drops=0.5", "belong together"),
+    ],
+)
+def test_a_wrong_word_gets_one_sentence(word, expected):
+    with pytest.raises(UserError) as error:
+        with_overrides(Recipe(), [word])
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_contradictions_are_refused():
+    with pytest.raises(UserError, match="logit-adjust"):
+        Recipe(loss="sigmoid", balance="logit-adjust")
+    with pytest.raises(UserError, match="shape"):
+        Recipe(init="weights.npz", shape=ShapeRecipe(width=96))
+    with pytest.raises(UserError, match="TOML"):
+        from_toml("optim.lr = = 3")
+    with pytest.raises(UserError, match="unknown key"):
+        from_toml("[optim]\nlearning_rat = 3")
+    with pytest.raises(UserError, match="optim"):
+        from_toml("optim = 3")
+    with pytest.raises(UserError, match="batch"):
+        from_dict({"batch": True})
+
+
+def test_the_hash_changes_with_every_value_and_with_nothing_else():
+    assert recipe_hash(Recipe(epochs=100)) == recipe_hash(Recipe(epochs=100.0)) == recipe_hash(Recipe())
+    words = ["seed=1", "optim.lr=0.0011", "data.mean=0.5,0.5,0.4", "shape.depth=3", "compile=true", "steps=3"]
+    hashes = {recipe_hash(with_overrides(Recipe(), [word])) for word in words}
+    assert len(hashes | {recipe_hash(Recipe())}) == len(words) + 1
+    assert len(recipe_hash(Recipe())) == 12
+
+
+@given(st.floats(1e-12, 1e12), st.integers(1, 10**9), st.text(max_size=20))
+def test_any_value_survives_text(rate, batch, name):
+    name = name.encode("utf-8", "ignore").decode()
+    recipe = Recipe(optim=OptimRecipe(lr=rate), batch=batch, init=name)
+    assert from_toml(to_toml(recipe)) == recipe
+
+
+def test_the_architecture_is_the_name_and_the_shape():
+    assert architecture_of(Recipe(model="ViT-S/16@384"), 7) == parse("ViT-S/16@384", classes=7)
+    words = ["model=ViT-Ti/2@8", "shape.width=96", "shape.heads=4", "shape.depth=3", "shape.pool=mean", "image=16"]
+    config = architecture_of(with_overrides(Recipe(), [*words, "regular.dropout=0.1"]), 10)
+    assert isinstance(config, ViTConfig)
+    assert (config.depth, config.width, config.mlp, config.heads, config.patch) == (3, 96, 384, 4, 2)
+    assert (config.pool, config.class_token, config.image, config.dropout) == ("mean", False, (16, 16), 0.1)
+    resnet = architecture_of(Recipe(model="R50x1", image=128), 5)
+    assert isinstance(resnet, ResNetConfig)
+    assert resnet.image == (128, 128)
+    with pytest.raises(UserError, match="R50x1"):
+        architecture_of(Recipe(model="R50x1", shape=ShapeRecipe(depth=3)), 5)
+    with pytest.raises(UserError, match="heads"):
+        architecture_of(Recipe(shape=ShapeRecipe(heads=5)), 5)
+
+
+def test_pipelines_take_the_size_of_the_model():
+    train, test = pipelines(Recipe(), (224, 224))
+    assert train == "decode|inception_crop(224)|flip"
+    assert test == "decode|resize_small(256)|central_crop(224)"
+    fixed = replace(Recipe(), data=DataRecipe(train="decode|resize({size})", test="decode|resize(32)"))
+    assert pipelines(fixed, (32, 48)) == ("decode|resize(32, 48)", "decode|resize(32)")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
+@pytest.mark.parametrize("weights", ["", "ViT-Ti/16", "ViT-L/16@384", "R50+ViT-B/16", "R101x3"])
+def test_every_choice_is_a_recipe_that_fits_the_data(device, weights):
+    start = parse(weights) if weights else None
+    for images, pixels in product([3, 24, 480, 1437, 50_000, 1_281_167], [5, 8, 28, 64, 256]):
+        recipe, reasons = default_recipe(images=images, classes=3, pretrained=start, device=device, pixels=pixels)
+        assert recipe.batch <= images
+        assert recipe.precision == "auto"
+        assert all(reason and not reason.endswith(".") for reason in reasons)
+        assert str(images) in reasons[0]
+        config = start or architecture_of(recipe, 3)
+        assert min(config.grid(config.image)) >= 2
+        assert [parse_pipeline(text).size for text in pipelines(recipe, config.image)] == [config.image] * 2
+        assert recipe.model == weights or not weights
+
+
+def chosen(images, classes, weights="", device="cpu", **settings):
+    start = parse(weights) if weights else None
+    return default_recipe(images=images, classes=classes, pretrained=start, device=device, **settings)[0]
+
+
+def test_choices_for_the_cases_people_have():
+    pets = chosen(480, 12, "ViT-Ti/16")
+    assert (pets.tune, pets.batch, pets.epochs) == ("full", 32, 6)
+    digits = chosen(1437, 10, pixels=8)
+    assert digits.model == "ViT-Ti/2@8"
+    assert "flip" not in digits.data.train
+    assert chosen(30, 12, "ViT-Ti/16").tune == "head"
+    assert chosen(20_000, 12, "ViT-L/16").tune == "head"
+    assert chosen(20_000, 12, "ViT-L/16", device="cuda").tune == "full"
+    assert chosen(480, 12, model="R50x1").model == "R50x1"
+    assert chosen(480, 12, multilabel=True).loss == "sigmoid"
+
+
+def test_with_weights_a_name_only_asks_for_an_image_size():
+    assert chosen(480, 12, "ViT-Ti/16", model="Ti/16").image == 0
+    assert chosen(480, 12, "ViT-Ti/16", model="Ti/16@384").image == 384
+    assert chosen(480, 12, "ViT-Ti/16@384", model="ViT-Ti/16@224").image == 224
+    with pytest.raises(UserError, match="hold a ViT-Ti/16, not a ViT-B/16"):
+        chosen(480, 12, "ViT-Ti/16", model="ViT-B/16")
