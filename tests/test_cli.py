@@ -48,7 +48,7 @@ def test_every_verb_explains_itself(
 ) -> None:
     assert run(monkeypatch, verb, "--help") == 0
     shown = capsys.readouterr().out
-    assert "--json" in shown
+    assert "--json" in shown or verb == "demo"
     assert "None" not in shown  # python's words do not belong in a person's help
 
 

@@ -326,7 +326,11 @@ BAD = {
     "hollow.npz": (npz(), "holds no tensors: choose another"),
     "short.npz": (npz(("w.npy", npy(F4 % b"1", bytes(4))))[:-30], "cut off or damaged: download"),
     "claim.npz": (npz(("w.npy", npy(F4 % b"2500000000", bytes(8)))), r"claims 10,000,000,\d+ bytes.*download it again"),
-    "lie.npz": (lying_zip(4_000_000_000), r"claims 4,000,000,\d+ bytes.*download it again"),
+    # Python 3.12 sees through this one before we do.
+    "lie.npz": (
+        lying_zip(4_000_000_000),
+        r"claims 4,000,000,\d+ bytes.*download it again|cut off or damaged: download",
+    ),
     "more.npz": (npz(("w.npy", npy(F4 % b"1", bytes(8)))), "claims .* download it again"),
     "minus.npz": (npz(("w.npy", npy(F4 % b"-1,-1", bytes(4)))), "claims .* download it again"),
     "text.npz": (npz(("w.npy", b"not an array at all")), "cut off or damaged: download"),
@@ -415,14 +419,17 @@ def test_a_file_with_wrong_bytes_never_fails_otherwise(tmp_path_factory, kind, d
     for _ in range(data.draw(st.integers(1, 3))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     path.write_bytes(content)
+    sentence = None
     try:
         file = open_weights(path)
-        assert {name: tuple(tensor.shape) for name, tensor in read_tensors(file).items()} == {
-            name: header.shape for name, header in file.headers.items()
-        }
+        shapes = {name: tuple(tensor.shape) for name, tensor in read_tensors(file).items()}
     except UserError as error:
-        assert str(path) in str(error)
-        assert str(error).isprintable()
+        sentence = str(error)
+    if sentence is None:
+        assert shapes == {name: header.shape for name, header in file.headers.items()}
+    else:
+        assert str(path) in sentence
+        assert sentence.isprintable()
 
 
 def test_a_file_changed_between_opening_and_reading(tmp_path):

@@ -223,7 +223,7 @@ def chosen(images, classes, weights="", device="cpu", **settings):
 
 def test_choices_for_the_cases_people_have():
     pets = chosen(480, 12, "ViT-Ti/16")
-    assert (pets.tune, pets.batch, pets.epochs) == ("full", 32, 6)
+    assert (pets.tune, pets.batch, pets.epochs) == ("full", 32, 5)
     digits = chosen(1437, 10, pixels=8)
     assert digits.model == "ViT-Ti/2@8"
     assert "flip" not in digits.data.train

@@ -12,6 +12,7 @@ from vitral.recipe import Recipe, from_dict
 
 Choice = tuple[dict[str, Any], tuple[str, ...]]  # keys of a recipe with their values, and why
 
+MIRRORED = "random crops and mirror images make epochs differ (drop flip from data.train if left and right matter)"
 FEW = 4  # images a class below which a whole model would learn them by heart
 SECONDS = 0.07  # to train ViT-Ti/16 on one image, measured on two CPU cores
 PATIENCE = 2 * 3600  # seconds that fine-tuning on a CPU may take before only the head is worth it
@@ -41,15 +42,13 @@ def default_recipe(
         changes["loss"] = "sigmoid"
         reasons = (*reasons, "images have several labels: each class is a yes or no of its own (loss=sigmoid)")
     changes["batch"] = min(changes["batch"], images)
-    recipe = from_dict(changes)
-    steps = max(round(recipe.epochs * images / recipe.batch), 1)
-    return recipe, (*reasons, f"{recipe.epochs:g} epochs are {steps} steps of {recipe.batch} images")
+    return from_dict(changes), reasons
 
 
 def _fine_tuning(images: int, classes: int, device: str, pretrained: Architecture) -> Choice:
     """The paper's recipe (section 4.1) is SGD over 256,000 images or more; Adam needs fewer."""
     small = device != "cuda"
-    epochs = 6.0 if small else 20.0 if images < 100_000 else 8.0
+    epochs = 5.0 if small else 20.0 if images < 100_000 else 8.0
     hours = images * epochs * SECONDS * _size(pretrained) / 3600
     few, slow = images < FEW * classes, small and hours * 3600 > PATIENCE
     if few or slow:
@@ -69,7 +68,7 @@ def _fine_tuning(images: int, classes: int, device: str, pretrained: Architectur
     }
     return changes, (
         f"{images} images and pre-trained weights: all layers are fine-tuned, the early ones gently",
-        "random crops and mirror images make epochs differ (drop flip from data.train if left and right matter)",
+        MIRRORED,
     )
 
 
@@ -83,12 +82,12 @@ def _from_scratch(images: int, device: str, pixels: int, model: str) -> Choice:
         changes |= named
         reasons += why
     changes["batch"] = 64 if images < 10_000 else 256 if images < 100_000 else 1024
-    changes["epochs"] = float(min(max(140_000 // images, 10), 100) if device != "cuda" else 300 if images < 1e6 else 90)
+    changes["epochs"] = float(min(max(90_000 // images, 10), 100) if device != "cuda" else 300 if images < 1e6 else 90)
     if pixels > 16:
         changes |= {"data.train": "decode|inception_crop({size})|flip|randaugment(2, 10)", "data.mixup": 0.2}
         reasons.append("crops, mirror images, RandAugment and mixup stand in for more images")
     else:
-        changes |= {"data.train": "decode|inception_crop({size}, 0.5)", "data.test": "decode|resize({size})"}
+        changes |= {"data.train": "decode|inception_crop({size}, 0.75)", "data.test": "decode|resize({size})"}
         reasons.append(
             f"images of {pixels} pixels: cropped a little, never mirrored, since digits and signs have a side"
         )

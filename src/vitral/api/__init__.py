@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vitral.api.checkpoints import FORMATS, Conversion, Info, convert, create, info, load, save
-    from vitral.api.prediction import Evaluation, check, embed, evaluate, predict
+    from vitral.api.prediction import Evaluation, check, embed, evaluate, predict, write_pictures
     from vitral.api.training import (
         Decoding,
         Evaluated,
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
         StepDone,
         Training,
         choose_recipe,
+        read_recipe,
         train,
     )
 
 _CHECKPOINTS = ("FORMATS", "Conversion", "Info", "convert", "create", "info", "load", "save")
-_PREDICTION = ("Evaluation", "check", "embed", "evaluate", "predict")
+_PREDICTION = ("Evaluation", "check", "embed", "evaluate", "predict", "write_pictures")
 _EVENTS = ("Decoding", "Evaluated", "EvaluationProgress", "Event", "Note", "Saved", "Started", "StepDone")
-_TRAINING = (*_EVENTS, "Interrupted", "Pace", "Training", "choose_recipe", "train")
+_TRAINING = (*_EVENTS, "Interrupted", "Pace", "Training", "choose_recipe", "read_recipe", "train")
 _HOMES = {
     **dict.fromkeys(_CHECKPOINTS, "vitral.api.checkpoints"),
     **dict.fromkeys(_PREDICTION, "vitral.api.prediction"),
@@ -62,8 +63,10 @@ __all__ = [
     "info",
     "load",
     "predict",
+    "read_recipe",
     "save",
     "train",
+    "write_pictures",
 ]
 
 

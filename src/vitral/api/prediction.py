@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 
 from vitral.api.checkpoints import load
+from vitral.api.device import check_device
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.write import written_aside
 from vitral.data.check import Report
 from vitral.data.check import check as check_data
-from vitral.data.loader import default_workers
+from vitral.data.images import encode_png
+from vitral.data.loader import default_workers, read_pixels
 from vitral.data.preprocess import parse_preprocess
 from vitral.data.sources import DataSet, Split, open_data, open_images
 from vitral.errors import UserError
@@ -41,6 +43,7 @@ def predict(
     on_progress: Progress | None = None,
 ) -> Results:
     """The likeliest classes of image files, or of all images in folders; to `output` as CSV or JSON too."""
+    _check_numbers(batch=batch, top=top)
     split = open_images([images] if isinstance(images, str | Path) else images)
     model, card = load(source)
     found = _predictions(model, split, _prepared(card, preprocess), batch, device, on_progress)
@@ -78,8 +81,9 @@ def evaluate(
 
     `classes` is a file that names the model's outputs in order; `real` the ReaL labels of ImageNet.
     """
+    _check_numbers(batch=batch)
     model, card = load(source)
-    split, notes = _test_split(Path(str(source)), data)
+    split, notes = _test_split(Path(source).expanduser(), data)
     table = Path(classes) if classes else None
     mapping, rule = class_mapping(split.classes, card.class_names, card.architecture.classes, table)
     found = _predictions(model, split, _prepared(card, preprocess), batch, device, on_progress)
@@ -114,10 +118,10 @@ def embed(
     on_progress: Progress | None = None,
 ) -> tuple[list[str], np.ndarray]:
     """Paths and their features (n, d), without images that cannot be read; to `output` as npz (paths, features) too."""
+    _check_numbers(batch=batch)
     split = open_images([images] if isinstance(images, str | Path) else images)
     model, card = load(source)
-    place = device or str(default_device())
-    workers = default_workers(place.split(":")[0])
+    place, workers = _place(device)
     found = embed_split(
         model,
         split,
@@ -141,12 +145,42 @@ def check(data: str | Path, *, on_progress: Progress | None = None) -> Report:
     return check_data(data, workers=default_workers("cuda"), on_progress=on_progress)
 
 
+def write_pictures(data: str | Path, folder: Path, *, count: int) -> list[Path]:
+    """Some held-out images as PNG files, one after the other through the classes, named by their class."""
+    split = open_data(data).test
+    if split is None or split.multilabel:
+        raise UserError(f"{data} has no held-out images with one label each.")
+    places = [np.flatnonzero(split.labels == label) for label in range(len(split.classes))]
+    chosen = [int(own[turn]) for turn in range(count) for own in places if turn < len(own)][:count]
+    paths = []
+    for number, place in enumerate(chosen):
+        pixels = read_pixels(split, place, 3)
+        path = folder / f"{split.classes[split.labels[place]]}-{number}.png"
+        if pixels is not None:
+            with written_aside(path) as aside:
+                aside.write_bytes(encode_png(pixels))
+            paths.append(path)
+    return paths
+
+
 def _predictions(
     model: Model, split: Split, preprocess: Preprocess, batch: int, device: str, on_progress: Progress | None
 ) -> Predictions:
-    place = device or str(default_device())
-    workers = default_workers(place.split(":")[0])
+    place, workers = _place(device)
     return predict_split(model, split, preprocess, batch=batch, device=place, workers=workers, on_progress=on_progress)
+
+
+def _place(device: str) -> tuple[str, int]:
+    """Where to compute, and how many processes read images for it."""
+    check_device(device)
+    place = device or str(default_device())
+    return place, default_workers(place.split(":")[0])
+
+
+def _check_numbers(**numbers: int) -> None:
+    for name, number in numbers.items():
+        if number < 1:
+            raise UserError(f"{name} must be at least 1, not {number}.")
 
 
 def _prepared(card: Card, text: str) -> Preprocess:
@@ -165,20 +199,22 @@ def _prepared(card: Card, text: str) -> Preprocess:
 
 def _test_split(source: Path, data: str | Path) -> tuple[Split, tuple[str, ...]]:
     """The images to score: never those that a run was trained on, where its folder tells."""
-    recipe, facts = source / "recipe.toml", source / "data.json"
+    folder = source if source.is_dir() else source.parent
+    recipe, facts = folder / "recipe.toml", folder / "data.json"
     if recipe.is_file() and facts.is_file():
         held_out = from_toml(recipe.read_text("utf-8")).data.held_out
         opened = open_data(data, held_out=held_out)
         if opened.train.fingerprint() == json.loads(facts.read_text("utf-8"))["train"] and opened.test is not None:
-            return opened.test, ("the model was trained on this data: only its held-out images are scored",)
+            held = f"the {len(opened.test):,} held-out images"
+            return opened.test, (f"The model was trained on this data: only {held} are scored.",)
     opened = open_data(data, held_out=0.0)
     return (opened.train if opened.test is None else opened.test), _split_note(opened)
 
 
 def _split_note(data: DataSet) -> tuple[str, ...]:
     if data.test is None:
-        return (f"all {len(data.train):,} images are scored",)
-    return (f"the {len(data.test):,} images of the {data.test.name} split are scored",)
+        return (f"All {len(data.train):,} images are scored.",)
+    return (f"The {len(data.test):,} images of the {data.test.name} split are scored.",)
 
 
 def _output_names(classes: Sequence[str], mapping: np.ndarray, count: int) -> list[str]:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vitral.architecture import Architecture
+from vitral.api.device import check_device
 from vitral.checkpoints.weights import describe, located
 from vitral.data.sizes import median_short_side
 from vitral.data.sources import DataSet, open_data
 from vitral.errors import UserError
 from vitral.models.device import default_device
-from vitral.recipe import DataRecipe, Recipe, from_toml, with_overrides
-from vitral.recipe_choice import default_recipe
+from vitral.recipe import Recipe, from_toml, with_overrides
+from vitral.recipe_choice import MIRRORED, default_recipe
 from vitral.training.assemble import Result, run
 from vitral.training.events import Decoding as Decoding
 from vitral.training.events import Evaluated as Evaluated
@@ -26,6 +26,7 @@ from vitral.training.events import Started as Started
 from vitral.training.events import StepDone as StepDone
 from vitral.training.loop import Interrupted as Interrupted
 from vitral.training.pace import Pace as Pace
+from vitral.training.prepare import check_recipe
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,15 @@ def train(
     `recipe` is a TOML file or a `Recipe`, `overrides` are words such as "optim.lr=0.01" on top of it or of what was
     chosen. A second call with the same `out` goes on where the first one stopped.
     """
+    if seeds < 1:
+        raise UserError(f"seeds must be at least 1, not {seeds}.")
+    check_device(device)
     opened, chosen, reasons = choose_recipe(
         data, model=model, init=init, recipe=recipe, overrides=overrides, device=device
     )
-    for sentence in (*opened.notes, *reasons):
-        listen(Note(sentence))
     folder = Path(out) if out else _new_folder(data, chosen)
+    for sentence in (*opened.notes, *reasons, f"run folder: {folder}"):
+        listen(Note(sentence))
     if seeds == 1:
         return Training((run(chosen, opened, folder, device=device, listen=listen),), chosen)
     results = []
@@ -89,15 +93,18 @@ def choose_recipe(
     device: str = "",
 ) -> tuple[DataSet, Recipe, tuple[str, ...]]:
     """The data opened, the recipe that `train` would follow, and why."""
-    written = _written(recipe)
-    held_out = _held_out(written, overrides)
+    written = recipe if isinstance(recipe, Recipe) else read_recipe(recipe) if recipe else None
+    early = _early(written, overrides)
+    held_out = early.data.held_out
     # The split is always drawn with seed 0: runs with other seeds are tested on the same images.
     opened = open_data(data, held_out=held_out)
-    start = str(init) or (written.init if written else "")
+    start = str(init) or early.init
+    card = describe(located(start)).card if start else None
     if written is not None:
         names = {"model": model or written.model, "init": start}
-        return opened, with_overrides(replace(written, **names), overrides), ("following the recipe given",)
-    card = describe(located(start)).card if start else None
+        chosen = with_overrides(replace(written, **names), overrides)
+        check_recipe(chosen, opened, card)
+        return opened, chosen, ("following the recipe given", *_asked(overrides))
     kind = device.split(":")[0] or default_device().type
     chosen, reasons = default_recipe(
         images=len(opened.train),
@@ -109,34 +116,44 @@ def choose_recipe(
         pixels=median_short_side(opened.train),
     )
     chosen = replace(chosen, init=start)
-    if card is not None and card.preprocess is not None:
+    before = read_recipe(located(start)) if start and (located(start) / "recipe.toml").is_file() else None
+    if before is not None:
+        chosen = replace(chosen, data=replace(before.data, held_out=held_out))
+        reasons = (
+            *(reason for reason in reasons if reason != MIRRORED),
+            "images are prepared and augmented as in the run it starts from",
+        )
+    elif card is not None and card.preprocess is not None:
         # What the weights were trained with is what they go on with.
         stated = card.preprocess
-        test = chosen.data.test if _resized(card.architecture, chosen) else stated.pipeline
+        image = with_overrides(chosen, overrides).image
+        if image:
+            stated = stated.adapted(card.architecture.image, (image, image), len(stated.mean))
+        test = stated.pipeline
         chosen = replace(chosen, data=replace(chosen.data, mean=stated.mean, std=stated.std, test=test))
         reasons = (*reasons, f"pixels are prepared as the weights say: {test}, mean {stated.mean}, std {stated.std}")
-    return opened, with_overrides(chosen, overrides), reasons
+    chosen = with_overrides(chosen, overrides)
+    check_recipe(chosen, opened, card)
+    return opened, chosen, (*reasons, *_asked(overrides))
 
 
-def _resized(architecture: Architecture, recipe: Recipe) -> bool:
-    return bool(recipe.image) and architecture.image != (recipe.image, recipe.image)
+def _asked(overrides: Sequence[str]) -> tuple[str, ...]:
+    return (f"as you say: {', '.join(overrides)}",) if overrides else ()
 
 
-def _written(recipe: str | Path | Recipe) -> Recipe | None:
-    if isinstance(recipe, Recipe):
-        return recipe
-    if not recipe:
-        return None
-    path = Path(recipe).expanduser()
-    if not path.is_file():
-        raise UserError(f"{path} is not a recipe file: `vitral show` prints one to start from.")
-    return from_toml(path.read_text("utf-8"))
+def read_recipe(path: str | Path) -> Recipe:
+    """A recipe from a TOML file, or from the folder of a run."""
+    file = Path(path).expanduser()
+    file = file / "recipe.toml" if file.is_dir() else file
+    if not file.is_file():
+        raise UserError(f"{file} is not a recipe file: `vitral show` prints one to start from.")
+    return from_toml(file.read_text("utf-8"))
 
 
-def _held_out(recipe: Recipe | None, overrides: Sequence[str]) -> float:
-    words = [word for word in overrides if word.replace(" ", "").startswith("data.held_out=")]
-    base = recipe or Recipe(data=DataRecipe())
-    return with_overrides(base, words).data.held_out
+def _early(recipe: Recipe | None, overrides: Sequence[str]) -> Recipe:
+    """What must be known before the other keys are chosen: the share held out, and the weights to start from."""
+    words = [word for word in overrides if word.replace(" ", "").startswith(("data.held_out=", "init="))]
+    return with_overrides(recipe or Recipe(), words)
 
 
 def _new_folder(data: str | Path, recipe: Recipe) -> Path:

@@ -41,7 +41,8 @@ def _snapshot(name: str, repository: str, revision: str | None, patterns: list[s
         raise UserError(f"{name} is on the Hugging Face hub: pip install 'vitral[hub]' to fetch it.") from error
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
-    except errors.LocalEntryNotFoundError as error:
+    # Some releases of the hub raise a plain ConnectionError where it is switched to offline.
+    except (errors.LocalEntryNotFoundError, ConnectionError) as error:
         raise UserError(
             f"{name} is not in the cache and the hub cannot be reached: go online once, or name a file."
         ) from error

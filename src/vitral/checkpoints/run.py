@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as sharded
 from torch import Tensor
 
 from vitral.checkpoints.files import open_weights, read_tensors
-from vitral.checkpoints.write import write_json, write_safetensors
+from vitral.checkpoints.write import write_json, write_safetensors, written_aside
 from vitral.errors import UserError
 
 _FACTS = "vitral.state"
@@ -69,27 +69,34 @@ class RunFolder:
         for leftover in (*self.states.glob(".*.part"), *self.path.glob(".*.part")):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
+    @property
+    def begun(self) -> bool:
+        """Whether there is anything to go on from; until then the folder is free."""
+        return (self.path / "result.json").exists() or any(self.states.glob("step-*"))
+
     def save_state(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], keep: int) -> Path:
         """Write a state in one file; older ones than the newest `keep` are removed afterwards."""
         path = self.states / f"step-{step:08d}.safetensors"
         write_safetensors(path, tensors, {_FACTS: json.dumps({"step": step, **facts})})
-        self._forget(keep)
+        self._forget(path, keep)
         return path
 
-    def save_sharded(self, step: int, tensors: dict[str, Tensor], facts: Mapping[str, Any], keep: int) -> Path:
-        """Write a state in shards; every process takes part."""
-        path = self.states / f"step-{step:08d}.shards"
-        aside = self.states / f".{path.name}.part"
-        sharded.save(tensors, checkpoint_id=str(aside), no_dist=not dist.is_initialized())
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            write_json(aside / "facts.json", {"step": step, **facts})
-            if path.exists():
-                shutil.rmtree(path)
-            os.replace(aside, path)
-            self._forget(keep)
-        if dist.is_initialized():
-            dist.barrier()
+    def write_shards(self, step: int, tensors: dict[str, Tensor]) -> None:
+        """Write a state in shards, every process its own; `name_shards` makes it one to resume from."""
+        sharded.save(tensors, checkpoint_id=str(self._shards(step)), no_dist=not dist.is_initialized())
+
+    def name_shards(self, step: int, facts: Mapping[str, Any], keep: int) -> Path:
+        """Give what all processes have written its name; one process does this."""
+        path, aside = self.states / f"step-{step:08d}.shards", self._shards(step)
+        write_json(aside / "facts.json", {"step": step, **facts})
+        if path.exists():
+            shutil.rmtree(path)
+        os.replace(aside, path)
+        self._forget(path, keep)
         return path
+
+    def _shards(self, step: int) -> Path:
+        return self.states / f".step-{step:08d}.shards.part"
 
     def newest_state(self) -> SavedState | None:
         """The newest state that is whole; a damaged one is passed over."""
@@ -110,18 +117,15 @@ class RunFolder:
         if not path.exists():
             return
         kept = [line for line in path.read_text("utf-8").splitlines() if _step_of(line) <= step]
-        aside = path.with_name(".metrics.jsonl.part")
-        aside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        os.replace(aside, path)
+        self.write_text(path.name, "".join(f"{line}\n" for line in kept))
 
     def metrics(self) -> list[dict[str, Any]]:
         path = self.path / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
 
     def write_text(self, name: str, text: str) -> None:
-        aside = self.path / f".{name}.part"
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, self.path / name)
+        with written_aside(self.path / name) as aside:
+            aside.write_text(text, encoding="utf-8")
 
     def read_text(self, name: str) -> str | None:
         path = self.path / name
@@ -131,9 +135,11 @@ class RunFolder:
         """At the end of a run the model file holds what matters."""
         shutil.rmtree(self.states, ignore_errors=True)
 
-    def _forget(self, keep: int) -> None:
-        whole = sorted(path for path in self.states.glob("step-*") if _NAME.fullmatch(path.name))
-        for path in whole[:-keep]:
+    def _forget(self, newest: Path, keep: int) -> None:
+        """Remove all but the `keep` states up to the newest; a later one is damaged, for it was passed over."""
+        states = sorted(path for path in self.states.glob("step-*") if _NAME.fullmatch(path.name))
+        last = states.index(newest) + 1
+        for path in (*states[: max(last - keep, 0)], *states[last:]):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -18,6 +19,7 @@ class Verb(NamedTuple):
 
 
 VERBS = {
+    "demo": Verb("vitral.cli.demo", "demo", "train, fine-tune and predict in two minutes, on handwritten digits"),
     "train": Verb("vitral.cli.train", "train", "a folder of images in, a model out"),
     "predict": Verb("vitral.cli.use", "predict", "name what is in images"),
     "evaluate": Verb("vitral.cli.use", "evaluate", "measure a model on labelled images"),
@@ -41,7 +43,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has seen enough
         sys.exit(0)
     except OSError as error:
-        _fail(f"{error.filename}: {error.strerror}." if error.filename else f"{error}.")
+        _fail(_explained(error))
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -77,6 +79,12 @@ def _help() -> str:
     lines += ["  vitral predict runs/photos new/*.jpg", "  vitral cost R50+ViT-B/16 --images 303e6 --epochs 7"]
     lines += ["  vitral convert ViT-B_16.npz vit-b16/ --format hf"]
     return "\n".join(lines)
+
+
+def _explained(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "the disk is full: free some space and give the same command again; what was saved before is whole."
+    return f"{error.filename}: {error.strerror}." if error.filename else f"{error}."
 
 
 def _fail(sentence: str) -> None:

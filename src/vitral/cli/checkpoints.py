@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from vitral.architecture import ResizeRule, ViTConfig, as_dict
-from vitral.cli.options import Count, FormatName, Grid, Image, Source, image_size
+from vitral.cli.options import Count, Flag, FormatName, Grid, Image, Source, image_size
 from vitral.cli.show import by, print_facts, print_json
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def info(
     source_format: FormatName = None,
     grid: Grid = None,
     heads: Count = None,
-    json: bool = False,
+    json: Flag = False,
 ) -> None:
     """Say what a checkpoint is, from its headers: architecture, grid, classes, preprocessing, origin, sha256.
 
@@ -57,7 +57,7 @@ def convert(
     source_format: FormatName = None,
     grid: Grid = None,
     heads: Count = None,
-    json: bool = False,
+    json: Flag = False,
 ) -> None:
     """Rewrite a checkpoint in another format, run both on the same image, and keep the file only if they agree.
 

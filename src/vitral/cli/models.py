@@ -8,7 +8,7 @@ import tyro
 
 from vitral import paper
 from vitral.architecture import Architecture, Size, ViTConfig
-from vitral.cli.options import Count, Image, image_size
+from vitral.cli.options import Count, Flag, Image, image_size
 from vitral.cli.show import by, print_facts, print_json, print_table
 from vitral.cost import cost as cost_of
 from vitral.cost import training_flops
@@ -16,7 +16,7 @@ from vitral.errors import UserError
 from vitral.names import NAMES, parse
 
 
-def list_(what: tyro.conf.Positional[Literal["models", "formats"]] = "models", /, *, json: bool = False) -> None:
+def list_(what: tyro.conf.Positional[Literal["models", "formats"]] = "models", /, *, json: Flag = False) -> None:
     """List the models with their sizes and costs at 224 pixels, or the checkpoint formats.
 
     Args:
@@ -41,7 +41,7 @@ def cost(
     classes: Count = None,
     images: Annotated[float | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     epochs: Annotated[float, tyro.conf.arg(metavar="N")] = 1.0,
-    json: bool = False,
+    json: Flag = False,
 ) -> None:
     """Count what a model costs, without building it.
 

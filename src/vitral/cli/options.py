@@ -13,6 +13,7 @@ Source = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
 Count = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
 Grid = Annotated[tuple[int, int] | None, tyro.conf.arg(metavar="ROWS COLUMNS", help_behavior_hint="")]
 Image = Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="PIXELS [WIDTH]", help_behavior_hint="")]
+Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 FormatName = Annotated[str | None, tyro.conf.arg(metavar="FORMAT", help_behavior_hint="")]
 
 

@@ -20,7 +20,8 @@ class RunDisplay:
     """Listens to a run and shows it on standard error."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self.console = Console(stderr=True, highlight=False, quiet=quiet)
+        # No markup: a class may be called "[red]".
+        self.console = Console(stderr=True, highlight=False, markup=False, emoji=False, quiet=quiet)
         self.quiet = quiet
         self.live = self.console.is_terminal
         columns = (TextColumn("{task.description:<10}"), BarColumn(bar_width=28), TextColumn("{task.fields[words]}"))
@@ -36,7 +37,8 @@ class RunDisplay:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.bar.stop()
+        if self.live:
+            self.bar.stop()
 
     def hear(self, event: Event) -> None:
         from vitral import api
@@ -105,6 +107,8 @@ def headline(metrics: dict) -> str:
 
 def duration(seconds: float) -> str:
     """90 -> "1 min 30 s" """
+    if seconds < 10:
+        return f"{seconds:.1f} s"
     if seconds < 60:
         return f"{seconds:.0f} s"
     if seconds < 3600:

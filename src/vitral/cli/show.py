@@ -46,8 +46,9 @@ def print_facts(facts: Mapping[str, str]) -> None:
     console().print(table)
 
 
-def thousands(number: float) -> str:
-    return f"{number:,.0f}"
+def counted(number: int, thing: str) -> str:
+    """1 -> "1 image", 2 -> "2 images" """
+    return f"{number:,} {thing}" + "s" * (number != 1)
 
 
 def by(size: tuple[int, int]) -> str:

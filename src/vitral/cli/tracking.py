@@ -36,3 +36,7 @@ class TensorBoard:
                 if isinstance(value, int | float):
                     self.writer.add_scalar(f"test/{name}", value, event.step)
             self.writer.flush()
+
+    def close(self) -> None:
+        """Write out what is still waiting."""
+        self.writer.close()

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from vitral.cli.options import Flag
 from vitral.cli.progress import RunDisplay, duration, headline
-from vitral.cli.show import print_facts, print_json, print_table
+from vitral.cli.show import counted, print_facts, print_json, print_table
 from vitral.recipe import Recipe, to_toml, with_overrides
 
 if TYPE_CHECKING:
-    from vitral.api import Training
+    from vitral.api import Event, Training
 
 _Data = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
 _Words = Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...", help_behavior_hint="")]
 _Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
-_Number = Annotated[float, tyro.conf.arg(metavar="N", help_behavior_hint="")]
+_Number = Annotated[float | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
 
 
 def train(
@@ -30,15 +33,15 @@ def train(
     init: Annotated[str, tyro.conf.arg(metavar="WEIGHTS", help_behavior_hint="")] = "",
     out: Annotated[str, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = "",
     recipe: Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = "",
-    epochs: _Number = 0.0,
+    epochs: _Number = None,
     tune: _Text = "",
     balance: _Text = "",
     seed: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     seeds: Annotated[int, tyro.conf.arg(metavar="N", help_behavior_hint="")] = 1,
     device: _Text = "",
     set: _Words = (),
-    tensorboard: bool = False,
-    json: bool = False,
+    tensorboard: Flag = False,
+    json: Flag = False,
 ) -> None:
     """Train a model on images, or fine-tune one; everything that is not said is chosen, and said why.
 
@@ -60,10 +63,9 @@ def train(
     """
     from vitral import api
 
-    named = {"epochs": epochs or None, "tune": tune or None, "balance": balance or None, "seed": seed}
+    named = {"epochs": epochs, "tune": tune or None, "balance": balance or None, "seed": seed}
     words = [f"{key}={value}" for key, value in named.items() if value is not None]
-    with RunDisplay(quiet=_rank() > 0) as display:
-        listen = _with_tensorboard(display.hear, out) if tensorboard and not _rank() else display.hear
+    with RunDisplay(quiet=_rank() > 0) as display, _listener(display, out, tensorboard and not _rank()) as listen:
         try:
             done = api.train(
                 data,
@@ -77,7 +79,7 @@ def train(
                 listen=listen,
             )
         except api.Interrupted:
-            display.say("stopped; its state is saved: the same command with the same --out goes on")
+            display.say("stopped; its state is saved: the same command with that folder as --out goes on")
             sys.exit(130)
     if _rank():
         return
@@ -88,40 +90,47 @@ def train(
 
 
 def show(
-    set: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="KEY=VALUE")] = (),
+    set: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[RECIPE] [KEY=VALUE ...]", help_behavior_hint="")
+    ] = (),
     /,
     *,
     data: Annotated[str, tyro.conf.arg(metavar="DATA", help_behavior_hint="")] = "",
     model: Annotated[str, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = "",
     init: Annotated[str, tyro.conf.arg(metavar="WEIGHTS", help_behavior_hint="")] = "",
     recipe: Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = "",
-    json: bool = False,
+    json: Flag = False,
 ) -> None:
     """Print a recipe as TOML, every key with its meaning: the defaults, a file, or what would be chosen for data.
 
     Args:
-        set: keys to change, such as optim.lr=0.01.
+        set: a recipe file or run folder, and keys to change, such as optim.lr=0.01.
         data: print what `vitral train DATA` would follow.
-        model: with data: the model to train from scratch.
-        init: with data: the weights to start from.
+        model: the model to train from scratch.
+        init: the weights to start from.
         recipe: a TOML file to complete.
         json: print JSON instead of TOML.
     """
-    from vitral.recipe import from_toml
-
+    if set and "=" not in set[0]:
+        recipe, set = set[0], set[1:]
     if data:
         from vitral import api
 
         _, chosen, _ = api.choose_recipe(data, model=model, init=init, recipe=recipe, overrides=set)
     else:
-        from pathlib import Path
-
-        base = from_toml(Path(recipe).read_text("utf-8")) if recipe else Recipe()
-        chosen = with_overrides(base, set)
+        named = {"model": model, "init": init}
+        words = [f"{key}={value}" for key, value in named.items() if value]
+        chosen = with_overrides(_read(recipe) if recipe else Recipe(), [*words, *set])
     if json:
         print_json(asdict(chosen))
     else:
         print(to_toml(chosen), end="")
+
+
+def _read(recipe: str) -> Recipe:
+    from vitral import api
+
+    return api.read_recipe(recipe)
 
 
 def _rank() -> int:
@@ -148,9 +157,9 @@ def _print(done: Training) -> None:
     facts |= {
         "time": f"{duration(sum(result.seconds for result in done.results))}, {last.images_per_second:,.0f} images/s",
         "memory": f"{last.peak_bytes / 1e9:.2f} GB at most ({last.predicted_peak_bytes / 1e9:.2f} GB predicted)",
-        "left out": f"{len(last.skipped)} images that cannot be read" if last.skipped else "",
+        "left out": f"{counted(len(last.skipped), 'image')} that cannot be read" if last.skipped else "",
         "often confused": _confused(last.metrics),
-        "run folder": last.folder,
+        "run folders" if done.results[1:] else "run folder": ", ".join(result.folder for result in done.results),
     }
     print_facts(facts)
     _print_classes(last.metrics)
@@ -176,13 +185,21 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
 
-def _with_tensorboard(hear: Any, out: str) -> Any:
+@contextmanager
+def _listener(display: RunDisplay, out: str, tensorboard: bool) -> Iterator[Callable[[Event], None]]:
+    """Who hears of the run: the display and, where it is asked for, TensorBoard."""
+    if not tensorboard:
+        yield display.hear
+        return
     from vitral.cli.tracking import TensorBoard
 
     board = TensorBoard(out)
 
-    def both(event: Any) -> None:
-        hear(event)
+    def both(event: Event) -> None:
+        display.hear(event)
         board.hear(event)
 
-    return both
+    try:
+        yield both
+    finally:
+        board.close()

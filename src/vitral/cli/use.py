@@ -11,18 +11,21 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress
 
-from vitral.cli.options import Source
-from vitral.cli.show import print_facts, print_json, print_table
+from vitral.cli.options import Flag, Source
+from vitral.cli.show import counted, print_facts, print_json, print_table
 
 if TYPE_CHECKING:
     from vitral.api import Evaluation
 
-_Images = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGES")]
+_Images = Annotated[
+    tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGES ...", help_behavior_hint="(required)")
+]
 _Data = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
 _Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
 _File = Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
 _Output = Annotated[str, tyro.conf.arg(metavar="FILE", aliases=["-o"], help_behavior_hint="")]
 _Count = Annotated[int, tyro.conf.arg(metavar="N")]
+_CLASSES = 30  # lines of a table of classes
 
 
 def predict(
@@ -35,7 +38,7 @@ def predict(
     preprocess: _Text = "",
     batch: _Count = 32,
     device: _Text = "",
-    json: bool = False,
+    json: Flag = False,
 ) -> None:
     """Name what is in images: the likeliest classes with their probabilities.
 
@@ -65,7 +68,8 @@ def predict(
     if json:
         print_json(found.as_dict())
     elif output:
-        print_facts({"wrote": f"{output} ({len(found.rows):,} images, {len(found.unreadable):,} unreadable)"})
+        left_out = f", {len(found.unreadable):,} that cannot be read" if found.unreadable else ""
+        print_facts({"wrote": f"{output} ({counted(len(found.rows), 'image')}{left_out})"})
     else:
         pairs = [zip(row.names, row.probabilities, strict=True) for row in found.rows]
         cells = [
@@ -86,7 +90,7 @@ def evaluate(
     preprocess: _Text = "",
     batch: _Count = 32,
     device: _Text = "",
-    json: bool = False,
+    json: Flag = False,
 ) -> None:
     """Measure a model on labelled images: accuracy, per class, calibration.
 
@@ -129,7 +133,7 @@ def embed(
     preprocess: _Text = "",
     batch: _Count = 32,
     device: _Text = "",
-    json: bool = False,
+    json: Flag = False,
 ) -> None:
     """Write the features of images to an npz file: `paths` and `features` (n, d).
 
@@ -163,7 +167,7 @@ def embed(
         print_facts(facts)
 
 
-def check(data: _Data, /, *, json: bool = False) -> None:
+def check(data: _Data, /, *, json: Flag = False) -> None:
     """Say what is wrong with a data set: unreadable and odd files, duplicates, leaks into test, uneven classes.
 
     Args:
@@ -178,14 +182,14 @@ def check(data: _Data, /, *, json: bool = False) -> None:
         print_json(found.as_dict())
         return
     print_facts(_check_facts(found))
-    names = list(found.images)
-    cells = [[name, *(f"{counts.get(split, 0):,}" for split in names)] for name, counts in found.classes.items()]
-    print_table(["class", *names], cells[:30], note=f"and {len(cells) - 30:,} more classes" if cells[30:] else "")
+    cells = [[name, *(f"{found.classes[split][name]:,}" for split in found.images)] for name in found.classes["train"]]
+    more = f"and {len(cells) - _CLASSES:,} more classes" if cells[_CLASSES:] else ""
+    print_table(["class", *found.images], cells[:_CLASSES], note=more)
 
 
 def _evaluation_facts(found: Evaluation) -> dict[str, str]:
     m = found.metrics
-    facts = {"data": f"{found.data} (n = {m['n']:,})", "how": "; ".join(found.notes)}
+    facts = {"data": f"{found.data} (n = {m['n']:,})", "how": " ".join(found.notes)}
     if "mean_average_precision" in m:
         facts |= {"mAP": f"{m['mean_average_precision']:.2%}", "macro F1": f"{m['macro_f1']:.2%}"}
     else:
@@ -195,15 +199,15 @@ def _evaluation_facts(found: Evaluation) -> dict[str, str]:
         facts["often confused"] = "; ".join(f"{p['true']} taken for {p['predicted']} ({p['count']})" for p in pairs)
     if found.real is not None:
         facts["ReaL"] = f"{found.real[0]:.2%} ({found.real[1]:,} images have such a label)"
-    facts["unreadable"] = f"{found.unreadable:,} images" if found.unreadable else ""
+    facts["left out"] = f"{counted(found.unreadable, 'image')} that cannot be read" if found.unreadable else ""
     return facts
 
 
 def _check_facts(found: Any) -> dict[str, str]:
     facts = {
-        "data": f"{found.source}: " + ", ".join(f"{count:,} images in {name}" for name, count in found.images.items()),
-        "notes": "; ".join(found.notes),
-        "classes": f"{len(found.classes):,}; the largest has {found.imbalance:.1f} times the images of the smallest",
+        "data": f"{found.source}: {_per_split(found.images)}",
+        "notes": " ".join(found.notes),
+        "classes": f"{len(found.classes['train']):,}; the largest has {found.imbalance:.1f} times the smallest",
         "formats": ", ".join(f"{count:,} {name}" for name, count in found.formats.items()),
         "widths": _spread(found.widths),
         "heights": _spread(found.heights),
@@ -221,6 +225,12 @@ def _check_facts(found: Any) -> dict[str, str]:
     return {name: value for name, value in facts.items() if value}
 
 
+def _per_split(images: dict[str, int]) -> str:
+    if len(images) == 1:
+        return counted(images["train"], "image")
+    return ", ".join(f"{counted(count, 'image')} in {name}" for name, count in images.items())
+
+
 def _some(items: Any, most: int = 4) -> str:
     """A count and the first few."""
     if not items:
@@ -235,6 +245,7 @@ def _spread(values: dict[str, int]) -> str:
 @contextmanager
 def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar with the time left, on standard error."""
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -63,7 +63,8 @@ class Found:
             total = sum(self.others.values())
             common = sorted(self.others.items(), key=lambda item: (-item[1], item[0]))[:4]
             kinds = ", ".join(f"{kind} {count}" for kind, count in common)
-            notes.append(f"Left out {total} file{'s' * (total != 1)} that are no images ({kinds}).")
+            words = "file that is no image" if total == 1 else "files that are no images"
+            notes.append(f"Left out {total} {words} ({kinds}).")
         if self.loose:
             notes.append(f"Left out {self.loose} image{'s' * (self.loose != 1)} beside the class folders.")
         return notes

@@ -92,6 +92,13 @@ def describe(data: bytes) -> ImageFacts:
         )
 
 
+def encode_png(image: np.ndarray) -> bytes:
+    """uint8 (h, w, 1 or 3) -> the bytes of a PNG file, without loss"""
+    stream = io.BytesIO()
+    Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(stream, "PNG")
+    return stream.getvalue()
+
+
 def resize(image: np.ndarray, size: tuple[int, int], method: str = "bilinear") -> np.ndarray:
     """uint8 (h, w, c) -> (*size, c). Shrinking averages (antialias), as Pillow does; a crop may be handed in uncopied.
 

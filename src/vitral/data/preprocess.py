@@ -227,7 +227,7 @@ def _step(text: str) -> Step:
     method = words.pop(0) if kind.method and words and words[0] in METHODS else "bilinear"
     if words or len(sides) < kind.fewest:
         near = _near(words[0], METHODS) if words and kind.method else ""
-        raise UserError(f'"{text}": write {kind.usage}{near}.')
+        raise UserError(f'"{text}": write {kind.usage}{near or "."}')
     if 0 in sides:
         raise UserError(f'"{text}": a side must be at least 1 pixel.')
     return Step(name, tuple(sides), tuple(numbers), method)
@@ -302,7 +302,7 @@ def _unknown(name: str) -> str:
         return f"{name} can only be the last step, and only on command lines: a pipeline keeps to uint8 pixels."
     if name in _ELSEWHERE:
         return f'unknown step "{name}": here it is called {_KINDS[_ELSEWHERE[name]].usage}.'
-    return f'unknown step "{name}"{_near(name, tuple(_KINDS)) or ": the steps are " + ", ".join(_KINDS)}.'
+    return f'unknown step "{name}"{_near(name, tuple(_KINDS)) or ": the steps are " + ", ".join(_KINDS) + "."}'
 
 
 def _near(word: str, known: tuple[str, ...]) -> str:

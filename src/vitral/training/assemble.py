@@ -7,9 +7,11 @@ import json
 import math
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from vitral import recipe as recipes
 from vitral.checkpoints.adapt import Weights
@@ -18,11 +20,12 @@ from vitral.checkpoints.weights import write
 from vitral.data.sources import DataSet
 from vitral.errors import UserError
 from vitral.models.adapters import merge_lora
+from vitral.models.build import Model
 from vitral.recipe import Recipe
 from vitral.training.events import Listener, Note, Started
 from vitral.training.judge import Judge, PlainModel
 from vitral.training.loop import train
-from vitral.training.parallel import World, joined, wait
+from vitral.training.parallel import World, by_first, gather_rows, joined
 from vitral.training.preflight import Forecast, peak_bytes, preflight
 from vitral.training.prepare import (
     Batches,
@@ -37,6 +40,9 @@ from vitral.training.record import Recorder
 from vitral.training.schedule import learning_rate
 from vitral.training.signals import stop_requests
 from vitral.training.state import Trainee, restore, save
+
+# May change when a run goes on: memory, speed and disk depend on them, what is computed does not.
+_FREE = {"workers", "micro_batch", "checkpointing", "compile", "parallel", "keep", "save_every"}
 
 
 @dataclass(frozen=True)
@@ -60,14 +66,14 @@ def run(recipe: Recipe, data: DataSet, path: Path, *, device: str = "", listen: 
     began = time.perf_counter()
     with joined(device) as world, stop_requests() as stopping:
         listen = listen if world.first else lambda event: None
-        folder = RunFolder(path)
-        finished = _claim(folder, recipe, data, world)
+        folder = RunFolder(by_first(lambda: path, world))  # a name free for one process may be taken for the next
+        finished = by_first(lambda: _claim(folder, recipe, data), world)
         if finished is not None:
-            listen(Note(f"{path} holds this run, finished: choose another folder to train again"))
+            listen(Note(f"{folder.path} holds this run, finished: choose another folder to train again"))
             return finished
         model, card = prepare_model(recipe, data.train.classes)
         data, skipped = readable(
-            data, card.architecture.channels, path / "pixels", workers_of(recipe, world), world, listen
+            data, card.architecture.channels, folder.path / "pixels", workers_of(recipe, world), world, listen
         )
         parts = open_recipe(recipe, data, card, world)
         trainee, plain, judge, batches = prepare_trainee(model, parts, world, listen)
@@ -84,12 +90,12 @@ def run(recipe: Recipe, data: DataSet, path: Path, *, device: str = "", listen: 
             evaluate=judge.evaluate,
             save=lambda: save(trainee, folder, world, recipe.keep),
             keep_best=lambda: _keep(plain, parts, folder.best, world) if recipe.patience else None,
-            name_rows=lambda indices: [parts.train.keys[index] for index in indices.tolist()],
+            name_rows=lambda indices: _names(indices, parts, world),
             listen=recorder.hear,
             stopping=stopping,
         )
         result = Result(
-            folder=str(path),
+            folder=str(folder.path),
             metrics=trainee.facts["metrics"],
             step=trainee.facts["best_step"] if recipe.patience else trainee.step,
             seconds=time.perf_counter() - began,
@@ -104,29 +110,34 @@ def run(recipe: Recipe, data: DataSet, path: Path, *, device: str = "", listen: 
         return result
 
 
-def _claim(folder: RunFolder, recipe: Recipe, data: DataSet, world: World) -> Result | None:
+def _claim(folder: RunFolder, recipe: Recipe, data: DataSet) -> Result | None:
     """Make the folder ours, or check that it holds this very run; a finished one comes back as its result."""
-    if world.first:
-        folder.make()
-        facts = {"source": data.source, "train": data.train.fingerprint(), "notes": list(data.notes)}
-        _same(folder, "recipe.toml", recipes.to_toml(recipe), "recipe")
-        _same(folder, "data.json", json.dumps(facts, indent=2) + "\n", "data")
-    wait(world)
+    folder.make()
+    images = {"train": data.train.fingerprint(), "test": data.test.fingerprint() if data.test else ""}
+    if folder.begun:
+        _check_same(folder, recipe, images)
+    elif folder.model.exists():
+        raise UserError(f"{folder.path} holds weights that are not of this run: choose another folder.")
+    else:
+        facts = {"source": data.source, **images, "notes": list(data.notes)}
+        folder.write_text("recipe.toml", recipes.to_toml(recipe))
+        folder.write_text("data.json", json.dumps(facts, indent=2) + "\n")
     text = folder.read_text("result.json")
-    return None if text is None else Result(**json.loads(text))
+    if text is None:
+        return None
+    _tidy(folder)
+    return Result(**json.loads(text))
 
 
-def _same(folder: RunFolder, name: str, text: str, what: str) -> None:
-    before = folder.read_text(name)
-    if before is None:
-        folder.write_text(name, text)
-    elif before != text:
-        old, new = before.splitlines(), text.splitlines()
-        line = next((mine for mine, theirs in zip(new, old, strict=False) if mine != theirs), "its length")
-        raise UserError(
-            f"{folder.path} holds another run (its {what} differs: {line.split('#')[0].strip()}): "
-            "choose another folder, or remove it."
-        )
+def _check_same(folder: RunFolder, recipe: Recipe, images: dict[str, str]) -> None:
+    """A run goes on with the images and the maths it began with."""
+    before, now = recipes.values(recipes.from_toml(folder.read_text("recipe.toml") or "")), recipes.values(recipe)
+    keys = [key for key in now if key not in _FREE and before[key] != now[key]]
+    changed = [f"{key} was {before[key]} and is {now[key]}" for key in keys]
+    stated = json.loads(folder.read_text("data.json") or "{}")
+    changed += [f"its {name} images were others" for name in images if images[name] != stated.get(name)]
+    if changed:
+        raise UserError(f"{folder.path} holds another run ({changed[0]}): choose another folder, or remove it.")
 
 
 def _start(
@@ -140,10 +151,16 @@ def _start(
 ) -> Forecast:
     """Preflight, then the saved state if there is one."""
     forecast = preflight(trainee, parts.plan, world, batches, judge.seconds_for_all)
-    saved = folder.newest_state()
+    if world.device.type == "cpu":
+        # Mapped pixels count as memory of the process once they were read, and one step reads few of them.
+        mapped = sum(file.stat().st_size for file in (folder.path / "pixels").glob("*.bin"))
+        forecast = replace(forecast, peak_bytes=forecast.peak_bytes + mapped)
+    saved = by_first(folder.newest_state, world)
     if saved is not None:
         restore(trainee, saved)
         recorder.listen(Note(f"going on from step {saved.step}"))
+    elif folder.begun:
+        recorder.listen(Note("none of the saved states can be read: starting from the beginning"))
     if world.first:
         folder.rewind_metrics(trainee.step)
     plan = forecast.plan
@@ -164,11 +181,19 @@ def _start(
     return forecast
 
 
+def _names(indices: Tensor, parts: Parts, world: World) -> list[str]:
+    """The images of a step, over all processes."""
+    rows = gather_rows({"indices": indices.numpy()}, world)["indices"]
+    return [parts.train.keys[index] for index in dict.fromkeys(rows.tolist())]
+
+
 def _keep(plain: PlainModel, parts: Parts, path: Path, world: World) -> None:
-    """Write the weights as an ordinary file with its card; adapters are merged into what they adapt."""
     model = plain()
-    if not world.first:
-        return
+    by_first(lambda: _write(model, parts, path), world)
+
+
+def _write(model: Model, parts: Parts, path: Path) -> None:
+    """The weights as an ordinary file with its card; adapters are merged into what they adapt."""
     if parts.recipe.tune.startswith("lora"):
         model = copy.deepcopy(model)
         merge_lora(model)
@@ -178,14 +203,20 @@ def _keep(plain: PlainModel, parts: Parts, path: Path, world: World) -> None:
 
 def _finish(result: Result, plain: PlainModel, parts: Parts, folder: RunFolder, world: World) -> None:
     """The model file, then the result; only then does the state go."""
-    if parts.recipe.patience and folder.best.exists():
-        wait(world)
-        if world.first:
-            folder.best.replace(folder.model)
-    else:
+    kept = by_first(lambda: parts.recipe.patience and (folder.best.exists() or folder.model.exists()), world)
+    if not kept:
         _keep(plain, parts, folder.model, world)
-    if world.first:
-        folder.write_text("result.json", json.dumps(asdict(result), indent=2) + "\n")
-        folder.forget_states()
-        shutil.rmtree(folder.path / "pixels", ignore_errors=True)
-    wait(world)
+    by_first(lambda: _close(result, folder), world)
+
+
+def _close(result: Result, folder: RunFolder) -> None:
+    if folder.best.exists():  # else there is no patience, or an earlier start ended right after this renaming
+        folder.best.replace(folder.model)
+    folder.write_text("result.json", json.dumps(asdict(result), indent=2) + "\n")
+    _tidy(folder)
+
+
+def _tidy(folder: RunFolder) -> None:
+    """Remove what only a run that goes on needs."""
+    folder.forget_states()
+    shutil.rmtree(folder.path / "pixels", ignore_errors=True)

@@ -20,7 +20,7 @@ from vitral.data.loader import Batch
 from vitral.errors import UserError
 from vitral.training.events import Evaluated, Listener, Note, Saved, StepDone
 from vitral.training.optimizer import set_rate
-from vitral.training.parallel import World, accumulating, every, total
+from vitral.training.parallel import World, accumulating, every, total, whole
 from vitral.training.state import Trainee
 
 
@@ -64,6 +64,7 @@ def train(
     the value to select by under "score"; `keep_best` stores the weights of the best score so far.
     """
     stream = batches(trainee.step)
+    saved = trainee.step  # where the newest state on disk is; 0: there is none
     reported: _Step | None = None  # the step before, told one step late: reading it at once would make a GPU wait
     try:
         while trainee.step < plan.steps and not trainee.facts.get("ended"):
@@ -78,7 +79,7 @@ def train(
             if trainee.average is not None:
                 trainee.average.update(trainee.model)
             trainee.step += 1
-            _report(reported, plan, name_rows, listen)
+            _report(reported, plan, saved, name_rows, listen)
             seconds = time.perf_counter() - began
             reported = _Step(trainee.step, loss, right, norm, batch.indices, base, seconds, waited)
             done = trainee.step == plan.steps
@@ -86,12 +87,13 @@ def train(
             stop = not every(not stopping(), world)
             saving = stop or _due(trainee.step, plan.save_every, done)
             if evaluating or saving:
-                _report(reported, plan, name_rows, listen)
+                _report(reported, plan, saved, name_rows, listen)
                 reported = None
             if evaluating:
                 _evaluate(trainee, plan, evaluate, keep_best, listen)
             if saving or trainee.facts.get("ended"):
                 save()
+                saved = trainee.step
                 listen(Saved(trainee.step))
             if stop and not done:
                 raise Interrupted
@@ -114,7 +116,9 @@ class _Step(NamedTuple):
     waited: float
 
 
-def _report(done: _Step | None, plan: Plan, name_rows: Callable[[Tensor], list[str]], listen: Listener) -> None:
+def _report(
+    done: _Step | None, plan: Plan, saved: int, name_rows: Callable[[Tensor], list[str]], listen: Listener
+) -> None:
     """Tell a step's numbers, and stop the run where they are not finite."""
     if done is None:
         return
@@ -122,9 +126,10 @@ def _report(done: _Step | None, plan: Plan, name_rows: Callable[[Tensor], list[s
     if not math.isfinite(loss + norm):
         names = name_rows(done.indices)
         some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        kept = f"the last good state, of step {saved}, stays" if saved else "no state was saved before"
         raise UserError(
-            f"the loss or its gradient is not a finite number at step {done.step} (images {some}): lower optim.lr, set "
-            "optim.clip=1 or precision=float32, and start again from the last saved state, which is from before."
+            f"the loss or its gradient is not a finite number at step {done.step} (images {some}; {kept}): lower "
+            "optim.lr, set optim.clip=1 or precision=float32, and train into another folder."
         )
     accuracy = None if right < 0 else right / plan.batch
     listen(StepDone(done.step, plan.steps, loss, accuracy, done.rate, plan.batch, done.seconds, done.waited))
@@ -139,7 +144,7 @@ def gradients(
     """
     while True:
         try:
-            return *_accumulate(trainee, plan, world, batch), plan
+            return *accumulate(trainee, plan, world, batch), plan
         except torch.OutOfMemoryError as error:
             if plan.micro == 1 or world.size > 1:
                 raise UserError(
@@ -152,23 +157,44 @@ def gradients(
             listen(Note(f"memory ran out: going on with {plan.micro} images at a time, same maths"))
 
 
-def _accumulate(trainee: Trainee, plan: Plan, world: World, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The sums, over all processes, of the rows' losses divided by the batch, and of the right answers."""
+def accumulate(
+    trainee: Trainee, plan: Plan, world: World, batch: Batch, exchange: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The sums, over all processes, of the rows' losses divided by the batch, and of the right answers.
+
+    Without `exchange` they are those of this process, and so is the gradient.
+    """
     trainee.optimizer.zero_grad(set_to_none=True)
-    extra = int(plan.partners)
-    rows = len(batch.valid) - extra
     sums = torch.zeros(2, device=world.device)
-    for piece, start in enumerate(range(0, rows, plan.micro)):
-        stop = min(start + plan.micro, rows)
-        part = [tensor[start : stop + extra].to(world.device, non_blocking=True) for tensor in batch[:3]]
+    pieces = _pieces(batch, plan, world)
+    for piece, part in enumerate(pieces):
+        rows = [tensor.to(world.device, non_blocking=True) for tensor in part]
         torch.manual_seed(_key(plan.seed, trainee.step, piece, world.rank))
-        with accumulating(trainee.wrapped, last=stop == rows), _precision(plan, world):
-            loss, right = trainee.wrapped(*part, trainee.step)
+        last = exchange and piece == len(pieces) - 1
+        with accumulating(trainee.wrapped, last=last), _precision(plan, world):
+            loss, right = trainee.wrapped(*rows, trainee.step)
             share = loss / plan.batch
             (share * world.size).backward()  # processes average their gradients; we want their sum
         sums += torch.stack([share.detach().float(), right.float()])
-    total(sums, world)
+    if exchange:
+        total(sums, world)
     return sums[0], sums[1]
+
+
+def _pieces(batch: Batch, plan: Plan, world: World) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Images, labels and validity of at most `plan.micro` rows at a time, with their partners where rows are mixed.
+
+    Processes whose share is a row smaller get equally many, one perhaps of a row that does not count: shards of weights
+    come together for every piece.
+    """
+    extra = int(plan.partners)
+    rows = len(batch.valid) - extra
+    pieces = []
+    for start in range(0, -(-plan.batch // world.size), plan.micro):
+        part = slice(min(start, rows - 1), min(start + plan.micro, rows) + extra)
+        valid = batch.valid[part] if start < rows else torch.zeros_like(batch.valid[part])
+        pieces.append((batch.images[part], batch.labels[part], valid))
+    return pieces
 
 
 def _precision(plan: Plan, world: World) -> torch.autocast:
@@ -178,7 +204,7 @@ def _precision(plan: Plan, world: World) -> torch.autocast:
 def _clipped(trainee: Trainee, clip: float) -> Tensor:
     """The gradient's global norm; the gradient is scaled down to `clip` where it is larger."""
     parameters = [parameter for parameter in trainee.model.parameters() if parameter.grad is not None]
-    return torch.nn.utils.clip_grad_norm_(parameters, clip or math.inf)
+    return whole(torch.nn.utils.clip_grad_norm_(parameters, clip or math.inf))
 
 
 def _evaluate(

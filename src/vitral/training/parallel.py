@@ -7,11 +7,11 @@ wrapped: calling methods of a model around DistributedDataParallel gives silentl
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from vitral.errors import UserError
 from vitral.models.device import default_device
 
 Kind = Literal["ddp", "fsdp"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class World:
 def joined(device: str = "") -> Iterator[World]:
     """The world that torchrun describes, or this process alone; the group is left when the block ends."""
     place = torch.device(device) if device else default_device()
+    if place.type == "cuda" and place.index is None and torch.cuda.is_available():
+        place = default_device()  # "cuda" means another GPU in each process
     size = int(os.environ.get("WORLD_SIZE", 1))
     if size == 1 or dist.is_initialized():
         alone = not dist.is_initialized()
@@ -64,7 +67,8 @@ def wrap(objective: nn.Module, world: World, kind: Kind) -> nn.Module:
         return objective
     if kind == "ddp":
         ids = [world.device.index] if world.device.type == "cuda" else None
-        return DistributedDataParallel(objective, device_ids=ids)
+        # Its buffers are constants; sending them around would count on equally many forward passes everywhere.
+        return DistributedDataParallel(objective, device_ids=ids, broadcast_buffers=False)
     blocks = [module for module in objective.modules() if type(module).__name__ in ("Block", "AxialBlock", "Unit")]
     for block in blocks:
         fully_shard(block)
@@ -106,6 +110,8 @@ def total(values: Tensor, world: World) -> Tensor:
 
 def every(condition: bool, world: World) -> bool:
     """Whether the condition holds in all processes."""
+    if world.size == 1:
+        return condition
     return int(total(torch.tensor(int(condition), device=world.device), world)) == world.size
 
 
@@ -118,9 +124,20 @@ def gather_rows(rows: dict[str, np.ndarray], world: World) -> dict[str, np.ndarr
     return {key: np.concatenate([part[key] for part in gathered]) for key in rows}
 
 
-def wait(world: World) -> None:
+def by_first(action: Callable[[], T], world: World) -> T:
+    """What the first process alone does, and the others wait for: all get its value, or fail as it did."""
+    outcome: list[Any] = [None, None]
+    if world.first:
+        try:
+            outcome = [action(), None]
+        except (UserError, OSError) as error:
+            outcome = [None, error]
     if world.size > 1:
-        dist.barrier()
+        dist.broadcast_object_list(outcome)
+    value, error = outcome
+    if error is not None:
+        raise error
+    return value
 
 
 def check_batch(batch: int, world: World) -> None:

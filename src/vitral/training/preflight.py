@@ -12,9 +12,9 @@ import torch
 
 from vitral.data.loader import Batch
 from vitral.errors import UserError
-from vitral.training.loop import Plan, gradients
+from vitral.training.loop import Plan, accumulate, gradients
 from vitral.training.optimizer import set_rate
-from vitral.training.parallel import World, every
+from vitral.training.parallel import World, every, is_sharded
 from vitral.training.state import Trainee
 
 _CPU_ROWS = 64  # more at a time is no faster on a CPU, and takes more memory
@@ -46,9 +46,7 @@ def preflight(
     getattr(stream, "close", lambda: None)()
     plan = _fitting(trainee, plan, world, batch)
     evaluation_seconds = evaluate_some()
-    began = time.perf_counter()
-    _dry_step(trainee, plan, world, batch)
-    seconds = time.perf_counter() - began
+    seconds = _step_seconds(trainee, plan, world, batch)
     peak = peak_bytes(world.device)
     trainee.optimizer.state.clear()
     trainee.optimizer.zero_grad(set_to_none=True)
@@ -78,26 +76,44 @@ def peak_bytes(device: torch.device) -> int:
 
 def _fitting(trainee: Trainee, plan: Plan, world: World, batch: Batch) -> Plan:
     """The plan with pieces small enough for the memory of every process."""
-    while True:
-        try:
-            found: Plan | None = _dry_step(trainee, plan, world, batch)
-        except (torch.OutOfMemoryError, UserError):
-            if world.size == 1 and plan.micro == 1:
-                raise
-            found = None
-        if every(found is not None, world):
-            return found or plan
+    while not every(_fits(trainee, plan, world, batch), world):
         if plan.micro == 1:
             raise UserError("memory runs out with one image at a time: choose a smaller model or image.")
-        plan = replace(plan, micro=max(plan.micro // 2, 1))
+        plan = replace(plan, micro=plan.micro // 2)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return plan
 
 
-def _dry_step(trainee: Trainee, plan: Plan, world: World, batch: Batch) -> Plan:
+def _fits(trainee: Trainee, plan: Plan, world: World, batch: Batch) -> bool:
+    """Whether this process can take a step, tried without the others: they would wait for one that runs out of memory.
+
+    Sharded weights cannot do without the others; all processes hold equally much of them, and run out together.
+    """
     set_rate(trainee.optimizer, 0.0)
-    loss, _, plan = gradients(trainee, plan, world, batch, lambda event: None)
+    try:
+        accumulate(trainee, plan, world, batch, exchange=is_sharded(trainee.wrapped))
+        trainee.optimizer.step()
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def _step_seconds(trainee: Trainee, plan: Plan, world: World, batch: Batch) -> float:
+    """The fastest of a few steps; a slow one is run once, since it tells enough."""
+    times: list[float] = []
+    while len(times) < 5 and every(sum(times) < 0.5, world):
+        began = time.perf_counter()
+        _dry_step(trainee, plan, world, batch)
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def _dry_step(trainee: Trainee, plan: Plan, world: World, batch: Batch) -> None:
+    set_rate(trainee.optimizer, 0.0)
+    loss, _, _ = gradients(trainee, plan, world, batch, lambda event: None)
     if not torch.isfinite(loss):
         raise UserError("the first loss is not a finite number: check the weights in init, or set precision=float32.")
     trainee.optimizer.step()
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
-    return plan

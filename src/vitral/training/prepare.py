@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vitral import recipe as recipes
-from vitral.architecture import ViTConfig
+from vitral.architecture import ViTConfig, as_size
 from vitral.checkpoints.adapt import Adaptation, to_classes
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.weights import assemble, read_adapted
@@ -32,7 +32,7 @@ from vitral.training.judge import Judge, PlainModel
 from vitral.training.loop import Plan
 from vitral.training.objective import LossSettings, Objective, recompute_activations
 from vitral.training.optimizer import build_optimizer, freeze, parameter_groups
-from vitral.training.parallel import World, check_batch, gather_rows, wait, wrap
+from vitral.training.parallel import World, by_first, check_batch, gather_rows, wrap
 from vitral.training.preflight import first_guess
 from vitral.training.state import Trainee
 
@@ -68,20 +68,53 @@ def readable(
 
     def decoded(split: Split) -> tuple[Split, list[tuple[str, str]]]:
         progress = _decoding(split.name, listen)
-        if not world.first:
-            wait(world)  # the first writes, the others find it
-        found = decoded_once(split, pixels, channels=channels, workers=workers, on_progress=progress)
-        if world.first:
-            wait(world)
-        return found
+        found: list[tuple[Split, list[tuple[str, str]]]] = []
+
+        def decode() -> bool:
+            found.append(decoded_once(split, pixels, channels=channels, workers=workers, on_progress=progress))
+            return found[0][0] is not split
+
+        # The first writes the file and the others find it, where there is one.
+        if by_first(decode, world) and not found:
+            decode()
+        return found[0] if found else (split, [])
 
     train, skipped = decoded(data.train)
     test, problems = decoded(data.test)
     skipped = [*skipped, *problems]
     if skipped:
-        some = "; ".join(f"{key}: {reason}" for key, reason in skipped[:3]) + ("; ..." if skipped[3:] else "")
-        listen(Note(f"{len(skipped)} images cannot be read and are left out ({some})"))
+        some = "; ".join(f"{key}: {reason}" for key, reason in skipped[:3])
+        some += f"; and {len(skipped) - 3} more, named in result.json" if skipped[3:] else ""
+        listen(Note(f"left out {len(skipped)} image{'s' * (len(skipped) > 1)} that cannot be read ({some})"))
+    lost = np.flatnonzero((train.counts() == 0) & (data.train.counts() > 0))
+    if len(lost):
+        raise UserError(
+            f'no training image of the class "{train.classes[lost[0]]}" can be read: add some, or remove the class.'
+        )
+    if len(test) == 0:
+        raise UserError("none of the test images can be read: see `vitral check`.")
     return replace(data, train=train, test=test), skipped
+
+
+def check_recipe(recipe: Recipe, data: DataSet, card: Card | None) -> None:
+    """What cannot work is said here, before there is a run folder; `card` is that of the weights in init."""
+    train = data.train
+    if recipe.batch > len(train):
+        raise UserError(f"batch={recipe.batch} is more than the {len(train)} training images: choose a smaller one.")
+    if train.multilabel and recipe.loss != "sigmoid":
+        raise UserError("images of this data have several labels: set loss=sigmoid.")
+    if train.multilabel and recipe.balance == "sampler":
+        raise UserError("balance=sampler needs one label an image: use balance=weights.")
+    architecture = card.architecture if card else recipes.architecture_of(recipe, len(train.classes))
+    if recipe.image:
+        architecture = replace(architecture, image=as_size(recipe.image))
+    if len(recipe.data.mean) != architecture.channels:
+        raise UserError(f"data.mean needs one number for each of the {architecture.channels} channels.")
+    for name, text in zip(("train", "test"), recipes.pipelines(recipe, architecture.image), strict=True):
+        if parse_pipeline(text).random and name == "test":
+            raise UserError(f'data.test="{text}" draws at random: use steps that give the same pixels each time.')
+    with torch.device("meta"):
+        freeze(build(architecture), recipe.tune)
 
 
 def prepare_model(recipe: Recipe, classes: tuple[str, ...]) -> tuple[Model, Card]:
@@ -101,8 +134,6 @@ def prepare_model(recipe: Recipe, classes: tuple[str, ...]) -> tuple[Model, Card
         card = Card(model.config, source="trained from scratch", format="vitral")
     architecture = model.config
     _, test = recipes.pipelines(recipe, architecture.image)
-    if len(recipe.data.mean) != architecture.channels:
-        raise UserError(f"data.mean needs one number for each of the {architecture.channels} channels.")
     return model, replace(
         card,
         architecture=architecture,
@@ -113,12 +144,13 @@ def prepare_model(recipe: Recipe, classes: tuple[str, ...]) -> tuple[Model, Card
 
 
 def open_recipe(recipe: Recipe, data: DataSet, card: Card, world: World) -> Parts:
-    """Lengths and loss of a run; what cannot work is said here, before the first step."""
+    """Lengths and loss of a run. The batch shrinks where files that cannot be read leave fewer images than it has."""
     train, test = data.train, data.test
     assert test is not None
-    _check(recipe, train, world)
+    batch = min(recipe.batch, len(train))
+    check_batch(batch, world)
     order = balanced_order(train.labels, recipe.seed) if recipe.balance == "sampler" else None
-    epoch = (len(train) if order is None else len(order)) / recipe.batch  # steps
+    epoch = (len(train) if order is None else len(order)) / batch  # steps
     steps = recipe.steps or max(round(recipe.epochs * epoch), 1)
     # Each epoch, but not more than ten times: on little data an evaluation takes as long as an epoch.
     evaluate_every = recipe.evaluate_every or max(math.ceil(epoch), math.ceil(steps / 10))
@@ -135,8 +167,8 @@ def open_recipe(recipe: Recipe, data: DataSet, card: Card, world: World) -> Part
     )
     plan = Plan(
         steps=steps,
-        batch=recipe.batch,
-        micro=first_guess(math.ceil(recipe.batch / world.size), recipe.micro_batch, world.device),
+        batch=batch,
+        micro=first_guess(math.ceil(batch / world.size), recipe.micro_batch, world.device),
         seed=recipe.seed,
         clip=recipe.optim.clip,
         evaluate_every=evaluate_every,
@@ -153,6 +185,8 @@ def prepare_trainee(
 ) -> tuple[Trainee, PlainModel, Judge, Batches]:
     """What the loop changes, its weights as a plain model, who judges them, and where batches come from."""
     recipe = parts.recipe
+    if parts.plan.batch < recipe.batch:
+        listen(Note(f"only {parts.plan.batch} training images are left: that is the batch, not {recipe.batch}"))
     model.to(world.device)
     freeze(model, recipe.tune)
     model.to(world.device)  # adapters that were added
@@ -231,11 +265,11 @@ def _on_features(plain: PlainModel, parts: Parts, world: World, listen: Listener
             indices = torch.from_numpy(places if parts.order is None else parts.order[places])
             yield Batch(train["features"][indices], labels[indices], train["valid"][indices], indices)
 
-    @torch.inference_mode()
     def outputs(split: Split) -> Predictions:
         mine = np.arange(len(split))[rank_slice(len(split), world.rank, world.size)]
         head = plain().head.eval()
-        logits = head(test["features"][mine].to(world.device)).float().cpu().numpy()
+        with torch.inference_mode():
+            logits = head(test["features"][mine].to(world.device)).float().cpu().numpy()
         head.train()
         return Predictions(mine, logits, test["valid"][mine].numpy())
 
@@ -253,16 +287,6 @@ def _measuring(parts: Parts, world: World, listen: Listener) -> dict[str, Any]:
         "precision": "bfloat16" if parts.plan.autocast is not None else "float32",
         "on_progress": lambda done, total: listen(EvaluationProgress(done, total)),
     }
-
-
-def _check(recipe: Recipe, train: Split, world: World) -> None:
-    if recipe.batch > len(train):
-        raise UserError(f"batch={recipe.batch} is more than the {len(train)} training images: choose a smaller one.")
-    if train.multilabel and recipe.loss != "sigmoid":
-        raise UserError("images of this data have several labels: set loss=sigmoid.")
-    if not train.multilabel and recipe.loss == "sigmoid" and recipe.balance == "sampler":
-        raise UserError("loss=sigmoid does not go with balance=sampler: use balance=weights.")
-    check_batch(recipe.batch, world)
 
 
 def _autocast(precision: str, device: torch.device) -> torch.dtype | None:

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+_ECHO = 1.0  # seconds: `timeout` and schedulers send one signal to a process and again to its group
 
 
 @contextmanager
 def stop_requests() -> Iterator[Callable[[], bool]]:
     """Yields a function that says whether a stop was asked for; the handlers from before are put back afterwards."""
     asked = threading.Event()
+    first = 0.0
 
     def ask(number: int, frame: FrameType | None) -> None:
-        if asked.is_set():
+        nonlocal first
+        if not asked.is_set():
+            first = time.monotonic()
+            asked.set()
+        elif time.monotonic() - first > _ECHO:
             raise KeyboardInterrupt
-        asked.set()
 
     if threading.current_thread() is not threading.main_thread():  # a notebook's or a server's thread has no signals
         yield asked.is_set

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vitral.checkpoints.run import RunFolder, SavedState
 from vitral.training.average import Average
-from vitral.training.parallel import World, is_sharded, placed_like, whole
+from vitral.training.parallel import World, by_first, is_sharded, placed_like, whole
 
 
 @dataclass
@@ -32,9 +32,10 @@ def save(trainee: Trainee, folder: RunFolder, world: World, keep: int) -> None:
     """Write the state; every process takes part, one writes (all write shards where the weights are sharded)."""
     tensors = _tensors(trainee)
     if is_sharded(trainee.wrapped):
-        folder.save_sharded(trainee.step, tensors, trainee.facts, keep)
-    elif world.first:
-        folder.save_state(trainee.step, tensors, trainee.facts, keep)
+        folder.write_shards(trainee.step, tensors)
+        by_first(lambda: folder.name_shards(trainee.step, trainee.facts, keep), world)
+    else:
+        by_first(lambda: folder.save_state(trainee.step, tensors, trainee.facts, keep), world)
 
 
 @torch.no_grad()

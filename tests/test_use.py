@@ -1,0 +1,250 @@
+"""A folder of everything in, a model out, and the model used: the command line from end to end."""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from journeys import BROKEN, COLOURS, MODEL, ODD, QUICK, SHAPE, Command, colour_folder, mixed_bag, paint
+from PIL import Image
+
+import vitral
+from vitral.api import prediction
+from vitral.data.preprocess import parse_pipeline
+from vitral.recipe import Recipe, from_toml, recipe_hash
+from vitral.training import judge
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(monkeypatch, capsys)
+
+
+@pytest.fixture(scope="module")
+def bag(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mixed_bag(tmp_path_factory.mktemp("data") / "bag")
+
+
+class Journey:
+    """What was said and computed while a run was trained on everything, without a split and without a recipe."""
+
+    def __init__(self, folder: Path, bag: Path) -> None:
+        self.run = folder / "run"
+        self.notes: list[str] = []
+        self.logits: list[np.ndarray] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(judge, "measure", self._measure)
+            began = time.perf_counter()
+            overrides = [*SHAPE, "shape.depth=1", "optim.lr=0.01", "evaluate_every=100"]
+            vitral.train(bag, out=self.run, overrides=overrides, device="cpu", listen=self._hear)
+            self.seconds = time.perf_counter() - began
+
+    def _hear(self, event: Any) -> None:
+        self.notes += [event.text] if hasattr(event, "text") else []
+
+    def _measure(self, logits: np.ndarray, labels: np.ndarray, classes: tuple[str, ...]) -> dict[str, Any]:
+        self.logits.append(logits)
+        counted = prediction.classification_metrics(logits, labels, classes)
+        return {"score": counted.top1, **counted.as_dict()}
+
+
+@pytest.fixture(scope="module")
+def journey(bag: Path, tmp_path_factory: pytest.TempPathFactory) -> Journey:
+    return Journey(tmp_path_factory.mktemp("runs"), bag)
+
+
+def test_everything_in_a_folder_trains_and_what_is_skipped_is_named(journey):
+    said = "\n".join(journey.notes)
+    assert journey.seconds < 60
+    assert "Left out 1 file that is no image (.txt 1)." in said
+    assert "left out 3 images that cannot be read" in said
+    assert all(f"red/{name}: " in said for name in BROKEN)
+    assert "are held out for testing" in said
+    result = json.loads((journey.run / "result.json").read_text())
+    assert {name: True for name, _ in result["skipped"]} == {f"red/{name}": True for name in BROKEN}
+    assert result["metrics"]["top1"] == 1
+    # 40 files, of which 8 are held out; of 32 chosen as one batch, those that can be read are left.
+    assert any("training images are left: that is the batch" in note for note in journey.notes)
+
+
+def test_training_evaluation_and_prediction_see_the_same_pixels(journey, bag, monkeypatch):
+    model, card = vitral.load(journey.run)
+    assert card.preprocess is not None
+    seen: list[np.ndarray] = []
+    real = prediction.classification_metrics
+    monkeypatch.setattr(
+        prediction, "classification_metrics", lambda logits, *rest: (seen.append(logits), real(logits, *rest))[1]
+    )
+    evaluated = vitral.evaluate(journey.run, bag)
+    np.testing.assert_array_equal(seen[0], journey.logits[-1])
+    trained = json.loads((journey.run / "result.json").read_text())["metrics"]
+    assert {"score": evaluated.metrics["top1"], **evaluated.metrics} == trained
+
+    # The same by hand, from the bytes of a file that needs no policy.
+    path = bag / "green" / "3.png"
+    pipeline = parse_pipeline(card.preprocess.pipeline)
+    pixels = torch.from_numpy(pipeline(np.array(Image.open(path)))).permute(2, 0, 1)[None]
+    inputs = (pixels.double() / 255 - 0.5) / 0.5
+    with torch.inference_mode():
+        expected = model.double()(inputs).softmax(-1)[0]
+    row = vitral.predict(journey.run, path).rows[0]
+    found = dict(zip(row.names, row.probabilities, strict=True))
+    assert [found[name] for name in card.class_names] == pytest.approx(expected.tolist(), abs=1e-6)
+
+
+def test_predict_names_every_file_once(command, journey, bag, tmp_path):
+    table = tmp_path / "out.csv"
+    said = command("predict", journey.run, bag, "-o", table, "--top", "2")
+    assert said.code == 0
+    assert "37 images, 3 that cannot be read" in said.out
+    with table.open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert list(rows[0]) == ["path", "class_1", "probability_1", "class_2", "probability_2", "error"]
+    read = {row["path"]: row for row in rows if not row["error"]}
+    broken = {Path(row["path"]).name: row["error"] for row in rows if row["error"]}
+    assert broken.keys() == BROKEN.keys()
+    assert all(BROKEN[name] in reason for name, reason in broken.items())
+    assert {Path(path).name for path in read} >= set(ODD)
+    right = [Path(path).parent.name == row["class_1"] for path, row in read.items()]
+    assert np.mean(right) > 0.9  # grey and 16-bit pictures have lost the colour they are named by
+    assert all(float(row["probability_1"]) >= float(row["probability_2"]) for row in read.values())
+
+
+def test_predict_as_json_and_as_a_table(command, journey, bag):
+    files = [bag / "blue/1.png", bag / "red/empty.jpg", bag / "red/2.png"]
+    said = command("predict", journey.run, *files, "--json")
+    found = json.loads(said.out)
+    assert [row["path"] for row in found["predictions"]] == [str(files[0]), str(files[2])]
+    assert [row["classes"][0]["name"] for row in found["predictions"]] == ["blue", "red"]
+    assert sum(one["probability"] for one in found["predictions"][0]["classes"]) == pytest.approx(1)
+    assert found["unreadable"] == [{"path": str(files[1]), "reason": "the file is empty"}]
+    shown = command("predict", journey.run, *files).out
+    assert "blue" in next(line for line in shown.splitlines() if "1.png" in line)
+    assert "not read: the file is empty" in shown
+
+
+def test_evaluate_scores_what_the_run_has_not_seen(command, journey, bag, tmp_path):
+    trained = json.loads((journey.run / "result.json").read_text())["metrics"]
+    for source in (journey.run, journey.run / "model.safetensors"):
+        found = json.loads(command("evaluate", source, bag, "--json").out)
+        assert found["metrics"]["n"] == trained["n"]
+        assert found["metrics"]["nll"] == pytest.approx(trained["nll"], rel=1e-6)
+        assert "held-out" in found["notes"][0]
+    other = colour_folder(tmp_path / "other", 4)
+    found = json.loads(command("evaluate", journey.run, other, "--json").out)
+    assert (found["metrics"]["n"], found["metrics"]["top1"], found["unreadable"]) == (12, 1, 0)
+    assert found["notes"][0] == "All 12 images are scored."
+    shown = command("evaluate", journey.run, other).out
+    assert "100.00%" in shown
+    assert "matched by name" in shown
+
+
+def test_evaluate_maps_classes_by_name_or_number_and_never_by_luck(command, journey, tmp_path):
+    order = vitral.load(journey.run)[1].class_names
+    assert order == ("blue", "green", "red")
+    numbered = colour_folder(tmp_path / "numbered", 3, {name: str(order.index(name)) for name in COLOURS})
+    found = json.loads(command("evaluate", journey.run, numbered, "--json").out)
+    assert found["metrics"]["top1"] == 1
+    assert "output numbers" in found["notes"][1]
+    # Half of the classes under other names, or a number that no output has: refused, not scored.
+    for names in ({"red": "rouge", "green": "green"}, {"red": "0", "green": "1", "blue": "3"}):
+        wrong = colour_folder(tmp_path / f"wrong-{len(names)}", 2, names)
+        said = command("evaluate", journey.run, wrong)
+        assert said.code == 2
+        assert "do not match" in said.err
+        assert not said.out
+    unequal = colour_folder(tmp_path / "more", 2)
+    paint(unequal / "teal" / "0.png", (30, 200, 200))
+    paint(unequal / "teal" / "1.png", (30, 200, 200), 1)
+    assert '"teal"' in command("evaluate", journey.run, unequal).err
+
+
+def test_embeddings_are_what_the_head_reads(command, journey, bag, tmp_path):
+    target = tmp_path / "features.npz"
+    assert command("embed", journey.run, bag / "blue", bag / "red/empty.jpg", "-o", target).code == 0
+    with np.load(target) as arrays:
+        paths, features = arrays["paths"].tolist(), arrays["features"]
+    assert len(paths) == 10
+    assert features.shape == (10, 16)
+    model, _ = vitral.load(journey.run)
+    with torch.inference_mode():
+        logits = model.head(torch.from_numpy(features)).softmax(-1).numpy()
+    found = vitral.predict(journey.run, bag / "blue").rows
+    rows = {row.path: dict(zip(row.names, row.probabilities, strict=True)) for row in found}
+    for path, chances in zip(paths, logits, strict=True):
+        assert chances[0] == pytest.approx(rows[path]["blue"], abs=1e-6)
+
+
+def test_check_prints_what_is_wrong(command, bag):
+    said = command("check", bag)
+    assert said.code == 0
+    shown = {line.split("  ")[0].strip(): line for line in said.out.splitlines() if "  " in line}
+    assert "red/turned.jpg" in shown["rotated (EXIF)"]
+    assert "red/deep.png" in shown["over 8 bits"]
+    assert "red/cmyk.jpg" in shown["CMYK"]
+    assert "red/moving.gif" in shown["animated"]
+    assert all(f"red/{name}" in said.out for name in BROKEN)
+    counts = [line.split() for line in said.out.splitlines() if line.split()[:1] in (["red"], ["green"], ["blue"])]
+    assert counts == [["blue", "10"], ["green", "10"], ["red", "20"]]
+    found = json.loads(command("check", bag, "--json").out)
+    assert {key.removeprefix("red/") for key in found["unreadable"]} == BROKEN.keys()
+
+
+def test_show_prints_a_recipe_that_reads_back(command, bag, journey, tmp_path):
+    default = command("show")
+    assert from_toml(default.out) == Recipe()
+    assert from_toml(command("show", "optim.lr=0.25", "--model", "ViT-B/16").out).optim.lr == 0.25
+    chosen = command("show", "--data", bag, "batch=7")
+    recipe = from_toml(chosen.out)
+    assert recipe.batch == 7
+    assert recipe == vitral.api.choose_recipe(bag, overrides=["batch=7"])[1]
+    assert json.loads(command("show", "--data", bag, "--json").out)["data"]["held_out"] == 0.2
+    again = from_toml(command("show", journey.run).out)
+    assert recipe_hash(again) == json.loads((journey.run / "result.json").read_text())["recipe"]
+    file = tmp_path / "mine.toml"
+    file.write_text('batch = 5\n[optim]\nname = "sgd"\n')
+    assert from_toml(command("show", file, "seed=3").out) == from_toml('batch = 5\nseed = 3\n[optim]\nname = "sgd"\n')
+
+
+def test_train_prints_its_way_and_its_result(command, tmp_path):
+    data = colour_folder(tmp_path / "colours", 6)
+    words = ["--model", MODEL, "--out", tmp_path / "run", "--set", *QUICK, "steps=20"]
+    said = command("train", data, *words)
+    assert said.code == 0
+    assert f"run folder: {tmp_path / 'run'}" in said.err
+    assert "peak memory about" in said.err
+    assert "test accuracy" in said.out
+    assert f"vitral predict {tmp_path / 'run'}" in said.out
+    assert [line.split()[0] for line in said.out.splitlines() if "%" in line][1:] == ["blue", "green", "red"]
+    again = command("train", data, *words[:4], "--json", "--set", *QUICK, "steps=20")
+    assert "finished" in again.err
+    found = json.loads(again.out)
+    assert found["seeds"] == 1
+    assert found["runs"][0]["metrics"]["top1"] == found["score"]
+    seeds = command("train", data, "--model", MODEL, "--out", tmp_path / "seeds", "--seeds", "2", "--set", *QUICK)
+    assert "+-" in seeds.out
+    assert str(tmp_path / "seeds" / "seed-1") in seeds.out
+
+
+def test_tensorboard_events_are_written(command, tmp_path):
+    pytest.importorskip("tensorboardX")
+    data = colour_folder(tmp_path / "colours", 6)
+    out = tmp_path / "run"
+    assert command("train", data, "--model", MODEL, "--out", out, "--tensorboard", "--set", *QUICK, "steps=3").code == 0
+    events = list((out / "tensorboard").glob("events*"))
+    assert len(events) == 1
+    written = events[0].read_bytes()
+    assert b"train/loss" in written
+    assert b"test/top1" in written
+
+
+@pytest.mark.parametrize("verb", ["train", "predict", "evaluate", "embed", "check", "show"])
+def test_help_is_for_people(command, verb):
+    shown = command(verb, "--help").out
+    assert not [word for word in ("None", "tyro", "default: )", "False", "STR", "{None") if word in shown]
