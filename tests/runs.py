@@ -6,13 +6,14 @@ Tests that start processes import this file there too.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vitral.api.training import train as train_
+from vitral import api
 from vitral.data.images import encode_png
 
 MODEL = "ViT-Ti/4@8"
@@ -37,7 +38,9 @@ def make_pictures(folder: Path, classes: int = 3, images: int = 8, size: int = 1
 
 def train(pictures: Path, out: Path, *words: str, listen: Any = lambda event: None, seeds: int = 1) -> Any:
     """A run of TINY with some words on top."""
-    return train_(pictures, model=MODEL, out=out, overrides=[*TINY, *words], device="cpu", listen=listen, seeds=seeds)
+    return api.train(
+        pictures, model=MODEL, out=out, overrides=[*TINY, *words], device="cpu", listen=listen, seeds=seeds
+    )
 
 
 def outcome(run: Path) -> tuple[bytes, list[dict[str, Any]], Any, int]:
@@ -55,3 +58,34 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 def states(run: Path) -> Sequence[Path]:
     """The saved states, oldest first."""
     return sorted((run / "state").glob("step-*"))
+
+
+class Crash(Exception):
+    """Stands in for the end of a process."""
+
+
+def crash_at(step: int) -> Callable[[Any], None]:
+    """A listener that ends the run when a step is done."""
+
+    def listen(event: Any) -> None:
+        if isinstance(event, api.StepDone) and event.step == step:
+            raise Crash
+
+    return listen
+
+
+def interrupt_at(step: int) -> Callable[[Any], None]:
+    """A listener that presses Ctrl-C when a step is done."""
+
+    def listen(event: Any) -> None:
+        if isinstance(event, api.StepDone) and event.step == step:
+            signal.raise_signal(signal.SIGINT)
+
+    return listen
+
+
+def said(pictures: Path, out: Path, *words: str) -> list[str]:
+    """What a run tells a person."""
+    notes: list[str] = []
+    train(pictures, out, *words, listen=lambda event: notes.append(event.text) if isinstance(event, api.Note) else None)
+    return notes

@@ -20,16 +20,13 @@ from vitral.data.images import encode_png
 from vitral.recipe import from_toml
 
 
-def train(
-    data: Path, out: Path, *words: str, model: str = MODEL, seeds: int = 1, heard: list | None = None
-) -> Training:
+def train(data: Path, out: Path, *words: str, seeds: int = 1, heard: list[Event] | None = None) -> Training:
     listen = (lambda event: None) if heard is None else heard.append
-    return vitral.train(
-        data, model=model, out=out, overrides=[*QUICK, *words], device="cpu", seeds=seeds, listen=listen
-    )
+    overrides = [*QUICK, *words]
+    return vitral.train(data, model=MODEL, out=out, overrides=overrides, device="cpu", seeds=seeds, listen=listen)
 
 
-def tune(data: Path, init: Path, out: Path, *words: str, heard: list | None = None) -> Training:
+def tune(data: Path, init: Path, out: Path, *words: str, heard: list[Event] | None = None) -> Training:
     """From weights, with what belongs to a model from scratch left out."""
     listen = (lambda event: None) if heard is None else heard.append
     quick = [word for word in QUICK if not word.startswith("shape")]

@@ -227,9 +227,21 @@ def test_train_prints_its_way_and_its_result(command, tmp_path):
     found = json.loads(again.out)
     assert found["seeds"] == 1
     assert found["runs"][0]["metrics"]["top1"] == found["score"]
-    seeds = command("train", data, "--model", MODEL, "--out", tmp_path / "seeds", "--seeds", "2", "--set", *QUICK)
-    assert "+-" in seeds.out
-    assert str(tmp_path / "seeds" / "seed-1") in seeds.out
+
+
+def test_several_seeds_show_their_spread(command, tmp_path):
+    data = colour_folder(tmp_path / "colours", 6)
+    out = tmp_path / "run"
+    words = ["--model", MODEL, "--out", out, "--seeds", "3"]
+    found = json.loads(command("train", data, *words, "--json", "--set", *QUICK, "steps=3").out)
+    scores = [run["metrics"]["score"] for run in found["runs"]]
+    assert found["seeds"] == 3
+    assert found["score"] == pytest.approx(np.mean(scores))
+    assert found["spread"] == pytest.approx(np.std(scores, ddof=1))
+    assert vitral.evaluate(Path(found["runs"][2]["folder"]), data).metrics["top1"] == scores[2]
+    shown = command("train", data, *words, "--set", *QUICK, "steps=3").out  # finished already
+    assert f"{np.mean(scores):.2%} +- {np.std(scores, ddof=1):.2%}" in shown
+    assert str(out / "seed-1") in shown
 
 
 def test_tensorboard_events_are_written(command, tmp_path):

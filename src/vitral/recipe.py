@@ -116,9 +116,9 @@ class Recipe:
     checkpointing: Annotated[bool, "recompute activations in the backward pass: less memory, a third more time"] = False
     parallel: Annotated[Parallel, "on several devices: ddp (copies) or fsdp (shards)"] = "ddp"
     workers: Annotated[int, "processes that load images, per device; -1: chosen"] = -1
-    evaluate_every: Annotated[int, "steps; 0: each epoch"] = 0
+    evaluate_every: Annotated[int, "steps; 0: each epoch, but at most ten times a run"] = 0
     save_every: Annotated[int, "steps between checkpoints; 0: with each evaluation"] = 0
-    keep: Annotated[int, "checkpoints to keep beside the best one"] = 1
+    keep: Annotated[int, "states to keep while it runs; with two, a damaged one costs little"] = 2
     patience: Annotated[int, "evaluations without a better result before the run stops; 0: never"] = 0
     shape: ShapeRecipe = field(default_factory=ShapeRecipe)
     data: DataRecipe = field(default_factory=DataRecipe)

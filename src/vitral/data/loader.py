@@ -7,6 +7,7 @@ the number of workers, and a run that starts at a later step reads what the unin
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator, Sequence, Sized
@@ -178,6 +179,9 @@ def _start_worker(worker: int) -> None:
     finish its step and save: only it ends the workers (who also end by themselves when it is gone)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():
+        os._exit(1)  # killed before torch noted whom to watch: this process would wait for ever
 
 
 def _read_batch(

@@ -203,5 +203,5 @@ def _remove_abandoned(folder: Path) -> None:
 
 def _explained(error: OSError, folder: Path) -> UserError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(f"the disk of {folder} is full: free some space there, or turn decoding in advance off.")
+        return UserError(f"the disk of {folder} is full: free some space there, then give the same command again.")
     return UserError(f"decoded images cannot be kept in {folder} ({error.strerror}): name a folder you may write to.")

@@ -64,7 +64,8 @@ class Result:
 def run(recipe: Recipe, data: DataSet, path: Path, *, device: str = "", listen: Listener) -> Result:
     """Train as the recipe says, or go on with what the folder holds; every process of a torchrun calls this."""
     began = time.perf_counter()
-    with joined(device) as world, stop_requests() as stopping:
+    world = joined(device)
+    with stop_requests() as stopping:
         listen = listen if world.first else lambda event: None
         folder = RunFolder(by_first(lambda: path, world))  # a name free for one process may be taken for the next
         finished = by_first(lambda: _claim(folder, recipe, data), world)
@@ -120,6 +121,7 @@ def _claim(folder: RunFolder, recipe: Recipe, data: DataSet) -> Result | None:
         raise UserError(f"{folder.path} holds weights that are not of this run: choose another folder.")
     else:
         facts = {"source": data.source, **images, "notes": list(data.notes)}
+        folder.best.unlink(missing_ok=True)  # of a run that ended before it saved a state
         folder.write_text("recipe.toml", recipes.to_toml(recipe))
         folder.write_text("data.json", json.dumps(facts, indent=2) + "\n")
     text = folder.read_text("result.json")

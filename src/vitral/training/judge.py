@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,15 +18,14 @@ from vitral.models.build import Model
 from vitral.training.parallel import World, gather_rows
 from vitral.training.state import Trainee, whole_weights
 
-_SAMPLE = 32  # images per process that tell how long all of them take
-
 
 @dataclass(frozen=True)
 class Judge:
-    """Scores the held-out split. `outputs` gives this process's share of a split's predictions."""
+    """Scores the held-out split. `outputs` gives this process's share of a split's predictions, `batch` at a time."""
 
     test: Split
     world: World
+    batch: int
     outputs: Callable[[Split], Predictions]
 
     def evaluate(self) -> dict[str, Any]:
@@ -40,11 +40,21 @@ class Judge:
         return measure(logits, labels, self.test.classes)
 
     def seconds_for_all(self) -> float:
-        """How long `evaluate` will take, from a few images."""
-        some = min(len(self.test), _SAMPLE * self.world.size)
+        """How long `evaluate` will take: starting costs something, too, and two batches less one are without that."""
+        batches = math.ceil(len(self.test) / (self.batch * self.world.size))
+        if self.world.device.type != "cpu":
+            self._timed(1)  # pays for warming up
+        if batches <= 2:
+            return self._timed(batches)
+        one, two = self._timed(1), self._timed(2)
+        return one + (batches - 1) * max(two - one, 0.0)
+
+    def _timed(self, batches: int) -> float:
+        """Seconds for so many batches of every process; the last may have fewer images, which takes no less."""
+        images = min(len(self.test), batches * self.batch * self.world.size)
         began = time.perf_counter()
-        self.outputs(self.test.select(np.arange(some)))
-        return (time.perf_counter() - began) * len(self.test) / some
+        self.outputs(self.test.select(np.arange(images)))
+        return time.perf_counter() - began
 
 
 def measure(logits: np.ndarray, labels: np.ndarray, classes: tuple[str, ...]) -> dict[str, Any]:

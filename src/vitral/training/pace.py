@@ -32,8 +32,8 @@ class Pace:
         self._seen += 1
         if self._seen == 1:
             return
-        # A plain mean of the first steps, then one that forgets: weight 1/2, 1/3, ... down to 1/20.
-        weight = 1 / min(self._seen - 1, 20)
+        # A plain mean of the first steps, then one that forgets: weight 1, 1/2, 1/3, ... down to 1/50.
+        weight = 1 / min(self._seen - 1, 50)
         self.step_seconds += weight * (event.seconds - self.step_seconds)
         self.waiting += weight * (event.waited / max(event.seconds, 1e-9) - self.waiting)
         self.images_per_second = event.images / max(self.step_seconds, 1e-9)

@@ -6,9 +6,11 @@ wrapped: calling methods of a model around DistributedDataParallel gives silentl
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -41,23 +43,27 @@ class World:
         return self.rank == 0
 
 
-@contextmanager
-def joined(device: str = "") -> Iterator[World]:
-    """The world that torchrun describes, or this process alone; the group is left when the block ends."""
+def joined(device: str = "") -> World:
+    """The world that torchrun describes, or this process alone. The group is left when the program ends."""
     place = torch.device(device) if device else default_device()
     if place.type == "cuda" and place.index is None and torch.cuda.is_available():
         place = default_device()  # "cuda" means another GPU in each process
     size = int(os.environ.get("WORLD_SIZE", 1))
-    if size == 1 or dist.is_initialized():
-        alone = not dist.is_initialized()
-        yield World(0 if alone else dist.get_rank(), 1 if alone else dist.get_world_size(), place)
-        return
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
-    dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=timedelta(minutes=10))
-    try:
-        yield World(dist.get_rank(), dist.get_world_size(), place)
-    finally:
+    if size > 1 and not dist.is_initialized():
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
+        dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=timedelta(minutes=10))
+        atexit.register(_leave)
+    if not dist.is_initialized():
+        return World(0, 1, place)
+    return World(dist.get_rank(), dist.get_world_size(), place)
+
+
+def _leave() -> None:
+    """Whoever holds the group last ends its threads, which may wait for Python's lock to let go of a tensor. A wrapped
+    objective does not give them the lock and would wait for ever, so it must not be the last."""
+    gc.collect()
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 

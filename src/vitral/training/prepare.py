@@ -241,7 +241,7 @@ def _on_images(plain: PlainModel, parts: Parts, world: World, listen: Listener) 
     def outputs(split: Split) -> Predictions:
         return predict_split(plain(), split, parts.preprocess, **_measuring(parts, world, listen))
 
-    return Judge(parts.test, world, outputs), batches
+    return Judge(parts.test, world, _rows(parts), outputs), batches
 
 
 def _on_features(plain: PlainModel, parts: Parts, world: World, listen: Listener) -> tuple[Judge, Batches]:
@@ -273,13 +273,13 @@ def _on_features(plain: PlainModel, parts: Parts, world: World, listen: Listener
         head.train()
         return Predictions(mine, logits, test["valid"][mine].numpy())
 
-    return Judge(parts.test, world, outputs), batches
+    return Judge(parts.test, world, _rows(parts), outputs), batches
 
 
 def _measuring(parts: Parts, world: World, listen: Listener) -> dict[str, Any]:
     """How this run evaluates: the same batch and precision each time."""
     return {
-        "batch": min(max(parts.plan.micro, 32), 256),
+        "batch": _rows(parts),
         "device": world.device,
         "rank": world.rank,
         "world": world.size,
@@ -287,6 +287,11 @@ def _measuring(parts: Parts, world: World, listen: Listener) -> dict[str, Any]:
         "precision": "bfloat16" if parts.plan.autocast is not None else "float32",
         "on_progress": lambda done, total: listen(EvaluationProgress(done, total)),
     }
+
+
+def _rows(parts: Parts) -> int:
+    """Images to evaluate at a time."""
+    return min(max(parts.plan.micro, 32), 256)
 
 
 def _autocast(precision: str, device: torch.device) -> torch.dtype | None:

@@ -1,0 +1,140 @@
+"""How long it will take, against a clock that is made up; how much memory, and what is written down on the way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from journeys import MODEL, QUICK, Command, colour_folder
+
+from vitral.api import Evaluated, Event, Pace, Started, StepDone
+from vitral.checkpoints.run import RunFolder
+from vitral.data.sources import Split
+from vitral.evaluation.predict import Predictions
+from vitral.training import judge
+from vitral.training.judge import Judge
+from vitral.training.parallel import World
+from vitral.training.record import Recorder
+
+
+def events(
+    steps: int, every: int, step_seconds: Callable[[int], float], evaluation_seconds: float, first: int = 0
+) -> Iterator[tuple[Event, float]]:
+    """What the loop would tell, each with the seconds that it took."""
+    for step in range(first + 1, steps + 1):
+        seconds = step_seconds(step)
+        yield StepDone(step, steps, 1.0, 0.5, 1e-3, 32, seconds, seconds / 4), seconds
+        if step % every == 0 or step == steps:
+            yield Evaluated(step, {}, evaluation_seconds, False), evaluation_seconds
+
+
+RNG = np.random.default_rng(0)
+NOISE = RNG.lognormal(0, 0.5, 1001)
+COURSES: dict[str, Callable[[int], float]] = {
+    "steady": lambda step: 0.1,
+    "slow to start": lambda step: 30.0 if step == 1 else 0.1,
+    "noisy": lambda step: 0.1 * float(NOISE[step]),
+    "a stall now and then": lambda step: 0.5 if step % 10 == 0 else 0.1,
+    "slower from the middle on": lambda step: 0.1 if step < 500 else 0.11,
+}
+
+
+@pytest.mark.parametrize("first", [0, 400])
+@pytest.mark.parametrize("evaluation_seconds", [0.2, 30.0])
+@pytest.mark.parametrize("course", COURSES)
+def test_the_time_left_is_right_from_a_tenth_on(course, evaluation_seconds, first):
+    steps, every = 1000, 100
+    told = list(events(steps, every, COURSES[course], evaluation_seconds, first))
+    total = sum(seconds for _, seconds in told)
+    # The preflight guessed both wrong, as it may: it has seen one step, and a few images.
+    pace = Pace(Started(first, steps, (steps - first) // every, 32, 1, 32, 0.3, 2 * evaluation_seconds, 0))
+    elapsed, wrong = 0.0, []
+    for event, seconds in told:
+        pace.hear(event)
+        elapsed += seconds
+        left = total - elapsed
+        late = isinstance(event, StepDone) and event.step > first + every  # a tenth, and an evaluation
+        if late and abs(pace.seconds_left() - left) > 0.25 * left + 0.5:  # near its end a quarter is a few steps
+            wrong.append((event, pace.seconds_left(), left))
+    assert not wrong
+    assert pace.seconds_left() == 0
+
+
+def test_speed_and_waiting_are_of_the_steps():
+    pace = Pace(Started(0, 10, 1, 32, 1, 32, 5.0, 1.0, 0))
+    assert pace.seconds_left() == 10 * 5 + 1
+    for event, _ in events(10, 10, lambda step: 0.5, 1.0):
+        pace.hear(event)
+    assert pace.images_per_second == pytest.approx(64)
+    assert pace.waiting == pytest.approx(0.25)
+
+
+class Clock:
+    """Time passes only where it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("images, batch, size", [(10_000, 32, 1), (10_000, 256, 2), (60, 32, 1), (5, 32, 1)])
+def test_an_evaluation_is_foreseen_from_a_few_batches(monkeypatch, images, batch, size):
+    """Workers take 2 seconds to start, a batch takes 0.1 however full it is."""
+    clock = Clock()
+    monkeypatch.setattr(judge, "time", clock)
+    seen = 0
+
+    def outputs(split: Split) -> Predictions:
+        nonlocal seen
+        seen += len(split)
+        clock.now += 2 + 0.1 * -(-len(split) // (batch * size))
+        return Predictions(np.zeros(0), np.zeros((0, 2)), np.zeros(0, bool))
+
+    split = Split("test", [str(i) for i in range(images)], np.zeros(images, np.int64), ("a", "b"), NoReader())
+    foreseen = Judge(split, World(0, size, torch.device("cpu")), batch, outputs).seconds_for_all()
+    assert foreseen == pytest.approx(2 + 0.1 * -(-images // (batch * size)))
+    assert seen <= max(3 * batch * size, 64)
+
+
+class NoReader:
+    def read(self, index: int) -> bytes:
+        raise AssertionError("no image is read here")
+
+    def mark(self, index: int) -> str:
+        return ""
+
+
+def test_what_is_written_down_on_the_way(tmp_path, monkeypatch, capsys):
+    data = colour_folder(tmp_path / "colours", 6)
+    out = tmp_path / "run"
+    words = ["--model", MODEL, "--out", out, "--set", *QUICK, "steps=12", "evaluate_every=5"]
+    said = Command(monkeypatch, capsys)("train", data, *words)
+    assert "peak memory about" in said.err
+    result = json.loads((out / "result.json").read_text())
+    assert f"peak memory about {result['predicted_peak_bytes'] / 1e9:.1f} GB" in said.err
+    assert result["predicted_peak_bytes"] == pytest.approx(result["peak_bytes"], rel=0.15)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 13))
+    assert [line["step"] for line in lines if "evaluation" in line] == [5, 10, 12]
+    assert {"loss", "accuracy", "rate", "seconds", "waited"} < lines[0].keys()
+    assert lines[-1]["evaluation"]["top1"] == result["metrics"]["top1"]
+    assert lines[0]["rate"] == 0  # the first step of a warm-up
+    assert max(line["rate"] for line in lines if "rate" in line) <= 0.01
+
+
+def test_a_long_run_writes_about_a_thousand_lines(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.make()
+    recorder = Recorder(folder, lambda event: None)
+    recorder.hear(Started(0, 25_000, 1, 32, 1, 32, 0.1, 1.0, 0))
+    for event, _ in events(25_000, 25_000, lambda step: 9.0 if step == 1 else 0.5, 1.0):
+        recorder.hear(event)
+    steps = [line["step"] for line in folder.metrics() if "loss" in line]
+    assert len(steps) == 1000
+    assert steps[-1] == 25_000
+    assert recorder.images_per_second() == pytest.approx(64)
