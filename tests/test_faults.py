@@ -127,13 +127,17 @@ def test_images_that_cannot_be_read_leave_too_little(command, tmp_path, make, sa
     assert not list(tmp_path.rglob("step-*"))
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="nothing is forbidden to root")
-def test_a_folder_without_rights(command, colours):
-    (colours / "red").chmod(0)
-    try:
-        assert "check its name and your rights" in sentence(command("train", colours))
-    finally:
-        (colours / "red").chmod(0o700)
+def test_a_folder_without_rights(command, colours, monkeypatch):
+    """Refused by a stand-in: nothing is forbidden to root, who runs many a test."""
+    allowed = os.scandir
+
+    def refusing(path):
+        if Path(path).name == "red":
+            raise PermissionError(13, "Permission denied", str(path))
+        return allowed(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    assert "check its name and your rights" in sentence(command("train", colours))
 
 
 @pytest.mark.parametrize(
@@ -253,6 +257,16 @@ def test_a_loss_that_is_not_finite_names_step_and_images_and_keeps_the_state(com
     # The same again goes on from there, and finds the same.
     again = train(command, colours, out, *EXPLODING, "batch=4", "save_every=3", "steps=20", "evaluate_every=20")
     assert sentence(again) == last
+
+
+def test_weights_that_one_step_broke_are_not_saved(command, colours, tmp_path):
+    """At step 7 the loss is still finite and a state is due, but the update has made the weights infinite."""
+    broken = ("schedule.kind=stair", "schedule.warmup=0", "schedule.drops=6", "schedule.factors=1e45", "optim.clip=0")
+    said = train(command, colours, tmp_path / "run", *broken, "batch=4", "save_every=1", "steps=9", "evaluate_every=9")
+    assert "after step 7 (the last good state, of step 6, stays)" in sentence(said)
+    state = runs.RunFolder(tmp_path / "run").newest_state()
+    assert state is not None
+    assert state.step == 6
 
 
 def full_disk(monkeypatch: pytest.MonkeyPatch, after: int) -> None:

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import vitral
-from vitral.checkpoints.card import Preprocess
-from vitral.data.sources import open_data
-from vitral.evaluation.accuracy import classification_metrics, real_accuracy
+from vitral.api import Evaluation
 from vitral.evaluation.mapping import class_mapping
-from vitral.evaluation.predict import predict_split
 
 WEIGHTS = "data/vit_tiny_patch16_224.augreg_in21k_ft_in1k.safetensors"
-PREPROCESS = Preprocess("decode|resize_small(248, bicubic)|central_crop(224)", (0.5,) * 3, (0.5,) * 3)
-
-
-class Evaluation:
-    """Outputs (1000, 1000) for one photograph of each class, its label, and its path below the folder."""
-
-    def __init__(self, assets: Path) -> None:
-        model, card = vitral.load(assets / WEIGHTS)
-        split = open_data(assets / "data" / "imagenet_val_1000", held_out=0).train
-        outputs, self.rule = class_mapping(split.classes, card.class_names, card.architecture.classes)
-        found = predict_split(model, split, PREPROCESS, batch=50)
-        assert found.valid.all()
-        self.logits, self.labels, self.keys = found.logits, outputs[split.labels], split.keys
+PREPROCESS = "decode|resize_small(248, bicubic)|central_crop(224)|value_range(-1, 1)"
 
 
 @pytest.fixture(scope="module")
 def evaluation(assets: Path) -> Evaluation:
-    return Evaluation(assets)
+    """`vitral evaluate` over one photograph of each of the 1,000 classes, in folders called 000 to 999."""
+    data = assets / "data"
+    real = data / "imagenet_real.json"
+    return vitral.evaluate(assets / WEIGHTS, data / "imagenet_val_1000", preprocess=PREPROCESS, real=real, batch=50)
 
 
 def test_it_loads_by_itself(assets: Path) -> None:
@@ -46,23 +33,28 @@ def test_it_loads_by_itself(assets: Path) -> None:
 
 
 def test_folders_are_output_numbers(evaluation: Evaluation) -> None:
-    assert "output numbers" in evaluation.rule
-    assert evaluation.labels.tolist() == [int(key.split("/")[0]) for key in evaluation.keys]
+    assert any("output numbers" in note for note in evaluation.notes)
+    assert [row["name"] for row in evaluation.metrics["per_class"]] == [f"{number:03d}" for number in range(1000)]
 
 
 def test_top_1_is_72_4_and_top_5_is_91_9_percent(evaluation: Evaluation) -> None:
-    found = classification_metrics(evaluation.logits, evaluation.labels, tuple(map(str, range(1000))))
-    assert found.n == 1000
-    assert found.top1 == pytest.approx(0.724, abs=0.002)
-    assert found.top5 == pytest.approx(0.919, abs=0.002)
-    assert found.mean_per_class == pytest.approx(found.top1)
+    found = evaluation.metrics
+    assert (found["n"], evaluation.unreadable) == (1000, 0)
+    assert found["top1"] == pytest.approx(0.724, abs=0.002)
+    assert found["top5"] == pytest.approx(0.919, abs=0.002)
+    assert found["mean_per_class"] == pytest.approx(found["top1"])
 
 
-def test_real_accuracy_is_80_2_percent(evaluation: Evaluation, assets: Path) -> None:
-    labels = json.loads((assets / "data" / "imagenet_real.json").read_text(encoding="utf-8"))
-    accuracy, scored = real_accuracy(evaluation.logits, evaluation.keys, labels)
+def test_real_accuracy_is_80_2_percent(evaluation: Evaluation) -> None:
+    assert evaluation.real is not None
+    accuracy, scored = evaluation.real
     assert scored == 940
     assert accuracy == pytest.approx(0.802, abs=0.003)
+
+
+def test_without_a_word_on_preprocessing_nothing_is_guessed(assets: Path) -> None:
+    with pytest.raises(vitral.UserError, match="do not say how their images were prepared"):
+        vitral.evaluate(assets / WEIGHTS, assets / "data" / "imagenet_val_1000")
 
 
 def test_the_table_of_wnids_gives_the_same_classes(assets: Path) -> None:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,11 @@ class SavedState:
 
     def load_sharded(self, tensors: dict[str, Tensor]) -> None:
         """Fill tensors, sharded over any number of processes, from a sharded state."""
-        sharded.load(tensors, checkpoint_id=str(self.path), no_dist=not dist.is_initialized())
+        alone = not dist.is_initialized()
+        with warnings.catch_warnings():
+            if alone:
+                warnings.simplefilter("ignore")  # torch takes one process for a mistake
+            sharded.load(tensors, checkpoint_id=str(self.path), no_dist=alone)
 
 
 class RunFolder:
@@ -83,7 +88,13 @@ class RunFolder:
 
     def write_shards(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Write a state in shards, every process its own; `name_shards` makes it one to resume from."""
-        sharded.save(tensors, checkpoint_id=str(self._shards(step)), no_dist=not dist.is_initialized())
+        try:
+            sharded.save(tensors, checkpoint_id=str(self._shards(step)))
+        except sharded.CheckpointException as error:  # in all processes, whichever it was
+            reason, _ = next(iter(error.failures.values()))
+            raise UserError(
+                f"the state of step {step} cannot be written ({reason}): make room in {self.states}."
+            ) from error
 
     def name_shards(self, step: int, facts: Mapping[str, Any], keep: int) -> Path:
         """Give what all processes have written its name; one process does this."""
@@ -147,10 +158,20 @@ def _facts(path: Path) -> dict[str, Any] | None:
     """What a state says about itself, or None where it is torn."""
     try:
         if path.is_dir():
-            return json.loads((path / "facts.json").read_text("utf-8"))
+            return json.loads((path / "facts.json").read_text("utf-8")) if _shards_are_whole(path) else None
         return json.loads(open_weights(path).metadata[_FACTS])
     except (UserError, KeyError, OSError, ValueError):
         return None
+
+
+def _shards_are_whole(path: Path) -> bool:
+    """Whether every file of a sharded state is as long as its table says."""
+    try:
+        table = sharded.FileSystemReader(str(path)).read_metadata().storage_data
+    except Exception:  # whatever torch meets in a damaged table
+        return False
+    ends = {(path / part.relative_path, part.offset + part.length) for part in table.values()}
+    return all(file.is_file() and file.stat().st_size >= end for file, end in ends)
 
 
 def _step_of(line: str) -> int:

@@ -73,6 +73,8 @@ def run(recipe: Recipe, data: DataSet, path: Path, *, device: str = "", listen: 
             listen(Note(f"{folder.path} holds this run, finished: choose another folder to train again"))
             return finished
         model, card = prepare_model(recipe, data.train.classes)
+        if card.changes:
+            listen(Note(f"weights adapted: {'; '.join(card.changes)}"))
         data, skipped = readable(
             data, card.architecture.channels, folder.path / "pixels", workers_of(recipe, world), world, listen
         )

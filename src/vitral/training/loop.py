@@ -20,7 +20,7 @@ from vitral.data.loader import Batch
 from vitral.errors import UserError
 from vitral.training.events import Evaluated, Listener, Note, Saved, StepDone
 from vitral.training.optimizer import set_rate
-from vitral.training.parallel import World, accumulating, every, total, whole
+from vitral.training.parallel import World, accumulating, every, own_part, total, whole
 from vitral.training.state import Trainee
 
 
@@ -88,6 +88,7 @@ def train(
             saving = stop or _due(trainee.step, plan.save_every, done)
             if evaluating or saving:
                 _report(reported, plan, saved, name_rows, listen)
+                _check_weights(trainee, world, saved)
                 reported = None
             if evaluating:
                 _evaluate(trainee, plan, evaluate, keep_best, listen)
@@ -101,6 +102,20 @@ def train(
         close = getattr(stream, "close", None)
         if close is not None:
             close()
+
+
+def _check_weights(trainee: Trainee, world: World, saved: int) -> None:
+    """A step with a finite loss can still leave weights that are none; such a state must not replace a good one."""
+    finite = all(bool(torch.isfinite(own_part(weight)).all()) for weight in trainee.model.parameters())
+    if not every(finite, world):
+        raise UserError(
+            f"the weights are not finite numbers after step {trainee.step} ({_kept(saved)}): lower optim.lr or set "
+            "optim.clip=1, and train into another folder."
+        )
+
+
+def _kept(saved: int) -> str:
+    return f"the last good state, of step {saved}, stays" if saved else "no state was saved before"
 
 
 class _Step(NamedTuple):
@@ -126,10 +141,9 @@ def _report(
     if not math.isfinite(loss + norm):
         names = name_rows(done.indices)
         some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        kept = f"the last good state, of step {saved}, stays" if saved else "no state was saved before"
         raise UserError(
-            f"the loss or its gradient is not a finite number at step {done.step} (images {some}; {kept}): lower "
-            "optim.lr, set optim.clip=1 or precision=float32, and train into another folder."
+            f"the loss or its gradient is not a finite number at step {done.step} (images {some}; {_kept(saved)}): "
+            "lower optim.lr, set optim.clip=1 or precision=float32, and train into another folder."
         )
     accuracy = None if right < 0 else right / plan.batch
     listen(StepDone(done.step, plan.steps, loss, accuracy, done.rate, plan.batch, done.seconds, done.waited))

@@ -73,8 +73,7 @@ def wrap(objective: nn.Module, world: World, kind: Kind) -> nn.Module:
         return objective
     if kind == "ddp":
         ids = [world.device.index] if world.device.type == "cuda" else None
-        # Its buffers are constants; sending them around would count on equally many forward passes everywhere.
-        return DistributedDataParallel(objective, device_ids=ids, broadcast_buffers=False)
+        return DistributedDataParallel(objective, device_ids=ids)
     blocks = [module for module in objective.modules() if type(module).__name__ in ("Block", "AxialBlock", "Unit")]
     for block in blocks:
         fully_shard(block)
@@ -98,6 +97,11 @@ def accumulating(wrapped: nn.Module, last: bool) -> Any:
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor that may be sharded; then all processes must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def placed_like(tensor: Tensor, reference: Tensor) -> Tensor:
