@@ -163,7 +163,7 @@ def _start(
     if saved is not None:
         restore(trainee, saved)
         recorder.listen(Note(f"going on from step {saved.step}"))
-    elif folder.begun:
+    elif world.first and folder.begun:
         recorder.listen(Note("none of the saved states can be read: starting from the beginning"))
     if world.first:
         folder.rewind_metrics(trainee.step)
