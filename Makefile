@@ -47,7 +47,7 @@ demo: $(INSTALLED)
 
 # Each worker loads torch, so more than eight cost more than they bring; -rs says what was skipped, and why.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 -rs
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadgroup -rs
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

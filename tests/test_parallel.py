@@ -42,12 +42,13 @@ from vitral.training.judge import Judge
 from vitral.training.objective import Objective
 from vitral.training.parallel import World, joined
 
+pytestmark = pytest.mark.xdist_group("several processes")  # one worker for all: the others would start them, too
 HERE = Path(__file__).resolve().parent
 BASE = (
-    *("steps=20", "batch=7", "average=0.9", "optim.clip=2", "optim.lr=0.003", "optim.weight_decay=0.1"),
+    *("steps=20", "batch=7", "average=0.9", "optim.clip=2", "optim.lr=0.001", "optim.weight_decay=0.1"),
     *("save_every=100", "evaluate_every=10", "precision=float32"),
 )
-SGD = ("optim.name=sgd", "optim.lr=0.1")
+SGD = ("optim.name=sgd", "optim.lr=0.03")
 PATIENT = ("evaluate_every=2", "patience=2", "optim.lr=0.00001", "average=0")
 FSDP = "parallel=fsdp"
 BATCHES = (1, 7, 64)
@@ -405,7 +406,9 @@ def test_a_mistake_on_the_command_line_is_one_sentence(pictures: Path, tmp_path:
 
 
 def test_a_signal_to_torchrun_saves_and_the_run_goes_on(pictures: Path, tmp_path: Path) -> None:
-    run, more = tmp_path / "run", ("steps=400", "save_every=1000", "evaluate_every=1000", *SGD)
+    # A rate so low that rounding errors do not grow over the many steps that it takes to hit one.
+    slowly = ("optim.name=sgd", "optim.lr=0.001")
+    run, more = tmp_path / "run", ("steps=400", "save_every=1000", "evaluate_every=1000", *slowly)
     command = torchrun(2, "-m", "vitral", "train", pictures, "--out", run, *words(*more))
     with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
         until = time.monotonic() + 60
@@ -423,7 +426,7 @@ def test_a_signal_to_torchrun_saves_and_the_run_goes_on(pictures: Path, tmp_path
     assert [line["step"] for line in metrics(run) if "loss" in line] == list(range(1, 401))
     train(pictures, tmp_path / "alone", *more)
     losses = [[line["loss"] for line in metrics(path) if "loss" in line] for path in (run, tmp_path / "alone")]
-    assert np.allclose(*losses, atol=1e-3)
+    assert np.allclose(*losses, rtol=0, atol=1e-5)
 
 
 if __name__ == "__main__":
