@@ -57,6 +57,15 @@ def test_without_a_word_on_preprocessing_nothing_is_guessed(assets: Path) -> Non
         vitral.evaluate(assets / WEIGHTS, assets / "data" / "imagenet_val_1000")
 
 
+def test_a_head_on_pets_reaches_96_percent(assets: Path, tmp_path: Path) -> None:
+    """480 photographs of 12 breeds, 300 to test on, the defaults but for --tune head."""
+    done = vitral.train(
+        assets / "data" / "pets_mini", init=assets / WEIGHTS, out=tmp_path / "run", overrides=["tune=head"]
+    )
+    assert done.results[0].metrics["n"] == 300
+    assert done.mean >= 0.96
+
+
 def test_the_table_of_wnids_gives_the_same_classes(assets: Path) -> None:
     table = assets / "data" / "imagenet_classes.tsv"
     wnids = [line.split("\t")[0] for line in table.read_text(encoding="utf-8").splitlines()]

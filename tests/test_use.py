@@ -168,6 +168,10 @@ def test_evaluate_maps_classes_by_name_or_number_and_never_by_luck(command, jour
 def test_embeddings_are_what_the_head_reads(command, journey, bag, tmp_path):
     target = tmp_path / "features.npz"
     assert command("embed", journey.run, bag / "blue", bag / "red/empty.jpg", "-o", target).code == 0
+    none = tmp_path / "none.npz"
+    refused = command("embed", journey.run, bag / "red/empty.jpg", "-o", none)
+    assert (refused.code, none.exists()) == (2, False)
+    assert "none of these images can be read" in refused.err
     with np.load(target) as arrays:
         paths, features = arrays["paths"].tolist(), arrays["features"]
     assert len(paths) == 10

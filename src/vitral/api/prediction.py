@@ -133,6 +133,8 @@ def embed(
         on_progress=on_progress,
     )
     paths = [split.keys[place] for place in found.indices[found.valid]]
+    if not paths:
+        raise UserError("none of these images can be read: nothing was written.")
     features = found.features[found.valid]
     if output:
         with written_aside(Path(output)) as aside, aside.open("wb") as stream:

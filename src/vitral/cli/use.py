@@ -160,7 +160,11 @@ def embed(
             device=device,
             on_progress=progress,
         )
-    facts = {"wrote": output, "images": f"{len(paths):,}", "features": f"{features.shape[1]:,}"}
+    facts = {
+        "wrote": output,
+        "images": f"{len(paths):,} (those that could be read)",
+        "features": f"{features.shape[1]:,}",
+    }
     if json:
         print_json({"output": output, "images": len(paths), "features": features.shape[1]})
     else:
