@@ -17,6 +17,7 @@ from vitral.errors import UserError
 from vitral.names import parse
 from vitral.recipe import (
     DataRecipe,
+    MaskedRecipe,
     OptimRecipe,
     Recipe,
     RegularRecipe,
@@ -64,7 +65,7 @@ def test_the_text_holds_every_key_once_with_a_comment():
     flat = {name for name in parsed if name not in sections}
     flat |= {f"{section}.{name}" for section, inside in sections.items() for name in inside}
     parts = {"shape": ShapeRecipe, "data": DataRecipe, "optim": OptimRecipe}
-    parts |= {"schedule": ScheduleRecipe, "regular": RegularRecipe}
+    parts |= {"schedule": ScheduleRecipe, "regular": RegularRecipe, "masked": MaskedRecipe}
     known = {item.name for item in fields(Recipe)} - set(parts)
     known |= {f"{part}.{item.name}" for part, kind in parts.items() for item in fields(kind)}
     assert flat == known == set(keys())

@@ -18,7 +18,7 @@ import vitral
 from vitral.api import prediction
 from vitral.data.preprocess import parse_pipeline
 from vitral.recipe import Recipe, from_toml, recipe_hash
-from vitral.training import judge
+from vitral.training import prepare
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ class Journey:
         self.notes: list[str] = []
         self.logits: list[np.ndarray] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(judge, "measure", self._measure)
+            patch.setattr(prepare, "measure", self._measure)
             began = time.perf_counter()
             overrides = [*SHAPE, "shape.depth=1", "optim.lr=0.01", "evaluate_every=100"]
             vitral.train(bag, out=self.run, overrides=overrides, device="cpu", listen=self._hear)

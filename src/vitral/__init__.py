@@ -7,20 +7,41 @@ from typing import TYPE_CHECKING, Any
 from vitral.version import __version__
 
 if TYPE_CHECKING:
-    from vitral.api import check, convert, create, embed, evaluate, info, load, predict, save, train
+    from vitral.api import (
+        capture,
+        check,
+        convert,
+        create,
+        dedupe,
+        embed,
+        evaluate,
+        fewshot,
+        finetune,
+        info,
+        load,
+        predict,
+        pretrain,
+        save,
+        train,
+    )
     from vitral.errors import UserError
 
 __all__ = [
     "UserError",
     "__version__",
+    "capture",
     "check",
     "convert",
     "create",
+    "dedupe",
     "embed",
     "evaluate",
+    "fewshot",
+    "finetune",
     "info",
     "load",
     "predict",
+    "pretrain",
     "save",
     "train",
 ]

@@ -20,79 +20,19 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 from vitral.architecture import Architecture, ResNetConfig, Size, as_size
 from vitral.errors import UserError
 from vitral.names import parse
-
-Balance = Literal["none", "weights", "sampler", "logit-adjust"]
-Precision = Literal["auto", "float32", "bfloat16"]
-Parallel = Literal["ddp", "fsdp"]
-Loss = Literal["softmax", "sigmoid"]
-Optimizer = Literal["adam", "sgd"]
-Decay = Literal["cosine", "linear", "constant", "stair", "rsqrt", "polynomial"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShapeRecipe:
-    """Departures from what the model's name says, for training from scratch; 0 or "" keeps the name's."""
-
-    depth: Annotated[int, "layers"] = 0
-    width: Annotated[int, "hidden width"] = 0
-    mlp: Annotated[int, "width of the MLPs; 4 * width where only the width is given"] = 0
-    heads: Annotated[int, "attention heads"] = 0
-    pool: Annotated[str, "token, mean or map"] = ""
-    position: Annotated[str, "none, 1d, 2d, relative or sincos2d"] = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataRecipe:
-    """What happens to an image. In a pipeline, {size} is the model's image size and {larger} is 8/7 of it."""
-
-    train: Annotated[str, "pipeline of training images"] = "decode|inception_crop({size})|flip"
-    test: Annotated[str, "pipeline of evaluation and prediction"] = "decode|resize_small({larger})|central_crop({size})"
-    mean: Annotated[tuple[float, ...], "subtracted from pixels in 0..1, per channel"] = (0.5, 0.5, 0.5)
-    std: Annotated[tuple[float, ...], "then divides, per channel"] = (0.5, 0.5, 0.5)
-    held_out: Annotated[float, "share of the images kept for testing where the data has no split"] = 0.2
-    mixup: Annotated[float, "parameter p of Beta(p, p) that blends pairs of images; 0: off"] = 0.0
-    cutmix: Annotated[float, "the same for pasting boxes; with mixup too, each step takes one of the two"] = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimRecipe:
-    """How weights move."""
-
-    name: Annotated[Optimizer, "adam (decoupled weight decay) or sgd (with momentum)"] = "adam"
-    lr: Annotated[float, "learning rate at its peak"] = 1e-3
-    weight_decay: Annotated[
-        float, "of kernels alone; times the learning rate with adam, added to the gradient with sgd"
-    ] = 0.0
-    beta1: Annotated[float, "adam: memory of the gradient"] = 0.9
-    beta2: Annotated[float, "adam: memory of its square"] = 0.999
-    momentum: Annotated[float, "sgd"] = 0.9
-    clip: Annotated[float, "largest global norm of the gradient; 0: no limit"] = 1.0
-    layer_decay: Annotated[float, "factor on the learning rate per layer away from the head; 1: none"] = 1.0
-    head_lr: Annotated[float, "factor on the learning rate of the head"] = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleRecipe:
-    """How the learning rate moves: warm-up from 0, then decay."""
-
-    kind: Annotated[Decay, "cosine, linear, constant, stair, rsqrt or polynomial"] = "cosine"
-    warmup: Annotated[float, "steps; below 1 it is a share of the run"] = 0.1
-    end: Annotated[float, "linear and polynomial: the learning rate of the last step"] = 0.0
-    power: Annotated[float, "polynomial: exponent"] = 2.0
-    drops: Annotated[tuple[float, ...], "stair: where the rate drops, in steps or, below 1, shares of the run"] = ()
-    factors: Annotated[tuple[float, ...], "stair: factor on the peak rate from each drop on"] = ()
-    timescale: Annotated[float, "rsqrt: steps"] = 10_000.0
-    cooldown: Annotated[float, "linear descent to 0 at the end; steps, or below 1 a share of the run"] = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class RegularRecipe:
-    """What keeps the model from learning the images by heart."""
-
-    dropout: Annotated[float, "after every dense layer but qkv, and after the positions"] = 0.0
-    attention_dropout: Annotated[float, "on attention weights"] = 0.0
-    stochastic_depth: Annotated[float, "chance to skip the last block; earlier blocks in proportion"] = 0.0
-    label_smoothing: Annotated[float, "share of each target spread over all classes"] = 0.0
+from vitral.recipe_parts import (
+    Balance,
+    DataRecipe,
+    Learning,
+    Loss,
+    MaskedRecipe,
+    OptimRecipe,
+    Parallel,
+    Precision,
+    RegularRecipe,
+    ScheduleRecipe,
+    ShapeRecipe,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +48,7 @@ class Recipe:
     micro_batch: Annotated[int, "images a device holds at once; 0: as many as fit"] = 0
     seed: Annotated[int, "of weights, order, augmentation and dropout"] = 0
     tune: Annotated[str, "what learns: full, head, last:K, bias or lora:R"] = "full"
+    learn: Annotated[Learning, "classes, or masked: patches that were hidden (labels are not used)"] = "classes"
     loss: Annotated[Loss, "softmax (one label an image) or sigmoid (several)"] = "softmax"
     balance: Annotated[Balance, "against uneven classes: none, weights, sampler or logit-adjust"] = "none"
     average: Annotated[float, "Polyak average of the weights: factor per step, such as 0.9999; 0: none"] = 0.0
@@ -125,6 +66,7 @@ class Recipe:
     optim: OptimRecipe = field(default_factory=OptimRecipe)
     schedule: ScheduleRecipe = field(default_factory=ScheduleRecipe)
     regular: RegularRecipe = field(default_factory=RegularRecipe)
+    masked: MaskedRecipe = field(default_factory=MaskedRecipe)
 
     def __post_init__(self) -> None:
         for key, value in values(self).items():
@@ -227,6 +169,8 @@ def architecture_of(recipe: Recipe, classes: int) -> Architecture:
     """The model to build from scratch; with `init`, the weights decide instead."""
     named = parse(recipe.model, classes=classes)
     changes: dict[str, Any] = {name: value for name, value in asdict(recipe.shape).items() if value}
+    changes.pop("head_bias", None)  # a start value, not a shape
+    head = changes.pop("head", "linear")
     if recipe.image:
         changes["image"] = as_size(recipe.image)
     if isinstance(named, ResNetConfig):
@@ -235,6 +179,8 @@ def architecture_of(recipe: Recipe, classes: int) -> Architecture:
         return replace(named, **changes)
     if "width" in changes:
         changes.setdefault("mlp", 4 * changes["width"])
+    if head == "tanh" and recipe.learn == "classes":
+        changes["representation"] = changes.get("width", named.width)
     if changes.get("pool", "token") != "token":
         changes["class_token"] = False
     regular = recipe.regular
@@ -246,10 +192,10 @@ def pipelines(recipe: Recipe, image: Size) -> tuple[str, str]:
     """The train and test pipelines with the model's image size filled in."""
     height, width = image
     size = str(height) if height == width else f"{height}, {width}"
-    larger = str(round(min(image) * 8 / 7))
-    train, test = (
-        text.replace("{size}", size).replace("{larger}", larger) for text in (recipe.data.train, recipe.data.test)
-    )
+    filled = {"{size}": size, "{larger}": str(round(min(image) * 8 / 7)), "{wider}": str(round(min(image) * 7 / 6))}
+    train, test = recipe.data.train, recipe.data.test
+    for word, pixels in filled.items():
+        train, test = train.replace(word, pixels), test.replace(word, pixels)
     return train, test
 
 
@@ -331,13 +277,32 @@ def _wanted(hint: Any) -> str:
     return {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}[hint]
 
 
-_POSITIVE = {"batch", "optim.lr", "optim.head_lr", "schedule.timescale", "data.held_out", "optim.layer_decay", "keep"}
-_SHARES = {"average", "data.held_out", "optim.beta1", "optim.beta2", "optim.momentum"}  # and all of `regular`
+_POSITIVE = {
+    "masked.share",
+    "batch",
+    "optim.lr",
+    "optim.head_lr",
+    "schedule.timescale",
+    "data.held_out",
+    "optim.layer_decay",
+    "keep",
+}
+_ANY_SIGN = {"workers", "shape.head_bias"}
+_SHARES = {
+    "average",
+    "data.dev",
+    "masked.token",
+    "masked.random",
+    "data.held_out",
+    "optim.beta1",
+    "optim.beta2",
+    "optim.momentum",
+}  # and all of `regular`
 
 
 def _check_ranges(flat: Mapping[str, Any]) -> None:
     for key, value in flat.items():
-        if type(value) not in (int, float) or key == "workers":
+        if type(value) not in (int, float) or key in _ANY_SIGN:
             continue
         if value < 0 or (value == 0 and key in _POSITIVE):
             raise UserError(f"{key} must be {'above' if key in _POSITIVE else 'at least'} 0, not {value}.")
@@ -368,5 +333,16 @@ def _check_sense(recipe: Recipe) -> None:
         raise UserError("data.mean and data.std need one number per channel each, and std numbers above 0.")
     if recipe.loss == "sigmoid" and (recipe.balance == "logit-adjust" or recipe.regular.label_smoothing):
         raise UserError('loss="sigmoid" goes neither with balance="logit-adjust" nor with regular.label_smoothing.')
+    if recipe.shape.head not in ("", "linear", "tanh"):
+        raise UserError(f'shape.head="{recipe.shape.head}" is not one of linear, tanh.')
+    if recipe.learn == "masked":
+        _check_masked(recipe)
     if recipe.init and any(asdict(recipe.shape).values()):
         raise UserError("the weights in init have a shape already: leave out the shape keys, or train from scratch.")
+
+
+def _check_masked(recipe: Recipe) -> None:
+    if recipe.masked.share > 1 or recipe.masked.token + recipe.masked.random > 1:
+        raise UserError("masked.share must be at most 1, and masked.token and masked.random together at most 1.")
+    if recipe.tune != "full" or recipe.balance != "none" or recipe.data.mixup or recipe.data.cutmix:
+        raise UserError('learn="masked" needs tune="full", balance="none" and neither mixup nor cutmix.')

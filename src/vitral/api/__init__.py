@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vitral.api.checkpoints import FORMATS, Conversion, Info, convert, create, info, load, save
+    from vitral.api.data import known_data
     from vitral.api.prediction import Evaluation, check, embed, evaluate, predict, write_pictures
+    from vitral.api.probes import Probing, dedupe, fewshot
+    from vitral.api.protocols import Protocol, finetune, pretrain
     from vitral.api.training import (
         Decoding,
         Evaluated,
@@ -27,14 +30,20 @@ if TYPE_CHECKING:
         read_recipe,
         train,
     )
+    from vitral.models.capture import capture
 
 _CHECKPOINTS = ("FORMATS", "Conversion", "Info", "convert", "create", "info", "load", "save")
 _PREDICTION = ("Evaluation", "check", "embed", "evaluate", "predict", "write_pictures")
 _EVENTS = ("Decoding", "Evaluated", "EvaluationProgress", "Event", "Note", "Saved", "Started", "StepDone")
 _TRAINING = (*_EVENTS, "Interrupted", "Pace", "Training", "choose_recipe", "read_recipe", "train")
+_PROTOCOLS = ("Protocol", "finetune", "pretrain")
 _HOMES = {
+    "capture": "vitral.models.capture",
+    **dict.fromkeys(("Probing", "dedupe", "fewshot"), "vitral.api.probes"),
+    "known_data": "vitral.api.data",
     **dict.fromkeys(_CHECKPOINTS, "vitral.api.checkpoints"),
     **dict.fromkeys(_PREDICTION, "vitral.api.prediction"),
+    **dict.fromkeys(_PROTOCOLS, "vitral.api.protocols"),
     **dict.fromkeys(_TRAINING, "vitral.api.training"),
 }
 
@@ -50,19 +59,27 @@ __all__ = [
     "Interrupted",
     "Note",
     "Pace",
+    "Probing",
+    "Protocol",
     "Saved",
     "Started",
     "StepDone",
     "Training",
+    "capture",
     "check",
     "choose_recipe",
     "convert",
     "create",
+    "dedupe",
     "embed",
     "evaluate",
+    "fewshot",
+    "finetune",
     "info",
+    "known_data",
     "load",
     "predict",
+    "pretrain",
     "read_recipe",
     "save",
     "train",

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 
 from vitral.api.checkpoints import load
+from vitral.api.data import open_narrowed
 from vitral.api.device import check_device
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.write import written_aside
+from vitral.data.catalog.objectnet import imagenet_outputs
 from vitral.data.check import Report
 from vitral.data.check import check as check_data
 from vitral.data.images import encode_png
@@ -24,6 +26,7 @@ from vitral.errors import UserError
 from vitral.evaluation.accuracy import classification_metrics, multilabel_metrics, real_accuracy
 from vitral.evaluation.calibration import probabilities
 from vitral.evaluation.mapping import class_mapping
+from vitral.evaluation.objectnet import objectnet_accuracy
 from vitral.evaluation.predict import EmbeddingPool, Predictions, Progress, embed_split, predict_split
 from vitral.models.build import Model
 from vitral.models.device import default_device
@@ -46,7 +49,7 @@ def predict(
     _check_numbers(batch=batch, top=top)
     split = open_images([images] if isinstance(images, str | Path) else images)
     model, card = load(source)
-    found = _predictions(model, split, _prepared(card, preprocess), batch, device, on_progress)
+    found = _predictions(model, split, prepared(card, preprocess), batch, device, on_progress)
     kind = {"sigmoid": card.multilabel, "channels": card.architecture.channels}
     named = results(found, split, card.class_names, top=top, **kind)
     if output:
@@ -70,6 +73,7 @@ def evaluate(
     source: str | Path,
     data: str | Path,
     *,
+    split: str = "",
     classes: str | Path = "",
     real: str | Path = "",
     preprocess: str = "",
@@ -79,23 +83,28 @@ def evaluate(
 ) -> Evaluation:
     """Accuracy of a run or of weights on the test split of a data set, or on all of it where it has no split.
 
-    `classes` is a file that names the model's outputs in order; `real` the ReaL labels of ImageNet.
+    `split` names another one of its splits (test, where val is there too), `classes` is a file that names the model's
+    outputs in order, `real` holds the ReaL labels of ImageNet.
     """
     _check_numbers(batch=batch)
     model, card = load(source)
-    split, notes = _test_split(Path(source).expanduser(), data)
+    scored, notes = _test_split(Path(source).expanduser(), data, split)
+    if str(data).partition(":")[0] == "objectnet":
+        wish = prepared(card, preprocess or _objectnet_preprocess(card))
+        found = _predictions(model, scored, wish, batch, device, on_progress)
+        return _objectnet(str(source), str(data), scored, found, notes)
     table = Path(classes) if classes else None
-    mapping, rule = class_mapping(split.classes, card.class_names, card.architecture.classes, table)
-    found = _predictions(model, split, _prepared(card, preprocess), batch, device, on_progress)
+    mapping, rule = class_mapping(scored.classes, card.class_names, card.architecture.classes, table)
+    found = _predictions(model, scored, prepared(card, preprocess), batch, device, on_progress)
     logits, places = found.logits[found.valid], found.indices[found.valid]
-    names = card.class_names or tuple(_output_names(split.classes, mapping, card.architecture.classes))
-    if split.multilabel:
+    names = card.class_names or tuple(_output_names(scored.classes, mapping, card.architecture.classes))
+    if scored.multilabel:
         labels = np.zeros((len(places), len(names)), np.uint8)
-        labels[:, mapping] = split.labels[places]
+        labels[:, mapping] = scored.labels[places]
         metrics = multilabel_metrics(probabilities(logits, sigmoid=True), labels, names).as_dict()
     else:
-        metrics = classification_metrics(logits, mapping[split.labels[places]], names).as_dict()
-    keys = [split.keys[place] for place in places]
+        metrics = classification_metrics(logits, mapping[scored.labels[places]], names).as_dict()
+    keys = [scored.keys[place] for place in places]
     return Evaluation(
         source=str(source),
         data=str(data),
@@ -104,6 +113,23 @@ def evaluate(
         unreadable=int((~found.valid).sum()),
         notes=(*notes, rule),
     )
+
+
+def _objectnet_preprocess(card: Card) -> str:
+    """BiT's protocol, at the model's own size: short side to 512 and a crop of 480 where the model takes 480."""
+    side = card.architecture.image[0]
+    values = card.preprocess or Preprocess("", (0.5,), (0.5,))
+    numbers = ", ".join(map(str, (*values.mean, *values.std)))
+    return f"decode|resize_small({round(side * 512 / 480)})|central_crop({side})|normalise({numbers})"
+
+
+def _objectnet(source: str, data: str, split: Split, found: Predictions, notes: tuple[str, ...]) -> Evaluation:
+    mapping = imagenet_outputs(data, split.classes)
+    places = found.indices[found.valid]
+    score = objectnet_accuracy(found.logits[found.valid], split.labels[places], mapping)
+    rule = "An answer is right where it is one of the ImageNet classes that the object stands for."
+    metrics = {"top1": score.top1, "top5": score.top5, "n": score.n}
+    return Evaluation(source, data, metrics, None, int((~found.valid).sum()), (*notes, rule))
 
 
 def embed(
@@ -125,7 +151,7 @@ def embed(
     found = embed_split(
         model,
         split,
-        _prepared(card, preprocess),
+        prepared(card, preprocess),
         batch=batch,
         pool=pool,
         device=place,
@@ -185,7 +211,7 @@ def _check_numbers(**numbers: int) -> None:
             raise UserError(f"{name} must be at least 1, not {number}.")
 
 
-def _prepared(card: Card, text: str) -> Preprocess:
+def prepared(card: Card, text: str) -> Preprocess:
     """What the user says, else what the card says; a guess would be silently wrong."""
     if text:
         return Preprocess(*parse_preprocess(text, card.architecture.channels))
@@ -199,24 +225,30 @@ def _prepared(card: Card, text: str) -> Preprocess:
     return card.preprocess
 
 
-def _test_split(source: Path, data: str | Path) -> tuple[Split, tuple[str, ...]]:
+def _test_split(source: Path, data: str | Path, split: str) -> tuple[Split, tuple[str, ...]]:
     """The images to score: never those that a run was trained on, where its folder tells."""
     folder = source if source.is_dir() else source.parent
     recipe, facts = folder / "recipe.toml", folder / "data.json"
     if recipe.is_file() and facts.is_file():
-        held_out = from_toml(recipe.read_text("utf-8")).data.held_out
-        opened = open_data(data, held_out=held_out)
-        if opened.train.fingerprint() == json.loads(facts.read_text("utf-8"))["train"] and opened.test is not None:
-            held = f"the {len(opened.test):,} held-out images"
-            return opened.test, (f"The model was trained on this data: only {held} are scored.",)
+        opened = open_narrowed(data, from_toml(recipe.read_text("utf-8")))
+        scored = _scored(opened, split)
+        if opened.train.fingerprint() == json.loads(facts.read_text("utf-8"))["train"] and scored is not None:
+            held = f"the {len(scored):,} held-out images"
+            return scored, (f"The model was trained on this data: only {held} are scored.",)
     opened = open_data(data, held_out=0.0)
-    return (opened.train if opened.test is None else opened.test), _split_note(opened)
+    scored = _scored(opened, split)
+    if scored is None:
+        return opened.train, (f"All {len(opened.train):,} images are scored.",)
+    return scored, (f"The {len(scored):,} images of the {scored.name} split are scored.",)
 
 
-def _split_note(data: DataSet) -> tuple[str, ...]:
-    if data.test is None:
-        return (f"All {len(data.train):,} images are scored.",)
-    return (f"The {len(data.test):,} images of the {data.test.name} split are scored.",)
+def _scored(data: DataSet, split: str) -> Split | None:
+    """The split asked for; without a wish what was measured while training."""
+    found = [part for part in (data.test, data.final) if part is not None and split in ("", part.name)]
+    if split and not found:
+        names = [part.name for part in (data.test, data.final) if part is not None]
+        raise UserError(f'{data.source} has no split "{split}" to score: {" or ".join(names) or "leave it out"}.')
+    return found[0] if found else None
 
 
 def _output_names(classes: Sequence[str], mapping: np.ndarray, count: int) -> list[str]:

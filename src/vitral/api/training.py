@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from vitral.api.data import open_to_train
 from vitral.api.device import check_device
 from vitral.checkpoints.weights import describe, located
 from vitral.data.sizes import median_short_side
-from vitral.data.sources import DataSet, open_data
+from vitral.data.sources import DataSet
 from vitral.errors import UserError
 from vitral.models.device import default_device
 from vitral.recipe import Recipe, from_toml, with_overrides
+from vitral.recipe_book import FAMILIES, named
 from vitral.recipe_choice import MIRRORED, default_recipe
 from vitral.training.assemble import Result, run
 from vitral.training.events import Decoding as Decoding
@@ -27,6 +29,9 @@ from vitral.training.events import StepDone as StepDone
 from vitral.training.loop import Interrupted as Interrupted
 from vitral.training.pace import Pace as Pace
 from vitral.training.prepare import check_recipe
+
+_NARROWING = ("held_out", "dev", "subset", "subset_seed", "exclude")  # parts of recipe.data
+_EARLY = tuple(f"{key}=" for key in ("init", *(f"data.{name}" for name in _NARROWING)))
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ def train(
     opened, chosen, reasons = choose_recipe(
         data, model=model, init=init, recipe=recipe, overrides=overrides, device=device
     )
-    folder = Path(out) if out else _new_folder(data, chosen)
+    folder = Path(out) if out else new_folder(data, chosen)
     for sentence in (*opened.notes, *reasons, f"run folder: {folder}"):
         listen(Note(sentence))
     if seeds == 1:
@@ -93,11 +98,9 @@ def choose_recipe(
     device: str = "",
 ) -> tuple[DataSet, Recipe, tuple[str, ...]]:
     """The data opened, the recipe that `train` would follow, and why."""
-    written = recipe if isinstance(recipe, Recipe) else read_recipe(recipe) if recipe else None
+    written = recipe if isinstance(recipe, Recipe) else read_recipe(recipe, model) if recipe else None
     early = _early(written, overrides)
-    held_out = early.data.held_out
-    # The split is always drawn with seed 0: runs with other seeds are tested on the same images.
-    opened = open_data(data, held_out=held_out)
+    opened = open_to_train(data, early)
     start = str(init) or early.init
     card = describe(located(start)).card if start else None
     if written is not None:
@@ -118,7 +121,8 @@ def choose_recipe(
     chosen = replace(chosen, init=start)
     before = read_recipe(located(start)) if start and (located(start) / "recipe.toml").is_file() else None
     if before is not None:
-        chosen = replace(chosen, data=replace(before.data, held_out=held_out))
+        narrow = {name: getattr(early.data, name) for name in _NARROWING}
+        chosen = replace(chosen, data=replace(before.data, **narrow))
         reasons = (
             *(reason for reason in reasons if reason != MIRRORED),
             "images are prepared and augmented as in the run it starts from",
@@ -141,8 +145,10 @@ def _asked(overrides: Sequence[str]) -> tuple[str, ...]:
     return (f"as you say: {', '.join(overrides)}",) if overrides else ()
 
 
-def read_recipe(path: str | Path) -> Recipe:
-    """A recipe from a TOML file, or from the folder of a run."""
+def read_recipe(path: str | Path, model: str = "") -> Recipe:
+    """A recipe by its name (paper:finetune/pets; some need the model's, too), from a TOML file or a run's folder."""
+    if str(path).partition(":")[0] in FAMILIES:
+        return named(str(path), model).recipe
     file = Path(path).expanduser()
     file = file / "recipe.toml" if file.is_dir() else file
     if not file.is_file():
@@ -151,12 +157,12 @@ def read_recipe(path: str | Path) -> Recipe:
 
 
 def _early(recipe: Recipe | None, overrides: Sequence[str]) -> Recipe:
-    """What must be known before the other keys are chosen: the share held out, and the weights to start from."""
-    words = [word for word in overrides if word.replace(" ", "").startswith(("data.held_out=", "init="))]
+    """What must be known before the other keys are chosen: which images there are, and the weights to start from."""
+    words = [word for word in overrides if word.replace(" ", "").startswith(_EARLY)]
     return with_overrides(recipe or Recipe(), words)
 
 
-def _new_folder(data: str | Path, recipe: Recipe) -> Path:
+def new_folder(data: str | Path, recipe: Recipe) -> Path:
     """runs/NAME, or runs/NAME-2, ... where that exists: a run is never overwritten by another."""
     name = Path(str(data)).expanduser().name.split(".")[0] or "run"
     model = (

@@ -14,16 +14,19 @@ from vitral.cost import cost as cost_of
 from vitral.cost import training_flops
 from vitral.errors import UserError
 from vitral.names import NAMES, parse
+from vitral.recipe_book import recipe_names
 
 
-def list_(what: tyro.conf.Positional[Literal["models", "formats"]] = "models", /, *, json: Flag = False) -> None:
-    """List the models with their sizes and costs at 224 pixels, or the checkpoint formats.
+def list_(
+    what: tyro.conf.Positional[Literal["models", "formats", "recipes", "data"]] = "models", /, *, json: Flag = False
+) -> None:
+    """List the models with their sizes and costs at 224 pixels, the checkpoint formats, recipes or known data sets.
 
     Args:
         what: what to list.
         json: print JSON instead of a table.
     """
-    rows = [_model_row(name) for name in NAMES] if what == "models" else _format_rows()
+    rows = _ROWS[what]()
     if json:
         print_json(rows)
     elif what == "models":
@@ -111,6 +114,20 @@ def _model_row(name: str) -> dict[str, str | int | float | None]:
     }
 
 
+def _model_rows() -> list[dict[str, Any]]:
+    return [_model_row(name) for name in NAMES]
+
+
+def _recipe_rows() -> list[dict[str, Any]]:
+    return [{"recipe": name, "about": about} for name, about in recipe_names().items()]
+
+
+def _data_rows() -> list[dict[str, Any]]:
+    from vitral import api
+
+    return [{"data": name, "about": about} for name, about in api.known_data().items()]
+
+
 def _format_rows() -> list[dict[str, str]]:
     from vitral.api import FORMATS
 
@@ -135,3 +152,6 @@ def _cell(value: str | int | float | None) -> str:
     if value is None:
         return "-"
     return value if isinstance(value, str) else f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
+
+
+_ROWS = {"models": _model_rows, "formats": _format_rows, "recipes": _recipe_rows, "data": _data_rows}

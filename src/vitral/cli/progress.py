@@ -100,6 +100,10 @@ class RunDisplay:
 def headline(metrics: dict) -> str:
     """The numbers of an evaluation that a person wants first."""
     n = f"(n = {metrics['n']:,})"
+    if "masked_loss" in metrics:
+        rivals = {"neighbour_loss": "mean of neighbours", "histogram_entropy": "histogram"}
+        known = ", ".join(f"{words} {metrics[key]:.3f}" for key, words in rivals.items() if key in metrics)
+        return f"loss of hidden patches {metrics['masked_loss']:.4f} ({known}) {n}"
     if "mean_average_precision" in metrics:
         return f"test mAP {metrics['mean_average_precision']:.2%}, macro F1 {metrics['macro_f1']:.2%} {n}"
     return f"test accuracy {metrics['top1']:.2%}, mean per class {metrics['mean_per_class']:.2%} {n}"

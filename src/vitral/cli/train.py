@@ -65,7 +65,7 @@ def train(
 
     named = {"epochs": epochs, "tune": tune or None, "balance": balance or None, "seed": seed}
     words = [f"{key}={value}" for key, value in named.items() if value is not None]
-    with RunDisplay(quiet=_rank() > 0) as display, _listener(display, out, tensorboard and not _rank()) as listen:
+    with RunDisplay(quiet=rank() > 0) as display, _listener(display, out, tensorboard and not rank()) as listen:
         try:
             done = api.train(
                 data,
@@ -81,7 +81,7 @@ def train(
         except api.Interrupted:
             display.say("stopped; its state is saved: the same command with that folder as --out goes on")
             sys.exit(130)
-    if _rank():
+    if rank():
         return
     if json:
         print_json(_values(done))
@@ -133,7 +133,7 @@ def _read(recipe: str) -> Recipe:
     return api.read_recipe(recipe)
 
 
-def _rank() -> int:
+def rank() -> int:
     """Which process of a torchrun this is; only the first speaks."""
     return int(os.environ.get("RANK", 0))
 

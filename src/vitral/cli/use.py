@@ -54,7 +54,7 @@ def predict(
     """
     from vitral import api
 
-    with _bar("predicting") as progress:
+    with bar("predicting") as progress:
         found = api.predict(
             source,
             images,
@@ -85,6 +85,7 @@ def evaluate(
     data: _Data,
     /,
     *,
+    split: _Text = "",
     classes: _File = "",
     real: _File = "",
     preprocess: _Text = "",
@@ -97,6 +98,7 @@ def evaluate(
     Args:
         source: a run folder, weights, hf:owner/name or timm:name.
         data: what `vitral train` takes; its test split is scored, or all of it where there is none.
+        split: the split to score where there are several, such as test beside val.
         classes: a file that names the model's outputs in order, one line each.
         real: ImageNet's ReaL labels (real.json).
         preprocess: how pixels are prepared, where the weights do not say.
@@ -106,10 +108,11 @@ def evaluate(
     """
     from vitral import api
 
-    with _bar("evaluating") as progress:
+    with bar("evaluating") as progress:
         found = api.evaluate(
             source,
             data,
+            split=split,
             classes=classes,
             real=real,
             preprocess=preprocess,
@@ -129,7 +132,7 @@ def embed(
     /,
     *,
     output: Annotated[str, tyro.conf.arg(metavar="FILE", aliases=["-o"])],
-    pool: Literal["features", "cls", "mean"] = "features",
+    pool: Literal["features", "cls", "mean", "pre_logits"] = "features",
     preprocess: _Text = "",
     batch: _Count = 32,
     device: _Text = "",
@@ -141,7 +144,7 @@ def embed(
         source: a run folder, weights, hf:owner/name or timm:name.
         images: image files, and folders of them.
         output: the npz file to write.
-        pool: what the head reads (features), the class token, or the mean of the patches.
+        pool: what the head reads (features), its last layer reads (pre_logits), the class token, the mean of patches.
         preprocess: how pixels are prepared, where the weights do not say.
         batch: images at a time.
         device: cpu, cuda or mps; chosen without it.
@@ -149,7 +152,7 @@ def embed(
     """
     from vitral import api
 
-    with _bar("embedding") as progress:
+    with bar("embedding") as progress:
         paths, features = api.embed(
             source,
             images,
@@ -180,7 +183,7 @@ def check(data: _Data, /, *, json: Flag = False) -> None:
     """
     from vitral import api
 
-    with _bar("checking") as progress:
+    with bar("checking") as progress:
         found = api.check(data, on_progress=progress)
     if json:
         print_json(found.as_dict())
@@ -198,8 +201,9 @@ def _evaluation_facts(found: Evaluation) -> dict[str, str]:
         facts |= {"mAP": f"{m['mean_average_precision']:.2%}", "macro F1": f"{m['macro_f1']:.2%}"}
     else:
         facts |= {"top-1": f"{m['top1']:.2%}", "top-5": f"{m['top5']:.2%}" if m["top5"] is not None else ""}
-        facts |= {"mean per class": f"{m['mean_per_class']:.2%}", "calibration error": f"{m['ece']:.2%}"}
-        pairs = m["confused"][:3]
+        if "mean_per_class" in m:
+            facts |= {"mean per class": f"{m['mean_per_class']:.2%}", "calibration error": f"{m['ece']:.2%}"}
+        pairs = m.get("confused", [])[:3]
         facts["often confused"] = "; ".join(f"{p['true']} taken for {p['predicted']} ({p['count']})" for p in pairs)
     if found.real is not None:
         facts["ReaL"] = f"{found.real[0]:.2%} ({found.real[1]:,} images have such a label)"
@@ -247,7 +251,7 @@ def _spread(values: dict[str, int]) -> str:
 
 
 @contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+def bar(what: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar with the time left, on standard error."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:

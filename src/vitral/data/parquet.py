@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -191,7 +192,9 @@ def _class_names(schema: Any, column: str) -> tuple[str, ...] | None:
     if isinstance(feature, dict) and isinstance(feature.get("feature"), dict):
         feature = feature["feature"]
     names: Iterable[str] | None = feature.get("names") if isinstance(feature, dict) else None
-    return tuple(names) if names else None
+    listed = list(names or ())
+    times = Counter(listed)  # ImageNet has two cranes, and an image must not move from one to the other
+    return tuple(name if times[name] == 1 else f"{name} ({place})" for place, name in enumerate(listed)) or None
 
 
 def _opened(file: Path) -> Any:

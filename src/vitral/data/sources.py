@@ -7,7 +7,7 @@
 | x.parquet, or a folder of them | image bytes and labels, in the layout of the Hugging Face hub |
 | x-{000..099}.tar, x-*.tar, or a folder of them | WebDataset shards |
 | hf:owner/name | a data set of the hub, fetched when asked for by this name only |
-| digits | a name of the catalogue; write ./digits for a folder that is called so |
+| cifar10:FOLDER, or cifar10, digits | a name of the catalogue; write ./digits for a folder that is called so |
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from vitral.data import manifests, parquet
-from vitral.data.catalog import CATALOG
+from vitral.data.catalog import CATALOG, is_known, open_known
 from vitral.data.folders import FileReader, find_images, read_folder, sub_folders
 from vitral.data.shards import expand, read_shards
 from vitral.data.splits import SPLIT_NAMES, DataSet, Reader, Split
@@ -37,8 +37,8 @@ def open_data(source: str | Path, *, seed: int = 0, held_out: float = 0.2) -> Da
     either, `held_out` of each class is drawn with `seed`; `held_out=0` leaves everything in train and test None.
     """
     text = str(source)
-    if isinstance(source, str) and text in CATALOG:
-        return CATALOG[text].read(held_out)
+    if isinstance(source, str) and is_known(text):
+        return open_known(text, held_out=held_out)
     if text.startswith("hf:"):
         folder, files = parquet.fetch(text)
         return replace(parquet.read_parquet(str(folder), files, seed=seed, held_out=held_out), source=text)
@@ -51,7 +51,7 @@ def open_data(source: str | Path, *, seed: int = 0, held_out: float = 0.2) -> Da
         return parquet.read_parquet(text, expand(str(path)), seed=seed, held_out=held_out)
     if path.suffix.lower() in manifests.SUFFIXES and os.path.isfile(path):
         return manifests.read_manifest(path, seed=seed, held_out=held_out)
-    near = difflib.get_close_matches(text, CATALOG, 1)
+    near = difflib.get_close_matches(text.partition(":")[0], CATALOG, 1)
     hint = f"did you mean {near[0]}?" if near else "name a folder of class folders, a manifest, Parquet or tar shards."
     raise UserError(f"{text} is no data set: {hint}")
 

@@ -100,12 +100,17 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class DataSet:
-    """What a source holds. `notes` are sentences for people: what was split, left out or is missing."""
+    """What a source holds. `notes` are sentences for people: what was split, left out or is missing.
+
+    `test` is what is measured while choices are made; `final` is the test split that nobody looks at before the end,
+    where the source has one beside its val split.
+    """
 
     source: str
     train: Split
     test: Split | None
     notes: tuple[str, ...]
+    final: Split | None = None
 
 
 @dataclass(frozen=True)
@@ -177,9 +182,12 @@ def assemble(
     _refuse_unknown(source, other, parts[other], listed)
     test = _split(other, parts[other], listed, several)
     said += _absent(train, test)
-    if "val" in parts and "test" in parts:
-        said.append(f"Measured on val ({len(test)} images); test is left alone for the end.")
-    return DataSet(source, train, test, tuple(said))
+    if "val" not in parts or "test" not in parts:
+        return DataSet(source, train, test, tuple(said))
+    _refuse_unknown(source, "test", parts["test"], listed)
+    final = _split("test", parts["test"], listed, several)
+    said.append(f"Measured on val ({len(test)} images); test is left alone for the end.")
+    return DataSet(source, train, test, tuple(said), final)
 
 
 def stratified(keys: Sequence[str], strata: np.ndarray, held_out: float, seed: int) -> np.ndarray:
@@ -201,7 +209,7 @@ def stratified(keys: Sequence[str], strata: np.ndarray, held_out: float, seed: i
 def _with_held_out(source: str, train: Split, seed: int, held_out: float, notes: list[str]) -> DataSet:
     if held_out == 0:
         return DataSet(source, train, None, tuple(notes))
-    held = stratified(train.keys, _strata(train), held_out, seed)
+    held = stratified(train.keys, strata(train), held_out, seed)
     test = train.select(np.flatnonzero(held), "test")
     if len(test) == 0:
         raise UserError(f"{source} has one image in each class: add more, or name a test split.")
@@ -213,7 +221,7 @@ def _with_held_out(source: str, train: Split, seed: int, held_out: float, notes:
     return DataSet(source, kept, test, (*notes, *_absent(kept, test)))
 
 
-def _strata(split: Split) -> np.ndarray:
+def strata(split: Split) -> np.ndarray:
     """The class; where there may be several, the rarest one the image has, so that no rare label is left to chance."""
     if not split.multilabel:
         return split.labels

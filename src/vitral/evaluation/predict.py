@@ -19,7 +19,7 @@ from vitral.models.normalise import normalise
 from vitral.models.vit import ViT
 
 Precision = Literal["float32", "bfloat16"]
-EmbeddingPool = Literal["features", "cls", "mean"]
+EmbeddingPool = Literal["features", "cls", "mean", "pre_logits"]
 Progress = Callable[[int, int], None]  # examples done, examples in all (of this process)
 
 
@@ -85,7 +85,8 @@ def embed_split(
     """The embeddings of this process's share of `split`.
 
     `pool`: "features", what the model's own head reads; "cls", the class token; "mean", the mean of the patches, into
-    which neither the class token nor registers are averaged.
+    which neither the class token nor registers are averaged; "pre_logits", what the last linear layer reads, after
+    the tanh layer where there is one.
     """
     share = _Share(split, batch, rank, world, workers)
     embed = _embedder(model, pool)
@@ -154,6 +155,8 @@ def _embedder(model: Model, pool: EmbeddingPool) -> Callable[[Tensor], Tensor]:
     """A function (b, c, h, w) -> (b, d)"""
     if pool not in get_args(EmbeddingPool):
         raise UserError(f'pool="{pool}" is not one of {", ".join(get_args(EmbeddingPool))}.')
+    if pool == "pre_logits":
+        return lambda images: model.head.represent(model.features(images))
     if pool == "features" or (pool == "mean" and not isinstance(model, ViT)):
         return model.features
     if not isinstance(model, ViT) or (pool == "cls" and not model.config.class_token):

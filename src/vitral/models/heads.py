@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.architecture import ViTConfig
 from vitral.models.initial import lecun_normal, xavier_uniform
-from vitral.models.layers import Mlp
+from vitral.models.layers import Mlp, Watcher, attend
 
 
 class Head(nn.Module):
@@ -47,6 +46,7 @@ class MapPool(nn.Module):
         self.out = nn.Linear(config.width, config.width)
         self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
         self.mlp = Mlp(config)
+        self.watchers: list[Watcher] = []
         xavier_uniform(self.probe)
         xavier_uniform(self.kv.weight, parts=2)
         for layer in (self.q, self.out):
@@ -59,6 +59,6 @@ class MapPool(nn.Module):
         batch, n, width = patches.shape
         q = self.q(self.probe).view(1, 1, self.heads, -1).transpose(1, 2).expand(batch, -1, -1, -1)
         k, v = self.kv(patches).view(batch, n, 2, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        x = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, width)
+        x = attend(q, k, v, self.watchers).transpose(1, 2).reshape(batch, width)
         x = self.out(x)
         return x + self.mlp(self.norm(x))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,6 +12,22 @@ from torch import Tensor, nn
 from vitral.architecture import Size, ViTConfig
 from vitral.models.initial import xavier_uniform
 from vitral.models.position import RelativePosition
+
+
+class Watcher(Protocol):
+    """Sees what enters and leaves an attention, and changes nothing; `capture.py` sends them."""
+
+    def see(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, output: Tensor) -> None: ...
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, watchers: Sequence[Watcher], bias: Tensor | None = None, dropout: float = 0.0
+) -> Tensor:
+    """(b, heads, queries, d), (b, heads, n, d), (b, heads, n, d) -> (b, heads, queries, d): equations 6 and 7, fused"""
+    output = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
+    for watcher in watchers:
+        watcher.see(q, k, v, bias, output)
+    return output
 
 
 class Attention(nn.Module):
@@ -22,6 +41,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width)
         self.dropout = nn.Dropout(config.dropout)
         self.relative = RelativePosition(config) if config.position == "relative" else None
+        self.watchers: list[Watcher] = []
         xavier_uniform(self.qkv.weight, parts=3)
         xavier_uniform(self.out.weight)
         nn.init.zeros_(self.qkv.bias)
@@ -36,8 +56,7 @@ class Attention(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (b, heads, n, d / heads)
         bias = None if self.relative is None else self.relative(q, grid)
         dropout = self.attention_dropout if self.training else 0.0
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
-        x = x.transpose(1, 2).reshape(shape)
+        x = attend(q, k, v, self.watchers, bias, dropout).transpose(1, 2).reshape(shape)
         return self.dropout(self.out(x))
 
 

@@ -17,6 +17,7 @@ from vitral import recipe as recipes
 from vitral.checkpoints.adapt import Weights
 from vitral.checkpoints.run import RunFolder
 from vitral.checkpoints.weights import write
+from vitral.cost import run_flops
 from vitral.data.sources import DataSet
 from vitral.errors import UserError
 from vitral.models.adapters import merge_lora
@@ -25,6 +26,7 @@ from vitral.recipe import Recipe
 from vitral.training.events import Listener, Note, Started
 from vitral.training.judge import Judge, PlainModel
 from vitral.training.loop import train
+from vitral.training.masking import MaskedModel
 from vitral.training.parallel import World, by_first, gather_rows, joined
 from vitral.training.preflight import Forecast, peak_bytes, preflight
 from vitral.training.prepare import (
@@ -52,8 +54,12 @@ class Result:
     folder: str
     metrics: dict[str, Any]
     step: int  # of the weights that were kept
-    seconds: float
-    images_per_second: float
+    seconds: float  # of all its parts, where it was interrupted
+    images_per_second: float  # on all devices together
+    flops: float  # of the training, by the paper's rule
+    device_hours: float
+    devices: int
+    device: str
     predicted_peak_bytes: int
     peak_bytes: int
     skipped: list[list[str]]  # images that could not be read, and why
@@ -82,6 +88,15 @@ def run(recipe: Recipe, data: DataSet, path: Path, *, device: str = "", listen: 
         trainee, plain, judge, batches = prepare_trainee(model, parts, world, listen)
         recorder = Recorder(folder if world.first else None, listen)
         forecast = _start(trainee, judge, batches, parts, folder, world, recorder)
+        before = trainee.facts.get("seconds", 0.0)
+
+        def spent() -> float:
+            return before + time.perf_counter() - began
+
+        def save_state() -> None:
+            trainee.facts["seconds"] = spent()
+            save(trainee, folder, world, recipe.keep)
+
         train(
             trainee,
             forecast.plan,
@@ -91,18 +106,24 @@ def run(recipe: Recipe, data: DataSet, path: Path, *, device: str = "", listen: 
             ),
             batches=batches,
             evaluate=judge.evaluate,
-            save=lambda: save(trainee, folder, world, recipe.keep),
+            save=save_state,
             keep_best=lambda: _keep(plain, parts, folder.best, world) if recipe.patience else None,
             name_rows=lambda indices: _names(indices, parts, world),
             listen=recorder.hear,
             stopping=stopping,
         )
+        seconds = spent()
+        seen = trainee.step * parts.plan.batch
         result = Result(
             folder=str(folder.path),
             metrics=trainee.facts["metrics"],
             step=trainee.facts["best_step"] if recipe.patience else trainee.step,
-            seconds=time.perf_counter() - began,
+            seconds=seconds,
             images_per_second=recorder.images_per_second(),
+            flops=run_flops(card.architecture, seen=seen, images=len(parts.train), tune=recipe.tune),
+            device_hours=seconds * world.size / 3600,
+            devices=world.size,
+            device=world.name,
             predicted_peak_bytes=forecast.peak_bytes,
             peak_bytes=peak_bytes(world.device),
             skipped=[list(pair) for pair in skipped],
@@ -193,6 +214,7 @@ def _names(indices: Tensor, parts: Parts, world: World) -> list[str]:
 
 def _keep(plain: PlainModel, parts: Parts, path: Path, world: World) -> None:
     model = plain()
+    model = model.model if isinstance(model, MaskedModel) else model  # without what only the prediction needs
     by_first(lambda: _write(model, parts, path), world)
 
 

@@ -9,24 +9,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from vitral.data.sources import Split
 from vitral.errors import UserError
 from vitral.evaluation.accuracy import classification_metrics, multilabel_metrics
 from vitral.evaluation.predict import Predictions
-from vitral.models.build import Model
 from vitral.training.parallel import World, gather_rows
 from vitral.training.state import Trainee, whole_weights
 
 
 @dataclass(frozen=True)
 class Judge:
-    """Scores the held-out split. `outputs` gives this process's share of a split's predictions, `batch` at a time."""
+    """Scores the held-out split. `outputs` gives this process's share of a split's predictions, `batch` at a time, and
+    `measure` makes metrics of all of them."""
 
     test: Split
     world: World
     batch: int
     outputs: Callable[[Split], Predictions]
+    measure: Callable[[np.ndarray, np.ndarray, tuple[str, ...]], dict[str, Any]]
 
     def evaluate(self) -> dict[str, Any]:
         """Metrics of the whole split, the same in every process; "score" is the one to select by."""
@@ -37,7 +39,7 @@ class Judge:
         if not valid.any():
             raise UserError("none of the test images can be read: check them with `vitral check`.")
         logits, labels = rows["logits"][valid], self.test.labels[rows["indices"][valid]]
-        return measure(logits, labels, self.test.classes)
+        return self.measure(logits, labels, self.test.classes)
 
     def seconds_for_all(self) -> float:
         """How long `evaluate` will take: starting costs something, too, and two batches less one are without that."""
@@ -72,9 +74,9 @@ class PlainModel:
     """The weights to evaluate and keep, as a plain model: `model` is the trainee's own, or a copy to load them into."""
 
     trainee: Trainee
-    model: Model
+    model: nn.Module
 
-    def __call__(self) -> Model:
+    def __call__(self) -> Any:
         """All processes must call this: shards come together here."""
         if self.model is not self.trainee.model:
             self.model.load_state_dict(whole_weights(self.trainee))

@@ -35,12 +35,12 @@ def freeze(model: nn.Module, tune: str) -> None:
 
 def layer_of(name: str, model: nn.Module) -> int:
     """How deep a parameter sits: 0 before the first block (or stage), then 1, 2, ...; norm, pooling and head last."""
-    room, *rest = name.split(".")
+    room, *rest = name.removeprefix("model.").split(".")  # of a model inside another, as for masked patches
     if room in ("blocks", "stages"):
         return int(rest[0]) + 1
     if room == "positions":
         return int(rest[0])  # table i is added before block i
-    return 0 if room in ("stem", "embed", "class_token", "registers", "root") else _layers(model) + 1
+    return 0 if room in ("stem", "embed", "class_token", "registers", "root", "mask_token") else _layers(model) + 1
 
 
 def parameter_groups(
@@ -96,6 +96,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def _layers(model: nn.Module) -> int:
+    model = getattr(model, "model", model)
     layers = getattr(model, "blocks", None) or getattr(model, "stages", None)
     assert isinstance(layers, nn.ModuleList)
     return len(layers)

@@ -42,6 +42,13 @@ class World:
     def first(self) -> bool:
         return self.rank == 0
 
+    @property
+    def name(self) -> str:
+        """What a person calls the device."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        return f"CPU, {torch.get_num_threads()} threads" if self.device.type == "cpu" else self.device.type
+
 
 def joined(device: str = "") -> World:
     """The world that torchrun describes, or this process alone. The group is left when the program ends."""

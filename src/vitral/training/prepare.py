@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from vitral import recipe as recipes
-from vitral.architecture import ViTConfig, as_size
+from vitral.architecture import ResNetConfig, ViTConfig, as_size
 from vitral.checkpoints.adapt import Adaptation, to_classes
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.weights import assemble, read_adapted
@@ -25,11 +26,14 @@ from vitral.data.sources import DataSet, Split
 from vitral.errors import UserError
 from vitral.evaluation.predict import Predictions, embed_split, predict_split
 from vitral.models.build import Model, build
+from vitral.models.vit import ViT
 from vitral.recipe import Recipe
 from vitral.training.average import Average
 from vitral.training.events import Decoding, EvaluationProgress, Listener, Note
-from vitral.training.judge import Judge, PlainModel
+from vitral.training.judge import Judge, PlainModel, measure
 from vitral.training.loop import Plan
+from vitral.training.masked import MaskedObjective, baselines, keyed, masked_outputs, measure_masked
+from vitral.training.masking import MaskedModel, MaskSettings
 from vitral.training.objective import LossSettings, Objective, recompute_activations
 from vitral.training.optimizer import build_optimizer, freeze, parameter_groups
 from vitral.training.parallel import World, by_first, check_batch, gather_rows, wrap
@@ -99,13 +103,15 @@ def readable(
 def check_recipe(recipe: Recipe, data: DataSet, card: Card | None) -> None:
     """What cannot work is said here, before there is a run folder; `card` is that of the weights in init."""
     train = data.train
+    architecture = card.architecture if card else recipes.architecture_of(recipe, len(train.classes))
     if recipe.batch > len(train):
         raise UserError(f"batch={recipe.batch} is more than the {len(train)} training images: choose a smaller one.")
+    if recipe.learn == "masked" and isinstance(architecture, ResNetConfig):
+        raise UserError(f"{recipe.model} has no patches to hide: learn=masked needs a ViT or a hybrid.")
     if train.multilabel and recipe.loss != "sigmoid":
         raise UserError("images of this data have several labels: set loss=sigmoid.")
     if train.multilabel and recipe.balance == "sampler":
         raise UserError("balance=sampler needs one label an image: use balance=weights.")
-    architecture = card.architecture if card else recipes.architecture_of(recipe, len(train.classes))
     if recipe.image:
         architecture = replace(architecture, image=as_size(recipe.image))
     if len(recipe.data.mean) != architecture.channels:
@@ -120,10 +126,11 @@ def check_recipe(recipe: Recipe, data: DataSet, card: Card | None) -> None:
 def prepare_model(recipe: Recipe, classes: tuple[str, ...]) -> tuple[Model, Card]:
     """The model to train, and its card with these classes and the recipe's preprocessing."""
     torch.manual_seed(recipe.seed)
+    classes = () if recipe.learn == "masked" else classes  # a model without a head: patches have no class
     if recipe.init:
         checkpoint = read_adapted(recipe.init, Adaptation(image=recipe.image or None))
         weights, card = checkpoint.weights, checkpoint.card
-        if card.class_names != classes:
+        if card.class_names != classes or weights.architecture.classes != len(classes):
             weights = to_classes(weights, len(classes))
         if isinstance(weights.architecture, ViTConfig):
             drops = {name: getattr(recipe.regular, name) for name in _DROPS}
@@ -131,6 +138,8 @@ def prepare_model(recipe: Recipe, classes: tuple[str, ...]) -> tuple[Model, Card
         model, card = assemble(weights), replace(card, changes=weights.changes)
     else:
         model = build(recipes.architecture_of(recipe, len(classes)))
+        if recipe.shape.head_bias and model.head.output is not None:
+            torch.nn.init.constant_(model.head.output.bias, recipe.shape.head_bias)
         card = Card(model.config, source="trained from scratch", format="vitral")
     architecture = model.config
     _, test = recipes.pipelines(recipe, architecture.image)
@@ -193,24 +202,36 @@ def prepare_trainee(
     if recipe.checkpointing:
         recompute_activations(model)
     if recipe.compile:
-        model.compile()
+        for block in getattr(model, "blocks", ()) if recipe.learn == "masked" else (model,):
+            block.compile()
+    learner, objective = _objective(model, parts)
+    objective.to(world.device)
     separate = recipe.average or (world.size > 1 and recipe.parallel == "fsdp")
-    plain_model = copy.deepcopy(model) if separate else model  # before it is wrapped: shards cannot be copied
-    learner = model.head if recipe.tune == "head" else model
-    objective = Objective(learner, parts.settings, parts.train.counts(), recipe.balance).to(world.device)
+    plain_model = copy.deepcopy(learner) if separate else learner  # before it is wrapped: shards cannot be copied
     wrapped = wrap(objective, world, recipe.parallel)
     optim = recipe.optim
     groups = parameter_groups(
-        model, weight_decay=optim.weight_decay, layer_decay=optim.layer_decay, head_lr=optim.head_lr
+        learner, weight_decay=optim.weight_decay, layer_decay=optim.layer_decay, head_lr=optim.head_lr
     )
     rule = {"beta1": optim.beta1, "beta2": optim.beta2, "momentum": optim.momentum}
     optimizer = build_optimizer(groups, name=optim.name, lr=optim.lr, **rule)
-    average = Average(model, recipe.average) if recipe.average else None
-    trainee = Trainee(wrapped, model, optimizer, average)
+    average = Average(learner, recipe.average) if recipe.average else None
+    trainee = Trainee(wrapped, learner, optimizer, average)
     wrapped.train()
     plain = PlainModel(trainee, plain_model)
     build = _on_features if recipe.tune == "head" else _on_images
     return trainee, plain, *build(plain, parts, world, listen)
+
+
+def _objective(model: Model, parts: Parts) -> tuple[nn.Module, nn.Module]:
+    """What learns, and the same with its loss."""
+    recipe, settings = parts.recipe, parts.settings
+    if recipe.learn == "masked":
+        assert isinstance(model, ViT)
+        masked = MaskedModel(model, _mask_settings(recipe))
+        return masked, MaskedObjective(masked, settings.mean, settings.std)
+    reader = model.head if recipe.tune == "head" else model
+    return model, Objective(reader, settings, parts.train.counts(), recipe.balance)
 
 
 def workers_of(recipe: Recipe, world: World) -> int:
@@ -221,8 +242,10 @@ def _on_images(plain: PlainModel, parts: Parts, world: World, listen: Listener) 
     text, _ = recipes.pipelines(parts.recipe, parts.card.architecture.image)
     pipeline = parse_pipeline(text)
 
+    masked = parts.recipe.learn == "masked"
+
     def batches(step: int) -> Iterator[Batch]:
-        return training_batches(
+        found = training_batches(
             parts.train,
             pipeline,
             batch=parts.plan.batch,
@@ -237,11 +260,26 @@ def _on_images(plain: PlainModel, parts: Parts, world: World, listen: Listener) 
             pin=world.device.type == "cuda",
             order=parts.order,
         )
+        return keyed(found) if masked else found
 
     def outputs(split: Split) -> Predictions:
-        return predict_split(plain(), split, parts.preprocess, **_measuring(parts, world, listen))
+        compute = masked_outputs if masked else predict_split
+        return compute(plain(), split, parts.preprocess, **_measuring(parts, world, listen))
 
-    return Judge(parts.test, world, _rows(parts), outputs), batches
+    judged = _against_rivals(parts) if masked else measure
+    return Judge(parts.test, world, _rows(parts), outputs, judged), batches
+
+
+def _against_rivals(parts: Parts) -> Callable[..., dict[str, Any]]:
+    config = parts.card.architecture
+    assert isinstance(config, ViTConfig)
+    return measure_masked(
+        baselines(parts.train, parts.test, parts.preprocess.pipeline, config, _mask_settings(parts.recipe))
+    )
+
+
+def _mask_settings(recipe: Recipe) -> MaskSettings:
+    return MaskSettings(**asdict(recipe.masked), seed=recipe.seed)
 
 
 def _on_features(plain: PlainModel, parts: Parts, world: World, listen: Listener) -> tuple[Judge, Batches]:
@@ -273,7 +311,7 @@ def _on_features(plain: PlainModel, parts: Parts, world: World, listen: Listener
         head.train()
         return Predictions(mine, logits, test["valid"][mine].numpy())
 
-    return Judge(parts.test, world, _rows(parts), outputs), batches
+    return Judge(parts.test, world, _rows(parts), outputs, measure), batches
 
 
 def _measuring(parts: Parts, world: World, listen: Listener) -> dict[str, Any]:

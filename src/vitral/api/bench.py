@@ -1,0 +1,170 @@
+"""`benchmark`, the verb bench: how fast this machine computes, beside the libraries that are installed, kept in a file and on a page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from vitral.api.device import check_device
+from vitral.bench import growth, start
+from vitral.bench.contestants import Field, Task, default_modes, field
+from vitral.bench.contestants import Work as Raced
+from vitral.bench.plot import chart
+from vitral.bench.race import Tell, race
+from vitral.bench.results import (
+    COLUMNS,
+    Row,
+    merged,
+    page,
+    page_name,
+    ratio,
+    read_rows,
+    table,
+    write_page,
+    write_rows,
+)
+from vitral.data.loader import default_workers
+from vitral.errors import UserError
+from vitral.models.device import default_device
+
+Work = Literal[Raced, "growth"]
+
+_MODELS = {"cuda": "ViT-B/16", "cpu": "ViT-Ti/16"}
+_TORCH = ("timm", "transformers", "torchvision")
+_PEERS = {
+    **dict.fromkeys(("infer", "latency", "predict"), (*_TORCH, "onnxruntime")),
+    **{"train": _TORCH, "data": ("torchvision",), "start": ("transformers",), "growth": ()},
+}
+_BATCHES = {
+    "cuda": {"train": 256, "infer": 512, "data": 256, "predict": 256, "growth": 32},
+    "cpu": {"train": 8, "infer": 8, "data": 32, "predict": 32, "growth": 2},
+}
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What a call measured, and what it was added to."""
+
+    rows: list[Row]  # of this call
+    known: list[Row]  # of the file, these among them, on the same hardware
+    notes: tuple[str, ...]  # who was left out, and what grows too fast
+    results: Path
+    page: Path
+
+    def table(self) -> tuple[tuple[str, ...], list[list[str]]]:
+        """Columns and cells: the rows of this call, and older ones that they may be compared with."""
+        races = {row.race for row in self.rows}
+        return COLUMNS, table([row for row in self.known if row.race in races])
+
+    def ratios(self) -> list[tuple[Row, float]]:
+        """Our rows of this call with their speed over the best peer's."""
+        found = [(row, ratio(row, self.known)) for row in self.rows]
+        return [(row, compared[0]) for row, compared in found if compared is not None]
+
+
+def benchmark(
+    work: Work,
+    *,
+    model: str = "",
+    batch: int = 0,
+    against: Sequence[str] | None = None,
+    settings: Sequence[str] = (),
+    attention: Sequence[str] = ("auto",),
+    rounds: int = 5,
+    data: str | Path = "",
+    workers: int | None = None,
+    out: str | Path = "benchmarks/results.json",
+    device: str = "",
+    tell: Tell = lambda sentence: None,
+) -> Benchmark:
+    """Measure one kind of work; `out` keeps every row, and a page beside it shows those of this hardware.
+
+    "train" times whole steps, "infer" batches on the device, "latency" single answers, "data" the way from files to
+    the device, "predict" whole predictions of files, "start" a command's first answer, "growth" larger and larger work.
+    """
+    check_device(device)
+    _check(work, rounds, batch, data)
+    out = Path(out)
+    before = read_rows(out)
+    task = _task(work, model, batch, data, workers, device or default_device().type)
+    rows, notes = _measured(work, task, _field(work, task, against, settings, attention), rounds, tell)
+    if not rows:
+        raise UserError(f"nobody could be timed ({' '.join(notes)}): choose other settings.")
+    everything = merged(before, rows)
+    write_rows(out, everything)
+    known = [row for row in everything if row.facts.get("hardware") == rows[0].facts.get("hardware")]
+    return Benchmark(rows, known, notes, out, _write_page(out.parent, known))
+
+
+def _measured(work: Work, task: Task, starting: Field, rounds: int, tell: Tell) -> tuple[list[Row], tuple[str, ...]]:
+    for sentence in starting.absent:
+        tell(sentence)
+    if work == "growth":
+        rows = growth.measure(task, starting.contestants[0], tell)
+        return rows, tuple(growth.too_steep(growth.points(rows)))
+    if work == "start":
+        return start.measure(task.model, [one.library for one in starting.contestants], rounds, tell), starting.absent
+    outcome = race(task, starting.contestants, rounds=rounds, tell=tell)
+    return outcome.rows, (*starting.absent, *outcome.failed)
+
+
+def _task(work: Work, model: str, batch: int, data: str | Path, workers: int | None, device: str) -> Task:
+    kind = "cuda" if device.startswith("cuda") else "cpu"
+    if work == "start":
+        kind, model = "cpu", model or "ViT-Ti/16"
+    raced: Raced = "train" if work == "growth" else work
+    size = 1 if work in ("latency", "start") else batch or _BATCHES[kind][work]
+    return Task(
+        raced,
+        model or _MODELS[kind],
+        size,
+        kind,
+        folder=str(_class_folders(Path(data))) if data else "",
+        workers=_workers(work, kind) if workers is None else workers,
+    )
+
+
+def _field(
+    work: Work, task: Task, against: Sequence[str] | None, settings: Sequence[str], attention: Sequence[str]
+) -> Field:
+    peers = _PEERS[work] if against is None else against
+    if against is None and task.device == "cuda":
+        peers = tuple(name for name in peers if name != "onnxruntime")  # who could never do it needs no mention
+    return field(task, peers, tuple(settings) or default_modes(task.device), attention)
+
+
+def _workers(work: Work, device: str) -> int:
+    """Loaders alone get all cores, and those beside a model what training would give them."""
+    if work != "data":
+        return default_workers(device)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _class_folders(folder: Path) -> Path:
+    """Where the classes are: torchvision does not look for splits."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder: name one that has a sub-folder of images per class.")
+    return folder / "train" if (folder / "train").is_dir() else folder
+
+
+def _check(work: str, rounds: int, batch: int, data: str | Path) -> None:
+    if work not in get_args(Work):
+        raise UserError(f'there is no bench "{work}": use {", ".join(get_args(Work))}.')
+    if rounds < 1 or batch < 0:
+        raise UserError("rounds and batch must be whole numbers above 0.")
+    if work in ("data", "predict") and not data:
+        raise UserError(f"bench {work} reads files: name a folder of class folders with --data.")
+
+
+def _write_page(folder: Path, rows: list[Row]) -> Path:
+    name = page_name(rows)
+    figures = []
+    if found := growth.points(rows):
+        title = f"A training step of {rows[0].facts.get('hardware', '')}, measured and as the arithmetic grows"
+        write_page(folder / f"{name}-growth.svg", chart(found, title))
+        figures.append(f"{name}-growth.svg")
+    write_page(folder / f"{name}.md", page(rows, figures=figures))
+    return folder / f"{name}.md"

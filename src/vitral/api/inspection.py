@@ -1,0 +1,262 @@
+"""`inspect` and the page of a run: a model and images to something a person looks at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitral.api.checkpoints import load
+from vitral.api.data import open_narrowed
+from vitral.api.device import check_device
+from vitral.api.prediction import prepared
+from vitral.architecture import ViTConfig
+from vitral.checkpoints.card import Card, Preprocess
+from vitral.checkpoints.run import RunFolder
+from vitral.checkpoints.write import written_aside
+from vitral.cost import cost
+from vitral.data.loader import evaluation_batches
+from vitral.data.preprocess import parse_pipeline
+from vitral.data.sources import DataSet, Split, open_images
+from vitral.errors import UserError
+from vitral.evaluation.calibration import probabilities, reliability
+from vitral.evaluation.mapping import _read_table
+from vitral.evaluation.predict import predict_split
+from vitral.inspection.attention import mean_attention_distance
+from vitral.inspection.embeddings import embedding_filters, position_similarity
+from vitral.inspection.looks import look_at
+from vitral.models.build import Model
+from vitral.models.device import default_device
+from vitral.models.normalise import normalise
+from vitral.models.vit import ViT
+from vitral.names import name_of
+from vitral.recipe import from_toml
+from vitral.report.inspect_page import Learned, Reach, inspect_page
+from vitral.report.run_page import Examples, run_page
+from vitral.report.viewer import Shown, plan_layers
+
+MOST = 64  # images of a page: what a person looks through, and a browser opens at once
+ASKED = 2000  # held-out images that a run's page asks the model about again
+ANSWERS = 5
+EXAMPLES = 8
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was written."""
+
+    page: Path
+    bytes: int
+    images: int
+    unreadable: tuple[str, ...]
+    figures: tuple[Path, ...]
+
+
+def inspect(
+    source: str | Path,
+    images: str | Path | Sequence[str | Path] = (),
+    *,
+    output: str | Path = "inspect.html",
+    figures: str | Path = "",
+    layers: Sequence[int] = (),
+    classes: str | Path = "",
+    preprocess: str = "",
+    device: str = "",
+) -> Inspection:
+    """One HTML page about a model, and about what it sees in images; the paper's figures to the folder `figures` too.
+
+    `layers`, counted from 0, are those whose single patches can be asked about head by head; chosen by what fits into
+    the page without it. `classes` is a file that names the model's outputs in order.
+    """
+    model, card = load(source)
+    model.to(place_of(device))
+    names = tuple(_read_table(Path(classes), card.architecture.classes)[-1][1]) if classes else card.class_names
+    learned, shown, reach, unreadable = _learned(model), [], None, ()
+    if images:
+        split = open_images([images] if isinstance(images, str | Path) else images)
+        if len(split) > MOST:
+            raise UserError(f"a page shows at most {MOST} images, not {len(split):,}: name fewer.")
+        how = prepared(card, preprocess)
+        card = replace(card, preprocess=how)
+        kept, pixels = readable_pixels(split, how.pipeline, card.architecture.channels)
+        unreadable = tuple(split.keys[i] for i in range(len(split)) if i not in kept)
+        shown = _shown(model, [Path(split.keys[i]).name for i in kept], pixels, how, card, names, layers)
+        reach = _reach(model, normalise(pixels, how.mean, how.std))
+    title = f"Inside {name_of(card.architecture)}"
+    page = inspect_page(title, model_facts(card), learned, shown, _pooled_name(model), reach)
+    path = Path(output)
+    with written_aside(path) as aside:
+        aside.write_text(page, encoding="utf-8")
+    written = _write_figures(Path(figures), learned, shown, reach) if figures else ()
+    return Inspection(path, path.stat().st_size, len(shown), unreadable, written)
+
+
+def write_run_page(folder: str | Path, data: str | Path | DataSet, *, device: str = "") -> Path:
+    """page.html in a run's folder: its curves, mistakes, calibration, and what the model has learned.
+
+    The tables are those of result.json. Mistakes and calibration are asked for anew, of at most 2,000 held-out images.
+    """
+    run = RunFolder(Path(folder))
+    model, card = load(run.path)
+    place = place_of(device)
+    model.to(place)
+    recipe = run.read_text("recipe.toml") or ""
+    opened = data if isinstance(data, DataSet) else open_narrowed(data, from_toml(recipe))
+    result = json.loads(run.read_text("result.json") or "{}")
+    examples = None
+    if opened.test is not None and card.preprocess is not None:
+        examples = _examples(model, card, opened.test, card.preprocess, place)
+    title = f"{name_of(card.architecture)} on {Path(opened.source).name}"
+    page = run_page(title, result, run.metrics(), model_facts(card), recipe, _learned(model), examples)
+    run.write_text("page.html", page)
+    return run.path / "page.html"
+
+
+def model_facts(card: Card) -> dict[str, str]:
+    """A table of the model for people."""
+    config = card.architecture
+    counted = cost(config)
+    facts = {
+        "model": name_of(config),
+        "parameters": f"{counted.params:,}",
+        "multiply-accumulates an image": _large(counted.macs),
+        "image": f"{config.image[0]} x {config.image[1]} pixels, {config.channels} channels",
+        "classes": f"{config.classes:,}" if config.classes else "none: features only",
+    }
+    if isinstance(config, ViTConfig):
+        facts |= {
+            "patches": f"{counted.grid[0]} x {counted.grid[1]}, each of {config.patch} x {config.patch}"
+            + (" places of the stem's map" if config.stem else " pixels"),
+            "layers, heads, width": f"{config.depth}, {config.heads}, {config.width}",
+            "pool": config.pool,
+            "positions": config.position,
+        }
+    pixels = card.preprocess
+    prepared_by = f"{pixels.pipeline}, mean {pixels.mean}, std {pixels.std}" if pixels else "not stated"
+    facts |= {"pixels prepared by": prepared_by, "source": Path(card.source).name, "licence": card.licence}
+    return {**facts, "sha256": card.sha256, "changes": "; ".join(card.changes)}
+
+
+def _large(number: int) -> str:
+    """1250000 -> "1.25 million" """
+    size, word = (1e9, "billion") if number >= 1e9 else (1e6, "million")
+    return f"{number / size:.3g} {word}"
+
+
+def place_of(device: str) -> str:
+    """Where to compute."""
+    check_device(device)
+    return device or str(default_device())
+
+
+def readable_pixels(split: Split, pipeline: str, channels: int) -> tuple[list[int], Tensor]:
+    """Places of the images that can be read, and their pixels as the model sees them, uint8 (b, c, h, w)."""
+    batches = list(evaluation_batches(split, parse_pipeline(pipeline), batch=1, channels=channels))
+    kept = [int(batch.indices[0]) for batch in batches if batch.valid[0]]
+    if not kept:
+        raise UserError(f"none of these images can be read, {split.keys[0]} first: `vitral check` says why.")
+    return kept, torch.cat([batch.images for batch in batches if batch.valid[0]])
+
+
+def _shown(
+    model: Model,
+    keys: Sequence[str],
+    pixels: Tensor,
+    how: Preprocess,
+    card: Card,
+    names: Sequence[str],
+    layers: Sequence[int] = (),
+    truths: Sequence[str] = (),
+) -> list[Shown]:
+    config = model.config
+    ready = normalise(pixels, how.mean, how.std).to(next(model.parameters()).device)
+    headed, averaged = (), ()
+    if isinstance(config, ViTConfig):
+        if any(not 0 <= layer < config.depth for layer in layers):
+            raise UserError(f"there is no layer {max(layers) + 1}: the model has {config.depth}.")
+        rows, columns = config.grid((ready.shape[2], ready.shape[3]))
+        headed, averaged = plan_layers(config.depth, config.heads, rows * columns, len(ready), layers)
+    looks = look_at(model, ready, headed=headed, averaged=averaged)
+    truths = truths or [""] * len(keys)
+    pictures = pixels.permute(0, 2, 3, 1).numpy()
+    return [
+        Shown(key, picture, look, _answers(look.logits, card, names), truth)
+        for key, picture, look, truth in zip(keys, pictures, looks, truths, strict=True)
+    ]
+
+
+def _answers(logits: np.ndarray, card: Card, names: Sequence[str]) -> tuple[tuple[str, float], ...]:
+    if not card.architecture.classes:
+        return ()
+    shares = probabilities(logits[None], sigmoid=card.multilabel)[0]
+    best = np.argsort(-shares, kind="stable")[:ANSWERS].tolist()
+    return tuple((names[i] if names else f"class {i}", float(shares[i])) for i in best)
+
+
+def _learned(model: Model) -> Learned:
+    filters = embedding_filters(model)
+    embeds = isinstance(model, ViT) and len(model.positions) > 0
+    similarity = position_similarity(model).cpu().numpy() if embeds else None
+    return Learned(filters.pictures().numpy(), float(filters.explained.sum()), filters.source, similarity)
+
+
+def _reach(model: Model, ready: Tensor) -> Reach | None:
+    if not isinstance(model, ViT):
+        return None
+    device = next(model.parameters()).device
+    distance = mean_attention_distance(model, (part.to(device) for part in ready.split(4))).numpy()
+    return Reach(distance, len(ready), max(ready.shape[2:]), model.config.axial)
+
+
+def _pooled_name(model: Model) -> str:
+    token = isinstance(model, ViT) and model.config.pool == "token"
+    return "the class token" if token else "the average of all patches"
+
+
+def _examples(model: Model, card: Card, test: Split, preprocess: Preprocess, place: str) -> Examples:
+    """Mistakes, the surest first, then right answers, the least sure first."""
+    chosen = np.unique(np.linspace(0, len(test) - 1, min(len(test), ASKED)).astype(np.int64))
+    sample = test.select(chosen)
+    if test.multilabel or not card.architecture.classes:
+        order, mistakes, bins = np.arange(len(sample)), 0, ()
+    else:
+        found = predict_split(model, sample, preprocess, batch=64, device=place)
+        places, logits = found.indices[found.valid], found.logits[found.valid]
+        labels = sample.labels[places]
+        wrong, confidence = logits.argmax(1) != labels, probabilities(logits).max(1)
+        order = places[np.argsort(np.where(wrong, -confidence, 1 + confidence), kind="stable")]
+        mistakes, bins = int(wrong.sum()), reliability(logits, labels)
+    few = sample.select(order[:EXAMPLES])
+    kept, pixels = readable_pixels(few, preprocess.pipeline, card.architecture.channels)
+    truths = [""] * len(kept) if few.multilabel else [few.classes[few.labels[i]] for i in kept]
+    shown = _shown(model, [few.keys[i] for i in kept], pixels, preprocess, card, card.class_names, truths=truths)
+    return Examples(shown, _pooled_name(model), min(mistakes, len(shown)), bins, len(sample))
+
+
+def _write_figures(folder: Path, learned: Learned, shown: Sequence[Shown], reach: Reach | None) -> tuple[Path, ...]:
+    """Each figure as PNG and as SVG."""
+    from vitral.inspection import figures  # an extra, which only those who ask for figures need
+
+    drawn = {"filters": figures.filter_figure(learned.filters)}
+    if learned.similarity is not None:
+        drawn["positions"] = figures.position_figure(learned.similarity)
+    if reach is not None:
+        drawn["distance"] = figures.distance_figure(reach.distance)
+    if shown:
+        pictures, names = [one.picture for one in shown], [one.name for one in shown]
+        drawn["colours"] = figures.colour_figure(pictures, np.stack([one.look.colours for one in shown]))
+        for name in shown[0].look.maps:
+            maps = np.stack([one.look.maps[name] for one in shown])
+            drawn[name] = figures.rollout_figure(pictures, maps, names)
+    paths = []
+    for name, figure in drawn.items():
+        for kind in ("png", "svg"):
+            with written_aside(folder / f"{name}.{kind}") as aside:
+                figure.savefig(aside, format=kind, dpi=200)
+            paths.append(folder / f"{name}.{kind}")
+    return tuple(paths)

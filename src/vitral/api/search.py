@@ -1,0 +1,101 @@
+"""`search`: the images of a folder, or the patches in them, that look most like one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from vitral.api.checkpoints import load
+from vitral.api.inspection import place_of, readable_pixels
+from vitral.api.prediction import prepared
+from vitral.architecture import Size
+from vitral.checkpoints.card import Preprocess
+from vitral.data.sources import Split, open_images
+from vitral.errors import UserError
+from vitral.evaluation.predict import Progress, embed_split
+from vitral.inspection.search import (
+    Index,
+    index_images,
+    index_patches,
+    load_index,
+    nearest,
+    nearest_patches,
+    save_index,
+)
+from vitral.inspection.tokens import patch_features
+from vitral.models.build import Model
+from vitral.models.normalise import normalise
+
+BATCH = 16  # images at a time
+
+
+class Neighbour(NamedTuple):
+    """An image, or a patch of it (row and column from 0), that is like the one asked for."""
+
+    path: str
+    score: float  # cosine similarity
+    row: int | None = None
+    column: int | None = None
+
+
+def search(
+    source: str | Path,
+    folder: str | Path,
+    *,
+    query: str | Path,
+    patch: Size | None = None,
+    top: int = 5,
+    index: str | Path = "",
+    preprocess: str = "",
+    device: str = "",
+    on_progress: Progress | None = None,
+) -> list[Neighbour]:
+    """The images of a folder most like `query`, or the patches most like its patch (row, column), the best first.
+
+    The features of the folder are kept in the npz file `index`, and read from there where it exists; the image asked
+    about is left out.
+    """
+    model, card = load(source)
+    model.to(place_of(device))
+    how = prepared(card, preprocess)
+    _, pixels = readable_pixels(open_images([query]), how.pipeline, card.architecture.channels)
+    asked = normalise(pixels, how.mean, how.std).to(next(model.parameters()).device)
+    rows, columns = model.config.grid((asked.shape[2], asked.shape[3]))
+    if patch is not None and not (0 <= patch[0] < rows and 0 <= patch[1] < columns):
+        raise UserError(f"there is no patch {patch[0]}, {patch[1]}: rows end at {rows - 1}, columns at {columns - 1}.")
+    known = _index(model, open_images([folder]), how, patch is not None, Path(index) if index else None, on_progress)
+    same = {Path(path).resolve(): place for place, path in enumerate(known.paths)}
+    own = same.get(Path(query).expanduser().resolve())
+    if patch is not None:
+        feature = patch_features(model, asked)[0][patch].float().cpu().numpy()
+        found = nearest_patches(known, feature, top, skip=own)
+        return [Neighbour(known.paths[match.image], match.score, match.row, match.column) for match in found]
+    with torch.inference_mode():
+        features = model.features(asked).float().cpu().numpy()
+    scores, places = nearest(known, features, top + 1)
+    pairs = zip(places[0].tolist(), scores[0].tolist(), strict=True)
+    return [Neighbour(known.paths[place], score) for place, score in pairs if place != own][:top]
+
+
+def _index(
+    model: Model, split: Split, how: Preprocess, patches: bool, path: Path | None, on_progress: Progress | None
+) -> Index:
+    """Read from its file, or made and written there."""
+    if path is not None and path.exists():
+        known = load_index(path)
+        if not set(known.paths) <= set(split.keys):
+            raise UserError(f"{path} is the index of other images: remove it, or name another file.")
+        return known
+    device = next(model.parameters()).device
+    if patches:
+        kept, pixels = readable_pixels(split, how.pipeline, model.config.channels)
+        batches = (normalise(part, how.mean, how.std).to(device) for part in pixels.split(BATCH))
+        known = index_patches(model, [split.keys[i] for i in kept], batches)
+    else:
+        found = embed_split(model, split, how, batch=BATCH, device=device, on_progress=on_progress)
+        known = index_images([split.keys[i] for i in found.indices[found.valid]], found.features[found.valid])
+    if path is not None:
+        save_index(path, known)
+    return known

@@ -1,0 +1,156 @@
+"""From image files to the device: our loader, and torchvision's folder, transforms and torch DataLoader (Pillow)."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from vitral.bench.contestants import OURS, Contestant, Task
+from vitral.bench.peers import complete_torchvision
+from vitral.bench.steps import TrainingStep, classifier
+from vitral.data.images import decode
+from vitral.data.loader import evaluation_batches, training_batches
+from vitral.data.preprocess import Pipeline, parse_pipeline
+from vitral.data.sources import Split, open_data
+
+_STAGED = 64  # images that each stage is timed on
+_WATCHED = 8  # steps over which waiting is watched
+
+
+def loading_step(contestant: Contestant, task: Task) -> LoadingStep:
+    """Batches for training, random crop and flip, as they come to the device."""
+    return LoadingStep(contestant, task)
+
+
+def prediction_step(contestant: Contestant, task: Task) -> PredictionStep:
+    """A batch of files to logits in the host's memory."""
+    return PredictionStep(contestant, task)
+
+
+class LoadingStep:
+    """A step is one batch on the device."""
+
+    def __init__(self, contestant: Contestant, task: Task) -> None:
+        self.contestant, self.task = contestant, task
+
+    def run(self, count: int) -> list[float]:
+        """The mean of `count` batches: workers deliver in bursts. The loader starts anew, so that nobody's workers run
+        ahead while others have their turn."""
+        start = time.perf_counter()
+        for images in _batches(self.contestant, self.task, count, training=True):
+            _arrived(images, self.task.device)
+        return [(time.perf_counter() - start) / count]
+
+    def details(self) -> dict[str, float]:
+        """Images/s of each stage in one process, and the share of a training step's time that waits for data."""
+        stages = _stages(self.task) if self.contestant.library == OURS else {}
+        return stages | {"workers": self.task.workers, "share waiting": self._waiting()}
+
+    def _waiting(self) -> float:
+        step = TrainingStep(Contestant(self.contestant.library), self.task)
+        step.run(1)
+        stream = _batches(self.contestant, self.task, _WATCHED, training=True)
+        step.images = _arrived(next(stream), self.task.device)  # the first waits for workers to start
+        waited, began = 0.0, time.perf_counter()
+        for _ in range(_WATCHED - 1):
+            step.run(1)
+            start = time.perf_counter()
+            step.images = _arrived(next(stream), self.task.device)
+            waited += time.perf_counter() - start
+        return waited / (time.perf_counter() - began)
+
+
+class PredictionStep:
+    """A step is one batch of files, read, prepared and classified."""
+
+    def __init__(self, contestant: Contestant, task: Task) -> None:
+        self.contestant, self.task = contestant, task
+        self.model = classifier(contestant, task).eval().to(getattr(torch, task.precision))
+
+    def run(self, count: int) -> list[float]:
+        """The mean of `count` batches in one go through the files."""
+        start = time.perf_counter()
+        with torch.inference_mode():
+            for images in _batches(self.contestant, self.task, count, training=False):
+                self.model(images.to(self.task.device, non_blocking=True)).float().cpu()
+        return [(time.perf_counter() - start) / count]
+
+
+def _arrived(images: Tensor, device: str) -> Tensor:
+    images = images.to(device, non_blocking=True)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return images
+
+
+def _batches(contestant: Contestant, task: Task, count: int, *, training: bool) -> Iterator[Tensor]:
+    """`count` batches in the host's memory: uint8 from us, normalised floats from the others."""
+    if contestant.library != OURS:
+        return _torchvision_batches(task, count, training=training)
+    split, pipeline = _split(task), _pipeline(task, training=training)
+    options: dict[str, Any] = {"batch": task.batch, "workers": task.workers, "pin": task.device == "cuda"}
+    if training:
+        found = training_batches(split, pipeline, seed=0, first_step=0, last_step=count, **options)
+    else:
+        found = evaluation_batches(split.select(np.arange(count * task.batch) % len(split)), pipeline, **options)
+    return (batch.images for batch in found)
+
+
+def _torchvision_batches(task: Task, count: int, *, training: bool) -> Iterator[Tensor]:
+    """As its documentation has it: Pillow's pixels become normalised floats in the workers."""
+    complete_torchvision()
+    from torchvision import transforms
+    from torchvision.datasets import ImageFolder
+
+    side = task.architecture.image[0]
+    crop = [transforms.RandomResizedCrop(side, (0.05, 1.0)), transforms.RandomHorizontalFlip()]
+    centre = [transforms.Resize(side * 8 // 7), transforms.CenterCrop(side)]
+    values = [transforms.ToTensor(), transforms.Normalize([0.5] * 3, [0.5] * 3)]
+    files = ImageFolder(task.folder, transforms.Compose([*(crop if training else centre), *values]))
+    places = np.arange(count * task.batch) % len(files)
+    sampler = np.random.default_rng(0).permutation(places) if training else places
+    pin = task.device == "cuda"
+    loader = DataLoader(files, task.batch, sampler=sampler.tolist(), num_workers=task.workers, pin_memory=pin)
+    return (images for images, _ in loader)
+
+
+def _split(task: Task) -> Split:
+    return open_data(Path(task.folder), held_out=0).train
+
+
+def _pipeline(task: Task, *, training: bool) -> Pipeline:
+    side = task.architecture.image[0]
+    steps = f"inception_crop({side})|flip" if training else f"resize_small({side * 8 // 7})|central_crop({side})"
+    return parse_pipeline(f"decode|{steps}")
+
+
+def _stages(task: Task) -> dict[str, float]:
+    """Images/s of reading, decoding, cropping with resizing, and making a batch of it, each alone."""
+    split, pipeline = _split(task), _pipeline(task, training=True)
+    places = [place % len(split) for place in range(_STAGED)]
+    rng = np.random.default_rng(0)
+    read, files = _clocked(split.reader.read, places)
+    decode_, pictures = _clocked(lambda data: data if isinstance(data, np.ndarray) else decode(data), files)
+    resize, prepared = _clocked(lambda image: pipeline(image, rng), pictures)
+    start = time.perf_counter()
+    torch.stack([torch.from_numpy(image).permute(2, 0, 1) for image in prepared])
+    batch = len(places) / (time.perf_counter() - start)
+    return {"read/s": read, "decode/s": decode_, "resize/s": resize, "batch/s": batch}
+
+
+def _clocked(work: Callable[[Any], Any], items: list[Any]) -> tuple[float, list[Any]]:
+    """Items per second by the median, and what came out."""
+    seconds, found = [], []
+    for item in items:
+        start = time.perf_counter()
+        found.append(work(item))
+        seconds.append(time.perf_counter() - start)
+    return 1 / statistics.median(seconds), found

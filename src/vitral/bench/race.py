@@ -1,0 +1,155 @@
+"""Contestants in turns: each times a few steps while the others wait, so that a busy machine slows all alike."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from vitral.bench.contestants import OURS, Contestant, Task
+from vitral.bench.gate import WrongAnswers
+from vitral.bench.player import Player, PlayerFailed
+from vitral.bench.results import Row, spread
+from vitral.cost import cost
+from vitral.errors import UserError
+
+_WARM_UP = 3  # steps after the first, which compiles and allocates
+_TURN = 1.0  # seconds that a turn should last
+_LOADING_TURN = 4.0  # of loaders, which start their workers in each
+_MOST = 50  # steps in a turn
+CALLS = 200  # answers that percentiles of latency are taken over, at least
+_COMPUTES = ("train", "infer", "latency")
+
+Tell = Callable[[str], None]
+
+
+class Outcome(NamedTuple):
+    """The rows of a race, and one sentence for each contestant who did not finish."""
+
+    rows: list[Row]
+    failed: list[str]
+
+
+class Runner(NamedTuple):
+    """A player that is warm, and what is known about it."""
+
+    player: Player
+    facts: dict[str, str]
+    cold: float
+    memory: int
+    steps: int  # in a turn
+    seconds: list[float]
+
+
+def now() -> str:
+    """When a call began."""
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def race(task: Task, contestants: Sequence[Contestant], *, rounds: int, tell: Tell) -> Outcome:
+    """Time every contestant in every round. A gate that does not open raises WrongAnswers, and nobody has a row."""
+    failed: list[str] = []
+    call = now()
+    with ExitStack() as stack:
+        runners = []
+        for contestant in contestants:
+            try:
+                if contestant.library == OURS and task.work in _COMPUTES:
+                    _check_answers(contestant, task, tell)
+                tell(f"{contestant.label}: starting")
+                runners.append(warm(stack.enter_context(Player(contestant)), task, rounds))
+            except PlayerFailed as failure:
+                _sift(failure, contestant)
+                failed.append(f"{contestant.label} is left out: {failure}.")
+        rates = _rounds(runners, task, rounds, failed, tell)
+        rows = [row(runner, task, call, statistics.median(rates or [0.0])) for runner in runners if runner.seconds]
+    return Outcome(rows, failed)
+
+
+def _check_answers(contestant: Contestant, task: Task, tell: Tell) -> None:
+    """In a process of its own, so that what is compiled for a few images never meets what is timed."""
+    with Player(contestant) as player:
+        found = player.gate(task)
+    gradients = f" and gradients within {found['gradients']:.0e}" if task.work == "train" else ""
+    tell(
+        f"{contestant.label}: logits within {found['logits']:.0e}{gradients} of the plain float32 model, "
+        f"of the norm (allowed: {found['tolerance']:g})"
+    )
+
+
+def _sift(failure: PlayerFailed, contestant: Contestant) -> None:
+    """Peers may fail; our own answers may not be wrong, and a mistake in the request concerns all."""
+    if failure.kind == "wrong":
+        raise WrongAnswers(str(failure)) from failure
+    if contestant.library == OURS and failure.kind == "mistake":
+        raise UserError(str(failure)) from failure
+
+
+def warm(player: Player, task: Task, rounds: int) -> Runner:
+    """Past compiling and allocating; a turn gets as many steps as fit into it."""
+    facts = player.build(task)["facts"]
+    player.run(1)
+    cold = time.perf_counter() - player.began
+    seconds = statistics.median(player.run(_WARM_UP))
+    turn = _TURN if task.work in _COMPUTES else _LOADING_TURN
+    steps = math.ceil(CALLS / rounds) if task.work == "latency" else min(max(math.ceil(turn / seconds), 1), _MOST)
+    return Runner(player, facts, cold, player.ask("memory")["bytes"], steps, [])
+
+
+def _rounds(runners: list[Runner], task: Task, rounds: int, failed: list[str], tell: Tell) -> list[float]:
+    """The matrix rates; the times go to the runners. Every other round runs backwards, against a drift of clocks."""
+    rates = []
+    for number in range(rounds):
+        tell(f"round {number + 1} of {rounds}")
+        for runner in list(runners) if number % 2 == 0 else runners[::-1]:
+            try:
+                if runner is runners[0] and task.work in _COMPUTES:
+                    rates.append(runner.player.ask("rate")["flops"])
+                runner.seconds.extend(runner.player.run(runner.steps))
+            except PlayerFailed as failure:
+                failed.append(f"{runner.player.contestant.label} did not finish: {failure}.")
+                runners.remove(runner)
+    return rates
+
+
+def row(runner: Runner, task: Task, call: str, rate: float) -> Row:
+    contestant = runner.player.contestant
+    low, median, high = spread(runner.seconds)
+    return Row(
+        work=task.work,
+        model=task.named,
+        batch=task.batch,
+        library=contestant.library,
+        settings=contestant.settings,
+        device=task.device,
+        precision=task.precision,
+        seconds=median,
+        low=low,
+        high=high,
+        samples=len(runner.seconds),
+        macs=macs(task),
+        rate=rate,
+        peak_bytes=runner.memory,
+        cold_seconds=runner.cold,
+        call=call,
+        facts=runner.facts,
+        details=_details(runner, task),
+    )
+
+
+def macs(task: Task) -> int:
+    """Multiply-accumulates of a step: the backward pass takes twice those of the forward pass."""
+    if task.work not in _COMPUTES:
+        return 0
+    return cost(task.architecture).macs * task.batch * (3 if task.work == "train" else 1)
+
+
+def _details(runner: Runner, task: Task) -> dict[str, Any]:
+    if task.work != "latency":
+        return runner.player.ask("details")
+    ordered = sorted(runner.seconds)
+    return {f"p{share} ms": 1e3 * ordered[min(len(ordered) * share // 100, len(ordered) - 1)] for share in (50, 95, 99)}

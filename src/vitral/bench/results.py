@@ -1,0 +1,179 @@
+"""Rows of results: one JSON file that later calls complete, ratios between its rows, and a page for people."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from vitral.bench.contestants import OURS
+from vitral.checkpoints.write import write_json, written_aside
+from vitral.errors import UserError
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contestant's result, with all that is needed to judge it."""
+
+    work: str
+    model: str
+    batch: int
+    library: str
+    settings: str
+    device: str
+    precision: str
+    seconds: float  # of a step: the median
+    low: float  # the quartiles
+    high: float
+    samples: int  # steps that were timed
+    macs: int  # multiply-accumulates of a step by `cost.py`; 0 where none are meant
+    rate: float  # FLOP/s of a large matrix product, measured in the same call
+    peak_bytes: int
+    cold_seconds: float  # from the start of the process to the end of its first step
+    call: str  # when the call began: rows of one call were measured in turns
+    facts: dict[str, str] = field(default_factory=dict)
+    details: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def per_second(self) -> float:
+        """Images."""
+        return self.batch / self.seconds
+
+    @property
+    def share(self) -> float:
+        """Of the matrix rate; 0 where no arithmetic is meant."""
+        return 2.0 * self.macs / self.seconds / self.rate if self.rate else 0.0
+
+    @property
+    def place(self) -> tuple[str, str, int, str, str]:
+        """What a later measurement of the same replaces."""
+        return self.work, self.model, self.batch, self.library, self.settings
+
+    @property
+    def race(self) -> tuple[str, str, int, str, str]:
+        """Rows that may be compared: the same work on the same hardware."""
+        return self.work, self.model, self.batch, self.device, self.facts.get("hardware", "")
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Lower quartile, median, upper quartile."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, median, high = statistics.quantiles(values, method="inclusive")
+    return low, median, high
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a results file; none where there is no file yet."""
+    if not path.exists():
+        return []
+    names = {entry.name for entry in fields(Row)}
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        return [Row(**{name: value for name, value in row.items() if name in names}) for row in rows]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not a file of results: give --out another name.") from error
+
+
+def merged(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
+    """New rows take the places of old ones of the same kind and hardware; all others stay."""
+    rows = {(row.place, row.race): row for row in (*old, *new)}
+    return sorted(rows.values(), key=lambda row: (row.race, row.library != OURS, row.place))
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """With the derived numbers beside the measured ones, for readers that do not compute."""
+    derived = [{**asdict(row), "images_per_second": row.per_second, "share": row.share} for row in rows]
+    write_json(path, {"rows": derived})
+
+
+def ratio(row: Row, rows: Sequence[Row]) -> tuple[float, bool] | None:
+    """Our speed over that of the best peer in the same race, and whether both are of one call; None without a peer."""
+    peers = [other for other in rows if other.race == row.race and other.library != OURS]
+    if row.library != OURS or not peers:
+        return None
+    best = min(peers, key=lambda other: other.seconds)
+    return best.seconds / row.seconds, best.call == row.call
+
+
+COLUMNS: tuple[str, ...] = (
+    *("work", "model", "batch", "contestant", "settings", "images/s", "ms", "quartiles ms", "of matrix rate"),
+    *("peak GiB", "cold s", "ours / best peer"),
+)
+
+
+def table(rows: Sequence[Row]) -> list[list[str]]:
+    """The cells of COLUMNS."""
+    return [_cells(row, ratio(row, rows)) for row in rows]
+
+
+def page(rows: Sequence[Row], *, figures: Sequence[str] = ()) -> str:
+    """Markdown: how it was measured, the table, what some rows tell besides, and pictures."""
+    lines = [f"# {rows[0].facts.get('hardware', rows[0].device)}", "", *_words(rows), ""]
+    lines += _markdown(COLUMNS, table(rows))
+    told = [row for row in rows if row.details]
+    if told:
+        lines += ["", "## Details", ""]
+        lines += _markdown(("work", "model", "contestant", ""), [_told(row) for row in told])
+    for figure in figures:
+        lines += ["", f"![{Path(figure).stem}]({figure})"]
+    return "\n".join(lines) + "\n"
+
+
+def write_page(path: Path, text: str) -> None:
+    with written_aside(path) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
+def page_name(rows: Sequence[Row]) -> str:
+    """<hardware>-<date>, of the newest row."""
+    hardware = rows[0].facts.get("hardware", rows[0].device)
+    plain = "-".join("".join(letter if letter.isalnum() else " " for letter in hardware.lower()).split())
+    return f"{plain}-{max(row.call for row in rows)[:10]}"
+
+
+def _words(rows: Sequence[Row]) -> list[str]:
+    versions: dict[str, set[str]] = {}
+    for row in rows:
+        for name, value in row.facts.items():
+            versions.setdefault(name, set()).add(value)
+    known = ", ".join(f"{name} {' and '.join(sorted(values))}" for name, values in sorted(versions.items()))
+    calls = sorted({row.call for row in rows})
+    return [
+        "Written by `vitral bench`. Contestants had a process each and took turns; times are medians over steps, with",
+        "quartiles. The matrix rate was measured in the same call. A ratio above 1 is in our favour; `*` marks one",
+        f"between rows of different calls on the same hardware. {len(calls)} calls, the last at {calls[-1]}.",
+        "",
+        f"{known}.",
+    ]
+
+
+def _cells(row: Row, compared: tuple[float, bool] | None) -> list[str]:
+    return [
+        row.work,
+        row.model,
+        str(row.batch),
+        row.library,
+        row.settings,
+        f"{row.per_second:,.1f}" if row.per_second < 100 else f"{row.per_second:,.0f}",
+        f"{1e3 * row.seconds:,.2f}",
+        f"{1e3 * row.low:,.2f} - {1e3 * row.high:,.2f}",
+        f"{row.share:.0%}" if row.share else "",
+        f"{row.peak_bytes / 2**30:.2f}" if row.peak_bytes else "",
+        f"{row.cold_seconds:.1f}" if row.cold_seconds else "",
+        "" if compared is None else f"{compared[0]:.2f}{'' if compared[1] else '*'}",
+    ]
+
+
+def _told(row: Row) -> list[str]:
+    text = ", ".join(
+        f"{name} {value:,.3g}" if value < 1000 else f"{name} {value:,.0f}" for name, value in row.details.items()
+    )
+    return [row.work, row.model, f"{row.library} ({row.settings})", text]
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    return lines + [f"| {' | '.join(cells)} |" for cells in rows]

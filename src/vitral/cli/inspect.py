@@ -1,0 +1,122 @@
+"""`vitral inspect` and `vitral search`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import tyro
+
+from vitral.cli.options import Flag, Source
+from vitral.cli.show import counted, print_facts, print_json, print_table
+from vitral.cli.use import bar
+
+_Images = Annotated[
+    tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[IMAGES ...]", help_behavior_hint="")
+]
+_Folder = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+_Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
+_File = Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
+
+
+def inspect(
+    source: Source,
+    images: _Images = (),
+    /,
+    *,
+    output: Annotated[str, tyro.conf.arg(metavar="FILE", aliases=["-o"])] = "inspect.html",
+    figures: Annotated[str, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = "",
+    layers: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N ...", help_behavior_hint="")] = (),
+    classes: _File = "",
+    preprocess: _Text = "",
+    device: _Text = "",
+    json: Flag = False,
+) -> None:
+    """Write one HTML page to look through a model: where it looks in images, what it has learned.
+
+    Args:
+        source: a run folder, weights, hf:owner/name or timm:name.
+        images: image files, and folders of them; without any, the page is about the model alone.
+        output: the page to write.
+        figures: write the paper's figures as PNG and SVG into this folder too.
+        layers: layers, counted from 1, whose patches can be asked about head by head; chosen without it.
+        classes: a file that names the model's outputs in order, one line each.
+        preprocess: how pixels are prepared, where the weights do not say.
+        device: cpu, cuda or mps; chosen without it.
+        json: print what was written as JSON.
+    """
+    from vitral import api
+
+    done = api.inspect(
+        source,
+        images,
+        output=output,
+        figures=figures,
+        layers=[layer - 1 for layer in layers],
+        classes=classes,
+        preprocess=preprocess,
+        device=device,
+    )
+    if json:
+        paths = [str(path) for path in done.figures]
+        facts = {"page": str(done.page), "bytes": done.bytes, "images": done.images}
+        print_json({**facts, "unreadable": list(done.unreadable), "figures": paths})
+        return
+    print_facts(
+        {
+            "wrote": f"{done.page} ({done.bytes / 1e6:.1f} MB, {counted(done.images, 'image')}): open it in a browser",
+            "figures": ", ".join(str(path) for path in done.figures),
+            "left out": f"{', '.join(done.unreadable)}: cannot be read" if done.unreadable else "",
+        }
+    )
+
+
+def search(
+    source: Source,
+    folder: _Folder,
+    /,
+    *,
+    query: Annotated[str, tyro.conf.arg(metavar="IMAGE")],
+    patch: Annotated[tuple[int, int] | None, tyro.conf.arg(metavar="ROW COLUMN", help_behavior_hint="")] = None,
+    top: Annotated[int, tyro.conf.arg(metavar="N")] = 5,
+    index: _File = "",
+    preprocess: _Text = "",
+    device: _Text = "",
+    json: Flag = False,
+) -> None:
+    """Find the images of a folder that look most like one, or the patches most like one of its patches.
+
+    Args:
+        source: a run folder, weights, hf:owner/name or timm:name.
+        folder: where to search.
+        query: the image to compare with.
+        patch: compare this patch of it, row and column counted from 1, with all patches.
+        top: how many to find.
+        index: keep the folder's features in this npz file, and read them from there the next time.
+        preprocess: how pixels are prepared, where the weights do not say.
+        device: cpu, cuda or mps; chosen without it.
+        json: print JSON instead of a table.
+    """
+    from vitral import api
+
+    place = None if patch is None else (patch[0] - 1, patch[1] - 1)
+    with bar("searching") as progress:
+        found = api.search(
+            source,
+            folder,
+            query=query,
+            patch=place,
+            top=top,
+            index=index,
+            preprocess=preprocess,
+            device=device,
+            on_progress=progress,
+        )
+    if json:
+        print_json([one._asdict() for one in found])
+        return
+    where = ["" if one.row is None or one.column is None else f"{one.row + 1}, {one.column + 1}" for one in found]
+    cells = [[one.path, at, f"{one.score:.3f}"] for one, at in zip(found, where, strict=True)]
+    columns = ["image", "row, column", "similarity"]
+    if patch is None:
+        columns, cells = [columns[0], columns[2]], [[cell[0], cell[2]] for cell in cells]
+    print_table(columns, cells)

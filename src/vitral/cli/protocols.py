@@ -1,0 +1,187 @@
+"""`vitral pretrain` and `vitral finetune`: the paper's protocols, each result beside the paper's own number."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from vitral.cli.options import Flag, Source
+from vitral.cli.progress import RunDisplay, duration
+from vitral.cli.show import print_facts, print_json, print_table
+from vitral.cli.train import rank
+
+if TYPE_CHECKING:
+    from vitral.api import Protocol
+
+_Data = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
+_Words = Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...", help_behavior_hint="")]
+_Grid = Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE,VALUE ...", help_behavior_hint="")]
+_Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
+_Recipe = Annotated[str, tyro.conf.arg(metavar="RECIPE", help_behavior_hint="")]
+_Folder = Annotated[str, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
+_Count = Annotated[int, tyro.conf.arg(metavar="N", help_behavior_hint="")]
+
+
+def pretrain(
+    data: _Data,
+    /,
+    *,
+    model: Annotated[str, tyro.conf.arg(metavar="MODEL")],
+    recipe: _Recipe = "paper:pretrain/imagenet",
+    sweep: _Grid = (),
+    seeds: _Count = 1,
+    out: _Folder = "",
+    device: _Text = "",
+    set: _Words = (),
+    json: Flag = False,
+) -> None:
+    """Pre-train from scratch as the paper does: Table 3's recipes, BiT's, or masked patch prediction.
+
+    Args:
+        data: what `vitral train` takes, cifar10:FOLDER, imagenet:FOLDER, ...
+        model: its name, such as ViT-B/16; with the recipe's name it picks the row of the table.
+        recipe: a name (`vitral list recipes`), or a TOML file.
+        sweep: values to choose from on the dev split, such as regular.dropout=0,0.1 optim.weight_decay=0.03,0.1.
+        seeds: runs of the chosen recipe.
+        out: the run folder; the same folder again goes on where it stopped.
+        device: cpu, cuda, cuda:1 or mps; chosen without it.
+        set: keys of the recipe to change, such as data.subset=9000000 data.exclude=FILE data.dev=0.01 patience=3.
+        json: print the result as JSON.
+    """
+    from vitral import api
+
+    _report(
+        lambda listen: api.pretrain(
+            data,
+            model=model,
+            recipe=recipe,
+            overrides=set,
+            sweep=sweep,
+            seeds=seeds,
+            out=out,
+            device=device,
+            listen=listen,
+        ),
+        json,
+    )
+
+
+def finetune(
+    source: Source,
+    data: _Data,
+    /,
+    *,
+    recipe: Annotated[str, tyro.conf.arg(metavar="RECIPE")],
+    sweep: _Grid = (),
+    seeds: _Count = 0,
+    out: _Folder = "",
+    device: _Text = "",
+    set: _Words = (),
+    json: Flag = False,
+) -> None:
+    """Fine-tune as the paper does: the rate chosen on a dev split, all of train, three seeds, the test split once.
+
+    Args:
+        source: weights to start from: a file, a run folder, hf:owner/name or timm:name.
+        data: what `vitral train` takes, pets:FOLDER, cifar100:FOLDER, ...
+        recipe: a name (`vitral list recipes`), such as paper:finetune/pets, or a TOML file.
+        sweep: values to choose from instead of the recipe's own, such as optim.lr=0.003,0.01.
+        seeds: runs of the chosen recipe; the recipe's own number without it.
+        out: the run folder; the same folder again goes on where it stopped.
+        device: cpu, cuda, cuda:1 or mps; chosen without it.
+        set: keys of the recipe to change, such as steps=100 image=224.
+        json: print the result as JSON.
+    """
+    from vitral import api
+
+    _report(
+        lambda listen: api.finetune(
+            source,
+            data,
+            recipe=recipe,
+            overrides=set,
+            sweep=sweep,
+            seeds=seeds,
+            out=out,
+            device=device,
+            listen=listen,
+        ),
+        json,
+    )
+
+
+def _report(start: Callable[[Any], Protocol], json: bool) -> None:
+    """Run it under the display, then print what came out."""
+    from vitral import api
+
+    with RunDisplay(quiet=rank() > 0) as display:
+        try:
+            found = start(display.hear)
+        except api.Interrupted:
+            display.say("stopped; its state is saved: the same command with that folder as --out goes on")
+            sys.exit(130)
+    if rank():
+        return
+    if json:
+        print_json(found.as_dict())
+    else:
+        _print(found)
+
+
+def _print(found: Protocol) -> None:
+    outcome = found.outcome
+    if outcome.trials:
+        cells = [[trial.words, value(trial.result.metrics)] for trial in outcome.trials]
+        print_table(["tried", "on dev"], cells)
+    row = found.as_dict()
+    print_table(
+        ["model", "data", "measured on", "result", "n", "seeds", "FLOPs a run", "device-hours", "images/s a device"],
+        [
+            [
+                found.model,
+                found.data,
+                outcome.split,
+                _result(found),
+                f"{row['n']:,}",
+                str(len(outcome.results)),
+                f"{outcome.flops:.3g}",
+                f"{outcome.device_hours:.3g}",
+                f"{row['images_per_second_per_device']:,.0f}",
+            ]
+        ],
+        left=3,
+    )
+    last = outcome.results[-1]
+    print_facts(
+        {
+            "chosen": outcome.chosen.words if outcome.trials else "",
+            "the paper": "; ".join(_paper(entry) for entry in found.reported),
+            "device": f"{last.devices} x {last.device}",
+            "time": f"{duration(outcome.device_hours * 3600 / last.devices)}, trials included",
+            "run folder": found.folder,
+        }
+    )
+
+
+def _result(found: Protocol) -> str:
+    outcome = found.outcome
+    metrics = dict(outcome.results[-1].metrics)
+    if "masked_loss" in metrics:
+        metrics["masked_loss"] = -outcome.mean
+        return value(metrics) + (f" +- {outcome.spread:.4f}" if outcome.spread is not None else "")
+    return f"{outcome.mean:.2%}" + (f" +- {outcome.spread:.2%}" if outcome.spread is not None else "")
+
+
+def value(metrics: dict[str, Any]) -> str:
+    """The one number of a run."""
+    if "masked_loss" in metrics:
+        return f"loss {metrics['masked_loss']:.4f}"
+    return f"{metrics['score']:.2%}"
+
+
+def _paper(entry: Any) -> str:
+    spread = f" +- {entry.spread}" if entry.spread is not None else ""
+    return f"{entry.value}{spread} % from {entry.pretraining} ({entry.source})"

@@ -1,0 +1,132 @@
+"""`vitral vtab`: the 19 tasks of VTAB-1k, each beside the paper's own numbers."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from vitral.cli.options import Flag, Source
+from vitral.cli.progress import RunDisplay
+from vitral.cli.show import print_facts, print_json, print_table
+from vitral.cli.train import rank
+
+if TYPE_CHECKING:
+    from vitral.api.vtab import VtabScore
+
+_Root = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ROOT")]
+_Tasks = Annotated[str, tyro.conf.arg(metavar="TASK,TASK", help_behavior_hint="")]
+_Words = Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...", help_behavior_hint="")]
+_Recipe = Annotated[str, tyro.conf.arg(metavar="RECIPE", help_behavior_hint="")]
+_Grid = Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE,VALUE ...", help_behavior_hint="")]
+_Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
+_Folder = Annotated[str, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
+_Count = Annotated[int, tyro.conf.arg(metavar="N", help_behavior_hint="")]
+_SHORT = {"jft300m": "JFT", "imagenet21k": "I21k"}
+
+
+def vtab(
+    source: Source,
+    root: _Root,
+    /,
+    *,
+    tasks: _Tasks = "",
+    recipe: _Recipe = "paper:finetune/vtab",
+    sweep: _Grid = (),
+    fixed: Flag = False,
+    seeds: _Count = 1,
+    out: _Folder = "",
+    device: _Text = "",
+    set: _Words = (),
+    json: Flag = False,
+) -> None:
+    """Score a model on VTAB-1k as the paper does: one recipe for 19 tasks, chosen on 200 images of each, test once.
+
+    Args:
+        source: weights to start from: a file, a run folder, hf:owner/name or timm:name.
+        root: a folder with the data of each task, ROOT/TASK or ROOT/DATASET; what is missing is skipped and named.
+        tasks: some of the tasks, such as pets,clevr-count; all that are there without it.
+        recipe: a name (`vitral list recipes`); paper:finetune/vtab:inception crops otherwise, bit:finetune/small is BiT's.
+        sweep: values to choose from instead of the recipe's own, such as optim.lr=0.003,0.01 steps=500,2500.
+        fixed: choose nothing: take the rate and the length that the paper chose.
+        seeds: runs of the chosen recipe on each task.
+        out: the run folder; the same folder again goes on where it stopped.
+        device: cpu, cuda, cuda:1 or mps; chosen without it.
+        set: keys of the recipe to change, such as steps=100 image=224.
+        json: print the result as JSON.
+    """
+    from vitral.api import Interrupted
+    from vitral.api.vtab import vtab1k
+
+    with RunDisplay(quiet=rank() > 0) as display:
+        try:
+            found = vtab1k(
+                source,
+                root,
+                tasks=[name.strip() for name in tasks.split(",") if name.strip()],
+                recipe=recipe,
+                overrides=set,
+                sweep=sweep,
+                fixed=fixed,
+                seeds=seeds,
+                out=out,
+                device=device,
+                listen=display.hear,
+            )
+        except Interrupted:
+            display.say("stopped; its state is saved: the same command with that folder as --out goes on")
+            sys.exit(130)
+    if rank():
+        return
+    if json:
+        print_json(found.as_dict())
+    else:
+        _print(found)
+
+
+def _print(found: VtabScore) -> None:
+    values = found.as_dict()
+    if values["trials"]:
+        cells = [[trial["words"], f"{trial['score']:.2%}"] for trial in values["trials"]]
+        print_table(["tried", "mean on validation"], cells)
+    paper = values["paper"]
+    heads = [f"{row['model'].removeprefix('ViT-')} {_SHORT[row['pretraining']]}" for row in paper]
+    rows = [_task_row(name, task, paper) for name, task in values["tasks"].items()]
+    rows += [
+        _mean_row(group, score, [row["groups"][group] for row in paper]) for group, score in values["groups"].items()
+    ]
+    hours = sum(task["device_hours"] for task in values["tasks"].values())
+    total = _mean_row("all", values["score"], [row["mean"] for row in paper])
+    rows.append([*total[:-2], f"{values['training_flops']:.3g}", f"{hours:.3g}"])
+    columns = ["task", "group", "n", "ours %", *heads, "FLOPs a run", "device-hours"]
+    print_table(columns, rows, left=2, note="\n".join(values["notes"]))
+    print_facts(_facts(values))
+
+
+def _task_row(name: str, task: dict[str, Any], paper: list[dict[str, Any]]) -> list[str]:
+    theirs = [f"{row['tasks'][name]:.1f}" for row in paper]
+    cost = [f"{task['training_flops']:.3g}", f"{task['device_hours']:.3g}"]
+    return [name, task["group"], f"{task['n']:,}", f"{100 * task['score']:.2f}", *theirs, *cost]
+
+
+def _mean_row(group: str, score: float, theirs: list[float]) -> list[str]:
+    return ["mean", group, "", f"{100 * score:.2f}", *(f"{value:.1f}" for value in theirs), "", ""]
+
+
+def _facts(values: dict[str, Any]) -> dict[str, str]:
+    spread = f" +- {values['spread']:.2%} over {len(values['seeds'])} seeds" if values["spread"] is not None else ""
+    whole = "; ".join(f"{row['mean_of_all']} {row['model']} {_SHORT[row['pretraining']]}" for row in values["paper"])
+    verified = sum(task["order"].startswith("tfds order: yes") for task in values["tasks"].values())
+    return {
+        "score": f"{values['score']:.2%}{spread}",
+        "model": values["model"],
+        "tasks": values["coverage"],
+        "chosen": values["chosen"] if values["trials"] else "",
+        "the paper, all tasks": whole,
+        "images": f"those of TFDS's own order in {verified} of {len(values['tasks'])} tasks",
+        "FLOPs, trials included": f"{values['all_flops']:.3g}",
+        "device-hours, trials included": f"{values['device_hours']:.3g}",
+        "device": f"{values['devices']} x {values['device']}",
+        "run folder": values["folder"],
+    }

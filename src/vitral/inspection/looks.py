@@ -1,0 +1,101 @@
+"""All that a page shows of images, computed together: answers, attention by layer and head, maps over the patches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitral.architecture import Size
+from vitral.inspection.attention import expand_lines, rollout_maps
+from vitral.inspection.attribution import gradient_rollout, occlusion
+from vitral.inspection.tokens import feature_colours, token_norms
+from vitral.models.build import Model
+from vitral.models.capture import Seen, capture
+from vitral.models.vit import ViT
+
+
+@dataclass(frozen=True)
+class Look:
+    """One image seen by a model, of n = h * w patches. Layers count from 0; the axial block, two attentions, is one."""
+
+    grid: Size
+    logits: np.ndarray  # (k,); without a head, the features
+    colours: np.ndarray  # (h, w, 3) from 0 to 1
+    maps: dict[str, np.ndarray]  # (h, w): rollout, evidence and norms; of a ResNet, occlusion
+    pooled: np.ndarray | None = None  # (layers, heads, n): how the pooled output reads the patches; None in a ResNet
+    rows: dict[int, np.ndarray] = field(
+        default_factory=dict
+    )  # by layer, (heads, n, n) or the mean over heads (1, n, n)
+
+
+def look_at(model: Model, images: Tensor, *, headed: Sequence[int] = (), averaged: Sequence[int] = ()) -> list[Look]:
+    """(b, c, height, width), normalised, on the model's device -> what each image shows.
+
+    The rows of single patches are kept by head for the layers `headed`, as a mean over heads for those `averaged`.
+    """
+    colours = feature_colours(model, images).cpu().numpy()  # of all images together: one colour, one meaning
+    return [_look(model, image[None], tint, headed, averaged) for image, tint in zip(images, colours, strict=True)]
+
+
+def _look(model: Model, image: Tensor, colours: np.ndarray, headed: Sequence[int], averaged: Sequence[int]) -> Look:
+    with torch.inference_mode():
+        logits = _host(model(image))
+    grid = model.config.grid((image.shape[2], image.shape[3]))
+    if not isinstance(model, ViT):
+        maps = {"occlusion": _host(occlusion(model, image))} if model.config.classes else {}
+        return Look(grid, logits, colours, maps)
+    maps = {"rollout": _host(rollout_maps(model, image)), "norms": _host(token_norms(model, image))}
+    if model.config.classes:
+        maps["evidence"] = _host(gradient_rollout(model, image))
+    pooled, rows = (_axial if model.config.axial else _plain)(model, image, headed, averaged)
+    return Look(grid, logits, colours, maps, pooled, rows)
+
+
+def _plain(
+    model: ViT, image: Tensor, headed: Sequence[int], averaged: Sequence[int]
+) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+    """The class token's row of each layer, or the mean of the rows of all patches where another pool reads them."""
+    config = model.config
+    first = config.prefix
+    token = config.pool == "token"
+    wanted = None if token else lambda attention: attention[:, :, first:].mean(2, keepdim=True)
+    with (
+        torch.inference_mode(),
+        capture(model, rows="cls" if token else "all", reduce=wanted) as pool,
+        capture(model, layers=headed, rows="all") as each,
+        capture(model, layers=averaged, rows="all", reduce=lambda attention: attention.mean(1, keepdim=True)) as mean,
+    ):
+        model.encode(model.patchify(image))
+    pooled = np.stack([_host(pool[key])[:, 0, first:] for key in pool.keys])
+    return pooled, {layer: _host(seen[layer])[:, first:, first:] for seen in (mean, each) for layer in _layers(seen)}
+
+
+def _axial(
+    model: ViT, image: Tensor, headed: Sequence[int], averaged: Sequence[int]
+) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+    """A patch looks along its column, and what it finds there has looked along the rows: both as one matrix."""
+    grid = model.config.grid((image.shape[2], image.shape[3]))
+    with torch.inference_mode(), capture(model, rows="all") as seen:
+        model.encode(model.patchify(image))
+    pooled, rows = [], {}
+    for layer in range(model.config.depth):
+        whole = expand_lines(seen[layer, "column"], grid, "column") @ expand_lines(seen[layer, "row"], grid, "row")
+        pooled.append(_host(whole.mean(2)))
+        if layer in headed:
+            rows[layer] = _host(whole)
+        elif layer in averaged:
+            rows[layer] = _host(whole.mean(1, keepdim=True))
+    return np.stack(pooled), rows
+
+
+def _layers(seen: Seen) -> list[int]:
+    return [key for key in seen.keys if isinstance(key, int)]
+
+
+def _host(tensor: Tensor) -> np.ndarray:
+    """(1, ...) -> (...) float32"""
+    return tensor[0].float().cpu().numpy()

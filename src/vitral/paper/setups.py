@@ -1,0 +1,207 @@
+"""What was trained, on what, and how: Tables 1, 3 and 4, appendix B.1.2, VTAB's tasks, BiT's recipe; and readings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any
+
+from vitral.paper.rows import Row, read_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeRow(Row):
+    """One model size of Table 1. `params` is rounded as printed; `model` is the one whose exact count is nearest."""
+
+    name: str
+    size: str
+    layers: int
+    width: int
+    mlp: int
+    heads: int
+    params: float
+    model: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainingSet(Row):
+    """A data set that models were pre-trained on."""
+
+    name: str
+    images: int
+    classes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainingRow(Row):
+    """One row of Table 3. `printed` is its first cell, `models` what that stands for; two `epochs` are two runs."""
+
+    printed: str
+    models: tuple[str, ...]
+    dataset: str
+    epochs: tuple[int, ...]
+    optimizer: str
+    lr: float
+    beta1: float
+    beta2: float
+    decay: str
+    warmup: int
+    batch: int
+    weight_decay: float
+    dropout: float
+    clip: float
+    image: int
+
+    def covers(self, model: str) -> bool:
+        """Whether the row is about this model, by vitral's name for it."""
+        return any(fnmatchcase(model, pattern) for pattern in self.models)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuningRow(Row):
+    """One row of Table 4. `rates` are tried on a share `dev` of the training images; the final run trains on all."""
+
+    dataset: str
+    steps: int
+    rates: tuple[float, ...]
+    dev: float
+    optimizer: str
+    momentum: float
+    decay: str
+    batch: int
+    weight_decay: float
+    clip: float
+    image: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedRow(Row):
+    """Masked patch prediction, and the accuracy in percent that it led to on ImageNet."""
+
+    model: str
+    dataset: str
+    steps: int
+    batch: int
+    optimizer: str
+    lr: float
+    warmup: int
+    decay: str
+    share: float
+    token: float
+    random: float
+    target: str
+    imagenet: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class VtabTask(Row):
+    """One task of VTAB-1k. `paper` is its column in Table 9; `val` (200 images) and `test` are splits in TFDS words."""
+
+    name: str
+    group: str
+    paper: str
+    builder: str
+    classes: int
+    val: str
+    test: str
+    label: str
+    flip: bool
+    crop: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class BitPretrainingRow(Row):
+    """BiT's own pre-training; the rate is divided by 10 after each of `drops` epochs."""
+
+    dataset: str
+    epochs: int
+    drops: tuple[int, ...]
+    momentum: float
+    batch: int
+    lr: float
+    weight_decay: float
+    warmup: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BitFinetuningRow(Row):
+    """One size of BiT's HyperRule, for data of fewer than `below` images (None: any number)."""
+
+    size: str
+    below: int | None = None
+    steps: int
+    drops: tuple[float, ...]
+    momentum: float
+    batch: int
+    lr: float
+    warmup: int
+    mixup: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading(Row):
+    """Where the paper is silent or contradicts itself: keys of a recipe with the values that are taken, and why.
+
+    `source` is where the values come from.
+    """
+
+    name: str
+    why: str
+    keys: Mapping[str, Any] = field(default_factory=dict)
+
+
+@cache
+def table1() -> tuple[SizeRow, ...]:
+    """The three model sizes."""
+    return read_rows(SizeRow, "table1.toml")
+
+
+@cache
+def table3() -> tuple[PretrainingRow, ...]:
+    """The hyper-parameters of pre-training."""
+    return read_rows(PretrainingRow, "table3.toml")
+
+
+@cache
+def table4() -> tuple[FinetuningRow, ...]:
+    """The hyper-parameters of fine-tuning."""
+    return read_rows(FinetuningRow, "table4.toml")
+
+
+@cache
+def masked_training() -> MaskedRow:
+    """The self-supervised run of section 4.6."""
+    (row,) = read_rows(MaskedRow, "masked.toml")
+    return row
+
+
+@cache
+def vtab_tasks() -> tuple[VtabTask, ...]:
+    """The 19 tasks of VTAB-1k, in the order of Table 9."""
+    return read_rows(VtabTask, "vtab.toml")
+
+
+@cache
+def bit_pretraining() -> tuple[BitPretrainingRow, ...]:
+    """BiT-S, BiT-M and BiT-L: the SGD that Table 7 compares Adam with."""
+    return read_rows(BitPretrainingRow, "bit_pretraining.toml")
+
+
+@cache
+def bit_finetuning() -> tuple[BitFinetuningRow, ...]:
+    """BiT's HyperRule, which the paper also tried for ResNets, from the smallest data to the largest."""
+    return read_rows(BitFinetuningRow, "bit_finetuning.toml")
+
+
+@cache
+def readings() -> dict[str, Reading]:
+    """What is taken where the paper leaves something open, by name."""
+    return {row.name: row for row in read_rows(Reading, "readings.toml")}
+
+
+@cache
+def pretraining_sets() -> dict[str, PretrainingSet]:
+    """The pre-training data sets by the paper's name for them."""
+    return {row.name: row for row in read_rows(PretrainingSet, "pretraining.toml")}

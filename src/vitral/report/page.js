@@ -1,0 +1,347 @@
+"use strict";
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const $ = (id) => document.getElementById(id);
+  const percent = (value) => (100 * value).toFixed(value < 0.0995 ? 1 : 0) + " %";
+
+  // Light or dark: what the system says, until the button says otherwise.
+  const root = document.documentElement;
+  const isDark = () =>
+    root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  $("theme").addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; });
+
+  // Any table that asks for it is sorted by a click on a column's head.
+  for (const head of document.querySelectorAll("table.sortable th button")) {
+    head.addEventListener("click", () => {
+      const cell = head.parentElement;
+      const table = cell.closest("table");
+      const rising = cell.getAttribute("aria-sort") !== "ascending";
+      for (const other of cell.parentElement.children) other.removeAttribute("aria-sort");
+      cell.setAttribute("aria-sort", rising ? "ascending" : "descending");
+      const key = (row) => row.children[cell.cellIndex].dataset.value;
+      const compare = (a, b) => (isNaN(a) || isNaN(b) ? String(a).localeCompare(b) : a - b);
+      const rows = [...table.tBodies[0].rows].sort((a, b) => (rising ? 1 : -1) * compare(key(a), key(b)));
+      table.tBodies[0].append(...rows);
+    });
+  }
+
+  if (!data.images) return;
+
+  const [ROWS, COLUMNS] = data.grid;
+  const N = ROWS * COLUMNS;
+  const stage = $("stage"), overview = $("overview");
+  const thumbs = [...document.querySelectorAll(".thumb")];
+  const RAMP = makeRamp([[4, 4, 20], [72, 18, 104], [176, 46, 94], [244, 128, 42], [252, 246, 170]]);
+  const state = { image: 0, mode: "", layer: data.start, head: -1, pinned: -1, hover: -1 };
+  const ABOUT = Object.fromEntries(
+    [...document.querySelectorAll("input[name=mode]")].map((input) => [input.value, input.parentElement.title]));
+
+  function makeRamp(stops) {
+    const ramp = new Uint8ClampedArray(256 * 3);
+    for (let i = 0; i < 256; i++) {
+      const place = (i / 255) * (stops.length - 1);
+      const low = Math.min(Math.floor(place), stops.length - 2);
+      for (let c = 0; c < 3; c++)
+        ramp[3 * i + c] = stops[low][c] + (place - low) * (stops[low + 1][c] - stops[low][c]);
+    }
+    return ramp;
+  }
+
+  function bytes(text) {
+    return Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  }
+
+  // Decoded on first use: a page holds millions of weights and a person looks at a few of them.
+  const opened = new Map();
+  function open(name, part) {
+    if (!opened.has(name)) opened.set(name, { steps: bytes(part.steps), high: new Float32Array(bytes(part.high).buffer) });
+    return opened.get(name);
+  }
+
+  function row(part, number) {
+    const values = new Float32Array(N);
+    const scale = part.high[number] / 255;
+    for (let i = 0; i < N; i++) values[i] = scale * part.steps[number * N + i];
+    return values;
+  }
+
+  function mean(rows) {
+    const values = new Float32Array(N);
+    for (const one of rows) for (let i = 0; i < N; i++) values[i] += one[i] / rows.length;
+    return values;
+  }
+
+  // The map of the class token (or of all patches together): every layer and head is there.
+  function pooledMap(layer, head) {
+    const part = open(`${state.image}/pooled`, data.images[state.image].pooled);
+    const one = (h) => row(part, layer * data.heads + h);
+    return head >= 0 ? one(head) : mean([...Array(data.heads).keys()].map(one));
+  }
+
+  // The map of a single patch, or null where the page does not hold its layer.
+  function patchMap(layer, head, patch) {
+    const kept = data.images[state.image].rows[layer];
+    if (!kept) return null;
+    const part = open(`${state.image}/${layer}`, kept);
+    if (kept.heads === 1) return row(part, patch);
+    const one = (h) => row(part, h * N + patch);
+    return head >= 0 ? one(head) : mean([...Array(kept.heads).keys()].map(one));
+  }
+
+  function chosenPatch() {
+    return state.hover >= 0 ? state.hover : state.pinned;
+  }
+
+  // Values over the patches, and what they are: the one place that knows the modes.
+  function currentMap() {
+    const image = data.images[state.image];
+    if (state.mode === "colours") return null;
+    if (state.mode !== "attention") return Float32Array.from(image.maps[state.mode]);
+    const patch = chosenPatch();
+    return patch < 0 ? pooledMap(state.layer, state.head) : patchMap(state.layer, state.head, patch);
+  }
+
+  function onlyMean() {
+    const kept = data.images[state.image].rows?.[state.layer];
+    return state.mode === "attention" && chosenPatch() >= 0 && kept && kept.heads === 1 && data.heads > 1;
+  }
+
+  function place(patch) {
+    return `row ${Math.floor(patch / COLUMNS) + 1}, column ${(patch % COLUMNS) + 1}`;
+  }
+
+  function span(values) {
+    let low = Math.min(...values), high = Math.max(...values);
+    if (low >= 0 && state.mode !== "norms") low = 0;
+    return [low, high > low ? high : low + 1];
+  }
+
+  // Attention has a few large weights and many small ones: of their roots the eye can tell more apart.
+  function bright(share) {
+    return state.mode === "attention" ? Math.sqrt(Math.max(0, share)) : Math.max(0, share);
+  }
+
+  // The map as a picture of one pixel a patch, with its opacity; null draws nothing.
+  function cells(values, low, high, strength) {
+    const small = document.createElement("canvas");
+    small.width = COLUMNS;
+    small.height = ROWS;
+    const pixels = new ImageData(COLUMNS, ROWS);
+    const tints = data.images[state.image].colours;
+    for (let i = 0; i < N; i++) {
+      const share = values ? bright((values[i] - low) / (high - low)) : 1;
+      const from = values ? RAMP : tints, at = values ? 3 * Math.round(255 * share) : 3 * i;
+      for (let c = 0; c < 3; c++) pixels.data[4 * i + c] = from[at + c];
+      pixels.data[4 * i + 3] = 255 * strength * (values ? 0.4 + 0.6 * share : 1);
+    }
+    small.getContext("2d").putImageData(pixels, 0, 0);
+    return small;
+  }
+
+  function draw() {
+    const picture = thumbs[state.image].querySelector("img");
+    if (!picture.complete || !picture.naturalWidth) {
+      picture.addEventListener("load", draw, { once: true });
+      return;
+    }
+    const scale = Math.max(1, Math.round(896 / Math.max(picture.naturalWidth, picture.naturalHeight)));
+    stage.width = picture.naturalWidth * scale;
+    stage.height = picture.naturalHeight * scale;
+    const context = stage.getContext("2d");
+    context.imageSmoothingEnabled = picture.naturalWidth >= 64;
+    context.imageSmoothingQuality = "high";
+    context.drawImage(picture, 0, 0, stage.width, stage.height);
+    const values = currentMap();
+    const [low, high] = values ? span(values) : [0, 1];
+    if (values || state.mode === "colours") {
+      context.imageSmoothingEnabled = $("smooth").checked;
+      context.drawImage(cells(values, low, high, $("strength").value / 100), 0, 0, stage.width, stage.height);
+    }
+    outline(context);
+    legend(values, low, high);
+    describe(values);
+  }
+
+  function outline(context) {
+    const patch = chosenPatch();
+    if (patch < 0) return;
+    const width = stage.width / COLUMNS, height = stage.height / ROWS;
+    const box = [(patch % COLUMNS) * width, Math.floor(patch / COLUMNS) * height, width, height];
+    const line = Math.max(2, stage.width / 220);
+    context.lineWidth = 2 * line;
+    context.strokeStyle = "#000a";
+    context.strokeRect(...box);
+    context.lineWidth = line;
+    context.strokeStyle = "#fff";
+    context.strokeRect(...box);
+  }
+
+  function said(value) {
+    if (state.mode === "attention" || state.mode === "rollout") return percent(value);
+    if (state.mode === "occlusion") return (100 * value).toFixed(1) + " points";
+    return Number(value.toPrecision(3)).toString();
+  }
+
+  function legend(values, low, high) {
+    document.querySelector(".legend").style.visibility = values ? "" : "hidden";
+    $("least").textContent = said(low);
+    $("most").textContent = said(high);
+  }
+
+  function describe(values) {
+    $("about").textContent = ABOUT[state.mode];
+    $("strength-said").textContent = `${$("strength").value} %`;
+    const patch = chosenPatch();
+    if (state.mode === "colours") {
+      $("says").textContent = "Patches of one colour mean much the same to the model, in all of these images.";
+      return;
+    }
+    if (state.mode === "attention") describeAttention(values, patch);
+    else {
+      const best = values.indexOf(Math.max(...values));
+      const own = patch >= 0 ? ` The patch at ${place(patch)} has ${said(values[patch])}.` : "";
+      $("says").textContent = `Highest at ${place(best)}: ${said(values[best])}.${own}`;
+    }
+  }
+
+  function describeAttention(values, patch) {
+    const head = state.head < 0 || onlyMean() ? "mean of heads" : `head ${state.head + 1}`;
+    $("layer-said").textContent = `${state.layer + 1} of ${data.layers}`;
+    $("head-said").textContent = state.head < 0 ? `mean of ${data.heads}` : `${state.head + 1} of ${data.heads}`;
+    $("pooled").setAttribute("aria-pressed", String(state.pinned < 0));
+    const who = patch < 0 ? data.pooled : `the patch at ${place(patch)}`;
+    const where = `Layer ${state.layer + 1}, ${head}: ${who}`;
+    if (!values) {
+      const kept = Object.keys(data.images[state.image].rows).map((layer) => Number(layer) + 1).join(", ");
+      $("says").textContent = `${where} is not in this page. Single patches are kept for layers ${kept || "none"}.`;
+      return;
+    }
+    const best = values.indexOf(Math.max(...values));
+    const total = values.reduce((sum, value) => sum + value, 0);
+    const elsewhere = total < 0.98 ? ` About ${percent(1 - total)} goes to tokens that are no patches.` : "";
+    const note = onlyMean() && state.head >= 0 ? " Its single heads are not in this page." : "";
+    $("says").textContent = `${where} looks most at ${place(best)} (${percent(values[best])}).${elsewhere}${note}`;
+  }
+
+  let overviewOf = -1;
+  function drawOverview() {
+    overviewOf = state.image;
+    overview.width = data.layers * (COLUMNS + 1) - 1;
+    overview.height = data.heads * (ROWS + 1) - 1;
+    overview.parentElement.style.maxWidth = `${data.layers * Math.max(COLUMNS * 4, 56)}px`;
+    const context = overview.getContext("2d");
+    for (let layer = 0; layer < data.layers; layer++)
+      for (let head = 0; head < data.heads; head++) {
+        const values = pooledMap(layer, head);
+        const tile = cells(values, 0, Math.max(...values) || 1, 1);
+        context.fillStyle = "#040414";
+        context.fillRect(layer * (COLUMNS + 1), head * (ROWS + 1), COLUMNS, ROWS);
+        context.drawImage(tile, layer * (COLUMNS + 1), head * (ROWS + 1));
+      }
+  }
+
+  // A frame around the tile of the chosen layer and head; around a whole column where heads are averaged.
+  function markTile() {
+    const share = (part, count) => `${(100 * part) / count}%`;
+    Object.assign($("tile").style, {
+      left: share(state.layer, data.layers),
+      width: share(1, data.layers),
+      top: share(Math.max(state.head, 0), data.heads),
+      height: share(state.head < 0 ? data.heads : 1, data.heads),
+    });
+  }
+
+  function answers() {
+    const image = data.images[state.image];
+    const list = $("answers");
+    list.replaceChildren(...image.answers.map(([name, share]) => {
+      const item = document.createElement("li");
+      item.style.setProperty("--share", share);
+      const label = document.createElement("span");
+      label.textContent = name;
+      const value = document.createElement("b");
+      value.textContent = percent(share);
+      if (image.truth && name === image.truth) item.className = "true";
+      item.append(label, value);
+      return item;
+    }));
+    const caption = document.createElement("li");
+    caption.className = "caption";
+    caption.textContent = image.truth ? `${image.name}, really ${image.truth}` : image.name;
+    list.append(caption);
+  }
+
+  function choose(change) {
+    const before = state.image;
+    Object.assign(state, change);
+    if (state.image !== before) answers();
+    if (state.mode === "attention" && overviewOf !== state.image) drawOverview();
+    if (overview) {
+      markTile();
+      $("layer").value = state.layer + 1;
+      $("head").value = state.head + 1;
+      $("attention-controls").hidden = state.mode !== "attention";
+      overview.closest(".overview").hidden = state.mode !== "attention";
+    }
+    draw();
+  }
+
+  function patchAt(event) {
+    const box = stage.getBoundingClientRect();
+    const column = Math.floor(((event.clientX - box.left) / box.width) * COLUMNS);
+    const line = Math.floor(((event.clientY - box.top) / box.height) * ROWS);
+    return column < 0 || line < 0 || column >= COLUMNS || line >= ROWS ? -1 : line * COLUMNS + column;
+  }
+
+  const MOVES = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
+  function onKey(event) {
+    if (event.key === "Escape") choose({ pinned: -1, hover: -1 });
+    const move = MOVES[event.key];
+    if (!move) return;
+    event.preventDefault();
+    const from = state.pinned >= 0 ? state.pinned : Math.floor(ROWS / 2) * COLUMNS + Math.floor(COLUMNS / 2);
+    const line = Math.min(Math.max(Math.floor(from / COLUMNS) + move[0], 0), ROWS - 1);
+    const column = Math.min(Math.max((from % COLUMNS) + move[1], 0), COLUMNS - 1);
+    choose({ pinned: line * COLUMNS + column, hover: -1 });
+  }
+
+  stage.addEventListener("pointermove", (event) => {
+    const hover = event.pointerType === "mouse" ? patchAt(event) : -1;
+    if (hover !== state.hover) choose({ hover });
+  });
+  stage.addEventListener("pointerleave", () => choose({ hover: -1 }));
+  stage.addEventListener("click", (event) => {
+    const patch = patchAt(event);
+    choose({ pinned: patch === state.pinned ? -1 : patch, hover: -1 });
+  });
+  stage.addEventListener("keydown", onKey);
+  for (const id of ["strength", "smooth"]) $(id).addEventListener("input", draw);
+  for (const input of document.querySelectorAll("input[name=image]"))
+    input.addEventListener("change", () => choose({ image: Number(input.value), hover: -1 }));
+  for (const input of document.querySelectorAll("input[name=mode]"))
+    input.addEventListener("change", () => choose({ mode: input.value }));
+  if (overview) {
+    $("layer").addEventListener("input", (event) => choose({ layer: Number(event.target.value) - 1 }));
+    $("head").addEventListener("input", (event) => choose({ head: Number(event.target.value) - 1 }));
+    $("pooled").addEventListener("click", () => choose({ pinned: -1, hover: -1 }));
+    overview.addEventListener("click", (event) => {
+      const box = overview.getBoundingClientRect();
+      const part = (at, size, count) => Math.min(Math.floor((at / size) * count), count - 1);
+      choose({
+        layer: part(event.clientX - box.left, box.width, data.layers),
+        head: part(event.clientY - box.top, box.height, data.heads),
+        pinned: -1,
+      });
+    });
+  }
+
+  const ramp = $("ramp").getContext("2d");
+  for (let i = 0; i < 256; i++) {
+    ramp.fillStyle = `rgb(${RAMP.slice(3 * i, 3 * i + 3).join(",")})`;
+    ramp.fillRect(i, 0, 1, 1);
+  }
+  state.image = Number(document.querySelector("input[name=image]:checked").value);
+  state.mode = document.querySelector("input[name=mode]:checked").value;
+  answers();
+  choose({});
+})();

@@ -1,0 +1,102 @@
+"""The shell of every page: a head with its style, sections, the data that the script reads, the script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from vitral.version import __version__
+
+
+class Section(NamedTuple):
+    """A part of a page with its heading and one sentence for whoever sees such a thing for the first time."""
+
+    name: str
+    title: str
+    about: str  # HTML
+    body: str  # HTML
+
+
+def page(title: str, lead: str, sections: Sequence[Section], data: Mapping[str, Any] | None = None) -> str:
+    """One HTML file that needs no other: `lead` is HTML that stands under the title, `data` is for the script."""
+    links = "".join(f'<a href="#{part.name}">{escape(part.title)}</a>' for part in sections)
+    body = "".join(_section(part) for part in sections)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<link rel="icon" href="data:,">
+<title>{escape(title)}</title>
+<style>
+{_part("page.css")}</style>
+</head>
+<body>
+<a class="skip" href="#main">Skip to the content</a>
+<header>
+<div class="bar">{_glass()}<span class="brand">vitral</span><nav aria-label="Sections">{links}</nav>
+<button type="button" id="theme" aria-label="Switch between light and dark">◐</button></div>
+<h1>{escape(title)}</h1>
+{lead}
+</header>
+<main id="main">
+{body}</main>
+<footer>Made by vitral {__version__}. This file is complete: it loads nothing and sends nothing.</footer>
+<script type="application/json" id="data">{_embedded(data or {})}</script>
+<script>
+{_part("page.js")}</script>
+</body>
+</html>
+"""
+
+
+def facts(rows: Mapping[str, str]) -> str:
+    """Names and values as a table; empty values are left out."""
+    cells = (
+        f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in rows.items() if value
+    )
+    return f'<div class="scroll"><table class="facts">{"".join(cells)}</table></div>'
+
+
+def figures(numbers: Mapping[str, str]) -> str:
+    """A few numbers large."""
+    cells = (f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in numbers.items() if value)
+    return f'<dl class="numbers">{"".join(cells)}</dl>'
+
+
+def panels(*charts: tuple[str, str]) -> str:
+    """Headings and their charts side by side, as many as fit."""
+    parts = (f"<figure><figcaption>{escape(name)}</figcaption>{chart}</figure>" for name, chart in charts)
+    return f'<div class="panels">{"".join(parts)}</div>'
+
+
+def _section(part: Section) -> str:
+    about = f'<p class="about">{part.about}</p>' if part.about else ""
+    head = f'<h2 id="{part.name}-title">{escape(part.title)}</h2>{about}'
+    return f'<section id="{part.name}" aria-labelledby="{part.name}-title">{head}{part.body}</section>\n'
+
+
+def _embedded(data: Mapping[str, Any]) -> str:
+    """JSON that cannot end the script element it stands in."""
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+
+
+def _part(name: str) -> str:
+    return files("vitral.report").joinpath(name).read_text("utf-8")
+
+
+def _glass() -> str:
+    """The sign of the house: a window of four by four panes."""
+    panes = "bcyrcbryyrbcrycb"
+    colours = {"b": "#2f5fb3", "c": "#2a9d8f", "y": "#e9b44c", "r": "#c8553d"}
+    cells = (
+        f'<rect x="{i % 4 * 7}" y="{i // 4 * 7}" width="6" height="6" rx="1" fill="{colours[letter]}"/>'
+        for i, letter in enumerate(panes)
+    )
+    return f'<svg class="glass" viewBox="0 0 27 27" aria-hidden="true">{"".join(cells)}</svg>'

@@ -1,0 +1,1 @@
+"""Many runs to one table: sweeps, seeds, suites of tasks."""

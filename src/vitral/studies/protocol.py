@@ -1,0 +1,163 @@
+"""The paper's way to a number: choose on a dev split, train on all of train, measure on test once a seed."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vitral.data.narrow import for_choosing, for_final
+from vitral.data.sources import DataSet
+from vitral.errors import UserError
+from vitral.recipe import Recipe, keys, with_overrides
+from vitral.training.assemble import Result, run
+from vitral.training.events import Listener, Note
+
+Grid = Mapping[str, Sequence[Any]]  # keys of a recipe and the values to try
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A recipe that may be chosen, and the words that tell it from the others."""
+
+    words: str
+    recipe: Recipe
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How a candidate did on the dev split."""
+
+    words: str
+    score: float
+    result: Result
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The chosen recipe, how it was chosen, and one result a seed."""
+
+    chosen: Candidate
+    trials: tuple[Trial, ...]
+    results: tuple[Result, ...]
+    split: str  # what the results were measured on
+
+    @property
+    def scores(self) -> tuple[float, ...]:
+        return tuple(result.metrics["score"] for result in self.results)
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.scores)
+
+    @property
+    def spread(self) -> float | None:
+        """The standard deviation between seeds."""
+        return statistics.stdev(self.scores) if len(self.scores) > 1 else None
+
+    @property
+    def flops(self) -> float:
+        """Of one run of the chosen recipe; the trials are counted apart."""
+        return self.results[0].flops
+
+    @property
+    def all_flops(self) -> float:
+        return sum(result.flops for result in self._all())
+
+    @property
+    def device_hours(self) -> float:
+        """Of everything, trials included."""
+        return sum(result.device_hours for result in self._all())
+
+    def _all(self) -> tuple[Result, ...]:
+        return (*(trial.result for trial in self.trials), *self.results)
+
+
+def candidates(recipe: Recipe, grid: Grid) -> list[Candidate]:
+    """Every combination of the grid's values; the recipe itself where there is no grid."""
+    words = [[f"{key}={_text(value)}" for value in values] for key, values in grid.items()]
+    return [Candidate(" ".join(chosen), with_overrides(recipe, chosen)) for chosen in itertools.product(*words)]
+
+
+def read_grid(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """`optim.lr=0.003,0.01` and the like to a grid."""
+    grid: dict[str, tuple[str, ...]] = {}
+    for word in words:
+        key, _, values = word.partition("=")
+        tried = tuple(value.strip() for value in values.split(",") if value.strip())
+        if not tried or isinstance(keys().get(key, keys()["seed"]).default, tuple):
+            raise UserError(
+                f'"{word}" is nothing to sweep over: write a key and its values, as in optim.lr=0.003,0.01.'
+            )
+        with_overrides(Recipe(), [f"{key}={value}" for value in tried[:1] if key not in ("epochs", "steps")])
+        grid[key] = tried
+    return grid
+
+
+def follow(
+    tried: Sequence[Candidate],
+    data: DataSet,
+    folder: Path,
+    *,
+    dev: float,
+    seeds: int = 1,
+    device: str = "",
+    listen: Listener,
+) -> Outcome:
+    """Choose among candidates on the dev split, then train the chosen one on all of train, once for each seed.
+
+    The test split is measured when a final run ends and never before. A recipe with patience stops by the dev split, so
+    its final runs go without it too, and the value reported is the best one there. Every run has a folder of its own:
+    the same call again goes on where it stopped.
+    """
+    choosing = for_choosing(data, dev) if dev or data.final is not None else None
+    if choosing is None and (len(tried) > 1 or tried[0].recipe.patience):
+        raise UserError("to choose something there must be images to choose on: set data.dev, such as data.dev=0.1.")
+    trials: list[Trial] = []
+    for candidate in tried if len(tried) > 1 else ():
+        assert choosing is not None
+        listen(Note(f"trying {candidate.words}"))
+        place = folder / "sweep" / candidate.words.replace("/", "-").replace(" ", ",")
+        result = run(_with_dev(candidate.recipe, dev), choosing, place, device=device, listen=listen)
+        trials.append(Trial(candidate.words, result.metrics["score"], result))
+    chosen = tried[0] if not trials else tried[max(range(len(trials)), key=lambda place: trials[place].score)]
+    if trials:
+        listen(Note(f"chosen on {choosing.test.name if choosing and choosing.test else 'dev'}: {chosen.words}"))
+    patient = bool(chosen.recipe.patience)
+    final = choosing if patient and choosing is not None else for_final(data)
+    recipe = _with_dev(chosen.recipe, dev) if patient else measured_at_the_end(_with_dev(chosen.recipe, 0.0))
+    results = final_runs(recipe, final, folder, seeds=seeds, device=device, listen=listen)
+    assert final.test is not None
+    return Outcome(chosen, tuple(trials), results, final.test.name)
+
+
+def final_runs(
+    recipe: Recipe, data: DataSet, folder: Path, *, seeds: int, device: str, listen: Listener
+) -> tuple[Result, ...]:
+    """One run for each seed from the recipe's on."""
+    results = []
+    for seed in range(recipe.seed, recipe.seed + seeds):
+        if seeds > 1:
+            listen(Note(f"seed {seed}"))
+        again = replace(recipe, seed=seed)
+        results.append(run(again, data, folder / f"seed-{seed}", device=device, listen=listen))
+    return tuple(results)
+
+
+def measured_at_the_end(recipe: Recipe) -> Recipe:
+    """The same run, looking at its test images once."""
+    return replace(recipe, evaluate_every=_NEVER, save_every=recipe.save_every or 500)
+
+
+_NEVER = 1 << 40  # steps between evaluations; the end of a run is always evaluated
+
+
+def _with_dev(recipe: Recipe, dev: float) -> Recipe:
+    return replace(recipe, data=replace(recipe.data, dev=dev))
+
+
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

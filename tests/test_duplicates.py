@@ -1,0 +1,450 @@
+"""De-duplication finds every planted copy and nothing else, with work that grows as the training set does."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from torch import Tensor, nn
+
+from vitral.checkpoints.card import Preprocess
+from vitral.data.hashes import FARTHEST, HashTable, distance, phash, phash_of_parts
+from vitral.data.sources import Split, open_data
+from vitral.data.thumbnails import CHUNK, CUT, MOST_PROPOSED, THUMBNAIL, likeness, looks
+from vitral.errors import UserError
+from vitral.evaluation import duplicates
+from vitral.evaluation.duplicates import Duplicates, Pair, find_duplicates, read_exclusions, write_exclusions
+
+Picture = Image.Image
+PREPROCESS = Preprocess("decode|resize(16, 16)", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Encoded images or pixels in memory, and which were read."""
+
+    images: Sequence[bytes | np.ndarray]
+    reads: list[int] = field(default_factory=list)
+
+    def read(self, index: int) -> bytes | np.ndarray:
+        self.reads.append(index)
+        return self.images[index]
+
+    def mark(self, index: int) -> str:
+        return str(index)
+
+
+def split(images: Sequence[bytes | np.ndarray], name: str) -> Split:
+    keys = [f"{name} {number}" for number in range(len(images))]
+    return Split(name, keys, np.zeros(len(images), np.int64), ("a", "b"), Memory(images))
+
+
+def scene(seed: int, size: tuple[int, int] = (120, 96)) -> Picture:
+    """Coarse and finer shapes with a tint of its own."""
+    rng = np.random.default_rng(seed)
+    layers = [
+        Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8)).resize(size, Image.Resampling.BICUBIC)
+        for shape in ((5, 6, 3), (14, 17, 3))
+    ]
+    tint = np.array(np.unravel_index(seed % 27, (3, 3, 3))) * 60.0
+    return Image.fromarray(
+        (0.35 * np.asarray(layers[0], float) + 0.2 * np.asarray(layers[1], float) + tint).astype(np.uint8)
+    )
+
+
+def encoded(image: Picture, quality: int = 90) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, "JPEG", quality=quality)
+    return stream.getvalue()
+
+
+def png(image: Picture) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, "PNG")
+    return stream.getvalue()
+
+
+def scaled(image: Picture, factor: float) -> Picture:
+    return image.resize((round(image.width * factor), round(image.height * factor)), Image.Resampling.BICUBIC)
+
+
+def cut(image: Picture, left: float = 0, top: float = 0, right: float = 0, bottom: float = 0) -> Picture:
+    width, height = image.size
+    box = (left * width, top * height, (1 - right) * width, (1 - bottom) * height)
+    return image.crop(tuple(map(round, box)))  # type: ignore[arg-type]
+
+
+def mirrored(image: Picture) -> Picture:
+    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+
+
+COPIES: dict[str, Callable[[Picture], bytes]] = {
+    "quality 60": lambda image: encoded(image, 60),
+    "half": lambda image: encoded(scaled(image, 0.5)),
+    "double": lambda image: encoded(scaled(image, 2)),
+    "cut": lambda image: encoded(cut(image, 0.05, 0.05, 0.05, 0.05)),
+    "cut left": lambda image: encoded(cut(image, left=0.05)),
+    "cut top": lambda image: encoded(cut(image, top=0.05)),
+    "cut right": lambda image: encoded(cut(image, right=0.05)),
+    "cut bottom": lambda image: encoded(cut(image, bottom=0.05)),
+    "mirrored": lambda image: png(mirrored(image)),
+    "mirrored, quality 60": lambda image: encoded(mirrored(image), 60),
+    "mirrored, cut, quality 60": lambda image: encoded(mirrored(cut(image, 0.05, 0.05, 0.05, 0.05)), 60),
+}
+
+
+@pytest.fixture(scope="module")
+def scenes() -> list[Picture]:
+    """As they come out of JPEG files: decoding these again gives the same pixels in any lossless format."""
+    return [Image.open(io.BytesIO(encoded(scene(seed)))).convert("RGB") for seed in range(60)]
+
+
+# What is found
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_near_copies_are_found_in_both_directions(scenes, kind):
+    originals = split([encoded(image) for image in scenes], "original")
+    copies = split([COPIES[kind](image) for image in scenes[:20]], "copy")
+    for train, test in ((copies, originals), (originals, copies)):
+        found = find_duplicates(train, [test])
+        expected = [(train.keys[number], test.keys[number]) for number in range(20)]
+        assert [pair[:2] for pair in found.pairs] == expected
+        assert {(pair.kind, pair.how) for pair in found.pairs} == {("near", "hash")}
+        assert min(pair.score for pair in found.pairs) > 0.85
+
+
+def test_identical_files_and_pixels_are_exact(scenes):
+    originals = [encoded(image) for image in scenes[:6]]
+    pixels = [np.asarray(Image.open(io.BytesIO(data))) for data in originals]
+    train = split([originals[0], png(Image.fromarray(pixels[1])), pixels[2], originals[5]], "train")
+    found = find_duplicates(train, [split(originals[:5], "test")])
+    assert found.pairs == (
+        Pair("train 0", "test 0", 0, "exact", "bytes", 1.0),
+        Pair("train 1", "test 1", 0, "exact", "pixels", 1.0),
+        Pair("train 2", "test 2", 0, "exact", "pixels", 1.0),
+    )
+
+
+def test_grey_pixels_are_a_grey_file(scenes):
+    grey = scenes[0].convert("L")
+    found = find_duplicates(split([np.asarray(grey)[:, :, None]], "train"), [split([png(grey)], "test")])
+    assert [pair.how for pair in found.pairs] == ["pixels"]
+
+
+def test_what_cannot_be_compared_is_counted_and_still_found_where_it_is_identical():
+    rng = np.random.default_rng(0)
+    tiny = rng.integers(0, 256, (3, 8, 8, 1), dtype=np.uint8)
+    flat = [np.full((64, 64, 3), 100 + shade, np.uint8) for shade in range(3)]
+    train = split([tiny[0], flat[0], flat[1], b"no picture", b""], "train")
+    found = find_duplicates(train, [split([tiny[1], tiny[0], flat[2], b"no picture", flat[1]], "test")])
+    assert [pair[:2] for pair in found.pairs] == [("train 0", "test 1"), ("train 2", "test 4")]
+    assert (found.unreadable, found.not_compared) == (3, 7)
+
+
+def test_each_test_split_is_told_and_an_image_is_listed_once(scenes):
+    data = [encoded(image) for image in scenes[:4]]
+    train = split([encoded(scenes[0], 60), data[3], data[1]], "train")
+    found = find_duplicates(train, [split(data[:2], "one"), split([], "none"), split(data[:1] + data[2:3], "two")])
+    assert [(pair.train, pair.test, pair.split) for pair in found.pairs] == [
+        ("train 0", "one 0", 0),
+        ("train 0", "two 0", 2),
+        ("train 2", "one 1", 0),
+    ]
+    assert found.keys == ["train 0", "train 2"]
+    assert (found.train, found.against) == (3, (2, 0, 2))
+    table = json.loads(json.dumps(found.as_dict()))
+    assert table["pairs"][0]["test"] == "one 0"
+    assert table["thresholds"]["alike"] == duplicates.ALIKE
+
+
+def test_workers_change_nothing_and_progress_is_told(scenes):
+    train = split([encoded(image, 60) for image in scenes[:10]] + [encoded(scene(99))] * 80, "train")
+    test = split([encoded(image) for image in scenes], "test")
+    said: list[tuple[int, int]] = []
+    alone = find_duplicates(train, [test], on_progress=lambda done, total: said.append((done, total)))
+    assert said[-1] == (150, 150)
+    assert [done for done, _ in said] == sorted(done for done, _ in said)
+    assert find_duplicates(train, [test], workers=2) == alone
+    assert len(alone.pairs) == 10
+
+
+def test_nothing_to_compare_with_is_a_mistake(scenes):
+    train = split([encoded(scenes[0])], "train")
+    for against in ([], [split([], "test")]):
+        with pytest.raises(UserError, match="name at least one test set"):
+            find_duplicates(train, against)
+
+
+# Photographs
+
+
+def test_all_copies_of_photographs_are_found_and_no_stranger(assets):
+    """About 6 s: a thousand photographs are read twice, and a false pair shows only among many."""
+    photographs = open_data(assets / "data" / "imagenet_val_1000", held_out=0).train
+    chosen = np.random.default_rng(0).choice(1000, 12, replace=False)
+    made, truth = [], {}
+    for place in chosen.tolist():
+        data = photographs.reader.read(place)
+        assert isinstance(data, bytes)
+        image = Image.open(io.BytesIO(data)).convert("RGB")
+        for copy in (data, png(image), *(make(image) for make in COPIES.values())):
+            truth[f"copy {len(made)}"] = photographs.keys[place]
+            made.append(copy)
+    copies = split(made, "copy")
+    found = find_duplicates(copies, [photographs])
+    assert {pair[:2] for pair in found.pairs} == set(truth.items())
+    assert [pair.how for pair in found.pairs[:2]] == ["bytes", "pixels"]
+    back = find_duplicates(photographs, [copies])
+    assert set(back.keys) == {photographs.keys[place] for place in chosen.tolist()}
+    halves = [photographs.select(np.arange(half, 1000, 2)) for half in range(2)]
+    assert find_duplicates(halves[0], [halves[1]]).pairs == ()
+
+
+def test_the_pets_two_leaks_are_found(assets):
+    """The same that `check` finds; looked at by eye."""
+    pets = open_data(assets / "data" / "pets_mini")
+    assert pets.test is not None
+    found = find_duplicates(pets.train, [pets.test])
+    assert [pair[:2] for pair in found.pairs] == [
+        ("train/great_pyrenees/great_pyrenees_173.jpg", "test/great_pyrenees/great_pyrenees_89.jpg"),
+        ("train/newfoundland/newfoundland_172.jpg", "test/newfoundland/newfoundland_2.jpg"),
+    ]
+
+
+# Features
+
+
+class Tint(nn.Module):
+    """The mean colour, which tells the scenes apart however much is cut off."""
+
+    config = SimpleNamespace(channels=3)
+
+    def features(self, images: Tensor) -> Tensor:
+        return images.mean((2, 3)) - 0.5
+
+
+class Same(Tint):
+    """Finds all pictures alike."""
+
+    def features(self, images: Tensor) -> Tensor:
+        return torch.ones(len(images), 3)
+
+
+def far_cut(image: Picture) -> bytes:
+    return encoded(cut(image, 0.12, 0.2, 0.18, 0.1))
+
+
+def test_features_propose_what_hashes_miss(scenes):
+    originals = split([encoded(image) for image in scenes[:27]], "original")
+    copies = split([*(far_cut(image) for image in scenes[:27]), encoded(scenes[3], 60), b"no picture"], "copy")
+    assert find_duplicates(copies, [originals]).keys == ["copy 27"]
+    said: list[tuple[int, int]] = []
+    model: Any = Tint()
+    found = find_duplicates(
+        copies,
+        [originals],
+        model=model,
+        preprocess=PREPROCESS,
+        batch=8,
+        on_progress=lambda done, total: said.append((done, total)),
+    )
+    by_features = [pair for pair in found.pairs if pair.how == "features"]
+    assert len(by_features) >= 24  # the mean colour is not quite the same
+    assert all(pair.train.split()[1] == pair.test.split()[1] for pair in by_features)
+    assert [pair.how for pair in found.pairs if pair.train == "copy 27"] == ["hash"]
+    assert said[-1] == (2 * 56, 2 * 56)
+    white, black = (split([png(Image.new("RGB", (64, 64), colour))], colour) for colour in ("white", "black"))
+    assert find_duplicates(white, [black], model=model, preprocess=PREPROCESS).pairs == ()  # none is proposed
+
+
+def test_pixels_decide_whatever_the_features_say(scenes):
+    model: Any = Same()
+    test, train = (split([encoded(image) for image in part], "x") for part in (scenes[:30], scenes[30:]))
+    assert find_duplicates(train, [test], model=model, preprocess=PREPROCESS).pairs == ()
+    with pytest.raises(ValueError, match="comes with its preprocess"):
+        find_duplicates(train, [test], model=model)
+
+
+# Work
+
+
+def test_work_grows_as_the_training_set_does(scenes, monkeypatch):
+    compared: list[int] = []
+
+    def counted(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        compared.append(len(left))
+        return distance(left, right)
+
+    monkeypatch.setattr("vitral.data.hashes.distance", counted)
+    test = split([encoded(image) for image in scenes], "test")
+    some = [encoded(scene(seed)) for seed in range(100, 200)]
+    counts = []
+    for times in (1, 2, 4):
+        compared.clear()
+        find_duplicates(split(some * times, "train"), [test])
+        counts.append(sum(compared))
+    assert counts[0] > 0
+    assert counts == [counts[0], 2 * counts[0], 4 * counts[0]]
+
+
+def test_training_images_are_read_once_and_not_ahead(scenes):
+    train = split([encoded(scene(200))] * (3 * CHUNK + 5), "train")
+    reads = train.reader.reads  # type: ignore[attr-defined]
+    ahead = []
+    find_duplicates(
+        train,
+        [split([encoded(scenes[0])], "test")],
+        on_progress=lambda done, _: ahead.append(len(reads) - (done - 1)),
+    )
+    assert reads == list(range(len(train)))
+    assert max(ahead) <= CHUNK
+
+
+def test_a_picture_that_is_everywhere_is_looked_at_a_few_times_only(scenes, monkeypatch):
+    pairs = []
+    monkeypatch.setattr(duplicates, "likeness", lambda *pair: pairs.append(pair) or likeness(*pair))
+    many = [encoded(scenes[0], quality) for quality in range(40, 95)]
+    found = find_duplicates(split(many[:30], "train"), [split(many[30:], "test")])
+    assert len(found.pairs) == 30
+    assert len(pairs) <= MOST_PROPOSED * 30
+
+
+# Hashes and thumbnails
+
+
+def test_parts_are_hashed_as_they_would_be_alone():
+    pictures = np.random.default_rng(0).integers(0, 256, (20, 64, 64), dtype=np.uint8)
+    stretches = ((0.0, 0.5), (0.25, 0.75), (0.5, 1.0))  # of 32 pixels each, which need no averaging
+    found = phash_of_parts(pictures, stretches).reshape(20, 3, 3)
+    for row, top in enumerate((0, 16, 32)):
+        for column, left in enumerate((0, 16, 32)):
+            alone = phash(pictures[:, top : top + 32, left : left + 32])
+            assert np.bitwise_count(alone ^ found[:, row, column]).max() <= 2  # rounding, next to the median
+    halved = pictures.reshape(20, 32, 2, 32, 2).mean((2, 4))
+    assert np.bitwise_count(phash(halved) ^ phash_of_parts(pictures, ((0.0, 1.0),))[:, 0]).max() <= 2
+
+
+@given(st.integers(0, 2**32), st.integers(0, FARTHEST), st.integers(0, 60), st.integers(0, 60))
+def test_the_table_finds_all_that_is_near_and_each_once(seed, farthest, stored, asked):
+    rng = np.random.default_rng(seed)
+    centres = rng.integers(0, 2**64, 5, dtype=np.uint64)
+
+    def drawn(n: int) -> np.ndarray:
+        hashes = centres[rng.integers(0, 5, n)]
+        for _ in range(4):
+            hashes ^= np.where(rng.random(n) < 0.6, np.uint64(1) << rng.integers(0, 64, n).astype(np.uint64), 0)
+        return hashes
+
+    table, wanted = drawn(stored), drawn(asked)
+    found = [tuple(pair) for block in HashTable(table).near(wanted, farthest) for pair in block.tolist()]
+    expected = {
+        (i, j)
+        for i, one in enumerate(wanted.tolist())
+        for j, other in enumerate(table.tolist())
+        if (one ^ other).bit_count() <= farthest
+    }
+    assert len(found) == len(set(found))
+    assert set(found) == expected
+
+
+def test_likeness_is_the_correlation_of_details():
+    first, second = np.random.default_rng(0).integers(0, 256, (2, THUMBNAIL, THUMBNAIL), dtype=np.uint8)
+
+    def details(picture: np.ndarray) -> np.ndarray:
+        cells = picture.reshape(16, 4, 16, 4).mean((1, 3))
+        around = np.empty_like(cells)
+        for i in range(16):
+            for j in range(16):
+                around[i, j] = cells[max(i - 2, 0) : i + 3, max(j - 2, 0) : j + 3].mean()
+        return (cells - around).ravel()
+
+    found = likeness(first, second, (((0.0, 1.0),),))
+    ways = (details(second), details(second[:, ::-1]))
+    assert found == pytest.approx(max(np.corrcoef(details(first), way)[0, 1] for way in ways), abs=1e-5)
+
+
+@given(st.integers(0, 2**32))
+def test_likeness_knows_no_side_no_mirror_and_no_brightness(seed):
+    first, second = np.random.default_rng(seed).integers(40, 200, (2, THUMBNAIL, THUMBNAIL), dtype=np.uint8)
+    expected = likeness(first, second, (CUT[:4],))
+    assert likeness(second, first, (CUT[:4],)) == pytest.approx(expected, abs=1e-5)
+    assert likeness(first // 2 * 2 + 20, second, (CUT[:4],)) == pytest.approx(expected, abs=0.02)
+    assert likeness(first, first[:, ::-1], (CUT[:4],)) == pytest.approx(1, abs=1e-5)
+    assert likeness(first, np.full_like(first, 9), (CUT[:4],)) == pytest.approx(0, abs=1e-3)
+
+
+def test_looks_are_in_order_and_of_one_shape(scenes):
+    data = [encoded(image) for image in scenes] * 2
+    seen = list(looks(split(data, "x")))
+    assert [len(chunk.files) for chunk in seen] == [CHUNK, len(data) - CHUNK]
+    thumbnails = np.concatenate([chunk.thumbnails for chunk in seen])
+    assert thumbnails.shape == (len(data), THUMBNAIL, THUMBNAIL)
+    for image, thumbnail in zip(data, thumbnails, strict=True):
+        picture = Image.open(io.BytesIO(image))
+        pillow = picture.resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BILINEAR).convert("L")
+        assert np.abs(np.asarray(pillow, int) - thumbnail).max() <= 2
+
+
+# The list
+
+
+def listed(keys: Sequence[str]) -> Duplicates:
+    pairs = tuple(Pair(key, f"test of {key}", 0, "near", "hash", 0.9) for key in keys)
+    return Duplicates(pairs, 100, (50,), 0, 0)
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), unique=True))
+def test_any_key_survives_the_list(tmp_path_factory, keys):
+    path = tmp_path_factory.getbasetemp() / "exclude.txt"
+    write_exclusions(path, listed(keys))
+    assert read_exclusions(path) == keys
+    path.unlink()
+
+
+def test_the_list_is_text_for_people(tmp_path):
+    path = tmp_path / "new" / "exclude.txt"
+    odd = "a\nb#c\\d.jpg"
+    latin = b"caf\xe9.jpg".decode("utf-8", "surrogateescape")  # a file name that is no UTF-8
+    write_exclusions(path, listed(["cats/1.jpg", odd, "#3.jpg", latin]))
+    assert [file.name for file in path.parent.iterdir()] == ["exclude.txt"]
+    assert path.read_bytes().decode("utf-8", "surrogateescape").split("\n")[:5] == [
+        "# 4 of 100 training images are copies of test images",
+        "cats/1.jpg",
+        "#   near (hash, 0.900): test of cats/1.jpg",
+        "a\\nb#c\\\\d.jpg",
+        "#   near (hash, 0.900): test of a\\nb#c\\\\d.jpg",
+    ]
+    assert read_exclusions(path) == ["cats/1.jpg", odd, "#3.jpg", latin]
+
+
+def test_a_list_written_by_hand_is_read(tmp_path):
+    path = tmp_path / "exclude.txt"
+    path.write_bytes("\ufeffcats/1.jpg\r\n\r\n# why\r\ndogs/é 2.jpg".encode())
+    assert read_exclusions(path) == ["cats/1.jpg", "dogs/é 2.jpg"]
+    path.write_text("ok.jpg\ncats\\1.jpg\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"line 2: a backslash is written"):
+        read_exclusions(path)
+    with pytest.raises(UserError, match="vitral dedupe"):
+        read_exclusions(tmp_path / "missing.txt")
+    with pytest.raises(UserError, match="name a file inside it"):
+        write_exclusions(tmp_path, listed(["a"]))
+
+
+def test_a_failed_write_leaves_the_old_list(tmp_path):
+    path = tmp_path / "exclude.txt"
+    write_exclusions(path, listed(["a"]))
+    with pytest.raises(UnicodeEncodeError):
+        write_exclusions(path, listed(["b", "\ud800"]))
+    assert read_exclusions(path) == ["a"]
+    assert [file.name for file in tmp_path.iterdir()] == ["exclude.txt"]
