@@ -15,7 +15,7 @@ help:
 	@echo "make demo    train a Vision Transformer on handwritten digits and use it, in two minutes"
 	@echo "make test    run the tests on all cores"
 	@echo "make lint    check format, style and types"
-	@echo "make bench   time forward passes on this machine's CPU"
+	@echo "make bench   time training steps on this machine, beside the other libraries that are installed"
 	@echo "make clean   remove builds and caches; .venv stays"
 	@echo
 	@echo "make setup PYTHON=python3.12   with another Python than python3"
@@ -55,7 +55,7 @@ lint: $(INSTALLED)
 	$(BIN)/pyrefly check
 
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/cpu_forward.py
+	$(BIN)/vitral bench train
 
 clean:
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis

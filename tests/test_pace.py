@@ -15,7 +15,7 @@ from vitral.checkpoints.run import RunFolder
 from vitral.data.sources import Split
 from vitral.evaluation.predict import Predictions
 from vitral.training import judge
-from vitral.training.judge import Judge
+from vitral.training.judge import Judge, measure
 from vitral.training.parallel import World
 from vitral.training.record import Recorder
 
@@ -96,7 +96,7 @@ def test_an_evaluation_is_foreseen_from_a_few_batches(monkeypatch, images, batch
         return Predictions(np.zeros(0), np.zeros((0, 2)), np.zeros(0, bool))
 
     split = Split("test", [str(i) for i in range(images)], np.zeros(images, np.int64), ("a", "b"), NoReader())
-    foreseen = Judge(split, World(0, size, torch.device("cpu")), batch, outputs).seconds_for_all()
+    foreseen = Judge(split, World(0, size, torch.device("cpu")), batch, outputs, measure).seconds_for_all()
     assert foreseen == pytest.approx(2 + 0.1 * -(-images // (batch * size)))
     assert seen <= max(3 * batch * size, 64)
 

@@ -38,7 +38,7 @@ from vitral.data.splits import Split
 from vitral.errors import UserError
 from vitral.evaluation.predict import predict_split
 from vitral.models.normalise import normalise
-from vitral.training.judge import Judge
+from vitral.training.judge import Judge, measure
 from vitral.training.objective import Objective
 from vitral.training.parallel import World, joined
 
@@ -130,7 +130,7 @@ def evaluate(world: World) -> list[Any]:
         def outputs(some: Split, batch: int = batch) -> Any:
             return predict_split(model, some, PREPROCESS, batch=batch, rank=world.rank, world=world.size)
 
-        scores = Judge(test=split, world=world, batch=batch, outputs=outputs).evaluate()
+        scores = Judge(test=split, world=world, batch=batch, outputs=outputs, measure=measure).evaluate()
         found.append([scores["top1"], scores["n"], [list(entry) for entry in scores["confusion"]]])
     return found
 

@@ -18,11 +18,14 @@ if TYPE_CHECKING:
         fewshot,
         finetune,
         info,
+        inspect,
         load,
         predict,
         pretrain,
         save,
+        search,
         train,
+        vtab1k,
     )
     from vitral.errors import UserError
 
@@ -39,11 +42,14 @@ __all__ = [
     "fewshot",
     "finetune",
     "info",
+    "inspect",
     "load",
     "predict",
     "pretrain",
     "save",
+    "search",
     "train",
+    "vtab1k",
 ]
 
 

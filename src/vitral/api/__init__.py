@@ -9,8 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vitral.api.bench import Benchmark, benchmark
     from vitral.api.checkpoints import FORMATS, Conversion, Info, convert, create, info, load, save
     from vitral.api.data import known_data
+    from vitral.api.inspection import Inspection, inspect, write_run_page
+    from vitral.api.neighbours import Neighbour, search
     from vitral.api.prediction import Evaluation, check, embed, evaluate, predict, write_pictures
     from vitral.api.probes import Probing, dedupe, fewshot
     from vitral.api.protocols import Protocol, finetune, pretrain
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
         read_recipe,
         train,
     )
+    from vitral.api.vtab import VtabScore, vtab1k
     from vitral.models.capture import capture
 
 _CHECKPOINTS = ("FORMATS", "Conversion", "Info", "convert", "create", "info", "load", "save")
@@ -39,6 +43,10 @@ _TRAINING = (*_EVENTS, "Interrupted", "Pace", "Training", "choose_recipe", "read
 _PROTOCOLS = ("Protocol", "finetune", "pretrain")
 _HOMES = {
     "capture": "vitral.models.capture",
+    **dict.fromkeys(("VtabScore", "vtab1k"), "vitral.api.vtab"),
+    **dict.fromkeys(("Benchmark", "benchmark"), "vitral.api.bench"),
+    **dict.fromkeys(("Inspection", "inspect", "write_run_page"), "vitral.api.inspection"),
+    **dict.fromkeys(("Neighbour", "search"), "vitral.api.neighbours"),
     **dict.fromkeys(("Probing", "dedupe", "fewshot"), "vitral.api.probes"),
     "known_data": "vitral.api.data",
     **dict.fromkeys(_CHECKPOINTS, "vitral.api.checkpoints"),
@@ -49,6 +57,7 @@ _HOMES = {
 
 __all__ = [
     "FORMATS",
+    "Benchmark",
     "Conversion",
     "Decoding",
     "Evaluated",
@@ -56,7 +65,9 @@ __all__ = [
     "EvaluationProgress",
     "Event",
     "Info",
+    "Inspection",
     "Interrupted",
+    "Neighbour",
     "Note",
     "Pace",
     "Probing",
@@ -65,6 +76,8 @@ __all__ = [
     "Started",
     "StepDone",
     "Training",
+    "VtabScore",
+    "benchmark",
     "capture",
     "check",
     "choose_recipe",
@@ -76,14 +89,18 @@ __all__ = [
     "fewshot",
     "finetune",
     "info",
+    "inspect",
     "known_data",
     "load",
     "predict",
     "pretrain",
     "read_recipe",
     "save",
+    "search",
     "train",
+    "vtab1k",
     "write_pictures",
+    "write_run_page",
 ]
 
 

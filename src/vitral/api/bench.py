@@ -1,4 +1,4 @@
-"""`benchmark`, the verb bench: how fast this machine computes, beside the libraries that are installed, kept in a file and on a page."""
+"""`benchmark`, the verb bench: how fast this machine computes, beside other libraries, in a file and on a page."""
 
 from __future__ import annotations
 
@@ -86,6 +86,8 @@ def benchmark(
     the device, "predict" whole predictions of files, "start" a command's first answer, "growth" larger and larger work.
     """
     check_device(device)
+    if device not in ("", "cpu", "cuda"):
+        raise UserError("the bench runs on cpu or cuda; CUDA_VISIBLE_DEVICES chooses one of several GPUs.")
     _check(work, rounds, batch, data)
     out = Path(out)
     before = read_rows(out)
@@ -112,7 +114,7 @@ def _measured(work: Work, task: Task, starting: Field, rounds: int, tell: Tell) 
 
 
 def _task(work: Work, model: str, batch: int, data: str | Path, workers: int | None, device: str) -> Task:
-    kind = "cuda" if device.startswith("cuda") else "cpu"
+    kind = "cuda" if device == "cuda" else "cpu"
     if work == "start":
         kind, model = "cpu", model or "ViT-Ti/16"
     raced: Raced = "train" if work == "growth" else work

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from vitral.data.catalog import CATALOG
@@ -15,19 +16,51 @@ from vitral.recipe import Recipe
 def open_narrowed(data: str | Path, recipe: Recipe) -> DataSet:
     """The data with what the recipe leaves out of it; held-out images are always drawn with seed 0, so that runs with
     other seeds are tested on the same images."""
+    return _narrowed(open_data(data, held_out=recipe.data.held_out), recipe)
+
+
+def _narrowed(opened: DataSet, recipe: Recipe) -> DataSet:
     wish = recipe.data
     return narrowed(
-        open_data(data, held_out=wish.held_out),
-        exclude=read_exclusions(Path(wish.exclude)) if wish.exclude else (),
+        opened,
+        exclude=_excluded(recipe),
         subset=wish.subset,
         subset_seed=wish.subset_seed,
         dev=wish.dev,
     )
 
 
+def _excluded(recipe: Recipe) -> list[str]:
+    return read_exclusions(Path(recipe.data.exclude)) if recipe.data.exclude else []
+
+
+def open_as_trained(data: str | Path, recipe: Recipe, train: str) -> DataSet | None:
+    """The data as a run saw it that was trained on images with this fingerprint; None where they are others."""
+    _excluded(recipe)  # with a list that is lost, the images that were trained on would look like others
+    try:
+        opened = open_narrowed(data, recipe)
+    except UserError:  # too few images for what the recipe draws, or none of those listed: another data set
+        return None
+    return opened if opened.train.fingerprint() == train else None
+
+
 def open_to_train(data: str | Path, recipe: Recipe) -> DataSet:
     """The same, with images to train on."""
-    opened = open_narrowed(data, recipe)
+    return _to_train(data, open_narrowed(data, recipe))
+
+
+def open_to_choose(data: str | Path, recipe: Recipe, dev: float) -> tuple[DataSet, DataSet | None]:
+    """All to train on, and the same with images to choose on: a share `dev` of train, or the source's val split."""
+    whole = open_data(data, held_out=recipe.data.held_out)
+    opened = _to_train(data, _narrowed(whole, _with_dev(recipe, 0.0)))
+    return opened, _narrowed(whole, _with_dev(recipe, dev)) if dev or opened.final is not None else None
+
+
+def _with_dev(recipe: Recipe, dev: float) -> Recipe:
+    return replace(recipe, data=replace(recipe.data, dev=dev))
+
+
+def _to_train(data: str | Path, opened: DataSet) -> DataSet:
     if not len(opened.train):
         raise UserError(f"{data} has no images to train on: it is for testing only.")
     return opened

@@ -25,7 +25,7 @@ from vitral.data.preprocess import parse_pipeline
 from vitral.data.sources import DataSet, Split, open_images
 from vitral.errors import UserError
 from vitral.evaluation.calibration import probabilities, reliability
-from vitral.evaluation.mapping import _read_table
+from vitral.evaluation.mapping import read_table
 from vitral.evaluation.predict import predict_split
 from vitral.inspection.attention import mean_attention_distance
 from vitral.inspection.embeddings import embedding_filters, position_similarity
@@ -75,7 +75,7 @@ def inspect(
     """
     model, card = load(source)
     model.to(place_of(device))
-    names = tuple(_read_table(Path(classes), card.architecture.classes)[-1][1]) if classes else card.class_names
+    names = tuple(read_table(Path(classes), card.architecture.classes)[-1][1]) if classes else card.class_names
     learned, shown, reach, unreadable = _learned(model), [], None, ()
     if images:
         split = open_images([images] if isinstance(images, str | Path) else images)
@@ -109,7 +109,7 @@ def write_run_page(folder: str | Path, data: str | Path | DataSet, *, device: st
     opened = data if isinstance(data, DataSet) else open_narrowed(data, from_toml(recipe))
     result = json.loads(run.read_text("result.json") or "{}")
     examples = None
-    if opened.test is not None and card.preprocess is not None:
+    if opened.test is not None and card.preprocess is not None and card.class_names:
         examples = _examples(model, card, opened.test, card.preprocess, place)
     title = f"{name_of(card.architecture)} on {Path(opened.source).name}"
     page = run_page(title, result, run.metrics(), model_facts(card), recipe, _learned(model), examples)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from vitral.api.checkpoints import load
-from vitral.api.data import open_narrowed
+from vitral.api.data import open_as_trained
 from vitral.api.device import check_device
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.write import written_aside
@@ -230,9 +230,10 @@ def _test_split(source: Path, data: str | Path, split: str) -> tuple[Split, tupl
     folder = source if source.is_dir() else source.parent
     recipe, facts = folder / "recipe.toml", folder / "data.json"
     if recipe.is_file() and facts.is_file():
-        opened = open_narrowed(data, from_toml(recipe.read_text("utf-8")))
-        scored = _scored(opened, split)
-        if opened.train.fingerprint() == json.loads(facts.read_text("utf-8"))["train"] and scored is not None:
+        trained_on = json.loads(facts.read_text("utf-8"))["train"]
+        same = open_as_trained(data, from_toml(recipe.read_text("utf-8")), trained_on)
+        scored = _scored(same, split) if same is not None else None
+        if scored is not None:
             held = f"the {len(scored):,} held-out images"
             return scored, (f"The model was trained on this data: only {held} are scored.",)
     opened = open_data(data, held_out=0.0)

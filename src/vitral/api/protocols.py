@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vitral.api.data import open_to_train
+from vitral.api.data import open_to_choose
 from vitral.api.device import check_device
 from vitral.api.training import new_folder, read_recipe
 from vitral.architecture import Architecture, ResNetConfig
@@ -134,16 +134,22 @@ def _followed(
         raise UserError(f"seeds must be at least 1, not {seeds}.")
     base = with_overrides(base, overrides)
     dev = base.data.dev or book.dev
-    opened = open_to_train(data, replace(base, data=replace(base.data, dev=0.0)))
+    opened, choosing = open_to_choose(data, base, dev)
     own = {word.partition("=")[0].strip() for word in overrides}
+    own |= {"steps"} if "epochs" in own else set()  # a run has one length
     grid = read_grid(sweep) if sweep else {key: values for key, values in book.sweep.items() if key not in own}
-    tried = [*candidates(base, grid), *_of_bit(book, base, opened, start, sweep, overrides)]
+    tried = candidates(base, grid)
+    rule = _of_bit(book, base, opened, start, sweep, overrides)
+    if rule is not None:
+        tried = [*(replace(one, words=one.words or book.name) for one in tried), rule]
     for candidate in tried:
         check_recipe(candidate.recipe, opened, describe(located(base.init)).card if base.init else None)
     folder = Path(out) if out else new_folder(data, base)
     for sentence in (*opened.notes, *book.readings, f"run folder: {folder}"):
         listen(Note(sentence))
-    outcome = follow(tried, opened, folder, dev=dev, seeds=seeds or book.seeds, device=device, listen=listen)
+    outcome = follow(
+        tried, opened, folder, choosing=choosing, dev=dev, seeds=seeds or book.seeds, device=device, listen=listen
+    )
     architecture = start or architecture_of(base, len(opened.train.classes))
     model = name_of(replace(architecture, classes=1000))
     found = Protocol(model, str(data), str(folder), outcome, _reported(book.name, model), book.readings)
@@ -159,19 +165,19 @@ def _of_bit(
     start: Architecture | None,
     sweep: Sequence[str],
     overrides: Sequence[str],
-) -> list[Candidate]:
+) -> Candidate | None:
     """BiT's recipe for transfer, beside the paper's, where a ResNet is fine-tuned."""
     if not isinstance(start, ResNetConfig) or not book.name.startswith("paper:finetune/") or sweep:
-        return []
+        return None
     name = hyperrule(len(data.train))
     rule = named(name, base.model).recipe
     rule = replace(rule, init=base.init, data=replace(rule.data, mean=base.data.mean, std=base.data.std))
-    return [Candidate(name, with_overrides(rule, overrides))]
+    return Candidate(name, with_overrides(rule, overrides))
 
 
 def _reported(recipe: str, model: str) -> tuple[Reported, ...]:
     """What the paper got with this model on the data set that the recipe is for, from each pre-training set."""
-    task = recipe.partition("finetune/")[2].partition(":")[0].partition("-")[0]
+    task = recipe.partition("paper:finetune/")[2].partition(":")[0].partition("-")[0]
     if not task:
         return ()
     plain = model.partition("@")[0]

@@ -129,9 +129,8 @@ def vtab1k(
 ) -> VtabScore:
     """Fine-tune on each task of VTAB-1k whose data lies under `root`, with one recipe for all, and measure test once.
 
-    `recipe` is one of the book's. What of it is used is chosen by the mean accuracy on the tasks' validation images: two
-    rates by two lengths, or `sweep`; `fixed` takes what the paper chose. Fewer `train` and `val` images than 800 and 200
-    are for trying things out.
+    What of the recipe is used is chosen by the mean accuracy on the tasks' validation images: two rates by two lengths,
+    or `sweep`; `fixed` takes what the paper chose. Other counts than 800 and 200 images are for trying things out.
     """
     check_device(device)
     if seeds < 1:
@@ -150,7 +149,7 @@ def vtab1k(
         listen(Note(_listed(task, folder, beside=(train, val) == _COUNTS)))
     suite = follow_suite(tried, opened, folder, seeds=seeds, device=device, listen=listen)
     found = VtabScore(
-        model, str(root), str(folder), tuple(opened), missing, suite, _rows(model), book.readings, notes
+        model, str(root), str(folder), tuple(opened), missing, suite, paper_rows(model), book.readings, notes
     )
     with written_aside(folder / "vtab.json") as aside:
         aside.write_text(json.dumps(found.as_dict(), indent=2) + "\n", "utf-8")
@@ -163,9 +162,10 @@ def _recipe(book: Named, weights: str | Path, card: Card, overrides: Sequence[st
         key = word.partition("=")[0].strip()
         if key in _SETTLED:
             raise UserError(f"{key} is settled by VTAB's protocol: leave it out.")
-    pixels = {} if card.preprocess is None else {"mean": card.preprocess.mean, "std": card.preprocess.std}
-    recipe = replace(book.recipe, init=str(weights), data=replace(book.recipe.data, **pixels))
-    return with_overrides(recipe, overrides)
+    data = book.recipe.data
+    if card.preprocess is not None:
+        data = replace(data, mean=card.preprocess.mean, std=card.preprocess.std)
+    return with_overrides(replace(book.recipe, init=str(weights), data=data), overrides)
 
 
 def _candidates(
@@ -232,6 +232,6 @@ def _listed(task: VtabTask, folder: Path, beside: bool) -> str:
     return f"{write_ids(task, own)} {task.order}"
 
 
-def _rows(model: str) -> tuple[VtabRow, ...]:
+def paper_rows(model: str) -> tuple[VtabRow, ...]:
     """Table 9, the model's own rows first."""
     return tuple(sorted(table9(), key=lambda row: row.model != model.partition("@")[0]))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from statistics import median
 from typing import NamedTuple
 
 from vitral.architecture import ViTConfig
 from vitral.bench.contestants import Contestant, Task
 from vitral.bench.player import Player, PlayerFailed
-from vitral.bench.race import Tell, now, row, warm
+from vitral.bench.race import Tell, macs, now, row, warm
 from vitral.bench.results import Row
 
 _WORK = "growth, "
@@ -18,7 +19,7 @@ IMAGES = (64, 128, 256, 512, 1024)
 BATCHES = (1, 2, 4, 8, 16, 32)
 DEPTHS = (3, 6, 12, 24)
 _RUNS = 5
-_LONGEST = 5.0  # seconds of a step: an axis ends with the first that takes longer
+_LONGEST = 5.0  # seconds of a step: an axis ends where the next one would take longer
 _SLACK = 1.15  # of the arithmetic: what a step may take more, for the noise of clocks
 
 
@@ -27,7 +28,7 @@ class Point(NamedTuple):
 
     axis: str  # image, batch or depth
     value: int
-    seconds: float
+    seconds: float  # at the usual matrix rate
     macs: int
 
 
@@ -37,33 +38,41 @@ def measure(task: Task, contestant: Contestant, tell: Tell) -> list[Row]:
     ended: set[str] = set()
     call = now()
     for axis, value, larger in _tasks(task):
-        if axis in ended:
+        if axis in ended or _too_long(rows, axis, larger):
+            ended.add(axis)
             continue
         tell(f"{axis} {value}")
         try:
             with Player(contestant) as player:
                 runner = warm(player, larger, rounds=1)
                 runner.seconds.extend(player.run(_RUNS))
-                rate = player.ask("rate")["flops"]
-                found = row(runner, larger, call, rate)
+                found = row(runner, larger, call, player.ask("rate")["flops"])
         except PlayerFailed as failure:
             tell(f"{axis} {value}: {failure}")
             ended.add(axis)
             continue
         rows.append(replace(found, work=f"{_WORK}{axis}", details={"value": value}))
-        if found.seconds > _LONGEST:
-            ended.add(axis)
     return rows
 
 
+def _too_long(rows: Sequence[Row], axis: str, larger: Task) -> bool:
+    """By the arithmetic, from the last step along this axis."""
+    own = [one for one in rows if one.work == f"{_WORK}{axis}"]
+    return bool(own) and own[-1].seconds * macs(larger) / own[-1].macs > _LONGEST
+
+
 def points(rows: Iterable[Row]) -> list[Point]:
-    """Those of the rows that belong to a growth, along each axis."""
-    found = [
-        Point(row.work.removeprefix(_WORK), int(row.details["value"]), row.seconds, row.macs)
-        for row in rows
-        if row.work.startswith(_WORK)
-    ]
-    return sorted(found)
+    """Those of the rows that belong to a growth, along each axis.
+
+    Sizes are measured one after the other, not in turns: times are those at the median of the matrix rates, so that
+    a clock that falls, or a neighbour who takes half of the machine, does not look like growth.
+    """
+    own = [row for row in rows if row.work.startswith(_WORK)]
+    usual = median(row.rate for row in own) if own else 0.0
+    return sorted(
+        Point(row.work.removeprefix(_WORK), int(row.details["value"]), row.seconds * row.rate / usual, row.macs)
+        for row in own
+    )
 
 
 def steepness(points: Sequence[Point]) -> list[float]:

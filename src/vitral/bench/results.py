@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from vitral.bench.contestants import OURS
 from vitral.checkpoints.write import write_json, written_aside
@@ -80,7 +81,12 @@ def read_rows(path: Path) -> list[Row]:
 def merged(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
     """New rows take the places of old ones of the same kind and hardware; all others stay."""
     rows = {(row.place, row.race): row for row in (*old, *new)}
-    return sorted(rows.values(), key=lambda row: (row.race, row.library != OURS, row.place))
+    return sorted(rows.values(), key=_order)
+
+
+def _order(row: Row) -> tuple[Any, ...]:
+    """By the work, then by the size that grows, then the races, with our rows first."""
+    return row.work, row.details.get("value", 0), row.race, row.library != OURS, row.place
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:

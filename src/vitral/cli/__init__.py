@@ -25,6 +25,8 @@ VERBS = {
     "predict": Verb("vitral.cli.use", "predict", "name what is in images"),
     "evaluate": Verb("vitral.cli.use", "evaluate", "measure a model on labelled images"),
     "embed": Verb("vitral.cli.use", "embed", "features of images, to a file"),
+    "inspect": Verb("vitral.cli.inspect", "inspect", "a page to see through a model: where it looks, what it learned"),
+    "search": Verb("vitral.cli.inspect", "search", "images, or patches, that look like one"),
     "check": Verb("vitral.cli.use", "check", "what is wrong with a data set"),
     "pretrain": Verb("vitral.cli.protocols", "pretrain", "the paper's pre-training: Table 3, masked patches, sweeps"),
     "finetune": Verb(
@@ -33,6 +35,7 @@ VERBS = {
     "fewshot": Verb("vitral.cli.probes", "fewshot", "frozen features and a few images a class, in closed form"),
     "vtab": Verb("vitral.cli.vtab", "vtab", "the 19 tasks of VTAB-1k"),
     "dedupe": Verb("vitral.cli.probes", "dedupe", "training images that test images are copies of"),
+    "bench": Verb("vitral.cli.bench", "bench", "how fast this machine is, beside other libraries"),
     "show": Verb("vitral.cli.train", "show", "a training recipe, every key with its meaning"),
     "list": Verb("vitral.cli.models", "list_", "the models, or the checkpoint formats, that vitral knows"),
     "cost": Verb("vitral.cli.models", "cost", "parameters, compute and training FLOPs of a model, without building it"),

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from vitral.cli.options import Flag
+from vitral.cli.options import Flag, Folder, Number, Text
 from vitral.cli.show import print_facts, print_json, print_table
 
 _Work = Annotated[
@@ -16,11 +16,8 @@ _Work = Annotated[
     tyro.conf.Positional,
     tyro.conf.arg(metavar="WORK"),
 ]
-_Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
 _Names = Annotated[str, tyro.conf.arg(metavar="NAME,NAME", help_behavior_hint="")]
-_Count = Annotated[int, tyro.conf.arg(metavar="N")]
 _Optional = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
-_Folder = Annotated[str, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
 _File = Annotated[str, tyro.conf.arg(metavar="FILE")]
 
 
@@ -28,16 +25,16 @@ def bench(
     work: _Work = "train",
     /,
     *,
-    model: _Text = "",
+    model: Text = "",
     batch: _Optional = None,
     against: Annotated[str | None, tyro.conf.arg(metavar="NAME,NAME", help_behavior_hint="")] = None,
     settings: _Names = "",
     attention: _Names = "auto",
-    rounds: _Count = 5,
-    data: _Folder = "",
+    rounds: Number = 5,
+    data: Folder = "",
     workers: _Optional = None,
     out: _File = "benchmarks/results.json",
-    device: _Text = "",
+    device: Text = "",
     json: Flag = False,
 ) -> None:
     """Measure speed beside the other libraries: each in a process of its own, in turns, after a check of our answers.

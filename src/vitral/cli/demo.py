@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import webbrowser
 from pathlib import Path
 
 from vitral.cli.progress import RunDisplay, headline
 from vitral.cli.show import print_facts, print_table
+from vitral.cli.train import write_page
 
 
 def demo() -> None:
@@ -28,11 +31,21 @@ def demo() -> None:
         for row in found.rows
     ]
     print_table(["picture (its name is the truth)", "reads", "or"], cells, left=3)
+    print("\n4. Look at what it learned")
+    page = write_page(second, "digits")
+    print_facts({"page": f"{page} (open it in a browser: curves, mistakes, where the model looks)"})
+    _open(page)
     print_facts({"results": f"{first}, {second} (recipe.toml, metrics.jsonl, model.safetensors, result.json)"})
     print("\nNext, with a folder that has one sub-folder of pictures per class:")
     print("  vitral check photos/")
     print("  vitral train photos/ --init hf:google/vit-base-patch16-224")
     print(f"  vitral evaluate {second} digits")
+
+
+def _open(page: str) -> None:
+    """In the browser, where a person watches."""
+    if sys.stdout.isatty() and Path(page).is_file():
+        webbrowser.open(Path(page).resolve().as_uri())
 
 
 def _train(data: str, init: str, overrides: tuple[str, ...]) -> str:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
-from vitral.cli.options import Flag, Source
+from vitral.cli.options import Flag, Source, Text
 from vitral.cli.show import counted, print_facts, print_json, print_table
 from vitral.cli.use import bar
 
-_Images = Annotated[
-    tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[IMAGES ...]", help_behavior_hint="")
-]
+_Images = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[IMAGES ...]", help_behavior_hint="")]
 _Folder = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-_Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
 _File = Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
 
 
@@ -27,8 +24,8 @@ def inspect(
     figures: Annotated[str, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = "",
     layers: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N ...", help_behavior_hint="")] = (),
     classes: _File = "",
-    preprocess: _Text = "",
-    device: _Text = "",
+    preprocess: Text = "",
+    device: Text = "",
     json: Flag = False,
 ) -> None:
     """Write one HTML page to look through a model: where it looks in images, what it has learned.
@@ -79,8 +76,8 @@ def search(
     patch: Annotated[tuple[int, int] | None, tyro.conf.arg(metavar="ROW COLUMN", help_behavior_hint="")] = None,
     top: Annotated[int, tyro.conf.arg(metavar="N")] = 5,
     index: _File = "",
-    preprocess: _Text = "",
-    device: _Text = "",
+    preprocess: Text = "",
+    device: Text = "",
     json: Flag = False,
 ) -> None:
     """Find the images of a folder that look most like one, or the patches most like one of its patches.
@@ -111,12 +108,16 @@ def search(
             device=device,
             on_progress=progress,
         )
+    rows = [_counted_from_one(one._asdict()) for one in found]
     if json:
-        print_json([one._asdict() for one in found])
+        print_json(rows)
         return
-    where = ["" if one.row is None or one.column is None else f"{one.row + 1}, {one.column + 1}" for one in found]
-    cells = [[one.path, at, f"{one.score:.3f}"] for one, at in zip(found, where, strict=True)]
-    columns = ["image", "row, column", "similarity"]
-    if patch is None:
-        columns, cells = [columns[0], columns[2]], [[cell[0], cell[2]] for cell in cells]
-    print_table(columns, cells)
+    columns = ["path", "score"] if patch is None else ["path", "row", "column", "score"]
+    cells = [[f"{row[name]:.3f}" if name == "score" else str(row[name]) for name in columns] for row in rows]
+    print_table(["image", *columns[1:-1], "similarity"], cells)
+
+
+def _counted_from_one(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value + 1 if name in ("row", "column") and value is not None else value for name, value in row.items()
+    }

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from vitral.cli.options import Flag, Source
+from vitral.cli.options import Data, Flag, Number, Source, Text
 from vitral.cli.show import counted, print_facts, print_json, print_table
 from vitral.cli.use import bar
 
 if TYPE_CHECKING:
     from vitral.api import Probing
 
-_Data = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-_Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
-_Count = Annotated[int, tyro.conf.arg(metavar="N")]
 _SHOWN = 20  # pairs of copies
 
 
 def fewshot(
     source: Source,
-    data: _Data,
+    data: Data,
     /,
     *,
     shots: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N ...")] = (1, 5, 10, 25),
-    seeds: _Count = 5,
+    seeds: Number = 5,
     l2: Annotated[str, tyro.conf.arg(metavar="NUMBER or choose")] = "1024",
     methods: Annotated[tuple[Literal["ridge", "knn", "linear"], ...], tyro.conf.arg(metavar="...")] = ("ridge",),
-    preprocess: _Text = "",
-    batch: _Count = 32,
-    device: _Text = "",
+    preprocess: Text = "",
+    batch: Number = 32,
+    device: Text = "",
     json: Flag = False,
 ) -> None:
     """Measure frozen features with a few images a class: least squares in closed form, as the paper does.
@@ -88,7 +84,7 @@ def dedupe(
     against: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEST ...")],
     output: Annotated[str, tyro.conf.arg(metavar="FILE", aliases=["-o"], help_behavior_hint="")] = "",
     weights: Annotated[str, tyro.conf.arg(metavar="WEIGHTS", help_behavior_hint="")] = "",
-    device: _Text = "",
+    device: Text = "",
     json: Flag = False,
 ) -> None:
     """Find images of TRAIN that test images are copies of, and list them to be left out.
@@ -109,7 +105,7 @@ def dedupe(
     with bar("comparing") as progress:
         found = api.dedupe(train, against, output=output, weights=weights, device=device, on_progress=progress)
     if json:
-        print_json(asdict(found))
+        print_json(found.as_dict())
         return
     cells = [
         [pair.train, pair.test, against[pair.split], f"{pair.kind} ({pair.how})", f"{pair.score:.3f}"]

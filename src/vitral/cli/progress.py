@@ -105,8 +105,8 @@ def headline(metrics: dict) -> str:
         known = ", ".join(f"{words} {metrics[key]:.3f}" for key, words in rivals.items() if key in metrics)
         return f"loss of hidden patches {metrics['masked_loss']:.4f} ({known}) {n}"
     if "mean_average_precision" in metrics:
-        return f"test mAP {metrics['mean_average_precision']:.2%}, macro F1 {metrics['macro_f1']:.2%} {n}"
-    return f"test accuracy {metrics['top1']:.2%}, mean per class {metrics['mean_per_class']:.2%} {n}"
+        return f"mAP {metrics['mean_average_precision']:.2%}, macro F1 {metrics['macro_f1']:.2%} {n}"
+    return f"accuracy {metrics['top1']:.2%}, mean per class {metrics['mean_per_class']:.2%} {n}"
 
 
 def duration(seconds: float) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+import typing
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 
-from vitral.cli.options import Flag, Source
+from vitral.cli.options import Data, Flag, Folder, Source, Text, Times, Tried, Words
 from vitral.cli.progress import RunDisplay, duration
 from vitral.cli.show import print_facts, print_json, print_table
 from vitral.cli.train import rank
@@ -16,26 +17,26 @@ from vitral.cli.train import rank
 if TYPE_CHECKING:
     from vitral.api import Protocol
 
-_Data = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-_Words = Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...", help_behavior_hint="")]
-_Grid = Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE,VALUE ...", help_behavior_hint="")]
-_Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
+
+class Described(typing.Protocol):
+    def as_dict(self) -> dict[str, Any]: ...
+
+
+T = TypeVar("T", bound=Described)
 _Recipe = Annotated[str, tyro.conf.arg(metavar="RECIPE", help_behavior_hint="")]
-_Folder = Annotated[str, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
-_Count = Annotated[int, tyro.conf.arg(metavar="N", help_behavior_hint="")]
 
 
 def pretrain(
-    data: _Data,
+    data: Data,
     /,
     *,
     model: Annotated[str, tyro.conf.arg(metavar="MODEL")],
     recipe: _Recipe = "paper:pretrain/imagenet",
-    sweep: _Grid = (),
-    seeds: _Count = 1,
-    out: _Folder = "",
-    device: _Text = "",
-    set: _Words = (),
+    sweep: Tried = (),
+    seeds: Times = 1,
+    out: Folder = "",
+    device: Text = "",
+    set: Words = (),
     json: Flag = False,
 ) -> None:
     """Pre-train from scratch as the paper does: Table 3's recipes, BiT's, or masked patch prediction.
@@ -53,7 +54,7 @@ def pretrain(
     """
     from vitral import api
 
-    _report(
+    report(
         lambda listen: api.pretrain(
             data,
             model=model,
@@ -65,21 +66,22 @@ def pretrain(
             device=device,
             listen=listen,
         ),
+        _print,
         json,
     )
 
 
 def finetune(
     source: Source,
-    data: _Data,
+    data: Data,
     /,
     *,
     recipe: Annotated[str, tyro.conf.arg(metavar="RECIPE")],
-    sweep: _Grid = (),
-    seeds: _Count = 0,
-    out: _Folder = "",
-    device: _Text = "",
-    set: _Words = (),
+    sweep: Tried = (),
+    seeds: Times = 0,
+    out: Folder = "",
+    device: Text = "",
+    set: Words = (),
     json: Flag = False,
 ) -> None:
     """Fine-tune as the paper does: the rate chosen on a dev split, all of train, three seeds, the test split once.
@@ -97,7 +99,7 @@ def finetune(
     """
     from vitral import api
 
-    _report(
+    report(
         lambda listen: api.finetune(
             source,
             data,
@@ -109,11 +111,12 @@ def finetune(
             device=device,
             listen=listen,
         ),
+        _print,
         json,
     )
 
 
-def _report(start: Callable[[Any], Protocol], json: bool) -> None:
+def report(start: Callable[[Any], T], show: Callable[[T], None], json: bool) -> None:
     """Run it under the display, then print what came out."""
     from vitral import api
 
@@ -128,7 +131,7 @@ def _report(start: Callable[[Any], Protocol], json: bool) -> None:
     if json:
         print_json(found.as_dict())
     else:
-        _print(found)
+        show(found)
 
 
 def _print(found: Protocol) -> None:

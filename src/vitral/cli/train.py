@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from vitral.cli.options import Flag
+from vitral.cli.options import Data, Flag, Text, Words
 from vitral.cli.progress import RunDisplay, duration, headline
 from vitral.cli.show import counted, print_facts, print_json, print_table
 from vitral.recipe import Recipe, to_toml, with_overrides
@@ -19,14 +19,11 @@ from vitral.recipe import Recipe, to_toml, with_overrides
 if TYPE_CHECKING:
     from vitral.api import Event, Training
 
-_Data = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-_Words = Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...", help_behavior_hint="")]
-_Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
 _Number = Annotated[float | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
 
 
 def train(
-    data: _Data,
+    data: Data,
     /,
     *,
     model: Annotated[str, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = "",
@@ -34,12 +31,12 @@ def train(
     out: Annotated[str, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = "",
     recipe: Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = "",
     epochs: _Number = None,
-    tune: _Text = "",
-    balance: _Text = "",
+    tune: Text = "",
+    balance: Text = "",
     seed: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     seeds: Annotated[int, tyro.conf.arg(metavar="N", help_behavior_hint="")] = 1,
-    device: _Text = "",
-    set: _Words = (),
+    device: Text = "",
+    set: Words = (),
     tensorboard: Flag = False,
     json: Flag = False,
 ) -> None:
@@ -83,10 +80,11 @@ def train(
             sys.exit(130)
     if rank():
         return
+    page = write_page(done.results[-1].folder, data, device)
     if json:
-        print_json(_values(done))
+        print_json({**_values(done), "page": page})
     else:
-        _print(done)
+        _print(done, page)
 
 
 def show(
@@ -138,6 +136,17 @@ def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
+def write_page(folder: str, data: str, device: str = "") -> str:
+    """The page of a run; a run whose page cannot be made is still a run."""
+    from vitral import api
+    from vitral.errors import UserError
+
+    try:
+        return str(api.write_run_page(folder, data, device=device))
+    except (UserError, OSError) as error:
+        return f"none ({error})"
+
+
 def _values(done: Training) -> dict[str, Any]:
     return {
         "score": done.mean,
@@ -147,7 +156,7 @@ def _values(done: Training) -> dict[str, Any]:
     }
 
 
-def _print(done: Training) -> None:
+def _print(done: Training, page: str) -> None:
     last = done.results[-1]
     facts = {"result": headline(last.metrics)}
     if done.spread is not None:
@@ -163,7 +172,8 @@ def _print(done: Training) -> None:
     }
     print_facts(facts)
     _print_classes(last.metrics)
-    print(f"\nTry it:  vitral predict {last.folder} IMAGES...")
+    print(f"\nLook at it:  {page}")
+    print(f"Try it:      vitral predict {last.folder} IMAGES...")
 
 
 def _confused(metrics: dict[str, Any]) -> str:

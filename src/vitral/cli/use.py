@@ -11,7 +11,7 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress
 
-from vitral.cli.options import Flag, Source
+from vitral.cli.options import Data, Flag, Number, Source, Text
 from vitral.cli.show import counted, print_facts, print_json, print_table
 
 if TYPE_CHECKING:
@@ -20,11 +20,8 @@ if TYPE_CHECKING:
 _Images = Annotated[
     tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGES ...", help_behavior_hint="(required)")
 ]
-_Data = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-_Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
 _File = Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
 _Output = Annotated[str, tyro.conf.arg(metavar="FILE", aliases=["-o"], help_behavior_hint="")]
-_Count = Annotated[int, tyro.conf.arg(metavar="N")]
 _CLASSES = 30  # lines of a table of classes
 
 
@@ -34,10 +31,10 @@ def predict(
     /,
     *,
     output: _Output = "",
-    top: _Count = 5,
-    preprocess: _Text = "",
-    batch: _Count = 32,
-    device: _Text = "",
+    top: Number = 5,
+    preprocess: Text = "",
+    batch: Number = 32,
+    device: Text = "",
     json: Flag = False,
 ) -> None:
     """Name what is in images: the likeliest classes with their probabilities.
@@ -82,15 +79,15 @@ def predict(
 
 def evaluate(
     source: Source,
-    data: _Data,
+    data: Data,
     /,
     *,
-    split: _Text = "",
+    split: Text = "",
     classes: _File = "",
     real: _File = "",
-    preprocess: _Text = "",
-    batch: _Count = 32,
-    device: _Text = "",
+    preprocess: Text = "",
+    batch: Number = 32,
+    device: Text = "",
     json: Flag = False,
 ) -> None:
     """Measure a model on labelled images: accuracy, per class, calibration.
@@ -133,9 +130,9 @@ def embed(
     *,
     output: Annotated[str, tyro.conf.arg(metavar="FILE", aliases=["-o"])],
     pool: Literal["features", "cls", "mean", "pre_logits"] = "features",
-    preprocess: _Text = "",
-    batch: _Count = 32,
-    device: _Text = "",
+    preprocess: Text = "",
+    batch: Number = 32,
+    device: Text = "",
     json: Flag = False,
 ) -> None:
     """Write the features of images to an npz file: `paths` and `features` (n, d).
@@ -174,7 +171,7 @@ def embed(
         print_facts(facts)
 
 
-def check(data: _Data, /, *, json: Flag = False) -> None:
+def check(data: Data, /, *, json: Flag = False) -> None:
     """Say what is wrong with a data set: unreadable and odd files, duplicates, leaks into test, uneven classes.
 
     Args:

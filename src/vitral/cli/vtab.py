@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from vitral.cli.options import Flag, Source
-from vitral.cli.progress import RunDisplay
-from vitral.cli.show import print_facts, print_json, print_table
-from vitral.cli.train import rank
+from vitral.cli.options import Flag, Folder, Source, Text, Times, Tried, Words
+from vitral.cli.protocols import report
+from vitral.cli.show import print_facts, print_table
 
 if TYPE_CHECKING:
-    from vitral.api.vtab import VtabScore
+    from vitral.api import VtabScore
 
 _Root = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ROOT")]
 _Tasks = Annotated[str, tyro.conf.arg(metavar="TASK,TASK", help_behavior_hint="")]
-_Words = Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...", help_behavior_hint="")]
 _Recipe = Annotated[str, tyro.conf.arg(metavar="RECIPE", help_behavior_hint="")]
-_Grid = Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE,VALUE ...", help_behavior_hint="")]
-_Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
-_Folder = Annotated[str, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
-_Count = Annotated[int, tyro.conf.arg(metavar="N", help_behavior_hint="")]
 _SHORT = {"jft300m": "JFT", "imagenet21k": "I21k"}
 
 
@@ -33,12 +26,12 @@ def vtab(
     *,
     tasks: _Tasks = "",
     recipe: _Recipe = "paper:finetune/vtab",
-    sweep: _Grid = (),
+    sweep: Tried = (),
     fixed: Flag = False,
-    seeds: _Count = 1,
-    out: _Folder = "",
-    device: _Text = "",
-    set: _Words = (),
+    seeds: Times = 1,
+    out: Folder = "",
+    device: Text = "",
+    set: Words = (),
     json: Flag = False,
 ) -> None:
     """Score a model on VTAB-1k as the paper does: one recipe for 19 tasks, chosen on 200 images of each, test once.
@@ -47,7 +40,7 @@ def vtab(
         source: weights to start from: a file, a run folder, hf:owner/name or timm:name.
         root: a folder with the data of each task, ROOT/TASK or ROOT/DATASET; what is missing is skipped and named.
         tasks: some of the tasks, such as pets,clevr-count; all that are there without it.
-        recipe: a name (`vitral list recipes`); paper:finetune/vtab:inception crops otherwise, bit:finetune/small is BiT's.
+        recipe: a name (`vitral list recipes`), such as paper:finetune/vtab:inception or BiT's bit:finetune/small.
         sweep: values to choose from instead of the recipe's own, such as optim.lr=0.003,0.01 steps=500,2500.
         fixed: choose nothing: take the rate and the length that the paper chose.
         seeds: runs of the chosen recipe on each task.
@@ -56,33 +49,25 @@ def vtab(
         set: keys of the recipe to change, such as steps=100 image=224.
         json: print the result as JSON.
     """
-    from vitral.api import Interrupted
-    from vitral.api.vtab import vtab1k
+    from vitral import api
 
-    with RunDisplay(quiet=rank() > 0) as display:
-        try:
-            found = vtab1k(
-                source,
-                root,
-                tasks=[name.strip() for name in tasks.split(",") if name.strip()],
-                recipe=recipe,
-                overrides=set,
-                sweep=sweep,
-                fixed=fixed,
-                seeds=seeds,
-                out=out,
-                device=device,
-                listen=display.hear,
-            )
-        except Interrupted:
-            display.say("stopped; its state is saved: the same command with that folder as --out goes on")
-            sys.exit(130)
-    if rank():
-        return
-    if json:
-        print_json(found.as_dict())
-    else:
-        _print(found)
+    report(
+        lambda listen: api.vtab1k(
+            source,
+            root,
+            tasks=[name.strip() for name in tasks.split(",") if name.strip()],
+            recipe=recipe,
+            overrides=set,
+            sweep=sweep,
+            fixed=fixed,
+            seeds=seeds,
+            out=out,
+            device=device,
+            listen=listen,
+        ),
+        _print,
+        json,
+    )
 
 
 def _print(found: VtabScore) -> None:

@@ -93,7 +93,7 @@ def describe(data: bytes) -> ImageFacts:
 
 
 def encode_png(image: np.ndarray) -> bytes:
-    """uint8 (h, w, 1 or 3) -> the bytes of a PNG file, without loss"""
+    """uint8 (h, w, 1, 3 or 4) -> the bytes of a PNG file, without loss; the fourth channel is opacity"""
     stream = io.BytesIO()
     Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(stream, "PNG")
     return stream.getvalue()

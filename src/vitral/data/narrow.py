@@ -63,7 +63,8 @@ def _drawn(data: DataSet, count: int, seed: int) -> DataSet:
 def _without(data: DataSet, exclude: set[str]) -> DataSet:
     kept = [place for place, key in enumerate(data.train.keys) if key not in exclude]
     left_out = len(data.train) - len(kept)
-    if not left_out:
+    held = (key for split in (data.test, data.final) if split is not None for key in split.keys)
+    if not left_out and exclude.isdisjoint(held):  # all that the list names may have been held out for testing
         raise UserError(f"data.exclude names none of the training images of {data.source}: it is another set's list.")
     note = f"Left out {left_out:,} training images that data.exclude names."
     return replace(data, train=_select(data.train, kept), notes=(*data.notes, note))

@@ -25,7 +25,7 @@ def class_mapping(
     outputs in their order, one line each: a name, or a WordNet id and a name (tab, comma or space between).
     Either all classes are found by one rule, or none is taken.
     """
-    columns = _read_table(table, count) if table else []
+    columns = read_table(table, count) if table else []
     lists = ([("the model's classes", model_classes)] if model_classes else []) + columns
     for title, names in lists:
         if (found := _look_up(folder_classes, names)) is not None:
@@ -70,7 +70,7 @@ def _by_sorted_wnid(folder_classes: Sequence[str], model_classes: Sequence[str],
     return _look_up(folder_classes, sorted(folder_classes))
 
 
-def _read_table(path: Path, count: int) -> list[tuple[str, list[str]]]:
+def read_table(path: Path, count: int) -> list[tuple[str, list[str]]]:
     """Each column of the file with a title: names in the order of the outputs. A heading line may stand in front."""
     try:
         text = path.read_text(encoding="utf-8-sig")

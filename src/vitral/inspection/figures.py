@@ -29,7 +29,7 @@ def filter_figure(components: np.ndarray, columns: int = 7) -> Figure:
     rows = -(-len(components) // columns)
     figure = Figure(figsize=(columns, rows + 0.5), layout="constrained")
     figure.suptitle("RGB embedding filters (principal components)")
-    axes = figure.subplots(rows, columns, squeeze=False).flat
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis in axes:
         axis.set_axis_off()
     for axis, component in zip(axes, components, strict=False):
@@ -40,18 +40,17 @@ def filter_figure(components: np.ndarray, columns: int = 7) -> Figure:
 def position_figure(similarity: np.ndarray) -> Figure:
     """(h, w, h, w) cosines -> Figure 7, centre, and Figure 10: tile (i, j) compares place (i, j) with all places."""
     rows, columns = similarity.shape[:2]
-    figure = Figure(figsize=(6.6, 6 * rows / columns + 0.6), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False)
-    for (i, j), axis in np.ndenumerate(axes):
-        image = axis.imshow(similarity[i, j], cmap="viridis", vmin=-1, vmax=1)
-        axis.set(xticks=[], yticks=[])
-        if i == rows - 1:
-            axis.set_xlabel(str(j + 1), fontsize=7)
-        if j == 0:
-            axis.set_ylabel(str(i + 1), fontsize=7)
-    figure.colorbar(image, ax=axes.ravel().tolist(), label="cosine similarity", shrink=0.8)
-    figure.supxlabel("input patch column")
-    figure.supylabel("input patch row")
+    # One image with gaps: axes for each of hundreds of tiles take half a minute to lay out.
+    tiles = np.pad(similarity, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=np.nan)
+    sheet = tiles.transpose(0, 2, 1, 3).reshape(rows * (rows + 1), columns * (columns + 1))[:-1, :-1]
+    figure = Figure(figsize=(6.6, 6 * rows / columns), layout="constrained")
+    axis = figure.subplots()
+    image = axis.imshow(sheet, cmap="viridis", vmin=-1, vmax=1, interpolation="nearest")
+    for ticks, count in ((axis.set_xticks, columns), (axis.set_yticks, rows)):
+        ticks(np.arange(count) * (count + 1) + (count - 1) / 2, np.arange(1, count + 1), fontsize=7)
+    axis.set(xlabel="input patch column", ylabel="input patch row")
+    axis.set_frame_on(False)
+    figure.colorbar(image, label="cosine similarity", shrink=0.8)
     return figure
 
 
@@ -85,7 +84,7 @@ def map_figure(picture: np.ndarray, maps: np.ndarray, names: Sequence[str] = (),
     columns = min(columns, len(maps))
     rows = -(-len(maps) // columns)
     figure = Figure(figsize=(2 * columns, 2.2 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).flat
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis in axes:
         axis.set_axis_off()
     height, width = picture.shape[:2]

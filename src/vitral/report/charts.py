@@ -18,7 +18,7 @@ from vitral.evaluation.calibration import Bin
 Points = Sequence[tuple[float, float]]
 
 WIDTH, HEIGHT = 480, 270
-LEFT, RIGHT, TOP, BOTTOM = 58, 24, 14, 46
+LEFT, RIGHT, TOP, BOTTOM = 72, 24, 14, 46
 DARK_TO_BRIGHT = np.array([(4, 4, 20), (72, 18, 104), (176, 46, 94), (244, 128, 42), (252, 246, 170)], np.float64)
 
 

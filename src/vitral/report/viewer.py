@@ -108,7 +108,7 @@ def viewer(shown: Sequence[Shown], pooled_name: str) -> str:
 <fieldset class="modes"><legend>Show</legend>{modes}</fieldset>
 <p id="about" class="about"></p>
 {_sliders(look, pooled_name) if attention else ""}
-<label class="slider">Strength of the map <output id="strength-said"></output>
+<label class="slider" for="strength">Strength of the map <output id="strength-said"></output>
 <input type="range" id="strength" min="0" max="100" value="75"></label>
 <label class="check"><input type="checkbox" id="smooth"> Smooth between patches</label>
 <p id="says" class="says" role="status" aria-live="polite"></p>
@@ -136,8 +136,8 @@ def viewer_notes(shown: Sequence[Shown], pooled_name: str) -> str:
     single = f"that of single patches {' and '.join(kept)}" if kept else "that of single patches is left out"
     return (
         f"Kept here: the attention of {pooled_name} for all {depth} layers and {heads} heads, {single}. "
-        "Weights are rounded to 255 steps of the largest in their row; brightness is their square root. What goes to tokens that are no patches "
-        "(class token, registers) has no place in the picture."
+        "Weights are rounded to 255 steps of the largest in their row; brightness is their square root. "
+        "What goes to tokens that are no patches (class token, registers) has no place in the picture."
     )
 
 
@@ -166,9 +166,9 @@ def _image_data(one: Shown) -> dict[str, Any]:
 def _sliders(look: Look, pooled_name: str) -> str:
     layers, heads = look.pooled.shape[:2] if look.pooled is not None else (0, 0)
     return f"""<div id="attention-controls">
-<label class="slider">Layer <output id="layer-said"></output>
+<label class="slider" for="layer">Layer <output id="layer-said"></output>
 <input type="range" id="layer" min="1" max="{layers}" value="{start_layer(layers) + 1}"></label>
-<label class="slider">Head <output id="head-said"></output>
+<label class="slider" for="head">Head <output id="head-said"></output>
 <input type="range" id="head" min="0" max="{heads}" value="0"></label>
 <button type="button" id="pooled" aria-pressed="true">Show {escape(pooled_name)}</button></div>"""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vitral.data.narrow import for_choosing, for_final
+from vitral.data.narrow import for_final
 from vitral.data.sources import DataSet
 from vitral.errors import UserError
 from vitral.recipe import Recipe, keys, with_overrides
@@ -83,7 +83,7 @@ def candidates(recipe: Recipe, grid: Grid) -> list[Candidate]:
 
 
 def read_grid(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """`optim.lr=0.003,0.01` and the like to a grid."""
+    """`optim.lr=0.003,0.01` and the like to a grid; whether a recipe takes the values is for `candidates` to say."""
     grid: dict[str, tuple[str, ...]] = {}
     for word in words:
         key, _, values = word.partition("=")
@@ -92,7 +92,6 @@ def read_grid(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
             raise UserError(
                 f'"{word}" is nothing to sweep over: write a key and its values, as in optim.lr=0.003,0.01.'
             )
-        with_overrides(Recipe(), [f"{key}={value}" for value in tried[:1] if key not in ("epochs", "steps")])
         grid[key] = tried
     return grid
 
@@ -102,6 +101,7 @@ def follow(
     data: DataSet,
     folder: Path,
     *,
+    choosing: DataSet | None,
     dev: float,
     seeds: int = 1,
     device: str = "",
@@ -109,11 +109,11 @@ def follow(
 ) -> Outcome:
     """Choose among candidates on the dev split, then train the chosen one on all of train, once for each seed.
 
+    `data` is what final runs take; `choosing` is the same with a share `dev` of train, or a val split, to choose on.
     The test split is measured when a final run ends and never before. A recipe with patience stops by the dev split, so
     its final runs go without it too, and the value reported is the best one there. Every run has a folder of its own:
     the same call again goes on where it stopped.
     """
-    choosing = for_choosing(data, dev) if dev or data.final is not None else None
     if choosing is None and (len(tried) > 1 or tried[0].recipe.patience):
         raise UserError("to choose something there must be images to choose on: set data.dev, such as data.dev=0.1.")
     trials: list[Trial] = []

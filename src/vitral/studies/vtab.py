@@ -143,9 +143,7 @@ def follow_suite(
     return Suite(chosen, tuple(trials), results)
 
 
-def _tried(
-    candidate: Candidate, tasks: Sequence[VtabTask], folder: Path, device: str, listen: Listener
-) -> SuiteTrial:
+def _tried(candidate: Candidate, tasks: Sequence[VtabTask], folder: Path, device: str, listen: Listener) -> SuiteTrial:
     results: dict[str, Result] = {}
     for number, task in enumerate(tasks, 1):
         name = task.task.name

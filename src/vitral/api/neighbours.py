@@ -64,7 +64,7 @@ def search(
     asked = normalise(pixels, how.mean, how.std).to(next(model.parameters()).device)
     rows, columns = model.config.grid((asked.shape[2], asked.shape[3]))
     if patch is not None and not (0 <= patch[0] < rows and 0 <= patch[1] < columns):
-        raise UserError(f"there is no patch {patch[0]}, {patch[1]}: rows end at {rows - 1}, columns at {columns - 1}.")
+        raise UserError(f"the image has {rows} rows and {columns} columns of patches: choose one of these.")
     known = _index(model, open_images([folder]), how, patch is not None, Path(index) if index else None, on_progress)
     same = {Path(path).resolve(): place for place, path in enumerate(known.paths)}
     own = same.get(Path(query).expanduser().resolve())

@@ -1,0 +1,522 @@
+"""The bench: contestants in processes of their own, rows that complete a file, a gate that no wrong answer passes."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import vitral
+from vitral.api.bench import benchmark
+from vitral.bench import contestants, gate, growth, race, start
+from vitral.bench.child import Child, answer
+from vitral.bench.contestants import Contestant, Task, default_modes, field
+from vitral.bench.loading import LoadingStep, PredictionStep
+from vitral.bench.peers import build_model
+from vitral.bench.player import Player, PlayerFailed
+from vitral.bench.plot import chart
+from vitral.bench.results import COLUMNS, Row, merged, page, page_name, ratio, read_rows, spread, table, write_rows
+from vitral.bench.steps import (
+    Outputs,
+    TrainingStep,
+    classifier,
+    inference_step,
+    latency_step,
+    named_gradients,
+    training_step,
+)
+from vitral.cost import training_flops
+from vitral.data.images import encode_png
+from vitral.errors import UserError
+from vitral.names import parse
+
+TASK = Task("train", "ViT-Ti/16", 2, "cpu", image=32, depth=2, classes=10)
+OURS = Contestant("vitral")
+
+
+def row(**changes: Any) -> Row:
+    usual = Row(
+        work="train",
+        model="ViT-B/16",
+        batch=4,
+        library="vitral",
+        settings="eager",
+        device="cpu",
+        precision="float32",
+        seconds=0.5,
+        low=0.4,
+        high=0.6,
+        samples=10,
+        macs=10**9,
+        rate=2e10,
+        peak_bytes=2**30,
+        cold_seconds=1.0,
+        call="2026-01-02 03:04:05",
+        facts={"hardware": "Abacus (R) 2000"},
+    )
+    return replace(usual, **changes)
+
+
+# Who races
+
+
+def test_every_setting_of_every_installed_library_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"timm", "transformers"}
+    monkeypatch.setattr(contestants.importlib.util, "find_spec", lambda name: name if name in there else None)
+    cuda = replace(TASK, device="cuda")
+    found = field(cuda, ("timm", "torchvision", "transformers"), ("compile", "graphs"), ("flash", "cudnn"))
+    assert len(found.contestants) == 3 * 2 * 2
+    assert found.contestants[0] == Contestant("vitral", "compile", "flash")
+    assert [sentence.split()[0] for sentence in found.absent] == ["torchvision"]
+    assert "pip install torchvision" in found.absent[0]
+
+
+@pytest.mark.parametrize(
+    ("against", "modes", "attentions", "word"),
+    [
+        (("timn",), ("eager",), ("auto",), "timn"),
+        ((), ("fast",), ("auto",), "fast"),
+        ((), ("graphs",), ("auto",), "NVIDIA"),
+        ((), ("eager",), ("flash",), "NVIDIA"),
+    ],
+)
+def test_what_nobody_has_is_refused(against, modes, attentions, word) -> None:
+    with pytest.raises(UserError, match=word):
+        field(TASK, against, modes, attentions)
+
+
+def test_a_peer_that_lacks_the_model_is_left_out() -> None:
+    found = field(replace(TASK, model="R50+ViT-B/16", depth=0, image=0), ("transformers",), ("eager",), ("auto",))
+    assert [one.library for one in found.contestants] == ["vitral"]
+    assert "R50+ViT-B/16" in found.absent[0]
+
+
+def test_a_gpu_is_raced_compiled_and_a_cpu_plainly() -> None:
+    assert default_modes("cuda") == ("compile", "graphs")
+    assert default_modes("cpu") == ("eager",)
+
+
+@pytest.mark.parametrize("library", ["timm", "transformers", "torchvision"])
+def test_peers_have_our_shape(library: str) -> None:
+    """As many parameters as ours, to the last one, and logits that are not all zero."""
+    pytest.importorskip(library)
+    model = build_model(library, TASK.architecture).eval()
+    ours = build_model("vitral", TASK.architecture)
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in ours.parameters())
+    with torch.inference_mode():
+        logits = model(torch.randn(2, 3, 32, 32))
+    assert logits.shape == (2, 10)
+    assert logits.std() > 0
+
+
+# What is timed
+
+
+def test_a_training_step_is_the_one_of_a_plain_loop() -> None:
+    """Forward, cross-entropy, backward, clip to norm 1, AdamW: written out here, and the same weights come out."""
+    step = TrainingStep(OURS, TASK)
+    plain = classifier(OURS, TASK)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4)
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(plain.model(step.images.float() / 127.5 - 1), step.labels).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+    assert len(step.run(2)) == 2
+    for ours, theirs in zip(step.model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_latency_answers_with_the_five_likeliest() -> None:
+    step = latency_step(OURS, replace(TASK, work="latency", batch=1))
+    logits = step.outputs().logits
+    assert step._once() == logits[0].topk(5).indices.tolist()  # type: ignore[attr-defined]
+    assert len(step.run(3)) == 3
+
+
+def test_images_are_random_and_only_ours_are_bytes() -> None:
+    ours, theirs = inference_step(OURS, TASK), inference_step(Contestant("timm"), TASK)
+    assert ours.images.dtype == torch.uint8
+    assert theirs.images.dtype == torch.float32
+    assert ours.images.float().std() > 50
+    torch.testing.assert_close(theirs.images, ours.images.float() / 127.5 - 1)
+
+
+# The gate
+
+
+@pytest.mark.parametrize("make", [training_step, inference_step])
+def test_the_gate_opens_for_the_model_itself(make) -> None:
+    task = TASK if make is training_step else replace(TASK, work="infer")
+    found = gate.check(make(OURS, task), OURS, task)
+    assert found.logits < 1e-5
+    assert found.gradients < 1e-5
+    assert found.single < 1e-4
+
+
+def test_the_gate_allows_for_half_precision_but_not_as_float32() -> None:
+    step = training_step(OURS, TASK)
+    plain = gate.plain_outputs(classifier(OURS, TASK), step, learning=True)
+    model = classifier(OURS, TASK)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(step.images)
+    F.cross_entropy(logits.float(), step.labels).backward()
+    half = Outputs(logits.detach(), {name: weight.grad for name, weight in named_gradients(model)})
+    found = gate.compare(half, plain, gate.TOLERANCES["bfloat16"], "half")
+    assert found.logits > 1e-4
+    with pytest.raises(gate.WrongAnswers, match="half is not the plain float32 model"):
+        gate.compare(half, plain, gate.TOLERANCES["float32"], "half")
+
+
+def _scaled(outputs: Outputs) -> Outputs:
+    return outputs._replace(logits=outputs.logits * 1.05)
+
+
+def _one_gradient_lost(outputs: Outputs) -> Outputs:
+    """One bias's gradient is zero: a thousandth of the whole."""
+    name = next(name for name in outputs.gradients if name.endswith("blocks.0.mlp.output.bias"))
+    return outputs._replace(gradients={**outputs.gradients, name: torch.zeros_like(outputs.gradients[name])})
+
+
+def _one_gradient_missing(outputs: Outputs) -> Outputs:
+    return outputs._replace(gradients=dict(list(outputs.gradients.items())[1:]))
+
+
+def _not_a_number(outputs: Outputs) -> Outputs:
+    return outputs._replace(gradients={name: value * float("nan") for name, value in outputs.gradients.items()})
+
+
+@pytest.mark.parametrize("plant", [_scaled, _one_gradient_lost, _one_gradient_missing, _not_a_number])
+def test_the_gate_catches_planted_errors(plant) -> None:
+    step = training_step(OURS, TASK)
+    plain = gate.plain_outputs(classifier(OURS, TASK), step, learning=True)
+    with pytest.raises(gate.WrongAnswers):
+        gate.compare(plant(step.outputs()), plain, gate.TOLERANCES["bfloat16"], "planted")
+
+
+def test_wrong_answers_end_a_race_without_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def wrong(self: Player, task: Task) -> dict[str, float]:
+        raise PlayerFailed("wrong", "vitral (eager) is not the plain float32 model")
+
+    monkeypatch.setattr(Player, "__init__", lambda self, contestant: None)
+    monkeypatch.setattr(Player, "close", lambda self: None)
+    monkeypatch.setattr(Player, "gate", wrong)
+    with pytest.raises(gate.WrongAnswers, match="not the plain"):
+        benchmark("train", model="ViT-Ti/16@32", batch=2, against=(), out=tmp_path / "r.json", device="cpu")
+    assert list(tmp_path.iterdir()) == []
+
+
+# The protocol, with real processes: importing torch takes seconds, so few of them
+
+
+def test_a_race_end_to_end_and_a_later_call_completes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three processes: the gate's, ours, a peer's. Then the same file gets rows of another kind."""
+    pytest.importorskip("torchvision")
+    monkeypatch.setattr(race, "_TURN", 0.1)
+    out, told = tmp_path / "results.json", []
+    found = benchmark(
+        "train",
+        model="ViT-Ti/16@32",
+        batch=2,
+        against=("torchvision",),
+        rounds=2,
+        out=out,
+        device="cpu",
+        tell=told.append,
+    )
+    assert {one.library for one in found.rows} == {"vitral", "torchvision"}
+    for one in found.rows:
+        assert 0 < one.low <= one.seconds <= one.high
+        assert one.samples >= 2
+        assert one.cold_seconds > one.seconds
+        assert 0 < one.share < 1
+        assert 2 * one.macs == training_flops(parse("ViT-Ti/16@32"), images=2, epochs=1)
+    assert any("gradients within" in sentence for sentence in told)
+    [(ours, compared)] = found.ratios()
+    theirs = next(one for one in found.rows if one.library == "torchvision")
+    assert compared == theirs.seconds / ours.seconds
+
+    older = row(facts=ours.facts, settings="compile", model=ours.model, batch=2)
+    write_rows(out, merged(read_rows(out), [older]))
+    assert len(json.loads(out.read_text())["rows"]) == 3
+    assert found.page.parent == tmp_path
+    assert "torchvision" in found.page.read_text()
+
+
+def test_a_child_answers_its_own_mistakes_and_goes_on() -> None:
+    with Player(Contestant("timm", "eager")) as player:
+        with pytest.raises(PlayerFailed, match="no such model") as refused:
+            player.ask("build", contestant={"library": "timm"}, task={**vars(TASK), "model": "R50x1", "depth": 0})
+        assert refused.value.kind == "mistake"
+        with pytest.raises(PlayerFailed, match="AttributeError") as failed:
+            player.ask("dance")
+        assert failed.value.kind == "failed"
+        os.kill(player.pid, 9)
+        with pytest.raises(PlayerFailed, match="its process ended") as gone:
+            player.ask("rate")
+        assert gone.value.kind == "gone"
+
+
+def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    """The child is not even asked anything: it ends because its input does."""
+    code = "import sys, time; from vitral.bench.player import Player; from vitral.bench.contestants import Contestant\n"
+    code += "player = Player(Contestant('vitral')); sys.stdout.write(f'{player.pid}\\n'); sys.stdout.flush()\n"
+    code += "time.sleep(60)"
+    source = str(Path(race.__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": source}
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    assert _alive(child)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 20
+    while _alive(child) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _alive(child)
+
+
+def _alive(pid: int) -> bool:
+    """A zombie, which nobody in a container may reap, is dead too."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_request_is_answered_without_a_process() -> None:
+    child = Child()
+    task = {**vars(TASK), "work": "infer"}
+    built = answer(child, json.dumps({"do": "build", "contestant": {"library": "vitral"}, "task": task}))
+    assert built["ok"]["facts"]["torch"] == torch.__version__
+    assert len(answer(child, '{"do": "run", "count": 3}')["ok"]["seconds"]) == 3
+    assert answer(child, '{"do": "rate"}')["ok"]["flops"] > 1e8
+    assert answer(child, '{"do": "details"}') == {"ok": {}}
+    assert answer(child, '{"do": "memory"}')["ok"]["bytes"] >= 0
+
+
+class FakePlayer:
+    """Turns without a process: who ran when."""
+
+    log: list[str]
+
+    def __init__(self, contestant: Contestant) -> None:
+        self.contestant, self.began = contestant, time.perf_counter()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *rest: object) -> None: ...
+
+    def gate(self, task: Task):
+        return {"logits": 0.0, "gradients": 0.0, "tolerance": 1.0}
+
+    def build(self, task: Task):
+        return {"facts": {"hardware": "none"}}
+
+    def ask(self, what: str):
+        return {"memory": {"bytes": 1}, "rate": {"flops": 1e9}, "details": {}}[what]
+
+    def run(self, count: int) -> list[float]:
+        if self.contestant.library == "timm" and self.log.count("timm") == 3:
+            raise PlayerFailed("failed", "out of memory")
+        self.log.append(self.contestant.library)
+        return [0.25] * count
+
+
+def test_contestants_take_turns_and_one_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakePlayer.log = []
+    monkeypatch.setattr(race, "Player", FakePlayer)
+    names = ("vitral", "timm", "torchvision")
+    found = race.race(TASK, [Contestant(name) for name in names], rounds=3, tell=lambda sentence: None)
+    warm = 2 * len(names)
+    # The second round runs backwards; timm runs out of memory there.
+    assert FakePlayer.log[warm:] == [*names, "torchvision", "vitral", "vitral", "torchvision"]
+    assert found.failed == ["timm (eager) did not finish: out of memory."]
+    assert {one.library: one.samples for one in found.rows} == {"vitral": 12, "torchvision": 12}
+
+
+# Rows
+
+
+@given(st.lists(st.floats(1e-6, 10), min_size=1, max_size=30))
+def test_quartiles(values: list[float]) -> None:
+    low, median, high = spread(values)
+    assert median == pytest.approx(statistics.median(values))
+    assert (low, high) == pytest.approx(tuple(np.quantile(values, (0.25, 0.75))))
+
+
+def test_rows_survive_the_file_and_replace_their_like(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    assert read_rows(path) == []
+    write_rows(path, [row(), row(library="timm", settings="compile", seconds=0.25)])
+    known = merged(read_rows(path), [row(seconds=0.125), row(batch=8), row(facts={"hardware": "another"})])
+    assert len(known) == 4
+    assert [one.seconds for one in known if one.place == row().place and one.race == row().race] == [0.125]
+    assert json.loads(path.read_text())["rows"][0]["images_per_second"] == 4 / 0.5
+
+
+def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    path.write_text('{"loss": 1}')
+    with pytest.raises(UserError, match="not a file of results"):
+        benchmark("train", out=path, device="cpu")
+    assert path.read_text() == '{"loss": 1}'
+
+
+def test_ratios_are_against_the_best_peer_of_the_same_race() -> None:
+    ours = row()
+    slow, fast = row(library="timm", seconds=2.0), row(library="timm", settings="compile", seconds=1.0, call="later")
+    elsewhere = row(library="timm", seconds=0.01, facts={"hardware": "another"})
+    assert ratio(ours, [ours, slow, fast, elsewhere]) == (2.0, False)
+    assert ratio(ours, [ours, slow]) == (4.0, True)
+    assert ratio(ours, [ours, elsewhere]) is None
+    assert ratio(slow, [ours, slow]) is None
+
+
+def test_numbers_that_follow_from_others() -> None:
+    assert row().per_second == 8
+    assert row().share == pytest.approx(2 * 1e9 / 0.5 / 2e10)
+    assert row(macs=0).share == 0
+
+
+def test_the_page_tells_hardware_calls_and_ratios() -> None:
+    rows = [row(), row(library="timm", seconds=1.0, call="2026-02-03 00:00:00", details={"p99 ms": 12.5})]
+    text = page(rows, figures=["growth.svg"])
+    assert page_name(rows) == "abacus-r-2000-2026-02-03"
+    assert "| 2.00* |" in text
+    assert "p99 ms 12.5" in text
+    assert "![growth](growth.svg)" in text
+    assert all(len(cells) == len(COLUMNS) for cells in table(rows))
+
+
+@pytest.mark.parametrize(
+    ("work", "options", "word"),
+    [
+        ("swim", {}, "no bench"),
+        ("train", {"rounds": 0}, "above 0"),
+        ("data", {}, "--data"),
+        ("data", {"data": "nowhere"}, "nowhere"),
+        ("train", {"model": "ViT-Q/16"}, "ViT-Q/16"),
+        ("train", {"device": "cpu:0"}, "CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(work, options, word, tmp_path: Path) -> None:
+    chosen: dict[str, Any] = {"out": tmp_path / "r.json", "device": "cpu", **options}
+    with pytest.raises(UserError, match=word):
+        benchmark(work, **chosen)
+
+
+# Growth
+
+
+def test_what_grows_faster_than_the_arithmetic_is_named() -> None:
+    linear = [growth.Point("batch", size, 0.1 * size, 1000 * size) for size in (1, 2, 4)]
+    square = [growth.Point("image", size, 0.1 * size**2, 1000 * size) for size in (64, 128)]
+    assert growth.too_steep(linear) == []
+    assert growth.steepness(square) == [2.0]
+    assert growth.too_steep([*linear, *square]) == ["up to image 128 time grows 2.00 times as fast as the arithmetic."]
+
+
+def test_a_slower_clock_is_not_growth() -> None:
+    """Twice the work in four times the time, on a machine that had half of its speed left."""
+    kinds = [{"macs": 100, "seconds": 1.0, "rate": 8e9}, {"macs": 200, "seconds": 4.0, "rate": 4e9}]
+    rows = [row(work="growth, batch", details={"value": size + 1}, **kind) for size, kind in enumerate(kinds)]
+    assert growth.steepness(growth.points(rows)) == [1.0]
+
+
+def test_growth_goes_on_along_the_other_axes_when_memory_ends_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small(FakePlayer):
+        def build(self, task: Task):
+            if task.image > 128:
+                raise PlayerFailed("failed", "out of memory")
+            return super().build(task)
+
+    FakePlayer.log = []
+    monkeypatch.setattr(growth, "Player", Small)
+    rows = growth.measure(replace(TASK, image=0, depth=0), OURS, lambda sentence: None)
+    found = growth.points(rows)
+    assert [point.value for point in found if point.axis == "image"] == [64, 128]
+    assert [point.value for point in found if point.axis == "batch"] == list(growth.BATCHES)
+    assert [point.value for point in found if point.axis == "depth"] == list(growth.DEPTHS)
+    batches = [point.macs for point in found if point.axis == "batch"]
+    assert batches == [batches[0] * size for size in growth.BATCHES]
+
+
+def test_the_chart_is_a_picture_with_every_point() -> None:
+    points = [growth.Point("batch", size, 0.1 * size, 1000 * size) for size in (1, 2, 4)]
+    root = ElementTree.fromstring(chart(points, "a < b"))
+    circles = [element for element in root.iter() if element.tag.endswith("circle")]
+    assert len(circles) == 3
+    lines = [element.get("points") for element in root.iter() if element.tag.endswith("polyline")]
+    assert lines[0] == lines[1]  # time that grows as the arithmetic does lies on its line
+
+
+# Files
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    rng = np.random.default_rng(0)
+    for number in range(6):
+        path = folder / f"class {number % 2}" / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(encode_png(rng.integers(0, 256, (40, 50, 3), np.uint8)))
+    return folder
+
+
+@pytest.mark.parametrize("library", ["vitral", "torchvision"])
+def test_loaders_deliver_what_is_asked_for(library: str, pictures: Path) -> None:
+    pytest.importorskip(library)
+    task = replace(TASK, work="data", folder=str(pictures))
+    step = LoadingStep(Contestant(library, "loader"), task)
+    [seconds] = step.run(3)
+    assert seconds > 0
+    details = step.details()
+    assert 0 <= details["share waiting"] <= 1
+    assert ("decode/s" in details) == (library == "vitral")
+
+
+@pytest.mark.parametrize("library", ["vitral", "torchvision"])
+def test_files_are_classified(library: str, pictures: Path) -> None:
+    pytest.importorskip(library)
+    [seconds] = PredictionStep(Contestant(library), replace(TASK, work="predict", folder=str(pictures))).run(2)
+    assert seconds > 0
+
+
+def test_starts_are_timed_in_turns_after_one_that_does_not_count(tmp_path: Path) -> None:
+    told: list[str] = []
+    note = f"open({str(tmp_path / 'log')!r}, 'a').write"
+    words = {name: [sys.executable, "-S", "-c", f"{note}({name[0]!r})"] for name in ("ours", "theirs")}
+    found = start._rounds(words, 2, told.append)
+    assert (tmp_path / "log").read_text() == "ot" * 3
+    assert {name: len(seconds) for name, seconds in found.items()} == {"ours": 2, "theirs": 2}
+    with pytest.raises(UserError, match=r"ours gave no answer .*boom"):
+        start._rounds({"ours": [sys.executable, "-S", "-c", "raise SystemExit('boom')"]}, 1, told.append)
+
+
+def test_both_starts_get_weights_that_answer_alike(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    words = start._commands(tmp_path, "ViT-Ti/16@32")
+    own, picture, folder = Path(words["vitral"][4]), Path(words["vitral"][5]), words["transformers"][3]
+    named = vitral.predict(own, picture, top=1).rows[0]
+    theirs = transformers.pipeline("image-classification", model=folder)(str(picture))
+    assert theirs[0]["label"] == named.names[0]
+    assert theirs[0]["score"] == pytest.approx(named.probabilities[0], rel=0.05)

@@ -1,0 +1,223 @@
+"""The page in a real browser: it opens from disk, says nothing on the console, and answers sliders, clicks and keys."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from journeys import MODEL, QUICK, colour_folder
+
+import vitral
+from vitral import api
+from vitral.api.inspection import inspect, write_run_page
+from vitral.checkpoints.card import Card
+from vitral.data.images import decode, encode_png
+from vitral.models.capture import capture
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium"),
+    pytest.mark.xdist_group("browser"),  # one browser, however many workers there are
+]
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+
+PREPROCESS = "decode|resize(48)|value_range(-1, 1)"
+WIDE, NARROW = (1280, 900), (390, 800)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as play:
+        opened = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def shots(tmp_path_factory) -> Path:
+    """Where screenshots are kept for whoever wants to look at them."""
+    folder = Path(os.environ.get("VITRAL_ARTEFACTS") or tmp_path_factory.mktemp("screenshots"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def inspected(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("inspected")
+    torch.manual_seed(0)
+    model: Any = api.create("ViT-Ti/8@48", depth=3, width=24, heads=3, mlp=48, classes=4)
+    torch.nn.init.normal_(model.head.output.weight)
+    for block in model.blocks:  # fresh weights look everywhere alike, and a test wants to see a change
+        block.attention.qkv.weight.data *= 8
+    api.save(model, Card(model.config), folder / "model.safetensors")
+    y, x = np.mgrid[:48, :48]
+    pictures = []
+    for i in range(2):
+        pixels = np.stack([5 * x, 5 * y, 127 + 100 * np.sin((x + y) / (3 + i))], axis=-1).clip(0, 255)
+        pictures.append(folder / f"{i}.png")
+        pictures[-1].write_bytes(encode_png(pixels.astype(np.uint8)))
+    inspect(folder / "model.safetensors", pictures, output=folder / "page.html", preprocess=PREPROCESS, device="cpu")
+    return folder / "page.html"
+
+
+class Tab:
+    """A page in the browser, and all that it complained about or asked the network for."""
+
+    def __init__(self, browser, path, size=WIDE, scheme="light"):
+        self.context = browser.new_context(
+            viewport={"width": size[0], "height": size[1]}, color_scheme=scheme, offline=True
+        )
+        self.page = self.context.new_page()
+        self.complaints: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self._asked(request.url, path))
+        self.page.goto(path.as_uri())
+        self.page.wait_for_function("document.readyState === 'complete'")
+
+    def _asked(self, url, path):
+        if not url.startswith("data:") and url != path.as_uri():
+            self.complaints.append(url)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.context.close()
+        assert self.complaints == []
+
+    def pixels(self, canvas="stage"):
+        return self.page.evaluate("id => document.getElementById(id).toDataURL()", canvas)
+
+    def says(self):
+        return self.page.locator("#says").inner_text()
+
+    def slide(self, name, value):
+        self.page.locator(f"#{name}").fill(str(value))
+
+
+def test_sliders_and_pictures_change_what_is_shown(browser, inspected):
+    with Tab(browser, inspected) as tab:
+        seen = {tab.pixels()}
+        for name, value in (("layer", 1), ("head", 1), ("head", 3), ("strength", 20)):
+            tab.slide(name, value)
+            assert tab.pixels() not in seen
+            seen.add(tab.pixels())
+        assert tab.says().startswith("Layer 1, head 3: the class token looks most at row")
+        assert "3 of 3" in tab.page.locator("#head-said").inner_text()
+        tab.page.locator("#smooth").check()
+        assert tab.pixels() not in seen
+        before = tab.pixels("overview")
+        tab.page.locator("label.thumb").nth(1).click()
+        assert tab.pixels() not in seen
+        assert tab.pixels("overview") != before
+
+
+def test_a_patch_shows_where_it_looks(browser, inspected):
+    with Tab(browser, inspected) as tab:
+        stage = tab.page.locator("#stage")
+        box = stage.bounding_box()
+        alone = tab.pixels()
+        stage.hover(position={"x": box["width"] * 0.9, "y": box["height"] * 0.1})
+        assert "the patch at row 1, column 6" in tab.says()
+        tab.page.mouse.move(1, 1)
+        assert tab.pixels() == alone
+        stage.click(position={"x": box["width"] * 0.1, "y": box["height"] * 0.4})
+        tab.page.mouse.move(1, 1)
+        kept = tab.pixels()
+        assert kept != alone
+        assert "the patch at row 3, column 1" in tab.says()
+        tab.page.locator("#pooled").click()
+        assert tab.pixels() == alone
+
+
+def test_weights_on_the_screen_are_the_models(browser, inspected):
+    """What the sentence says about a patch is computed again from the weights."""
+    model, _ = api.load(inspected.parent / "model.safetensors")
+    pixels = torch.from_numpy(decode((inspected.parent / "0.png").read_bytes())).permute(2, 0, 1)[None]
+    with capture(model, layers=[1], rows="all") as seen, torch.inference_mode():
+        model(pixels.float() / 127.5 - 1)
+    row = seen[1][0, 2, 1 + 8, 1:]  # head 3, the patch at row 2, column 3 of 6 by 6
+    best = int(row.argmax())
+    with Tab(browser, inspected) as tab:
+        tab.slide("layer", 2)
+        tab.slide("head", 3)
+        box = tab.page.locator("#stage").bounding_box()
+        tab.page.locator("#stage").click(position={"x": box["width"] * 2.5 / 6, "y": box["height"] * 1.5 / 6})
+        said = f"Layer 2, head 3: the patch at row 2, column 3 looks most at row {best // 6 + 1}, column {best % 6 + 1}"
+        assert tab.says().startswith(said)
+
+
+def test_the_keyboard_is_enough(browser, inspected):
+    with Tab(browser, inspected) as tab:
+        tab.page.locator("#stage").focus()
+        alone = tab.pixels()
+        tab.page.keyboard.press("ArrowRight")
+        assert "row 4, column 5" in tab.says()
+        for _ in range(9):
+            tab.page.keyboard.press("ArrowUp")
+        assert "row 1, column 5" in tab.says()
+        tab.page.keyboard.press("Escape")
+        assert tab.pixels() == alone
+        tab.page.locator("#layer").focus()
+        tab.page.keyboard.press("Home")
+        assert tab.says().startswith("Layer 1,")
+        tab.page.locator("input[name=mode]:checked").focus()
+        tab.page.keyboard.press("ArrowRight")
+        assert tab.says().startswith("Highest at row")
+        names = tab.page.evaluate(
+            "[...document.querySelectorAll('input, button, canvas[tabindex]')].filter("
+            "e => !(e.labels && e.labels.length) && !e.ariaLabel && !e.textContent.trim()).map(e => e.outerHTML)"
+        )
+        assert names == []
+
+
+@pytest.mark.parametrize("mode", ["rollout", "evidence", "norms", "colours"])
+def test_every_map_can_be_seen(browser, inspected, mode):
+    with Tab(browser, inspected) as tab:
+        before = tab.pixels()
+        tab.page.locator(f"input[value={mode}] + span").click()
+        assert tab.pixels() != before
+        assert tab.page.locator("#attention-controls").is_hidden()
+
+
+def test_the_overview_chooses_a_layer_and_a_head(browser, inspected):
+    with Tab(browser, inspected) as tab:
+        box = tab.page.locator("#overview").bounding_box()
+        tab.page.locator("#overview").click(position={"x": box["width"] * 0.1, "y": box["height"] * 0.9})
+        assert tab.says().startswith("Layer 1, head 3:")
+        assert tab.page.locator("#layer").input_value() == "1"
+
+
+def test_light_and_dark_wide_and_narrow(browser, inspected, shots):
+    grounds = {}
+    for size, scheme in ((WIDE, "light"), (WIDE, "dark"), (NARROW, "light"), (NARROW, "dark")):
+        with Tab(browser, inspected, size, scheme) as tab:
+            assert tab.page.evaluate("document.documentElement.scrollWidth") <= size[0]
+            ground = "getComputedStyle(document.body).backgroundColor"
+            grounds[size, scheme] = tab.page.evaluate(ground)
+            tab.page.screenshot(path=shots / f"inspect-{size[0]}-{scheme}.png", full_page=True)
+            tab.page.locator("#theme").click()
+            assert tab.page.evaluate(ground) != grounds[size, scheme]
+    assert grounds[WIDE, "light"] == grounds[NARROW, "light"] != grounds[WIDE, "dark"]
+    assert len(list(shots.glob("inspect-*.png"))) >= 4
+
+
+def test_the_page_of_a_run(browser, tmp_path, shots):
+    pictures = colour_folder(tmp_path / "pictures", images=6)
+    vitral.train(pictures, model=MODEL, out=tmp_path / "run", overrides=[*QUICK, "steps=12"], device="cpu")
+    path = write_run_page(tmp_path / "run", pictures, device="cpu")
+    with Tab(browser, path) as tab:
+        tab.page.screenshot(path=shots / "run.png", full_page=True)
+        column = "[...document.querySelectorAll('.classes tbody tr')].map(r => Number(r.children[2].dataset.value))"
+        tab.page.get_by_role("button", name="recall").click()
+        assert (rising := tab.page.evaluate(column)) == sorted(rising)
+        tab.page.get_by_role("button", name="recall").click()
+        assert tab.page.evaluate(column) == rising[::-1]
+    with Tab(browser, path, NARROW, "dark") as tab:
+        assert tab.page.evaluate("document.documentElement.scrollWidth") <= NARROW[0]
