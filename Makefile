@@ -15,7 +15,7 @@ help:
 	@echo "make demo    train a Vision Transformer on handwritten digits and use it, in two minutes"
 	@echo "make test    run the tests on all cores"
 	@echo "make lint    check format, style and types"
-	@echo "make bench   time training steps on this machine, beside the other libraries that are installed"
+	@echo "make bench   training steps on this machine, beside other libraries"
 	@echo "make clean   remove builds and caches; .venv stays"
 	@echo
 	@echo "make setup PYTHON=python3.12   with another Python than python3"

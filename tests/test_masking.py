@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -234,6 +235,8 @@ def test_areas_of_uneven_patches_are_torchs_adaptive_ones():
 def by_hand(masked: MaskedModel, raw: Tensor, step: int) -> tuple[list[float], list[float]]:
     """Losses and right answers, image by image and patch by patch."""
     model, settings = masked.model, masked.settings
+    if not masked.training:  # then every hidden patch is the mask token
+        settings = replace(settings, token=1.0, random=0.0)
     images = normalise(raw, HALF, HALF)
     losses, shares = [], []
     for row in range(len(raw)):
@@ -284,11 +287,12 @@ def build(target: Target, **changes: object) -> MaskedModel:
     return masked
 
 
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     ("target", "kind"), [("grid", "plain"), ("pixels", "plain"), *(("mean", kind) for kind in KINDS)]
 )
-def test_the_loss_by_hand(target, kind):
-    masked = build(target, **KINDS[kind])
+def test_the_loss_by_hand(target, kind, training):
+    masked = build(target, **KINDS[kind]).train(training)
     raw = pictures(1, (3, 3, 16, 20))
     raw[:, :, :8] //= 4
     with torch.no_grad():

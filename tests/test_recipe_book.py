@@ -382,7 +382,7 @@ def test_names_may_be_spelt_as_people_do() -> None:
         ("paper:pretrain/jft300m", "ViT-Ti/16", r"choose one of ViT-B/16, .*R50\+ViT-L/16"),
         ("paper:pretrain/imagenet21k", "R50x1", "choose one of ViT-B/16, ViT-B/32, ViT-L/16, ViT-L/32"),
         ("paper:pretrain/imagenet", "R50x1", r"choose one of ViT-B/16, ViT-\*"),
-        ("paper:pretrain/jft300m-masked", "ViT-L/16", "choose one of ViT-B/16"),
+        ("paper:pretrain/jft300m-masked", "R50x1", "choose one of ViT-B/16"),
         ("paper:finetune/pets", "VGG16", "unknown model"),
         ("paper:finetune/petz", "", "did you mean paper:finetune/pets"),
         ("paper:finetune/pets:squash", "", "did you mean paper:finetune/pets"),

@@ -223,7 +223,7 @@ def test_train_prints_its_way_and_its_result(command, tmp_path):
     assert said.code == 0
     assert f"run folder: {tmp_path / 'run'}" in said.err
     assert "peak memory about" in said.err
-    assert "test accuracy" in said.out
+    assert "accuracy" in said.out
     assert f"vitral predict {tmp_path / 'run'}" in said.out
     assert [line.split()[0] for line in said.out.splitlines() if "%" in line][1:] == ["blue", "green", "red"]
     again = command("train", data, *words[:4], "--json", "--set", *QUICK, "steps=20")

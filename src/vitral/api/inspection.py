@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +39,7 @@ from vitral.names import name_of
 from vitral.recipe import from_toml
 from vitral.report.inspect_page import Learned, Reach, inspect_page
 from vitral.report.run_page import Examples, run_page
-from vitral.report.viewer import Shown, plan_layers
+from vitral.report.viewer import MAPS, Shown, plan_layers
 
 MOST = 64  # images of a page: what a person looks through, and a browser opens at once
 ASKED = 2000  # held-out images that a run's page asks the model about again
@@ -87,8 +88,9 @@ def inspect(
         unreadable = tuple(split.keys[i] for i in range(len(split)) if i not in kept)
         shown = _shown(model, [Path(split.keys[i]).name for i in kept], pixels, how, card, names, layers)
         reach = _reach(model, normalise(pixels, how.mean, how.std))
-    title = f"Inside {name_of(card.architecture)}"
-    page = inspect_page(title, model_facts(card), learned, shown, _pooled_name(model), reach)
+    title = f"Inside {_short_name(card)}"
+    attends = isinstance(model, ViT)
+    page = inspect_page(title, model_facts(card), learned, shown, _pooled_name(model), reach, attends)
     path = Path(output)
     with written_aside(path) as aside:
         aside.write_text(page, encoding="utf-8")
@@ -109,9 +111,9 @@ def write_run_page(folder: str | Path, data: str | Path | DataSet, *, device: st
     opened = data if isinstance(data, DataSet) else open_narrowed(data, from_toml(recipe))
     result = json.loads(run.read_text("result.json") or "{}")
     examples = None
-    if opened.test is not None and card.preprocess is not None and card.class_names:
+    if opened.test is not None and card.preprocess is not None:
         examples = _examples(model, card, opened.test, card.preprocess, place)
-    title = f"{name_of(card.architecture)} on {Path(opened.source).name}"
+    title = f"{_short_name(card)} on {Path(opened.source).name}"
     page = run_page(title, result, run.metrics(), model_facts(card), recipe, _learned(model), examples)
     run.write_text("page.html", page)
     return run.path / "page.html"
@@ -142,8 +144,15 @@ def model_facts(card: Card) -> dict[str, str]:
     return {**facts, "sha256": card.sha256, "changes": "; ".join(card.changes)}
 
 
+def _short_name(card: Card) -> str:
+    """A title: dimensions that no name covers stand in the table of the model."""
+    return re.sub(r"-\([^)]* layers, [^)]*\)", "", name_of(card.architecture))
+
+
 def _large(number: int) -> str:
     """1250000 -> "1.25 million" """
+    if number < 1e6:
+        return f"{number:,}"
     size, word = (1e9, "billion") if number >= 1e9 else (1e6, "million")
     return f"{number / size:.3g} {word}"
 
@@ -171,18 +180,19 @@ def _shown(
     card: Card,
     names: Sequence[str],
     layers: Sequence[int] = (),
-    truths: Sequence[str] = (),
+    truths: Sequence[tuple[str, ...]] = (),
 ) -> list[Shown]:
     config = model.config
     ready = normalise(pixels, how.mean, how.std).to(next(model.parameters()).device)
     headed, averaged = (), ()
     if isinstance(config, ViTConfig):
-        if any(not 0 <= layer < config.depth for layer in layers):
-            raise UserError(f"there is no layer {max(layers) + 1}: the model has {config.depth}.")
+        for layer in layers:
+            if not 0 <= layer < config.depth:
+                raise UserError(f"there is no layer {layer + 1}: the model has {config.depth}, counted from 1.")
         rows, columns = config.grid((ready.shape[2], ready.shape[3]))
         headed, averaged = plan_layers(config.depth, config.heads, rows * columns, len(ready), layers)
     looks = look_at(model, ready, headed=headed, averaged=averaged)
-    truths = truths or [""] * len(keys)
+    truths = truths or [()] * len(keys)
     pictures = pixels.permute(0, 2, 3, 1).numpy()
     return [
         Shown(key, picture, look, _answers(look.logits, card, names), truth)
@@ -214,16 +224,16 @@ def _reach(model: Model, ready: Tensor) -> Reach | None:
 
 
 def _pooled_name(model: Model) -> str:
-    token = isinstance(model, ViT) and model.config.pool == "token"
-    return "the class token" if token else "the average of all patches"
+    pool = model.config.pool if isinstance(model, ViT) else "mean"
+    names = {"token": "the class token", "map": "the probe's average of the patches"}
+    return names.get(pool, "the average of all patches")
 
 
 def _examples(model: Model, card: Card, test: Split, preprocess: Preprocess, place: str) -> Examples:
-    """Mistakes, the surest first, then right answers, the least sure first."""
-    chosen = np.unique(np.linspace(0, len(test) - 1, min(len(test), ASKED)).astype(np.int64))
-    sample = test.select(chosen)
+    """Mistakes, the surest first, then right answers, the least sure first; some images where none is right or wrong."""
+    sample = test.select(_evenly(len(test), ASKED))
     if test.multilabel or not card.architecture.classes:
-        order, mistakes, bins = np.arange(len(sample)), 0, ()
+        order, mistakes, bins = _evenly(len(sample), EXAMPLES), 0, ()
     else:
         found = predict_split(model, sample, preprocess, batch=64, device=place)
         places, logits = found.indices[found.valid], found.logits[found.valid]
@@ -233,9 +243,20 @@ def _examples(model: Model, card: Card, test: Split, preprocess: Preprocess, pla
         mistakes, bins = int(wrong.sum()), reliability(logits, labels)
     few = sample.select(order[:EXAMPLES])
     kept, pixels = readable_pixels(few, preprocess.pipeline, card.architecture.channels)
-    truths = [""] * len(kept) if few.multilabel else [few.classes[few.labels[i]] for i in kept]
+    truths = [_truth(few, i) if card.architecture.classes else () for i in kept]
     shown = _shown(model, [few.keys[i] for i in kept], pixels, preprocess, card, card.class_names, truths=truths)
     return Examples(shown, _pooled_name(model), min(mistakes, len(shown)), bins, len(sample))
+
+
+def _evenly(count: int, most: int) -> np.ndarray:
+    """At most `most` of the numbers below `count`, from the first to the last."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
+
+
+def _truth(split: Split, index: int) -> tuple[str, ...]:
+    """The classes of an image."""
+    there = np.flatnonzero(split.labels[index]) if split.multilabel else [split.labels[index]]
+    return tuple(split.classes[number] for number in there)
 
 
 def _write_figures(folder: Path, learned: Learned, shown: Sequence[Shown], reach: Reach | None) -> tuple[Path, ...]:
@@ -248,11 +269,13 @@ def _write_figures(folder: Path, learned: Learned, shown: Sequence[Shown], reach
     if reach is not None:
         drawn["distance"] = figures.distance_figure(reach.distance)
     if shown:
-        pictures, names = [one.picture for one in shown], [one.name for one in shown]
+        look = shown[0].look
+        height, width = look.side * look.grid[0], look.side * look.grid[1]
+        pictures, names = [one.picture[:height, :width] for one in shown], [one.name for one in shown]
         drawn["colours"] = figures.colour_figure(pictures, np.stack([one.look.colours for one in shown]))
-        for name in shown[0].look.maps:
+        for name in look.maps:
             maps = np.stack([one.look.maps[name] for one in shown])
-            drawn[name] = figures.rollout_figure(pictures, maps, names)
+            drawn[name] = figures.rollout_figure(pictures, maps, names, MAPS[name][0])
     paths = []
     for name, figure in drawn.items():
         for kind in ("png", "svg"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from vitral.architecture import Size
 from vitral.checkpoints.card import Preprocess
 from vitral.data.sources import Split, open_images
 from vitral.errors import UserError
+from vitral.evaluation.features import weights_digest
 from vitral.evaluation.predict import Progress, embed_split
 from vitral.inspection.search import (
     Index,
@@ -54,13 +56,16 @@ def search(
 ) -> list[Neighbour]:
     """The images of a folder most like `query`, or the patches most like its patch (row, column), the best first.
 
-    The features of the folder are kept in the npz file `index`, and read from there where it exists; the image asked
-    about is left out.
+    The features of the folder are kept in the npz file `index`, and read from there where it exists; one that another
+    model made, or that was made of other images, is refused. The image asked about is left out.
     """
     model, card = load(source)
     model.to(place_of(device))
     how = prepared(card, preprocess)
-    _, pixels = readable_pixels(open_images([query]), how.pipeline, card.architecture.channels)
+    asked_for = open_images([query])
+    if len(asked_for) != 1:
+        raise UserError(f"{query} holds {len(asked_for):,} images: name the one to compare with.")
+    _, pixels = readable_pixels(asked_for, how.pipeline, card.architecture.channels)
     asked = normalise(pixels, how.mean, how.std).to(next(model.parameters()).device)
     rows, columns = model.config.grid((asked.shape[2], asked.shape[3]))
     if patch is not None and not (0 <= patch[0] < rows and 0 <= patch[1] < columns):
@@ -83,10 +88,14 @@ def _index(
     model: Model, split: Split, how: Preprocess, patches: bool, path: Path | None, on_progress: Progress | None
 ) -> Index:
     """Read from its file, or made and written there."""
+    origin = _origin(model, split, how) if path is not None else ""
     if path is not None and path.exists():
         known = load_index(path)
-        if not set(known.paths) <= set(split.keys):
-            raise UserError(f"{path} is the index of other images: remove it, or name another file.")
+        if known.origin != origin:
+            raise UserError(
+                f"{path} is not the index of these images, as they are now, by this model: "
+                "remove it, or name another file."
+            )
         return known
     device = next(model.parameters()).device
     if patches:
@@ -97,5 +106,10 @@ def _index(
         found = embed_split(model, split, how, batch=BATCH, device=device, on_progress=on_progress)
         known = index_images([split.keys[i] for i in found.indices[found.valid]], found.features[found.valid])
     if path is not None:
-        save_index(path, known)
+        save_index(path, replace(known, origin=origin))
     return known
+
+
+def _origin(model: Model, split: Split, how: Preprocess) -> str:
+    """All that features depend on: the weights, how pixels are prepared, and the images."""
+    return f"weights {weights_digest(model)}, pixels {how.pipeline} {how.mean} {how.std}, images {split.stamp()}"

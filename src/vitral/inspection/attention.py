@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitral.architecture import Size, ViTConfig
+from vitral.architecture import Architecture, ResNetConfig, Size, ViTConfig
 from vitral.errors import UserError
 from vitral.models.build import Model
 from vitral.models.capture import Axis, Rows, Seen, capture
@@ -58,8 +58,13 @@ def attention_distance(attention: Tensor, grid: Size, patch: int) -> Tensor:
     return torch.einsum("bhij,ij->h", patches, distance) / (len(patches) * n)
 
 
-def patch_pixels(config: ViTConfig) -> int:
-    """Pixels of the image along a side of a patch; before that of a hybrid there is a stem that strides."""
+def patch_pixels(config: Architecture) -> int:
+    """Pixels of the image along a side of a patch; before that of a hybrid there is a stem that strides.
+
+    For a ResNet, a patch is a place of the last feature map.
+    """
+    if isinstance(config, ResNetConfig):
+        return 32
     return config.patch * (config.stem.stride if config.stem else 1)
 
 
@@ -77,7 +82,7 @@ def attention_maps(model: Model, images: Tensor, *, layer: int = -1) -> Tensor:
     if model.config.pool == "token":
         weights = seen[layer]
     else:
-        weights = _pooling(model, seen, grid)[:, None, None]
+        weights = pooling(model, seen, grid)[:, None, None]
         for matrix in reversed(attention_matrices(seen, grid)):
             weights = weights @ matrix
     return _on_grid(weights.squeeze(2), grid)
@@ -89,7 +94,7 @@ def rollout_maps(model: Model, images: Tensor, *, residual: float = 0.5, heads: 
     grid = _grid(model, images)
     with _evaluating(model), capture(model, rows="all", reduce=partial(merge_heads, heads=heads)) as seen:
         model.features(images)
-    start = _pooling(model, seen, grid)
+    start = pooling(model, seen, grid)
     return _on_grid(rollout(attention_matrices(seen, grid), start=start, residual=residual), grid)
 
 
@@ -139,8 +144,11 @@ def expand_lines(attention: Tensor, grid: Size, axis: Axis) -> Tensor:
     return full.permute(order).flatten(4, 5).flatten(2, 3)
 
 
-def _pooling(model: ViT, seen: Seen, grid: Size) -> Tensor:
-    """(b, tokens) or (1, tokens): how the model weights its output tokens where it pools them."""
+def pooling(model: ViT, seen: Seen, grid: Size) -> Tensor:
+    """(b, tokens) or (1, tokens): how the model weights its output tokens where it pools them.
+
+    `seen` needs to have watched a pass as far as the features, of any layers or of none.
+    """
     prefix, n = model.config.prefix, grid[0] * grid[1]
     if model.config.pool == "token":
         return _class_row(prefix + n).unsqueeze(0)

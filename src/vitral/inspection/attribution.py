@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitral.architecture import ResNetConfig, Size
+from vitral.architecture import Size
 from vitral.errors import UserError
+from vitral.inspection.attention import patch_pixels
 from vitral.models.build import Model
 from vitral.models.capture import Key, capture
 from vitral.models.vit import ViT
@@ -125,8 +126,9 @@ def _evidence(model: Model, images: Tensor, classes: Tensor | None) -> _Evidence
     with torch.enable_grad(), capture(model, rows="all", gradients=True) as seen:
         tokens = model.encode(model.patchify(images.detach().clone().requires_grad_()))
         logits = model.head(model.pool(tokens))
-        # A softmax does not see what is common to all logits, and what only raises them all is no evidence.
-        centred = logits - logits.mean(1, keepdim=True)
+        # A softmax does not see what is common to all logits, and what only raises them all is no evidence. A single
+        # logit goes through a sigmoid, which sees it.
+        centred = logits - logits.mean(1, keepdim=True) if logits.shape[1] > 1 else logits
         score = centred.gather(1, _classes(model, logits, classes)[:, None]).sum()
     gradients = seen.gradients(score)
     attentions = {key: (seen[key] * gradients[key]).clamp(min=0).mean(1) for key in seen.keys}
@@ -165,7 +167,7 @@ def _answers(model: Model, images: Tensor, classes: Tensor | None) -> tuple[Tens
 
 def _paint_and_ask(model: Model, images: Tensor, cells: Tensor, classes: Tensor) -> Tensor:
     """Images (b, c, height, width) or one for all cells, cells (b, h, w) to paint -> probabilities (b,)"""
-    side = _side(model)
+    side = patch_pixels(model.config)
     covered = cells.repeat_interleave(side, 1).repeat_interleave(side, 2)
     # A ResNet's last cells reach over the edge; pixels that fill no patch are not seen, and stay.
     height, width = images.shape[2:]
@@ -192,11 +194,3 @@ def _classes(model: Model, logits: Tensor, classes: Tensor | None) -> Tensor:
 
 def _grid(model: Model, images: Tensor) -> Size:
     return model.config.grid((images.shape[2], images.shape[3]))
-
-
-def _side(model: Model) -> int:
-    """Pixels that one cell of the grid spans."""
-    config = model.config
-    if isinstance(config, ResNetConfig):
-        return 32
-    return config.patch * (config.stem.stride if config.stem else 1)

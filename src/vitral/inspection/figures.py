@@ -64,14 +64,19 @@ def distance_figure(distance: np.ndarray) -> Figure:
     return figure
 
 
-def rollout_figure(pictures: Sequence[np.ndarray], maps: np.ndarray, names: Sequence[str] = ()) -> Figure:
-    """uint8 (height, width, c) each and (b, h, w) -> Figures 6 and 14: each picture, and lit by its map."""
+def rollout_figure(
+    pictures: Sequence[np.ndarray], maps: np.ndarray, names: Sequence[str] = (), title: str = "Attention"
+) -> Figure:
+    """uint8 (height, width, c) each and (b, h, w) -> Figures 6 and 14: each picture, and lit by its map.
+
+    What lies below zero (occlusion: a patch that spoke against the class) stays dark.
+    """
     figure = Figure(figsize=(4, 2 * len(pictures)), layout="constrained")
     axes = figure.subplots(len(pictures), 2, squeeze=False)
     axes[0, 0].set_title("Input")
-    axes[0, 1].set_title("Attention")
+    axes[0, 1].set_title(title)
     for number, (picture, found) in enumerate(zip(pictures, maps, strict=True)):
-        light = _grown(found / max(float(found.max()), 1e-30), picture.shape[:2])
+        light = _grown(found.clip(min=0) / max(float(found.max()), 1e-30), picture.shape[:2])
         _show(axes[number, 0], picture / 255)
         _show(axes[number, 1], picture / 255 * light[:, :, None])
         if number < len(names):

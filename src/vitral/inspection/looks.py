@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vitral.architecture import Size
-from vitral.inspection.attention import expand_lines, rollout_maps
+from vitral.inspection.attention import expand_lines, patch_pixels, pooling, rollout_maps
 from vitral.inspection.attribution import gradient_rollout, occlusion
 from vitral.inspection.tokens import feature_colours, token_norms
 from vitral.models.build import Model
@@ -23,13 +24,13 @@ class Look:
     """One image seen by a model, of n = h * w patches. Layers count from 0; the axial block, two attentions, is one."""
 
     grid: Size
+    side: int  # pixels of a patch along a side; what fills no patch at the right and at the bottom is not seen
     logits: np.ndarray  # (k,); without a head, the features
     colours: np.ndarray  # (h, w, 3) from 0 to 1
     maps: dict[str, np.ndarray]  # (h, w): rollout, evidence and norms; of a ResNet, occlusion
     pooled: np.ndarray | None = None  # (layers, heads, n): how the pooled output reads the patches; None in a ResNet
-    rows: dict[int, np.ndarray] = field(
-        default_factory=dict
-    )  # by layer, (heads, n, n) or the mean over heads (1, n, n)
+    # By layer, (heads, n, n) or the mean over heads (1, n, n).
+    rows: dict[int, np.ndarray] = field(default_factory=dict)
 
 
 def look_at(model: Model, images: Tensor, *, headed: Sequence[int] = (), averaged: Sequence[int] = ()) -> list[Look]:
@@ -44,25 +45,24 @@ def look_at(model: Model, images: Tensor, *, headed: Sequence[int] = (), average
 def _look(model: Model, image: Tensor, colours: np.ndarray, headed: Sequence[int], averaged: Sequence[int]) -> Look:
     with torch.inference_mode():
         logits = _host(model(image))
-    grid = model.config.grid((image.shape[2], image.shape[3]))
+    grid, side = model.config.grid((image.shape[2], image.shape[3])), patch_pixels(model.config)
     if not isinstance(model, ViT):
         maps = {"occlusion": _host(occlusion(model, image))} if model.config.classes else {}
-        return Look(grid, logits, colours, maps)
+        return Look(grid, side, logits, colours, maps)
     maps = {"rollout": _host(rollout_maps(model, image)), "norms": _host(token_norms(model, image))}
     if model.config.classes:
         maps["evidence"] = _host(gradient_rollout(model, image))
-    pooled, rows = (_axial if model.config.axial else _plain)(model, image, headed, averaged)
-    return Look(grid, logits, colours, maps, pooled, rows)
+    pooled, rows = (_axial if model.config.axial else _plain)(model, image, grid, headed, averaged)
+    return Look(grid, side, logits, colours, maps, pooled, rows)
 
 
 def _plain(
-    model: ViT, image: Tensor, headed: Sequence[int], averaged: Sequence[int]
+    model: ViT, image: Tensor, grid: Size, headed: Sequence[int], averaged: Sequence[int]
 ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-    """The class token's row of each layer, or the mean of the rows of all patches where another pool reads them."""
-    config = model.config
-    first = config.prefix
-    token = config.pool == "token"
-    wanted = None if token else lambda attention: attention[:, :, first:].mean(2, keepdim=True)
+    """The class token's row of each layer, or the rows of all patches as another pool weights them."""
+    first = model.config.prefix
+    token = model.config.pool == "token"
+    wanted = None if token else partial(_merge_rows, _pooling(model, image, grid))
     with (
         torch.inference_mode(),
         capture(model, rows="cls" if token else "all", reduce=wanted) as pool,
@@ -75,21 +75,33 @@ def _plain(
 
 
 def _axial(
-    model: ViT, image: Tensor, headed: Sequence[int], averaged: Sequence[int]
+    model: ViT, image: Tensor, grid: Size, headed: Sequence[int], averaged: Sequence[int]
 ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
     """A patch looks along its column, and what it finds there has looked along the rows: both as one matrix."""
-    grid = model.config.grid((image.shape[2], image.shape[3]))
     with torch.inference_mode(), capture(model, rows="all") as seen:
-        model.encode(model.patchify(image))
+        model.features(image)
+    weights = pooling(model, seen, grid)
     pooled, rows = [], {}
     for layer in range(model.config.depth):
         whole = expand_lines(seen[layer, "column"], grid, "column") @ expand_lines(seen[layer, "row"], grid, "row")
-        pooled.append(_host(whole.mean(2)))
+        pooled.append(_host(_merge_rows(weights, whole))[:, 0])
         if layer in headed:
             rows[layer] = _host(whole)
         elif layer in averaged:
             rows[layer] = _host(whole.mean(1, keepdim=True))
     return np.stack(pooled), rows
+
+
+def _pooling(model: ViT, image: Tensor, grid: Size) -> Tensor:
+    """(1, tokens), by a pass of its own: a probe speaks after the layers whose rows it weights."""
+    with torch.inference_mode(), capture(model, layers=[], rows="all") as seen:
+        model.features(image)
+    return pooling(model, seen, grid)
+
+
+def _merge_rows(weights: Tensor, attention: Tensor) -> Tensor:
+    """(1, n), (1, heads, n, m) -> (1, heads, 1, m)"""
+    return weights[:, None, None] @ attention
 
 
 def _layers(seen: Seen) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zipfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ class Index:
 
     paths: list[str]
     features: np.ndarray
+    origin: str = ""  # what the features depend on: whoever made the index says it in words of his own
 
     def __post_init__(self) -> None:
         if len(self.paths) != len(self.features):
@@ -69,25 +70,28 @@ def index_patches(model: Model, paths: Sequence[str], batches: Iterable[Tensor])
 
 
 def save_index(path: Path, index: Index) -> None:
-    """As npz with `paths` and `features`; a reader sees the old file or the whole new one."""
+    """As npz with `paths`, `features` and `origin`; a reader sees the old file or the whole new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with aside.open("wb") as stream:
-            np.savez(stream, paths=np.array(index.paths, np.str_), features=index.features)
+            paths = np.array(index.paths, np.str_)
+            np.savez(stream, paths=paths, features=index.features, origin=np.array(index.origin))
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
 
 
 def load_index(path: Path) -> Index:
-    """What `save_index` or `vitral embed` wrote."""
+    """What `save_index` wrote, or `vitral embed`, which states no origin."""
     try:
         with np.load(path, allow_pickle=False) as file:
             paths, features = file["paths"].tolist(), file["features"]
+            origin = str(file["origin"]) if "origin" in file else ""
     except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} is no index of images: write one with vitral embed.") from error
-    return Index(paths, _finite(features)) if features.ndim == 4 else index_images(paths, features)
+        raise UserError(f"{path} is no index of images: `vitral search --index` writes one.") from error
+    known = Index(paths, _finite(features)) if features.ndim == 4 else index_images(paths, features)
+    return replace(known, origin=origin)
 
 
 def nearest(index: Index, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

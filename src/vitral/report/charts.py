@@ -75,15 +75,16 @@ def confusion_table(matrix: np.ndarray, names: Sequence[str]) -> str:
     if len(names) > 25:
         side = max(1, 640 // len(names))
         return picture_tag(enlarged(heat(np.sqrt(shares)), side), "Confusion matrix: true classes down, answers across")
-    head = "".join(f'<th scope="col"><span>{escape(name)}</span></th>' for name in names)
+    labels = [f'<span title="{escape(name)}">{escape(name)}</span>' for name in names]
+    head = "".join(f'<th scope="col">{label}</th>' for label in labels)
     rows = []
-    for name, counts, parts in zip(names, matrix.tolist(), shares.tolist(), strict=True):
+    for true, (counts, parts) in enumerate(zip(matrix.tolist(), shares.tolist(), strict=True)):
         cells = "".join(
-            f'<td class="{"right" if guess == name else "wrong"}" style="--share:{part:.3f}" '
-            f'title="{escape(name)} taken for {escape(guess)}: {count}">{count or ""}</td>'
-            for guess, count, part in zip(names, counts, parts, strict=True)
+            f'<td class="{"right" if guess == true else "wrong"}" style="--share:{part:.3f}" '
+            f'title="{escape(names[true])} taken for {escape(names[guess])}: {count}">{count or ""}</td>'
+            for guess, (count, part) in enumerate(zip(counts, parts, strict=True))
         )
-        rows.append(f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>')
+        rows.append(f'<tr><th scope="row">{labels[true]}</th>{cells}</tr>')
     corner = "<td class='corner'>true \\ answer</td>"
     table = f'<table class="confusion"><tr>{corner}{head}</tr>{"".join(rows)}</table>'
     return f'<div class="scroll" tabindex="0" role="region" aria-label="Confusion matrix">{table}</div>'
@@ -97,12 +98,15 @@ def heat(values: np.ndarray) -> np.ndarray:
     return np.rint((1 - part) * DARK_TO_BRIGHT[low] + part * DARK_TO_BRIGHT[low + 1]).astype(np.uint8)
 
 
-def tiled(tiles: np.ndarray, columns: int, width: int) -> np.ndarray:
-    """uint8 (count, h, w, c) -> one uint8 (H, W, 4) about `width` wide: tiles row by row, nothing between them"""
-    times = max(1, round(width / columns / tiles.shape[2]) - 1)
+def tiled(tiles: np.ndarray, columns: int, size: int) -> np.ndarray:
+    """uint8 (count, h, w, c) -> one uint8 (H, W, 4), the longer side about `size`: tiles row by row, clear between them
+
+    A pixel of a tile becomes at most 32 wide: few and small tiles make a small sheet.
+    """
+    rows = -(-len(tiles) // columns)
+    times = min(max(1, round(size / max(columns * tiles.shape[2], rows * tiles.shape[1])) - 1), 32)
     height, side = times * tiles.shape[1], times * tiles.shape[2]
     gap = max(2, side // 16)
-    rows = -(-len(tiles) // columns)
     sheet = np.zeros((rows * (height + gap) - gap, columns * (side + gap) - gap, 4), np.uint8)
     for number, tile in enumerate(tiles):
         top, left = number // columns * (height + gap), number % columns * (side + gap)
@@ -161,7 +165,7 @@ class _Frame:
         self.x, self.y, self.percent, self.percent_x = x, y, percent, percent_x
         self.low_x, self.high_x = min(xs) - margin, max(xs) + margin
         bottom, top = min(ys), max(ys)
-        self.low_y = 0.0 if 0 <= bottom < 0.5 * top else bottom
+        self.low_y = 0.0 if 0 <= bottom < 0.5 * top or 0 < bottom == top else bottom
         self.high_y = top if top > self.low_y else self.low_y + 1
 
     def place(self, point: tuple[float, float]) -> tuple[float, float]:
@@ -218,4 +222,4 @@ def _number(value: float, percent: bool) -> str:
     size = abs(value)
     if size >= 10_000:
         return f"{value / 1000:.4g}k"
-    return f"{value:.4g}" if size >= 1e-3 or value == 0 else f"{value:.0e}".replace("e-0", "e-")
+    return f"{value:.4g}" if size >= 1e-3 or value == 0 else f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-")

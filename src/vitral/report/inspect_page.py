@@ -13,6 +13,12 @@ from vitral.report.page import Section, facts, page, panels
 from vitral.report.viewer import Shown, viewer, viewer_data, viewer_notes
 
 SHEET = 560  # pixels that a sheet of small tiles is enlarged to, about
+LEADS = {
+    True: "A Vision Transformer cuts a picture into patches and lets every patch look at all others. "
+    "This page shows where it looks, and what it has learned to look for.",
+    False: "A ResNet passes a picture through small filters, layer after layer. "
+    "This page shows which places its answer rests on, and what its first filters look for.",
+}
 
 
 class Learned(NamedTuple):
@@ -40,25 +46,29 @@ def inspect_page(
     shown: Sequence[Shown] = (),
     pooled_name: str = "",
     reach: Reach | None = None,
+    attends: bool = True,
 ) -> str:
-    """HTML. `model` are the facts for its table, `pooled_name` says what reads the patches at the end."""
+    """HTML. `model` are the facts for its table, `pooled_name` says what reads the patches at the end.
+
+    A model that does not attend is a ResNet.
+    """
     sections = [viewer_section(shown, pooled_name)] if shown else []
     sections.append(learned_section(learned))
     if reach is not None:
         sections.append(reach_section(reach))
     sections.append(Section("model", "The model", "", facts(model)))
-    lead = '<p class="lead">A Vision Transformer cuts a picture into patches and lets every patch look at all others. '
-    lead += "This page shows where it looks, and what it has learned to look for.</p>"
-    return page(title, lead, sections, viewer_data(shown, pooled_name) if shown else None)
+    return page(title, f'<p class="lead">{LEADS[attends]}</p>', sections, viewer_data(shown, pooled_name))
 
 
 def viewer_section(
     shown: Sequence[Shown], pooled_name: str, title: str = "Look through it", about: str = ""
 ) -> Section:
     notes = f'<p class="hint">{escape(viewer_notes(shown, pooled_name))}</p>'
+    if not about and shown[0].look.pooled is None:
+        about = "Choose a picture: bright places are those that the answer rests on."
     about = about or (
         "Choose a picture, a layer and a head: bright patches are those that the model reads from, "
-        "and the sentence beside the picture says it in words."
+        "and the sentence with the picture says it in words."
     )
     return Section("look", title, about, viewer(shown, pooled_name) + notes)
 
@@ -69,14 +79,13 @@ def learned_section(learned: Learned) -> Section:
     sheet = tiled(tiles, min(7, len(tiles)), SHEET)
     said = f"The first {len(tiles)} principal components of {learned.source}"
     charts = [(f"{said}, with {learned.explained:.0%} of the variance", picture_tag(sheet, said))]
-    if learned.similarity is not None:
+    about = "The patterns of colour and shape that it reads a picture with, strongest first."
+    if learned.similarity is not None and learned.similarity[0, 0].size > 1:
+        about += " Beside them, one tile for each place of the picture, showing which other places seem near to it."
         rows, columns = learned.similarity.shape[:2]
         tiles = heat((learned.similarity.reshape(-1, rows, columns) + 1) / 2)
         said = f"Position similarity: {rows} by {columns} tiles, one for each place, bright where positions are alike"
         charts.append(("How alike the position embeddings are", picture_tag(tiled(tiles, columns, SHEET), said)))
-    about = "Left: the patterns of colour and shape that it reads a patch with, strongest first."
-    if learned.similarity is not None:
-        about += " Right: one tile for each place of the picture, showing which other places seem near to it."
     return Section("learned", "What it has learned", about, panels(*charts))
 
 

@@ -2,7 +2,7 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const $ = (id) => document.getElementById(id);
-  const percent = (value) => (100 * value).toFixed(value < 0.0995 ? 1 : 0) + " %";
+  const percent = (value) => (100 * value).toFixed(value < 0.0995 ? 1 : 0) + "\u00a0%";
 
   // Light or dark: what the system says, until the button says otherwise.
   const root = document.documentElement;
@@ -138,13 +138,18 @@
     return small;
   }
 
+  // Pixels of the stage to one of the picture.
+  function enlargement(picture) {
+    return Math.max(1, Math.round(896 / Math.max(picture.naturalWidth, picture.naturalHeight)));
+  }
+
   function draw() {
     const picture = thumbs[state.image].querySelector("img");
     if (!picture.complete || !picture.naturalWidth) {
       picture.addEventListener("load", draw, { once: true });
       return;
     }
-    const scale = Math.max(1, Math.round(896 / Math.max(picture.naturalWidth, picture.naturalHeight)));
+    const scale = enlargement(picture);
     stage.width = picture.naturalWidth * scale;
     stage.height = picture.naturalHeight * scale;
     const context = stage.getContext("2d");
@@ -155,18 +160,19 @@
     const [low, high] = values ? span(values) : [0, 1];
     if (values || state.mode === "colours") {
       context.imageSmoothingEnabled = $("smooth").checked;
-      context.drawImage(cells(values, low, high, $("strength").value / 100), 0, 0, stage.width, stage.height);
+      // The grid may end before the picture (pixels that fill no patch) or, in a ResNet, behind it.
+      const side = data.side * scale;
+      context.drawImage(cells(values, low, high, $("strength").value / 100), 0, 0, COLUMNS * side, ROWS * side);
     }
-    outline(context);
+    outline(context, data.side * scale);
     legend(values, low, high);
     describe(values);
   }
 
-  function outline(context) {
+  function outline(context, side) {
     const patch = chosenPatch();
     if (patch < 0) return;
-    const width = stage.width / COLUMNS, height = stage.height / ROWS;
-    const box = [(patch % COLUMNS) * width, Math.floor(patch / COLUMNS) * height, width, height];
+    const box = [(patch % COLUMNS) * side, Math.floor(patch / COLUMNS) * side, side, side];
     const line = Math.max(2, stage.width / 220);
     context.lineWidth = 2 * line;
     context.strokeStyle = "#000a";
@@ -208,6 +214,7 @@
     const head = state.head < 0 || onlyMean() ? "mean of heads" : `head ${state.head + 1}`;
     $("layer-said").textContent = `${state.layer + 1} of ${data.layers}`;
     $("head-said").textContent = state.head < 0 ? `mean of ${data.heads}` : `${state.head + 1} of ${data.heads}`;
+    for (const id of ["layer", "head"]) $(id).setAttribute("aria-valuetext", $(`${id}-said`).textContent);
     $("pooled").setAttribute("aria-pressed", String(state.pinned < 0));
     const who = patch < 0 ? data.pooled : `the patch at ${place(patch)}`;
     const where = `Layer ${state.layer + 1}, ${head}: ${who}`;
@@ -229,6 +236,7 @@
     overview.width = data.layers * (COLUMNS + 1) - 1;
     overview.height = data.heads * (ROWS + 1) - 1;
     overview.parentElement.style.maxWidth = `${data.layers * Math.max(COLUMNS * 4, 56)}px`;
+    overview.parentElement.style.minWidth = `${data.layers * 24}px`;
     const context = overview.getContext("2d");
     for (let layer = 0; layer < data.layers; layer++)
       for (let head = 0; head < data.heads; head++) {
@@ -261,13 +269,19 @@
       label.textContent = name;
       const value = document.createElement("b");
       value.textContent = percent(share);
-      if (image.truth && name === image.truth) item.className = "true";
+      if (image.truth.includes(name)) item.className = "true";
       item.append(label, value);
       return item;
     }));
     const caption = document.createElement("li");
     caption.className = "caption";
-    caption.textContent = image.truth ? `${image.name}, really ${image.truth}` : image.name;
+    // Each name by itself: one that is written from right to left shall not turn its neighbours around.
+    const [own, ...truth] = [image.name, ...image.truth].map((name) => {
+      const part = document.createElement("bdi");
+      part.textContent = name;
+      return part;
+    });
+    caption.append(own, ...truth.flatMap((part, i) => [i ? ", " : ", really ", part]));
     list.append(caption);
   }
 
@@ -288,8 +302,9 @@
 
   function patchAt(event) {
     const box = stage.getBoundingClientRect();
-    const column = Math.floor(((event.clientX - box.left) / box.width) * COLUMNS);
-    const line = Math.floor(((event.clientY - box.top) / box.height) * ROWS);
+    const picture = thumbs[state.image].querySelector("img");
+    const column = Math.floor(((event.clientX - box.left) / box.width) * (picture.naturalWidth / data.side));
+    const line = Math.floor(((event.clientY - box.top) / box.height) * (picture.naturalHeight / data.side));
     return column < 0 || line < 0 || column >= COLUMNS || line >= ROWS ? -1 : line * COLUMNS + column;
   }
 

@@ -20,7 +20,7 @@ class Section(NamedTuple):
     body: str  # HTML
 
 
-def page(title: str, lead: str, sections: Sequence[Section], data: Mapping[str, Any] | None = None) -> str:
+def page(title: str, lead: str, sections: Sequence[Section], data: Mapping[str, Any]) -> str:
     """One HTML file that needs no other: `lead` is HTML that stands under the title, `data` is for the script."""
     links = "".join(f'<a href="#{part.name}">{escape(part.title)}</a>' for part in sections)
     body = "".join(_section(part) for part in sections)
@@ -48,7 +48,7 @@ def page(title: str, lead: str, sections: Sequence[Section], data: Mapping[str, 
 <main id="main">
 {body}</main>
 <footer>Made by vitral {__version__}. This file is complete: it loads nothing and sends nothing.</footer>
-<script type="application/json" id="data">{_embedded(data or {})}</script>
+<script type="application/json" id="data">{_embedded(data)}</script>
 <script>
 {_part("page.js")}</script>
 </body>

@@ -15,6 +15,14 @@ from vitral.report.page import Section, facts, figures, page, panels
 from vitral.report.viewer import Shown, viewer_data
 
 
+MEANINGS = {
+    "recall": "Recall: how many images of the class it found.",
+    "precision": "Precision: how many of its answers with this class are right.",
+    "average_precision": "Average precision: how well images of the class are ranked above all others.",
+    "threshold": "Threshold: from this probability on the class is best said to be there.",
+}
+
+
 class Examples(NamedTuple):
     """Held-out images that the model was asked again about, for the page."""
 
@@ -48,22 +56,20 @@ def run_page(
     sections.append(learned_section(learned))
     how = f"<details><summary>The recipe, every key</summary><pre>{escape(recipe)}</pre></details>"
     sections.append(Section("model", "The model and its recipe", "", facts(model) + how))
-    data = viewer_data(examples.shown, examples.pooled_name) if examples is not None and examples.shown else None
+    data = {} if examples is None else viewer_data(examples.shown, examples.pooled_name)
     return page(title, figures(headline(result)), sections, data)
 
 
 def headline(result: Mapping[str, Any]) -> dict[str, str]:
     """The few numbers that stand large under the title."""
     metrics = result["metrics"]
-    score = (
-        "mean average precision"
-        if "mean_average_precision" in metrics
-        else "accuracy"
-        if "top1" in metrics
-        else "score"
-    )
+    score = "mean average precision" if "mean_average_precision" in metrics else "accuracy"
     shares = {score: metrics.get("score"), "top 5": metrics.get("top5"), "calibration error": metrics.get("ece")}
+    if "masked_loss" in metrics:
+        shares = {"hidden patches named": metrics.get("masked_accuracy")}
     numbers = {name: f"{value:.1%}" for name, value in shares.items() if value is not None}
+    if "masked_loss" in metrics:
+        numbers["held-out loss"] = f"{metrics['masked_loss']:.3f}"
     minutes, seconds = divmod(round(result["seconds"]), 60)
     numbers["held-out images"] = f"{metrics['n']:,}" if metrics.get("n") else ""
     numbers["time"] = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
@@ -75,20 +81,28 @@ def curves_section(lines: Sequence[Mapping[str, Any]]) -> Section:
     judged = [(line["step"], line["evaluation"]) for line in lines if "evaluation" in line]
     charts = {
         "Training loss": {"training": _column(lines, "loss")},
-        "Held-out loss": {"held-out": [(step, found["nll"]) for step, found in judged if "nll" in found]},
-        "Score": {
-            "held-out": [(step, found["score"]) for step, found in judged if "score" in found],
-            "training batch": _column(lines, "accuracy"),
-        },
+        "Held-out loss": {"held-out": _measured(judged, "nll") or _measured(judged, "masked_loss")},
+        "Score": {"held-out": _scores(judged), "training batch": _column(lines, "accuracy")},
         "Learning rate": {"rate": _column(lines, "rate")},
     }
     drawn = []
     for name, series in charts.items():
         filled = {label: points for label, points in series.items() if points}
-        if filled:
+        if any(len(points) > 1 for points in filled.values()):  # of one point there is nothing to see
             drawn.append((name, line_chart(filled, x="step", y=name.lower(), percent=name == "Score")))
     about = "What it was told to make small, and what that was good for: held-out images are never trained on."
     return Section("curves", "How it learned", about, panels(*drawn))
+
+
+def _scores(judged: Sequence[tuple[int, Mapping[str, Any]]]) -> list[tuple[float, float]]:
+    """Shares from 0 to 1; where patches were hidden the score is a loss, and the share is that of those named."""
+    if any("masked_loss" in found for _, found in judged):
+        return _measured(judged, "masked_accuracy")
+    return _measured(judged, "score")
+
+
+def _measured(judged: Sequence[tuple[int, Mapping[str, Any]]], name: str) -> list[tuple[float, float]]:
+    return [(step, found[name]) for step, found in judged if name in found]
 
 
 def _column(lines: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
@@ -97,7 +111,10 @@ def _column(lines: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, 
 
 def _examples_section(examples: Examples) -> Section:
     of = f"of {examples.asked:,} held-out images"
-    if examples.mistakes:
+    if not examples.bins:
+        title, about = "Where it looks", f"Some {of}."
+        about += " A ✓ marks the classes that an image has." if examples.shown[0].truth else ""
+    elif examples.mistakes:
         title = "Its most confident mistakes"
         about = f"The wrong answers it was surest of, {of}, and where it looked; a ✓ marks the right class."
         right = len(examples.shown) - examples.mistakes
@@ -113,7 +130,8 @@ def _confusion_section(metrics: Mapping[str, Any]) -> Section:
     for true, guess, count in metrics["confusion"]:
         matrix[true, guess] = count
     pairs = "; ".join(
-        f"{escape(pair['true'])} taken for {escape(pair['predicted'])} ({pair['count']} of {pair['support']})"
+        f"<bdi>{escape(pair['true'])}</bdi> taken for <bdi>{escape(pair['predicted'])}</bdi> "
+        f"({pair['count']} of {pair['support']})"
         for pair in metrics.get("confused", [])[:3]
     )
     about = "Each row is a class, each column an answer: what stands off the diagonal is wrong."
@@ -145,9 +163,7 @@ def _classes_section(rows: Sequence[Mapping[str, Any]]) -> Section:
         for row in rows
     )
     table = f'<table class="classes sortable"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-    about = (
-        "Recall: how many images of the class it found. Precision: how many of its answers with this class are right."
-    )
+    about = "A click on a column's head sorts by it. " + " ".join(MEANINGS[key] for key in columns if key in MEANINGS)
     inside = f'<div class="scroll tall" tabindex="0" role="region" aria-label="Classes">{table}</div>'
     return Section("classes", "Class by class", about, inside)
 

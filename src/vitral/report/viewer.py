@@ -38,7 +38,7 @@ class Shown(NamedTuple):
     picture: np.ndarray  # uint8 (h, w, c), as the model sees it
     look: Look
     answers: tuple[tuple[str, float], ...]  # the likeliest classes and their probabilities
-    truth: str = ""
+    truth: tuple[str, ...] = ()  # the classes it really has, as far as they are known
 
 
 class Plan(NamedTuple):
@@ -67,11 +67,14 @@ def plan_layers(
 
 
 def viewer_data(shown: Sequence[Shown], pooled_name: str) -> dict[str, Any]:
-    """What the script reads; the pictures themselves stand in the page."""
+    """What the script reads, nothing without images; the pictures themselves stand in the page."""
+    if not shown:
+        return {}
     first = shown[0].look
     layers, heads = (0, 0) if first.pooled is None else first.pooled.shape[:2]
     return {
         "grid": first.grid,
+        "side": first.side,
         "layers": layers,
         "heads": heads,
         "start": start_layer(layers),
@@ -99,8 +102,8 @@ def viewer(shown: Sequence[Shown], pooled_name: str) -> str:
     )
     return f"""<div class="viewer">
 <div class="strip" role="radiogroup" aria-label="Images">{thumbs}</div>
-<div class="stage"><canvas id="stage" tabindex="0" role="img" aria-label="The image with a map over its patches"
- aria-describedby="says hint"></canvas>
+<div class="stage"><canvas id="stage" tabindex="0" role="application" aria-roledescription="picture"
+ aria-label="The image with a map over its patches" aria-describedby="says hint"></canvas>
 <div class="legend"><span id="least">0</span><canvas id="ramp" width="256" height="1" aria-hidden="true"></canvas>
 <span id="most"></span></div>
 <p class="hint" id="hint">{_hint(attention)}</p></div>
@@ -183,7 +186,8 @@ def _overview(pooled_name: str) -> str:
     return f"""<div class="overview"><h3>Every layer and head at a glance</h3>
 <p class="about">How {escape(pooled_name)} reads this image: layers from left to right, heads from top to bottom.
 Click one to see it large.</p>
-<div class="tiles"><canvas id="overview" aria-hidden="true"></canvas><i id="tile"></i></div></div>"""
+<div class="scroll"><div class="tiles"><canvas id="overview" aria-hidden="true"></canvas><i id="tile"></i></div></div>
+</div>"""
 
 
 def _spread(depth: int) -> list[int]:
