@@ -27,7 +27,6 @@ from vitral.inspection.attention import (
     attention_maps,
     expand_lines,
     mean_attention_distance,
-    patch_pixels,
     rollout,
     rollout_maps,
 )
@@ -129,8 +128,8 @@ def test_mean_distance_takes_images_of_several_sizes() -> None:
 
 
 def test_a_patch_of_a_hybrid_is_as_wide_as_its_stem_strides() -> None:
-    assert [patch_pixels(MODELS[name]) for name in ("paper", "hybrid")] == [4, 4]
-    assert patch_pixels(replace(SMALL, stem=StemConfig(blocks=(1, 1, 1)), patch=2, image=(32, 32))) == 32
+    assert [MODELS[name].stride for name in ("paper", "hybrid")] == [4, 4]
+    assert replace(SMALL, stem=StemConfig(blocks=(1, 1, 1)), patch=2, image=(32, 32)).stride == 32
 
 
 def product_by_loops(matrices: list[list[list[float]]]) -> list[list[float]]:

@@ -53,6 +53,9 @@ def test_a_picture_is_lit_by_its_map():
     light = F.interpolate(torch.from_numpy(maps[None] / maps.max()), (12, 8), mode="bilinear")[0, 0].numpy()
     np.testing.assert_allclose(plain, pictures[0] / 255)
     np.testing.assert_allclose(lit, pictures[0] / 255 * light[:, :, None], atol=1e-12)
+    _, lit = drawn(figures.rollout_figure(pictures, np.array([[[-1.0, -1.0], [0.5, 0.5], [0.5, 0.5]]])))
+    assert (lit[:2] == 0).all()  # occlusion has places that spoke against the class
+    np.testing.assert_allclose(lit[5:7], pictures[0][5:7] / 255 * [[[0.875]], [[1]]])
 
 
 def test_maps_lie_over_the_whole_picture():

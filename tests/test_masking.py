@@ -30,7 +30,6 @@ from vitral.training.masking import (
     cut_patches,
     draw_corruption,
     mean_colours,
-    patch_side,
 )
 
 HALF = (0.5, 0.5, 0.5)
@@ -180,7 +179,7 @@ def test_a_patch_is_what_the_models_embedding_reads():
     model = ViT(TINY)  # whose embedding starts without bias
     images = normalise(pictures(0, (2, 3, 18, 23)), HALF, HALF)
     patches = model.patchify(images)
-    cut = cut_patches(images, patch_side(TINY), (4, 5)).flatten(2)
+    cut = cut_patches(images, TINY.stride, (4, 5)).flatten(2)
     expected = cut @ model.embed.weight.flatten(1).T
     torch.testing.assert_close(patches.flatten(1, 2), expected, rtol=1e-4, atol=1e-5)
 
@@ -248,7 +247,7 @@ def by_hand(masked: MaskedModel, raw: Tensor, step: int) -> tuple[list[float], l
         costs, right = [], []
         for place in drawn.hidden[0].nonzero().flatten().tolist():
             outputs = masked.predict(tokens[0, model.config.prefix + place])
-            side = patch_side(model.config)
+            side = model.config.stride
             y, x = side * (place // grid[1]), side * (place % grid[1])
             window = (row, slice(None), slice(y, y + side), slice(x, x + side))
             if settings.target == "pixels":

@@ -247,7 +247,7 @@ def test_evaluation_never_scores_what_the_run_has_seen(pictures, small_run, monk
     assert found.metrics["n"] == len(scored[0]) == 6
     assert scored[0].isdisjoint(seen(pictures, small_run))
     assert (scored[0] == keys(open_data(pictures).test)) == (split == "test")
-    assert "only the 6 held-out images are scored" in found.notes[0]
+    assert f"only the 6 held-out images of its {split or 'dev'} split are scored" in found.notes[0]
     if split != "test":
         before = json.loads((small_run / "result.json").read_text())["metrics"]
         assert found.metrics["top1"] == before["top1"]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from journeys import MODEL, QUICK, colour_folder
+from journeys import COLOURS, MODEL, QUICK, colour_folder, paint
 
 import vitral
 from vitral import api
@@ -192,6 +192,52 @@ def test_the_overview_chooses_a_layer_and_a_head(browser, inspected):
         tab.page.locator("#overview").click(position={"x": box["width"] * 0.1, "y": box["height"] * 0.9})
         assert tab.says().startswith("Layer 1, head 3:")
         assert tab.page.locator("#layer").input_value() == "1"
+
+
+def test_a_patch_is_found_where_it_lies(browser, tmp_path):
+    """A picture taller than the window, with pixels at its edges that fill no patch: 150 x 31 for 10 x 2 of 14."""
+    model = api.create("ViT-Ti/14@150x31", depth=1, width=24, heads=3, mlp=48, classes=4)
+    api.save(model, Card(model.config), tmp_path / "model.safetensors")
+    (tmp_path / "a.png").write_bytes(encode_png(np.zeros((150, 31, 3), np.uint8)))
+    words = {"output": tmp_path / "a.html", "preprocess": "decode|resize(150, 31)|value_range(-1, 1)"}
+    inspect(tmp_path / "model.safetensors", tmp_path / "a.png", device="cpu", **words)
+    with Tab(browser, tmp_path / "a.html") as tab:
+        box = tab.page.locator("#stage").bounding_box()
+        assert box["height"] / box["width"] == pytest.approx(150 / 31, rel=0.01)
+        stage = tab.page.locator("#stage")
+        stage.hover(position={"x": box["width"] * 27 / 31, "y": box["height"] * 139 / 150})
+        assert "the patch at row 10, column 2" in tab.says()
+        stage.hover(position={"x": box["width"] * 15 / 31, "y": box["height"] * 1 / 150})
+        assert "the patch at row 1, column 2" in tab.says()
+        for x, y in ((30, 70), (10, 145)):  # in no patch
+            stage.hover(position={"x": box["width"] * x / 31, "y": box["height"] * y / 150})
+            assert "the class token" in tab.says()
+
+
+def test_names_stay_text(browser, tmp_path):
+    """Markup, quotes, a turn from right to left, and words of a hundred letters, in the middle of sentences too."""
+    evil = f"<img src=x onerror=alert(1)>\"'{'x' * 99}"
+    turned, odd = "\u202eשלום" + "y" * 120, "a\N{FIRE} &amp;" + "z" * 99
+    folder = tmp_path / evil
+    for i, name in enumerate([evil, turned, odd] * 6):  # all of one kind, so that there are mistakes
+        paint(folder / name / f"{i}.png", COLOURS["red"], i)
+    vitral.train(folder, model=MODEL, out=tmp_path / "run", overrides=[*QUICK, "steps=4"], device="cpu")
+    path = write_run_page(tmp_path / "run", folder, device="cpu")
+    with Tab(browser, path, NARROW) as tab:
+        assert tab.page.evaluate("document.documentElement.scrollWidth") <= NARROW[0]
+        assert evil in tab.page.locator("h1").text_content()
+        assert "taken for" in tab.page.locator("#confusion").text_content()
+        assert set(tab.page.locator(".classes td:first-child").all_text_contents()) == {evil, turned, odd}
+        assert evil in tab.page.locator("#answers").text_content()
+        assert tab.page.evaluate("[...document.images].every(image => image.src.startsWith('data:'))")
+
+
+def test_a_page_prints_black_on_white(browser, inspected):
+    with Tab(browser, inspected, scheme="dark") as tab:
+        tab.page.emulate_media(media="print")
+        ink = "getComputedStyle(document.body).color.match(/\\d+/g).map(Number)"
+        assert max(tab.page.evaluate(ink)) < 80
+        assert tab.page.locator("#theme").is_hidden()
 
 
 def test_light_and_dark_wide_and_narrow(browser, inspected, shots):

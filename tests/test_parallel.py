@@ -135,7 +135,15 @@ def evaluate(world: World) -> list[Any]:
     return found
 
 
-JOBS: dict[str, Callable[..., Any]] = {"run": run, "evaluate": evaluate}
+def protocol(world: World, data: str, out: str, words: list[str]) -> Any:
+    """A sweep, and a run of what was chosen; to all but the first process the folder seems taken."""
+    place = out if world.first else f"{out}-2"
+    sweep = ("optim.lr=0.001,0.01",)
+    found = api.pretrain(data, model=MODEL, overrides=[*TINY, *words], sweep=sweep, out=place, device="cpu")
+    return [found.folder, found.as_dict()["devices"]]
+
+
+JOBS: dict[str, Callable[..., Any]] = {"run": run, "evaluate": evaluate, "protocol": protocol}
 
 
 @dataclass(frozen=True)
@@ -253,6 +261,7 @@ def legs(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Legs:
     }
     for jobs in (two, three):
         jobs |= {name: {"do": "run", **job} for name, job in jobs.items()} | {"evaluate": {"do": "evaluate"}}
+    two["protocol"] = {"do": "protocol", **job("protocol", "steps=2", "data.dev=0.2")}
     said_by_two = start(2, two, folder)
     shutil.copytree(folder / "sharded", folder / "damaged")
     run(alone, **job("moved"))
@@ -292,6 +301,13 @@ def test_shards_learn_what_one_process_learns(legs: Legs, name: str) -> None:
 def test_all_processes_write_where_the_first_does(legs: Legs) -> None:
     assert (legs.folder / "shards-2" / "result.json").exists()
     assert not (legs.folder / "shards-2-2").exists()
+
+
+def test_a_protocol_of_two_processes_is_written_once(legs: Legs) -> None:
+    assert legs.two["protocol"] == [[str(legs.folder / "protocol"), 2]] * 2
+    row = json.loads((legs.folder / "protocol" / "protocol.json").read_text())
+    assert [trial["n"] for trial in row["trials"]] == [6, 6]
+    assert not (legs.folder / "protocol-2").exists()
 
 
 @pytest.mark.parametrize("name", ["adam", "head", "lora", "best"])

@@ -60,7 +60,8 @@ def test_a_table_of_shots_and_a_line_for_each_classifier(command, weights, colou
     assert said.code == 0
     rows = re.findall(r"^ *(\d+) +([\d.]+)% +\+- ([\d.]+)% +(\d+)", said.out, re.MULTILINE)
     assert [(row[0], row[3]) for row in rows] == [("1", "3"), ("5", "15")]
-    assert "24 images to learn from, 6 to test on" in said.out
+    assert "24 images to learn from, 6 (test) to test on" in said.out
+    assert "No test split was given: 6 of 30 images" in said.out
     assert re.search(r"nearest neighbours +100\.00% \(k = 20, all of train\)", said.out)
     assert re.search(r"linear probe +[\d.]+% \(all of train\)", said.out)
 
@@ -112,6 +113,15 @@ def test_features_are_computed_once(command, weights, colours, monkeypatch, tmp_
     assert again["shots"][0] == first["shots"][0]
     command(*words, "1", "--preprocess", "decode|resize(8)|value_range(0, 1)")
     assert computed == [24, 6, 24, 6]  # other pixels, other features
+
+
+def test_a_run_is_not_tested_on_what_it_was_trained_on(command, colours, tmp_path):
+    words = (*SHAPE, *PLAIN, "steps=1", "batch=4", "data.held_out=0.1")
+    said = command("train", colours, "--model", MODEL, "--out", tmp_path / "run", "--device", "cpu", "--set", *words)
+    assert said.code == 0
+    for source in ("run", "run/model.safetensors"):
+        found = json.loads(command("fewshot", tmp_path / source, colours, "--shots", "1", "--json").out)
+        assert (found["train"], found["test"], found["split"]) == (27, 3, "test")
 
 
 def test_val_is_not_what_few_shots_are_tested_on(command, weights, tmp_path):
@@ -227,6 +237,18 @@ def test_a_models_features_look_too(command, leaky, weights):
     assert re.search(r"copies +2 of 24 training images", said.out)
 
 
+def test_weights_that_do_not_say_how_pixels_are_prepared_can_look(command, leaky, tmp_path):
+    train, other = leaky
+    vitral.save(build(TINY), Card(TINY), tmp_path / "bare.safetensors")
+    words = ("dedupe", train, "--against", other, "--weights", tmp_path / "bare.safetensors", "--device", "cpu")
+    said = command(*words)
+    assert said.code == 2
+    assert "--preprocess" in said.err
+    said = command(*words, "--preprocess", "decode|resize(8)|value_range(-1, 1)")
+    assert said.code == 0
+    assert re.search(r"copies +2 of 24 training images", said.out)
+
+
 def test_only_test_images_are_compared_with(command, leaky, tmp_path):
     """What a data set trains on may be in another one's training set."""
     train, other = leaky
@@ -255,6 +277,7 @@ def test_no_copies_are_no_table(command, colours, leaky):
         (["nowhere", "--against", "OTHER"], "nowhere is no data set"),
         (["TRAIN", "--against", "OTHER", "--weights", "nowhere.npz"], "nowhere.npz does not exist"),
         (["TRAIN", "--against", "OTHER", "--output", "FOLDER"], "is a folder: name a file inside it."),
+        (["TRAIN", "--against", "OTHER", "--preprocess", "decode"], "name its weights, too"),
     ],
 )
 def test_a_mistake_in_dedupe_is_one_sentence(command, leaky, tmp_path, words, says):

@@ -18,6 +18,7 @@ from runs import make_pictures
 import vitral
 from vitral import api
 from vitral.api.data import open_to_choose
+from vitral.api.protocols import printed
 from vitral.architecture import ResNetConfig, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.run import RunFolder
@@ -70,11 +71,18 @@ def test_values_of_a_book_are_tried_as_they_are():
         ("data.mean=0.5,0.5,0.5", "is nothing to sweep over"),  # its commas belong to one value
         ("optim.rate=1,2", 'unknown key "optim.rate"'),
         ("optim.lr=fast,slow", "optim.lr must be a number"),
+        ("data.subset=100,200", "data.subset is the same for all that is tried"),  # data is opened before
+        ("init=a.npz,b.npz", "init is the same for all that is tried"),
+        ("steps=1,2 steps=3", "steps is swept twice"),
     ],
 )
 def test_what_cannot_be_swept_is_one_sentence(word, says):
     with pytest.raises(UserError, match=re.escape(says)):
-        candidates(Recipe(), read_grid([word]))
+        candidates(Recipe(), read_grid(word.split()))
+
+
+def test_a_value_is_tried_once():
+    assert read_grid(["optim.lr=0.1,0.2,0.1"]) == {"optim.lr": ("0.1", "0.2")}
 
 
 def test_a_value_may_need_others_of_its_recipe():
@@ -146,7 +154,7 @@ def test_dev_chooses_and_test_is_measured_once_a_seed(pictures, monkeypatch):
     assert found.scores == pytest.approx((0.7, 0.71, 0.72))
     assert found.mean == pytest.approx(0.71)
     assert found.spread == pytest.approx(statistics.stdev([0.7, 0.71, 0.72]))
-    assert found.split == "test"
+    assert (found.split, found.dev) == ("test", "dev")
     assert (found.flops, found.all_flops, found.device_hours) == (10, 60, 6)
     assert [data.test.name for _, data, _ in runs.calls if data.test] == ["dev"] * 3 + ["test"] * 3
     assert [path.as_posix() for _, _, path in runs.calls] == [
@@ -181,6 +189,16 @@ def test_patience_never_sees_test(pictures, monkeypatch):
     assert {(recipe.data.dev, recipe.evaluate_every, len(data.train)) for recipe, data, _ in runs.calls} == {
         (0.25, 0, 20)
     }
+
+
+def test_what_diverges_is_out_and_the_others_go_on(pictures, tmp_path):
+    words = SWEPT | {"overrides": [*SWEPT["overrides"], "optim.name=sgd", "optim.clip=0"], "seeds": 1}
+    rates = ("optim.lr=1e30,0.001",)
+    found = api.pretrain(pictures, out=tmp_path / "run", **(words | {"sweep": rates}))
+    assert found.as_dict()["diverged"] == ["optim.lr=1e30"]
+    assert (found.outcome.chosen.words, len(found.outcome.trials)) == ("optim.lr=0.001", 1)
+    with pytest.raises(UserError, match="all that was tried diverged"):
+        api.pretrain(pictures, out=tmp_path / "none", **(words | {"sweep": ("optim.lr=1e30,1e31",)}))
 
 
 def test_equals_go_to_the_first(pictures, monkeypatch):
@@ -258,6 +276,78 @@ def test_the_same_call_again_trains_nothing(pictures, swept):
     again = api.pretrain(pictures, out=swept.folder, listen=heard.append, **SWEPT)
     assert again.as_dict() == swept.as_dict()
     assert not any(isinstance(event, api.StepDone) for event in heard)
+    said = [event.text for event in heard if isinstance(event, api.Note)]
+    assert sum(text.startswith("already done: ") for text in said) == 4
+
+
+def test_a_run_is_evaluated_on_what_it_was_measured_on(tmp_path):
+    for split, images in (("train", 4), ("val", 2), ("test", 3)):
+        make_pictures(tmp_path / "data" / split, images=images)
+    found = api.pretrain(tmp_path / "data", out=tmp_path / "run", **SWEPT)
+    assert found.as_dict()["chosen_on"] == "val"
+    assert [trial["n"] for trial in found.as_dict()["trials"]] == [6, 6]
+    notes = json.loads((tmp_path / "run" / "seed-1" / "data.json").read_text())["notes"]
+    assert notes == ["Measured on test, 9 images."]
+    for run, split, score in (
+        ("seed-1", "test", found.outcome.scores[1]),
+        ("sweep/optim.lr=0.01", "val", found.outcome.trials[1].score),
+    ):
+        again = api.evaluate(tmp_path / "run" / run, tmp_path / "data", device="cpu")
+        assert (again.metrics["n"], again.metrics["top1"]) == ({"test": 9, "val": 6}[split], score)
+        assert f"held-out images of its {split} split" in again.notes[0]
+
+
+def test_the_row_names_the_model_that_was_chosen(pictures, tmp_path, monkeypatch):
+    monkeypatch.setattr(protocol, "run", Runs(lambda recipe, split: float(recipe.shape.depth)))
+    found = api.pretrain(pictures, out=tmp_path / "run", **(SWEPT | {"sweep": ("shape.depth=1,3",)}))
+    assert found.outcome.chosen.words == "shape.depth=3"
+    assert "3 layers" in found.model
+
+
+@pytest.mark.parametrize(
+    "recipe, model, numbers",
+    [
+        ("paper:finetune/pets:resmall", "ViT-L/16@384", [97.32, 97.11, 96.81, 97.11, 94.67, 94.73, 93.64]),
+        ("paper:finetune/imagenet-512", "ViT-B/16", [84.15, 84.15, 83.97, 77.91, 79.9]),
+        ("paper:finetune/vtab", "ViT-L/16", []),  # a mean over 19 tasks
+        ("paper:finetune/pets", "ViT-Ti/16", []),
+        ("bit:finetune/small", "ViT-L/16", []),
+        ("", "ViT-L/16", []),
+    ],
+)
+def test_the_papers_numbers_are_those_of_the_recipes_data_set(recipe, model, numbers):
+    assert [entry.number.value for entry in printed(recipe, model)] == numbers
+
+
+def test_the_result_stands_beside_the_papers(swept, pictures, monkeypatch, capsys):
+    monkeypatch.setattr("vitral.api.protocols.printed", lambda *_: printed("paper:finetune/pets", "ViT-L/16"))
+    words = ["--out", swept.folder, "--seeds", "2", "--device", "cpu", "--sweep", *SWEPT["sweep"]]
+    said = Command(monkeypatch, capsys)("pretrain", pictures, "--model", MODEL, *words, "--set", *SWEPT["overrides"])
+    assert said.code == 0
+    row = swept.as_dict()
+    n = row["trials"][0]["n"]
+    assert f"on dev (n = {n})" in said.out
+    facts = dict(re.findall(r"^(\S.*?)  +(\S.*?) *$", said.out, re.MULTILINE))
+    mean = f"{row['score']:.2%} +- {row['spread']:.2%}"
+    assert facts["result"] == f"{mean} on test (n = 12; mean and standard deviation of 2 seeds)"
+    assert facts["the paper"].startswith("97.32 +- 0.11 % on pets from jft300m (Table 2")
+    assert facts["FLOPs"] == f"{row['training_flops']:.3g} a run, {row['all_flops']:.3g} in all"
+    assert facts["run folders"] == f"{swept.folder}/seed-0, {swept.folder}/seed-1"
+    paper = json.loads((Path(swept.folder) / "protocol.json").read_text())["paper"]
+    assert [(entry["data"], entry["pretraining"]) for entry in paper][3:5] == [
+        ("pets", "jft300m"),
+        ("pets", "imagenet21k"),
+    ]
+
+
+def test_an_early_end_is_said_to_be_the_best_value(pictures, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(protocol, "run", Runs(lambda recipe, split: 0.5))
+    said = Command(monkeypatch, capsys)(
+        *("pretrain", pictures, "--model", MODEL, "--out", tmp_path / "run", "--device", "cpu"),
+        *("--set", *TINY, "patience=1", "data.dev=0.2"),
+    )
+    assert said.code == 0
+    assert re.search(r"result +50\.00% the best value of a run on dev \(n = 9; 1 seed\)", said.out)
 
 
 def test_a_run_that_was_interrupted_goes_on(pictures, swept, tmp_path):
@@ -335,7 +425,7 @@ def test_a_mistake_is_said_before_there_is_a_folder(pictures, swept, tmp_path):
     with pytest.raises(UserError, match="batch=512 is more than the 48 training images"):
         api.finetune(weights, pictures, recipe="paper:finetune/pets", out=tmp_path / "run")
     with pytest.raises(UserError, match="seeds must be at least 1"):
-        api.pretrain(pictures, model=MODEL, overrides=TINY, seeds=-1, out=tmp_path / "run")
+        api.finetune(weights, pictures, recipe="paper:finetune/pets", seeds=0, out=tmp_path / "run")
     with pytest.raises(UserError, match='there is no recipe "paper:finetune/cats"'):
         api.finetune(weights, pictures, recipe="paper:finetune/cats", out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -384,9 +474,7 @@ def test_the_whole_chain_on_the_digits(tmp_path, monkeypatch, capsys):
     tuned = shape_of("tuned/seed-2")
     assert (tuned.image, tuned.classes, tuned.representation) == ((12, 12), 5, 0)
     assert row["training_flops"] == training_flops(tuned, images=48, epochs=80)
-    line = next(line for line in said.out.splitlines() if "+-" in line)
-    result, flops = f"{row['score']:.2%} +- {row['spread']:.2%}", f"{row['training_flops']:.3g}"
-    assert line.split()[-10:-2] == ["high", "test", *result.split(), "179", "3", flops]
+    assert f"{row['score']:.2%} +- {row['spread']:.2%} on test (n = 179; " in said.out
     assert row["n"] == 179
     assert row["score"] > 0.8
     assert len(re.findall(r"^ optim\.lr=\S+ +\S+%", said.out, re.MULTILINE)) == 2

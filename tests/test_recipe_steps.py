@@ -24,7 +24,6 @@ from vitral.names import parse
 from vitral.recipe import Recipe, architecture_of, with_overrides
 from vitral.recipe_book import Named, named, recipe_names
 from vitral.training.assemble import Result, run
-from vitral.training.masking import patch_side
 from vitral.training.prepare import check_recipe
 
 SHORT = ("steps=2", "batch=4", "workers=0")
@@ -72,7 +71,7 @@ def small(book: Named) -> Recipe:
     config = parse(book.recipe.model)
     if isinstance(config, ResNetConfig):
         return with_overrides(book.recipe, [*SHORT, "image=32"])
-    side = patch_side(config) * (1 if config.stem else 2)
+    side = config.stride * (1 if config.stem else 2)
     return with_overrides(book.recipe, [*SHORT, *SHAPE, f"image={side}"])
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import re
 import time
-import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from journeys import COLOURS, MODEL, QUICK, Command, colour_folder, paint
+from journeys import COLOURS, MODEL, QUICK, SHAPE, Command, colour_folder, paint
 from PIL import Image
 
 import vitral
@@ -25,11 +23,9 @@ from vitral.api.inspection import inspect, write_run_page
 from vitral.api.neighbours import search
 from vitral.checkpoints.card import Card
 from vitral.errors import UserError
-from vitral.evaluation.calibration import reliability
 from vitral.inspection.attention import attention_maps, rollout_maps
 from vitral.inspection.looks import look_at
 from vitral.models.capture import capture
-from vitral.report import charts
 from vitral.report.page import Section, page
 from vitral.report.viewer import packed, plan_layers
 
@@ -42,10 +38,6 @@ def group(pattern: str, text: str) -> str:
     match = re.search(pattern, text, re.S)
     assert match is not None
     return match[1]
-
-
-def parsed(text: str) -> Any:
-    return ET.fromstring(text)
 
 
 def embedded(path: Path) -> dict:
@@ -80,84 +72,6 @@ def saved(tmp_path: Path, name: str, **shape) -> Path:
     return path
 
 
-@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6), st.integers(2, 9))
-def test_ticks_are_round_numbers_inside(low, span, most):
-    found = charts.ticks(low, low + span, most)
-    assert len(found) <= most + 1
-    assert all(low - 1e-6 * span <= value <= low + span + 1e-6 * span for value in found)
-    steps = np.diff(found)
-    assert len(found) >= 1
-    assert np.allclose(steps, steps[:1], rtol=1e-3) if len(steps) else True
-
-
-@pytest.mark.parametrize("points", [[(0, 1.0), (5, 3.0), (10, 2.0)], [(1, 5.0)], [(0, 0.0), (1, 0.0)]])
-def test_a_line_goes_through_its_points(points):
-    svg = parsed(charts.line_chart({"a <b>": points}, x="step", y="loss"))
-    places = [tuple(map(float, pair.split(","))) for pair in svg.find("polyline").get("points").split()]
-    assert len(places) == len(points)
-    heights = [-y for _, y in places]
-    assert np.argsort(heights).tolist() == np.argsort([y for _, y in points]).tolist()
-    assert all(charts.LEFT <= x <= charts.WIDTH and 0 <= y <= charts.HEIGHT for x, y in places)
-
-
-def test_a_long_line_is_smoothed_without_a_shift():
-    points = [(i, float(i)) for i in range(1000)]
-    smooth = charts.running_mean(points)
-    assert len(smooth) < 60
-    assert max(abs(x - y) for x, y in smooth) <= 1
-    assert charts.running_mean(points[:20]) == points[:20]
-
-
-def test_reliability_bars_say_their_numbers():
-    rng = np.random.default_rng(0)
-    bins = reliability(rng.normal(size=(200, 4)), rng.integers(0, 4, 200))
-    svg = parsed(charts.reliability_chart(bins))
-    bars = svg.findall("rect")
-    filled = [row for row in bins if row.count]
-    assert len(bars) == len(filled)
-    inner = charts.HEIGHT - charts.TOP - charts.BOTTOM
-    for bar, row in zip(bars, filled, strict=True):
-        assert float(bar.get("height")) == pytest.approx(row.accuracy * inner, abs=0.06)
-        assert f"{row.count:,} images" in bar.find("title").text
-
-
-def test_confusions_are_counted_cell_by_cell_and_names_are_text():
-    matrix = np.array([[3, 1], [0, 2]])
-    table = parsed(charts.confusion_table(matrix, ["<b>", "dog & cat"])).find("table")
-    rows = table.findall("tr")
-    assert [cell.find("span").text for cell in rows[0].findall("th")] == ["<b>", "dog & cat"]
-    assert [[cell.text or "" for cell in row.findall("td")] for row in rows[1:]] == [["3", "1"], ["", "2"]]
-    assert charts.confusion_table(np.eye(40, dtype=int), [str(i) for i in range(40)]).startswith("<img")
-
-
-def test_heat_goes_from_dark_to_bright():
-    shades = charts.heat(np.linspace(0, 1, 64)[None])[0].astype(int)
-    light = shades @ [299, 587, 114]
-    assert (np.diff(light) > 0).all()
-    assert shades[0].tolist() == charts.DARK_TO_BRIGHT[0].tolist()
-    assert shades[-1].tolist() == charts.DARK_TO_BRIGHT[-1].tolist()
-
-
-def test_tiles_keep_their_order_and_nothing_lies_between():
-    tiles = np.random.default_rng(0).integers(0, 256, (5, 2, 3, 3), dtype=np.uint8)
-    sheet = charts.tiled(tiles, 3, 60)
-    seen = sheet[sheet[..., 3] == 255][:, :3]
-    assert sorted(map(tuple, np.unique(seen, axis=0))) == sorted(map(tuple, np.unique(tiles.reshape(-1, 3), axis=0)))
-    assert sheet[0, 0, :3].tolist() == tiles[0, 0, 0].tolist()
-    assert sheet[-1, -1, 3] == 0
-
-
-def test_pictures_come_back_from_their_uri():
-    image = np.random.default_rng(0).integers(0, 256, (5, 4, 3), dtype=np.uint8)
-    for uri, expected in (
-        (charts.photo_uri(image), image),
-        (charts.photo_uri(image[:, :, :1]), image[:, :, :1].repeat(3, 2)),
-        (charts.photo_uri(np.full((2, 2, 5), 9, np.uint8)), np.full((2, 2, 3), 9)),
-    ):
-        data = base64.b64decode(uri.partition(",")[2])
-        assert np.array_equal(np.asarray(Image.open(io.BytesIO(data))), expected)
-
-
 def test_packed_rows_are_within_half_a_step():
     rows = np.random.default_rng(0).dirichlet(np.full(9, 0.3), (2, 4)).astype(np.float32)
     back = unpacked(packed(rows), 9).reshape(rows.shape)
@@ -185,7 +99,7 @@ def test_eight_images_of_a_base_model_have_every_layer_and_the_heads_of_the_last
 
 
 def test_text_cannot_leave_its_place():
-    html = page("<i>", "", [Section("a", "</script>", "", "")], {"name": "</script><b>"})
+    html = page("<i>", "", [Section("a", "</script>", "", "")], data={"name": "</script><b>"})
     assert "<i>" not in html
     assert html.count("</script>") == 2
     assert json.loads(group(r'id="data">(.*?)</script>', html)) == {"name": "</script><b>"}
@@ -208,10 +122,9 @@ def test_a_look_holds_the_attention_that_others_compute(pool):
         assert set(look.rows) == {0, 2}
         np.testing.assert_allclose(look.maps["rollout"], rollout_maps(model, images)[i], atol=1e-6)
         assert look.pooled is not None
-        if pool != "map":
-            for layer in range(3):
-                expected = attention_maps(model, images, layer=layer)[i].flatten(1)
-                np.testing.assert_allclose(look.pooled[layer], expected, atol=1e-6)
+        for layer in range(3):
+            expected = attention_maps(model, images, layer=layer)[i].flatten(1)
+            np.testing.assert_allclose(look.pooled[layer], expected, atol=1e-6)
 
 
 def test_an_axial_block_is_one_layer():
@@ -243,6 +156,38 @@ def test_a_page_needs_nothing_else(run, pictures, tmp_path):
     for image in data["images"]:
         kept = unpacked(image["rows"]["1"], rows * columns)
         assert kept.shape == (2 * rows * columns, rows * columns)
+
+
+def test_numbers_of_a_page_are_those_of_the_weights(tmp_path):
+    """The reach of a head and the norm of a token, by loops over what the layers computed."""
+    path = saved(tmp_path, "ViT-Ti/4@12", depth=2, width=16, heads=2, classes=3)
+    picture = paint(tmp_path / "a.png", COLOURS["red"], side=12)
+    text = inspect(path, picture, output=tmp_path / "a.html", preprocess=PLAIN.replace("8", "12")).page.read_text()
+    model: Any = api.load(path)[0]
+    pixels = torch.from_numpy(np.array(Image.open(picture))).permute(2, 0, 1)[None] / 127.5 - 1
+    norms: list[torch.Tensor] = []
+    hook = model.blocks[-1].register_forward_hook(lambda _module, _inputs, out: norms.append(out[0, 1:].norm(dim=-1)))
+    with capture(model, rows="all") as seen, torch.inference_mode():
+        model(pixels)
+    hook.remove()
+    said = dict(re.findall(r"<title>(layer \d, head \d): ([\d.]+)</title>", text))
+    for layer in range(2):
+        for head in range(2):
+            weights, reach = seen[layer][0, head, 1:, 1:], 0.0
+            for i in range(9):
+                for j in range(9):
+                    far = 4 * np.hypot(i // 3 - j // 3, i % 3 - j % 3)
+                    reach += float(weights[i, j] / weights[i].sum() * far / 9)
+            assert float(said[f"layer {layer + 1}, head {head + 1}"]) == pytest.approx(reach, abs=0.051)
+    assert embedded(tmp_path / "a.html")["images"][0]["maps"]["norms"] == pytest.approx(norms[0].tolist(), rel=1e-3)
+
+
+def test_a_single_class_has_evidence():
+    torch.manual_seed(0)
+    model: Any = api.create(MODEL, depth=2, width=16, heads=2, classes=1).eval()
+    torch.nn.init.normal_(model.head.output.weight)
+    (look,) = look_at(model, torch.randn(1, 3, 8, 8))
+    assert look.maps["evidence"].max() > 0
 
 
 def test_a_model_alone_has_a_page(tmp_path):
@@ -287,7 +232,8 @@ def test_mistakes_of_the_user_are_one_sentence(run, pictures, tmp_path):
     picture = pictures / "red" / "0.png"
     (tmp_path / "bad.png").write_text("no picture")
     for images, layers, expected in (
-        (picture, [7], "there is no layer 8"),
+        (picture, [7, 1], "there is no layer 8"),
+        (picture, [-1, 1], "there is no layer 0"),
         (tmp_path / "bad.png", [], "none of these images can be read"),
         ([paint(tmp_path / "many" / f"{i}.png", (1, 2, 3)) for i in range(65)], [], "at most 64 images"),
     ):
@@ -305,7 +251,7 @@ def test_a_run_has_a_page_of_its_mistakes(run, pictures):
     result = json.loads((run / "result.json").read_text())
     for title in ("How it learned", "What it confuses", "Does it know when it knows?", "Class by class", "The recipe"):
         assert title in text
-    answers = [(image["truth"], *image["answers"][0]) for image in data["images"]]
+    answers = [(image["truth"][0], *image["answers"][0]) for image in data["images"]]
     wrong = [share for truth, name, share in answers if truth != name]
     n = result["metrics"]["n"]
     assert len(wrong) == min(8, n - round(n * result["metrics"]["top1"]))
@@ -316,6 +262,38 @@ def test_a_run_has_a_page_of_its_mistakes(run, pictures):
     steps = len({line["step"] for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())})
     loss = group(r'training loss over step.*?<polyline class="s1" points="([^"]*)"', text)
     assert len(loss.split()) == steps
+
+
+def test_a_run_of_several_labels_shows_those_that_are_there(pictures, tmp_path):
+    table = tmp_path / "several.jsonl"
+    names = {
+        path: [path.parent.name, *(["even"] if int(path.stem) % 2 == 0 else [])] for path in pictures.rglob("*.png")
+    }
+    lines = [
+        {"path": str(path), "labels": labels, "split": "test" if int(path.stem) > 3 else "train"}
+        for path, labels in names.items()
+    ]
+    table.write_text("\n".join(map(json.dumps, lines)))
+    vitral.train(table, model=MODEL, out=tmp_path / "run", overrides=[*QUICK, "steps=4"], device="cpu")
+    path = write_run_page(tmp_path / "run", table, device="cpu")
+    text, images = path.read_text("utf-8"), embedded(path)["images"]
+    truths = {tuple(sorted(image["truth"])) for image in images}
+    assert truths == {tuple(sorted(labels)) for path, labels in names.items() if int(path.stem) > 3}
+    assert "Some of 6 held-out images. A ✓ marks" in text
+    assert "Average precision: " in text
+    assert "Recall: " not in text
+
+
+def test_a_run_without_classes_shows_losses_not_percents(pictures, tmp_path):
+    words = ["learn=masked", "steps=4", "batch=6", "evaluate_every=2", "data.mixup=0", "schedule.warmup=0", *SHAPE]
+    result = vitral.train(pictures, model=MODEL, out=tmp_path / "run", overrides=words, device="cpu").results[0]
+    path = write_run_page(tmp_path / "run", pictures, device="cpu")
+    text, data = path.read_text("utf-8"), embedded(path)
+    assert f"<dt>held-out loss</dt><dd>{result.metrics['masked_loss']:.3f}</dd>" in text
+    assert not re.search(r"-\d[\d.]* ?%", text)
+    assert "Where it looks" in text
+    assert all(image["answers"] == image["truth"] == [] for image in data["images"])
+    assert [len(image["maps"]["rollout"]) for image in data["images"]] == [4] * len(data["images"])
 
 
 def test_what_looks_alike_is_found(run, pictures, tmp_path):
@@ -329,8 +307,29 @@ def test_what_looks_alike_is_found(run, pictures, tmp_path):
     assert [one.path for one in found] == [paths[i] for i in order]
     assert [one.score for one in found] == pytest.approx((unit @ unit[own])[order], abs=1e-5)
     assert search(run, pictures, query=query, top=3, index=index) == found
-    with pytest.raises(UserError, match="index of other images"):
-        search(run, pictures / "red", query=query, index=index)
+    other = saved(tmp_path, MODEL, depth=2, width=16, heads=2)
+    vitral.embed(run, pictures, output=tmp_path / "embedded.npz")
+    for source, folder, how, file in (
+        (run, pictures / "red", "", index),
+        (other, pictures, PLAIN, index),
+        (run, pictures, "decode|resize(12)|value_range(-1, 1)", index),
+        (run, pictures, "", tmp_path / "embedded.npz"),
+    ):
+        with pytest.raises(UserError, match="not the index of these images, as they are now, by this model"):
+            search(source, folder, query=query, index=file, preprocess=how)
+    with pytest.raises(UserError, match="holds 18 images: name the one"):
+        search(run, pictures, query=pictures)
+
+
+def test_an_index_knows_when_its_folder_has_changed(run, tmp_path):
+    folder, index = colour_folder(tmp_path / "pictures", images=2), tmp_path / "index.npz"
+    words = {"query": folder / "red" / "0.png", "index": index, "top": 9}
+    assert len(search(run, folder, **words)) == 5
+    paint(folder / "red" / "new.png", COLOURS["red"], 77)
+    with pytest.raises(UserError, match="remove it"):
+        search(run, folder, **words)
+    index.unlink()
+    assert len(search(run, folder, **words)) == 6
 
 
 def test_patches_that_look_alike_are_found(run, pictures):

@@ -205,6 +205,7 @@ def test_mistakes_are_told_before_anything_runs(weights: Path, root: Path, tmp_p
         ("ask for one of the two", {"fixed": True, "sweep": ("steps=1,2",)}),
         ("patience is settled", {"overrides": ("patience=3",)}),
         ("data.dev is settled", {"overrides": ("data.dev=0.1",)}),
+        ("patience is settled", {"sweep": ("patience=1,2",)}),
         ("draws at random", {"overrides": (*QUICK, "data.test=decode|random_crop({size})")}),
         ("no recipe", {"recipe": "paper:finetune/vtb"}),
     ]
@@ -315,9 +316,11 @@ def test_the_command_line_at_full_count(
         return capsys.readouterr().out
 
     shown = call("a", "--seeds", "2")
-    line = next(line for line in shown.splitlines() if line.strip().startswith("camelyon "))
-    assert line.split()[:3] == ["camelyon", "specialized", "200"]
-    assert line.split()[4:7] == ["83.3", "83.6", "82.5"]
+    score, cost = (line.split() for line in shown.splitlines() if line.strip().startswith("camelyon "))
+    assert (score[:2], score[3:]) == (["camelyon", "200"], ["83.3", "83.6", "82.5"])
+    row = json.loads((tmp_path / "a" / "vtab.json").read_text())["tasks"]["camelyon"]
+    assert cost[1:3] == [f"{row['training_flops']:.3g}", f"{row['device_hours']:.3g}"]
+    assert all(len(line) <= 80 for line in shown[: shown.index("patch_camelyon is a stand-in")].splitlines())
     assert "1 of 19 tasks; missing: caltech101, cifar100" in shown
     assert "over 2 seeds" in shown
     assert "those of TFDS's own order in 1 of 1 tasks" in shown

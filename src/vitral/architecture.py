@@ -106,6 +106,11 @@ class ViTConfig:
         """Whether the position table holds a row for the class token."""
         return self.class_token and self.class_position and self.position in ("1d", "2d")
 
+    @property
+    def stride(self) -> int:
+        """Pixels of the image along a side of a patch; before that of a hybrid there is a stem that strides."""
+        return self.patch * (self.stem.stride if self.stem else 1)
+
     def grid(self, image: Size) -> Size:
         """Rows and columns of patches. Pixels at the right and bottom that fill no patch are dropped, as by Google."""
         height, width = self.stem.grid(image) if self.stem else image
@@ -140,6 +145,11 @@ class ResNetConfig:
         _check_choices(self, root_pool=RootPool)
         _check_positive(self, "width", "channels")
         self.grid(self.image)
+
+    @property
+    def stride(self) -> int:
+        """Pixels of the image along a side of a place of the last feature map."""
+        return 32
 
     @property
     def features(self) -> int:

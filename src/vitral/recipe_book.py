@@ -98,12 +98,13 @@ def hyperrule(images: int) -> str:
 
 def _model(name: str, models: tuple[str, ...], asked: str) -> str:
     """vitral's spelling of the model that was asked for, without its image size, if the recipe is for it."""
-    if not asked or ("(" in asked and "*" in models):  # a shape without a name, as `name_of` spells those of weights
+    if not asked:
         return models[0]
-    model = name_of(parse(asked)).partition("@")[0]
+    unnamed = "(" in asked  # a shape of its own, as `name_of` spells those of weights
+    model = asked if unnamed else name_of(parse(asked)).partition("@")[0]
     if not any(fnmatchcase(model, pattern) for pattern in models):
         raise UserError(f"{name} has no row for {model}: choose one of {', '.join(models)}.")
-    return model
+    return models[0] if unnamed else model
 
 
 def _pretraining(dataset: str, model: str) -> Draft:

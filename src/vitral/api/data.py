@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from vitral.data.catalog import CATALOG
-from vitral.data.narrow import narrowed
+from vitral.data.narrow import for_final, narrowed
 from vitral.data.sources import DataSet, open_data
 from vitral.errors import UserError
 from vitral.evaluation.duplicates import read_exclusions
-from vitral.recipe import Recipe
+from vitral.recipe import Recipe, from_toml
+from vitral.recipe_parts import DataRecipe
 
 
 def open_narrowed(data: str | Path, recipe: Recipe) -> DataSet:
@@ -42,6 +43,14 @@ def open_as_trained(data: str | Path, recipe: Recipe, train: str) -> DataSet | N
     except UserError:  # too few images for what the recipe draws, or none of those listed: another data set
         return None
     return opened if opened.train.fingerprint() == train else None
+
+
+def open_to_probe(data: str | Path, source: Path) -> DataSet:
+    """All of the data, measured on its test split. The weights of a run that held out images of its own are not to be
+    tested on what they were trained on, so its share decides where the data has no split."""
+    recipe = (source if source.is_dir() else source.parent) / "recipe.toml"
+    share = from_toml(recipe.read_text("utf-8")).data.held_out if recipe.is_file() else 0.0
+    return for_final(open_data(data, held_out=share or DataRecipe().held_out))
 
 
 def open_to_train(data: str | Path, recipe: Recipe) -> DataSet:

@@ -230,7 +230,7 @@ def _pooled_name(model: Model) -> str:
 
 
 def _examples(model: Model, card: Card, test: Split, preprocess: Preprocess, place: str) -> Examples:
-    """Mistakes, the surest first, then right answers, the least sure first; some images where none is right or wrong."""
+    """Mistakes, the surest first, then right answers, the least sure first; some images where nothing can be wrong."""
     sample = test.select(_evenly(len(test), ASKED))
     if test.multilabel or not card.architecture.classes:
         order, mistakes, bins = _evenly(len(sample), EXAMPLES), 0, ()

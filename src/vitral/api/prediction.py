@@ -88,6 +88,10 @@ def evaluate(
     """
     _check_numbers(batch=batch)
     model, card = load(source)
+    if not card.architecture.classes:
+        raise UserError(
+            f"{source} has no head that classifies: fine-tune it first, or measure its features with `vitral fewshot`."
+        )
     scored, notes = _test_split(Path(source).expanduser(), data, split)
     if str(data).partition(":")[0] == "objectnet":
         wish = prepared(card, preprocess or _objectnet_preprocess(card))
@@ -230,11 +234,11 @@ def _test_split(source: Path, data: str | Path, split: str) -> tuple[Split, tupl
     folder = source if source.is_dir() else source.parent
     recipe, facts = folder / "recipe.toml", folder / "data.json"
     if recipe.is_file() and facts.is_file():
-        trained_on = json.loads(facts.read_text("utf-8"))["train"]
-        same = open_as_trained(data, from_toml(recipe.read_text("utf-8")), trained_on)
-        scored = _scored(same, split) if same is not None else None
+        stated = json.loads(facts.read_text("utf-8"))
+        same = open_as_trained(data, from_toml(recipe.read_text("utf-8")), stated["train"])
+        scored = _scored(same, split, stated["test"]) if same is not None else None
         if scored is not None:
-            held = f"the {len(scored):,} held-out images"
+            held = f"the {len(scored):,} held-out images of its {scored.name} split"
             return scored, (f"The model was trained on this data: only {held} are scored.",)
     opened = open_data(data, held_out=0.0)
     scored = _scored(opened, split)
@@ -243,12 +247,15 @@ def _test_split(source: Path, data: str | Path, split: str) -> tuple[Split, tupl
     return scored, (f"The {len(scored):,} images of the {scored.name} split are scored.",)
 
 
-def _scored(data: DataSet, split: str) -> Split | None:
-    """The split asked for; without a wish what was measured while training."""
-    found = [part for part in (data.test, data.final) if part is not None and split in ("", part.name)]
+def _scored(data: DataSet, split: str, measured: str = "") -> Split | None:
+    """The split asked for; without a wish the one with the fingerprint that a run measured, else the first."""
+    parts = [part for part in (data.test, data.final) if part is not None]
+    found = [part for part in parts if split in ("", part.name)]
     if split and not found:
-        names = [part.name for part in (data.test, data.final) if part is not None]
+        names = [part.name for part in parts]
         raise UserError(f'{data.source} has no split "{split}" to score: {" or ".join(names) or "leave it out"}.')
+    if not split and measured:
+        found = [part for part in parts if part.fingerprint() == measured] or found
     return found[0] if found else None
 
 

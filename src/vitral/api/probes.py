@@ -10,7 +10,9 @@ from typing import Any, Literal
 import numpy as np
 
 from vitral.api.checkpoints import load
+from vitral.api.data import open_to_probe
 from vitral.api.device import check_device
+from vitral.checkpoints.weights import located
 from vitral.cost import cost
 from vitral.data.loader import default_workers
 from vitral.data.narrow import for_final
@@ -33,6 +35,7 @@ class Probing:
 
     source: str
     data: str
+    split: str  # what was tested on
     features: int
     train: int
     test: int
@@ -41,6 +44,7 @@ class Probing:
     linear: float | None
     flops: float  # of the features, in one forward pass of each image
     kept: str  # where the features are, for the next time
+    notes: tuple[str, ...]  # what to know of the data
 
     def as_dict(self) -> dict[str, Any]:
         rows = [{**asdict(row), "mean": row.mean, "interval": row.interval} for row in self.shots]
@@ -71,7 +75,7 @@ def fewshot(
         raise UserError("shots, seeds and batch must be at least 1.")
     check_device(device)
     place = device or str(default_device())
-    opened = for_final(open_data(data))
+    opened = open_to_probe(data, located(str(source)))
     if opened.test is None or not len(opened.train):
         raise UserError(f"{data} has no images to learn from, or none to test on: name a data set with both.")
     if opened.train.multilabel:
@@ -94,6 +98,7 @@ def fewshot(
     return Probing(
         source=str(source),
         data=str(data),
+        split=opened.test.name,
         features=train_x.shape[1],
         train=len(train_y),
         test=len(test_y),
@@ -102,6 +107,7 @@ def fewshot(
         linear=None if lines is None else float(np.mean(lines == test_y)),
         flops=2.0 * cost(card.architecture).macs * (len(train_y) + len(test_y)),
         kept=str(train.kept or ""),
+        notes=opened.notes,
     )
 
 
@@ -111,25 +117,29 @@ def dedupe(
     *,
     output: str | Path = "",
     weights: str | Path = "",
+    preprocess: str = "",
     device: str = "",
     on_progress: Progress | None = None,
 ) -> Duplicates:
     """Images of `train` that test images of other data sets are copies of; to `output` as a list to leave out.
 
-    Perceptual hashes and a closer look find copies; with `weights` the model's features look, too. `data.exclude` of a
-    recipe takes the list.
+    Perceptual hashes and a closer look find copies; with `weights` the model's features look, too, at images prepared
+    as the weights say unless `preprocess` says otherwise. `data.exclude` of a recipe takes the list.
     """
     from vitral.api.prediction import prepared
 
     check_device(device)
+    if preprocess and not weights:
+        raise UserError("preprocess is for the images of a model: name its weights, too, or leave it out.")
     opened = open_data(train, held_out=0.0)
     others = [_tested(name) for name in against]
     model, card = load(weights) if weights else (None, None)
+    wish = prepared(card, preprocess) if card is not None else None
     found = find_duplicates(
         opened.train,
         others,
         model=model,
-        preprocess=prepared(card, "") if card is not None else None,
+        preprocess=wish,
         device=device or str(default_device()),
         workers=default_workers("cuda"),
         on_progress=on_progress,

@@ -11,19 +11,34 @@ from typing import Any
 from vitral.api.data import open_to_choose
 from vitral.api.device import check_device
 from vitral.api.training import new_folder, read_recipe
-from vitral.architecture import Architecture, ResNetConfig
+from vitral.architecture import ResNetConfig
+from vitral.checkpoints.card import Card
 from vitral.checkpoints.weights import describe, located
 from vitral.checkpoints.write import written_aside
 from vitral.data.sources import DataSet
 from vitral.errors import UserError
 from vitral.names import name_of
 from vitral.paper import Reported, reported
+from vitral.paper.results import PRETRAININGS
 from vitral.recipe import Recipe, architecture_of, recipe_hash, with_overrides
 from vitral.recipe_book import FAMILIES, Named, hyperrule, named
-from vitral.studies.protocol import Candidate, Outcome, candidates, follow, read_grid
+from vitral.studies.protocol import Candidate, Outcome, candidates, follow, grid_of
 from vitral.training.events import Listener, Note
+from vitral.training.parallel import by_first, joined
 from vitral.training.prepare import check_recipe
 from vitral.version import __version__
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A number of the paper, with the data set and the pre-training that it is for."""
+
+    data: str
+    pretraining: str
+    number: Reported
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"data": self.data, "pretraining": self.pretraining, **asdict(self.number)}
 
 
 @dataclass(frozen=True)
@@ -34,7 +49,7 @@ class Protocol:
     data: str
     folder: str
     outcome: Outcome
-    reported: tuple[Reported, ...]
+    reported: tuple[Printed, ...]
     readings: tuple[str, ...]  # where the paper is silent or contradicts itself
 
     def as_dict(self) -> dict[str, Any]:
@@ -50,7 +65,11 @@ class Protocol:
             "seeds": [result.seed for result in outcome.results],
             "n": last.metrics["n"],
             "chosen": outcome.chosen.words,
-            "trials": [{"words": trial.words, "score": trial.score} for trial in outcome.trials],
+            "chosen_on": outcome.dev if outcome.trials else "",
+            "trials": [
+                {"words": trial.words, "score": trial.score, "n": trial.result.metrics["n"]} for trial in outcome.trials
+            ],
+            "diverged": list(outcome.diverged),
             "training_flops": outcome.flops,
             "all_flops": outcome.all_flops,
             "device_hours": outcome.device_hours,
@@ -58,7 +77,7 @@ class Protocol:
             "device": last.device,
             "devices": last.devices,
             "recipe": recipe_hash(outcome.chosen.recipe),
-            "paper": [asdict(row) for row in self.reported],
+            "paper": [row.as_dict() for row in self.reported],
             "readings": list(self.readings),
             "version": __version__,
             "folder": self.folder,
@@ -83,7 +102,7 @@ def pretrain(
     """
     book = _book(recipe or "paper:pretrain/imagenet", model)
     base = replace(book.recipe, model=model)
-    return _followed(book, base, data, None, overrides, sweep, seeds, out, device, listen)
+    return _followed(book, base, data, overrides, sweep, seeds, out, device, listen)
 
 
 def finetune(
@@ -93,20 +112,21 @@ def finetune(
     recipe: str | Path | Recipe,
     overrides: Sequence[str] = (),
     sweep: Sequence[str] = (),
-    seeds: int = 0,
+    seeds: int | None = None,
     out: str | Path = "",
     device: str = "",
     listen: Listener = lambda event: None,
 ) -> Protocol:
     """Fine-tune by the paper's protocol: the rate chosen on a dev split, then all of train, several seeds, test once.
 
-    A ResNet also tries BiT's own recipe, and the better of the two on the dev split is kept (section 4.1).
+    A ResNet also tries BiT's own recipe, and the better of the two on the dev split is kept (section 4.1). Without
+    `seeds` there are as many as the recipe says.
     """
     card = describe(located(str(weights))).card
     book = _book(recipe, name_of(replace(card.architecture, classes=1000)))
     seen = card.preprocess or book.recipe.data  # pixels go on as the weights know them
     base = replace(book.recipe, init=str(weights), data=replace(book.recipe.data, mean=seen.mean, std=seen.std))
-    return _followed(book, base, data, card.architecture, overrides, sweep, seeds, out, device, listen)
+    return _followed(book, base, data, overrides, sweep, seeds, out, device, listen)
 
 
 def _book(recipe: str | Path | Recipe, model: str) -> Named:
@@ -121,53 +141,58 @@ def _followed(
     book: Named,
     base: Recipe,
     data: str | Path,
-    start: Architecture | None,
     overrides: Sequence[str],
     sweep: Sequence[str],
-    seeds: int,
+    seeds: int | None,
     out: str | Path,
     device: str,
     listen: Listener,
 ) -> Protocol:
     check_device(device)
-    if seeds < 0:
+    if seeds is not None and seeds < 1:
         raise UserError(f"seeds must be at least 1, not {seeds}.")
     base = with_overrides(base, overrides)
     dev = base.data.dev or book.dev
     opened, choosing = open_to_choose(data, base, dev)
-    own = {word.partition("=")[0].strip() for word in overrides}
-    own |= {"steps"} if "epochs" in own else set()  # a run has one length
-    grid = read_grid(sweep) if sweep else {key: values for key, values in book.sweep.items() if key not in own}
-    tried = candidates(base, grid)
-    rule = _of_bit(book, base, opened, start, sweep, overrides)
+    tried = candidates(base, grid_of(sweep, book.sweep, overrides))
+    card = describe(located(base.init)).card if base.init else None
+    rule = _of_bit(book, base, opened, card, sweep, overrides)
     if rule is not None:
         tried = [*(replace(one, words=one.words or book.name) for one in tried), rule]
     for candidate in tried:
-        check_recipe(candidate.recipe, opened, describe(located(base.init)).card if base.init else None)
-    folder = Path(out) if out else new_folder(data, base)
+        check_recipe(candidate.recipe, opened, card)
+    world = joined(device)
+    folder = by_first(lambda: Path(out) if out else new_folder(data, base), world)
     for sentence in (*opened.notes, *book.readings, f"run folder: {folder}"):
         listen(Note(sentence))
     outcome = follow(
         tried, opened, folder, choosing=choosing, dev=dev, seeds=seeds or book.seeds, device=device, listen=listen
     )
-    architecture = start or architecture_of(base, len(opened.train.classes))
+    followed = outcome.chosen.recipe
+    architecture = card.architecture if card else architecture_of(followed, len(opened.train.classes))
     model = name_of(replace(architecture, classes=1000))
-    found = Protocol(model, str(data), str(folder), outcome, _reported(book.name, model), book.readings)
-    with written_aside(folder / "protocol.json") as aside:
-        aside.write_text(json.dumps(found.as_dict(), indent=2) + "\n", "utf-8")
+    found = Protocol(model, str(data), str(folder), outcome, printed(book.name, model), book.readings)
+    by_first(lambda: write_row(folder / "protocol.json", found.as_dict()), world)
     return found
+
+
+def write_row(path: Path, row: dict[str, Any]) -> None:
+    with written_aside(path) as aside:
+        aside.write_text(json.dumps(row, indent=2) + "\n", "utf-8")
 
 
 def _of_bit(
     book: Named,
     base: Recipe,
     data: DataSet,
-    start: Architecture | None,
+    card: Card | None,
     sweep: Sequence[str],
     overrides: Sequence[str],
 ) -> Candidate | None:
     """BiT's recipe for transfer, beside the paper's, where a ResNet is fine-tuned."""
-    if not isinstance(start, ResNetConfig) or not book.name.startswith("paper:finetune/") or sweep:
+    if card is None or not isinstance(card.architecture, ResNetConfig) or sweep:
+        return None
+    if not book.name.startswith("paper:finetune/"):
         return None
     name = hyperrule(len(data.train))
     rule = named(name, base.model).recipe
@@ -175,10 +200,10 @@ def _of_bit(
     return Candidate(name, with_overrides(rule, overrides))
 
 
-def _reported(recipe: str, model: str) -> tuple[Reported, ...]:
-    """What the paper got with this model on the data set that the recipe is for, from each pre-training set."""
-    task = recipe.partition("paper:finetune/")[2].partition(":")[0].partition("-")[0]
-    if not task:
+def printed(recipe: str, model: str) -> tuple[Printed, ...]:
+    """What the paper got with this model on the data set that the recipe is for, from each pre-training."""
+    data = recipe.partition("paper:finetune/")[2].partition(":")[0].partition("-")[0]
+    if data in ("", "vtab"):  # VTAB's number is a mean over tasks, and here there is one
         return ()
     plain = model.partition("@")[0]
-    return tuple(row for source in ("jft300m", "imagenet21k", "imagenet") for row in reported(plain, source, task))
+    return tuple(Printed(data, source, row) for source in PRETRAININGS for row in reported(plain, source, data))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -165,11 +166,9 @@ def _early(recipe: Recipe | None, overrides: Sequence[str]) -> Recipe:
 def new_folder(data: str | Path, recipe: Recipe) -> Path:
     """runs/NAME, or runs/NAME-2, ... where that exists: a run is never overwritten by another."""
     name = Path(str(data)).expanduser().name.split(".")[0] or "run"
-    model = (
-        Path(recipe.init).name.split(".")[0]
-        if recipe.init
-        else recipe.model.replace("/", "-").replace("+", "-").replace("@", "-")
-    )
+    start = Path(recipe.init)
+    start = start.parent if start.name.startswith("seed-") else start
+    model = start.name.split(".")[0] if recipe.init else re.sub("[/+@]", "-", recipe.model)
     base = f"{name}-{model}"
     number = 1
     while (folder := Path("runs") / (base if number == 1 else f"{base}-{number}")).exists():

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vitral.api.device import check_device
+from vitral.api.protocols import write_row
 from vitral.api.training import new_folder
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.weights import describe, located
-from vitral.checkpoints.write import written_aside
 from vitral.data.vtab import TASKS, VtabTask, find_task, open_task, write_ids
 from vitral.errors import UserError
 from vitral.names import name_of
 from vitral.paper import VtabRow, table9
 from vitral.recipe import Recipe, recipe_hash, with_overrides
 from vitral.recipe_book import Named, named
-from vitral.studies.protocol import Candidate, candidates, read_grid
+from vitral.studies.protocol import Candidate, candidates, grid_of
 from vitral.studies.vtab import Suite, follow_suite, for_task, group_scores, mean_score
 from vitral.training.events import Listener, Note
+from vitral.training.parallel import by_first, joined
 from vitral.training.prepare import check_recipe
 from vitral.version import __version__
 
@@ -70,6 +71,7 @@ class VtabScore:
             "missing": self.missing,
             "chosen": suite.chosen.words,
             "trials": [{"words": trial.words, "score": trial.score, "tasks": trial.scores} for trial in suite.trials],
+            "diverged": list(suite.diverged),
             "training_flops": suite.flops,
             "all_flops": suite.all_flops,
             "device_hours": suite.device_hours,
@@ -95,6 +97,7 @@ class VtabScore:
             "order": task.order,
             "training_flops": results[0].flops,
             "device_hours": sum(result.device_hours for result in results),
+            "images_per_second_per_device": results[-1].images_per_second / results[-1].devices,
         }
 
     def _paper(self, row: VtabRow) -> dict[str, Any]:
@@ -138,30 +141,33 @@ def vtab1k(
     card = describe(located(str(weights))).card
     model = name_of(replace(card.architecture, classes=1000))
     book = named(recipe, model)
+    _check_settled((*overrides, *sweep))
     tried = _candidates(_recipe(book, weights, card, overrides), book, overrides, sweep, fixed)
     opened, missing = _opened(tasks, Path(root), train, val)
     _check(tried, opened, card)
-    folder = Path(out) if out else new_folder(root, tried[0].recipe)
+    world = joined(device)
+    folder = by_first(lambda: Path(out) if out else new_folder(root, tried[0].recipe), world)
     notes = _notes(opened, tried)
     for sentence in (*missing.values(), *notes, *book.readings, f"run folder: {folder}"):
         listen(Note(sentence))
     for task in opened:
-        listen(Note(_listed(task, folder, beside=(train, val) == _COUNTS)))
+        listen(Note(by_first(partial(_listed, task, folder, beside=(train, val) == _COUNTS), world)))
     suite = follow_suite(tried, opened, folder, seeds=seeds, device=device, listen=listen)
     found = VtabScore(
         model, str(root), str(folder), tuple(opened), missing, suite, paper_rows(model), book.readings, notes
     )
-    with written_aside(folder / "vtab.json") as aside:
-        aside.write_text(json.dumps(found.as_dict(), indent=2) + "\n", "utf-8")
+    by_first(lambda: write_row(folder / "vtab.json", found.as_dict()), world)
     return found
+
+
+def _check_settled(words: Sequence[str]) -> None:
+    for key in (word.partition("=")[0].strip() for word in words):
+        if key in _SETTLED:
+            raise UserError(f"{key} is settled by VTAB's protocol: leave it out.")
 
 
 def _recipe(book: Named, weights: str | Path, card: Card, overrides: Sequence[str]) -> Recipe:
     """The paper's, over these weights and the pixel values they know."""
-    for word in overrides:
-        key = word.partition("=")[0].strip()
-        if key in _SETTLED:
-            raise UserError(f"{key} is settled by VTAB's protocol: leave it out.")
     data = book.recipe.data
     if card.preprocess is not None:
         data = replace(data, mean=card.preprocess.mean, std=card.preprocess.std)
@@ -174,10 +180,7 @@ def _candidates(
     """What is tried: the sweep that was asked for, else the book's without the keys that overrides set."""
     if fixed and sweep:
         raise UserError("fixed takes the paper's choice and a sweep makes another: ask for one of the two.")
-    own = {word.partition("=")[0].strip() for word in overrides}
-    own |= {"steps"} if "epochs" in own else set()  # a run has one length
-    grid = read_grid(sweep) if sweep else {key: tried for key, tried in book.sweep.items() if key not in own}
-    return candidates(recipe, {} if fixed else grid)
+    return candidates(recipe, {} if fixed else grid_of(sweep, book.sweep, overrides))
 
 
 def _opened(names: Sequence[str], root: Path, train: int, val: int) -> tuple[list[VtabTask], dict[str, str]]:

@@ -135,6 +135,8 @@ def _find(source: Path) -> Path:
         if (source / name).is_file():
             return source / name
     found = sorted(path for path in source.iterdir() if path.is_file() and path.name.endswith(_SUFFIXES))
+    if not found and (seeds := sorted(source.glob("seed-*/"))):
+        raise UserError(f"{source} holds several runs: name one of them, such as {seeds[0]}.")
     if not found:
         raise UserError(f"the folder {source} holds no weight file ({', '.join(_SUFFIXES)}): check the path.")
     if len(found) > 1:

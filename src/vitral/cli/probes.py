@@ -72,7 +72,8 @@ def fewshot(
         for row in found.shots
     ]
     if rows:
-        note = f"{seeds} draws; +- is half of the 95 % interval of the mean; l2 {l2}."
+        spread = "; +- is half of the 95 % interval of the mean" if seeds > 1 else ""
+        note = f"{counted(seeds, 'draw')}{spread}; l2 {l2}; n = {found.test:,}."
         print_table(["shots", "accuracy", "", "images learnt from"], rows, note=note)
     print_facts(_facts(found))
 
@@ -84,6 +85,7 @@ def dedupe(
     against: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEST ...")],
     output: Annotated[str, tyro.conf.arg(metavar="FILE", aliases=["-o"], help_behavior_hint="")] = "",
     weights: Annotated[str, tyro.conf.arg(metavar="WEIGHTS", help_behavior_hint="")] = "",
+    preprocess: Text = "",
     device: Text = "",
     json: Flag = False,
 ) -> None:
@@ -97,13 +99,22 @@ def dedupe(
         against: data sets whose test images must not be trained on.
         output: the list to write.
         weights: a model whose features look, too: slower, finds copies that hashes miss.
+        preprocess: how pixels are prepared for it, where it is not what the weights say.
         device: where the model computes; chosen without it.
         json: print JSON instead of a table.
     """
     from vitral import api
 
     with bar("comparing") as progress:
-        found = api.dedupe(train, against, output=output, weights=weights, device=device, on_progress=progress)
+        found = api.dedupe(
+            train,
+            against,
+            output=output,
+            weights=weights,
+            preprocess=preprocess,
+            device=device,
+            on_progress=progress,
+        )
     if json:
         print_json(found.as_dict())
         return
@@ -127,7 +138,8 @@ def dedupe(
 
 def _facts(found: Probing) -> dict[str, str]:
     return {
-        "data": f"{found.data}: {found.train:,} images to learn from, {found.test:,} to test on",
+        "data": f"{found.data}: {found.train:,} images to learn from, {found.test:,} ({found.split}) to test on",
+        "how": " ".join(found.notes),
         "nearest neighbours": "" if found.knn is None else f"{found.knn:.2%} (k = 20, all of train)",
         "linear probe": "" if found.linear is None else f"{found.linear:.2%} (all of train)",
         "features": f"{found.features:,} an image, {found.flops:.3g} FLOPs; kept in {found.kept or 'no file'}",

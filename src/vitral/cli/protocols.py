@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 
-from vitral.cli.options import Data, Flag, Folder, Source, Text, Times, Tried, Words
+from vitral.cli.options import Count, Data, Flag, Folder, Source, Text, Times, Tried, Words
 from vitral.cli.progress import RunDisplay, duration
 from vitral.cli.show import print_facts, print_json, print_table
 from vitral.cli.train import rank
 
 if TYPE_CHECKING:
-    from vitral.api import Protocol
+    from vitral.api.protocols import Printed, Protocol
 
 
 class Described(typing.Protocol):
@@ -78,7 +78,7 @@ def finetune(
     *,
     recipe: Annotated[str, tyro.conf.arg(metavar="RECIPE")],
     sweep: Tried = (),
-    seeds: Times = 0,
+    seeds: Count = None,
     out: Folder = "",
     device: Text = "",
     set: Words = (),
@@ -135,56 +135,56 @@ def report(start: Callable[[Any], T], show: Callable[[T], None], json: bool) -> 
 
 
 def _print(found: Protocol) -> None:
+    """One value a line: a table of all this would be wider than most windows."""
     outcome = found.outcome
-    if outcome.trials:
-        cells = [[trial.words, value(trial.result.metrics)] for trial in outcome.trials]
-        print_table(["tried", "on dev"], cells)
-    row = found.as_dict()
-    print_table(
-        ["model", "data", "measured on", "result", "n", "seeds", "FLOPs a run", "device-hours", "images/s a device"],
-        [
-            [
-                found.model,
-                found.data,
-                outcome.split,
-                _result(found),
-                f"{row['n']:,}",
-                str(len(outcome.results)),
-                f"{outcome.flops:.3g}",
-                f"{outcome.device_hours:.3g}",
-                f"{row['images_per_second_per_device']:,.0f}",
-            ]
-        ],
-        left=3,
-    )
     last = outcome.results[-1]
+    if outcome.trials:
+        n = outcome.trials[0].result.metrics["n"]
+        cells = [[trial.words, _value(trial.result.metrics)] for trial in outcome.trials]
+        print_table(["tried", f"on {outcome.dev} (n = {n:,})"], cells)
+    speed = last.images_per_second / last.devices
     print_facts(
         {
+            "model": found.model,
+            "data": found.data,
+            "diverged": ", ".join(outcome.diverged),
             "chosen": outcome.chosen.words if outcome.trials else "",
-            "the paper": "; ".join(_paper(entry) for entry in found.reported),
+            "result": _result(found),
+            "the paper": "\n".join(_paper(entry) for entry in found.reported),
+            "FLOPs": f"{outcome.flops:.3g} a run, {outcome.all_flops:.3g} in all",
+            "device-hours": f"{outcome.device_hours:.3g} in all",
+            "speed": f"{speed:,.0f} images/s a device" if speed else "",
             "device": f"{last.devices} x {last.device}",
-            "time": f"{duration(outcome.device_hours * 3600 / last.devices)}, trials included",
-            "run folder": found.folder,
+            "time": f"{duration(outcome.device_hours * 3600 / last.devices)} in all",
+            "run folders" if outcome.results[1:] else "run folder": ", ".join(run.folder for run in outcome.results),
+            "all numbers": f"{found.folder}/protocol.json",
         }
     )
 
 
 def _result(found: Protocol) -> str:
+    """The value, and what it is: which images, how many, how often."""
     outcome = found.outcome
-    metrics = dict(outcome.results[-1].metrics)
-    if "masked_loss" in metrics:
-        metrics["masked_loss"] = -outcome.mean
-        return value(metrics) + (f" +- {outcome.spread:.4f}" if outcome.spread is not None else "")
-    return f"{outcome.mean:.2%}" + (f" +- {outcome.spread:.2%}" if outcome.spread is not None else "")
+    metrics = outcome.results[-1].metrics
+    spread = ""
+    if outcome.spread is not None:
+        spread = f" +- {outcome.spread:.4f}" if "masked_loss" in metrics else f" +- {outcome.spread:.2%}"
+    kind = "the best value of a run on" if outcome.chosen.recipe.patience else "on"
+    times = "1 seed" if not outcome.results[1:] else f"mean and standard deviation of {len(outcome.results)} seeds"
+    mean = _value({**metrics, "score": outcome.mean})
+    return f"{mean}{spread} {kind} {outcome.split} (n = {metrics['n']:,}; {times})"
 
 
-def value(metrics: dict[str, Any]) -> str:
+def _value(metrics: dict[str, Any]) -> str:
     """The one number of a run."""
     if "masked_loss" in metrics:
-        return f"loss {metrics['masked_loss']:.4f}"
-    return f"{metrics['score']:.2%}"
+        return f"loss {-metrics['score']:.4f}"
+    kind = "mAP " if "mean_average_precision" in metrics else ""
+    return f"{kind}{metrics['score']:.2%}"
 
 
-def _paper(entry: Any) -> str:
-    spread = f" +- {entry.spread}" if entry.spread is not None else ""
-    return f"{entry.value}{spread} % from {entry.pretraining} ({entry.source})"
+def _paper(entry: Printed) -> str:
+    number = entry.number
+    spread = f" +- {number.spread}" if number.spread is not None else ""
+    note = f": {number.note}" if number.note else ""
+    return f"{number.value}{spread} % on {entry.data} from {entry.pretraining} ({number.source}{note})"

@@ -26,7 +26,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int
     """Columns after the first `left` hold numbers and are aligned to the right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < left else "right", no_wrap=True)
+        table.add_column(column, justify="left" if i < left else "right", no_wrap=i == 0 or i >= left, overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     out = console()

@@ -165,6 +165,8 @@ def _print(done: Training, page: str) -> None:
         )
     facts |= {
         "time": f"{duration(sum(result.seconds for result in done.results))}, {last.images_per_second:,.0f} images/s",
+        "cost": f"{last.flops:.3g} FLOPs{' a run' if done.results[1:] else ''}, {_hours(done)} device-hours "
+        f"({last.devices} x {last.device})",
         "memory": f"{last.peak_bytes / 1e9:.2f} GB at most ({last.predicted_peak_bytes / 1e9:.2f} GB predicted)",
         "left out": f"{counted(len(last.skipped), 'image')} that cannot be read" if last.skipped else "",
         "often confused": _confused(last.metrics),
@@ -174,6 +176,10 @@ def _print(done: Training, page: str) -> None:
     _print_classes(last.metrics)
     print(f"\nLook at it:  {page}")
     print(f"Try it:      vitral predict {last.folder} IMAGES...")
+
+
+def _hours(done: Training) -> str:
+    return f"{sum(result.device_hours for result in done.results):.2g}"
 
 
 def _confused(metrics: dict[str, Any]) -> str:

@@ -11,6 +11,8 @@ from vitral.data.order import permute
 from vitral.data.splits import DataSet, Split, strata, stratified
 from vitral.errors import UserError
 
+_MEASURED = "Measured on"  # how notes begin that name a split
+
 
 def narrowed(
     data: DataSet, *, exclude: Collection[str] = (), subset: int = 0, subset_seed: int = 0, dev: float = 0.0
@@ -37,13 +39,17 @@ def for_choosing(data: DataSet, share: float) -> DataSet:
     if not len(dev):
         raise UserError(f"{data.source} has too few images to keep {share:.0%} of each class: set data.dev=0.")
     train = data.train.select(np.flatnonzero(~held))
-    note = f"Measured on dev, {len(dev):,} of {len(data.train):,} training images; test is left alone for the end."
+    note = f"{_MEASURED} dev, {len(dev):,} of {len(data.train):,} training images; test is left alone for the end."
     return DataSet(data.source, train, dev, (*data.notes, note), data.test)
 
 
 def for_final(data: DataSet) -> DataSet:
     """What the last word is spoken on: trained on all of train, measured on test."""
-    return data if data.final is None else replace(data, test=data.final, final=None)
+    if data.final is None:
+        return data
+    kept = (note for note in data.notes if not note.startswith(_MEASURED))  # it names the other split
+    note = f"{_MEASURED} {data.final.name}, {len(data.final):,} images."
+    return replace(data, test=data.final, final=None, notes=(*kept, note))
 
 
 def nested_draw(count: int, images: int, seed: int) -> np.ndarray:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitral.architecture import Architecture, ResNetConfig, Size, ViTConfig
+from vitral.architecture import Size, ViTConfig
 from vitral.errors import UserError
 from vitral.models.build import Model
 from vitral.models.capture import Axis, Rows, Seen, capture
@@ -56,16 +56,6 @@ def attention_distance(attention: Tensor, grid: Size, patch: int) -> Tensor:
     patches = _normalised(attention[..., -n:, -n:])
     distance = patch * _distances(grid).to(patches)
     return torch.einsum("bhij,ij->h", patches, distance) / (len(patches) * n)
-
-
-def patch_pixels(config: Architecture) -> int:
-    """Pixels of the image along a side of a patch; before that of a hybrid there is a stem that strides.
-
-    For a ResNet, a patch is a place of the last feature map.
-    """
-    if isinstance(config, ResNetConfig):
-        return 32
-    return config.patch * (config.stem.stride if config.stem else 1)
 
 
 def attention_maps(model: Model, images: Tensor, *, layer: int = -1) -> Tensor:
@@ -172,7 +162,7 @@ def _on_grid(weights: Tensor, grid: Size) -> Tensor:
 
 def _distance_within(config: ViTConfig, grid: Size, attention: Tensor) -> Tensor:
     """`attention_distance` of what a layer shows; an axial one shows lines, each a grid by itself."""
-    return attention_distance(attention, (1, attention.shape[-1]) if config.axial else grid, patch_pixels(config))
+    return attention_distance(attention, (1, attention.shape[-1]) if config.axial else grid, config.stride)
 
 
 def _distances(grid: Size) -> Tensor:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from vitral.architecture import Size
 from vitral.errors import UserError
-from vitral.inspection.attention import patch_pixels
 from vitral.models.build import Model
 from vitral.models.capture import Key, capture
 from vitral.models.vit import ViT
@@ -167,7 +166,7 @@ def _answers(model: Model, images: Tensor, classes: Tensor | None) -> tuple[Tens
 
 def _paint_and_ask(model: Model, images: Tensor, cells: Tensor, classes: Tensor) -> Tensor:
     """Images (b, c, height, width) or one for all cells, cells (b, h, w) to paint -> probabilities (b,)"""
-    side = patch_pixels(model.config)
+    side = model.config.stride
     covered = cells.repeat_interleave(side, 1).repeat_interleave(side, 2)
     # A ResNet's last cells reach over the edge; pixels that fill no patch are not seen, and stay.
     height, width = images.shape[2:]

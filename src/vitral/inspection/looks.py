@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vitral.architecture import Size
-from vitral.inspection.attention import expand_lines, patch_pixels, pooling, rollout_maps
+from vitral.inspection.attention import expand_lines, pooling, rollout_maps
 from vitral.inspection.attribution import gradient_rollout, occlusion
 from vitral.inspection.tokens import feature_colours, token_norms
 from vitral.models.build import Model
@@ -45,7 +45,7 @@ def look_at(model: Model, images: Tensor, *, headed: Sequence[int] = (), average
 def _look(model: Model, image: Tensor, colours: np.ndarray, headed: Sequence[int], averaged: Sequence[int]) -> Look:
     with torch.inference_mode():
         logits = _host(model(image))
-    grid, side = model.config.grid((image.shape[2], image.shape[3])), patch_pixels(model.config)
+    grid, side = model.config.grid((image.shape[2], image.shape[3])), model.config.stride
     if not isinstance(model, ViT):
         maps = {"occlusion": _host(occlusion(model, image))} if model.config.classes else {}
         return Look(grid, side, logits, colours, maps)

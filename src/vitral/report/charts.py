@@ -191,6 +191,8 @@ class _Frame:
             said = _number(value, self.percent)
             lines.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{said}</text>')
         for value in ticks(self.low_x, self.high_x, 8):
+            if not (self.percent_x or value.is_integer()):  # steps and layers are counted
+                continue
             x, _ = self.place((value, self.low_y))
             said = _number(value, self.percent_x)
             lines.append(

@@ -235,8 +235,9 @@
     overviewOf = state.image;
     overview.width = data.layers * (COLUMNS + 1) - 1;
     overview.height = data.heads * (ROWS + 1) - 1;
-    overview.parentElement.style.maxWidth = `${data.layers * Math.max(COLUMNS * 4, 56)}px`;
-    overview.parentElement.style.minWidth = `${data.layers * 24}px`;
+    const tall = Math.min(1, COLUMNS / ROWS);
+    overview.parentElement.style.maxWidth = `${data.layers * Math.max(COLUMNS * 4, 56 * tall)}px`;
+    overview.parentElement.style.minWidth = `${data.layers * 24 * tall}px`;
     const context = overview.getContext("2d");
     for (let layer = 0; layer < data.layers; layer++)
       for (let head = 0; head < data.heads; head++) {

@@ -14,7 +14,6 @@ from vitral.report.inspect_page import Learned, learned_section, viewer_section
 from vitral.report.page import Section, facts, figures, page, panels
 from vitral.report.viewer import Shown, viewer_data
 
-
 MEANINGS = {
     "recall": "Recall: how many images of the class it found.",
     "precision": "Precision: how many of its answers with this class are right.",
@@ -118,7 +117,8 @@ def _examples_section(examples: Examples) -> Section:
         title = "Its most confident mistakes"
         about = f"The wrong answers it was surest of, {of}, and where it looked; a ✓ marks the right class."
         right = len(examples.shown) - examples.mistakes
-        about += f" The last {right} are right answers that it was least sure of." if right else ""
+        some = "one is a right answer" if right == 1 else f"{right} are right answers"
+        about += f" The last {some} that it was least sure of." if right else ""
     else:
         title, about = "Some of its answers", f"Those it was least sure of, {of}, and where it looked."
     return viewer_section(examples.shown, examples.pooled_name, title, about)

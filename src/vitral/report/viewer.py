@@ -115,7 +115,7 @@ def viewer(shown: Sequence[Shown], pooled_name: str) -> str:
 <input type="range" id="strength" min="0" max="100" value="75"></label>
 <label class="check"><input type="checkbox" id="smooth"> Smooth between patches</label>
 <p id="says" class="says" role="status" aria-live="polite"></p>
-<h3>What it answers</h3><ol id="answers" class="answers"></ol>
+<h3>{"What it answers" if shown[0].answers else "The picture"}</h3><ol id="answers" class="answers"></ol>
 </div>
 {_overview(pooled_name) if attention else ""}
 </div>"""

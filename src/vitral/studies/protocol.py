@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from vitral.data.narrow import for_final
 from vitral.data.sources import DataSet
@@ -15,8 +15,21 @@ from vitral.errors import UserError
 from vitral.recipe import Recipe, keys, with_overrides
 from vitral.training.assemble import Result, run
 from vitral.training.events import Listener, Note
+from vitral.training.loop import Diverged
 
+
+class Scored(Protocol):
+    """What a candidate's trial came to."""
+
+    @property
+    def score(self) -> float: ...
+
+
+T = TypeVar("T", bound=Scored)
 Grid = Mapping[str, Sequence[Any]]  # keys of a recipe and the values to try
+
+# Candidates are told apart on the same images, and the data and the weights are opened before there are any.
+_SHARED = ("init", "data.held_out", "data.dev", "data.subset", "data.subset_seed", "data.exclude")
 
 
 @dataclass(frozen=True)
@@ -44,6 +57,8 @@ class Outcome:
     trials: tuple[Trial, ...]
     results: tuple[Result, ...]
     split: str  # what the results were measured on
+    dev: str  # what the trials were measured on
+    diverged: tuple[str, ...]  # what was tried and gave no number
 
     @property
     def scores(self) -> tuple[float, ...]:
@@ -60,8 +75,8 @@ class Outcome:
 
     @property
     def flops(self) -> float:
-        """Of one run of the chosen recipe; the trials are counted apart."""
-        return self.results[0].flops
+        """Of one run of the chosen recipe, by the mean, as patience ends some early; the trials are counted apart."""
+        return statistics.fmean(result.flops for result in self.results)
 
     @property
     def all_flops(self) -> float:
@@ -87,13 +102,29 @@ def read_grid(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
     grid: dict[str, tuple[str, ...]] = {}
     for word in words:
         key, _, values = word.partition("=")
-        tried = tuple(value.strip() for value in values.split(",") if value.strip())
+        key = key.strip()
+        tried = tuple(dict.fromkeys(value.strip() for value in values.split(",") if value.strip()))
+        if key in _SHARED:
+            raise UserError(
+                f"{key} is the same for all that is tried: give the command once for each value, with --set."
+            )
+        if key in grid:
+            raise UserError(f"{key} is swept twice: write all its values in one word, as in optim.lr=0.003,0.01.")
         if not tried or isinstance(keys().get(key, keys()["seed"]).default, tuple):
             raise UserError(
                 f'"{word}" is nothing to sweep over: write a key and its values, as in optim.lr=0.003,0.01.'
             )
         grid[key] = tried
     return grid
+
+
+def grid_of(sweep: Sequence[str], usual: Grid, overrides: Iterable[str]) -> Grid:
+    """The sweep that was asked for, else the usual one without the keys that overrides settle."""
+    if sweep:
+        return read_grid(sweep)
+    own = {word.partition("=")[0].strip() for word in overrides}
+    own |= {"steps"} if "epochs" in own else set()  # a run has one length
+    return {key: values for key, values in usual.items() if key not in own}
 
 
 def follow(
@@ -116,22 +147,49 @@ def follow(
     """
     if choosing is None and (len(tried) > 1 or tried[0].recipe.patience):
         raise UserError("to choose something there must be images to choose on: set data.dev, such as data.dev=0.1.")
-    trials: list[Trial] = []
-    for candidate in tried if len(tried) > 1 else ():
+
+    def attempt(candidate: Candidate) -> Trial:
         assert choosing is not None
         listen(Note(f"trying {candidate.words}"))
-        place = folder / "sweep" / candidate.words.replace("/", "-").replace(" ", ",")
+        place = trial_folder(folder, candidate)
         result = run(_with_dev(candidate.recipe, dev), choosing, place, device=device, listen=listen)
-        trials.append(Trial(candidate.words, result.metrics["score"], result))
-    chosen = tried[0] if not trials else tried[max(range(len(trials)), key=lambda place: trials[place].score)]
+        return Trial(candidate.words, result.metrics["score"], result)
+
+    chosen, trials, diverged = choose(tried, attempt, listen)
+    name = choosing.test.name if choosing is not None and choosing.test is not None else ""
     if trials:
-        listen(Note(f"chosen on {choosing.test.name if choosing and choosing.test else 'dev'}: {chosen.words}"))
+        listen(Note(f"chosen on {name}: {chosen.words}"))
     patient = bool(chosen.recipe.patience)
     final = choosing if patient and choosing is not None else for_final(data)
     recipe = _with_dev(chosen.recipe, dev) if patient else measured_at_the_end(_with_dev(chosen.recipe, 0.0))
     results = final_runs(recipe, final, folder, seeds=seeds, device=device, listen=listen)
     assert final.test is not None
-    return Outcome(chosen, tuple(trials), results, final.test.name)
+    return Outcome(chosen, trials, results, final.test.name, name, diverged)
+
+
+def trial_folder(folder: Path, candidate: Candidate) -> Path:
+    return folder / "sweep" / candidate.words.replace("/", "-").replace(" ", ",")
+
+
+def choose(
+    tried: Sequence[Candidate], attempt: Callable[[Candidate], T], listen: Listener
+) -> tuple[Candidate, tuple[T, ...], tuple[str, ...]]:
+    """The candidate whose trial has the highest score, among equals the first; all trials; and those that diverged.
+
+    A single candidate needs no trial.
+    """
+    if len(tried) == 1:
+        return tried[0], (), ()
+    trials: dict[Candidate, T] = {}
+    for candidate in tried:
+        try:
+            trials[candidate] = attempt(candidate)
+        except Diverged as error:
+            listen(Note(f"{candidate.words} is out: {error}"))
+    if not trials:
+        raise UserError("all that was tried diverged: sweep over lower rates, or set optim.clip=1.")
+    diverged = tuple(candidate.words for candidate in tried if candidate not in trials)
+    return max(trials, key=lambda candidate: trials[candidate].score), tuple(trials.values()), diverged
 
 
 def final_runs(

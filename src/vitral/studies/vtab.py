@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vitral.data.vtab import TASKS, Task, VtabTask
 from vitral.recipe import Recipe
-from vitral.studies.protocol import Candidate, final_runs, measured_at_the_end
+from vitral.studies.protocol import Candidate, choose, final_runs, measured_at_the_end, trial_folder
 from vitral.training.assemble import Result, run
 from vitral.training.events import Listener, Note
 
@@ -40,6 +40,7 @@ class Suite:
     chosen: Candidate
     trials: tuple[SuiteTrial, ...]
     results: Mapping[str, tuple[Result, ...]]
+    diverged: tuple[str, ...]  # what was tried and gave no number on some task
 
     @property
     def scores(self) -> dict[str, float]:
@@ -127,11 +128,11 @@ def follow_suite(
     A test split is measured when a final run ends and never before. Every run has a folder of its own: the same call
     again goes on where it stopped.
     """
-    trials: list[SuiteTrial] = []
-    for candidate in tried if len(tried) > 1 else ():
-        place = folder / "sweep" / candidate.words.replace("/", "-").replace(" ", ",")
-        trials.append(_tried(candidate, tasks, place, device, listen))
-    chosen = tried[0] if not trials else tried[max(range(len(trials)), key=lambda place: trials[place].score)]
+
+    def attempt(candidate: Candidate) -> SuiteTrial:
+        return _tried(candidate, tasks, trial_folder(folder, candidate), device, listen)
+
+    chosen, trials, diverged = choose(tried, attempt, listen)
     if trials:
         listen(Note(f"chosen on the validation images of {len(tasks)} tasks: {chosen.words}"))
     results: dict[str, tuple[Result, ...]] = {}
@@ -140,7 +141,7 @@ def follow_suite(
         listen(Note(f"{name}, task {number} of {len(tasks)}"))
         recipe = measured_at_the_end(for_task(chosen.recipe, task.task))
         results[name] = final_runs(recipe, task.for_final(), folder / name, seeds=seeds, device=device, listen=listen)
-    return Suite(chosen, tuple(trials), results)
+    return Suite(chosen, trials, results, diverged)
 
 
 def _tried(candidate: Candidate, tasks: Sequence[VtabTask], folder: Path, device: str, listen: Listener) -> SuiteTrial:

@@ -76,7 +76,7 @@ def run(recipe: Recipe, data: DataSet, path: Path, *, device: str = "", listen: 
         folder = RunFolder(by_first(lambda: path, world))  # a name free for one process may be taken for the next
         finished = by_first(lambda: _claim(folder, recipe, data), world)
         if finished is not None:
-            listen(Note(f"{folder.path} holds this run, finished: choose another folder to train again"))
+            listen(Note(f"already done: {folder.path}"))
             return finished
         model, card = prepare_model(recipe, data.train.classes)
         if card.changes:

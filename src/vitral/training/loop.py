@@ -44,6 +44,10 @@ class Interrupted(Exception):
     """The run was asked to stop; its state is saved."""
 
 
+class Diverged(UserError):
+    """Numbers of the run are not finite: its recipe does not work."""
+
+
 def train(
     trainee: Trainee,
     plan: Plan,
@@ -108,7 +112,7 @@ def _check_weights(trainee: Trainee, world: World, saved: int) -> None:
     """A step with a finite loss can still leave weights that are none; such a state must not replace a good one."""
     finite = all(bool(torch.isfinite(own_part(weight)).all()) for weight in trainee.model.parameters())
     if not every(finite, world):
-        raise UserError(
+        raise Diverged(
             f"the weights are not finite numbers after step {trainee.step} ({_kept(saved)}): lower optim.lr or set "
             "optim.clip=1, and train into another folder."
         )
@@ -141,7 +145,7 @@ def _report(
     if not math.isfinite(loss + norm):
         names = name_rows(done.indices)
         some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        raise UserError(
+        raise Diverged(
             f"the loss or its gradient is not a finite number at step {done.step} (images {some}; {_kept(saved)}): "
             "lower optim.lr, set optim.clip=1 or precision=float32, and train into another folder."
         )

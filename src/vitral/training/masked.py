@@ -22,7 +22,6 @@ from vitral.training.masking import (
     cut_patches,
     draw_corruption,
     mean_colours,
-    patch_side,
 )
 
 _TEST_STEP = 0  # held-out images are always corrupted in the same way
@@ -111,7 +110,7 @@ def _colours(split: Split, pipeline: str, config: ViTConfig, settings: MaskSetti
         if not len(images):
             continue
         grid = config.grid((images.shape[2], images.shape[3]))
-        found = mean_colours(cut_patches(images, patch_side(config), grid))[:, :, 0]
+        found = mean_colours(cut_patches(images, config.stride, grid))[:, :, 0]
         drawn = draw_corruption(keys, _TEST_STEP, grid[0] * grid[1], settings)
         colours.append(found.unflatten(1, grid).numpy())
         hidden.append(drawn.hidden.unflatten(1, grid).numpy())

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitral.architecture import Size, ViTConfig
+from vitral.architecture import Size
 from vitral.errors import UserError
 from vitral.evaluation.colours import LEVELS, colour_class
 from vitral.models.initial import zero_bias
@@ -81,11 +81,6 @@ def corrupt(patches: Tensor, corruption: Corruption, mask_token: Tensor) -> Tens
     return mixed.view_as(patches)
 
 
-def patch_side(config: ViTConfig) -> int:
-    """Pixels of the image that a side of a patch stands for."""
-    return config.patch * (config.stem.stride if config.stem else 1)
-
-
 def cut_patches(images: Tensor, side: int, grid: Size) -> Tensor:
     """(b, c, height, width) -> (b, n, c, side, side), in the order of the tokens.
 
@@ -134,7 +129,7 @@ class MaskedModel(nn.Module):
         config = model.config
         self.model = model
         self.settings = settings
-        self.side = patch_side(config)
+        self.side = config.stride
         if settings.target == "grid" and self.side < GRID:
             raise UserError(
                 f"a patch of {self.side} pixels a side cannot be shrunk to {GRID} x {GRID}: "

@@ -47,7 +47,8 @@ class World:
         """What a person calls the device."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_name(self.device)
-        return f"CPU, {torch.get_num_threads()} threads" if self.device.type == "cpu" else self.device.type
+        threads = torch.get_num_threads()
+        return f"CPU, {threads} thread{'s' * (threads != 1)}" if self.device.type == "cpu" else self.device.type
 
 
 def joined(device: str = "") -> World:
