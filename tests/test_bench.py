@@ -226,6 +226,7 @@ def test_wrong_answers_end_a_race_without_rows(monkeypatch: pytest.MonkeyPatch, 
 def test_a_race_end_to_end_and_a_later_call_completes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three processes: the gate's, ours, a peer's. Then the same file gets rows of another kind."""
     pytest.importorskip("torchvision")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent / "repair"), *sys.path]))
     monkeypatch.setattr(race, "_TURN", 0.1)
     out, told = tmp_path / "results.json", []
     found = benchmark(

@@ -227,7 +227,7 @@ def test_train_prints_its_way_and_its_result(command, tmp_path):
     assert f"vitral predict {tmp_path / 'run'}" in said.out
     assert [line.split()[0] for line in said.out.splitlines() if "%" in line][1:] == ["blue", "green", "red"]
     again = command("train", data, *words[:4], "--json", "--set", *QUICK, "steps=20")
-    assert "finished" in again.err
+    assert "already done" in again.err
     found = json.loads(again.out)
     assert found["seeds"] == 1
     assert found["runs"][0]["metrics"]["top1"] == found["score"]

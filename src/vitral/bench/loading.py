@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from vitral.bench.contestants import OURS, Contestant, Task
-from vitral.bench.peers import complete_torchvision
 from vitral.bench.steps import TrainingStep, classifier
 from vitral.data.images import decode
 from vitral.data.loader import evaluation_batches, training_batches
@@ -106,7 +105,6 @@ def _batches(contestant: Contestant, task: Task, count: int, *, training: bool) 
 
 def _torchvision_batches(task: Task, count: int, *, training: bool) -> Iterator[Tensor]:
     """As its documentation has it: Pillow's pixels become normalised floats in the workers."""
-    complete_torchvision()
     from torchvision import transforms
     from torchvision.datasets import ImageFolder
 

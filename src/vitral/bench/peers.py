@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,6 @@ from vitral.architecture import Architecture, Size, ViTConfig
 from vitral.errors import UserError
 from vitral.models.build import build
 
-_DECLARED: list[object] = []  # torch forgets a schema once its library object is collected
-
 
 def build_model(library: str, architecture: Architecture) -> nn.Module:
     """A library's model of this shape; ours gets a head that is not zero, as any trained one is."""
@@ -24,32 +20,7 @@ def build_model(library: str, architecture: Architecture) -> nn.Module:
         return _with_a_head(build(architecture))
     if not isinstance(architecture, ViTConfig):
         raise UserError(f"{library} has no such model: leave it out of --against.")
-    complete_torchvision()
     return _BUILDERS[library](architecture)
-
-
-def complete_torchvision() -> None:
-    """Lets torchvision, and with it timm, be imported where its compiled operators do not load beside this torch.
-
-    PyPI's torchvision is built for CUDA and fails beside a torch for CPUs. Only schemas of operators are declared here:
-    no Vision Transformer and no loader calls one of them.
-    """
-    if "torchvision" in sys.modules or (found := PathFinder.find_spec("torchvision")) is None or _DECLARED:
-        return
-    try:
-        for library in Path(found.origin or "").parent.glob("_C*.so"):
-            torch.ops.load_library(library)
-    except (ImportError, OSError):
-        pass
-    if not hasattr(torch.ops.torchvision, "nms"):
-        schemas = torch.library.Library("torchvision", "FRAGMENT")
-        schemas.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        schemas.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        schemas.define(
-            "roi_align(Tensor input, Tensor rois, float spatial_scale, int pooled_height, int pooled_width, "
-            "int sampling_ratio, bool aligned) -> Tensor"
-        )
-        _DECLARED.append(schemas)
 
 
 def _with_a_head(model: nn.Module) -> nn.Module:

@@ -27,8 +27,6 @@ from vitral.names import parse
 # What a user of transformers writes for one answer.
 _PIPELINE = """
 import sys
-from vitral.bench.peers import complete_torchvision
-complete_torchvision()
 from transformers import pipeline
 print(pipeline("image-classification", model=sys.argv[1])(sys.argv[2]))
 """
