@@ -140,6 +140,33 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     assert not shown.out
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("train", "digits", "--epoch", "3"), "`train` has no option --epoch: did you mean --epochs?"),
+        (
+            ("fewshot", "a", "b", "--colour"),
+            "`fewshot` has no option --colour: `vitral fewshot --help` lists the options.",
+        ),
+        (("dedupe", "digits"), "Missing from vitral dedupe: --against"),
+        (("bench", "trian"), "invalid choice 'trian'"),
+        (("train", "digits", "--seeds", "x"), "Error parsing --seeds"),
+        (("inspect",), "Missing from vitral inspect: SOURCE"),
+        (("vtab", "weights", "nowhere"), "weights does not exist"),
+    ],
+)
+def test_misspelt_words_are_one_sentence_too(
+    words: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sys.stderr
+    assert run(monkeypatch, *words) == 2
+    assert sys.stderr is before
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"vitral: {expected}")
+    assert said.err.count("\n") == 1
+
+
 def test_a_folder_that_cannot_be_written(file: Path, tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("a file, not a folder")
     target = tmp_path / "plain" / "x.npz"

@@ -24,8 +24,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vitral.aside import written_aside
 from vitral.checkpoints.files import TensorHeader, open_weights, read_tensors, sha256
-from vitral.checkpoints.write import write_json, write_npz, write_safetensors, written_aside
+from vitral.checkpoints.write import write_json, write_npz, write_safetensors
 from vitral.errors import UserError
 
 NUMPY_KINDS = [

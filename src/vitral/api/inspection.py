@@ -17,9 +17,9 @@ from vitral.api.data import open_narrowed
 from vitral.api.device import check_device
 from vitral.api.prediction import prepared
 from vitral.architecture import ViTConfig
+from vitral.aside import written_aside
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.run import RunFolder
-from vitral.checkpoints.write import written_aside
 from vitral.cost import cost
 from vitral.data.loader import evaluation_batches
 from vitral.data.preprocess import parse_pipeline

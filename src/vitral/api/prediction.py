@@ -13,8 +13,8 @@ import numpy as np
 from vitral.api.checkpoints import load
 from vitral.api.data import open_as_trained
 from vitral.api.device import check_device
+from vitral.aside import written_aside
 from vitral.checkpoints.card import Card, Preprocess
-from vitral.checkpoints.write import written_aside
 from vitral.data.catalog.objectnet import imagenet_outputs
 from vitral.data.check import Report
 from vitral.data.check import check as check_data

@@ -12,9 +12,9 @@ from vitral.api.data import open_to_choose
 from vitral.api.device import check_device
 from vitral.api.training import new_folder, read_recipe
 from vitral.architecture import ResNetConfig
+from vitral.aside import written_aside
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.weights import describe, located
-from vitral.checkpoints.write import written_aside
 from vitral.data.sources import DataSet
 from vitral.errors import UserError
 from vitral.names import name_of

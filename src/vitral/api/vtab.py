@@ -185,6 +185,8 @@ def _candidates(
 
 def _opened(names: Sequence[str], root: Path, train: int, val: int) -> tuple[list[VtabTask], dict[str, str]]:
     """The tasks whose data is there, in the paper's order, and why the others are not."""
+    if not root.is_dir():
+        raise UserError(f"{root} is no folder: name the one that holds the tasks' data.")
     asked = {find_task(name).name for name in names} if names else set(TASKS)
     opened: list[VtabTask] = []
     missing: dict[str, str] = {}

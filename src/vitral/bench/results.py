@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from vitral.aside import written_aside
 from vitral.bench.contestants import OURS
-from vitral.checkpoints.write import write_json, written_aside
+from vitral.checkpoints.write import write_json
 from vitral.errors import UserError
 
 

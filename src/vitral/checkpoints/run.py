@@ -22,8 +22,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as sharded
 from torch import Tensor
 
+from vitral.aside import written_aside
 from vitral.checkpoints.files import open_weights, read_tensors
-from vitral.checkpoints.write import write_json, write_safetensors, written_aside
+from vitral.checkpoints.write import write_json, write_safetensors
 from vitral.errors import UserError
 
 _FACTS = "vitral.state"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vitral.architecture import Architecture, ViTConfig
+from vitral.aside import written_aside
 from vitral.checkpoints.adapt import Adaptation, Weights, adapt, to_table, with_class_row, without_class_row
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.files import WeightFile, open_weights, read_tensors, sha256
@@ -18,7 +19,7 @@ from vitral.checkpoints.formats import FORMATS, format_named
 from vitral.checkpoints.formats.own import CARD, card_of, entries
 from vitral.checkpoints.formats.table import Contents, Format, Hints, heads_of, read_entries, write_entries
 from vitral.checkpoints.hub import fetch, is_hub_name
-from vitral.checkpoints.write import write_json, write_npz, write_safetensors, written_aside
+from vitral.checkpoints.write import write_json, write_npz, write_safetensors
 from vitral.errors import UserError
 from vitral.models.build import Model, build
 

@@ -3,51 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import uuid
 import zipfile
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import torch
 
+from vitral.aside import written_aside
 from vitral.checkpoints.files import NUMPY_DTYPES, SAFETENSORS_DTYPES
 from vitral.errors import UserError
 
 _CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
-
-
-@contextmanager
-def written_aside(path: Path, *, folder: bool = False) -> Generator[Path]:
-    """Yield a temporary path beside `path`, moved onto `path` when the block ends and removed when it raises.
-
-    A reader sees the old file or the whole new one, also after a power cut. With `folder=True` the temporary path is
-    a folder that exists; the target must then be new or empty.
-    """
-    if path.is_dir() and not folder:
-        raise UserError(f"{path} is a folder: name a file inside it.")
-    if folder and path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UserError(f"{path} exists and is not empty: choose another folder, or remove it first.")
-    made = [parent for parent in path.parents if not parent.exists()]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
-    try:
-        if folder:
-            aside.mkdir()
-        yield aside
-        for written in (*aside.rglob("*"), aside):
-            _flush(written)
-        os.replace(aside, path)
-    except BaseException:
-        _remove(aside)
-        for parent in made:
-            parent.rmdir()
-        raise
-    _flush(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -113,19 +81,3 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
 
 def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _flush(path: Path) -> None:
-    """Wait until the disk has it; a folder is flushed for the names in it."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -77,11 +77,10 @@ def _run(words: list[str]) -> None:
 
 
 def _call(name: str, words: list[str]) -> None:
-    import tyro
+    from vitral.cli.mistakes import run_words
 
     verb = VERBS[name]
-    function = getattr(importlib.import_module(verb.module), verb.function)
-    tyro.cli(function, prog=f"vitral {name}", args=words, config=(tyro.conf.FlagCreatePairsOff,))
+    run_words(name, getattr(importlib.import_module(verb.module), verb.function), words)
 
 
 def _help() -> str:

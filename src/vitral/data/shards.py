@@ -7,7 +7,6 @@ their key as the class.
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import hashlib
 import itertools
@@ -15,7 +14,6 @@ import json
 import os
 import re
 import tarfile
-import uuid
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vitral.aside import written_aside
 from vitral.data.folders import EXTENSIONS
 from vitral.data.images import UnreadableImage
 from vitral.data.splits import DataSet, Part, assemble, files_by_split, natural
@@ -191,14 +190,10 @@ def _index_places(file: Path) -> tuple[Path, Path]:
 
 
 def _write(place: Path, text: str) -> bool:
-    """Written aside and renamed, so that no process reads half an index; False where the place cannot be written."""
-    aside = place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}.part")
+    """False where the place cannot be written."""
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, place)
+        with written_aside(place) as aside:
+            aside.write_text(text, encoding="utf-8")
     except OSError:
-        with contextlib.suppress(OSError):
-            aside.unlink()
         return False
     return True

@@ -14,7 +14,6 @@ how many there are.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitral.aside import written_aside
 from vitral.data.hashes import FARTHEST
 from vitral.data.sources import Split
 from vitral.data.thumbnails import CUT, CUT_FAR, Gallery, Looks, likeness, looks
@@ -121,16 +121,9 @@ def write_exclusions(path: Path, found: Duplicates) -> None:
     for key, pairs in copies.items():
         lines.append(_escaped(key))
         lines += [f"#   {pair.kind} ({pair.how}, {pair.score:.3f}): {_escaped(pair.test)}" for pair in pairs]
-    if path.is_dir():
-        raise UserError(f"{path} is a folder: name a file inside it.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
+    with written_aside(path) as aside:
         # File names need not be text.
         aside.write_bytes("".join(f"{line}\n" for line in lines).encode("utf-8", "surrogateescape"))
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def read_exclusions(path: Path) -> list[str]:

@@ -6,11 +6,9 @@ nothing kept is ever out of date. Files that are torn, or are not what their nam
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import uuid
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -20,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from vitral.aside import written_aside
 from vitral.data.sources import Split
 from vitral.evaluation.predict import EmbeddingPool, Precision, Preprocessing, Progress, embed_split
 from vitral.models.build import Model
@@ -119,16 +118,10 @@ def _intact(path: Path, name: str, n: int) -> tuple[np.ndarray, np.ndarray] | No
 
 
 def _write(path: Path, name: str, x: np.ndarray, valid: np.ndarray) -> bool:
-    """Written aside and renamed, so that no process reads half a file; False where the place cannot be written."""
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
+    """False where the place cannot be written."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("wb") as stream:
+        with written_aside(path) as aside, aside.open("wb") as stream:
             np.savez(stream, name=np.array(name), x=x, valid=valid)
-        os.replace(aside, path)
     except OSError:
         return False
-    finally:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
     return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from vitral.aside import written_aside
 from vitral.errors import UserError
 from vitral.inspection.tokens import patch_features
 from vitral.models.build import Model
@@ -71,15 +71,9 @@ def index_patches(model: Model, paths: Sequence[str], batches: Iterable[Tensor])
 
 def save_index(path: Path, index: Index) -> None:
     """As npz with `paths`, `features` and `origin`; a reader sees the old file or the whole new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with aside.open("wb") as stream:
-            paths = np.array(index.paths, np.str_)
-            np.savez(stream, paths=paths, features=index.features, origin=np.array(index.origin))
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with written_aside(path) as aside, aside.open("wb") as stream:
+        paths = np.array(index.paths, np.str_)
+        np.savez(stream, paths=paths, features=index.features, origin=np.array(index.origin))
 
 
 def load_index(path: Path) -> Index:

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from vitral.checkpoints.write import write_json, written_aside
+from vitral.aside import written_aside
+from vitral.checkpoints.write import write_json
 from vitral.data.images import UnreadableImage, decode
 from vitral.data.sources import Split
 from vitral.evaluation.calibration import probabilities

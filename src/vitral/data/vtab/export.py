@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from vitral.aside import written_aside
 from vitral.data.vtab.records import encode, frame
 from vitral.errors import UserError
 
@@ -25,13 +24,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """A folder to fill, which gets its name when all is written."""
     if folder.exists():
         raise UserError(f"{folder} exists: remove it, or choose another folder.")
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    aside.mkdir(parents=True)
-    try:
+    with written_aside(folder, folder=True) as aside:
         yield aside
-        os.replace(aside, folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def write_parquet(folder: Path, splits: Mapping[str, Sequence[Record]], names: Sequence[str] = ()) -> None:

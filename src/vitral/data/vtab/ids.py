@@ -7,10 +7,10 @@ same images may lie in files of another layout, so what is compared, and what th
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from vitral.aside import written_aside
 from vitral.data.splits import Reader
 from vitral.data.vtab.readers import Masks
 from vitral.data.vtab.task_data import VtabTask
@@ -30,11 +30,9 @@ def write_ids(task: VtabTask, folder: str | Path | None = None) -> str:
     if file.is_file():
         _compare(file, file.read_text(encoding="utf-8", errors="surrogateescape").split("\n"), lines)
         return f"The images of {task.task.name} are those of {file}, {len(lines):,} of them."
-    place.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(f"{file.name}.{os.getpid()}.partial")
     text = "\n".join([*_head(task, lines), *lines])
-    aside.write_text(f"{text}\n", encoding="utf-8", errors="surrogateescape")
-    os.replace(aside, file)
+    with written_aside(file) as aside:
+        aside.write_text(f"{text}\n", encoding="utf-8", errors="surrogateescape")
     return f"The {len(lines):,} images of {task.task.name} are listed in {file}."
 
 
