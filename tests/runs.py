@@ -36,10 +36,17 @@ def make_pictures(folder: Path, classes: int = 3, images: int = 8, size: int = 1
     return folder
 
 
-def train(pictures: Path, out: Path, *words: str, listen: Any = lambda event: None, seeds: int = 1) -> Any:
+def train(
+    pictures: Path,
+    out: Path,
+    *words: str,
+    listen: Any = lambda event: None,
+    seeds: int = 1,
+    device: str = "cpu",
+) -> Any:
     """A run of TINY with some words on top."""
     return api.train(
-        pictures, model=MODEL, out=out, overrides=[*TINY, *words], device="cpu", listen=listen, seeds=seeds
+        pictures, model=MODEL, out=out, overrides=[*TINY, *words], device=device, listen=listen, seeds=seeds
     )
 
 

@@ -20,7 +20,7 @@ from vitral.checkpoints import run as runs
 from vitral.checkpoints import write
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.models.build import build
-from vitral.training import loop
+from vitral.training import step
 from vitral.training.objective import Objective
 
 
@@ -262,7 +262,7 @@ def test_a_loss_that_is_not_finite_names_step_and_images_and_keeps_the_state(com
 
 def test_weights_that_one_step_broke_are_not_saved(command, colours, tmp_path, monkeypatch):
     """At step 7 the loss is still finite and a state is due, but the update has made a weight infinite."""
-    real = loop._clipped
+    real = step._clipped
 
     def breaking(trainee: Any, clip: float) -> torch.Tensor:
         norm = real(trainee, clip)
@@ -270,7 +270,7 @@ def test_weights_that_one_step_broke_are_not_saved(command, colours, tmp_path, m
             next(trainee.model.parameters()).data.fill_(float("inf"))
         return norm
 
-    monkeypatch.setattr(loop, "_clipped", breaking)
+    monkeypatch.setattr(step, "_clipped", breaking)
     said = train(command, colours, tmp_path / "run", "batch=4", "save_every=1", "steps=9", "evaluate_every=9")
     assert "after step 7 (the last good state, of step 6, stays)" in sentence(said)
     state = runs.RunFolder(tmp_path / "run").newest_state()

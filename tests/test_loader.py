@@ -8,10 +8,11 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,7 +110,7 @@ def test_a_batch_is_what_a_plain_loop_makes():
     for step, batch in enumerate(batches):
         assert batch.images.shape == (7, 3, 12, 12)
         assert batch.images.dtype == torch.uint8
-        assert batch.images.is_contiguous()
+        assert batch.images.is_contiguous(memory_format=torch.channels_last)
         assert batch.valid.all()
         indices = batch_indices(17, 7, step, 3)
         for position, index in enumerate(indices.tolist()):
@@ -134,6 +135,20 @@ def test_workers_change_nothing(workers: int, no_child_is_left: None):
     assert all_equal(own, training_batches(split, RANDOM, **SETTINGS, workers=workers))
     own = evaluation_batches(split, PLAIN, batch=5)
     assert all_equal(own, evaluation_batches(split, PLAIN, batch=5, workers=workers))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_far_ahead_leave_alone_what_is_being_read(workers: int, monkeypatch: pytest.MonkeyPatch):
+    def late(items: Sized, workers: int) -> Iterator[Any]:
+        for item in in_workers(items, workers):
+            time.sleep(0.01)  # the workers have made by now all that they were asked for
+            yield item
+
+    split, in_workers = a_split(), loader.in_workers
+    whole = list(training_batches(split, RANDOM, **{**SETTINGS, "last_step": 20}))
+    monkeypatch.setattr(loader, "in_workers", late)
+    slow = list(training_batches(split, RANDOM, **{**SETTINGS, "last_step": 20}, workers=workers))
+    assert all_equal(iter(slow), iter(whole))
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

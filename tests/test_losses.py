@@ -99,7 +99,7 @@ def rows(count):
 
 def test_mixup_blends_each_row_with_the_one_before():
     images, targets = rows(4)
-    mixed, shares = mix_batch(images, targets, Mix(0.75, None))
+    mixed, shares = mix_batch(images, targets, Mix(0.75, None).numbers())
     for i in range(3):
         torch.testing.assert_close(mixed[i], torch.full((2, 6, 8), 0.75 * (i + 1) + 0.25 * i))
         assert shares[i, i + 1] == 0.75
@@ -109,7 +109,7 @@ def test_mixup_blends_each_row_with_the_one_before():
 def test_cutmix_pastes_the_box_of_the_row_before():
     images, targets = rows(3)
     before = images.clone()
-    mixed, shares = mix_batch(images, targets, Mix(1 - 6 / 48, (1, 3, 4, 7)))
+    mixed, shares = mix_batch(images, targets, Mix(1 - 6 / 48, (1, 3, 4, 7)).numbers())
     assert torch.equal(images, before)
     for i in range(2):
         for y in range(6):

@@ -134,7 +134,7 @@ def test_what_cannot_be_tuned_is_refused(tune):
 def test_nothing_to_learn_and_unknown_rules_are_refused():
     with pytest.raises(UserError, match="nothing"):
         build_optimizer([], lr=0.1)
-    with pytest.raises(UserError, match="adam or sgd"):
+    with pytest.raises(UserError, match="adam, sgd or muon"):
         build_optimizer(parameter_groups(vit()), name="lion", lr=0.1)
 
 

@@ -15,12 +15,12 @@ from safetensors.torch import load
 from vitral.data.loader import Batch
 from vitral.models.build import build
 from vitral.names import parse
-from vitral.training.loop import Plan, gradients
 from vitral.training.mixing import draw_mix
 from vitral.training.objective import LossSettings, Objective
 from vitral.training.optimizer import build_optimizer, parameter_groups
 from vitral.training.parallel import World
 from vitral.training.state import Trainee
+from vitral.training.step import Plan, gradients
 
 ALONE = World(0, 1, torch.device("cpu"))
 CLASSES = 5

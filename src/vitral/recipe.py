@@ -54,6 +54,7 @@ class Recipe:
     average: Annotated[float, "Polyak average of the weights: factor per step, such as 0.9999; 0: none"] = 0.0
     precision: Annotated[Precision, "auto (bfloat16 where a GPU has it, never on a CPU), float32 or bfloat16"] = "auto"
     compile: Annotated[bool, "compile the model; slow to start, faster after"] = False
+    graph: Annotated[bool, "on one GPU: record the whole step once and replay it, which small models gain from"] = True
     checkpointing: Annotated[bool, "recompute activations in the backward pass: less memory, a third more time"] = False
     parallel: Annotated[Parallel, "on several devices: ddp (copies) or fsdp (shards)"] = "ddp"
     workers: Annotated[int, "processes that load images, per device; -1: chosen"] = -1
@@ -344,5 +345,6 @@ def _check_sense(recipe: Recipe) -> None:
 def _check_masked(recipe: Recipe) -> None:
     if recipe.masked.share > 1 or recipe.masked.token + recipe.masked.random > 1:
         raise UserError("masked.share must be at most 1, and masked.token and masked.random together at most 1.")
-    if recipe.tune != "full" or recipe.balance != "none" or recipe.data.mixup or recipe.data.cutmix:
-        raise UserError('learn="masked" needs tune="full", balance="none" and neither mixup nor cutmix.')
+    data = recipe.data
+    if recipe.tune != "full" or recipe.balance != "none" or data.mixup or data.cutmix or data.augment:
+        raise UserError('learn="masked" needs tune="full", balance="none" and neither mixup, cutmix nor data.augment.')

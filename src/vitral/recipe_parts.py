@@ -11,7 +11,7 @@ Parallel = Literal["ddp", "fsdp"]
 Loss = Literal["softmax", "sigmoid"]
 Learning = Literal["classes", "masked"]
 Target = Literal["mean", "grid", "pixels"]
-Optimizer = Literal["adam", "sgd"]
+Optimizer = Literal["adam", "sgd", "muon"]
 Decay = Literal["cosine", "linear", "constant", "stair", "rsqrt", "polynomial"]
 
 
@@ -42,6 +42,7 @@ class DataRecipe:
     subset: Annotated[int, "training images to draw at random; smaller draws lie inside larger ones; 0: all"] = 0
     subset_seed: Annotated[int, "of that draw"] = 0
     exclude: Annotated[str, "a file of training images to leave out, as `vitral dedupe` writes it"] = ""
+    augment: Annotated[str, "of whole batches on the device, as shift(4)|flip|randaugment(2, 10)|cutout(8)"] = ""
     mixup: Annotated[float, "parameter p of Beta(p, p) that blends pairs of images; 0: off"] = 0.0
     cutmix: Annotated[float, "the same for pasting boxes; with mixup too, each step takes one of the two"] = 0.0
 
@@ -50,14 +51,16 @@ class DataRecipe:
 class OptimRecipe:
     """How weights move."""
 
-    name: Annotated[Optimizer, "adam (decoupled weight decay) or sgd (with momentum)"] = "adam"
+    name: Annotated[
+        Optimizer, "adam (decoupled weight decay), sgd (with momentum) or muon (matrices of blocks; adam for the rest)"
+    ] = "adam"
     lr: Annotated[float, "learning rate at its peak"] = 1e-3
     weight_decay: Annotated[
-        float, "of kernels alone; times the learning rate with adam, added to the gradient with sgd"
+        float, "of kernels alone; times the learning rate with adam and muon, added to the gradient with sgd"
     ] = 0.0
-    beta1: Annotated[float, "adam: memory of the gradient"] = 0.9
-    beta2: Annotated[float, "adam: memory of its square"] = 0.999
-    momentum: Annotated[float, "sgd"] = 0.9
+    beta1: Annotated[float, "adam, alone or in muon: memory of the gradient"] = 0.9
+    beta2: Annotated[float, "adam, alone or in muon: memory of its square"] = 0.999
+    momentum: Annotated[float, "sgd, muon (where 0.95 is usual)"] = 0.9
     clip: Annotated[float, "largest global norm of the gradient; 0: no limit"] = 1.0
     layer_decay: Annotated[float, "factor on the learning rate per layer away from the head; 1: none"] = 1.0
     head_lr: Annotated[float, "factor on the learning rate of the head"] = 1.0

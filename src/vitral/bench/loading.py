@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from vitral.bench.contestants import OURS, Contestant, Task
-from vitral.bench.steps import TrainingStep, classifier
+from vitral.bench.steps import TrainingStep, predictor
 from vitral.data.images import decode
 from vitral.data.loader import evaluation_batches, training_batches
 from vitral.data.preprocess import Pipeline, parse_pipeline
@@ -72,7 +72,7 @@ class PredictionStep:
 
     def __init__(self, contestant: Contestant, task: Task) -> None:
         self.contestant, self.task = contestant, task
-        self.model = classifier(contestant, task).eval().to(getattr(torch, task.precision))
+        self.model = predictor(contestant, task)
 
     def run(self, count: int) -> list[float]:
         """The mean of `count` batches in one go through the files."""

@@ -1,6 +1,7 @@
 """What is timed: a full training step, a batch of predictions, or one answer, the same for every library.
 
-This is the place to plug in a faster step: `training_step` and its neighbours return anything that is a `Step`.
+CUDA graphs are torch.compile's own for the other libraries. We record: the whole step, optimizer included, as training
+does it, and the whole way from a picture to its answer.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitral.bench.contestants import Contestant, Task
+from vitral.bench.contestants import OURS, Contestant, Task
 from vitral.bench.peers import build_model
+from vitral.kernels.packed import pack
+from vitral.kernels.recording import Recording
+from vitral.serving.classifier import Classifier as OnePicture
 
 _SEED = 0
 _CLIP = 1.0
 _RATE = 1e-4
 _TOP = 5
+_TIE = 1e-2  # logits of half precision that are no further apart may change places
 _ATTENTION = {
     "flash": torch.backends.cuda.enable_flash_sdp,
     "cudnn": torch.backends.cuda.enable_cudnn_sdp,
@@ -62,7 +67,7 @@ def inference_step(contestant: Contestant, task: Task) -> Step:
 
 def latency_step(contestant: Contestant, task: Task) -> Step:
     """One uint8 image in the host's memory to the five likeliest classes in the host's memory."""
-    return LatencyStep(contestant, task)
+    return (OurLatencyStep if contestant.library == OURS else LatencyStep)(contestant, task)
 
 
 class Classifier(nn.Module):
@@ -89,36 +94,60 @@ def classifier(contestant: Contestant, task: Task) -> Classifier:
     return Classifier(build_model(contestant.library, task.architecture)).to(task.device)
 
 
+def predictor(contestant: Contestant, task: Task) -> Classifier:
+    """The model as it predicts: in half precision on a GPU, and on a CPU with our weights packed."""
+    model = classifier(contestant, task).eval().to(getattr(torch, task.precision))
+    if contestant.library == OURS and task.device == "cpu":
+        pack(model)
+    return model
+
+
 class TrainingStep:
     def __init__(self, contestant: Contestant, task: Task) -> None:
         choose_attention(contestant.attention)
         self.task, self.contestant = task, contestant
         self.images, self.labels = _batch(contestant, task)
         self.model = classifier(contestant, task).train()
-        self.forward = _faster(self._forward, contestant.mode)
+        self.forward = _faster(self._forward, contestant)
         fused = True if task.device == "cuda" else None
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_RATE, fused=fused)
+        options: dict[str, Any] = {"fused": fused, "capturable": _records(contestant)}
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_RATE, **options)
+        self.recording: Recording | None = None
 
     def run(self, count: int) -> list[float]:
         return timed(self._once, count, self.task.device)
 
     def outputs(self) -> Outputs:
-        logits = self._backward()
+        if _records(self.contestant):
+            self._backward()
+            (logits,) = Recording(lambda: (self._backward(),), [])()
+        else:
+            logits = self._backward()
         gradients = {name: weight.grad.clone() for name, weight in named_gradients(self.model)}
         self.optimizer.zero_grad()
         return Outputs(logits.detach().float().clone(), gradients)
 
     def _once(self) -> None:
-        self._backward()
+        if not _records(self.contestant):
+            self._step()
+            return
+        if self.recording is None:
+            self._step()
+            self.recording = Recording(self._step, [])
+        self.recording.graph.replay()
+
+    def _step(self) -> tuple[Tensor, ...]:
+        logits = self._backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), _CLIP)
         self.optimizer.step()
+        return (logits,)
 
     def _backward(self) -> Tensor:
         _begin(self.contestant)
         self.optimizer.zero_grad()
         loss, logits = self.forward(self.images, self.labels)
         loss.backward()
-        return logits
+        return logits.detach()
 
     def _forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(self.task.device, torch.bfloat16, enabled=self.task.precision == "bfloat16"):
@@ -132,11 +161,12 @@ class InferenceStep:
     def __init__(self, contestant: Contestant, task: Task) -> None:
         choose_attention(contestant.attention)
         self.task, self.contestant = task, contestant
-        self.model = classifier(contestant, task).eval().to(getattr(torch, task.precision))
+        self.model = predictor(contestant, task)
         self.images, self.labels = _batch(contestant, task)
         if self.images.dtype != torch.uint8:
             self.images = self.images.to(getattr(torch, task.precision))
-        self.forward = _faster(self.model, contestant.mode)
+        self.forward = _faster(self.model, contestant)
+        self.recording: Recording | None = None
 
     def run(self, count: int) -> list[float]:
         with torch.inference_mode():
@@ -148,7 +178,13 @@ class InferenceStep:
 
     def _once(self) -> Tensor:
         _begin(self.contestant)
-        return self.forward(self.images)
+        if not _records(self.contestant):
+            return self.forward(self.images)
+        if self.recording is None:
+            self.forward(self.images)
+            self.recording = Recording(lambda: (self.forward(self.images),), [])
+        self.recording.graph.replay()
+        return self.recording.outputs[0]
 
 
 class LatencyStep:
@@ -157,10 +193,10 @@ class LatencyStep:
     def __init__(self, contestant: Contestant, task: Task) -> None:
         choose_attention(contestant.attention)
         self.task, self.contestant = task, contestant
-        self.model = classifier(contestant, task).eval().to(getattr(torch, task.precision))
-        self.images, self.labels = _batch(Contestant("vitral"), task)  # all get the same: uint8
+        self.model = predictor(contestant, task)
+        self.images, self.labels = _batch(Contestant(OURS), task)  # all get the same: uint8
         self.host = self.images[0].permute(1, 2, 0).contiguous().cpu().numpy()
-        self.answer = _faster(self._answer, contestant.mode)
+        self.answer = _faster(self._answer, contestant)
 
     def run(self, count: int) -> list[float]:
         return timed(self._once, count, "cpu")
@@ -179,6 +215,33 @@ class LatencyStep:
     def _answer(self, images: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.model(images)
         return logits, logits.float().softmax(dim=-1).topk(min(_TOP, self.task.classes)).indices
+
+
+class OurLatencyStep(LatencyStep):
+    """The same with what vitral has for it."""
+
+    def __init__(self, contestant: Contestant, task: Task) -> None:
+        super().__init__(contestant, task)
+        values = (0.5,) * task.architecture.channels
+        self.one = OnePicture(
+            classifier(contestant, task).model,
+            self.images.device,
+            size=task.architecture.image,
+            channels=task.architecture.channels,
+            mean=values,
+            std=values,
+            top=min(_TOP, task.classes),
+        )
+
+    def outputs(self) -> Outputs:
+        found = super().outputs()
+        likeliest, _ = self.one(self.host)
+        if found.logits[0, likeliest[-1]] < found.logits[0].topk(len(likeliest)).values[-1] - _TIE:
+            raise RuntimeError("one picture's answer is not that of its logits")
+        return found
+
+    def _once(self) -> list[int]:
+        return self.one(self.host)[0].tolist()
 
 
 def timed(work: Callable[[], Any], count: int, device: str) -> list[float]:
@@ -223,18 +286,22 @@ def _batch(contestant: Contestant, task: Task) -> tuple[Tensor, Tensor]:
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=drawn)
     labels = torch.randint(0, task.classes, (task.batch,), generator=drawn).to(task.device)
     images = images.to(task.device)
-    return (images if contestant.library == "vitral" else images.float() / 127.5 - 1.0), labels
+    return (images if contestant.library == OURS else images.float() / 127.5 - 1.0), labels
 
 
-def _faster(function: Callable[..., Any], mode: str) -> Callable[..., Any]:
-    if mode not in ("compile", "graphs"):
+def _faster(function: Callable[..., Any], contestant: Contestant) -> Callable[..., Any]:
+    if contestant.mode not in ("compile", "graphs") or _records(contestant):
         return function
-    return torch.compile(function, mode="reduce-overhead" if mode == "graphs" else "default")
+    return torch.compile(function, mode="reduce-overhead" if contestant.mode == "graphs" else "default")
+
+
+def _records(contestant: Contestant) -> bool:
+    return contestant.library == OURS and contestant.mode == "graphs"
 
 
 def _begin(contestant: Contestant) -> None:
     """What a CUDA graph returned before may now be overwritten."""
-    if contestant.mode == "graphs":
+    if contestant.mode == "graphs" and not _records(contestant):
         torch.compiler.cudagraph_mark_step_begin()
 
 

@@ -2,11 +2,15 @@
 
 Item i of what the workers read is the whole batch of step `first_step + i`. So the order is that of the steps whatever
 the number of workers, and a run that starts at a later step reads what the uninterrupted run would have read there.
+
+Workers write pixels into a few shared blocks in turn, and each batch is copied out before its block's next turn: the
+system takes longer to hand out and clear fresh shared memory for every batch than to copy it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
@@ -27,11 +31,13 @@ from vitral.errors import UserError
 
 PADDING = -1  # the index of a row that only fills up the last batch
 MOST_WORKERS = 32
+AHEAD = 2  # batches that each worker makes before they are asked for
 
 
 class Batch(NamedTuple):
-    """images uint8 (b, c, h, w) or float features (b, d); labels int64 (b,) or uint8 (b, k); valid bool (b,), False
-    for padding and for an image that could not be read; indices int64 (b,), the examples' places in the split."""
+    """images uint8 (b, c, h, w), in memory (b, h, w, c), or float features (b, d); labels int64 (b,) or uint8 (b, k);
+    valid bool (b,), False for padding and for an image that could not be read; indices int64 (b,), the examples'
+    places in the split."""
 
     images: Tensor
     labels: Tensor
@@ -63,9 +69,9 @@ def training_batches(
     """
     own = rank_slice(batch, rank, world)
     positions = np.arange(own.start - partners, own.stop) % batch
-    steps = range(first_step, last_step)
-    batches = _TrainingBatches(split, pipeline, channels, batch, seed, positions, steps, order)
-    return in_workers(batches, workers, pin=pin)
+    examples = len(split) if order is None else len(order)
+    rows = _TrainingRows(order, examples, batch, seed, positions, range(first_step, last_step))
+    return _batches(split, pipeline, channels, rows, workers, pin)
 
 
 def evaluation_batches(
@@ -87,7 +93,7 @@ def evaluation_batches(
     largest_share = -(-len(split) // world)
     rows = np.full(-(-largest_share // batch) * batch, PADDING, dtype=np.int64)
     rows[: len(indices)] = indices
-    return in_workers(_EvaluationBatches(split, pipeline, channels, rows.reshape(-1, batch)), workers, pin=pin)
+    return _batches(split, pipeline, channels, _EvaluationRows(rows.reshape(-1, batch)), workers, pin)
 
 
 def default_workers(device: str, ranks: int = 1) -> int:
@@ -103,54 +109,120 @@ def default_workers(device: str, ranks: int = 1) -> int:
 
 
 @dataclass(frozen=True)
-class _TrainingBatches:
-    split: Split
-    pipeline: Pipeline
-    channels: int
+class _TrainingRows:
+    """Which examples each step reads, and the random numbers of each."""
+
+    order: np.ndarray | None
+    examples: int
     batch: int
     seed: int
     positions: np.ndarray  # (b,) this rank's places in the global batch
     steps: range
-    order: np.ndarray | None
 
-    def __len__(self) -> int:
-        return len(self.steps)
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.steps), len(self.positions)
 
-    def __getitem__(self, item: int) -> Batch:
+    def __call__(self, item: int) -> tuple[np.ndarray, Sequence[np.random.Generator | None]]:
         step = self.steps[item]
-        n = len(self.split) if self.order is None else len(self.order)
-        indices = batch_indices(n, self.batch, step, self.seed)[self.positions]
-        indices = indices if self.order is None else self.order[indices]
+        indices = batch_indices(self.examples, self.batch, step, self.seed)[self.positions]
         rngs = [example_rng(self.seed, step, int(position)) for position in self.positions]
-        return _read_batch(self.split, self.pipeline, self.channels, indices, rngs)
+        return indices if self.order is None else self.order[indices], rngs
 
 
 @dataclass(frozen=True)
-class _EvaluationBatches:
+class _EvaluationRows:
+    rows: np.ndarray  # (batches, b) indices, PADDING at the end
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rows.shape
+
+    def __call__(self, item: int) -> tuple[np.ndarray, Sequence[np.random.Generator | None]]:
+        return self.rows[item], [None] * len(self.rows[item])
+
+
+class _Rest(NamedTuple):
+    """A batch without its images: so small that sharing memory would cost more than sending it does."""
+
+    labels: np.ndarray
+    valid: np.ndarray
+    indices: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """A data set for the workers: asked for an item, it writes the images into the item's block and gives the rest."""
+
     split: Split
     pipeline: Pipeline
     channels: int
-    rows: np.ndarray  # (batches, b) indices, PADDING at the end
+    rows: _TrainingRows | _EvaluationRows
+    blocks: Sequence[Tensor]  # uint8 (b, h, w, c)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return self.rows.shape[0]
 
-    def __getitem__(self, item: int) -> Batch:
-        indices = self.rows[item]
-        return _read_batch(self.split, self.pipeline, self.channels, indices, [None] * len(indices))
+    def block(self, item: int) -> Tensor:
+        return self.blocks[item % len(self.blocks)]
+
+    def __getitem__(self, item: int) -> _Rest:
+        """Rows without an image are zero and not valid."""
+        indices, rngs = self.rows(item)
+        images, valid = self.block(item).numpy(), np.zeros(len(indices), dtype=bool)
+        labels = np.zeros((len(indices), *self.split.labels.shape[1:]), dtype=self.split.labels.dtype)
+        for row, (index, rng) in enumerate(zip(indices.tolist(), rngs, strict=True)):
+            pixels: np.ndarray | int = 0
+            if index != PADDING:
+                labels[row] = self.split.labels[index]
+                with contextlib.suppress(UnreadableImage):
+                    pixels = self.pipeline(read_pixels(self.split, index, self.channels), rng)
+                    valid[row] = True
+            images[row] = pixels
+        return _Rest(labels, valid, indices)
 
 
-def in_workers(items: Sized, workers: int, *, pin: bool = False) -> Iterator[Any]:
+def _batches(
+    split: Split,
+    pipeline: Pipeline,
+    channels: int,
+    rows: _TrainingRows | _EvaluationRows,
+    workers: int,
+    pin: bool,
+) -> Iterator[Batch]:
+    """While a batch is copied the workers make the AHEAD * workers next ones at most, and each of those, like the batch
+    itself, has a block of its own."""
+    count, size = rows.shape
+    shape = (size, *pipeline.size, channels)
+    blocks = [_block(shape, shared=workers > 0) for _ in range(min(AHEAD * workers + 1, count))]
+    batches = _Batches(split, pipeline, channels, rows, blocks)
+    pin = pin and torch.cuda.is_available()
+    for item, rest in enumerate(in_workers(batches, workers)):
+        images = torch.empty(shape, dtype=torch.uint8, pin_memory=pin).copy_(batches.block(item))
+        others = (torch.from_numpy(array) for array in rest)
+        yield Batch(images.permute(0, 3, 1, 2), *(tensor.pin_memory() if pin else tensor for tensor in others))
+
+
+def _block(shape: tuple[int, ...], *, shared: bool) -> Tensor:
+    """uint8 memory yet to be filled; what others write to a shared block is seen here."""
+    if not shared:
+        return torch.empty(shape, dtype=torch.uint8)
+    # Not share_memory_(): it copies, and there is nothing to copy yet.
+    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(math.prod(shape))).view(shape)
+
+
+def in_workers(items: Sized, workers: int) -> Iterator[Any]:
     """The items of a map-style data set in order, made by worker processes, or here when there are none.
 
     When the consumer stops early the generator is closed, the loader dies with it, and so do the processes.
     """
+    workers = min(workers, len(items))
     yield from DataLoader(
         items,  # type: ignore[arg-type]
         batch_size=None,
-        num_workers=min(workers, len(items)),
+        num_workers=workers,
+        prefetch_factor=AHEAD if workers else None,
         collate_fn=_as_it_is,
-        pin_memory=pin and torch.cuda.is_available(),
         worker_init_fn=_start_worker,
         generator=torch.Generator(),  # without its own, a loader draws from the generator that dropout uses
     )
@@ -182,27 +254,3 @@ def _start_worker(worker: int) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
         os._exit(1)  # killed before torch noted whom to watch: this process would wait for ever
-
-
-def _read_batch(
-    split: Split,
-    pipeline: Pipeline,
-    channels: int,
-    indices: np.ndarray,
-    rngs: Sequence[np.random.Generator | None],
-) -> Batch:
-    """The rows of a batch one after the other; rows without an image are zero and not valid."""
-    height, width = pipeline.size
-    images = torch.empty(len(indices), channels, height, width, dtype=torch.uint8)
-    valid = torch.zeros(len(indices), dtype=torch.bool)
-    labels = np.zeros((len(indices), *split.labels.shape[1:]), dtype=split.labels.dtype)
-    for row, (index, rng) in enumerate(zip(indices.tolist(), rngs, strict=True)):
-        if index == PADDING:
-            continue
-        labels[row] = split.labels[index]
-        with contextlib.suppress(UnreadableImage):
-            pixels = pipeline(read_pixels(split, index, channels), rng)
-            images[row] = torch.from_numpy(pixels).permute(2, 0, 1)
-            valid[row] = True
-    images[~valid] = 0
-    return Batch(images, torch.from_numpy(labels), valid, torch.from_numpy(indices))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.architecture import ViTConfig
 from vitral.models.initial import lecun_normal, xavier_uniform
-from vitral.models.layers import Mlp, Watcher, attend
+from vitral.models.layers import Mlp, Watcher
 
 
 class Head(nn.Module):
@@ -59,6 +60,9 @@ class MapPool(nn.Module):
         batch, n, width = patches.shape
         q = self.q(self.probe).view(1, 1, self.heads, -1).transpose(1, 2).expand(batch, -1, -1, -1)
         k, v = self.kv(patches).view(batch, n, 2, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        x = attend(q, k, v, self.watchers).transpose(1, 2).reshape(batch, width)
+        read = F.scaled_dot_product_attention(q, k, v)
+        for watcher in self.watchers:
+            watcher.see(q, k, v, None, read)
+        x = read.transpose(1, 2).reshape(batch, width)
         x = self.out(x)
         return x + self.mlp(self.norm(x))

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.architecture import Size, ViTConfig
+from vitral.kernels.choice import attention
+from vitral.kernels.packed import linear_gelu
 from vitral.models.initial import xavier_uniform
 from vitral.models.position import RelativePosition
 
@@ -20,13 +21,11 @@ class Watcher(Protocol):
     def see(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, output: Tensor) -> None: ...
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, watchers: Sequence[Watcher], bias: Tensor | None = None, dropout: float = 0.0
-) -> Tensor:
-    """(b, heads, queries, d), (b, heads, n, d), (b, heads, n, d) -> (b, heads, queries, d): equations 6 and 7, fused"""
-    output = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
+def attend(qkv: Tensor, watchers: Sequence[Watcher], bias: Tensor | None, dropout: float) -> Tensor:
+    """(b, n, 3, heads, d) -> (b, heads, n, d): equations 6 and 7, fused"""
+    output = attention(qkv, bias, dropout)
     for watcher in watchers:
-        watcher.see(q, k, v, bias, output)
+        watcher.see(*qkv.permute(2, 0, 3, 1, 4).unbind(0), bias, output)
     return output
 
 
@@ -53,10 +52,9 @@ class Attention(nn.Module):
         x = x.reshape(-1, *shape[-2:])
         batch, tokens, width = x.shape
         qkv = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (b, heads, n, d / heads)
-        bias = None if self.relative is None else self.relative(q, grid)
+        bias = None if self.relative is None else self.relative(qkv[:, :, 0].transpose(1, 2), grid)
         dropout = self.attention_dropout if self.training else 0.0
-        x = attend(q, k, v, self.watchers, bias, dropout).transpose(1, 2).reshape(shape)
+        x = attend(qkv, self.watchers, bias, dropout).transpose(1, 2).reshape(shape)
         return self.dropout(self.out(x))
 
 
@@ -75,7 +73,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d) -> (..., d)"""
-        x = self.dropout(F.gelu(self.hidden(x), approximate=self.approximate))
+        x = self.dropout(linear_gelu(self.hidden, x, self.approximate))
         return self.dropout(self.output(x))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,8 +27,17 @@ def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
         raise UserError(
             f"images of {channels} channels need as many values of mean and std, not {len(mean)} and {len(std)}."
         )
-    # In double precision until the last rounding: one multiplication and one addition for each pixel remain.
-    centre, spread = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (mean, std))
-    scale = (1 / (255 * spread)).to(images.device, torch.float32)
-    shift = (-centre / spread).to(images.device, torch.float32)
+    scale, shift = _constants(tuple(mean), tuple(std), images.device)
     return torch.addcmul(shift, images.float(), scale)
+
+
+@cache
+@torch.inference_mode(False)
+def _constants(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """In double precision until the last rounding: one multiplication and one addition for each pixel remain.
+
+    Made once: a step that is recorded as a CUDA graph must not copy anything from the host.
+    """
+    centre, spread = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (mean, std))
+    scale, shift = 1 / (255 * spread), -centre / spread
+    return scale.to(device, torch.float32), shift.to(device, torch.float32)

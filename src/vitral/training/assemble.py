@@ -44,7 +44,7 @@ from vitral.training.signals import stop_requests
 from vitral.training.state import Trainee, restore, save
 
 # May change when a run goes on: memory, speed and disk depend on them, what is computed does not.
-_FREE = {"workers", "micro_batch", "checkpointing", "compile", "parallel", "keep", "save_every"}
+_FREE = {"workers", "micro_batch", "checkpointing", "compile", "graph", "parallel", "keep", "save_every"}
 
 
 @dataclass(frozen=True)

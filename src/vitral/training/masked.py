@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitral.architecture import ViTConfig
+from vitral.architecture import Size, ViTConfig
 from vitral.data.loader import PADDING, Batch, evaluation_batches
 from vitral.data.preprocess import parse_pipeline
 from vitral.data.sources import Split
@@ -31,14 +31,20 @@ _BASELINE_IMAGES = 2000
 class MaskedObjective(nn.Module):
     """Sums over the valid rows of a batch: of the losses, and of the shares of hidden patches that were named right."""
 
+    replayable = False  # what is hidden is drawn from the step on the host
+
     def __init__(self, model: MaskedModel, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         super().__init__()
         self.model = model
         self.mean, self.std = mean, std
 
-    def forward(self, images: Tensor, keys: Tensor, valid: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    def numbers(self, step: int, image: Size) -> Tensor:
+        """The step itself."""
+        return torch.tensor(step)
+
+    def forward(self, images: Tensor, keys: Tensor, valid: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """uint8 (b, c, h, w), the images' places in the split (b,), valid (b,) -> loss (), right answers ()"""
-        losses, right = self.model(normalise(images, self.mean, self.std), images, keys, step)
+        losses, right = self.model(normalise(images, self.mean, self.std), images, keys, int(numbers))
         answers = torch.where(valid, right, 0.0).sum()
         counted = torch.full_like(answers, -1.0) if self.model.settings.target == "pixels" else answers
         return torch.where(valid, losses, 0.0).sum(), counted.detach()

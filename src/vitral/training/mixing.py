@@ -10,6 +10,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from vitral.architecture import Size
@@ -23,6 +24,11 @@ class Mix(NamedTuple):
 
     own: float
     box: Box | None
+
+    def numbers(self) -> Tensor:
+        """As (6,), so that a step that was recorded once can be replayed with others: the share of an example in its
+        targets, that in its pixels outside the box, and the box, which is empty where there is none."""
+        return torch.tensor([self.own, self.own if self.box is None else 1.0, *(self.box or (0, 0, 0, 0))])
 
 
 def draw_mix(seed: int, step: int, image: Size, *, mixup: float, cutmix: float) -> Mix:
@@ -42,15 +48,17 @@ def draw_mix(seed: int, step: int, image: Size, *, mixup: float, cutmix: float) 
     return Mix(max(own, 1.0 - own), None)
 
 
-def mix_batch(images: Tensor, targets: Tensor, mix: Mix) -> tuple[Tensor, Tensor]:
-    """float (b + 1, c, h, w), float (b + 1, k) -> (b, c, h, w), (b, k): rows 1.. mixed with the row before each."""
-    mixed_targets = mix.own * targets[1:] + (1.0 - mix.own) * targets[:-1]
-    if mix.box is None:
-        return mix.own * images[1:] + (1.0 - mix.own) * images[:-1], mixed_targets
-    top, bottom, left, right = mix.box
-    mixed = images[1:].clone()
-    mixed[:, :, top:bottom, left:right] = images[:-1, :, top:bottom, left:right]
-    return mixed, mixed_targets
+def mix_batch(images: Tensor, targets: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """float (b + 1, c, h, w), float (b + 1, k), Mix.numbers -> (b, c, h, w), (b, k): rows 1.. mixed with those before."""
+    own, blend, top, bottom, left, right = numbers.unbind()
+    row, column = (torch.arange(side, device=images.device) for side in images.shape[-2:])
+    boxed = ((row >= top) & (row < bottom)).unsqueeze(1) & (column >= left) & (column < right)
+    share = torch.where(boxed, 0.0, blend)
+    return _blended(images, share), _blended(targets, own)
+
+
+def _blended(rows: Tensor, share: Tensor) -> Tensor:
+    return share * rows[1:] + (1.0 - share) * rows[:-1]
 
 
 def _draw_box(generator: np.random.Generator, image: Size, own: float) -> Box:

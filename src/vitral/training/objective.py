@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from vitral.architecture import Size
 from vitral.models.normalise import normalise
 from vitral.models.resnet import ResNet
 from vitral.models.vit import ViT
+from vitral.training.augmentation import parse_augmentation
 from vitral.training.losses import class_weights, log_priors, sigmoid_loss, soft_targets, softmax_loss
 from vitral.training.mixing import draw_mix, mix_batch
 
@@ -29,6 +31,7 @@ class LossSettings:
     smoothing: float = 0.0
     mixup: float = 0.0
     cutmix: float = 0.0
+    augment: str = ""  # of whole batches, on the device
     seed: int = 0
 
     @property
@@ -44,29 +47,36 @@ class Objective(nn.Module):
 
     weights: Tensor | None
     priors: Tensor | None
+    replayable = True  # a step depends on the host through `numbers` alone
 
     def __init__(self, model: nn.Module, settings: LossSettings, counts: np.ndarray, balance: str = "none") -> None:
         """`counts` (k,): training examples of each class, which `balance` "weights" and "logit-adjust" go by."""
         super().__init__()
         self.model = model
         self.settings = settings
+        self.augment = parse_augmentation(settings.augment) if settings.augment else None
         numbers = torch.from_numpy(np.asarray(counts, np.float32))
         weights = class_weights(numbers) if balance == "weights" else None
         priors = log_priors(numbers) if balance == "logit-adjust" else None
         self.register_buffer("weights", weights, persistent=False)
         self.register_buffer("priors", priors, persistent=False)
 
-    def forward(self, images: Tensor, labels: Tensor, valid: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    def numbers(self, step: int, image: Size) -> Tensor:
+        """What a step draws for a whole batch; empty where nothing is mixed."""
+        s = self.settings
+        return draw_mix(s.seed, step, image, mixup=s.mixup, cutmix=s.cutmix).numbers() if s.mixes else torch.zeros(0)
+
+    def forward(self, images: Tensor, labels: Tensor, valid: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """uint8 (b, c, h, w) or features (b, d), labels (b,) or (b, k), valid (b,) -> loss (), right answers ().
 
         With mixing there is one row in front, the partner of the first; answers are then not counted, and -1 returned.
         """
         s = self.settings
+        images = images if self.augment is None else self.augment(images)
         inputs = normalise(images, s.mean, s.std) if images.ndim == 4 else images
         targets = labels
         if s.mixes:
-            mix = draw_mix(s.seed, step, (images.shape[-2], images.shape[-1]), mixup=s.mixup, cutmix=s.cutmix)
-            inputs, targets = mix_batch(inputs, soft_targets(labels, s.classes), mix)
+            inputs, targets = mix_batch(inputs, soft_targets(labels, s.classes), numbers)
             valid = valid[1:] & valid[:-1]
         logits = self.model(inputs)
         losses = self._losses(logits, targets)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vitral.errors import UserError
 from vitral.models.adapters import add_lora
+from vitral.training.muon import Muon
 
 
 def freeze(model: nn.Module, tune: str) -> None:
@@ -46,23 +47,25 @@ def layer_of(name: str, model: nn.Module) -> int:
 def parameter_groups(
     model: nn.Module, *, weight_decay: float = 0.0, layer_decay: float = 1.0, head_lr: float = 1.0
 ) -> list[dict[str, Any]]:
-    """What learns, in groups that share a weight decay and a `factor` on the learning rate.
+    """What learns, in groups that share a weight decay, a `factor` on the learning rate, and how many `matrices` Muon
+    sees in each of their weights.
 
     Only kernels decay: the weights of linear layers and convolutions. Biases, norms, class token, registers, positions,
     LayerScale, the probe of attention pooling and adapters do not (big_vision's rule).
     """
     kernels = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear | nn.Conv2d)}
+    matrices = _matrices(model)
     last = _layers(model) + 1
-    groups: dict[tuple[float, float], list[Tensor]] = {}
+    groups: dict[tuple[float, float, int], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         factor = layer_decay ** (last - layer_of(name, model)) * (head_lr if _is_head(name) else 1.0)
         decay = weight_decay if id(parameter) in kernels else 0.0
-        groups.setdefault((factor, decay), []).append(parameter)
+        groups.setdefault((factor, decay, matrices.get(id(parameter), 0)), []).append(parameter)
     return [
-        {"params": parameters, "weight_decay": decay, "factor": factor}
-        for (factor, decay), parameters in groups.items()
+        {"params": parameters, "weight_decay": decay, "factor": factor, "matrices": number}
+        for (factor, decay, number), parameters in groups.items()
     ]
 
 
@@ -75,16 +78,24 @@ def build_optimizer(
     beta2: float = 0.999,
     momentum: float = 0.9,
 ) -> torch.optim.Optimizer:
-    """Adam with decoupled decay (the rate multiplies it, as in AugReg), or SGD with L2 decay and momentum (BiT)."""
+    """Adam with decoupled decay (the rate multiplies it, as in AugReg), SGD with L2 decay and momentum (BiT), Muon."""
     if not groups:
         raise UserError("nothing is left to learn: set tune to full, head, bias, last:K or lora:R.")
     fused = all(parameter.is_cuda for group in groups for parameter in group["params"]) or None
+    if fused:  # rates in tensors of their own: a step that is replayed reads what stands there then
+        groups = [group | {"lr": torch.tensor(lr, device=group["params"][0].device)} for group in groups]
     if name == "adam":
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), fused=fused)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            groups, lr=lr, betas=(beta1, beta2), fused=fused, capturable=bool(fused)
+        )
     elif name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=fused)
+    elif name == "muon":
+        if not any(group.get("matrices") for group in groups):
+            raise UserError("muon is for the linear layers of blocks, and none learns here: set optim.name=adam.")
+        optimizer = Muon(groups, lr=lr, betas=(beta1, beta2), momentum=momentum)
     else:
-        raise UserError(f'unknown optimizer "{name}": use adam or sgd.')
+        raise UserError(f'unknown optimizer "{name}": use adam, sgd or muon.')
     set_rate(optimizer, lr)
     return optimizer
 
@@ -92,7 +103,16 @@ def build_optimizer(
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """The learning rate of the step to come, times the factor of each group."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group["factor"]
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate * group["factor"])
+        else:
+            group["lr"] = rate * group["factor"]
+
+
+def _matrices(model: nn.Module) -> dict[int, int]:
+    """The weights between hidden layers, by identity, and how many matrices each is: queries, keys and values are 3."""
+    layers = [(name.split("."), layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    return {id(layer.weight): 3 if name[-1] == "qkv" else 1 for name, layer in layers if "blocks" in name}
 
 
 def _layers(model: nn.Module) -> int:

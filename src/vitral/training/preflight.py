@@ -12,10 +12,10 @@ import torch
 
 from vitral.data.loader import Batch
 from vitral.errors import UserError
-from vitral.training.loop import Plan, accumulate, gradients
 from vitral.training.optimizer import set_rate
 from vitral.training.parallel import World, every, is_sharded
 from vitral.training.state import Trainee
+from vitral.training.step import Plan, accumulate, drawn_numbers, gradients
 
 _CPU_ROWS = 64  # more at a time is no faster on a CPU, and takes more memory
 
@@ -92,7 +92,8 @@ def _fits(trainee: Trainee, plan: Plan, world: World, batch: Batch) -> bool:
     """
     set_rate(trainee.optimizer, 0.0)
     try:
-        accumulate(trainee, plan, world, batch, exchange=is_sharded(trainee.wrapped))
+        numbers = drawn_numbers(trainee, batch)
+        accumulate(trainee, plan, world, batch, numbers, exchange=is_sharded(trainee.wrapped))
         trainee.optimizer.step()
     except torch.OutOfMemoryError:
         return False

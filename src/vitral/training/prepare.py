@@ -28,10 +28,10 @@ from vitral.evaluation.predict import Predictions, embed_split, predict_split
 from vitral.models.build import Model, build
 from vitral.models.vit import ViT
 from vitral.recipe import Recipe
+from vitral.training.augmentation import parse_augmentation
 from vitral.training.average import Average
 from vitral.training.events import Decoding, EvaluationProgress, Listener, Note
 from vitral.training.judge import Judge, PlainModel, measure
-from vitral.training.loop import Plan
 from vitral.training.masked import MaskedObjective, baselines, keyed, masked_outputs, measure_masked
 from vitral.training.masking import MaskedModel, MaskSettings
 from vitral.training.objective import LossSettings, Objective, recompute_activations
@@ -39,6 +39,7 @@ from vitral.training.optimizer import build_optimizer, freeze, parameter_groups
 from vitral.training.parallel import World, by_first, check_batch, gather_rows, wrap
 from vitral.training.preflight import first_guess
 from vitral.training.state import Trainee
+from vitral.training.step import Plan
 
 Batches = Callable[[int], Iterator[Batch]]
 _DROPS = ("dropout", "attention_dropout", "stochastic_depth")
@@ -106,6 +107,8 @@ def check_recipe(recipe: Recipe, data: DataSet, card: Card | None) -> None:
     architecture = card.architecture if card else recipes.architecture_of(recipe, len(train.classes))
     if recipe.batch > len(train):
         raise UserError(f"batch={recipe.batch} is more than the {len(train)} training images: choose a smaller one.")
+    if recipe.data.augment:
+        parse_augmentation(recipe.data.augment)
     if recipe.learn == "masked" and isinstance(architecture, ResNetConfig):
         raise UserError(f"{recipe.model} has no patches to hide: learn=masked needs a ViT or a hybrid.")
     if train.multilabel and recipe.loss != "sigmoid":
@@ -172,6 +175,7 @@ def open_recipe(recipe: Recipe, data: DataSet, card: Card, world: World) -> Part
         smoothing=recipe.regular.label_smoothing,
         mixup=recipe.data.mixup * mixing,
         cutmix=recipe.data.cutmix * mixing,
+        augment=recipe.data.augment if mixing else "",
         seed=recipe.seed,
     )
     plan = Plan(
@@ -185,6 +189,7 @@ def open_recipe(recipe: Recipe, data: DataSet, card: Card, world: World) -> Part
         patience=recipe.patience,
         autocast=_autocast(recipe.precision, world.device),
         partners=settings.mixes,
+        graph=recipe.graph,
     )
     return Parts(recipe, train, test, order, card, plan, workers_of(recipe, world), settings)
 

@@ -27,6 +27,11 @@ class Trainee:
     step: int = 0  # steps done
     facts: dict[str, Any] = field(default_factory=dict)  # the best value so far and the like; saved with the state
 
+    @property
+    def objective(self) -> Any:
+        """The model with its loss, without what wraps it for processes."""
+        return getattr(self.wrapped, "module", self.wrapped)
+
 
 def save(trainee: Trainee, folder: RunFolder, world: World, keep: int) -> None:
     """Write the state; every process takes part, one writes (all write shards where the weights are sharded)."""

@@ -1,0 +1,44 @@
+"""The fastest way that fits the shape, the device and the precision; plain PyTorch everywhere else."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+HALVES = (torch.bfloat16, torch.float16)
+_LONGEST = 256  # tokens of a sequence whose rows stay on chip
+_WIDTHS = (16, 32, 64, 128)  # of a head
+_WIDEST = 4096  # channels that a LayerNorm's program holds at once
+
+
+def attention(qkv: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
+    """(b, n, 3, heads, d), (b, heads, n, n) or None -> (b, heads, n, d)"""
+    if dropout == 0.0 and is_short(qkv, qkv.shape[4]):
+        from vitral.kernels.attention import short_attention
+
+        return short_attention(qkv, None if bias is None else bias.to(qkv.dtype))[0].transpose(1, 2)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
+
+
+def fits_blocks(x: Tensor, heads: int) -> bool:
+    """Whether `blocks.encode` takes it: (b, n, d)"""
+    return x.shape[2] <= _WIDEST and is_short(x, x.shape[2] // heads)
+
+
+def is_short(tokens: Tensor, width: int) -> bool:
+    """Whether a head of this width attends within kernels, for tokens (b, n, ...)"""
+    known = tokens.dtype in HALVES and tokens.shape[1] <= _LONGEST and width in _WIDTHS
+    return known and _has_kernels(tokens.device)
+
+
+@cache
+def _has_kernels(device: torch.device) -> bool:
+    """Hopper or newer, where they were measured, with Triton installed."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)

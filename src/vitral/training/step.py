@@ -1,0 +1,183 @@
+"""One step of training: the gradient of a batch in pieces that fit, clipping, the optimizer, the average.
+
+On one GPU the whole of it is recorded as a CUDA graph after a few steps, and replayed from then on: a small model is
+otherwise as fast as the host can launch its kernels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vitral.data.loader import Batch
+from vitral.errors import UserError
+from vitral.kernels.recording import Recording
+from vitral.training.events import Listener, Note
+from vitral.training.parallel import World, accumulating, total, whole
+from vitral.training.state import Trainee
+
+_BEFORE_RECORDING = 3  # steps
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the loop must know about a run."""
+
+    steps: int
+    batch: int  # over all processes
+    micro: int  # rows that one process computes at a time; only memory depends on it
+    seed: int
+    clip: float = 0.0  # largest global norm of the gradient; 0: not clipped
+    evaluate_every: int = 0  # steps; 0: at the end only
+    save_every: int = 0
+    patience: int = 0  # evaluations without a better value before the run ends; 0: never
+    autocast: torch.dtype | None = None
+    partners: bool = False  # batches carry one row in front, the mixing partner of the first
+    graph: bool = False  # on one GPU the whole step is recorded once, and replayed
+
+
+class Numbers(NamedTuple):
+    """What is told of a step: the mean loss, right answers (-1: not counted), the norm of the gradient."""
+
+    loss: Tensor
+    right: Tensor
+    norm: Tensor
+
+
+class Steps:
+    """Takes one step after the other."""
+
+    def __init__(self, trainee: Trainee, plan: Plan, world: World, listen: Listener) -> None:
+        self.trainee, self.plan, self.world, self.listen = trainee, plan, world, listen
+        self.taken = 0
+        self.recording: Recording | None = None
+        self.records = plan.graph and world.device.type == "cuda" and world.size == 1 and trainee.objective.replayable
+
+    def take(self, batch: Batch) -> Numbers:
+        """The step is done when this returns, on a GPU queued; the trainee's count is the caller's to raise."""
+        self.taken += 1
+        if self.records and self.taken > _BEFORE_RECORDING and self._is_one_piece(batch):
+            found = self._replayed(batch)
+            if found is not None:
+                return found
+        loss, right, self.plan = gradients(self.trainee, self.plan, self.world, batch, self.listen)
+        return Numbers(loss, right, self._update())
+
+    def _is_one_piece(self, batch: Batch) -> bool:
+        return len(batch.valid) - int(self.plan.partners) <= self.plan.micro
+
+    def _replayed(self, batch: Batch) -> Numbers | None:
+        """None where the step cannot be recorded, which is tried once."""
+        inputs = (batch.images, batch.labels, batch.valid, drawn_numbers(self.trainee, batch))
+        if self.recording is None:
+            try:
+                self.recording = Recording(self._computed, [tensor.to(self.world.device) for tensor in inputs])
+            except RuntimeError as error:  # memory that ran out is one, too
+                self.records = False
+                self.trainee.optimizer.zero_grad(set_to_none=True)
+                self.listen(Note(f"the step is not recorded as a CUDA graph ({str(error).splitlines()[0]})"))
+                return None
+        torch.manual_seed(_key(self.plan.seed, self.trainee.step, 0, self.world.rank))
+        return Numbers(*self.recording(*inputs))
+
+    def _computed(self, images: Tensor, labels: Tensor, valid: Tensor, numbers: Tensor) -> tuple[Tensor, ...]:
+        batch = Batch(images, labels, valid, labels)
+        loss, right = accumulate(self.trainee, self.plan, self.world, batch, numbers)
+        return loss, right, self._update()
+
+    def _update(self) -> Tensor:
+        norm = _clipped(self.trainee, self.plan.clip)
+        self.trainee.optimizer.step()
+        if self.trainee.average is not None:
+            self.trainee.average.update(self.trainee.model)
+        return norm
+
+
+def gradients(
+    trainee: Trainee, plan: Plan, world: World, batch: Batch, listen: Listener
+) -> tuple[Tensor, Tensor, Plan]:
+    """Accumulate the gradient of the global batch's mean loss. Where memory runs out, the plan gets smaller pieces.
+
+    Each row's loss is divided by the global batch: the sum over pieces and processes is the same for any number.
+    """
+    while True:
+        try:
+            return *accumulate(trainee, plan, world, batch, drawn_numbers(trainee, batch)), plan
+        except torch.OutOfMemoryError as error:
+            if plan.micro == 1 or world.size > 1:
+                raise UserError(
+                    f"memory ran out with {plan.micro} images at a time: set micro_batch={max(plan.micro // 2, 1)} "
+                    "or checkpointing=true, or choose a smaller model or image."
+                ) from error
+            plan = replace(plan, micro=max(plan.micro // 2, 1))
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            listen(Note(f"memory ran out: going on with {plan.micro} images at a time, same maths"))
+
+
+def accumulate(
+    trainee: Trainee, plan: Plan, world: World, batch: Batch, numbers: Tensor, exchange: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The sums, over all processes, of the rows' losses divided by the batch, and of the right answers.
+
+    `numbers` are what the step draws for all rows. Without `exchange` the sums and the gradient are of this process.
+    """
+    trainee.optimizer.zero_grad(set_to_none=True)
+    sums = torch.zeros(2, device=world.device)
+    pieces = _pieces(batch, plan, world)
+    numbers = numbers.to(world.device) if trainee.objective.replayable else numbers
+    for piece, part in enumerate(pieces):
+        rows = [tensor.to(world.device, non_blocking=True) for tensor in part]
+        if not (world.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            torch.manual_seed(_key(plan.seed, trainee.step, piece, world.rank))
+        last = exchange and piece == len(pieces) - 1
+        with accumulating(trainee.wrapped, last=last), _precision(plan, world):
+            loss, right = trainee.wrapped(*rows, numbers)
+            share = loss / plan.batch
+            (share * world.size).backward()  # processes average their gradients; we want their sum
+        sums += torch.stack([share.detach().float(), right.float()])
+    if exchange:
+        total(sums, world)
+    return sums[0], sums[1]
+
+
+def _pieces(batch: Batch, plan: Plan, world: World) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Images, labels and validity of at most `plan.micro` rows at a time, with their partners where rows are mixed.
+
+    Processes whose share is a row smaller get equally many, one perhaps of a row that does not count: shards of weights
+    come together for every piece.
+    """
+    extra = int(plan.partners)
+    rows = len(batch.valid) - extra
+    pieces = []
+    for start in range(0, -(-plan.batch // world.size), plan.micro):
+        part = slice(min(start, rows - 1), min(start + plan.micro, rows) + extra)
+        valid = batch.valid[part] if start < rows else torch.zeros_like(batch.valid[part])
+        pieces.append((batch.images[part], batch.labels[part], valid))
+    return pieces
+
+
+def _precision(plan: Plan, world: World) -> torch.autocast:
+    return torch.autocast(world.device.type, dtype=plan.autocast, enabled=plan.autocast is not None)
+
+
+def drawn_numbers(trainee: Trainee, batch: Batch) -> Tensor:
+    """What the objective draws for the step to come."""
+    return trainee.objective.numbers(trainee.step, tuple(batch.images.shape[-2:]))
+
+
+def _clipped(trainee: Trainee, clip: float) -> Tensor:
+    """The gradient's global norm; the gradient is scaled down to `clip` where it is larger."""
+    parameters = [parameter for parameter in trainee.model.parameters() if parameter.grad is not None]
+    return whole(torch.nn.utils.clip_grad_norm_(parameters, clip or math.inf))
+
+
+def _key(*parts: int) -> int:
+    """A seed for one piece of one step on one process."""
+    text = ",".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
