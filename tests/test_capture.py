@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import vitral
 from vitral.architecture import ResNetConfig, StemConfig, ViTConfig
 from vitral.errors import UserError
-from vitral.models import layers
 from vitral.models.build import build
 from vitral.models.capture import Seen, capture
+from vitral.models.layers import Attention
 from vitral.models.vit import ViT
 
 SMALL = ViTConfig(depth=3, width=16, mlp=24, heads=2, patch=4, image=(12, 8), classes=5)
@@ -282,7 +282,7 @@ def test_gradients_are_those_of_explicit_attention(name: str, monkeypatch: pytes
     assert torch.equal(fused, model(images))
     gradients = seen.gradients(fused[:, 1].sum())
     probabilities: list[Tensor] = []
-    monkeypatch.setattr(layers.F, "scaled_dot_product_attention", explicit(probabilities))
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", explicit(probabilities))
     logits = model(images)
     assert gap(logits, fused) <= 1e-4
     expected = torch.autograd.grad(logits[:, 1].sum(), probabilities)
@@ -360,7 +360,7 @@ def test_reduce_keeps_only_what_it_makes() -> None:
 
 
 def watchers(model: ViT) -> int:
-    return sum(len(module.watchers) for module in model.modules() if isinstance(module, layers.Attention))
+    return sum(len(module.watchers) for module in model.modules() if isinstance(module, Attention))
 
 
 def test_the_latest_pass_counts_and_stays() -> None:

@@ -1,4 +1,4 @@
-"""Recipes by name: the tables of the paper and of BiT as recipes. No torch here.
+"""Recipes by name: the tables of the paper and of BiT as recipes, and records of our own. No torch here.
 
 `named("paper:pretrain/imagenet21k", "ViT-L/16")` is a row of Table 3, `named("paper:finetune/pets")` one of Table 4.
 What is printed comes from `vitral.paper`, and what is not from its `readings`, each with a sentence that says why.
@@ -19,7 +19,6 @@ from vitral.errors import UserError
 from vitral.names import name_of, parse
 from vitral.recipe import Recipe, from_dict
 
-FAMILIES = ("paper", "bit")  # what names start with, before the colon
 CROPS = {"": "square", ":inception": "inception", ":resmall": "resmall"}  # suffix of a name, and its reading
 SMALL = ("pets", "flowers", "vtab")  # data sets with a short warm-up
 DROPOUT = ("ViT-L/16", "ViT-H/14", "R50+ViT-B/16", "R50+ViT-L/*")  # released with dropout of 0.1
@@ -33,6 +32,20 @@ TITLES = {
     "flowers": "Oxford Flowers-102",
     "vtab": "the 19 tasks of VTAB-1k",
 }
+
+
+_SPEEDRUNS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    (
+        "cifar10",
+        "CIFAR-10 from scratch: 90.9 % as fast as one GPU can",
+        {"epochs": 25, "shape.depth": 6, "optim.lr": 3e-3, "data.augment": "shift(4)|flip|cutout(8)"},
+    ),
+    (
+        "cifar10-94",
+        "CIFAR-10 from scratch: 94 % within five minutes on one GPU",
+        {"epochs": 80, "optim.lr": 2e-3, "data.augment": "shift(4)|flip|randaugment(1, 10)", "data.cutmix": 0.5},
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,11 @@ class Page(NamedTuple):
     about: str
     models: tuple[str, ...]
     draft: Callable[[str], Draft]
+
+
+def is_name(text: str) -> bool:
+    """Whether a text is meant as a name of the book, not as a file's."""
+    return text.partition(":")[0] in ("paper", "bit") or text.startswith("speedrun/")
 
 
 def recipe_names() -> dict[str, str]:
@@ -227,6 +245,22 @@ def _stairs(drops: tuple[float, ...], momentum: float, warmup: int) -> dict[str,
     }
 
 
+def _speedrun(changes: dict[str, Any], model: str) -> Draft:
+    """A plain ViT on CIFAR-10 from scratch, on one GPU. Found by trying; benchmarks/cifar10_speedrun.py measures it."""
+    keys: dict[str, Any] = {
+        "batch": 512,
+        "shape.pool": "mean",
+        "data.train": "decode|resize({size})",
+        "data.test": "decode|resize({size})",
+        "optim.name": "muon",
+        "optim.momentum": 0.95,
+        "optim.weight_decay": 0.1,
+        "schedule.warmup": 0.1,
+        "regular.label_smoothing": 0.1,
+    }
+    return Draft(keys | changes, seeds=3)
+
+
 @cache
 def _book() -> dict[str, Page]:
     """Every recipe by its name. A recipe of another kind is one more entry."""
@@ -252,6 +286,8 @@ def _book() -> dict[str, Page]:
     for rule in paper.bit_finetuning():
         about = f"BiT-HyperRule: fine-tune on {f'fewer than {rule.below:,} images' if rule.below else 'more images'}"
         book[f"bit:finetune/{rule.size}"] = Page(about, ("R50x1", "*"), partial(_bit_finetuning, rule))
+    for name, about, changes in _SPEEDRUNS:
+        book[f"speedrun/{name}"] = Page(about, ("ViT-S/4@32",), partial(_speedrun, changes))
     return book
 
 

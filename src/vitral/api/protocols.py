@@ -21,7 +21,7 @@ from vitral.names import name_of
 from vitral.paper import Reported, reported
 from vitral.paper.results import PRETRAININGS
 from vitral.recipe import Recipe, architecture_of, recipe_hash, with_overrides
-from vitral.recipe_book import FAMILIES, Named, hyperrule, named
+from vitral.recipe_book import Named, hyperrule, is_name, named
 from vitral.studies.protocol import Candidate, Outcome, candidates, follow, grid_of
 from vitral.training.events import Listener, Note
 from vitral.training.parallel import by_first, joined
@@ -131,7 +131,7 @@ def finetune(
 
 def _book(recipe: str | Path | Recipe, model: str) -> Named:
     """A recipe of the book, or one's own as if it stood there."""
-    if isinstance(recipe, str) and recipe.partition(":")[0] in FAMILIES:
+    if isinstance(recipe, str) and is_name(recipe):
         return named(recipe, model)
     own = recipe if isinstance(recipe, Recipe) else read_recipe(recipe)
     return Named("", own, {}, own.data.dev, 1, ())

@@ -16,7 +16,7 @@ from vitral.data.sources import DataSet
 from vitral.errors import UserError
 from vitral.models.device import default_device
 from vitral.recipe import Recipe, from_toml, with_overrides
-from vitral.recipe_book import FAMILIES, named
+from vitral.recipe_book import is_name, named
 from vitral.recipe_choice import MIRRORED, default_recipe
 from vitral.training.assemble import Result, run
 from vitral.training.events import Decoding as Decoding
@@ -148,7 +148,7 @@ def _asked(overrides: Sequence[str]) -> tuple[str, ...]:
 
 def read_recipe(path: str | Path, model: str = "") -> Recipe:
     """A recipe by its name (paper:finetune/pets; some need the model's, too), from a TOML file or a run's folder."""
-    if str(path).partition(":")[0] in FAMILIES:
+    if is_name(str(path)):
         return named(str(path), model).recipe
     file = Path(path).expanduser()
     file = file / "recipe.toml" if file.is_dir() else file

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def _batches(contestant: Contestant, task: Task, count: int, *, training: bool) 
     """`count` batches in the host's memory: uint8 from us, normalised floats from the others."""
     if contestant.library != OURS:
         return _torchvision_batches(task, count, training=training)
-    split, pipeline = _split(task), _pipeline(task, training=training)
+    split, pipeline = _split(task.folder), _pipeline(task, training=training)
     options: dict[str, Any] = {"batch": task.batch, "workers": task.workers, "pin": task.device == "cuda"}
     if training:
         found = training_batches(split, pipeline, seed=0, first_step=0, last_step=count, **options)
@@ -105,14 +106,7 @@ def _batches(contestant: Contestant, task: Task, count: int, *, training: bool) 
 
 def _torchvision_batches(task: Task, count: int, *, training: bool) -> Iterator[Tensor]:
     """As its documentation has it: Pillow's pixels become normalised floats in the workers."""
-    from torchvision import transforms
-    from torchvision.datasets import ImageFolder
-
-    side = task.architecture.image[0]
-    crop = [transforms.RandomResizedCrop(side, (0.05, 1.0)), transforms.RandomHorizontalFlip()]
-    centre = [transforms.Resize(side * 8 // 7), transforms.CenterCrop(side)]
-    values = [transforms.ToTensor(), transforms.Normalize([0.5] * 3, [0.5] * 3)]
-    files = ImageFolder(task.folder, transforms.Compose([*(crop if training else centre), *values]))
+    files = _image_folder(task.folder, task.architecture.image[0], training=training)
     places = np.arange(count * task.batch) % len(files)
     sampler = np.random.default_rng(0).permutation(places) if training else places
     pin = task.device == "cuda"
@@ -120,8 +114,20 @@ def _torchvision_batches(task: Task, count: int, *, training: bool) -> Iterator[
     return (images for images, _ in loader)
 
 
-def _split(task: Task) -> Split:
-    return open_data(Path(task.folder), held_out=0).train
+@cache  # a training run lists its files once, however often a loader starts
+def _image_folder(folder: str, side: int, *, training: bool) -> Any:
+    from torchvision import transforms
+    from torchvision.datasets import ImageFolder
+
+    crop = [transforms.RandomResizedCrop(side, (0.05, 1.0)), transforms.RandomHorizontalFlip()]
+    centre = [transforms.Resize(side * 8 // 7), transforms.CenterCrop(side)]
+    values = [transforms.ToTensor(), transforms.Normalize([0.5] * 3, [0.5] * 3)]
+    return ImageFolder(folder, transforms.Compose([*(crop if training else centre), *values]))
+
+
+@cache
+def _split(folder: str) -> Split:
+    return open_data(Path(folder), held_out=0).train
 
 
 def _pipeline(task: Task, *, training: bool) -> Pipeline:
@@ -132,15 +138,14 @@ def _pipeline(task: Task, *, training: bool) -> Pipeline:
 
 def _stages(task: Task) -> dict[str, float]:
     """Images/s of reading, decoding, cropping with resizing, and making a batch of it, each alone."""
-    split, pipeline = _split(task), _pipeline(task, training=True)
+    split, pipeline = _split(task.folder), _pipeline(task, training=True)
     places = [place % len(split) for place in range(_STAGED)]
     rng = np.random.default_rng(0)
     read, files = _clocked(split.reader.read, places)
     decode_, pictures = _clocked(lambda data: data if isinstance(data, np.ndarray) else decode(data), files)
     resize, prepared = _clocked(lambda image: pipeline(image, rng), pictures)
-    start = time.perf_counter()
-    torch.stack([torch.from_numpy(image).permute(2, 0, 1) for image in prepared])
-    batch = len(places) / (time.perf_counter() - start)
+    block = np.empty_like(prepared[0])
+    batch, _ = _clocked(lambda image: np.copyto(block, image), prepared)
     return {"read/s": read, "decode/s": decode_, "resize/s": resize, "batch/s": batch}
 
 

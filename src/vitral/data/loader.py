@@ -198,7 +198,8 @@ def _batches(
     batches = _Batches(split, pipeline, channels, rows, blocks)
     pin = pin and torch.cuda.is_available()
     for item, rest in enumerate(in_workers(batches, workers)):
-        images = torch.empty(shape, dtype=torch.uint8, pin_memory=pin).copy_(batches.block(item))
+        images = torch.empty(shape, dtype=torch.uint8, pin_memory=pin)
+        np.copyto(images.numpy(), batches.block(item).numpy())  # torch would take the cores that the workers are on
         others = (torch.from_numpy(array) for array in rest)
         yield Batch(images.permute(0, 3, 1, 2), *(tensor.pin_memory() if pin else tensor for tensor in others))
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.architecture import AXIAL_HEADS, Size
-from vitral.models.initial import lecun_normal
+from vitral.models.initial import lecun_normal, normal
 from vitral.models.position import resize_offsets
 
 
@@ -56,7 +56,7 @@ class AxisAttention(nn.Module):
         self.projection = nn.Linear(channels, 2 * channels, bias=False)
         self.offsets = nn.Parameter(torch.empty(2 * length - 1, sum(self.widths)))  # 1 - length .. length - 1
         lecun_normal(self.projection.weight)
-        nn.init.normal_(self.offsets, std=math.sqrt(1 / self.widths[2]))  # Axial-DeepLab's
+        normal(self.offsets, std=math.sqrt(1 / self.widths[2]))  # Axial-DeepLab's
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, lines, length, c) -> the same: each line by itself"""

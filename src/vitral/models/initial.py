@@ -17,9 +17,16 @@ def lecun_normal(weight: Tensor) -> None:
 
     By the inverse of the distribution function; torch's own rejection loop takes half a minute for the largest ResNet.
     """
+    if weight.is_meta:
+        return
     std = math.sqrt(1.0 / weight[0].numel()) / _TRUNCATED_STD
     edge = math.erf(2 / math.sqrt(2))
     weight.uniform_(-edge, edge).erfinv_().mul_(std * math.sqrt(2))
+
+
+def normal(weight: Tensor, std: float) -> Tensor:
+    """Returns the weight. On "meta" there is nothing to draw, and torch would load its compiler to do so."""
+    return weight if weight.is_meta else nn.init.normal_(weight, std=std)
 
 
 def xavier_uniform(weight: Tensor, parts: int = 1) -> None:

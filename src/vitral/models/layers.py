@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vitral.architecture import Size, ViTConfig
 from vitral.kernels.choice import attention
 from vitral.kernels.packed import linear_gelu
-from vitral.models.initial import xavier_uniform
+from vitral.models.initial import normal, xavier_uniform
 from vitral.models.position import RelativePosition
 
 
@@ -69,7 +69,7 @@ class Mlp(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         for layer in (self.hidden, self.output):
             xavier_uniform(layer.weight)
-            nn.init.normal_(layer.bias, std=1e-6)
+            normal(layer.bias, std=1e-6)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d) -> (..., d)"""

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.architecture import ResizeRule, Size, ViTConfig
+from vitral.models.initial import normal
 
 
 class Position(nn.Module):
@@ -182,4 +183,4 @@ def _wide(table: Tensor) -> Tensor:
 
 
 def _small_normal(*shape: int) -> Tensor:
-    return torch.empty(shape).normal_(std=0.02)
+    return normal(torch.empty(shape), std=0.02)

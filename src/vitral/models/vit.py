@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from vitral.architecture import ViTConfig
 from vitral.kernels.choice import HALVES
-from vitral.models.fused import fused_blocks
 from vitral.models.heads import Head, MapPool
 from vitral.models.images import check_images
-from vitral.models.initial import lecun_normal, zero_bias
+from vitral.models.initial import lecun_normal, normal, zero_bias
 from vitral.models.layers import AxialBlock, Block
 from vitral.models.position import build_position, grid_of
 from vitral.models.stem import ResNetStem
@@ -35,7 +34,7 @@ class ViT(nn.Module):
         channels = config.stem.channels if config.stem else config.channels
         self.embed = nn.Conv2d(channels, config.width, kernel_size=config.patch, stride=config.patch)
         self.class_token = nn.Parameter(torch.zeros(config.width)) if config.class_token else None
-        registers = torch.empty(config.registers, config.width).normal_(std=1e-6)
+        registers = normal(torch.empty(config.registers, config.width), std=1e-6)
         self.registers = nn.Parameter(registers) if config.registers else None
         tables = config.depth if config.injection == "every" else 1
         positions = [build_position(config) for _ in range(tables)]
@@ -81,6 +80,8 @@ class ViT(nn.Module):
             # The sum over blocks keeps to half precision, too: it is what every block reads and writes.
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if x.dtype in HALVES and self.config.injection == "input" and self.config.norm_place == "tokens":
+            from vitral.models.fused import fused_blocks  # with it comes torch's compiler, which few runs need
+
             tokens = fused_blocks(x, self.blocks, self.norm)
             if tokens is not None:
                 return tokens

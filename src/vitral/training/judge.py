@@ -52,7 +52,7 @@ class Judge:
         return one + (batches - 1) * max(two - one, 0.0)
 
     def _timed(self, batches: int) -> float:
-        """Seconds for so many batches of every process; the last may have fewer images, which takes no less."""
+        """Seconds for so many batches of every process; the last may have fewer images."""
         images = min(len(self.test), batches * self.batch * self.world.size)
         began = time.perf_counter()
         self.outputs(self.test.select(np.arange(images)))

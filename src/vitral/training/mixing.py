@@ -49,7 +49,7 @@ def draw_mix(seed: int, step: int, image: Size, *, mixup: float, cutmix: float) 
 
 
 def mix_batch(images: Tensor, targets: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """float (b + 1, c, h, w), float (b + 1, k), Mix.numbers -> (b, c, h, w), (b, k): rows 1.. mixed with those before."""
+    """float (b + 1, c, h, w), float (b + 1, k), Mix.numbers -> (b, c, h, w), (b, k): rows mixed with those before."""
     own, blend, top, bottom, left, right = numbers.unbind()
     row, column = (torch.arange(side, device=images.device) for side in images.shape[-2:])
     boxed = ((row >= top) & (row < bottom)).unsqueeze(1) & (column >= left) & (column < right)

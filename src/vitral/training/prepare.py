@@ -38,6 +38,7 @@ from vitral.training.objective import LossSettings, Objective, recompute_activat
 from vitral.training.optimizer import build_optimizer, freeze, parameter_groups
 from vitral.training.parallel import World, by_first, check_batch, gather_rows, wrap
 from vitral.training.preflight import first_guess
+from vitral.training.resident import resident
 from vitral.training.state import Trainee
 from vitral.training.step import Plan
 
@@ -245,26 +246,28 @@ def workers_of(recipe: Recipe, world: World) -> int:
 
 def _on_images(plain: PlainModel, parts: Parts, world: World, listen: Listener) -> tuple[Judge, Batches]:
     text, _ = recipes.pipelines(parts.recipe, parts.card.architecture.image)
-    pipeline = parse_pipeline(text)
-
+    pipeline, channels = parse_pipeline(text), parts.card.architecture.channels
     masked = parts.recipe.learn == "masked"
+    kept = resident(parts.train, pipeline, channels, parts.workers, world)
 
     def batches(step: int) -> Iterator[Batch]:
-        found = training_batches(
-            parts.train,
-            pipeline,
-            batch=parts.plan.batch,
-            seed=parts.plan.seed,
-            first_step=step,
-            last_step=parts.plan.steps,
-            rank=world.rank,
-            world=world.size,
-            workers=parts.workers,
-            channels=parts.card.architecture.channels,
-            partners=parts.plan.partners,
-            pin=world.device.type == "cuda",
-            order=parts.order,
-        )
+        plan, order = parts.plan, parts.order
+        drawn: dict[str, Any] = {"batch": plan.batch, "seed": plan.seed, "partners": plan.partners, "order": order}
+        if kept is not None:
+            found = kept.batches(range(step, plan.steps), world=world, **drawn)
+        else:
+            found = training_batches(
+                parts.train,
+                pipeline,
+                first_step=step,
+                last_step=plan.steps,
+                rank=world.rank,
+                world=world.size,
+                workers=parts.workers,
+                channels=channels,
+                pin=world.device.type == "cuda",
+                **drawn,
+            )
         return keyed(found) if masked else found
 
     def outputs(split: Split) -> Predictions:
