@@ -42,6 +42,7 @@ from vitral.bench.steps import (
 from vitral.cost import training_flops
 from vitral.data.images import encode_png
 from vitral.errors import UserError
+from vitral.models.normalise import normalise
 from vitral.names import parse
 
 TASK = Task("train", "ViT-Ti/16", 2, "cpu", image=32, depth=2, classes=10)
@@ -133,7 +134,7 @@ def test_a_training_step_is_the_one_of_a_plain_loop() -> None:
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4)
     for _ in range(2):
         optimizer.zero_grad()
-        F.cross_entropy(plain.model(step.images.float() / 127.5 - 1), step.labels).backward()
+        F.cross_entropy(plain.model(normalise(step.images, (0.5,) * 3, (0.5,) * 3)), step.labels).backward()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         optimizer.step()
     assert len(step.run(2)) == 2

@@ -51,11 +51,32 @@ def _infer(x: Tensor, layers: Sequence[Layer], last: Norm, shape: Shape) -> Tens
 
 def _learn(x: Tensor, layers: Sequence[Layer], last: Norm, shape: Shape) -> Tensor:
     branch, bias = None, None
-    for layer in layers:
+    for layer, halves in zip(layers, _halved(layers, x.dtype), strict=True):
         weights = (*layer.norm1[:2], *layer.qkv, *layer.out, *layer.norm2[:2], *layer.hidden, layer.output.weight)
-        x, branch = _Block.apply(x, branch, bias, *weights, (layer.norm1.eps, layer.norm2.eps), shape)
+        x, branch = _Block.apply(x, branch, bias, *weights, halves, (layer.norm1.eps, layer.norm2.eps), shape)
         bias = layer.output.bias
     return _LastNorm.apply(x, branch, bias, *last)
+
+
+@torch.no_grad()
+def _halved(layers: Sequence[Layer], dtype: torch.dtype) -> list[_Halves]:
+    """All at once: as many kernels as there are weights would take longer to start than to run."""
+    dense = [(*layer.qkv, layer.out.weight, *layer.hidden, layer.output.weight) for layer in layers]
+    weights = [weight for block in dense for weight in block]
+    halves = [torch.empty_like(weight, dtype=dtype) for weight in weights]
+    torch._foreach_copy_(halves, weights)
+    return [_Halves(*halves[first : first + 6]) for first in range(0, len(halves), 6)]
+
+
+class _Halves(NamedTuple):
+    """The weights of a block's products, in half precision."""
+
+    wqkv: Tensor
+    bqkv: Tensor
+    wout: Tensor
+    whidden: Tensor
+    bhidden: Tensor
+    woutput: Tensor
 
 
 class _Block(torch.autograd.Function):
@@ -66,46 +87,42 @@ class _Block(torch.autograd.Function):
         ctx: Any, x: Tensor, branch: Tensor | None, bias: Tensor | None,
         scale1: Tensor, shift1: Tensor, wqkv: Tensor, bqkv: Tensor, wout: Tensor, bout: Tensor,
         scale2: Tensor, shift2: Tensor, whidden: Tensor, bhidden: Tensor, woutput: Tensor,
-        eps: tuple[float, float], shape: Shape,
+        halves: _Halves, eps: tuple[float, float], shape: Shape,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        half = x.dtype
-        wqkv, wout, whidden, woutput = (weight.to(half) for weight in (wqkv, wout, whidden, woutput))
         first = norm.forward(x, branch, bias, Norm(scale1, shift1, eps[0]))
-        qkv = torch.addmm(bqkv.to(half), first.normed, wqkv.t())
+        qkv = torch.addmm(halves.bqkv, first.normed, halves.wqkv.t())
         read, lse = attention.forward(_split(qkv, shape))
-        second = norm.forward(first.total, _flat(read) @ wout.t(), bout, Norm(scale2, shift2, eps[1]))
-        activated, h = _dense_gelu_kept(second.normed, Dense(whidden, bhidden.to(half)), shape.gelu)
-        branch_out = activated @ woutput.t()
+        second = norm.forward(first.total, _flat(read) @ halves.wout.t(), bout, Norm(scale2, shift2, eps[1]))
+        activated, h = _dense_gelu_kept(second.normed, Dense(halves.whidden, halves.bhidden), shape.gelu)
+        branch_out = activated @ halves.woutput.t()
         ctx.save_for_backward(
             first.total, first.moments, qkv, read, lse, second.total, second.moments, h,
-            scale1, shift1, scale2, shift2, wqkv, wout, whidden, woutput,
+            scale1, shift1, scale2, shift2,
         )  # fmt: skip
-        ctx.facts = (eps, shape, branch is not None)
+        ctx.facts = (halves, eps, shape, branch is not None)
         return second.total, branch_out
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, dbranch: Tensor) -> tuple[Tensor | None, ...]:
-        (
-            x1, moments1, qkv, read, lse, x2, moments2, h, scale1, shift1, scale2, shift2,
-            wqkv, wout, whidden, woutput,
-        ) = ctx.saved_tensors  # fmt: skip
-        eps, shape, has_branch = ctx.facts
+        x1, moments1, qkv, read, lse, x2, moments2, h, scale1, shift1, scale2, shift2 = ctx.saved_tensors
+        halves, eps, shape, has_branch = ctx.facts
         dbranch = dbranch.contiguous()
-        dh, activated, dbhidden = gelu.backward(h, dbranch @ woutput, shape.gelu)
+        dh, activated, dbhidden = gelu.backward(h, dbranch @ halves.woutput, shape.gelu)
         dwoutput = _product(dbranch, activated)
         del activated
-        second = norm.backward(x2, moments2, Norm(scale2, shift2, eps[1]), dx.contiguous(), dh @ whidden)
+        second = norm.backward(x2, moments2, Norm(scale2, shift2, eps[1]), dx.contiguous(), dh @ halves.whidden)
         dwhidden = _product(dh, second.normed)
         dwout = _product(second.total, _flat(read))
-        dread = (second.total @ wout).view(read.shape)
+        dread = (second.total @ halves.wout).view(read.shape)
         dqkv, _ = attention.backward(_split(qkv, shape), None, read, lse, dread)
         dqkv = dqkv.view(qkv.shape)
-        first = norm.backward(x1, moments1, Norm(scale1, shift1, eps[0]), second.total, dqkv @ wqkv)
-        dwqkv, dbqkv = _product(dqkv, first.normed), dqkv.sum(0, dtype=torch.float32)
+        first = norm.backward(x1, moments1, Norm(scale1, shift1, eps[0]), second.total, dqkv @ halves.wqkv)
+        dwqkv = _product(dqkv, first.normed)
+        dbqkv = _bias_slope(dqkv, second.weights[2], halves.wout)
         dbranch_in, dbias = (first.total, first.weights[2]) if has_branch else (None, None)
         return (
             first.total, dbranch_in, dbias, first.weights[0], first.weights[1], dwqkv, dbqkv, dwout,
-            second.weights[2], second.weights[0], second.weights[1], dwhidden, dbhidden, dwoutput, None, None,
+            second.weights[2], second.weights[0], second.weights[1], dwhidden, dbhidden, dwoutput, None, None, None,
         )  # fmt: skip
 
 
@@ -142,6 +159,19 @@ def _dense_gelu_kept(x: Tensor, dense: Dense, kind: str) -> tuple[Tensor, Tensor
         return cublas.dense_gelu(x, *dense)
     h = torch.addmm(dense.bias, x, dense.weight.t())
     return F.gelu(h, approximate=kind), h
+
+
+def _bias_slope(dqkv: Tensor, dbout: Tensor, wout: Tensor) -> Tensor:
+    """The sum of dqkv over tokens, of which only the queries' third has to be added up: (r, 3 d) -> float32 (3 d,)
+
+    Shares of attention add up to 1. So what all values get is what all outputs give, and the output's own bias has that
+    sum; and what the keys get adds up to 0, since a bias that all keys have in common changes no share.
+    """
+    width = wout.shape[1]
+    slope = torch.zeros(3, width, dtype=torch.float32, device=dqkv.device)
+    slope[0] = dqkv[:, :width].sum(0, dtype=torch.float32)
+    slope[2] = dbout.to(wout.dtype) @ wout
+    return slope.flatten()
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

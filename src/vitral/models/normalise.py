@@ -28,7 +28,7 @@ def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
             f"images of {channels} channels need as many values of mean and std, not {len(mean)} and {len(std)}."
         )
     scale, shift = _constants(tuple(mean), tuple(std), images.device)
-    return torch.addcmul(shift, images.float(), scale)
+    return torch.addcmul(shift, images.to(torch.float32, memory_format=torch.contiguous_format), scale)
 
 
 @cache
