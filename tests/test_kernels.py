@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="the kernels need Triton (pip install triton)")
 
 from vitral import capture, create
-from vitral.kernels import attention, blocks, choice, cublas, gelu, norm
-from vitral.kernels.weights import Norm
+from vitral.kernels import attention, blocks, choice, cublas, fold, gelu, norm
+from vitral.kernels.weights import Dense, Norm, PlainNorm
 from vitral.models.adapters import add_lora
 from vitral.models.vit import ViT
 from vitral.training.objective import recompute_activations
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter computes wrongly in bfloat16
-EXACT = {"rtol": 1e-4, "atol": 1e-5}
+EXACT: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
 # On a GPU the kernels multiply float32 in its fast form of 10 bits; in the interpreter exactly.
-CLOSE = {"rtol": 1e-2, "atol": 1e-2} if DEVICE == "cuda" else EXACT
+CLOSE: dict[str, Any] = {"rtol": 1e-2, "atol": 1e-2} if DEVICE == "cuda" else EXACT
 
 
-def doubled(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    return [None if tensor is None else tensor.detach().double().requires_grad_() for tensor in tensors]
+def wide(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """In double precision, with gradients."""
+    return [tensor.detach().double().requires_grad_() for tensor in tensors]
 
 
 @pytest.fixture
@@ -56,7 +59,7 @@ def learned(model: ViT, images: torch.Tensor) -> tuple[torch.Tensor, dict[str, t
     model.zero_grad()
     logits = model(images)
     logits.square().sum().backward()
-    return logits.detach(), {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    return logits.detach(), {name: torch.clone(weight.grad) for name, weight in model.named_parameters()}  # type: ignore[arg-type]
 
 
 @given(st.integers(1, 256), st.sampled_from([16, 32, 64, 128]))
@@ -80,10 +83,10 @@ def test_attention_and_its_gradients(n, heads, d, has_bias):
     grad = torch.randn_like(out)
     inputs = [tensor for tensor in (qkv, bias) if tensor is not None]
     found = torch.autograd.grad(out, inputs, grad)
-    wide = doubled(qkv, bias)
-    expected = attention.reference(*wide)
+    leaves = wide(*inputs)
+    expected = attention.reference(*leaves)
     torch.testing.assert_close(out.double(), expected, **CLOSE)
-    slopes = torch.autograd.grad(expected, [tensor for tensor in wide if tensor is not None], grad.double())
+    slopes = torch.autograd.grad(expected, leaves, grad.double())
     for one, other in zip(found, slopes, strict=True):
         torch.testing.assert_close(one.double(), other, **CLOSE)
 
@@ -111,29 +114,58 @@ def test_the_gradient_of_gelu_its_output_and_the_sums(kind, shape):
         torch.testing.assert_close(one.double(), other.double(), **EXACT)
 
 
+@pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (70, 48), (9, 192), (130, 20)])
-def test_a_sum_with_its_norm_and_the_gradients(rows, width):
+def test_a_sum_with_its_norm_and_the_gradients(rows, width, affine):
     torch.manual_seed(0)
     x, y, dtotal, dnormed = torch.randn(4, rows, width, device=DEVICE) + 0.5
     bias, weight, shift = torch.randn(3, width, device=DEVICE)
-    found = norm.forward(x, y, bias, Norm(weight, shift, 1e-6))
-    leaves = doubled(x, y, bias, weight, shift)
-    total, normed = norm.reference(*leaves[:3], Norm(leaves[3], leaves[4], 1e-6))
-    torch.testing.assert_close(found.total.double(), total, **EXACT)
-    torch.testing.assert_close(found.normed.double(), normed, **EXACT)
-    slopes = torch.autograd.grad([total, normed], leaves, [dtotal.double(), dnormed.double()])
-    back = norm.backward(found.total, found.moments, Norm(weight, shift, 1e-6), dtotal, dnormed)
-    torch.testing.assert_close(back.normed.double(), normed, **EXACT)
-    for one, other in zip((back.total, back.total, *back.weights[[2, 0, 1]]), slopes, strict=True):
+    how = Norm(weight, shift, 1e-6) if affine else PlainNorm(1e-6)
+    found = norm.forward(x, y, bias, how)
+    leaves = wide(x, y, bias, weight, shift)
+    used = leaves if affine else leaves[:3]
+    wide_norm = Norm(leaves[3], leaves[4], 1e-6) if affine else PlainNorm(1e-6)
+
+    def expected() -> tuple[torch.Tensor, torch.Tensor]:
+        return norm.reference(leaves[0], leaves[1], leaves[2], wide_norm)
+
+    total, normed = expected()
+    torch.testing.assert_close(found.total.double(), total, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.normed.double(), normed, rtol=1e-4, atol=1e-5)
+    slopes = torch.autograd.grad([total, normed], used, [dtotal.double(), dnormed.double()])
+    kept = found.total if affine else found.normed
+    dx, sums = norm.backward(kept, found.moments, how.weight, dtotal, dnormed)
+    for one, other in zip((dx, dx, *sums), slopes, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-4)
     # Alone: nothing is added, and nobody else uses the sum.
-    alone = norm.forward(found.total, None, None, Norm(weight, shift, 1e-6))
-    torch.testing.assert_close(alone.normed, found.normed)
-    only = torch.autograd.grad(
-        norm.reference(*leaves[:3], Norm(leaves[3], leaves[4], 1e-6))[1], leaves[0], dnormed.double()
-    )
-    last = norm.backward(found.total, found.moments, Norm(weight, shift, 1e-6), None, dnormed)
-    torch.testing.assert_close(last.total.double(), only[0], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(norm.forward(found.total, None, None, how).normed, found.normed)
+    only = torch.autograd.grad(expected()[1], leaves[0], dnormed.double())
+    dx, _ = norm.backward(kept, found.moments, how.weight, None, dnormed)
+    torch.testing.assert_close(dx.double(), only[0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (70, 48), (33, 20)])
+def test_a_norm_folded_into_a_layer_and_its_gradient_unfolded(rows, width):
+    """By what it is for, and by the chain rule: the layer after the norm computes the same, with the same gradients."""
+    torch.manual_seed(0)
+    weight, z = torch.randn(rows, width, device=DEVICE), torch.randn(7, width, device=DEVICE)
+    bias, grad = torch.randn(rows, device=DEVICE), torch.randn(7, rows, device=DEVICE)
+    scale, shift = torch.randn(2, width, device=DEVICE)
+    dense, how = Dense(weight, bias), Norm(scale, shift, 1e-6)
+    folded = fold.fold(dense, how, torch.float32)
+    leaves = wide(weight, bias, scale, shift)
+    out = F.linear(z.double() * leaves[2] + leaves[3], leaves[0], leaves[1])
+    torch.testing.assert_close(F.linear(z, *folded).double(), out, rtol=1e-3, atol=1e-4)
+    for one, other in zip(folded, fold.fold_reference(dense, how), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    dweight, dbias, dscale, dshift = torch.autograd.grad(out, leaves, grad.double())
+    slope = grad.t() @ z
+    by_formula = fold.unfold_reference(slope, grad.sum(0), dense, how)
+    found = fold.unfold(slope, grad.sum(0), dense, how)
+    for one, other, truth in zip(found, by_formula, (dweight, dscale, dshift), strict=True):
+        torch.testing.assert_close(one.double(), truth, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(other.double(), truth, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(dbias, grad.double().sum(0))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +234,7 @@ def test_plain_blocks_are_chosen_and_unusual_ones_are_not(telling):
     with pytest.raises(Chosen), torch.no_grad():
         partly(images)
     hooked = small_vit()
-    hooked.blocks[1].mlp.register_forward_hook(lambda *_: None)
+    hooked.blocks[1].register_forward_hook(lambda *_: None)
     hooked(images)
     recomputed = small_vit()
     recompute_activations(recomputed)

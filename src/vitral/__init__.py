@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from vitral.api import (
         capture,
         check,
+        classifier,
         convert,
         create,
         dedupe,
@@ -34,6 +35,7 @@ __all__ = [
     "__version__",
     "capture",
     "check",
+    "classifier",
     "convert",
     "create",
     "dedupe",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vitral.api.data import known_data
     from vitral.api.inspection import Inspection, inspect, write_run_page
     from vitral.api.neighbours import Neighbour, search
-    from vitral.api.prediction import Evaluation, check, embed, evaluate, predict, write_pictures
+    from vitral.api.prediction import Evaluation, check, classifier, embed, evaluate, predict, write_pictures
     from vitral.api.probes import Probing, dedupe, fewshot
     from vitral.api.protocols import Protocol, finetune, pretrain
     from vitral.api.training import (
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vitral.models.capture import capture
 
 _CHECKPOINTS = ("FORMATS", "Conversion", "Info", "convert", "create", "info", "load", "save")
-_PREDICTION = ("Evaluation", "check", "embed", "evaluate", "predict", "write_pictures")
+_PREDICTION = ("Evaluation", "check", "classifier", "embed", "evaluate", "predict", "write_pictures")
 _EVENTS = ("Decoding", "Evaluated", "EvaluationProgress", "Event", "Note", "Saved", "Started", "StepDone")
 _TRAINING = (*_EVENTS, "Interrupted", "Pace", "Training", "choose_recipe", "read_recipe", "train")
 _PROTOCOLS = ("Protocol", "finetune", "pretrain")
@@ -81,6 +81,7 @@ __all__ = [
     "capture",
     "check",
     "choose_recipe",
+    "classifier",
     "convert",
     "create",
     "dedupe",

@@ -1,4 +1,4 @@
-"""`predict`, `evaluate`, `embed` and `check`: a model and images to answers; the card supplies everything else."""
+"""`predict`, `classifier`, `evaluate`, `embed` and `check`: a model and images to answers; the card says all else."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from vitral.api.checkpoints import load
 from vitral.api.data import open_as_trained
@@ -20,7 +21,7 @@ from vitral.data.check import Report
 from vitral.data.check import check as check_data
 from vitral.data.images import encode_png
 from vitral.data.loader import default_workers, read_pixels
-from vitral.data.preprocess import parse_preprocess
+from vitral.data.preprocess import parse_pipeline, parse_preprocess
 from vitral.data.sources import DataSet, Split, open_data, open_images
 from vitral.errors import UserError
 from vitral.evaluation.accuracy import classification_metrics, multilabel_metrics, real_accuracy
@@ -32,6 +33,7 @@ from vitral.kernels.packed import pack
 from vitral.models.build import Model
 from vitral.models.device import default_device
 from vitral.recipe import from_toml
+from vitral.serving.classifier import Classifier, NamedClassifier
 from vitral.serving.results import Results, results, write_results
 
 
@@ -50,12 +52,40 @@ def predict(
     _check_numbers(batch=batch, top=top)
     split = open_images([images] if isinstance(images, str | Path) else images)
     model, card = _predictor(source, device)
+    _check_head(source, card)
     found = _predictions(model, split, prepared(card, preprocess), batch, device, on_progress)
     kind = {"sigmoid": card.multilabel, "channels": card.architecture.channels}
     named = results(found, split, card.class_names, top=top, **kind)
     if output:
         write_results(Path(output), named)
     return named
+
+
+def classifier(source: str | Path, *, top: int = 5, preprocess: str = "", device: str = "") -> NamedClassifier:
+    """For programs that see one picture at a time: `classify = classifier(source)`, then `classify(picture)` gives the
+    likeliest classes and their probabilities. A picture is uint8 pixels (h, w, c), a path, or the bytes of a file.
+
+    On an NVIDIA GPU it computes in half precision, where `predict` does not.
+    """
+    _check_numbers(top=top)
+    place, _ = _place(device)
+    model, card = load(source)
+    _check_head(source, card)
+    wish, channels, classes = prepared(card, preprocess), card.architecture.channels, card.architecture.classes
+    pipeline = parse_pipeline(wish.pipeline)
+    if pipeline.random:
+        raise UserError(f'"{wish.pipeline}" draws at random: use steps that give the same pixels each time.')
+    likeliest = Classifier(
+        model,
+        torch.device(place),
+        size=pipeline.size,
+        channels=channels,
+        mean=wish.mean,
+        std=wish.std,
+        top=min(top, classes),
+        sigmoid=card.multilabel,
+    )
+    return NamedClassifier(likeliest, pipeline, channels, card.class_names or tuple(map(str, range(classes))))
 
 
 @dataclass(frozen=True)
@@ -89,10 +119,7 @@ def evaluate(
     """
     _check_numbers(batch=batch)
     model, card = load(source)
-    if not card.architecture.classes:
-        raise UserError(
-            f"{source} has no head that classifies: fine-tune it first, or measure its features with `vitral fewshot`."
-        )
+    _check_head(source, card)
     scored, notes = _test_split(Path(source).expanduser(), data, split)
     if str(data).partition(":")[0] == "objectnet":
         wish = prepared(card, preprocess or _objectnet_preprocess(card))
@@ -218,6 +245,13 @@ def _place(device: str) -> tuple[str, int]:
     check_device(device)
     place = device or str(default_device())
     return place, default_workers(place.split(":")[0])
+
+
+def _check_head(source: str | Path, card: Card) -> None:
+    if not card.architecture.classes:
+        raise UserError(
+            f"{source} has no head that classifies: fine-tune it first, or measure its features with `vitral fewshot`."
+        )
 
 
 def _check_numbers(**numbers: int) -> None:

@@ -2,8 +2,8 @@
 
 What `models/layers.py` writes down block by block is computed here with kernels that do several things in one pass:
 a residual sum with the LayerNorm after it, attention with whole rows on chip, GELU's gradient with all that is wanted
-around it. Matrix products stay cuBLAS's. A block keeps its two residual sums, the projection, what attention made of
-it and the MLP's hidden layer; both LayerNorms and the GELU are computed again in the backward pass.
+around it. Matrix products stay cuBLAS's. A block keeps what its two norms give, the projection, what attention made of
+it and the MLP's hidden layer; residual sums are not kept, and the GELU is computed again in the backward pass.
 
 The last sum of a block is left to the next one, whose LayerNorm it then shares a pass with: between blocks the stream
 is a pair, what is summed so far and the branch (with its bias) that is to be added.
@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.kernels import attention, cublas, gelu, norm
-from vitral.kernels.weights import Dense, Layer, Norm
+from vitral.kernels.fold import fold, unfold
+from vitral.kernels.weights import Dense, Layer, Norm, PlainNorm
 
 
 class Shape(NamedTuple):
@@ -51,79 +52,89 @@ def _infer(x: Tensor, layers: Sequence[Layer], last: Norm, shape: Shape) -> Tens
 
 def _learn(x: Tensor, layers: Sequence[Layer], last: Norm, shape: Shape) -> Tensor:
     branch, bias = None, None
-    for layer, halves in zip(layers, _halved(layers, x.dtype), strict=True):
+    halves = _halved([weight for layer in layers for weight in (layer.out.weight, layer.output.weight)], x.dtype)
+    for layer, wout, woutput in zip(layers, halves[::2], halves[1::2], strict=True):
         weights = (*layer.norm1[:2], *layer.qkv, *layer.out, *layer.norm2[:2], *layer.hidden, layer.output.weight)
-        x, branch = _Block.apply(x, branch, bias, *weights, halves, (layer.norm1.eps, layer.norm2.eps), shape)
+        x, branch = _Block.apply(x, branch, bias, *weights, layer, (wout, woutput), shape)
         bias = layer.output.bias
     return _LastNorm.apply(x, branch, bias, *last)
 
 
 @torch.no_grad()
-def _halved(layers: Sequence[Layer], dtype: torch.dtype) -> list[_Halves]:
+def _halved(weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """All at once: as many kernels as there are weights would take longer to start than to run."""
-    dense = [(*layer.qkv, layer.out.weight, *layer.hidden, layer.output.weight) for layer in layers]
-    weights = [weight for block in dense for weight in block]
     halves = [torch.empty_like(weight, dtype=dtype) for weight in weights]
     torch._foreach_copy_(halves, weights)
-    return [_Halves(*halves[first : first + 6]) for first in range(0, len(halves), 6)]
+    return halves
 
 
-class _Halves(NamedTuple):
-    """The weights of a block's products, in half precision."""
+class _Kept(NamedTuple):
+    """What a block keeps for its backward pass: (r, d) unless said otherwise"""
 
-    wqkv: Tensor
-    bqkv: Tensor
-    wout: Tensor
-    whidden: Tensor
-    bhidden: Tensor
-    woutput: Tensor
+    normed1: Tensor
+    moments1: Tensor  # (2, r)
+    qkv: Tensor  # (r, 3 d)
+    read: Tensor  # what attention made of it
+    lse: Tensor  # (b, heads, n)
+    normed2: Tensor
+    moments2: Tensor  # (2, r)
+    h: Tensor  # the MLP's hidden layer before its GELU, (r, f)
+
+
+class _Products(NamedTuple):
+    """The weights of a block's products in half precision; the norms' own are folded into two of them."""
+
+    qkv: Tensor
+    out: Tensor
+    hidden: Tensor
+    output: Tensor
 
 
 class _Block(torch.autograd.Function):
-    """The sum so far (r, d), the branch to be added (r, d) with its bias (d,), weights -> the same two after it."""
+    """The sum so far (r, d), the branch to be added (r, d) with its bias (d,) -> the same two after the block.
+
+    `weights` are there to get their gradients: those of `layer` in order, without the bias of `output`.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, branch: Tensor | None, bias: Tensor | None,
-        scale1: Tensor, shift1: Tensor, wqkv: Tensor, bqkv: Tensor, wout: Tensor, bout: Tensor,
-        scale2: Tensor, shift2: Tensor, whidden: Tensor, bhidden: Tensor, woutput: Tensor,
-        halves: _Halves, eps: tuple[float, float], shape: Shape,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        first = norm.forward(x, branch, bias, Norm(scale1, shift1, eps[0]))
-        qkv = torch.addmm(halves.bqkv, first.normed, halves.wqkv.t())
+    def forward(ctx: Any, x: Tensor, branch: Tensor | None, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+        *_, layer, (wout, woutput), shape = rest
+        qkv_dense = fold(layer.qkv, layer.norm1, x.dtype)
+        hidden_dense = fold(layer.hidden, layer.norm2, x.dtype)
+        first = norm.forward(x, branch, bias, PlainNorm(layer.norm1.eps))
+        qkv = torch.addmm(qkv_dense.bias, first.normed, qkv_dense.weight.t())
         read, lse = attention.forward(_split(qkv, shape))
-        second = norm.forward(first.total, _flat(read) @ halves.wout.t(), bout, Norm(scale2, shift2, eps[1]))
-        activated, h = _dense_gelu_kept(second.normed, Dense(halves.whidden, halves.bhidden), shape.gelu)
-        branch_out = activated @ halves.woutput.t()
+        second = norm.forward(first.total, _flat(read) @ wout.t(), layer.out.bias, PlainNorm(layer.norm2.eps))
+        activated, h = _dense_gelu_kept(second.normed, hidden_dense, shape.gelu)
         ctx.save_for_backward(
-            first.total, first.moments, qkv, read, lse, second.total, second.moments, h,
-            scale1, shift1, scale2, shift2,
-        )  # fmt: skip
-        ctx.facts = (halves, eps, shape, branch is not None)
-        return second.total, branch_out
+            *_Kept(first.normed, first.moments, qkv, read, lse, second.normed, second.moments, h),
+            *_Products(qkv_dense.weight, wout, hidden_dense.weight, woutput),
+        )
+        ctx.facts = (layer, shape, branch is not None)
+        return second.total, activated @ woutput.t()
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor, dbranch: Tensor) -> tuple[Tensor | None, ...]:
-        x1, moments1, qkv, read, lse, x2, moments2, h, scale1, shift1, scale2, shift2 = ctx.saved_tensors
-        halves, eps, shape, has_branch = ctx.facts
-        dbranch = dbranch.contiguous()
-        dh, activated, dbhidden = gelu.backward(h, dbranch @ halves.woutput, shape.gelu)
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dbranch = (slope.contiguous() for slope in slopes)
+        saved = ctx.saved_tensors
+        kept, products = _Kept(*saved[:8]), _Products(*saved[8:])
+        layer, shape, has_branch = ctx.facts
+        dh, activated, dbhidden = gelu.backward(kept.h, dbranch @ products.output, shape.gelu)
         dwoutput = _product(dbranch, activated)
         del activated
-        second = norm.backward(x2, moments2, Norm(scale2, shift2, eps[1]), dx.contiguous(), dh @ halves.whidden)
-        dwhidden = _product(dh, second.normed)
-        dwout = _product(second.total, _flat(read))
-        dread = (second.total @ halves.wout).view(read.shape)
-        dqkv, _ = attention.backward(_split(qkv, shape), None, read, lse, dread)
-        dqkv = dqkv.view(qkv.shape)
-        first = norm.backward(x1, moments1, Norm(scale1, shift1, eps[0]), second.total, dqkv @ halves.wqkv)
-        dwqkv = _product(dqkv, first.normed)
-        dbqkv = _bias_slope(dqkv, second.weights[2], halves.wout)
-        dbranch_in, dbias = (first.total, first.weights[2]) if has_branch else (None, None)
-        return (
-            first.total, dbranch_in, dbias, first.weights[0], first.weights[1], dwqkv, dbqkv, dwout,
-            second.weights[2], second.weights[0], second.weights[1], dwhidden, dbhidden, dwoutput, None, None, None,
-        )  # fmt: skip
+        dx, sums = norm.backward(kept.normed2, kept.moments2, None, dx, dh @ products.hidden)
+        hidden = unfold(_product(dh, kept.normed2), dbhidden, layer.hidden, layer.norm2)
+        dbout = sums[0]
+        dwout = _product(dx, _flat(kept.read))
+        dread = (dx @ products.out).view(kept.read.shape)
+        dqkv, _ = attention.backward(_split(kept.qkv, shape), None, kept.read, kept.lse, dread)
+        dqkv = dqkv.view(kept.qkv.shape)
+        dx, sums = norm.backward(kept.normed1, kept.moments1, None, dx, dqkv @ products.qkv)
+        dbqkv = _bias_slope(dqkv, dbout, products.out)
+        qkv = unfold(_product(dqkv, kept.normed1), dbqkv, layer.qkv, layer.norm1)
+        before = (dx, dx, sums[0]) if has_branch else (dx, None, None)
+        attended = (qkv.scale, qkv.shift, qkv.weight, dbqkv, dwout, dbout)
+        return *before, *attended, hidden.scale, hidden.shift, hidden.weight, dbhidden, dwoutput, None, None, None
 
 
 class _LastNorm(torch.autograd.Function):
@@ -132,15 +143,14 @@ class _LastNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, branch: Tensor, bias: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
         found = norm.forward(x, branch, bias, Norm(scale, shift, eps))
-        ctx.save_for_backward(found.total, found.moments, scale, shift)
-        ctx.eps = eps
+        ctx.save_for_backward(found.total, found.moments, scale)
         return found.normed
 
     @staticmethod
-    def backward(ctx: Any, dnormed: Tensor) -> tuple[Tensor | None, ...]:
-        total, moments, scale, shift = ctx.saved_tensors
-        found = norm.backward(total, moments, Norm(scale, shift, ctx.eps), None, dnormed.contiguous())
-        return found.total, found.total, found.weights[2], found.weights[0], found.weights[1], None
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+        total, moments, scale = ctx.saved_tensors
+        dx, (dbias, dscale, dshift) = norm.backward(total, moments, scale, None, slopes[0].contiguous())
+        return dx, dx, dbias, dscale, dshift, None
 
 
 def _split(qkv: Tensor, shape: Shape) -> Tensor:

@@ -62,7 +62,7 @@ class _Shape(NamedTuple):
 def dense_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """(r, i), (o, i), (o,) in half precision -> GELU(h) by its tanh formula, and h = x weight' + bias, both (r, o)"""
     out, h = x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(x.shape[0], weight.shape[0])
-    shape = _Shape(weight.shape[0], *x.shape, x.dtype)
+    shape = _Shape(weight.shape[0], x.shape[0], x.shape[1], x.dtype)
     _multiply(shape, weight, x, out, bias, h)
     return out, h
 

@@ -15,6 +15,14 @@ class Norm(NamedTuple):
     eps: float
 
 
+class PlainNorm(NamedTuple):
+    """A LayerNorm with neither weight nor bias of its own."""
+
+    eps: float
+    weight: None = None
+    bias: None = None
+
+
 class Dense(NamedTuple):
     """A linear layer, (out, in) and (out,)"""
 

@@ -25,7 +25,8 @@ def attend(qkv: Tensor, watchers: Sequence[Watcher], bias: Tensor | None, dropou
     """(b, n, 3, heads, d) -> (b, heads, n, d): equations 6 and 7, fused"""
     output = attention(qkv, bias, dropout)
     for watcher in watchers:
-        watcher.see(*qkv.permute(2, 0, 3, 1, 4).unbind(0), bias, output)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        watcher.see(q, k, v, bias, output)
     return output
 
 

@@ -108,8 +108,6 @@ def check_recipe(recipe: Recipe, data: DataSet, card: Card | None) -> None:
     architecture = card.architecture if card else recipes.architecture_of(recipe, len(train.classes))
     if recipe.batch > len(train):
         raise UserError(f"batch={recipe.batch} is more than the {len(train)} training images: choose a smaller one.")
-    if recipe.data.augment:
-        parse_augmentation(recipe.data.augment)
     if recipe.learn == "masked" and isinstance(architecture, ResNetConfig):
         raise UserError(f"{recipe.model} has no patches to hide: learn=masked needs a ViT or a hybrid.")
     if train.multilabel and recipe.loss != "sigmoid":
@@ -120,11 +118,16 @@ def check_recipe(recipe: Recipe, data: DataSet, card: Card | None) -> None:
         architecture = replace(architecture, image=as_size(recipe.image))
     if len(recipe.data.mean) != architecture.channels:
         raise UserError(f"data.mean needs one number for each of the {architecture.channels} channels.")
+    if recipe.data.augment:
+        with torch.random.fork_rng(devices=[]):
+            parse_augmentation(recipe.data.augment)(torch.zeros(1, 3, *architecture.image, dtype=torch.uint8))
     for name, text in zip(("train", "test"), recipes.pipelines(recipe, architecture.image), strict=True):
         if parse_pipeline(text).random and name == "test":
             raise UserError(f'data.test="{text}" draws at random: use steps that give the same pixels each time.')
     with torch.device("meta"):
-        freeze(build(architecture), recipe.tune)
+        model = build(architecture)
+        freeze(model, recipe.tune)
+        build_optimizer(parameter_groups(model), name=recipe.optim.name, lr=recipe.optim.lr)
 
 
 def prepare_model(recipe: Recipe, classes: tuple[str, ...]) -> tuple[Model, Card]:

@@ -1,0 +1,12 @@
+"""Starts a kernel. Triton's launch is written as an index and a call, neither of which has types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def launch(
+    kernel: Any, programs: tuple[int, ...], *arguments: Any, warps: int = 4, stages: int = 3, **sizes: Any
+) -> None:
+    """`programs` of the kernel, of so many warps each; `stages` is how far loops that multiply read ahead."""
+    kernel[programs](*arguments, **sizes, num_warps=warps, num_stages=stages)
