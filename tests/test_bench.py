@@ -22,13 +22,14 @@ from hypothesis import strategies as st
 
 import vitral
 from vitral.api.bench import benchmark
-from vitral.bench import contestants, gate, growth, race, start
+from vitral.bench import contestants, gate, growth, loading, race, start
 from vitral.bench.child import Child, answer
 from vitral.bench.contestants import Contestant, Task, default_modes, field
-from vitral.bench.loading import LoadingStep, PredictionStep
+from vitral.bench.loading import LoadingStep, PredictionStep, feed, training_from_files
 from vitral.bench.peers import build_model
 from vitral.bench.player import Player, PlayerFailed
-from vitral.bench.plot import chart
+from vitral.bench.plot import chart, ticks
+from vitral.bench.remarks import remarks
 from vitral.bench.results import COLUMNS, Row, merged, page, page_name, ratio, read_rows, spread, table, write_rows
 from vitral.bench.steps import (
     Outputs,
@@ -139,6 +140,22 @@ def test_a_training_step_is_the_one_of_a_plain_loop() -> None:
         optimizer.step()
     assert len(step.run(2)) == 2
     for ours, theirs in zip(step.model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_step_that_is_fed_learns_from_those_images() -> None:
+    """As batches lie in memory, (b, h, w, c): the step's own memory keeps its place, which a recorded step reads."""
+    fed, plain = TrainingStep(OURS, TASK), TrainingStep(OURS, TASK)
+    fed.images = fed.images.contiguous(memory_format=torch.channels_last)
+    own = fed.images.data_ptr()
+    images = torch.randint(0, 256, (2, 32, 32, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+    plain.images = images.contiguous()
+    for _ in range(2):
+        fed.feed(images)
+        plain.run(1)
+    assert fed.images.data_ptr() == own
+    assert fed.images.stride() == images.stride()
+    for ours, theirs in zip(fed.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -354,6 +371,37 @@ def test_contestants_take_turns_and_one_that_fails_does_not_stop_the_others(monk
     assert {one.library: one.samples for one in found.rows} == {"vitral": 12, "torchvision": 12}
 
 
+def test_a_loader_has_its_whole_turn_and_a_step_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that take 0.5 s to start and then deliver a batch every 10 ms: 350 batches fill 4 s."""
+
+    class Loader(FakePlayer):
+        def run(self, count: int) -> list[float]:
+            return [0.01] * count if self.task.work == "train" else [(0.5 + 0.01 * count) / count]
+
+        def build(self, task: Task):
+            self.task = task
+            return super().build(task)
+
+    monkeypatch.setattr(race, "Player", Loader)
+    steps = race.warm(Loader(OURS), replace(TASK, work="data"), rounds=3).steps  # type: ignore[arg-type]
+    assert 3.0 < 0.5 + 0.01 * steps < 5.5
+    assert race.warm(Loader(OURS), TASK, rounds=3).steps == 50  # type: ignore[arg-type]
+
+
+def test_who_fails_at_the_details_keeps_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(FakePlayer):
+        def ask(self, what: str):
+            if what == "details":
+                raise PlayerFailed("failed", "out of memory")
+            return super().ask(what)
+
+    FakePlayer.log = []
+    monkeypatch.setattr(race, "Player", Silent)
+    found = race.race(replace(TASK, work="data"), [OURS], rounds=1, tell=lambda sentence: None)
+    assert [one.details for one in found.rows] == [{}]
+    assert found.failed == ["vitral (eager) tells no details: out of memory."]
+
+
 # Rows
 
 
@@ -400,12 +448,29 @@ def test_numbers_that_follow_from_others() -> None:
 
 def test_the_page_tells_hardware_calls_and_ratios() -> None:
     rows = [row(), row(library="timm", seconds=1.0, call="2026-02-03 00:00:00", details={"p99 ms": 12.5})]
-    text = page(rows, figures=["growth.svg"])
+    text = page(rows, remarks=["All is well."], figures=["growth.svg"])
     assert page_name(rows) == "abacus-r-2000-2026-02-03"
     assert "| 2.00* |" in text
     assert "p99 ms 12.5" in text
+    assert "- All is well." in text
     assert "![growth](growth.svg)" in text
     assert all(len(cells) == len(COLUMNS) for cells in table(rows))
+
+
+def test_remarks_name_the_best_peer_its_memory_and_percentiles() -> None:
+    """By our best row and theirs, each race apart."""
+    ours = [row(settings="compile", seconds=0.8), row(settings="graphs", seconds=0.5, peak_bytes=3 * 2**30)]
+    peers = [row(library="timm", seconds=1.0, peak_bytes=4 * 2**30), row(library="transformers", seconds=2.0)]
+    percentiles = {"p50 ms": 1.0, "p95 ms": 2.0, "p99 ms": 3.0}
+    answers = [row(work="latency", batch=1, peak_bytes=0, details=percentiles)]
+    answers += [replace(answers[0], library="timm", call="later", seconds=0.4, details=dict.fromkeys(percentiles, 4.0))]
+    assert remarks([*ours, *peers, *answers]) == [
+        "train, ViT-B/16, batch 4: vitral (graphs) is 2.00 times as fast as timm (eager), "
+        "with 0.75 times its peak memory.",
+        "latency, ViT-B/16, batch 1: vitral (eager) is 0.80 times as fast as timm (eager), p50 1.00 against 4.00, "
+        "p95 2.00 against 4.00, p99 3.00 against 4.00 ms, measured in different calls.",
+    ]
+    assert remarks(ours) == remarks(peers) == []
 
 
 @pytest.mark.parametrize(
@@ -444,7 +509,14 @@ def test_a_slower_clock_is_not_growth() -> None:
 
 
 def test_growth_goes_on_along_the_other_axes_when_memory_ends_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process, until it fails: the next goes on with what is left."""
+    started = []
+
     class Small(FakePlayer):
+        def __enter__(self):
+            started.append(len(FakePlayer.log))
+            return self
+
         def build(self, task: Task):
             if task.image > 128:
                 raise PlayerFailed("failed", "out of memory")
@@ -452,13 +524,43 @@ def test_growth_goes_on_along_the_other_axes_when_memory_ends_one(monkeypatch: p
 
     FakePlayer.log = []
     monkeypatch.setattr(growth, "Player", Small)
+    monkeypatch.setattr(growth, "_LONGEST", 1e9)
     rows = growth.measure(replace(TASK, image=0, depth=0), OURS, lambda sentence: None)
     found = growth.points(rows)
+    assert len(started) == 2
+    assert list(dict.fromkeys(point.axis for point in found)) == ["image", "batch", "depth"]
+    assert {one.cold_seconds for one in rows} == {0}
     assert [point.value for point in found if point.axis == "image"] == [64, 128]
     assert [point.value for point in found if point.axis == "batch"] == list(growth.BATCHES)
     assert [point.value for point in found if point.axis == "depth"] == list(growth.DEPTHS)
     batches = [point.macs for point in found if point.axis == "batch"]
     assert batches == [batches[0] * size for size in growth.BATCHES]
+
+
+def test_growth_ends_where_the_next_step_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of any size takes a quarter of a second here: by the arithmetic, 64 images after 4 take four seconds."""
+    FakePlayer.log = []
+    monkeypatch.setattr(growth, "Player", FakePlayer)
+    monkeypatch.setattr(growth, "BATCHES", (1, 4, 64))
+    found = growth.points(growth.measure(replace(TASK, image=0, depth=0), OURS, lambda sentence: None))
+    assert [point.value for point in found if point.axis == "batch"] == [1, 4]
+
+
+def test_only_the_last_growth_is_drawn() -> None:
+    """A later call may have measured another model."""
+    old = [row(work="growth, batch", model="ViT-L/16", details={"value": size}) for size in (1, 2)]
+    new = [replace(one, model="ViT-S/16", call="2027") for one in old]
+    assert growth.newest([*old, *new, row()]) == new
+    assert growth.title(new) == "A training step of ViT-S/16 on Abacus (R) 2000"
+    assert growth.newest([row()]) == growth.points([row()]) == []
+
+
+@given(st.floats(1e-3, 1e6), st.floats(3, 1e9))
+def test_ticks_are_few_round_and_inside(low: float, factor: float) -> None:
+    found = ticks(low, low * factor)
+    assert 1 <= len(found) <= 10
+    assert all(low <= tick <= low * factor for tick in found)
+    assert {f"{tick:e}"[:8] for tick in found} <= {"1.000000", "2.000000", "5.000000"}
 
 
 def test_the_chart_is_a_picture_with_every_point() -> None:
@@ -491,9 +593,35 @@ def test_loaders_deliver_what_is_asked_for(library: str, pictures: Path) -> None
     step = LoadingStep(Contestant(library, "loader"), task)
     [seconds] = step.run(3)
     assert seconds > 0
-    details = step.details()
-    assert 0 <= details["share waiting"] <= 1
-    assert ("decode/s" in details) == (library == "vitral")
+    assert ("decode/s" in step.details()) == (library == "vitral")
+
+
+@pytest.mark.parametrize("library", ["vitral", "torchvision"])
+def test_training_from_files_is_put_beside_synthetic_images(library: str, pictures: Path) -> None:
+    pytest.importorskip(library)
+    task = replace(TASK, work="data", folder=str(pictures))
+    found = training_from_files(Contestant(library, "loader"), task)
+    assert found["of synthetic speed"] == pytest.approx(found["from files/s"] / found["synthetic/s"])
+    assert 0 < found["share waiting"] < 1
+    [said] = remarks([row(work="data", library=library, settings="loader", details={"workers": 0, **found})])
+    assert f"with {library} (loader), training from files runs at {found['of synthetic speed']:.0%}" in said
+
+
+def test_waiting_is_the_time_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches that take 3 s to come and steps of 1 s, by a clock of our own; the first two do not count."""
+    clock = [0.0]
+    monkeypatch.setattr(loading.time, "perf_counter", lambda: clock[0])
+
+    class Slow:
+        def feed(self, images: torch.Tensor) -> None:
+            clock[0] += 1 if images else 10
+
+    def batches():
+        for number in range(8):
+            clock[0] += 30 if number < 2 else 3
+            yield torch.tensor(number >= 2)
+
+    assert feed(Slow(), batches(), 2, "cpu") == (4.0, 0.75)
 
 
 @pytest.mark.parametrize("library", ["vitral", "torchvision"])

@@ -134,8 +134,8 @@ def test_a_tanh_head_has_nothing_to_do(pictures, tmp_path):
     "model, words, says",
     [
         ("R50x1@32", [], "R50x1@32 has no patches to hide: learn=masked needs a ViT or a hybrid."),
-        (MODEL, ["data.mixup=0.1"], "neither mixup nor cutmix"),
-        (MODEL, ["data.cutmix=1"], "neither mixup nor cutmix"),
+        (MODEL, ["data.mixup=0.1"], "neither mixup, cutmix nor data.augment"),
+        (MODEL, ["data.cutmix=1"], "neither mixup, cutmix nor data.augment"),
         (MODEL, ["balance=weights"], 'balance="none"'),
         (MODEL, ["tune=head"], 'tune="full"'),
         (MODEL, ["masked.token=0.8", "masked.random=0.3"], "together at most 1"),

@@ -151,7 +151,10 @@ def check_finetuning(dataset: str, steps: int, rates: tuple[float, ...], dev: fl
     assert rate_at(recipe, steps, steps) == pytest.approx(0.0, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", recipe_names())
+PRINTED = [name for name in recipe_names() if not name.startswith("speedrun/")]
+
+
+@pytest.mark.parametrize("name", PRINTED)
 def test_every_name_makes_a_recipe_for_every_model(name: str) -> None:
     for model in models_of(name):
         entry = named(name, model)
@@ -170,11 +173,23 @@ def test_every_name_makes_a_recipe_for_every_model(name: str) -> None:
 
 
 def test_every_reading_is_used() -> None:
-    said = {
-        sentence for name in recipe_names() for model in models_of(name) for sentence in named(name, model).readings
-    }
+    said = {sentence for name in PRINTED for model in models_of(name) for sentence in named(name, model).readings}
     assert said == {reading.why for reading in paper.readings().values()}
     assert {key for reading in paper.readings().values() for key in reading.keys} <= set(keys())
+
+
+def test_speedruns_are_plain_vits_from_scratch() -> None:
+    """No convolutional stem, no pre-training; what is drawn at random is drawn on the device."""
+    runs = [named(name) for name in recipe_names() if name.startswith("speedrun/")]
+    assert {run.name for run in runs} == {"speedrun/cifar10", "speedrun/cifar10-94"}
+    for run in runs:
+        architecture = architecture_of(run.recipe, 10)
+        assert isinstance(architecture, ViTConfig)
+        assert (architecture.stem, architecture.image, run.recipe.init) == (None, (32, 32), "")
+        train, test = pipelines(run.recipe, (32, 32))
+        assert train == test == "decode|resize(32)"
+        assert run.seeds == 3
+        assert from_toml(to_toml(run.recipe)) == run.recipe
 
 
 @pytest.mark.parametrize(("dataset", "model"), TABLE3)

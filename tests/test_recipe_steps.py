@@ -28,6 +28,7 @@ from vitral.training.prepare import check_recipe
 
 SHORT = ("steps=2", "batch=4", "workers=0")
 SHAPE = ("shape.depth=1", "shape.width=32", "shape.heads=2")
+SPEEDRUNS = ("speedrun/cifar10", "speedrun/cifar10-94")
 TINY_VIT = ViTConfig(depth=1, width=32, mlp=64, heads=2, patch=16, image=(32, 32), classes=5)
 TINY_RESNET = ResNetConfig(blocks=(1, 1, 1, 1), width=1, image=(32, 32), classes=5)
 LARGE = ("R50x2", "R101x1", "R152x1", "R152x2")  # built without memory
@@ -93,8 +94,16 @@ def check_finished(result: Result, steps: list[dict[str, Any]], out: Path, test:
 
 
 def test_every_recipe_and_every_row_is_here():
-    assert {name for name, _ in (*SCRATCH, *TUNED)} == set(recipe_names())
+    assert {name for name, _ in (*SCRATCH, *TUNED)} | set(SPEEDRUNS) == set(recipe_names())
     assert {model for _, model in ROWS} <= {model for _, model in SCRATCH} | set(LARGE)
+
+
+@pytest.mark.parametrize("name", SPEEDRUNS)
+def test_a_speedrun_takes_two_steps(pictures, tmp_path, name):
+    recipe = with_overrides(named(name).recipe, [*SHORT, *SHAPE])
+    result, steps = two_steps(recipe, pictures, tmp_path / "run")
+    architecture = check_finished(result, steps, tmp_path / "run", test=3)
+    assert architecture == architecture_of(recipe, 3)
 
 
 @pytest.mark.parametrize("name, model", SCRATCH)

@@ -14,6 +14,7 @@ from vitral.bench.contestants import Field, Task, default_modes, field
 from vitral.bench.contestants import Work as Raced
 from vitral.bench.plot import chart
 from vitral.bench.race import Tell, race
+from vitral.bench.remarks import remarks
 from vitral.bench.results import (
     COLUMNS,
     Row,
@@ -40,7 +41,7 @@ _PEERS = {
 }
 _BATCHES = {
     "cuda": {"train": 256, "infer": 512, "data": 256, "predict": 256, "growth": 32},
-    "cpu": {"train": 8, "infer": 8, "data": 32, "predict": 32, "growth": 2},
+    "cpu": {"train": 8, "infer": 8, "data": 32, "predict": 32, "growth": 1},
 }
 
 
@@ -50,7 +51,7 @@ class Benchmark:
 
     rows: list[Row]  # of this call
     known: list[Row]  # of the file, these among them, on the same hardware
-    notes: tuple[str, ...]  # who was left out, and what grows too fast
+    notes: tuple[str, ...]  # who was left out, how ours compares, and what grows too fast
     results: Path
     page: Path
 
@@ -98,15 +99,16 @@ def benchmark(
     everything = merged(before, rows)
     write_rows(out, everything)
     known = [row for row in everything if row.facts.get("hardware") == rows[0].facts.get("hardware")]
-    return Benchmark(rows, known, notes, out, _write_page(out.parent, known))
+    races = {row.race for row in rows}
+    said = (*notes, *_remarks([row for row in known if row.race in races]))
+    return Benchmark(rows, known, said, out, _write_page(out.parent, known))
 
 
 def _measured(work: Work, task: Task, starting: Field, rounds: int, tell: Tell) -> tuple[list[Row], tuple[str, ...]]:
     for sentence in starting.absent:
         tell(sentence)
     if work == "growth":
-        rows = growth.measure(task, starting.contestants[0], tell)
-        return rows, tuple(growth.too_steep(growth.points(rows)))
+        return growth.measure(task, starting.contestants[0], tell), ()
     if work == "start":
         return start.measure(task.model, [one.library for one in starting.contestants], rounds, tell), starting.absent
     outcome = race(task, starting.contestants, rounds=rounds, tell=tell)
@@ -161,12 +163,15 @@ def _check(work: str, rounds: int, batch: int, data: str | Path) -> None:
         raise UserError(f"bench {work} reads files: name a folder of class folders with --data.")
 
 
+def _remarks(rows: list[Row]) -> list[str]:
+    return [*remarks(rows), *growth.too_steep(growth.points(rows))]
+
+
 def _write_page(folder: Path, rows: list[Row]) -> Path:
     name = page_name(rows)
     figures = []
-    if found := growth.points(rows):
-        title = f"A training step of {rows[0].facts.get('hardware', '')}, measured and as the arithmetic grows"
-        write_page(folder / f"{name}-growth.svg", chart(found, title))
+    if grown := growth.newest(rows):
+        write_page(folder / f"{name}-growth.svg", chart(growth.points(grown), growth.title(grown)))
         figures.append(f"{name}-growth.svg")
-    write_page(folder / f"{name}.md", page(rows, figures=figures))
+    write_page(folder / f"{name}.md", page(rows, remarks=_remarks(rows), figures=figures))
     return folder / f"{name}.md"

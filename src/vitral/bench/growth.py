@@ -16,63 +16,99 @@ from vitral.bench.results import Row
 
 _WORK = "growth, "
 IMAGES = (64, 128, 256, 512, 1024)
-BATCHES = (1, 2, 4, 8, 16, 32)
+BATCHES = (1, 4, 16, 64, 256)
 DEPTHS = (3, 6, 12, 24)
-_RUNS = 5
-_LONGEST = 5.0  # seconds of a step: an axis ends where the next one would take longer
+AXES = ("image", "batch", "depth")
+_FEWEST = 3  # steps that are timed
+_LONGEST = 2.0  # seconds of a step: an axis ends where the next one would take longer
 _SLACK = 1.15  # of the arithmetic: what a step may take more, for the noise of clocks
 
 
 class Point(NamedTuple):
     """A step at one size."""
 
-    axis: str  # image, batch or depth
+    axis: str  # one of AXES
     value: int
     seconds: float  # at the usual matrix rate
     macs: int
 
 
+class Rung(NamedTuple):
+    """A size along an axis, and its task."""
+
+    axis: str
+    value: int
+    task: Task
+
+
 def measure(task: Task, contestant: Contestant, tell: Tell) -> list[Row]:
-    """A row for each size, in a process of its own; an axis ends where memory or patience does."""
+    """A row for each size; an axis ends where memory or patience does."""
     rows: list[Row] = []
-    ended: set[str] = set()
-    call = now()
-    for axis, value, larger in _tasks(task):
-        if axis in ended or _too_long(rows, axis, larger):
-            ended.add(axis)
-            continue
-        tell(f"{axis} {value}")
-        try:
-            with Player(contestant) as player:
-                runner = warm(player, larger, rounds=1)
-                runner.seconds.extend(player.run(_RUNS))
-                found = row(runner, larger, call, player.ask("rate")["flops"])
-        except PlayerFailed as failure:
-            tell(f"{axis} {value}: {failure}")
-            ended.add(axis)
-            continue
-        rows.append(replace(found, work=f"{_WORK}{axis}", details={"value": value}))
+    call, left = now(), list(_rungs(task))
+    while left:
+        with Player(contestant) as player:
+            left = _until_it_fails(player, left, rows, call, tell)
     return rows
 
 
-def _too_long(rows: Sequence[Row], axis: str, larger: Task) -> bool:
+def _until_it_fails(player: Player, rungs: Sequence[Rung], rows: list[Row], call: str, tell: Tell) -> list[Rung]:
+    """Adds rows. What is returned is left for a new process: this one failed, and its axis ends here."""
+    for place, rung in enumerate(rungs):
+        if _too_long(rows, rung):
+            continue
+        tell(f"{rung.axis} {rung.value}")
+        try:
+            rows.append(_row(player, rung, call))
+        except PlayerFailed as failure:
+            tell(f"{rung.axis} {rung.value}: {failure}")
+            return [other for other in rungs[place:] if other.axis != rung.axis]
+    return []
+
+
+def _row(player: Player, rung: Rung, call: str) -> Row:
+    """All sizes share a process: nothing is told of a cold start, nor of memory, which only a GPU's counts anew."""
+    runner = warm(player, rung.task, rounds=1)
+    runner.seconds.extend(player.run(max(runner.steps, _FEWEST)))
+    found = row(runner, rung.task, call, player.ask("rate")["flops"])
+    peak = found.peak_bytes if rung.task.device == "cuda" else 0
+    told: dict[str, float] = {"value": rung.value}
+    return replace(found, work=f"{_WORK}{rung.axis}", peak_bytes=peak, cold_seconds=0.0, details=told)
+
+
+def _too_long(rows: Sequence[Row], rung: Rung) -> bool:
     """By the arithmetic, from the last step along this axis."""
-    own = [one for one in rows if one.work == f"{_WORK}{axis}"]
-    return bool(own) and own[-1].seconds * macs(larger) / own[-1].macs > _LONGEST
+    own = [one for one in rows if one.work == f"{_WORK}{rung.axis}"]
+    return bool(own) and own[-1].seconds * macs(rung.task) / own[-1].macs > _LONGEST
+
+
+def newest(rows: Iterable[Row]) -> list[Row]:
+    """The rows of the last call that measured growth: another may have been of another model."""
+    own = [row for row in rows if row.work.startswith(_WORK)]
+    last = max((row.call for row in own), default="")
+    return [row for row in own if row.call == last]
+
+
+def title(rows: Sequence[Row]) -> str:
+    """Of a chart: images and depths grow in batches of one size, and batches with the model as it is."""
+    model = next((row.model for row in rows if row.work == f"{_WORK}batch"), rows[0].model)
+    sizes = sorted({str(row.batch) for row in rows if row.work != f"{_WORK}batch"})
+    batches = f"; images and depths in batches of {' and '.join(sizes)}" if sizes else ""
+    return f"A training step of {model} on {rows[0].facts.get('hardware', rows[0].device)}{batches}"
 
 
 def points(rows: Iterable[Row]) -> list[Point]:
-    """Those of the rows that belong to a growth, along each axis.
+    """The last growth among the rows, along each axis.
 
     Sizes are measured one after the other, not in turns: times are those at the median of the matrix rates, so that
     a clock that falls, or a neighbour who takes half of the machine, does not look like growth.
     """
-    own = [row for row in rows if row.work.startswith(_WORK)]
+    own = newest(rows)
     usual = median(row.rate for row in own) if own else 0.0
-    return sorted(
+    found = [
         Point(row.work.removeprefix(_WORK), int(row.details["value"]), row.seconds * row.rate / usual, row.macs)
         for row in own
-    )
+    ]
+    return sorted(found, key=lambda point: (AXES.index(point.axis), point.value))
 
 
 def steepness(points: Sequence[Point]) -> list[float]:
@@ -91,11 +127,11 @@ def too_steep(points: Sequence[Point]) -> list[str]:
     return found
 
 
-def _tasks(task: Task) -> Iterator[tuple[str, int, Task]]:
+def _rungs(task: Task) -> Iterator[Rung]:
     for image in IMAGES:
-        yield "image", image, replace(task, image=image)
+        yield Rung("image", image, replace(task, image=image))
     for batch in BATCHES:
-        yield "batch", batch, replace(task, batch=batch)
+        yield Rung("batch", batch, replace(task, batch=batch))
     if isinstance(task.architecture, ViTConfig):
         for depth in DEPTHS:
-            yield "depth", depth, replace(task, depth=depth)
+            yield Rung("depth", depth, replace(task, depth=depth))

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from vitral.bench.contestants import OURS, Contestant, Task
+from vitral.bench.contestants import OURS, Contestant, Task, default_modes
 from vitral.bench.steps import TrainingStep, predictor
 from vitral.data.images import decode
-from vitral.data.loader import evaluation_batches, training_batches
+from vitral.data.loader import AHEAD, default_workers, evaluation_batches, training_batches
 from vitral.data.preprocess import Pipeline, parse_pipeline
 from vitral.data.sources import Split, open_data
 
 _STAGED = 64  # images that each stage is timed on
-_WATCHED = 8  # steps over which waiting is watched
+_FED = {"cuda": 40, "cpu": 4}  # training steps on images from files that are timed
+_WARM_UP = 3  # steps before them
 
 
 def loading_step(contestant: Contestant, task: Task) -> LoadingStep:
@@ -46,26 +49,15 @@ class LoadingStep:
         ahead while others have their turn."""
         start = time.perf_counter()
         for images in _batches(self.contestant, self.task, count, training=True):
-            _arrived(images, self.task.device)
+            images.to(self.task.device, non_blocking=True)
+        if self.task.device == "cuda":
+            torch.cuda.synchronize()
         return [(time.perf_counter() - start) / count]
 
     def details(self) -> dict[str, float]:
-        """Images/s of each stage in one process, and the share of a training step's time that waits for data."""
+        """Images/s of each stage in one process, and what training on the files reaches."""
         stages = _stages(self.task) if self.contestant.library == OURS else {}
-        return stages | {"workers": self.task.workers, "share waiting": self._waiting()}
-
-    def _waiting(self) -> float:
-        step = TrainingStep(Contestant(self.contestant.library), self.task)
-        step.run(1)
-        stream = _batches(self.contestant, self.task, _WATCHED, training=True)
-        step.images = _arrived(next(stream), self.task.device)  # the first waits for workers to start
-        waited, began = 0.0, time.perf_counter()
-        for _ in range(_WATCHED - 1):
-            step.run(1)
-            start = time.perf_counter()
-            step.images = _arrived(next(stream), self.task.device)
-            waited += time.perf_counter() - start
-        return waited / (time.perf_counter() - began)
+        return {**stages, "workers": self.task.workers, **training_from_files(self.contestant, self.task)}
 
 
 class PredictionStep:
@@ -84,11 +76,77 @@ class PredictionStep:
         return [(time.perf_counter() - start) / count]
 
 
-def _arrived(images: Tensor, device: str) -> Tensor:
-    images = images.to(device, non_blocking=True)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return images
+def training_from_files(contestant: Contestant, task: Task) -> dict[str, float]:
+    """Images/s of training steps on files and, right before and after, of the same steps on a batch that stays on the
+    device; with as many workers as training would start beside a model."""
+    task = replace(task, workers=min(task.workers, default_workers(task.device)))
+    step = TrainingStep(_trained(contestant, task.device), task)
+    for images in _batches(contestant, task, 1, training=True):
+        step.images = images.to(task.device)  # laid out as all batches are, which a recorded step takes for granted
+    step.run(_WARM_UP)
+    count, first = _FED[task.device], AHEAD * task.workers + 1  # what workers made before the first step must not count
+    before = step.run(count // 2)
+    fed = feed(step, _batches(contestant, task, first + count, training=True), first, task.device)
+    there = statistics.mean([*before, *step.run(count // 2)])
+    return {
+        "workers beside the model": task.workers,
+        "from files/s": task.batch / fed.seconds,
+        "synthetic/s": task.batch / there,
+        "of synthetic speed": there / fed.seconds,
+        "share waiting": fed.waiting,
+    }
+
+
+def _trained(contestant: Contestant, device: str) -> Contestant:
+    """Ours records its steps on a GPU, and the others are compiled there."""
+    modes = default_modes(device)
+    return Contestant(contestant.library, modes[-1] if contestant.library == OURS else modes[0])
+
+
+class Fed(NamedTuple):
+    """Training steps on images that come one batch after the other."""
+
+    seconds: float  # of a step
+    waiting: float  # share of them in which the device had nothing to do
+
+
+class _Feedable(Protocol):
+    def feed(self, images: Tensor) -> None: ...
+
+
+def feed(step: _Feedable, batches: Iterable[Tensor], first: int, device: str) -> Fed:
+    """Steps as in training, none of which waits for the one before to end; the first `first` do not count."""
+    began, ended = [], []
+    for images in batches:
+        began.append(_Mark(device))
+        step.feed(images)
+        ended.append(_Mark(device))
+        if len(ended) > 1:
+            ended[-2].wait()  # training reads a step's numbers one step late
+    ended[-1].wait()
+    waits = [after.since(before) for before, after in zip(ended[first - 1 :], began[first:], strict=False)]
+    steps = [after.since(before) for before, after in pairwise(ended[first - 1 :])]
+    return Fed(statistics.mean(steps), sum(waits) / sum(steps))
+
+
+class _Mark:
+    """A moment by the device's own clock: a GPU reaches it when all that was queued before is done."""
+
+    def __init__(self, device: str) -> None:
+        self.moment = time.perf_counter()
+        self.event = torch.cuda.Event(enable_timing=True) if device == "cuda" else None
+        if self.event is not None:
+            self.event.record()
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+    def since(self, earlier: _Mark) -> float:
+        """Seconds; both are past."""
+        if self.event is not None and earlier.event is not None:
+            return earlier.event.elapsed_time(self.event) / 1e3
+        return self.moment - earlier.moment
 
 
 def _batches(contestant: Contestant, task: Task, count: int, *, training: bool) -> Iterator[Tensor]:

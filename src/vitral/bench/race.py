@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from vitral.errors import UserError
 _WARM_UP = 3  # steps after the first, which compiles and allocates
 _TURN = 1.0  # seconds that a turn should last
 _LOADING_TURN = 4.0  # of loaders, which start their workers in each
-_MOST = 50  # steps in a turn
+_MOST = 50  # steps in a turn, of those that compute
 CALLS = 200  # answers that percentiles of latency are taken over, at least
 _COMPUTES = ("train", "infer", "latency")
 
@@ -66,7 +67,8 @@ def race(task: Task, contestants: Sequence[Contestant], *, rounds: int, tell: Te
                 _sift(failure, contestant)
                 failed.append(f"{contestant.label} is left out: {failure}.")
         rates = _rounds(runners, task, rounds, failed, tell)
-        rows = [row(runner, task, call, statistics.median(rates or [0.0])) for runner in runners if runner.seconds]
+        rate = statistics.median(rates or [0.0])
+        rows = [replace(row(one, task, call, rate), details=_details(one, task, failed)) for one in runners]
     return Outcome(rows, failed)
 
 
@@ -90,14 +92,28 @@ def _sift(failure: PlayerFailed, contestant: Contestant) -> None:
 
 
 def warm(player: Player, task: Task, rounds: int) -> Runner:
-    """Past compiling and allocating; a turn gets as many steps as fit into it."""
+    """Past compiling and allocating."""
     facts = player.build(task)["facts"]
     player.run(1)
     cold = time.perf_counter() - player.began
-    seconds = statistics.median(player.run(_WARM_UP))
-    turn = _TURN if task.work in _COMPUTES else _LOADING_TURN
-    steps = math.ceil(CALLS / rounds) if task.work == "latency" else min(max(math.ceil(turn / seconds), 1), _MOST)
+    steps = _turn(player, task, rounds)
     return Runner(player, facts, cold, player.ask("memory")["bytes"], steps, [])
+
+
+def _turn(player: Player, task: Task, rounds: int) -> int:
+    """As many steps as fit into a turn."""
+    if task.work not in _COMPUTES:
+        return _loading_turn(player)
+    seconds = statistics.median(player.run(_WARM_UP))
+    return math.ceil(CALLS / rounds) if task.work == "latency" else min(math.ceil(_TURN / seconds), _MOST)
+
+
+def _loading_turn(player: Player) -> int:
+    """Workers take a while to start and deliver many batches at once: short trials tell little, so they get longer."""
+    count = _WARM_UP
+    while (seconds := count * statistics.mean(player.run(count))) < _LOADING_TURN / 2:
+        count = math.ceil(count * _LOADING_TURN / seconds)
+    return math.ceil(count * _LOADING_TURN / seconds)
 
 
 def _rounds(runners: list[Runner], task: Task, rounds: int, failed: list[str], tell: Tell) -> list[float]:
@@ -137,7 +153,6 @@ def row(runner: Runner, task: Task, call: str, rate: float) -> Row:
         cold_seconds=runner.cold,
         call=call,
         facts=runner.facts,
-        details=_details(runner, task),
     )
 
 
@@ -148,8 +163,13 @@ def macs(task: Task) -> int:
     return cost(task.architecture).macs * task.batch * (3 if task.work == "train" else 1)
 
 
-def _details(runner: Runner, task: Task) -> dict[str, Any]:
+def _details(runner: Runner, task: Task, failed: list[str]) -> dict[str, Any]:
+    """What is known besides; who fails only now keeps its times."""
     if task.work != "latency":
-        return runner.player.ask("details")
+        try:
+            return runner.player.ask("details")
+        except PlayerFailed as failure:
+            failed.append(f"{runner.player.contestant.label} tells no details: {failure}.")
+            return {}
     ordered = sorted(runner.seconds)
     return {f"p{share} ms": 1e3 * ordered[min(len(ordered) * share // 100, len(ordered) - 1)] for share in (50, 95, 99)}

@@ -49,6 +49,10 @@ class Row:
         return 2.0 * self.macs / self.seconds / self.rate if self.rate else 0.0
 
     @property
+    def label(self) -> str:
+        return f"{self.library} ({self.settings})"
+
+    @property
     def place(self) -> tuple[str, str, int, str, str]:
         """What a later measurement of the same replaces."""
         return self.work, self.model, self.batch, self.library, self.settings
@@ -96,12 +100,17 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     write_json(path, {"rows": derived})
 
 
+def best_peer(row: Row, rows: Sequence[Row]) -> Row | None:
+    """The fastest row of another library in the same race."""
+    peers = [other for other in rows if other.race == row.race and other.library != OURS]
+    return min(peers, key=lambda other: other.seconds, default=None)
+
+
 def ratio(row: Row, rows: Sequence[Row]) -> tuple[float, bool] | None:
     """Our speed over that of the best peer in the same race, and whether both are of one call; None without a peer."""
-    peers = [other for other in rows if other.race == row.race and other.library != OURS]
-    if row.library != OURS or not peers:
+    best = best_peer(row, rows)
+    if row.library != OURS or best is None:
         return None
-    best = min(peers, key=lambda other: other.seconds)
     return best.seconds / row.seconds, best.call == row.call
 
 
@@ -116,11 +125,13 @@ def table(rows: Sequence[Row]) -> list[list[str]]:
     return [_cells(row, ratio(row, rows)) for row in rows]
 
 
-def page(rows: Sequence[Row], *, figures: Sequence[str] = ()) -> str:
-    """Markdown: how it was measured, the table, what some rows tell besides, and pictures."""
+def page(rows: Sequence[Row], *, remarks: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
+    """Markdown: how it was measured, what follows, the table, what some rows tell besides, and pictures."""
     lines = [f"# {rows[0].facts.get('hardware', rows[0].device)}", "", *_words(rows), ""]
+    if remarks:
+        lines += [*(f"- {sentence}" for sentence in remarks), ""]
     lines += _markdown(COLUMNS, table(rows))
-    told = [row for row in rows if row.details]
+    told = [row for row in rows if set(row.details) - {"value"}]
     if told:
         lines += ["", "## Details", ""]
         lines += _markdown(("work", "model", "contestant", ""), [_told(row) for row in told])
@@ -151,7 +162,7 @@ def _words(rows: Sequence[Row]) -> list[str]:
     return [
         "Written by `vitral bench`. Contestants had a process each and took turns; times are medians over steps, with",
         "quartiles. The matrix rate was measured in the same call. A ratio above 1 is in our favour; `*` marks one",
-        f"between rows of different calls on the same hardware. {len(calls)} calls, the last at {calls[-1]}.",
+        f"between rows of different calls on the same hardware. Calls: {len(calls)}, the last at {calls[-1]}.",
         "",
         f"{known}.",
     ]
@@ -164,7 +175,7 @@ def _cells(row: Row, compared: tuple[float, bool] | None) -> list[str]:
         str(row.batch),
         row.library,
         row.settings,
-        f"{row.per_second:,.1f}" if row.per_second < 100 else f"{row.per_second:,.0f}",
+        shown(row.per_second),
         f"{1e3 * row.seconds:,.2f}",
         f"{1e3 * row.low:,.2f} - {1e3 * row.high:,.2f}",
         f"{row.share:.0%}" if row.share else "",
@@ -174,11 +185,16 @@ def _cells(row: Row, compared: tuple[float, bool] | None) -> list[str]:
     ]
 
 
+def shown(rate: float) -> str:
+    """Images per second, for people."""
+    return f"{rate:,.1f}" if rate < 100 else f"{rate:,.0f}"
+
+
 def _told(row: Row) -> list[str]:
     text = ", ".join(
         f"{name} {value:,.3g}" if value < 1000 else f"{name} {value:,.0f}" for name, value in row.details.items()
     )
-    return [row.work, row.model, f"{row.library} ({row.settings})", text]
+    return [row.work, row.model, row.label, text]
 
 
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -118,6 +118,12 @@ class TrainingStep:
     def run(self, count: int) -> list[float]:
         return timed(self._once, count, self.task.device)
 
+    def feed(self, images: Tensor) -> None:
+        """A step on these images, which on a GPU is only queued. They must lie in memory as `images` does: that is what
+        a recorded step reads."""
+        self.images.copy_(images, non_blocking=True)
+        self._once()
+
     def outputs(self) -> Outputs:
         if _records(self.contestant):
             self._backward()

@@ -20,8 +20,8 @@ class Recording:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # what a recording takes is kept apart from what PyTorch holds ready
         self.graph = torch.cuda.CUDAGraph()
-        # Of this thread alone: another one may pin memory meanwhile.
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+        # Of this thread alone: another may pin memory meanwhile. PyTorch's own stream stays on the GPU it began on.
+        with torch.cuda.graph(self.graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
             self.outputs = function(*self.inputs)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -64,8 +64,8 @@ class ViT(nn.Module):
         (h, w), channels = self.config.grid((images.shape[2], images.shape[3])), images.shape[1]
         pixels = images[:, :, : h * p, : w * p].unflatten(3, (w, p)).unflatten(2, (h, p))
         pixels = pixels.permute(0, 2, 4, 1, 3, 5)
-        if torch.is_autocast_enabled(images.device.type):  # converted and laid out in one pass
-            pixels = pixels.to(torch.get_autocast_dtype(images.device.type), memory_format=torch.contiguous_format)
+        if half := _autocast_dtype(images.device.type):  # converted and laid out in one pass
+            pixels = pixels.to(half, memory_format=torch.contiguous_format)
         pixels = pixels.reshape(-1, h, w, channels * p * p)
         return F.linear(pixels, self.embed.weight.flatten(1), self.embed.bias)
 
@@ -76,9 +76,8 @@ class ViT(nn.Module):
         added = [position(patches).to(self.embed.weight.dtype) for position in self.positions]
         x = self._with_prefix(patches.flatten(1, 2))
         x = self.dropout(x + added[0] if added else x)
-        if torch.is_autocast_enabled(x.device.type):
-            # The sum over blocks keeps to half precision, too: it is what every block reads and writes.
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        if half := _autocast_dtype(x.device.type):
+            x = x.to(half)  # the sum over blocks, too: it is what every block reads and writes
         if x.dtype in HALVES and self.config.injection == "input" and self.config.norm_place == "tokens":
             from vitral.models.fused import fused_blocks  # with it comes torch's compiler, which few runs need
 
@@ -116,3 +115,9 @@ class ViT(nn.Module):
         front = [] if self.class_token is None else [self.class_token.unsqueeze(0)]
         front += [] if self.registers is None else [self.registers]
         return torch.cat([*(rows.expand(x.shape[0], -1, -1) for rows in front), x], dim=1)
+
+
+def _autocast_dtype(device: str) -> torch.dtype | None:
+    """The half precision that is switched on for a type of device; "meta" knows none."""
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on else None

@@ -56,10 +56,10 @@ def joined(device: str = "") -> World:
     place = torch.device(device) if device else default_device()
     if place.type == "cuda" and place.index is None and torch.cuda.is_available():
         place = default_device()  # "cuda" means another GPU in each process
+    if place.type == "cuda" and torch.cuda.is_available():
+        torch.cuda.set_device(place)  # kernels and graphs go to the current one, whatever their tensors are on
     size = int(os.environ.get("WORLD_SIZE", 1))
     if size > 1 and not dist.is_initialized():
-        if place.type == "cuda":
-            torch.cuda.set_device(place)
         dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=timedelta(minutes=10))
         atexit.register(_leave)
     if not dist.is_initialized():

@@ -251,7 +251,9 @@ def _on_images(plain: PlainModel, parts: Parts, world: World, listen: Listener) 
     text, _ = recipes.pipelines(parts.recipe, parts.card.architecture.image)
     pipeline, channels = parse_pipeline(text), parts.card.architecture.channels
     masked = parts.recipe.learn == "masked"
-    kept = resident(parts.train, pipeline, channels, parts.workers, world)
+    seen = parts.plan.steps * parts.plan.batch
+    # A run that is shorter than an epoch would wait for images that it never sees.
+    kept = resident(parts.train, pipeline, channels, parts.workers, world) if seen >= len(parts.train) else None
 
     def batches(step: int) -> Iterator[Batch]:
         plan, order = parts.plan, parts.order

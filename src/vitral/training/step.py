@@ -22,6 +22,7 @@ from vitral.training.parallel import World, accumulating, total, whole
 from vitral.training.state import Trainee
 
 _BEFORE_RECORDING = 3  # steps
+_ROOM = 0.6  # of a GPU's memory that a step may take to be recorded
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class Steps:
         self.trainee, self.plan, self.world, self.listen = trainee, plan, world, listen
         self.taken = 0
         self.recording: Recording | None = None
-        self.records = plan.graph and world.device.type == "cuda" and world.size == 1 and trainee.objective.replayable
+        alone = world.device.type == "cuda" and world.size == 1
+        self.records = plan.graph and alone and trainee.objective.replayable and _has_room(world.device)
 
     def take(self, batch: Batch) -> Numbers:
         """The step is done when this returns, on a GPU queued; the trainee's count is the caller's to raise."""
@@ -80,7 +82,8 @@ class Steps:
             except RuntimeError as error:  # memory that ran out is one, too
                 self.records = False
                 self.trainee.optimizer.zero_grad(set_to_none=True)
-                self.listen(Note(f"the step is not recorded as a CUDA graph ({str(error).splitlines()[0]})"))
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                self.listen(Note(f"the step is not recorded as a CUDA graph ({reason})"))
                 return None
         torch.manual_seed(_key(self.plan.seed, self.trainee.step, 0, self.world.rank))
         return Numbers(*self.recording(*inputs))
@@ -96,6 +99,11 @@ class Steps:
         if self.trainee.average is not None:
             self.trainee.average.update(self.trainee.model)
         return norm
+
+
+def _has_room(device: torch.device) -> bool:
+    """A recording keeps all of its memory, and an evaluation must still fit beside it."""
+    return torch.cuda.max_memory_allocated(device) < _ROOM * torch.cuda.get_device_properties(device).total_memory
 
 
 def gradients(
@@ -130,7 +138,7 @@ def accumulate(
     trainee.optimizer.zero_grad(set_to_none=True)
     sums = torch.zeros(2, device=world.device)
     pieces = _pieces(batch, plan, world)
-    numbers = numbers.to(world.device) if trainee.objective.replayable else numbers
+    numbers = numbers.to(world.device, non_blocking=True) if trainee.objective.replayable else numbers
     for piece, part in enumerate(pieces):
         rows = [tensor.to(world.device, non_blocking=True) for tensor in part]
         if not (world.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):

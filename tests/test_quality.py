@@ -1,0 +1,40 @@
+"""Half precision, kernels and recorded steps do not change how a model learns: its loss follows that of float32."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vitral import api
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = (
+    *("steps=200", "batch=64", "shape.depth=2", "shape.width=32", "shape.heads=2", "shape.mlp=64", "optim.lr=2e-3"),
+    *("evaluate_every=200", "workers=0", "data.train=decode|resize({size})", "data.test=decode|resize({size})"),
+    "data.augment=shift(1)",
+)
+
+
+def losses(folder: Path, *words: str) -> np.ndarray:
+    """(10,): the mean losses of 20 steps each."""
+    api.train("digits", model="ViT-Ti/2@8", overrides=[*SMALL, *words], out=folder, device=DEVICE)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = np.array([line["loss"] for line in lines if "loss" in line])
+    assert len(found) == 200
+    return found.reshape(10, 20).mean(axis=1)
+
+
+def test_two_hundred_steps_follow_the_loss_of_float32(tmp_path):
+    """Noise is what another order of the same images makes of it."""
+    pytest.importorskip("sklearn")
+    exact = losses(tmp_path / "float32", "precision=float32")
+    other = losses(tmp_path / "other", "precision=float32", "seed=1")
+    half = losses(tmp_path / "bfloat16", "precision=bfloat16")
+    noise = np.abs(other - exact).mean()
+    assert exact[-1] < 0.75 * exact[0]  # it learns
+    assert np.abs(half - exact).mean() < 0.5 * noise
+    assert not np.array_equal(half, exact)
