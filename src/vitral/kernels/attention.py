@@ -52,7 +52,7 @@ def _launch(kernel: Any, tensors: tuple[Any, ...], qkv: Tensor, bias: Tensor | N
 def forward(qkv: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """contiguous (b, n, 3, heads, d), (b, heads, n, n) -> (b, n, heads, d), and for the backward pass (b, heads, n)"""
     out, lse = _empty(qkv)
-    _launch(jit.forward, (qkv, bias, out, lse), qkv, bias, 128)
+    _launch(jit.attention_forward, (qkv, bias, out, lse), qkv, bias, 128)
     return out, lse
 
 
@@ -60,8 +60,8 @@ def backward(qkv: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, grad: T
     """The gradients of `qkv` and of `bias`; without a bias the second is empty."""
     dqkv, dbias = _empty_gradients(qkv, bias)
     delta = torch.empty_like(lse)
-    _launch(jit.backward_queries, (qkv, bias, out, grad, lse, delta, dqkv, dbias), qkv, bias, 64)
-    _launch(jit.backward_keys, (qkv, bias, grad, lse, delta, dqkv), qkv, bias, 128)
+    _launch(jit.attention_queries, (qkv, bias, out, grad, lse, delta, dqkv, dbias), qkv, bias, 64)
+    _launch(jit.attention_keys, (qkv, bias, grad, lse, delta, dqkv), qkv, bias, 128)
     return dqkv, dbias
 
 

@@ -40,7 +40,7 @@ def fold(dense: Dense, norm: Norm, dtype: torch.dtype) -> Dense:
     rows, width = dense.weight.shape
     folded = Dense(torch.empty_like(dense.weight, dtype=dtype), torch.empty_like(dense.bias, dtype=dtype))
     launch(
-        jit.fold, (triton.cdiv(rows, _ROWS),), *dense, norm.weight, norm.bias, *folded, rows, width,
+        jit.fold_norm, (triton.cdiv(rows, _ROWS),), *dense, norm.weight, norm.bias, *folded, rows, width,
         ROWS=_ROWS, COLUMNS=triton.next_power_of_2(width),
     )  # fmt: skip
     return folded
@@ -59,7 +59,7 @@ def unfold(slope: Tensor, dbias: Tensor, dense: Dense, norm: Norm) -> Unfolded:
     programs = triton.cdiv(rows, _EACH)
     sums = slope.new_empty(programs, 2, width)
     launch(
-        jit.unfold, (programs,), slope, dbias, dense.weight, norm.weight, norm.bias, sums, rows, width,
+        jit.unfold_norm, (programs,), slope, dbias, dense.weight, norm.weight, norm.bias, sums, rows, width,
         EACH=_EACH, ROWS=_ROWS, COLUMNS=triton.next_power_of_2(width),
     )  # fmt: skip
     dscale, dshift = sums.sum(0)

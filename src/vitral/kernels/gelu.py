@@ -33,7 +33,7 @@ def backward(h: Tensor, grad: Tensor, gelu: str) -> tuple[Tensor, Tensor, Tensor
     sums = h.new_empty(triton.cdiv(rows, _EACH), width, dtype=torch.float32)
     columns = next(size for size in (1024, 512, 256) if width % size == 0 or size == 256)
     launch(
-        jit.backward, (sums.shape[0], triton.cdiv(width, columns)), h, grad, dh, out, sums, rows, width,
+        jit.gelu_backward, (sums.shape[0], triton.cdiv(width, columns)), h, grad, dh, out, sums, rows, width,
         TANH=gelu == "tanh", EACH=_EACH, ROWS=_TILE // columns, COLUMNS=columns,
     )  # fmt: skip
     return dh, out, sums.sum(0)

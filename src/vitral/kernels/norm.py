@@ -44,7 +44,7 @@ def forward(x: Tensor, y: Tensor | None, bias: Tensor | None, norm: Norm | Plain
     columns = triton.next_power_of_2(width)
     tile = max(4096 // columns, 1)
     launch(
-        jit.forward, (triton.cdiv(rows, tile),),
+        jit.norm_forward, (triton.cdiv(rows, tile),),
         x, y, bias, norm.weight, norm.bias, total, normed, moments, rows, width, norm.eps,
         HAS_Y=y is not None, AFFINE=norm.weight is not None, ROWS=tile, COLUMNS=columns,
     )  # fmt: skip
@@ -65,7 +65,7 @@ def backward(
     sums = kept.new_empty(programs, 1 if weight is None else 3, width, dtype=torch.float32)
     columns = triton.next_power_of_2(width)
     launch(
-        jit.backward, (programs,), kept, moments, weight, dtotal, dnormed, dx, sums, rows, width,
+        jit.norm_backward, (programs,), kept, moments, weight, dtotal, dnormed, dx, sums, rows, width,
         HAS_TOTAL=dtotal is not None, AFFINE=weight is not None, EACH=_EACH, ROWS=_ROWS, COLUMNS=columns,
         warps=max(columns // 256, 1),
     )  # fmt: skip

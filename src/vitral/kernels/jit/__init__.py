@@ -1,1 +1,2 @@
-"""The kernels themselves, in Triton's language: what starts them, and what they must compute, is one folder up."""
+"""The kernels themselves, in Triton's language, under the names that a profiler shows. What starts them, and what they
+must compute, is one folder up."""

@@ -75,7 +75,7 @@ def _forward_rows(
 
 
 @triton.jit
-def forward(
+def attention_forward(
     QKV, BIAS, OUT, LSE, heads, scale,
     N: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -122,7 +122,7 @@ def _query_rows(
 
 
 @triton.jit
-def backward_queries(
+def attention_queries(
     QKV, BIAS, OUT, GRAD, LSE, DELTA, DQKV, DBIAS, heads, scale,
     N: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -178,7 +178,7 @@ def _key_rows(
 
 
 @triton.jit
-def backward_keys(
+def attention_keys(
     QKV, BIAS, GRAD, LSE, DELTA, DQKV, heads, scale,
     N: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip

@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def fold(
+def fold_norm(
     WEIGHT, BIAS, SCALE, SHIFT, FOLDED, FOLDED_BIAS, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -23,7 +23,7 @@ def fold(
 
 
 @triton.jit
-def unfold(
+def unfold_norm(
     SLOPE, DBIAS, WEIGHT, SCALE, SHIFT, SUMS, rows, width,
     EACH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip

@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def backward(
+def gelu_backward(
     H, GRAD, DH, OUT, SUMS, rows, width,
     TANH: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip

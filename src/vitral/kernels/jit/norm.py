@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def forward(
+def norm_forward(
     X, Y, BIAS, WEIGHT, SHIFT, TOTAL, NORMED, MOMENTS, rows, width, eps,
     HAS_Y: tl.constexpr, AFFINE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -42,7 +42,7 @@ def _add_pairs(a, b, c, d):
 
 
 @triton.jit
-def backward(
+def norm_backward(
     KEPT, MOMENTS, WEIGHT, DTOTAL, DNORMED, DX, SUMS, rows, width,
     HAS_TOTAL: tl.constexpr, AFFINE: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
