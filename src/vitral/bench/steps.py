@@ -231,7 +231,7 @@ class OurLatencyStep(LatencyStep):
         super().__init__(contestant, task)
         values = (0.5,) * task.architecture.channels
         self.one = OnePicture(
-            classifier(contestant, task).model,
+            self.model.model,
             self.images.device,
             size=task.architecture.image,
             channels=task.architecture.channels,

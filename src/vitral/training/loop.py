@@ -20,7 +20,7 @@ from vitral.training.events import Evaluated, Listener, Note, Saved, StepDone
 from vitral.training.optimizer import set_rate
 from vitral.training.parallel import World, every, own_part
 from vitral.training.state import Trainee
-from vitral.training.step import Numbers, Plan, Steps
+from vitral.training.step import Plan, Sent, Steps
 
 
 class Interrupted(Exception):
@@ -61,7 +61,7 @@ def train(
             waited = time.perf_counter() - began
             base = rate(trainee.step)
             set_rate(trainee.optimizer, base)
-            numbers = steps.take(batch)
+            numbers = Sent(steps.take(batch))
             trainee.step += 1
             _report(reported, plan, saved, name_rows, listen)
             seconds = time.perf_counter() - began
@@ -106,7 +106,7 @@ class _Step(NamedTuple):
     """A step that was computed, perhaps only queued on a GPU so far."""
 
     step: int
-    numbers: Numbers
+    numbers: Sent
     indices: Tensor
     rate: float
     seconds: float
@@ -119,7 +119,7 @@ def _report(
     """Tell a step's numbers, and stop the run where they are not finite."""
     if done is None:
         return
-    loss, right, norm = torch.stack([number.float() for number in done.numbers]).tolist()
+    loss, right, norm = done.numbers.read()
     if not math.isfinite(loss + norm):
         names = name_rows(done.indices)
         some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
