@@ -7,6 +7,8 @@ import io
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from runs import make_pictures
 
 from vitral.data import loader, memory_map
 from vitral.data.images import UnreadableImage, decode
@@ -391,3 +394,25 @@ def test_only_abandoned_files_are_removed(tmp_path: Path):
     decoded_once(a_split(), tmp_path)
     assert not old.exists()
     assert new.exists()
+
+
+HOLDING = """
+import sys
+from vitral.data.loader import training_batches
+from vitral.data.preprocess import parse_pipeline
+from vitral.data.sources import open_data
+
+split = open_data(sys.argv[1], held_out=0).train
+pipeline = parse_pipeline("decode|resize(8)")
+stream = training_batches(split, pipeline, batch=2, seed=0, first_step=0, last_step=1000, workers=2)
+next(stream)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="workers are forked")
+def test_a_program_that_still_holds_a_loader_ends(tmp_path):
+    script = tmp_path / "holding.py"
+    script.write_text(HOLDING)
+    pictures = make_pictures(tmp_path / "pictures")
+    done = subprocess.run([sys.executable, "-W", "ignore", str(script), str(pictures)], timeout=60)
+    assert done.returncode == 0

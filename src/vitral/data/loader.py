@@ -9,6 +9,7 @@ system takes longer to hand out and clear fresh shared memory for every batch th
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import multiprocessing
@@ -218,6 +219,9 @@ def in_workers(items: Sized, workers: int) -> Iterator[Any]:
     When the consumer stops early the generator is closed, the loader dies with it, and so do the processes.
     """
     workers = min(workers, len(items))
+    if workers:  # once, and before what Python itself does at the end
+        atexit.unregister(_end_workers)
+        atexit.register(_end_workers)
     yield from DataLoader(
         items,  # type: ignore[arg-type]
         batch_size=None,
@@ -245,6 +249,14 @@ def read_pixels(split: Split, index: int, channels: int) -> np.ndarray:
 
 def _as_it_is(item: Any) -> Any:
     return item
+
+
+def _end_workers() -> None:
+    """At the end of a program that still holds a loader: its workers do not heed being asked (`_start_worker`), and
+    Python would wait for them for ever."""
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 def _start_worker(worker: int) -> None:
