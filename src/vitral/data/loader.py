@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from vitral.data.images import UnreadableImage, decode
-from vitral.data.order import batch_indices, evaluation_indices, example_rng, rank_slice
+from vitral.data.order import batch_indices, evaluation_indices, example_rng, rank_positions
 from vitral.data.preprocess import Pipeline
 from vitral.data.sources import Split
 from vitral.errors import UserError
@@ -64,12 +64,11 @@ def training_batches(
 ) -> Iterator[Batch]:
     """This rank's slice of the global batch of each step from `first_step` up to, not including, `last_step`.
 
-    With `partners` one row more stands in front: the example before the slice's first one in the global batch (before
-    its first comes its last). A row can then be mixed with the row before it, on any number of ranks alike.
+    With `partners` one row more stands in front (`rank_positions`): a row can then be mixed with the row before it, on
+    any number of ranks alike.
     `order` holds the indices to draw from, some perhaps several times; an epoch is then as long as it is.
     """
-    own = rank_slice(batch, rank, world)
-    positions = np.arange(own.start - partners, own.stop) % batch
+    positions = rank_positions(batch, rank, world, partners=partners)
     examples = len(split) if order is None else len(order)
     rows = _TrainingRows(order, examples, batch, seed, positions, range(first_step, last_step))
     return _batches(split, pipeline, channels, rows, workers, pin)

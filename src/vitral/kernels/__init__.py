@@ -1,1 +1,2 @@
-"""GPU kernels, each beside what it must compute in plain PyTorch, and who chooses between the two."""
+"""Faster ways to compute what plain PyTorch can, each beside that, and who chooses: kernels and CUDA graphs for a GPU,
+packed weights for a CPU."""

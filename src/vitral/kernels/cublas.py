@@ -1,7 +1,7 @@
 """A matrix product that ends in a GELU and keeps its input for the backward pass, by cuBLASLt.
 
-PyTorch offers the product with the GELU, but then its input is lost, and the GELU as a pass of its own costs some two
-percent of a training step. The library is the one that PyTorch has loaded already; it is called through its C
+PyTorch offers the product with the GELU, but then its input is lost, and the GELU as a pass of its own costs one to
+two percent of a training step. The library is the one that PyTorch has loaded already; it is called through its C
 interface, and only where `is_there`.
 """
 

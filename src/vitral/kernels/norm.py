@@ -19,7 +19,7 @@ from vitral.kernels.jit import norm as jit
 from vitral.kernels.launch import launch
 from vitral.kernels.weights import Norm, PlainNorm
 
-_EACH, _ROWS = 32, 4  # rows of a program of the backward kernel, and at a time; measured on an H200
+_EACH, _ROWS = 32, 4  # rows of a program of the backward kernel, and at a time
 
 
 class Added(NamedTuple):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from vitral.errors import UserError
 from vitral.models.adapters import add_lora
 from vitral.training.muon import Muon
+from vitral.training.parallel import own_part
 
 
 def freeze(model: nn.Module, tune: str) -> None:
@@ -81,12 +82,14 @@ def build_optimizer(
     """Adam with decoupled decay (the rate multiplies it, as in AugReg), SGD with L2 decay and momentum (BiT), Muon."""
     if not groups:
         raise UserError("nothing is left to learn: set tune to full, head, bias, last:K or lora:R.")
-    fused = all(parameter.is_cuda for group in groups for parameter in group["params"]) or None
-    if fused:  # rates in tensors of their own: a step that is replayed reads what stands there then
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    fused = all(parameter.is_cuda for parameter in parameters) or None
+    recordable = bool(fused) and all(own_part(parameter) is parameter for parameter in parameters)
+    if recordable:  # rates in tensors of their own: a step that is replayed reads what stands there then
         groups = [group | {"lr": torch.tensor(lr, device=group["params"][0].device)} for group in groups]
     if name == "adam":
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-            groups, lr=lr, betas=(beta1, beta2), fused=fused, capturable=bool(fused)
+            groups, lr=lr, betas=(beta1, beta2), fused=fused, capturable=recordable
         )
     elif name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=fused)

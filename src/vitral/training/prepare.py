@@ -119,8 +119,9 @@ def check_recipe(recipe: Recipe, data: DataSet, card: Card | None) -> None:
     if len(recipe.data.mean) != architecture.channels:
         raise UserError(f"data.mean needs one number for each of the {architecture.channels} channels.")
     if recipe.data.augment:
+        one = torch.zeros(1, architecture.channels, *architecture.image, dtype=torch.uint8)
         with torch.random.fork_rng(devices=[]):
-            parse_augmentation(recipe.data.augment)(torch.zeros(1, 3, *architecture.image, dtype=torch.uint8))
+            parse_augmentation(recipe.data.augment)(one)
     for name, text in zip(("train", "test"), recipes.pipelines(recipe, architecture.image), strict=True):
         if parse_pipeline(text).random and name == "test":
             raise UserError(f'data.test="{text}" draws at random: use steps that give the same pixels each time.')

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vitral.data.loader import PADDING, Batch, evaluation_batches
-from vitral.data.order import batch_indices, rank_slice
+from vitral.data.order import batch_indices, rank_positions
 from vitral.data.preprocess import Pipeline
 from vitral.data.sources import Split
 from vitral.training.parallel import World
@@ -35,8 +35,7 @@ class Resident:
         self, steps: range, *, batch: int, seed: int, world: World, partners: bool, order: np.ndarray | None
     ) -> Iterator[Batch]:
         """What `training_batches` yields with the same arguments, on the device but for the indices."""
-        own = rank_slice(batch, world.rank, world.size)
-        positions = np.arange(own.start - partners, own.stop) % batch
+        positions = rank_positions(batch, world.rank, world.size, partners=partners)
         examples = len(self.images) if order is None else len(order)
         for step in steps:
             places = batch_indices(examples, batch, step, seed)[positions]
