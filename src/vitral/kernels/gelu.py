@@ -1,7 +1,7 @@
-"""GELU backwards: its gradient, its output once more so that nobody has to keep that, and a sum; and what it must be.
+"""GELU backwards: its gradient, its output once more where nobody kept that, and a sum; and what it must be.
 
-The output of a block's GELU is its largest tensor. Here it is computed again beside the gradient, while the input is
-on chip anyway, and the gradient of the bias before it is added up on the way.
+The output of a block's GELU is its largest tensor. Where it was not kept it is computed again beside the gradient,
+while the input is on chip anyway; the gradient of the bias before it is added up on the way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from vitral.kernels.jit import gelu as jit
 from vitral.kernels.launch import launch
 
-_EACH, _TILE = 128, 2048  # rows of a program, and numbers that it holds at a time
+_EACH = 128  # rows of a program, one at a time
 
 
 def reference(h: Tensor, grad: Tensor, gelu: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -26,14 +26,16 @@ def reference(h: Tensor, grad: Tensor, gelu: str) -> tuple[Tensor, Tensor, Tenso
     return dh, out.detach(), dh.sum(0, dtype=torch.float32)
 
 
-def backward(h: Tensor, grad: Tensor, gelu: str) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference`"""
+def backward(h: Tensor, grad: Tensor, gelu: str, kept: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference`; GELU(h), where somebody `kept` it, is not computed again."""
     rows, width = h.shape
-    dh, out = torch.empty_like(h), torch.empty_like(h)
+    dh = torch.empty_like(h)
+    out = torch.empty_like(h) if kept is None else kept
     sums = h.new_empty(triton.cdiv(rows, _EACH), width, dtype=torch.float32)
-    columns = next(size for size in (1024, 512, 256) if width % size == 0 or size == 256)
+    columns = 512 if width % 512 == 0 else 256
     launch(
         jit.gelu_backward, (sums.shape[0], triton.cdiv(width, columns)), h, grad, dh, out, sums, rows, width,
-        TANH=gelu == "tanh", EACH=_EACH, ROWS=_TILE // columns, COLUMNS=columns,
+        TANH=gelu == "tanh", HAS_OUT=kept is None, EACH=_EACH, COLUMNS=columns,
+        warps=columns // 256,
     )  # fmt: skip
     return dh, out, sums.sum(0)

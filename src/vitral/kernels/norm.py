@@ -19,7 +19,7 @@ from vitral.kernels.jit import norm as jit
 from vitral.kernels.launch import launch
 from vitral.kernels.weights import Norm, PlainNorm
 
-_EACH, _ROWS = 32, 4  # rows of a program of the backward kernel, and at a time
+_EACH, _ROWS = 16, 2  # rows of a program of the backward kernel, and at a time
 
 
 class Added(NamedTuple):
@@ -67,6 +67,6 @@ def backward(
     launch(
         jit.norm_backward, (programs,), kept, moments, weight, dtotal, dnormed, dx, sums, rows, width,
         HAS_TOTAL=dtotal is not None, AFFINE=weight is not None, EACH=_EACH, ROWS=_ROWS, COLUMNS=columns,
-        warps=max(columns // 256, 1),
+        warps=max(columns // 512, 1),
     )  # fmt: skip
     return dx, sums.sum(0)

@@ -21,8 +21,12 @@ class Recording:
         torch.cuda.empty_cache()  # what a recording takes is kept apart from what PyTorch holds ready
         self.graph = torch.cuda.CUDAGraph()
         # Of this thread alone: another may pin memory meanwhile. PyTorch's own stream stays on the GPU it began on.
-        with torch.cuda.graph(self.graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
-            self.outputs = function(*self.inputs)
+        try:
+            with torch.cuda.graph(self.graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+                self.outputs = function(*self.inputs)
+        except BaseException:
+            _draw_again(self.inputs[0].device)
+            raise
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Inputs may lie on the host; outputs are copies, which the next call leaves alone."""
@@ -30,3 +34,9 @@ class Recording:
             own.copy_(given, non_blocking=True)
         self.graph.replay()
         return tuple(output.clone() for output in self.outputs)
+
+
+def _draw_again(device: torch.device) -> None:
+    """A recording that failed leaves the generator of random numbers as if still recorded; a copy is not."""
+    generator = torch.cuda.default_generators[device.index or 0]
+    generator.graphsafe_set_state(generator.clone_state())

@@ -1,4 +1,4 @@
-"""GELU backwards, tile by tile."""
+"""GELU backwards, a part of a row at a time."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import triton.language as tl
 @triton.jit
 def gelu_backward(
     H, GRAD, DH, OUT, SUMS, rows, width,
-    TANH: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TANH: tl.constexpr, HAS_OUT: tl.constexpr, EACH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(0) * EACH
     total = tl.zeros((COLUMNS,), tl.float32)
-    for start in range(first, first + EACH, ROWS):
-        row = start + tl.arange(0, ROWS)
-        place = row[:, None].to(tl.int64) * width + column[None, :]
-        inside = (row[:, None] < rows) & (column[None, :] < width)
+    for number in range(EACH):
+        row = first + number + tl.arange(0, 1)
+        place = row.to(tl.int64) * width + column
+        inside = (row < rows) & (column < width)
         h = tl.load(H + place, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(GRAD + place, mask=inside, other=0.0).to(tl.float32)
         if TANH:  # h * share, where share = sigmoid(2 * sqrt(2 / pi) * (h + 0.044715 * h^3)), by powers of 2
@@ -29,6 +29,7 @@ def gelu_backward(
             share = 0.5 * (1.0 + tl.erf(h * 0.7071067811865476))
             dh = grad * (share + h * 0.3989422804014327 * tl.exp(-0.5 * h * h))
         tl.store(DH + place, dh.to(DH.dtype.element_ty), mask=inside)
-        tl.store(OUT + place, (h * share).to(OUT.dtype.element_ty), mask=inside)
-        total += tl.sum(dh, 0)
+        if HAS_OUT:
+            tl.store(OUT + place, (h * share).to(OUT.dtype.element_ty), mask=inside)
+        total += dh
     tl.store(SUMS + tl.program_id(0) * width + column, total, mask=column < width)
