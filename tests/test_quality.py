@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -29,12 +30,12 @@ def losses(folder: Path, *words: str) -> np.ndarray:
 
 
 def test_two_hundred_steps_follow_the_loss_of_float32(tmp_path):
-    """Noise is what another order of the same images makes of it."""
+    """Noise is what other weights to start with and another order of the images make of it: over three seeds, since two
+    of them can come close by chance."""
     pytest.importorskip("sklearn")
-    exact = losses(tmp_path / "float32", "precision=float32")
-    other = losses(tmp_path / "other", "precision=float32", "seed=1")
-    half = losses(tmp_path / "bfloat16", "precision=bfloat16")
-    noise = np.abs(other - exact).mean()
-    assert exact[-1] < 0.75 * exact[0]  # it learns
-    assert np.abs(half - exact).mean() < 0.5 * noise
-    assert not np.array_equal(half, exact)
+    exact = [losses(tmp_path / f"float32-{seed}", "precision=float32", f"seed={seed}") for seed in range(3)]
+    half = [losses(tmp_path / f"bfloat16-{seed}", "precision=bfloat16", f"seed={seed}") for seed in range(3)]
+    noise = np.mean([np.abs(one - other).mean() for one, other in combinations(exact, 2)])
+    distance = np.mean([np.abs(one - other).mean() for one, other in zip(half, exact, strict=True)])
+    assert all(curve[-1] < 0.8 * curve[0] for curve in exact)  # they learn
+    assert 0 < distance < 0.5 * noise

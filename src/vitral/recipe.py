@@ -171,11 +171,12 @@ def architecture_of(recipe: Recipe, classes: int) -> Architecture:
     named = parse(recipe.model, classes=classes)
     changes: dict[str, Any] = {name: value for name, value in asdict(recipe.shape).items() if value}
     changes.pop("head_bias", None)  # a start value, not a shape
+    start = changes.pop("start")
     head = changes.pop("head", "linear")
     if recipe.image:
         changes["image"] = as_size(recipe.image)
     if isinstance(named, ResNetConfig):
-        if set(changes) - {"image"}:
+        if set(changes) - {"image"} or start != "paper":
             raise UserError(f"{recipe.model} has no shape to change: leave out the shape keys, or name a ViT.")
         return replace(named, **changes)
     if "width" in changes:
@@ -338,7 +339,7 @@ def _check_sense(recipe: Recipe) -> None:
         raise UserError(f'shape.head="{recipe.shape.head}" is not one of linear, tanh.')
     if recipe.learn == "masked":
         _check_masked(recipe)
-    if recipe.init and any(asdict(recipe.shape).values()):
+    if recipe.init and recipe.shape != ShapeRecipe():
         raise UserError("the weights in init have a shape already: leave out the shape keys, or train from scratch.")
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from vitral.kernels.jit import gelu as jit
 from vitral.kernels.launch import launch
 
-_EACH = 128  # rows of a program, one at a time
+_EACH = 64  # rows of a program, one at a time
 
 
 def reference(h: Tensor, grad: Tensor, gelu: str) -> tuple[Tensor, Tensor, Tensor]:
