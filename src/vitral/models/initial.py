@@ -1,4 +1,4 @@
-"""Starting values: as in Google's Flax code, and one for small data sets."""
+"""Starting values, as in Google's Flax code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 # A normal distribution cut at two standard deviations has this standard deviation; Flax divides by it.
 _TRUNCATED_STD = 0.87962566103423978
-_ALIKE = 0.9  # share that two matrices have in common where one is to be like the other
 
 
 @torch.no_grad()
@@ -41,29 +40,3 @@ def zero_bias(layer: nn.Linear | nn.Conv2d) -> None:
     """For a layer that has one."""
     assert layer.bias is not None
     nn.init.zeros_(layer.bias)
-
-
-@torch.no_grad()
-def mimetic(qkv: Tensor, out: Tensor, heads: int) -> None:
-    """Attention that starts as trained attention looks, for weights (3 d, d) and (d, d): Trockman and Kolter, 2023.
-
-    Keys are like queries, so that a token looks at tokens like it, its neighbours for a start; and the output undoes
-    the values, so that what it sees is subtracted from it. They take matrices from a singular value decomposition; here
-    they are random rotations with most of their numbers in common, which needs none and learnt faster.
-    """
-    if qkv.is_meta:
-        return
-    queries, keys, values = qkv.chunk(3)
-    for query, key in zip(queries.chunk(heads), keys.chunk(heads), strict=True):
-        for weight, rotation in zip((query, key), _alike(query), strict=True):
-            weight.copy_(rotation * math.sqrt(0.75))
-    value, output = _alike(values)
-    values.copy_(value * math.sqrt(0.5))
-    out.copy_(output.t() * -math.sqrt(0.5))
-
-
-def _alike(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Two rotations of this shape, each _ALIKE of the same and the rest its own."""
-    common, one, other = (nn.init.orthogonal_(torch.empty_like(like)) for _ in range(3))
-    rest = math.sqrt(1 - _ALIKE**2)
-    return _ALIKE * common + rest * one, _ALIKE * common + rest * other

@@ -26,8 +26,7 @@ from vitral.data.sources import DataSet, Split
 from vitral.errors import UserError
 from vitral.evaluation.predict import Predictions, embed_split, predict_split
 from vitral.models.build import Model, build
-from vitral.models.initial import mimetic
-from vitral.models.layers import Attention
+from vitral.models.mimetic import start_mimetic
 from vitral.models.vit import ViT
 from vitral.recipe import Recipe
 from vitral.training.augmentation import parse_augmentation
@@ -150,8 +149,8 @@ def prepare_model(recipe: Recipe, classes: tuple[str, ...]) -> tuple[Model, Card
         model = build(recipes.architecture_of(recipe, len(classes)))
         if recipe.shape.head_bias and model.head.output is not None:
             torch.nn.init.constant_(model.head.output.bias, recipe.shape.head_bias)
-        if recipe.shape.start == "mimetic":
-            _start_mimetic(model)
+        if recipe.shape.start == "mimetic" and isinstance(model, ViT):
+            start_mimetic(model)
         card = Card(model.config, source="trained from scratch", format="vitral")
     architecture = model.config
     _, test = recipes.pipelines(recipe, architecture.image)
@@ -162,12 +161,6 @@ def prepare_model(recipe: Recipe, classes: tuple[str, ...]) -> tuple[Model, Card
         preprocess=Preprocess(test, recipe.data.mean, recipe.data.std),
         multilabel=recipe.loss == "sigmoid",
     )
-
-
-def _start_mimetic(model: Model) -> None:
-    for module in model.modules():
-        if isinstance(module, Attention):
-            mimetic(module.qkv.weight, module.out.weight, module.heads)
 
 
 def open_recipe(recipe: Recipe, data: DataSet, card: Card, world: World) -> Parts:
