@@ -231,7 +231,7 @@ def legs(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Legs:
     alone = World(0, 1, torch.device("cpu"))
 
     def job(name: str, *words: str, **more: Any) -> dict[str, Any]:
-        return {"data": str(pictures), "out": str(folder / name), "words": [*BASE, *words], **more}
+        return {"data": str(pictures), "out": str(folder / name), "words": ["optim.name=adam", *BASE, *words], **more}
 
     for name, *words in (("adam",), ("sgd", *SGD), ("head", "tune=head"), ("lora", "tune=lora:2"), ("best", *PATIENT)):
         run(alone, **job(name, *words))

@@ -228,6 +228,11 @@ def test_choices_for_the_cases_people_have():
     digits = chosen(1437, 10, pixels=8)
     assert digits.model == "ViT-Ti/2@8"
     assert "flip" not in digits.data.train
+    assert (digits.optim.name, digits.shape.start, digits.epochs) == ("muon", "mimetic", 31)
+    adam = chosen(1437, 10, pixels=8, muon=False)
+    assert (adam.optim.name, adam.shape.start, adam.epochs) == ("adam", "paper", 62)
+    assert chosen(480, 12, model="R50x1").optim.name == "adam"
+    assert chosen(1_281_167, 1000).optim.name == "adam"
     assert chosen(30, 12, "ViT-Ti/16").tune == "head"
     assert chosen(20_000, 12, "ViT-L/16").tune == "head"
     assert chosen(20_000, 12, "ViT-L/16", device="cuda").tune == "full"

@@ -248,7 +248,6 @@ def _speedrun(changes: dict[str, Any], model: str) -> Draft:
         "evaluate_every": 1_000_000,  # at the end alone
         "shape.depth": 6,
         "shape.pool": "mean",
-        "shape.position": "sincos2d",
         "shape.start": "mimetic",
         "data.train": "decode|resize({size})",
         "data.test": "decode|resize({size})",

@@ -118,6 +118,7 @@ def choose_recipe(
         model=model,
         multilabel=opened.train.multilabel,
         pixels=median_short_side(opened.train),
+        muon=_takes_muon(overrides),
     )
     chosen = replace(chosen, init=start)
     before = read_recipe(located(start)) if start and (located(start) / "recipe.toml").is_file() else None
@@ -161,6 +162,13 @@ def _early(recipe: Recipe | None, overrides: Sequence[str]) -> Recipe:
     """What must be known before the other keys are chosen: which images there are, and the weights to start from."""
     words = [word for word in overrides if word.replace(" ", "").startswith(_EARLY)]
     return with_overrides(recipe or Recipe(), words)
+
+
+def _takes_muon(overrides: Sequence[str]) -> bool:
+    """Whether the optimizer is ours to choose: Muon needs whole matrices that learn, and was tried on classes."""
+    said = {key.strip(): value.strip() for key, _, value in (word.partition("=") for word in overrides)}
+    whole = said.get("tune", "full") == "full" and said.get("parallel", "ddp") == "ddp"
+    return whole and said.get("learn", "classes") == "classes" and "optim.name" not in said
 
 
 def new_folder(data: str | Path, recipe: Recipe) -> Path:
