@@ -16,6 +16,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from vitral.architecture import ViTConfig
 from vitral.models.layers import Attention
 from vitral.models.position import FactorisedPosition, LearnedPosition, sincos2d
 from vitral.models.vit import ViT
@@ -31,12 +32,20 @@ def start_mimetic(model: ViT) -> None:
         if isinstance(module, Attention):
             _start_attention(module)
     for position in model.positions[:1]:
-        if isinstance(position, LearnedPosition):
-            position.table.copy_(sincos2d(model.config.grid(model.config.image), model.config.width))
-        if isinstance(position, FactorisedPosition):
-            x, y = sincos2d((len(position.y), len(position.x)), model.config.width).chunk(2, dim=-1)
-            position.x.copy_(x[0])
-            position.y.copy_(y[:, 0])
+        if isinstance(position, LearnedPosition | FactorisedPosition):
+            _start_position(position, model.config)
+
+
+def _start_position(position: LearnedPosition | FactorisedPosition, config: ViTConfig) -> None:
+    """What all places have in common tells none from another, and is left out."""
+    table = sincos2d(config.grid(config.image), config.width)
+    table -= table.mean(dim=(0, 1))
+    if isinstance(position, LearnedPosition):
+        position.table.copy_(table)
+    else:
+        x, y = table.chunk(2, dim=-1)
+        position.x.copy_(x[0])
+        position.y.copy_(y[:, 0])
 
 
 def _start_attention(attention: Attention) -> None:

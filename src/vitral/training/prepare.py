@@ -149,9 +149,11 @@ def prepare_model(recipe: Recipe, classes: tuple[str, ...]) -> tuple[Model, Card
         model = build(recipes.architecture_of(recipe, len(classes)))
         if recipe.shape.head_bias and model.head.output is not None:
             torch.nn.init.constant_(model.head.output.bias, recipe.shape.head_bias)
+        changes = ()
         if recipe.shape.start == "mimetic" and isinstance(model, ViT):
             start_mimetic(model)
-        card = Card(model.config, source="trained from scratch", format="vitral")
+            changes = ("attention and positions started as trained ones look (mimetic)",)
+        card = Card(model.config, source="trained from scratch", format="vitral", changes=changes)
     architecture = model.config
     _, test = recipes.pipelines(recipe, architecture.image)
     return model, replace(
