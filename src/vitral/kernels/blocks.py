@@ -46,11 +46,17 @@ def _infer(x: Tensor, layers: Sequence[Layer], last: Norm, shape: Shape) -> Tens
     branch, bias = None, None
     for layer in layers:
         x, normed, _ = norm.forward(x, branch, bias, layer.norm1)
-        read, _ = attention.forward(_split(_dense(normed, layer.qkv), shape))
-        x, normed, _ = norm.forward(x, _times(_flat(read), layer.out.weight), layer.out.bias, layer.norm2)
+        del branch  # it is in the sum: not needed where memory is at its peak
+        x, normed, _ = norm.forward(x, _attended(normed, layer, shape), layer.out.bias, layer.norm2)
         branch = _times(_dense_gelu(normed, layer.hidden, shape.gelu), layer.output.weight)
         bias = layer.output.bias
     return norm.forward(x, branch, bias, last).normed
+
+
+def _attended(normed: Tensor, layer: Layer, shape: Shape) -> Tensor:
+    """The branch of attention, without its bias: (r, d) -> (r, d)"""
+    read, _ = attention.forward(_split(_dense(normed, layer.qkv), shape))
+    return _times(_flat(read), layer.out.weight)
 
 
 def _learn(x: Tensor, layers: Sequence[Layer], last: Norm, shape: Shape) -> Tensor:
