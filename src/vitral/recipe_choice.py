@@ -83,13 +83,13 @@ def _from_scratch(images: int, device: str, pixels: int, model: str, muon: bool)
         named, why = _model_for(images, device, pixels)
         changes |= named
         reasons += why
-    seen = 90_000  # images, with Adam on a CPU
+    seen, most = 90_000, 100  # images and epochs, with Adam on a CPU
     if muon and images < SMALL and not isinstance(parse(changes["model"]), ResNetConfig):
-        seen = 45_000
+        seen, most = 45_000, 50
         changes |= {"optim.name": "muon", "optim.momentum": 0.95, "optim.lr": 2e-3, "shape.start": "mimetic"}
         reasons.append("Muon, and weights that start as trained ones look, learn few images in fewer epochs")
     changes["batch"] = 64 if images < 10_000 else 256 if images < 100_000 else 1024
-    changes["epochs"] = float(min(max(seen // images, 10), 100) if device != "cuda" else 300 if images < 1e6 else 90)
+    changes["epochs"] = float(min(max(seen // images, 10), most) if device != "cuda" else 300 if images < 1e6 else 90)
     if pixels > 16:
         changes |= {"data.train": "decode|inception_crop({size})|flip|randaugment(2, 10)", "data.mixup": 0.2}
         reasons.append("crops, mirror images, RandAugment and mixup stand in for more images")
