@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from runs import make_pictures
 
 from vitral import api
 from vitral import recipe as recipes
@@ -86,3 +87,28 @@ def test_a_convolutional_network_has_no_attention_to_start():
     with pytest.raises(UserError, match="name a ViT"):
         recipes.architecture_of(recipe, 2)
     assert recipes.architecture_of(Recipe(model="R50x1"), 2) == parse("R50x1", classes=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "optimizer", "start"),
+    [
+        ([], "muon", "mimetic"),
+        (["optim.name = muon"], "muon", "mimetic"),
+        (["shape.start=paper"], "muon", "paper"),
+        (["optim.name=adam"], "adam", "paper"),
+        (["tune=head"], "adam", "paper"),
+        (["parallel=fsdp"], "adam", "paper"),
+        (["learn=masked", "data.mixup=0"], "adam", "paper"),
+        (["model=R50x1"], "adam", "paper"),
+    ],
+)
+def test_the_default_yields_to_what_is_said(words, optimizer, start, tmp_path):
+    pictures = make_pictures(tmp_path / "pictures")
+    _, recipe, _ = api.choose_recipe(pictures, overrides=words, device="cpu")
+    assert (recipe.optim.name, recipe.shape.start) == (optimizer, start)
+
+
+def test_a_card_says_what_a_model_started_from():
+    for kind in ("paper", "mimetic"):
+        _, card = prepare_model(Recipe(model="ViT-Ti/16@64", shape=ShapeRecipe(depth=1, start=kind)), ("a", "b"))
+        assert ("mimetic" in card.source) == (kind == "mimetic")

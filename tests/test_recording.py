@@ -34,6 +34,16 @@ def test_a_recording_takes_new_inputs_and_keeps_old_outputs():
     assert [tensor.tolist() for tensor in second] == [[8, 10, 12], 15]
 
 
+def test_what_cannot_be_recorded_says_why_and_random_numbers_go_on():
+    """Without inputs, as a classifier records."""
+    with pytest.raises(RuntimeError, match="captur"):
+        Recording(lambda: (torch.rand(3, device="cuda").cpu(),), [])
+    torch.manual_seed(0)
+    first = torch.rand(3, device="cuda")
+    torch.manual_seed(0)
+    assert torch.equal(first, torch.rand(3, device="cuda"))
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -28,7 +28,7 @@ class ShapeRecipe:
     position: Annotated[str, "none, 1d, 2d, relative or sincos2d"] = ""
     head: Annotated[str, "linear, or tanh: the paper's pre-training head with one hidden layer"] = ""
     head_bias: Annotated[float, "bias that outputs start with; -10 where most of many yes-or-no classes are no"] = 0.0
-    start: Annotated[Start, "weights of attention: paper, or mimetic (each patch looks at patches like it)"] = "paper"
+    start: Annotated[Start, "first weights: paper, or mimetic (attention and positions as trained ones look)"] = "paper"
 
 
 @dataclass(frozen=True, kw_only=True)

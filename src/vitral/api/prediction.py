@@ -21,7 +21,7 @@ from vitral.data.check import Report
 from vitral.data.check import check as check_data
 from vitral.data.images import encode_png
 from vitral.data.loader import default_workers, read_pixels
-from vitral.data.preprocess import parse_pipeline, parse_preprocess
+from vitral.data.preprocess import parse_preprocess, parse_steady
 from vitral.data.sources import DataSet, Split, open_data, open_images
 from vitral.errors import UserError
 from vitral.evaluation.accuracy import classification_metrics, multilabel_metrics, real_accuracy
@@ -72,9 +72,7 @@ def classifier(source: str | Path, *, top: int = 5, preprocess: str = "", device
     model, card = load(source)
     _check_head(source, card)
     wish, channels, classes = prepared(card, preprocess), card.architecture.channels, card.architecture.classes
-    pipeline = parse_pipeline(wish.pipeline)
-    if pipeline.random:
-        raise UserError(f'"{wish.pipeline}" draws at random: use steps that give the same pixels each time.')
+    pipeline = parse_steady(wish.pipeline)
     likeliest = Classifier(
         model,
         torch.device(place),

@@ -109,16 +109,16 @@ def choose_recipe(
         chosen = with_overrides(replace(written, **names), overrides)
         check_recipe(chosen, opened, card)
         return opened, chosen, ("following the recipe given", *_asked(overrides))
-    kind = device.split(":")[0] or default_device().type
+    kind, said = device.split(":")[0] or default_device().type, _said(overrides)
     chosen, reasons = default_recipe(
         images=len(opened.train),
         classes=len(opened.train.classes),
         pretrained=card.architecture if card else None,
         device=kind,
-        model=model,
+        model=model or said.get("model", ""),
         multilabel=opened.train.multilabel,
         pixels=median_short_side(opened.train),
-        muon=_takes_muon(overrides),
+        muon=_takes_muon(said),
     )
     chosen = replace(chosen, init=start)
     before = read_recipe(located(start)) if start and (located(start) / "recipe.toml").is_file() else None
@@ -164,11 +164,15 @@ def _early(recipe: Recipe | None, overrides: Sequence[str]) -> Recipe:
     return with_overrides(recipe or Recipe(), words)
 
 
-def _takes_muon(overrides: Sequence[str]) -> bool:
-    """Whether the optimizer is ours to choose: Muon needs whole matrices that learn, and was tried on classes."""
-    said = {key.strip(): value.strip() for key, _, value in (word.partition("=") for word in overrides)}
-    whole = said.get("tune", "full") == "full" and said.get("parallel", "ddp") == "ddp"
-    return whole and said.get("learn", "classes") == "classes" and "optim.name" not in said
+def _said(overrides: Sequence[str]) -> dict[str, str]:
+    return {key.strip(): value.strip() for key, _, value in (word.partition("=") for word in overrides)}
+
+
+def _takes_muon(said: dict[str, str]) -> bool:
+    """Whether nothing that was said speaks against Muon, which needs whole matrices that learn; masked patches were not
+    tried with it."""
+    goes = {"optim.name": "muon", "tune": "full", "parallel": "ddp", "learn": "classes"}
+    return all(said.get(key, value) == value for key, value in goes.items())
 
 
 def new_folder(data: str | Path, recipe: Recipe) -> Path:

@@ -87,6 +87,14 @@ def parse_pipeline(text: str) -> Pipeline:
     return Pipeline(text.strip(), steps, size, any(_KINDS[step.name].random for step in steps))
 
 
+def parse_steady(text: str) -> Pipeline:
+    """The same, for pixels that must be equal each time."""
+    pipeline = parse_pipeline(text)
+    if pipeline.random:
+        raise UserError(f'"{text}" draws at random: use steps that give the same pixels each time.')
+    return pipeline
+
+
 def parse_preprocess(text: str, channels: int = 3) -> tuple[str, tuple[float, ...], tuple[float, ...]]:
     """A pipeline whose last step may state the values: (pipeline, mean, std) for (pixel / 255 - mean) / std."""
     *steps, last = text.split("|")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitral.data.loader import PADDING, Batch, evaluation_batches
 from vitral.data.order import evaluation_indices
-from vitral.data.preprocess import parse_pipeline
+from vitral.data.preprocess import parse_steady
 from vitral.data.sources import Split
 from vitral.errors import UserError
 from vitral.models.build import Model
@@ -142,9 +142,7 @@ def _compute(
 
 
 def _batches(share: _Share, pipeline: str, channels: int, device: torch.device) -> Iterator[Batch]:
-    steps = parse_pipeline(pipeline)
-    if steps.random:
-        raise UserError(f'"{pipeline}" draws at random: evaluate with steps that give the same pixels each time.')
+    steps = parse_steady(pipeline)
     split, batch, rank, world, workers = share
     pin = device.type == "cuda"
     return evaluation_batches(

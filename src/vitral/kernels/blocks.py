@@ -23,8 +23,6 @@ from vitral.kernels import attention, cublas, gelu, norm
 from vitral.kernels.fold import fold, unfold
 from vitral.kernels.weights import Dense, Layer, Norm, PlainNorm
 
-_KEEPS = 2  # every second block keeps what its GELU gives: a tenth more memory, a hundredth less time
-
 
 class Shape(NamedTuple):
     """What a block has besides weights."""
@@ -64,7 +62,8 @@ def _learn(x: Tensor, layers: Sequence[Layer], last: Norm, shape: Shape) -> Tens
     halves = _halved([weight for layer in layers for weight in (layer.out.weight, layer.output.weight)], x.dtype)
     for number, (layer, wout, woutput) in enumerate(zip(layers, halves[::2], halves[1::2], strict=True)):
         weights = (*layer.norm1[:2], *layer.qkv, *layer.out, *layer.norm2[:2], *layer.hidden, layer.output.weight)
-        x, branch = _Block.apply(x, branch, bias, *weights, layer, (wout, woutput), shape, number % _KEEPS > 0)
+        keeps = number % 2 == 1  # half of the time and of the memory that the outputs of all GELUs would be
+        x, branch = _Block.apply(x, branch, bias, *weights, layer, (wout, woutput), shape, keeps)
         bias = layer.output.bias
     return _LastNorm.apply(x, branch, bias, *last)
 

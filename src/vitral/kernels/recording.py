@@ -25,7 +25,7 @@ class Recording:
             with torch.cuda.graph(self.graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
                 self.outputs = function(*self.inputs)
         except BaseException:
-            _draw_again(self.inputs[0].device)
+            _draw_again()
             raise
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -36,7 +36,7 @@ class Recording:
         return tuple(output.clone() for output in self.outputs)
 
 
-def _draw_again(device: torch.device) -> None:
+def _draw_again() -> None:
     """A recording that failed leaves the generator of random numbers as if still recorded; a copy is not."""
-    generator = torch.cuda.default_generators[device.index or 0]
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
     generator.graphsafe_set_state(generator.clone_state())

@@ -79,7 +79,7 @@ def run(recipe: Recipe, data: DataSet, path: Path, *, device: str = "", listen: 
             listen(Note(f"already done: {folder.path}"))
             return finished
         model, card = prepare_model(recipe, data.train.classes)
-        if recipe.init and card.changes:
+        if card.changes:
             listen(Note(f"weights adapted: {'; '.join(card.changes)}"))
         data, skipped = readable(
             data, card.architecture.channels, folder.path / "pixels", workers_of(recipe, world), world, listen
