@@ -600,11 +600,36 @@ def test_loaders_deliver_what_is_asked_for(library: str, pictures: Path) -> None
 def test_training_from_files_is_put_beside_synthetic_images(library: str, pictures: Path) -> None:
     pytest.importorskip(library)
     task = replace(TASK, work="data", folder=str(pictures))
-    found = training_from_files(Contestant(library, "loader"), task)
+    found = training_from_files(Contestant(library, "loader"), task, alone=1e-6)
     assert found["of synthetic speed"] == pytest.approx(found["from files/s"] / found["synthetic/s"])
     assert 0 < found["share waiting"] < 1
     [said] = remarks([row(work="data", library=library, settings="loader", details={"workers": 0, **found})])
     assert f"with {library} (loader), training from files runs at {found['of synthetic speed']:.0%}" in said
+
+
+def test_no_more_is_trained_on_than_a_loader_makes_alone(pictures: Path) -> None:
+    """Batches that waited for the first step hide how slow their workers are."""
+    task = replace(TASK, work="data", folder=str(pictures))
+    found = training_from_files(Contestant("vitral", "loader"), task, alone=1e3)
+    assert found["from files/s"] == task.batch / 1e3
+    assert 0.9 < found["share waiting"] < 1
+
+
+def test_a_loader_s_start_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers that take 100 s to start, then hand over two batches at once every 4 s, and are slow at the end."""
+    clock = [0.0]
+    monkeypatch.setattr(loading.time, "perf_counter", lambda: clock[0])
+
+    def batches(contestant: Contestant, task: Task, count: int, *, training: bool) -> Iterator[torch.Tensor]:
+        clock[0] += 100
+        for number in range(count):
+            clock[0] += (number % 2 == 0) * (4 if number < 8 else 50)
+            yield torch.zeros(1)
+
+    monkeypatch.setattr(loading, "_batches", batches)
+    step = LoadingStep(Contestant("vitral", "loader"), replace(TASK, work="data", workers=2))
+    assert step.run(5) == [2.0]
+    assert step.best == 2.0
 
 
 def test_waiting_is_the_time_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -43,21 +44,33 @@ class LoadingStep:
 
     def __init__(self, contestant: Contestant, task: Task) -> None:
         self.contestant, self.task = contestant, task
+        self.best = math.inf  # seconds of a batch
 
     def run(self, count: int) -> list[float]:
-        """The mean of `count` batches: workers deliver in bursts. The loader starts anew, so that nobody's workers run
-        ahead while others have their turn."""
+        """The mean of `count` batches or a few more: each worker makes as many, as they deliver in bursts. The loader
+        starts anew, so that nobody's workers run ahead while others have their turn. Timed is what it does for long:
+        neither its start, in which each worker makes one batch, nor its end, where some have nothing left to do."""
+        each = max(self.task.workers, 1)
+        first, count = each, math.ceil(count / each) * each
+        batches = _batches(self.contestant, self.task, first + count + each, training=True)
+        self._take(islice(batches, first))
         start = time.perf_counter()
-        for images in _batches(self.contestant, self.task, count, training=True):
+        self._take(islice(batches, count))
+        seconds = (time.perf_counter() - start) / count
+        self.best = min(self.best, seconds)
+        return [seconds]
+
+    def _take(self, batches: Iterable[Tensor]) -> None:
+        for images in batches:
             images.to(self.task.device, non_blocking=True)
         if self.task.device == "cuda":
             torch.cuda.synchronize()
-        return [(time.perf_counter() - start) / count]
 
     def details(self) -> dict[str, float]:
         """Images/s of each stage in one process, and what training on the files reaches."""
         stages = _stages(self.task) if self.contestant.library == OURS else {}
-        return {**stages, "workers": self.task.workers, **training_from_files(self.contestant, self.task)}
+        trained = training_from_files(self.contestant, self.task, alone=self.best)
+        return {**stages, "workers": self.task.workers, **trained}
 
 
 class PredictionStep:
@@ -76,9 +89,10 @@ class PredictionStep:
         return [(time.perf_counter() - start) / count]
 
 
-def training_from_files(contestant: Contestant, task: Task) -> dict[str, float]:
+def training_from_files(contestant: Contestant, task: Task, *, alone: float) -> dict[str, float]:
     """Images/s of training steps on files and, right before and after, of the same steps on a batch that stays on the
-    device; with as many workers as training would start beside a model."""
+    device; with as many workers as training would start beside a model. These may hold batches made before: for long
+    no step comes sooner than after the seconds that a batch takes where the loader is alone."""
     task = replace(task, workers=min(task.workers, default_workers(task.device)))
     step = TrainingStep(_trained(contestant, task.device), task)
     for images in _batches(contestant, task, 1, training=True):
@@ -87,6 +101,7 @@ def training_from_files(contestant: Contestant, task: Task) -> dict[str, float]:
     count, first = _FED[task.device], AHEAD * task.workers + 1  # what workers made before the first step must not count
     before = step.run(count // 2)
     fed = feed(step, _batches(contestant, task, first + count, training=True), first, task.device)
+    fed = Fed(max(fed.seconds, alone), max(fed.waiting, 1 - (1 - fed.waiting) * fed.seconds / alone))
     there = statistics.mean([*before, *step.run(count // 2)])
     return {
         "workers beside the model": task.workers,
