@@ -593,7 +593,9 @@ def test_loaders_deliver_what_is_asked_for(library: str, pictures: Path) -> None
     step = LoadingStep(Contestant(library, "loader"), task)
     [seconds] = step.run(3)
     assert seconds > 0
-    assert ("decode/s" in step.details()) == (library == "vitral")
+    found = step.details()
+    assert ("decode/s" in found) == (library == "vitral")
+    assert found.get("megapixels") == (pytest.approx(40 * 50 / 1e6) if library == "vitral" else None)
 
 
 @pytest.mark.parametrize("library", ["vitral", "torchvision"])

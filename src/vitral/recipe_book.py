@@ -35,10 +35,10 @@ TITLES = {
 
 
 _SPEEDRUNS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("cifar10", "CIFAR-10 from scratch on one GPU, short", {"epochs": 45, "data.augment": "shift(4)|flip"}),
+    ("cifar10", "CIFAR-10 from scratch: 91.7 % in 35 s on an H200", {"epochs": 45, "data.augment": "shift(4)|flip"}),
     (
         "cifar10-94",
-        "CIFAR-10 from scratch on one GPU, longer",
+        "CIFAR-10 from scratch: 95.9 % in 165 s on an H200",
         {"epochs": 200, "data.augment": "shift(4)|flip|randaugment(1, 5)"},
     ),
 )

@@ -210,7 +210,8 @@ def _pipeline(task: Task, *, training: bool) -> Pipeline:
 
 
 def _stages(task: Task) -> dict[str, float]:
-    """Images/s of reading, decoding, cropping with resizing, and making a batch of it, each alone."""
+    """How large the pictures are, and images/s of reading, decoding, cropping with resizing, and making a batch of it,
+    each alone."""
     split, pipeline = _split(task.folder), _pipeline(task, training=True)
     places = [place % len(split) for place in range(_STAGED)]
     rng = np.random.default_rng(0)
@@ -219,7 +220,8 @@ def _stages(task: Task) -> dict[str, float]:
     resize, prepared = _clocked(lambda image: pipeline(image, rng), pictures)
     block = np.empty_like(prepared[0])
     batch, _ = _clocked(lambda image: np.copyto(block, image), prepared)
-    return {"read/s": read, "decode/s": decode_, "resize/s": resize, "batch/s": batch}
+    pixels = statistics.mean(picture.shape[0] * picture.shape[1] for picture in pictures)
+    return {"megapixels": pixels / 1e6, "read/s": read, "decode/s": decode_, "resize/s": resize, "batch/s": batch}
 
 
 def _clocked(work: Callable[[Any], Any], items: list[Any]) -> tuple[float, list[Any]]:
