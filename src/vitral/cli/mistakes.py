@@ -14,6 +14,18 @@ from typing import Any
 import tyro
 
 from vitral.errors import UserError
+from vitral.recipe import keys
+
+# Tyro's sentences, and ours.
+_SENTENCES = (
+    (r"Error parsing (--\S+): .*\bint\(\).*: '(.*)'", r'\1 takes a whole number, not "\2"'),
+    (r"Error parsing (--\S+): .*\bto float: '(.*)'", r'\1 takes a number, not "\2"'),
+    (r"Error parsing (--\S+): .* from \['(.*)'\]\. Got errors: .*", r'\1 does not take "\2"'),
+    (r"Missing value for argument '(.*)'\. .*", r"\1 needs a value"),
+    (r"Missing from vitral \w+: (.*)", r"missing: \1"),
+    (r"Unrecognized options: (.*)", r"not understood: \1"),
+    (r"invalid choice '(.*)' for argument .* one of \((.*)\)", r'"\1" is none of \2'),
+)
 
 
 def run_words(name: str, function: Callable[..., None], words: Sequence[str]) -> None:
@@ -44,9 +56,17 @@ def _check_options(name: str, function: Callable[..., None], words: Sequence[str
     for word in words:
         option = word.partition("=")[0].replace("_", "-")
         if option.startswith("--") and option not in ("--", "--help", *known):
-            near = difflib.get_close_matches(option, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"`vitral {name} --help` lists the options."
-            raise UserError(f"`{name}` has no option {option}: {hint}")
+            raise UserError(f"`{name}` has no option {option}: {_hint(name, option, known)}")
+
+
+def _hint(name: str, option: str, known: Sequence[str]) -> str:
+    """A key of the recipe by its last word, as --lr, or else the nearest option."""
+    wanted = option.removeprefix("--").replace("-", "_")
+    found = [key for key in keys() if wanted in (key, key.rpartition(".")[2])] if "--set" in known else []
+    if found:
+        return f"write {' or '.join(f'--set {key}=VALUE' for key in found)}."
+    near = difflib.get_close_matches(option, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"`vitral {name} --help` lists the options."
 
 
 def _told(box: str) -> str:
@@ -59,4 +79,8 @@ def _told(box: str) -> str:
         elif text:
             parts[-1].append(text.replace("(required)", "").strip())
     written = [" ".join(part) for part in parts if part]
-    return written[0 if "╭" in box else 1].rstrip(".: ")
+    told = written[0 if "╭" in box else 1].rstrip(".: ")
+    for pattern, sentence in _SENTENCES:
+        if match := re.fullmatch(pattern, told):
+            return match.expand(sentence).replace("'", "")
+    return told
