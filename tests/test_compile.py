@@ -79,6 +79,15 @@ def test_one_graph_per_size(architecture: Architecture) -> None:
         assert len(counter.graphs) == 2
 
 
+def test_half_precision_is_one_graph_where_there_are_no_kernels() -> None:
+    model, counter = random_model(MODELS["ViT"]).bfloat16(), Counter()
+    images = torch.randn(2, 3, *NATIVE, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        found = torch.compile(model, backend=counter, fullgraph=True, dynamic=False)(images)
+        torch.testing.assert_close(found, model(images))
+    assert len(counter.graphs) == 1
+
+
 @pytest.mark.parametrize("name", ["ViT", "2d, map", "relative", "axial"])
 def test_training_compiles_without_a_break(name: str) -> None:
     rates: dict[str, Any] = {"dropout": 0.1, "attention_dropout": 0.1, "stochastic_depth": 0.1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 pytest.importorskip("triton", reason="the kernels need Triton (pip install triton)")
 
@@ -36,7 +38,6 @@ def wide(*tensors: torch.Tensor) -> list[torch.Tensor]:
 def anywhere(monkeypatch):
     """Kernels are chosen for float32 on any device, so that they can be held against plain PyTorch closely."""
     monkeypatch.setattr(choice, "HALVES", (torch.float32,))
-    monkeypatch.setattr("vitral.models.vit.HALVES", (torch.float32,))
     monkeypatch.setattr(choice, "_has_kernels", lambda device: True)
 
 
@@ -187,7 +188,6 @@ def test_a_model_on_kernels_is_the_same_model(changes, anywhere, monkeypatch):
 
 def test_in_half_precision_gradients_keep_to_its_rounding(anywhere, monkeypatch):
     monkeypatch.setattr(choice, "HALVES", (HALF,))
-    monkeypatch.setattr("vitral.models.vit.HALVES", (HALF,))
     model, images = small_vit(), pictures()
     with torch.autocast(DEVICE, HALF):
         _, found = learned(model, images)
@@ -237,6 +237,15 @@ def test_plain_blocks_are_chosen_and_unusual_ones_are_not(telling):
     hooked = small_vit()
     hooked.blocks[1].register_forward_hook(lambda *_: None)
     hooked(images)
+    asked = []
+    hooked = small_vit()
+    hooked.norm.register_forward_hook(lambda *_: asked.append(1))
+    hooked(images)
+    assert asked == [1]
+    turned = small_vit()
+    turned.blocks[0].mlp.hidden.weight = nn.Parameter(turned.blocks[0].mlp.hidden.weight.detach().t().contiguous().t())
+    turned(images)
+    assert small_vit()(pictures(1)[:0]).shape == (0, small_vit().config.classes)
     recomputed = small_vit()
     recompute_activations(recomputed)
     recomputed(images)
@@ -265,3 +274,22 @@ def test_what_does_not_fit_goes_the_plain_way(monkeypatch):
     choice.attention(torch.randn(1, 8, 3, 1, 16, **half), None, 0.1)
     choice.attention(torch.randn(1, 8, 3, 1, 16, device=DEVICE), None, 0.0)
     assert not choice.fits_blocks(torch.randn(1, 8, 8192, **half), 128)
+    choice.attention(torch.randn(1, 8, 3, 1, 128, **half), torch.zeros(1, 1, 8, 8, **half), 0.0)
+
+
+def test_second_derivatives_are_refused_and_not_wrong(anywhere):
+    model, images = small_vit(), pictures(1).requires_grad_()
+    [slope] = torch.autograd.grad(model(images).sum(), images, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.square().sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("capability", "bytes_", "fits"), [((9, 0), 232448, True), ((12, 0), 101376, False), ((8, 0), 166912, False)]
+)
+def test_gpus_are_chosen_by_their_kind_and_their_memory_on_chip(capability, bytes_, fits, monkeypatch):
+    """Blackwell's consumer cards are newer than Hopper, and a row of 197 tokens does not fit on their chip."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    facts = SimpleNamespace(shared_memory_per_block_optin=bytes_)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    assert choice._has_kernels.__wrapped__(torch.device("cuda", 0)) is fits

@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from vitral.kernels.jit import attention as jit
-from vitral.kernels.launch import launch
+from vitral.kernels.launch import launch, on_device_of
 
 Parts = tuple[tuple[int, int], ...]  # (first, size) of each part of a sequence
 _ROWS = 64  # that a program computes at a time; measured on an H200
@@ -79,7 +79,8 @@ def _empty_gradients(qkv: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("vitral::short_attention", mutates_args=())
 def short_attention(qkv: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """`forward`, with a gradient"""
-    return forward(qkv.contiguous(), bias)
+    with on_device_of(qkv):
+        return forward(qkv.contiguous(), bias)
 
 
 @short_attention.register_fake

@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from vitral.kernels import attention, cublas, gelu, norm
 from vitral.kernels.fold import fold, unfold
+from vitral.kernels.launch import on_device_of
 from vitral.kernels.weights import Dense, Layer, Norm, PlainNorm
 
 
@@ -36,7 +38,8 @@ def encode(x: Tensor, layers: Sequence[Layer], last: Norm, *, heads: int, gelu: 
     """(b, n, d) in half precision -> (b, n, d), normed by `last`; with a gradient where the weights learn."""
     shape = Shape(x.shape[0], heads, gelu)
     run = _learn if torch.is_grad_enabled() and last.weight.requires_grad else _infer
-    return run(x.flatten(0, 1).contiguous(), layers, last, shape).view(x.shape)
+    with on_device_of(x):
+        return run(x.flatten(0, 1).contiguous(), layers, last, shape).view(x.shape)
 
 
 def _infer(x: Tensor, layers: Sequence[Layer], last: Norm, shape: Shape) -> Tensor:
@@ -123,6 +126,7 @@ class _Block(torch.autograd.Function):
         return second.total, activated @ woutput.t()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
         dx, dbranch = (slope.contiguous() for slope in slopes)
         saved = ctx.saved_tensors
@@ -156,6 +160,7 @@ class _LastNorm(torch.autograd.Function):
         return found.normed
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
         total, moments, scale = ctx.saved_tensors
         dx, (dbias, dscale, dshift) = norm.backward(total, moments, scale, None, slopes[0].contiguous())
@@ -174,7 +179,8 @@ def _flat(read: Tensor) -> Tensor:
 
 def _dense_gelu_kept(x: Tensor, dense: Dense, kind: str) -> tuple[Tensor, Tensor]:
     """GELU(h) and h = x weight' + bias: (r, i) -> (r, o), (r, o)"""
-    if kind == "tanh" and x.is_cuda and cublas.is_there(x.device, x.dtype):
+    aligned = dense.weight.shape[0] % 8 == 0  # what cuBLAS asks of the memory that it keeps h in
+    if kind == "tanh" and x.is_cuda and aligned and cublas.is_there(x.device, x.dtype):
         return cublas.dense_gelu(x, *dense)
     h = torch.addmm(dense.bias, x, dense.weight.t())
     return F.gelu(h, approximate=kind), h

@@ -13,11 +13,15 @@ HALVES = (torch.bfloat16, torch.float16)
 _LONGEST = 256  # tokens of a sequence whose rows stay on chip
 _WIDTHS = (16, 32, 64, 128)  # of a head
 _WIDEST = 4096  # channels that a LayerNorm's program holds at once
+_ON_CHIP = 227 * 1024  # bytes that a program may use: what Hopper has, and Blackwell's smaller relatives do not
+_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def attention(qkv: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
     """(b, n, 3, heads, d), (b, heads, n, n) or None -> (b, heads, n, d)"""
-    if dropout == 0.0 and is_short(qkv, qkv.shape[4]):
+    width = qkv.shape[4]
+    fits = bias is None or width < _WIDTHS[-1]  # a bias beside the widest heads is too much to hold on some GPUs
+    if dropout == 0.0 and fits and is_short(qkv, width):
         from vitral.kernels.attention import short_attention
 
         return short_attention(qkv, None if bias is None else bias.to(qkv.dtype))[0].transpose(1, 2)
@@ -33,12 +37,13 @@ def fits_blocks(x: Tensor, heads: int) -> bool:
 def is_short(tokens: Tensor, width: int) -> bool:
     """Whether a head of this width attends within kernels, for tokens (b, n, ...)"""
     known = tokens.dtype in HALVES and tokens.shape[1] <= _LONGEST and width in _WIDTHS
-    return known and _has_kernels(tokens.device)
+    return known and tokens.shape[0] > 0 and _has_kernels(tokens.device)
 
 
 @cache
 def _has_kernels(device: torch.device) -> bool:
     """Hopper or newer, where they were measured, with Triton installed."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+    if device.type != "cuda" or not _TRITON:
         return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    on_chip = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return torch.cuda.get_device_capability(device) >= (9, 0) and on_chip >= _ON_CHIP

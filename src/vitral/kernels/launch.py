@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Kernels start on the current GPU, whatever memory they are given; autograd itself sees to backward passes."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def launch(

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from vitral.kernels.choice import fits_blocks
 from vitral.kernels.weights import Dense, Layer, Norm
 from vitral.models.layers import Block
 
@@ -17,10 +16,10 @@ def fused_blocks(x: Tensor, blocks: nn.ModuleList, last: nn.LayerNorm) -> Tensor
     """What the blocks and the norm after them make of (b, n, d), or None where they must be called one by one.
 
     Unusual is all that the kernels would pass over: dropout, adapters, factors on branches, a position's part in the
-    attention, somebody who watches, hooks, and weights that are partly frozen.
+    attention, somebody who watches, hooks, weights that are partly frozen or not laid out row by row.
     """
     plain = [block for block in blocks if isinstance(block, Block)]
-    if len(plain) < len(blocks) or not fits_blocks(x, plain[0].attention.heads) or not _all_plain(plain):
+    if len(plain) < len(blocks) or not _all_plain(plain) or type(last) is not nn.LayerNorm or _is_watched(last):
         return None
     if torch.is_grad_enabled() and not _learn_together(x, [*blocks.parameters(), *last.parameters()]):
         return None
@@ -40,7 +39,7 @@ def _is_unusual(block: Block) -> bool:
     linears = (attention.qkv, attention.out, mlp.hidden, mlp.output)
     return (
         (block.training and any(rates))
-        or any(type(linear) is not nn.Linear for linear in linears)
+        or any(type(linear) is not nn.Linear or not linear.weight.is_contiguous() for linear in linears)
         or not isinstance(block.scale1, nn.Identity)
         or attention.relative is not None
         or bool(attention.watchers)

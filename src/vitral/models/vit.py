@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.architecture import ViTConfig
-from vitral.kernels.choice import HALVES
+from vitral.kernels.choice import fits_blocks
 from vitral.models.heads import Head, MapPool
 from vitral.models.images import check_images
 from vitral.models.initial import lecun_normal, normal, zero_bias
@@ -78,7 +78,8 @@ class ViT(nn.Module):
         x = self.dropout(x + added[0] if added else x)
         if half := _autocast_dtype(x.device.type):
             x = x.to(half)  # the sum over blocks, too: it is what every block reads and writes
-        if x.dtype in HALVES and self.config.injection == "input" and self.config.norm_place == "tokens":
+        plain = self.config.injection == "input" and self.config.norm_place == "tokens"
+        if plain and fits_blocks(x, self.config.heads):
             from vitral.models.fused import fused_blocks  # with it comes torch's compiler, which few runs need
 
             tokens = fused_blocks(x, self.blocks, self.norm)
