@@ -35,6 +35,7 @@ from vitral.bench.results import COLUMNS, Row, merged, page, page_name, ratio, r
 from vitral.bench.steps import (
     Outputs,
     TrainingStep,
+    WrongAnswers,
     classifier,
     inference_step,
     latency_step,
@@ -86,6 +87,8 @@ def test_every_setting_of_every_installed_library_starts(monkeypatch: pytest.Mon
     assert found.contestants[0] == Contestant("vitral", "graphs")
     assert [sentence.split()[0] for sentence in found.absent] == ["torchvision"]
     assert "pip install torchvision" in found.absent[0]
+    compiled = field(cuda, ("timm",), ("eager", "compile"), ("flash", "cudnn")).contestants
+    assert [one.label for one in compiled if one.library == "vitral"] == ["vitral (eager)", "vitral (compile)"]
 
 
 @pytest.mark.parametrize(
@@ -167,6 +170,15 @@ def test_latency_answers_with_the_five_likeliest() -> None:
     assert len(step.run(3)) == 3
 
 
+def test_one_picture_s_answers_must_be_those_of_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The likeliest class as the last of five."""
+    step = latency_step(OURS, replace(TASK, work="latency", batch=1))
+    order = step.outputs().logits[0].argsort(descending=True)
+    monkeypatch.setattr(step, "one", lambda host: (order[[8, 7, 6, 5, 0]], None))
+    with pytest.raises(WrongAnswers, match=r"vitral \(eager\) does not name"):
+        step.outputs()
+
+
 def test_images_are_random_and_only_ours_are_bytes() -> None:
     ours, theirs = inference_step(OURS, TASK), inference_step(Contestant("timm"), TASK)
     assert ours.images.dtype == torch.uint8
@@ -197,7 +209,7 @@ def test_the_gate_allows_for_half_precision_but_not_as_float32() -> None:
     half = Outputs(logits.detach(), {name: weight.grad for name, weight in named_gradients(model)})
     found = gate.compare(half, plain, gate.TOLERANCES["bfloat16"], "half")
     assert found.logits > 1e-4
-    with pytest.raises(gate.WrongAnswers, match="half is not the plain float32 model"):
+    with pytest.raises(WrongAnswers, match="half is not the plain float32 model"):
         gate.compare(half, plain, gate.TOLERANCES["float32"], "half")
 
 
@@ -223,7 +235,7 @@ def _not_a_number(outputs: Outputs) -> Outputs:
 def test_the_gate_catches_planted_errors(plant) -> None:
     step = training_step(OURS, TASK)
     plain = gate.plain_outputs(classifier(OURS, TASK), step, learning=True)
-    with pytest.raises(gate.WrongAnswers):
+    with pytest.raises(WrongAnswers):
         gate.compare(plant(step.outputs()), plain, gate.TOLERANCES["bfloat16"], "planted")
 
 
@@ -234,7 +246,7 @@ def test_wrong_answers_end_a_race_without_rows(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(Player, "__init__", lambda self, contestant: None)
     monkeypatch.setattr(Player, "close", lambda self: None)
     monkeypatch.setattr(Player, "gate", wrong)
-    with pytest.raises(gate.WrongAnswers, match="not the plain"):
+    with pytest.raises(WrongAnswers, match="not the plain"):
         benchmark("train", model="ViT-Ti/16@32", batch=2, against=(), out=tmp_path / "r.json", device="cpu")
     assert list(tmp_path.iterdir()) == []
 
@@ -479,6 +491,10 @@ def test_remarks_name_the_best_peer_its_memory_and_percentiles() -> None:
     [
         ("swim", {}, "no bench"),
         ("train", {"rounds": 0}, "above 0"),
+        ("train", {"batch": 0}, "above 0"),
+        ("data", {"data": "nowhere", "workers": -1}, "0 or more"),
+        ("growth", {"against": ("timm",)}, "growth times vitral alone"),
+        ("growth", {"settings": ("eager", "compile")}, "growth times vitral alone"),
         ("data", {}, "--data"),
         ("data", {"data": "nowhere"}, "nowhere"),
         ("train", {"model": "ViT-Q/16"}, "ViT-Q/16"),
@@ -564,6 +580,20 @@ def test_ticks_are_few_round_and_inside(low: float, factor: float) -> None:
     assert {f"{tick:e}"[:8] for tick in found} <= {"1.000000", "2.000000", "5.000000"}
 
 
+@pytest.mark.parametrize(("low", "high", "found"), [(2.1, 4.9, [2.1, 4.9]), (3, 3, [3]), (1.9, 2.1, [2])])
+def test_an_axis_without_a_round_number_shows_its_ends(low: float, high: float, found: list[float]) -> None:
+    assert ticks(low, high) == found
+
+
+def test_rows_of_other_pictures_are_kept_apart() -> None:
+    small, large = (row(work="data", settings="loader", details={"megapixels": size}) for size in (0.0873, 0.1875))
+    theirs = replace(small, library="torchvision", seconds=4 * small.seconds)
+    rows = merged([small], [large, theirs])
+    assert len(rows) == 3
+    assert ratio(small, rows) is not None
+    assert ratio(large, rows) is None
+
+
 def test_the_chart_is_a_picture_with_every_point() -> None:
     points = [growth.Point("batch", size, 0.1 * size, 1000 * size) for size in (1, 2, 4)]
     root = ElementTree.fromstring(chart(points, "a < b"))
@@ -596,7 +626,7 @@ def test_loaders_deliver_what_is_asked_for(library: str, pictures: Path) -> None
     assert seconds > 0
     found = step.details()
     assert ("decode/s" in found) == (library == "vitral")
-    assert found.get("megapixels") == (pytest.approx(40 * 50 / 1e6) if library == "vitral" else None)
+    assert found["megapixels"] == pytest.approx(40 * 50 / 1e6)
 
 
 @pytest.mark.parametrize("library", ["vitral", "torchvision"])

@@ -158,6 +158,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
         (("train", "digits", "--epochs"), "--epochs needs a value"),
         (("train", "digits", "more", "words"), "not understood: more, words"),
         (("cost", "ViT-B/16", "--image", "x"), '--image does not take "x"'),
+        (("fewshot", "a", "b", "--shots", "x"), '--shots does not take "x"'),
         (("inspect",), "missing: SOURCE"),
         (("vtab", "weights", "nowhere"), "weights does not exist"),
     ],

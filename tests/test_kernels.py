@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,7 +242,9 @@ def test_plain_blocks_are_chosen_and_unusual_ones_are_not(telling):
     hooked(images)
     assert asked == [1]
     turned = small_vit()
-    turned.blocks[0].mlp.hidden.weight = nn.Parameter(turned.blocks[0].mlp.hidden.weight.detach().t().contiguous().t())
+    linear = turned.get_submodule("blocks.0.mlp.hidden")
+    assert isinstance(linear, nn.Linear)
+    linear.weight = nn.Parameter(linear.weight.detach().t().contiguous().t())
     turned(images)
     assert small_vit()(pictures(1)[:0]).shape == (0, small_vit().config.classes)
     recomputed = small_vit()
@@ -284,12 +285,8 @@ def test_second_derivatives_are_refused_and_not_wrong(anywhere):
         slope.square().sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("capability", "bytes_", "fits"), [((9, 0), 232448, True), ((12, 0), 101376, False), ((8, 0), 166912, False)]
-)
-def test_gpus_are_chosen_by_their_kind_and_their_memory_on_chip(capability, bytes_, fits, monkeypatch):
+@pytest.mark.parametrize(("capability", "fits"), [((9, 0), True), ((10, 0), True), ((12, 0), False), ((8, 0), False)])
+def test_gpus_are_chosen_by_their_kind(capability, fits, monkeypatch):
     """Blackwell's consumer cards are newer than Hopper, and a row of 197 tokens does not fit on their chip."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    facts = SimpleNamespace(shared_memory_per_block_optin=bytes_)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
     assert choice._has_kernels.__wrapped__(torch.device("cuda", 0)) is fits

@@ -22,8 +22,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from runs import make_pictures
 
+from runs import make_pictures
 from vitral.data import loader, memory_map
 from vitral.data.images import UnreadableImage, decode
 from vitral.data.loader import Batch, default_workers, evaluation_batches, training_batches
@@ -32,6 +32,9 @@ from vitral.data.order import balanced_order, batch_indices, example_rng
 from vitral.data.preprocess import parse_pipeline
 from vitral.data.sources import Split
 from vitral.errors import UserError
+from vitral.recipe import Recipe
+from vitral.training.parallel import World
+from vitral.training.prepare import workers_of
 
 # torch warns where there are fewer cores than workers; what is tested here holds there too.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -237,8 +240,13 @@ def test_several_labels_and_grey_pixels():
     assert torch.equal(batch.images, torch.arange(0, 160, 40, dtype=torch.uint8).view(4, 1, 1, 1).expand(4, 3, 12, 12))
     (batch,) = evaluation_batches(split, PLAIN, batch=4, channels=1)
     assert batch.images.shape == (4, 1, 12, 12)
-    with pytest.raises(UserError, match="has 3 channels and the model takes 1"):
-        list(evaluation_batches(split_of((np.zeros((12, 12, 3), np.uint8),)), PLAIN, batch=1, channels=1))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_mistake_is_one_sentence_also_from_a_worker(workers: int):
+    coloured = split_of((np.zeros((12, 12, 3), np.uint8),))
+    with pytest.raises(UserError, match=r"^[^\n]* has 3 channels and the model takes 1[^\n]*$"):
+        list(evaluation_batches(coloured, PLAIN, batch=1, channels=1, workers=workers))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -283,6 +291,14 @@ def test_workers_outlive_a_signal_to_the_whole_group(number: signal.Signals, no_
 def test_workers_by_default(cores: int, device: str, ranks: int, expected: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     assert default_workers(device, ranks) == expected
+
+
+def test_machines_count_their_own_processes(monkeypatch):
+    """Four machines of 64 cores and 8 processes each."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    world = World(rank=0, size=32, device=torch.device("cuda"))
+    assert workers_of(Recipe(), world) == 7
 
 
 @pytest.mark.parametrize("workers, channels", [(0, 3), (2, 3), (0, 1)])
@@ -414,5 +430,6 @@ def test_a_program_that_still_holds_a_loader_ends(tmp_path):
     script = tmp_path / "holding.py"
     script.write_text(HOLDING)
     pictures = make_pictures(tmp_path / "pictures")
-    done = subprocess.run([sys.executable, "-W", "ignore", str(script), str(pictures)], timeout=60)
-    assert done.returncode == 0
+    words = [sys.executable, "-W", "ignore", str(script), str(pictures)]
+    done = subprocess.run(words, timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

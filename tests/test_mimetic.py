@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from runs import make_pictures
 
+from runs import make_pictures
 from vitral import api
 from vitral import recipe as recipes
 from vitral.errors import UserError
@@ -48,6 +48,18 @@ def test_learned_positions_start_as_those_that_are_fixed_but_for_their_mean(kind
     table = fixed(patches)[1:]  # but for the class token's
     torch.testing.assert_close(learned(patches)[1:], table - table.mean(0))
     assert all(weight.requires_grad for weight in learned.parameters())
+
+
+@pytest.mark.parametrize(("width", "heads", "kind"), [(90, 3, "1d"), (90, 3, "2d"), (45, 3, "1d")])
+def test_sines_fill_what_four_divides_of_any_width(width, heads, kind):
+    torch.manual_seed(0)
+    model = build(parse("ViT-Ti/4@24", width=width, heads=heads, depth=1, mlp=8, classes=2, position=kind))
+    assert isinstance(model, ViT)
+    start_mimetic(model)
+    table = model.positions[0](torch.zeros(1, 6, 6, width))[1:]
+    used = table.abs().amax(0) > 0
+    assert int(used.sum()) == 4 * (width // 4)
+    assert torch.unique(table, dim=0).shape[0] == 36  # no place is like another
 
 
 def test_digits_are_learnt_faster_than_from_the_paper_s_start(tmp_path):

@@ -70,7 +70,7 @@ def benchmark(
     work: Work,
     *,
     model: str = "",
-    batch: int = 0,
+    batch: int | None = None,
     against: Sequence[str] | None = None,
     settings: Sequence[str] = (),
     attention: Sequence[str] = ("auto",),
@@ -89,7 +89,9 @@ def benchmark(
     check_device(device)
     if device not in ("", "cpu", "cuda"):
         raise UserError("the bench runs on cpu or cuda; CUDA_VISIBLE_DEVICES chooses one of several GPUs.")
-    _check(work, rounds, batch, data)
+    _check(work, rounds, batch, data, workers)
+    if work == "growth" and (against or len(settings) > 1):
+        raise UserError("growth times vitral alone, in one setting: leave out --against, and name one of --settings.")
     out = Path(out)
     before = read_rows(out)
     task = _task(work, model, batch, data, workers, device or default_device().type)
@@ -115,7 +117,7 @@ def _measured(work: Work, task: Task, starting: Field, rounds: int, tell: Tell) 
     return outcome.rows, (*starting.absent, *outcome.failed)
 
 
-def _task(work: Work, model: str, batch: int, data: str | Path, workers: int | None, device: str) -> Task:
+def _task(work: Work, model: str, batch: int | None, data: str | Path, workers: int | None, device: str) -> Task:
     kind = "cuda" if device == "cuda" else "cpu"
     if work == "start":
         kind, model = "cpu", model or "ViT-Ti/16"
@@ -154,11 +156,13 @@ def _class_folders(folder: Path) -> Path:
     return folder / "train" if (folder / "train").is_dir() else folder
 
 
-def _check(work: str, rounds: int, batch: int, data: str | Path) -> None:
+def _check(work: str, rounds: int, batch: int | None, data: str | Path, workers: int | None) -> None:
     if work not in get_args(Work):
         raise UserError(f'there is no bench "{work}": use {", ".join(get_args(Work))}.')
-    if rounds < 1 or batch < 0:
+    if rounds < 1 or (batch is not None and batch < 1):
         raise UserError("rounds and batch must be whole numbers above 0.")
+    if workers is not None and workers < 0:
+        raise UserError("workers must be 0 or more processes.")
     if work in ("data", "predict") and not data:
         raise UserError(f"bench {work} reads files: name a folder of class folders with --data.")
 

@@ -73,7 +73,7 @@ def answer(child: Child, line: str) -> dict[str, Any]:
     words = json.loads(line)
     try:
         return {"ok": getattr(child, words.pop("do"))(**words)}
-    except gate.WrongAnswers as wrong:
+    except steps.WrongAnswers as wrong:
         return {"error": "wrong", "reason": str(wrong)}
     except UserError as mistake:
         return {"error": "mistake", "reason": str(mistake)}

@@ -103,9 +103,9 @@ def default_modes(device: str) -> tuple[str, ...]:
 
 
 def _settings(library: str, modes: Sequence[str], attentions: Sequence[str]) -> list[Contestant]:
-    """Ours chooses its attention itself, and gains nothing from compiling where it records: one setting is enough."""
-    if library == OURS and "graphs" in modes:
-        return [Contestant(OURS, "graphs")]
+    """Ours chooses its attention itself, and gains nothing from compiling where it records."""
+    if library == OURS:
+        return [Contestant(OURS, mode) for mode in (["graphs"] if "graphs" in modes else modes)]
     return [Contestant(library, mode, attention) for mode in modes for attention in attentions]
 
 

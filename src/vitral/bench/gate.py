@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.bench.contestants import Contestant, Task
-from vitral.bench.steps import Classifier, Outputs, Step, classifier, named_gradients
+from vitral.bench.steps import Classifier, Outputs, Step, WrongAnswers, classifier, named_gradients
 
 # Of the norm. Half precision keeps 8 bits of each number; float32 differs by the order of sums only.
 TOLERANCES = {"bfloat16": 2e-2, "float32": 1e-4}
@@ -19,10 +19,6 @@ TOLERANCES = {"bfloat16": 2e-2, "float32": 1e-4}
 _SINGLE = 4.0
 _SMALL = 1e-2
 BATCH = 4
-
-
-class WrongAnswers(RuntimeError):
-    """A fast setting computes something else than the model it stands for."""
 
 
 class Agreement(NamedTuple):

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from vitral.bench.contestants import OURS, Contestant, Task, default_modes
 from vitral.bench.steps import TrainingStep, predictor
 from vitral.data.images import decode
-from vitral.data.loader import AHEAD, default_workers, evaluation_batches, training_batches
+from vitral.data.loader import AHEAD, default_workers, evaluation_batches, read_pixels, training_batches
 from vitral.data.preprocess import Pipeline, parse_pipeline
 from vitral.data.sources import Split, open_data
 
@@ -67,10 +67,10 @@ class LoadingStep:
             torch.cuda.synchronize()
 
     def details(self) -> dict[str, float]:
-        """Images/s of each stage in one process, and what training on the files reaches."""
+        """How large the pictures are, images/s of each stage in one process, and what training on the files reaches."""
         stages = _stages(self.task) if self.contestant.library == OURS else {}
         trained = training_from_files(self.contestant, self.task, alone=self.best)
-        return {**stages, "workers": self.task.workers, **trained}
+        return {"megapixels": _megapixels(self.task), **stages, "workers": self.task.workers, **trained}
 
 
 class PredictionStep:
@@ -87,6 +87,9 @@ class PredictionStep:
             for images in _batches(self.contestant, self.task, count, training=False):
                 self.model(images.to(self.task.device, non_blocking=True)).float().cpu()
         return [(time.perf_counter() - start) / count]
+
+    def details(self) -> dict[str, float]:
+        return {"megapixels": _megapixels(self.task)}
 
 
 def training_from_files(contestant: Contestant, task: Task, *, alone: float) -> dict[str, float]:
@@ -209,9 +212,15 @@ def _pipeline(task: Task, *, training: bool) -> Pipeline:
     return parse_pipeline(f"decode|{steps}")
 
 
+def _megapixels(task: Task) -> float:
+    """Of a picture, on average"""
+    split = _split(task.folder)
+    pictures = [read_pixels(split, index, 3) for index in range(min(_STAGED, len(split)))]
+    return statistics.mean(picture.shape[0] * picture.shape[1] for picture in pictures) / 1e6
+
+
 def _stages(task: Task) -> dict[str, float]:
-    """How large the pictures are, and images/s of reading, decoding, cropping with resizing, and making a batch of it,
-    each alone."""
+    """Images/s of reading, decoding, cropping with resizing, and making a batch of it, each alone."""
     split, pipeline = _split(task.folder), _pipeline(task, training=True)
     places = [place % len(split) for place in range(_STAGED)]
     rng = np.random.default_rng(0)
@@ -220,8 +229,7 @@ def _stages(task: Task) -> dict[str, float]:
     resize, prepared = _clocked(lambda image: pipeline(image, rng), pictures)
     block = np.empty_like(prepared[0])
     batch, _ = _clocked(lambda image: np.copyto(block, image), prepared)
-    pixels = statistics.mean(picture.shape[0] * picture.shape[1] for picture in pictures)
-    return {"megapixels": pixels / 1e6, "read/s": read, "decode/s": decode_, "resize/s": resize, "batch/s": batch}
+    return {"read/s": read, "decode/s": decode_, "resize/s": resize, "batch/s": batch}
 
 
 def _clocked(work: Callable[[Any], Any], items: list[Any]) -> tuple[float, list[Any]]:

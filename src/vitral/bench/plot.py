@@ -68,7 +68,7 @@ def ticks(low: float, high: float) -> list[float]:
         found = [value for value in found if low <= value <= high]
         if len(found) <= _MOST_LINES:
             break
-    return found
+    return found or [float(f"{end:.3g}") for end in dict.fromkeys((low, high))]
 
 
 class _Scale:

@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from vitral.bench.contestants import OURS, Contestant, Task
-from vitral.bench.gate import WrongAnswers
 from vitral.bench.player import Player, PlayerFailed
 from vitral.bench.results import Row, spread
+from vitral.bench.steps import WrongAnswers
 from vitral.cost import cost
 from vitral.errors import UserError
 

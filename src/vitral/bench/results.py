@@ -58,9 +58,10 @@ class Row:
         return self.work, self.model, self.batch, self.library, self.settings
 
     @property
-    def race(self) -> tuple[str, str, int, str, str]:
-        """Rows that may be compared: the same work on the same hardware."""
-        return self.work, self.model, self.batch, self.device, self.facts.get("hardware", "")
+    def race(self) -> tuple[str, str, int, str, str, float]:
+        """Rows that may be compared: the same work on the same hardware, with pictures as large where files are read"""
+        size = round(self.details.get("megapixels", 0.0), 3)
+        return self.work, self.model, self.batch, self.device, self.facts.get("hardware", ""), size
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:

@@ -22,7 +22,7 @@ from vitral.checkpoints.weights import write
 from vitral.data.images import encode_png
 from vitral.errors import UserError
 from vitral.models.build import build
-from vitral.names import parse
+from vitral.names import name_of, parse
 
 # What a user of transformers writes for one answer.
 _PIPELINE = """
@@ -74,7 +74,7 @@ def _row(library: str, model: str, seconds: Sequence[float], call: str) -> Row:
     low, median, high = spread(seconds)
     return Row(
         work="start",
-        model=model,
+        model=name_of(parse(model)),
         batch=1,
         library=library,
         settings="predict" if library == OURS else "pipeline",

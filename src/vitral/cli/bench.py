@@ -61,7 +61,7 @@ def bench(
     found = api.benchmark(
         work,
         model=model,
-        batch=batch or 0,
+        batch=batch,
         against=None if against is None else _split(against),
         settings=_split(settings),
         attention=_split(attention),

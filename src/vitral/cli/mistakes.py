@@ -20,7 +20,7 @@ from vitral.recipe import keys
 _SENTENCES = (
     (r"Error parsing (--\S+): .*\bint\(\).*: '(.*)'", r'\1 takes a whole number, not "\2"'),
     (r"Error parsing (--\S+): .*\bto float: '(.*)'", r'\1 takes a number, not "\2"'),
-    (r"Error parsing (--\S+): .* from \['(.*)'\]\. Got errors: .*", r'\1 does not take "\2"'),
+    (r"Error parsing (--\S+): .* (?:from|arguments:) \['(.*?)'\].*", r'\1 does not take "\2"'),
     (r"Missing value for argument '(.*)'\. .*", r"\1 needs a value"),
     (r"Missing from vitral \w+: (.*)", r"missing: \1"),
     (r"Unrecognized options: (.*)", r"not understood: \1"),

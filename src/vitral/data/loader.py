@@ -226,15 +226,34 @@ def in_workers(items: Sized, workers: int) -> Iterator[Any]:
     if workers:  # once, and before what Python itself does at the end
         atexit.unregister(_end_workers)
         atexit.register(_end_workers)
-    yield from DataLoader(
-        items,  # type: ignore[arg-type]
+    for item in DataLoader(
+        _Telling(items),  # type: ignore[arg-type]
         batch_size=None,
         num_workers=workers,
         prefetch_factor=AHEAD if workers else None,
         collate_fn=_as_it_is,
         worker_init_fn=_start_worker,
         generator=torch.Generator(),  # without its own, a loader draws from the generator that dropout uses
-    )
+    ):
+        if isinstance(item, UserError):
+            raise item
+        yield item
+
+
+@dataclass(frozen=True)
+class _Telling:
+    """A mistake that a worker finds comes as an item: torch would hand it on with a traceback."""
+
+    items: Any
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, item: int) -> Any:
+        try:
+            return self.items[item]
+        except UserError as mistake:
+            return mistake
 
 
 def read_pixels(split: Split, index: int, channels: int) -> np.ndarray:
@@ -258,6 +277,8 @@ def _as_it_is(item: Any) -> Any:
 def _end_workers() -> None:
     """At the end of a program that still holds a loader: its workers do not heed being asked (`_start_worker`), and
     Python would wait for them for ever."""
+    if hasattr(signal, "SIGCHLD"):  # not on Windows
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's own handler would complain of those that end here
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()

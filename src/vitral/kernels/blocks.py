@@ -127,7 +127,7 @@ class _Block(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         dx, dbranch = (slope.contiguous() for slope in slopes)
         saved = ctx.saved_tensors
         kept, products, activated = _Kept(*saved[:8]), _Products(*saved[8:12]), saved[12]
@@ -161,7 +161,7 @@ class _LastNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         total, moments, scale = ctx.saved_tensors
         dx, (dbias, dscale, dshift) = norm.backward(total, moments, scale, None, slopes[0].contiguous())
         return dx, dx, dbias, dscale, dshift, None

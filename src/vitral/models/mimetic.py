@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.architecture import ViTConfig
@@ -40,10 +41,11 @@ def _start_position(position: LearnedPosition | FactorisedPosition, config: ViTC
     """What all places have in common tells none from another, and is left out."""
     table = sincos2d(config.grid(config.image), config.width)
     table -= table.mean(dim=(0, 1))
+    half = config.width // 2  # columns where 4 does not divide it are left at zero
+    x, y = (F.pad(part, (0, half - part.shape[-1])) for part in table.chunk(2, dim=-1))
     if isinstance(position, LearnedPosition):
-        position.table.copy_(table)
+        position.table.copy_(F.pad(torch.cat([x, y], dim=-1), (0, config.width % 2)))
     else:
-        x, y = table.chunk(2, dim=-1)
         position.x.copy_(x[0])
         position.y.copy_(y[:, 0])
 

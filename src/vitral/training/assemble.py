@@ -28,7 +28,7 @@ from vitral.training.judge import Judge, PlainModel
 from vitral.training.loop import train
 from vitral.training.masking import MaskedModel
 from vitral.training.parallel import World, by_first, gather_rows, joined
-from vitral.training.preflight import Forecast, peak_bytes, preflight
+from vitral.training.preflight import Forecast, forget_peak, peak_bytes, preflight
 from vitral.training.prepare import (
     Batches,
     Parts,
@@ -71,6 +71,7 @@ def run(recipe: Recipe, data: DataSet, path: Path, *, device: str = "", listen: 
     """Train as the recipe says, or go on with what the folder holds; every process of a torchrun calls this."""
     began = time.perf_counter()
     world = joined(device)
+    forget_peak(world.device)
     with stop_requests() as stopping:
         listen = listen if world.first else lambda event: None
         folder = RunFolder(by_first(lambda: path, world))  # a name free for one process may be taken for the next

@@ -60,6 +60,12 @@ def first_guess(rows: int, asked: int, device: torch.device) -> int:
     return min(rows, _CPU_ROWS) if device.type == "cpu" else rows
 
 
+def forget_peak(device: torch.device) -> None:
+    """On a GPU `peak_bytes` starts anew: runs that follow each other in one process each have their own."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def peak_bytes(device: torch.device) -> int:
     """The most memory this process has held: of the GPU where it computes there, else of the machine."""
     if device.type == "cuda":

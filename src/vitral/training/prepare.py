@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -250,7 +251,8 @@ def _objective(model: Model, parts: Parts) -> tuple[nn.Module, nn.Module]:
 
 
 def workers_of(recipe: Recipe, world: World) -> int:
-    return default_workers(world.device.type, world.size) if recipe.workers < 0 else recipe.workers
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))  # torchrun's word for the processes of this machine
+    return default_workers(world.device.type, here) if recipe.workers < 0 else recipe.workers
 
 
 def _on_images(plain: PlainModel, parts: Parts, world: World, listen: Listener) -> tuple[Judge, Batches]:

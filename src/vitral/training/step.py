@@ -78,7 +78,10 @@ class Steps:
         self.taken = 0
         self.recording: Recording | None = None
         alone = world.device.type == "cuda" and world.size == 1
-        self.records = plan.graph and alone and trainee.objective.replayable and _has_room(world.device)
+        self.records = plan.graph and alone and trainee.objective.replayable
+        if self.records and not _has_room(world.device):
+            self.records = False
+            listen(Note("the step is not recorded as a CUDA graph (it takes too much of the GPU's memory)"))
 
     def take(self, batch: Batch) -> Numbers:
         """The step is done when this returns, on a GPU queued; the trainee's count is the caller's to raise."""
