@@ -22,8 +22,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-
 from runs import make_pictures
+
 from vitral.data import loader, memory_map
 from vitral.data.images import UnreadableImage, decode
 from vitral.data.loader import Batch, default_workers, evaluation_batches, training_batches

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from runs import make_pictures
+
 from vitral import api
 from vitral import recipe as recipes
 from vitral.errors import UserError
