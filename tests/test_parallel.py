@@ -413,11 +413,9 @@ def test_seeds_on_the_command_line(pictures: Path, tmp_path: Path) -> None:
 
 
 def test_a_mistake_on_the_command_line_is_one_sentence(pictures: Path, tmp_path: Path) -> None:
-    began = time.monotonic()
     command = torchrun(2, "-m", "vitral", "train", pictures, "--out", tmp_path / "run", *words("optim.lrr=1"))
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode != 0
-    assert time.monotonic() - began < 30
     assert done.stderr.count('vitral: unknown key "optim.lrr"') == 1
 
 

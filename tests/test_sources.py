@@ -313,7 +313,8 @@ def test_numbers_as_labels_keep_their_order(tmp_path):
         ("m.jsonl", '{"path": "0.png", "label": "a"}\n{"path"\n', "line 2 is no JSON"),
         ("m.jsonl", '["0.png"]\n', "line 1: write"),
         ("m.jsonl", '{"path": "0.png", "label": null}\n', "line 1 has an empty label"),
-        ("m.jsonl", "\udcff", "cannot be read as a manifest"),
+        ("m.csv", "path,label\n0.png,a\nx.png,b\n", "1 of 2 files in m.csv is missing, such as x.png. "),
+        ("m.jsonl", "\udcff", "save it as such"),
     ],
 )
 def test_faulty_manifests_name_the_line(tmp_path, name, text, said):

@@ -63,8 +63,15 @@ def _rounds(words: Mapping[str, Sequence[str]], rounds: int, tell: Tell) -> dict
     found: dict[str, list[float]] = {name: [] for name in words}
     for number in range(rounds + 1):
         tell(f"round {number} of {rounds}" if number else "once, to fill the cache of the disk")
-        for name, command in words.items():
-            seconds = _seconds(name, command)
+        for name in list(found):
+            try:
+                seconds = _seconds(name, words[name])
+            except UserError as failure:
+                if name == OURS:
+                    raise
+                tell(str(failure))
+                del found[name]
+                continue
             if number:
                 found[name].append(seconds)
     return found

@@ -37,7 +37,7 @@ VERBS = {
     "dedupe": Verb("vitral.cli.probes", "dedupe", "training images that test images are copies of"),
     "bench": Verb("vitral.cli.bench", "bench", "how fast this machine is, beside other libraries"),
     "show": Verb("vitral.cli.train", "show", "a training recipe, every key with its meaning"),
-    "list": Verb("vitral.cli.models", "list_", "the models, or the checkpoint formats, that vitral knows"),
+    "list": Verb("vitral.cli.models", "list_", "the models, formats, recipes and data sets that vitral knows"),
     "cost": Verb("vitral.cli.models", "cost", "parameters, compute and training FLOPs of a model, without building it"),
     "info": Verb("vitral.cli.checkpoints", "info", "what a checkpoint is, without loading it"),
     "convert": Verb("vitral.cli.checkpoints", "convert", "rewrite a checkpoint in another format, with proof"),
@@ -62,7 +62,9 @@ def main() -> None:
 
 
 def _run(words: list[str]) -> None:
-    if not words or words[0] in ("-h", "--help", "help"):
+    if words[:1] == ["help"] and words[1:] and words[1] in VERBS:
+        _call(words[1], ["--help"])
+    elif not words or words[0] in ("-h", "--help", "help"):
         print(_help())
     elif words[0] in ("-V", "--version"):
         print(f"vitral {__version__}")

@@ -52,7 +52,10 @@ def read_manifest(path: Path, *, seed: int, held_out: float) -> DataSet:
         labels = [row.labels for row in rows if row.split == split]
         plain = labels if several else [label for (label,) in labels]
         parts[split or "train"] = Part(names, plain, FileReader(str(path.parent), names))
-    return assemble(str(path), parts, seed=seed, held_out=held_out, notes=notes)
+    try:
+        return assemble(str(path), parts, seed=seed, held_out=held_out, notes=notes)
+    except UserError as mistake:  # what was left out may be its cause
+        raise UserError(" ".join([*notes, str(mistake)])) from mistake
 
 
 def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -70,7 +73,9 @@ def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 for number, line in enumerate(stream, 1):
                     if line.strip():
                         yield number, _parsed(path, number, line)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not written in UTF-8: save it as such.") from error
+    except (OSError, csv.Error) as error:
         raise UserError(f"{path} cannot be read as a manifest: {error}.") from error
 
 
@@ -88,7 +93,7 @@ def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}, line {number} is no JSON: {error}.") from error
+        raise UserError(f"{path}, line {number} is no JSON: {error.msg}.") from error
     if not isinstance(entry, dict):
         raise UserError(f'{path}, line {number}: write {{"path": ..., "label": ...}} in each line.')
     return _renamed(entry)

@@ -310,7 +310,8 @@ def _unknown(name: str) -> str:
         return f"{name} can only be the last step, and only on command lines: a pipeline keeps to uint8 pixels."
     if name in _ELSEWHERE:
         return f'unknown step "{name}": here it is called {_KINDS[_ELSEWHERE[name]].usage}.'
-    return f'unknown step "{name}"{_near(name, tuple(_KINDS)) or ": the steps are " + ", ".join(_KINDS) + "."}'
+    known = f": the steps are {', '.join(_KINDS)}, and at the end value_range, imagenet_norm or normalise."
+    return f'unknown step "{name}"{_near(name, tuple(_KINDS)) or known}'
 
 
 def _near(word: str, known: tuple[str, ...]) -> str:
