@@ -696,8 +696,11 @@ def test_starts_are_timed_in_turns_after_one_that_does_not_count(tmp_path: Path)
     found = start._rounds(words, 2, told.append)
     assert (tmp_path / "log").read_text() == "ot" * 3
     assert {name: len(seconds) for name, seconds in found.items()} == {"ours": 2, "theirs": 2}
-    with pytest.raises(UserError, match=r"ours gave no answer .*boom"):
-        start._rounds({"ours": [sys.executable, "-S", "-c", "raise SystemExit('boom')"]}, 1, told.append)
+    words["theirs"] = [sys.executable, "-S", "-c", "raise SystemExit('boom')"]
+    assert list(start._rounds(words, 1, told.append)) == ["ours"]
+    assert told[-2].startswith("theirs gave no answer (boom)")
+    with pytest.raises(UserError, match=r"vitral gave no answer .*boom"):
+        start._rounds({"vitral": words["theirs"]}, 1, told.append)
 
 
 def test_both_starts_get_weights_that_answer_alike(tmp_path: Path) -> None:

@@ -161,6 +161,19 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
         (("fewshot", "a", "b", "--shots", "x"), '--shots does not take "x"'),
         (("inspect",), "missing: SOURCE"),
         (("vtab", "weights", "nowhere"), "weights does not exist"),
+        (("train", "digits", "--set"), "--set needs KEY=VALUE."),
+        (("train", "digits", "--set", "--json"), "--set needs KEY=VALUE."),
+        (("train", "digits", "--set=", "--json"), "--set needs KEY=VALUE."),
+        (("pretrain", "digits", "--model", "Ti/16", "--set"), "--set needs KEY=VALUE."),
+        (("finetune", "a", "b", "--recipe", "c", "--set", "--json"), "--set needs KEY=VALUE."),
+        (("vtab", "a", "b", "--sweep", "--set", "steps=1"), "--sweep needs KEY=VALUE,VALUE."),
+        (("train", "digits", "--set", "seed=1", "--set", "batch=2"), "--set is given twice: write it once"),
+        (("train", "digits", "--set", "epochs=1", "--epochs", "2"), "epochs is given twice, by its own option and as"),
+        (("train", "digits", "--seed", "0", "--set", "batch=2", "seed = 1"), "seed is given twice"),
+        (("train", "digits", "--init", "a", "--set", "init=b"), "init is given twice"),
+        (("show", "model=ViT-B/16", "--model", "ViT-L/16"), "model is given twice"),
+        (("pretrain", "digits", "--model", "Ti/16", "--set", "model=B/16"), "model is given twice"),
+        (("finetune", "a", "b", "--recipe", "c", "--set", "init=d"), "init is given twice"),
     ],
 )
 def test_misspelt_words_are_one_sentence_too(
@@ -196,3 +209,33 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
         env={"PYTHONPATH": str(source), "PATH": "/usr/bin:/bin"},
     )
     assert done.stderr == ""
+
+
+# Ctrl-C in the middle of the first import of torch, once: what is left of it cannot be imported again.
+STOPPED = """
+import sys
+class Stop:
+    def find_spec(self, name, path, target=None):
+        if name == "torch.nn":
+            sys.meta_path.remove(self)
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Stop())
+from vitral.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("words", [("train", "digits"), ("finetune", "weights", "digits", "--recipe", "mine.toml")])
+def test_an_early_end_is_silent(words: tuple[str, ...]) -> None:
+    done = subprocess.run([sys.executable, "-c", STOPPED, *words], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_nothing_is_written_into_a_folder_that_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("tensorboardX")
+    (tmp_path / "red").mkdir()
+    assert run(monkeypatch, "train", str(tmp_path), "--out", str(tmp_path), "--tensorboard") == 2
+    assert "lies in the data folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["red"]

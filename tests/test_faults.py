@@ -367,4 +367,4 @@ def test_predictions_need_to_know_how_pixels_are_prepared(command, colours, tmp_
     assert len(json.loads(command("predict", path, colours, *words).out)["predictions"]) == 18
     assert "batch must be at least 1" in sentence(command("evaluate", path, colours, "--batch", "0"))
     assert "top must be at least 1" in sentence(command("predict", path, colours, "--top", "0"))
-    assert "name files or folders" in sentence(command("predict", path))
+    assert "name image files, or folders" in sentence(command("predict", path))

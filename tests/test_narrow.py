@@ -254,7 +254,7 @@ def test_evaluation_never_scores_what_the_run_has_seen(pictures, small_run, monk
 
 
 def test_a_split_that_is_not_there_is_named(pictures, small_run):
-    with pytest.raises(UserError, match='has no split "val" to score: dev or test'):
+    with pytest.raises(UserError, match='has no split "val" to score: use --split dev or --split test'):
         api.evaluate(small_run, pictures, split="val")
 
 

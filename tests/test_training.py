@@ -15,8 +15,12 @@ from journeys import COLOURS, MODEL, QUICK, colour_folder, paint
 from torch import Tensor
 
 import vitral
-from vitral.api import Event, Note, Training
+from vitral.api import Event, Note, Training, choose_recipe
+from vitral.architecture import ViTConfig
+from vitral.checkpoints.card import Card, Preprocess
 from vitral.data.images import encode_png
+from vitral.errors import UserError
+from vitral.models.build import build
 from vitral.recipe import from_toml
 
 
@@ -280,15 +284,16 @@ def test_classes_are_in_natural_order_and_saved(tmp_path):
 
 
 def test_a_class_that_only_one_split_has(tmp_path):
-    colour_folder(tmp_path / "train", 5)
+    data = tmp_path / "data"
+    colour_folder(data / "train", 5)
     for number in range(2):
-        paint(tmp_path / "test" / "red" / f"{number}.png", COLOURS["red"], 500 + number)
+        paint(data / "test" / "red" / f"{number}.png", COLOURS["red"], 500 + number)
     heard: list[Event] = []
-    train(tmp_path, tmp_path / "run", "steps=2", heard=heard)
+    train(data, data / "run", "steps=2", heard=heard)  # beside the splits it is in nobody's way
     assert '2 of 3 classes have no image in test: "blue" (5 in train), "green" (5 in train).' in notes(heard)
-    paint(tmp_path / "test" / "teal" / "0.png", (40, 200, 200))
+    paint(data / "test" / "teal" / "0.png", (40, 200, 200))
     with pytest.raises(vitral.UserError, match=r'test has what train has not: "teal" \(1 image\)'):
-        train(tmp_path, tmp_path / "other", "steps=2")
+        train(data, tmp_path / "other", "steps=2")
     assert not (tmp_path / "other").exists()
 
 
@@ -299,6 +304,142 @@ def test_runs_without_a_folder_get_one_each(colours, tmp_path, monkeypatch):
         for _ in range(2)
     ]
     assert folders == ["runs/colours-ViT-Ti-4-8", "runs/colours-ViT-Ti-4-8-2"]
+
+
+def listing(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*"))
+
+
+@pytest.mark.parametrize("inside", ["", "run", "blue/run", "../colours"])
+def test_a_run_does_not_lie_among_its_images(colours, inside):
+    before = listing(colours)
+    with pytest.raises(UserError, match="lies in the data folder"):
+        train(colours, colours / inside)
+    with pytest.raises(UserError, match="lies in the data folder"):
+        vitral.api.pretrain(colours, model=MODEL, out=colours / inside)
+    assert listing(colours) == before
+
+
+def test_a_folder_of_runs_is_not_made_among_images(colours, monkeypatch):
+    before = listing(colours)
+    monkeypatch.chdir(colours)
+    with pytest.raises(UserError, match=r"runs lies in the data folder \., "):
+        vitral.train(".", model=MODEL, overrides=QUICK, device="cpu")
+    assert listing(colours) == before
+
+
+def test_a_run_does_not_lie_among_other_files(colours, tmp_path):
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "dear.txt").touch()
+    for folder in (tmp_path, tmp_path / "letters", colours.parent):
+        before = listing(folder)
+        with pytest.raises(UserError, match="holds other files and no run to go on with"):
+            train(colours, folder)
+        assert listing(folder) == before
+
+
+@pytest.mark.parametrize("left", [(), ("state",), ("state", "tensorboard", ".DS_Store")])
+def test_a_folder_with_nothing_of_others_is_free(colours, tmp_path, left):
+    for name in left:
+        (tmp_path / name).mkdir()
+    assert train(colours, tmp_path, "steps=1").results[0].folder == str(tmp_path)
+
+
+def test_a_run_goes_on_where_its_data_lies_too(tmp_path):
+    data, words = colour_folder(tmp_path / "run" / "colours", 4), ("steps=2", "batch=4")
+    with pytest.raises(UserError, match="holds other files"):
+        train(data, tmp_path / "run", *words)
+    train(data, tmp_path / "first", *words)
+    (tmp_path / "first" / "recipe.toml").rename(tmp_path / "run" / "recipe.toml")
+    train(data, tmp_path / "run", *words)
+    heard: list[Event] = []
+    train(data, tmp_path / "run", *words, heard=heard)
+    assert "already done" in notes(heard)
+
+
+def test_seeds_go_on_in_their_folder(colours, tmp_path):
+    train(colours, tmp_path, "steps=1", seeds=2)
+    heard: list[Event] = []
+    train(colours, tmp_path, "steps=1", seeds=2, heard=heard)
+    assert notes(heard).count("already done") == 2
+
+
+TINY = ViTConfig(depth=1, width=16, mlp=32, heads=2, patch=4, image=(8, 8), classes=3)
+
+
+def bare(folder: Path, preprocess: Preprocess | None = None) -> Path:
+    """Weights that have not seen anything, and say how pixels are prepared only where they are told to."""
+    vitral.save(build(TINY), Card(TINY, class_names=("a", "b", "c"), preprocess=preprocess), folder / "w.safetensors")
+    return folder / "w.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "mean and std 0.5 are assumed (else --set data.mean=... data.std=...)"),
+        (("data.std=1,1,1",), "mean 0.5 is assumed (else --set data.mean=...)"),
+        (("data.mean=0,0,0", "data.std=1,1,1"), ""),
+    ],
+)
+def test_pixels_that_are_guessed_are_said(colours, tmp_path, words, says):
+    _, recipe, reasons = choose_recipe(colours, init=bare(tmp_path), overrides=words)
+    said = [reason for reason in reasons if "the weights do not say how their pixels were prepared" in reason]
+    assert [reason.partition(": ")[2] for reason in said] == ([says] if says else [])
+    assert "data.mean=0,0,0" in words or recipe.data.mean == (0.5, 0.5, 0.5)
+
+
+def test_finetuning_says_what_it_guesses_too(colours, tmp_path):
+    words, heard = ["steps=1", "batch=4", "image=8", "workers=0", "optim.lr=0.01"], []
+    weights = bare(tmp_path)
+    vitral.api.finetune(
+        weights,
+        colours,
+        recipe="paper:finetune/pets",
+        overrides=words,
+        seeds=1,
+        out=tmp_path / "run",
+        device="cpu",
+        listen=heard.append,
+    )
+    assert notes(heard).count("mean and std 0.5 are assumed") == 1
+
+
+def test_reasons_do_not_contradict_what_is_said(colours, tmp_path):
+    weights = bare(tmp_path, Preprocess("decode|resize(8)", (0.1,) * 3, (0.2,) * 3))
+
+    def reasons(*words: str, init: Path | str = weights) -> str:
+        return "\n".join(choose_recipe(colours, init=init, overrides=words, device="cpu")[2])
+
+    plain = reasons()
+    assert "all layers" in plain
+    assert "mirror" in plain
+    assert "mean (0.1" in plain
+    assert "all layers" not in reasons("tune=head")
+    assert "mirror" not in reasons("tune=head")
+    assert "all layers" not in reasons("tune=bias")
+    assert "mirror" in reasons("tune=bias")
+    assert "mirror" not in reasons("data.train=decode|resize({size})")
+    assert "mean (0.1" not in reasons("data.mean=0,0,0")
+    assert "4 layers" in reasons(init="")
+    assert "4 layers" not in reasons("shape.depth=2", init="")
+    assert "cropped" in reasons(init="")
+    assert "cropped" not in reasons("data.train=decode|resize({size})", init="")
+    assert "Muon" in reasons(init="")
+    assert "Muon" not in reasons("shape.start=paper", init="")
+
+
+def test_few_images_give_no_reason_against_what_is_said(tmp_path):
+    data = colour_folder(tmp_path / "few", 3)
+    weights = bare(tmp_path, Preprocess("decode|resize(8)", (0.1,) * 3, (0.2,) * 3))
+    assert "only a new head" in "\n".join(choose_recipe(data, init=weights)[2])
+    assert "only a new head" not in "\n".join(choose_recipe(data, init=weights, overrides=["tune=full"])[2])
+
+
+def test_what_a_run_did_is_said_without_what_a_head_leaves_out(started, pastels):
+    assert "prepared and augmented as in the run" in "\n".join(choose_recipe(pastels, init=started)[2])
+    alone = "\n".join(choose_recipe(pastels, init=started, overrides=["tune=head"])[2])
+    assert "prepared as in the run" in alone
+    assert "augment" not in alone
 
 
 def test_digits_from_scratch_reach_97_percent(tmp_path):

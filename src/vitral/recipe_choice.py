@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,8 @@ from vitral.errors import UserError
 from vitral.names import name_of, parse
 from vitral.recipe import Recipe, from_dict
 
-Choice = tuple[dict[str, Any], tuple[str, ...]]  # keys of a recipe with their values, and why
+Reason = tuple[str, tuple[str, ...]]  # a sentence, and the keys or key=value words that would make it untrue
+Choice = tuple[dict[str, Any], tuple[Reason, ...]]  # keys of a recipe with their values, and why
 
 MIRRORED = "random crops and mirror images make epochs differ (drop flip from data.train if left and right matter)"
 FEW = 4  # images a class below which a whole model would learn them by heart
@@ -29,11 +31,14 @@ def default_recipe(
     multilabel: bool = False,
     pixels: int = 224,
     muon: bool = True,
+    said: Mapping[str, str] | None = None,
 ) -> tuple[Recipe, tuple[str, ...]]:
     """A recipe and the reasons for it.
 
     `images` and `classes` count the training data, `pixels` is the short side of a typical image, `pretrained` is what
     the weights to start from hold, `device` is cpu, cuda or mps. Without `muon` the optimizer is Adam in any case.
+    `said` are keys that the user sets to other values: the recipe does not follow them, but what they contradict is no
+    reason.
     """
     if pretrained is None:
         changes, reasons = _from_scratch(images, device, pixels, model, muon)
@@ -42,9 +47,11 @@ def default_recipe(
         changes |= _resized(pretrained, model)
     if multilabel:
         changes["loss"] = "sigmoid"
-        reasons = (*reasons, "images have several labels: each class is a yes or no of its own (loss=sigmoid)")
+        several = "images have several labels: each class is a yes or no of its own (loss=sigmoid)"
+        reasons = (*reasons, (several, ("loss",)))
     changes["batch"] = min(changes["batch"], images)
-    return from_dict(changes), reasons
+    spoken = {*(said or {}), *map("=".join, (said or {}).items())}
+    return from_dict(changes), tuple(reason for reason, against in reasons if spoken.isdisjoint(against))
 
 
 def _fine_tuning(images: int, classes: int, device: str, pretrained: Architecture) -> Choice:
@@ -58,7 +65,8 @@ def _fine_tuning(images: int, classes: int, device: str, pretrained: Architectur
             f"{images} images of {classes} classes are few" if few else f"{images} images would take {hours:.0f} hours"
         )
         changes = {"tune": "head", "epochs": 100.0 if few else 30.0, "batch": 256, "optim.lr": 1e-3}
-        return changes, (f"{why}: only a new head learns, on features computed once (tune=full trains all layers)",)
+        reason = f"{why}: only a new head learns, on features computed once (tune=full trains all layers)"
+        return changes, ((reason, ("tune",)),)
     batch = 32 if images < 5_000 else 128 if images < 100_000 else 512
     changes = {
         "epochs": epochs,
@@ -68,36 +76,36 @@ def _fine_tuning(images: int, classes: int, device: str, pretrained: Architectur
         "optim.head_lr": 5.0,
         "optim.weight_decay": 0.05,
     }
-    return changes, (
-        f"{images} images and pre-trained weights: all layers are fine-tuned, the early ones gently",
-        MIRRORED,
-    )
+    gently = f"{images} images and pre-trained weights: all layers are fine-tuned, the early ones gently"
+    return changes, ((gently, ("tune", "optim.layer_decay")), (MIRRORED, ("tune=head", "data.train")))
 
 
 def _from_scratch(images: int, device: str, pixels: int, model: str, muon: bool) -> Choice:
     changes: dict[str, Any] = {"optim.lr": 1e-3, "optim.weight_decay": 0.1}
-    reasons = [f"{images} images and no weights: the model starts from nothing (--init does better on few images)"]
+    nothing = f"{images} images and no weights: the model starts from nothing (--init does better on few images)"
+    reasons: list[Reason] = [(nothing, ())]
     if model:
         changes["model"] = model
     else:
-        named, why = _model_for(images, device, pixels)
+        named, fitting = _model_for(images, device, pixels)
         changes |= named
-        reasons += why
+        reasons += fitting
     seen, most = 90_000, 100  # images and epochs, with Adam on a CPU
     if muon and images < SMALL and not isinstance(parse(changes["model"]), ResNetConfig):
         seen, most = 45_000, 50
         changes |= {"optim.name": "muon", "optim.momentum": 0.95, "optim.lr": 2e-3, "shape.start": "mimetic"}
-        reasons.append("Muon, and weights that start as trained ones look, learn few images in fewer epochs")
+        why = "Muon, and weights that start as trained ones look, learn few images in fewer epochs"
+        reasons.append((why, ("optim.name", "shape.start")))
     changes["batch"] = 64 if images < 10_000 else 256 if images < 100_000 else 1024
     changes["epochs"] = float(min(max(seen // images, 10), most) if device != "cuda" else 300 if images < 1e6 else 90)
     if pixels > 16:
         changes |= {"data.train": "decode|inception_crop({size})|flip|randaugment(2, 10)", "data.mixup": 0.2}
-        reasons.append("crops, mirror images, RandAugment and mixup stand in for more images")
+        why = "crops, mirror images, RandAugment and mixup stand in for more images"
+        reasons.append((why, ("data.train", "data.mixup")))
     else:
         changes |= {"data.train": "decode|inception_crop({size}, 0.75)", "data.test": "decode|resize({size})"}
-        reasons.append(
-            f"images of {pixels} pixels: cropped a little, never mirrored, since digits and signs have a side"
-        )
+        why = f"images of {pixels} pixels: cropped a little, never mirrored, since digits and signs have a side"
+        reasons.append((why, ("data.train",)))
     return changes, tuple(reasons)
 
 
@@ -105,11 +113,13 @@ def _model_for(images: int, device: str, pixels: int) -> Choice:
     if pixels <= 16:
         shape = {"shape.depth": 4, "shape.width": 64, "shape.heads": 4, "optim.lr": 2e-3}
         why = f"images of {pixels} pixels: a ViT of 4 layers, 64 wide, with patches of 2 pixels"
-        return {"model": f"ViT-Ti/2@{max(pixels - pixels % 2, 4)}", **shape}, (why,)
+        return {"model": f"ViT-Ti/2@{max(pixels - pixels % 2, 4)}", **shape}, (
+            (why, ("shape.depth", "shape.width", "shape.heads")),
+        )
     patch, side = (4, 32) if pixels <= 40 else (8, 64) if pixels <= 96 else (16, 224)
     size = "S" if device == "cuda" and images >= 100_000 else "Ti"
     name = f"ViT-{size}/{patch}" + ("" if side == 224 else f"@{side}")
-    return {"model": name}, (f"images of {pixels} pixels: {name}",)
+    return {"model": name}, ((f"images of {pixels} pixels: {name}", ()),)
 
 
 def _resized(pretrained: Architecture, model: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from vitral.api.device import check_device
+from vitral.aside import checked_output
 from vitral.bench import growth, start
 from vitral.bench.contestants import Field, Task, default_modes, field
 from vitral.bench.contestants import Work as Raced
@@ -92,7 +93,7 @@ def benchmark(
     _check(work, rounds, batch, data, workers)
     if work == "growth" and (against or len(settings) > 1):
         raise UserError("growth times vitral alone, in one setting: leave out --against, and name one of --settings.")
-    out = Path(out)
+    out = checked_output(out, (".json",), "--out")
     before = read_rows(out)
     task = _task(work, model, batch, data, workers, device or default_device().type)
     rows, notes = _measured(work, task, _field(work, task, against, settings, attention), rounds, tell)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from vitral.architecture import Architecture, ResizeRule, Size, ViTConfig
+from vitral.aside import check_writable
 from vitral.checkpoints.adapt import Adaptation, Weights
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.files import sha256
@@ -105,6 +106,7 @@ def convert(
     target = Path(target)
     if target.exists():
         raise UserError(f"{target} exists: choose another name, or remove it first.")
+    check_writable(target)
     table = format_named(to)
     changes = Adaptation(image, patch, channels, classes, resize)
     checkpoint = read_adapted(source, changes, format, Hints(grid, heads))

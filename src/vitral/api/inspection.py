@@ -15,9 +15,9 @@ from torch import Tensor
 from vitral.api.checkpoints import load
 from vitral.api.data import open_narrowed
 from vitral.api.device import check_device
-from vitral.api.prediction import prepared
+from vitral.api.prediction import none_read, prepared
 from vitral.architecture import ViTConfig
-from vitral.aside import written_aside
+from vitral.aside import check_writable, checked_output, written_aside
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.run import RunFolder
 from vitral.cost import cost
@@ -40,6 +40,7 @@ from vitral.recipe import from_toml
 from vitral.report.inspect_page import Learned, Reach, inspect_page
 from vitral.report.run_page import Examples, run_page
 from vitral.report.viewer import MAPS, Shown, plan_layers
+from vitral.serving.results import unread
 
 MOST = 64  # images of a page: what a person looks through, and a browser opens at once
 ASKED = 2000  # held-out images that a run's page asks the model about again
@@ -74,6 +75,9 @@ def inspect(
     `layers`, counted from 0, are those whose single patches can be asked about head by head; chosen by what fits into
     the page without it. `classes` is a file that names the model's outputs in order.
     """
+    path = checked_output(output, (".html",), "--output")
+    if figures:
+        check_writable(Path(figures) / "filters.png")
     model, card = load(source)
     model.to(place_of(device))
     names = tuple(read_table(Path(classes), card.architecture.classes)[-1][1]) if classes else card.class_names
@@ -91,7 +95,6 @@ def inspect(
     title = f"Inside {_short_name(card)}"
     attends = isinstance(model, ViT)
     page = inspect_page(title, model_facts(card), learned, shown, _pooled_name(model), reach, attends)
-    path = Path(output)
     with written_aside(path) as aside:
         aside.write_text(page, encoding="utf-8")
     written = _write_figures(Path(figures), learned, shown, reach) if figures else ()
@@ -168,7 +171,7 @@ def readable_pixels(split: Split, pipeline: str, channels: int) -> tuple[list[in
     batches = list(evaluation_batches(split, parse_pipeline(pipeline), batch=1, channels=channels))
     kept = [int(batch.indices[0]) for batch in batches if batch.valid[0]]
     if not kept:
-        raise UserError(f"none of these images can be read, {split.keys[0]} first: `vitral check` says why.")
+        raise UserError(f"{none_read(unread(split, 0, channels))}: name whole image files.")
     return kept, torch.cat([batch.images for batch in batches if batch.valid[0]])
 
 

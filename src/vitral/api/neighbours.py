@@ -12,6 +12,7 @@ from vitral.api.checkpoints import load
 from vitral.api.inspection import place_of, readable_pixels
 from vitral.api.prediction import prepared
 from vitral.architecture import Size
+from vitral.aside import check_writable
 from vitral.checkpoints.card import Preprocess
 from vitral.data.sources import Split, open_images
 from vitral.errors import UserError
@@ -59,6 +60,9 @@ def search(
     The features of the folder are kept in the npz file `index`, and read from there where it exists; one that another
     model made, or that was made of other images, is refused. The image asked about is left out.
     """
+    kept = Path(index) if index else None
+    if kept is not None and not kept.exists():
+        check_writable(kept)
     model, card = load(source)
     model.to(place_of(device))
     how = prepared(card, preprocess)
@@ -70,7 +74,7 @@ def search(
     rows, columns = model.config.grid((asked.shape[2], asked.shape[3]))
     if patch is not None and not (0 <= patch[0] < rows and 0 <= patch[1] < columns):
         raise UserError(f"the image has {rows} rows and {columns} columns of patches: choose one of these.")
-    known = _index(model, open_images([folder]), how, patch is not None, Path(index) if index else None, on_progress)
+    known = _index(model, open_images([folder]), how, patch is not None, kept, on_progress)
     same = {Path(path).resolve(): place for place, path in enumerate(known.paths)}
     own = same.get(Path(query).expanduser().resolve())
     if patch is not None:

@@ -14,7 +14,7 @@ import torch
 from vitral.api.checkpoints import load
 from vitral.api.data import open_as_trained
 from vitral.api.device import check_device
-from vitral.aside import written_aside
+from vitral.aside import checked_output, written_aside
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.data.catalog.objectnet import imagenet_outputs
 from vitral.data.check import Report
@@ -34,7 +34,7 @@ from vitral.models.build import Model
 from vitral.models.device import default_device
 from vitral.recipe import from_toml
 from vitral.serving.classifier import Classifier, NamedClassifier
-from vitral.serving.results import Results, results, write_results
+from vitral.serving.results import Results, Unreadable, results, unread, write_results
 
 
 def predict(
@@ -48,17 +48,28 @@ def predict(
     device: str = "",
     on_progress: Progress | None = None,
 ) -> Results:
-    """The likeliest classes of image files, or of all images in folders; to `output` as CSV or JSON too."""
+    """The likeliest classes of image files, or of all images in folders; to `output` as CSV or JSON too.
+
+    Images that cannot be read are listed with the reason; nothing is written where that is all of them.
+    """
     _check_numbers(batch=batch, top=top)
-    split = open_images([images] if isinstance(images, str | Path) else images)
+    target = checked_output(output, (".csv", ".json"), "--output") if output else None
+    split = _opened(images)
     model, card = _predictor(source, device)
     _check_head(source, card)
     found = _predictions(model, split, prepared(card, preprocess), batch, device, on_progress)
     kind = {"sigmoid": card.multilabel, "channels": card.architecture.channels}
     named = results(found, split, card.class_names, top=top, **kind)
-    if output:
-        write_results(Path(output), named)
+    if target is not None:
+        if not named.rows:
+            raise UserError(f"{none_read(named.unreadable[0])}: nothing was written.")
+        write_results(target, named)
     return named
+
+
+def none_read(first: Unreadable) -> str:
+    """The beginning of a sentence about images of which not one could be read."""
+    return f"none of these images can be read, {first.path} first ({first.reason})"
 
 
 def classifier(source: str | Path, *, top: int = 5, preprocess: str = "", device: str = "") -> NamedClassifier:
@@ -175,7 +186,8 @@ def embed(
 ) -> tuple[list[str], np.ndarray]:
     """Paths and their features (n, d), without images that cannot be read; to `output` as npz (paths, features) too."""
     _check_numbers(batch=batch)
-    split = open_images([images] if isinstance(images, str | Path) else images)
+    target = checked_output(output, (".npz",), "--output") if output else None
+    split = _opened(images)
     model, card = _predictor(source, device)
     place, workers = _place(device)
     found = embed_split(
@@ -190,10 +202,10 @@ def embed(
     )
     paths = [split.keys[place] for place in found.indices[found.valid]]
     if not paths:
-        raise UserError("none of these images can be read: nothing was written.")
+        raise UserError(f"{none_read(unread(split, 0, card.architecture.channels))}: nothing was written.")
     features = found.features[found.valid]
-    if output:
-        with written_aside(Path(output)) as aside, aside.open("wb") as stream:
+    if target is not None:
+        with written_aside(target) as aside, aside.open("wb") as stream:
             np.savez(stream, paths=np.array(paths), features=features)
     return paths, features
 
@@ -219,6 +231,13 @@ def write_pictures(data: str | Path, folder: Path, *, count: int) -> list[Path]:
                 aside.write_bytes(encode_png(pixels))
             paths.append(path)
     return paths
+
+
+def _opened(images: str | Path | Sequence[str | Path]) -> Split:
+    named = [images] if isinstance(images, str | Path) else images
+    if not named:
+        raise UserError("IMAGES are missing: name image files, or folders that have some.")
+    return open_images(named)
 
 
 def _predictions(
@@ -295,8 +314,10 @@ def _scored(data: DataSet, split: str, measured: str = "") -> Split | None:
     parts = [part for part in (data.test, data.final) if part is not None]
     found = [part for part in parts if split in ("", part.name)]
     if split and not found:
-        names = [part.name for part in parts]
-        raise UserError(f'{data.source} has no split "{split}" to score: {" or ".join(names) or "leave it out"}.')
+        known = " or ".join(f"--split {part.name}" for part in parts)
+        raise UserError(
+            f'{data.source} has no split "{split}" to score: {f"use {known}" if known else "leave it out"}.'
+        )
     if not split and measured:
         found = [part for part in parts if part.fingerprint() == measured] or found
     return found[0] if found else None

@@ -12,6 +12,7 @@ import numpy as np
 from vitral.api.checkpoints import load
 from vitral.api.data import open_to_probe
 from vitral.api.device import check_device
+from vitral.aside import checked_output
 from vitral.checkpoints.weights import located
 from vitral.cost import cost
 from vitral.data.loader import default_workers
@@ -44,7 +45,7 @@ class Probing:
     linear: float | None
     flops: float  # of the features, in one forward pass of each image
     kept: str  # where the features are, for the next time
-    notes: tuple[str, ...]  # what to know of the data
+    notes: tuple[str, ...]  # what to know of the data, and the shots that some classes are too small for
 
     def as_dict(self) -> dict[str, Any]:
         rows = [{**asdict(row), "mean": row.mean, "interval": row.interval} for row in self.shots]
@@ -107,7 +108,10 @@ def fewshot(
         linear=None if lines is None else float(np.mean(lines == test_y)),
         flops=2.0 * cost(card.architecture).macs * (len(train_y) + len(test_y)),
         kept=str(train.kept or ""),
-        notes=opened.notes,
+        notes=(
+            *opened.notes,
+            *(_too_few(train_y, classes, row.shots) for row in few if row.drawn < row.shots * classes),
+        ),
     )
 
 
@@ -131,6 +135,7 @@ def dedupe(
     check_device(device)
     if preprocess and not weights:
         raise UserError("preprocess is for the images of a model: name its weights, too, or leave it out.")
+    target = checked_output(output, (".txt",), "--output") if output else None
     opened = open_data(train, held_out=0.0)
     others = [_tested(name) for name in against]
     model, card = load(weights) if weights else (None, None)
@@ -144,9 +149,14 @@ def dedupe(
         workers=default_workers("cuda"),
         on_progress=on_progress,
     )
-    if output:
-        write_exclusions(Path(output), found)
+    if target is not None:
+        write_exclusions(target, found)
     return found
+
+
+def _too_few(labels: np.ndarray, classes: int, shots: int) -> str:
+    short = int((np.bincount(labels, minlength=classes) < shots).sum())
+    return f"{short:,} of {classes:,} classes have fewer than {shots:,} images to learn from: all of theirs were taken."
 
 
 def _tested(name: str | Path) -> Split:

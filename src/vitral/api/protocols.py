@@ -10,7 +10,7 @@ from typing import Any
 
 from vitral.api.data import open_to_choose
 from vitral.api.device import check_device
-from vitral.api.training import new_folder, read_recipe
+from vitral.api.training import assumed_pixels, check_out, new_folder, read_recipe
 from vitral.architecture import ResNetConfig
 from vitral.aside import written_aside
 from vitral.checkpoints.card import Card
@@ -151,6 +151,7 @@ def _followed(
     check_device(device)
     if seeds is not None and seeds < 1:
         raise UserError(f"seeds must be at least 1, not {seeds}.")
+    check_out(out, data)
     base = with_overrides(base, overrides)
     dev = base.data.dev or book.dev
     opened, choosing = open_to_choose(data, base, dev)
@@ -163,7 +164,8 @@ def _followed(
         check_recipe(candidate.recipe, opened, card)
     world = joined(device)
     folder = by_first(lambda: Path(out) if out else new_folder(data, base), world)
-    for sentence in (*opened.notes, *book.readings, f"run folder: {folder}"):
+    assumed = assumed_pixels(overrides) if book.name and card and card.preprocess is None else ()
+    for sentence in (*opened.notes, *book.readings, *assumed, f"run folder: {folder}"):
         listen(Note(sentence))
     outcome = follow(
         tried, opened, folder, choosing=choosing, dev=dev, seeds=seeds or book.seeds, device=device, listen=listen

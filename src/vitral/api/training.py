@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vitral.api.data import open_to_train
+from vitral.api.data import known_data, open_to_train
 from vitral.api.device import check_device
 from vitral.checkpoints.weights import describe, located
 from vitral.data.sizes import median_short_side
 from vitral.data.sources import DataSet
+from vitral.data.splits import SPLIT_NAMES
 from vitral.errors import UserError
 from vitral.models.device import default_device
 from vitral.recipe import Recipe, from_toml, with_overrides
@@ -73,6 +74,7 @@ def train(
     if seeds < 1:
         raise UserError(f"seeds must be at least 1, not {seeds}.")
     check_device(device)
+    check_out(out, data)
     opened, chosen, reasons = choose_recipe(
         data, model=model, init=init, recipe=recipe, overrides=overrides, device=device
     )
@@ -119,6 +121,7 @@ def choose_recipe(
         multilabel=opened.train.multilabel,
         pixels=median_short_side(opened.train),
         muon=_takes_muon(said),
+        said=said,
     )
     chosen = replace(chosen, init=start)
     before = read_recipe(located(start)) if start and (located(start) / "recipe.toml").is_file() else None
@@ -127,8 +130,10 @@ def choose_recipe(
         chosen = replace(chosen, data=replace(before.data, **narrow))
         reasons = (
             *(reason for reason in reasons if reason != MIRRORED),
-            "images are prepared and augmented as in the run it starts from",
+            f"images are prepared {'' if said.get('tune') == 'head' else 'and augmented '}as in the run it starts from",
         )
+    elif card is not None and card.preprocess is None:
+        reasons = (*reasons, *assumed_pixels(overrides))
     elif card is not None and card.preprocess is not None:
         # What the weights were trained with is what they go on with.
         stated = card.preprocess
@@ -137,10 +142,22 @@ def choose_recipe(
             stated = stated.adapted(card.architecture.image, (image, image), len(stated.mean))
         test = stated.pipeline
         chosen = replace(chosen, data=replace(chosen.data, mean=stated.mean, std=stated.std, test=test))
-        reasons = (*reasons, f"pixels are prepared as the weights say: {test}, mean {stated.mean}, std {stated.std}")
+        if said.keys().isdisjoint(("data.mean", "data.std", "data.test")):
+            prepared = f"pixels are prepared as the weights say: {test}, mean {stated.mean}, std {stated.std}"
+            reasons = (*reasons, prepared)
     chosen = with_overrides(chosen, overrides)
     check_recipe(chosen, opened, card)
     return opened, chosen, (*reasons, *_asked(overrides))
+
+
+def assumed_pixels(overrides: Sequence[str]) -> tuple[str, ...]:
+    """What is said where weights do not state their preprocessing, and the user does not either."""
+    missing = [name for name in ("mean", "std") if f"data.{name}" not in _said(overrides)]
+    if not missing:
+        return ()
+    assumed = f"{' and '.join(missing)} 0.5 {'are' if missing[1:] else 'is'} assumed"
+    fix = " ".join(f"data.{name}=..." for name in missing)
+    return (f"the weights do not say how their pixels were prepared: {assumed} (else --set {fix})",)
 
 
 def _asked(overrides: Sequence[str]) -> tuple[str, ...]:
@@ -173,6 +190,36 @@ def _takes_muon(said: dict[str, str]) -> bool:
     tried with it."""
     goes = {"optim.name": "muon", "tune": "full", "parallel": "ddp", "learn": "classes"}
     return all(said.get(key, value) == value for key, value in goes.items())
+
+
+def check_out(out: str | Path, data: str | Path) -> None:
+    """Refuse a run folder whose files would count as images of the data, or would lie among files of others.
+
+    Without `out` there will be one in runs/.
+    """
+    folder = Path(out or "runs")
+    name, _, place = str(data).partition(":")
+    source = place if name in known_data() else str(data)
+    where = Path(source).expanduser()
+    for part in _image_folders(where) if source and where.is_dir() else ():
+        if folder.resolve().is_relative_to(part.resolve()):
+            raise UserError(
+                f"the run folder {folder} lies in the data folder {part}, where its files would count as images: "
+                "choose another with --out."
+            )
+    if out and folder.is_dir() and _holds_others(folder):
+        raise UserError(f"{folder} holds other files and no run to go on with: choose another folder with --out.")
+
+
+def _image_folders(data: Path) -> list[Path]:
+    """Where class folders are: in those of the splits, or in the data folder itself."""
+    return [path for path in data.iterdir() if path.is_dir() and path.name.lower() in SPLIT_NAMES] or [data]
+
+
+def _holds_others(folder: Path) -> bool:
+    names = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
+    begun = any(name in ("recipe.toml", "protocol.json", "sweep") or name.startswith("seed-") for name in names)
+    return not begun and any(name not in ("state", "tensorboard") for name in names)
 
 
 def new_folder(data: str | Path, recipe: Recipe) -> Path:

@@ -28,6 +28,10 @@ _SENTENCES = (
 )
 
 
+# Options that take several words. Tyro also takes none, and of two such options the last.
+_SEVERAL = {"--set": "KEY=VALUE", "--sweep": "KEY=VALUE,VALUE"}
+
+
 def run_words(name: str, function: Callable[..., None], words: Sequence[str]) -> None:
     """Call a verb with the words behind it."""
     _check_options(name, function, words)
@@ -57,6 +61,18 @@ def _check_options(name: str, function: Callable[..., None], words: Sequence[str
         option = word.partition("=")[0].replace("_", "-")
         if option.startswith("--") and option not in ("--", "--help", *known):
             raise UserError(f"`{name}` has no option {option}: {_hint(name, option, known)}")
+    for option, needed in _SEVERAL.items():
+        _check_several(option, needed, words)
+
+
+def _check_several(option: str, needed: str, words: Sequence[str]) -> None:
+    places = [at for at, word in enumerate(words) if word.partition("=")[0] == option]
+    if len(places) > 1:
+        raise UserError(f"{option} is given twice: write it once, with all its words behind it.")
+    for at in places:
+        after = words[at + 1 : at + 2]
+        if words[at] == f"{option}=" or (words[at] == option and (not after or after[0].startswith("--"))):
+            raise UserError(f"{option} needs {needed}.")
 
 
 def _hint(name: str, option: str, known: Sequence[str]) -> str:

@@ -97,7 +97,7 @@ def dedupe(
     Args:
         train: what `vitral train` takes.
         against: data sets whose test images must not be trained on.
-        output: the list to write.
+        output: the list to write, a .txt file.
         weights: a model whose features look, too: slower, finds copies that hashes miss.
         preprocess: how pixels are prepared for it, where it is not what the weights say.
         device: where the model computes; chosen without it.

@@ -12,7 +12,8 @@ import tyro
 from vitral.cli.options import Count, Data, Flag, Folder, Source, Text, Times, Tried, Words
 from vitral.cli.progress import RunDisplay, duration
 from vitral.cli.show import print_facts, print_json, print_table
-from vitral.cli.train import rank
+from vitral.cli.train import check_once, rank
+from vitral.errors import Interrupted
 
 if TYPE_CHECKING:
     from vitral.api.protocols import Printed, Protocol
@@ -54,6 +55,7 @@ def pretrain(
     """
     from vitral import api
 
+    check_once({"model": model}, set)
     report(
         lambda listen: api.pretrain(
             data,
@@ -99,6 +101,7 @@ def finetune(
     """
     from vitral import api
 
+    check_once({"init": source}, set)
     report(
         lambda listen: api.finetune(
             source,
@@ -118,12 +121,10 @@ def finetune(
 
 def report(start: Callable[[Any], T], show: Callable[[T], None], json: bool) -> None:
     """Run it under the display, then print what came out."""
-    from vitral import api
-
     with RunDisplay(quiet=rank() > 0) as display:
         try:
             found = start(display.hear)
-        except api.Interrupted:
+        except Interrupted:
             display.say("stopped; its state is saved: the same command with that folder as --out goes on")
             sys.exit(130)
     if rank():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +14,7 @@ import tyro
 from vitral.cli.options import Data, Flag, Text, Words
 from vitral.cli.progress import RunDisplay, duration, headline
 from vitral.cli.show import counted, print_facts, print_json, print_table
+from vitral.errors import Interrupted, UserError
 from vitral.recipe import Recipe, to_toml, with_overrides
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ def train(
 
     named = {"epochs": epochs, "tune": tune or None, "balance": balance or None, "seed": seed}
     words = [f"{key}={value}" for key, value in named.items() if value is not None]
-    with RunDisplay(quiet=rank() > 0) as display, _listener(display, out, tensorboard and not rank()) as listen:
+    check_once({**named, "model": model or None, "init": init or None}, set)
+    with RunDisplay(quiet=rank() > 0) as display, _listener(display, data, out, tensorboard and not rank()) as listen:
         try:
             done = api.train(
                 data,
@@ -75,7 +77,7 @@ def train(
                 device=device,
                 listen=listen,
             )
-        except api.Interrupted:
+        except Interrupted:
             display.say("stopped; its state is saved: the same command with that folder as --out goes on")
             sys.exit(130)
     if rank():
@@ -111,6 +113,7 @@ def show(
     """
     if set and "=" not in set[0]:
         recipe, set = set[0], set[1:]
+    check_once({"model": model or None, "init": init or None}, set)
     if data:
         from vitral import api
 
@@ -123,6 +126,13 @@ def show(
         print_json(asdict(chosen))
     else:
         print(to_toml(chosen), end="")
+
+
+def check_once(named: Mapping[str, Any], words: Sequence[str]) -> None:
+    """Refuse a key of the recipe that has an option of its own and is given both ways; None was not given."""
+    for key in (word.partition("=")[0].strip() for word in words):
+        if named.get(key) is not None:
+            raise UserError(f"{key} is given twice, by its own option and as {key}=...: leave one of them out.")
 
 
 def _read(recipe: str) -> Recipe:
@@ -139,7 +149,6 @@ def rank() -> int:
 def write_page(folder: str, data: str, device: str = "") -> str:
     """The page of a run; a run whose page cannot be made is still a run."""
     from vitral import api
-    from vitral.errors import UserError
 
     try:
         return str(api.write_run_page(folder, data, device=device))
@@ -202,13 +211,15 @@ def _percent(value: float | None) -> str:
 
 
 @contextmanager
-def _listener(display: RunDisplay, out: str, tensorboard: bool) -> Iterator[Callable[[Event], None]]:
+def _listener(display: RunDisplay, data: str, out: str, tensorboard: bool) -> Iterator[Callable[[Event], None]]:
     """Who hears of the run: the display and, where it is asked for, TensorBoard."""
     if not tensorboard:
         yield display.hear
         return
+    from vitral.api.training import check_out
     from vitral.cli.tracking import TensorBoard
 
+    check_out(out, data)  # before there are files in it
     board = TensorBoard(out)
 
     def both(event: Event) -> None:

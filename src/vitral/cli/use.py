@@ -42,7 +42,7 @@ def predict(
     Args:
         source: a run folder, weights, hf:owner/name or timm:name.
         images: image files, and folders of them.
-        output: write CSV (or JSON, by the name) instead of a table.
+        output: write this .csv or .json file instead of a table.
         top: how many classes to name.
         preprocess: how pixels are prepared, where the weights do not say.
         batch: images at a time.
@@ -50,6 +50,8 @@ def predict(
         json: print JSON instead of a table.
     """
     from vitral import api
+    from vitral.api.prediction import none_read
+    from vitral.errors import UserError
 
     with bar("predicting") as progress:
         found = api.predict(
@@ -75,6 +77,8 @@ def predict(
         ]
         cells += [[one.path, f"not read: {one.reason}"] for one in found.unreadable]
         print_table(["image", "classes"], cells, left=2)
+    if not found.rows:
+        raise UserError(f"{none_read(found.unreadable[0])}: name whole image files.")
 
 
 def evaluate(
@@ -140,7 +144,7 @@ def embed(
     Args:
         source: a run folder, weights, hf:owner/name or timm:name.
         images: image files, and folders of them.
-        output: the npz file to write.
+        output: the .npz file to write.
         pool: what the head reads (features), its last layer reads (pre_logits), the class token, the mean of patches.
         preprocess: how pixels are prepared, where the weights do not say.
         batch: images at a time.

@@ -78,7 +78,7 @@ def results(
             best = np.argsort(-chances, kind="stable")[:top]  # equal ones in the order of the classes
             rows.append(Row(path, tuple(names[i] for i in best), tuple(chances[best].tolist())))
         else:
-            unreadable.append(Unreadable(path, _reason(split, int(index), channels)))
+            unreadable.append(unread(split, int(index), channels))
     return Results(tuple(rows), tuple(unreadable))
 
 
@@ -108,12 +108,13 @@ def _write_csv(path: Path, found: Results) -> None:
             writer.writerow([one.path, *[""] * len(heading), one.reason])
 
 
-def _reason(split: Split, index: int, channels: int) -> str:
-    """Read it once more, alone: batches carry no sentences."""
+def unread(split: Split, index: int, channels: int) -> Unreadable:
+    """With the reason, for which it is read once more, alone: batches carry no sentences."""
+    reason = "it could not be read the first time"
     try:
         found = split.reader.read(index)
         if not isinstance(found, np.ndarray):
             decode(found, channels)
     except (UnreadableImage, OSError) as error:
-        return str(error)
-    return "it could not be read the first time"
+        reason = str(error)
+    return Unreadable(split.keys[index], reason)

@@ -15,16 +15,13 @@ import torch
 from torch import Tensor
 
 from vitral.data.loader import Batch
+from vitral.errors import Interrupted as Interrupted
 from vitral.errors import UserError
 from vitral.training.events import Evaluated, Listener, Note, Saved, StepDone
 from vitral.training.optimizer import set_rate
 from vitral.training.parallel import World, every, own_part
 from vitral.training.state import Trainee
 from vitral.training.step import Plan, Sent, Steps
-
-
-class Interrupted(Exception):
-    """The run was asked to stop; its state is saved."""
 
 
 class Diverged(UserError):

@@ -24,11 +24,14 @@ FORMATS: dict[str, Format] = {
     )
 }
 
+# What people call some of them.
+_CALLED = {"huggingface": "hf", "transformers": "hf"}
+
 
 def format_named(name: str) -> Format:
     """The format of this name; a wrong one is answered with a near one."""
     if name not in FORMATS:
-        near = difflib.get_close_matches(name, FORMATS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}? " if near else ""
+        near = difflib.get_close_matches(name.lower(), (*FORMATS, *_CALLED), n=1, cutoff=0.4)
+        hint = f"did you mean {_CALLED.get(near[0], near[0])}? " if near else ""
         raise UserError(f'unknown format "{name}": {hint}There are {", ".join(FORMATS)}.')
     return FORMATS[name]
