@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from journeys import Command
 from repair import sitecustomize  # noqa: F401  torchvision becomes importable
 
 # Read when the libraries are first imported, hence not in a fixture; programs that tests start inherit both.
@@ -33,6 +34,13 @@ def assets() -> Path:
     path = Path(folder)
     assert path.is_dir(), f"VITRAL_ASSETS={folder} is not a folder"
     return path
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    """`vitral` as a function, with a cache of its own."""
+    monkeypatch.setenv("VITRAL_CACHE", str(tmp_path / "cache"))
+    return Command(monkeypatch, capsys)
 
 
 @pytest.fixture(autouse=True)

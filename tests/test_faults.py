@@ -25,11 +25,6 @@ from vitral.training.objective import Objective
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    return Command(monkeypatch, capsys)
-
-
-@pytest.fixture
 def colours(tmp_path: Path) -> Path:
     return colour_folder(tmp_path / "colours", 6)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from journeys import COLOURS, Command, colour_folder, paint
+from journeys import COLOURS, colour_folder, paint
 
 import vitral
 from vitral.api import benchmark, inspection, neighbours, prediction, probes
@@ -26,12 +26,6 @@ from vitral.models.build import build
 
 TINY = ViTConfig(depth=1, width=16, mlp=32, heads=2, patch=4, image=(8, 8), classes=3)
 PHOTO = b"a photograph that no command may touch"
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
-    monkeypatch.setenv("VITRAL_CACHE", str(tmp_path / "cache"))
-    return Command(monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from journeys import MODEL, PLAIN, SHAPE, Command, colour_folder, paint
+from journeys import MODEL, PLAIN, SHAPE, colour_folder, paint
 from PIL import Image
 
 import vitral
@@ -26,12 +26,6 @@ from vitral.evaluation.fewshot import fewshot
 from vitral.models.build import build
 
 TINY = ViTConfig(depth=1, width=16, mlp=32, heads=2, patch=4, image=(8, 8), classes=3, representation=16)
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
-    monkeypatch.setenv("VITRAL_CACHE", str(tmp_path / "cache"))
-    return Command(monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")

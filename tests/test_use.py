@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from journeys import BROKEN, COLOURS, MODEL, ODD, QUICK, SHAPE, Command, colour_folder, mixed_bag, paint
+from journeys import BROKEN, COLOURS, MODEL, ODD, QUICK, SHAPE, colour_folder, mixed_bag, paint
 from PIL import Image
 
 import vitral
@@ -19,11 +19,6 @@ from vitral.api import prediction
 from vitral.data.preprocess import parse_pipeline
 from vitral.recipe import Recipe, from_toml, recipe_hash
 from vitral.training import prepare
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    return Command(monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")

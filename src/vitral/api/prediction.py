@@ -54,7 +54,7 @@ def predict(
     """
     _check_numbers(batch=batch, top=top)
     target = checked_output(output, (".csv", ".json"), "--output") if output else None
-    split = _opened(images)
+    split = open_images([images] if isinstance(images, str | Path) else images)
     model, card = _predictor(source, device)
     _check_head(source, card)
     found = _predictions(model, split, prepared(card, preprocess), batch, device, on_progress)
@@ -187,7 +187,7 @@ def embed(
     """Paths and their features (n, d), without images that cannot be read; to `output` as npz (paths, features) too."""
     _check_numbers(batch=batch)
     target = checked_output(output, (".npz",), "--output") if output else None
-    split = _opened(images)
+    split = open_images([images] if isinstance(images, str | Path) else images)
     model, card = _predictor(source, device)
     place, workers = _place(device)
     found = embed_split(
@@ -231,13 +231,6 @@ def write_pictures(data: str | Path, folder: Path, *, count: int) -> list[Path]:
                 aside.write_bytes(encode_png(pixels))
             paths.append(path)
     return paths
-
-
-def _opened(images: str | Path | Sequence[str | Path]) -> Split:
-    named = [images] if isinstance(images, str | Path) else images
-    if not named:
-        raise UserError("IMAGES are missing: name image files, or folders that have some.")
-    return open_images(named)
 
 
 def _predictions(

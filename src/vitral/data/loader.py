@@ -198,15 +198,18 @@ def _batches(
     batches = _Batches(split, pipeline, channels, rows, blocks)
     pin = pin and torch.cuda.is_available()
     for item, rest in enumerate(in_workers(batches, workers)):
-        # NumPy's new memory comes in huge pages, torch's a small page at a time, which takes longer than the copy.
-        images = (
-            torch.empty(shape, dtype=torch.uint8, pin_memory=True)
-            if pin
-            else torch.from_numpy(np.empty(shape, np.uint8))
-        )
+        images = _memory(shape, pin)
         np.copyto(images.numpy(), batches.block(item).numpy())  # torch would take the cores that the workers are on
         others = (torch.from_numpy(array) for array in rest)
         yield Batch(images.permute(0, 3, 1, 2), *(tensor.pin_memory() if pin else tensor for tensor in others))
+
+
+def _memory(shape: tuple[int, ...], pin: bool) -> Tensor:
+    """uint8 memory for a batch to keep."""
+    if pin:
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+    # NumPy's comes in huge pages, torch's a small page at a time, which takes longer than to fill it.
+    return torch.from_numpy(np.empty(shape, np.uint8))
 
 
 def _block(shape: tuple[int, ...], *, shared: bool) -> Tensor:

@@ -68,6 +68,8 @@ def _open_folder(folder: Path, seed: int, held_out: float) -> DataSet:
 
 def open_images(sources: Sequence[str | Path]) -> Split:
     """Image files, and all those in folders, without labels (-1). A file given by name is taken whatever it is."""
+    if not sources:
+        raise UserError("IMAGES are missing: name image files, or folders that have some.")
     names: list[str] = []
     for source in sources:
         path = Path(source).expanduser()
@@ -79,7 +81,5 @@ def open_images(sources: Sequence[str | Path]) -> Split:
             raise UserError(f"{source} does not exist: name image files, or folders that have some.")
     names = list(dict.fromkeys(names))
     if not names:
-        raise UserError(
-            f"There is no image in {', '.join(map(str, sources)) or 'an empty list'}: name files or folders."
-        )
+        raise UserError(f"There is no image in {', '.join(map(str, sources))}: name files or folders.")
     return Split("images", names, np.full(len(names), -1, np.int64), (), FileReader("", names))
