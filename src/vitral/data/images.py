@@ -21,10 +21,11 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
-import simplejpeg
 import torch
 import torch.nn.functional as F
 from PIL import ExifTags, Image, UnidentifiedImageError
+
+from vitral.data import jpeg
 
 METHODS = ("bilinear", "bicubic", "nearest", "area")
 
@@ -39,6 +40,7 @@ _TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     7: lambda pixels: pixels.swapaxes(0, 1)[::-1, ::-1],
     8: lambda pixels: pixels.swapaxes(0, 1)[::-1],
 }
+_JPEG = b"\xff\xd8\xff"
 _PNG_EXIF = (b"eXIf", b"Raw profile type", b"com.adobe.xmp")
 
 
@@ -67,6 +69,32 @@ def decode(data: bytes, channels: int = 3) -> np.ndarray:
     with _opened(data) as image:
         image.load()
         return _upright(_bands(image, channels), _orientation(image))
+
+
+class Undecoded:
+    """A picture in a file whose parts can be asked for; it costs less to decode a part than all."""
+
+    def __init__(self, data: bytes, frame: int) -> None:
+        self.data, self.frame = data, frame
+        self.shape = (*jpeg.size(data, frame), 3)
+
+    def __getitem__(self, part: tuple[slice, slice]) -> np.ndarray:
+        """Rows and columns -> uint8 (h, w, 3); raises UnreadableImage."""
+        rows = jpeg.upper_rows(self.data, self.frame, part[0].stop)
+        return (decode(self.data) if rows is None else rows)[part]
+
+
+def undecoded(data: bytes, channels: int) -> np.ndarray | Undecoded:
+    """What `decode` gives, yet to be decoded where a part of it may do; raises UnreadableImage.
+
+    Damage to a file that lies below the part asked for may go unseen; that the end is missing is seen.
+    """
+    if channels == 3 and data.startswith(_JPEG):
+        frame, tagged = jpeg.header(data)
+        small = frame is not None and math.prod(jpeg.size(data, frame)) <= _largest()
+        if small and (not tagged or _jpeg_orientation(data) == 1):
+            return Undecoded(data, frame)
+    return decode(data, channels)
 
 
 def describe(data: bytes) -> ImageFacts:
@@ -150,32 +178,20 @@ def _cell_means(image: np.ndarray, length: int, axis: int) -> np.ndarray:
 
 
 def _fast_jpeg(data: bytes, channels: int) -> np.ndarray | None:
-    """JPEG by simplejpeg: Pillow's pixels, sooner. None for all that Pillow shall decide on."""
-    if channels not in (1, 3) or not data.startswith(b"\xff\xd8\xff"):
+    """A JPEG's pixels in most cases; None for all that Pillow shall decide on."""
+    if channels not in (1, 3) or not data.startswith(_JPEG):
         return None
-    try:
-        height, width, space, _ = simplejpeg.decode_jpeg_header(data)
-        if space not in ("Gray", "YCbCr", "RGB") or int(height) * int(width) > _largest():
-            return None
-        pixels = simplejpeg.decode_jpeg(data, "GRAY" if space == "Gray" and channels == 1 else "RGB")
-    except ValueError:  # also mere warnings, some of which Pillow lets pass
+    pixels = jpeg.whole(data, channels, _largest())
+    if pixels is None:
         return None
     if pixels.shape[2] != channels:
         pixels = _array(Image.fromarray(pixels).convert("L"))
-    if not _may_be_turned(data):
-        return pixels
+    return _upright(pixels, _jpeg_orientation(data)) if jpeg.header(data).tagged else pixels
+
+
+def _jpeg_orientation(data: bytes) -> int:
     with _opened(data) as image:
-        return _upright(pixels, _orientation(image))
-
-
-def _may_be_turned(jpeg: bytes) -> bool:
-    """Whether an APP1 segment, the home of EXIF and XMP, precedes the scan; an odd header is left to Pillow too."""
-    place = 2
-    while place + 4 < len(jpeg) and jpeg[place] == 0xFF and jpeg[place + 1] not in (0xE1, 0xFF):
-        if jpeg[place + 1] == 0xDA:
-            return False
-        place += 2 + int.from_bytes(jpeg[place + 2 : place + 4])
-    return True
+        return _orientation(image)
 
 
 @contextmanager

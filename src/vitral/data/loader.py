@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from vitral.data.images import UnreadableImage, decode
+from vitral.data.images import UnreadableImage, decode, undecoded
 from vitral.data.order import batch_indices, evaluation_indices, example_rng, rank_positions
-from vitral.data.preprocess import Pipeline
+from vitral.data.preprocess import Picture, Pipeline
 from vitral.data.sources import Split
 from vitral.errors import UserError
 
@@ -176,7 +176,7 @@ class _Batches:
             if index != PADDING:
                 labels[row] = self.split.labels[index]
                 with contextlib.suppress(UnreadableImage):
-                    pixels = self.pipeline(read_pixels(self.split, index, self.channels), rng)
+                    pixels = self.pipeline(_picture(self.split, index, self.channels), rng)
                     valid[row] = True
             images[row] = pixels
         return _Rest(labels, valid, indices)
@@ -262,15 +262,23 @@ class _Telling:
 def read_pixels(split: Split, index: int, channels: int) -> np.ndarray:
     """One example's uint8 (h, w, channels); raises UnreadableImage."""
     found = split.reader.read(index)
-    if not isinstance(found, np.ndarray):
-        return decode(found, channels)
-    if found.shape[2] == channels:
-        return found
-    if found.shape[2] != 1:
+    return decode(found, channels) if isinstance(found, bytes) else _bands(split, index, found, channels)
+
+
+def _picture(split: Split, index: int, channels: int) -> Picture:
+    """The same for a pipeline, which may need but a part of it."""
+    found = split.reader.read(index)
+    return undecoded(found, channels) if isinstance(found, bytes) else _bands(split, index, found, channels)
+
+
+def _bands(split: Split, index: int, pixels: np.ndarray, channels: int) -> np.ndarray:
+    if pixels.shape[2] == channels:
+        return pixels
+    if pixels.shape[2] != 1:
         raise UserError(
-            f"{split.keys[index]} has {found.shape[2]} channels and the model takes {channels}: change one."
+            f"{split.keys[index]} has {pixels.shape[2]} channels and the model takes {channels}: change one."
         )
-    return np.repeat(found, channels, axis=2)
+    return np.repeat(pixels, channels, axis=2)
 
 
 def _as_it_is(item: Any) -> Any:

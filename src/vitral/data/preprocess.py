@@ -26,7 +26,7 @@ import numpy as np
 
 from vitral.architecture import Size
 from vitral.data.augment import erase, flip, randaugment
-from vitral.data.images import METHODS, resize
+from vitral.data.images import METHODS, Undecoded, resize
 from vitral.errors import UserError
 
 EXAMPLE = '"decode|resize_small(256)|central_crop(224)"'
@@ -39,6 +39,9 @@ _ELSEWHERE = {
     **{"random_resized_crop": "inception_crop", "flip_lr": "flip", "hflip": "flip", "horizontal_flip": "flip"},
     **{"randaug": "randaugment", "random_erasing": "erase"},
 }
+
+
+Picture = np.ndarray | Undecoded  # uint8 (h, w, c); a step that needs a part of it has no more decoded
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Pipeline:
     size: Size
     random: bool
 
-    def __call__(self, image: np.ndarray, rng: np.random.Generator | None = None) -> np.ndarray:
+    def __call__(self, image: Picture, rng: np.random.Generator | None = None) -> np.ndarray:
         """(h, w, c) -> (*size, c), contiguous."""
         if rng is None:
             if self.random:
@@ -72,7 +75,7 @@ class Pipeline:
             rng = _UNUSED
         for step in self.steps:
             image = _KINDS[step.name].run(image, step, rng)
-        return np.ascontiguousarray(image)
+        return np.ascontiguousarray(_whole(image))
 
 
 _UNUSED = np.random.default_rng(0)
@@ -107,27 +110,27 @@ def parse_preprocess(text: str, channels: int = 3) -> tuple[str, tuple[float, ..
     return parse_pipeline(text).text, mean, std
 
 
-def _resize(image: np.ndarray, step: Step, rng: np.random.Generator) -> np.ndarray:
-    return resize(image, step.size, step.method)
+def _resize(image: Picture, step: Step, rng: np.random.Generator) -> np.ndarray:
+    return resize(_whole(image), step.size, step.method)
 
 
-def _resize_small(image: np.ndarray, step: Step, rng: np.random.Generator) -> np.ndarray:
+def _resize_small(image: Picture, step: Step, rng: np.random.Generator) -> np.ndarray:
     return _covering(image, step.size, step.method)
 
 
-def _central_crop(image: np.ndarray, step: Step, rng: np.random.Generator) -> np.ndarray:
+def _central_crop(image: Picture, step: Step, rng: np.random.Generator) -> np.ndarray:
     image = _fitting(image, step.size)
     (height, width), (high, wide) = image.shape[:2], step.size
     return _cut(image, (height - high) // 2, (width - wide) // 2, step.size)
 
 
-def _random_crop(image: np.ndarray, step: Step, rng: np.random.Generator) -> np.ndarray:
+def _random_crop(image: Picture, step: Step, rng: np.random.Generator) -> np.ndarray:
     image = _fitting(image, step.size)
     (height, width), (high, wide) = image.shape[:2], step.size
     return _cut(image, int(rng.integers(height - high + 1)), int(rng.integers(width - wide + 1)), step.size)
 
 
-def _inception_crop(image: np.ndarray, step: Step, rng: np.random.Generator) -> np.ndarray:
+def _inception_crop(image: Picture, step: Step, rng: np.random.Generator) -> np.ndarray:
     """A random part, then the resize of that part alone; the whole image where ten tries gave none that fits."""
     height, width = image.shape[:2]
     for _ in range(10):
@@ -136,26 +139,29 @@ def _inception_crop(image: np.ndarray, step: Step, rng: np.random.Generator) -> 
         high, wide = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
         if 0 < high <= height and 0 < wide <= width:
             top, left = int(rng.integers(height - high + 1)), int(rng.integers(width - wide + 1))
-            image = _cut(image, top, left, (high, wide))
-            break
-    return resize(image, step.size, step.method)
+            return resize(_cut(image, top, left, (high, wide)), step.size, step.method)
+    return resize(_whole(image), step.size, step.method)
 
 
-def _cut(image: np.ndarray, top: int, left: int, size: Size) -> np.ndarray:
-    """A view: nothing is copied."""
+def _whole(image: Picture) -> np.ndarray:
+    return image if isinstance(image, np.ndarray) else _cut(image, 0, 0, image.shape[:2])
+
+
+def _cut(image: Picture, top: int, left: int, size: Size) -> np.ndarray:
+    """A view of what is decoded: nothing is copied."""
     return image[top : top + size[0], left : left + size[1]]
 
 
-def _fitting(image: np.ndarray, size: Size) -> np.ndarray:
+def _fitting(image: Picture, size: Size) -> Picture:
     """The image, enlarged where it is smaller than the crop to come: a border would be no picture."""
     return image if image.shape[0] >= size[0] and image.shape[1] >= size[1] else _covering(image, size, "bilinear")
 
 
-def _covering(image: np.ndarray, size: Size, method: str) -> np.ndarray:
+def _covering(image: Picture, size: Size, method: str) -> np.ndarray:
     """Resized in proportion to the smallest image that covers `size`; the longer side is rounded."""
     (height, width), (high, wide) = image.shape[:2], _trimmed(image.shape[:2])
-    image = _cut(image, (height - high) // 2, (width - wide) // 2, (high, wide))
-    return resize(image, _covering_size((height, width), size), method)
+    middle = _cut(image, (height - high) // 2, (width - wide) // 2, (high, wide))
+    return resize(middle, _covering_size((height, width), size), method)
 
 
 def _trimmed(image: Size) -> Size:
@@ -181,7 +187,7 @@ class _Kind(NamedTuple):
     """What a step's name stands for. It takes from `fewest` to `most` side lengths, then numbers, then a method."""
 
     usage: str
-    run: Callable[[np.ndarray, Step, np.random.Generator], np.ndarray]
+    run: Callable[[Picture, Step, np.random.Generator], Picture]
     fewest: int = 0
     most: int = 0
     numbers: tuple[_Number, ...] = ()
@@ -202,16 +208,16 @@ _KINDS = {
         method=True,
         random=True,
     ),
-    "flip": _Kind("flip", lambda image, step, rng: flip(image, rng), random=True),
+    "flip": _Kind("flip", lambda image, step, rng: flip(_whole(image), rng), random=True),
     "randaugment": _Kind(
         "randaugment(layers, magnitude)",
-        lambda image, step, rng: randaugment(image, rng, int(step.numbers[0]), step.numbers[1]),
+        lambda image, step, rng: randaugment(_whole(image), rng, int(step.numbers[0]), step.numbers[1]),
         numbers=(_Number("layers", 1, 16), _Number("magnitude", 0, 30)),
         random=True,
     ),
     "erase": _Kind(
         "erase(chance)",
-        lambda image, step, rng: erase(image, rng, step.numbers[0]),
+        lambda image, step, rng: erase(_whole(image), rng, step.numbers[0]),
         numbers=(_Number("chance", 0, 1),),
         random=True,
     ),
