@@ -130,7 +130,7 @@ def test_absurd_sizes_are_refused_before_memory_is_taken():
     data = bytearray(saved(photo(20, 20)))
     frame = jpeg.header(bytes(data)).frame
     assert frame is not None
-    data[frame : frame + 4] = b"\xff\xff\xff\xff"
+    data[frame.place : frame.place + 4] = b"\xff\xff\xff\xff"
     with pytest.raises(UnreadableImage, match="too many pixels"):
         undecoded(bytes(data), 3)
 

@@ -32,21 +32,18 @@ class FileReader:
 
     def read(self, index: int) -> bytes:
         try:
-            with open(self._path(index), "rb") as stream:
-                return stream.read()
+            with open(os.path.join(self.folder, self.names[index]), "rb", buffering=0) as stream:
+                return stream.readall()
         except OSError as error:
             raise UnreadableImage((error.strerror or "cannot be read").lower()) from error
 
     def mark(self, index: int) -> str:
-        path = self._path(index)
+        path = os.path.abspath(os.path.join(self.folder, self.names[index]))
         try:
             facts = os.stat(path)
         except OSError:
             return path
         return f"{path} {facts.st_size} {facts.st_mtime_ns}"
-
-    def _path(self, index: int) -> str:
-        return os.path.abspath(os.path.join(self.folder, self.names[index]))
 
 
 @dataclass

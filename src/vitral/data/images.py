@@ -74,9 +74,9 @@ def decode(data: bytes, channels: int = 3) -> np.ndarray:
 class Undecoded:
     """A picture in a file whose parts can be asked for; it costs less to decode a part than all."""
 
-    def __init__(self, data: bytes, frame: int) -> None:
+    def __init__(self, data: bytes, frame: jpeg.Frame) -> None:
         self.data, self.frame = data, frame
-        self.shape = (*jpeg.size(data, frame), 3)
+        self.shape = (frame.height, frame.width, 3)
 
     def __getitem__(self, part: tuple[slice, slice]) -> np.ndarray:
         """Rows and columns -> uint8 (h, w, 3); raises UnreadableImage."""
@@ -91,8 +91,8 @@ def undecoded(data: bytes, channels: int) -> np.ndarray | Undecoded:
     """
     if channels == 3 and data.startswith(_JPEG):
         frame, tagged = jpeg.header(data)
-        small = frame is not None and math.prod(jpeg.size(data, frame)) <= _largest()
-        if small and (not tagged or _jpeg_orientation(data) == 1):
+        readable = frame is not None and 0 < frame.height * frame.width <= _largest()
+        if readable and (not tagged or _jpeg_orientation(data) == 1):
             return Undecoded(data, frame)
     return decode(data, channels)
 

@@ -8,6 +8,7 @@ complaint that there were bytes left over; any other complaint means damage, and
 from __future__ import annotations
 
 import re
+import struct
 from typing import NamedTuple
 
 import numpy as np
@@ -20,8 +21,14 @@ _BLOCKS = 16  # pixels, the height of a row of blocks where colours have half th
 class Header(NamedTuple):
     """What stands before the pixels."""
 
-    frame: int | None  # where the height is written; None unless rows come in order, of 8 bits and 1 or 3 colours
+    frame: Frame | None  # unless rows come in order, of 8 bits and 1 or 3 colours
     tagged: bool  # has a segment that may hold EXIF or XMP, or is an odd one
+
+
+class Frame(NamedTuple):
+    place: int  # in the file, where the height is written
+    height: int
+    width: int
 
 
 def header(jpeg: bytes) -> Header:
@@ -33,23 +40,18 @@ def header(jpeg: bytes) -> Header:
         if marker == 0xE1:
             tagged = True
         elif marker in (0xC0, 0xC1) and jpeg[place + 4] == 8 and jpeg[place + 9] in (1, 3):
-            frame = place + 5
+            frame = Frame(place + 5, *struct.unpack_from(">HH", jpeg, place + 5))
         place += 2 + int.from_bytes(jpeg[place + 2 : place + 4])
     return Header(None, tagged=True)
 
 
-def size(jpeg: bytes, frame: int) -> tuple[int, int]:
-    return int.from_bytes(jpeg[frame : frame + 2]), int.from_bytes(jpeg[frame + 2 : frame + 4])
-
-
-def upper_rows(jpeg: bytes, frame: int, rows: int) -> np.ndarray | None:
+def upper_rows(jpeg: bytes, frame: Frame, rows: int) -> np.ndarray | None:
     """uint8 (rows + 1, w, 3), of which all but the last row are those of the picture; None where all is needed."""
-    height, width = size(jpeg, frame)
     end = rows + 1  # colours at half the resolution are blended with those of the next row
-    if end > (height - 1) // _BLOCKS * _BLOCKS:  # the last row of blocks: nothing would be left over
+    if end > (frame.height - 1) // _BLOCKS * _BLOCKS:  # the last row of blocks: nothing would be left over
         return None
-    shorter = b"".join((jpeg[:frame], end.to_bytes(2), jpeg[frame + 2 :]))
-    pixels = np.empty((end, width, 3), np.uint8)
+    shorter = b"".join((jpeg[: frame.place], end.to_bytes(2), jpeg[frame.place + 2 :]))
+    pixels = np.empty((end, frame.width, 3), np.uint8)
     try:
         simplejpeg.decode_jpeg(shorter, "RGB", buffer=pixels)
     except ValueError as complaint:
