@@ -256,6 +256,42 @@ def test_loading_draws_nothing_from_the_generator_of_dropout(workers: int):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("start", ["fork", "forkserver"])
+def test_batches_are_the_same_however_workers_start(start: str, monkeypatch):
+    """Children that are forked inherit their memory; others get it by name."""
+    if start not in multiprocessing.get_all_start_methods():
+        pytest.skip(f"no {start} on this system")
+    expected = list(training_batches(a_split(), RANDOM, **SETTINGS))
+    usual = multiprocessing.get_start_method()
+    if start == "fork":
+        monkeypatch.setattr(torch.UntypedStorage, "_new_shared", None)  # no room in /dev/shm is asked for
+    multiprocessing.set_start_method(start, force=True)
+    try:
+        assert all_equal(training_batches(a_split(), RANDOM, **SETTINGS, workers=2), iter(expected))
+    finally:
+        multiprocessing.set_start_method(usual, force=True)
+
+
+@dataclass(frozen=True)
+class Signed:
+    """Every picture shows who read it."""
+
+    def read(self, index: int) -> np.ndarray:
+        return np.full((12, 12, 3), os.getpid() % 251, np.uint8)
+
+    def mark(self, index: int) -> str:
+        return ""
+
+
+def test_each_worker_keeps_to_its_own_blocks_of_memory():
+    split = Split("train", ["a"] * 40, np.zeros(40, np.int64), ("a",), Signed())
+    found = evaluation_batches(split, PLAIN, batch=2, workers=3)
+    writers = [int(batch.images[0, 0, 0, 0]) for batch in found]
+    assert len(set(writers)) == 3
+    for item, writer in enumerate(writers):
+        assert writer == writers[item % loader.blocks_of(3)]
+
+
 def test_who_stops_early_leaves_no_process(no_child_is_left: None):
     batches = training_batches(a_split(), RANDOM, **{**SETTINGS, "last_step": 1000}, workers=2)
     next(batches)

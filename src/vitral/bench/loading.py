@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from vitral.bench.contestants import OURS, Contestant, Task, default_modes
 from vitral.bench.steps import TrainingStep, predictor
 from vitral.data.images import decode
-from vitral.data.loader import AHEAD, default_workers, evaluation_batches, read_pixels, training_batches
+from vitral.data.loader import AHEAD, blocks_of, default_workers, evaluation_batches, read_pixels, training_batches
 from vitral.data.preprocess import Pipeline, parse_pipeline
 from vitral.data.sources import Split, open_data
 
@@ -49,9 +49,9 @@ class LoadingStep:
     def run(self, count: int) -> list[float]:
         """The mean of `count` batches or a few more: each worker makes as many, as they deliver in bursts. The loader
         starts anew, so that nobody's workers run ahead while others have their turn. Timed is what it does for long:
-        neither its start, in which each worker makes one batch, nor its end, where some have nothing left to do."""
+        neither its start, until all of its memory has been used once, nor its end, where some have nothing to do."""
         each = max(self.task.workers, 1)
-        first, count = each, math.ceil(count / each) * each
+        first, count = blocks_of(self.task.workers), math.ceil(count / each) * each
         batches = _batches(self.contestant, self.task, first + count + each, training=True)
         self._take(islice(batches, first))
         start = time.perf_counter()

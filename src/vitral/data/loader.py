@@ -12,10 +12,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
+import mmap
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Generator, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -191,17 +192,20 @@ def _batches(
     pin: bool,
 ) -> Iterator[Batch]:
     """While a batch is copied the workers make the AHEAD * workers next ones at most, and each of those, like the batch
-    itself, has a block of its own."""
+    itself, has a block of its own. As workers take turns, a block is always filled by the same one: a process that
+    writes to shared memory for the first time waits for each of its pages."""
     count, size = rows.shape
     shape = (size, *pipeline.size, channels)
-    blocks = [_block(shape, shared=workers > 0) for _ in range(min(AHEAD * workers + 1, count))]
+    blocks = [_block(shape, shared=workers > 0) for _ in range(min(blocks_of(workers), count))]
     batches = _Batches(split, pipeline, channels, rows, blocks)
     pin = pin and torch.cuda.is_available()
-    for item, rest in enumerate(in_workers(batches, workers)):
-        images = _memory(shape, pin)
-        np.copyto(images.numpy(), batches.block(item).numpy())  # torch would take the cores that the workers are on
-        others = (torch.from_numpy(array) for array in rest)
-        yield Batch(images.permute(0, 3, 1, 2), *(tensor.pin_memory() if pin else tensor for tensor in others))
+    # Closed in so many words: the first releases of Python 3.12 keep what a closed generator was looping over.
+    with contextlib.closing(in_workers(batches, workers)) as rests:
+        for item, rest in enumerate(rests):
+            images = _memory(shape, pin)
+            np.copyto(images.numpy(), batches.block(item).numpy())  # torch would take the cores that the workers are on
+            others = (torch.from_numpy(array) for array in rest)
+            yield Batch(images.permute(0, 3, 1, 2), *(tensor.pin_memory() if pin else tensor for tensor in others))
 
 
 def _memory(shape: tuple[int, ...], pin: bool) -> Tensor:
@@ -212,15 +216,23 @@ def _memory(shape: tuple[int, ...], pin: bool) -> Tensor:
     return torch.from_numpy(np.empty(shape, np.uint8))
 
 
+def blocks_of(workers: int) -> int:
+    """How many batches a loader has memory for."""
+    return (AHEAD + 1) * workers or 1
+
+
 def _block(shape: tuple[int, ...], *, shared: bool) -> Tensor:
     """uint8 memory yet to be filled; what others write to a shared block is seen here."""
     if not shared:
         return torch.empty(shape, dtype=torch.uint8)
+    if multiprocessing.get_start_method() == "fork":
+        # Memory that children inherit. Any other needs room in /dev/shm, of which a container may have 64 MB.
+        return torch.frombuffer(mmap.mmap(-1, math.prod(shape)), dtype=torch.uint8).view(shape)
     # Not share_memory_(): it copies, and there is nothing to copy yet.
     return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(math.prod(shape))).view(shape)
 
 
-def in_workers(items: Sized, workers: int) -> Iterator[Any]:
+def in_workers(items: Sized, workers: int) -> Generator[Any]:
     """The items of a map-style data set in order, made by worker processes, or here when there are none.
 
     When the consumer stops early the generator is closed, the loader dies with it, and so do the processes.
