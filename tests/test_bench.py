@@ -592,6 +592,8 @@ def test_rows_of_other_pictures_are_kept_apart() -> None:
     assert len(rows) == 3
     assert ratio(small, rows) is not None
     assert ratio(large, rows) is None
+    assert [cells[0] for cells in table(rows)] == ["data, 0.09 megapixels"] * 2 + ["data, 0.19 megapixels"]
+    assert remarks(rows)[0].startswith("data, 0.09 megapixels, ViT-")
 
 
 def test_the_chart_is_a_picture_with_every_point() -> None:

@@ -48,4 +48,4 @@ def _fed(row: Row) -> str:
 
 
 def _what(row: Row) -> str:
-    return f"{row.work}, {row.model}, batch {row.batch}"
+    return f"{row.task}, {row.model}, batch {row.batch}"

@@ -60,8 +60,17 @@ class Row:
     @property
     def race(self) -> tuple[str, str, int, str, str, float]:
         """Rows that may be compared: the same work on the same hardware, with pictures as large where files are read"""
-        size = round(self.details.get("megapixels", 0.0), 3)
-        return self.work, self.model, self.batch, self.device, self.facts.get("hardware", ""), size
+        hardware = self.facts.get("hardware", "")
+        return self.work, self.model, self.batch, self.device, hardware, round(self.megapixels, 3)
+
+    @property
+    def megapixels(self) -> float:
+        """Of a picture where files are read, else 0."""
+        return self.details.get("megapixels", 0.0)
+
+    @property
+    def task(self) -> str:
+        return f"{self.work}, {self.megapixels:.2f} megapixels" if self.megapixels else self.work
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
@@ -171,7 +180,7 @@ def _words(rows: Sequence[Row]) -> list[str]:
 
 def _cells(row: Row, compared: tuple[float, bool] | None) -> list[str]:
     return [
-        row.work,
+        row.task,
         row.model,
         str(row.batch),
         row.library,
@@ -195,7 +204,7 @@ def _told(row: Row) -> list[str]:
     text = ", ".join(
         f"{name} {value:,.3g}" if value < 1000 else f"{name} {value:,.0f}" for name, value in row.details.items()
     )
-    return [row.work, row.model, row.label, text]
+    return [row.task, row.model, row.label, text]
 
 
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
