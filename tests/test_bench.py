@@ -651,14 +651,15 @@ def test_no_more_is_trained_on_than_a_loader_makes_alone(pictures: Path) -> None
 
 
 def test_a_loader_s_start_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two workers that take 100 s to start, then hand over two batches at once every 4 s, and are slow at the end."""
+    """Two workers that take 100 s to start and 30 s for each of their first three batches, then hand over two batches at
+    once every 4 s, and are slow at the end."""
     clock = [0.0]
     monkeypatch.setattr(loading.time, "perf_counter", lambda: clock[0])
 
     def batches(contestant: Contestant, task: Task, count: int, *, training: bool) -> Iterator[torch.Tensor]:
         clock[0] += 100
         for number in range(count):
-            clock[0] += (number % 2 == 0) * (4 if number < 8 else 50)
+            clock[0] += (number % 2 == 0) * (30 if number < 6 else 4 if number < 12 else 50)
             yield torch.zeros(1)
 
     monkeypatch.setattr(loading, "_batches", batches)
