@@ -592,8 +592,8 @@ def test_rows_of_other_pictures_are_kept_apart() -> None:
     assert len(rows) == 3
     assert ratio(small, rows) is not None
     assert ratio(large, rows) is None
-    assert [cells[0] for cells in table(rows)] == ["data, 0.09 megapixels"] * 2 + ["data, 0.19 megapixels"]
-    assert remarks(rows)[0].startswith("data, 0.09 megapixels, ViT-")
+    assert [cells[0] for cells in table(rows)] == ["data, 0.087 megapixels"] * 2 + ["data, 0.188 megapixels"]
+    assert remarks(rows)[0].startswith("data, 0.087 megapixels, ViT-")
 
 
 def test_the_chart_is_a_picture_with_every_point() -> None:
@@ -651,8 +651,8 @@ def test_no_more_is_trained_on_than_a_loader_makes_alone(pictures: Path) -> None
 
 
 def test_a_loader_s_start_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two workers that take 100 s to start and 30 s for each of their first three batches, then hand over two batches at
-    once every 4 s, and are slow at the end."""
+    """Two workers that take 100 s to start and 30 s for each of their first three batches, then hand over two at once
+    every 4 s, and are slow at the end."""
     clock = [0.0]
     monkeypatch.setattr(loading.time, "perf_counter", lambda: clock[0])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 
 import numpy as np
@@ -118,9 +119,10 @@ def test_scans_of_one_colour_each_are_seen_through(decoded_rows):
     assert decoded_rows == [21, 0, 0]
 
 
+@pytest.mark.parametrize("options", [{}, {"restart_marker_rows": 1}])
 @pytest.mark.parametrize("kept", [0.3, 0.6, 0.9, 0.99])
-def test_a_missing_end_is_seen_from_above_it(kept):
-    data = saved(photo(96, 80))
+def test_a_missing_end_is_seen_from_above_it(kept, options):
+    data = saved(photo(96, 80), **options)
     picture = undecoded(data[: int(kept * len(data))], 3)
     with pytest.raises(UnreadableImage, match="truncated"):
         picture[:16, :]
@@ -135,25 +137,41 @@ def test_absurd_sizes_are_refused_before_memory_is_taken():
         undecoded(bytes(data), 3)
 
 
-@settings(max_examples=200)
+def test_markers_without_a_length_do_not_lead_astray():
+    data = saved(photo(96, 80))
+    odd = data[:2] + b"\xff\xd0\0\2\xff\xd1\0\2" + data[2:]
+    np.testing.assert_array_equal(undecoded(odd, 3)[:20, :], decode(data)[:20])
+
+
+def test_a_subsampling_without_a_name_is_left_to_pillow():
+    data = bytearray(saved(np.full((64, 64, 3), 90, np.uint8), subsampling=0))
+    data[data.index(b"\xff\xc0") + 11] = 0x14  # the first colour has four rows for one of the others
+    expected = np.asarray(Image.open(io.BytesIO(data)))
+    np.testing.assert_array_equal(decode(bytes(data)), expected)
+    np.testing.assert_array_equal(undecoded(bytes(data), 3)[:20, :], expected[:20])
+
+
+@settings(max_examples=300)
 @given(
+    seed=st.sampled_from([saved(photo(43, 61)), saved(photo(43, 61), restart_marker_blocks=2)]),
     changes=st.lists(st.tuples(st.floats(0, 0.999), st.integers(0, 255)), min_size=1, max_size=12),
     end=st.integers(1, 43),
 )
-def test_damage_gives_pixels_or_one_error(changes, end):
-    data = bytearray(DAMAGED)
+def test_damage_gives_what_the_whole_gives_or_nothing(seed, changes, end):
+    """The whole may be refused for damage below the part; where it is not, the part is the same."""
+    data = bytearray(seed)
     for place, value in changes:
         data[int(place * len(data))] = value
     try:
         picture = undecoded(bytes(data), 3)
-        part = picture[: min(end, picture.shape[0]), : picture.shape[1]]
+        end = min(end, picture.shape[0])
+        part = picture[:end, : picture.shape[1]]
     except UnreadableImage:
+        with pytest.raises(UnreadableImage):
+            decode(bytes(data))
         return
-    assert part.shape == (min(end, picture.shape[0]), picture.shape[1], 3)
-    assert part.dtype == np.uint8
-
-
-DAMAGED = saved(photo(43, 61))
+    with contextlib.suppress(UnreadableImage):
+        np.testing.assert_array_equal(part, decode(bytes(data))[:end])
 
 
 @pytest.mark.parametrize(

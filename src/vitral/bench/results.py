@@ -70,7 +70,7 @@ class Row:
 
     @property
     def task(self) -> str:
-        return f"{self.work}, {self.megapixels:.2f} megapixels" if self.megapixels else self.work
+        return f"{self.work}, {self.megapixels:.3f} megapixels" if self.megapixels else self.work
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:

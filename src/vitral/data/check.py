@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vitral.data.folders import EmptyClass, read_folder
 from vitral.data.hashes import SIDE, dhash, distance, near_pairs, phash
 from vitral.data.images import ImageFacts, UnreadableImage, decode, describe, resize
 from vitral.data.loader import in_workers
@@ -47,7 +48,8 @@ class Report:
     notes: tuple[str, ...]
     images: dict[str, int]  # of each split
     classes: dict[str, dict[str, int]]  # images of each class in each split
-    imbalance: float  # the largest class of train over its smallest
+    empty: tuple[str, ...]  # classes without an image in train
+    imbalance: float  # the largest class of train over its smallest that has images
     formats: dict[str, int]
     widths: dict[str, int]  # smallest, median, largest
     heights: dict[str, int]
@@ -94,7 +96,7 @@ def check(
 
     A source without a test split is looked at whole; its duplicates are what a split made later would leak.
     """
-    data = source if isinstance(source, DataSet) else open_data(source, held_out=0)
+    data = source if isinstance(source, DataSet) else _opened(source)
     splits = [data.train] if data.test is None else [data.train, data.test]
     seen: list[_Image] = []
     total = sum(map(len, splits))
@@ -103,6 +105,14 @@ def check(
         if on_progress:
             on_progress(len(seen), total)
     return _report(data, splits, seen)
+
+
+def _opened(source: str | Path) -> DataSet:
+    """All that there is, classes without images too."""
+    try:
+        return open_data(source, held_out=0)
+    except EmptyClass as error:
+        return dataclasses.replace(read_folder(error.folder, seed=0, held_out=0, empty=True), source=str(source))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +168,7 @@ def _report(data: DataSet, splits: list[Split], seen: list[_Image]) -> Report:
     crossing = [pair for pair in (*identical, *alike) if pair[0] < in_train <= pair[1]]
     facts = [(key, image.facts) for key, image in zip(keys, seen, strict=True) if image.facts]
     counts = data.train.counts()
+    learns = counts.any() or data.test is None  # else the data is for testing only
 
     def those(kind: Callable[[ImageFacts], bool]) -> tuple[str, ...]:
         return tuple(key for key, found in facts if kind(found))
@@ -167,7 +178,8 @@ def _report(data: DataSet, splits: list[Split], seen: list[_Image]) -> Report:
         notes=data.notes,
         images={split.name: len(split) for split in splits},
         classes={split.name: dict(zip(split.classes, split.counts().tolist(), strict=True)) for split in splits},
-        imbalance=float(counts.max() / max(counts.min(), 1)),
+        empty=tuple(data.train.classes[place] for place in np.flatnonzero(counts == 0)) if learns else (),
+        imbalance=float(counts.max() / counts[counts > 0].min()) if counts.any() else 0.0,
         formats=dict(Counter(found.format for _, found in facts).most_common()),
         widths=_spread([found.width for _, found in facts]),
         heights=_spread([found.height for _, found in facts]),

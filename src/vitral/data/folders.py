@@ -23,6 +23,14 @@ EXTENSIONS = frozenset(
 _OPENINGS = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"\0\0\0\x0cjP")
 
 
+class EmptyClass(UserError):
+    """A class folder without an image: too little to learn from, and one of the things that `check` tells."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        super().__init__(f"The class folder {folder / name} has no image: add some, or remove the folder.")
+        self.folder = folder  # of the data set
+
+
 @dataclass(frozen=True)
 class FileReader:
     """Files below one folder."""
@@ -67,8 +75,11 @@ class Found:
         return notes
 
 
-def read_folder(folder: Path, *, seed: int, held_out: float) -> DataSet:
-    """A folder with one sub-folder per class, or with train (and val, test) folders that have them."""
+def read_folder(folder: Path, *, seed: int, held_out: float, empty: bool = False) -> DataSet:
+    """A folder with one sub-folder per class, or with train (and val, test) folders that have them.
+
+    With `empty` a class may have no image in train; without, it raises EmptyClass.
+    """
     source, children = str(folder), sub_folders(folder)
     splits: dict[str, str] = {}
     for child in children:
@@ -81,13 +92,15 @@ def read_folder(folder: Path, *, seed: int, held_out: float) -> DataSet:
     if "train" not in splits or not _holds_classes(folder / splits["train"]):
         if children and len(splits) == len(children):
             raise UserError(f"{folder} has {' and '.join(children)} but no class folders in train: add train/CLASS/.")
-        return assemble(source, {"train": _part(folder, "", found)}, seed=seed, held_out=held_out, notes=found.note())
-    parts = {name: _part(folder, f"{child}/", found) for name, child in splits.items()}
+        parts, classes = {"train": _part(folder, "", found, empty)}, tuple(children)
+        return assemble(source, parts, seed=seed, held_out=held_out, classes=classes, notes=found.note())
+    parts = {name: _part(folder, f"{child}/", found, empty) for name, child in splits.items()}
+    classes = tuple(sub_folders(folder / splits["train"]))
     notes = found.note()
     ignored = [child for child in children if child not in splits.values()]
     if ignored:
         notes.append(f"Left out the folder{'s' * (len(ignored) > 1)} {', '.join(ignored)} beside {splits['train']}.")
-    return assemble(source, parts, seed=seed, held_out=held_out, notes=notes)
+    return assemble(source, parts, seed=seed, held_out=held_out, classes=classes, notes=notes)
 
 
 def find_images(folder: Path, below: str = "", found: Found | None = None) -> Found:
@@ -109,14 +122,14 @@ def sub_folders(folder: Path) -> list[str]:
     return sorted((entry.name for entry in _entries(str(folder)) if entry.is_dir()), key=natural)
 
 
-def _part(folder: Path, below: str, found: Found) -> Part:
+def _part(folder: Path, below: str, found: Found, empty: bool) -> Part:
     names: list[str] = []
     labels: list[str] = []
     classes = sub_folders(folder / below)
     for name in classes:
         inside = find_images(folder, f"{below}{name}/", Found(others=found.others)).names
-        if not inside and SPLIT_NAMES.get(below.rstrip("/").lower(), "train") == "train":
-            raise UserError(f"The class folder {folder / below / name} has no image: add some, or remove the folder.")
+        if not (inside or empty) and SPLIT_NAMES.get(below.rstrip("/").lower(), "train") == "train":
+            raise EmptyClass(folder, f"{below}{name}")
         names += inside
         labels += [name] * len(inside)
     loose = sum(_named_like_an_image(entry) for entry in _entries(str(folder / below)))

@@ -87,7 +87,7 @@ class Undecoded:
 def undecoded(data: bytes, channels: int) -> np.ndarray | Undecoded:
     """What `decode` gives, yet to be decoded where a part of it may do; raises UnreadableImage.
 
-    Damage to a file that lies below the part asked for may go unseen; that the end is missing is seen.
+    Damage below the part goes unseen where Pillow would let it pass, too; that the end is missing is seen.
     """
     if channels == 3 and data.startswith(_JPEG):
         frame, tagged = jpeg.header(data)

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import simplejpeg
 
+_SEGMENTS = frozenset((*range(0xC0, 0xD0), *range(0xDA, 0xFF)))  # the markers that a length follows
+_END = b"\xff\xd9"
 _LEFT_OVER = re.compile(r"Corrupt JPEG data: \d+ extraneous bytes before marker 0xd[0-79]")  # the end, or a restart
 _BLOCKS = 16  # pixels, the height of a row of blocks where colours have half the resolution
 
@@ -21,7 +23,7 @@ _BLOCKS = 16  # pixels, the height of a row of blocks where colours have half th
 class Header(NamedTuple):
     """What stands before the pixels."""
 
-    frame: Frame | None  # unless rows come in order, of 8 bits and 1 or 3 colours
+    frame: Frame | None  # None unless rows come in order, of 8 bits and 1 or 3 colours
     tagged: bool  # has a segment that may hold EXIF or XMP, or is an odd one
 
 
@@ -33,7 +35,7 @@ class Frame(NamedTuple):
 
 def header(jpeg: bytes) -> Header:
     place, frame, tagged = 2, None, False
-    while place + 10 < len(jpeg) and jpeg[place] == 0xFF and jpeg[place + 1] != 0xFF:
+    while place + 10 < len(jpeg) and jpeg[place] == 0xFF and jpeg[place + 1] in _SEGMENTS:
         marker = jpeg[place + 1]
         if marker == 0xDA:  # the scan
             return Header(frame, tagged)
@@ -46,7 +48,10 @@ def header(jpeg: bytes) -> Header:
 
 
 def upper_rows(jpeg: bytes, frame: Frame, rows: int) -> np.ndarray | None:
-    """uint8 (rows + 1, w, 3), of which all but the last row are those of the picture; None where all is needed."""
+    """uint8 (rows + 1, w, 3), of which all but the last row are those of the picture; None where all has to be
+    decoded."""
+    if not jpeg.endswith(_END):  # only the first complaint is told, which may be one of a restart left over
+        return None
     end = rows + 1  # colours at half the resolution are blended with those of the next row
     if end > (frame.height - 1) // _BLOCKS * _BLOCKS:  # the last row of blocks: nothing would be left over
         return None
@@ -66,5 +71,8 @@ def whole(jpeg: bytes, channels: int, most_pixels: float) -> np.ndarray | None:
         if space not in ("Gray", "YCbCr", "RGB") or int(height) * int(width) > most_pixels:
             return None
         return simplejpeg.decode_jpeg(jpeg, "GRAY" if space == "Gray" and channels == 1 else "RGB")
-    except ValueError:  # also mere warnings, some of which Pillow lets pass
+    except (
+        KeyError,
+        ValueError,
+    ):  # a subsampling that it has no name for; mere warnings, some of which Pillow lets pass
         return None

@@ -217,7 +217,7 @@ def _memory(shape: tuple[int, ...], pin: bool) -> Tensor:
 
 
 def blocks_of(workers: int) -> int:
-    """How many batches a loader has memory for."""
+    """How many batches a loader has shared memory for."""
     return (AHEAD + 1) * workers or 1
 
 
@@ -274,13 +274,13 @@ class _Telling:
 def read_pixels(split: Split, index: int, channels: int) -> np.ndarray:
     """One example's uint8 (h, w, channels); raises UnreadableImage."""
     found = split.reader.read(index)
-    return decode(found, channels) if isinstance(found, bytes) else _bands(split, index, found, channels)
+    return _bands(split, index, found, channels) if isinstance(found, np.ndarray) else decode(found, channels)
 
 
 def _picture(split: Split, index: int, channels: int) -> Picture:
     """The same for a pipeline, which may need but a part of it."""
     found = split.reader.read(index)
-    return undecoded(found, channels) if isinstance(found, bytes) else _bands(split, index, found, channels)
+    return _bands(split, index, found, channels) if isinstance(found, np.ndarray) else undecoded(found, channels)
 
 
 def _bands(split: Split, index: int, pixels: np.ndarray, channels: int) -> np.ndarray:
