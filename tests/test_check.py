@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from scipy.fft import dctn
 from vitral.data.check import NEAR_BITS, Pair, check
 from vitral.data.hashes import FARTHEST, dhash, distance, near_pairs, phash
 from vitral.data.sources import open_data
+from vitral.errors import UserError
 
 
 def scene(seed: int, size: tuple[int, int] = (96, 80)) -> Image.Image:
@@ -47,7 +49,9 @@ def test_a_clean_set_is_clean(tmp_path):
     assert report.imbalance == 1
     assert report.near_is_complete
     found = (report.unreadable, report.rotated, report.deep, report.cmyk, report.animated, report.tiny)
-    assert not any((*found, report.duplicates, report.contradictions, report.near, report.leaks, report.notes))
+    assert not any(
+        (*found, report.empty, report.duplicates, report.contradictions, report.near, report.leaks, report.notes)
+    )
     assert (report.grey, report.transparent, report.not_compared) == (0, 0, 0)
 
 
@@ -105,6 +109,45 @@ def test_planted_faults_are_found(tmp_path, workers):
     assert report.imbalance == pytest.approx(
         max(report.classes["train"].values()) / min(report.classes["train"].values())
     )
+
+
+@pytest.mark.parametrize("train, test", [("", ()), ("train/", ()), ("Training/", ("teal",)), ("train/", ("a",))])
+def test_an_empty_class_folder_is_a_finding_and_the_rest_is_looked_at(tmp_path, command, train, test):
+    for number in range(6):
+        save(scene(number), tmp_path / "data" / train / "ab"[number % 3 > 1] / f"{number}.png")
+    for number, label in enumerate(test):
+        save(scene(10 + number), tmp_path / "data/test" / label / "x.png")
+    (tmp_path / "data" / train / "a/copy.png").write_bytes((tmp_path / "data" / train / "a/0.png").read_bytes())
+    (tmp_path / "data" / train / "teal/deep").mkdir(parents=True)
+    (tmp_path / "data" / train / "teal/notes.txt").write_text("no picture")
+    said = command("check", tmp_path / "data", "--json")
+    assert said.code == 0, said.err
+    report = json.loads(said.out)
+    assert report["source"] == str(tmp_path / "data")
+    assert report["empty"] == ["teal"]
+    assert report["classes"]["train"] == {"a": 5, "b": 2, "teal": 0}
+    assert report["imbalance"] == 2.5
+    assert report["duplicates"] == [[f"{train}a/0.png", f"{train}a/copy.png"]]
+    assert report["images"] == {"train": 7, **({"test": 1} if test else {})}
+    assert any(".txt 1" in note for note in report["notes"])
+    assert ["teal", "0"] in [line.split()[:2] for line in command("check", tmp_path / "data").out.splitlines()]
+    with pytest.raises(UserError, match="teal has no image: add some, or remove the folder"):
+        open_data(tmp_path / "data")
+
+
+def test_folders_without_any_image_are_reported_too(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    report = check(tmp_path)
+    assert (report.empty, report.images, report.imbalance, report.widths) == (("a", "b"), {"train": 0}, 0, {})
+
+
+def test_data_for_testing_only_has_no_empty_classes(tmp_path):
+    data = open_data(clean(tmp_path))
+    nothing = data.train.select(np.empty(0, np.int64))
+    assert check(replace(data, train=nothing)).empty == ()
+    some = data.train.select(np.flatnonzero(data.train.labels == 1))
+    assert check(replace(data, train=some)).empty == ("a",)
 
 
 def test_a_report_is_json_with_its_thresholds(tmp_path):

@@ -12,12 +12,18 @@ from journeys import MODEL, QUICK, Command, colour_folder
 
 from vitral.api import Evaluated, Event, Pace, Started, StepDone
 from vitral.checkpoints.run import RunFolder
+from vitral.data.loader import Batch
 from vitral.data.sources import Split
 from vitral.evaluation.predict import Predictions
-from vitral.training import judge
+from vitral.training import judge, preflight
+from vitral.training.average import Average
+from vitral.training.events import Listener
 from vitral.training.judge import Judge, measure
+from vitral.training.objective import LossSettings, Objective
 from vitral.training.parallel import World
 from vitral.training.record import Recorder
+from vitral.training.state import Trainee
+from vitral.training.step import Plan, Steps
 
 
 def events(
@@ -107,6 +113,62 @@ class NoReader:
 
     def mark(self, index: int) -> str:
         return ""
+
+
+@pytest.mark.parametrize(
+    "computed, records, micro, foreseen, taken",
+    [
+        (0.01, False, 4, 0.01, 5),
+        (0.01, True, 4, 0.001, 3 + 1 + 5),
+        (0.01, True, 2, 0.02, 5),  # in two pieces nothing is recorded
+        (0.6, True, 4, 0.6, 1),  # a slow step is as slow when it is replayed
+    ],
+)
+def test_a_step_is_foreseen_as_the_run_will_take_it(monkeypatch, computed, records, micro, foreseen, taken):
+    """A piece of a step takes `computed`, a recording 1 second, a replay 0.001; `records` as if on a GPU."""
+    clock = Clock()
+    monkeypatch.setattr(preflight, "time", clock)
+    made: list[Steps] = []
+
+    class Recorded(Steps):
+        def __init__(self, trainee: Trainee, plan: Plan, world: World, listen: Listener) -> None:
+            super().__init__(trainee, plan, world, listen)
+            self.records = records
+            made.append(self)
+
+    class Replayed:
+        def __init__(self, function: object, inputs: object) -> None:
+            clock.now += 1
+
+        def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            clock.now += 0.001
+            return (torch.zeros(()),) * 3
+
+    monkeypatch.setattr(preflight, "Steps", Recorded)
+    monkeypatch.setattr("vitral.training.step.Recording", Replayed)
+    trainee = a_trainee(lambda: setattr(clock, "now", clock.now + computed))
+    batch = Batch(
+        torch.zeros(4, 3, 2, 2, dtype=torch.uint8), torch.arange(4) % 2, torch.ones(4).bool(), torch.arange(4)
+    )
+    plan = Plan(steps=9, batch=4, micro=micro, seed=0, graph=True, clip=1.0)
+    before = [weight.clone() for weight in trainee.model.parameters()]
+    found = preflight.preflight(trainee, plan, World(0, 1, torch.device("cpu")), lambda _: iter([batch]), lambda: 7.0)
+    assert found.step_seconds == pytest.approx(foreseen)
+    assert (found.plan, found.evaluation_seconds, made[0].taken) == (plan, 7.0, taken)
+    assert trainee.average is not None
+    for weights in (trainee.model.parameters(), trainee.average.state.values()):
+        assert all(map(torch.equal, before, weights))
+    assert not trainee.optimizer.state
+
+
+def a_trainee(computing: Callable[[], None]) -> Trainee:
+    """A linear classifier of 3 x 2 x 2 pixels that says when it computes."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 2))
+    model.register_forward_pre_hook(lambda *_: computing())
+    objective = Objective(model, LossSettings(2, (0.5,) * 3, (0.5,) * 3, seed=0), np.ones(2))
+    groups = [{"params": list(model.parameters()), "factor": 1.0}]
+    return Trainee(objective, model, torch.optim.AdamW(groups, lr=0.1), Average(model, 0.9))
 
 
 def test_what_is_written_down_on_the_way(tmp_path, monkeypatch, capsys):

@@ -240,6 +240,47 @@ def test_choices_for_the_cases_people_have():
     assert chosen(480, 12, multilabel=True).loss == "sigmoid"
 
 
+def fine_tuned(images, classes, tune="", device="cpu", **said):
+    """What is chosen where the user says `tune` and perhaps more, and why."""
+    words = {key.replace("_", "."): value for key, value in said.items()} | ({"tune": tune} if tune else {})
+    return default_recipe(images=images, classes=classes, pretrained=parse("ViT-Ti/16"), device=device, said=words)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_head_that_is_asked_for_learns_as_one_that_is_chosen(device):
+    few, _ = fine_tuned(30, 12, device=device)
+    assert few.tune == "head"
+    assert fine_tuned(30, 12, "head", device)[0] == few
+    asked, (reason,) = fine_tuned(480, 12, "head", device)
+    assert asked == replace(few, epochs=30.0, batch=256)
+    assert "30 epochs at a rate of 0.001" in reason
+    assert asked.optim.layer_decay == asked.optim.head_lr == 1
+    for words in ({"epochs": "3"}, {"steps": "3"}, {"optim_lr": "0.1"}):
+        assert fine_tuned(480, 12, "head", device, **words) == (asked, ())
+
+
+@pytest.mark.parametrize("images", [30, 480])
+@pytest.mark.parametrize("tune", ["lora:8", "bias"])
+def test_what_is_added_to_frozen_weights_learns_faster_than_they_would(tune, images):
+    whole, said = fine_tuned(images, 12, "full")
+    found, reasons = fine_tuned(images, 12, tune)
+    assert found.tune == "full"  # what is said is not followed here
+    assert found.optim.lr == pytest.approx(5 * whole.optim.lr)
+    assert (found.optim.layer_decay, found.optim.head_lr) == (1, 1)
+    assert (found.epochs, found.batch) == (whole.epochs, whole.batch)
+    assert "all layers" in said[0]
+    assert "all layers" not in "".join(reasons)
+
+
+def test_all_layers_that_are_asked_for_do_not_learn_as_a_head_would():
+    usual, reasons = fine_tuned(480, 12)
+    assert fine_tuned(480, 12, "full") == (usual, reasons)
+    few, _ = fine_tuned(30, 12, "full")
+    assert (few.optim, few.batch, few.epochs) == (usual.optim, 30, 60)
+    long = default_recipe(images=20_000, classes=12, pretrained=parse("ViT-L/16"), device="cpu", said={"tune": "full"})
+    assert (long[0].tune, long[0].epochs, long[0].optim.layer_decay) == ("full", 5, 0.75)
+
+
 def test_with_weights_a_name_only_asks_for_an_image_size():
     assert chosen(480, 12, "ViT-Ti/16", model="Ti/16").image == 0
     assert chosen(480, 12, "ViT-Ti/16", model="Ti/16@384").image == 384

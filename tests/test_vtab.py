@@ -215,6 +215,45 @@ def test_mistakes_are_told_before_anything_runs(weights: Path, root: Path, tmp_p
     assert not (tmp_path / "run").exists()
 
 
+def test_a_suite_lies_neither_among_images_nor_among_other_files(
+    weights: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "dear.txt").touch()
+    cases = {
+        tmp_path / "letters": "holds other files and no run to go on with",
+        root: "holds other files and no run to go on with",
+        root / "svhn": "lies in the data folder",  # not there, and it would be taken for the data, before svhn_cropped
+        root / "clevr" / "run": "lies in the data folder",
+    }
+    for out, words in cases.items():
+        before = sorted(out.rglob("*"))
+        with pytest.raises(UserError, match=words):
+            quick(weights, root, out, "svhn")
+        assert sorted(out.rglob("*")) == before
+    monkeypatch.chdir(root / "clevr")
+    with pytest.raises(UserError, match="runs lies in the data folder"):
+        vtab1k(weights, root, tasks=["svhn"], device="cpu", **FEW)
+
+
+@pytest.mark.parametrize("options", [{}, {"fixed": False, "sweep": ("steps=1,2",), "overrides": QUICK}])
+def test_a_suite_that_was_stopped_goes_on_in_its_folder(
+    weights: Path, root: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Stopped after its first run, when there is no vtab.json, and with nothing but a list of images."""
+    (tmp_path / "vtab-ids").mkdir()
+
+    def stop(event: Any) -> None:
+        if isinstance(event, StepDone):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quick(weights, root, tmp_path, "svhn", listen=stop, **options)
+    assert not (tmp_path / "vtab.json").exists()
+    assert list(quick(weights, root, tmp_path, "svhn", **options).suite.scores) == ["svhn"]
+    assert (tmp_path / "vtab.json").is_file()
+
+
 class Runs:
     """Instead of training: accuracies that are given by (task, steps), and a record of what was asked for."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from vitral.training.pace import Pace as Pace
 from vitral.training.prepare import check_recipe
 
 _NARROWING = ("held_out", "dev", "subset", "subset_seed", "exclude")  # parts of recipe.data
+_BEGUN = ("recipe.toml", "protocol.json", "sweep", "seed-*")  # what a run leaves in its folder
 _EARLY = tuple(f"{key}=" for key in ("init", *(f"data.{name}" for name in _NARROWING)))
 
 
@@ -130,7 +131,7 @@ def choose_recipe(
         chosen = replace(chosen, data=replace(before.data, **narrow))
         reasons = (
             *(reason for reason in reasons if reason != MIRRORED),
-            f"images are prepared {'' if said.get('tune') == 'head' else 'and augmented '}as in the run it starts from",
+            f"images are prepared {'' if chosen.tune == 'head' else 'and augmented '}as in the run it starts from",
         )
     elif card is not None and card.preprocess is None:
         reasons = (*reasons, *assumed_pixels(overrides))
@@ -197,29 +198,36 @@ def check_out(out: str | Path, data: str | Path) -> None:
 
     Without `out` there will be one in runs/.
     """
-    folder = Path(out or "runs")
     name, _, place = str(data).partition(":")
     source = place if name in known_data() else str(data)
     where = Path(source).expanduser()
-    for part in _image_folders(where) if source and where.is_dir() else ():
+    check_folder(out, [where] if source and where.is_dir() else [])
+
+
+def check_folder(out: str | Path, data: Iterable[Path], begun: Sequence[str] = _BEGUN) -> None:
+    """The same for several folders of data, there or not; `begun` are patterns of what a run to go on with has."""
+    folder = Path(out or "runs")
+    for part in (part for where in data for part in _image_folders(where)):
         if folder.resolve().is_relative_to(part.resolve()):
             raise UserError(
                 f"the run folder {folder} lies in the data folder {part}, where its files would count as images: "
                 "choose another with --out."
             )
-    if out and folder.is_dir() and _holds_others(folder):
+    if out and folder.is_dir() and _holds_others(folder, begun):
         raise UserError(f"{folder} holds other files and no run to go on with: choose another folder with --out.")
 
 
 def _image_folders(data: Path) -> list[Path]:
     """Where class folders are: in those of the splits, or in the data folder itself."""
-    return [path for path in data.iterdir() if path.is_dir() and path.name.lower() in SPLIT_NAMES] or [data]
+    inside = data.iterdir() if data.is_dir() else ()
+    return [path for path in inside if path.is_dir() and path.name.lower() in SPLIT_NAMES] or [data]
 
 
-def _holds_others(folder: Path) -> bool:
-    names = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
-    begun = any(name in ("recipe.toml", "protocol.json", "sweep") or name.startswith("seed-") for name in names)
-    return not begun and any(name not in ("state", "tensorboard") for name in names)
+def _holds_others(folder: Path, begun: Sequence[str]) -> bool:
+    if any(any(folder.glob(pattern)) for pattern in begun):
+        return False
+    names = (path.name for path in folder.iterdir() if not path.name.startswith("."))
+    return any(name not in ("state", "tensorboard", "vtab-ids") for name in names)
 
 
 def new_folder(data: str | Path, recipe: Recipe) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 
 from vitral.api.device import check_device
 from vitral.api.protocols import write_row
-from vitral.api.training import new_folder
+from vitral.api.training import check_folder, new_folder
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.weights import describe, located
 from vitral.data.vtab import TASKS, VtabTask, find_task, open_task, write_ids
@@ -32,6 +32,7 @@ _SETTLED = {
     *("data.dev", "data.subset", "data.subset_seed", "data.exclude", "data.held_out"),
 }
 _COUNTS = (800, 200)  # images to train on and to choose on
+_BEGUN = ("vtab.json", "sweep", *(f"{name}/seed-*" for name in TASKS))  # what a suite leaves in its folder
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ def vtab1k(
     check_device(device)
     if seeds < 1:
         raise UserError(f"seeds must be at least 1, not {seeds}.")
+    check_folder(out, _data_folders(Path(root)), _BEGUN)
     card = describe(located(str(weights))).card
     model = name_of(replace(card.architecture, classes=1000))
     book = named(recipe, model)
@@ -158,6 +160,13 @@ def vtab1k(
     )
     by_first(lambda: write_row(folder / "vtab.json", found.as_dict()), world)
     return found
+
+
+def _data_folders(root: Path) -> list[Path]:
+    """Where the tasks' images are looked for; beside these folders a run is in nobody's way."""
+    return [
+        root / name for name in dict.fromkeys(name for task in TASKS.values() for name in (task.name, task.dataset))
+    ]
 
 
 def _check_settled(words: Sequence[str]) -> None:

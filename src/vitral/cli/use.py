@@ -217,6 +217,7 @@ def _check_facts(found: Any) -> dict[str, str]:
         "data": f"{found.source}: {_per_split(found.images)}",
         "notes": " ".join(found.notes),
         "classes": f"{len(found.classes['train']):,}; the largest has {found.imbalance:.1f} times the smallest",
+        "classes without images": _some(found.empty),
         "formats": ", ".join(f"{count:,} {name}" for name, count in found.formats.items()),
         "widths": _spread(found.widths),
         "heights": _spread(found.heights),

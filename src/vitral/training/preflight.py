@@ -15,7 +15,7 @@ from vitral.errors import UserError
 from vitral.training.optimizer import set_rate
 from vitral.training.parallel import World, every, is_sharded
 from vitral.training.state import Trainee
-from vitral.training.step import Plan, accumulate, drawn_numbers, gradients
+from vitral.training.step import Plan, Steps, accumulate, drawn_numbers
 
 _CPU_ROWS = 64  # more at a time is no faster on a CPU, and takes more memory
 
@@ -107,20 +107,24 @@ def _fits(trainee: Trainee, plan: Plan, world: World, batch: Batch) -> bool:
 
 
 def _step_seconds(trainee: Trainee, plan: Plan, world: World, batch: Batch) -> float:
-    """The fastest of a few steps; a slow one is run once, since it tells enough."""
+    """The fastest of a few steps, taken as the run takes them; a slow one is run once, since it tells enough.
+
+    Once a step is recorded, those before and the recording itself count no more: the run will replay.
+    """
+    steps = Steps(trainee, plan, world, lambda event: None)
     times: list[float] = []
     while len(times) < 5 and every(sum(times) < 0.5, world):
-        began = time.perf_counter()
-        _dry_step(trainee, plan, world, batch)
+        before, began = steps.recording, time.perf_counter()
+        _dry_step(steps, batch)
         times.append(time.perf_counter() - began)
+        if steps.recording is not before:
+            times.clear()
     return min(times)
 
 
-def _dry_step(trainee: Trainee, plan: Plan, world: World, batch: Batch) -> None:
-    set_rate(trainee.optimizer, 0.0)
-    loss, _, _ = gradients(trainee, plan, world, batch, lambda event: None)
-    if not torch.isfinite(loss):
+def _dry_step(steps: Steps, batch: Batch) -> None:
+    set_rate(steps.trainee.optimizer, 0.0)
+    if not torch.isfinite(steps.take(batch).loss):
         raise UserError("the first loss is not a finite number: check the weights in init, or set precision=float32.")
-    trainee.optimizer.step()
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
+    if steps.world.device.type == "cuda":
+        torch.cuda.synchronize(steps.world.device)
