@@ -6,9 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from journeys import Command
 
 import vitral
 from vitral.architecture import ViTConfig
@@ -111,6 +113,36 @@ def test_convert_prints_its_certificate(
 
 
 @pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 150528000000 bytes."),
+        torch.OutOfMemoryError("CUDA out of memory."),
+    ],
+)
+def test_memory_that_runs_out_is_one_sentence(
+    error: Exception, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitral.cli.models.cost_of", Mock(side_effect=error))
+    said = command("cost", "ViT-B/16")
+    assert said.code == 2
+    assert said.err == "vitral: there is not enough memory for this: choose a smaller batch, image or model.\n"
+
+
+def test_other_errors_of_ours_are_not_hidden(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitral.cli.models.cost_of", Mock(side_effect=RuntimeError("a fault")))
+    with pytest.raises(RuntimeError, match="a fault"):
+        command("cost", "ViT-B/16")
+
+
+def test_a_reader_who_has_seen_enough_is_no_mistake(tmp_path: Path) -> None:
+    script = f"{sys.executable} -m vitral list models | head -1; echo code ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.endswith("code 0\n")
+    assert not done.stderr
+
+
+@pytest.mark.parametrize(
     "words, says",
     [
         (["lst"], "did you mean `vitral list`"),
@@ -123,6 +155,10 @@ def test_convert_prints_its_certificate(
         (["convert", "nowhere.npz", "x", "--format", "googel"], "did you mean google"),
         (["convert", "nowhere.npz", "x"], "--format"),
         (["cost", "B/16", "--epoch", "3"], "--epoch"),
+        (["cost", "B/16", "--epochs", "3"], "add --images"),
+        (["help", "trian"], "did you mean `vitral train`"),
+        (["info", "google/vit-base-patch16-224"], "or write hf:google/vit-base-patch16-224"),
+        (["pretrain", "photos"], "with the recipe's name"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(

@@ -211,7 +211,7 @@ def test_evaluation_sees_each_example_once(n: int, world: int, batch: int):
     ranks = [list(evaluation_batches(split, PLAIN, batch=batch, rank=rank, world=world)) for rank in range(world)]
     assert len({len(batches) for batches in ranks}) == 1
     together = joined([part for batches in ranks for part in batches])
-    assert {len(part.valid) for batches in ranks for part in batches} == {batch}
+    assert {len(part.valid) for batches in ranks for part in batches} == {min(batch, -(-n // world))}
     seen = together.valid
     assert together.indices[seen].tolist() == list(range(n))
     assert together.labels[seen].tolist() == [index % 3 for index in range(n)]
@@ -270,6 +270,13 @@ def test_batches_are_the_same_however_workers_start(start: str, monkeypatch):
         assert all_equal(training_batches(a_split(), RANDOM, **SETTINGS, workers=2), iter(expected))
     finally:
         multiprocessing.set_start_method(usual, force=True)
+
+
+def test_no_memory_is_taken_for_images_that_are_not_there():
+    (batch,) = evaluation_batches(a_split(5), PLAIN, batch=10**9)
+    assert batch.images.shape == (5, 3, 12, 12)
+    parts = [list(evaluation_batches(a_split(5), PLAIN, batch=10**9, rank=rank, world=2)) for rank in range(2)]
+    assert [[part.indices.tolist() for part in own] for own in parts] == [[[0, 1, -1]], [[2, 3, 4]]]
 
 
 @dataclass(frozen=True)

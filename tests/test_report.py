@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,19 @@ def test_a_run_of_several_labels_shows_those_that_are_there(pictures, tmp_path):
     assert "Some of 6 held-out images. A ✓ marks" in text
     assert "Average precision: " in text
     assert "Recall: " not in text
+
+
+def test_the_page_of_a_run_counts_the_images_that_can_be_read(pictures, tmp_path):
+    shutil.copytree(pictures, tmp_path / "data/train")
+    shutil.copytree(pictures, tmp_path / "data/test")
+    next((tmp_path / "data/test").rglob("*.png")).write_bytes(b"no picture")
+    done = vitral.train(
+        tmp_path / "data", model=MODEL, out=tmp_path / "run", overrides=[*QUICK, "steps=4"], device="cpu"
+    )
+    text = write_run_page(tmp_path / "run", tmp_path / "data", device="cpu").read_text("utf-8")
+    assert {int(n) for n in re.findall(r"of (?:these )?(\d+) (?:held-out )?images", text)} == {
+        done.results[0].metrics["n"]
+    }
 
 
 def test_a_run_without_classes_shows_losses_not_percents(pictures, tmp_path):

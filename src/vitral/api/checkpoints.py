@@ -132,7 +132,7 @@ def convert(
         difference=difference,
         changes=card.changes,
         unmapped=checkpoint.unmapped,
-        unstated=tuple(unstated(written, back.weights.architecture, table)),
+        unstated=tuple(unstated(card, back.card, table)),
     )
 
 

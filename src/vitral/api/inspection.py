@@ -236,19 +236,19 @@ def _examples(model: Model, card: Card, test: Split, preprocess: Preprocess, pla
     """Mistakes, the surest first, then right answers, the least sure first; some images where nothing can be wrong."""
     sample = test.select(_evenly(len(test), ASKED))
     if test.multilabel or not card.architecture.classes:
-        order, mistakes, bins = _evenly(len(sample), EXAMPLES), 0, ()
+        order, mistakes, bins, asked = _evenly(len(sample), EXAMPLES), 0, (), len(sample)
     else:
         found = predict_split(model, sample, preprocess, batch=64, device=place)
         places, logits = found.indices[found.valid], found.logits[found.valid]
         labels = sample.labels[places]
         wrong, confidence = logits.argmax(1) != labels, probabilities(logits).max(1)
         order = places[np.argsort(np.where(wrong, -confidence, 1 + confidence), kind="stable")]
-        mistakes, bins = int(wrong.sum()), reliability(logits, labels)
+        mistakes, bins, asked = int(wrong.sum()), reliability(logits, labels), len(places)
     few = sample.select(order[:EXAMPLES])
     kept, pixels = readable_pixels(few, preprocess.pipeline, card.architecture.channels)
     truths = [_truth(few, i) if card.architecture.classes else () for i in kept]
     shown = _shown(model, [few.keys[i] for i in kept], pixels, preprocess, card, card.class_names, truths=truths)
-    return Examples(shown, _pooled_name(model), min(mistakes, len(shown)), bins, len(sample))
+    return Examples(shown, _pooled_name(model), min(mistakes, len(shown)), bins, asked)
 
 
 def _evenly(count: int, most: int) -> np.ndarray:

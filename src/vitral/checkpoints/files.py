@@ -40,6 +40,7 @@ NUMPY_DTYPES = frozenset(SAFETENSORS_DTYPES.values()) - {"bfloat16", "float8_e4m
 # Where trainers put the weights, most wanted first: averaged weights are the ones that were evaluated and published.
 NESTS = ("state_dict_ema", "ema", "teacher", "state_dict", "model", "model_state", "module", "student")
 
+_HUB_MODEL = re.compile(r"[\w-]+/[\w.-]+")  # owner/name
 _FOLDER_FILES = (
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
@@ -128,7 +129,9 @@ def _readable(path: Path) -> Generator[None]:
 
 def _find(source: Path) -> Path:
     if not source.exists():
-        raise UserError(f"{source} does not exist: check the path.")
+        hub_like = _HUB_MODEL.fullmatch(str(source)) and not source.parent.exists()
+        hub = f", or write hf:{source} for a model of the Hugging Face hub" if hub_like else ""
+        raise UserError(f"{source} does not exist: check the path{hub}.")
     if not source.is_dir():
         return source
     for name in _FOLDER_FILES:

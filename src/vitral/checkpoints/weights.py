@@ -155,8 +155,18 @@ def prepared(weights: Weights, table: Format) -> Weights:
     return {"kept": with_class_row, "folded": without_class_row, "either": lambda same: same}[row](weights)
 
 
-def unstated(written: Architecture, back: Architecture, table: Format) -> list[str]:
-    """What a file of this format does not say: its reader has to be told, or will do otherwise at other sizes."""
+def unstated(card: Card, back: Card, table: Format) -> list[str]:
+    """What a file of this format, written with one card and read with the other, does not say of itself: its reader has
+    to be told, or will do otherwise at other sizes."""
+    missing = _unstated_shape(card.architecture, back.architecture, table)
+    if card.class_names and not back.class_names:
+        missing.append("the names of its classes")
+    if card.preprocess is not None and back.preprocess is None:
+        missing.append("how its images were prepared")
+    return missing
+
+
+def _unstated_shape(written: Architecture, back: Architecture, table: Format) -> list[str]:
     if not isinstance(written, ViTConfig) or not isinstance(back, ViTConfig):
         return []
     rows, columns = written.grid(written.image)

@@ -57,14 +57,18 @@ def main() -> None:
         sys.exit(0)
     except OSError as error:
         _fail(_explained(error))
+    except (MemoryError, RuntimeError) as error:
+        if not _ran_out_of_memory(error):
+            raise
+        _fail("there is not enough memory for this: choose a smaller batch, image or model.")
     except KeyboardInterrupt:
         sys.exit(130)
 
 
 def _run(words: list[str]) -> None:
-    if words[:1] == ["help"] and words[1:] and words[1] in VERBS:
-        _call(words[1], ["--help"])
-    elif not words or words[0] in ("-h", "--help", "help"):
+    if words[:1] == ["help"] and words[1:]:
+        words = [*words[1:], "--help"]
+    if not words or words[0] in ("-h", "--help", "help"):
         print(_help())
     elif words[0] in ("-V", "--version"):
         print(f"vitral {__version__}")
@@ -98,7 +102,15 @@ def _help() -> str:
 def _explained(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "the disk is full: free some space and give the same command again; what was saved before is whole."
-    return f"{error.filename}: {error.strerror}." if error.filename else f"{error}."
+    where = f"{error.filename}: " if error.filename else ""
+    fix = ": choose another place" if error.errno in (errno.EFBIG, errno.EROFS, errno.EACCES) else ""
+    return f"{where}{error.strerror or error}{fix}."
+
+
+def _ran_out_of_memory(error: Exception) -> bool:
+    """Torch has an error of its own for GPUs (not named here: nothing heavy is imported) and a sentence for CPUs."""
+    text, kinds = str(error), [kind.__name__ for kind in type(error).__mro__]
+    return isinstance(error, MemoryError) or "OutOfMemoryError" in kinds or "can't allocate memory" in text
 
 
 def _fail(sentence: str) -> None:

@@ -98,5 +98,5 @@ def _told(box: str) -> str:
     told = written[0 if "╭" in box else 1].rstrip(".: ")
     for pattern, sentence in _SENTENCES:
         if match := re.fullmatch(pattern, told):
-            return match.expand(sentence).replace("'", "")
+            return re.sub(r"(?<!\w)'([^']*)'", r"\1", match.expand(sentence))
     return told

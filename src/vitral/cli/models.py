@@ -43,7 +43,7 @@ def cost(
     image: Image = None,
     classes: Count = None,
     images: Annotated[float | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
-    epochs: Annotated[float, tyro.conf.arg(metavar="N")] = 1.0,
+    epochs: Annotated[float | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     json: Flag = False,
 ) -> None:
     """Count what a model costs, without building it.
@@ -53,9 +53,12 @@ def cost(
         image: pixels, one number or height and width; without it, what the name says, else 224.
         classes: outputs of the head; without it 1000, and 0 means no head.
         images: training images, to count the FLOPs of training.
-        epochs: how often each training image is seen.
+        epochs: how often each training image is seen; without it once.
         json: print JSON instead of a table.
     """
+    if epochs is not None and images is None:
+        raise UserError("epochs are of training images: add --images N.")
+    epochs = 1.0 if epochs is None else epochs
     architecture = parse(model) if classes is None else parse(model, classes=classes)
     size = image_size(image) or architecture.image
     found = cost_of(architecture, size)
@@ -82,7 +85,8 @@ def cost(
         "compute": f"{found.macs / 1e9:,.2f} GMACs an image",
     }
     if images is not None:
-        facts["training"] = f"{values['training_flops'] / 1e18:,.4g} exaFLOPs ({images:,.0f} images, {epochs:g} epochs)"
+        seen = f"{images:,.0f} images, {epochs:g} epoch{'s' * (epochs != 1)}"
+        facts["training"] = f"{values['training_flops'] / 1e18:,.4g} exaFLOPs ({seen})"
         facts["the paper"] = values["paper"] or ""
     print_facts(facts)
 

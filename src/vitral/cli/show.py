@@ -13,9 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 
+class _Output(Console):
+    def on_broken_pipe(self) -> None:
+        """The reader (head, less) has seen enough, which is no mistake of anybody's."""
+        raise BrokenPipeError
+
+
 def console() -> Console:
     """A console that never cuts a table short because its output goes to a file."""
-    return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    return _Output(width=None if sys.stdout.isatty() else 200, highlight=False)
 
 
 def print_json(value: Any) -> None:

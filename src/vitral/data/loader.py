@@ -92,6 +92,7 @@ def evaluation_batches(
     """
     indices = evaluation_indices(len(split), rank, world)
     largest_share = -(-len(split) // world)
+    batch = min(batch, max(largest_share, 1))  # memory is taken for whole batches
     rows = np.full(-(-largest_share // batch) * batch, PADDING, dtype=np.int64)
     rows[: len(indices)] = indices
     return _batches(split, pipeline, channels, _EvaluationRows(rows.reshape(-1, batch)), workers, pin)

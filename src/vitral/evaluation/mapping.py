@@ -75,7 +75,7 @@ def read_table(path: Path, count: int) -> list[tuple[str, list[str]]]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the class table {path} cannot be read ({error}): give a text file.") from error
+        raise UserError(f"the class table {path} cannot be read ({_reason(error)}): give a text file.") from error
     lines = [line for line in text.splitlines() if line.strip()]
     if "\t" in text or path.suffix == ".csv":
         rows = list(csv.reader(lines, delimiter="\t" if "\t" in text else ","))
@@ -86,6 +86,10 @@ def read_table(path: Path, count: int) -> list[tuple[str, list[str]]]:
         raise UserError(f"the class table {path} has {len(rows)} lines, and the model has {count} outputs.")
     width = min(len(row) for row in rows)
     return [(f"column {i + 1} of {path.name}", [row[i].strip() for row in rows]) for i in range(width)]
+
+
+def _reason(error: OSError | UnicodeDecodeError) -> str:
+    return (error.strerror or "").lower() if isinstance(error, OSError) else "not UTF-8"
 
 
 def _plain(name: str) -> str:
@@ -101,7 +105,7 @@ def _complaint(
     against = " or ".join(theirs) if theirs else f"the {count} outputs of a model that names none"
     return (
         f"{ours} do not match {against}: name all folders as there, once each, or by output number from 0 to "
-        f"{count - 1}, or give a table with one line for each output."
+        f"{count - 1}, or give a table with one line for each output (--classes)."
     )
 
 
