@@ -17,8 +17,10 @@ from scipy.fft import dctn
 
 from vitral.data.check import NEAR_BITS, Pair, check
 from vitral.data.hashes import FARTHEST, dhash, distance, near_pairs, phash
+from vitral.data.narrow import narrowed
 from vitral.data.sources import open_data
 from vitral.errors import UserError
+from vitral.recipe_parts import DataRecipe
 
 
 def scene(seed: int, size: tuple[int, int] = (96, 80)) -> Image.Image:
@@ -163,6 +165,53 @@ def test_a_folder_without_splits_is_looked_at_whole_and_a_data_set_as_it_is(tmp_
         save(scene(number), tmp_path / "ab"[number % 2] / f"{number}.png")
     assert check(tmp_path).images == {"train": 6}
     assert check(open_data(tmp_path)).images == {"train": 4, "test": 2}
+
+
+def test_leaks_of_the_split_that_training_makes_are_told_and_can_be_left_out(tmp_path, command):
+    data = tmp_path / "data"
+    for number in range(24):
+        save(scene(number), data / "ab"[number % 2] / f"{number}.png")
+    for copy in range(6):
+        (data / f"a/same-{copy}.png").write_bytes((data / "a/0.png").read_bytes())
+        save(scene(1, (60 + copy, 50)), data / f"b/near-{copy}.jpg", quality=90)
+    alike = ["a/0.png", *(f"a/same-{copy}.png" for copy in range(6))]
+    alike += ["b/1.png", *(f"b/near-{copy}.jpg" for copy in range(6))]
+    opened = open_data(data, held_out=DataRecipe().held_out)
+    assert opened.test is not None
+    train, test = set(opened.train.keys), set(opened.test.keys)
+    for group in (alike[:7], alike[7:]):
+        assert train.intersection(group)
+        assert test.intersection(group)
+    report = check(data)
+    assert (report.images, report.held_out) == ({"train": 36}, len(test))
+    assert {pair.first for pair in report.leaks} == train.intersection(alike)
+    assert {pair.second for pair in report.leaks} == test.intersection(alike)
+    assert {pair[:2] for pair in check(opened).leaks} == {pair[:2] for pair in report.leaks}
+    assert check(narrowed(opened, exclude=[pair.first for pair in report.leaks])).leaks == ()
+    words = " ".join(command("check", data).out.split())
+    assert (
+        f"test is the {len(test)} images that training holds out by itself; remove the copies, or list those" in words
+    )
+    assert "--set data.exclude=FILE" in words
+
+
+def test_a_single_class_is_a_finding_and_its_images_are_looked_at(tmp_path, command):
+    for number in range(3):
+        save(scene(number), tmp_path / "data/cats" / f"{number}.png")
+    (tmp_path / "data/cats/empty.jpg").touch()
+    said = command("check", tmp_path / "data", "--json")
+    assert said.code == 0, said.err
+    report = json.loads(said.out)
+    assert report["classes"] == {"train": {"cats": 4}}
+    assert list(report["unreadable"]) == ["cats/empty.jpg"]
+    expected = f'{tmp_path / "data"} has one class, "cats": a classifier needs at least two'
+    assert report["notes"][0].startswith(expected)
+    shown = command("check", tmp_path / "data").out
+    assert "a classifier needs at least two" in shown
+    assert "times the smallest" not in shown
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "data").rename(tmp_path / "tests/test")
+    assert check(tmp_path / "tests").notes == ("There is no train folder: this is for testing only.",)
 
 
 def test_pixels_in_memory_are_checked(tmp_path):

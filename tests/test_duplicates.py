@@ -41,7 +41,7 @@ class Memory:
         return self.images[index]
 
     def mark(self, index: int) -> str:
-        return str(index)
+        return f"{id(self.images)} {index}"
 
 
 def split(images: Sequence[bytes | np.ndarray], name: str) -> Split:

@@ -257,6 +257,31 @@ def test_only_test_images_are_compared_with(command, leaky, tmp_path):
     assert [pair["train"] for pair in found["pairs"]] == ["class-0/8.png"]
 
 
+def test_a_test_set_of_one_class_or_without_train_is_compared_with(command, leaky, tmp_path):
+    train, other = leaky
+    shutil.copytree(other / "kind-0", tmp_path / "one" / "kind-0")
+    shutil.copytree(other, tmp_path / "tests" / "test")
+    said = command("dedupe", train, "--against", tmp_path / "one", tmp_path / "tests", "--json")
+    assert said.code == 0, said.err
+    found = json.loads(said.out)
+    assert found["against"] == [4, 8]
+    assert sorted((pair["train"], pair["split"]) for pair in found["pairs"]) == [
+        ("class-0/8.png", 1),
+        ("class-1/5.png", 0),
+        ("class-1/5.png", 1),
+    ]
+
+
+def test_a_set_is_compared_with_its_own_test_split_and_with_a_copy_of_itself(command, leaky, tmp_path):
+    """Other files, or other images: only the very same ones are refused."""
+    train, _ = leaky
+    for name in ("set/train", "set/test", "copy"):
+        shutil.copytree(train, tmp_path / name)
+    for against in (tmp_path / "set", tmp_path / "copy"):
+        found = json.loads(command("dedupe", tmp_path / "set", "--against", against, "--json").out)
+        assert len(found["pairs"]) == 24
+
+
 def test_no_copies_are_no_table(command, colours, leaky):
     said = command("dedupe", leaky[0], "--against", colours)
     assert said.code == 0
@@ -272,10 +297,16 @@ def test_no_copies_are_no_table(command, colours, leaky):
         (["TRAIN", "--against", "OTHER", "--weights", "nowhere.npz"], "nowhere.npz does not exist"),
         (["TRAIN", "--against", "OTHER", "--output", "FOLDER"], "is a folder: name a file inside it."),
         (["TRAIN", "--against", "OTHER", "--preprocess", "decode"], "name its weights, too"),
+        (
+            ["TRAIN", "--against", "OTHER", "TRAIN"],
+            "are the same files: `vitral check` finds copies inside one data set",
+        ),
+        (["TESTS", "--against", "OTHER"], "there is no training image to look for copies in: name a data set with"),
     ],
 )
 def test_a_mistake_in_dedupe_is_one_sentence(command, leaky, tmp_path, words, says):
-    known = {"TRAIN": leaky[0], "OTHER": leaky[1], "FOLDER": tmp_path}
+    shutil.copytree(leaky[1], tmp_path / "tests" / "test")
+    known = {"TRAIN": leaky[0], "OTHER": leaky[1], "TESTS": tmp_path / "tests", "FOLDER": tmp_path}
     said = command("dedupe", *(known.get(word, word) for word in words))
     assert (said.code, said.out) == (2, "")
     assert says in said.err

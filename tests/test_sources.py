@@ -16,10 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from vitral.api.data import open_to_train
 from vitral.data.images import UnreadableImage
 from vitral.data.sources import Split, open_data, open_images
 from vitral.data.splits import Part, assemble, natural, split_name, stratified
 from vitral.errors import UserError
+from vitral.recipe import Recipe
+from vitral.recipe_parts import DataRecipe
 
 
 def picture(value: int = 0) -> bytes:
@@ -195,7 +198,8 @@ def test_a_class_may_be_called_train(tmp_path):
         (["a/1.png", "b/x.txt"], "b has no image: add some, or remove the folder"),
         (["a/1.png", "a/2.png"], 'one class, "a"'),
         (["1.png", "2.png"], "2 images but no class folders: put the images of each class in a sub-folder"),
-        (["val/a/1.png", "test/a/1.png"], "no class folders in train"),
+        (["train/1.png", "test/a/1.png"], "no class folders in train"),
+        (["val/1.png", "test/1.png"], "no class folders in train"),
         (["train/a/1.png", "Training/a/1.png", "test/a/1.png"], "both Training and train: keep one"),
         (["a/1.png", "b/1.png"], "one image in each class"),
     ],
@@ -205,6 +209,40 @@ def test_faulty_folders_say_what_to_do(tmp_path, names, said):
         open_data(plant(tmp_path, *names))
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_single_class_is_refused_only_where_a_part_is_held_out(tmp_path):
+    """Who holds out nothing wants to look at, compare or score what is there."""
+    folder = plant(tmp_path, "a/1.png", "a/2.png")
+    split = open_data(folder, held_out=0).train
+    assert (split.classes, split.labels.tolist()) == (("a",), [0, 0])
+    with pytest.raises(UserError, match='one class, "a": a classifier needs at least two'):
+        open_to_train(folder, Recipe())
+    with pytest.raises(UserError, match="held_out must be above 0"):
+        Recipe(data=DataRecipe(held_out=0))  # else training would lose the rule
+
+
+@pytest.mark.parametrize("held_out", [0, 0.2])
+def test_a_folder_with_test_alone_is_for_testing(tmp_path, held_out):
+    folder = plant(tmp_path / "one", "Test/b/1.png", "Test/a/2.png")
+    data = open_data(folder, held_out=held_out)
+    assert data.test is not None
+    assert (len(data.train), data.train.classes, data.test.name) == (0, ("a", "b"), "test")
+    assert list(zip(data.test.keys, data.test.labels.tolist(), strict=True)) == [
+        ("Test/a/2.png", 0),
+        ("Test/b/1.png", 1),
+    ]
+    assert red(data.test, 0) == 1
+    assert data.notes == ("There is no train folder: this is for testing only.",)
+    both = open_data(plant(tmp_path / "two", "val/a/1.png", "test/a/1.png", "test/c/2.png"), held_out=held_out)
+    assert both.test is not None
+    assert both.final is not None
+    assert (both.train.classes, len(both.train), len(both.test), len(both.final)) == (("a", "c"), 0, 1, 2)
+    assert both.final.labels.tolist() == [0, 1]
+    with pytest.raises(
+        UserError, match="no images to train on: it is for testing only, so name one with a train split"
+    ):
+        open_to_train(folder, Recipe())
 
 
 def test_no_such_source_and_no_rights(tmp_path, monkeypatch):

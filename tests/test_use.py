@@ -140,6 +140,17 @@ def test_evaluate_scores_what_the_run_has_not_seen(command, journey, bag, tmp_pa
     assert "matched by name" in shown
 
 
+def test_one_of_the_models_classes_is_enough_to_be_scored(command, journey, tmp_path):
+    for folder in (tmp_path / "one", tmp_path / "tests" / "test"):
+        for number in range(3):
+            paint(folder / "green" / f"{number}.png", COLOURS["green"], number)
+    for data in (tmp_path / "one", tmp_path / "tests"):
+        said = command("evaluate", journey.run, data, "--json")
+        assert said.code == 0, said.err
+        found = json.loads(said.out)
+        assert (found["metrics"]["n"], found["metrics"]["top1"]) == (3, 1)
+
+
 def test_evaluate_maps_classes_by_name_or_number_and_never_by_luck(command, journey, tmp_path):
     order = vitral.load(journey.run)[1].class_names
     assert order == ("blue", "green", "red")
@@ -178,6 +189,39 @@ def test_embeddings_are_what_the_head_reads(command, journey, bag, tmp_path):
     rows = {row.path: dict(zip(row.names, row.probabilities, strict=True)) for row in found}
     for path, chances in zip(paths, logits, strict=True):
         assert chances[0] == pytest.approx(rows[path]["blue"], abs=1e-6)
+
+
+def test_embed_and_search_name_what_they_cannot_read(command, journey, bag, tmp_path):
+    """Each with the reason that `predict` gives."""
+    unread = {one.path: one.reason for one in vitral.predict(journey.run, bag).unreadable}
+    assert {Path(path).name for path in unread} == BROKEN.keys()
+    read = sum(path.suffix != ".txt" for path in bag.rglob("*.*")) - len(unread)
+    target, index = tmp_path / "features.npz", tmp_path / "index.npz"
+    search = ("search", journey.run, bag, "--query", bag / "blue" / "0.png", "--top", "2")
+    spoken = [command("embed", journey.run, bag, "-o", target).out, command(*search, "--patch", "1", "1").out]
+    spoken += [command(*search, "--index", index).out for _ in range(2)]  # made, then read from its file
+    answer = command(*search, "--json")
+    assert len(json.loads(answer.out)) == 2
+    for words in (*spoken, answer.err):
+        words = "".join(words.split())
+        assert "3imagesthatcannotberead:" in words
+        assert all("".join(f"{path} ({reason})".split()) in words for path, reason in unread.items())
+    found = json.loads(command("embed", journey.run, bag, "-o", target, "--json").out)
+    assert found["images"] == read
+    assert {one["path"]: one["reason"] for one in found["unreadable"]} == unread
+    for words in (
+        ["embed", journey.run, bag / "blue", "-o", target],
+        ["search", journey.run, bag / "blue", *search[3:]],
+    ):
+        said = command(*words)
+        assert "cannot be read" not in said.out + said.err
+
+
+def test_a_terminal_shows_that_a_page_is_drawn(command, journey, bag, tmp_path, monkeypatch):
+    words = ("inspect", journey.run, bag / "blue" / "0.png", "-o", tmp_path / "page.html")
+    assert command(*words).err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # for rich, a terminal
+    assert "drawing the page" in command(*words).err
 
 
 def test_check_prints_what_is_wrong(command, bag):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from vitral.data.catalog import CATALOG
 from vitral.data.narrow import for_final, narrowed
-from vitral.data.sources import DataSet, open_data
+from vitral.data.sources import DataSet, Split, open_data, open_images
 from vitral.errors import UserError
 from vitral.evaluation.duplicates import read_exclusions
 from vitral.recipe import Recipe, from_toml
 from vitral.recipe_parts import DataRecipe
+from vitral.serving.results import Unreadable, unread
 
 
 def open_narrowed(data: str | Path, recipe: Recipe) -> DataSet:
@@ -71,8 +73,19 @@ def _with_dev(recipe: Recipe, dev: float) -> Recipe:
 
 def _to_train(data: str | Path, opened: DataSet) -> DataSet:
     if not len(opened.train):
-        raise UserError(f"{data} has no images to train on: it is for testing only.")
+        raise UserError(f"{data} has no images to train on: it is for testing only, so name one with a train split.")
     return opened
+
+
+def unread_files(images: Sequence[str | Path], read: Collection[str]) -> tuple[Unreadable, ...]:
+    """Those of image files, and of all in folders, that are not among the ones that were read; with the reason."""
+    return unread_of(open_images(images), read)
+
+
+def unread_of(split: Split, read: Collection[str]) -> tuple[Unreadable, ...]:
+    """The images of a split that are not among the keys of those that were read; with the reason."""
+    known = set(read)
+    return tuple(unread(split, place, channels=3) for place, key in enumerate(split.keys) if key not in known)
 
 
 def known_data() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from vitral.api.checkpoints import load
+from vitral.api.data import unread_of
 from vitral.api.inspection import place_of, readable_pixels
 from vitral.api.prediction import prepared
 from vitral.architecture import Size
@@ -30,6 +32,7 @@ from vitral.inspection.search import (
 from vitral.inspection.tokens import patch_features
 from vitral.models.build import Model
 from vitral.models.normalise import normalise
+from vitral.serving.results import Unreadable
 
 BATCH = 16  # images at a time
 
@@ -54,11 +57,13 @@ def search(
     preprocess: str = "",
     device: str = "",
     on_progress: Progress | None = None,
+    on_unreadable: Callable[[tuple[Unreadable, ...]], None] | None = None,
 ) -> list[Neighbour]:
     """The images of a folder most like `query`, or the patches most like its patch (row, column), the best first.
 
     The features of the folder are kept in the npz file `index`, and read from there where it exists; one that another
-    model made, or that was made of other images, is refused. The image asked about is left out.
+    model made, or that was made of other images, is refused. The image asked about is left out. `on_unreadable` hears
+    which images of the folder cannot be read, where there are any.
     """
     kept = Path(index) if index else None
     if kept is not None and not kept.exists():
@@ -74,7 +79,10 @@ def search(
     rows, columns = model.config.grid((asked.shape[2], asked.shape[3]))
     if patch is not None and not (0 <= patch[0] < rows and 0 <= patch[1] < columns):
         raise UserError(f"the image has {rows} rows and {columns} columns of patches: choose one of these.")
-    known = _index(model, open_images([folder]), how, patch is not None, kept, on_progress)
+    split = open_images([folder])
+    known = _index(model, split, how, patch is not None, kept, on_progress)
+    if on_unreadable is not None and len(known.paths) < len(split):
+        on_unreadable(unread_of(split, known.paths))
     same = {Path(path).resolve(): place for place, path in enumerate(known.paths)}
     own = same.get(Path(query).expanduser().resolve())
     if patch is not None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from vitral.cli.options import Flag, Source, Text
 from vitral.cli.show import counted, print_facts, print_json, print_table
-from vitral.cli.use import bar
+from vitral.cli.use import bar, left_out
+
+if TYPE_CHECKING:
+    from vitral.api.data import Unreadable
 
 _Images = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[IMAGES ...]", help_behavior_hint="")]
 _Folder = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
@@ -43,16 +47,17 @@ def inspect(
     """
     from vitral import api
 
-    done = api.inspect(
-        source,
-        images,
-        output=output,
-        figures=figures,
-        layers=[layer - 1 for layer in layers],
-        classes=classes,
-        preprocess=preprocess,
-        device=device,
-    )
+    with bar("drawing the page"):
+        done = api.inspect(
+            source,
+            images,
+            output=output,
+            figures=figures,
+            layers=[layer - 1 for layer in layers],
+            classes=classes,
+            preprocess=preprocess,
+            device=device,
+        )
     if json:
         paths = [str(path) for path in done.figures]
         facts = {"page": str(done.page), "bytes": done.bytes, "images": done.images}
@@ -95,6 +100,7 @@ def search(
     """
     from vitral import api
 
+    unreadable: list[Unreadable] = []
     place = None if patch is None else (patch[0] - 1, patch[1] - 1)
     with bar("searching") as progress:
         found = api.search(
@@ -107,14 +113,18 @@ def search(
             preprocess=preprocess,
             device=device,
             on_progress=progress,
+            on_unreadable=unreadable.extend,
         )
     rows = [_counted_from_one(one._asdict()) for one in found]
+    lacking = f"Left out {left_out(unreadable)}." if unreadable else ""
     if json:
         print_json(rows)
+        if lacking:
+            print(lacking, file=sys.stderr)
         return
     columns = ["path", "score"] if patch is None else ["path", "row", "column", "score"]
     cells = [[f"{row[name]:.3f}" if name == "score" else str(row[name]) for name in columns] for row in rows]
-    print_table(["image", *columns[1:-1], "similarity"], cells)
+    print_table(["image", *columns[1:-1], "similarity"], cells, note=lacking)
 
 
 def _counted_from_one(row: dict[str, Any]) -> dict[str, Any]:

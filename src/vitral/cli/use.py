@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,6 +16,7 @@ from vitral.cli.show import counted, print_facts, print_json, print_table
 
 if TYPE_CHECKING:
     from vitral.api import Evaluation
+    from vitral.api.data import Unreadable
 
 _Images = Annotated[
     tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGES ...", help_behavior_hint="(required)")
@@ -23,6 +24,7 @@ _Images = Annotated[
 _File = Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
 _Output = Annotated[str, tyro.conf.arg(metavar="FILE", aliases=["-o"], help_behavior_hint="")]
 _CLASSES = 30  # lines of a table of classes
+_UNREADABLE = 20  # names in a line
 
 
 def predict(
@@ -152,6 +154,7 @@ def embed(
         json: print what was written as JSON.
     """
     from vitral import api
+    from vitral.api.data import unread_files
 
     with bar("embedding") as progress:
         paths, features = api.embed(
@@ -164,15 +167,13 @@ def embed(
             device=device,
             on_progress=progress,
         )
-    facts = {
-        "wrote": output,
-        "images": f"{len(paths):,} (those that could be read)",
-        "features": f"{features.shape[1]:,}",
-    }
+    unreadable = unread_files(images, paths)
     if json:
-        print_json({"output": output, "images": len(paths), "features": features.shape[1]})
+        facts = {"output": output, "images": len(paths), "features": features.shape[1]}
+        print_json({**facts, "unreadable": [asdict(one) for one in unreadable]})
     else:
-        print_facts(facts)
+        counts = {"images": f"{len(paths):,}", "features": f"{features.shape[1]:,}"}
+        print_facts({"wrote": output, **counts, "left out": left_out(unreadable)})
 
 
 def check(data: Data, /, *, json: Flag = False) -> None:
@@ -213,10 +214,11 @@ def _evaluation_facts(found: Evaluation) -> dict[str, str]:
 
 
 def _check_facts(found: Any) -> dict[str, str]:
+    uneven = f"; the largest has {found.imbalance:.1f} times the smallest"
     facts = {
         "data": f"{found.source}: {_per_split(found.images)}",
         "notes": " ".join(found.notes),
-        "classes": f"{len(found.classes['train']):,}; the largest has {found.imbalance:.1f} times the smallest",
+        "classes": f"{len(found.classes['train']):,}" + uneven * (found.imbalance > 1),
         "classes without images": _some(found.empty),
         "formats": ", ".join(f"{count:,} {name}" for name, count in found.formats.items()),
         "widths": _spread(found.widths),
@@ -230,9 +232,26 @@ def _check_facts(found: Any) -> dict[str, str]:
         "identical": _some([" = ".join(group) for group in found.duplicates]),
         "identical, other label": _some([" = ".join(group) for group in found.contradictions]),
         "nearly identical": _some([f"{pair.first} ~ {pair.second}" for pair in found.near]),
-        "in train and test": _some([f"{pair.first} ~ {pair.second}" for pair in found.leaks]),
+        "in train and test": _some([f"{pair.first} ~ {pair.second}" for pair in found.leaks]) + _leaked_by(found),
     }
     return {name: value for name, value in facts.items() if value}
+
+
+def _leaked_by(found: Any) -> str:
+    """How leaks come about, and what to do about them."""
+    if not found.leaks:
+        return ""
+    held = f"test is the {counted(found.held_out, 'image')} that training holds out by itself; " * bool(found.held_out)
+    mend = "remove the copies, or list those before ~ (--json names all) in a text file, one a line, and train with"
+    return f" ({held}{mend} --set data.exclude=FILE)"
+
+
+def left_out(unreadable: Sequence[Unreadable]) -> str:
+    """How many images cannot be read, and which; empty where all can."""
+    if not unreadable:
+        return ""
+    named = _first([f"{one.path} ({one.reason})" for one in unreadable], _UNREADABLE)
+    return f"{counted(len(unreadable), 'image')} that cannot be read: {named}"
 
 
 def _per_split(images: dict[str, int]) -> str:
@@ -241,11 +260,13 @@ def _per_split(images: dict[str, int]) -> str:
     return ", ".join(f"{counted(count, 'image')} in {name}" for name, count in images.items())
 
 
-def _some(items: Any, most: int = 4) -> str:
+def _some(items: Any) -> str:
     """A count and the first few."""
-    if not items:
-        return ""
-    return f"{len(items):,}: " + ", ".join(items[:most]) + (", ..." if len(items) > most else "")
+    return f"{len(items):,}: {_first(items, 4)}" if items else ""
+
+
+def _first(items: Any, most: int) -> str:
+    return ", ".join(items[:most]) + (", ..." if len(items) > most else "")
 
 
 def _spread(values: dict[str, int]) -> str:

@@ -23,6 +23,7 @@ from vitral.data.hashes import SIDE, dhash, distance, near_pairs, phash
 from vitral.data.images import ImageFacts, UnreadableImage, decode, describe, resize
 from vitral.data.loader import in_workers
 from vitral.data.sources import DataSet, Split, open_data
+from vitral.data.splits import HELD_OUT, strata, stratified, too_few_classes
 
 NEAR_BITS = 6  # of 1.6 million pairs of different photographs none is nearer than 12
 CONFIRM_BITS = 12
@@ -64,7 +65,8 @@ class Report:
     duplicates: tuple[tuple[str, ...], ...]  # groups of identical files
     contradictions: tuple[tuple[str, ...], ...]  # groups of identical files with different labels
     near: tuple[Pair, ...]
-    leaks: tuple[Pair, ...]  # (in train, in test), identical or near
+    leaks: tuple[Pair, ...]  # (in train, in test), identical or near; each image of either side in at least one
+    held_out: int  # images that training would test on by itself, where there is no test split: `leaks` are into these
     not_compared: int  # tiny, flat or unreadable
     near_is_complete: bool  # False where more than MOST_PAIRS pairs were found, and the search ended there
 
@@ -94,7 +96,7 @@ def check(
 ) -> Report:
     """Read every image of a source once. `on_progress` hears how many of how many are done.
 
-    A source without a test split is looked at whole; its duplicates are what a split made later would leak.
+    A source without a test split is looked at whole; its leaks are those of the split that training makes by default.
     """
     data = source if isinstance(source, DataSet) else _opened(source)
     splits = [data.train] if data.test is None else [data.train, data.test]
@@ -161,21 +163,20 @@ def _seen_pixels(data: np.ndarray) -> tuple[ImageFacts, np.ndarray]:
 def _report(data: DataSet, splits: list[Split], seen: list[_Image]) -> Report:
     keys = [key for split in splits for key in split.keys]
     labels = [row.tobytes() for split in splits for row in split.labels]
-    in_train = len(data.train)
+    tested = _tested(data)
     groups = _identical(seen)
     alike, complete = _near(seen, groups)
-    identical = [(group[0], other, -1) for group in groups for other in group[1:]]  # groups begin in train if any does
-    crossing = [pair for pair in (*identical, *alike) if pair[0] < in_train <= pair[1]]
     facts = [(key, image.facts) for key, image in zip(keys, seen, strict=True) if image.facts]
     counts = data.train.counts()
     learns = counts.any() or data.test is None  # else the data is for testing only
+    lacking = too_few_classes(data.source, data.train) if learns else ""
 
     def those(kind: Callable[[ImageFacts], bool]) -> tuple[str, ...]:
         return tuple(key for key, found in facts if kind(found))
 
     return Report(
         source=data.source,
-        notes=data.notes,
+        notes=(*data.notes, lacking) if lacking else data.notes,
         images={split.name: len(split) for split in splits},
         classes={split.name: dict(zip(split.classes, split.counts().tolist(), strict=True)) for split in splits},
         empty=tuple(data.train.classes[place] for place in np.flatnonzero(counts == 0)) if learns else (),
@@ -196,7 +197,8 @@ def _report(data: DataSet, splits: list[Split], seen: list[_Image]) -> Report:
             tuple(keys[place] for place in group) for group in groups if len({labels[place] for place in group}) > 1
         ),
         near=tuple(Pair(keys[first], keys[second], bits) for first, second, bits in alike),
-        leaks=tuple(Pair(keys[first], keys[second], bits) for first, second, bits in crossing),
+        leaks=tuple(Pair(keys[first], keys[second], bits) for first, second, bits in _crossing(groups, alike, tested)),
+        held_out=int(tested.sum()) if data.test is None else 0,
         not_compared=sum(not image.compared for image in seen),
         near_is_complete=complete,
     )
@@ -208,6 +210,28 @@ def _identical(seen: list[_Image]) -> list[list[int]]:
         if image.facts:  # empty files are all alike, and unreadable anyway
             groups[image.digest].append(place)
     return [group for group in groups.values() if len(group) > 1]
+
+
+def _tested(data: DataSet) -> np.ndarray:
+    """Which images of train, then of test, are tested on, (n,) bool; without a split those that training would take."""
+    if data.test is None:
+        return stratified(data.train.keys, strata(data.train), HELD_OUT, seed=0)
+    return np.arange(len(data.train) + len(data.test)) >= len(data.train)
+
+
+def _crossing(
+    groups: list[list[int]], alike: list[tuple[int, int, int]], tested: np.ndarray
+) -> list[tuple[int, int, int]]:
+    """Pairs as (place in train, place in test, bits) in which every image is that has a copy on the other side."""
+    pairs: list[tuple[int, int, int]] = []
+    for group in groups:
+        train, test = ([place for place in group if tested[place] == side] for side in (False, True))
+        if train and test:
+            pairs += [(place, test[0], -1) for place in train] + [(train[0], place, -1) for place in test[1:]]
+    for one, other, bits in alike:
+        if tested[one] != tested[other]:
+            pairs.append((other, one, bits) if tested[one] else (one, other, bits))
+    return pairs
 
 
 def _near(seen: list[_Image], groups: list[list[int]]) -> tuple[list[tuple[int, int, int]], bool]:

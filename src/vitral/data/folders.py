@@ -78,7 +78,8 @@ class Found:
 def read_folder(folder: Path, *, seed: int, held_out: float, empty: bool = False) -> DataSet:
     """A folder with one sub-folder per class, or with train (and val, test) folders that have them.
 
-    With `empty` a class may have no image in train; without, it raises EmptyClass.
+    With `empty` a class may have no image in train; without, it raises EmptyClass. Where there are only val and test
+    the data is for testing, and train has no images.
     """
     source, children = str(folder), sub_folders(folder)
     splits: dict[str, str] = {}
@@ -89,14 +90,20 @@ def read_folder(folder: Path, *, seed: int, held_out: float, empty: bool = False
         if name:
             splits[name] = child
     found = Found()
-    if "train" not in splits or not _holds_classes(folder / splits["train"]):
-        if children and len(splits) == len(children):
-            raise UserError(f"{folder} has {' and '.join(children)} but no class folders in train: add train/CLASS/.")
+    learns = "train" in splits and _holds_classes(folder / splits["train"])
+    if not learns and not (children and len(splits) == len(children)):
         parts, classes = {"train": _part(folder, "", found, empty)}, tuple(children)
         return assemble(source, parts, seed=seed, held_out=held_out, classes=classes, notes=found.note())
+    if not learns and ("train" in splits or not any(_holds_classes(folder / child) for child in children)):
+        raise UserError(f"{folder} has {' and '.join(children)} but no class folders in train: add train/CLASS/.")
     parts = {name: _part(folder, f"{child}/", found, empty) for name, child in splits.items()}
-    classes = tuple(sub_folders(folder / splits["train"]))
+    homes = [splits["train"]] if learns else children
+    classes = tuple(sorted({name for home in homes for name in sub_folders(folder / home)}, key=natural))
     notes = found.note()
+    if not learns:
+        parts["train"] = Part([], [], FileReader(source, []))
+        notes.append("There is no train folder: this is for testing only.")
+        return assemble(source, parts, seed=seed, held_out=held_out, classes=classes, notes=notes)
     ignored = [child for child in children if child not in splits.values()]
     if ignored:
         notes.append(f"Left out the folder{'s' * (len(ignored) > 1)} {', '.join(ignored)} beside {splits['train']}.")

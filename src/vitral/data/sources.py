@@ -24,17 +24,18 @@ from vitral.data import manifests, parquet
 from vitral.data.catalog import CATALOG, is_known, open_known
 from vitral.data.folders import FileReader, find_images, read_folder, sub_folders
 from vitral.data.shards import expand, read_shards
-from vitral.data.splits import SPLIT_NAMES, DataSet, Reader, Split
+from vitral.data.splits import HELD_OUT, SPLIT_NAMES, DataSet, Reader, Split
 from vitral.errors import UserError
 
 __all__ = ["DataSet", "Reader", "Split", "open_data", "open_images"]
 
 
-def open_data(source: str | Path, *, seed: int = 0, held_out: float = 0.2) -> DataSet:
+def open_data(source: str | Path, *, seed: int = 0, held_out: float = HELD_OUT) -> DataSet:
     """Open any source of the table above.
 
     `test` is the source's val split, else its test split; with both, test is left alone and the notes say so. Without
-    either, `held_out` of each class is drawn with `seed`; `held_out=0` leaves everything in train and test None.
+    either, `held_out` of each class is drawn with `seed`; `held_out=0` leaves everything in train and test None,
+    and takes a single class too.
     """
     text = str(source)
     if isinstance(source, str) and is_known(text):

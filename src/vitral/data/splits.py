@@ -14,6 +14,8 @@ import numpy as np
 
 from vitral.errors import UserError
 
+HELD_OUT = 0.2  # of each class where the source has no test split and nobody says otherwise
+
 # What people call their splits, in lower case.
 SPLIT_NAMES = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -165,7 +167,8 @@ def assemble(
     """Splits by name to a data set with one class list, made from the training split unless the source states it.
 
     `parts` has "train" and perhaps "val" and "test". What is measured while training is `val` where it exists, so that
-    choices made on the way never see `test`; the notes say so. Without both, a part of train is held out.
+    choices made on the way never see `test`; the notes say so. Without both, a part of train is held out. Those who
+    hold out nothing take the images as they are, be they all of one class.
     """
     if not 0 <= held_out < 1:
         raise UserError(f"held_out is the share of images kept for testing, such as 0.2, not {held_out}.")
@@ -173,21 +176,28 @@ def assemble(
     listed = classes or tuple(sorted(_names(parts["train"].labels), key=natural))
     several = any(isinstance(label, tuple) for part in parts.values() for label in part.labels)
     train = _split("train", parts["train"], listed, several)
-    if len(listed) < 2 and not several:
-        only = f'one class, "{listed[0]}"' if listed else "no class"
-        raise UserError(f"{source} has {only}: a classifier needs at least two, each in its own sub-folder or label.")
+    if held_out and len(train) and (why := too_few_classes(source, train)):
+        raise UserError(why)
     other = next((name for name in ("val", "test") if name in parts), None)
     if other is None:
         return _with_held_out(source, train, seed, held_out, said)
     _refuse_unknown(source, other, parts[other], listed)
     test = _split(other, parts[other], listed, several)
-    said += _absent(train, test)
+    said += _absent(train, test) if len(train) else []
     if "val" not in parts or "test" not in parts:
         return DataSet(source, train, test, tuple(said))
     _refuse_unknown(source, "test", parts["test"], listed)
     final = _split("test", parts["test"], listed, several)
     said.append(f"Measured on val ({len(test)} images); test is left alone for the end.")
     return DataSet(source, train, test, tuple(said), final)
+
+
+def too_few_classes(source: str, train: Split) -> str:
+    """Why no classifier can be trained on this, as a sentence; empty where one can."""
+    if len(train.classes) > 1 or train.multilabel:
+        return ""
+    only = f'one class, "{train.classes[0]}"' if train.classes else "no class"
+    return f"{source} has {only}: a classifier needs at least two, each in its own sub-folder or label."
 
 
 def stratified(keys: Sequence[str], strata: np.ndarray, held_out: float, seed: int) -> np.ndarray:

@@ -91,6 +91,13 @@ def find_duplicates(
     """
     if not any(map(len, against)):
         raise UserError("there is no test image to compare with: name at least one test set.")
+    if not len(train):
+        raise UserError("there is no training image to look for copies in: name a data set with a train split.")
+    if any(len(split) == len(train) and split.stamp() == train.stamp() for split in against):
+        raise UserError(
+            "the training images and the test images are the same files: `vitral check` finds copies inside one data "
+            "set, `vitral dedupe` those between two."
+        )
     if (model is None) != (preprocess is None):
         raise ValueError("a model comes with its preprocess, and a preprocess with its model")
     images = len(train) + sum(map(len, against))
