@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from vitral import api
+from vitral.architecture import ViTConfig
+from vitral.checkpoints.card import Card
 from vitral.data.images import encode_png
+from vitral.models.build import build
 
 MODEL = "ViT-Ti/4@8"
 TINY = (
@@ -44,10 +48,19 @@ def train(
     seeds: int = 1,
     device: str = "cpu",
 ) -> Any:
-    """A run of TINY with some words on top."""
-    return api.train(
-        pictures, model=MODEL, out=out, overrides=[*TINY, *words], device=device, listen=listen, seeds=seeds
-    )
+    """A run of TINY with some words on top; from weights that they name, without what belongs to one from scratch."""
+    scratch = not any(word.startswith("init=") for word in words)
+    overrides = [word for word in (*TINY, *words) if scratch or not word.startswith("shape.")]
+    model = MODEL if scratch else ""
+    return api.train(pictures, model=model, out=out, overrides=overrides, device=device, listen=listen, seeds=seeds)
+
+
+def starting_from(path: Path) -> str:
+    """The word that names weights of a model as TINY has it, which are written there."""
+    torch.manual_seed(0)
+    model = build(ViTConfig(depth=2, width=16, mlp=64, heads=2, patch=4, image=(8, 8), classes=3))
+    api.save(model, Card(model.config), path)
+    return f"init={path}"
 
 
 def outcome(run: Path) -> tuple[bytes, list[dict[str, Any]], Any, int]:

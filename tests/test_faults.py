@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -153,7 +154,10 @@ def test_a_folder_without_rights(command, colours, monkeypatch):
         (["--set", "epochs=3", "steps=3"], "one length"),
         (["--epochs", "0"], "one length"),
         (["--tune", "most"], "is not one of full, head"),
-        (["--tune", "last:9"], "does not fit a model of 4 layers"),
+        (["--tune", "head"], "tune=head learns on top of trained weights, and none are named: add --init"),
+        (["--tune", "lora:4"], "add --init, or leave out tune"),
+        (["--set", "tune=bias"], "add --init, or leave out tune"),
+        (["--recipe", "speedrun/cifar10", "--tune", "last:1"], "add --init, or leave out tune"),
         (["--balance", "evenly"], "balance must be one of none, weights"),
         (["--model", "ViT-Huge/99x"], "did you mean"),
         (["--model", "ViT-Ti/16@8"], "no room for one patch"),
@@ -294,7 +298,10 @@ def test_a_full_disk_leaves_the_last_state_whole(command, colours, tmp_path, mon
     with monkeypatch.context() as patch:
         full_disk(patch, after=200)  # a state has some 90 tensors: the third does not fit
         said = train(command, colours, out, *words)
-    assert "the disk is full: free some space" in sentence(said)
+    last = sentence(said)
+    assert "the disk is full: free some space" in last
+    assert shlex.join(["vitral", "train", str(colours)]) in last
+    assert str(out) in last
     state = runs.RunFolder(out).newest_state()
     assert state is not None
     assert state.step in (2, 4)
@@ -309,14 +316,29 @@ def test_no_room_for_pixels(command, colours, tmp_path, monkeypatch):
     def failing(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    assert train(command, colours, tmp_path / "usual").code == 0
     monkeypatch.setattr("vitral.data.memory_map._finish", failing)
-    assert "is full: free some space" in sentence(train(command, colours, tmp_path / "run"))
-    assert not list((tmp_path / "run" / "pixels").iterdir())
+    said = train(command, colours, tmp_path / "run")
+    assert said.code == 0
+    assert f"no room in {tmp_path / 'run' / 'pixels'} for decoded train images: they are decoded anew" in said.err
+    model, usual = (tmp_path / name / "model.safetensors" for name in ("run", "usual"))
+    assert model.read_bytes() == usual.read_bytes()
 
 
-def test_a_run_folder_that_cannot_be(command, colours, tmp_path):
+def test_a_run_folder_that_cannot_be(command, colours, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("not a folder")
-    assert "file" in sentence(train(command, colours, tmp_path / "file"))
+    for out in (tmp_path / "file", tmp_path / "file" / "run"):
+        said = sentence(train(command, colours, out))
+        assert f"{out / 'recipe.toml'} cannot be written ({tmp_path / 'file'} is no folder): choose another" in said
+
+    def read_only(**options: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "aside")
+
+    monkeypatch.setattr("vitral.aside.tempfile.TemporaryFile", read_only)
+    out = tmp_path / "there" / "run"
+    assert f"{out / 'recipe.toml'} cannot be written (Read-only file system): choose another place." in sentence(
+        train(command, colours, out)
+    )
 
 
 def small_memory(monkeypatch: pytest.MonkeyPatch, rows: int, from_call: int = 0) -> None:

@@ -432,17 +432,36 @@ def test_pixels_in_memory_stay_there(tmp_path: Path):
     assert decoded_once(split, tmp_path) == (split, [])
 
 
-def test_a_full_disk_is_said_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_leaves_the_split_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match="full"):
-        decoded_once(a_split(), tmp_path)
+    split, notes = a_split(), []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert decoded_once(split, tmp_path, on_note=notes.append) == (split, [])
+    assert len(notes) == 1
+    assert f"no room in {tmp_path} for decoded train images" in notes[0]
     assert not list(tmp_path.iterdir())
+    size = sum(decoded(split, index).size for index in range(17))
+    for free, kept in ((2 * size - 1, False), (2 * size, True)):
+        monkeypatch.setattr(memory_map, "_free_bytes", lambda folder, free=free: free)
+        assert (decoded_once(split, tmp_path / "not-there-yet", on_note=notes.append)[0] is not split) is kept
+        assert (tmp_path / "not-there-yet").exists() is kept
+    assert len(notes) == 2
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be kept"):
         decoded_once(a_split(), tmp_path / "file")
+
+
+def test_much_room_that_pixels_take_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    notes: list[str] = []
+    decoded_once(a_split(), tmp_path / "quiet", on_note=notes.append)
+    assert not notes
+    size = sum(decoded(a_split(), index).size for index in range(17))
+    monkeypatch.setattr(memory_map, "LARGE", size - 1)
+    decoded_once(a_split(), tmp_path, on_note=notes.append)
+    assert notes == [f"decoded train images take {size / 1e9:.1f} GB in {tmp_path} until the run ends"]
 
 
 def test_only_abandoned_files_are_removed(tmp_path: Path):

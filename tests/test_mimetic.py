@@ -108,7 +108,6 @@ def test_a_convolutional_network_has_no_attention_to_start():
         (["optim.name = muon"], "muon", "mimetic"),
         (["shape.start=paper"], "muon", "paper"),
         (["optim.name=adam"], "adam", "paper"),
-        (["tune=head"], "adam", "paper"),
         (["parallel=fsdp"], "adam", "paper"),
         (["learn=masked", "data.mixup=0"], "adam", "paper"),
         (["model=R50x1"], "adam", "paper"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +14,12 @@ from journeys import MODEL, QUICK, Command, colour_folder
 
 from vitral.api import Evaluated, Event, Pace, Started, StepDone
 from vitral.checkpoints.run import RunFolder
+from vitral.cli import progress
 from vitral.data.loader import Batch
 from vitral.data.sources import Split
 from vitral.evaluation.predict import Predictions
-from vitral.training import judge, preflight
+from vitral.recipe import Recipe
+from vitral.training import assemble, judge, preflight
 from vitral.training.average import Average
 from vitral.training.events import Listener
 from vitral.training.judge import Judge, measure
@@ -200,3 +204,42 @@ def test_a_long_run_writes_about_a_thousand_lines(tmp_path):
     assert len(steps) == 1000
     assert steps[-1] == 25_000
     assert recorder.images_per_second() == pytest.approx(64)
+
+
+def test_a_rate_is_shown_once_it_is_known(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "_QUIET_SECONDS", -1.0)
+    display = progress.RunDisplay()
+    display.hear(Started(0, 3, 1, 32, 1, 32, 0.5, 1.0, 0))
+    for event, _ in events(3, 9, lambda step: 0.5, 1.0):
+        if isinstance(event, StepDone):
+            display.hear(event)
+    started, first, second, _ = capsys.readouterr().err.splitlines()
+    assert started.endswith("; about 2.5 s")
+    assert first == "training 1/3  loss 1.000  accuracy 50%  2.0 s left"
+    assert second == "training 2/3  loss 1.000  accuracy 50%  64 images/s  waiting 25%  1.5 s left"
+
+
+def test_a_head_on_features_has_no_images_a_second(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "_QUIET_SECONDS", -1.0)
+    data, command = colour_folder(tmp_path / "colours", 6), Command(monkeypatch, capsys)
+    command("train", data, "--model", MODEL, "--out", tmp_path / "start", "--set", *QUICK, "steps=1")
+    words = ["--init", tmp_path / "start", "--tune", "head", "--set", "workers=0", "steps=5"]
+    said = command("train", data, *words, "--out", tmp_path / "run")
+    assert said.code == 0
+    assert "; less than a second\n" in said.err
+    assert "training 5/5" in said.err
+    assert "images/s" not in said.err + said.out
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["images_per_second"] == 0
+
+
+@pytest.mark.parametrize(
+    "workers, tune, share", [(0, "full", 0.75), (1, "full", 0.0), (0, "head", 0.0), (0, "bias", 0.75)]
+)
+def test_pixels_count_as_memory_where_this_process_reads_them_later(tmp_path, workers, tune, share):
+    """A batch is a quarter of the images; workers read for themselves, and features were computed before."""
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.bin").write_bytes(bytes(500))
+    parts: Any = SimpleNamespace(
+        workers=workers, recipe=Recipe(tune=tune), plan=Plan(steps=9, batch=4, micro=4, seed=0), train=range(16)
+    )
+    assert assemble._unread_bytes(parts, tmp_path) == 1000 * share

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import MODEL, TINY, make_pictures, metrics, states, train
+from runs import MODEL, TINY, make_pictures, metrics, starting_from, states, train
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -233,7 +233,9 @@ def legs(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Legs:
     def job(name: str, *words: str, **more: Any) -> dict[str, Any]:
         return {"data": str(pictures), "out": str(folder / name), "words": ["optim.name=adam", *BASE, *words], **more}
 
-    for name, *words in (("adam",), ("sgd", *SGD), ("head", "tune=head"), ("lora", "tune=lora:2"), ("best", *PATIENT)):
+    start_here = starting_from(folder / "start.safetensors")
+    head, lora = ("tune=head", start_here), ("tune=lora:2", start_here)
+    for name, *words in (("adam",), ("sgd", *SGD), ("head", *head), ("lora", *lora), ("best", *PATIENT)):
         run(alone, **job(name, *words))
     assert run(alone, **job("moved", stop=7)) == run(alone, **job("sharded", stop=5)) == "stopped"
     two = {
@@ -244,8 +246,8 @@ def legs(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Legs:
         "shards-2": job("shards-2", *SGD, FSDP, late=True),
         "shards-uneven-2": job("shards-uneven-2", *SGD, FSDP, "micro_batch=1"),
         "adam-2": job("adam-2"),
-        "head-2": job("head-2", FSDP, "tune=head"),
-        "lora-2": job("lora-2", FSDP, "tune=lora:2"),
+        "head-2": job("head-2", FSDP, *head),
+        "lora-2": job("lora-2", FSDP, *lora),
         "best-2": job("best-2", FSDP, *PATIENT),
         "moved": job("moved", stop=14),
         "sharded": job("sharded", FSDP, stop=10),
@@ -433,7 +435,8 @@ def test_a_signal_to_torchrun_saves_and_the_run_goes_on(pictures: Path, tmp_path
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert said.count("its state is saved") == 1
+    assert said.count("stopping after this step") == 1
+    assert said.count(f"is saved; go on with: torchrun ... -m vitral train {pictures} ") == 1
     (state,) = states(run)
     assert 5 <= int(state.stem.split("-")[1]) < 400
     train(pictures, run, *more)

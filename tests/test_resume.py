@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,11 +17,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import MODEL, TINY, Crash, crash_at, interrupt_at, make_pictures, metrics, outcome, states, train
+from journeys import Command
+from runs import (
+    MODEL,
+    TINY,
+    Crash,
+    crash_at,
+    interrupt_at,
+    make_pictures,
+    metrics,
+    outcome,
+    starting_from,
+    states,
+    train,
+)
 
 from vitral import api
 from vitral.checkpoints import write
 from vitral.checkpoints.run import RunFolder
+from vitral.cli.progress import RunDisplay
 from vitral.training import signals
 
 HERE = Path(__file__).parent
@@ -166,6 +181,8 @@ def _orphans(groups: list[int]) -> list[int]:
     ids=" ".join,
 )
 def test_any_run_goes_on_as_if_it_had_not_stopped(words, pictures, tmp_path):
+    if words[0].startswith("tune="):
+        words = (*words, starting_from(tmp_path / "start.safetensors"))
     train(pictures, tmp_path / "whole", *words)
     with pytest.raises(Crash):  # after a state, before the next
         train(pictures, tmp_path / "parts", *words, listen=crash_at(3))
@@ -209,11 +226,13 @@ def test_signals_to_a_program_save_and_the_same_command_goes_on(pictures, tmp_pa
         program.send_signal(name)
         _, errors = program.communicate(timeout=60)
         assert program.returncode == 130, errors
-        assert sum("its state is saved" in line for line in errors.splitlines()) == 1
+        assert errors.count("stopping after this step; Ctrl-C again stops at once\n") == 1
+        last = errors.splitlines()[-1]
         assert "Traceback" not in errors
         saved = int(states(run)[-1].stem.removeprefix("step-"))
         assert saved == metrics(run)[-1]["step"]
         assert saved % 100, "the signal should have come between two checkpoints"
+        assert f"stopped; the state of step {saved} is saved; go on with: vitral train {pictures} " in last
     program = start(pictures, run, words)
     _, errors = program.communicate(timeout=60)
     assert program.returncode == 0, errors
@@ -233,7 +252,7 @@ def test_a_second_signal_stops_at_once(pictures, tmp_path):
     time.sleep(0.3)
     program.send_signal(signal.SIGINT)
     time.sleep(signals._ECHO + 0.3)
-    assert program.poll() is None, "the first signal waits for the end of the evaluation"
+    assert program.poll() is None, "the first signal waits for the images that are being evaluated"
     began = time.monotonic()
     program.send_signal(signal.SIGINT)
     _, errors = program.communicate(timeout=60)
@@ -258,8 +277,8 @@ def lines(run: Path) -> int:
 
 
 def test_a_signal_that_is_repeated_within_a_moment_counts_once(monkeypatch):
-    before = signal.getsignal(signal.SIGTERM)
-    with signals.stop_requests() as stopping:
+    before, told = signal.getsignal(signal.SIGTERM), []
+    with signals.stop_requests(lambda: told.append(1)) as stopping:
         assert not stopping()
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
@@ -267,4 +286,112 @@ def test_a_signal_that_is_repeated_within_a_moment_counts_once(monkeypatch):
         monkeypatch.setattr(signals, "_ECHO", 0.0)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+    assert told == [1]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def press(when: Callable[[api.Event], bool], heard: list[api.Event]) -> Callable[[api.Event], None]:
+    """A listener that presses Ctrl-C once, and again a moment later, as `timeout` does."""
+    pressed = False
+
+    def listen(event: api.Event) -> None:
+        nonlocal pressed
+        heard.append(event)
+        if not pressed and when(event):
+            pressed = True
+            try:
+                signal.raise_signal(signal.SIGINT)
+            finally:
+                signal.raise_signal(signal.SIGINT)
+
+    return listen
+
+
+@pytest.mark.parametrize("event", [api.Decoding, api.EvaluationProgress, api.Started], ids=lambda kind: kind.__name__)
+def test_before_the_first_step_a_signal_stops_at_once(event, pictures, tmp_path):
+    """While pixels are decoded, in the preflight, and before the first step."""
+    heard: list[api.Event] = []
+    with pytest.raises(KeyboardInterrupt):
+        train(pictures, tmp_path / "parts", listen=press(lambda found: isinstance(found, event), heard))
+    assert isinstance(heard[-1], event)
+    assert not states(tmp_path / "parts")
+    assert not list((tmp_path / "parts").rglob("*.partial"))
+    train(pictures, tmp_path / "parts")
+    train(pictures, tmp_path / "whole")
+    assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
+
+
+def test_a_stop_is_acknowledged_at_once(pictures, tmp_path):
+    """Told while the listener, and with it the run, still waits."""
+    heard: list[api.Event] = []
+    press_at_2 = press(lambda event: isinstance(event, api.StepDone) and event.step == 2, heard)
+
+    def listen(event: api.Event) -> None:
+        press_at_2(event)
+        if event == heard[-1] and isinstance(event, api.StepDone) and event.step == 2:
+            _wait(lambda: isinstance(heard[-1], api.Note), 10)
+            assert heard[-1] == api.Note("stopping after this step; Ctrl-C again stops at once")
+
+    with pytest.raises(api.Interrupted):
+        train(pictures, tmp_path / "run", listen=listen)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["in between", "last step"])
+@pytest.mark.parametrize("during", [False, True], ids=["before", "during"])
+def test_a_run_that_stops_does_not_wait_for_an_evaluation(last, during, pictures, tmp_path):
+    """The run that goes on makes up for it, also where it is killed in between."""
+    words = ("patience=9", "optim.lr=0.01", "steps=11")  # evaluated after 4, 8 and 11
+    at, heard = 11 if last else 8, []
+    train(pictures, tmp_path / "whole", *words)
+
+    def when(event: api.Event) -> bool:
+        steps = [found.step for found in heard if isinstance(found, api.StepDone)]
+        if during:
+            return isinstance(event, api.EvaluationProgress) and steps[-1:] == [at]
+        return steps[-1:] == [at - 1]  # told when the next one is done
+
+    with pytest.raises(api.Interrupted):
+        train(pictures, tmp_path / "parts", *words, listen=press(when, heard))
+    assert [event.step for event in heard if isinstance(event, api.Evaluated)] == [4, 8, 11][: 1 + last]
+    assert states(tmp_path / "parts")[-1].stem == f"step-{at:08d}"
+
+    def crash(event: api.Event) -> None:
+        if isinstance(event, api.Evaluated):  # written down, and not yet in a state
+            raise Crash
+
+    with pytest.raises(Crash):
+        train(pictures, tmp_path / "parts", *words, listen=crash)
+    train(pictures, tmp_path / "parts", *words)
+    assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("verb", ["train", "pretrain"])
+def test_what_is_said_at_the_end_is_the_way_on(verb, pictures, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VITRAL_CACHE", str(tmp_path / "cache"))
+    command, real = Command(monkeypatch, capsys), RunDisplay._step
+
+    def step(self: RunDisplay, event: api.StepDone) -> None:
+        real(self, event)
+        if event.step == 5 and "--out" not in sys.argv:  # told when the sixth is done
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(RunDisplay, "_step", step)
+    said = command(verb, pictures, "--model", MODEL, "--device", "cpu", "--set", *TINY)
+    assert said.code == 130
+    before, _, words = said.err.splitlines()[-1].partition("; go on with: vitral ")
+    assert before == "stopped; the state of step 6 is saved"
+    assert shlex.split(words)[-2] == "--out"
+    again = command(*shlex.split(words))
+    assert again.code == 0
+    assert "going on from step 6\n" in again.err
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+def test_the_way_on_is_said_before_the_first_step_too(pictures, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("vitral.training.assemble.preflight", lambda *_: signal.raise_signal(signal.SIGINT))
+    out = str(tmp_path / "my run")
+    said = Command(monkeypatch, capsys)("train", pictures, f"--out={out}", "--set", *TINY)
+    assert said.code == 130
+    words = shlex.join(["train", str(pictures), f"--out={out}", "--set", *TINY])
+    assert said.err.splitlines()[-1] == f"stopped; go on with: vitral {words}"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from vitral.api.data import known_data, open_to_train
 from vitral.api.device import check_device
+from vitral.aside import check_writable
 from vitral.checkpoints.weights import describe, located
 from vitral.data.sizes import median_short_side
 from vitral.data.sources import DataSet
@@ -70,7 +71,8 @@ def train(
     """Train on a data set; everything that is not said is chosen, and told to `listen` as notes.
 
     `recipe` is a TOML file or a `Recipe`, `overrides` are words such as "optim.lr=0.01" on top of it or of what was
-    chosen. A second call with the same `out` goes on where the first one stopped.
+    chosen. A second call with the same `out` goes on where the first one stopped. After a signal `listen` hears from
+    another thread that the run will stop.
     """
     if seeds < 1:
         raise UserError(f"seeds must be at least 1, not {seeds}.")
@@ -187,14 +189,14 @@ def _said(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _takes_muon(said: dict[str, str]) -> bool:
-    """Whether nothing that was said speaks against Muon, which needs whole matrices that learn; masked patches were not
-    tried with it."""
-    goes = {"optim.name": "muon", "tune": "full", "parallel": "ddp", "learn": "classes"}
+    """Whether nothing that was said speaks against Muon, which needs whole matrices; masked patches were not tried with
+    it."""
+    goes = {"optim.name": "muon", "parallel": "ddp", "learn": "classes"}
     return all(said.get(key, value) == value for key, value in goes.items())
 
 
 def check_out(out: str | Path, data: str | Path) -> None:
-    """Refuse a run folder whose files would count as images of the data, or would lie among files of others.
+    """Refuse a run folder whose files would count as images of the data, would lie among files of others, or cannot be.
 
     Without `out` there will be one in runs/.
     """
@@ -213,6 +215,7 @@ def check_folder(out: str | Path, data: Iterable[Path], begun: Sequence[str] = _
                 f"the run folder {folder} lies in the data folder {part}, where its files would count as images: "
                 "choose another with --out."
             )
+    check_writable(folder / "recipe.toml")
     if out and folder.is_dir() and _holds_others(folder, begun):
         raise UserError(f"{folder} holds other files and no run to go on with: choose another folder with --out.")
 

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import NamedTuple
 
-from vitral.errors import UserError
+from vitral.errors import Interrupted, UserError
 from vitral.version import __version__
 
 
@@ -61,7 +61,7 @@ def main() -> None:
         if not _ran_out_of_memory(error):
             raise
         _fail("there is not enough memory for this: choose a smaller batch, image or model.")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Interrupted):
         sys.exit(130)
 
 

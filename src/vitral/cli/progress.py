@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vitral.api import Evaluated, Event, Pace, Started, StepDone
 
 _QUIET_SECONDS = 20.0  # between lines where there is no terminal
+_PLACE = "run folder: "  # a note of every verb that trains
 
 
 class RunDisplay:
@@ -29,6 +30,8 @@ class RunDisplay:
         self.task = self.bar.add_task("preparing", total=None, words="")
         self.pace: Pace | None = None
         self.last: StepDone | None = None
+        self.folder = ""
+        self.saved = 0  # the step to go on from; none where the run is at its end
         self.spoke = time.monotonic()
 
     def __enter__(self) -> RunDisplay:
@@ -46,7 +49,7 @@ class RunDisplay:
         if isinstance(event, api.Started):
             self._started(event)
         elif isinstance(event, api.Note):
-            self.say(event.text)
+            self._noted(event.text)
         elif isinstance(event, api.Decoding):
             self._show(f"reading {event.split}", event.done, event.total, f"{event.done:,} of {event.total:,} images")
         elif isinstance(event, api.EvaluationProgress):
@@ -57,29 +60,38 @@ class RunDisplay:
             self._step(event)
         elif isinstance(event, api.Evaluated):
             self._evaluated(event)
+        elif isinstance(event, api.Saved):
+            self.saved = event.step if self.last and event.step < self.last.steps else 0
 
     def say(self, text: str) -> None:
         self.console.print(text, soft_wrap=True)
 
+    def _noted(self, text: str) -> None:
+        self.say(text)
+        if text.startswith(_PLACE):
+            self.folder = text.removeprefix(_PLACE)
+
     def _started(self, event: Started) -> None:
         from vitral import api
 
-        self.pace = api.Pace(event)
+        self.pace, self.saved = api.Pace(event), event.step
+        left = self.pace.seconds_left()
         share = -(-event.batch // event.processes)
         pieces = -(-share // event.micro)
         self.say(
             f"batch {event.batch} = {event.processes} process{'es' * (event.processes > 1)} x {pieces} piece"
             f"{'s' * (pieces > 1)} of {min(event.micro, share)}; {event.steps:,} steps; peak memory about "
-            f"{event.peak_bytes / 1e9:.1f} GB; about {duration(self.pace.seconds_left())}"
+            f"{event.peak_bytes / 1e9:.1f} GB; {'less than a second' if left < 1 else f'about {duration(left)}'}"
         )
 
     def _step(self, event: StepDone) -> None:
         assert self.pace is not None
         self.last = event
         accuracy = "" if event.accuracy is None else f"  accuracy {event.accuracy:.0%}"
+        speed = self.pace.images_per_second  # not known after one step, nor for features
+        rate = f"  {speed:,.0f} images/s  waiting {self.pace.waiting:.0%}" if speed else ""
         words = (
-            f"{event.step:,}/{event.steps:,}  loss {event.loss:.3f}{accuracy}"
-            f"  {self.pace.images_per_second:,.0f} images/s  waiting {self.pace.waiting:.0%}"
+            f"{event.step:,}/{event.steps:,}  loss {event.loss:.3f}{accuracy}{rate}"
             f"  {duration(self.pace.seconds_left())} left"
         )
         self._show("training", event.step, event.steps, words)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import typing
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -10,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import tyro
 
 from vitral.cli.options import Count, Data, Flag, Folder, Source, Text, Times, Tried, Words
-from vitral.cli.progress import RunDisplay, duration
+from vitral.cli.progress import duration
 from vitral.cli.show import print_facts, print_json, print_table
-from vitral.cli.train import check_once, rank
-from vitral.errors import Interrupted
+from vitral.cli.train import check_once, rank, shown_run
 
 if TYPE_CHECKING:
     from vitral.api.protocols import Printed, Protocol
@@ -121,12 +119,8 @@ def finetune(
 
 def report(start: Callable[[Any], T], show: Callable[[T], None], json: bool) -> None:
     """Run it under the display, then print what came out."""
-    with RunDisplay(quiet=rank() > 0) as display:
-        try:
-            found = start(display.hear)
-        except Interrupted:
-            display.say("stopped; its state is saved: the same command with that folder as --out goes on")
-            sys.exit(130)
+    with shown_run() as display:
+        found = start(display.hear)
     if rank():
         return
     if json:

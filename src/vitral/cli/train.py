@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -64,22 +66,18 @@ def train(
     named = {"epochs": epochs, "tune": tune or None, "balance": balance or None, "seed": seed}
     words = [f"{key}={value}" for key, value in named.items() if value is not None]
     check_once({**named, "model": model or None, "init": init or None}, set)
-    with RunDisplay(quiet=rank() > 0) as display, _listener(display, data, out, tensorboard and not rank()) as listen:
-        try:
-            done = api.train(
-                data,
-                model=model,
-                init=init,
-                out=out,
-                recipe=recipe,
-                overrides=[*words, *set],
-                seeds=seeds,
-                device=device,
-                listen=listen,
-            )
-        except Interrupted:
-            display.say("stopped; its state is saved: the same command with that folder as --out goes on")
-            sys.exit(130)
+    with shown_run() as display, _listener(display, data, out, tensorboard and not rank()) as listen:
+        done = api.train(
+            data,
+            model=model,
+            init=init,
+            out=out,
+            recipe=recipe,
+            overrides=[*words, *set],
+            seeds=seeds,
+            device=device,
+            listen=listen,
+        )
     if rank():
         return
     page = write_page(done.results[-1].folder, data, device)
@@ -146,6 +144,34 @@ def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
+@contextmanager
+def shown_run() -> Iterator[RunDisplay]:
+    """A display for runs of one folder; where they are stopped, it says how they go on."""
+    with RunDisplay(quiet=rank() > 0) as display:
+        try:
+            yield display
+        except (Interrupted, KeyboardInterrupt):
+            if display.folder:  # else it has not begun
+                saved = f"; the state of step {display.saved:,} is saved" if display.saved else ""
+                display.say(f"stopped{saved}; go on with: {_same_command(display.folder)}")
+            sys.exit(130)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not display.folder:
+                raise
+            raise UserError(
+                "the disk is full: free some space; what was saved before is whole, and goes on with "
+                f"`{_same_command(display.folder)}`."
+            ) from error
+
+
+def _same_command(folder: str) -> str:
+    """What the user typed, with the run folder where that was not named."""
+    words = sys.argv[1:]
+    if not any(word.partition("=")[0] == "--out" for word in words):
+        words = [*words, "--out", folder]
+    return f"{'torchrun ... -m vitral' if 'RANK' in os.environ else 'vitral'} {shlex.join(words)}"
+
+
 def write_page(folder: str, data: str, device: str = "") -> str:
     """The page of a run; a run whose page cannot be made is still a run."""
     from vitral import api
@@ -167,13 +193,14 @@ def _values(done: Training) -> dict[str, Any]:
 
 def _print(done: Training, page: str) -> None:
     last = done.results[-1]
+    rate = f", {last.images_per_second:,.0f} images/s" if last.images_per_second else ""
     facts = {"result": headline(last.metrics)}
     if done.spread is not None:
         facts["result"] = (
             f"{done.mean:.2%} +- {done.spread:.2%} (mean and standard deviation of {len(done.results)} seeds)"
         )
     facts |= {
-        "time": f"{duration(sum(result.seconds for result in done.results))}, {last.images_per_second:,.0f} images/s",
+        "time": f"{duration(sum(result.seconds for result in done.results))}{rate}",
         "cost": f"{last.flops:.3g} FLOPs{' a run' if done.results[1:] else ''}, {_hours(done)} device-hours "
         f"({last.devices} x {last.device})",
         "memory": f"{last.peak_bytes / 1e9:.2f} GB at most ({last.predicted_peak_bytes / 1e9:.2f} GB predicted)",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from vitral.data.sources import Split
 from vitral.errors import UserError
 
 SAMPLE = 64  # images whose headers tell how large all of them will be
+LARGE = 1e9  # bytes that a user is told of
 ABANDONED = 3600  # seconds after which an unfinished file is nobody's
 Problems = list[tuple[str, str]]
 
@@ -39,21 +41,31 @@ def decoded_once(
     workers: int = 0,
     limit_bytes: float = 4e9,
     on_progress: Callable[[int, int], None] | None = None,
+    on_note: Callable[[str], None] = lambda text: None,
 ) -> tuple[Split, Problems]:
     """The split reading from decoded pixels in `folder`, and (key, reason) of the images that had to be left out.
 
-    The split comes back as it was where its pixels would take more than `limit_bytes`, or are in memory anyway.
-    `on_progress` hears how many images of how many are decoded.
+    The split comes back as it was where its pixels would take more than `limit_bytes` or half of the free disk, or are
+    in memory anyway. `on_progress` hears how many images of how many are decoded, `on_note` what became of the disk.
     """
-    if not len(split) or _expected_bytes(split, channels) > limit_bytes:
+    expected = _expected_bytes(split, channels) if len(split) else 0.0
+    if not len(split) or expected > limit_bytes:
         return split, []
     path = folder / f"{split.stamp()[:32]}-{channels}.bin"
     index = _intact(path, len(split), channels)
     if index is None:
         try:
+            if expected > _free_bytes(folder) / 2:  # a run has other files to write
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             index = _write(split, path, channels, workers, limit_bytes, on_progress)
         except OSError as error:
-            raise _explained(error, folder) from error
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise UserError(
+                    f"decoded images cannot be kept in {folder} ({error.strerror}): name a folder you may write to."
+                ) from error
+            on_note(f"no room in {folder} for decoded {split.name} images: they are decoded anew in every epoch")
+    if index is not None and index.bytes(channels) > LARGE:
+        on_note(f"decoded {split.name} images take {index.bytes(channels) / 1e9:.1f} GB in {folder} until the run ends")
     return (split, []) if index is None else index.apply(split, path, channels)
 
 
@@ -133,6 +145,11 @@ def _expected_bytes(split: Split, channels: int) -> float:
     return len(split) * float(np.mean(sizes)) if sizes else 0.0
 
 
+def _free_bytes(folder: Path) -> int:
+    """Of the disk that the folder is on, or will be."""
+    return shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.exists())).free
+
+
 def _intact(path: Path, n: int, channels: int) -> _Index | None:
     """The index of a complete file, or None."""
     try:
@@ -199,9 +216,3 @@ def _remove_abandoned(folder: Path) -> None:
         with contextlib.suppress(OSError):
             if time.time() - partial.stat().st_mtime > ABANDONED:
                 partial.unlink()
-
-
-def _explained(error: OSError, folder: Path) -> UserError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(f"the disk of {folder} is full: free some space there, then give the same command again.")
-    return UserError(f"decoded images cannot be kept in {folder} ({error.strerror}): name a folder you may write to.")

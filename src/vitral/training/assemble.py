@@ -19,11 +19,11 @@ from vitral.checkpoints.run import RunFolder
 from vitral.checkpoints.weights import write
 from vitral.cost import run_flops
 from vitral.data.sources import DataSet
-from vitral.errors import UserError
+from vitral.errors import Interrupted, UserError
 from vitral.models.adapters import merge_lora
 from vitral.models.build import Model
 from vitral.recipe import Recipe
-from vitral.training.events import Listener, Note, Started
+from vitral.training.events import EvaluationProgress, Event, Listener, Note, Started
 from vitral.training.judge import Judge, PlainModel
 from vitral.training.loop import train
 from vitral.training.masking import MaskedModel
@@ -40,7 +40,7 @@ from vitral.training.prepare import (
 )
 from vitral.training.record import Recorder
 from vitral.training.schedule import learning_rate
-from vitral.training.signals import stop_requests
+from vitral.training.signals import StopRequests, stop_requests
 from vitral.training.state import Trainee, restore, save
 
 # May change when a run goes on: memory, speed and disk depend on them, what is computed does not.
@@ -55,7 +55,7 @@ class Result:
     metrics: dict[str, Any]
     step: int  # of the weights that were kept
     seconds: float  # of all its parts, where it was interrupted
-    images_per_second: float  # on all devices together
+    images_per_second: float  # on all devices together; 0 where a head learned from features
     flops: float  # of the training, by the paper's rule
     device_hours: float
     devices: int
@@ -72,8 +72,8 @@ def run(recipe: Recipe, data: DataSet, path: Path, *, device: str = "", listen: 
     began = time.perf_counter()
     world = joined(device)
     forget_peak(world.device)
-    with stop_requests() as stopping:
-        listen = listen if world.first else lambda event: None
+    listen = listen if world.first else lambda event: None
+    with stop_requests(lambda: listen(Note("stopping after this step; Ctrl-C again stops at once"))) as stopping:
         folder = RunFolder(by_first(lambda: path, world))  # a name free for one process may be taken for the next
         finished = by_first(lambda: _claim(folder, recipe, data), world)
         if finished is not None:
@@ -86,7 +86,7 @@ def run(recipe: Recipe, data: DataSet, path: Path, *, device: str = "", listen: 
             data, card.architecture.channels, folder.path / "pixels", workers_of(recipe, world), world, listen
         )
         parts = open_recipe(recipe, data, card, world)
-        trainee, plain, judge, batches = prepare_trainee(model, parts, world, listen)
+        trainee, plain, judge, batches = prepare_trainee(model, parts, world, _ending(listen, stopping, world))
         recorder = Recorder(folder if world.first else None, listen)
         forecast = _start(trainee, judge, batches, parts, folder, world, recorder)
         before = trainee.facts.get("seconds", 0.0)
@@ -135,6 +135,17 @@ def run(recipe: Recipe, data: DataSet, path: Path, *, device: str = "", listen: 
         return result
 
 
+def _ending(listen: Listener, stopping: StopRequests, world: World) -> Listener:
+    """The listener of an evaluation, which ends it where a stop is asked for; several processes would not all know."""
+
+    def hear(event: Event) -> None:
+        listen(event)
+        if isinstance(event, EvaluationProgress) and stopping.heard and world.size == 1:
+            raise Interrupted
+
+    return hear
+
+
 def _claim(folder: RunFolder, recipe: Recipe, data: DataSet) -> Result | None:
     """Make the folder ours, or check that it holds this very run; a finished one comes back as its result."""
     folder.make()
@@ -178,19 +189,18 @@ def _start(
     """Preflight, then the saved state if there is one."""
     forecast = preflight(trainee, parts.plan, world, batches, judge.seconds_for_all)
     if world.device.type == "cpu":
-        # Mapped pixels count as memory of the process once they were read, and one step reads few of them.
-        mapped = sum(file.stat().st_size for file in (folder.path / "pixels").glob("*.bin"))
-        forecast = replace(forecast, peak_bytes=forecast.peak_bytes + mapped)
+        forecast = replace(forecast, peak_bytes=forecast.peak_bytes + _unread_bytes(parts, folder.path / "pixels"))
     saved = by_first(folder.newest_state, world)
     if saved is not None:
         restore(trainee, saved)
         recorder.listen(Note(f"going on from step {saved.step}"))
     elif world.first and folder.begun:
         recorder.listen(Note("none of the saved states can be read: starting from the beginning"))
+    owed = "owed" in trainee.facts
     if world.first:
-        folder.rewind_metrics(trainee.step)
+        _rewind_metrics(folder, trainee.step, owed)
     plan = forecast.plan
-    evaluations = math.ceil(plan.steps / plan.evaluate_every) - trainee.step // plan.evaluate_every
+    evaluations = math.ceil(plan.steps / plan.evaluate_every) - trainee.step // plan.evaluate_every + owed
     recorder.hear(
         Started(
             step=trainee.step,
@@ -205,6 +215,22 @@ def _start(
         )
     )
     return forecast
+
+
+def _rewind_metrics(folder: RunFolder, step: int, owed: bool) -> None:
+    """Forget what the run will write down again; `owed`: the evaluation of that step, too."""
+    folder.rewind_metrics(step)
+    if owed:
+        lines = [line for line in folder.metrics() if line["step"] < step or "evaluation" not in line]
+        folder.write_text("metrics.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def _unread_bytes(parts: Parts, pixels: Path) -> int:
+    """Mapped pixels that this process reads only after the preflight, and that count as its memory from then on."""
+    if parts.workers or parts.recipe.tune == "head":  # others read them; all were read for the features
+        return 0
+    mapped = sum(file.stat().st_size for file in pixels.glob("*.bin"))
+    return round(mapped * (1 - parts.plan.batch / len(parts.train)))
 
 
 def _names(indices: Tensor, parts: Parts, world: World) -> list[str]:

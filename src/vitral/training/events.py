@@ -29,7 +29,7 @@ class StepDone:
     loss: float
     accuracy: float | None  # of the training batch; None where targets are mixed or multi-label
     rate: float
-    images: int  # in the global batch
+    images: int  # in the global batch; 0 where the step reads features
     seconds: float
     waited: float  # seconds of them spent waiting for data
 

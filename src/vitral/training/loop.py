@@ -45,8 +45,11 @@ def train(
     """Train from `trainee.step` to `plan.steps`.
 
     `batches(step)` yields this process's share of every global batch from that step on; `evaluate` returns metrics with
-    the value to select by under "score"; `keep_best` stores the weights of the best score so far.
+    the value to select by under "score", and may raise Interrupted; `keep_best` stores the weights of the best score so
+    far. A run that is asked to stop saves its state and leaves an evaluation that is due to the one that goes on.
     """
+    if "owed" in trainee.facts and _evaluate(trainee, plan, evaluate, keep_best, listen):
+        save()
     stream = batches(trainee.step)
     steps = Steps(trainee, plan, world, listen)
     saved = trainee.step  # where the newest state on disk is; 0: there is none
@@ -62,7 +65,8 @@ def train(
             trainee.step += 1
             _report(reported, plan, saved, name_rows, listen)
             seconds = time.perf_counter() - began
-            reported = _Step(trainee.step, numbers, batch.indices, base, seconds, waited)
+            images = plan.batch if batch.images.ndim == 4 else 0  # features are of images that were seen before
+            reported = _Step(trainee.step, numbers, batch.indices, base, images, seconds, waited)
             done = trainee.step == plan.steps
             evaluating = _due(trainee.step, plan.evaluate_every, done)
             stop = not every(not stopping(), world)
@@ -72,12 +76,13 @@ def train(
                 _check_weights(trainee, world, saved)
                 reported = None
             if evaluating:
-                _evaluate(trainee, plan, evaluate, keep_best, listen)
-            if saving or trainee.facts.get("ended"):
+                trainee.facts["owed"] = True  # an evaluation of this step's weights
+                stop = stop or not _evaluate(trainee, plan, evaluate, keep_best, listen)
+            if saving or stop or trainee.facts.get("ended"):
                 save()
                 saved = trainee.step
                 listen(Saved(trainee.step))
-            if stop and not done:
+            if stop:
                 raise Interrupted
     finally:
         close = getattr(stream, "close", None)
@@ -106,6 +111,7 @@ class _Step(NamedTuple):
     numbers: Sent
     indices: Tensor
     rate: float
+    images: int
     seconds: float
     waited: float
 
@@ -125,7 +131,7 @@ def _report(
             "lower optim.lr, set optim.clip=1 or precision=float32, and train into another folder."
         )
     accuracy = None if right < 0 else right / plan.batch
-    listen(StepDone(done.step, plan.steps, loss, accuracy, done.rate, plan.batch, done.seconds, done.waited))
+    listen(StepDone(done.step, plan.steps, loss, accuracy, done.rate, done.images, done.seconds, done.waited))
 
 
 def _evaluate(
@@ -134,9 +140,14 @@ def _evaluate(
     evaluate: Callable[[], dict[str, Any]],
     keep_best: Callable[[], None],
     listen: Listener,
-) -> None:
+) -> bool:
+    """Whether the evaluation came to its end."""
     began = time.perf_counter()
-    metrics = evaluate()
+    try:
+        metrics = evaluate()
+    except Interrupted:
+        return False
+    del trainee.facts["owed"]
     best = metrics["score"] > trainee.facts.get("best_score", -math.inf)
     if best:
         trainee.facts |= {"best_score": metrics["score"], "best_step": trainee.step, "worse": 0}
@@ -149,6 +160,7 @@ def _evaluate(
         trainee.facts["ended"] = True
         listen(Note(f"no better value in {plan.patience} evaluations: stopping at step {trainee.step}"))
     listen(Evaluated(trainee.step, metrics, time.perf_counter() - began, best))
+    return True
 
 
 def _due(step: int, interval: int, done: bool) -> bool:

@@ -75,11 +75,12 @@ def readable(
         raise UserError("there are no held-out images to test on: set data.held_out above 0.")
 
     def decoded(split: Split) -> tuple[Split, list[tuple[str, str]]]:
+        options: dict[str, Any] = {"channels": channels, "workers": workers, "on_note": lambda text: listen(Note(text))}
         progress = _decoding(split.name, listen)
         found: list[tuple[Split, list[tuple[str, str]]]] = []
 
         def decode() -> bool:
-            found.append(decoded_once(split, pixels, channels=channels, workers=workers, on_progress=progress))
+            found.append(decoded_once(split, pixels, on_progress=progress, **options))
             return found[0][0] is not split
 
         # The first writes the file and the others find it, where there is one.
@@ -107,6 +108,10 @@ def readable(
 def check_recipe(recipe: Recipe, data: DataSet, card: Card | None) -> None:
     """What cannot work is said here, before there is a run folder; `card` is that of the weights in init."""
     train = data.train
+    if recipe.tune != "full" and card is None:
+        raise UserError(
+            f"tune={recipe.tune} learns on top of trained weights, and none are named: add --init, or leave out tune."
+        )
     architecture = card.architecture if card else recipes.architecture_of(recipe, len(train.classes))
     if recipe.batch > len(train):
         raise UserError(f"batch={recipe.batch} is more than the {len(train)} training images: choose a smaller one.")
