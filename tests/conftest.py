@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
-from journeys import Command
 from repair import sitecustomize  # noqa: F401  torchvision becomes importable
+
+if TYPE_CHECKING:
+    from journeys import Command
 
 # Read when the libraries are first imported, hence not in a fixture; programs that tests start inherit both.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -39,6 +41,8 @@ def assets() -> Path:
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
     """`vitral` as a function, with a cache of its own."""
+    from journeys import Command  # not above: it imports torch, which reads the environment that is set there
+
     monkeypatch.setenv("VITRAL_CACHE", str(tmp_path / "cache"))
     return Command(monkeypatch, capsys)
 

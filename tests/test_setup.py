@@ -11,11 +11,18 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 HELP = [sys.executable, "-c", "from vitral.cli import main; main()", "--help"]
 
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+
+
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="alone, a test may use all cores")
+def test_tests_side_by_side_have_one_thread_each():
+    """With more they would wait for each other's: the suite takes three times as long."""
+    assert torch.get_num_threads() == 1
 
 
 @pytest.fixture
