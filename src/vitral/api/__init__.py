@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Interrupted,
         Note,
         Pace,
+        Placed,
         Saved,
         Started,
         StepDone,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 _CHECKPOINTS = ("FORMATS", "Conversion", "Info", "convert", "create", "info", "load", "save")
 _PREDICTION = ("Evaluation", "check", "classifier", "embed", "evaluate", "predict", "write_pictures")
-_EVENTS = ("Decoding", "Evaluated", "EvaluationProgress", "Event", "Note", "Saved", "Started", "StepDone")
+_EVENTS = ("Decoding", "Evaluated", "EvaluationProgress", "Event", "Note", "Placed", "Saved", "Started", "StepDone")
 _TRAINING = (*_EVENTS, "Interrupted", "Pace", "Training", "choose_recipe", "read_recipe", "train")
 _PROTOCOLS = ("Protocol", "finetune", "pretrain")
 _HOMES = {
@@ -70,6 +71,7 @@ __all__ = [
     "Neighbour",
     "Note",
     "Pace",
+    "Placed",
     "Probing",
     "Protocol",
     "Saved",

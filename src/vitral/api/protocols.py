@@ -23,7 +23,7 @@ from vitral.paper.results import PRETRAININGS
 from vitral.recipe import Recipe, architecture_of, recipe_hash, with_overrides
 from vitral.recipe_book import Named, hyperrule, is_name, named
 from vitral.studies.protocol import Candidate, Outcome, candidates, follow, grid_of
-from vitral.training.events import Listener, Note
+from vitral.training.events import Listener, Note, Placed
 from vitral.training.parallel import by_first, joined
 from vitral.training.prepare import check_recipe
 from vitral.version import __version__
@@ -165,8 +165,9 @@ def _followed(
     world = joined(device)
     folder = by_first(lambda: Path(out) if out else new_folder(data, base), world)
     assumed = assumed_pixels(overrides) if book.name and card and card.preprocess is None else ()
-    for sentence in (*opened.notes, *book.readings, *assumed, f"run folder: {folder}"):
+    for sentence in (*opened.notes, *book.readings, *assumed):
         listen(Note(sentence))
+    listen(Placed(str(folder)))
     outcome = follow(
         tried, opened, folder, choosing=choosing, dev=dev, seeds=seeds or book.seeds, device=device, listen=listen
     )

@@ -26,6 +26,7 @@ from vitral.training.events import Evaluated as Evaluated
 from vitral.training.events import EvaluationProgress as EvaluationProgress
 from vitral.training.events import Event as Event
 from vitral.training.events import Listener, Note
+from vitral.training.events import Placed as Placed
 from vitral.training.events import Saved as Saved
 from vitral.training.events import Started as Started
 from vitral.training.events import StepDone as StepDone
@@ -82,8 +83,9 @@ def train(
         data, model=model, init=init, recipe=recipe, overrides=overrides, device=device
     )
     folder = Path(out) if out else new_folder(data, chosen)
-    for sentence in (*opened.notes, *reasons, f"run folder: {folder}"):
+    for sentence in (*opened.notes, *reasons):
         listen(Note(sentence))
+    listen(Placed(str(folder)))
     if seeds == 1:
         return Training((run(chosen, opened, folder, device=device, listen=listen),), chosen)
     results = []

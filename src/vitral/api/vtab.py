@@ -21,7 +21,7 @@ from vitral.recipe import Recipe, recipe_hash, with_overrides
 from vitral.recipe_book import Named, named
 from vitral.studies.protocol import Candidate, candidates, grid_of
 from vitral.studies.vtab import Suite, follow_suite, for_task, group_scores, mean_score
-from vitral.training.events import Listener, Note
+from vitral.training.events import Listener, Note, Placed
 from vitral.training.parallel import by_first, joined
 from vitral.training.prepare import check_recipe
 from vitral.version import __version__
@@ -150,8 +150,9 @@ def vtab1k(
     world = joined(device)
     folder = by_first(lambda: Path(out) if out else new_folder(root, tried[0].recipe), world)
     notes = _notes(opened, tried)
-    for sentence in (*missing.values(), *notes, *book.readings, f"run folder: {folder}"):
+    for sentence in (*missing.values(), *notes, *book.readings):
         listen(Note(sentence))
+    listen(Placed(str(folder)))
     for task in opened:
         listen(Note(by_first(partial(_listed, task, folder, beside=(train, val) == _COUNTS), world)))
     suite = follow_suite(tried, opened, folder, seeds=seeds, device=device, listen=listen)

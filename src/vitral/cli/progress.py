@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from vitral.api import Evaluated, Event, Pace, Started, StepDone
 
 _QUIET_SECONDS = 20.0  # between lines where there is no terminal
-_PLACE = "run folder: "  # a note of every verb that trains
 
 
 class RunDisplay:
@@ -49,7 +48,10 @@ class RunDisplay:
         if isinstance(event, api.Started):
             self._started(event)
         elif isinstance(event, api.Note):
-            self._noted(event.text)
+            self.say(event.text)
+        elif isinstance(event, api.Placed):
+            self.folder = event.folder
+            self.say(f"run folder: {event.folder}")
         elif isinstance(event, api.Decoding):
             self._show(f"reading {event.split}", event.done, event.total, f"{event.done:,} of {event.total:,} images")
         elif isinstance(event, api.EvaluationProgress):
@@ -65,11 +67,6 @@ class RunDisplay:
 
     def say(self, text: str) -> None:
         self.console.print(text, soft_wrap=True)
-
-    def _noted(self, text: str) -> None:
-        self.say(text)
-        if text.startswith(_PLACE):
-            self.folder = text.removeprefix(_PLACE)
 
     def _started(self, event: Started) -> None:
         from vitral import api

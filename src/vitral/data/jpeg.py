@@ -71,8 +71,5 @@ def whole(jpeg: bytes, channels: int, most_pixels: float) -> np.ndarray | None:
         if space not in ("Gray", "YCbCr", "RGB") or int(height) * int(width) > most_pixels:
             return None
         return simplejpeg.decode_jpeg(jpeg, "GRAY" if space == "Gray" and channels == 1 else "RGB")
-    except (
-        KeyError,
-        ValueError,
-    ):  # a subsampling that it has no name for; mere warnings, some of which Pillow lets pass
+    except (KeyError, ValueError):  # a subsampling without a name there; warnings too, some of which Pillow lets pass
         return None

@@ -63,11 +63,18 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class Placed:
+    """Where a run, or several of one command, will be; the command with this folder goes on with them."""
+
+    folder: str
+
+
+@dataclass(frozen=True)
 class Note:
     """A sentence for the person watching."""
 
     text: str
 
 
-Event = Decoding | Started | StepDone | EvaluationProgress | Evaluated | Saved | Note
+Event = Decoding | Started | StepDone | EvaluationProgress | Evaluated | Saved | Placed | Note
 Listener = Callable[[Event], None]
