@@ -240,6 +240,24 @@ def test_other_seeds_give_other_pixels():
     assert len({pipeline(PHOTO, generator(seed)).tobytes() for seed in range(20)}) == 20
 
 
+@given(st.sampled_from(["", "|flip"]), st.integers(1, 60), st.integers(1, 60), st.integers(0, 99))
+def test_a_part_is_what_a_call_resizes(ending, height, width, seed):
+    pipeline = parse_pipeline("decode|inception_crop(24, 20)" + ending)
+    assert pipeline.ends_in_part
+    part, mirrored = pipeline.part(PHOTO[:height, :width], generator(seed))
+    image = resize(part, (24, 20))
+    np.testing.assert_array_equal(
+        image[:, ::-1] if mirrored else image, pipeline(PHOTO[:height, :width], generator(seed))
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["resize(8)", "inception_crop(8, area)", "inception_crop(8)|erase(0.5)", "inception_crop(8)|flip|flip"]
+)
+def test_not_every_pipeline_ends_in_a_part(text):
+    assert not parse_pipeline("decode|" + text).ends_in_part
+
+
 def crops(text: str, count: int) -> np.ndarray:
     """(count, 4): top, left, bottom, right of the crops, read from the nearest pixel in each corner."""
     pipeline = parse_pipeline(text)

@@ -23,6 +23,7 @@ from vitral.data.images import decode
 from vitral.data.loader import AHEAD, blocks_of, default_workers, evaluation_batches, read_pixels, training_batches
 from vitral.data.preprocess import Pipeline, parse_pipeline
 from vitral.data.sources import Split, open_data
+from vitral.training.upload import uploading
 
 _STAGED = 64  # images that each stage is timed on
 _FED = {"cuda": 40, "cpu": 4}  # training steps on images from files that are timed
@@ -168,13 +169,15 @@ class _Mark:
 
 
 def _batches(contestant: Contestant, task: Task, count: int, *, training: bool) -> Iterator[Tensor]:
-    """`count` batches in the host's memory: uint8 from us, normalised floats from the others."""
+    """`count` batches: uint8 from us, in training resized on a GPU, and normalised floats in the host's memory from the
+    others."""
     if contestant.library != OURS:
         return _torchvision_batches(task, count, training=training)
     split, pipeline = _split(task.folder), _pipeline(task, training=training)
     options: dict[str, Any] = {"batch": task.batch, "workers": task.workers, "pin": task.device == "cuda"}
     if training:
-        found = training_batches(split, pipeline, seed=0, first_step=0, last_step=count, **options)
+        resize = uploading(pipeline, task.batch, 3, torch.device(task.device))
+        found = training_batches(split, pipeline, seed=0, first_step=0, last_step=count, resize=resize, **options)
     else:
         found = evaluation_batches(split.select(np.arange(count * task.batch) % len(split)), pipeline, **options)
     return (batch.images for batch in found)

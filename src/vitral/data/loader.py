@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
-import mmap
 import multiprocessing
 import os
 import signal
@@ -25,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from vitral.data.blocks import Layout, Parts, Resize, copied, new_block
 from vitral.data.images import UnreadableImage, decode, undecoded
 from vitral.data.order import batch_indices, evaluation_indices, example_rng, rank_positions
 from vitral.data.preprocess import Picture, Pipeline
@@ -62,17 +61,20 @@ def training_batches(
     partners: bool = False,
     pin: bool = False,
     order: np.ndarray | None = None,
+    resize: Resize | None = None,
 ) -> Iterator[Batch]:
     """This rank's slice of the global batch of each step from `first_step` up to, not including, `last_step`.
 
     With `partners` one row more stands in front (`rank_positions`): a row can then be mixed with the row before it, on
     any number of ranks alike.
     `order` holds the indices to draw from, some perhaps several times; an epoch is then as long as it is.
+    `resize` makes images of parts, where workers shall leave that to it; the pipeline must end in one (`ends_in_part`).
     """
     positions = rank_positions(batch, rank, world, partners=partners)
     examples = len(split) if order is None else len(order)
     rows = _TrainingRows(order, examples, batch, seed, positions, range(first_step, last_step))
-    return _batches(split, pipeline, channels, rows, workers, pin)
+    layout = Layout(pipeline, len(positions), channels, parts=resize is not None)
+    return _batches(split, layout, rows, workers, pin, resize)
 
 
 def evaluation_batches(
@@ -95,7 +97,8 @@ def evaluation_batches(
     batch = min(batch, max(largest_share, 1))  # memory is taken for whole batches
     rows = np.full(-(-largest_share // batch) * batch, PADDING, dtype=np.int64)
     rows[: len(indices)] = indices
-    return _batches(split, pipeline, channels, _EvaluationRows(rows.reshape(-1, batch)), workers, pin)
+    layout = Layout(pipeline, batch, channels, parts=False)
+    return _batches(split, layout, _EvaluationRows(rows.reshape(-1, batch)), workers, pin)
 
 
 def default_workers(device: str, ranks: int = 1) -> int:
@@ -121,9 +124,8 @@ class _TrainingRows:
     positions: np.ndarray  # (b,) this rank's places in the global batch
     steps: range
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.steps), len(self.positions)
+    def __len__(self) -> int:
+        return len(self.steps)
 
     def __call__(self, item: int) -> tuple[np.ndarray, Sequence[np.random.Generator | None]]:
         step = self.steps[item]
@@ -136,34 +138,34 @@ class _TrainingRows:
 class _EvaluationRows:
     rows: np.ndarray  # (batches, b) indices, PADDING at the end
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.rows.shape
+    def __len__(self) -> int:
+        return len(self.rows)
 
     def __call__(self, item: int) -> tuple[np.ndarray, Sequence[np.random.Generator | None]]:
         return self.rows[item], [None] * len(self.rows[item])
 
 
 class _Rest(NamedTuple):
-    """A batch without its images: so small that sharing memory would cost more than sending it does."""
+    """A batch without its pixels: so small that sharing memory would cost more than sending it does."""
 
     labels: np.ndarray
     valid: np.ndarray
     indices: np.ndarray
+    used: int  # bytes of the block
+    places: np.ndarray | None  # of parts, see `Parts`
 
 
 @dataclass(frozen=True)
 class _Batches:
-    """A data set for the workers: asked for an item, it writes the images into the item's block and gives the rest."""
+    """A data set for the workers: asked for an item, it writes the pixels into the item's block and gives the rest."""
 
     split: Split
-    pipeline: Pipeline
-    channels: int
+    layout: Layout
     rows: _TrainingRows | _EvaluationRows
-    blocks: Sequence[Tensor]  # uint8 (b, h, w, c)
+    blocks: Sequence[Tensor]
 
     def __len__(self) -> int:
-        return self.rows.shape[0]
+        return len(self.rows)
 
     def block(self, item: int) -> Tensor:
         return self.blocks[item % len(self.blocks)]
@@ -171,66 +173,51 @@ class _Batches:
     def __getitem__(self, item: int) -> _Rest:
         """Rows without an image are zero and not valid."""
         indices, rngs = self.rows(item)
-        images, valid = self.block(item).numpy(), np.zeros(len(indices), dtype=bool)
+        writer, valid = self.layout.writer(self.block(item)), np.zeros(len(indices), dtype=bool)
         labels = np.zeros((len(indices), *self.split.labels.shape[1:]), dtype=self.split.labels.dtype)
         for row, (index, rng) in enumerate(zip(indices.tolist(), rngs, strict=True)):
-            pixels: np.ndarray | int = 0
             if index != PADDING:
                 labels[row] = self.split.labels[index]
                 with contextlib.suppress(UnreadableImage):
-                    pixels = self.pipeline(_picture(self.split, index, self.channels), rng)
+                    writer.write(row, _picture(self.split, index, self.layout.channels), rng)
                     valid[row] = True
-            images[row] = pixels
-        return _Rest(labels, valid, indices)
+            if not valid[row]:
+                writer.leave_blank(row)
+        return _Rest(labels, valid, indices, writer.used, writer.places)
 
 
 def _batches(
     split: Split,
-    pipeline: Pipeline,
-    channels: int,
+    layout: Layout,
     rows: _TrainingRows | _EvaluationRows,
     workers: int,
     pin: bool,
+    resize: Resize | None = None,
 ) -> Iterator[Batch]:
     """While a batch is copied the workers make the AHEAD * workers next ones at most, and each of those, like the batch
     itself, has a block of its own. As workers take turns, a block is always filled by the same one: a process that
     writes to shared memory for the first time waits for each of its pages."""
-    count, size = rows.shape
-    shape = (size, *pipeline.size, channels)
-    blocks = [_block(shape, shared=workers > 0) for _ in range(min(blocks_of(workers), count))]
-    batches = _Batches(split, pipeline, channels, rows, blocks)
+    blocks = [new_block(layout.room, shared=workers > 0) for _ in range(min(blocks_of(workers), len(rows)))]
+    batches = _Batches(split, layout, rows, blocks)
     pin = pin and torch.cuda.is_available()
     # Closed in so many words: the first releases of Python 3.12 keep what a closed generator was looping over.
     with contextlib.closing(in_workers(batches, workers)) as rests:
         for item, rest in enumerate(rests):
-            images = _memory(shape, pin)
-            np.copyto(images.numpy(), batches.block(item).numpy())  # torch would take the cores that the workers are on
-            others = (torch.from_numpy(array) for array in rest)
-            yield Batch(images.permute(0, 3, 1, 2), *(tensor.pin_memory() if pin else tensor for tensor in others))
+            images = _images(copied(batches.block(item), rest.used, pin=pin), rest, layout, resize)
+            others = (torch.from_numpy(array) for array in (rest.labels, rest.valid, rest.indices))
+            yield Batch(images, *(tensor.pin_memory() if pin else tensor for tensor in others))
 
 
-def _memory(shape: tuple[int, ...], pin: bool) -> Tensor:
-    """uint8 memory for a batch to keep."""
-    if pin:
-        return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
-    # NumPy's comes in huge pages, torch's a small page at a time, which takes longer than to fill it.
-    return torch.from_numpy(np.empty(shape, np.uint8))
+def _images(pixels: Tensor, rest: _Rest, layout: Layout, resize: Resize | None) -> Tensor:
+    if resize is None or rest.places is None:
+        return pixels.view(layout.shape).permute(0, 3, 1, 2)
+    places = torch.from_numpy(rest.places)
+    return resize(Parts(pixels, places.pin_memory() if pixels.is_pinned() else places))
 
 
 def blocks_of(workers: int) -> int:
     """How many batches a loader has shared memory for."""
     return (AHEAD + 1) * workers or 1
-
-
-def _block(shape: tuple[int, ...], *, shared: bool) -> Tensor:
-    """uint8 memory yet to be filled; what others write to a shared block is seen here."""
-    if not shared:
-        return torch.empty(shape, dtype=torch.uint8)
-    if multiprocessing.get_start_method() == "fork":
-        # Memory that children inherit. Any other needs room in /dev/shm, of which a container may have 64 MB.
-        return torch.frombuffer(mmap.mmap(-1, math.prod(shape)), dtype=torch.uint8).view(shape)
-    # Not share_memory_(): it copies, and there is nothing to copy yet.
-    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(math.prod(shape))).view(shape)
 
 
 def in_workers(items: Sized, workers: int) -> Generator[Any]:

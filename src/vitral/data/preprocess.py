@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vitral.architecture import Size
-from vitral.data.augment import erase, flip, randaugment
+from vitral.data.augment import erase, flip, is_mirrored, randaugment
 from vitral.data.images import METHODS, Undecoded, resize
 from vitral.errors import UserError
 
@@ -76,6 +76,31 @@ class Pipeline:
         for step in self.steps:
             image = _KINDS[step.name].run(image, step, rng)
         return np.ascontiguousarray(_whole(image))
+
+    @property
+    def ends_in_part(self) -> bool:
+        """Whether it ends in the bilinear resize of a random part, flipped or not, and so has a `part`."""
+        step = self.steps[-self._left]
+        return step.name == "inception_crop" and step.method == "bilinear"
+
+    def part(self, image: Picture, rng: np.random.Generator) -> Part:
+        """(h, w, c) -> what a call would resize, and whether it would mirror that."""
+        for step in self.steps[: -self._left]:
+            image = _KINDS[step.name].run(image, step, rng)
+        pixels = _random_part(image, self.steps[-self._left], rng)
+        return Part(pixels, mirrored=self._left == 2 and is_mirrored(rng))
+
+    @property
+    def _left(self) -> int:
+        """The steps that a part leaves to others."""
+        return 2 if self.steps[-1].name == "flip" else 1
+
+
+class Part(NamedTuple):
+    """pixels uint8 (h, w, c), perhaps a view"""
+
+    pixels: np.ndarray
+    mirrored: bool
 
 
 _UNUSED = np.random.default_rng(0)
@@ -131,7 +156,12 @@ def _random_crop(image: Picture, step: Step, rng: np.random.Generator) -> np.nda
 
 
 def _inception_crop(image: Picture, step: Step, rng: np.random.Generator) -> np.ndarray:
-    """A random part, then the resize of that part alone; the whole image where ten tries gave none that fits."""
+    """A random part, then the resize of that part alone."""
+    return resize(_random_part(image, step, rng), step.size, step.method)
+
+
+def _random_part(image: Picture, step: Step, rng: np.random.Generator) -> np.ndarray:
+    """The whole image where ten tries gave none that fits."""
     height, width = image.shape[:2]
     for _ in range(10):
         area = height * width * rng.uniform(step.numbers[0], 1)
@@ -139,8 +169,8 @@ def _inception_crop(image: Picture, step: Step, rng: np.random.Generator) -> np.
         high, wide = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
         if 0 < high <= height and 0 < wide <= width:
             top, left = int(rng.integers(height - high + 1)), int(rng.integers(width - wide + 1))
-            return resize(_cut(image, top, left, (high, wide)), step.size, step.method)
-    return resize(_whole(image), step.size, step.method)
+            return _cut(image, top, left, (high, wide))
+    return _whole(image)
 
 
 def _whole(image: Picture) -> np.ndarray:

@@ -16,6 +16,7 @@ _WIDEST = 4096  # channels that a LayerNorm's program holds at once
 # By the first number of their compute capability: Hopper, where the kernels were measured, and Blackwell for data
 # centres. A program may use 227 KiB on their chips; on consumers' Blackwell, of a higher number, 99 KiB are too few.
 _GPUS = (9, 10)
+_TRITONS = (7, 0)  # the least compute capability that Triton itself takes
 _TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -40,6 +41,12 @@ def is_short(tokens: Tensor, width: int) -> bool:
     """Whether a head of this width attends within kernels, for tokens (b, n, ...)"""
     known = tokens.dtype in HALVES and tokens.shape[1] <= _LONGEST and width in _WIDTHS
     return known and tokens.shape[0] > 0 and _has_kernels(tokens.device)
+
+
+@cache
+def resizes_parts(device: torch.device) -> bool:
+    """Whether `resize.PartResize` runs there."""
+    return device.type == "cuda" and _TRITON and torch.cuda.get_device_capability(device) >= _TRITONS
 
 
 @cache

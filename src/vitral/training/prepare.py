@@ -43,6 +43,7 @@ from vitral.training.preflight import first_guess
 from vitral.training.resident import resident
 from vitral.training.state import Trainee
 from vitral.training.step import Plan
+from vitral.training.upload import uploading
 
 Batches = Callable[[int], Iterator[Batch]]
 _DROPS = ("dropout", "attention_dropout", "stochastic_depth")
@@ -284,6 +285,7 @@ def _on_images(plain: PlainModel, parts: Parts, world: World, listen: Listener) 
                 workers=parts.workers,
                 channels=channels,
                 pin=world.device.type == "cuda",
+                resize=uploading(pipeline, plan.batch // world.size, channels, world.device),
                 **drawn,
             )
         return keyed(found) if masked else found
