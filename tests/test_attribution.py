@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,9 @@ def test_two_layers_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(attention_gradient(model, image, layers=1), torch.tensor([[[0.4, 0.0]]]))
 
 
-def explicit(model: Any, images: Tensor, classes: Tensor) -> tuple[list[Tensor], list[Tensor], Tensor]:
+def explicit(
+    model: Any, images: Tensor, classes: Tensor, sigmoid: bool = False
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Attention (b, heads, n, n) of each layer as part of the graph, its gradient, and token times gradient (b, n)."""
     patches = model.patchify(images)
     x = model._with_prefix(patches.flatten(1, 2)) + model.positions[0](patches)
@@ -80,16 +83,18 @@ def explicit(model: Any, images: Tensor, classes: Tensor) -> tuple[list[Tensor],
     tokens = model.norm(x)
     tokens.retain_grad()
     logits = model.head(model.pool(tokens))
-    (logits[torch.arange(len(classes)), classes] - logits.mean(1)).sum().backward()
+    common = 0 if sigmoid else logits.mean(1)
+    (logits[torch.arange(len(classes)), classes] - common).sum().backward()
     return attentions, [attention.grad for attention in attentions], (tokens * tokens.grad).sum(-1)
 
 
+@pytest.mark.parametrize("sigmoid", [False, True])
 @pytest.mark.parametrize("changes", [{}, {"registers": 3}, {"pool": "mean"}, {"pool": "map", "class_token": False}])
-def test_rollout_is_the_loop_over_explicit_attention(changes: dict[str, Any]) -> None:
+def test_rollout_is_the_loop_over_explicit_attention(changes: dict[str, Any], sigmoid: bool) -> None:
     config = replace(SMALL, depth=3, image=(24, 40), **changes)
     model, images = made(config), pictures(2, 3, 24, 40)
     classes = model(images).argmax(1)
-    attentions, gradients, read = explicit(model, images, classes)
+    attentions, gradients, read = explicit(model, images, classes, sigmoid)
 
     def loop(gradients: list[Tensor], image: int) -> np.ndarray:
         relevance = np.eye(attentions[0].shape[-1])
@@ -101,7 +106,7 @@ def test_rollout_is_the_loop_over_explicit_attention(changes: dict[str, Any]) ->
         row = relevance[0] if config.pool == "token" else read[image].clamp(min=0).detach().numpy() @ relevance
         return row[config.prefix :].reshape(3, 5)
 
-    found = gradient_rollout(model, images, classes)
+    found = gradient_rollout(model, images, classes, sigmoid=sigmoid)
     for image in range(2):
         expected = loop(gradients, image)
         np.testing.assert_allclose(found[image], expected, rtol=1e-3, atol=1e-6 * expected.max())
@@ -138,22 +143,23 @@ def test_axial_attention_is_followed_along_rows_and_columns():
 
 
 @pytest.mark.parametrize("name", ["tanh", "hybrid", "BiT"])
-@pytest.mark.parametrize("window", [1, 3])
-def test_occlusion_is_the_loop_over_painted_images(name: str, window: int) -> None:
+@pytest.mark.parametrize(("window", "sigmoid"), [(1, False), (3, False), (1, True)])
+def test_occlusion_is_the_loop_over_painted_images(name: str, window: int, sigmoid: bool) -> None:
     """Sides that the cells do not divide: a ViT drops the remainder, a hybrid and a ResNet have a cell for it."""
     model, side = made(ARCHITECTURES[name]), {"tanh": 8, "hybrid": 8, "BiT": 32}[name]
     images, classes = pictures(2, 3, 2 * side + 3, side + 5), torch.tensor([2, 2])
-    found = occlusion(model, images, classes, window=window, batch=5)
+    chances = Tensor.sigmoid if sigmoid else partial(torch.softmax, dim=1)
+    found = occlusion(model, images, classes, window=window, batch=5, sigmoid=sigmoid)
     assert found.shape[1:] == ((2, 1) if name == "tanh" else (3, 2))
     with torch.no_grad():
-        before = model(images).softmax(1)[:, 2]
+        before = chances(model(images))[:, 2]
         for i, row, column in np.ndindex(*found.shape):
             painted = images[i : i + 1].clone()
             top, left = (max((place - window // 2) * side, 0) for place in (row, column))
             bottom = min((row + window // 2 + 1) * side, found.shape[1] * side)
             right = min((column + window // 2 + 1) * side, found.shape[2] * side)
             painted[..., top:bottom, left:right] = images[i].mean((1, 2))[:, None, None]
-            drop = before[i] - model(painted).softmax(1)[0, 2]
+            drop = before[i] - chances(model(painted))[0, 2]
             assert found[i, row, column].item() == pytest.approx(drop.item(), abs=1e-5)
 
 
@@ -170,6 +176,36 @@ def test_every_architecture_has_maps(name: str) -> None:
         elif method is not occlusion:
             with pytest.raises(UserError, match=r"a ResNet has no attention|use gradient_rollout"):
                 method(model, images)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_where_classes_are_a_yes_or_no_each_the_others_do_not_matter(name: str) -> None:
+    """The head's other rows are turned around, which a softmax over all of them must notice."""
+    method, model, images, classes = METHODS[name], made(SMALL), pictures(2, 3, 32, 40), torch.tensor([1, 1])
+
+    def answers() -> list[Tensor]:
+        curves = [
+            deletion_curve(model, images, random_maps(model, images), 4, classes, sigmoid=s) for s in (True, False)
+        ]
+        return [*curves, *(method(model, images, classes, sigmoid=s) for s in (True, False))]
+
+    before = answers()
+    with torch.no_grad():
+        others = torch.arange(5) != 1
+        model.head.output.weight[others] *= -3
+        model.head.output.bias[others] += 2
+    for kind, (first, second) in enumerate(zip(before, answers(), strict=True)):
+        moved = float((second - first).abs().max() / first.abs().max())
+        assert moved < 1e-5 if kind % 2 == 0 else moved > 0.1
+
+
+def test_one_class_alone_is_judged_by_its_sigmoid():
+    """A softmax over one logit is always 1, and nothing could speak for it."""
+    model, images = made(replace(SMALL, classes=1)), pictures(2, 3, 32, 40)
+    for method in METHODS.values():
+        found = method(model, images)
+        assert found.abs().max() > 0
+        assert torch.equal(found, method(model, images, sigmoid=True))
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from journeys import Command
+from journeys import COLOURS, Command, colour_folder, paint
 
 import vitral
 from vitral.architecture import ViTConfig
@@ -222,6 +224,77 @@ def test_misspelt_words_are_one_sentence_too(
     assert said.out == ""
     assert said.err.startswith(f"vitral: {expected}")
     assert said.err.count("\n") == 1
+
+
+# Verbs that take a model and then what it looks at, and the options that they need.
+BEHIND_A_MODEL = {
+    "predict": ("images", ["--top", "2"]),
+    "evaluate": ("data", ["--split", "test"]),
+    "embed": ("images", ["-o", "out.npz"]),
+    "inspect": ("images", ["-o", "out.html"]),
+    "search": ("folder", ["--query", "photos/a/1.png"]),
+    "fewshot": ("data", ["--shots", "1"]),
+    "finetune": ("data", ["--recipe", "paper:finetune/pets"]),
+    "vtab": ("root", ["--fixed"]),
+}
+
+
+@pytest.fixture
+def beside(file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a model in a file and in a run folder, beside one of pictures."""
+    folder = file.parent
+    colour_folder(folder / "photos", 2)
+    (folder / "run").mkdir()
+    shutil.copy(file, folder / "run" / "model.safetensors")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.mark.parametrize("model", ["tiny.safetensors", "run"])
+@pytest.mark.parametrize("verb", BEHIND_A_MODEL)
+def test_a_model_in_the_second_place_is_put_first(command: Command, beside: Path, verb: str, model: str) -> None:
+    behind, options = BEHIND_A_MODEL[verb]
+    said = command(verb, "photos", model, *options)
+    order = f"`{verb}` takes the model first and the {behind} behind it"
+    right = shlex.join(["vitral", verb, model, "photos", *options])
+    assert said == (2, "", f"vitral: {order}: write `{right}`.\n")
+
+
+def test_the_command_that_is_given_back_works(command: Command, beside: Path) -> None:
+    (beside / "my photos").mkdir()
+    pictures = [paint(beside / "my photos" / f"{number}.png", COLOURS["red"], number).name for number in range(5)]
+    words = ["--preprocess", "decode|resize(8)|value_range(-1, 1)", *(f"my photos/{name}" for name in pictures[:3])]
+    told = command("predict", *words, "tiny.safetensors").err
+    again = shlex.split(told[told.index("`vitral ") :].strip("`.\n"))
+    assert again == ["vitral", "predict", "tiny.safetensors", *words[2:], *words[:2]]
+    assert command(*again[1:]).code == 0
+    many = command("predict", *(f"my photos/{name}" for name in pictures), "tiny.safetensors").err
+    assert "`vitral predict tiny.safetensors 'my photos/0.png' 'my photos/1.png' 'my photos/2.png' ...`" in many
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("predict", "photos", "timm:a"), "write `vitral predict timm:a photos`."),
+        (("predict", "photos", "hf:a/b"), "write `vitral predict hf:a/b photos`."),
+        (("evaluate", "photos", "timm:a"), "write `vitral evaluate timm:a photos`."),
+        (("evaluate", "digits", "run"), "write `vitral evaluate run digits`."),
+        (("evaluate", "photos", "hf:a/b"), "the folder photos holds no weight file"),  # a data set, perhaps
+        (("predict", "nothing", "."), "nothing does not exist"),  # among pictures a model may lie
+        (("predict", "photos", "nothing"), "nothing does not exist"),
+        (("predict", "photos", "photos"), "the folder photos holds no weight file"),
+        (("evaluate", "tiny.safetensors", "run"), "run has no class folders"),
+        (("inspect", "photos"), "the folder photos holds no weight file"),
+        (("convert", "photos", "tiny.safetensors", "--format", "timm"), "tiny.safetensors exists"),
+    ],
+)
+def test_an_order_is_told_only_where_it_is_known_to_be_wrong(
+    command: Command, beside: Path, words: tuple[str, ...], says: str
+) -> None:
+    said = command(*words)
+    assert said.code == 2
+    assert says in said.err
+    assert ("first and the" in said.err) == says.startswith("write")
 
 
 def test_a_folder_that_cannot_be_written(file: Path, tmp_path: Path) -> None:

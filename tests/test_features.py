@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from vitral.architecture import ViTConfig
+from vitral.aside import written_aside
 from vitral.checkpoints.card import Preprocess
 from vitral.data.splits import Split
 from vitral.evaluation import features as room
@@ -194,3 +197,98 @@ def test_where_features_are_kept(split, tmp_path, monkeypatch):
     found = cached_features(fresh(), split, PREPROCESS)
     assert found.kept is not None
     assert found.kept.parent == cache_folder()
+
+
+def aged(folder: Path, name: str, days: float, size: int) -> Path:
+    """A file that was last used some days ago."""
+    path = folder / name
+    path.write_bytes(bytes(size))
+    used = time.time() - 86400 * days
+    os.utime(path, (used, used))
+    return path
+
+
+def test_what_was_not_used_for_longest_makes_room(split, tmp_path, monkeypatch):
+    old = [aged(tmp_path, f"{day:064x}.npz", day, 1000) for day in (1, 2, 3, 4)]
+    recent = aged(tmp_path, f"{9:064x}.npz", 0.5 / 24, 50_000)  # within the hour: perhaps another process's
+    others = [aged(tmp_path, name, 99, 9000) for name in ("mine.npz", "notes.txt", f"{'A' * 64}.npz")]
+    own = cached_features(fresh(), split, PREPROCESS, folder=tmp_path).kept
+    assert own is not None
+    assert all(path.exists() for path in (*old, recent, *others, own))  # there is room for all
+    second = replace(PREPROCESS, std=(0.5, 0.5, 0.6))
+    one = own.stat().st_size
+    monkeypatch.setattr(room, "ROOM", 50_000 + 2 * one + 2500)
+    kept = cached_features(fresh(), split, second, folder=tmp_path).kept
+    assert kept is not None
+    assert kept.stat().st_size == one
+    assert [path.exists() for path in old] == [True, True, False, False]
+    monkeypatch.setattr(room, "ROOM", 0)
+    newest = cached_features(fresh(seed=1), split, PREPROCESS, folder=tmp_path).kept
+    assert newest is not None
+    assert not any(path.exists() for path in old)
+    assert all(path.exists() for path in (recent, *others, own, kept, newest))
+    monkeypatch.setattr(room, "IN_USE", -1e9)  # as if the clock of the disk were far behind
+    last = cached_features(fresh(seed=2), split, PREPROCESS, folder=tmp_path).kept
+    assert {*tmp_path.iterdir()} == {last, *others}
+
+
+def test_reading_counts_as_a_use(split, tmp_path, monkeypatch):
+    first, second = (cached_features(fresh(seed=seed), split, PREPROCESS, folder=tmp_path).kept for seed in (0, 1))
+    assert first is not None
+    assert second is not None
+    for path, days in ((first, 3), (second, 2)):
+        os.utime(path, (time.time() - 86400 * days,) * 2)
+    counter = Counter()
+    cached_features(fresh(), split, PREPROCESS, folder=tmp_path, on_progress=counter)
+    assert counter.runs == 0
+    monkeypatch.setattr(room, "ROOM", 2.5 * first.stat().st_size)
+    cached_features(fresh(seed=2), split, PREPROCESS, folder=tmp_path)
+    assert (first.exists(), second.exists()) == (True, False)
+
+
+def test_what_killed_processes_left_is_removed(split, tmp_path):
+    with written_aside(tmp_path / f"{1:064x}.npz") as aside:
+        unfinished = aside.name
+    abandoned = aged(tmp_path, unfinished, 1, 10)
+    growing = aged(tmp_path, unfinished.replace("0" * 8, "1" * 8), 0, 10)
+    elsewhere = aged(tmp_path, ".mine.npz.01234567.part", 1, 10)
+    cached_features(fresh(), split, PREPROCESS, folder=tmp_path)
+    assert (abandoned.exists(), growing.exists(), elsewhere.exists()) == (False, True, True)
+
+
+def test_a_file_that_must_stay_costs_the_next_one(split, tmp_path, monkeypatch):
+    """Another user's file in a folder of many cannot be removed, and room is made with what can be."""
+    stuck, loose = (aged(tmp_path, f"{day:064x}.npz", day, 1000) for day in (2, 1))
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path == stuck:
+            raise PermissionError(13, "Permission denied")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(room, "ROOM", 0)
+    assert cached_features(fresh(), split, PREPROCESS, folder=tmp_path).kept is not None
+    assert (stuck.exists(), loose.exists()) == (True, False)
+
+
+def test_many_may_make_room_at_once(tmp_path, monkeypatch):
+    """Each starts from the same listing, and none removes more than all of them together should."""
+    monkeypatch.setattr(room, "ROOM", 20_500)
+    for number in range(40):
+        aged(tmp_path, f"{number:064x}.npz", 1 + number, 1000)
+    new = aged(tmp_path, f"{99:064x}.npz", 0, 1000)
+    start, listed = threading.Barrier(4), room._files
+
+    def together(folder: Path) -> list[tuple[bool, float, int, Path]]:
+        found = listed(folder)
+        start.wait()
+        return found
+
+    monkeypatch.setattr(room, "_files", together)
+    threads = [threading.Thread(target=room._make_room, args=(new,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(tmp_path.iterdir()) == sorted([new, *(tmp_path / f"{number:064x}.npz" for number in range(19))])

@@ -202,6 +202,21 @@ def test_describing_reads_the_header_alone(form, monkeypatch):
         assert describe(whole[: len(whole) * 2 // 3]) == facts
 
 
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("size", [(1, 9), (9, 1), (1, 1)])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_turned_line_can_be_resized(size, orientation, channels):
+    """NumPy takes a line for contiguous whichever way it runs, torch does not."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = saved(PHOTO.crop((0, 0, *size)), "PNG", exif=exif)
+    upright = ImageOps.exif_transpose(opened(data)).convert("RGB" if channels == 3 else "L")
+    expected = np.array(upright).reshape(upright.height, upright.width, channels)
+    found = decode(data, channels)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(resize(found, (4, 5)), resize(expected, (4, 5)))
+
+
 def test_exif_behind_the_pixels_of_a_png_counts():
     exif = Image.Exif()
     exif[0x0112] = 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 import torch
 from journeys import MODEL, QUICK, Command, colour_folder
 
-from vitral.api import Evaluated, Event, Pace, Started, StepDone
+from vitral import api
+from vitral.api import Evaluated, Event, Pace, Saved, Started, StepDone
 from vitral.checkpoints.run import RunFolder
 from vitral.cli import progress
 from vitral.data.loader import Batch
@@ -46,6 +48,7 @@ NOISE = RNG.lognormal(0, 0.5, 1001)
 COURSES: dict[str, Callable[[int], float]] = {
     "steady": lambda step: 0.1,
     "slow to start": lambda step: 30.0 if step == 1 else 0.1,
+    "slow until it is recorded": lambda step: {1: 9.0, 2: 0.7, 3: 0.7, 4: 20.0, 5: 3.0}.get(step, 0.1),
     "noisy": lambda step: 0.1 * float(NOISE[step]),
     "a stall now and then": lambda step: 0.5 if step % 10 == 0 else 0.1,
     "slower from the middle on": lambda step: 0.1 if step < 500 else 0.11,
@@ -80,6 +83,28 @@ def test_speed_and_waiting_are_of_the_steps():
         pace.hear(event)
     assert pace.images_per_second == pytest.approx(64)
     assert pace.waiting == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("first", [0, 400])
+def test_steps_that_warm_up_do_not_make_the_time_left_jump(first):
+    """A resumed run warms up again; evaluations and saves in between are no slow steps."""
+    pace = Pace(Started(first, 1000, 0, 32, 1, 32, 0.1, 0.0, 0))
+    for event, _ in events(1000, 1000, lambda step: COURSES["slow until it is recorded"](step - first), 0.0, first):
+        pace.hear(event)
+        if isinstance(event, StepDone):
+            if event.step % 3 == 0:
+                pace.hear(Evaluated(event.step, {}, 0.0, False))
+                pace.hear(Saved(event.step))
+            assert pace.seconds_left() == pytest.approx(0.1 * (1000 - event.step))
+            assert pace.images_per_second == (pytest.approx(320) if event.step > first + 5 else 0)
+
+
+def test_another_pace_is_found_out_within_a_hundred_steps():
+    pace = Pace(Started(0, 1000, 0, 32, 1, 32, 0.1, 0.0, 0))
+    for event, _ in events(600, 1000, lambda step: 0.1 if step <= 500 else 0.3, 0.0):
+        pace.hear(event)
+    assert pace.step_seconds == pytest.approx(0.3)
+    assert pace.images_per_second == pytest.approx(32 / 0.3)
 
 
 class Clock:
@@ -193,6 +218,21 @@ def test_what_is_written_down_on_the_way(tmp_path, monkeypatch, capsys):
     assert max(line["rate"] for line in lines if "rate" in line) <= 0.01
 
 
+def test_the_page_is_announced_before_it_is_written(tmp_path, monkeypatch, capsys):
+    real = api.write_run_page
+
+    def announced(*words: Any, **options: Any) -> Any:
+        print("and now it is", file=sys.stderr)
+        return real(*words, **options)
+
+    monkeypatch.setattr(api, "write_run_page", announced)
+    data = colour_folder(tmp_path / "colours", 6)
+    words = ["--model", MODEL, "--out", tmp_path / "run", "--json", "--set", *QUICK, "steps=1"]
+    said = Command(monkeypatch, capsys)("train", data, *words)
+    assert said.err.endswith("\nwriting the page\nand now it is\n")
+    assert json.loads(said.out)["page"] == str(tmp_path / "run" / "page.html")
+
+
 def test_a_long_run_writes_about_a_thousand_lines(tmp_path):
     folder = RunFolder(tmp_path)
     folder.make()
@@ -209,14 +249,15 @@ def test_a_long_run_writes_about_a_thousand_lines(tmp_path):
 def test_a_rate_is_shown_once_it_is_known(monkeypatch, capsys):
     monkeypatch.setattr(progress, "_QUIET_SECONDS", -1.0)
     display = progress.RunDisplay()
-    display.hear(Started(0, 3, 1, 32, 1, 32, 0.5, 1.0, 0))
-    for event, _ in events(3, 9, lambda step: 0.5, 1.0):
+    display.hear(Started(0, 7, 1, 32, 1, 32, 0.5, 1.0, 0))
+    for event, _ in events(7, 9, lambda step: 0.5, 1.0):
         if isinstance(event, StepDone):
             display.hear(event)
-    started, first, second, _ = capsys.readouterr().err.splitlines()
-    assert started.endswith("; about 2.5 s")
-    assert first == "training 1/3  loss 1.000  accuracy 50%  2.0 s left"
-    assert second == "training 2/3  loss 1.000  accuracy 50%  64 images/s  waiting 25%  1.5 s left"
+    started, first, *_, fifth, sixth, _ = capsys.readouterr().err.splitlines()
+    assert started.endswith("; about 4.5 s")
+    assert first == "training 1/7  loss 1.000  accuracy 50%  4.0 s left"
+    assert fifth == "training 5/7  loss 1.000  accuracy 50%  2.0 s left"
+    assert sixth == "training 6/7  loss 1.000  accuracy 50%  64 images/s  waiting 25%  1.5 s left"
 
 
 def test_a_head_on_features_has_no_images_a_second(tmp_path, monkeypatch, capsys):

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import MODEL, TINY, make_pictures, metrics, starting_from, states, train
+from runs import MODEL, TINY, make_pictures, metrics, outcome, starting_from, states, train
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -38,6 +38,7 @@ from vitral.data.splits import Split
 from vitral.errors import UserError
 from vitral.evaluation.predict import predict_split
 from vitral.models.normalise import normalise
+from vitral.training import prepare
 from vitral.training.judge import Judge, measure
 from vitral.training.objective import Objective
 from vitral.training.parallel import World, joined
@@ -79,14 +80,16 @@ def run(
     out: str,
     words: list[str],
     stop: int = 0,
+    halt: int = 0,
     room: int = 0,
     late: bool = False,
     full: bool = False,
 ) -> Any:
     """A run that says how many rows at a time it computed, where it heard that.
 
-    `stop`: after so many steps. `room`: memory for so many rows at once, in the last process alone. `late`: to the rest
-    of the processes the folder seems taken. `full`: nowhere to save.
+    `stop`: after so many steps. `halt`: in the evaluation after so many steps, its first, image by image, when the
+    first process has seen one; then says what was heard from that step on. `room`: memory for so many rows at once, in
+    the last process alone. `late`: to the rest of the processes the folder seems taken. `full`: nowhere to save.
     """
     heard: list[Any] = []
 
@@ -97,19 +100,31 @@ def run(
             (Path(out) / "state").touch()
         if isinstance(event, api.StepDone) and event.step == stop - 1:  # it is told when the next step is done
             signal.raise_signal(signal.SIGTERM)
+        if halt and isinstance(event, api.EvaluationProgress) and _told(heard).startswith(f"StepDone {halt},"):
+            signal.raise_signal(signal.SIGTERM)
 
-    forward = Objective.forward
+    forward, rows = Objective.forward, prepare._rows
     if late and not world.first:
         out = f"{out}-2"
+    if halt:
+        prepare._rows = lambda parts: 1
     if room and world.rank == world.size - 1:
         Objective.forward = _with_room(forward, room)  # type: ignore[method-assign]
     try:
         train(Path(data), Path(out), *words, listen=listen)
     except api.Interrupted:
-        return "stopped"
+        return _told(heard) if halt else "stopped"
     finally:
         Objective.forward = forward  # type: ignore[method-assign]
+        prepare._rows = rows
     return [event.micro for event in heard if isinstance(event, api.Started)]
+
+
+def _told(heard: list[Any]) -> str:
+    """What was heard of the last step and after it; notes may come at any time."""
+    steps = [place for place, event in enumerate(heard) if isinstance(event, api.StepDone)]
+    last = [event for event in heard[steps[-1] :] if not isinstance(event, api.Note)] if steps else []
+    return ", ".join(f"{type(event).__name__} {getattr(event, 'step', '')}".strip() for event in last)
 
 
 def _with_room(forward: Callable[..., Any], room: int) -> Callable[..., Any]:
@@ -249,6 +264,10 @@ def legs(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Legs:
         "head-2": job("head-2", FSDP, *head),
         "lora-2": job("lora-2", FSDP, *lora),
         "best-2": job("best-2", FSDP, *PATIENT),
+        "halted": job("halted", halt=10),
+        "halted, gone on": job("halted"),
+        "halted, shards": job("halted-shards", FSDP, *PATIENT, halt=2),
+        "halted, shards, gone on": job("halted-shards", FSDP, *PATIENT),
         "moved": job("moved", stop=14),
         "sharded": job("sharded", FSDP, stop=10),
         "other run": job("sgd", *SGD, "seed=5"),
@@ -334,6 +353,18 @@ def test_a_run_goes_on_with_another_number_of_processes(legs: Legs, name: str) -
     assert name == "moved" or legs.three[name] == ["stopped"] * 3
     assert difference(legs, "adam", name) < 1e-6
     assert steps_and_scores(legs.folder / name) == steps_and_scores(legs.folder / "adam")
+
+
+@pytest.mark.parametrize(
+    "name, step, folder, whole", [("halted", 10, "halted", "adam-2"), ("halted, shards", 2, "halted-shards", "best-2")]
+)
+def test_an_evaluation_ends_in_all_processes_where_one_is_stopped(
+    legs: Legs, name: str, step: int, folder: str, whole: str
+) -> None:
+    """After one of its three images a process; the run that goes on makes up for it, and ends with the same bits."""
+    assert legs.two[name] == [f"StepDone {step}, EvaluationProgress, Saved {step}", ""]
+    assert legs.two[f"{name}, gone on"][0]
+    assert outcome(legs.folder / folder) == outcome(legs.folder / whole)
 
 
 def test_a_damaged_sharded_state_is_passed_over(legs: Legs) -> None:

@@ -39,7 +39,7 @@ def test_folders_are_output_numbers(evaluation: Evaluation) -> None:
 
 def test_top_1_is_72_4_and_top_5_is_91_9_percent(evaluation: Evaluation) -> None:
     found = evaluation.metrics
-    assert (found["n"], evaluation.unreadable) == (1000, 0)
+    assert (found["n"], evaluation.unreadable) == (1000, ())
     assert found["top1"] == pytest.approx(0.724, abs=0.002)
     assert found["top5"] == pytest.approx(0.919, abs=0.002)
     assert found["mean_per_class"] == pytest.approx(found["top1"])

@@ -25,6 +25,7 @@ from vitral.api.neighbours import search
 from vitral.checkpoints.card import Card
 from vitral.errors import UserError
 from vitral.inspection.attention import attention_maps, rollout_maps
+from vitral.inspection.attribution import gradient_rollout, occlusion
 from vitral.inspection.looks import look_at
 from vitral.models.capture import capture
 from vitral.report.page import Section, page
@@ -65,11 +66,13 @@ def run(pictures, tmp_path_factory) -> Path:
     return folder
 
 
-def saved(tmp_path: Path, name: str, **shape) -> Path:
+def saved(tmp_path: Path, name: str, multilabel: bool = False, **shape) -> Path:
     torch.manual_seed(0)
-    model = api.create(name, **shape)
+    model: Any = api.create(name, **shape)
+    if model.config.classes:
+        torch.nn.init.normal_(model.head.output.weight)  # heads start at zero, where all classes are alike
     path = tmp_path / "model.safetensors"
-    api.save(model, Card(model.config), path)
+    api.save(model, Card(model.config, multilabel=multilabel), path)
     return path
 
 
@@ -191,6 +194,24 @@ def test_a_single_class_has_evidence():
     assert look.maps["evidence"].max() > 0
 
 
+@pytest.mark.parametrize("multilabel", [False, True])
+def test_a_page_says_what_the_numbers_of_its_classes_are(tmp_path, multilabel):
+    path = saved(tmp_path, "ViT-Ti/16@32", multilabel, depth=1, width=16, heads=2, mlp=32, classes=3)
+    picture = paint(tmp_path / "a.png", COLOURS["red"], side=32)
+    done = inspect(path, picture, output=tmp_path / "a.html", preprocess=TEENY)
+    pixels = torch.from_numpy(np.array(Image.open(picture))).permute(2, 0, 1)[None] / 127.5 - 1
+    model = api.load(path)[0]
+    with torch.inference_mode():
+        logits = model(pixels)[0].double().numpy()
+    chances = 1 / (1 + np.exp(-logits)) if multilabel else np.exp(logits) / np.exp(logits).sum()
+    (image,) = embedded(done.page)["images"]
+    assert dict(image["answers"]) == pytest.approx({f"class {i}": chances[i] for i in range(3)}, abs=1e-4)
+    evidence = gradient_rollout(model, pixels, sigmoid=multilabel).flatten().tolist()
+    assert image["maps"]["evidence"] == pytest.approx(evidence, rel=1e-3, abs=1e-6)
+    text = done.page.read_text("utf-8")
+    assert ("by itself (sigmoid)" in text, "sum to 1 (softmax)" in text) == (multilabel, not multilabel)
+
+
 def test_a_model_alone_has_a_page(tmp_path):
     done = inspect(saved(tmp_path, "ViT-Ti/4@8", depth=1, width=16, heads=2), output=tmp_path / "a.html")
     assert (done.images, done.unreadable, done.figures) == (0, (), ())
@@ -208,10 +229,17 @@ def test_a_model_alone_has_a_page(tmp_path):
     ],
 )
 def test_convolutions_are_shown_too(tmp_path, name, shape, words):
-    picture = paint(tmp_path / "a.png", COLOURS["red"], side=32)
-    done = inspect(saved(tmp_path, name, **shape), picture, output=tmp_path / "a.html", preprocess=TEENY)
+    """Of a ResNet by occlusion, each class by itself where the weights say so."""
+    path, picture = saved(tmp_path, name, multilabel=True, **shape), paint(tmp_path / "a.png", COLOURS["red"], side=32)
+    done = inspect(path, picture, output=tmp_path / "a.html", preprocess=TEENY)
     text = done.page.read_text("utf-8")
     assert all(word in text for word in words)
+    if name == "R50x1@32":
+        pixels = torch.from_numpy(np.array(Image.open(picture))).permute(2, 0, 1)[None] / 127.5 - 1
+        model, shown = api.load(path)[0], embedded(done.page)["images"][0]["maps"]["occlusion"]
+        alone, shared = (occlusion(model, pixels, sigmoid=sigmoid).flatten().tolist() for sigmoid in (True, False))
+        assert shown == pytest.approx(alone, abs=1e-4)
+        assert shown != pytest.approx(shared, abs=1e-2)
 
 
 def test_figures_and_what_cannot_be_read(tmp_path):
@@ -283,6 +311,29 @@ def test_a_run_of_several_labels_shows_those_that_are_there(pictures, tmp_path):
     assert "Some of 6 held-out images. A ✓ marks" in text
     assert "Average precision: " in text
     assert "Recall: " not in text
+
+
+def test_a_run_whose_classes_are_a_yes_or_no_each_is_not_judged_by_shares(pictures, tmp_path):
+    """One label an image, but trained with a sigmoid: a softmax over its outputs is nobody's probability."""
+    words = [*QUICK, "steps=4", "loss=sigmoid", "regular.label_smoothing=0"]
+    vitral.train(pictures, model=MODEL, out=tmp_path / "run", overrides=words, device="cpu")
+    path = write_run_page(tmp_path / "run", pictures, device="cpu")
+    text = path.read_text("utf-8")
+    assert "by itself (sigmoid)" in text
+    assert "What it answers, each class by itself" in text
+    images = embedded(path)["images"]
+    assert len(images) == json.loads((tmp_path / "run" / "result.json").read_text())["metrics"]["n"] <= 8
+    rows = [(image["answers"][0][1], image["answers"][0][0] == image["truth"][0]) for image in images]
+    bins = np.digitize([sure for sure, _ in rows], np.linspace(0, 1, 16)[1:-1], right=True)
+    gaps = [
+        abs(sum(sure - right for (sure, right), own in zip(rows, bins, strict=True) if own == i)) for i in range(15)
+    ]
+    said = group(r"expected calibration error of these.*?is ([\d.]+)%", text)
+    assert float(said) / 100 == pytest.approx(sum(gaps) / len(rows), abs=6e-4)
+    for image in images:
+        key = Path(image["name"])
+        row = vitral.predict(tmp_path / "run", key if key.is_absolute() else pictures / key).rows[0]
+        assert [share for _, share in image["answers"]] == pytest.approx(row.probabilities, abs=1e-4)
 
 
 def test_the_page_of_a_run_counts_the_images_that_can_be_read(pictures, tmp_path):
@@ -358,6 +409,30 @@ def test_patches_that_look_alike_are_found(run, pictures):
         search(run, pictures, query=query, patch=(0, 2))
 
 
+@pytest.mark.parametrize("patch", [None, (1, 0)])
+def test_a_search_tells_how_far_it_is(run, pictures, tmp_path, patch):
+    folder, heard = tmp_path / "more", []
+    shutil.copytree(pictures, folder)
+    for number in range(16):  # a whole batch that cannot be read, the first one
+        (folder / "blue" / f"+{number}.png").write_bytes(b"no picture")
+    words = {"query": pictures / "green" / "2.png", "patch": patch, "index": tmp_path / "index.npz"}
+    found = search(run, folder, **words, on_progress=lambda done, total: heard.append((done, total)))
+    assert heard == [(16, 34), (32, 34), (34, 34)]
+    again = search(run, folder, **words, on_progress=lambda done, total: heard.append((done, total)))
+    assert [one.path for one in again] == [one.path for one in found]
+    assert len(heard) == 3  # the second time nothing is computed
+
+
+@pytest.mark.parametrize("patch", [None, (1, 0)])
+def test_a_folder_without_an_image_has_no_neighbours(run, pictures, tmp_path, patch):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "bad.png").write_bytes(b"no picture")
+    index = tmp_path / "index.npz"
+    with pytest.raises(UserError, match=r"none of these images can be read, .*bad\.png first"):
+        search(run, tmp_path / "folder", query=pictures / "red" / "0.png", patch=patch, index=index)
+    assert not index.exists()
+
+
 def test_the_verbs(run, pictures, tmp_path, monkeypatch, capsys):
     command = Command(monkeypatch, capsys)
     target = tmp_path / "a.html"
@@ -370,6 +445,8 @@ def test_the_verbs(run, pictures, tmp_path, monkeypatch, capsys):
     (first, _) = json.loads(command(*words, "--patch", "1", "2", "--json").out)
     assert first["row"] in (1, 2)
     assert "similarity" in command(*words).out
+    monkeypatch.setenv("FORCE_COLOR", "1")  # for rich, a terminal
+    assert "100%" in command(*words, "--patch", "1", "2").err
 
 
 def test_real_weights_make_a_page_in_time(assets, tmp_path):

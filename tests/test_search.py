@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_refused():
 def test_patches_are_those_of_a_loop(name: str) -> None:
     model = made(ARCHITECTURES[name])
     images = pictures(5, 3, 96, 64)
-    index = index_patches(model, names(5), images.split(2))
+    index = index_patches(model, zip([names(5)[i : i + 2] for i in (0, 2, 4)], images.split(2), strict=True), 5)
     assert index.features.dtype == np.float16
     features = patch_features(model, images).double().numpy()
     features /= np.linalg.norm(features, axis=-1, keepdims=True)
@@ -201,7 +201,7 @@ def test_a_patch_that_was_copied_is_found():
             position.table.zero_()
     images = pictures(4, 3, 32, 48)
     images[2, :, 24:32, 40:48] = images[0, :, 8:16, 0:8]
-    index = index_patches(model.eval(), names(4), [images])
+    index = index_patches(model.eval(), [(names(4), images)], 4)
     best = nearest_patches(index, index.features[0, 1, 0], 2, skip=0)
     assert best[0][:3] == (2, 3, 5)
     assert best[0].score == pytest.approx(1, abs=1e-3)
@@ -210,9 +210,20 @@ def test_a_patch_that_was_copied_is_found():
 
 def test_images_of_two_sizes_make_no_patch_index():
     model = made(SMALL)
-    with pytest.raises(UserError, match="of one size"):
-        index_patches(model, names(2), [pictures(1, 3, 32, 32), pictures(1, 3, 32, 40)])
-    with pytest.raises(UserError, match="a path for each"):
-        index_patches(model, names(1), [pictures(2, 3, 32, 32)])
-    with pytest.raises(UserError, match="3 paths do not fit 2 features"):
-        index_patches(model, names(3), [pictures(2, 3, 32, 32)])
+    wide, small = pictures(1, 3, 32, 40), pictures(2, 3, 32, 32)
+    for batches, most in (
+        ([(names(2), small), (names(1), wide)], 3),
+        ([(names(1), small)], 2),
+        ([(names(3), small)], 3),
+        ([(names(2), small)], 1),
+    ):
+        with pytest.raises(UserError, match="of one size, with a path for each"):
+            index_patches(model, batches, most)
+
+
+def test_an_index_of_patches_holds_as_many_images_as_came():
+    model, images = made(SMALL), pictures(3, 3, 32, 32)
+    index = index_patches(model, [(names(2), images[:2]), (["last"], images[2:])], 9)
+    assert index.paths == [*names(2), "last"]
+    assert index.features.shape == (3, 4, 4, 32)
+    assert index_patches(model, [], 9).paths == []

@@ -333,6 +333,40 @@ def test_numbers_as_labels_keep_their_order(tmp_path):
     assert split.labels.tolist() == [2, 1, 0]
 
 
+@pytest.mark.parametrize("held_out", [0, 0.2])
+def test_a_manifest_without_train_is_for_testing(tmp_path, held_out):
+    plant(tmp_path, *(f"{number}.png" for number in range(3)))
+    rows = [("path", "label", "split"), ("0.png", "b", "test"), ("1.png", "a", "test"), ("2.png", "c", "val")]
+    data = open_data(write_csv(tmp_path / "one.csv", *rows[:3]), held_out=held_out)
+    assert data.test is not None
+    assert (len(data.train), data.train.classes, data.test.name) == (0, ("a", "b"), "test")
+    assert list(zip(data.test.keys, data.test.labels.tolist(), strict=True)) == [("0.png", 1), ("1.png", 0)]
+    assert red(data.test, 1) == 1
+    assert data.notes == ("No image is of the split train: this is for testing only.",)
+    both = open_data(write_csv(tmp_path / "two.csv", *rows), held_out=held_out)
+    assert both.test is not None
+    assert both.final is not None
+    assert (both.train.classes, both.test.labels.tolist(), both.final.labels.tolist()) == (("a", "b", "c"), [2], [1, 0])
+    lines = [{"path": "0.png", "label": ["b", "a"], "split": "test"}, {"path": "1.png", "label": [], "split": "test"}]
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    several = open_data(tmp_path / "m.jsonl", held_out=held_out)
+    assert several.test is not None
+    assert (several.train.labels.shape, several.test.labels.tolist()) == ((0, 2), [[1, 1], [0, 0]])
+    with pytest.raises(UserError, match="no images to train on: it is for testing only"):
+        open_to_train(tmp_path / "one.csv", Recipe())
+
+
+def test_test_images_need_no_training_images_that_are_missing(tmp_path):
+    plant(tmp_path, "0.png")
+    rows = [("path", "label", "split"), ("0.png", "a", "test"), ("gone/1.png", "a", "train")]
+    table = write_csv(tmp_path / "m.csv", *rows)
+    data = open_data(table, held_out=0)
+    assert data.test is not None
+    assert (len(data.train), list(data.test.keys)) == (0, ["0.png"])
+    with pytest.raises(UserError, match=r"None of the training files .* such as .*gone/1.png: correct the paths"):
+        open_data(table)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
@@ -344,7 +378,7 @@ def test_numbers_as_labels_keep_their_order(tmp_path):
         ("m.csv", "path,label\n0.png,a\n0.png,b\n", "lines 2 and 3 give 0.png different labels"),
         ("m.csv", "path,label,split\n0.png,a,dev\n", 'line 2 has the split "dev"'),
         ("m.csv", "path,label,split\n0.png,a,train\n1.png,b,\n", "line 3 has no split while others have one"),
-        ("m.csv", "path,label,split\n0.png,a,test\n1.png,b,test\n", "no line of the split train"),
+        ("m.csv", "path,label,split\nx.png,a,train\n1.png,b,test\n", "None of the training files"),
         ("m.csv", "path,label\nx.png,a\n", "None of the files"),
         ("m.csv", "path,label\n", "lists no images"),
         ("m.tsv", "path,label\n", 'no column "path"'),

@@ -118,12 +118,10 @@ def test_parts_are_one_behind_the_other_and_all_find_room():
 
 
 def test_a_part_that_is_too_long_is_resized_by_the_worker():
+    """The kernel has no weights for it."""
     hand = ByHand((12, 16))
-    list(
-        training_batches(
-            split_of([(200, 200)] * 20), parse_pipeline("decode|inception_crop(12, 16, 0.9)"), **DRAWN, resize=hand
-        )
-    )
+    split = split_of([(60, 8), (8, 70)] * 10)  # which would find room
+    list(training_batches(split, parse_pipeline("decode|inception_crop(12, 16)"), **DRAWN, resize=hand))
     for parts in hand.seen:
         assert all(row[1] <= 12 * LONGEST and row[2] <= 16 * LONGEST for row in parts.places.tolist())
 
@@ -141,7 +139,7 @@ def test_the_kernel_gives_the_pixels_of_a_cpu(data):
     for _ in range(4):
         height, width = (data.draw(st.integers(1, LONGEST * length)) for length in size)
         part = rng.integers(0, 256, height * width * channels, np.uint8)
-        if data.draw(st.booleans()):  # extremes, for which rounding must not leave 0..255
+        if data.draw(st.booleans()):  # extremes, where the sum of rounded weights would show
             part = np.where(part > 127, 255, 0).astype(np.uint8)
         places.append([sum(map(len, pixels)), height, width, data.draw(st.integers(0, 1))])
         pixels.append(part)
@@ -187,18 +185,48 @@ def test_no_gpu_no_upload():
     assert uploading(parse_pipeline(CROP), 100, 3, torch.device("cpu")) is None
 
 
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs an NVIDIA GPU")
+@pytest.fixture
+def there():
+    """A split, a pipeline, and the GPU's part of it."""
+    if DEVICE.type == "cpu":
+        pytest.skip("needs an NVIDIA GPU")
+    pipeline = parse_pipeline("decode|inception_crop(112)|flip")
+    found = uploading(pipeline, 9, 3, DEVICE)
+    assert found is not None
+    return split_of(SIZES * 3), pipeline, found
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_of_a_gpu_are_those_of_the_workers(workers):
-    """Read while other work is queued, and after later batches have taken memory."""
-    split, pipeline = split_of(SIZES * 3), parse_pipeline("decode|inception_crop(112)|flip")
+def test_batches_of_a_gpu_are_those_of_the_workers(there, workers):
+    """Read long after later batches have asked for memory."""
+    split, pipeline, upload_there = there
     drawn = {**DRAWN, "last_step": 40}
     expected = [batch.images for batch in training_batches(split, pipeline, **drawn)]
-    resize_there = uploading(pipeline, 9, 3, DEVICE)
-    assert resize_there is not None
-    busy, sums = torch.randn(2000, 2000, device=DEVICE), []
-    for batch in training_batches(split, pipeline, **drawn, workers=workers, pin=True, resize=resize_there):
-        for _ in range(5):
-            busy = (busy @ busy).softmax(1)
-        sums.append(batch.images.to(torch.int64, copy=True))
-    assert all(torch.equal(one.cpu(), other) for one, other in zip(sums, expected, strict=True))
+    found = []
+    for batch in training_batches(split, pipeline, **drawn, workers=workers, pin=True, resize=upload_there):
+        torch.cuda._sleep(10**8)
+        found.append(batch.images.clone())
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_step_waits_for_its_images(there):
+    split, pipeline, upload_there = there
+
+    def slow(parts: Parts) -> torch.Tensor:
+        with torch.cuda.stream(upload_there.stream):
+            torch.cuda._sleep(10**8)
+        return upload_there(parts)
+
+    found = [batch.images.clone() for batch in training_batches(split, pipeline, **DRAWN, pin=True, resize=slow)]
+    expected = [batch.images for batch in training_batches(split, pipeline, **DRAWN)]
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True))
+
+
+def test_parts_of_all_sizes_take_the_same_memory(there):
+    split, pipeline, upload_there = there
+    taken = []
+    for batch in training_batches(split, pipeline, **{**DRAWN, "last_step": 60}, pin=True, resize=upload_there):
+        torch.cuda.synchronize()
+        taken.append(torch.cuda.memory_reserved())
+        del batch
+    assert taken[-1] == taken[5]

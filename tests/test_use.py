@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -120,8 +121,9 @@ def test_predict_as_json_and_as_a_table(command, journey, bag):
     assert sum(one["probability"] for one in found["predictions"][0]["classes"]) == pytest.approx(1)
     assert found["unreadable"] == [{"path": str(files[1]), "reason": "the file is empty"}]
     shown = command("predict", journey.run, *files).out
-    assert "blue" in next(line for line in shown.splitlines() if "1.png" in line)
-    assert "not read: the file is empty" in shown
+    lines = [line.split()[1:] for line in shown.splitlines() if str(bag) in line]
+    assert [words[0] for words in lines] == ["blue", "not", "red"]  # in the order of the files
+    assert " ".join(lines[1]) == "not read: the file is empty"
 
 
 def test_evaluate_scores_what_the_run_has_not_seen(command, journey, bag, tmp_path):
@@ -133,11 +135,50 @@ def test_evaluate_scores_what_the_run_has_not_seen(command, journey, bag, tmp_pa
         assert "held-out" in found["notes"][0]
     other = colour_folder(tmp_path / "other", 4)
     found = json.loads(command("evaluate", journey.run, other, "--json").out)
-    assert (found["metrics"]["n"], found["metrics"]["top1"], found["unreadable"]) == (12, 1, 0)
+    assert (found["metrics"]["n"], found["metrics"]["top1"], found["unreadable"]) == (12, 1, [])
     assert found["notes"][0] == "All 12 images are scored."
     shown = command("evaluate", journey.run, other).out
     assert "100.00%" in shown
     assert "matched by name" in shown
+
+
+def test_evaluate_names_what_it_cannot_read(command, journey, bag, tmp_path):
+    """Each with the reason that `predict` gives."""
+    data = colour_folder(tmp_path / "data", 4)
+    assert "cannot be read" not in command("evaluate", journey.run, data).out
+    for name in BROKEN:
+        shutil.copy(bag / "red" / name, data / "red")
+    expected = {f"red/{Path(one.path).name}": one.reason for one in vitral.predict(journey.run, data).unreadable}
+    assert len(expected) == len(BROKEN)
+    found = json.loads(command("evaluate", journey.run, data, "--json").out)
+    assert {one["path"]: one["reason"] for one in found["unreadable"]} == expected
+    assert found["metrics"]["n"] == 12
+    shown = "".join(command("evaluate", journey.run, data).out.split())
+    assert "3imagesthatcannotberead:" in shown
+    assert all("".join(f"{name} ({reason})".split()) in shown for name, reason in expected.items())
+    for path in data.glob("*/[0-9].png"):
+        path.write_bytes(b"")
+    refused = command("evaluate", journey.run, data)
+    assert (refused.code, refused.out) == (2, "")
+    assert "none of these images can be read, blue/0.png first (the file is empty)" in refused.err
+
+
+def test_a_manifest_of_test_images_alone_is_scored_and_not_trained_on(command, journey, tmp_path):
+    data = colour_folder(tmp_path / "data", 4)
+    lines = [f"{path.relative_to(tmp_path)},{path.parent.name},test" for path in sorted(data.rglob("*.png"))]
+    manifest = tmp_path / "tests.csv"
+    manifest.write_text("\n".join(["path,label,split", *lines]))
+    found = json.loads(command("evaluate", journey.run, manifest, "--json").out)
+    plain = json.loads(command("evaluate", journey.run, data, "--json").out)
+    assert found["metrics"] == plain["metrics"]
+    assert found["notes"][0] == "The 12 images of the test split are scored."
+    checked = json.loads(command("check", manifest, "--json").out)
+    assert checked["images"] == {"train": 0, "test": 12}
+    assert checked["notes"] == ["No image is of the split train: this is for testing only."]
+    refused = command("train", manifest, "--out", tmp_path / "run")
+    assert refused.code == 2
+    said = f"{manifest} has no images to train on: it is for testing only, so name one with a train split."
+    assert refused.err == f"vitral: {said}\n"
 
 
 def test_one_of_the_models_classes_is_enough_to_be_scored(command, journey, tmp_path):

@@ -14,10 +14,11 @@ from vitral.architecture import Architecture, ResizeRule, Size, ViTConfig
 from vitral.aside import check_writable
 from vitral.checkpoints.adapt import Adaptation, Weights
 from vitral.checkpoints.card import Card
-from vitral.checkpoints.files import sha256
+from vitral.checkpoints.files import open_weights, sha256
 from vitral.checkpoints.formats import FORMATS as FORMATS
 from vitral.checkpoints.formats import format_named
 from vitral.checkpoints.formats.table import Hints
+from vitral.checkpoints.hub import is_hub_name
 from vitral.checkpoints.weights import (
     assemble,
     describe,
@@ -164,6 +165,17 @@ def info(source: str | Path, *, format: str | None = None, grid: Size | None = N
         cost=cost(card.architecture),
         card=card,
     )
+
+
+def is_model(source: str) -> bool:
+    """Whether this is something to `load`, by its headers; a name of the hub is believed, and nothing is fetched."""
+    if is_hub_name(source):
+        return True
+    try:
+        open_weights(Path(source).expanduser())
+    except (UserError, OSError):
+        return False
+    return True
 
 
 def _hints(architecture: Architecture) -> Hints:

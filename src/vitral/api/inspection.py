@@ -132,6 +132,7 @@ def model_facts(card: Card) -> dict[str, str]:
         "multiply-accumulates an image": _large(counted.macs),
         "image": f"{config.image[0]} x {config.image[1]} pixels, {config.channels} channels",
         "classes": f"{config.classes:,}" if config.classes else "none: features only",
+        "answers": _meaning(card),
     }
     if isinstance(config, ViTConfig):
         facts |= {
@@ -145,6 +146,15 @@ def model_facts(card: Card) -> dict[str, str]:
     prepared_by = f"{pixels.pipeline}, mean {pixels.mean}, std {pixels.std}" if pixels else "not stated"
     facts |= {"pixels prepared by": prepared_by, "source": Path(card.source).name, "licence": card.licence}
     return {**facts, "sha256": card.sha256, "changes": "; ".join(card.changes)}
+
+
+def _meaning(card: Card) -> str:
+    """What the numbers beside a page's classes are; nothing where there are none."""
+    if not card.architecture.classes:
+        return ""
+    if card.multilabel:
+        return "the probability of each class by itself (sigmoid): several may be likely, or none"
+    return "probabilities of the classes, which sum to 1 (softmax)"
 
 
 def _short_name(card: Card) -> str:
@@ -194,11 +204,11 @@ def _shown(
                 raise UserError(f"there is no layer {layer + 1}: the model has {config.depth}, counted from 1.")
         rows, columns = config.grid((ready.shape[2], ready.shape[3]))
         headed, averaged = plan_layers(config.depth, config.heads, rows * columns, len(ready), layers)
-    looks = look_at(model, ready, headed=headed, averaged=averaged)
+    looks = look_at(model, ready, headed=headed, averaged=averaged, sigmoid=card.multilabel)
     truths = truths or [()] * len(keys)
     pictures = pixels.permute(0, 2, 3, 1).numpy()
     return [
-        Shown(key, picture, look, _answers(look.logits, card, names), truth)
+        Shown(key, picture, look, _answers(look.logits, card, names), truth, card.multilabel)
         for key, picture, look, truth in zip(keys, pictures, looks, truths, strict=True)
     ]
 
@@ -241,9 +251,9 @@ def _examples(model: Model, card: Card, test: Split, preprocess: Preprocess, pla
         found = predict_split(model, sample, preprocess, batch=64, device=place)
         places, logits = found.indices[found.valid], found.logits[found.valid]
         labels = sample.labels[places]
-        wrong, confidence = logits.argmax(1) != labels, probabilities(logits).max(1)
+        wrong, confidence = logits.argmax(1) != labels, probabilities(logits, sigmoid=card.multilabel).max(1)
         order = places[np.argsort(np.where(wrong, -confidence, 1 + confidence), kind="stable")]
-        mistakes, bins, asked = int(wrong.sum()), reliability(logits, labels), len(places)
+        mistakes, bins, asked = int(wrong.sum()), reliability(logits, labels, sigmoid=card.multilabel), len(places)
     few = sample.select(order[:EXAMPLES])
     kept, pixels = readable_pixels(few, preprocess.pipeline, card.architecture.channels)
     truths = [_truth(few, i) if card.architecture.classes else () for i in kept]

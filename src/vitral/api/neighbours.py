@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from vitral.api.checkpoints import load
 from vitral.api.data import unread_of
 from vitral.api.inspection import place_of, readable_pixels
-from vitral.api.prediction import prepared
+from vitral.api.prediction import none_read, prepared
 from vitral.architecture import Size
 from vitral.aside import check_writable
 from vitral.checkpoints.card import Preprocess
+from vitral.data.loader import PADDING, evaluation_batches
+from vitral.data.preprocess import parse_steady
 from vitral.data.sources import Split, open_images
 from vitral.errors import UserError
 from vitral.evaluation.features import weights_digest
@@ -32,7 +35,7 @@ from vitral.inspection.search import (
 from vitral.inspection.tokens import patch_features
 from vitral.models.build import Model
 from vitral.models.normalise import normalise
-from vitral.serving.results import Unreadable
+from vitral.serving.results import Unreadable, unread
 
 BATCH = 16  # images at a time
 
@@ -109,17 +112,33 @@ def _index(
                 "remove it, or name another file."
             )
         return known
-    device = next(model.parameters()).device
     if patches:
-        kept, pixels = readable_pixels(split, how.pipeline, model.config.channels)
-        batches = (normalise(part, how.mean, how.std).to(device) for part in pixels.split(BATCH))
-        known = index_patches(model, [split.keys[i] for i in kept], batches)
+        known = index_patches(model, _readable(model, split, how, on_progress), len(split))
     else:
+        device = next(model.parameters()).device
         found = embed_split(model, split, how, batch=BATCH, device=device, on_progress=on_progress)
         known = index_images([split.keys[i] for i in found.indices[found.valid]], found.features[found.valid])
+    if not known.paths:
+        raise UserError(f"{none_read(unread(split, 0, model.config.channels))}: name whole image files.")
     if path is not None:
         save_index(path, replace(known, origin=origin))
     return known
+
+
+def _readable(
+    model: Model, split: Split, how: Preprocess, on_progress: Progress | None
+) -> Iterator[tuple[Sequence[str], Tensor]]:
+    """Paths (b,) and images (b, c, height, width) of those that can be read, normalised, where the model computes.
+
+    `on_progress` hears of a batch when the next one is asked for, which is when it has been computed.
+    """
+    device, done = next(model.parameters()).device, 0
+    for batch in evaluation_batches(split, parse_steady(how.pipeline), batch=BATCH, channels=model.config.channels):
+        kept = [split.keys[place] for place in batch.indices[batch.valid].tolist()]
+        yield kept, normalise(batch.images[batch.valid].to(device), how.mean, how.std)
+        done += int((batch.indices != PADDING).sum())
+        if on_progress is not None:
+            on_progress(done, len(split))
 
 
 def _origin(model: Model, split: Split, how: Preprocess) -> str:

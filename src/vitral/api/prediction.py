@@ -105,7 +105,7 @@ class Evaluation:
     data: str
     metrics: dict[str, Any]
     real: tuple[float, int] | None  # accuracy by the ReaL labels, and how many images have one
-    unreadable: int
+    unreadable: tuple[Unreadable, ...]
     notes: tuple[str, ...]
 
 
@@ -133,10 +133,11 @@ def evaluate(
     if str(data).partition(":")[0] == "objectnet":
         wish = prepared(card, preprocess or _objectnet_preprocess(card))
         found = _predictions(model, scored, wish, batch, device, on_progress)
-        return _objectnet(str(source), str(data), scored, found, notes)
+        return _objectnet(str(source), str(data), scored, found, _left_out(scored, found, card), notes)
     table = Path(classes) if classes else None
     mapping, rule = class_mapping(scored.classes, card.class_names, card.architecture.classes, table)
     found = _predictions(model, scored, prepared(card, preprocess), batch, device, on_progress)
+    lost = _left_out(scored, found, card)
     logits, places = found.logits[found.valid], found.indices[found.valid]
     names = card.class_names or tuple(_output_names(scored.classes, mapping, card.architecture.classes))
     if scored.multilabel:
@@ -151,7 +152,7 @@ def evaluate(
         data=str(data),
         metrics=metrics,
         real=real_accuracy(logits, keys, _read_real(Path(real))) if real else None,
-        unreadable=int((~found.valid).sum()),
+        unreadable=lost,
         notes=(*notes, rule),
     )
 
@@ -164,13 +165,23 @@ def _objectnet_preprocess(card: Card) -> str:
     return f"decode|resize_small({round(side * 512 / 480)})|central_crop({side})|normalise({numbers})"
 
 
-def _objectnet(source: str, data: str, split: Split, found: Predictions, notes: tuple[str, ...]) -> Evaluation:
+def _objectnet(
+    source: str, data: str, split: Split, found: Predictions, lost: tuple[Unreadable, ...], notes: tuple[str, ...]
+) -> Evaluation:
     mapping = imagenet_outputs(data, split.classes)
     places = found.indices[found.valid]
     score = objectnet_accuracy(found.logits[found.valid], split.labels[places], mapping)
     rule = "An answer is right where it is one of the ImageNet classes that the object stands for."
     metrics = {"top1": score.top1, "top5": score.top5, "n": score.n}
-    return Evaluation(source, data, metrics, None, int((~found.valid).sum()), (*notes, rule))
+    return Evaluation(source, data, metrics, None, lost, (*notes, rule))
+
+
+def _left_out(split: Split, found: Predictions, card: Card) -> tuple[Unreadable, ...]:
+    """The images that could not be read, with the reasons; there must be others."""
+    lost = tuple(unread(split, int(place), card.architecture.channels) for place in found.indices[~found.valid])
+    if not found.valid.any():
+        raise UserError(f"{none_read(lost[0])}: see `vitral check`.")
+    return lost
 
 
 def embed(

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from vitral.bench.contestants import OURS, Contestant, Task, default_modes
 from vitral.bench.steps import TrainingStep, predictor
+from vitral.data.blocks import Parts, Resize
 from vitral.data.images import decode
 from vitral.data.loader import AHEAD, blocks_of, default_workers, evaluation_batches, read_pixels, training_batches
 from vitral.data.preprocess import Pipeline, parse_pipeline
@@ -26,6 +27,7 @@ from vitral.data.sources import Split, open_data
 from vitral.training.upload import uploading
 
 _STAGED = 64  # images that each stage is timed on
+_UPLOADS = 16  # of one batch
 _FED = {"cuda": 40, "cpu": 4}  # training steps on images from files that are timed
 _WARM_UP = 3  # steps before them
 
@@ -223,7 +225,7 @@ def _megapixels(task: Task) -> float:
 
 
 def _stages(task: Task) -> dict[str, float]:
-    """Images/s of reading, decoding, cropping with resizing, and making a batch of it, each alone."""
+    """Images/s of reading, decoding, cropping with resizing, and making a batch of it, each alone in one process."""
     split, pipeline = _split(task.folder), _pipeline(task, training=True)
     places = [place % len(split) for place in range(_STAGED)]
     rng = np.random.default_rng(0)
@@ -232,7 +234,26 @@ def _stages(task: Task) -> dict[str, float]:
     resize, prepared = _clocked(lambda image: pipeline(image, rng), pictures)
     block = np.empty_like(prepared[0])
     batch, _ = _clocked(lambda image: np.copyto(block, image), prepared)
-    return {"read/s": read, "decode/s": decode_, "resize/s": resize, "batch/s": batch}
+    stages = {"read/s": read, "decode/s": decode_, "resize/s": resize, "batch/s": batch}
+    upload = uploading(pipeline, task.batch, 3, torch.device(task.device))
+    return stages if upload is None else {**stages, "upload/s": _uploaded(split, pipeline, task.batch, upload)}
+
+
+def _uploaded(split: Split, pipeline: Pipeline, batch: int, upload: Resize) -> float:
+    """Images/s of a batch's way to the GPU, where it is resized."""
+    handed: list[Parts] = []
+
+    def timed(parts: Parts) -> None:
+        upload(parts)
+        torch.cuda.synchronize()
+
+    def kept(parts: Parts) -> Tensor:
+        handed.append(parts)
+        return upload(parts)
+
+    for _ in training_batches(split, pipeline, batch=batch, seed=0, first_step=0, last_step=1, pin=True, resize=kept):
+        pass
+    return batch * _clocked(timed, handed * _UPLOADS)[0]
 
 
 def _clocked(work: Callable[[Any], Any], items: list[Any]) -> tuple[float, list[Any]]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import inspect
 import io
+import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -31,6 +33,9 @@ _SENTENCES = (
 # Options that take several words. Tyro also takes none, and of two such options the last.
 _SEVERAL = {"--set": "KEY=VALUE", "--sweep": "KEY=VALUE,VALUE"}
 
+_BEHIND = ("images", "data", "folder", "root")  # what verbs take behind a model
+_SHOWN = 3  # images of a command that is given back
+
 
 def run_words(name: str, function: Callable[..., None], words: Sequence[str]) -> None:
     """Call a verb with the words behind it."""
@@ -40,7 +45,12 @@ def run_words(name: str, function: Callable[..., None], words: Sequence[str]) ->
     @wraps(function)
     def started(*values: Any, **options: Any) -> None:
         sys.stderr = real
-        function(*values, **options)
+        try:
+            function(*values, **options)
+        except UserError as mistake:
+            if hint := _swapped(name, function, values, words):
+                raise UserError(hint) from mistake
+            raise
 
     sys.stderr = heard
     try:
@@ -73,6 +83,34 @@ def _check_several(option: str, needed: str, words: Sequence[str]) -> None:
         after = words[at + 1 : at + 2]
         if words[at] == f"{option}=" or (words[at] == option and (not after or after[0].startswith("--"))):
             raise UserError(f"{option} needs {needed}.")
+
+
+def _swapped(name: str, function: Callable[..., None], values: Sequence[Any], words: Sequence[str]) -> str:
+    """The right order, where a model stands behind what should stand behind it; else nothing."""
+    places = list(inspect.signature(function).parameters)[: len(values)]
+    if len(places) != 2 or places[0] != "source" or places[1] not in _BEHIND:
+        return ""
+    given = [values[0], *([values[1]] if isinstance(values[1], str) else values[1])]
+    model = _model_behind(given, places[1])
+    if not model:
+        return ""
+    rest, options = [word for word in given if word != model], list(words)
+    for word in given:
+        options.remove(word)
+    shown = shlex.join([model, *rest[:_SHOWN], *["..."] * (len(rest) > _SHOWN), *options])
+    return f"`{name}` takes the model first and the {places[1]} behind it: write `vitral {name} {shown}`."
+
+
+def _model_behind(given: Sequence[str], behind: str) -> str:
+    """The model among the later words where the first is there and is none."""
+    from vitral.api.checkpoints import is_model
+    from vitral.api.data import known_data
+
+    there = os.path.exists(os.path.expanduser(given[0])) or given[0].partition(":")[0] in known_data()
+    if not there or is_model(given[0]):
+        return ""
+    maybe_data = ("hf:",) if behind == "data" else ()  # the hub has both under such names
+    return next((word for word in given[1:] if not word.startswith(maybe_data) and is_model(word)), "")
 
 
 def _hint(name: str, option: str, known: Sequence[str]) -> str:

@@ -80,6 +80,7 @@ def train(
         )
     if rank():
         return
+    display.say("writing the page")
     page = write_page(done.results[-1].folder, data, device)
     if json:
         print_json({**_values(done), "page": page})

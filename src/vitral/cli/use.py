@@ -52,7 +52,7 @@ def predict(
         json: print JSON instead of a table.
     """
     from vitral import api
-    from vitral.api.prediction import none_read
+    from vitral.api.prediction import Unreadable, none_read
     from vitral.errors import UserError
 
     with bar("predicting") as progress:
@@ -72,12 +72,13 @@ def predict(
         left_out = f", {len(found.unreadable):,} that cannot be read" if found.unreadable else ""
         print_facts({"wrote": f"{output} ({counted(len(found.rows), 'image')}{left_out})"})
     else:
-        pairs = [zip(row.names, row.probabilities, strict=True) for row in found.rows]
         cells = [
-            [row.path, "  ".join(f"{name} {chance:.1%}" for name, chance in pair)]
-            for row, pair in zip(found.rows, pairs, strict=True)
+            [
+                one.path,
+                f"not read: {one.reason}" if isinstance(one, Unreadable) else _chances(one.names, one.probabilities),
+            ]
+            for one in found.pictures
         ]
-        cells += [[one.path, f"not read: {one.reason}"] for one in found.unreadable]
         print_table(["image", "classes"], cells, left=2)
     if not found.rows:
         raise UserError(f"{none_read(found.unreadable[0])}: name whole image files.")
@@ -196,6 +197,10 @@ def check(data: Data, /, *, json: Flag = False) -> None:
     print_table(["class", *found.images], cells[:_CLASSES], note=more)
 
 
+def _chances(names: Sequence[str], probabilities: Sequence[float]) -> str:
+    return "  ".join(f"{name} {chance:.1%}" for name, chance in zip(names, probabilities, strict=True))
+
+
 def _evaluation_facts(found: Evaluation) -> dict[str, str]:
     m = found.metrics
     facts = {"data": f"{found.data} (n = {m['n']:,})", "how": " ".join(found.notes)}
@@ -209,7 +214,7 @@ def _evaluation_facts(found: Evaluation) -> dict[str, str]:
         facts["often confused"] = "; ".join(f"{p['true']} taken for {p['predicted']} ({p['count']})" for p in pairs)
     if found.real is not None:
         facts["ReaL"] = f"{found.real[0]:.2%} ({found.real[1]:,} images have such a label)"
-    facts["left out"] = f"{counted(found.unreadable, 'image')} that cannot be read" if found.unreadable else ""
+    facts["left out"] = left_out(found.unreadable)
     return facts
 
 

@@ -263,7 +263,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    return np.ascontiguousarray(_TURNS[orientation](pixels))
+    return pixels if orientation == 1 else _TURNS[orientation](pixels).copy()  # a turned row may pass for contiguous
 
 
 def _bits(image: Image.Image) -> int:

@@ -36,9 +36,9 @@ AHEAD = 2  # batches that each worker makes before they are asked for
 
 
 class Batch(NamedTuple):
-    """images uint8 (b, c, h, w), in memory (b, h, w, c), or float features (b, d); labels int64 (b,) or uint8 (b, k);
-    valid bool (b,), False for padding and for an image that could not be read; indices int64 (b,), the examples'
-    places in the split."""
+    """images uint8 (b, c, h, w), in memory (b, h, w, c), perhaps on a GPU already, or float features (b, d); labels
+    int64 (b,) or uint8 (b, k); valid bool (b,), False for padding and for an image that could not be read; indices
+    int64 (b,), the examples' places in the split."""
 
     images: Tensor
     labels: Tensor

@@ -1,7 +1,8 @@
 """Manifests: CSV, TSV or JSON lines with a path, one or several labels, and perhaps a split, in each line.
 
 CSV begins with the names of its columns. Several labels are separated by "|" in CSV and are a list in JSON lines; one
-such line makes the whole manifest multi-label. Paths are relative to the manifest's own folder.
+such line makes the whole manifest multi-label. Paths are relative to the manifest's own folder. Where no image is of
+the split train the data is for testing, and train has no images.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vitral.data.folders import FileReader
-from vitral.data.splits import SPLIT_NAMES, DataSet, Part, assemble
+from vitral.data.splits import SPLIT_NAMES, DataSet, Part, assemble, natural
 from vitral.errors import UserError
 
 SUFFIXES = {".csv", ".tsv", ".jsonl", ".ndjson"}
@@ -42,8 +43,10 @@ def read_manifest(path: Path, *, seed: int, held_out: float) -> DataSet:
     if not rows:
         raise UserError(f"{path} lists no images: it needs a path and a label in each line.")
     _refuse_negative(path, rows)
-    rows, notes = _present(path, rows)
-    rows, repeated = _once(path, rows)
+    present, notes = _present(path, rows)
+    if held_out:  # else nobody trains on it
+        _refuse_without_training(path, rows, present)
+    rows, repeated = _once(path, present)
     if repeated:
         notes.append(f"{repeated} repeated line{'s' * (repeated > 1)} of {path.name} {_is(repeated)} left out.")
     parts: dict[str, Part] = {}
@@ -52,8 +55,13 @@ def read_manifest(path: Path, *, seed: int, held_out: float) -> DataSet:
         labels = [row.labels for row in rows if row.split == split]
         plain = labels if several else [label for (label,) in labels]
         parts[split or "train"] = Part(names, plain, FileReader(str(path.parent), names))
+    classes = None
+    if "train" not in parts:
+        classes = tuple(sorted({label for row in rows for label in row.labels}, key=natural))
+        parts["train"] = Part([], [], FileReader(str(path.parent), []))
+        notes.append("No image is of the split train: this is for testing only.")
     try:
-        return assemble(str(path), parts, seed=seed, held_out=held_out, notes=notes)
+        return assemble(str(path), parts, seed=seed, held_out=held_out, classes=classes, notes=notes)
     except UserError as mistake:  # what was left out may be its cause
         raise UserError(" ".join([*notes, str(mistake)])) from mistake
 
@@ -144,6 +152,13 @@ def _present(path: Path, rows: list[Row]) -> tuple[list[Row], list[str]]:
     return present, [f"{missing} of {len(rows)} files in {path.name} {_is(missing)} missing, such as {first}."]
 
 
+def _refuse_without_training(path: Path, rows: list[Row], present: list[Row]) -> None:
+    """Lines of the split train whose files are all missing are a mistake; to have no such line is not."""
+    wanted = [path.parent / row.path for row in rows if row.split == "train"]
+    if wanted and all(row.split != "train" for row in present):
+        raise UserError(f"None of the training files that {path} names exists, such as {wanted[0]}: correct the paths.")
+
+
 def _is(count: int) -> str:
     return "is" if count == 1 else "are"
 
@@ -166,6 +181,4 @@ def _splits(path: Path, rows: list[Row]) -> list[str]:
     if names != [""] and "" in names:
         line = next(row.line for row in rows if not row.split)
         raise UserError(f"{path}, line {line} has no split while others have one: write train, val or test.")
-    if names != [""] and "train" not in names:
-        raise UserError(f"{path} has no line of the split train: it has {' and '.join(names)}.")
     return names

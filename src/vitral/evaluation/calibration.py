@@ -58,10 +58,11 @@ def negative_log_likelihood(logits: np.ndarray, labels: np.ndarray) -> float:
     return float(np.mean(log_sum_exp(logits) - logits[np.arange(len(labels)), labels]))
 
 
-def reliability(logits: np.ndarray, labels: np.ndarray) -> tuple[Bin, ...]:
+def reliability(logits: np.ndarray, labels: np.ndarray, *, sigmoid: bool = False) -> tuple[Bin, ...]:
     """(n, k), (n,) -> how often the predicted class is right, by the probability it was given."""
     check_scores(logits, labels)
-    confidence = np.exp(logits.max(axis=1).astype(np.float64) - log_sum_exp(logits))
+    top = logits.max(axis=1).astype(np.float64)
+    confidence = np.exp(-np.logaddexp(0, -top)) if sigmoid else np.exp(top - log_sum_exp(logits))
     right = logits.argmax(axis=1) == labels
     edges = np.linspace(0, 1, BINS + 1)
     place = np.searchsorted(edges[1:-1], confidence, side="left")

@@ -2,13 +2,19 @@
 
 A file's name is a hash of all that decides its numbers, so a changed image, weight or pipeline means another file and
 nothing kept is ever out of date. Files that are torn, or are not what their name says, are computed again.
+
+Together they take at most ROOM bytes: when a new one has been written, those go that were not used for longest. The new
+one stays whatever its size, and so does what was used within the last hour, by this process or by another.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
+import time
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -23,6 +29,11 @@ from vitral.data.sources import Split
 from vitral.evaluation.predict import EmbeddingPool, Precision, Preprocessing, Progress, embed_split
 from vitral.models.build import Model
 from vitral.version import __version__
+
+ROOM = 20e9  # bytes; the features of ImageNet's 1.3 million images by ViT-L take 5.2e9
+IN_USE = 3600  # seconds: train is wanted again soon after test is computed, and what is being written has changed
+# As we name them, and `written_aside` while they are being written: a folder may hold files of others.
+_OURS = re.compile(r"[0-9a-f]{64}\.npz|\.[0-9a-f]{64}\.npz\.[0-9a-f]{8}\.part")
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +76,10 @@ def cached_features(
     path = (folder or cache_folder()) / f"{name}.npz"
     kept: Path | None = path
     arrays = _intact(path, name, len(split))
-    if arrays is None:
+    if arrays is not None:
+        with contextlib.suppress(OSError):
+            os.utime(path)  # file systems seldom note a reading by themselves
+    else:
         found = embed_split(
             model,
             split,
@@ -80,6 +94,8 @@ def cached_features(
         arrays = found.features, found.valid
         # What cannot be kept has been computed all the same, and is worth more than an error.
         kept = path if _write(path, name, *arrays) else None
+        if kept is not None:
+            _make_room(kept)
     x, valid = arrays
     return Features(x, split.labels, valid, split.keys, kept)
 
@@ -125,3 +141,29 @@ def _write(path: Path, name: str, x: np.ndarray, valid: np.ndarray) -> bool:
     except OSError:
         return False
     return True
+
+
+def _make_room(newest: Path) -> None:
+    """Remove the files beside `newest` that were not used for longest until all fit, and what killed processes left.
+
+    Nothing is locked: what another process removes meanwhile is gone as well, and one that finds a file gone which it
+    was about to read computes it again.
+    """
+    files = _files(newest.parent)
+    total = sum(size for _, _, size, _ in files)
+    for unfinished, age, size, path in sorted(files, reverse=True):
+        if path != newest and age > IN_USE and (unfinished or total > ROOM):
+            with contextlib.suppress(OSError):  # another user's, or open on a system that keeps such files
+                path.unlink(missing_ok=True)
+                total -= size
+
+
+def _files(folder: Path) -> list[tuple[bool, float, int, Path]]:
+    """Of each of our files whether it is unfinished, the seconds since it was used, and its bytes."""
+    found, now = [], time.time()
+    for path in folder.glob("*"):
+        with contextlib.suppress(OSError):  # gone since
+            if _OURS.fullmatch(path.name):
+                facts = path.stat()
+                found.append((path.suffix == ".part", now - facts.st_mtime, facts.st_size, path))
+    return found

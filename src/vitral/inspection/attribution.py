@@ -2,7 +2,9 @@
 
 Every map is (b, h, w), larger where a patch speaks more for the class, without a common scale; those of attention show
 what speaks for it only, and are zero where nothing does. The class is the one that the model predicts unless `classes`
-(b,) names others. Models are taken in evaluation mode, as `vitral.load` gives them; images are normalised, of any size.
+(b,) names others. `sigmoid` is for models whose outputs are a yes or no each (`Card.multilabel`): what such a map says
+of a class depends on no other class. Models are taken in evaluation mode, as `vitral.load` gives them; images are
+normalised, of any size.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from vitral.models.capture import Key, capture
 from vitral.models.vit import ViT
 
 
-def gradient_rollout(model: Model, images: Tensor, classes: Tensor | None = None) -> Tensor:
+def gradient_rollout(model: Model, images: Tensor, classes: Tensor | None = None, *, sigmoid: bool = False) -> Tensor:
     """Attention followed from the answer down to the patches, heads weighted by what they did for the class.
 
     After Chefer et al. 2021 ("Generic Attention-model Explainability"): R starts as the identity, and each layer from
@@ -28,7 +30,7 @@ def gradient_rollout(model: Model, images: Tensor, classes: Tensor | None = None
     reads R as `_Evidence.reading` says. One departure: S is divided by its largest row sum. Gradients shrink with the
     number of tokens that share an answer, and beside the identity a layer of a mean-pooled model would not count.
     """
-    found = _evidence(model, images, classes)
+    found = _evidence(model, images, classes, sigmoid)
     batch, tokens = found.reading.shape
     relevance = torch.eye(tokens, device=images.device).expand(batch, -1, -1)
     for key, attention in found.attentions.items():
@@ -37,7 +39,7 @@ def gradient_rollout(model: Model, images: Tensor, classes: Tensor | None = None
 
 
 def attention_gradient(
-    model: Model, images: Tensor, classes: Tensor | None = None, *, layers: int | None = None
+    model: Model, images: Tensor, classes: Tensor | None = None, *, layers: int | None = None, sigmoid: bool = False
 ) -> Tensor:
     """The positive part of attention times its gradient, mean over heads and layers, as the answer reads it.
 
@@ -47,14 +49,20 @@ def attention_gradient(
         raise UserError("one axial layer sees only lines of patches: use gradient_rollout, which joins them.")
     if layers is not None and layers < 1:
         raise UserError(f"layers must be at least 1, not {layers}.")
-    found = _evidence(model, images, classes)
+    found = _evidence(model, images, classes, sigmoid)
     last = list(found.attentions.values())[-(layers or 0) :]  # -0 is the first
     return _on_grid(torch.einsum("bn,bnm->bm", found.reading, torch.stack(last).mean(0)), found.grid)
 
 
 @torch.no_grad()
 def occlusion(
-    model: Model, images: Tensor, classes: Tensor | None = None, *, window: int = 1, batch: int = 64
+    model: Model,
+    images: Tensor,
+    classes: Tensor | None = None,
+    *,
+    window: int = 1,
+    batch: int = 64,
+    sigmoid: bool = False,
 ) -> Tensor:
     """How far the probability of the class falls when the window around a patch is painted in the image's mean colour.
 
@@ -66,17 +74,25 @@ def occlusion(
     height, width = _grid(model, images)
     centres = torch.eye(height * width, device=images.device).view(-1, 1, height, width)
     windows = F.max_pool2d(centres, window, stride=1, padding=window // 2)[:, 0].bool()
-    before, chosen = _answers(model, images, classes)
+    logits = model(images)
+    chosen = _classes(model, logits, classes)
+    before = _probabilities(logits, chosen, sigmoid)
     drops = []
     for image, own, probability in zip(images, chosen, before, strict=True):
-        after = [_paint_and_ask(model, image[None], cells, own[None]) for cells in windows.split(batch)]
+        after = [_paint_and_ask(model, image[None], cells, own[None], sigmoid) for cells in windows.split(batch)]
         drops.append((probability - torch.cat(after)).view(height, width))
     return torch.stack(drops)
 
 
 @torch.no_grad()
 def deletion_curve(
-    model: Model, images: Tensor, maps: Tensor, steps: int = 20, classes: Tensor | None = None
+    model: Model,
+    images: Tensor,
+    maps: Tensor,
+    steps: int = 20,
+    classes: Tensor | None = None,
+    *,
+    sigmoid: bool = False,
 ) -> Tensor:
     """(steps + 1,): the mean probability of the class as patches are painted over, those first that `maps` puts first.
 
@@ -89,10 +105,10 @@ def deletion_curve(
             f"maps of shape {tuple(maps.shape)} in {steps} steps cannot be tested: "
             f"give {(len(images), height, width)} and at least one step."
         )
-    _, chosen = _answers(model, images, classes)
+    chosen = _classes(model, model(images), classes)
     ranks = maps.flatten(1).argsort(dim=1, descending=True, stable=True).argsort(dim=1).view_as(maps)
     counts = [round(height * width * step / steps) for step in range(steps + 1)]
-    return torch.stack([_paint_and_ask(model, images, ranks < count, chosen).mean() for count in counts])
+    return torch.stack([_paint_and_ask(model, images, ranks < count, chosen, sigmoid).mean() for count in counts])
 
 
 def deletion_area(curve: Tensor) -> float:
@@ -118,17 +134,17 @@ class _Evidence(NamedTuple):
     grid: Size
 
 
-def _evidence(model: Model, images: Tensor, classes: Tensor | None) -> _Evidence:
+def _evidence(model: Model, images: Tensor, classes: Tensor | None, sigmoid: bool) -> _Evidence:
     if not isinstance(model, ViT):
         raise UserError("a ResNet has no attention to follow: use occlusion.")
     # An input with a gradient makes the pass record one also where all weights are frozen.
     with torch.enable_grad(), capture(model, rows="all", gradients=True) as seen:
         tokens = model.encode(model.patchify(images.detach().clone().requires_grad_()))
         logits = model.head(model.pool(tokens))
-        # A softmax does not see what is common to all logits, and what only raises them all is no evidence. A single
-        # logit goes through a sigmoid, which sees it.
-        centred = logits - logits.mean(1, keepdim=True) if logits.shape[1] > 1 else logits
-        score = centred.gather(1, _classes(model, logits, classes)[:, None]).sum()
+        # A softmax does not see what is common to all logits, and what only raises them all is no evidence; a sigmoid
+        # sees it.
+        visible = logits if _alone(logits, sigmoid) else logits - logits.mean(1, keepdim=True)
+        score = visible.gather(1, _classes(model, logits, classes)[:, None]).sum()
     gradients = seen.gradients(score)
     attentions = {key: (seen[key] * gradients[key]).clamp(min=0).mean(1) for key in seen.keys}
     (gradient,) = torch.autograd.grad(score, tokens)
@@ -157,14 +173,7 @@ def _on_grid(relevance: Tensor, grid: Size) -> Tensor:
     return relevance[:, -grid[0] * grid[1] :].unflatten(1, grid)
 
 
-def _answers(model: Model, images: Tensor, classes: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(b, c, height, width) -> probabilities (b,) of the chosen classes, and these (b,)"""
-    logits = model(images)
-    chosen = _classes(model, logits, classes)
-    return _probabilities(logits, chosen), chosen
-
-
-def _paint_and_ask(model: Model, images: Tensor, cells: Tensor, classes: Tensor) -> Tensor:
+def _paint_and_ask(model: Model, images: Tensor, cells: Tensor, classes: Tensor, sigmoid: bool) -> Tensor:
     """Images (b, c, height, width) or one for all cells, cells (b, h, w) to paint -> probabilities (b,)"""
     side = model.config.stride
     covered = cells.repeat_interleave(side, 1).repeat_interleave(side, 2)
@@ -173,11 +182,19 @@ def _paint_and_ask(model: Model, images: Tensor, cells: Tensor, classes: Tensor)
     covered = F.pad(covered, (0, max(width - covered.shape[2], 0), 0, max(height - covered.shape[1], 0)))
     colour = images.mean((2, 3), keepdim=True)
     painted = torch.where(covered[:, None, :height, :width], colour, images)
-    return _probabilities(model(painted), classes.expand(len(painted)))
+    return _probabilities(model(painted), classes.expand(len(painted)), sigmoid)
 
 
-def _probabilities(logits: Tensor, classes: Tensor) -> Tensor:
-    return logits.float().softmax(1).gather(1, classes[:, None])[:, 0]
+def _probabilities(logits: Tensor, classes: Tensor, sigmoid: bool) -> Tensor:
+    """(b, k), (b,) -> (b,)"""
+    exact = logits.float()
+    chances = exact.sigmoid() if _alone(logits, sigmoid) else exact.softmax(1)
+    return chances.gather(1, classes[:, None])[:, 0]
+
+
+def _alone(logits: Tensor, sigmoid: bool) -> bool:
+    """Whether each class is judged by its own logit; a single one shares with nobody, and its softmax says nothing."""
+    return sigmoid or logits.shape[1] == 1
 
 
 def _classes(model: Model, logits: Tensor, classes: Tensor | None) -> Tensor:

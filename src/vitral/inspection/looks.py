@@ -33,25 +33,41 @@ class Look:
     rows: dict[int, np.ndarray] = field(default_factory=dict)
 
 
-def look_at(model: Model, images: Tensor, *, headed: Sequence[int] = (), averaged: Sequence[int] = ()) -> list[Look]:
+def look_at(
+    model: Model,
+    images: Tensor,
+    *,
+    headed: Sequence[int] = (),
+    averaged: Sequence[int] = (),
+    sigmoid: bool = False,
+) -> list[Look]:
     """(b, c, height, width), normalised, on the model's device -> what each image shows.
 
     The rows of single patches are kept by head for the layers `headed`, as a mean over heads for those `averaged`.
+    `sigmoid`: multi-label.
     """
     colours = feature_colours(model, images).cpu().numpy()  # of all images together: one colour, one meaning
-    return [_look(model, image[None], tint, headed, averaged) for image, tint in zip(images, colours, strict=True)]
+    each = zip(images, colours, strict=True)
+    return [_look(model, image[None], tint, headed, averaged, sigmoid) for image, tint in each]
 
 
-def _look(model: Model, image: Tensor, colours: np.ndarray, headed: Sequence[int], averaged: Sequence[int]) -> Look:
+def _look(
+    model: Model,
+    image: Tensor,
+    colours: np.ndarray,
+    headed: Sequence[int],
+    averaged: Sequence[int],
+    sigmoid: bool,
+) -> Look:
     with torch.inference_mode():
         logits = _host(model(image))
     grid, side = model.config.grid((image.shape[2], image.shape[3])), model.config.stride
     if not isinstance(model, ViT):
-        maps = {"occlusion": _host(occlusion(model, image))} if model.config.classes else {}
+        maps = {"occlusion": _host(occlusion(model, image, sigmoid=sigmoid))} if model.config.classes else {}
         return Look(grid, side, logits, colours, maps)
     maps = {"rollout": _host(rollout_maps(model, image)), "norms": _host(token_norms(model, image))}
     if model.config.classes:
-        maps["evidence"] = _host(gradient_rollout(model, image))
+        maps["evidence"] = _host(gradient_rollout(model, image, sigmoid=sigmoid))
     pooled, rows = (_axial if model.config.axial else _plain)(model, image, grid, headed, averaged)
     return Look(grid, side, logits, colours, maps, pooled, rows)
 

@@ -52,21 +52,22 @@ def index_images(paths: Sequence[str], features: np.ndarray) -> Index:
     return Index(list(paths), _unit(features))
 
 
-def index_patches(model: Model, paths: Sequence[str], batches: Iterable[Tensor]) -> Index:
-    """Every patch of every image; `batches` (b, c, height, width) are normalised, of one size, in the order of `paths`.
+def index_patches(model: Model, batches: Iterable[tuple[Sequence[str], Tensor]], most: int) -> Index:
+    """Every patch of every image; batches are b paths and their images (b, c, height, width), normalised, of one size.
 
-    One array is filled as the batches come, so the index is all the memory it takes.
+    One array for at most so many images is filled as the batches come, so the index is all the memory it takes.
     """
-    features, done = np.empty((0, 0, 0, 0), np.float16), 0
-    for images in batches:
+    paths, features = [], np.empty((0, 0, 0, 0), np.float16)
+    for names, images in batches:
         found = patch_features(model, images).float().cpu().numpy()
-        if done == 0:
-            features = np.zeros((len(paths), *found.shape[1:]), np.float16)
-        if found.shape[1:] != features.shape[1:] or done + len(found) > len(paths):
+        if not paths:
+            features = np.zeros((most, *found.shape[1:]), np.float16)
+        done = len(paths) + len(found)
+        if found.shape[1:] != features.shape[1:] or len(names) != len(found) or done > most:
             raise UserError("patches are compared among images of one size, with a path for each: prepare all alike.")
-        features[done : done + len(found)] = _unit(found)
-        done += len(found)
-    return Index(list(paths), features[:done])
+        features[len(paths) : done] = _unit(found)
+        paths.extend(names)
+    return Index(paths, features[: len(paths)])
 
 
 def save_index(path: Path, index: Index) -> None:

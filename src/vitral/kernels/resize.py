@@ -6,6 +6,7 @@ the pixels to bytes after the rows and after the columns. All integers, hence th
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -40,26 +41,24 @@ class PartResize:
 
     def __init__(self, size: tuple[int, int], channels: int, longest: int, device: torch.device) -> None:
         self.size, self.channels = size, channels
-        self.axes = [axis_taps(longest * side, side).to(device) for side in size]
+        self.taps = {side: axis_taps(longest * side, side).to(device) for side in set(size)}
 
     def __call__(self, pixels: Tensor, places: Tensor) -> Tensor:
         """Laid out as images are that come from files: (b, h, w, c) in memory."""
         (height, width), rows = self.size, len(places)
         images = torch.empty(rows, height, width, self.channels, dtype=torch.uint8, device=pixels.device)
-        vertical, horizontal = self.axes
+        programs = triton.cdiv(images[0].numel(), _AT_ONCE)  # of an image
+        most = self.taps[height].weights.shape[1]  # of either axis
         with on_device_of(pixels):
             launch(
-                jit.resize_parts, (triton.cdiv(images[0].numel(), _AT_ONCE), rows),
-                pixels, places, images,
-                vertical.first, vertical.count, vertical.weights, vertical.shift, vertical.weights.shape[1],
-                horizontal.first, horizontal.count, horizontal.weights, horizontal.shift, horizontal.weights.shape[1],
-                height, width, CHANNELS=self.channels, AT_ONCE=_AT_ONCE,
+                jit.resize_parts, (programs * rows,), pixels, places, images, *self.taps[height], *self.taps[width],
+                height, width, most, programs, CHANNELS=self.channels, AT_ONCE=_AT_ONCE,
             )  # fmt: skip
         return images.permute(0, 3, 1, 2)
 
 
 class AxisTaps(NamedTuple):
-    """How an axis of any length before becomes one of `after`; row n of each tensor is for n pixels before."""
+    """How an axis of any length becomes one of `after`; row n of each tensor is for n pixels before."""
 
     first: Tensor  # int32 (longest + 1, after): the first pixel that counts
     count: Tensor  # int32 (longest + 1,): the pixels that may count
@@ -71,26 +70,34 @@ class AxisTaps(NamedTuple):
 
 
 def axis_taps(longest: int, after: int) -> AxisTaps:
-    """For all lengths up to `longest`, in double precision as PyTorch computes them."""
-    before = np.arange(longest + 1)
+    """For all lengths from 1 to `longest`."""
+    first = np.zeros((longest + 1, after), np.int32)
+    weights = np.zeros((longest + 1, _most_taps(longest, after), after), np.int16)
+    count, shift = np.zeros((2, longest + 1), np.int32)
+    for before in range(1, longest + 1):
+        count[before] = _most_taps(before, after)
+        first[before], weights[before, : count[before]], shift[before] = _rounded_taps(before, after)
+    return AxisTaps(*map(torch.from_numpy, (first, count, weights, shift)))
+
+
+def _rounded_taps(before: int, after: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """The first pixels (after,), weights (taps, after) and their shift, in double precision as in PyTorch."""
     scale = before / after
-    reach = np.maximum(scale, 1)  # of the triangle by which pixels are weighed, to either side
-    centre = scale[:, None] * (np.arange(after) + 0.5)
-    first = np.maximum((centre - reach[:, None] + 0.5).astype(int), 0)
-    end = np.minimum((centre + reach[:, None] + 0.5).astype(int), before[:, None])
-    count = np.ceil(reach).astype(int) * 2 + 1
-    pixel = np.arange(count.max())[None, :, None]  # counted from the first
-    distance = (pixel + first[:, None] - centre[:, None] + 0.5) * (1 / reach)[:, None, None]
-    weights = np.where(pixel < (end - first)[:, None], np.maximum(1 - np.abs(distance), 0), 0)
-    weights /= np.maximum(weights.sum(1, keepdims=True), np.finfo(float).tiny)
-    shift = _shift(weights.max((1, 2)))
-    rounded = (0.5 + weights * 2.0 ** shift[:, None, None]).astype(np.int16)
-    arrays = first.astype(np.int32), count.astype(np.int32), rounded, shift
-    return AxisTaps(*map(torch.from_numpy, arrays))
+    reach = max(scale, 1.0)  # of the triangle by which pixels are weighed, to either side
+    centre = scale * (np.arange(after) + 0.5)
+    first = np.maximum((centre - reach + 0.5).astype(int), 0)
+    end = np.minimum((centre + reach + 0.5).astype(int), before)
+    pixel = first + np.arange(_most_taps(before, after))[:, None]
+    weights = np.maximum(1 - np.abs((pixel - centre + 0.5) * (1 / reach)), 0) * (pixel < end)
+    weights /= weights.sum(0)
+    shift = _finest(weights.max())
+    return first, (0.5 + weights * (1 << shift)).astype(np.int16), shift
 
 
-def _shift(largest: np.ndarray) -> np.ndarray:
-    """The finest rounding that leaves the largest weight within its bits: (n,) -> int32 (n,)"""
-    candidates = np.arange(1, _MOST_SHIFT + 1)
-    fits = (0.5 + largest[:, None] * 2.0**candidates).astype(np.int64) < 1 << _MOST_BITS
-    return fits.sum(1).astype(np.int32)
+def _most_taps(before: int, after: int) -> int:
+    return 2 * math.ceil(max(before / after, 1)) + 1
+
+
+def _finest(largest: float) -> int:
+    """The shift that leaves the largest weight, rounded, within its bits."""
+    return max(shift for shift in range(_MOST_SHIFT + 1) if int(0.5 + largest * (1 << shift)) < 1 << _MOST_BITS)

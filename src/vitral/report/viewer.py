@@ -39,6 +39,7 @@ class Shown(NamedTuple):
     look: Look
     answers: tuple[tuple[str, float], ...]  # the likeliest classes and their probabilities
     truth: tuple[str, ...] = ()  # the classes it really has, as far as they are known
+    alone: bool = False  # each probability is of its class by itself (sigmoid), not a share of one (softmax)
 
 
 class Plan(NamedTuple):
@@ -115,7 +116,7 @@ def viewer(shown: Sequence[Shown], pooled_name: str) -> str:
 <input type="range" id="strength" min="0" max="100" value="75"></label>
 <label class="check"><input type="checkbox" id="smooth"> Smooth between patches</label>
 <p id="says" class="says" role="status" aria-live="polite"></p>
-<h3>{"What it answers" if shown[0].answers else "The picture"}</h3><ol id="answers" class="answers"></ol>
+<h3>{_asked(shown[0])}</h3><ol id="answers" class="answers"></ol>
 </div>
 {_overview(pooled_name) if attention else ""}
 </div>"""
@@ -174,6 +175,12 @@ def _sliders(look: Look, pooled_name: str) -> str:
 <label class="slider" for="head">Head <output id="head-said"></output>
 <input type="range" id="head" min="0" max="{heads}" value="0"></label>
 <button type="button" id="pooled" aria-pressed="true">Show {escape(pooled_name)}</button></div>"""
+
+
+def _asked(one: Shown) -> str:
+    if not one.answers:
+        return "The picture"
+    return "What it answers, each class by itself" if one.alone else "What it answers"
 
 
 def _hint(attention: bool) -> str:

@@ -37,10 +37,17 @@ class Unreadable:
 
 @dataclass(frozen=True)
 class Results:
-    """All pictures that were asked for, each in one of the two lists, in the order they were named."""
+    """All pictures that were asked for, in the order they were named."""
 
-    rows: tuple[Row, ...]
-    unreadable: tuple[Unreadable, ...]
+    pictures: tuple[Row | Unreadable, ...]
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(one for one in self.pictures if isinstance(one, Row))
+
+    @property
+    def unreadable(self) -> tuple[Unreadable, ...]:
+        return tuple(one for one in self.pictures if isinstance(one, Unreadable))
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -70,16 +77,16 @@ def results(
 ) -> Results:
     """The `top` classes of each picture; a model that names no classes gets their numbers. `sigmoid`: multi-label."""
     names = classes or tuple(map(str, range(predictions.logits.shape[1])))
-    rows, unreadable = [], []
+    pictures: list[Row | Unreadable] = []
     for index, logits, valid in zip(*predictions, strict=True):
         path = split.keys[index]
         if valid:
             chances = probabilities(logits[None], sigmoid=sigmoid)[0]
             best = np.argsort(-chances, kind="stable")[:top]  # equal ones in the order of the classes
-            rows.append(Row(path, tuple(names[i] for i in best), tuple(chances[best].tolist())))
+            pictures.append(Row(path, tuple(names[i] for i in best), tuple(chances[best].tolist())))
         else:
-            unreadable.append(unread(split, int(index), channels))
-    return Results(tuple(rows), tuple(unreadable))
+            pictures.append(unread(split, int(index), channels))
+    return Results(tuple(pictures))
 
 
 def write_results(path: Path, found: Results) -> None:

@@ -23,11 +23,11 @@ from vitral.errors import Interrupted, UserError
 from vitral.models.adapters import merge_lora
 from vitral.models.build import Model
 from vitral.recipe import Recipe
-from vitral.training.events import EvaluationProgress, Event, Listener, Note, Started
+from vitral.training.events import EvaluationProgress, Event, Listener, Note, Started, StepDone
 from vitral.training.judge import Judge, PlainModel
 from vitral.training.loop import train
 from vitral.training.masking import MaskedModel
-from vitral.training.parallel import World, by_first, gather_rows, joined
+from vitral.training.parallel import World, by_first, every, gather_rows, joined
 from vitral.training.preflight import Forecast, forget_peak, peak_bytes, preflight
 from vitral.training.prepare import (
     Batches,
@@ -86,8 +86,9 @@ def run(recipe: Recipe, data: DataSet, path: Path, *, device: str = "", listen: 
             data, card.architecture.channels, folder.path / "pixels", workers_of(recipe, world), world, listen
         )
         parts = open_recipe(recipe, data, card, world)
-        trainee, plain, judge, batches = prepare_trainee(model, parts, world, _ending(listen, stopping, world))
-        recorder = Recorder(folder if world.first else None, listen)
+        ending = _ending(listen, stopping, world)
+        trainee, plain, judge, batches = prepare_trainee(model, parts, world, ending)
+        recorder = Recorder(folder if world.first else None, ending)
         forecast = _start(trainee, judge, batches, parts, folder, world, recorder)
         before = trainee.facts.get("seconds", 0.0)
 
@@ -136,11 +137,18 @@ def run(recipe: Recipe, data: DataSet, path: Path, *, device: str = "", listen: 
 
 
 def _ending(listen: Listener, stopping: StopRequests, world: World) -> Listener:
-    """The listener of an evaluation, which ends it where a stop is asked for; several processes would not all know."""
+    """The listener of a run, which ends an evaluation in all processes as soon as one of them was asked to stop.
+
+    They ask each other after every batch, of which all have equally many. Before the first step they do not: there a
+    signal ends a process at once, and the others would wait for its answer.
+    """
+    stepped = False
 
     def hear(event: Event) -> None:
+        nonlocal stepped
         listen(event)
-        if isinstance(event, EvaluationProgress) and stopping.heard and world.size == 1:
+        stepped = stepped or isinstance(event, StepDone)
+        if stepped and isinstance(event, EvaluationProgress) and not every(not stopping.heard, world):
             raise Interrupted
 
     return hear

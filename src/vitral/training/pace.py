@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from vitral.training.events import Evaluated, Event, Started, StepDone
+
+_WARM_UP = 5  # steps of a process: workers start, three are computed and one is recorded before a GPU replays them
+_RECENT = 100  # steps; their mean and not their median, since batches come in bursts where loading is the slower part
 
 
 class Pace:
-    """Averages over the recent steps; the first one of a process is left out, it pays for warming up."""
+    """The mean of the recent steps; until a process has warmed up, what its preflight foresaw."""
 
     def __init__(self, started: Started) -> None:
         self.steps_left = started.steps - started.step
@@ -14,13 +19,15 @@ class Pace:
         self.step_seconds = started.step_seconds
         self.evaluation_seconds = started.evaluation_seconds
         self.waiting = 0.0  # share of a step's time spent waiting for data
-        self.images_per_second = 0.0
-        self._seen = 0
+        self.images_per_second = 0.0  # 0: not known yet
+        self._warm = started.step + _WARM_UP
+        self._recent: deque[StepDone] = deque(maxlen=_RECENT)
 
     def hear(self, event: Event) -> None:
         if isinstance(event, StepDone):
             self.steps_left = event.steps - event.step
-            self._step(event)
+            if event.step > self._warm:
+                self._step(event)
         elif isinstance(event, Evaluated):
             self.evaluations_left = max(self.evaluations_left - 1, 0)
             self.evaluation_seconds = event.seconds
@@ -29,11 +36,8 @@ class Pace:
         return self.steps_left * self.step_seconds + self.evaluations_left * self.evaluation_seconds
 
     def _step(self, event: StepDone) -> None:
-        self._seen += 1
-        if self._seen == 1:
-            return
-        # A plain mean of the first steps, then one that forgets: weight 1, 1/2, 1/3, ... down to 1/50.
-        weight = 1 / min(self._seen - 1, 50)
-        self.step_seconds += weight * (event.seconds - self.step_seconds)
-        self.waiting += weight * (event.waited / max(event.seconds, 1e-9) - self.waiting)
-        self.images_per_second = event.images / max(self.step_seconds, 1e-9)
+        self._recent.append(event)
+        seconds = max(sum(step.seconds for step in self._recent), 1e-9)
+        self.step_seconds = seconds / len(self._recent)
+        self.waiting = sum(step.waited for step in self._recent) / seconds
+        self.images_per_second = event.images / self.step_seconds

@@ -21,7 +21,7 @@ from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.weights import assemble, read_adapted
 from vitral.data.loader import Batch, default_workers, training_batches
 from vitral.data.memory_map import decoded_once
-from vitral.data.order import balanced_order, batch_indices, rank_slice
+from vitral.data.order import balanced_order, batch_indices, rank_positions, rank_slice
 from vitral.data.preprocess import parse_pipeline, parse_steady
 from vitral.data.sources import DataSet, Split
 from vitral.errors import UserError
@@ -271,6 +271,7 @@ def _on_images(plain: PlainModel, parts: Parts, world: World, listen: Listener) 
 
     def batches(step: int) -> Iterator[Batch]:
         plan, order = parts.plan, parts.order
+        rows = len(rank_positions(plan.batch, world.rank, world.size, partners=plan.partners))
         drawn: dict[str, Any] = {"batch": plan.batch, "seed": plan.seed, "partners": plan.partners, "order": order}
         if kept is not None:
             found = kept.batches(range(step, plan.steps), world=world, **drawn)
@@ -285,7 +286,7 @@ def _on_images(plain: PlainModel, parts: Parts, world: World, listen: Listener) 
                 workers=parts.workers,
                 channels=channels,
                 pin=world.device.type == "cuda",
-                resize=uploading(pipeline, plan.batch // world.size, channels, world.device),
+                resize=uploading(pipeline, rows, channels, world.device),
                 **drawn,
             )
         return keyed(found) if masked else found

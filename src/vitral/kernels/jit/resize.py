@@ -7,21 +7,16 @@ import triton.language as tl
 
 
 @triton.jit
-def _rounded(total, shift):
-    return tl.minimum(tl.maximum(total >> shift, 0), 255)
-
-
-@triton.jit
 def resize_parts(
     PIXELS, PLACES, IMAGES,
-    FIRST_Y, COUNT_Y, WEIGHTS_Y, SHIFT_Y, most_y,
-    FIRST_X, COUNT_X, WEIGHTS_X, SHIFT_X, most_x,
-    height, width, CHANNELS: tl.constexpr, AT_ONCE: tl.constexpr,
+    FIRST_Y, COUNT_Y, WEIGHTS_Y, SHIFT_Y,
+    FIRST_X, COUNT_X, WEIGHTS_X, SHIFT_X,
+    height, width, most, programs, CHANNELS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Each value weighs pixels of some columns, rounds, and weighs what that gives in some rows. Neighbours compute
-    the same columns again: they are on chip."""
-    image = tl.program_id(1).to(tl.int64)
-    value = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
+    the same columns again: they are on chip. No weight is negative, so nothing leaves 0..255."""
+    image = (tl.program_id(0) // programs).to(tl.int64)
+    value = tl.program_id(0) % programs * AT_ONCE + tl.arange(0, AT_ONCE)
     inside = value < height * width * CHANNELS
     channel = value % CHANNELS
     x = value // CHANNELS % width
@@ -43,7 +38,7 @@ def resize_parts(
         across = tl.full((AT_ONCE,), 1, tl.int32) << (shift_x - 1)
         for k in range(count_x):
             pixel = tl.load(line + tl.minimum(column + k, wide - 1) * CHANNELS, mask=inside, other=0).to(tl.int32)
-            across += pixel * tl.load(WEIGHTS_X + (wide * most_x + k) * width + x).to(tl.int32)
-        total += _rounded(across, shift_x) * tl.load(WEIGHTS_Y + (high * most_y + j) * height + y).to(tl.int32)
+            across += pixel * tl.load(WEIGHTS_X + (wide * most + k) * width + x).to(tl.int32)
+        total += (across >> shift_x) * tl.load(WEIGHTS_Y + (high * most + j) * height + y).to(tl.int32)
     place = image * height * width * CHANNELS + value
-    tl.store(IMAGES + place, _rounded(total, shift_y).to(tl.uint8), mask=inside)
+    tl.store(IMAGES + place, (total >> shift_y).to(tl.uint8), mask=inside)
