@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,9 +21,10 @@ class Recording:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # what a recording takes is kept apart from what PyTorch holds ready
         self.graph = torch.cuda.CUDAGraph()
-        # Of this thread alone: another may pin memory meanwhile. PyTorch's own stream stays on the GPU it began on.
+        stream = _stream(torch.cuda.current_device())
+        # Of this thread alone: another may pin memory meanwhile.
         try:
-            with torch.cuda.graph(self.graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
                 self.outputs = function(*self.inputs)
         except BaseException:
             _draw_again()
@@ -34,6 +36,13 @@ class Recording:
             own.copy_(given, non_blocking=True)
         self.graph.replay()
         return tuple(output.clone() for output in self.outputs)
+
+
+@cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """One for all recordings on a GPU, as cuBLAS takes memory of its own for each stream that it has seen. (PyTorch's
+    stays on the GPU that it began on.)"""
+    return torch.cuda.Stream(device)
 
 
 def _draw_again() -> None:
