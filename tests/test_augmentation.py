@@ -93,6 +93,21 @@ def test_every_image_of_a_batch_has_its_own_operation():
         assert not torch.equal(got[one], images[one]), OPERATIONS[kinds[row]].__name__
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_order_in_memory_changes_no_pixel(channels):
+    images = photos(16, channels)
+    other = images.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)  # as a loader's batch lies
+    drawn = (torch.arange(16), *drawn_for(images))
+    assert torch.equal(operated(other, *drawn, 1.5), operated(images, *drawn, 1.5))
+
+
+@pytest.mark.parametrize("value", [0, 77, 255])
+def test_a_picture_of_one_colour_has_no_histogram_to_change(value):
+    images = torch.full((2, 3, 20, 20), value, dtype=torch.uint8)
+    kinds = torch.tensor([NUMBERS["autocontrast"], NUMBERS["equalize"]])
+    assert torch.equal(operated(images, kinds, *drawn_for(images), 1), images)
+
+
 @given(st.integers(1, 9), st.integers(1, 9), st.data())
 def test_a_shift_is_a_crop_of_the_mirrored_picture(height, width, data):
     down = data.draw(st.integers(1 - height, height - 1))

@@ -320,6 +320,20 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere file names are text")
+def test_a_name_that_is_no_text_can_be_told(tmp_path: Path) -> None:
+    folder = colour_folder(tmp_path / "colours", 6)
+    (folder / next(iter(COLOURS))).rename(folder / b"caf\xe9".decode("utf-8", "surrogateescape"))
+    source = Path(vitral.__file__).parents[1]
+    strict = {"PYTHONPATH": str(source), "PATH": "/usr/bin:/bin", "PYTHONIOENCODING": "utf-8:strict"}
+    words = [sys.executable, "-m", "vitral", "check", str(folder)]
+    for more in ([], ["--json"]):
+        done = subprocess.run([*words, *more], capture_output=True, text=True, env=strict)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "caf\\udce9" in done.stdout
+    json.loads(done.stdout)
+
+
 # Ctrl-C in the middle of the first import of torch, once: what is left of it cannot be imported again.
 STOPPED = """
 import sys

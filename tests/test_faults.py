@@ -209,6 +209,7 @@ def test_weights_that_do_not_fit(command, colours, tmp_path):
     resnet = saved(tmp_path / "resnet.safetensors", RESNET)
     for words, says in {
         ("--init", resnet, "--tune", "lora:2"): "for a ResNet use tune=last:1 or bias",
+        ("--init", resnet, "--set", "regular.dropout=0.1"): "regular.dropout does nothing in a ResNet",
         ("--init", init, "--model", "ViT-B/4"): "leave out one of the two",
         ("--init", init, "--set", "shape.depth=3"): "have a shape already",
         ("--init", init, "--tune", "last:3"): "does not fit a model of 2 layers: use last:1 to last:2",
@@ -317,7 +318,7 @@ def test_no_room_for_pixels(command, colours, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     assert train(command, colours, tmp_path / "usual").code == 0
-    monkeypatch.setattr("vitral.data.memory_map._finish", failing)
+    monkeypatch.setattr("vitral.data.memory_map.written_aside", failing)
     said = train(command, colours, tmp_path / "run")
     assert said.code == 0
     assert f"no room in {tmp_path / 'run' / 'pixels'} for decoded train images: they are decoded anew" in said.err

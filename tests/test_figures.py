@@ -58,14 +58,6 @@ def test_a_picture_is_lit_by_its_map():
     np.testing.assert_allclose(lit[5:7], pictures[0][5:7] / 255 * [[[0.875]], [[1]]])
 
 
-def test_maps_lie_over_the_whole_picture():
-    picture, maps = np.zeros((12, 8, 1), np.uint8), np.random.default_rng(0).random((3, 3, 2))
-    figure: Any = figures.map_figure(picture, maps, ["a", "b", "c"], columns=2)
-    over = [axis.get_images()[1] for axis in figure.axes if axis.get_images()]
-    assert [tuple(image.get_extent()) for image in over] == [(-0.5, 7.5, 11.5, -0.5)] * 3
-    np.testing.assert_allclose([image.get_array() for image in over], maps)
-
-
 def test_figures_become_files():
     tints = np.random.default_rng(0).random((2, 3, 3, 3))
     figure = figures.colour_figure([np.zeros((6, 6, 3), np.uint8)] * 2, tints)

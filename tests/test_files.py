@@ -447,6 +447,42 @@ def test_a_file_changed_between_opening_and_reading(tmp_path):
         read_tensors(file)
 
 
+ALLOCATOR = "DefaultCPUAllocator: can't allocate memory: you tried to allocate {} bytes. Error code 12"
+MAPPED = "unable to mmap 321 bytes from file <a>: Cannot allocate memory (12)"
+
+
+def failing(error):
+    def fail(*values, **options):
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "error"),
+    [
+        ("npz", "numpy.empty", MemoryError("Unable to allocate 153. MiB")),
+        ("safetensors", "safetensors.torch.load_file", MemoryError("Cannot allocate memory (os error 12)")),
+        ("safetensors", "safetensors.torch.load_file", RuntimeError(MAPPED)),
+        ("pth", "torch.load", RuntimeError(MAPPED)),
+        ("old", "torch.load", RuntimeError(ALLOCATOR.format(32))),
+        ("old", "torch.load", MemoryError()),
+    ],
+)
+def test_memory_that_runs_out_is_no_damage_of_the_file(tmp_path, monkeypatch, kind, call, error):
+    file = open_weights(saved_as(kind, tmp_path / "a", {"w": torch.arange(8.0)}))
+    monkeypatch.setattr(call, failing(error))
+    with pytest.raises(MemoryError):
+        read_tensors(file)
+
+
+def test_a_file_that_asks_for_more_than_it_holds_is_damaged(tmp_path, monkeypatch):
+    path = saved_as("old", tmp_path / "a", {"w": torch.arange(8.0)})
+    monkeypatch.setattr("torch.load", failing(RuntimeError(ALLOCATOR.format(1 << 50))))
+    with pytest.raises(UserError, match="cut off or damaged: download"):
+        open_weights(path)
+
+
 # --- folders
 
 
@@ -528,6 +564,22 @@ def test_a_crash_leaves_the_old_file_and_nothing_else(tmp_path, error):
         write_json(path, float("nan"))
     assert path.read_text() == "1\n"
     assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_what_went_wrong_is_told_although_others_use_the_folder(tmp_path):
+    with pytest.raises(KeyError, match="real"), written_aside(tmp_path / "new" / "deep" / "a.json"):
+        (tmp_path / "new" / "theirs.txt").touch()
+        raise KeyError("real")
+    assert os.listdir(tmp_path / "new") == ["theirs.txt"]
+
+
+@given(st.binary().map(os.fsdecode))
+def test_json_holds_any_name_of_a_file(tmp_path_factory, name):
+    path = tmp_path_factory.mktemp("json") / "a.json"
+    write_json(path, {"é": name})
+    content = path.read_bytes().decode()
+    assert "é" in content
+    assert json.loads(content) == {"é": name}
 
 
 def test_bytes_reach_the_disk_before_the_name_does(tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from runs import make_pictures
 
+from vitral.aside import written_aside
 from vitral.data import loader, memory_map
 from vitral.data.images import UnreadableImage, decode
 from vitral.data.loader import Batch, default_workers, evaluation_batches, training_batches
@@ -450,7 +451,7 @@ def test_a_full_disk_leaves_the_split_as_it_is(tmp_path: Path, monkeypatch: pyte
         assert (tmp_path / "not-there-yet").exists() is kept
     assert len(notes) == 2
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be kept"):
+    with pytest.raises(UserError, match="file is no folder"):
         decoded_once(a_split(), tmp_path / "file")
 
 
@@ -465,13 +466,21 @@ def test_much_room_that_pixels_take_is_told(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_only_abandoned_files_are_removed(tmp_path: Path):
-    old, new = tmp_path / "a.bin.1.partial", tmp_path / "b.bin.2.partial"
-    old.touch()
-    new.touch()
+    unfinished = [written_aside(tmp_path / name) for name in ("a.bin", "b.bin")]
+    old, new = [writing.__enter__() for writing in unfinished]
     os.utime(old, (0, 0))
     decoded_once(a_split(), tmp_path)
     assert not old.exists()
     assert new.exists()
+
+
+def test_the_folder_of_the_pixels_is_flushed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A file's name is the folder's to keep, also after a power cut."""
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: flushed.append(os.fstat(handle).st_ino))
+    decoded_once(a_split(), tmp_path)
+    written = [*tmp_path.glob("*.bin"), tmp_path, *tmp_path.glob("*.npz"), tmp_path]
+    assert flushed == [path.stat().st_ino for path in written]
 
 
 HOLDING = """

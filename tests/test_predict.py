@@ -19,7 +19,7 @@ from vitral.checkpoints.card import Preprocess
 from vitral.data.sources import Split, open_data, open_images
 from vitral.errors import UserError
 from vitral.evaluation.mapping import class_mapping
-from vitral.evaluation.predict import embed_split, merge, predict_split
+from vitral.evaluation.predict import Predictions, embed_split, predict_split
 from vitral.models.build import Model, build
 from vitral.models.normalise import normalise
 from vitral.serving.results import results, write_results
@@ -107,13 +107,24 @@ def test_predictions_are_the_models_outputs(model, split):
     assert seen == [(10, 23), (20, 23), (23, 23)]
 
 
+def merged(parts: list[Predictions]) -> Predictions:
+    """The shares of all processes as one, in the order of the split."""
+    rows = sorted(
+        (int(index), part, row) for part in range(len(parts)) for row, index in enumerate(parts[part].indices)
+    )
+    indices, logits, valid = zip(
+        *((index, parts[part].logits[row], parts[part].valid[row]) for index, part, row in rows), strict=True
+    )
+    return Predictions(np.array(indices), np.stack(logits), np.array(valid))
+
+
 @pytest.mark.parametrize("batch", [1, 7, 64])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_neither_batch_nor_processes_change_a_prediction(model, split, batch, world):
     whole = predict_split(model, split, PREPROCESS, batch=5)
     parts = [predict_split(model, split, PREPROCESS, batch=batch, rank=rank, world=world) for rank in range(world)]
     assert sum(len(part.indices) for part in parts) == PICTURES
-    found = merge(parts[::-1])
+    found = merged(parts[::-1])
     assert found.indices.tolist() == whole.indices.tolist()
     assert found.valid.tolist() == whole.valid.tolist()
     assert found.logits.argmax(1).tolist() == whole.logits.argmax(1).tolist()
@@ -124,7 +135,7 @@ def test_more_processes_than_pictures(model, split):
     few = split.select(np.array([3, 9]))
     parts = [predict_split(model, few, PREPROCESS, batch=4, rank=rank, world=3) for rank in range(3)]
     assert {part.logits.shape[1] for part in parts} == {7}
-    assert merge(parts).indices.tolist() == [0, 1]
+    assert merged(parts).indices.tolist() == [0, 1]
     with pytest.raises(UserError, match="the split is empty"):
         predict_split(model, split.select(np.array([], np.int64)), PREPROCESS, batch=4)
 

@@ -14,6 +14,7 @@ from PIL import Image
 from vitral.checkpoints.card import Preprocess
 from vitral.data.images import decode, resize
 from vitral.data.preprocess import parse_pipeline, parse_preprocess
+from vitral.data.steps import Number, as_number, split_step
 from vitral.errors import UserError
 
 SMOOTH = np.random.default_rng(1).integers(0, 256, (12, 16, 3), dtype=np.uint8)
@@ -92,6 +93,35 @@ def test_a_mistake_is_named_with_its_fix(text, part):
         parse_pipeline(text)
     assert part in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+WORDS = st.text("abc019._-", min_size=1, max_size=4)
+
+
+@given(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), st.lists(WORDS, max_size=4), st.sampled_from(["", " ", "  "]))
+def test_a_step_is_split_into_what_it_was_written_of(name, words, space):
+    inside = f"{space},{space}".join(words)
+    assert split_step(f"{name}{space}({space}{inside}{space})") == (name, words)
+    assert split_step(name) == (name, [])
+
+
+@pytest.mark.parametrize("text", ["", "flip(", "flip)", "flip(1)(2)", "flip((1))", "flip flip", "(1)", " flip"])
+def test_what_is_no_step_is_not_split(text):
+    assert split_step(text) is None
+
+
+@pytest.mark.parametrize("word", ["", "x", "nan", "inf", "-inf", "1e999", "1 2"])
+def test_a_number_is_a_finite_one(word):
+    assert as_number(word) is None
+    assert as_number("-2.5e1") == -25
+
+
+def test_a_number_is_taken_within_its_ends_and_whole_where_it_must_be():
+    layers, chance = Number("layers", 1, 16, whole=True), Number("chance", 0, 1)
+    assert [layers.takes(value) for value in (0, 1, 1.5, 16, 16.5, 17)] == [False, True, False, True, False, False]
+    assert [chance.takes(value) for value in (-0.1, 0, 0.5, 1, 1.1)] == [False, True, True, True, False]
+    with pytest.raises(UserError, match=r"layers must be whole and from 1 to 16, not 2\.5\."):
+        parse_pipeline("decode|resize(8)|randaugment(2.5, 10)")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from itertools import product
 
 import pytest
@@ -24,7 +24,6 @@ from vitral.recipe import (
     ScheduleRecipe,
     ShapeRecipe,
     architecture_of,
-    as_dict,
     from_dict,
     from_toml,
     keys,
@@ -55,7 +54,7 @@ OTHER = Recipe(
 @pytest.mark.parametrize("recipe", [Recipe(), OTHER, Recipe(shape=ShapeRecipe(width=96, pool="mean"))])
 def test_text_and_json_bring_a_recipe_back(recipe):
     assert from_toml(to_toml(recipe)) == recipe
-    assert from_dict(json.loads(json.dumps(as_dict(recipe)))) == recipe
+    assert from_dict(json.loads(json.dumps(asdict(recipe)))) == recipe
     assert recipe_hash(from_toml(to_toml(recipe))) == recipe_hash(recipe)
 
 
@@ -73,12 +72,18 @@ def test_the_text_holds_every_key_once_with_a_comment():
     assert all(len(line.split("  # ", 1)[1]) > 2 for line in lines)
 
 
+def test_a_recipe_cannot_hold_a_name_that_is_no_text():
+    with pytest.raises(UserError, match="not valid UTF-8, which recipes are written in: rename it"):
+        to_toml(Recipe(init=b"caf\xe9".decode("utf-8", "surrogateescape")))
+
+
 @pytest.mark.parametrize(
     ("word", "key", "value"),
     [
         ("optim.lr=0.01", "optim.lr", 0.01),
         ("optim.lr=1", "optim.lr", 1.0),
         ("batch=1e3", "batch", 1000),
+        ("seed=9007199254740993", "seed", 2**53 + 1),  # the first whole number that no float is
         ("compile=True", "compile", True),
         ("tune=lora:8", "tune", "lora:8"),
         ("data.mean=0.1, 0.2,0.3", "data.mean", (0.1, 0.2, 0.3)),

@@ -146,6 +146,16 @@ def test_finetuning_takes_two_steps(pictures, weights, tmp_path, name, kind):
     assert steps[0]["loss"] == pytest.approx(math.log(3), rel=1e-4)
 
 
+@pytest.mark.parametrize("key", ["dropout", "attention_dropout", "stochastic_depth"])
+def test_what_a_resnet_does_not_have_is_refused(pictures, key):
+    recipe = with_overrides(small(named("bit:pretrain/imagenet", "R50x1")), [f"regular.{key}=0.1"])
+    with pytest.raises(UserError, match=f"regular.{key} does nothing in a ResNet"):
+        check_recipe(recipe, pictures, None)
+    check_recipe(with_overrides(recipe, [f"regular.{key}=0"]), pictures, None)
+    hybrid = with_overrides(recipe, ["model=R26+ViT-S/32", *SHAPE])
+    check_recipe(hybrid, pictures, None)
+
+
 def test_a_recipe_that_is_not_made_small_says_what_is_missing(pictures, tmp_path):
     with pytest.raises(UserError, match="batch=4096 is more than the 12 training images"):
         check_recipe(named("paper:pretrain/imagenet", "ViT-B/16").recipe, pictures, None)

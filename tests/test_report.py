@@ -109,6 +109,13 @@ def test_text_cannot_leave_its_place():
     assert json.loads(group(r'id="data">(.*?)</script>', html)) == {"name": "</script><b>"}
 
 
+def test_a_page_is_utf_8_whatever_the_names():
+    html = page("caf\udce9", "", [Section("a", "\ud800", "", "crème")], data={"caf\udce9": "crème"})
+    assert html.encode().decode() == html
+    assert "<h1>caf\ufffd</h1>" in html
+    assert json.loads(group(r'id="data">(.*?)</script>', html)) == {"caf\ufffd": "crème"}
+
+
 @pytest.mark.parametrize("pool", ["token", "mean", "map"])
 def test_a_look_holds_the_attention_that_others_compute(pool):
     torch.manual_seed(0)
@@ -261,14 +268,32 @@ def test_mistakes_of_the_user_are_one_sentence(run, pictures, tmp_path):
     picture = pictures / "red" / "0.png"
     (tmp_path / "bad.png").write_text("no picture")
     for images, layers, expected in (
-        (picture, [7, 1], "there is no layer 8"),
-        (picture, [-1, 1], "there is no layer 0"),
+        (picture, [7, 1], "there is no layer 7: the model has 2, counted from 0"),
+        (picture, [-1, 1], "there is no layer -1: the model has 2, counted from 0"),
         (tmp_path / "bad.png", [], "none of these images can be read"),
         ([paint(tmp_path / "many" / f"{i}.png", (1, 2, 3)) for i in range(65)], [], "at most 64 images"),
     ):
         with pytest.raises(UserError, match=expected):
             inspect(run, images, output=tmp_path / "a.html", layers=layers)
         assert not (tmp_path / "a.html").exists()
+
+
+def test_the_command_line_counts_layers_from_one(run, pictures, tmp_path, command):
+    words = ("inspect", run, pictures / "red" / "0.png", "-o", tmp_path / "a.html", "--layers")
+    for layer in ("3", "0"):
+        said = command(*words, layer)
+        assert (said.code, said.err) == (2, f"vitral: there is no layer {layer}: the model has 2, counted from 1.\n")
+    assert command(*words, "2").code == 0
+
+
+def test_pixels_that_are_drawn_at_random_are_refused(run, pictures, tmp_path, command):
+    drawn = ("--preprocess", "decode|inception_crop(8)")
+    said = command("inspect", run, pictures / "red" / "0.png", "-o", tmp_path / "a.html", *drawn)
+    assert said.code == 2
+    assert "draws at random" in said.err
+    said = command("search", run, pictures, "--query", pictures / "red" / "0.png", *drawn)
+    assert said.code == 2
+    assert "draws at random" in said.err
 
 
 def test_a_run_has_a_page_of_its_mistakes(run, pictures):
@@ -330,6 +355,10 @@ def test_a_run_whose_classes_are_a_yes_or_no_each_is_not_judged_by_shares(pictur
     ]
     said = group(r"expected calibration error of these.*?is ([\d.]+)%", text)
     assert float(said) / 100 == pytest.approx(sum(gaps) / len(rows), abs=6e-4)
+    evaluated = vitral.evaluate(tmp_path / "run", pictures, device="cpu")
+    for metrics in (json.loads((tmp_path / "run" / "result.json").read_text())["metrics"], evaluated.metrics):
+        assert metrics["ece"] == pytest.approx(sum(gaps) / len(rows), abs=1e-5)
+    assert evaluated.temperature is None  # it would be that of a softmax
     for image in images:
         key = Path(image["name"])
         row = vitral.predict(tmp_path / "run", key if key.is_absolute() else pictures / key).rows[0]

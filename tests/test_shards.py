@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 from vitral.data import shards
+from vitral.data.cache import cache_folder
+from vitral.data.check import check
 from vitral.data.images import UnreadableImage
 from vitral.data.shards import expand, index_shard
 from vitral.data.sources import DataSet, Split, open_data
@@ -23,7 +25,7 @@ from vitral.errors import UserError
 
 def tar(path: Path, members: dict[str, bytes]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as archive:
+    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as archive:
         for name, data in members.items():
             member = tarfile.TarInfo(name)
             member.size = len(data)
@@ -106,7 +108,7 @@ def test_the_index_is_made_once_and_again_when_the_shard_changes(tmp_path, monke
 
 def test_a_read_only_place_is_indexed_in_the_cache(tmp_path, monkeypatch):
     shard = tar(tmp_path / "data/x.tar", pairs(0, 5))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("VITRAL_CACHE", str(tmp_path / "cache"))
     write = Path.write_text
 
     def refuse(path: Path, *rest: Any, **options: Any) -> int:
@@ -117,7 +119,28 @@ def test_a_read_only_place_is_indexed_in_the_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "write_text", refuse)
     first = index_shard(shard)
     assert list(shard.parent.iterdir()) == [shard]
-    assert len(list((tmp_path / "cache/vitral/shards").iterdir())) == 1
+    assert len(list((tmp_path / "cache/shards").iterdir())) == 1
+    monkeypatch.setattr(shards, "_scan", lambda file: pytest.fail("the index was not found"))
+    assert index_shard(shard) == first
+
+
+def test_the_cache_lies_where_the_user_says(tmp_path, monkeypatch):
+    monkeypatch.delenv("VITRAL_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_folder("shards") == Path(os.path.expanduser("~")) / ".cache/vitral/shards"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder("shards") == tmp_path / "vitral/shards"
+    monkeypatch.setenv("VITRAL_CACHE", "~/own")
+    assert cache_folder("shards") == Path(os.path.expanduser("~")) / "own/shards"
+
+
+def test_names_that_are_no_text(tmp_path, monkeypatch):
+    """Latin-1 in the archive, as older programs write it."""
+    name = b"caf\xe9".decode("utf-8", "surrogateescape")
+    shard = tar(tmp_path / "x.tar", {f"{name}.jpg": b"1", f"{name}.cls": b"0"})
+    assert b"caf\xe9.jpg" in shard.read_bytes()
+    first = index_shard(shard)
+    assert [sample.name for sample in first] == [f"{name}.jpg"]
     monkeypatch.setattr(shards, "_scan", lambda file: pytest.fail("the index was not found"))
     assert index_shard(shard) == first
 
@@ -254,8 +277,57 @@ def test_faulty_parquet_says_what_to_do(tmp_path, images, labels, names, said):
 def test_no_parquet(tmp_path):
     pytest.importorskip("pyarrow", reason="needs pyarrow")
     (tmp_path / "x.parquet").write_bytes(b"PAR1 and nothing more")
-    with pytest.raises(UserError, match="is no readable Parquet file"):
+    with pytest.raises(UserError, match=r"x.parquet is no readable Parquet file \(.*\): copy it again"):
         open_data(tmp_path / "x.parquet")
+
+
+def damage(path: Path, group: int, column: str) -> None:
+    """Overwrites the head of the column's first page in a row group."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as table:
+        places = table.metadata.row_group(group)
+        found = [places.column(number) for number in range(places.num_columns)]
+    page = next(item for item in found if item.path_in_schema == column)
+    data = bytearray(path.read_bytes())
+    start = page.dictionary_page_offset or page.data_page_offset
+    data[start : start + 8] = b"\xff" * 8
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_damaged_page_costs_its_own_images_alone(tmp_path, group):
+    path = parquet(tmp_path / "x.parquet", rows(0, 11), [number % 2 for number in range(11)])
+    damage(path, group, "image.bytes")
+    reader = open_data(path, held_out=0).train.reader
+    for row in range(11):
+        if row // 4 != group:
+            assert reader.read(row) == f"image {row}".encode()
+            continue
+        with pytest.raises(UnreadableImage) as told:
+            reader.read(row)
+        assert str(told.value).startswith(f"{path} cannot be read (")
+        assert str(told.value).isprintable()
+    report = check(path)
+    assert [key for key, why in report.unreadable.items() if str(path) in why] == [
+        f"x.parquet:{row}" for row in range(11) if row // 4 == group
+    ]
+
+
+def test_labels_that_cannot_be_read_name_the_file(tmp_path):
+    path = parquet(tmp_path / "x.parquet", rows(0, 11), [number % 2 for number in range(11)])
+    damage(path, 1, "label")
+    with pytest.raises(UserError, match=r"x.parquet is no readable Parquet file \(.*\): copy it again"):
+        open_data(path)
+
+
+@pytest.mark.parametrize("fault", ["cut", "gone"])
+def test_a_parquet_file_that_is_lost_later(tmp_path, fault):
+    path = parquet(tmp_path / "x.parquet", rows(0, 4), [0, 1, 0, 1])
+    reader = open_data(path, held_out=0).train.reader
+    path.unlink() if fault == "gone" else path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(UnreadableImage, match=r"x.parquet cannot be read"):
+        reader.read(0)
 
 
 def test_a_data_set_of_the_hub(tmp_path, monkeypatch):
@@ -275,7 +347,14 @@ def test_a_data_set_of_the_hub(tmp_path, monkeypatch):
         open_data("hf:owner/name")
 
 
-def test_the_hub_out_of_reach():
-    pytest.importorskip("huggingface_hub", reason="needs huggingface_hub")
+def test_the_hub_out_of_reach(monkeypatch):
+    hub = pytest.importorskip("huggingface_hub", reason="needs huggingface_hub")
+    with pytest.raises(UserError, match="not in the cache and the hub cannot be reached"):
+        open_data("hf:owner/name")
+
+    def offline(name: str, **options: Any) -> str:
+        raise ConnectionError("offline mode is enabled")  # as some releases do
+
+    monkeypatch.setattr(hub, "snapshot_download", offline)
     with pytest.raises(UserError, match="not in the cache and the hub cannot be reached"):
         open_data("hf:owner/name")

@@ -22,6 +22,7 @@ from vitral.data.images import encode_png
 from vitral.errors import UserError
 from vitral.models.build import build
 from vitral.recipe import from_toml
+from vitral.training.judge import measure
 
 
 def train(data: Path, out: Path, *words: str, seeds: int = 1, heard: list[Event] | None = None) -> Training:
@@ -208,6 +209,13 @@ def test_several_labels_are_found_out_and_answered_with_yes_or_no(tmp_path):
         kind = truth[Path(row.path).name]
         assert (chances["red"] > 0.5, chances["green"] > 0.5) == (kind != 1, kind != 0)
     assert vitral.evaluate(tmp_path / "run", data).metrics["mean_average_precision"] == 1
+
+
+def test_answers_beyond_the_range_of_an_exponential_are_scored():
+    """Warnings are errors here: e to the 1000 is none of float64's numbers."""
+    logits, labels = np.array([[1000.0, -1000.0], [-1000.0, 1000.0]], np.float32), np.eye(2, dtype=np.uint8)
+    assert measure(logits, labels, ("a", "b"))["score"] == 1
+    assert measure(logits, 1 - labels, ("a", "b"))["score"] == 0.5
 
 
 def test_early_stopping_keeps_the_best(colours, tmp_path):

@@ -44,9 +44,11 @@ class Journey:
     def _hear(self, event: Any) -> None:
         self.notes += [event.text] if hasattr(event, "text") else []
 
-    def _measure(self, logits: np.ndarray, labels: np.ndarray, classes: tuple[str, ...]) -> dict[str, Any]:
+    def _measure(
+        self, logits: np.ndarray, labels: np.ndarray, classes: tuple[str, ...], *, sigmoid: bool
+    ) -> dict[str, Any]:
         self.logits.append(logits)
-        counted = prediction.classification_metrics(logits, labels, classes)
+        counted = prediction.classification_metrics(logits, labels, classes, sigmoid=sigmoid)
         return {"score": counted.top1, **counted.as_dict()}
 
 
@@ -74,9 +76,12 @@ def test_training_evaluation_and_prediction_see_the_same_pixels(journey, bag, mo
     assert card.preprocess is not None
     seen: list[np.ndarray] = []
     real = prediction.classification_metrics
-    monkeypatch.setattr(
-        prediction, "classification_metrics", lambda logits, *rest: (seen.append(logits), real(logits, *rest))[1]
-    )
+
+    def heard(logits: np.ndarray, *rest: Any, **options: Any) -> Any:
+        seen.append(logits)
+        return real(logits, *rest, **options)
+
+    monkeypatch.setattr(prediction, "classification_metrics", heard)
     evaluated = vitral.evaluate(journey.run, bag)
     np.testing.assert_array_equal(seen[0], journey.logits[-1])
     trained = json.loads((journey.run / "result.json").read_text())["metrics"]
@@ -140,6 +145,35 @@ def test_evaluate_scores_what_the_run_has_not_seen(command, journey, bag, tmp_pa
     shown = command("evaluate", journey.run, other).out
     assert "100.00%" in shown
     assert "matched by name" in shown
+
+
+def test_evaluate_names_the_best_temperature_and_says_what_it_was_fitted_on(command, journey, tmp_path):
+    optimize = pytest.importorskip("scipy.optimize")
+    data = colour_folder(tmp_path / "data", 6)
+    assert vitral.evaluate(journey.run, data).temperature is None  # all are right: the colder, the better
+    for number in range(3):
+        paint(data / "green" / f"red-{number}.png", COLOURS["red"], number)
+    rows = vitral.predict(journey.run, data, top=3).rows
+    labels = [row.names.index(Path(row.path).parent.name) for row in rows]
+    logits = np.log([row.probabilities for row in rows])
+
+    def likelihood(temperature: float) -> float:
+        chances = np.exp(logits / temperature)
+        return float(-np.log(chances[np.arange(len(rows)), labels] / chances.sum(1)).mean())
+
+    found = json.loads(command("evaluate", journey.run, data, "--json").out)
+    best = optimize.minimize_scalar(likelihood, bounds=(0.1, 100), method="bounded", options={"xatol": 1e-6})
+    assert found["temperature"] == pytest.approx(best.x, rel=1e-3)
+    # Rows in the order of their names, the likeliest first, and all of them within one bin of confidence or another.
+    chances = np.exp(logits / found["temperature"])
+    sure, right = chances.max(1) / chances.sum(1), np.array(labels) == 0
+    bins = np.digitize(sure, np.linspace(0, 1, 16)[1:-1], right=True)
+    gaps = [abs((sure - right)[bins == i].sum()) for i in range(15)]
+    assert found["tempered_ece"] == pytest.approx(sum(gaps) / len(rows), abs=1e-3)
+    assert found["tempered_ece"] != pytest.approx(found["metrics"]["ece"], abs=1e-3)
+    shown = " ".join(command("evaluate", journey.run, data).out.split())
+    assert f"{found['temperature']:.3g} (calibration error {found['tempered_ece']:.2%} with it" in shown
+    assert "fitted on these very images" in shown
 
 
 def test_evaluate_names_what_it_cannot_read(command, journey, bag, tmp_path):

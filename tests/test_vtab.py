@@ -12,15 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vtab_files import write_parquet
+from vtab_stand_ins import write_real_counts, write_real_locations, write_stand_in
 
 import vitral
 from vitral.api.vtab import VtabScore, paper_rows, vtab1k
 from vitral.architecture import ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.cli import main
+from vitral.data.images import encode_png
 from vitral.data.sources import open_data
-from vitral.data.vtab import TASKS, open_task, write_real_counts, write_real_locations, write_stand_in
-from vitral.data.vtab.export import write_parquet
+from vitral.data.vtab import TASKS, open_task
 from vitral.errors import UserError
 from vitral.models.build import build
 from vitral.paper import table9
@@ -152,12 +154,20 @@ def test_only_final_weights_are_kept(whole: VtabScore) -> None:
 
 def test_what_is_not_vtab_is_said(whole: VtabScore) -> None:
     notes = " ".join(whole.as_dict()["notes"])
-    assert "clevr is a stand-in" in notes
     assert "A batch of 512 is more than 40 training images" in notes
     assert "40 + 10 images, not on VTAB-1k's 800 + 200" in notes
     assert {task["order"] for task in whole.as_dict()["tasks"].values()} == {
         "tfds order: not verified (order of the Parquet rows)"
     }
+
+
+def test_what_is_to_know_of_the_data_is_said(weights: Path, tmp_path: Path) -> None:
+    rows = [{"image": encode_png(np.full((8, 8, 3), label, np.uint8)), "label": np.array(label)} for label in range(10)]
+    write_parquet(tmp_path / "data" / "svhn", {"train": [row for row in rows for _ in range(20)], "test": rows})
+    found = quick(weights, tmp_path / "data", tmp_path / "run", "svhn")
+    said = "svhn is not stored in random order: its images are taken by the hashes of their keys."
+    assert said in found.as_dict()["notes"]
+    assert f"# {said}" in (tmp_path / "run" / "vtab-ids" / "svhn.txt").read_text().splitlines()
 
 
 def test_a_second_call_trains_nothing(whole: VtabScore, weights: Path, root: Path) -> None:
@@ -359,14 +369,14 @@ def test_the_command_line_at_full_count(
     assert (score[:2], score[3:]) == (["camelyon", "200"], ["83.3", "83.6", "82.5"])
     row = json.loads((tmp_path / "a" / "vtab.json").read_text())["tasks"]["camelyon"]
     assert cost[1:3] == [f"{row['training_flops']:.3g}", f"{row['device_hours']:.3g}"]
-    assert all(len(line) <= 80 for line in shown[: shown.index("patch_camelyon is a stand-in")].splitlines())
+    assert all(len(line) <= 80 for line in shown[: shown.index("\nscore ")].splitlines())
     assert "1 of 19 tasks; missing: caltech101, cifar100" in shown
     assert "over 2 seeds" in shown
     assert "those of TFDS's own order in 1 of 1 tasks" in shown
     ids = tmp_path / "data" / "vtab-ids"
     listed = (ids / "camelyon.txt").read_text()
     assert "# tfds order: yes" in listed
-    assert len(listed.splitlines()) == 3 + 1200
+    assert len(listed.splitlines()) == 2 + 1200
     (ids / "camelyon.txt").unlink()
     ids.rmdir()
     ids.write_text("in the way")

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from vitral.errors import UserError
@@ -41,6 +41,16 @@ def check_writable(path: Path) -> None:
         tempfile.TemporaryFile(dir=_existing_folder(path)).close()
 
 
+def check_name(path: Path) -> None:
+    """Refuse a place for weights that neither safetensors nor PyTorch would find again."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{path} is not valid UTF-8, and no weights can be read under such a name: choose another name."
+        ) from error
+
+
 @contextmanager
 def written_aside(path: Path, *, folder: bool = False) -> Generator[Path]:
     """Yield a temporary path beside `path`, moved onto `path` when the block ends and removed when it raises.
@@ -68,7 +78,8 @@ def written_aside(path: Path, *, folder: bool = False) -> Generator[Path]:
     except BaseException:
         _remove(aside)
         for parent in made:
-            parent.rmdir()
+            with suppress(OSError):  # somebody else has put something there, and what went wrong is more important
+                parent.rmdir()
         raise
     _flush(path.parent)
 

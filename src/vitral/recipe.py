@@ -13,6 +13,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -107,13 +108,9 @@ def values(recipe: Recipe) -> dict[str, Any]:
     return {key: nested[key] if "." not in key else nested[key.split(".")[0]][key.split(".")[1]] for key in keys()}
 
 
-def as_dict(recipe: Recipe) -> dict[str, Any]:
-    """A JSON-ready description; `from_dict` reads it back."""
-    return asdict(recipe)
-
-
 def from_dict(description: Mapping[str, Any]) -> Recipe:
-    """The inverse of `as_dict`. What is missing takes its default, what is unknown is refused."""
+    """A recipe from its keys, nested as `asdict` has them, or flat: what is missing takes its default, what is unknown
+    is refused."""
     flat: dict[str, Any] = {}
     for name, value in description.items():
         if isinstance(value, Mapping):
@@ -158,6 +155,11 @@ def with_overrides(recipe: Recipe, words: Iterable[str]) -> Recipe:
         _check_known(key)
         changes[key] = _read(keys()[key].hint, text.strip())
     return _changed(recipe, changes)
+
+
+def with_dev(recipe: Recipe, dev: float) -> Recipe:
+    """The recipe with another share of train to choose on."""
+    return replace(recipe, data=replace(recipe.data, dev=dev))
 
 
 def recipe_hash(recipe: Recipe) -> str:
@@ -220,11 +222,11 @@ def _read(hint: Any, text: str) -> Any:
     if hint is bool:
         return {"true": True, "false": False}.get(text.lower(), text)
     if hint in (int, float):
-        try:
+        with suppress(ValueError):
+            return hint(text)  # a whole number is never a float on its way: those have 53 bits
+        with suppress(ValueError):
             number = float(text)
-        except ValueError:
-            return text
-        return int(number) if hint is int and number.is_integer() else number
+            return int(number) if number.is_integer() else number  # 1e3 is a whole number, too
     return text
 
 
@@ -239,6 +241,10 @@ def _toml(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(_toml(item) for item in value)}]"
     if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"{value} is not valid UTF-8, which recipes are written in: rename it.") from error
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower() if isinstance(value, bool) else repr(value)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from vitral.bench.results import (
     write_page,
     write_rows,
 )
-from vitral.data.loader import default_workers
+from vitral.data.loader import cores, default_workers
 from vitral.errors import UserError
 from vitral.models.device import default_device
 
@@ -145,9 +144,7 @@ def _field(
 
 def _workers(work: Work, device: str) -> int:
     """Loaders alone get all cores, and those beside a model what training would give them."""
-    if work != "data":
-        return default_workers(device)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores() if work == "data" else default_workers(device)
 
 
 def _class_folders(folder: Path) -> Path:

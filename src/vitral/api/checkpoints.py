@@ -1,4 +1,4 @@
-"""The verbs as Python functions. This is the whole public surface; the command line prints what these return."""
+"""`create`, `load`, `save`, `convert` and `info`: checkpoints to models and back."""
 
 from __future__ import annotations
 

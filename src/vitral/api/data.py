@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from vitral.data.catalog import CATALOG
@@ -11,7 +10,7 @@ from vitral.data.narrow import for_final, narrowed
 from vitral.data.sources import DataSet, Split, open_data, open_images
 from vitral.errors import UserError
 from vitral.evaluation.duplicates import read_exclusions
-from vitral.recipe import Recipe, from_toml
+from vitral.recipe import Recipe, from_toml, with_dev
 from vitral.recipe_parts import DataRecipe
 from vitral.serving.results import Unreadable, unread
 
@@ -63,12 +62,8 @@ def open_to_train(data: str | Path, recipe: Recipe) -> DataSet:
 def open_to_choose(data: str | Path, recipe: Recipe, dev: float) -> tuple[DataSet, DataSet | None]:
     """All to train on, and the same with images to choose on: a share `dev` of train, or the source's val split."""
     whole = open_data(data, held_out=recipe.data.held_out)
-    opened = _to_train(data, _narrowed(whole, _with_dev(recipe, 0.0)))
-    return opened, _narrowed(whole, _with_dev(recipe, dev)) if dev or opened.final is not None else None
-
-
-def _with_dev(recipe: Recipe, dev: float) -> Recipe:
-    return replace(recipe, data=replace(recipe.data, dev=dev))
+    opened = _to_train(data, _narrowed(whole, with_dev(recipe, 0.0)))
+    return opened, _narrowed(whole, with_dev(recipe, dev)) if dev or opened.final is not None else None
 
 
 def _to_train(data: str | Path, opened: DataSet) -> DataSet:

@@ -5,6 +5,13 @@ from __future__ import annotations
 import torch
 
 from vitral.errors import UserError
+from vitral.models.device import default_device
+
+
+def place_of(name: str) -> str:
+    """Where to compute: on the device named, else on the best one there is."""
+    check_device(name)
+    return name or str(default_device())
 
 
 def check_device(name: str) -> None:

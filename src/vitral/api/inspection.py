@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vitral.api.checkpoints import load
 from vitral.api.data import open_narrowed
-from vitral.api.device import check_device
+from vitral.api.device import place_of
 from vitral.api.prediction import none_read, prepared
 from vitral.architecture import ViTConfig
 from vitral.aside import check_writable, checked_output, written_aside
@@ -22,7 +22,7 @@ from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.run import RunFolder
 from vitral.cost import cost
 from vitral.data.loader import evaluation_batches
-from vitral.data.preprocess import parse_pipeline
+from vitral.data.preprocess import parse_steady
 from vitral.data.sources import DataSet, Split, open_images
 from vitral.errors import UserError
 from vitral.evaluation.calibration import probabilities, reliability
@@ -32,7 +32,6 @@ from vitral.inspection.attention import mean_attention_distance
 from vitral.inspection.embeddings import embedding_filters, position_similarity
 from vitral.inspection.looks import look_at
 from vitral.models.build import Model
-from vitral.models.device import default_device
 from vitral.models.normalise import normalise
 from vitral.models.vit import ViT
 from vitral.names import name_of
@@ -46,6 +45,14 @@ MOST = 64  # images of a page: what a person looks through, and a browser opens 
 ASKED = 2000  # held-out images that a run's page asks the model about again
 ANSWERS = 5
 EXAMPLES = 8
+
+
+class NoLayer(UserError):
+    """A layer, counted from 0, that the model does not have. The command line counts from 1, and says it so."""
+
+    def __init__(self, layer: int, depth: int) -> None:
+        super().__init__(f"there is no layer {layer}: the model has {depth}, counted from 0.")
+        self.layer, self.depth = layer, depth
 
 
 @dataclass(frozen=True)
@@ -170,15 +177,9 @@ def _large(number: int) -> str:
     return f"{number / size:.3g} {word}"
 
 
-def place_of(device: str) -> str:
-    """Where to compute."""
-    check_device(device)
-    return device or str(default_device())
-
-
 def readable_pixels(split: Split, pipeline: str, channels: int) -> tuple[list[int], Tensor]:
     """Places of the images that can be read, and their pixels as the model sees them, uint8 (b, c, h, w)."""
-    batches = list(evaluation_batches(split, parse_pipeline(pipeline), batch=1, channels=channels))
+    batches = list(evaluation_batches(split, parse_steady(pipeline), batch=1, channels=channels))
     kept = [int(batch.indices[0]) for batch in batches if batch.valid[0]]
     if not kept:
         raise UserError(f"{none_read(unread(split, 0, channels))}: name whole image files.")
@@ -201,7 +202,7 @@ def _shown(
     if isinstance(config, ViTConfig):
         for layer in layers:
             if not 0 <= layer < config.depth:
-                raise UserError(f"there is no layer {layer + 1}: the model has {config.depth}, counted from 1.")
+                raise NoLayer(layer, config.depth)
         rows, columns = config.grid((ready.shape[2], ready.shape[3]))
         headed, averaged = plan_layers(config.depth, config.heads, rows * columns, len(ready), layers)
     looks = look_at(model, ready, headed=headed, averaged=averaged, sigmoid=card.multilabel)

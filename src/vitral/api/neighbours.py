@@ -12,7 +12,8 @@ from torch import Tensor
 
 from vitral.api.checkpoints import load
 from vitral.api.data import unread_of
-from vitral.api.inspection import place_of, readable_pixels
+from vitral.api.device import place_of
+from vitral.api.inspection import readable_pixels
 from vitral.api.prediction import none_read, prepared
 from vitral.architecture import Size
 from vitral.aside import check_writable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from vitral.api.checkpoints import load
 from vitral.api.data import open_as_trained
-from vitral.api.device import check_device
+from vitral.api.device import place_of
 from vitral.aside import checked_output, written_aside
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.data.catalog.objectnet import imagenet_outputs
@@ -25,13 +25,19 @@ from vitral.data.preprocess import parse_preprocess, parse_steady
 from vitral.data.sources import DataSet, Split, open_data, open_images
 from vitral.errors import UserError
 from vitral.evaluation.accuracy import classification_metrics, multilabel_metrics, real_accuracy
-from vitral.evaluation.calibration import probabilities
+from vitral.evaluation.calibration import (
+    COLDEST,
+    HOTTEST,
+    calibration_error,
+    fit_temperature,
+    probabilities,
+    reliability,
+)
 from vitral.evaluation.mapping import class_mapping
 from vitral.evaluation.objectnet import objectnet_accuracy
 from vitral.evaluation.predict import EmbeddingPool, Predictions, Progress, embed_split, predict_split
 from vitral.kernels.packed import pack
 from vitral.models.build import Model
-from vitral.models.device import default_device
 from vitral.recipe import from_toml
 from vitral.serving.classifier import Classifier, NamedClassifier
 from vitral.serving.results import Results, Unreadable, results, unread, write_results
@@ -107,6 +113,10 @@ class Evaluation:
     real: tuple[float, int] | None  # accuracy by the ReaL labels, and how many images have one
     unreadable: tuple[Unreadable, ...]
     notes: tuple[str, ...]
+    # Logits divided by it would have the best likelihood on these very images. None where none is best, as if every
+    # answer is right, and for models whose classes are a yes or no each.
+    temperature: float | None = None
+    tempered_ece: float | None = None  # the calibration error after it; fitted on the same images, it is optimistic
 
 
 def evaluate(
@@ -131,7 +141,7 @@ def evaluate(
     _check_head(source, card)
     scored, notes = _test_split(Path(source).expanduser(), data, split)
     if str(data).partition(":")[0] == "objectnet":
-        wish = prepared(card, preprocess or _objectnet_preprocess(card))
+        wish = prepared(card, preprocess) if preprocess else _objectnet_preprocess(card)
         found = _predictions(model, scored, wish, batch, device, on_progress)
         return _objectnet(str(source), str(data), scored, found, _left_out(scored, found, card), notes)
     table = Path(classes) if classes else None
@@ -140,12 +150,15 @@ def evaluate(
     lost = _left_out(scored, found, card)
     logits, places = found.logits[found.valid], found.indices[found.valid]
     names = card.class_names or tuple(_output_names(scored.classes, mapping, card.architecture.classes))
+    tempered: dict[str, float] = {}
     if scored.multilabel:
         labels = np.zeros((len(places), len(names)), np.uint8)
         labels[:, mapping] = scored.labels[places]
         metrics = multilabel_metrics(probabilities(logits, sigmoid=True), labels, names).as_dict()
     else:
-        metrics = classification_metrics(logits, mapping[scored.labels[places]], names).as_dict()
+        labels = mapping[scored.labels[places]]
+        metrics = classification_metrics(logits, labels, names, sigmoid=card.multilabel).as_dict()
+        tempered = {} if card.multilabel else _tempered(logits, labels)
     keys = [scored.keys[place] for place in places]
     return Evaluation(
         source=str(source),
@@ -154,15 +167,25 @@ def evaluate(
         real=real_accuracy(logits, keys, _read_real(Path(real))) if real else None,
         unreadable=lost,
         notes=(*notes, rule),
+        **tempered,
     )
 
 
-def _objectnet_preprocess(card: Card) -> str:
-    """BiT's protocol, at the model's own size: short side to 512 and a crop of 480 where the model takes 480."""
+def _tempered(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """(n, k), (n,) -> the fields of an `Evaluation` about the temperature; none where it lies at a bound."""
+    temperature = fit_temperature(logits, labels)
+    if not COLDEST < temperature < HOTTEST:
+        return {}
+    error = calibration_error(reliability(logits / temperature, labels))
+    return {"temperature": temperature, "tempered_ece": error}
+
+
+def _objectnet_preprocess(card: Card) -> Preprocess:
+    """BiT's protocol, at the model's own size: short side to 512 and a crop of 480 where the model takes 480; mean and
+    std are what the weights state."""
     side = card.architecture.image[0]
-    values = card.preprocess or Preprocess("", (0.5,), (0.5,))
-    numbers = ", ".join(map(str, (*values.mean, *values.std)))
-    return f"decode|resize_small({round(side * 512 / 480)})|central_crop({side})|normalise({numbers})"
+    pipeline = f"decode|resize_small({round(side * 512 / 480)})|central_crop({side})"
+    return replace(prepared(card, ""), pipeline=pipeline)
 
 
 def _objectnet(
@@ -235,12 +258,10 @@ def write_pictures(data: str | Path, folder: Path, *, count: int) -> list[Path]:
     chosen = [int(own[turn]) for turn in range(count) for own in places if turn < len(own)][:count]
     paths = []
     for number, place in enumerate(chosen):
-        pixels = read_pixels(split, place, 3)
         path = folder / f"{split.classes[split.labels[place]]}-{number}.png"
-        if pixels is not None:
-            with written_aside(path) as aside:
-                aside.write_bytes(encode_png(pixels))
-            paths.append(path)
+        with written_aside(path) as aside:
+            aside.write_bytes(encode_png(read_pixels(split, place, 3)))
+        paths.append(path)
     return paths
 
 
@@ -263,8 +284,7 @@ def _predictor(source: str | Path, device: str) -> tuple[Model, Card]:
 
 def _place(device: str) -> tuple[str, int]:
     """Where to compute, and how many processes read images for it."""
-    check_device(device)
-    place = device or str(default_device())
+    place = place_of(device)
     return place, default_workers(place.split(":")[0])
 
 

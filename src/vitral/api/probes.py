@@ -11,7 +11,7 @@ import numpy as np
 
 from vitral.api.checkpoints import load
 from vitral.api.data import open_to_probe
-from vitral.api.device import check_device
+from vitral.api.device import place_of
 from vitral.aside import checked_output
 from vitral.checkpoints.weights import located
 from vitral.cost import cost
@@ -25,7 +25,6 @@ from vitral.evaluation.fewshot import FewShotResult
 from vitral.evaluation.fewshot import fewshot as ridge_fewshot
 from vitral.evaluation.predict import Progress
 from vitral.evaluation.probes import knn, linear_probe
-from vitral.models.device import default_device
 
 Method = Literal["ridge", "knn", "linear"]
 
@@ -74,8 +73,7 @@ def fewshot(
 
     if seeds < 1 or batch < 1 or not shots or min(shots) < 1:
         raise UserError("shots, seeds and batch must be at least 1.")
-    check_device(device)
-    place = device or str(default_device())
+    place = place_of(device)
     opened = open_to_probe(data, located(str(source)))
     if opened.test is None or not len(opened.train):
         raise UserError(f"{data} has no images to learn from, or none to test on: name a data set with both.")
@@ -132,7 +130,7 @@ def dedupe(
     """
     from vitral.api.prediction import prepared
 
-    check_device(device)
+    place = place_of(device)
     if preprocess and not weights:
         raise UserError("preprocess is for the images of a model: name its weights, too, or leave it out.")
     target = checked_output(output, (".txt",), "--output") if output else None
@@ -145,7 +143,7 @@ def dedupe(
         others,
         model=model,
         preprocess=wish,
-        device=device or str(default_device()),
+        device=place,
         workers=default_workers("cuda"),
         on_progress=on_progress,
     )

@@ -11,15 +11,18 @@ from pathlib import Path
 from vitral.api.data import known_data, open_to_train
 from vitral.api.device import check_device
 from vitral.aside import check_writable
+from vitral.checkpoints.card import Card
 from vitral.checkpoints.weights import describe, located
 from vitral.data.sizes import median_short_side
 from vitral.data.sources import DataSet
 from vitral.data.splits import SPLIT_NAMES
+from vitral.errors import Interrupted as Interrupted
 from vitral.errors import UserError
 from vitral.models.device import default_device
 from vitral.recipe import Recipe, from_toml, with_overrides
 from vitral.recipe_book import is_name, named
 from vitral.recipe_choice import MIRRORED, default_recipe
+from vitral.studies.protocol import final_runs
 from vitral.training.assemble import Result, run
 from vitral.training.events import Decoding as Decoding
 from vitral.training.events import Evaluated as Evaluated
@@ -30,7 +33,6 @@ from vitral.training.events import Placed as Placed
 from vitral.training.events import Saved as Saved
 from vitral.training.events import Started as Started
 from vitral.training.events import StepDone as StepDone
-from vitral.training.loop import Interrupted as Interrupted
 from vitral.training.pace import Pace as Pace
 from vitral.training.prepare import check_recipe
 
@@ -88,12 +90,7 @@ def train(
     listen(Placed(str(folder)))
     if seeds == 1:
         return Training((run(chosen, opened, folder, device=device, listen=listen),), chosen)
-    results = []
-    for seed in range(chosen.seed, chosen.seed + seeds):
-        listen(Note(f"seed {seed}"))
-        again = replace(chosen, seed=seed)
-        results.append(run(again, opened, folder / f"seed-{seed}", device=device, listen=listen))
-    return Training(tuple(results), chosen)
+    return Training(final_runs(chosen, opened, folder, seeds=seeds, device=device, listen=listen), chosen)
 
 
 def choose_recipe(
@@ -110,49 +107,61 @@ def choose_recipe(
     early = _early(written, overrides)
     opened = open_to_train(data, early)
     start = str(init) or early.init
-    card = describe(located(start)).card if start else None
+    place = located(start) if start else None
+    card = describe(place).card if place is not None else None
     if written is not None:
-        names = {"model": model or written.model, "init": start}
-        chosen = with_overrides(replace(written, **names), overrides)
-        check_recipe(chosen, opened, card)
-        return opened, chosen, ("following the recipe given", *_asked(overrides))
-    kind, said = device.split(":")[0] or default_device().type, _said(overrides)
-    chosen, reasons = default_recipe(
+        chosen, reasons = replace(written, model=model or written.model, init=start), ("following the recipe given",)
+    else:
+        chosen, reasons = _suited(opened, card, model, _said(overrides), device)
+        chosen = replace(chosen, init=start)
+        if place is not None and card is not None:
+            chosen, reasons = _prepared_as_before(chosen, reasons, place, card, early, overrides)
+    chosen = with_overrides(chosen, overrides)
+    check_recipe(chosen, opened, card)
+    return opened, chosen, (*reasons, *_asked(overrides))
+
+
+def _suited(
+    opened: DataSet, card: Card | None, model: str, said: dict[str, str], device: str
+) -> tuple[Recipe, tuple[str, ...]]:
+    """What suits this data and these weights, and why."""
+    return default_recipe(
         images=len(opened.train),
         classes=len(opened.train.classes),
         pretrained=card.architecture if card else None,
-        device=kind,
+        device=device.split(":")[0] or default_device().type,
         model=model or said.get("model", ""),
         multilabel=opened.train.multilabel,
         pixels=median_short_side(opened.train),
         muon=_takes_muon(said),
         said=said,
     )
-    chosen = replace(chosen, init=start)
-    before = read_recipe(located(start)) if start and (located(start) / "recipe.toml").is_file() else None
-    if before is not None:
+
+
+def _prepared_as_before(
+    chosen: Recipe, reasons: tuple[str, ...], place: Path, card: Card, early: Recipe, overrides: Sequence[str]
+) -> tuple[Recipe, tuple[str, ...]]:
+    """What the weights were trained with is what they go on with: the data part of their run's recipe, else the pixels
+    that their card states."""
+    if (place / "recipe.toml").is_file():
         narrow = {name: getattr(early.data, name) for name in _NARROWING}
-        chosen = replace(chosen, data=replace(before.data, **narrow))
-        reasons = (
-            *(reason for reason in reasons if reason != MIRRORED),
-            f"images are prepared {'' if chosen.tune == 'head' else 'and augmented '}as in the run it starts from",
+        chosen = replace(chosen, data=replace(read_recipe(place).data, **narrow))
+        as_in_run = (
+            f"images are prepared {'' if chosen.tune == 'head' else 'and augmented '}as in the run it starts from"
         )
-    elif card is not None and card.preprocess is None:
-        reasons = (*reasons, *assumed_pixels(overrides))
-    elif card is not None and card.preprocess is not None:
-        # What the weights were trained with is what they go on with.
-        stated = card.preprocess
-        image = with_overrides(chosen, overrides).image
-        if image:
-            stated = stated.adapted(card.architecture.image, (image, image), len(stated.mean))
-        test = stated.pipeline
-        chosen = replace(chosen, data=replace(chosen.data, mean=stated.mean, std=stated.std, test=test))
-        if said.keys().isdisjoint(("data.mean", "data.std", "data.test")):
-            prepared = f"pixels are prepared as the weights say: {test}, mean {stated.mean}, std {stated.std}"
-            reasons = (*reasons, prepared)
-    chosen = with_overrides(chosen, overrides)
-    check_recipe(chosen, opened, card)
-    return opened, chosen, (*reasons, *_asked(overrides))
+        return chosen, (*(reason for reason in reasons if reason != MIRRORED), as_in_run)
+    stated = card.preprocess
+    if stated is None:
+        return chosen, (*reasons, *assumed_pixels(overrides))
+    image = with_overrides(chosen, overrides).image
+    if image:
+        stated = stated.adapted(card.architecture.image, (image, image), len(stated.mean))
+    test = stated.pipeline
+    chosen = replace(chosen, data=replace(chosen.data, mean=stated.mean, std=stated.std, test=test))
+    if _said(overrides).keys().isdisjoint(("data.mean", "data.std", "data.test")):
+        prepared = f"pixels are prepared as the weights say: {test}, mean {stated.mean}, std {stated.std}"
+        reasons = (*reasons, prepared)
+    return chosen, reasons
 
 
 def assumed_pixels(overrides: Sequence[str]) -> tuple[str, ...]:

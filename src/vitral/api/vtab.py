@@ -242,8 +242,8 @@ def _listed(task: VtabTask, folder: Path, beside: bool) -> str:
     if beside:
         try:
             return f"{write_ids(task)} {task.order}"
-        except OSError as error:
-            return f"{write_ids(task, own)} {task.order} ({task.root} cannot be written: {error.strerror})"
+        except OSError:
+            return f"{write_ids(task, own)} {task.order} ({task.root} cannot be written)"
     return f"{write_ids(task, own)} {task.order}"
 
 

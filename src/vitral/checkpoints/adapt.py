@@ -115,8 +115,8 @@ def _resnet_to_size(weights: Weights, old: ResNetConfig, image: Size, patch: int
 def to_channels(weights: Weights, channels: int) -> Weights:
     """Another number of input channels.
 
-    One channel gets the sum, so a grey image gives what its copies in every channel gave; more are tiled, and scaled so
-    that the sum over channels stays.
+    One channel gets the sum, so a grey image gives what its copies in every channel gave, if all were normalised by one
+    mean and std; more are tiled, and scaled so that the sum over channels stays.
     """
     old = weights.architecture
     if channels < 1:

@@ -5,10 +5,21 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from vitral.architecture import Architecture, Size, as_dict, from_dict
 from vitral.errors import UserError
+
+_SIZED = re.compile(r"\s*(?:resize|resize_small|\w+_crop)\s*\(")  # steps whose whole numbers are sides
+_SIDE = re.compile(r"(?<=[(, ])\d+(?=[,) ])")
+
+
+class Brief(NamedTuple):
+    """What other libraries say of a pipeline: how it resizes, and the size at its end."""
+
+    short: int | None  # the short side before a central crop; None where both sides are resized to `size`
+    size: Size
+    method: str
 
 
 @dataclass(frozen=True)
@@ -21,23 +32,45 @@ class Preprocess:
 
     def steps(self) -> list[tuple[str, list[str]]]:
         """The pipeline after decode: [("resize_small", ["248", "bicubic"]), ("central_crop", ["224"])]."""
-        found = re.findall(r"(\w+)(?:\(([^)]*)\))?", self.pipeline)
+        found = re.findall(r"(\w+)\s*(?:\(([^)]*)\))?", self.pipeline)
         return [(name, [part.strip() for part in inside.split(",") if part.strip()]) for name, inside in found][1:]
+
+    def brief(self) -> Brief | None:
+        """The pipeline in the terms of other libraries; None where it takes more than those."""
+        steps = self.steps()
+        sides = [[int(word) for word in words if word.isdigit()] for _, words in steps]
+        method = self._method() or "bilinear"
+        match [name for name, _ in steps]:
+            case ["resize"]:
+                return Brief(None, (sides[0][0], sides[0][-1]), method)
+            case ["resize_small", "central_crop"]:
+                return Brief(sides[0][0], (sides[1][0], sides[1][-1]), method)
+        return None
 
     def adapted(self, before: Size, after: Size, channels: int) -> Preprocess:
         """Other image sizes keep the proportions; other channel counts get the average mean and std in each."""
         mean, std = self.mean, self.std
         if len(mean) != channels:
             mean, std = (sum(mean) / len(mean),) * channels, (sum(std) / len(std),) * channels
-        if before == after:
-            return Preprocess(self.pipeline, mean, std)
-        if after[0] != after[1] or before[0] != before[1]:
-            method = next((word for _, words in self.steps() for word in words if not word.isdigit()), "")
-            size = f"{after[0]}, {after[1]}" + (f", {method}" if method else "")
-            return Preprocess(f"decode|resize({size})", mean, std)
-        scale = after[0] / before[0]
-        pipeline = re.sub(r"(?<=[(, ])\d+", lambda number: str(round(int(number[0]) * scale)), self.pipeline)
-        return Preprocess(pipeline, mean, std)
+        return Preprocess(self.pipeline if before == after else self._ending_in(after), mean, std)
+
+    def _ending_in(self, size: Size) -> str:
+        """The pipeline for another size: every side scaled alike or, where a size is not square, one plain resize.
+
+        What it ends in now need not be the model's own size: DINOv2's is 518, and its pictures are cut to 224.
+        """
+        steps = self.pipeline.split("|")
+        sized = [step for step in steps if _SIZED.match(step)]
+        last = {int(side) for step in sized[-1:] for side in _SIDE.findall(step)}
+        if size[0] != size[1] or len(last) != 1:
+            method = self._method()
+            return f"decode|resize({size[0]}, {size[1]}" + (f", {method})" if method else ")")
+        scale = size[0] / last.pop()
+        scaled = {step: _SIDE.sub(lambda side: str(round(int(side[0]) * scale)), step) for step in sized}
+        return "|".join(scaled.get(step, step) for step in steps)
+
+    def _method(self) -> str:
+        return next((word for _, words in self.steps() for word in words if word.isalpha()), "")
 
 
 @dataclass(frozen=True)
@@ -55,8 +88,9 @@ class Card:
     changes: tuple[str, ...] = field(default=())  # what was adapted since, in words, oldest first
 
     def to_json(self) -> str:
+        """ASCII: a folder's name need not be valid UTF-8, the text in a weight file must."""
         values = {**asdict(self), "architecture": as_dict(self.architecture)}
-        return json.dumps(values, ensure_ascii=False, sort_keys=True)
+        return json.dumps(values, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Card:

@@ -24,6 +24,7 @@ import numpy as np
 import safetensors.torch
 import torch
 
+from vitral.aside import check_name
 from vitral.errors import UserError
 
 Container = Literal["npz", "safetensors", "pickle"]
@@ -119,12 +120,20 @@ def _readable(path: Path) -> Generator[None]:
     """Turn whatever a reader trips over into one sentence: torn files fail in more ways than can be listed."""
     try:
         yield
-    except UserError:
+    except (UserError, MemoryError):
         raise
     except PermissionError as error:
         raise UserError(f"{path} may not be read by you: change its permissions.") from error
     except Exception as error:
+        if _is_short_of_memory(path, error):
+            raise MemoryError(str(error)) from error
         raise UserError(f"{path} is cut off or damaged: download or copy it again.") from error
+
+
+def _is_short_of_memory(path: Path, error: Exception) -> bool:
+    """Torch only has sentences for it on a CPU. A damaged file is one that asks for more than it holds."""
+    wanted = re.search(r"allocate (\d+) bytes", str(error))
+    return "allocate memory" in str(error) and (wanted is None or int(wanted[1]) <= path.stat().st_size)
 
 
 def _find(source: Path) -> Path:
@@ -223,6 +232,7 @@ def _read_part(path: Path) -> dict[str, torch.Tensor]:
         if container == "npz":
             with zipfile.ZipFile(path) as archive:
                 return {name: _read_npy(archive, member) for name, member, _ in _npz_members(path)}
+        check_name(path)
         if container == "safetensors":
             _safetensors_headers(path)
             return safetensors.torch.load_file(path)
@@ -341,6 +351,8 @@ def _load_torch(path: Path, device: Literal["cpu", "meta"]) -> tuple[dict[str, t
             warnings.simplefilter("ignore")
             content = torch.load(path, map_location=device, weights_only=True, mmap=mapped)
     except Exception as error:
+        if isinstance(error, MemoryError) or _is_short_of_memory(path, error):
+            raise
         raise UserError(_refusal(path, str(error))) from error
     found = _weights_in(content)
     if found is None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as sharded
 from torch import Tensor
 
-from vitral.aside import written_aside
+from vitral.aside import check_name, written_aside
 from vitral.checkpoints.files import open_weights, read_tensors
 from vitral.checkpoints.write import write_json, write_safetensors
 from vitral.errors import UserError
@@ -71,6 +71,7 @@ class RunFolder:
 
     def make(self) -> None:
         """Create the folder, and remove what an interrupted write left behind."""
+        check_name(self.path)
         self.states.mkdir(parents=True, exist_ok=True)
         for leftover in (*self.states.glob(".*.part"), *self.path.glob(".*.part")):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()

@@ -210,7 +210,9 @@ def _foreign(described: Description) -> tuple[dict[str, Tensor], list[str]]:
     pattern = re.compile(described.format.ignored)
     wanted = {entry.theirs for entry in described.format.entries(described.card.architecture)}
     ignored = [key for key, new in renames.items() if pattern.match(new) and new not in wanted]
-    return {renames[key]: array for key, array in tensors.items() if key not in set(ignored)}, ignored
+    for key in ignored:
+        del tensors[key]
+    return {renames[key]: array for key, array in tensors.items()}, ignored
 
 
 def _arrays(weights: Weights, table: Format) -> Mapping[str, Tensor]:

@@ -22,7 +22,8 @@ def write_json(path: Path, value: Any) -> None:
     """Indented JSON. NaN is refused: other readers do not accept it."""
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     with written_aside(path) as aside:
-        aside.write_text(text + "\n", encoding="utf-8")
+        # A file's name need not be valid UTF-8; what Python writes for such a byte is how JSON spells it too.
+        aside.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
 
 def write_npz(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import sys
 import time
@@ -48,6 +49,8 @@ def main() -> None:
     """The entry point. A user's mistake is one sentence and exit code 2; a traceback is for ours."""
     # Before torch loads: threads of GNU OpenMP that wait spinning slow a small model tenfold on a busy machine.
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that a terminal cannot show is spelt out, as on stderr
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         _run(sys.argv[1:])
     except UserError as mistake:

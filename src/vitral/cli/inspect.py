@@ -10,6 +10,7 @@ import tyro
 from vitral.cli.options import Flag, Source, Text
 from vitral.cli.show import counted, print_facts, print_json, print_table
 from vitral.cli.use import bar, left_out
+from vitral.errors import UserError
 
 if TYPE_CHECKING:
     from vitral.api.data import Unreadable
@@ -46,18 +47,22 @@ def inspect(
         json: print what was written as JSON.
     """
     from vitral import api
+    from vitral.api.inspection import NoLayer
 
-    with bar("drawing the page"):
-        done = api.inspect(
-            source,
-            images,
-            output=output,
-            figures=figures,
-            layers=[layer - 1 for layer in layers],
-            classes=classes,
-            preprocess=preprocess,
-            device=device,
-        )
+    try:
+        with bar("drawing the page"):
+            done = api.inspect(
+                source,
+                images,
+                output=output,
+                figures=figures,
+                layers=[layer - 1 for layer in layers],
+                classes=classes,
+                preprocess=preprocess,
+                device=device,
+            )
+    except NoLayer as error:
+        raise UserError(f"there is no layer {error.layer + 1}: the model has {error.depth}, counted from 1.") from error
     if json:
         paths = [str(path) for path in done.figures]
         facts = {"page": str(done.page), "bytes": done.bytes, "images": done.images}

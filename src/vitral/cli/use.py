@@ -210,6 +210,9 @@ def _evaluation_facts(found: Evaluation) -> dict[str, str]:
         facts |= {"top-1": f"{m['top1']:.2%}", "top-5": f"{m['top5']:.2%}" if m["top5"] is not None else ""}
         if "mean_per_class" in m:
             facts |= {"mean per class": f"{m['mean_per_class']:.2%}", "calibration error": f"{m['ece']:.2%}"}
+        if found.temperature is not None:
+            after = f"{found.tempered_ece:.2%} with it, fitted on these very images"
+            facts["best temperature"] = f"{found.temperature:.3g} (calibration error {after})"
         pairs = m.get("confused", [])[:3]
         facts["often confused"] = "; ".join(f"{p['true']} taken for {p['predicted']} ({p['count']})" for p in pairs)
     if found.real is not None:

@@ -14,7 +14,7 @@ import numpy as np
 from vitral.data.images import as_tensor
 
 FILL = 128  # what stands where an operation leaves nothing
-_RED, _GREEN, _BLUE = 19595, 38470, 7471  # ITU-R 601 in 1/65536, as Pillow rounds it
+LUMINANCE = 19595, 38470, 7471  # of red, green and blue: ITU-R 601 in 1/65536, as Pillow rounds it
 
 Operation = Callable[[np.ndarray, float, np.random.Generator], np.ndarray]
 
@@ -87,18 +87,18 @@ def solarize_add(image: np.ndarray, level: float, rng: np.random.Generator) -> n
 
 
 def brightness(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
-    return _mapped(image, np.arange(256) * _factor(level))
+    return _mapped(image, np.arange(256) * strength(level))
 
 
 def contrast(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
     """Away from the mean grey, or towards it."""
     mean = int(_grey(image).mean() + 0.5)
-    return _mapped(image, mean + _factor(level) * (np.arange(256) - mean))
+    return _mapped(image, mean + strength(level) * (np.arange(256) - mean))
 
 
 def color(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
     """Away from each pixel's own grey, or towards it."""
-    return _blended(_grey(image)[:, :, None], image, _factor(level))
+    return _blended(_grey(image)[:, :, None], image, strength(level))
 
 
 def sharpness(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
@@ -110,7 +110,7 @@ def sharpness(image: np.ndarray, level: float, rng: np.random.Generator) -> np.n
     sums = sum(wide[y : y + height - 2, x : x + width - 2] for y in range(3) for x in range(3))
     smooth = (sums + 4 * wide[1:-1, 1:-1] + 6) // 13
     sharp = image.copy()
-    sharp[1:-1, 1:-1] = _blended(smooth, image[1:-1, 1:-1], _factor(level))
+    sharp[1:-1, 1:-1] = _blended(smooth, image[1:-1, 1:-1], strength(level))
     return sharp
 
 
@@ -139,9 +139,9 @@ def shear_y(image: np.ndarray, level: float, rng: np.random.Generator) -> np.nda
 
 
 def translate_x(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
-    """To either side by 100 / 224 * level of the width: AugReg's 100 pixels, at its size of 224."""
+    """To either side by `translation`."""
     width = image.shape[1]
-    move = min(round(100 / 224 * level * width), width)
+    move = translation(level, width)
     moved = np.full_like(image, FILL)
     if _sign(rng) > 0:
         moved[:, move:] = image[:, : width - move]
@@ -156,9 +156,9 @@ def translate_y(image: np.ndarray, level: float, rng: np.random.Generator) -> np
 
 
 def cutout(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
-    """A grey square that reaches 40 / 224 * level of the short side in each direction from a random pixel."""
+    """A grey square that reaches `cutout_reach` in each direction from a random pixel."""
     height, width = image.shape[:2]
-    reach = round(40 / 224 * level * min(height, width))
+    reach = cutout_reach(level, height, width)
     y, x = rng.integers(height), rng.integers(width)
     image = image.copy()
     image[max(y - reach, 0) : y + reach, max(x - reach, 0) : x + reach] = FILL
@@ -171,9 +171,19 @@ OPERATIONS: tuple[Operation, ...] = (
 )
 
 
-def _factor(level: float) -> float:
+def strength(level: float) -> float:
     """0 is the plain end (black, grey or smooth), 1 the image as it is, more the opposite."""
     return 0.1 + 1.8 * level
+
+
+def translation(level: float, side: int) -> int:
+    """How far an image moves along a side: AugReg's 100 pixels, at its size of 224."""
+    return min(round(100 / 224 * level * side), side)
+
+
+def cutout_reach(level: float, height: int, width: int) -> int:
+    """Half a side of the square: AugReg's 40 pixels, at its size of 224."""
+    return round(40 / 224 * level * min(height, width))
 
 
 def _sign(rng: np.random.Generator) -> int:
@@ -184,7 +194,7 @@ def _grey(image: np.ndarray) -> np.ndarray:
     """(h, w, c) -> (h, w): the luminance of three channels, the mean of any other number."""
     if image.shape[2] != 3:
         return image.mean(axis=2, dtype=np.float32)
-    weighted = [image[:, :, band] * np.uint32(weight) for band, weight in enumerate((_RED, _GREEN, _BLUE))]
+    weighted = [image[:, :, band] * np.uint32(weight) for band, weight in enumerate(LUMINANCE)]
     return (weighted[0] + weighted[1] + weighted[2] + 0x8000) >> 16
 
 

@@ -106,11 +106,15 @@ def default_workers(device: str, ranks: int = 1) -> int:
 
     Where the model itself computes on the cores, one worker hides the reading; more would only take its turns.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    own = cores // ranks
+    own = cores() // ranks
     if device == "cpu":
         return 1 if own >= 4 else 0
     return min(max(own - 1, 1), MOST_WORKERS)
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)

@@ -13,19 +13,18 @@ import os
 import shutil
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vitral.aside import written_aside
 from vitral.data.images import UnreadableImage, describe
 from vitral.data.loader import in_workers, read_pixels
 from vitral.data.sources import Split
-from vitral.errors import UserError
 
 SAMPLE = 64  # images whose headers tell how large all of them will be
 LARGE = 1e9  # bytes that a user is told of
@@ -60,9 +59,7 @@ def decoded_once(
             index = _write(split, path, channels, workers, limit_bytes, on_progress)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise UserError(
-                    f"decoded images cannot be kept in {folder} ({error.strerror}): name a folder you may write to."
-                ) from error
+                raise
             on_note(f"no room in {folder} for decoded {split.name} images: they are decoded anew in every epoch")
     if index is not None and index.bytes(channels) > LARGE:
         on_note(f"decoded {split.name} images take {index.bytes(channels) / 1e9:.1f} GB in {folder} until the run ends")
@@ -113,6 +110,10 @@ class _Index:
         missing = [split.keys[index] for index in np.flatnonzero(~readable).tolist()]
         kept = replace(split.select(np.flatnonzero(readable)), reader=reader)
         return kept, list(zip(missing, self.reasons.tolist(), strict=True))
+
+
+class _TooLarge(Exception):
+    """The pixels take more than they may: what is written of them goes away."""
 
 
 @dataclass(frozen=True)
@@ -170,49 +171,31 @@ def _write(
     on_progress: Callable[[int, int], None] | None,
 ) -> _Index | None:
     """Decode everything into `path`; None, and no file, where that would pass the limit."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path.parent)
     shapes, reasons, written = np.zeros((len(split), 2), np.int32), [], 0
-    with _aside(path) as stream:
-        for index, pixels in enumerate(in_workers(_Decoded(split, channels), workers)):
-            if isinstance(pixels, str):
-                reasons.append(pixels)
-            else:
-                shapes[index] = pixels.shape[:2]
-                written += stream.write(pixels.numpy().data)
-            if written > limit_bytes:
-                return None
-            if on_progress:
-                on_progress(index + 1, len(split))
-        _finish(stream, path)
-    index = _Index(shapes, np.array(reasons, dtype=np.str_))
-    table = path.with_suffix(".npz")
-    with _aside(table) as stream:
-        np.savez(stream, shapes=index.shapes, reasons=index.reasons)
-        _finish(stream, table)
-    return index
-
-
-@contextlib.contextmanager
-def _aside(path: Path) -> Iterator[BinaryIO]:
-    """A file beside `path` that is gone afterwards unless `_finish` gave it its name."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as stream:
-            yield stream
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _finish(stream: BinaryIO, path: Path) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())
-    os.replace(stream.name, path)
+        with written_aside(path) as aside, aside.open("wb") as stream:
+            for index, pixels in enumerate(in_workers(_Decoded(split, channels), workers)):
+                if isinstance(pixels, str):
+                    reasons.append(pixels)
+                else:
+                    shapes[index] = pixels.shape[:2]
+                    written += stream.write(pixels.numpy().data)
+                if written > limit_bytes:
+                    raise _TooLarge
+                if on_progress:
+                    on_progress(index + 1, len(split))
+    except _TooLarge:
+        return None
+    found = _Index(shapes, np.array(reasons, dtype=np.str_))
+    with written_aside(path.with_suffix(".npz")) as aside, aside.open("wb") as stream:
+        np.savez(stream, shapes=found.shapes, reasons=found.reasons)
+    return found
 
 
 def _remove_abandoned(folder: Path) -> None:
     """What killed processes left; a file that is being written has changed within the hour."""
-    for partial in folder.glob("*.partial"):
+    for unfinished in folder.glob(".*.part"):  # as `written_aside` names them
         with contextlib.suppress(OSError):
-            if time.time() - partial.stat().st_mtime > ABANDONED:
-                partial.unlink()
+            if time.time() - unfinished.stat().st_mtime > ABANDONED:
+                unfinished.unlink()

@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,30 +27,42 @@ from vitral.errors import UserError
 _IMAGES = ("image", "img", "picture")
 _LABELS = ("label", "labels", "class", "fine_label")
 _KEPT_BYTES = 256_000_000  # a process; the hub's groups of 100 photographs have about 10 MB
+# What pyarrow raises over damaged files, the last two where the damage is in their description.
+_DAMAGE = (OSError, ValueError, IndexError, NotImplementedError)
 
 
 class ParquetReader:
-    """The images of a few files, by row. `groups` holds (file, row group) and `starts` the first row of each."""
+    """The images of a few files, by row; `rows` states those of each row group of each file."""
 
-    def __init__(self, files: tuple[str, ...], groups: np.ndarray, starts: np.ndarray, column: str) -> None:
-        self.files, self.groups, self.starts, self.column = files, groups, starts, column
+    def __init__(self, files: Sequence[Path], rows: Sequence[Sequence[int]], column: str) -> None:
+        self.files = tuple(map(str, files))
+        self.column = column
+        self.groups = [(file, group) for file, counts in enumerate(rows) for group in range(len(counts))]
+        # The first row of each group.
+        self.starts = np.cumsum([0, *(count for counts in rows for count in counts)])[:-1]
         self._kept: dict[int, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": {}}  # another process reads for itself
 
     def read(self, index: int) -> bytes:
-        group = int(np.searchsorted(self.starts, index, "right")) - 1
-        value = self._group(group)[index - int(self.starts[group])].as_py()
+        group = self._group_of(index)
+        try:
+            value = self._group(group)[index - int(self.starts[group])].as_py()
+        except _DAMAGE as error:
+            raise UnreadableImage(f"{self.files[self.groups[group][0]]} cannot be read ({_said(error)})") from error
         data = value["bytes"] if isinstance(value, dict) else value
         if not data:
             raise UnreadableImage("the row holds no image")
         return data
 
     def mark(self, index: int) -> str:
-        file = self.files[self.groups[int(np.searchsorted(self.starts, index, "right")) - 1, 0]]
+        file = self.files[self.groups[self._group_of(index)][0]]
         facts = os.stat(file)
         return f"{os.path.abspath(file)} {facts.st_size} {facts.st_mtime_ns} {index}"
+
+    def _group_of(self, index: int) -> int:
+        return int(np.searchsorted(self.starts, index, "right")) - 1
 
     def _group(self, group: int) -> Any:
         """The image column of a row group, the latest groups from memory."""
@@ -94,7 +107,8 @@ def fetch(name: str) -> tuple[Path, list[Path]]:
     pattern = f"{folder}/*.parquet" if folder else "*.parquet"  # "*" goes through folders here
     try:
         found = snapshot_download(identity, repo_type="dataset", revision=revision or None, allow_patterns=[pattern])
-    except errors.LocalEntryNotFoundError as error:
+    # Some releases of the hub raise a plain ConnectionError where it is switched to offline.
+    except (errors.LocalEntryNotFoundError, ConnectionError) as error:
         raise UserError(f"{name} is not in the cache and the hub cannot be reached: go online once.") from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise UserError(f"{name}: the hub has no such data set, or it needs `hf auth login`.") from error
@@ -118,28 +132,22 @@ def _is_setting(root: Path, file: Path) -> bool:
 
 def _part(files: list[Path]) -> tuple[Part | None, tuple[str, ...] | None]:
     """One split, or None where no row has a label; and the class names, where the files state them."""
-    keys: list[str] = []
     labels: list[Any] = []
-    groups: list[tuple[int, int]] = []
-    sizes: list[int] = []
+    rows: list[list[int]] = []
     names: tuple[str, ...] | None = None
     image = ""
-    for number, file in enumerate(files):
-        with _opened(file) as table:
+    for file in files:
+        with opened(file) as table:
             image, label = _columns(file, table.schema_arrow)
             _refuse_paths(file, table, image)
             names = _class_names(table.schema_arrow, label)
             labels += table.read([label], use_threads=False).column(0).to_pylist()
-            rows = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
-        groups += [(number, group) for group in range(len(rows))]
-        sizes += rows
-        keys += [f"{file.name}:{row}" for row in range(sum(rows))]
+            rows.append(rows_of_groups(table))
     if labels and all(label == -1 for label in labels):
         return None, names
+    keys = row_keys(files, rows)
     plain = [_label(key, label, names) for key, label in zip(keys, labels, strict=True)]
-    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
-    reader = ParquetReader(tuple(map(str, files)), np.array(groups, np.int64).reshape(-1, 2), starts, image)
-    return Part(keys, plain, reader), names
+    return Part(keys, plain, ParquetReader(files, rows, image)), names
 
 
 def _label(key: str, label: Any, names: tuple[str, ...] | None) -> Any:
@@ -178,7 +186,9 @@ def _refuse_paths(file: Path, table: Any, column: str) -> None:
     """`datasets` writes paths in place of the bytes unless told otherwise: say it before every image is unreadable."""
     if table.metadata.num_rows == 0:
         return
-    first = next(table.iter_batches(batch_size=1, columns=[column], use_threads=False)).column(0)[0].as_py()
+    first = None
+    with suppress(*_DAMAGE):  # one damaged group is no reason to refuse the others
+        first = next(table.iter_batches(batch_size=1, columns=[column], use_threads=False)).column(0)[0].as_py()
     if isinstance(first, dict) and not first.get("bytes"):
         raise UserError(f"{file} holds paths without image bytes: write it again with the images embedded.")
 
@@ -197,12 +207,32 @@ def _class_names(schema: Any, column: str) -> tuple[str, ...] | None:
     return tuple(name if times[name] == 1 else f"{name} ({place})" for place, name in enumerate(listed)) or None
 
 
-def _opened(file: Path) -> Any:
+@contextmanager
+def opened(file: Path) -> Generator[Any]:
+    """The file as pyarrow has it; damage that shows while it is open is told with the file's name."""
     arrow = _arrow()
     try:
-        return arrow.ParquetFile(file)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} is no readable Parquet file: {error}") from error
+        with arrow.ParquetFile(file) as table:
+            yield table
+    except UserError:
+        raise
+    except _DAMAGE as error:
+        raise UserError(f"{file} is no readable Parquet file ({_said(error)}): copy it again.") from error
+
+
+def rows_of_groups(table: Any) -> list[int]:
+    return [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
+
+
+def row_keys(files: Sequence[Path], rows: Sequence[Sequence[int]]) -> list[str]:
+    """What a person calls the rows, such as "train-0.parquet:3"."""
+    return [f"{file.name}:{row}" for file, counts in zip(files, rows, strict=True) for row in range(sum(counts))]
+
+
+def _said(error: Exception) -> str:
+    """On one line; pyarrow takes several, and quotes what it did not understand."""
+    plain = (letter if letter.isprintable() else " " for letter in str(error))
+    return " ".join("".join(plain).split()).rstrip(".")
 
 
 def _arrow() -> Any:

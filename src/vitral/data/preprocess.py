@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,6 +26,7 @@ import numpy as np
 from vitral.architecture import Size
 from vitral.data.augment import erase, flip, is_mirrored, randaugment
 from vitral.data.images import METHODS, Undecoded, resize
+from vitral.data.steps import Number, as_number, split_step
 from vitral.errors import UserError
 
 EXAMPLE = '"decode|resize_small(256)|central_crop(224)"'
@@ -34,7 +34,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Longer pictures lose their ends before they are enlarged: one of 1 x 10,000 pixels would otherwise take gigabytes.
 LONGEST = 16
 
-_STEP = re.compile(r"(\w+)\s*(?:\(([^()]*)\))?")
+_VALUES = ("value_range", "imagenet_norm", "normalise", "normalize")
 _ELSEWHERE = {
     **{"random_resized_crop": "inception_crop", "flip_lr": "flip", "hflip": "flip", "horizontal_flip": "flip"},
     **{"randaug": "randaugment", "random_erasing": "erase"},
@@ -126,9 +126,9 @@ def parse_steady(text: str) -> Pipeline:
 def parse_preprocess(text: str, channels: int = 3) -> tuple[str, tuple[float, ...], tuple[float, ...]]:
     """A pipeline whose last step may state the values: (pipeline, mean, std) for (pixel / 255 - mean) / std."""
     *steps, last = text.split("|")
-    match = _STEP.fullmatch(last.strip())
-    if match and match[1] in ("value_range", "imagenet_norm", "normalise", "normalize"):
-        mean, std = _values(last.strip(), match[1], match[2] or "", channels)
+    split = split_step(last.strip())
+    if split and split[0] in _VALUES:
+        mean, std = _values(last.strip(), *split, channels)
         text = "|".join(steps)
     else:
         mean = std = (0.5,) * channels
@@ -206,13 +206,6 @@ def _covering_size(image: Size, size: Size) -> Size:
     return max(high, round(height * wide / width)), wide
 
 
-class _Number(NamedTuple):
-    name: str
-    low: float
-    high: float
-    default: float | None = None
-
-
 class _Kind(NamedTuple):
     """What a step's name stands for. It takes from `fewest` to `most` side lengths, then numbers, then a method."""
 
@@ -220,12 +213,12 @@ class _Kind(NamedTuple):
     run: Callable[[Picture, Step, np.random.Generator], Picture]
     fewest: int = 0
     most: int = 0
-    numbers: tuple[_Number, ...] = ()
+    numbers: tuple[Number, ...] = ()
     method: bool = False
     random: bool = False
 
 
-_MIN_AREA = _Number("min_area", 0, 1, 0.05)  # the paper's code; elsewhere 0.08 is common
+_MIN_AREA = Number("min_area", 0, 1, 0.05)  # the paper's code; elsewhere 0.08 is common
 _KINDS = {
     "decode": _Kind("decode", lambda image, step, rng: image),
     "resize": _Kind("resize(h[, w][, method])", _resize, 1, 2, method=True),
@@ -242,26 +235,26 @@ _KINDS = {
     "randaugment": _Kind(
         "randaugment(layers, magnitude)",
         lambda image, step, rng: randaugment(_whole(image), rng, int(step.numbers[0]), step.numbers[1]),
-        numbers=(_Number("layers", 1, 16), _Number("magnitude", 0, 30)),
+        numbers=(Number("layers", 1, 16, whole=True), Number("magnitude", 0, 30)),
         random=True,
     ),
     "erase": _Kind(
         "erase(chance)",
         lambda image, step, rng: erase(_whole(image), rng, step.numbers[0]),
-        numbers=(_Number("chance", 0, 1),),
+        numbers=(Number("chance", 0, 1),),
         random=True,
     ),
 }
 
 
 def _step(text: str) -> Step:
-    match = _STEP.fullmatch(text)
-    if not match:
+    split = split_step(text)
+    if not split:
         raise UserError(f'"{text}" is not a step of a pipeline: write steps like those of {EXAMPLE}.')
-    name, inside = match[1], match[2] or ""
+    name, words = split
     if name not in _KINDS:
         raise UserError(_unknown(name))
-    kind, words = _KINDS[name], _words(inside)
+    kind = _KINDS[name]
     sides: list[int] = []
     while words and len(sides) < kind.most and words[0].isdecimal():
         if sides and kind.numbers and words[0] in ("0", "1"):  # inception_crop(224, 1): an area, not a width
@@ -277,16 +270,17 @@ def _step(text: str) -> Step:
     return Step(name, tuple(sides), tuple(numbers), method)
 
 
-def _number(text: str, number: _Number, words: list[str]) -> float:
+def _number(text: str, number: Number, words: list[str]) -> float:
     """Takes the number off the front of `words`, or its default where there is one."""
-    value = _float(words[0]) if words else None
+    value = as_number(words[0]) if words else None
     if value is None:
         if number.default is None:
-            raise UserError(f'"{text}" needs {number.name}, a number from {number.low} to {number.high}.')
+            raise UserError(f'"{text}" needs {number.name}, {number.wanted}.')
         return number.default
     words.pop(0)
-    if not number.low <= value <= number.high or (number.name == "layers" and value != int(value)):
-        raise UserError(f'"{text}": {number.name} must be from {number.low} to {number.high}, not {value:g}.')
+    if not number.takes(value):
+        whole = "whole and " if number.whole else ""
+        raise UserError(f'"{text}": {number.name} must be {whole}from {number.low} to {number.high}, not {value:g}.')
     return value
 
 
@@ -308,17 +302,16 @@ def _final_size(text: str, steps: tuple[Step, ...]) -> Size:
     return least
 
 
-def _values(text: str, name: str, inside: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _values(text: str, name: str, words: list[str], channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and std, one number for each channel."""
-    numbers = [_float(word) for word in _words(inside)]
-    stated = [number for number in numbers if number is not None]
+    stated = [number for word in words if (number := as_number(word)) is not None]
     half = len(stated) // 2
-    if name == "imagenet_norm" and not numbers:
+    if name == "imagenet_norm" and not words:
         mean, std = IMAGENET_MEAN, IMAGENET_STD
-    elif name == "value_range" and len(numbers) == len(stated) == 2 and stated[0] < stated[1]:
+    elif name == "value_range" and len(words) == len(stated) == 2 and stated[0] < stated[1]:
         low, high = stated
         mean, std = (-low / (high - low),), (1 / (high - low),)
-    elif name.startswith("normali") and half and len(numbers) == len(stated) == 2 * half and min(stated[half:]) > 0:
+    elif name.startswith("normali") and half and len(words) == len(stated) == 2 * half and min(stated[half:]) > 0:
         mean, std = tuple(stated[:half]), tuple(stated[half:])
     else:
         raise UserError(f'"{text}": write value_range(low, high), imagenet_norm, or normalise(mean, std).')
@@ -329,20 +322,8 @@ def _values(text: str, name: str, inside: str, channels: int) -> tuple[tuple[flo
     return mean, std
 
 
-def _words(inside: str) -> list[str]:
-    return [word.strip() for word in inside.split(",")] if inside.strip() else []
-
-
-def _float(word: str) -> float | None:
-    try:
-        value = float(word)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
-
-
 def _unknown(name: str) -> str:
-    if name in ("value_range", "imagenet_norm", "normalise", "normalize"):
+    if name in _VALUES:
         return f"{name} can only be the last step, and only on command lines: a pipeline keeps to uint8 pixels."
     if name in _ELSEWHERE:
         return f'unknown step "{name}": here it is called {_KINDS[_ELSEWHERE[name]].usage}.'

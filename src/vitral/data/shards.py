@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitral.aside import written_aside
+from vitral.data.cache import cache_folder
 from vitral.data.folders import EXTENSIONS
 from vitral.data.images import UnreadableImage
 from vitral.data.splits import DataSet, Part, assemble, files_by_split, natural
@@ -95,7 +96,8 @@ def index_shard(file: Path) -> list[Sample]:
         except (OSError, ValueError, KeyError, TypeError):
             continue  # absent or torn: it is made again
     samples = _scan(file)
-    text = json.dumps({"shard": state, "samples": samples}, ensure_ascii=False, separators=(",", ":"))
+    # In ASCII: names of members need not be text, and what stands for their bytes cannot be written as UTF-8.
+    text = json.dumps({"shard": state, "samples": samples}, separators=(",", ":"))
     for place in _index_places(file):
         if _write(place, text):
             break
@@ -184,9 +186,8 @@ def _choices(inside: str) -> list[str]:
 
 
 def _index_places(file: Path) -> tuple[Path, Path]:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vitral" / "shards"
     name = hashlib.sha256(os.path.abspath(file).encode("utf-8", "surrogateescape")).hexdigest()[:24]
-    return file.with_name(f"{file.name}.index.json"), cache / f"{name}.json"
+    return file.with_name(f"{file.name}.index.json"), cache_folder("shards") / f"{name}.json"
 
 
 def _write(place: Path, text: str) -> bool:

@@ -41,17 +41,11 @@ class Classification:
     top1: float
     top5: float | None  # None below five classes
     mean_per_class: float  # recall, averaged over the classes that have examples
-    nll: float
-    ece: float
+    nll: float  # of the softmax over the classes, of which one is right, whatever loss trained the model
+    ece: float  # of the probabilities that the model gives: softmax or sigmoid
     per_class: tuple[ClassRow, ...]
     confused: tuple[ConfusedPair, ...]
     confusion: np.ndarray  # (m, 3) int64: true class, predicted class, count; 21,843 classes squared would fill 3.8 GB
-
-    def matrix(self) -> np.ndarray:
-        """The confusion counts as (k, k) int64: row the true class, column the predicted one."""
-        full = np.zeros((len(self.per_class), len(self.per_class)), np.int64)
-        full[self.confusion[:, 0], self.confusion[:, 1]] = self.confusion[:, 2]
-        return full
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready; the confusion as [true, predicted, count] where the count is not zero."""
@@ -63,8 +57,11 @@ class Classification:
         }
 
 
-def classification_metrics(logits: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> Classification:
-    """(n, k), (n,) and k names -> all that is counted about them."""
+def classification_metrics(
+    logits: np.ndarray, labels: np.ndarray, classes: Sequence[str], *, sigmoid: bool = False
+) -> Classification:
+    """(n, k), (n,) and k names -> all that is counted about them; with `sigmoid` each class has a probability of its
+    own."""
     check_scores(logits, labels)
     _check_names(classes, logits.shape[1])
     k = logits.shape[1]
@@ -79,7 +76,7 @@ def classification_metrics(logits: np.ndarray, labels: np.ndarray, classes: Sequ
         top5=float((ranks < 5).mean()) if k >= 5 else None,
         mean_per_class=float((right[present] / support[present]).mean()),
         nll=negative_log_likelihood(logits, labels),
-        ece=calibration_error(reliability(logits, labels)),
+        ece=calibration_error(reliability(logits, labels, sigmoid=sigmoid)),
         per_class=tuple(
             ClassRow(name, int(support[i]), _share(right[i], support[i]), _share(right[i], predicted[i]))
             for i, name in enumerate(classes)

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from vitral.aside import written_aside
+from vitral.data.cache import cache_folder
 from vitral.data.sources import Split
 from vitral.evaluation.predict import EmbeddingPool, Precision, Preprocessing, Progress, embed_split
 from vitral.models.build import Model
@@ -51,13 +52,6 @@ class Features:
         return self.x[self.valid], self.labels[self.valid]
 
 
-def cache_folder() -> Path:
-    """Where features are kept: in $VITRAL_CACHE where it is set, else in the user's cache folder."""
-    stated = os.environ.get("VITRAL_CACHE")
-    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vitral"
-    return (Path(stated).expanduser() if stated else usual) / "features"
-
-
 def cached_features(
     model: Model,
     split: Split,
@@ -73,7 +67,7 @@ def cached_features(
 ) -> Features:
     """The features of `split`, from `folder` where they were computed before; `on_progress` hears of computing only."""
     name = _name(model, split, preprocess, pool, precision)
-    path = (folder or cache_folder()) / f"{name}.npz"
+    path = (folder or cache_folder("features")) / f"{name}.npz"
     kept: Path | None = path
     arrays = _intact(path, name, len(split))
     if arrays is not None:

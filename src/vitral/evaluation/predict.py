@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
@@ -91,13 +91,6 @@ def embed_split(
     share = _Share(split, batch, rank, world, workers)
     embed = _embedder(model, pool)
     return Embeddings(*_compute(model, embed, share, preprocess, torch.device(device), precision, on_progress))
-
-
-def merge(parts: Sequence[Predictions]) -> Predictions:
-    """The shares of all processes as one, in the order of the split."""
-    indices, logits, valid = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    order = np.argsort(indices, kind="stable")
-    return Predictions(indices[order], logits[order], valid[order])
 
 
 class _Share(NamedTuple):

@@ -21,7 +21,6 @@ except ImportError as error:
     raise UserError("figures need matplotlib: pip install 'vitral[report]' to have it.") from error
 
 INK = "#2f5fb3"
-HEAT = "inferno"
 
 
 def filter_figure(components: np.ndarray, columns: int = 7) -> Figure:
@@ -81,23 +80,6 @@ def rollout_figure(
         _show(axes[number, 1], picture / 255 * light[:, :, None])
         if number < len(names):
             axes[number, 0].set_ylabel(names[number], fontsize=7)
-    return figure
-
-
-def map_figure(picture: np.ndarray, maps: np.ndarray, names: Sequence[str] = (), columns: int = 6) -> Figure:
-    """uint8 (height, width, c) and (count, h, w) -> the picture under each map: heads of a layer, norms, evidence."""
-    columns = min(columns, len(maps))
-    rows = -(-len(maps) // columns)
-    figure = Figure(figsize=(2 * columns, 2.2 * rows), layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axis in axes:
-        axis.set_axis_off()
-    height, width = picture.shape[:2]
-    for number, (axis, found) in enumerate(zip(axes, maps, strict=False)):
-        _show(axis, picture / 255)
-        axis.imshow(found, cmap=HEAT, alpha=0.65, extent=(-0.5, width - 0.5, height - 0.5, -0.5))
-        if number < len(names):
-            axis.set_title(names[number], fontsize=8)
     return figure
 
 

@@ -64,11 +64,6 @@ def merge_lora(model: nn.Module) -> None:
     model.requires_grad_(True)
 
 
-def lora_state(model: nn.Module) -> dict[str, Tensor]:
-    """Only what an adapted run learns: adapters and head. With the weights it began from, this is the whole model."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
 def _swap_layers(module: nn.Module, kind: type[nn.Module], change: Callable[[Any], nn.Module]) -> None:
     for name, child in list(module.named_children()):
         if isinstance(child, kind):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
@@ -24,7 +25,7 @@ def page(title: str, lead: str, sections: Sequence[Section], data: Mapping[str, 
     """One HTML file that needs no other: `lead` is HTML that stands under the title, `data` is for the script."""
     links = "".join(f'<a href="#{part.name}">{escape(part.title)}</a>' for part in sections)
     body = "".join(_section(part) for part in sections)
-    return f"""<!doctype html>
+    html = f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -54,6 +55,8 @@ def page(title: str, lead: str, sections: Sequence[Section], data: Mapping[str, 
 </body>
 </html>
 """
+    # Names of files and folders need not be valid UTF-8, and a page must be.
+    return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", html)
 
 
 def facts(rows: Mapping[str, str]) -> str:

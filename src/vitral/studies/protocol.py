@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from vitral.data.narrow import for_final
 from vitral.data.sources import DataSet
 from vitral.errors import UserError
-from vitral.recipe import Recipe, keys, with_overrides
+from vitral.recipe import Recipe, keys, with_dev, with_overrides
 from vitral.training.assemble import Result, run
 from vitral.training.events import Listener, Note
 from vitral.training.loop import Diverged
@@ -152,7 +152,7 @@ def follow(
         assert choosing is not None
         listen(Note(f"trying {candidate.words}"))
         place = trial_folder(folder, candidate)
-        result = run(_with_dev(candidate.recipe, dev), choosing, place, device=device, listen=listen)
+        result = run(with_dev(candidate.recipe, dev), choosing, place, device=device, listen=listen)
         return Trial(candidate.words, result.metrics["score"], result)
 
     chosen, trials, diverged = choose(tried, attempt, listen)
@@ -161,7 +161,7 @@ def follow(
         listen(Note(f"chosen on {name}: {chosen.words}"))
     patient = bool(chosen.recipe.patience)
     final = choosing if patient and choosing is not None else for_final(data)
-    recipe = _with_dev(chosen.recipe, dev) if patient else measured_at_the_end(_with_dev(chosen.recipe, 0.0))
+    recipe = with_dev(chosen.recipe, dev) if patient else measured_at_the_end(with_dev(chosen.recipe, 0.0))
     results = final_runs(recipe, final, folder, seeds=seeds, device=device, listen=listen)
     assert final.test is not None
     return Outcome(chosen, trials, results, final.test.name, name, diverged)
@@ -211,10 +211,6 @@ def measured_at_the_end(recipe: Recipe) -> Recipe:
 
 
 _NEVER = 1 << 40  # steps between evaluations; the end of a run is always evaluated
-
-
-def _with_dev(recipe: Recipe, dev: float) -> Recipe:
-    return replace(recipe, data=replace(recipe.data, dev=dev))
 
 
 def _text(value: Any) -> str:

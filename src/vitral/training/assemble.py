@@ -114,24 +114,7 @@ def run(recipe: Recipe, data: DataSet, path: Path, *, device: str = "", listen: 
             listen=recorder.hear,
             stopping=stopping,
         )
-        seconds = spent()
-        seen = trainee.step * parts.plan.batch
-        result = Result(
-            folder=str(folder.path),
-            metrics=trainee.facts["metrics"],
-            step=trainee.facts["best_step"] if recipe.patience else trainee.step,
-            seconds=seconds,
-            images_per_second=recorder.images_per_second(),
-            flops=run_flops(card.architecture, seen=seen, images=len(parts.train), tune=recipe.tune),
-            device_hours=seconds * world.size / 3600,
-            devices=world.size,
-            device=world.name,
-            predicted_peak_bytes=forecast.peak_bytes,
-            peak_bytes=peak_bytes(world.device),
-            skipped=[list(pair) for pair in skipped],
-            recipe=recipes.recipe_hash(recipe),
-            seed=recipe.seed,
-        )
+        result = _result(trainee, parts, forecast, recorder, world, folder, spent(), skipped)
         _finish(result, plain, parts, folder, world)
         return result
 
@@ -231,6 +214,36 @@ def _rewind_metrics(folder: RunFolder, step: int, owed: bool) -> None:
     if owed:
         lines = [line for line in folder.metrics() if line["step"] < step or "evaluation" not in line]
         folder.write_text("metrics.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def _result(
+    trainee: Trainee,
+    parts: Parts,
+    forecast: Forecast,
+    recorder: Recorder,
+    world: World,
+    folder: RunFolder,
+    seconds: float,
+    skipped: list[tuple[str, str]],
+) -> Result:
+    """What a run that is done came to."""
+    recipe, seen = parts.recipe, trainee.step * parts.plan.batch
+    return Result(
+        folder=str(folder.path),
+        metrics=trainee.facts["metrics"],
+        step=trainee.facts["best_step"] if recipe.patience else trainee.step,
+        seconds=seconds,
+        images_per_second=recorder.images_per_second(),
+        flops=run_flops(parts.card.architecture, seen=seen, images=len(parts.train), tune=recipe.tune),
+        device_hours=seconds * world.size / 3600,
+        devices=world.size,
+        device=world.name,
+        predicted_peak_bytes=forecast.peak_bytes,
+        peak_bytes=peak_bytes(world.device),
+        skipped=[list(pair) for pair in skipped],
+        recipe=recipes.recipe_hash(recipe),
+        seed=recipe.seed,
+    )
 
 
 def _unread_bytes(parts: Parts, pixels: Path) -> int:

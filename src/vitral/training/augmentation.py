@@ -13,7 +13,6 @@ torch's own generator of that device, so that `torch.manual_seed` fixes all of i
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,10 +21,10 @@ import torch
 from torch import Tensor
 
 from vitral.data.augment import FILL, OPERATIONS
+from vitral.data.steps import Number, as_number, split_step
 from vitral.errors import UserError
 from vitral.training.augmentation_steps import box, mirrored, operated, shifted, square
 
-_STEP = re.compile(r"(\w+)\s*(?:\(([^()]*)\))?")
 _TRIES = 10  # at a rectangle that fits, as data/augment.py
 
 
@@ -107,56 +106,37 @@ def _fitting(images: Tensor, name: str, pixels: float) -> int:
     return int(pixels)
 
 
-class _Number(NamedTuple):
-    name: str
-    low: int
-    high: int
-    whole: bool = True
-
-    def takes(self, value: float) -> bool:
-        return self.low <= value <= self.high and (value == int(value) or not self.whole)
-
-
 class _Kind(NamedTuple):
     """What a step's name stands for: a change of the batch, and the numbers that it takes."""
 
     run: Callable[..., Tensor]
-    numbers: tuple[_Number, ...] = ()
+    numbers: tuple[Number, ...] = ()
 
 
 _KINDS = {
-    "shift": _Kind(_shift, (_Number("pixels", 1, 1024),)),
+    "shift": _Kind(_shift, (Number("pixels", 1, 1024, whole=True),)),
     "flip": _Kind(_flip),
-    "randaugment": _Kind(_randaugment, (_Number("layers", 1, 16), _Number("magnitude", 0, 30, whole=False))),
-    "erase": _Kind(_erase, (_Number("chance", 0, 1, whole=False),)),
-    "cutout": _Kind(_cutout, (_Number("side", 1, 1024),)),
+    "randaugment": _Kind(_randaugment, (Number("layers", 1, 16, whole=True), Number("magnitude", 0, 30))),
+    "erase": _Kind(_erase, (Number("chance", 0, 1),)),
+    "cutout": _Kind(_cutout, (Number("side", 1, 1024, whole=True),)),
 }
 
 
 def _step(text: str) -> tuple[str, tuple[float, ...]]:
-    match = _STEP.fullmatch(text)
-    if not match or match[1] not in _KINDS:
+    split = split_step(text)
+    if not split or split[0] not in _KINDS:
         steps = ", ".join(_usage(name) for name in _KINDS)
         raise UserError(f'"{text}" is no step that the device augments with: the steps are {steps}.')
-    name, inside = match[1], (match[2] or "").strip()
+    name, words = split
     known = _KINDS[name].numbers
-    values = [_float(word) for word in inside.split(",")] if inside else []
-    if len(values) != len(known) or not all(one.takes(value) for one, value in zip(known, values, strict=True)):
-        kinds = [
-            f"{one.name} a {'whole number' if one.whole else 'number'} from {one.low} to {one.high}" for one in known
-        ]
-        raise UserError(f'"{text}": write {_usage(name)}{", with " if known else ""}{" and ".join(kinds)}.')
+    read = [(number, as_number(word)) for number, word in zip(known, words, strict=False)]
+    values = [value for number, value in read if value is not None and number.takes(value)]
+    if not len(words) == len(known) == len(values):
+        wanted = " and ".join(f"{number.name} {number.wanted}" for number in known)
+        raise UserError(f'"{text}": write {_usage(name)}{", with " if known else ""}{wanted}.')
     return name, tuple(values)
 
 
 def _usage(name: str) -> str:
     numbers = ", ".join(number.name for number in _KINDS[name].numbers)
     return f"{name}({numbers})" if numbers else name
-
-
-def _float(word: str) -> float:
-    """What is no number is in no range."""
-    try:
-        return float(word)
-    except ValueError:
-        return math.nan

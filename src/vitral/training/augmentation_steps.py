@@ -11,10 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from vitral.data.augment import FILL, OPERATIONS
+from vitral.data.augment import FILL, LUMINANCE, OPERATIONS, cutout_reach, strength, translation
 
 _NUMBERS = {operation.__name__: number for number, operation in enumerate(OPERATIONS)}
-_RED, _GREEN, _BLUE = 19595, 38470, 7471  # ITU-R 601 in 1/65536
 
 
 def shifted(images: Tensor, down: Tensor, right: Tensor) -> Tensor:
@@ -54,35 +53,42 @@ def affine(images: Tensor, matrices: Tensor) -> Tensor:
     y, x = _places(images, height).unsqueeze(1), _places(images, width)
     across = matrices.unflatten(2, (3, 1, 1))
     row, column = (across[:, axis, 0] * y + across[:, axis, 1] * x + across[:, axis, 2] for axis in (0, 1))
-    row, column = (row + 0.5).floor().long(), (column + 0.5).floor().long()
-    outside = (row < 0) | (row >= height) | (column < 0) | (column >= width)
-    found = _found(images, row.clamp(0, height - 1), column.clamp(0, width - 1))
-    return found.masked_fill(outside.unsqueeze(1), FILL)
+    row, column = (row + 0.5).floor().int(), (column + 0.5).floor().int()
+    near_row, near_column = row.clamp(0, height - 1), column.clamp(0, width - 1)
+    outside = (row != near_row) | (column != near_column)
+    return _found(images, near_row, near_column).masked_fill(outside.unsqueeze(1), FILL)
 
 
 def operated(images: Tensor, kinds: Tensor, signs: Tensor, row: Tensor, column: Tensor, level: float) -> Tensor:
     """(b, c, h, w) -> (b, c, h, w): each image after its own one of data/augment.py's operations.
 
     kinds (b,) counts in OPERATIONS, signs (b,) of -1 and 1 are the sides that things move to, row and column (b,) the
-    middle of what is cut out. Every image meets every operation, and changes in its own.
+    middle of what is cut out. Every image meets every operation, and changes in its own. On a GPU that is passes over
+    memory, so numbers for each pixel are as narrow as they can be: places are int32, not int64.
     """
-    factor = 0.1 + 1.8 * level
-    images = _mapped(images, _tables(images, kinds, level, factor))
-    images = torch.where(_chosen(kinds, "color", 4), _blended(_grey(images), images, factor), images)
-    images = torch.where(_chosen(kinds, "sharpness", 4), _sharpened(images, factor), images)
+    pixels, grey, factor = images.flatten(2).int(), _grey(images), strength(level)
+    images = _tables(pixels, grey, kinds, level, factor).gather(2, pixels).view(images.shape)
+    # Where a later operation is chosen the table changes nothing, so the grey from before is still the image's own.
+    plain = torch.where(_chosen(kinds, "color", 4), grey, images)
+    plain = torch.where(_chosen(kinds, "sharpness", 4), _smoothed(images), plain)
+    images = _blended(plain, images, factor)
     images = affine(images, _matrices(images, kinds, signs, level))
-    reach = round(40 / 224 * level * min(images.shape[-2:]))
-    return images.masked_fill(_chosen(kinds, "cutout", 4) & square(images, row, column, 2 * reach), FILL)
+    side = 2 * cutout_reach(level, *images.shape[-2:])
+    return images.masked_fill(_chosen(kinds, "cutout", 4) & square(images, row, column, side), FILL)
 
 
-def _tables(images: Tensor, kinds: Tensor, level: float, factor: float) -> Tensor:
-    """-> uint8 (b, c, 256): what each image's operation makes of every pixel value, itself where it is no such map."""
-    values = torch.arange(256, dtype=torch.float32, device=images.device)
-    mean = (_grey(images).float().mean(dim=(1, 2, 3)) + 0.5).floor().view(-1, 1, 1)
+def _tables(pixels: Tensor, grey: Tensor, kinds: Tensor, level: float, factor: float) -> Tensor:
+    """int32 (b, c, n), (b, 1, h, w) -> uint8 (b, c, 256): what each image's operation makes of every pixel value.
+
+    A value stays itself where the operation is no such map.
+    """
+    values = torch.arange(256, dtype=torch.float32, device=pixels.device)
+    counts = pixels.new_zeros(*pixels.shape[:2], 256).scatter_add(2, pixels, pixels.new_ones(()).expand_as(pixels))
+    mean = (grey.mean(dim=(1, 2, 3), dtype=torch.float32) + 0.5).floor().view(-1, 1, 1)
     lost = 2 ** (8 - min(max(int(4 * level), 1), 8))
     tables = {
-        "autocontrast": _stretched(images, values),
-        "equalize": _flattened(images, values),
+        "autocontrast": _stretched(counts, values),
+        "equalize": _flattened(counts, values),
         "invert": 255 - values,
         "posterize": values - values % lost,
         "solarize": torch.where(values < int(256 * level), values, 255 - values),
@@ -90,51 +96,44 @@ def _tables(images: Tensor, kinds: Tensor, level: float, factor: float) -> Tenso
         "brightness": factor * values,
         "contrast": mean + factor * (values - mean),
     }
-    table = values.expand(*images.shape[:2], 256)
+    table = values.expand_as(counts)
     for name, one in tables.items():
         table = torch.where(_chosen(kinds, name, 3), one, table)
     return table.clamp(0, 255).to(torch.uint8)
 
 
-def _stretched(images: Tensor, values: Tensor) -> Tensor:
-    """-> float (b, c, 256): the table that stretches each channel to 0..255."""
-    low, high = images.amin(dim=(2, 3)).unsqueeze(2).float(), images.amax(dim=(2, 3)).unsqueeze(2).float()
+def _stretched(counts: Tensor, values: Tensor) -> Tensor:
+    """int32 (b, c, 256) -> float (b, c, 256): the table that stretches each channel to 0..255, from its histogram."""
+    low = torch.where(counts > 0, values, 255).amin(dim=2, keepdim=True)
+    high = torch.where(counts > 0, values, 0).amax(dim=2, keepdim=True)
     return torch.where(low == high, values, (values - low) * 255 / (high - low).clamp(min=1))
 
 
-def _flattened(images: Tensor, values: Tensor) -> Tensor:
-    """-> float (b, c, 256): the table that makes each channel's histogram flat."""
-    pixels = images.flatten(2).long()
-    empty = torch.zeros(*images.shape[:2], 256, dtype=torch.int32, device=images.device)
-    counts = empty.scatter_add(2, pixels, torch.ones_like(pixels, dtype=torch.int32))
-    brightest = counts.gather(2, pixels.amax(dim=2, keepdim=True))
-    step = (pixels.shape[2] - brightest) // 255
-    flat = (step // 2 + counts.cumsum(dim=2) - counts) // step.clamp(min=1)
-    return torch.where(step == 0, values, flat)
-
-
-def _mapped(images: Tensor, tables: Tensor) -> Tensor:
-    """(b, c, h, w), (b, c, 256) -> (b, c, h, w): every pixel value v of a channel becomes its table's [v]."""
-    return tables.gather(2, images.flatten(2).long()).view(images.shape)
+def _flattened(counts: Tensor, values: Tensor) -> Tensor:
+    """int32 (b, c, 256) -> float (b, c, 256): the table that makes each channel's histogram flat."""
+    darker = counts.cumsum(dim=2) - counts
+    step = torch.where(counts > 0, darker, 0).amax(dim=2, keepdim=True) // 255
+    return torch.where(step == 0, values, (step // 2 + darker) // step.clamp(min=1))
 
 
 def _grey(images: Tensor) -> Tensor:
-    """(b, c, h, w) -> (b, 1, h, w): the luminance of three channels, the mean of any other number."""
+    """(b, c, h, w) -> (b, 1, h, w): the luminance of three channels, the mean, in float, of any other number."""
     if images.shape[1] != 3:
         return images.float().mean(dim=1, keepdim=True)
-    red, green, blue = images.int().split(1, dim=1)
-    return (red * _RED + green * _GREEN + blue * _BLUE + 0x8000) >> 16
+    grey = torch.full_like(images[:, :1], 0x8000, dtype=torch.int32)
+    for channel, weight in zip(images.split(1, dim=1), LUMINANCE, strict=True):
+        grey = grey.add(channel, alpha=weight)
+    return (grey >> 16).to(torch.uint8)
 
 
-def _sharpened(images: Tensor, factor: float) -> Tensor:
-    """Away from a smoothed copy, or towards it; the border, and an image of less than three pixels, is neither."""
+def _smoothed(images: Tensor) -> Tensor:
+    """Pixels with some of their neighbours; the border, and an image of less than three pixels, stays as it is."""
     wide = images.to(torch.int16)
     sums = wide[..., :-2, :] + wide[..., 1:-1, :] + wide[..., 2:, :]
     sums = sums[..., :-2] + sums[..., 1:-1] + sums[..., 2:]
-    inner = images[..., 1:-1, 1:-1]
-    sharp = images.clone()
-    sharp[..., 1:-1, 1:-1] = _blended((sums + 4 * inner.to(torch.int16) + 6) // 13, inner, factor)
-    return sharp
+    smooth = images.clone()
+    smooth[..., 1:-1, 1:-1] = (sums.add(images[..., 1:-1, 1:-1], alpha=4) + 6) // 13
+    return smooth
 
 
 def _blended(plain: Tensor, images: Tensor, factor: float) -> Tensor:
@@ -154,21 +153,16 @@ def _matrices(images: Tensor, kinds: Tensor, signs: Tensor, level: float) -> Ten
     )
     cosine, sine = 1 + (math.cos(angle) - 1) * turn.abs(), math.sin(angle) * turn
     shear_x, shear_y = 0.3 * level * shear_x, 0.3 * level * shear_y
-    move_x, move_y = _reach(level, width) * move_x, _reach(level, height) * move_y
+    move_x, move_y = translation(level, width) * move_x, translation(level, height) * move_y
     down = (1 - cosine) * y + sine * x - move_y
     right = (1 - cosine) * x - sine * y - move_x
     rows = (cosine, shear_y - sine, down), (shear_x + sine, cosine, right)
     return torch.stack([torch.stack(row, dim=1) for row in rows], dim=1)
 
 
-def _reach(level: float, side: int) -> int:
-    """How far translations go: AugReg's 100 pixels, at its size of 224."""
-    return min(round(100 / 224 * level * side), side)
-
-
 def _found(images: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """(b, c, h, w), row and column that broadcast to int64 (b, h, w) -> (b, c, h, w): the pixels at those places."""
-    place = (row * images.shape[3] + column).flatten(1).unsqueeze(1)
+    """(b, c, h, w), row and column that broadcast to (b, h, w) -> (b, c, h, w): the pixels at those places."""
+    place = (row.int() * images.shape[3] + column.int()).flatten(1).unsqueeze(1)
     return images.flatten(2).gather(2, place.expand(-1, images.shape[1], -1)).view(images.shape)
 
 

@@ -22,13 +22,6 @@ class Average:
         """Takes in the weights that a step just made."""
         torch._foreach_lerp_(list(self.state.values()), list(_learning(model).values()), 1.0 - self.factor)
 
-    @torch.no_grad()
-    def copy_to(self, model: nn.Module) -> None:
-        """Overwrites the parameters of a model, of this one or of a copy, with the average."""
-        parameters = dict(model.named_parameters())
-        for name, average in self.state.items():
-            parameters[name].copy_(average)
-
 
 def _learning(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -14,6 +14,7 @@ from torch import nn
 from vitral.data.sources import Split
 from vitral.errors import UserError
 from vitral.evaluation.accuracy import classification_metrics, multilabel_metrics
+from vitral.evaluation.calibration import probabilities
 from vitral.evaluation.predict import Predictions
 from vitral.training.parallel import World, gather_rows
 from vitral.training.state import Trainee, whole_weights
@@ -59,13 +60,15 @@ class Judge:
         return time.perf_counter() - began
 
 
-def measure(logits: np.ndarray, labels: np.ndarray, classes: tuple[str, ...]) -> dict[str, Any]:
-    """(n, k) and labels -> metrics as a dictionary, with the value to select by under "score"."""
+def measure(
+    logits: np.ndarray, labels: np.ndarray, classes: tuple[str, ...], *, sigmoid: bool = False
+) -> dict[str, Any]:
+    """(n, k) and labels -> metrics as a dictionary, with the value to select by under "score"; `sigmoid`: a model whose
+    classes are a yes or no each, whether images have several labels or one."""
     if labels.ndim == 2:
-        probabilities = 1 / (1 + np.exp(-logits.astype(np.float64)))
-        found = multilabel_metrics(probabilities, labels, classes)
+        found = multilabel_metrics(probabilities(logits, sigmoid=True), labels, classes)
         return {"score": found.mean_average_precision, **found.as_dict()}
-    counted = classification_metrics(logits, labels, classes)
+    counted = classification_metrics(logits, labels, classes, sigmoid=sigmoid)
     return {"score": counted.top1, **counted.as_dict()}
 
 

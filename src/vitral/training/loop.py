@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from vitral.data.loader import Batch
-from vitral.errors import Interrupted as Interrupted
-from vitral.errors import UserError
+from vitral.errors import Interrupted, UserError
 from vitral.training.events import Evaluated, Listener, Note, Saved, StepDone
 from vitral.training.optimizer import set_rate
 from vitral.training.parallel import World, every, own_part

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,9 @@ def check_recipe(recipe: Recipe, data: DataSet, card: Card | None) -> None:
         raise UserError(f"batch={recipe.batch} is more than the {len(train)} training images: choose a smaller one.")
     if recipe.learn == "masked" and isinstance(architecture, ResNetConfig):
         raise UserError(f"{recipe.model} has no patches to hide: learn=masked needs a ViT or a hybrid.")
+    drops = [name for name in _DROPS if getattr(recipe.regular, name)]
+    if drops and isinstance(architecture, ResNetConfig):
+        raise UserError(f"regular.{drops[0]} does nothing in a ResNet: set it to 0, or name a ViT or a hybrid.")
     if train.multilabel and recipe.loss != "sigmoid":
         raise UserError("images of this data have several labels: set loss=sigmoid.")
     if train.multilabel and recipe.balance == "sampler":
@@ -295,8 +299,12 @@ def _on_images(plain: PlainModel, parts: Parts, world: World, listen: Listener) 
         compute = masked_outputs if masked else predict_split
         return compute(plain(), split, parts.preprocess, **_measuring(parts, world, listen))
 
-    judged = _against_rivals(parts) if masked else measure
+    judged = _against_rivals(parts) if masked else _counting(parts)
     return Judge(parts.test, world, _rows(parts), outputs, judged), batches
+
+
+def _counting(parts: Parts) -> Callable[..., dict[str, Any]]:
+    return partial(measure, sigmoid=parts.card.multilabel)
 
 
 def _against_rivals(parts: Parts) -> Callable[..., dict[str, Any]]:
@@ -340,7 +348,7 @@ def _on_features(plain: PlainModel, parts: Parts, world: World, listen: Listener
         head.train()
         return Predictions(mine, logits, test["valid"][mine].numpy())
 
-    return Judge(parts.test, world, _rows(parts), outputs, measure), batches
+    return Judge(parts.test, world, _rows(parts), outputs, _counting(parts)), batches
 
 
 def _measuring(parts: Parts, world: World, listen: Listener) -> dict[str, Any]:

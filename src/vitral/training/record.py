@@ -1,4 +1,4 @@
-"""What is kept of a run as it goes: JSON lines in the folder, the last metrics, the speed."""
+"""What is kept of a run as it goes: JSON lines in the folder, the speed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ class Recorder:
         """Processes other than the first have no folder."""
         self.folder = folder
         self.listen = listen
-        self.metrics: dict = {}
         self._images = 0
         self._seconds = 0.0
         self._first = -1
@@ -26,7 +25,6 @@ class Recorder:
         if isinstance(event, StepDone):
             self._step(event)
         if isinstance(event, Evaluated):
-            self.metrics = event.metrics
             self._write({"step": event.step, "evaluation": _short(event.metrics), "seconds": round(event.seconds, 3)})
         self.listen(event)
 

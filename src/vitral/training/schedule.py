@@ -56,8 +56,3 @@ def learning_rate(
 def steps_of(amount: float, total: int) -> float:
     """Steps stay; below 1 the amount is a share of the run, rounded to whole steps."""
     return float(round(amount * total)) if amount < 1 else amount
-
-
-def scale_with_batch(base: float, batch: int) -> float:
-    """BiT's rule: rates are quoted for a batch of 256 and grow with it."""
-    return base * batch / 256

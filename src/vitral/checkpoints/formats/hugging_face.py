@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vitral.architecture import Architecture, Gelu, Size, ViTConfig
@@ -14,7 +14,14 @@ from vitral.checkpoints.formats.torch_names import linear, norm, patches, read_s
 from vitral.errors import UserError
 
 _GELUS: dict[str, Gelu] = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh"}
-_RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
+_RESAMPLE = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers; pipelines know no others of its methods
+# What the processors of transformers do where their file is silent, as older ones are about how they resize.
+_SILENT: dict[str, dict[str, Any]] = {
+    "ViT": {"resample": 2, "size": 224},
+    "DeiT": {"resample": 3, "size": 256, "do_center_crop": True, "crop_size": 224},
+    "Bit": {"resample": 3, "size": {"shortest_edge": 224}, "do_center_crop": True, "crop_size": 224},
+}
+_PROCESSORS = {"vit": "ViT", "deit": "DeiT", "dinov2": "Bit", "dinov2_with_registers": "Bit"}  # by the type of model
 _PREFIX = re.compile(r"^(?:vit|dinov2|dinov2_with_registers)\.")
 # transformers 5 renames the layers in memory; files keep the older names, but a plain state dict may not.
 _LAYER = re.compile(r"^(?:layers|encoder\.layer)\.(?=\d+\.)")
@@ -203,45 +210,59 @@ def _dino_config(card: Card) -> dict[str, Any]:
 
 
 def _preprocess(contents: Contents, architecture: Architecture) -> Preprocess | None:
-    stated = contents.preprocessor
-    if not stated or "image_mean" not in stated or "image_std" not in stated:
+    """What preprocessor_config.json states; None where it leaves a part open or asks for what no pipeline does."""
+    written, config = contents.preprocessor or {}, contents.config or {}
+    named = str(written.get("image_processor_type") or written.get("feature_extractor_type") or "")
+    kind = re.split("ImageProcessor|FeatureExtractor", named)[0] or _PROCESSORS.get(config.get("model_type", ""), "")
+    stated = {**_SILENT.get(kind, {}), **written}
+    if kind == "Bit" and isinstance(stated["size"], int):  # to the others a number is both sides
+        stated["size"] = {"shortest_edge": stated["size"]}
+    done = all(stated.get(f"do_{step}", True) for step in ("resize", "rescale", "normalize"))
+    usual = abs(255 * (stated.get("rescale_factor") or 1 / 255) - 1) < 1e-3
+    pipeline = _pipeline(stated)
+    if not done or not usual or pipeline is None or "image_mean" not in stated or "image_std" not in stated:
         return None
-    method = _RESAMPLE.get(stated.get("resample", 2), "bilinear")
-    size = stated.get("size", 224)
-    size = {"height": size, "width": size} if isinstance(size, int) else dict(size)
-    if "shortest_edge" in size:
-        pipeline = f"decode|resize_small({size['shortest_edge']}, {method})"
-    else:
-        pipeline = f"decode|resize({size['height']}, {size['width']}, {method})"
-    crop = stated.get("crop_size")
-    if stated.get("do_center_crop") and crop:
-        crop = crop if isinstance(crop, int) else crop["height"]
-        pipeline += f"|central_crop({crop})"
     return Preprocess(pipeline, tuple(stated["image_mean"]), tuple(stated["image_std"]))
+
+
+def _pipeline(stated: Mapping[str, Any]) -> str | None:
+    method, size, cropped = _RESAMPLE.get(stated.get("resample", -1)), stated.get("size"), stated.get("do_center_crop")
+    short = size.get("shortest_edge") if isinstance(size, dict) else None
+    sides, crop = _sides(short or size), _sides(stated.get("crop_size"))
+    # A short side alone leaves the other open.
+    if method is None or not sides or (cropped and not crop) or (short and not cropped):
+        return None
+    resize = f"resize_small({short}, {method})" if short else f"resize({sides[0]}, {sides[1]}, {method})"
+    return f"decode|{resize}" + (f"|central_crop({', '.join(map(str, dict.fromkeys(crop)))})" if cropped else "")
+
+
+def _sides(stated: Any) -> tuple[int, int] | tuple[()]:
+    """Height and width, which may be one number; nothing where they are not stated."""
+    height, width = (stated.get("height"), stated.get("width")) if isinstance(stated, dict) else (stated, stated)
+    known = isinstance(height, int) and isinstance(width, int) and min(height, width) > 0
+    return (height, width) if known else ()
 
 
 def _preprocessor(card: Card) -> dict[str, Any] | None:
     """preprocessor_config.json, in the words of ViTImageProcessor or, with a crop, of BitImageProcessor."""
-    if card.preprocess is None:
+    preprocess, codes = card.preprocess, {name: code for code, name in _RESAMPLE.items()}
+    brief = preprocess.brief() if preprocess else None
+    if preprocess is None or brief is None or brief.method not in codes:
         return None
-    steps = dict(card.preprocess.steps())
-    words = [word for step in steps.values() for word in step if not word.isdigit()]
-    codes = {name: code for code, name in _RESAMPLE.items()}
     stated: dict[str, Any] = {
         "do_resize": True,
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": list(card.preprocess.mean),
-        "image_std": list(card.preprocess.std),
-        "resample": codes.get(words[0] if words else "bilinear", 2),
+        "image_mean": list(preprocess.mean),
+        "image_std": list(preprocess.std),
+        "resample": codes[brief.method],
     }
-    if "resize_small" in steps and "central_crop" in steps:
-        crop = int(steps["central_crop"][0])
-        stated |= {"size": {"shortest_edge": int(steps["resize_small"][0])}, "do_center_crop": True}
-        return {**stated, "crop_size": {"height": crop, "width": crop}, "image_processor_type": "BitImageProcessor"}
-    height, width = card.architecture.image
-    return {**stated, "size": {"height": height, "width": width}, "image_processor_type": "ViTImageProcessor"}
+    size = {"height": brief.size[0], "width": brief.size[1]}
+    if brief.short is None:
+        return {**stated, "size": size, "image_processor_type": "ViTImageProcessor"}
+    stated |= {"size": {"shortest_edge": brief.short}, "do_center_crop": True, "crop_size": size}
+    return {**stated, "image_processor_type": "BitImageProcessor"}
 
 
 def _class_names(contents: Contents) -> tuple[str, ...]:

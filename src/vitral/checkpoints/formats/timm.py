@@ -22,6 +22,7 @@ from vitral.errors import UserError
 
 _POOLS: dict[str, Pool] = {"token": "token", "avg": "mean", "map": "map"}
 _GELUS: dict[str, Gelu] = {"gelu": "erf", "gelu_erf": "erf", "gelu_tanh": "tanh"}
+_METHODS = ("nearest", "bilinear", "bicubic")  # what pipelines know by the same name; timm also has lanczos, ...
 
 
 def encoder_entries(c: ViTConfig) -> list[Entry]:
@@ -134,18 +135,22 @@ def _pretrained(contents: Contents) -> dict[str, Any]:
 
 
 def _preprocess(contents: Contents, architecture: Architecture) -> Preprocess | None:
-    """timm's evaluation transform: short side to size / crop_pct, then a centre crop."""
+    """timm's evaluation transform, its defaults included; None where no pipeline does the same."""
     stated = _pretrained(contents)
-    if "mean" not in stated or "std" not in stated:
+    method, mode = stated.get("interpolation") or "bicubic", stated.get("crop_mode") or "center"
+    if "mean" not in stated or "std" not in stated or method not in _METHODS:
         return None
     height, width = architecture.image
-    size = height if height == width else f"{height}, {width}"
-    method = stated.get("interpolation", "bicubic")
-    percent = stated.get("crop_pct", 0.875)
-    if stated.get("crop_mode") == "squash" or percent == 1.0 or height != width:
+    size = f"{height}" if height == width else f"{height}, {width}"
+    high, wide = (math.floor(side / (stated.get("crop_pct") or 0.875)) for side in architecture.image)
+    if mode == "squash" and (high, wide) == (height, width):
         pipeline = f"decode|resize({size}, {method})"
-    else:
-        pipeline = f"decode|resize_small({math.floor(height / percent)}, {method})|central_crop({size})"
+    elif mode == "squash":
+        pipeline = f"decode|resize({high}, {wide}, {method})|central_crop({size})"
+    elif mode == "center" and height == width:
+        pipeline = f"decode|resize_small({high}, {method})|central_crop({size})"
+    else:  # borders, or a picture that just covers what is not square
+        return None
     return Preprocess(pipeline, tuple(stated["mean"]), tuple(stated["std"]))
 
 
@@ -228,17 +233,21 @@ def _config(card: Card) -> dict[str, Any]:
 
 
 def _crop(card: Card) -> dict[str, Any]:
-    """The preprocessing in timm's words, as far as they reach."""
-    if card.preprocess is None:
+    """The preprocessing in timm's words, or nothing where they do not reach: there its images have the model's size."""
+    (height, width), preprocess = card.architecture.image, card.preprocess
+    brief = preprocess.brief() if preprocess else None
+    if preprocess is None or brief is None or brief.size != (height, width) or brief.method not in _METHODS:
         return {}
-    steps = dict(card.preprocess.steps())
-    stated: dict[str, Any] = {"mean": list(card.preprocess.mean), "std": list(card.preprocess.std)}
-    method = [word for words in steps.values() for word in words if not word.isdigit()]
-    stated["interpolation"] = method[0] if method else "bilinear"
-    if "resize_small" in steps and "central_crop" in steps:
-        stated["crop_pct"] = int(steps["central_crop"][0]) / int(steps["resize_small"][0])
-        return {**stated, "crop_mode": "center"}
-    return {**stated, "crop_pct": 1.0, "crop_mode": "squash"}
+    stated = {"mean": list(preprocess.mean), "std": list(preprocess.std), "interpolation": brief.method}
+    if brief.short is None:
+        return {**stated, "crop_pct": 1.0, "crop_mode": "squash"}
+    return {**stated, "crop_pct": _percent(height, brief.short), "crop_mode": "center"} if height == width else {}
+
+
+def _percent(size: int, short: int) -> float:
+    """timm takes floor(size / percent): the quotient, or the float before where rounding would lose a pixel."""
+    percent = size / short
+    return percent if math.floor(size / percent) == short else math.nextafter(percent, 0)
 
 
 def _ratio(c: ViTConfig) -> float:

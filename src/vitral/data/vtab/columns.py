@@ -6,11 +6,8 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from vitral.data.parquet import ParquetReader
+from vitral.data.parquet import ParquetReader, opened, row_keys, rows_of_groups
 from vitral.data.vtab.labels import flattened
-from vitral.errors import UserError
 
 _IMAGE = "image"
 
@@ -25,38 +22,20 @@ class Columns(NamedTuple):
 
 def read_columns(files: list[Path], fields: tuple[str, ...]) -> Columns | None:
     """The fields with these last words in their names; None where a file lacks one."""
-    keys: list[str] = []
     values: list[list[list[Any]]] = []
-    groups: list[tuple[int, int]] = []
-    sizes: list[int] = []
-    for number, file in enumerate(files):
-        with _opened(file) as table:
+    rows: list[list[int]] = []
+    for file in files:
+        with opened(file) as table:
             leaves = {last_word(table.schema.column(place).path): place for place in range(len(table.schema.names))}
             if _IMAGE not in table.schema_arrow.names or not leaves.keys() >= set(fields):
                 return None
             paths = [table.schema.column(leaves[field]).path for field in fields]
             columns = [table.read([path], use_threads=False).column(0).to_pylist() for path in paths]
-            rows = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
+            rows.append(rows_of_groups(table))
         values += [[flattened(value) for value in row] for row in zip(*columns, strict=True)]
-        keys += [f"{file.name}:{row}" for row in range(sum(rows))]
-        groups += [(number, group) for group in range(len(rows))]
-        sizes += rows
-    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
-    reader = ParquetReader(tuple(map(str, files)), np.array(groups, np.int64).reshape(-1, 2), starts, _IMAGE)
-    return Columns(keys, values, reader)
+    return Columns(row_keys(files, rows), values, ParquetReader(files, rows, _IMAGE))
 
 
 def last_word(path: str) -> str:
     """The field's own name in "objects.list.element.location.list.element" and in TFDS's "objects/location"."""
     return [word for word in re.split("[./]", path) if word not in ("list", "element", "item")][-1]
-
-
-def _opened(file: Path) -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError("Parquet needs pyarrow: pip install 'vitral[data]' to have it.") from error
-    try:
-        return pyarrow.parquet.ParquetFile(file)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} is no readable Parquet file: {error}") from error

@@ -11,7 +11,7 @@ from pathlib import Path
 from vitral.data.folders import sub_folders
 from vitral.data.splits import SPLIT_NAMES, files_by_split, natural, split_name
 from vitral.data.vtab.splits import stored_split
-from vitral.data.vtab.tasks import TASKS, Task
+from vitral.data.vtab.tasks import Task
 from vitral.errors import UserError
 
 _RECORDS = re.compile(r".+-([a-z_]+)\.tfrecord-([0-9]+)-of-([0-9]+)")
@@ -24,18 +24,6 @@ class Found:
     folder: Path
     layout: str  # tfrecord, parquet, tar or folders
     files: Mapping[str, list[Path]]
-
-
-def available(root: str | Path) -> dict[str, str | None]:
-    """Every task, and why it cannot be opened: None where its files are there. Nothing is read."""
-    reasons: dict[str, str | None] = {}
-    for name, task in TASKS.items():
-        try:
-            find_files(task, Path(root))
-            reasons[name] = None
-        except UserError as error:
-            reasons[name] = str(error)
-    return reasons
 
 
 def find_files(task: Task, root: Path) -> Found:

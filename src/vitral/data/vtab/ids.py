@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vitral.aside import written_aside
+from vitral.data.images import UnreadableImage
 from vitral.data.splits import Reader
 from vitral.data.vtab.readers import Masks
 from vitral.data.vtab.task_data import VtabTask
@@ -45,7 +46,11 @@ def _head(task: VtabTask, lines: list[str]) -> list[str]:
 def _lines(task: VtabTask) -> Iterator[str]:
     for split in (task.train800, task.val200, task.test):
         for index, key in enumerate(split.keys):
-            yield f"{split.name}\t{index}\t{key}\t{_digest(split.reader, index)}"
+            try:
+                digest = _digest(split.reader, index)
+            except UnreadableImage as error:
+                raise UserError(f"{key} of {task.task.name} cannot be read ({error}): copy it again.") from error
+            yield f"{split.name}\t{index}\t{key}\t{digest}"
 
 
 def _digest(reader: Reader, index: int) -> str:
@@ -60,8 +65,14 @@ def _compared(line: str) -> str:
 
 def _compare(file: Path, before: list[str], lines: list[str]) -> None:
     listed = [line for line in before if line and not line.startswith("#")]
+    if any(line.count("\t") < 3 for line in listed):
+        raise UserError(f"{file} is damaged: remove it to list the images anew.")
     for old, new in zip(listed, lines, strict=False):
         if _compared(old) != _compared(new):
-            raise UserError(f"{file} lists another image at {' '.join(new.split()[:2])}: {old!r} is now {new!r}.")
+            where = " ".join(new.split()[:2])
+            raise UserError(
+                f"{file} lists another image at {where} ({old!r} is now {new!r}): restore that one, "
+                "or remove the list to have it made anew."
+            )
     if len(listed) != len(lines):
         raise UserError(f"{file} lists {len(listed)} images and there are {len(lines)}: remove it to list them anew.")

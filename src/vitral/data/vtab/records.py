@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,39 +146,6 @@ def _frames(file: Path) -> list[tuple[int, int]]:
 def _mapped(file: Path) -> mmap.mmap:
     with file.open("rb") as stream:
         return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-def encode(features: Mapping[str, bytes | np.ndarray]) -> bytes:
-    """The tf.train.Example of byte strings and arrays of integers or floats; arrays are flattened."""
-    entries = b""
-    for name, value in features.items():
-        if isinstance(value, bytes):
-            feature = _field(1, _field(1, value))
-        elif value.dtype.kind == "f":
-            feature = _field(2, _field(1, value.astype("<f4").tobytes()))
-        else:
-            packed = b"".join(_as_varint(int(item) % (1 << 64)) for item in value.ravel())
-            feature = _field(3, _field(1, packed))
-        entries += _field(1, _field(1, name.encode()) + _field(2, feature))
-    return _field(1, entries)
-
-
-def frame(message: bytes) -> bytes:
-    """A message as it stands in a TFRecord file."""
-    size = struct.pack("<Q", len(message))
-    return size + struct.pack("<I", checksum(size)) + message + struct.pack("<I", checksum(message))
-
-
-def _field(number: int, value: bytes) -> bytes:
-    return _as_varint(number << 3 | _SIZED) + _as_varint(len(value)) + value
-
-
-def _as_varint(value: int) -> bytes:
-    found = bytearray()
-    while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*found, value])
 
 
 def _crc_table() -> list[int]:

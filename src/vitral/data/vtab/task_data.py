@@ -22,7 +22,6 @@ from vitral.data.vtab.stored import Records, Stored, Whole, read_whole
 from vitral.data.vtab.tasks import Task, find_task
 from vitral.errors import UserError
 
-STAND_IN = "STAND-IN.txt"  # lies beside data that only looks like the task's
 _ORDERS = {"parquet": "order of the Parquet rows", "tar": "order of the tar members", "folders": "order of the names"}
 
 
@@ -70,19 +69,17 @@ def open_task(name: str, root: str | Path, *, train: int = 800, val: int = 200) 
 
 def _stored(task: Task, found: Found, wanted: Mapping[str, int]) -> tuple[Stored, str, list[str]]:
     """The data set, the order of its images in words, and what to know of it."""
-    mark = found.folder / STAND_IN
-    said = [mark.read_text(encoding="utf-8").strip()] if mark.is_file() else []
     if found.layout == "tfrecord":
-        return Records(task, found), "tfds order: yes (tfrecord files read in shard order)", said
+        return Records(task, found), "tfds order: yes (tfrecord files read in shard order)", []
     splits, notes = read_whole(task, found)
     whole = Whole(splits)
     chosen = _chosen(task, found, whole, wanted)
     if all(_fair(splits[part.stored], part.places) for part in chosen.values()):
-        return whole, f"tfds order: not verified ({_ORDERS[found.layout]})", [*said, *notes]
+        return whole, f"tfds order: not verified ({_ORDERS[found.layout]})", notes
     notes.append(f"{task.name} is not stored in random order: its images are taken by the hashes of their keys.")
     mixed = {key: split.select(hashed_order(split.keys)) for key, split in splits.items()}
     order = "tfds order: no (not stored in random order, taken by key hashes)"
-    return Whole(mixed), order, [*said, *notes]
+    return Whole(mixed), order, notes
 
 
 def _chosen(task: Task, found: Found, stored: Stored, wanted: Mapping[str, int]) -> dict[str, _Chosen]:

@@ -1,7 +1,9 @@
-"""Small drawn data sets in the form of VTAB's: the same fields, classes, splits and picture sizes, other pictures.
+"""Small data sets in the form of VTAB's: the same fields, classes and splits, other pictures.
 
-Each picture shows its label, so that a model can learn it: a coloured square in one of 16 places for a class; discs
-that are as many, and as large, as CLEVR's objects are many and near; a hand that points and stands where a sprite does.
+Each drawn picture shows its label, so that a model can learn it: a coloured square in one of 16 places for a class;
+discs that are as many, and as large, as CLEVR's objects are many and near; a hand that points and stands where a sprite
+does. Others are of real photographs: how many small ones lie on a canvas, and where one lies; their test images show
+other photographs than their training images do.
 """
 
 from __future__ import annotations
@@ -10,14 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from vtab_files import Record, write_parquet, write_records
 
-from vitral.data.images import encode_png, resize
-from vitral.data.vtab.export import Record, new_folder, write_parquet, write_records
+from vitral.data.images import decode, encode_png, resize
+from vitral.data.splits import Split
 from vitral.data.vtab.labels import CLASS
 from vitral.data.vtab.splits import stored_split
-from vitral.data.vtab.task_data import STAND_IN
 from vitral.data.vtab.tasks import Task, find_task
-from vitral.errors import UserError
 
 Size = tuple[int, int]
 # Height and width of a usual picture, by data set.
@@ -40,25 +41,19 @@ _SIZES: dict[str, Size] = {
     "smallnorb": (96, 96),
 }
 _DEPTHS = (7.5, 8.25, 8.75, 9.25, 9.75, 10.5)  # one in each of CLEVR's classes of distance
+_GREY = 128
+_CELLS = 4  # in each direction of the canvas that photographs lie on
+_PLACES = 16
 
 
 def write_stand_in(
-    task: str,
-    root: str | Path,
-    *,
-    train: int = 200,
-    others: int = 100,
-    layout: str = "parquet",
-    shrink: int = 1,
-    seed: int = 0,
-) -> Path:
-    """Writes ROOT/DATASET with `train` pictures in train and `others` in each other split; returns the folder.
+    task: str, root: Path, *, train: int = 200, others: int = 100, layout: str = "parquet", shrink: int = 1
+) -> None:
+    """Writes ROOT/DATASET with `train` pictures in train and `others` in each other split.
 
     `layout` is parquet or tfrecord; pictures are `shrink` times smaller than the data set's, except sprites.
     """
-    row, rng = find_task(task), np.random.default_rng(seed)
-    if layout not in ("parquet", "tfrecord"):
-        raise UserError(f"A stand-in is written as parquet or tfrecord, not {layout}.")
+    row, rng = find_task(task), np.random.default_rng(0)
     height, width = _SIZES[row.dataset]
     size = (height // shrink, width // shrink) if row.dataset != "dsprites" else (height, width)
     draw = _SCENES.get(row.dataset, lambda rng, size, place: _class_scene(rng, size, place % row.classes))
@@ -67,16 +62,11 @@ def write_stand_in(
         split: [draw(rng, size, int(place)) for place in rng.permutation(count)] for split, count in counts.items()
     }
     names = [f"class {number:03d}" for number in range(row.classes)] if row.rule is CLASS else []
-    folder = Path(root) / row.dataset
-    with new_folder(folder) as aside:
-        inside = aside if layout == "parquet" else _tfds_folder(row, aside)
-        if layout == "parquet":
-            write_parquet(inside, splits, names)
-        else:
-            write_records(inside, row.dataset, splits, names)
-        note = f"{row.dataset} is a stand-in, drawn with seed {seed}: results on it say nothing of the real data.\n"
-        (inside / STAND_IN).write_text(note, encoding="utf-8")
-    return folder
+    folder = root / row.dataset
+    if layout == "parquet":
+        write_parquet(folder, splits, names)
+    else:
+        write_records(_tfds_folder(row, folder), row.dataset, splits, names)
 
 
 def _tfds_folder(task: Task, folder: Path) -> Path:
@@ -175,3 +165,62 @@ def _hand(size: Size, start: tuple[float, float], angle: float, length: float, h
     y, x = np.mgrid[: size[0], : size[1]] - np.array(start)[:, None, None]
     along, across = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)
     return (along >= 0) & (along <= length) & (abs(across) <= half)
+
+
+def write_real_counts(source: Split, root: Path, *, train: int = 2000, test: int = 500, side: int = 128) -> None:
+    """Writes ROOT/clevr-count: 3 to 10 photographs in different cells of a 4 x 4 grid, each anywhere in its cell."""
+    rng = np.random.default_rng(0)
+    seen, unseen = _tiles(source, side // _CELLS * 3 // 4, rng)
+    splits = {
+        "train": [_counted(rng, seen, 3 + place % 8, side) for place in rng.permutation(train).tolist()],
+        "validation": [_counted(rng, unseen, 3 + place % 8, side) for place in rng.permutation(test).tolist()],
+    }
+    write_parquet(root / "clevr-count", splits)
+
+
+def write_real_locations(source: Split, root: Path, *, train: int = 4000, side: int = 128) -> None:
+    """Writes ROOT/dsprites-location: one photograph at one of 16 places from left to right, and at any height."""
+    rng = np.random.default_rng(0)
+    seen, unseen = _tiles(source, side // _CELLS, rng)
+    learned = train * 4 // 5  # of one stored split the task takes train[:80%], and tests on what follows
+    labels = rng.permutation(train) % _PLACES
+    records = [
+        _placed(rng, seen if place < learned else unseen, label, side) for place, label in enumerate(labels.tolist())
+    ]
+    write_parquet(root / "dsprites-location", {"train": records})
+
+
+def _tiles(source: Split, side: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Square middles of photographs, uint8 (n, side, side, 3): four fifths to learn from, the others to test on."""
+    tiles = np.stack([_middle(source, index, side) for index in rng.permutation(len(source)).tolist()])
+    learned = len(tiles) * 4 // 5
+    return tiles[:learned], tiles[learned:]
+
+
+def _middle(source: Split, index: int, side: int) -> np.ndarray:
+    data = source.reader.read(index)
+    picture = decode(data) if isinstance(data, bytes) else data
+    height, width = picture.shape[:2]
+    short = min(height, width)
+    top, left = (height - short) // 2, (width - short) // 2
+    return resize(picture[top : top + short, left : left + short], (side, side), "bilinear")
+
+
+def _counted(rng: np.random.Generator, tiles: np.ndarray, count: int, side: int) -> Record:
+    canvas = np.full((side, side, 3), _GREY, np.uint8)
+    cell, tile = side // _CELLS, tiles.shape[1]
+    centres = []
+    for place in rng.permutation(_CELLS * _CELLS)[:count].tolist():
+        shift = rng.integers(0, cell - tile + 1, 2)
+        top, left = np.array([place // _CELLS, place % _CELLS]) * cell + shift
+        canvas[top : top + tile, left : left + tile] = tiles[rng.integers(len(tiles))]
+        centres.append((left + tile / 2, top + tile / 2, 9.0))  # all lie in one plane
+    return {"image": encode_png(canvas), "objects/pixel_coords": np.array(centres, np.float32)}
+
+
+def _placed(rng: np.random.Generator, tiles: np.ndarray, place: int, side: int) -> Record:
+    canvas = np.full((side, side, 3), _GREY, np.uint8)
+    tile = tiles.shape[1]
+    left, top = (side - tile) * place // (_PLACES - 1), int(rng.integers(0, side - tile + 1))
+    canvas[top : top + tile, left : left + tile] = tiles[rng.integers(len(tiles))]
+    return {"image": encode_png(canvas), "label_x_position": np.array(2 * place)}  # the rule merges pairs
