@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from vitral.data.blocks import LONGEST, Parts
+from vitral.data.blocks import SHRINK, Parts
 from vitral.data.images import UnreadableImage, resize
 from vitral.data.loader import training_batches
 from vitral.data.preprocess import parse_pipeline
@@ -54,6 +54,17 @@ def split_of(sizes: list[tuple[int, int]], channels: int = 3) -> Split:
     return Split(
         "train", [f"{i}.jpg" for i in range(len(files))], np.arange(len(files)) % 2, ("a", "b"), Files((*files,))
     )
+
+
+@dataclass(frozen=True)
+class Blank:
+    """Pictures as large as most of ImageNet's."""
+
+    def read(self, index: int) -> np.ndarray:
+        return np.zeros((375, 500, 3), np.uint8)
+
+    def mark(self, index: int) -> str:
+        return ""
 
 
 class ByHand:
@@ -117,13 +128,24 @@ def test_parts_are_one_behind_the_other_and_all_find_room():
         assert any(size > (12, 16) for size in sizes)
 
 
+def test_usual_photographs_find_room():
+    hand = ByHand((224, 224))
+    split = Split("train", ["a"] * 64, np.zeros(64, np.int64), ("a",), Blank())
+    drawn = {**DRAWN, "batch": 64, "last_step": 3}
+    for _ in training_batches(split, parse_pipeline("decode|inception_crop(224)|flip"), **drawn, resize=hand):
+        pass
+    sizes = [(height, width) for parts in hand.seen for _, height, width, _ in parts.places.tolist()]
+    assert (224, 224) not in sizes  # the size of what a worker has resized
+    assert len(sizes) == 128
+
+
 def test_a_part_that_is_too_long_is_resized_by_the_worker():
     """The kernel has no weights for it."""
     hand = ByHand((12, 16))
     split = split_of([(60, 8), (8, 70)] * 10)  # which would find room
     list(training_batches(split, parse_pipeline("decode|inception_crop(12, 16)"), **DRAWN, resize=hand))
     for parts in hand.seen:
-        assert all(row[1] <= 12 * LONGEST and row[2] <= 16 * LONGEST for row in parts.places.tolist())
+        assert all(row[1] <= 12 * SHRINK and row[2] <= 16 * SHRINK for row in parts.places.tolist())
 
 
 @given(st.data())
@@ -137,14 +159,14 @@ def test_the_kernel_gives_the_pixels_of_a_cpu(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
     pixels, places = [np.zeros(5, np.uint8)], []
     for _ in range(4):
-        height, width = (data.draw(st.integers(1, LONGEST * length)) for length in size)
+        height, width = (data.draw(st.integers(1, SHRINK * length)) for length in size)
         part = rng.integers(0, 256, height * width * channels, np.uint8)
         if data.draw(st.booleans()):  # extremes, where the sum of rounded weights would show
             part = np.where(part > 127, 255, 0).astype(np.uint8)
         places.append([sum(map(len, pixels)), height, width, data.draw(st.integers(0, 1))])
         pixels.append(part)
     there = torch.from_numpy(np.concatenate(pixels)).to(DEVICE), torch.tensor(places, device=DEVICE)
-    found = PartResize(size, channels, LONGEST, DEVICE)(*there)
+    found = PartResize(size, channels, SHRINK, DEVICE)(*there)
     assert found.permute(0, 2, 3, 1).is_contiguous()
     assert torch.equal(found, reference(*there, size, channels))
 
@@ -153,14 +175,14 @@ def test_the_kernel_takes_every_length():
     pytest.importorskip("triton", reason="the kernels need Triton (pip install triton)")
     from vitral.kernels.resize import PartResize, reference
 
-    lengths = torch.arange(1, LONGEST * 224 + 1, 1 if DEVICE.type == "cuda" else 61)
+    lengths = torch.arange(1, SHRINK * 224 + 1, 1 if DEVICE.type == "cuda" else 61)
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)[:-1] * 2])
     places = torch.stack([starts, lengths, torch.full_like(lengths, 2), torch.zeros_like(lengths)], 1)
     pixels = torch.randint(
         256, (int(lengths.sum()) * 2,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
     there = pixels.to(DEVICE), places.to(DEVICE)
-    assert torch.equal(PartResize((224, 2), 1, LONGEST, DEVICE)(*there), reference(*there, (224, 2), 1))
+    assert torch.equal(PartResize((224, 2), 1, SHRINK, DEVICE)(*there), reference(*there, (224, 2), 1))
 
 
 @pytest.mark.parametrize(

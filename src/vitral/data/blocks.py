@@ -20,8 +20,8 @@ from torch import Tensor
 from vitral.data.images import resize
 from vitral.data.preprocess import Picture, Pipeline
 
-LONGEST = 4  # times the side of the image: a longer part is resized here
-_ROOM = 2  # times the images' bytes: a random part of 500 x 375 pixels takes 1.6 times those of 224 x 224, on average
+SHRINK = 4  # times that a GPU may make a part smaller: a longer one is resized here
+_ROOM = 2  # times the images' bytes: enough for random parts of 500 x 375 pixels where images have 224 x 224
 
 
 class Parts(NamedTuple):
@@ -88,8 +88,8 @@ class PartWriter:
         pixels, mirrored = self.pipeline.part(picture, rng)
         height, width = self.pipeline.size
         later = (len(self.places) - row - 1) * height * width * pixels.shape[2]  # room for the rows to come
-        longest = max(pixels.shape[0] / height, pixels.shape[1] / width)
-        if longest > LONGEST or self.used + pixels.size + later > len(self.block):
+        shrink = max(pixels.shape[0] / height, pixels.shape[1] / width)
+        if shrink > SHRINK or self.used + pixels.size + later > len(self.block):
             pixels = resize(pixels, (height, width))
         self._put(row, pixels, mirrored)
 

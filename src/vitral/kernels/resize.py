@@ -37,11 +37,11 @@ def reference(pixels: Tensor, places: Tensor, size: tuple[int, int], channels: i
 
 
 class PartResize:
-    """The same on a GPU, for parts no side of which is longer than `longest` times the image's."""
+    """The same on a GPU, for parts that become at most `shrink` times smaller along either side."""
 
-    def __init__(self, size: tuple[int, int], channels: int, longest: int, device: torch.device) -> None:
+    def __init__(self, size: tuple[int, int], channels: int, shrink: int, device: torch.device) -> None:
         self.size, self.channels = size, channels
-        self.taps = {side: axis_taps(longest * side, side).to(device) for side in set(size)}
+        self.taps = {side: axis_taps(shrink * side, side).to(device) for side in set(size)}
 
     def __call__(self, pixels: Tensor, places: Tensor) -> Tensor:
         """Laid out as images are that come from files: (b, h, w, c) in memory."""

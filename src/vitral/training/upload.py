@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from vitral.data.blocks import LONGEST, Layout, Parts
+from vitral.data.blocks import SHRINK, Layout, Parts
 from vitral.data.preprocess import Pipeline
 from vitral.kernels.choice import resizes_parts
 
@@ -41,7 +41,7 @@ class Upload:
         self.device, self.stream = device, torch.cuda.Stream(device)
         with torch.cuda.stream(self.stream):
             self.pixels = torch.empty(layout.room, dtype=torch.uint8, device=device)
-        self.resize = PartResize(layout.pipeline.size, layout.channels, LONGEST, device)
+        self.resize = PartResize(layout.pipeline.size, layout.channels, SHRINK, device)
 
     def __call__(self, parts: Parts) -> Tensor:
         """-> uint8 (b, c, h, w) on the device"""
