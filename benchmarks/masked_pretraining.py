@@ -17,10 +17,10 @@ from pathlib import Path
 from vitral import api
 
 MODEL = "ViT-Ti/4@32"
-IMAGES = ("data.train=decode|inception_crop({size}, 0.3)|flip", "data.test=decode|resize({size})")
+IMAGES = ("data.train_transform=decode|inception_crop({size}, 0.3)|flip", "data.eval_transform=decode|resize({size})")
 MASKED = ("batch=512", "schedule.warmup=400", "optim.lr=1e-3", "optim.weight_decay=0.05", *IMAGES)
 TUNED = (
-    *("batch=128", "tune=full", "optim.weight_decay=0.05", "schedule.warmup=50", "optim.clip=1", *IMAGES),
+    *("batch=128", "trainable=full", "optim.weight_decay=0.05", "schedule.warmup=50", "optim.clip=1", *IMAGES),
     *("optim.layer_decay=1", "optim.head_lr=1", "data.mixup=0"),  # what is chosen otherwise depends on the start
 )
 

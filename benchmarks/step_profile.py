@@ -14,7 +14,7 @@ import re
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from vitral.bench.contestants import OURS, Contestant, Task
+from vitral.bench.backends import OURS, Backend, Task
 from vitral.bench.steps import TrainingStep
 
 KINDS = {
@@ -32,7 +32,7 @@ def main() -> None:
     words.add_argument("--batch", type=int, default=256)
     words.add_argument("--kernels", type=int, default=0, help="so many kernels by name, too")
     asked = words.parse_args()
-    step = TrainingStep(Contestant(OURS, "graphs"), Task("train", asked.model, asked.batch, "cuda"))
+    step = TrainingStep(Backend(OURS, "graphs"), Task("train", asked.model, asked.batch, "cuda"))
     seconds = sorted(step.run(20))[10]
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         step.run(1)

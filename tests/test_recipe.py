@@ -20,7 +20,7 @@ from vitral.recipe import (
     MaskedRecipe,
     OptimRecipe,
     Recipe,
-    RegularRecipe,
+    RegularizationRecipe,
     ScheduleRecipe,
     ShapeRecipe,
     architecture_of,
@@ -33,21 +33,21 @@ from vitral.recipe import (
     values,
     with_overrides,
 )
-from vitral.recipe_choice import default_recipe
+from vitral.recipe_defaults import default_recipe
 
 OTHER = Recipe(
     model="B/16",
     init='C:\\weights "final" é😀\x7f\n.npz',
     epochs=0,
     steps=500,
-    tune="last:2",
+    trainable="last:2",
     compile=True,
     precision="bfloat16",
-    average=0.9999,
+    ema_decay=0.9999,
     data=DataRecipe(mean=(0.485, 0.456, 0.406), std=(1, 2, 3), mixup=0.2),
     optim=OptimRecipe(name="sgd", lr=1e-5, clip=0),
-    schedule=ScheduleRecipe(kind="stair", drops=(0.3, 600), factors=(0.1, 0.01)),
-    regular=RegularRecipe(dropout=0.1),
+    schedule=ScheduleRecipe(kind="multistep", drops=(0.3, 600), factors=(0.1, 0.01)),
+    regularization=RegularizationRecipe(dropout=0.1),
 )
 
 
@@ -64,7 +64,7 @@ def test_the_text_holds_every_key_once_with_a_comment():
     flat = {name for name in parsed if name not in sections}
     flat |= {f"{section}.{name}" for section, inside in sections.items() for name in inside}
     parts = {"shape": ShapeRecipe, "data": DataRecipe, "optim": OptimRecipe}
-    parts |= {"schedule": ScheduleRecipe, "regular": RegularRecipe, "masked": MaskedRecipe}
+    parts |= {"schedule": ScheduleRecipe, "regular": RegularizationRecipe, "masked": MaskedRecipe}
     known = {item.name for item in fields(Recipe)} - set(parts)
     known |= {f"{part}.{item.name}" for part, kind in parts.items() for item in fields(kind)}
     assert flat == known == set(keys())
@@ -85,10 +85,10 @@ def test_a_recipe_cannot_hold_a_name_that_is_no_text():
         ("batch=1e3", "batch", 1000),
         ("seed=9007199254740993", "seed", 2**53 + 1),  # the first whole number that no float is
         ("compile=True", "compile", True),
-        ("tune=lora:8", "tune", "lora:8"),
+        ("trainable=lora:8", "trainable", "lora:8"),
         ("data.mean=0.1, 0.2,0.3", "data.mean", (0.1, 0.2, 0.3)),
         ("data.mean=[0.1, 0.2, 0.3]", "data.mean", (0.1, 0.2, 0.3)),
-        ("data.train=decode|resize(8, 9)", "data.train", "decode|resize(8, 9)"),
+        ("data.train_transform=decode|resize(8, 9)", "data.train_transform", "decode|resize(8, 9)"),
         ("init=run=2/best", "init", "run=2/best"),
         ("balance=logit-adjust", "balance", "logit-adjust"),
         ("workers=-1", "workers", -1),
@@ -133,15 +133,15 @@ def test_one_length_replaces_the_other():
         ("batch=0", "batch must be above 0"),
         ("optim.lr=-1", "optim.lr must be above 0"),
         ("optim.weight_decay=-1", "at least 0"),
-        ("regular.dropout=1", "below 1"),
-        ("average=1", "below 1"),
+        ("regularization.dropout=1", "below 1"),
+        ("ema_decay=1", "below 1"),
         ("data.held_out=1.5", "below 1"),
         ("optim.layer_decay=1.1", "at most 1"),
         ("seed=-1", "at least 0"),
-        ("tune=last:0", "last:2"),
-        ("tune=lora", "lora:8"),
+        ("trainable=last:0", "last:2"),
+        ("trainable=lora", "lora:8"),
         ("micro_batch=512", "micro_batch=512 is more than batch=256"),
-        ("schedule.kind=stair", "schedule.drops"),
+        ("schedule.kind=multistep", "schedule.drops"),
         ("schedule.drops=0.5", "belong together"),
     ],
 )
@@ -185,7 +185,7 @@ def test_any_value_survives_text(rate, batch, name):
 def test_the_architecture_is_the_name_and_the_shape():
     assert architecture_of(Recipe(model="ViT-S/16@384"), 7) == parse("ViT-S/16@384", classes=7)
     words = ["model=ViT-Ti/2@8", "shape.width=96", "shape.heads=4", "shape.depth=3", "shape.pool=mean", "image=16"]
-    config = architecture_of(with_overrides(Recipe(), [*words, "regular.dropout=0.1"]), 10)
+    config = architecture_of(with_overrides(Recipe(), [*words, "regularization.dropout=0.1"]), 10)
     assert isinstance(config, ViTConfig)
     assert (config.depth, config.width, config.mlp, config.heads, config.patch) == (3, 96, 384, 4, 2)
     assert (config.pool, config.class_token, config.image, config.dropout) == ("mean", False, (16, 16), 0.1)
@@ -202,7 +202,9 @@ def test_pipelines_take_the_size_of_the_model():
     train, test = pipelines(Recipe(), (224, 224))
     assert train == "decode|inception_crop(224)|flip"
     assert test == "decode|resize_small(256)|central_crop(224)"
-    fixed = replace(Recipe(), data=DataRecipe(train="decode|resize({size})", test="decode|resize(32)"))
+    fixed = replace(
+        Recipe(), data=DataRecipe(train_transform="decode|resize({size})", eval_transform="decode|resize(32)")
+    )
     assert pipelines(fixed, (32, 48)) == ("decode|resize(32, 48)", "decode|resize(32)")
 
 
@@ -229,32 +231,34 @@ def chosen(images, classes, weights="", device="cpu", **settings):
 
 def test_choices_for_the_cases_people_have():
     pets = chosen(480, 12, "ViT-Ti/16")
-    assert (pets.tune, pets.batch, pets.epochs) == ("full", 32, 5)
+    assert (pets.trainable, pets.batch, pets.epochs) == ("full", 32, 5)
     digits = chosen(1437, 10, pixels=8)
     assert digits.model == "ViT-Ti/2@8"
-    assert "flip" not in digits.data.train
+    assert "flip" not in digits.data.train_transform
     assert (digits.optim.name, digits.shape.start, digits.epochs) == ("muon", "mimetic", 31)
     adam = chosen(1437, 10, pixels=8, muon=False)
-    assert (adam.optim.name, adam.shape.start, adam.epochs) == ("adam", "paper", 62)
-    assert chosen(480, 12, model="R50x1").optim.name == "adam"
-    assert chosen(1_281_167, 1000).optim.name == "adam"
-    assert chosen(30, 12, "ViT-Ti/16").tune == "head"
-    assert chosen(20_000, 12, "ViT-L/16").tune == "head"
-    assert chosen(20_000, 12, "ViT-L/16", device="cuda").tune == "full"
+    assert (adam.optim.name, adam.shape.start, adam.epochs) == ("adamw", "paper", 62)
+    assert chosen(480, 12, model="R50x1").optim.name == "adamw"
+    assert chosen(1_281_167, 1000).optim.name == "adamw"
+    assert chosen(30, 12, "ViT-Ti/16").trainable == "head"
+    assert chosen(20_000, 12, "ViT-L/16").trainable == "head"
+    assert chosen(20_000, 12, "ViT-L/16", device="cuda").trainable == "full"
     assert chosen(480, 12, model="R50x1").model == "R50x1"
     assert chosen(480, 12, multilabel=True).loss == "sigmoid"
 
 
-def fine_tuned(images, classes, tune="", device="cpu", **said):
-    """What is chosen where the user says `tune` and perhaps more, and why."""
-    words = {key.replace("_", "."): value for key, value in said.items()} | ({"tune": tune} if tune else {})
+def fine_tuned(images, classes, trainable="", device="cpu", **said):
+    """What is chosen where the user says `trainable` and perhaps more, and why."""
+    words = {key.replace("_", "."): value for key, value in said.items()} | (
+        {"trainable": trainable} if trainable else {}
+    )
     return default_recipe(images=images, classes=classes, pretrained=parse("ViT-Ti/16"), device=device, said=words)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_head_that_is_asked_for_learns_as_one_that_is_chosen(device):
     few, _ = fine_tuned(30, 12, device=device)
-    assert few.tune == "head"
+    assert few.trainable == "head"
     assert fine_tuned(30, 12, "head", device)[0] == few
     asked, (reason,) = fine_tuned(480, 12, "head", device)
     assert asked == replace(few, epochs=30.0, batch=256)
@@ -265,11 +269,11 @@ def test_a_head_that_is_asked_for_learns_as_one_that_is_chosen(device):
 
 
 @pytest.mark.parametrize("images", [30, 480])
-@pytest.mark.parametrize("tune", ["lora:8", "bias"])
-def test_what_is_added_to_frozen_weights_learns_faster_than_they_would(tune, images):
+@pytest.mark.parametrize("trainable", ["lora:8", "bias"])
+def test_what_is_added_to_frozen_weights_learns_faster_than_they_would(trainable, images):
     whole, said = fine_tuned(images, 12, "full")
-    found, reasons = fine_tuned(images, 12, tune)
-    assert found.tune == "full"  # what is said is not followed here
+    found, reasons = fine_tuned(images, 12, trainable)
+    assert found.trainable == "full"  # what is said is not followed here
     assert found.optim.lr == pytest.approx(5 * whole.optim.lr)
     assert (found.optim.layer_decay, found.optim.head_lr) == (1, 1)
     assert (found.epochs, found.batch) == (whole.epochs, whole.batch)
@@ -282,8 +286,10 @@ def test_all_layers_that_are_asked_for_do_not_learn_as_a_head_would():
     assert fine_tuned(480, 12, "full") == (usual, reasons)
     few, _ = fine_tuned(30, 12, "full")
     assert (few.optim, few.batch, few.epochs) == (usual.optim, 30, 60)
-    long = default_recipe(images=20_000, classes=12, pretrained=parse("ViT-L/16"), device="cpu", said={"tune": "full"})
-    assert (long[0].tune, long[0].epochs, long[0].optim.layer_decay) == ("full", 5, 0.75)
+    long = default_recipe(
+        images=20_000, classes=12, pretrained=parse("ViT-L/16"), device="cpu", said={"trainable": "full"}
+    )
+    assert (long[0].trainable, long[0].epochs, long[0].optim.layer_decay) == ("full", 5, 0.75)
 
 
 def test_with_weights_a_name_only_asks_for_an_image_size():

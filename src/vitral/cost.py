@@ -42,13 +42,13 @@ def training_flops(
     return 2.0 * 3.0 * cost(architecture, image).macs * images * epochs
 
 
-def run_flops(architecture: Architecture, *, seen: int, images: int, tune: str) -> float:
+def run_flops(architecture: Architecture, *, seen: int, images: int, trainable: str) -> float:
     """What a run of `seen` images, repetitions included, from a training set of `images` costs by the same rule.
 
-    With tune="head" features are computed once, in a forward pass of each image; other partial tuning counts in full,
+    With trainable="head" features are computed once, in a forward pass of each image; other partial tuning counts in full,
     since its gradients go through the whole model.
     """
-    if tune == "head":
+    if trainable == "head":
         return 2.0 * cost(architecture).macs * images
     return training_flops(architecture, images=seen, epochs=1)
 

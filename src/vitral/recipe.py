@@ -30,7 +30,7 @@ from vitral.recipe_parts import (
     OptimRecipe,
     Parallel,
     Precision,
-    RegularRecipe,
+    RegularizationRecipe,
     ScheduleRecipe,
     ShapeRecipe,
 )
@@ -48,15 +48,21 @@ class Recipe:
     batch: Annotated[int, "images a step, over all devices"] = 256
     micro_batch: Annotated[int, "images a device holds at once; 0: as many as fit"] = 0
     seed: Annotated[int, "of weights, order, augmentation and dropout"] = 0
-    tune: Annotated[str, "what learns: full, head, last:K, bias or lora:R"] = "full"
-    learn: Annotated[Learning, "classes, or masked: patches that were hidden (labels are not used)"] = "classes"
+    trainable: Annotated[str, "what learns: full, head, last:K, bias or lora:R"] = "full"
+    objective: Annotated[Learning, "classes, or masked: patches that were hidden (labels are not used)"] = "classes"
     loss: Annotated[Loss, "softmax (one label an image) or sigmoid (several)"] = "softmax"
     balance: Annotated[Balance, "against uneven classes: none, weights, sampler or logit-adjust"] = "none"
-    average: Annotated[float, "Polyak average of the weights: factor per step, such as 0.9999; 0: none"] = 0.0
+    ema_decay: Annotated[
+        float, "exponential moving average (EMA) of the weights: decay per step, such as 0.9999; 0: off"
+    ] = 0.0
     precision: Annotated[Precision, "auto (bfloat16 where a GPU has it, never on a CPU), float32 or bfloat16"] = "auto"
     compile: Annotated[bool, "compile the model; slow to start, faster after"] = False
-    graph: Annotated[bool, "on one GPU: record the whole step once and replay it, which small models gain from"] = True
-    checkpointing: Annotated[bool, "recompute activations in the backward pass: less memory, a third more time"] = False
+    cuda_graph: Annotated[
+        bool, "on one GPU: record the whole step once and replay it, which small models gain from"
+    ] = True
+    grad_checkpointing: Annotated[
+        bool, "recompute activations in the backward pass: less memory, a third more time"
+    ] = False
     parallel: Annotated[Parallel, "on several devices: ddp (copies) or fsdp (shards)"] = "ddp"
     workers: Annotated[int, "processes that load images, per device; -1: chosen"] = -1
     evaluate_every: Annotated[int, "steps; 0: each epoch, but at most ten times a run"] = 0
@@ -67,7 +73,7 @@ class Recipe:
     data: DataRecipe = field(default_factory=DataRecipe)
     optim: OptimRecipe = field(default_factory=OptimRecipe)
     schedule: ScheduleRecipe = field(default_factory=ScheduleRecipe)
-    regular: RegularRecipe = field(default_factory=RegularRecipe)
+    regularization: RegularizationRecipe = field(default_factory=RegularizationRecipe)
     masked: MaskedRecipe = field(default_factory=MaskedRecipe)
 
     def __post_init__(self) -> None:
@@ -183,12 +189,12 @@ def architecture_of(recipe: Recipe, classes: int) -> Architecture:
         return replace(named, **changes)
     if "width" in changes:
         changes.setdefault("mlp", 4 * changes["width"])
-    if head == "tanh" and recipe.learn == "classes":
+    if head == "tanh" and recipe.objective == "classes":
         changes["representation"] = changes.get("width", named.width)
     if changes.get("pool", "token") != "token":
         changes["class_token"] = False
-    regular = recipe.regular
-    rates = {name: getattr(regular, name) for name in ("dropout", "attention_dropout", "stochastic_depth")}
+    regularization = recipe.regularization
+    rates = {name: getattr(regularization, name) for name in ("dropout", "attention_dropout", "stochastic_depth")}
     return replace(named, **changes, **rates)
 
 
@@ -197,7 +203,7 @@ def pipelines(recipe: Recipe, image: Size) -> tuple[str, str]:
     height, width = image
     size = str(height) if height == width else f"{height}, {width}"
     filled = {"{size}": size, "{larger}": str(round(min(image) * 8 / 7)), "{wider}": str(round(min(image) * 7 / 6))}
-    train, test = recipe.data.train, recipe.data.test
+    train, test = recipe.data.train_transform, recipe.data.eval_transform
     for word, pixels in filled.items():
         train, test = train.replace(word, pixels), test.replace(word, pixels)
     return train, test
@@ -297,7 +303,7 @@ _POSITIVE = {
 }
 _ANY_SIGN = {"workers", "shape.head_bias"}
 _SHARES = {
-    "average",
+    "ema_decay",
     "data.dev",
     "masked.token",
     "masked.random",
@@ -305,7 +311,7 @@ _SHARES = {
     "optim.beta1",
     "optim.beta2",
     "optim.momentum",
-}  # and all of `regular`
+}  # and all of `regularization`
 
 
 def _check_ranges(flat: Mapping[str, Any]) -> None:
@@ -327,23 +333,25 @@ def _check_sense(recipe: Recipe) -> None:
         raise UserError(
             f"micro_batch={recipe.micro_batch} is more than batch={recipe.batch}: lower it, or set it to 0."
         )
-    if not re.fullmatch(r"full|head|bias|(last|lora):[1-9]\d*", recipe.tune):
+    if not re.fullmatch(r"full|head|bias|(last|lora):[1-9]\d*", recipe.trainable):
         raise UserError(
-            f'tune="{recipe.tune}" is not one of full, head, bias, last:K (such as last:2), lora:R (lora:8).'
+            f'trainable="{recipe.trainable}" is not one of full, head, bias, last:K (such as last:2), lora:R (lora:8).'
         )
     if len(recipe.schedule.drops) != len(recipe.schedule.factors):
         raise UserError("schedule.drops and schedule.factors belong together: give as many of one as of the other.")
-    if recipe.schedule.kind == "stair" and not recipe.schedule.drops:
+    if recipe.schedule.kind == "multistep" and not recipe.schedule.drops:
         raise UserError(
-            'schedule.kind="stair" needs schedule.drops and schedule.factors, such as 0.3,0.6 and 0.1,0.01.'
+            'schedule.kind="multistep" needs schedule.drops and schedule.factors, such as 0.3,0.6 and 0.1,0.01.'
         )
     if len(recipe.data.mean) != len(recipe.data.std) or not all(part > 0 for part in recipe.data.std):
         raise UserError("data.mean and data.std need one number per channel each, and std numbers above 0.")
-    if recipe.loss == "sigmoid" and (recipe.balance == "logit-adjust" or recipe.regular.label_smoothing):
-        raise UserError('loss="sigmoid" goes neither with balance="logit-adjust" nor with regular.label_smoothing.')
+    if recipe.loss == "sigmoid" and (recipe.balance == "logit-adjust" or recipe.regularization.label_smoothing):
+        raise UserError(
+            'loss="sigmoid" goes neither with balance="logit-adjust" nor with regularization.label_smoothing.'
+        )
     if recipe.shape.head not in ("", "linear", "tanh"):
         raise UserError(f'shape.head="{recipe.shape.head}" is not one of linear, tanh.')
-    if recipe.learn == "masked":
+    if recipe.objective == "masked":
         _check_masked(recipe)
     if recipe.init and recipe.shape != ShapeRecipe():
         raise UserError("the weights in init have a shape already: leave out the shape keys, or train from scratch.")
@@ -353,5 +361,7 @@ def _check_masked(recipe: Recipe) -> None:
     if recipe.masked.share > 1 or recipe.masked.token + recipe.masked.random > 1:
         raise UserError("masked.share must be at most 1, and masked.token and masked.random together at most 1.")
     data = recipe.data
-    if recipe.tune != "full" or recipe.balance != "none" or data.mixup or data.cutmix or data.augment:
-        raise UserError('learn="masked" needs tune="full", balance="none" and neither mixup, cutmix nor data.augment.')
+    if recipe.trainable != "full" or recipe.balance != "none" or data.mixup or data.cutmix or data.augment:
+        raise UserError(
+            'objective="masked" needs trainable="full", balance="none" and neither mixup, cutmix nor data.augment.'
+        )

@@ -11,9 +11,9 @@ Parallel = Literal["ddp", "fsdp"]
 Loss = Literal["softmax", "sigmoid"]
 Learning = Literal["classes", "masked"]
 Target = Literal["mean", "grid", "pixels"]
-Optimizer = Literal["adam", "sgd", "muon"]
+Optimizer = Literal["adamw", "sgd", "muon"]
 Start = Literal["paper", "mimetic"]
-Decay = Literal["cosine", "linear", "constant", "stair", "rsqrt", "polynomial"]
+Decay = Literal["cosine", "linear", "constant", "multistep", "rsqrt", "polynomial"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,10 @@ class ShapeRecipe:
 class DataRecipe:
     """What happens to an image. In a pipeline {size} is the model's image size, {larger} 8/7 and {wider} 7/6 of it."""
 
-    train: Annotated[str, "pipeline of training images"] = "decode|inception_crop({size})|flip"
-    test: Annotated[str, "pipeline of evaluation and prediction"] = "decode|resize_small({larger})|central_crop({size})"
+    train_transform: Annotated[str, "pipeline of training images"] = "decode|inception_crop({size})|flip"
+    eval_transform: Annotated[str, "pipeline of evaluation and prediction"] = (
+        "decode|resize_small({larger})|central_crop({size})"
+    )
     mean: Annotated[tuple[float, ...], "subtracted from pixels in 0..1, per channel"] = (0.5, 0.5, 0.5)
     std: Annotated[tuple[float, ...], "then divides, per channel"] = (0.5, 0.5, 0.5)
     held_out: Annotated[float, "share of the images kept for testing where the data has no split"] = 0.2
@@ -55,7 +57,7 @@ class OptimRecipe:
 
     name: Annotated[
         Optimizer, "adam (decoupled weight decay), sgd (with momentum) or muon (matrices of blocks; adam for the rest)"
-    ] = "adam"
+    ] = "adamw"
     lr: Annotated[float, "learning rate at its peak"] = 1e-3
     weight_decay: Annotated[
         float, "of kernels alone; times the learning rate with adam and muon, added to the gradient with sgd"
@@ -72,18 +74,18 @@ class OptimRecipe:
 class ScheduleRecipe:
     """How the learning rate moves: warm-up from 0, then decay."""
 
-    kind: Annotated[Decay, "cosine, linear, constant, stair, rsqrt or polynomial"] = "cosine"
+    kind: Annotated[Decay, "cosine, linear, constant, multistep, rsqrt or polynomial"] = "cosine"
     warmup: Annotated[float, "steps; below 1 it is a share of the run"] = 0.1
     end: Annotated[float, "linear and polynomial: the learning rate of the last step"] = 0.0
     power: Annotated[float, "polynomial: exponent"] = 2.0
-    drops: Annotated[tuple[float, ...], "stair: where the rate drops, in steps or, below 1, shares of the run"] = ()
-    factors: Annotated[tuple[float, ...], "stair: factor on the peak rate from each drop on"] = ()
+    drops: Annotated[tuple[float, ...], "multistep: where the rate drops, in steps or, below 1, shares of the run"] = ()
+    factors: Annotated[tuple[float, ...], "multistep: factor on the peak rate from each drop on"] = ()
     timescale: Annotated[float, "rsqrt: steps"] = 10_000.0
     cooldown: Annotated[float, "linear descent to 0 at the end; steps, or below 1 a share of the run"] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegularRecipe:
+class RegularizationRecipe:
     """What keeps the model from learning the images by heart."""
 
     dropout: Annotated[float, "after every dense layer but qkv, and after the positions"] = 0.0
@@ -94,7 +96,7 @@ class RegularRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedRecipe:
-    """Masked patch prediction (learn=masked): which patches are hidden, and what of them is predicted."""
+    """Masked patch prediction (objective=masked): which patches are hidden, and what of them is predicted."""
 
     share: Annotated[float, "of the patches that are corrupted and predicted"] = 0.5
     token: Annotated[float, "of those, the share that becomes the learned mask embedding"] = 0.8

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
         Event,
         Interrupted,
         Note,
-        Pace,
-        Placed,
+        RunDirChosen,
         Saved,
         Started,
         StepDone,
+        ThroughputMeter,
         Training,
         choose_recipe,
         read_recipe,
@@ -39,8 +39,18 @@ if TYPE_CHECKING:
 
 _CHECKPOINTS = ("FORMATS", "Conversion", "Info", "convert", "create", "info", "load", "save")
 _PREDICTION = ("Evaluation", "check", "classifier", "embed", "evaluate", "predict", "write_pictures")
-_EVENTS = ("Decoding", "Evaluated", "EvaluationProgress", "Event", "Note", "Placed", "Saved", "Started", "StepDone")
-_TRAINING = (*_EVENTS, "Interrupted", "Pace", "Training", "choose_recipe", "read_recipe", "train")
+_EVENTS = (
+    "Decoding",
+    "Evaluated",
+    "EvaluationProgress",
+    "Event",
+    "Note",
+    "RunDirChosen",
+    "Saved",
+    "Started",
+    "StepDone",
+)
+_TRAINING = (*_EVENTS, "Interrupted", "ThroughputMeter", "Training", "choose_recipe", "read_recipe", "train")
 _PROTOCOLS = ("Protocol", "finetune", "pretrain")
 _HOMES = {
     "capture": "vitral.models.capture",
@@ -70,13 +80,13 @@ __all__ = [
     "Interrupted",
     "Neighbour",
     "Note",
-    "Pace",
-    "Placed",
     "Probing",
     "Protocol",
+    "RunDirChosen",
     "Saved",
     "Started",
     "StepDone",
+    "ThroughputMeter",
     "Training",
     "VtabScore",
     "benchmark",

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from vitral.api.device import check_device
-from vitral.aside import checked_output
-from vitral.bench import growth, start
-from vitral.bench.contestants import Field, Task, default_modes, field
-from vitral.bench.contestants import Work as Raced
+from vitral.atomic import checked_output
+from vitral.bench import start, sweep
+from vitral.bench.backends import Field, Task, default_modes, field
+from vitral.bench.backends import Work as Raced
+from vitral.bench.benchmark import Tell, race
 from vitral.bench.plot import chart
-from vitral.bench.race import Tell, race
-from vitral.bench.remarks import remarks
 from vitral.bench.results import (
     COLUMNS,
     Row,
@@ -23,13 +21,14 @@ from vitral.bench.results import (
     page_name,
     ratio,
     read_rows,
+    remarks,
     table,
     write_page,
     write_rows,
 )
 from vitral.data.loader import cores, default_workers
 from vitral.errors import UserError
-from vitral.models.device import default_device
+from vitral.models.device import check_device, default_device
 
 Work = Literal[Raced, "growth"]
 
@@ -110,10 +109,10 @@ def _measured(work: Work, task: Task, starting: Field, rounds: int, tell: Tell) 
     for sentence in starting.absent:
         tell(sentence)
     if work == "growth":
-        return growth.measure(task, starting.contestants[0], tell), ()
+        return sweep.measure(task, starting.backends[0], tell), ()
     if work == "start":
-        return start.measure(task.model, [one.library for one in starting.contestants], rounds, tell), starting.absent
-    outcome = race(task, starting.contestants, rounds=rounds, tell=tell)
+        return start.measure(task.model, [one.library for one in starting.backends], rounds, tell), starting.absent
+    outcome = race(task, starting.backends, rounds=rounds, tell=tell)
     return outcome.rows, (*starting.absent, *outcome.failed)
 
 
@@ -166,14 +165,14 @@ def _check(work: str, rounds: int, batch: int | None, data: str | Path, workers:
 
 
 def _remarks(rows: list[Row]) -> list[str]:
-    return [*remarks(rows), *growth.too_steep(growth.points(rows))]
+    return [*remarks(rows), *sweep.too_steep(sweep.points(rows))]
 
 
 def _write_page(folder: Path, rows: list[Row]) -> Path:
     name = page_name(rows)
     figures = []
-    if grown := growth.newest(rows):
-        write_page(folder / f"{name}-growth.svg", chart(growth.points(grown), growth.title(grown)))
+    if grown := sweep.newest(rows):
+        write_page(folder / f"{name}-growth.svg", chart(sweep.points(grown), sweep.title(grown)))
         figures.append(f"{name}-growth.svg")
     write_page(folder / f"{name}.md", page(rows, remarks=_remarks(rows), figures=figures))
     return folder / f"{name}.md"

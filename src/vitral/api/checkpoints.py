@@ -11,17 +11,17 @@ from typing import Any
 import torch
 
 from vitral.architecture import Architecture, ResizeRule, Size, ViTConfig
-from vitral.aside import check_writable
+from vitral.atomic import check_writable
 from vitral.checkpoints.adapt import Adaptation, Weights
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.files import open_weights, sha256
 from vitral.checkpoints.formats import FORMATS as FORMATS
 from vitral.checkpoints.formats import format_named
 from vitral.checkpoints.formats.table import Hints
-from vitral.checkpoints.hub import is_hub_name
 from vitral.checkpoints.weights import (
     assemble,
     describe,
+    is_hub_name,
     located,
     prepared,
     read,

@@ -6,8 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from vitral.data.catalog import CATALOG
-from vitral.data.narrow import for_final, narrowed
-from vitral.data.sources import DataSet, Split, open_data, open_images
+from vitral.data.sources import DataSet, Split, narrowed, open_data, open_images, with_test_split
 from vitral.errors import UserError
 from vitral.evaluation.duplicates import read_exclusions
 from vitral.recipe import Recipe, from_toml, with_dev
@@ -51,7 +50,7 @@ def open_to_probe(data: str | Path, source: Path) -> DataSet:
     tested on what they were trained on, so its share decides where the data has no split."""
     recipe = (source if source.is_dir() else source.parent) / "recipe.toml"
     share = from_toml(recipe.read_text("utf-8")).data.held_out if recipe.is_file() else 0.0
-    return for_final(open_data(data, held_out=share or DataRecipe().held_out))
+    return with_test_split(open_data(data, held_out=share or DataRecipe().held_out))
 
 
 def open_to_train(data: str | Path, recipe: Recipe) -> DataSet:
@@ -63,7 +62,9 @@ def open_to_choose(data: str | Path, recipe: Recipe, dev: float) -> tuple[DataSe
     """All to train on, and the same with images to choose on: a share `dev` of train, or the source's val split."""
     whole = open_data(data, held_out=recipe.data.held_out)
     opened = _to_train(data, _narrowed(whole, with_dev(recipe, 0.0)))
-    return opened, _narrowed(whole, with_dev(recipe, dev)) if dev or opened.final is not None else None
+    return opened, _narrowed(whole, with_dev(recipe, dev)) if dev or (
+        opened.val is not None and opened.test is not None
+    ) else None
 
 
 def _to_train(data: str | Path, opened: DataSet) -> DataSet:

@@ -14,15 +14,14 @@ from torch import Tensor
 
 from vitral.api.checkpoints import load
 from vitral.api.data import open_narrowed
-from vitral.api.device import place_of
 from vitral.api.prediction import none_read, prepared
 from vitral.architecture import ViTConfig
-from vitral.aside import check_writable, checked_output, written_aside
+from vitral.atomic import atomic_write, check_writable, checked_output
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.run import RunFolder
 from vitral.cost import cost
 from vitral.data.loader import evaluation_batches
-from vitral.data.preprocess import parse_steady
+from vitral.data.preprocess import parse_deterministic
 from vitral.data.sources import DataSet, Split, open_images
 from vitral.errors import UserError
 from vitral.evaluation.calibration import probabilities, reliability
@@ -30,8 +29,9 @@ from vitral.evaluation.mapping import read_table
 from vitral.evaluation.predict import predict_split
 from vitral.inspection.attention import mean_attention_distance
 from vitral.inspection.embeddings import embedding_filters, position_similarity
-from vitral.inspection.looks import look_at
+from vitral.inspection.image_inspection import look_at
 from vitral.models.build import Model
+from vitral.models.device import resolve_device
 from vitral.models.normalise import normalise
 from vitral.models.vit import ViT
 from vitral.names import name_of
@@ -86,7 +86,7 @@ def inspect(
     if figures:
         check_writable(Path(figures) / "filters.png")
     model, card = load(source)
-    model.to(place_of(device))
+    model.to(resolve_device(device))
     names = tuple(read_table(Path(classes), card.architecture.classes)[-1][1]) if classes else card.class_names
     learned, shown, reach, unreadable = _learned(model), [], None, ()
     if images:
@@ -102,7 +102,7 @@ def inspect(
     title = f"Inside {_short_name(card)}"
     attends = isinstance(model, ViT)
     page = inspect_page(title, model_facts(card), learned, shown, _pooled_name(model), reach, attends)
-    with written_aside(path) as aside:
+    with atomic_write(path) as aside:
         aside.write_text(page, encoding="utf-8")
     written = _write_figures(Path(figures), learned, shown, reach) if figures else ()
     return Inspection(path, path.stat().st_size, len(shown), unreadable, written)
@@ -115,14 +115,14 @@ def write_run_page(folder: str | Path, data: str | Path | DataSet, *, device: st
     """
     run = RunFolder(Path(folder))
     model, card = load(run.path)
-    place = place_of(device)
+    place = resolve_device(device)
     model.to(place)
     recipe = run.read_text("recipe.toml") or ""
     opened = data if isinstance(data, DataSet) else open_narrowed(data, from_toml(recipe))
     result = json.loads(run.read_text("result.json") or "{}")
     examples = None
-    if opened.test is not None and card.preprocess is not None:
-        examples = _examples(model, card, opened.test, card.preprocess, place)
+    if opened.eval_split is not None and card.preprocess is not None:
+        examples = _examples(model, card, opened.eval_split, card.preprocess, place)
     title = f"{_short_name(card)} on {Path(opened.source).name}"
     page = run_page(title, result, run.metrics(), model_facts(card), recipe, _learned(model), examples)
     run.write_text("page.html", page)
@@ -179,7 +179,7 @@ def _large(number: int) -> str:
 
 def readable_pixels(split: Split, pipeline: str, channels: int) -> tuple[list[int], Tensor]:
     """Places of the images that can be read, and their pixels as the model sees them, uint8 (b, c, h, w)."""
-    batches = list(evaluation_batches(split, parse_steady(pipeline), batch=1, channels=channels))
+    batches = list(evaluation_batches(split, parse_deterministic(pipeline), batch=1, channels=channels))
     kept = [int(batch.indices[0]) for batch in batches if batch.valid[0]]
     if not kept:
         raise UserError(f"{none_read(unread(split, 0, channels))}: name whole image files.")
@@ -293,7 +293,7 @@ def _write_figures(folder: Path, learned: Learned, shown: Sequence[Shown], reach
     paths = []
     for name, figure in drawn.items():
         for kind in ("png", "svg"):
-            with written_aside(folder / f"{name}.{kind}") as aside:
+            with atomic_write(folder / f"{name}.{kind}") as aside:
                 figure.savefig(aside, format=kind, dpi=200)
             paths.append(folder / f"{name}.{kind}")
     return tuple(paths)

@@ -12,18 +12,18 @@ from torch import Tensor
 
 from vitral.api.checkpoints import load
 from vitral.api.data import unread_of
-from vitral.api.device import place_of
 from vitral.api.inspection import readable_pixels
 from vitral.api.prediction import none_read, prepared
 from vitral.architecture import Size
-from vitral.aside import check_writable
+from vitral.atomic import check_writable
 from vitral.checkpoints.card import Preprocess
 from vitral.data.loader import PADDING, evaluation_batches
-from vitral.data.preprocess import parse_steady
+from vitral.data.preprocess import parse_deterministic
 from vitral.data.sources import Split, open_images
 from vitral.errors import UserError
 from vitral.evaluation.features import weights_digest
 from vitral.evaluation.predict import Progress, embed_split
+from vitral.inspection.embeddings import patch_features
 from vitral.inspection.search import (
     Index,
     index_images,
@@ -33,8 +33,8 @@ from vitral.inspection.search import (
     nearest_patches,
     save_index,
 )
-from vitral.inspection.tokens import patch_features
 from vitral.models.build import Model
+from vitral.models.device import resolve_device
 from vitral.models.normalise import normalise
 from vitral.serving.results import Unreadable, unread
 
@@ -73,7 +73,7 @@ def search(
     if kept is not None and not kept.exists():
         check_writable(kept)
     model, card = load(source)
-    model.to(place_of(device))
+    model.to(resolve_device(device))
     how = prepared(card, preprocess)
     asked_for = open_images([query])
     if len(asked_for) != 1:
@@ -134,7 +134,9 @@ def _readable(
     `on_progress` hears of a batch when the next one is asked for, which is when it has been computed.
     """
     device, done = next(model.parameters()).device, 0
-    for batch in evaluation_batches(split, parse_steady(how.pipeline), batch=BATCH, channels=model.config.channels):
+    for batch in evaluation_batches(
+        split, parse_deterministic(how.pipeline), batch=BATCH, channels=model.config.channels
+    ):
         kept = [split.keys[place] for place in batch.indices[batch.valid].tolist()]
         yield kept, normalise(batch.images[batch.valid].to(device), how.mean, how.std)
         done += int((batch.indices != PADDING).sum())

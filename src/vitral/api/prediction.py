@@ -13,18 +13,17 @@ import torch
 
 from vitral.api.checkpoints import load
 from vitral.api.data import open_as_trained
-from vitral.api.device import place_of
-from vitral.aside import checked_output, written_aside
+from vitral.atomic import atomic_write, checked_output
 from vitral.checkpoints.card import Card, Preprocess
-from vitral.data.catalog.objectnet import imagenet_outputs
+from vitral.data.catalog.imagenet import imagenet_outputs
 from vitral.data.check import Report
 from vitral.data.check import check as check_data
 from vitral.data.images import encode_png
 from vitral.data.loader import default_workers, read_pixels
-from vitral.data.preprocess import parse_preprocess, parse_steady
+from vitral.data.preprocess import parse_deterministic, parse_preprocess
 from vitral.data.sources import DataSet, Split, open_data, open_images
 from vitral.errors import UserError
-from vitral.evaluation.accuracy import classification_metrics, multilabel_metrics, real_accuracy
+from vitral.evaluation.accuracy import classification_metrics, multilabel_metrics, objectnet_accuracy, real_accuracy
 from vitral.evaluation.calibration import (
     COLDEST,
     HOTTEST,
@@ -34,10 +33,10 @@ from vitral.evaluation.calibration import (
     reliability,
 )
 from vitral.evaluation.mapping import class_mapping
-from vitral.evaluation.objectnet import objectnet_accuracy
 from vitral.evaluation.predict import EmbeddingPool, Predictions, Progress, embed_split, predict_split
 from vitral.kernels.packed import pack
 from vitral.models.build import Model
+from vitral.models.device import resolve_device
 from vitral.recipe import from_toml
 from vitral.serving.classifier import Classifier, NamedClassifier
 from vitral.serving.results import Results, Unreadable, results, unread, write_results
@@ -89,7 +88,7 @@ def classifier(source: str | Path, *, top: int = 5, preprocess: str = "", device
     model, card = load(source)
     _check_head(source, card)
     wish, channels, classes = prepared(card, preprocess), card.architecture.channels, card.architecture.classes
-    pipeline = parse_steady(wish.pipeline)
+    pipeline = parse_deterministic(wish.pipeline)
     likeliest = Classifier(
         model,
         torch.device(place),
@@ -239,7 +238,7 @@ def embed(
         raise UserError(f"{none_read(unread(split, 0, card.architecture.channels))}: nothing was written.")
     features = found.features[found.valid]
     if target is not None:
-        with written_aside(target) as aside, aside.open("wb") as stream:
+        with atomic_write(target) as aside, aside.open("wb") as stream:
             np.savez(stream, paths=np.array(paths), features=features)
     return paths, features
 
@@ -251,7 +250,7 @@ def check(data: str | Path, *, on_progress: Progress | None = None) -> Report:
 
 def write_pictures(data: str | Path, folder: Path, *, count: int) -> list[Path]:
     """Some held-out images as PNG files, one after the other through the classes, named by their class."""
-    split = open_data(data).test
+    split = open_data(data).eval_split
     if split is None or split.multilabel:
         raise UserError(f"{data} has no held-out images with one label each.")
     places = [np.flatnonzero(split.labels == label) for label in range(len(split.classes))]
@@ -259,7 +258,7 @@ def write_pictures(data: str | Path, folder: Path, *, count: int) -> list[Path]:
     paths = []
     for number, place in enumerate(chosen):
         path = folder / f"{split.classes[split.labels[place]]}-{number}.png"
-        with written_aside(path) as aside:
+        with atomic_write(path) as aside:
             aside.write_bytes(encode_png(read_pixels(split, place, 3)))
         paths.append(path)
     return paths
@@ -284,7 +283,7 @@ def _predictor(source: str | Path, device: str) -> tuple[Model, Card]:
 
 def _place(device: str) -> tuple[str, int]:
     """Where to compute, and how many processes read images for it."""
-    place = place_of(device)
+    place = resolve_device(device)
     return place, default_workers(place.split(":")[0])
 
 
@@ -322,7 +321,7 @@ def _test_split(source: Path, data: str | Path, split: str) -> tuple[Split, tupl
     if recipe.is_file() and facts.is_file():
         stated = json.loads(facts.read_text("utf-8"))
         same = open_as_trained(data, from_toml(recipe.read_text("utf-8")), stated["train"])
-        scored = _scored(same, split, stated["test"]) if same is not None else None
+        scored = _scored(same, split, stated["evaluated"]) if same is not None else None
         if scored is not None:
             held = f"the {len(scored):,} held-out images of its {scored.name} split"
             return scored, (f"The model was trained on this data: only {held} are scored.",)
@@ -335,7 +334,7 @@ def _test_split(source: Path, data: str | Path, split: str) -> tuple[Split, tupl
 
 def _scored(data: DataSet, split: str, measured: str = "") -> Split | None:
     """The split asked for; without a wish the one with the fingerprint that a run measured, else the first."""
-    parts = [part for part in (data.test, data.final) if part is not None]
+    parts = list(data.splits[1:])
     found = [part for part in parts if split in ("", part.name)]
     if split and not found:
         known = " or ".join(f"--split {part.name}" for part in parts)

@@ -11,13 +11,11 @@ import numpy as np
 
 from vitral.api.checkpoints import load
 from vitral.api.data import open_to_probe
-from vitral.api.device import place_of
-from vitral.aside import checked_output
+from vitral.atomic import checked_output
 from vitral.checkpoints.weights import located
 from vitral.cost import cost
 from vitral.data.loader import default_workers
-from vitral.data.narrow import for_final
-from vitral.data.sources import Split, open_data
+from vitral.data.sources import Split, open_data, with_test_split
 from vitral.errors import UserError
 from vitral.evaluation.duplicates import Duplicates, find_duplicates, write_exclusions
 from vitral.evaluation.features import Features, cached_features
@@ -25,6 +23,7 @@ from vitral.evaluation.fewshot import FewShotResult
 from vitral.evaluation.fewshot import fewshot as ridge_fewshot
 from vitral.evaluation.predict import Progress
 from vitral.evaluation.probes import knn, linear_probe
+from vitral.models.device import resolve_device
 
 Method = Literal["ridge", "knn", "linear"]
 
@@ -73,9 +72,10 @@ def fewshot(
 
     if seeds < 1 or batch < 1 or not shots or min(shots) < 1:
         raise UserError("shots, seeds and batch must be at least 1.")
-    place = place_of(device)
+    place = resolve_device(device)
     opened = open_to_probe(data, located(str(source)))
-    if opened.test is None or not len(opened.train):
+    held_out = opened.eval_split
+    if held_out is None or not len(opened.train):
         raise UserError(f"{data} has no images to learn from, or none to test on: name a data set with both.")
     if opened.train.multilabel:
         raise UserError("few-shot classification needs one label an image.")
@@ -86,7 +86,7 @@ def fewshot(
         workers = default_workers(place.split(":")[0])
         return cached_features(model, split, wish, batch=batch, device=place, workers=workers, on_progress=on_progress)
 
-    train, test = features(opened.train), features(opened.test)
+    train, test = features(opened.train), features(held_out)
     (train_x, train_y), (test_x, test_y) = train.readable(), test.readable()
     classes = len(opened.train.classes)
     few: list[FewShotResult] = []
@@ -97,7 +97,7 @@ def fewshot(
     return Probing(
         source=str(source),
         data=str(data),
-        split=opened.test.name,
+        split=held_out.name,
         features=train_x.shape[1],
         train=len(train_y),
         test=len(test_y),
@@ -107,7 +107,7 @@ def fewshot(
         flops=2.0 * cost(card.architecture).macs * (len(train_y) + len(test_y)),
         kept=str(train.kept or ""),
         notes=(
-            *opened.notes,
+            *opened.messages,
             *(_too_few(train_y, classes, row.shots) for row in few if row.drawn < row.shots * classes),
         ),
     )
@@ -130,7 +130,7 @@ def dedupe(
     """
     from vitral.api.prediction import prepared
 
-    place = place_of(device)
+    place = resolve_device(device)
     if preprocess and not weights:
         raise UserError("preprocess is for the images of a model: name its weights, too, or leave it out.")
     target = checked_output(output, (".txt",), "--output") if output else None
@@ -159,5 +159,5 @@ def _too_few(labels: np.ndarray, classes: int, shots: int) -> str:
 
 def _tested(name: str | Path) -> Split:
     """What a data set is tested on; all of it where it has one split."""
-    opened = for_final(open_data(name, held_out=0.0))
-    return opened.train if opened.test is None else opened.test
+    opened = with_test_split(open_data(name, held_out=0.0))
+    return opened.train if opened.eval_split is None else opened.eval_split

@@ -9,23 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from vitral.api.data import open_to_choose
-from vitral.api.device import check_device
 from vitral.api.training import assumed_pixels, check_out, new_folder, read_recipe
 from vitral.architecture import ResNetConfig
-from vitral.aside import written_aside
+from vitral.atomic import atomic_write
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.weights import describe, located
 from vitral.data.sources import DataSet
 from vitral.errors import UserError
+from vitral.models.device import check_device
 from vitral.names import name_of
 from vitral.paper import Reported, reported
 from vitral.paper.results import PRETRAININGS
 from vitral.recipe import Recipe, architecture_of, recipe_hash, with_overrides
-from vitral.recipe_book import Named, hyperrule, is_name, named
+from vitral.recipe_presets import Preset, hyperrule, is_name, named
 from vitral.studies.protocol import Candidate, Outcome, candidates, follow, grid_of
-from vitral.training.events import Listener, Note, Placed
-from vitral.training.parallel import by_first, joined
-from vitral.training.prepare import check_recipe
+from vitral.training.events import Listener, Note, RunDirChosen
+from vitral.training.parallel import init_distributed, on_rank0
+from vitral.training.setup import check_recipe
 from vitral.version import __version__
 
 
@@ -129,16 +129,16 @@ def finetune(
     return _followed(book, base, data, overrides, sweep, seeds, out, device, listen)
 
 
-def _book(recipe: str | Path | Recipe, model: str) -> Named:
+def _book(recipe: str | Path | Recipe, model: str) -> Preset:
     """A recipe of the book, or one's own as if it stood there."""
     if isinstance(recipe, str) and is_name(recipe):
         return named(recipe, model)
     own = recipe if isinstance(recipe, Recipe) else read_recipe(recipe)
-    return Named("", own, {}, own.data.dev, 1, ())
+    return Preset("", own, {}, own.data.dev, 1, ())
 
 
 def _followed(
-    book: Named,
+    book: Preset,
     base: Recipe,
     data: str | Path,
     overrides: Sequence[str],
@@ -162,12 +162,12 @@ def _followed(
         tried = [*(replace(one, words=one.words or book.name) for one in tried), rule]
     for candidate in tried:
         check_recipe(candidate.recipe, opened, card)
-    world = joined(device)
-    folder = by_first(lambda: Path(out) if out else new_folder(data, base), world)
+    world = init_distributed(device)
+    folder = on_rank0(lambda: Path(out) if out else new_folder(data, base), world)
     assumed = assumed_pixels(overrides) if book.name and card and card.preprocess is None else ()
-    for sentence in (*opened.notes, *book.readings, *assumed):
+    for sentence in (*opened.messages, *book.readings, *assumed):
         listen(Note(sentence))
-    listen(Placed(str(folder)))
+    listen(RunDirChosen(str(folder)))
     outcome = follow(
         tried, opened, folder, choosing=choosing, dev=dev, seeds=seeds or book.seeds, device=device, listen=listen
     )
@@ -175,17 +175,17 @@ def _followed(
     architecture = card.architecture if card else architecture_of(followed, len(opened.train.classes))
     model = name_of(replace(architecture, classes=1000))
     found = Protocol(model, str(data), str(folder), outcome, printed(book.name, model), book.readings)
-    by_first(lambda: write_row(folder / "protocol.json", found.as_dict()), world)
+    on_rank0(lambda: write_row(folder / "protocol.json", found.as_dict()), world)
     return found
 
 
 def write_row(path: Path, row: dict[str, Any]) -> None:
-    with written_aside(path) as aside:
+    with atomic_write(path) as aside:
         aside.write_text(json.dumps(row, indent=2) + "\n", "utf-8")
 
 
 def _of_bit(
-    book: Named,
+    book: Preset,
     base: Recipe,
     data: DataSet,
     card: Card | None,

@@ -9,32 +9,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vitral.api.data import known_data, open_to_train
-from vitral.api.device import check_device
-from vitral.aside import check_writable
+from vitral.atomic import check_writable
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.weights import describe, located
-from vitral.data.sizes import median_short_side
-from vitral.data.sources import DataSet
+from vitral.data.sources import DataSet, median_short_side
 from vitral.data.splits import SPLIT_NAMES
 from vitral.errors import Interrupted as Interrupted
 from vitral.errors import UserError
-from vitral.models.device import default_device
+from vitral.models.device import check_device, default_device
 from vitral.recipe import Recipe, from_toml, with_overrides
-from vitral.recipe_book import is_name, named
-from vitral.recipe_choice import MIRRORED, default_recipe
+from vitral.recipe_defaults import MIRRORED, default_recipe
+from vitral.recipe_presets import is_name, named
 from vitral.studies.protocol import final_runs
-from vitral.training.assemble import Result, run
 from vitral.training.events import Decoding as Decoding
 from vitral.training.events import Evaluated as Evaluated
 from vitral.training.events import EvaluationProgress as EvaluationProgress
 from vitral.training.events import Event as Event
 from vitral.training.events import Listener, Note
-from vitral.training.events import Placed as Placed
+from vitral.training.events import RunDirChosen as RunDirChosen
 from vitral.training.events import Saved as Saved
 from vitral.training.events import Started as Started
 from vitral.training.events import StepDone as StepDone
-from vitral.training.pace import Pace as Pace
-from vitral.training.prepare import check_recipe
+from vitral.training.metrics import ThroughputMeter as ThroughputMeter
+from vitral.training.run import Result, run
+from vitral.training.setup import check_recipe
 
 _NARROWING = ("held_out", "dev", "subset", "subset_seed", "exclude")  # parts of recipe.data
 _BEGUN = ("recipe.toml", "protocol.json", "sweep", "seed-*")  # what a run leaves in its folder
@@ -85,9 +83,9 @@ def train(
         data, model=model, init=init, recipe=recipe, overrides=overrides, device=device
     )
     folder = Path(out) if out else new_folder(data, chosen)
-    for sentence in (*opened.notes, *reasons):
+    for sentence in (*opened.messages, *reasons):
         listen(Note(sentence))
-    listen(Placed(str(folder)))
+    listen(RunDirChosen(str(folder)))
     if seeds == 1:
         return Training((run(chosen, opened, folder, device=device, listen=listen),), chosen)
     return Training(final_runs(chosen, opened, folder, seeds=seeds, device=device, listen=listen), chosen)
@@ -147,7 +145,7 @@ def _prepared_as_before(
         narrow = {name: getattr(early.data, name) for name in _NARROWING}
         chosen = replace(chosen, data=replace(read_recipe(place).data, **narrow))
         as_in_run = (
-            f"images are prepared {'' if chosen.tune == 'head' else 'and augmented '}as in the run it starts from"
+            f"images are prepared {'' if chosen.trainable == 'head' else 'and augmented '}as in the run it starts from"
         )
         return chosen, (*(reason for reason in reasons if reason != MIRRORED), as_in_run)
     stated = card.preprocess
@@ -157,8 +155,8 @@ def _prepared_as_before(
     if image:
         stated = stated.adapted(card.architecture.image, (image, image), len(stated.mean))
     test = stated.pipeline
-    chosen = replace(chosen, data=replace(chosen.data, mean=stated.mean, std=stated.std, test=test))
-    if _said(overrides).keys().isdisjoint(("data.mean", "data.std", "data.test")):
+    chosen = replace(chosen, data=replace(chosen.data, mean=stated.mean, std=stated.std, eval_transform=test))
+    if _said(overrides).keys().isdisjoint(("data.mean", "data.std", "data.eval_transform")):
         prepared = f"pixels are prepared as the weights say: {test}, mean {stated.mean}, std {stated.std}"
         reasons = (*reasons, prepared)
     return chosen, reasons
@@ -202,7 +200,7 @@ def _said(overrides: Sequence[str]) -> dict[str, str]:
 def _takes_muon(said: dict[str, str]) -> bool:
     """Whether nothing that was said speaks against Muon, which needs whole matrices; masked patches were not tried with
     it."""
-    goes = {"optim.name": "muon", "parallel": "ddp", "learn": "classes"}
+    goes = {"optim.name": "muon", "parallel": "ddp", "objective": "classes"}
     return all(said.get(key, value) == value for key, value in goes.items())
 
 

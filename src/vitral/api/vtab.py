@@ -8,27 +8,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vitral.api.device import check_device
 from vitral.api.protocols import write_row
 from vitral.api.training import check_folder, new_folder
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.weights import describe, located
 from vitral.data.vtab import TASKS, VtabTask, find_task, open_task, write_ids
 from vitral.errors import UserError
+from vitral.models.device import check_device
 from vitral.names import name_of
 from vitral.paper import VtabRow, table9
 from vitral.recipe import Recipe, recipe_hash, with_overrides
-from vitral.recipe_book import Named, named
+from vitral.recipe_presets import Preset, named
 from vitral.studies.protocol import Candidate, candidates, grid_of
 from vitral.studies.vtab import Suite, follow_suite, for_task, group_scores, mean_score
-from vitral.training.events import Listener, Note, Placed
-from vitral.training.parallel import by_first, joined
-from vitral.training.prepare import check_recipe
+from vitral.training.events import Listener, Note, RunDirChosen
+from vitral.training.parallel import init_distributed, on_rank0
+from vitral.training.setup import check_recipe
 from vitral.version import __version__
 
 # What the protocol itself decides: these keys would do nothing here, or something else than they say.
 _SETTLED = {
-    *("init", "model", "learn", "patience", "evaluate_every"),
+    *("init", "model", "objective", "patience", "evaluate_every"),
     *("data.dev", "data.subset", "data.subset_seed", "data.exclude", "data.held_out"),
 }
 _COUNTS = (800, 200)  # images to train on and to choose on
@@ -147,19 +147,19 @@ def vtab1k(
     tried = _candidates(_recipe(book, weights, card, overrides), book, overrides, sweep, fixed)
     opened, missing = _opened(tasks, Path(root), train, val)
     _check(tried, opened, card)
-    world = joined(device)
-    folder = by_first(lambda: Path(out) if out else new_folder(root, tried[0].recipe), world)
+    world = init_distributed(device)
+    folder = on_rank0(lambda: Path(out) if out else new_folder(root, tried[0].recipe), world)
     notes = _notes(opened, tried)
     for sentence in (*missing.values(), *notes, *book.readings):
         listen(Note(sentence))
-    listen(Placed(str(folder)))
+    listen(RunDirChosen(str(folder)))
     for task in opened:
-        listen(Note(by_first(partial(_listed, task, folder, beside=(train, val) == _COUNTS), world)))
+        listen(Note(on_rank0(partial(_listed, task, folder, beside=(train, val) == _COUNTS), world)))
     suite = follow_suite(tried, opened, folder, seeds=seeds, device=device, listen=listen)
     found = VtabScore(
         model, str(root), str(folder), tuple(opened), missing, suite, paper_rows(model), book.readings, notes
     )
-    by_first(lambda: write_row(folder / "vtab.json", found.as_dict()), world)
+    on_rank0(lambda: write_row(folder / "vtab.json", found.as_dict()), world)
     return found
 
 
@@ -176,7 +176,7 @@ def _check_settled(words: Sequence[str]) -> None:
             raise UserError(f"{key} is settled by VTAB's protocol: leave it out.")
 
 
-def _recipe(book: Named, weights: str | Path, card: Card, overrides: Sequence[str]) -> Recipe:
+def _recipe(book: Preset, weights: str | Path, card: Card, overrides: Sequence[str]) -> Recipe:
     """The paper's, over these weights and the pixel values they know."""
     data = book.recipe.data
     if card.preprocess is not None:
@@ -185,7 +185,7 @@ def _recipe(book: Named, weights: str | Path, card: Card, overrides: Sequence[st
 
 
 def _candidates(
-    recipe: Recipe, book: Named, overrides: Sequence[str], sweep: Sequence[str], fixed: bool
+    recipe: Recipe, book: Preset, overrides: Sequence[str], sweep: Sequence[str], fixed: bool
 ) -> list[Candidate]:
     """What is tried: the sweep that was asked for, else the book's without the keys that overrides set."""
     if fixed and sweep:
@@ -220,7 +220,7 @@ def _check(tried: Sequence[Candidate], tasks: Sequence[VtabTask], card: Card) ->
             recipe = for_task(candidate.recipe, task.task)
             # A batch shrinks to the images there are, and that is told.
             batch = min(recipe.batch, len(task.train800))
-            check_recipe(replace(recipe, batch=batch, micro_batch=0), task.for_choosing(), card)
+            check_recipe(replace(recipe, batch=batch, micro_batch=0), task.with_dev_split(), card)
 
 
 def _notes(tasks: Sequence[VtabTask], tried: Sequence[Candidate]) -> tuple[str, ...]:

@@ -1,1 +1,1 @@
-"""Speed, measured fairly: contestants in processes of their own, clocks in turns, tables that say how and where."""
+"""Speed, measured fairly: backends in processes of their own, clocks in turns, tables that say how and where."""

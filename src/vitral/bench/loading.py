@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from vitral.bench.contestants import OURS, Contestant, Task, default_modes
+from vitral.bench.backends import OURS, Backend, Task, default_modes
 from vitral.bench.steps import TrainingStep, predictor
 from vitral.data.blocks import Parts, Resize
 from vitral.data.images import decode
 from vitral.data.loader import AHEAD, blocks_of, default_workers, evaluation_batches, read_pixels, training_batches
 from vitral.data.preprocess import Pipeline, parse_pipeline
 from vitral.data.sources import Split, open_data
-from vitral.training.upload import uploading
+from vitral.training.device_data import uploading
 
 _STAGED = 64  # images that each stage is timed on
 _UPLOADS = 16  # of one batch
@@ -32,21 +32,21 @@ _FED = {"cuda": 40, "cpu": 4}  # training steps on images from files that are ti
 _WARM_UP = 3  # steps before them
 
 
-def loading_step(contestant: Contestant, task: Task) -> LoadingStep:
+def loading_step(backend: Backend, task: Task) -> LoadingStep:
     """Batches for training, random crop and flip, as they come to the device."""
-    return LoadingStep(contestant, task)
+    return LoadingStep(backend, task)
 
 
-def prediction_step(contestant: Contestant, task: Task) -> PredictionStep:
+def prediction_step(backend: Backend, task: Task) -> PredictionStep:
     """A batch of files to logits in the host's memory."""
-    return PredictionStep(contestant, task)
+    return PredictionStep(backend, task)
 
 
 class LoadingStep:
     """A step is one batch on the device."""
 
-    def __init__(self, contestant: Contestant, task: Task) -> None:
-        self.contestant, self.task = contestant, task
+    def __init__(self, backend: Backend, task: Task) -> None:
+        self.backend, self.task = backend, task
         self.best = math.inf  # seconds of a batch
 
     def run(self, count: int) -> list[float]:
@@ -55,7 +55,7 @@ class LoadingStep:
         neither its start, until all of its memory has been used once, nor its end, where some have nothing to do."""
         each = max(self.task.workers, 1)
         first, count = blocks_of(self.task.workers), math.ceil(count / each) * each
-        batches = _batches(self.contestant, self.task, first + count + each, training=True)
+        batches = _batches(self.backend, self.task, first + count + each, training=True)
         self._take(islice(batches, first))
         start = time.perf_counter()
         self._take(islice(batches, count))
@@ -71,23 +71,23 @@ class LoadingStep:
 
     def details(self) -> dict[str, float]:
         """How large the pictures are, images/s of each stage in one process, and what training on the files reaches."""
-        stages = _stages(self.task) if self.contestant.library == OURS else {}
-        trained = training_from_files(self.contestant, self.task, alone=self.best)
+        stages = _stages(self.task) if self.backend.library == OURS else {}
+        trained = training_from_files(self.backend, self.task, alone=self.best)
         return {"megapixels": _megapixels(self.task), **stages, "workers": self.task.workers, **trained}
 
 
 class PredictionStep:
     """A step is one batch of files, read, prepared and classified."""
 
-    def __init__(self, contestant: Contestant, task: Task) -> None:
-        self.contestant, self.task = contestant, task
-        self.model = predictor(contestant, task)
+    def __init__(self, backend: Backend, task: Task) -> None:
+        self.backend, self.task = backend, task
+        self.model = predictor(backend, task)
 
     def run(self, count: int) -> list[float]:
         """The mean of `count` batches in one go through the files."""
         start = time.perf_counter()
         with torch.inference_mode():
-            for images in _batches(self.contestant, self.task, count, training=False):
+            for images in _batches(self.backend, self.task, count, training=False):
                 self.model(images.to(self.task.device, non_blocking=True)).float().cpu()
         return [(time.perf_counter() - start) / count]
 
@@ -95,18 +95,18 @@ class PredictionStep:
         return {"megapixels": _megapixels(self.task)}
 
 
-def training_from_files(contestant: Contestant, task: Task, *, alone: float) -> dict[str, float]:
+def training_from_files(backend: Backend, task: Task, *, alone: float) -> dict[str, float]:
     """Images/s of training steps on files and, right before and after, of the same steps on a batch that stays on the
     device; with as many workers as training would start beside a model. These may hold batches made before: for long
     no step comes sooner than after the seconds that a batch takes where the loader is alone."""
     task = replace(task, workers=min(task.workers, default_workers(task.device)))
-    step = TrainingStep(_trained(contestant, task.device), task)
-    for images in _batches(contestant, task, 1, training=True):
+    step = TrainingStep(_trained(backend, task.device), task)
+    for images in _batches(backend, task, 1, training=True):
         step.images = images.to(task.device)  # laid out as all batches are, which a recorded step takes for granted
     step.run(_WARM_UP)
     count, first = _FED[task.device], AHEAD * task.workers + 1  # what workers made before the first step must not count
     before = step.run(count // 2)
-    fed = feed(step, _batches(contestant, task, first + count, training=True), first, task.device)
+    fed = feed(step, _batches(backend, task, first + count, training=True), first, task.device)
     fed = Fed(max(fed.seconds, alone), max(fed.waiting, 1 - (1 - fed.waiting) * fed.seconds / alone))
     there = statistics.mean([*before, *step.run(count // 2)])
     return {
@@ -118,10 +118,10 @@ def training_from_files(contestant: Contestant, task: Task, *, alone: float) -> 
     }
 
 
-def _trained(contestant: Contestant, device: str) -> Contestant:
+def _trained(backend: Backend, device: str) -> Backend:
     """Ours records its steps on a GPU, and the others are compiled there."""
     modes = default_modes(device)
-    return Contestant(contestant.library, modes[-1] if contestant.library == OURS else modes[0])
+    return Backend(backend.library, modes[-1] if backend.library == OURS else modes[0])
 
 
 class Fed(NamedTuple):
@@ -170,10 +170,10 @@ class _Mark:
         return self.moment - earlier.moment
 
 
-def _batches(contestant: Contestant, task: Task, count: int, *, training: bool) -> Iterator[Tensor]:
+def _batches(backend: Backend, task: Task, count: int, *, training: bool) -> Iterator[Tensor]:
     """`count` batches: uint8 from us, in training resized on a GPU, and normalised floats in the host's memory from the
     others."""
-    if contestant.library != OURS:
+    if backend.library != OURS:
         return _torchvision_batches(task, count, training=training)
     split, pipeline = _split(task.folder), _pipeline(task, training=training)
     options: dict[str, Any] = {"batch": task.batch, "workers": task.workers, "pin": task.device == "cuda"}

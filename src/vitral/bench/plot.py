@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from vitral.bench.growth import Point
+from vitral.bench.sweep import Point
 
 _SIDE = 260
 _MARGIN = 56

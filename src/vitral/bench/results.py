@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from vitral.aside import written_aside
-from vitral.bench.contestants import OURS
+from vitral.atomic import atomic_write
+from vitral.bench.backends import OURS
 from vitral.checkpoints.write import write_json
 from vitral.errors import UserError
 
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant's result, with all that is needed to judge it."""
+    """One backend's result, with all that is needed to judge it."""
 
     work: str
     model: str
@@ -125,7 +125,7 @@ def ratio(row: Row, rows: Sequence[Row]) -> tuple[float, bool] | None:
 
 
 COLUMNS: tuple[str, ...] = (
-    *("work", "model", "batch", "contestant", "settings", "images/s", "ms", "quartiles ms", "of matrix rate"),
+    *("work", "model", "batch", "backend", "settings", "images/s", "ms", "quartiles ms", "of matrix rate"),
     *("peak GiB", "cold s", "ours / best peer"),
 )
 
@@ -144,14 +144,14 @@ def page(rows: Sequence[Row], *, remarks: Sequence[str] = (), figures: Sequence[
     told = [row for row in rows if set(row.details) - {"value"}]
     if told:
         lines += ["", "## Details", ""]
-        lines += _markdown(("work", "model", "contestant", ""), [_told(row) for row in told])
+        lines += _markdown(("work", "model", "backend", ""), [_told(row) for row in told])
     for figure in figures:
         lines += ["", f"![{Path(figure).stem}]({figure})"]
     return "\n".join(lines) + "\n"
 
 
 def write_page(path: Path, text: str) -> None:
-    with written_aside(path) as aside:
+    with atomic_write(path) as aside:
         aside.write_text(text, encoding="utf-8")
 
 
@@ -210,3 +210,47 @@ def _told(row: Row) -> list[str]:
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     return lines + [f"| {' | '.join(cells)} |" for cells in rows]
+
+
+_PERCENTILES = ("p50 ms", "p95 ms", "p99 ms")
+
+
+def remarks(rows: Sequence[Row]) -> list[str]:
+    """One sentence for each race that has a peer, by the fastest row of each side, and one for each loader."""
+    return [*_compared(rows), *(_fed(row) for row in rows if "of synthetic speed" in row.details)]
+
+
+def _compared(rows: Sequence[Row]) -> list[str]:
+    found = []
+    for race in dict.fromkeys(row.race for row in rows if row.library == OURS):
+        ours = min((row for row in rows if row.race == race and row.library == OURS), key=lambda row: row.seconds)
+        peer = best_peer(ours, rows)
+        if peer is not None:
+            found.append(_beside(ours, peer))
+    return found
+
+
+def _beside(ours: Row, peer: Row) -> str:
+    said = [f"{_what(ours)}: {ours.label} is {peer.seconds / ours.seconds:.2f} times as fast as {peer.label}"]
+    if ours.peak_bytes and peer.peak_bytes and ours.work != "data":  # most of a loader's is in its workers
+        said.append(f"with {ours.peak_bytes / peer.peak_bytes:.2f} times its peak memory")
+    if all(name in ours.details and name in peer.details for name in _PERCENTILES):
+        both = (f"{name[:3]} {ours.details[name]:.2f} against {peer.details[name]:.2f}" for name in _PERCENTILES)
+        said.append(f"{', '.join(both)} ms")
+    if ours.call != peer.call:
+        said.append("measured in different calls")
+    return ", ".join(said) + "."
+
+
+def _fed(row: Row) -> str:
+    told = row.details
+    return (
+        f"{_what(row)}: with {row.label}, training from files runs at {told['of synthetic speed']:.0%} of the speed on "
+        f"synthetic images ({shown(told['from files/s'])} and {shown(told['synthetic/s'])} images/s), waiting "
+        f"{told['share waiting']:.0%} of the time; {told['workers beside the model']:.0f} workers beside the model, "
+        f"{told['workers']:.0f} where the loader is alone."
+    )
+
+
+def _what(row: Row) -> str:
+    return f"{row.task}, {row.model}, batch {row.batch}"

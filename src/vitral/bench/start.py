@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from vitral.bench.contestants import OURS
+from vitral.bench.backends import OURS
+from vitral.bench.benchmark import Tell, now
 from vitral.bench.machine import facts
-from vitral.bench.race import Tell, now
 from vitral.bench.results import Row, spread
 from vitral.checkpoints.adapt import Weights
 from vitral.checkpoints.card import Card, Preprocess

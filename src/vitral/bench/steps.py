@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitral.bench.contestants import OURS, Contestant, Task
-from vitral.bench.peers import build_model
+from vitral.bench.backends import OURS, Backend, Task, build_model
+from vitral.kernels.cuda_graph import CudaGraph
 from vitral.kernels.packed import pack
-from vitral.kernels.recording import Recording
 from vitral.models.normalise import normalise
 from vitral.serving.classifier import Classifier as OnePicture
 
@@ -46,7 +45,7 @@ class Outputs(NamedTuple):
 
 
 class Step(Protocol):
-    """A contestant on its marks, with a batch of its own on the device."""
+    """A backend on its marks, with a batch of its own on the device."""
 
     images: Tensor  # what goes in: uint8 for us, floats for the others, so that they are spared the conversion
     labels: Tensor  # (b,)
@@ -60,19 +59,19 @@ class Step(Protocol):
         ...
 
 
-def training_step(contestant: Contestant, task: Task) -> Step:
+def training_step(backend: Backend, task: Task) -> Step:
     """Forward, loss, backward, clip, optimizer."""
-    return TrainingStep(contestant, task)
+    return TrainingStep(backend, task)
 
 
-def inference_step(contestant: Contestant, task: Task) -> Step:
+def inference_step(backend: Backend, task: Task) -> Step:
     """A batch of images on the device to logits on the device."""
-    return InferenceStep(contestant, task)
+    return InferenceStep(backend, task)
 
 
-def latency_step(contestant: Contestant, task: Task) -> Step:
+def latency_step(backend: Backend, task: Task) -> Step:
     """One uint8 image in the host's memory to the five likeliest classes in the host's memory."""
-    return (OurLatencyStep if contestant.library == OURS else LatencyStep)(contestant, task)
+    return (OurLatencyStep if backend.library == OURS else LatencyStep)(backend, task)
 
 
 class Classifier(nn.Module):
@@ -93,31 +92,31 @@ class Classifier(nn.Module):
         return next((parameter.dtype for parameter in self.parameters()), torch.float32)
 
 
-def classifier(contestant: Contestant, task: Task) -> Classifier:
+def classifier(backend: Backend, task: Task) -> Classifier:
     """The plain float32 model; the same weights whenever it is asked for."""
     torch.manual_seed(_SEED)
-    return Classifier(build_model(contestant.library, task.architecture)).to(task.device)
+    return Classifier(build_model(backend.library, task.architecture)).to(task.device)
 
 
-def predictor(contestant: Contestant, task: Task) -> Classifier:
+def predictor(backend: Backend, task: Task) -> Classifier:
     """The model as it predicts: in half precision on a GPU, and on a CPU with our weights packed."""
-    model = classifier(contestant, task).eval().to(getattr(torch, task.precision))
-    if contestant.library == OURS and task.device == "cpu":
+    model = classifier(backend, task).eval().to(getattr(torch, task.precision))
+    if backend.library == OURS and task.device == "cpu":
         pack(model)
     return model
 
 
 class TrainingStep:
-    def __init__(self, contestant: Contestant, task: Task) -> None:
-        choose_attention(contestant.attention)
-        self.task, self.contestant = task, contestant
-        self.images, self.labels = _batch(contestant, task)
-        self.model = classifier(contestant, task).train()
-        self.forward = _faster(self._forward, contestant)
+    def __init__(self, backend: Backend, task: Task) -> None:
+        choose_attention(backend.attention)
+        self.task, self.backend = task, backend
+        self.images, self.labels = _batch(backend, task)
+        self.model = classifier(backend, task).train()
+        self.forward = _faster(self._forward, backend)
         fused = True if task.device == "cuda" else None
-        options: dict[str, Any] = {"fused": fused, "capturable": _records(contestant)}
+        options: dict[str, Any] = {"fused": fused, "capturable": _records(backend)}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_RATE, **options)
-        self.recording: Recording | None = None
+        self.recording: CudaGraph | None = None
 
     def run(self, count: int) -> list[float]:
         return timed(self._once, count, self.task.device)
@@ -129,9 +128,9 @@ class TrainingStep:
         self._once()
 
     def outputs(self) -> Outputs:
-        if _records(self.contestant):
+        if _records(self.backend):
             self._backward()
-            (logits,) = Recording(lambda: (self._backward(),), [])()
+            (logits,) = CudaGraph(lambda: (self._backward(),), [])()
         else:
             logits = self._backward()
         gradients = {name: weight.grad.clone() for name, weight in named_gradients(self.model)}
@@ -139,12 +138,12 @@ class TrainingStep:
         return Outputs(logits.detach().float().clone(), gradients)
 
     def _once(self) -> None:
-        if not _records(self.contestant):
+        if not _records(self.backend):
             self._step()
             return
         if self.recording is None:
             self._step()
-            self.recording = Recording(self._step, [])
+            self.recording = CudaGraph(self._step, [])
         self.recording.graph.replay()
 
     def _step(self) -> tuple[Tensor, ...]:
@@ -154,7 +153,7 @@ class TrainingStep:
         return (logits,)
 
     def _backward(self) -> Tensor:
-        _begin(self.contestant)
+        _begin(self.backend)
         self.optimizer.zero_grad()
         loss, logits = self.forward(self.images, self.labels)
         loss.backward()
@@ -169,15 +168,15 @@ class TrainingStep:
 class InferenceStep:
     """The weights themselves are in half precision on a GPU: nothing is converted on the way."""
 
-    def __init__(self, contestant: Contestant, task: Task) -> None:
-        choose_attention(contestant.attention)
-        self.task, self.contestant = task, contestant
-        self.model = predictor(contestant, task)
-        self.images, self.labels = _batch(contestant, task)
+    def __init__(self, backend: Backend, task: Task) -> None:
+        choose_attention(backend.attention)
+        self.task, self.backend = task, backend
+        self.model = predictor(backend, task)
+        self.images, self.labels = _batch(backend, task)
         if self.images.dtype != torch.uint8:
             self.images = self.images.to(getattr(torch, task.precision))
-        self.forward = _faster(self.model, contestant)
-        self.recording: Recording | None = None
+        self.forward = _faster(self.model, backend)
+        self.recording: CudaGraph | None = None
 
     def run(self, count: int) -> list[float]:
         with torch.inference_mode():
@@ -188,12 +187,12 @@ class InferenceStep:
             return Outputs(self._once().float().clone(), {})
 
     def _once(self) -> Tensor:
-        _begin(self.contestant)
-        if not _records(self.contestant):
+        _begin(self.backend)
+        if not _records(self.backend):
             return self.forward(self.images)
         if self.recording is None:
             self.forward(self.images)
-            self.recording = Recording(lambda: (self.forward(self.images),), [])
+            self.recording = CudaGraph(lambda: (self.forward(self.images),), [])
         self.recording.graph.replay()
         return self.recording.outputs[0]
 
@@ -201,25 +200,25 @@ class InferenceStep:
 class LatencyStep:
     """Host to host: the copy in and the answer out are part of the time, as a caller feels them."""
 
-    def __init__(self, contestant: Contestant, task: Task) -> None:
-        choose_attention(contestant.attention)
-        self.task, self.contestant = task, contestant
-        self.model = predictor(contestant, task)
-        self.images, self.labels = _batch(Contestant(OURS), task)  # all get the same: uint8
+    def __init__(self, backend: Backend, task: Task) -> None:
+        choose_attention(backend.attention)
+        self.task, self.backend = task, backend
+        self.model = predictor(backend, task)
+        self.images, self.labels = _batch(Backend(OURS), task)  # all get the same: uint8
         self.host = self.images[0].permute(1, 2, 0).contiguous().cpu().numpy()
-        self.answer = _faster(self._answer, contestant)
+        self.answer = _faster(self._answer, backend)
 
     def run(self, count: int) -> list[float]:
         return timed(self._once, count, "cpu")
 
     def outputs(self) -> Outputs:
         with torch.inference_mode():
-            _begin(self.contestant)
+            _begin(self.backend)
             return Outputs(self.answer(self.images[:1])[0].float().clone(), {})
 
     def _once(self) -> list[int]:
         with torch.inference_mode():
-            _begin(self.contestant)
+            _begin(self.backend)
             image = torch.from_numpy(self.host).to(self.task.device).permute(2, 0, 1).unsqueeze(0)
             return self.answer(image)[1][0].tolist()
 
@@ -231,8 +230,8 @@ class LatencyStep:
 class OurLatencyStep(LatencyStep):
     """The same with what vitral has for it."""
 
-    def __init__(self, contestant: Contestant, task: Task) -> None:
-        super().__init__(contestant, task)
+    def __init__(self, backend: Backend, task: Task) -> None:
+        super().__init__(backend, task)
         values = (0.5,) * task.architecture.channels
         self.one = OnePicture(
             self.model.model,
@@ -249,7 +248,7 @@ class OurLatencyStep(LatencyStep):
         answers = torch.as_tensor(self.one(self.host)[0], device=found.logits.device)
         likeliest = found.logits[0].topk(len(answers)).values
         if (found.logits[0, answers] < likeliest - _TIE * found.logits.abs().max()).any():
-            raise WrongAnswers(f"{self.contestant.label} does not name the classes of its largest logits.")
+            raise WrongAnswers(f"{self.backend.label} does not name the classes of its largest logits.")
         return found
 
     def _once(self) -> list[int]:
@@ -285,35 +284,35 @@ def named_gradients(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def choose_attention(kind: str) -> None:
-    """For the whole process, which has one contestant: only this backend, with plain mathematics where it cannot."""
+    """For the whole process, which has one backend: only this backend, with plain mathematics where it cannot."""
     if kind != "auto":
         for name, enable in _ATTENTION.items():
             enable(name == kind)
 
 
-def _batch(contestant: Contestant, task: Task) -> tuple[Tensor, Tensor]:
+def _batch(backend: Backend, task: Task) -> tuple[Tensor, Tensor]:
     """Random pixels (b, c, h, w), never zeros, on which hardware runs faster; random labels (b,)."""
     drawn = torch.Generator().manual_seed(_SEED)
     shape = (task.batch, task.architecture.channels, *task.architecture.image)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=drawn)
     labels = torch.randint(0, task.classes, (task.batch,), generator=drawn).to(task.device)
     images = images.to(task.device)
-    return (images if contestant.library == OURS else images.float() / 127.5 - 1.0), labels
+    return (images if backend.library == OURS else images.float() / 127.5 - 1.0), labels
 
 
-def _faster(function: Callable[..., Any], contestant: Contestant) -> Callable[..., Any]:
-    if contestant.mode not in ("compile", "graphs") or _records(contestant):
+def _faster(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
+    if backend.mode not in ("compile", "graphs") or _records(backend):
         return function
-    return torch.compile(function, mode="reduce-overhead" if contestant.mode == "graphs" else "default")
+    return torch.compile(function, mode="reduce-overhead" if backend.mode == "graphs" else "default")
 
 
-def _records(contestant: Contestant) -> bool:
-    return contestant.library == OURS and contestant.mode == "graphs"
+def _records(backend: Backend) -> bool:
+    return backend.library == OURS and backend.mode == "graphs"
 
 
-def _begin(contestant: Contestant) -> None:
+def _begin(backend: Backend) -> None:
     """What a CUDA graph returned before may now be overwritten."""
-    if contestant.mode == "graphs" and not _records(contestant):
+    if backend.mode == "graphs" and not _records(backend):
         torch.compiler.cudagraph_mark_step_begin()
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from vitral.aside import check_name
+from vitral.atomic import check_name
 from vitral.errors import UserError
 
 Container = Literal["npz", "safetensors", "pickle"]

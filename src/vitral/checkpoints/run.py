@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as sharded
 from torch import Tensor
 
-from vitral.aside import check_name, written_aside
+from vitral.atomic import atomic_write, check_name
 from vitral.checkpoints.files import open_weights, read_tensors
 from vitral.checkpoints.write import write_json, write_safetensors
 from vitral.errors import UserError
@@ -137,7 +137,7 @@ class RunFolder:
         return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
 
     def write_text(self, name: str, text: str) -> None:
-        with written_aside(self.path / name) as aside:
+        with atomic_write(self.path / name) as aside:
             aside.write_text(text, encoding="utf-8")
 
     def read_text(self, name: str) -> str | None:

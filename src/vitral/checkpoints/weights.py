@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from vitral.architecture import Architecture, ViTConfig
-from vitral.aside import written_aside
+from vitral.atomic import atomic_write
 from vitral.checkpoints.adapt import Adaptation, Weights, adapt, to_table, with_class_row, without_class_row
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.files import WeightFile, open_weights, read_tensors, sha256
 from vitral.checkpoints.formats import FORMATS, format_named
 from vitral.checkpoints.formats.own import CARD, card_of, entries
 from vitral.checkpoints.formats.table import Contents, Format, Hints, heads_of, read_entries, write_entries
-from vitral.checkpoints.hub import fetch, is_hub_name
 from vitral.checkpoints.write import write_json, write_npz, write_safetensors
 from vitral.errors import UserError
 from vitral.models.build import Model, build
@@ -133,7 +132,7 @@ def write(weights: Weights, card: Card, path: Path, format: str) -> Card:
             raise UserError(f"{path.name} would be read differently, since {reason}: name a folder instead.")
         _write_file(path, table, arrays, card)
     else:
-        with written_aside(path, folder=True) as folder:
+        with atomic_write(path, folder=True) as folder:
             _write_file(folder / "model.safetensors", table, arrays, card)
             write_json(folder / "config.json", table.config(card))
             preprocessor = table.preprocessor(card)
@@ -144,7 +143,7 @@ def write(weights: Weights, card: Card, path: Path, format: str) -> Card:
 
 def prepared(weights: Weights, table: Format) -> Weights:
     """The same function in the words of a format, or a sentence that says why it has none."""
-    reason = table.objection(weights.architecture)
+    reason = table.unsupported_reason(weights.architecture)
     if reason:
         raise UserError(f"format {table.name} cannot hold this model: {reason}.")
     weights = to_table(weights, table.positions)
@@ -234,3 +233,49 @@ def _dtype_notes(file: WeightFile) -> list[str]:
     floats = [kind for kind in kinds if kind in ("float16", "bfloat16", "float64")]
     exact = {"float16": " (exact)", "bfloat16": " (exact)", "float64": " (rounded)"}
     return [f"weights {kind} -> float32{exact[kind]}" for kind in floats]
+
+
+# One of the first group holds the weights; the second says what they are.
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_BESIDE = ("config.json", "preprocessor_config.json")
+
+
+def is_hub_name(source: str) -> bool:
+    return source.startswith(("hf:", "timm:"))
+
+
+def fetch(name: str) -> Path:
+    """The folder in huggingface_hub's cache with the weights of `hf:owner/name[@revision]` or `timm:name[@revision]`.
+
+    Files that are in the cache are not fetched again; HF_HUB_OFFLINE=1 and HF_HOME are honoured.
+    """
+    prefix, _, rest = name.partition(":")
+    repository, _, revision = rest.partition("@")
+    if prefix == "timm":
+        repository = f"timm/{repository.removeprefix('timm/')}"
+    if repository.count("/") != 1 or repository.endswith("/"):
+        raise UserError(f"{name} is not a hub name: write hf:owner/name or timm:name.")
+    patterns = [*_BESIDE, "*.safetensors", "*.safetensors.index.json"]
+    folder = _snapshot(name, repository, revision or None, patterns)
+    if not any((folder / file).exists() for file in _WEIGHTS):
+        # Old repositories have pickles alone; they are read without running what is in them.
+        folder = _snapshot(name, repository, revision or None, [*_BESIDE, "*.bin", "*.bin.index.json"])
+    return folder
+
+
+def _snapshot(name: str, repository: str, revision: str | None, patterns: list[str]) -> Path:
+    try:
+        from huggingface_hub import errors, snapshot_download
+    except ImportError as error:
+        raise UserError(f"{name} is on the Hugging Face hub: pip install 'vitral[hub]' to fetch it.") from error
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+    # Some releases of the hub raise a plain ConnectionError where it is switched to offline.
+    except (errors.LocalEntryNotFoundError, ConnectionError) as error:
+        raise UserError(
+            f"{name} is not in the cache and the hub cannot be reached: go online once, or name a file."
+        ) from error
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        raise UserError(f"{name}: the hub has no such repository, or it needs `hf auth login`.") from error
+    except errors.HfHubHTTPError as error:
+        raise UserError(f"{name}: the hub answered with an error ({error}).") from error

@@ -11,7 +11,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from vitral.aside import written_aside
+from vitral.atomic import atomic_write
 from vitral.checkpoints.files import NUMPY_DTYPES, SAFETENSORS_DTYPES
 from vitral.errors import UserError
 
@@ -21,7 +21,7 @@ _CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
 def write_json(path: Path, value: Any) -> None:
     """Indented JSON. NaN is refused: other readers do not accept it."""
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
-    with written_aside(path) as aside:
+    with atomic_write(path) as aside:
         # A file's name need not be valid UTF-8; what Python writes for such a byte is how JSON spells it too.
         aside.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
@@ -31,7 +31,7 @@ def write_npz(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         if _dtype(tensor) not in NUMPY_DTYPES | {"bfloat16"}:
             raise UserError(f'an npz file cannot hold "{name}" as {_dtype(tensor)}: convert it or write safetensors.')
-    with written_aside(path) as aside, zipfile.ZipFile(aside, "w") as archive:
+    with atomic_write(path) as aside, zipfile.ZipFile(aside, "w") as archive:
         for name, tensor in tensors.items():
             member = zipfile.ZipInfo(f"{name}.npy")  # dated 1980: equal tensors make equal files
             member.create_system = 3  # likewise on every operating system
@@ -51,7 +51,7 @@ def write_safetensors(
             raise UserError(f'a safetensors file cannot hold "{name}" as {_dtype(tensor)}: convert it first.')
     # Widest numbers first keeps every tensor aligned, as the format asks.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    with written_aside(path) as aside, aside.open("wb") as stream:
+    with atomic_write(path) as aside, aside.open("wb") as stream:
         stream.write(_safetensors_header(ordered, {"format": "pt", **(metadata or {})}))
         for _, tensor in ordered:
             _write_bytes(stream, tensor)

@@ -23,12 +23,12 @@ class Verb(NamedTuple):
 VERBS = {
     "demo": Verb("vitral.cli.demo", "demo", "train, fine-tune and predict in two minutes, on handwritten digits"),
     "train": Verb("vitral.cli.train", "train", "a folder of images in, a model out"),
-    "predict": Verb("vitral.cli.use", "predict", "name what is in images"),
-    "evaluate": Verb("vitral.cli.use", "evaluate", "measure a model on labelled images"),
-    "embed": Verb("vitral.cli.use", "embed", "features of images, to a file"),
+    "predict": Verb("vitral.cli.predict", "predict", "name what is in images"),
+    "evaluate": Verb("vitral.cli.predict", "evaluate", "measure a model on labelled images"),
+    "embed": Verb("vitral.cli.predict", "embed", "features of images, to a file"),
     "inspect": Verb("vitral.cli.inspect", "inspect", "a page to see through a model: where it looks, what it learned"),
     "search": Verb("vitral.cli.inspect", "search", "images, or patches, that look like one"),
-    "check": Verb("vitral.cli.use", "check", "what is wrong with a data set"),
+    "check": Verb("vitral.cli.predict", "check", "what is wrong with a data set"),
     "pretrain": Verb("vitral.cli.protocols", "pretrain", "the paper's pre-training: Table 3, masked patches, sweeps"),
     "finetune": Verb(
         "vitral.cli.protocols", "finetune", "the paper's fine-tuning: swept rate, several seeds, test once"
@@ -86,7 +86,7 @@ def _run(words: list[str]) -> None:
 
 
 def _call(name: str, words: list[str]) -> None:
-    from vitral.cli.mistakes import run_words
+    from vitral.cli.parsing import run_words
 
     verb = VERBS[name]
     run_words(name, getattr(importlib.import_module(verb.module), verb.function), words)

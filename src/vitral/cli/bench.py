@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from vitral.cli.options import Flag, Folder, Number, Text
-from vitral.cli.show import print_facts, print_json, print_table
+from vitral.cli.output import Flag, Folder, Number, Text, print_facts, print_json, print_table
 
 _Work = Annotated[
     Literal["train", "infer", "latency", "data", "predict", "start", "growth"],
@@ -49,7 +48,7 @@ def bench(
         against: timm, transformers, torchvision, onnxruntime; without it all that are installed, "" for none.
         settings: eager, compile, graphs (compiled, with CUDA graphs); the usually fastest without it.
         attention: auto, flash, cudnn, efficient: the backends to try on an NVIDIA GPU.
-        rounds: turns of each contestant.
+        rounds: turns of each backend.
         data: a folder of class folders, for data and predict.
         workers: processes that read images; chosen without it.
         out: the file that keeps all rows; a page for this hardware is written beside it.

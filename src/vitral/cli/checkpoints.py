@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from vitral.architecture import ResizeRule, ViTConfig, as_dict
-from vitral.cli.options import Count, Flag, FormatName, Grid, Image, Source, image_size
-from vitral.cli.show import by, print_facts, print_json
+from vitral.cli.output import Count, Flag, FormatName, Grid, Image, Source, by, image_size, print_facts, print_json
 
 if TYPE_CHECKING:
     from vitral.api import Conversion, Info

@@ -6,8 +6,8 @@ import sys
 import webbrowser
 from pathlib import Path
 
+from vitral.cli.output import print_facts, print_table
 from vitral.cli.progress import RunDisplay, headline
-from vitral.cli.show import print_facts, print_table
 from vitral.cli.train import write_page
 
 
@@ -31,7 +31,7 @@ def demo() -> None:
         for row in found.rows
     ]
     print_table(["picture (its name is the truth)", "reads", "or"], cells, left=3)
-    print("\n4. Look at what it learned")
+    print("\n4. ImageInspection at what it learned")
     page = write_page(second, "digits")
     print_facts({"page": f"{page} (open it in a browser: curves, mistakes, where the model looks)"})
     _open(page)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from vitral.cli.options import Flag, Source, Text
-from vitral.cli.show import counted, print_facts, print_json, print_table
-from vitral.cli.use import bar, left_out
+from vitral.cli.output import Flag, Source, Text, counted, print_facts, print_json, print_table
+from vitral.cli.predict import bar, left_out
 from vitral.errors import UserError
 
 if TYPE_CHECKING:

@@ -8,13 +8,12 @@ import tyro
 
 from vitral import paper
 from vitral.architecture import Architecture, Size, ViTConfig
-from vitral.cli.options import Count, Flag, Image, image_size
-from vitral.cli.show import by, print_facts, print_json, print_table
+from vitral.cli.output import Count, Flag, Image, by, image_size, print_facts, print_json, print_table
 from vitral.cost import cost as cost_of
 from vitral.cost import training_flops
 from vitral.errors import UserError
 from vitral.names import NAMES, parse
-from vitral.recipe_book import recipe_names
+from vitral.recipe_presets import recipe_names
 
 
 def list_(

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from vitral.cli.options import Data, Flag, Number, Source, Text
-from vitral.cli.show import counted, print_facts, print_json, print_table
-from vitral.cli.use import bar
+from vitral.cli.output import Data, Flag, Number, Source, Text, counted, print_facts, print_json, print_table
+from vitral.cli.predict import bar
 
 if TYPE_CHECKING:
     from vitral.api import Probing

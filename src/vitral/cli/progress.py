@@ -11,7 +11,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 if TYPE_CHECKING:
-    from vitral.api import Evaluated, Event, Pace, Started, StepDone
+    from vitral.api import Evaluated, Event, Started, StepDone, ThroughputMeter
+from pathlib import Path
+
+from vitral.errors import UserError
+
+if TYPE_CHECKING:
+    from vitral.api import Event
+
 
 _QUIET_SECONDS = 20.0  # between lines where there is no terminal
 
@@ -27,7 +34,7 @@ class RunDisplay:
         columns = (TextColumn("{task.description:<10}"), BarColumn(bar_width=28), TextColumn("{task.fields[words]}"))
         self.bar = Progress(*columns, console=self.console, transient=True)
         self.task = self.bar.add_task("preparing", total=None, words="")
-        self.pace: Pace | None = None
+        self.pace: ThroughputMeter | None = None
         self.last: StepDone | None = None
         self.folder = ""
         self.saved = 0  # the step to go on from; none where the run is at its end
@@ -49,7 +56,7 @@ class RunDisplay:
             self._started(event)
         elif isinstance(event, api.Note):
             self.say(event.text)
-        elif isinstance(event, api.Placed):
+        elif isinstance(event, api.RunDirChosen):
             self.folder = event.folder
             self.say(f"run folder: {event.folder}")
         elif isinstance(event, api.Decoding):
@@ -71,7 +78,7 @@ class RunDisplay:
     def _started(self, event: Started) -> None:
         from vitral import api
 
-        self.pace, self.saved = api.Pace(event), event.step
+        self.pace, self.saved = api.ThroughputMeter(event), event.step
         left = self.pace.seconds_left()
         share = -(-event.batch // event.processes)
         pieces = -(-share // event.micro)
@@ -127,3 +134,34 @@ def duration(seconds: float) -> str:
     if seconds < 3600:
         return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
     return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
+
+
+class TensorBoard:
+    """Listens to a run and writes scalars into FOLDER/tensorboard."""
+
+    def __init__(self, folder: str) -> None:
+        if not folder:
+            raise UserError("--tensorboard needs --out, the folder to write into.")
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise UserError("--tensorboard needs an extra: pip install 'vitral[track]'.") from error
+        self.writer = SummaryWriter(str(Path(folder) / "tensorboard"))
+
+    def hear(self, event: Event) -> None:
+        from vitral import api
+
+        if isinstance(event, api.StepDone):
+            values = {"loss": event.loss, "rate": event.rate, "waited": event.waited, "accuracy": event.accuracy}
+            for name, value in values.items():
+                if value is not None:
+                    self.writer.add_scalar(f"train/{name}", value, event.step)
+        elif isinstance(event, api.Evaluated):
+            for name, value in event.metrics.items():
+                if isinstance(value, int | float):
+                    self.writer.add_scalar(f"test/{name}", value, event.step)
+            self.writer.flush()
+
+    def close(self) -> None:
+        """Write out what is still waiting."""
+        self.writer.close()

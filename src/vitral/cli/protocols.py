@@ -8,9 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 
-from vitral.cli.options import Count, Data, Flag, Folder, Source, Text, Times, Tried, Words
+from vitral.cli.output import (
+    Count,
+    Data,
+    Flag,
+    Folder,
+    Source,
+    Text,
+    Times,
+    Tried,
+    Words,
+    print_facts,
+    print_json,
+    print_table,
+)
 from vitral.cli.progress import duration
-from vitral.cli.show import print_facts, print_json, print_table
 from vitral.cli.train import check_once, rank, shown_run
 
 if TYPE_CHECKING:
@@ -44,7 +56,7 @@ def pretrain(
         data: what `vitral train` takes, cifar10:FOLDER, imagenet:FOLDER, ...
         model: its name, such as ViT-B/16; with the recipe's name it picks the row of the table.
         recipe: a name (`vitral list recipes`), or a TOML file.
-        sweep: values to choose from on the dev split, such as regular.dropout=0,0.1 optim.weight_decay=0.03,0.1.
+        sweep: values to choose from on the dev split, such as regularization.dropout=0,0.1 optim.weight_decay=0.03,0.1.
         seeds: runs of the chosen recipe.
         out: the run folder; the same folder again goes on where it stopped.
         device: cpu, cuda, cuda:1 or mps; chosen without it.

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from vitral.cli.options import Data, Flag, Text, Words
+from vitral.cli.output import Data, Flag, Text, Words, counted, print_facts, print_json, print_table
 from vitral.cli.progress import RunDisplay, duration, headline
-from vitral.cli.show import counted, print_facts, print_json, print_table
 from vitral.errors import Interrupted, UserError
 from vitral.recipe import Recipe, to_toml, with_overrides
 
@@ -34,7 +33,7 @@ def train(
     out: Annotated[str, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = "",
     recipe: Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = "",
     epochs: _Number = None,
-    tune: Text = "",
+    trainable: Text = "",
     balance: Text = "",
     seed: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     seeds: Annotated[int, tyro.conf.arg(metavar="N", help_behavior_hint="")] = 1,
@@ -52,7 +51,7 @@ def train(
         out: the run folder; the same folder again goes on where it stopped.
         recipe: a TOML file; `vitral show` prints one to start from.
         epochs: how often each image is seen.
-        tune: what learns: full, head, last:K, bias or lora:R.
+        trainable: what learns: full, head, last:K, bias or lora:R.
         balance: against uneven classes: none, weights, sampler or logit-adjust.
         seed: of weights, order, augmentation and dropout.
         seeds: train this many times, from seed on, and print mean and spread.
@@ -63,7 +62,7 @@ def train(
     """
     from vitral import api
 
-    named = {"epochs": epochs, "tune": tune or None, "balance": balance or None, "seed": seed}
+    named = {"epochs": epochs, "trainable": trainable or None, "balance": balance or None, "seed": seed}
     words = [f"{key}={value}" for key, value in named.items() if value is not None]
     check_once({**named, "model": model or None, "init": init or None}, set)
     with shown_run() as display, _listener(display, data, out, tensorboard and not rank()) as listen:
@@ -245,7 +244,7 @@ def _listener(display: RunDisplay, data: str, out: str, tensorboard: bool) -> It
         yield display.hear
         return
     from vitral.api.training import check_out
-    from vitral.cli.tracking import TensorBoard
+    from vitral.cli.progress import TensorBoard
 
     check_out(out, data)  # before there are files in it
     board = TensorBoard(out)

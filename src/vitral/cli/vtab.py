@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from vitral.cli.options import Flag, Folder, Source, Text, Times, Tried, Words
+from vitral.cli.output import Flag, Folder, Source, Text, Times, Tried, Words, print_facts, print_table
 from vitral.cli.protocols import report
-from vitral.cli.show import print_facts, print_table
 
 if TYPE_CHECKING:
     from vitral.api import VtabScore

@@ -99,7 +99,7 @@ def check(
     A source without a test split is looked at whole; its leaks are those of the split that training makes by default.
     """
     data = source if isinstance(source, DataSet) else _opened(source)
-    splits = [data.train] if data.test is None else [data.train, data.test]
+    splits = list(data.splits)
     seen: list[_Image] = []
     total = sum(map(len, splits))
     for chunk in in_workers(_Chunks(splits), workers):
@@ -168,7 +168,7 @@ def _report(data: DataSet, splits: list[Split], seen: list[_Image]) -> Report:
     alike, complete = _near(seen, groups)
     facts = [(key, image.facts) for key, image in zip(keys, seen, strict=True) if image.facts]
     counts = data.train.counts()
-    learns = counts.any() or data.test is None  # else the data is for testing only
+    learns = counts.any() or not data.splits[1:]  # else the data is for testing only
     lacking = too_few_classes(data.source, data.train) if learns else ""
 
     def those(kind: Callable[[ImageFacts], bool]) -> tuple[str, ...]:
@@ -198,7 +198,7 @@ def _report(data: DataSet, splits: list[Split], seen: list[_Image]) -> Report:
         ),
         near=tuple(Pair(keys[first], keys[second], bits) for first, second, bits in alike),
         leaks=tuple(Pair(keys[first], keys[second], bits) for first, second, bits in _crossing(groups, alike, tested)),
-        held_out=int(tested.sum()) if data.test is None else 0,
+        held_out=int(tested.sum()) if not data.splits[1:] else 0,
         not_compared=sum(not image.compared for image in seen),
         near_is_complete=complete,
     )
@@ -213,10 +213,11 @@ def _identical(seen: list[_Image]) -> list[list[int]]:
 
 
 def _tested(data: DataSet) -> np.ndarray:
-    """Which images of train, then of test, are tested on, (n,) bool; without a split those that training would take."""
-    if data.test is None:
+    """Which images of all splits, train first, are held out, (n,) bool; without a split those that training would hold
+    out."""
+    if not data.splits[1:]:
         return stratified(data.train.keys, strata(data.train), HELD_OUT, seed=0)
-    return np.arange(len(data.train) + len(data.test)) >= len(data.train)
+    return np.arange(sum(map(len, data.splits))) >= len(data.train)
 
 
 def _crossing(

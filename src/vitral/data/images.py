@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import io
 import math
+import re
+import struct
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
+import simplejpeg
 import torch
 import torch.nn.functional as F
 from PIL import ExifTags, Image, UnidentifiedImageError
-
-from vitral.data import jpeg
 
 METHODS = ("bilinear", "bicubic", "nearest", "area")
 
@@ -74,13 +75,13 @@ def decode(data: bytes, channels: int = 3) -> np.ndarray:
 class Undecoded:
     """A picture in a file whose parts can be asked for; it costs less to decode a part than all."""
 
-    def __init__(self, data: bytes, frame: jpeg.Frame) -> None:
+    def __init__(self, data: bytes, frame: JpegFrame) -> None:
         self.data, self.frame = data, frame
         self.shape = (frame.height, frame.width, 3)
 
     def __getitem__(self, part: tuple[slice, slice]) -> np.ndarray:
         """Rows and columns -> uint8 (h, w, 3); raises UnreadableImage."""
-        rows = jpeg.upper_rows(self.data, self.frame, part[0].stop)
+        rows = decode_upper_rows(self.data, self.frame, part[0].stop)
         return (decode(self.data) if rows is None else rows)[part]
 
 
@@ -90,7 +91,7 @@ def undecoded(data: bytes, channels: int) -> np.ndarray | Undecoded:
     Damage below the part goes unseen where Pillow would let it pass, too; that the end is missing is seen.
     """
     if channels == 3 and data.startswith(_JPEG):
-        frame, tagged = jpeg.header(data)
+        frame, tagged = jpeg_header(data)
         readable = frame is not None and 0 < frame.height * frame.width <= _largest()
         if readable and (not tagged or _jpeg_orientation(data) == 1):
             return Undecoded(data, frame)
@@ -181,12 +182,12 @@ def _fast_jpeg(data: bytes, channels: int) -> np.ndarray | None:
     """A JPEG's pixels in most cases; None for all that Pillow shall decide on."""
     if channels not in (1, 3) or not data.startswith(_JPEG):
         return None
-    pixels = jpeg.whole(data, channels, _largest())
+    pixels = decode_jpeg(data, channels, _largest())
     if pixels is None:
         return None
     if pixels.shape[2] != channels:
         pixels = _array(Image.fromarray(pixels).convert("L"))
-    return _upright(pixels, _jpeg_orientation(data)) if jpeg.header(data).tagged else pixels
+    return _upright(pixels, _jpeg_orientation(data)) if jpeg_header(data).tagged else pixels
 
 
 def _jpeg_orientation(data: bytes) -> int:
@@ -277,3 +278,64 @@ def _bits(image: Image.Image) -> int:
 def _largest() -> float:
     """Pillow warns from its limit on and refuses at twice that."""
     return 2 * (Image.MAX_IMAGE_PIXELS or float("inf"))
+
+
+_SEGMENTS = frozenset((*range(0xC0, 0xD0), *range(0xDA, 0xFF)))  # the markers that a length follows
+_END = b"\xff\xd9"
+_LEFT_OVER = re.compile(r"Corrupt JPEG data: \d+ extraneous bytes before marker 0xd[0-79]")  # the end, or a restart
+_BLOCKS = 16  # pixels, the height of a row of blocks where colours have half the resolution
+
+
+class JpegHeader(NamedTuple):
+    """What stands before the pixels."""
+
+    frame: JpegFrame | None  # None unless rows come in order, of 8 bits and 1 or 3 colours
+    tagged: bool  # has a segment that may hold EXIF or XMP, or is an odd one
+
+
+class JpegFrame(NamedTuple):
+    place: int  # in the file, where the height is written
+    height: int
+    width: int
+
+
+def jpeg_header(jpeg: bytes) -> JpegHeader:
+    place, frame, tagged = 2, None, False
+    while place + 10 < len(jpeg) and jpeg[place] == 0xFF and jpeg[place + 1] in _SEGMENTS:
+        marker = jpeg[place + 1]
+        if marker == 0xDA:  # the scan
+            return JpegHeader(frame, tagged)
+        if marker == 0xE1:
+            tagged = True
+        elif marker in (0xC0, 0xC1) and jpeg[place + 4] == 8 and jpeg[place + 9] in (1, 3):
+            frame = JpegFrame(place + 5, *struct.unpack_from(">HH", jpeg, place + 5))
+        place += 2 + int.from_bytes(jpeg[place + 2 : place + 4])
+    return JpegHeader(None, tagged=True)
+
+
+def decode_upper_rows(jpeg: bytes, frame: JpegFrame, rows: int) -> np.ndarray | None:
+    """uint8 (rows + 1, w, 3), of which all but the last row are those of the picture; None where all has to be
+    decoded."""
+    if not jpeg.endswith(_END):  # only the first complaint is told, which may be one of a restart left over
+        return None
+    end = rows + 1  # colours at half the resolution are blended with those of the next row
+    if end > (frame.height - 1) // _BLOCKS * _BLOCKS:  # the last row of blocks: nothing would be left over
+        return None
+    shorter = b"".join((jpeg[: frame.place], end.to_bytes(2), jpeg[frame.place + 2 :]))
+    pixels = np.empty((end, frame.width, 3), np.uint8)
+    try:
+        simplejpeg.decode_jpeg(shorter, "RGB", buffer=pixels)
+    except ValueError as complaint:
+        return pixels if _LEFT_OVER.fullmatch(str(complaint)) else None
+    return None  # nothing was left over: the file ends too soon
+
+
+def decode_jpeg(jpeg: bytes, channels: int, most_pixels: float) -> np.ndarray | None:
+    """uint8 (h, w, 1 or 3), as the file has it where it can be `channels`; None for all that Pillow shall decide on."""
+    try:
+        height, width, space, _ = simplejpeg.decode_jpeg_header(jpeg)
+        if space not in ("Gray", "YCbCr", "RGB") or int(height) * int(width) > most_pixels:
+            return None
+        return simplejpeg.decode_jpeg(jpeg, "GRAY" if space == "Gray" and channels == 1 else "RGB")
+    except (KeyError, ValueError):  # a subsampling without a name there; warnings too, some of which Pillow lets pass
+        return None

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitral.aside import written_aside
+from vitral.atomic import atomic_write
 from vitral.data.images import UnreadableImage, describe
 from vitral.data.loader import in_workers, read_pixels
 from vitral.data.sources import Split
@@ -174,7 +174,7 @@ def _write(
     _remove_abandoned(path.parent)
     shapes, reasons, written = np.zeros((len(split), 2), np.int32), [], 0
     try:
-        with written_aside(path) as aside, aside.open("wb") as stream:
+        with atomic_write(path) as aside, aside.open("wb") as stream:
             for index, pixels in enumerate(in_workers(_Decoded(split, channels), workers)):
                 if isinstance(pixels, str):
                     reasons.append(pixels)
@@ -188,14 +188,14 @@ def _write(
     except _TooLarge:
         return None
     found = _Index(shapes, np.array(reasons, dtype=np.str_))
-    with written_aside(path.with_suffix(".npz")) as aside, aside.open("wb") as stream:
+    with atomic_write(path.with_suffix(".npz")) as aside, aside.open("wb") as stream:
         np.savez(stream, shapes=found.shapes, reasons=found.reasons)
     return found
 
 
 def _remove_abandoned(folder: Path) -> None:
     """What killed processes left; a file that is being written has changed within the hour."""
-    for unfinished in folder.glob(".*.part"):  # as `written_aside` names them
+    for unfinished in folder.glob(".*.part"):  # as `atomic_write` names them
         with contextlib.suppress(OSError):
             if time.time() - unfinished.stat().st_mtime > ABANDONED:
                 unfinished.unlink()

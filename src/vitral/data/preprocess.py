@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,7 +27,6 @@ import numpy as np
 from vitral.architecture import Size
 from vitral.data.augment import erase, flip, is_mirrored, randaugment
 from vitral.data.images import METHODS, Undecoded, resize
-from vitral.data.steps import Number, as_number, split_step
 from vitral.errors import UserError
 
 EXAMPLE = '"decode|resize_small(256)|central_crop(224)"'
@@ -42,6 +42,44 @@ _ELSEWHERE = {
 
 
 Picture = np.ndarray | Undecoded  # uint8 (h, w, c); a step that needs a part of it has no more decoded
+
+
+_STEP = re.compile(r"(\w+)\s*(?:\(([^()]*)\))?")
+
+
+class Number(NamedTuple):
+    """A number that a step takes, from `low` to `high`."""
+
+    name: str
+    low: float
+    high: float
+    default: float | None = None
+    whole: bool = False
+
+    def takes(self, value: float) -> bool:
+        return self.low <= value <= self.high and (value == int(value) or not self.whole)
+
+    @property
+    def wanted(self) -> str:
+        return f"a {'whole number' if self.whole else 'number'} from {self.low} to {self.high}"
+
+
+def split_step(text: str) -> tuple[str, list[str]] | None:
+    """ "name(word, word)" to its name and its words; None where the text is no step."""
+    match = _STEP.fullmatch(text)
+    if not match:
+        return None
+    inside = (match[2] or "").strip()
+    return match[1], [word.strip() for word in inside.split(",")] if inside else []
+
+
+def as_number(word: str) -> float | None:
+    """None where the word is no finite number."""
+    try:
+        value = float(word)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
@@ -115,7 +153,7 @@ def parse_pipeline(text: str) -> Pipeline:
     return Pipeline(text.strip(), steps, size, any(_KINDS[step.name].random for step in steps))
 
 
-def parse_steady(text: str) -> Pipeline:
+def parse_deterministic(text: str) -> Pipeline:
     """The same, for pixels that must be equal each time."""
     pipeline = parse_pipeline(text)
     if pipeline.random:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitral.aside import written_aside
+from vitral.atomic import atomic_write
 from vitral.data.cache import cache_folder
 from vitral.data.folders import EXTENSIONS
 from vitral.data.images import UnreadableImage
@@ -193,7 +193,7 @@ def _index_places(file: Path) -> tuple[Path, Path]:
 def _write(place: Path, text: str) -> bool:
     """False where the place cannot be written."""
     try:
-        with written_aside(place) as aside:
+        with atomic_write(place) as aside:
             aside.write_text(text, encoding="utf-8")
     except OSError:
         return False

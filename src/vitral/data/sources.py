@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,8 +23,10 @@ import numpy as np
 from vitral.data import manifests, parquet
 from vitral.data.catalog import CATALOG, is_known, open_known
 from vitral.data.folders import FileReader, find_images, read_folder, sub_folders
+from vitral.data.images import UnreadableImage, describe
+from vitral.data.order import permute
 from vitral.data.shards import expand, read_shards
-from vitral.data.splits import HELD_OUT, SPLIT_NAMES, DataSet, Reader, Split
+from vitral.data.splits import HELD_OUT, SPLIT_NAMES, DataSet, Reader, Split, strata, stratified
 from vitral.errors import UserError
 
 __all__ = ["DataSet", "Reader", "Split", "open_data", "open_images"]
@@ -33,9 +35,8 @@ __all__ = ["DataSet", "Reader", "Split", "open_data", "open_images"]
 def open_data(source: str | Path, *, seed: int = 0, held_out: float = HELD_OUT) -> DataSet:
     """Open any source of the table above.
 
-    `test` is the source's val split, else its test split; with both, test is left alone and the notes say so. Without
-    either, `held_out` of each class is drawn with `seed`; `held_out=0` leaves everything in train and test None,
-    and takes a single class too.
+    Where the source has neither a val nor a test split, a share `held_out` of each class, drawn with `seed`, becomes
+    test; `held_out=0` leaves everything in train, and a single class is accepted.
     """
     text = str(source)
     if isinstance(source, str) and is_known(text):
@@ -84,3 +85,86 @@ def open_images(sources: Sequence[str | Path]) -> Split:
     if not names:
         raise UserError(f"There is no image in {', '.join(map(str, sources))}: name files or folders.")
     return Split("images", names, np.full(len(names), -1, np.int64), (), FileReader("", names))
+
+
+def narrowed(
+    data: DataSet, *, exclude: Collection[str] = (), subset: int = 0, subset_seed: int = 0, dev: float = 0.0
+) -> DataSet:
+    """The data set with less to train on, and a note for each reason.
+
+    The share `dev` is carved out before `subset` images are drawn, so that subsets of any size are measured alike.
+    """
+    if exclude:
+        data = _without(data, set(exclude))
+    if dev:
+        data = with_dev_split(data, dev)
+    if subset:
+        data = _drawn(data, subset, subset_seed)
+    return data
+
+
+def with_dev_split(data: DataSet, share: float) -> DataSet:
+    """The data with a val split to select hyper-parameters on: its own beside test, else a share of each train class."""
+    if data.val is not None and data.test is not None:
+        return data
+    held = stratified(data.train.keys, strata(data.train), share, seed=0)
+    dev = data.train.select(np.flatnonzero(held), "dev")
+    if not len(dev):
+        raise UserError(f"{data.source} has too few images to keep {share:.0%} of each class: set data.dev=0.")
+    train = data.train.select(np.flatnonzero(~held))
+    note = f"{len(dev):,} of {len(data.train):,} training images are the dev split."
+    return DataSet(data.source, train, val=dev, test=data.eval_split, notes=(*data.notes, note))
+
+
+def with_test_split(data: DataSet) -> DataSet:
+    """The data with the split used for the final evaluation, test where there is one, as its only held-out split."""
+    return data if data.test is None else replace(data, val=None)
+
+
+def nested_draw(count: int, images: int, seed: int) -> np.ndarray:
+    """`count` of `images` places in ascending order; a draw of fewer with the same seed lies inside it."""
+    return np.sort(permute(np.arange(count), images, seed, epoch=0))
+
+
+def _drawn(data: DataSet, count: int, seed: int) -> DataSet:
+    train = data.train
+    if count > len(train):
+        raise UserError(f"data.subset={count} is more than the {len(train)} training images: choose a smaller one.")
+    chosen = train.select(nested_draw(count, len(train), seed))
+    note = f"Trained on {count:,} of {len(train):,} images, drawn with seed {seed}."
+    return replace(data, train=chosen, notes=(*data.notes, note))
+
+
+def _without(data: DataSet, exclude: set[str]) -> DataSet:
+    kept = [place for place, key in enumerate(data.train.keys) if key not in exclude]
+    left_out = len(data.train) - len(kept)
+    held = (key for split in data.splits[1:] for key in split.keys)
+    if not left_out and exclude.isdisjoint(held):  # all that the list names may have been held out for testing
+        raise UserError(f"data.exclude names none of the training images of {data.source}: it is another set's list.")
+    note = f"Left out {left_out:,} training images that data.exclude names."
+    return replace(data, train=_select(data.train, kept), notes=(*data.notes, note))
+
+
+def _select(split: Split, places: list[int]) -> Split:
+    return split.select(np.array(places, np.int64))
+
+
+_SAMPLE = 32
+
+
+def median_short_side(split: Split) -> int:
+    """Pixels of the shorter side in the middle of a sample spread over the split; headers are read, not pixels."""
+    sides = []
+    for index in np.unique(np.linspace(0, len(split) - 1, _SAMPLE).astype(int)).tolist():
+        try:
+            sides.append(_short_side(split.reader.read(index)))
+        except (UnreadableImage, OSError):
+            continue
+    return int(np.median(sides)) if sides else 224
+
+
+def _short_side(image: bytes | np.ndarray) -> int:
+    if isinstance(image, np.ndarray):
+        return min(image.shape[:2])
+    facts = describe(image)
+    return min(facts.width, facts.height)

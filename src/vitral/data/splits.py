@@ -102,17 +102,31 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class DataSet:
-    """What a source holds. `notes` are sentences for people: what was split, left out or is missing.
-
-    `test` is what is measured while choices are made; `final` is the test split that nobody looks at before the end,
-    where the source has one beside its val split.
-    """
+    """The splits of a data source. `notes` are messages for the user: what was split, left out or is missing."""
 
     source: str
     train: Split
-    test: Split | None
-    notes: tuple[str, ...]
-    final: Split | None = None
+    val: Split | None = None
+    test: Split | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def eval_split(self) -> Split | None:
+        """The split that is evaluated during training: val where there is one, else test."""
+        return self.test if self.val is None else self.val
+
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        """All splits that exist, train first."""
+        return tuple(split for split in (self.train, self.val, self.test) if split is not None)
+
+    @property
+    def messages(self) -> tuple[str, ...]:
+        """The notes, and which split is evaluated where there are two to choose from."""
+        if self.val is None or self.test is None:
+            return self.notes
+        split = f"{self.val.name} ({len(self.val):,} images)"
+        return (*self.notes, f"Evaluated on {split}; {self.test.name} is not used before the end.")
 
 
 @dataclass(frozen=True)
@@ -166,9 +180,8 @@ def assemble(
 ) -> DataSet:
     """Splits by name to a data set with one class list, made from the training split unless the source states it.
 
-    `parts` has "train" and perhaps "val" and "test". What is measured while training is `val` where it exists, so that
-    choices made on the way never see `test`; the notes say so. Without both, a part of train is held out. Those who
-    hold out nothing take the images as they are, be they all of one class.
+    `parts` has "train" and perhaps "val" and "test". Without both, a share `held_out` of train becomes the test split;
+    with `held_out=0` all images stay in train, and a single class is accepted.
     """
     if not 0 <= held_out < 1:
         raise UserError(f"held_out is the share of images kept for testing, such as 0.2, not {held_out}.")
@@ -178,18 +191,15 @@ def assemble(
     train = _split("train", parts["train"], listed, several)
     if held_out and len(train) and (why := too_few_classes(source, train)):
         raise UserError(why)
-    other = next((name for name in ("val", "test") if name in parts), None)
-    if other is None:
+    held: dict[str, Split] = {}
+    for name in ("val", "test"):
+        if name in parts:
+            _refuse_unknown(source, name, parts[name], listed)
+            held[name] = _split(name, parts[name], listed, several)
+    if not held:
         return _with_held_out(source, train, seed, held_out, said)
-    _refuse_unknown(source, other, parts[other], listed)
-    test = _split(other, parts[other], listed, several)
-    said += _absent(train, test) if len(train) else []
-    if "val" not in parts or "test" not in parts:
-        return DataSet(source, train, test, tuple(said))
-    _refuse_unknown(source, "test", parts["test"], listed)
-    final = _split("test", parts["test"], listed, several)
-    said.append(f"Measured on val ({len(test)} images); test is left alone for the end.")
-    return DataSet(source, train, test, tuple(said), final)
+    said += _absent(train, next(iter(held.values()))) if len(train) else []
+    return DataSet(source, train, **held, notes=tuple(said))
 
 
 def too_few_classes(source: str, train: Split) -> str:
@@ -218,7 +228,7 @@ def stratified(keys: Sequence[str], strata: np.ndarray, held_out: float, seed: i
 
 def _with_held_out(source: str, train: Split, seed: int, held_out: float, notes: list[str]) -> DataSet:
     if held_out == 0:
-        return DataSet(source, train, None, tuple(notes))
+        return DataSet(source, train, notes=tuple(notes))
     held = stratified(train.keys, strata(train), held_out, seed)
     test = train.select(np.flatnonzero(held), "test")
     if len(test) == 0:
@@ -228,7 +238,7 @@ def _with_held_out(source: str, train: Split, seed: int, held_out: float, notes:
         f"No test split was given: {len(test)} of {len(train)} images ({held_out:.0%} of each class, seed {seed}) "
         f"are held out for testing; split {test.fingerprint()[:12]}."
     )
-    return DataSet(source, kept, test, (*notes, *_absent(kept, test)))
+    return DataSet(source, kept, test=test, notes=(*notes, *_absent(kept, test)))
 
 
 def strata(split: Split) -> np.ndarray:

@@ -41,7 +41,7 @@ CUT_FAR: tuple[Stretches, ...] = tuple(
 _SOUGHT: tuple[Stretches, ...] = tuple(((edge, 1 - edge),) for edge in (0.0, 0.015, 0.075, 0.09))
 
 
-class Looks(NamedTuple):
+class ThumbnailBatch(NamedTuple):
     """Some images as a worker saw them. An image without digests could not be read."""
 
     files: list[bytes]  # sha256 of the stored bytes, empty where pixels are stored
@@ -50,7 +50,7 @@ class Looks(NamedTuple):
     compared: np.ndarray  # (n,) bool: False where the picture is too small or of one colour, and looks like any other
 
 
-def looks(split: Split, workers: int = 0) -> Iterator[Looks]:
+def looks(split: Split, workers: int = 0) -> Iterator[ThumbnailBatch]:
     """All images of a split in order, a few at a time."""
     return in_workers(_Chunks(split), workers)
 
@@ -109,7 +109,7 @@ class Gallery:
             few = self._nearest(np.hstack([few, [asked // len(ways), places, bits]]))
         return few[:2].T
 
-    def _take(self, seen: Looks, number: int, start: int) -> None:
+    def _take(self, seen: ThumbnailBatch, number: int, start: int) -> None:
         stop = start + len(seen.compared)
         self.thumbnails[start:stop], self.compared[start:stop] = seen.thumbnails, seen.compared
         self.unreadable += seen.pixels.count(b"")
@@ -141,10 +141,10 @@ class _Chunks:
     def __len__(self) -> int:
         return -(-len(self.split) // CHUNK)
 
-    def __getitem__(self, item: int) -> Looks:
+    def __getitem__(self, item: int) -> ThumbnailBatch:
         rows = range(item * CHUNK, min((item + 1) * CHUNK, len(self.split)))
         files, pixels, thumbnails, compared = zip(*(_look(self.split, row) for row in rows), strict=True)
-        return Looks(list(files), list(pixels), np.stack(thumbnails), np.array(compared, bool))
+        return ThumbnailBatch(list(files), list(pixels), np.stack(thumbnails), np.array(compared, bool))
 
 
 def _look(split: Split, index: int) -> tuple[bytes, bytes, np.ndarray, bool]:

@@ -246,3 +246,26 @@ def _check_probabilities(scores: np.ndarray, labels: np.ndarray) -> None:
     check_scores(scores, labels)
     if scores.min() < 0 or scores.max() > 1:
         raise UserError("multi-label scores are probabilities from 0 to 1: apply a sigmoid to the outputs first.")
+
+
+class ObjectNetScore(NamedTuple):
+    top1: float
+    top5: float
+    n: int
+
+
+def objectnet_accuracy(logits: np.ndarray, labels: np.ndarray, mapping: Sequence[Sequence[int]]) -> ObjectNetScore:
+    """(n, 1000), (n,) -> how often the first, or one of the first five, is right. Equal outputs go to the lower index.
+
+    `mapping` has the outputs that are right for each ObjectNet class.
+    """
+    check_scores(logits, labels)
+    outputs = logits.shape[1]
+    if max(map(max, mapping)) >= outputs:
+        raise UserError(f"ObjectNet is mapped to ImageNet's 1000 classes, and this model has {outputs}.")
+    right = np.zeros((len(mapping), outputs), bool)
+    for label, allowed in enumerate(mapping):
+        right[label, list(allowed)] = True
+    first = np.argsort(-logits, axis=1, kind="stable")[:, :5]
+    hits = right[labels[:, None], first]
+    return ObjectNetScore(float(hits[:, 0].mean()), float(hits.any(axis=1).mean()), len(labels))

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitral.aside import written_aside
+from vitral.atomic import atomic_write
 from vitral.data.hashes import FARTHEST
 from vitral.data.sources import Split
-from vitral.data.thumbnails import CUT, CUT_FAR, Gallery, Looks, likeness, looks
+from vitral.data.thumbnails import CUT, CUT_FAR, Gallery, ThumbnailBatch, likeness, looks
 from vitral.errors import UserError
 from vitral.evaluation.predict import Preprocessing, Progress, embed_split
 from vitral.models.build import Model
@@ -128,7 +128,7 @@ def write_exclusions(path: Path, found: Duplicates) -> None:
     for key, pairs in copies.items():
         lines.append(_escaped(key))
         lines += [f"#   {pair.kind} ({pair.how}, {pair.score:.3f}): {_escaped(pair.test)}" for pair in pairs]
-    with written_aside(path) as aside:
+    with atomic_write(path) as aside:
         # File names need not be text.
         aside.write_bytes("".join(f"{line}\n" for line in lines).encode("utf-8", "surrogateescape"))
 
@@ -191,7 +191,7 @@ class _Search:
     compared: int = 0
     unreadable: int = 0
 
-    def by_digest_and_hash(self, seen: Looks) -> None:
+    def by_digest_and_hash(self, seen: ThumbnailBatch) -> None:
         """The next images of train."""
         known = self.known
         for row, (file, picture) in enumerate(zip(seen.files, seen.pixels, strict=True), self.seen):

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vitral.aside import written_aside
+from vitral.atomic import atomic_write
 from vitral.data.cache import cache_folder
 from vitral.data.sources import Split
 from vitral.evaluation.predict import EmbeddingPool, Precision, Preprocessing, Progress, embed_split
@@ -33,7 +33,7 @@ from vitral.version import __version__
 
 ROOM = 20e9  # bytes; the features of ImageNet's 1.3 million images by ViT-L take 5.2e9
 IN_USE = 3600  # seconds: train is wanted again soon after test is computed, and what is being written has changed
-# As we name them, and `written_aside` while they are being written: a folder may hold files of others.
+# As we name them, and `atomic_write` while they are being written: a folder may hold files of others.
 _OURS = re.compile(r"[0-9a-f]{64}\.npz|\.[0-9a-f]{64}\.npz\.[0-9a-f]{8}\.part")
 
 
@@ -130,7 +130,7 @@ def _intact(path: Path, name: str, n: int) -> tuple[np.ndarray, np.ndarray] | No
 def _write(path: Path, name: str, x: np.ndarray, valid: np.ndarray) -> bool:
     """False where the place cannot be written."""
     try:
-        with written_aside(path) as aside, aside.open("wb") as stream:
+        with atomic_write(path) as aside, aside.open("wb") as stream:
             np.savez(stream, name=np.array(name), x=x, valid=valid)
     except OSError:
         return False

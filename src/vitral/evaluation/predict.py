@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitral.data.loader import PADDING, Batch, evaluation_batches
 from vitral.data.order import evaluation_indices
-from vitral.data.preprocess import parse_steady
+from vitral.data.preprocess import parse_deterministic
 from vitral.data.sources import Split
 from vitral.errors import UserError
 from vitral.models.build import Model
@@ -135,7 +135,7 @@ def _compute(
 
 
 def _batches(share: _Share, pipeline: str, channels: int, device: torch.device) -> Iterator[Batch]:
-    steps = parse_steady(pipeline)
+    steps = parse_deterministic(pipeline)
     split, batch, rank, world, workers = share
     pin = device.type == "cuda"
     return evaluation_batches(

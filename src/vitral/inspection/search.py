@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from vitral.aside import written_aside
+from vitral.atomic import atomic_write
 from vitral.errors import UserError
-from vitral.inspection.tokens import patch_features
+from vitral.inspection.embeddings import patch_features
 from vitral.models.build import Model
 
 ROWS, QUERIES = 1 << 14, 1 << 8  # compared at a time: a search adds some 50 MB, however large the index
@@ -72,7 +72,7 @@ def index_patches(model: Model, batches: Iterable[tuple[Sequence[str], Tensor]],
 
 def save_index(path: Path, index: Index) -> None:
     """As npz with `paths`, `features` and `origin`; a reader sees the old file or the whole new one."""
-    with written_aside(path) as aside, aside.open("wb") as stream:
+    with atomic_write(path) as aside, aside.open("wb") as stream:
         paths = np.array(index.paths, np.str_)
         np.savez(stream, paths=paths, features=index.features, origin=np.array(index.origin))
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from vitral.kernels.dispatch import launch, on_device_of
 from vitral.kernels.jit import attention as jit
-from vitral.kernels.launch import launch, on_device_of
 
 Parts = tuple[tuple[int, int], ...]  # (first, size) of each part of a sequence
 _ROWS = 64  # that a program computes at a time; measured on an H200

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from vitral.kernels import attention, cublas, gelu, norm
+from vitral.kernels.dispatch import on_device_of
 from vitral.kernels.fold import fold, unfold
-from vitral.kernels.launch import on_device_of
 from vitral.kernels.weights import Dense, Layer, Norm, PlainNorm
 
 

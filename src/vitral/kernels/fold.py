@@ -15,8 +15,8 @@ import torch
 import triton
 from torch import Tensor
 
+from vitral.kernels.dispatch import launch
 from vitral.kernels.jit import fold as jit
-from vitral.kernels.launch import launch
 from vitral.kernels.weights import Dense, Norm
 
 _EACH, _ROWS = 32, 4  # rows of a program when unfolding, and at a time

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from vitral.kernels.dispatch import launch
 from vitral.kernels.jit import gelu as jit
-from vitral.kernels.launch import launch
 
 _EACH = 64  # rows of a program, one at a time
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from vitral.kernels.dispatch import launch
 from vitral.kernels.jit import norm as jit
-from vitral.kernels.launch import launch
 from vitral.kernels.weights import Norm, PlainNorm
 
 _EACH, _ROWS = 16, 2  # rows of a program of the backward kernel, and at a time

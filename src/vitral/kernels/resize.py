@@ -15,8 +15,8 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from vitral.kernels.dispatch import launch, on_device_of
 from vitral.kernels.jit import resize as jit
-from vitral.kernels.launch import launch, on_device_of
 
 _MOST_BITS = 15  # of a rounded weight, its sign not counted
 _MOST_SHIFT = 22

@@ -47,7 +47,9 @@ def add_lora(model: nn.Module, rank: int) -> None:
     `up` starts at zero, so the model computes what it did. No factor alpha / rank: the learning rate does its work.
     """
     if not isinstance(model, ViT):
-        raise UserError("LoRA adapts the linear layers of a Vision Transformer: for a ResNet use tune=last:1 or bias.")
+        raise UserError(
+            "LoRA adapts the linear layers of a Vision Transformer: for a ResNet use trainable=last:1 or bias."
+        )
     if rank < 1:
         raise UserError(f"the rank of LoRA must be at least 1, not {rank}.")
     if any(isinstance(module, LoraLinear) for module in model.modules()):

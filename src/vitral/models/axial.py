@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.architecture import AXIAL_HEADS, Size
-from vitral.models.initial import lecun_normal, normal
+from vitral.models.init import lecun_normal, normal
 from vitral.models.position import resize_offsets
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitral.models.initial import lecun_normal
+from vitral.models.init import lecun_normal
 
 Convention = Literal["hybrid", "bit"]
 

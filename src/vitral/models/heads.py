@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.architecture import ViTConfig
-from vitral.models.initial import lecun_normal, xavier_uniform
+from vitral.models.init import lecun_normal, xavier_uniform
 from vitral.models.layers import Mlp, Watcher
 
 

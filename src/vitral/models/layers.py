@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from vitral.architecture import Size, ViTConfig
-from vitral.kernels.choice import attention
+from vitral.errors import UserError
+from vitral.kernels.dispatch import attention
 from vitral.kernels.packed import linear_gelu
-from vitral.models.initial import normal, xavier_uniform
+from vitral.models.init import normal, xavier_uniform
 from vitral.models.position import RelativePosition
 
 
@@ -139,3 +140,12 @@ class AxialBlock(nn.Module):
         x = self.row(x, grid)
         x = self.column(x.transpose(1, 2), grid).transpose(1, 2)
         return x.flatten(1, 2)
+
+
+def check_images(images: Tensor, channels: int) -> None:
+    """Refuse what is not a batch of images (b, channels, height, width)."""
+    if images.ndim != 4 or images.shape[1] != channels:
+        raise UserError(
+            f"this model reads a batch of {channels}-channel images (b, c, h, w), "
+            f"not a tensor of shape {tuple(images.shape)}."
+        )

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.architecture import ResizeRule, Size, ViTConfig
-from vitral.models.initial import normal
+from vitral.models.init import normal
 
 
 class Position(nn.Module):

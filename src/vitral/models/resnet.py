@@ -9,7 +9,7 @@ from vitral.architecture import ResNetConfig, Size
 from vitral.models.axial import AxialAttention2d
 from vitral.models.convolution import StandardisedConv2d
 from vitral.models.heads import Head
-from vitral.models.images import check_images
+from vitral.models.layers import check_images
 
 
 class ResNet(nn.Module):

@@ -15,11 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.architecture import ViTConfig
-from vitral.kernels.choice import fits_blocks
+from vitral.kernels.dispatch import fits_blocks
 from vitral.models.heads import Head, MapPool
-from vitral.models.images import check_images
-from vitral.models.initial import lecun_normal, normal, zero_bias
-from vitral.models.layers import AxialBlock, Block
+from vitral.models.init import lecun_normal, normal, zero_bias
+from vitral.models.layers import AxialBlock, Block, check_images
 from vitral.models.position import build_position, grid_of
 from vitral.models.stem import ResNetStem
 

@@ -23,12 +23,12 @@ from vitral.paper.results import (
     table8,
     table9,
 )
-from vitral.paper.rows import Row
 from vitral.paper.setups import (
     BitFinetuningRow,
     BitPretrainingRow,
     FinetuningRow,
     MaskedRow,
+    PaperRow,
     PretrainingRow,
     PretrainingSet,
     Reading,
@@ -54,12 +54,12 @@ __all__ = [
     "MaskedRow",
     "ObjectnetRow",
     "OptimizerRow",
+    "PaperRow",
     "PositionRow",
     "PretrainingRow",
     "PretrainingSet",
     "Reading",
     "Reported",
-    "Row",
     "ScalingRow",
     "SizeRow",
     "TransferRow",

@@ -8,8 +8,7 @@ from functools import cache
 
 from vitral.errors import UserError
 from vitral.names import name_of, parse
-from vitral.paper.rows import Row, read_rows
-from vitral.paper.setups import masked_training
+from vitral.paper.setups import PaperRow, masked_training, read_rows
 
 PRETRAININGS = ("jft300m", "imagenet21k", "imagenet", "jft300m-masked")
 DATASETS = ("imagenet", "real", "cifar10", "cifar100", "pets", "flowers", "vtab", "objectnet")
@@ -18,7 +17,7 @@ Mean = tuple[float, ...]  # a mean in percent and, where it is printed, its spre
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransferRow(Row):
+class TransferRow(PaperRow):
     """One column of Table 2: means over three fine-tuning runs, and the cost of pre-training in TPUv3-core-days."""
 
     model: str
@@ -36,7 +35,7 @@ class TransferRow(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreRow(Row):
+class ScoreRow(PaperRow):
     """One model after fine-tuning at 384 pixels: accuracies in percent."""
 
     model: str
@@ -65,7 +64,7 @@ class ScalingRow(ScoreRow):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerRow(Row):
+class OptimizerRow(PaperRow):
     """One ResNet of Table 7, pre-trained on JFT-300M with Adam or SGD: accuracies in percent, and their mean."""
 
     model: str
@@ -79,7 +78,7 @@ class OptimizerRow(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PositionRow(Row):
+class PositionRow(PaperRow):
     """One position embedding of Table 8: 5-shot accuracy as a share, by where it is added; None: not applicable."""
 
     position: str
@@ -89,7 +88,7 @@ class PositionRow(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VtabRow(Row):
+class VtabRow(PaperRow):
     """One model of Table 9: accuracy in percent by the task's name, and the plain mean as printed."""
 
     model: str
@@ -99,7 +98,7 @@ class VtabRow(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectnetRow(Row):
+class ObjectnetRow(PaperRow):
     """Accuracies in percent on ObjectNet, without training on it."""
 
     model: str
@@ -109,7 +108,7 @@ class ObjectnetRow(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DuplicateRow(Row):
+class DuplicateRow(PaperRow):
     """Near-duplicates of a data set's test images, counted in each pre-training set."""
 
     dataset: str
@@ -225,7 +224,7 @@ def _scores(
             yield row.model, pretraining, dataset, _number(row, value, about=about)
 
 
-def _number(row: Row, value: float, spread: float | None = None, about: str = "") -> Reported:
+def _number(row: PaperRow, value: float, spread: float | None = None, about: str = "") -> Reported:
     return Reported(value, spread, row.source.partition(",")[0], f"{about} {row.note}".strip())
 
 

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any
-
-from vitral.paper.rows import Row, read_rows
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 
 @dataclass(frozen=True, kw_only=True)
-class SizeRow(Row):
+class PaperRow:
+    """What every row has: where it is printed, and what to know before trusting it."""
+
+    source: str
+    note: str = ""
+
+
+R = TypeVar("R", bound=PaperRow)
+
+
+def read_rows(kind: type[R], file: str) -> tuple[R, ...]:
+    """The rows of a data file. Each takes the file's source and its `every` table where it does not say otherwise."""
+    data = tomllib.loads(files("vitral.paper").joinpath(file).read_text(encoding="utf-8"))
+    shared = {"source": data["source"], **data.get("every", {})}
+    return tuple(kind(**{key: _frozen(value) for key, value in (shared | row).items()}) for row in data["rows"])
+
+
+def _frozen(value: Any) -> Any:
+    """Lists become tuples and tables read-only, so that rows stay as they are printed."""
+    if isinstance(value, list):
+        return tuple(value)
+    return MappingProxyType(value) if isinstance(value, dict) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeRow(PaperRow):
     """One model size of Table 1. `params` is rounded as printed; `model` is the one whose exact count is nearest."""
 
     name: str
@@ -26,7 +52,7 @@ class SizeRow(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainingSet(Row):
+class PretrainingSet(PaperRow):
     """A data set that models were pre-trained on."""
 
     name: str
@@ -35,7 +61,7 @@ class PretrainingSet(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainingRow(Row):
+class PretrainingRow(PaperRow):
     """One row of Table 3. `printed` is its first cell, `models` what that stands for; two `epochs` are two runs."""
 
     printed: str
@@ -60,7 +86,7 @@ class PretrainingRow(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuningRow(Row):
+class FinetuningRow(PaperRow):
     """One row of Table 4. `rates` are tried on a share `dev` of the training images; the final run trains on all."""
 
     dataset: str
@@ -77,7 +103,7 @@ class FinetuningRow(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskedRow(Row):
+class MaskedRow(PaperRow):
     """Masked patch prediction, and the accuracy in percent that it led to on ImageNet."""
 
     model: str
@@ -96,7 +122,7 @@ class MaskedRow(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VtabTask(Row):
+class VtabTask(PaperRow):
     """One task of VTAB-1k. `paper` is its column in Table 9; `val` (200 images) and `test` are splits in TFDS words."""
 
     name: str
@@ -112,7 +138,7 @@ class VtabTask(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BitPretrainingRow(Row):
+class BitPretrainingRow(PaperRow):
     """BiT's own pre-training; the rate is divided by 10 after each of `drops` epochs."""
 
     dataset: str
@@ -126,7 +152,7 @@ class BitPretrainingRow(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BitFinetuningRow(Row):
+class BitFinetuningRow(PaperRow):
     """One size of BiT's HyperRule, for data of fewer than `below` images (None: any number)."""
 
     size: str
@@ -141,7 +167,7 @@ class BitFinetuningRow(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading(Row):
+class Reading(PaperRow):
     """Where the paper is silent or contradicts itself: keys of a recipe with the values that are taken, and why.
 
     `source` is where the values come from.

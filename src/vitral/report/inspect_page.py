@@ -61,7 +61,7 @@ def inspect_page(
 
 
 def viewer_section(
-    shown: Sequence[Shown], pooled_name: str, title: str = "Look through it", about: str = ""
+    shown: Sequence[Shown], pooled_name: str, title: str = "ImageInspection through it", about: str = ""
 ) -> Section:
     notes = f'<p class="hint">{escape(viewer_notes(shown, pooled_name))}</p>'
     if not about and shown[0].look.pooled is None:

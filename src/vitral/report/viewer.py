@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitral.inspection.looks import Look
+from vitral.inspection.image_inspection import ImageInspection
 from vitral.report.charts import photo_uri
 
 BUDGET = 12_000_000  # characters for the attention of single patches; a page of 8 images stays below 15 MB
@@ -36,7 +36,7 @@ class Shown(NamedTuple):
 
     name: str
     picture: np.ndarray  # uint8 (h, w, c), as the model sees it
-    look: Look
+    look: ImageInspection
     answers: tuple[tuple[str, float], ...]  # the likeliest classes and their probabilities
     truth: tuple[str, ...] = ()  # the classes it really has, as far as they are known
     alone: bool = False  # each probability is of its class by itself (sigmoid), not a share of one (softmax)
@@ -167,7 +167,7 @@ def _image_data(one: Shown) -> dict[str, Any]:
     return data
 
 
-def _sliders(look: Look, pooled_name: str) -> str:
+def _sliders(look: ImageInspection, pooled_name: str) -> str:
     layers, heads = look.pooled.shape[:2] if look.pooled is not None else (0, 0)
     return f"""<div id="attention-controls">
 <label class="slider" for="layer">Layer <output id="layer-said"></output>

@@ -19,8 +19,8 @@ from vitral.architecture import Size
 from vitral.data.images import UnreadableImage, decode
 from vitral.data.preprocess import Pipeline
 from vitral.errors import UserError
+from vitral.kernels.cuda_graph import CudaGraph
 from vitral.kernels.packed import pack
-from vitral.kernels.recording import Recording
 from vitral.models.normalise import normalise
 
 Picture = np.ndarray | bytes | str | Path  # uint8 pixels (h, w, c), the bytes of an image file, or its path
@@ -83,7 +83,7 @@ class Classifier:
 
         for _ in range(_BEFORE_RECORDING):
             work()
-        recording = Recording(work, [])
+        recording = CudaGraph(work, [])
 
         def replay() -> tuple[Tensor, Tensor]:
             recording.graph.replay()

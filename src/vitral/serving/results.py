@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from vitral.aside import written_aside
+from vitral.atomic import atomic_write
 from vitral.checkpoints.write import write_json
 from vitral.data.images import UnreadableImage, decode
 from vitral.data.sources import Split
@@ -103,7 +103,7 @@ def _write_csv(path: Path, found: Results) -> None:
     heading = [word for place in range(1, top + 1) for word in (f"class_{place}", f"probability_{place}")]
     # File names need not be valid UTF-8; their bytes are written back as they were.
     with (
-        written_aside(path) as aside,
+        atomic_write(path) as aside,
         aside.open("w", newline="", encoding="utf-8", errors="surrogateescape") as stream,
     ):
         writer = csv.writer(stream, lineterminator="\n")

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from vitral.data.narrow import for_final
-from vitral.data.sources import DataSet
+from vitral.data.sources import DataSet, with_test_split
 from vitral.errors import UserError
 from vitral.recipe import Recipe, keys, with_dev, with_overrides
-from vitral.training.assemble import Result, run
 from vitral.training.events import Listener, Note
 from vitral.training.loop import Diverged
+from vitral.training.run import Result, run
 
 
 class Scored(Protocol):
@@ -156,15 +155,15 @@ def follow(
         return Trial(candidate.words, result.metrics["score"], result)
 
     chosen, trials, diverged = choose(tried, attempt, listen)
-    name = choosing.test.name if choosing is not None and choosing.test is not None else ""
+    name = choosing.eval_split.name if choosing is not None and choosing.eval_split is not None else ""
     if trials:
         listen(Note(f"chosen on {name}: {chosen.words}"))
     patient = bool(chosen.recipe.patience)
-    final = choosing if patient and choosing is not None else for_final(data)
+    final = choosing if patient and choosing is not None else with_test_split(data)
     recipe = with_dev(chosen.recipe, dev) if patient else measured_at_the_end(with_dev(chosen.recipe, 0.0))
     results = final_runs(recipe, final, folder, seeds=seeds, device=device, listen=listen)
-    assert final.test is not None
-    return Outcome(chosen, trials, results, final.test.name, name, diverged)
+    assert final.eval_split is not None
+    return Outcome(chosen, trials, results, final.eval_split.name, name, diverged)
 
 
 def trial_folder(folder: Path, candidate: Candidate) -> Path:

@@ -11,8 +11,8 @@ from pathlib import Path
 from vitral.data.vtab import TASKS, Task, VtabTask
 from vitral.recipe import Recipe
 from vitral.studies.protocol import Candidate, choose, final_runs, measured_at_the_end, trial_folder
-from vitral.training.assemble import Result, run
 from vitral.training.events import Listener, Note
+from vitral.training.run import Result, run
 
 _CUTS = re.compile(r"(resize|resize_small|random_crop|central_crop|inception_crop)\(.*\)")
 
@@ -104,14 +104,14 @@ def group_scores(scores: Mapping[str, float]) -> dict[str, float]:
 
 def for_task(recipe: Recipe, task: Task) -> Recipe:
     """The recipe without what would change the task's labels: mirroring, or cutting a part out of the image."""
-    steps = [step.strip() for step in recipe.data.train.split("|")]
+    steps = [step.strip() for step in recipe.data.train_transform.split("|")]
     if not task.flip:
         steps = [step for step in steps if step != "flip"]
     if not task.crop and any(_CUTS.fullmatch(step) for step in steps):
         first = next(place for place, step in enumerate(steps) if _CUTS.fullmatch(step))
         kept = [step for step in steps[first:] if not _CUTS.fullmatch(step)]
         steps = [*steps[:first], "resize({size})", *kept]
-    return replace(recipe, data=replace(recipe.data, train="|".join(steps)))
+    return replace(recipe, data=replace(recipe.data, train_transform="|".join(steps)))
 
 
 def follow_suite(
@@ -140,7 +140,9 @@ def follow_suite(
         name = task.task.name
         listen(Note(f"{name}, task {number} of {len(tasks)}"))
         recipe = measured_at_the_end(for_task(chosen.recipe, task.task))
-        results[name] = final_runs(recipe, task.for_final(), folder / name, seeds=seeds, device=device, listen=listen)
+        results[name] = final_runs(
+            recipe, task.with_test_split(), folder / name, seeds=seeds, device=device, listen=listen
+        )
     return Suite(chosen, trials, results, diverged)
 
 
@@ -150,7 +152,7 @@ def _tried(candidate: Candidate, tasks: Sequence[VtabTask], folder: Path, device
         name = task.task.name
         listen(Note(f"trying {candidate.words}: {name}, task {number} of {len(tasks)}"))
         recipe = measured_at_the_end(for_task(candidate.recipe, task.task))
-        results[name] = run(recipe, task.for_choosing(), folder / name, device=device, listen=listen)
+        results[name] = run(recipe, task.with_dev_split(), folder / name, device=device, listen=listen)
         # Nobody asks for these weights again, and those of 76 trials would fill a disk.
         (folder / name / "model.safetensors").unlink(missing_ok=True)
     return SuiteTrial(candidate.words, results)

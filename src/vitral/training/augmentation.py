@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vitral.data.augment import FILL, OPERATIONS
-from vitral.data.steps import Number, as_number, split_step
+from vitral.data.preprocess import Number, as_number, split_step
 from vitral.errors import UserError
 from vitral.training.augmentation_steps import box, mirrored, operated, shifted, square
 

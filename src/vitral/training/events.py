@@ -63,7 +63,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Placed:
+class RunDirChosen:
     """Where a run, or several of one command, will be; the command with this folder goes on with them."""
 
     folder: str
@@ -76,5 +76,5 @@ class Note:
     text: str
 
 
-Event = Decoding | Started | StepDone | EvaluationProgress | Evaluated | Saved | Placed | Note
+Event = Decoding | Started | StepDone | EvaluationProgress | Evaluated | Saved | RunDirChosen | Note
 Listener = Callable[[Event], None]

@@ -1,6 +1,6 @@
 """The one loop: every kind of training hands different things to `train`.
 
-A step's batch, augmentation and dropout are functions of (seed, step), and the trainee's state is saved whole, so a run
+A step's batch, augmentation and dropout are functions of (seed, step), and the train_state's state is saved whole, so a run
 that was stopped and resumed is the run that was never stopped.
 """
 
@@ -18,18 +18,18 @@ from vitral.data.loader import Batch
 from vitral.errors import Interrupted, UserError
 from vitral.training.events import Evaluated, Listener, Note, Saved, StepDone
 from vitral.training.optimizer import set_rate
-from vitral.training.parallel import World, every, own_part
-from vitral.training.state import Trainee
-from vitral.training.step import Plan, Sent, Steps
+from vitral.training.parallel import World, all_ranks, local_shard
+from vitral.training.state import TrainState
+from vitral.training.step import AsyncMetrics, LoopConfig, Steps
 
 
 class Diverged(UserError):
-    """Numbers of the run are not finite: its recipe does not work."""
+    """StepMetrics of the run are not finite: its recipe does not work."""
 
 
 def train(
-    trainee: Trainee,
-    plan: Plan,
+    train_state: TrainState,
+    plan: LoopConfig,
     world: World,
     *,
     rate: Callable[[int], float],
@@ -41,46 +41,46 @@ def train(
     listen: Listener,
     stopping: Callable[[], bool],
 ) -> None:
-    """Train from `trainee.step` to `plan.steps`.
+    """Train from `train_state.step` to `plan.steps`.
 
     `batches(step)` yields this process's share of every global batch from that step on; `evaluate` returns metrics with
     the value to select by under "score", and may raise Interrupted; `keep_best` stores the weights of the best score so
     far. A run that is asked to stop saves its state and leaves an evaluation that is due to the one that goes on.
     """
-    if "owed" in trainee.facts and _evaluate(trainee, plan, evaluate, keep_best, listen):
+    if "owed" in train_state.facts and _evaluate(train_state, plan, evaluate, keep_best, listen):
         save()
-    stream = batches(trainee.step)
-    steps = Steps(trainee, plan, world, listen)
-    saved = trainee.step  # where the newest state on disk is; 0: there is none
+    stream = batches(train_state.step)
+    steps = Steps(train_state, plan, world, listen)
+    saved = train_state.step  # where the newest state on disk is; 0: there is none
     reported: _Step | None = None  # the step before, told one step late: reading it at once would make a GPU wait
     try:
-        while trainee.step < plan.steps and not trainee.facts.get("ended"):
+        while train_state.step < plan.steps and not train_state.facts.get("ended"):
             began = time.perf_counter()
             batch = next(stream)
             waited = time.perf_counter() - began
-            base = rate(trainee.step)
-            set_rate(trainee.optimizer, base)
-            numbers = Sent(steps.take(batch))
-            trainee.step += 1
+            base = rate(train_state.step)
+            set_rate(train_state.optimizer, base)
+            numbers = AsyncMetrics(steps.take(batch))
+            train_state.step += 1
             _report(reported, plan, saved, name_rows, listen)
             seconds = time.perf_counter() - began
             images = plan.batch if batch.images.ndim == 4 else 0  # features are of images that were seen before
-            reported = _Step(trainee.step, numbers, batch.indices, base, images, seconds, waited)
-            done = trainee.step == plan.steps
-            evaluating = _due(trainee.step, plan.evaluate_every, done)
-            stop = not every(not stopping(), world)
-            saving = stop or _due(trainee.step, plan.save_every, done)
+            reported = _Step(train_state.step, numbers, batch.indices, base, images, seconds, waited)
+            done = train_state.step == plan.steps
+            evaluating = _due(train_state.step, plan.evaluate_every, done)
+            stop = not all_ranks(not stopping(), world)
+            saving = stop or _due(train_state.step, plan.save_every, done)
             if evaluating or saving:
                 _report(reported, plan, saved, name_rows, listen)
-                _check_weights(trainee, world, saved)
+                _check_weights(train_state, world, saved)
                 reported = None
             if evaluating:
-                trainee.facts["owed"] = True  # an evaluation of this step's weights
-                stop = stop or not _evaluate(trainee, plan, evaluate, keep_best, listen)
-            if saving or stop or trainee.facts.get("ended"):
+                train_state.facts["owed"] = True  # an evaluation of this step's weights
+                stop = stop or not _evaluate(train_state, plan, evaluate, keep_best, listen)
+            if saving or stop or train_state.facts.get("ended"):
                 save()
-                saved = trainee.step
-                listen(Saved(trainee.step))
+                saved = train_state.step
+                listen(Saved(train_state.step))
             if stop:
                 raise Interrupted
     finally:
@@ -89,12 +89,12 @@ def train(
             close()
 
 
-def _check_weights(trainee: Trainee, world: World, saved: int) -> None:
+def _check_weights(train_state: TrainState, world: World, saved: int) -> None:
     """A step with a finite loss can still leave weights that are none; such a state must not replace a good one."""
-    finite = all(bool(torch.isfinite(own_part(weight)).all()) for weight in trainee.model.parameters())
-    if not every(finite, world):
+    finite = all(bool(torch.isfinite(local_shard(weight)).all()) for weight in train_state.model.parameters())
+    if not all_ranks(finite, world):
         raise Diverged(
-            f"the weights are not finite numbers after step {trainee.step} ({_kept(saved)}): lower optim.lr or set "
+            f"the weights are not finite numbers after step {train_state.step} ({_kept(saved)}): lower optim.lr or set "
             "optim.clip=1, and train into another folder."
         )
 
@@ -107,7 +107,7 @@ class _Step(NamedTuple):
     """A step that was computed, perhaps only queued on a GPU so far."""
 
     step: int
-    numbers: Sent
+    numbers: AsyncMetrics
     indices: Tensor
     rate: float
     images: int
@@ -116,7 +116,7 @@ class _Step(NamedTuple):
 
 
 def _report(
-    done: _Step | None, plan: Plan, saved: int, name_rows: Callable[[Tensor], list[str]], listen: Listener
+    done: _Step | None, plan: LoopConfig, saved: int, name_rows: Callable[[Tensor], list[str]], listen: Listener
 ) -> None:
     """Tell a step's numbers, and stop the run where they are not finite."""
     if done is None:
@@ -134,8 +134,8 @@ def _report(
 
 
 def _evaluate(
-    trainee: Trainee,
-    plan: Plan,
+    train_state: TrainState,
+    plan: LoopConfig,
     evaluate: Callable[[], dict[str, Any]],
     keep_best: Callable[[], None],
     listen: Listener,
@@ -146,19 +146,19 @@ def _evaluate(
         metrics = evaluate()
     except Interrupted:
         return False
-    del trainee.facts["owed"]
-    best = metrics["score"] > trainee.facts.get("best_score", -math.inf)
+    del train_state.facts["owed"]
+    best = metrics["score"] > train_state.facts.get("best_score", -math.inf)
     if best:
-        trainee.facts |= {"best_score": metrics["score"], "best_step": trainee.step, "worse": 0}
+        train_state.facts |= {"best_score": metrics["score"], "best_step": train_state.step, "worse": 0}
         keep_best()
     else:
-        trainee.facts["worse"] = trainee.facts.get("worse", 0) + 1
+        train_state.facts["worse"] = train_state.facts.get("worse", 0) + 1
     if best or not plan.patience:  # what is reported belongs to the weights that are kept
-        trainee.facts["metrics"] = metrics
-    if plan.patience and trainee.facts["worse"] >= plan.patience:
-        trainee.facts["ended"] = True
-        listen(Note(f"no better value in {plan.patience} evaluations: stopping at step {trainee.step}"))
-    listen(Evaluated(trainee.step, metrics, time.perf_counter() - began, best))
+        train_state.facts["metrics"] = metrics
+    if plan.patience and train_state.facts["worse"] >= plan.patience:
+        train_state.facts["ended"] = True
+        listen(Note(f"no better value in {plan.patience} evaluations: stopping at step {train_state.step}"))
+    listen(Evaluated(train_state.step, metrics, time.perf_counter() - began, best))
     return True
 
 

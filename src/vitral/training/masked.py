@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.architecture import Size, ViTConfig
 from vitral.data.loader import PADDING, Batch, evaluation_batches
 from vitral.data.preprocess import parse_pipeline
 from vitral.data.sources import Split
-from vitral.evaluation.colours import colour_class, histogram_entropy, neighbour_loss
+from vitral.errors import UserError
+from vitral.evaluation.colours import LEVELS, colour_class, histogram_entropy, neighbour_loss
 from vitral.evaluation.predict import Predictions, Preprocessing
+from vitral.models.init import zero_bias
 from vitral.models.normalise import normalise
-from vitral.training.masking import (
-    MaskedModel,
-    MaskSettings,
-    cut_patches,
-    draw_corruption,
-    mean_colours,
-)
+from vitral.models.position import grid_of
+from vitral.models.vit import ViT
 
 _TEST_STEP = 0  # held-out images are always corrupted in the same way
 _BASELINE_IMAGES = 2000
@@ -132,3 +132,193 @@ def measure_masked(rivals: dict[str, float]) -> Callable[..., dict[str, Any]]:
         return metrics if right < 0 else {**metrics, "masked_accuracy": right}
 
     return measure
+
+
+Target = Literal["mean", "grid", "pixels"]
+GRID = 4  # colours a side of a patch that target "grid" predicts
+_TOKEN_STD = 0.02  # of the mask token's start; the paper does not give one
+
+
+@dataclass(frozen=True)
+class MaskSettings:
+    """Which patches are hidden, and what of them is predicted."""
+
+    share: float = 0.5  # of the patches, hidden and predicted
+    token: float = 0.8  # of those, become the mask token
+    random: float = 0.1  # of those, become another patch of the image; the rest stays
+    target: Target = "mean"
+    seed: int = 0
+
+
+class Corruption(NamedTuple):
+    """What happens to the n patches of each of b images, k of which are hidden."""
+
+    places: Tensor  # (b, k) int64: the hidden patches
+    hidden: Tensor  # (b, n) bool: the same
+    masked: Tensor  # (b, n) bool: hidden and replaced by the mask token
+    swapped: Tensor  # (b, n) bool: hidden and replaced by another patch
+    source: Tensor  # (b, n) int64: the patch that stands at each place; its own but where swapped
+
+
+def draw_corruption(keys: Tensor, step: int, patches: int, settings: MaskSettings) -> Corruption:
+    """int64 (b,) -> the corruption of each row, on the keys' device.
+
+    A key names the row's image, such as by its place in the split. How many patches are hidden, masked and swapped is
+    the whole number nearest to their shares (half to even), the same in all images; at least one is hidden. Which ones
+    they are, and which other patch comes for one that is swapped, is uniform.
+    """
+    if patches < 2:
+        raise UserError(
+            "an image of one patch has nothing to predict it from: choose smaller patches or larger images."
+        )
+    hidden = max(round(settings.share * patches), 1)
+    masked = round(settings.token * hidden)
+    changed = min(masked + round(settings.random * hidden), hidden)
+    drawn = _hashes(keys, _start(settings.seed, step), 2 * patches)
+    order = drawn[:, :patches].argsort(dim=1, stable=True)
+    rank = order.argsort(dim=1)
+    swapped = (rank >= masked) & (rank < changed)
+    place = torch.arange(patches, device=keys.device)
+    other = (place + 1 + drawn[:, patches:].remainder(patches - 1)) % patches
+    return Corruption(order[:, :hidden], rank < hidden, rank < masked, swapped, torch.where(swapped, other, place))
+
+
+def corrupt(patches: Tensor, corruption: Corruption, mask_token: Tensor) -> Tensor:
+    """(b, h, w, d), (d,) -> (b, h, w, d). What comes for a swapped patch is the other's embedding before corruption."""
+    flat = patches.flatten(1, 2)
+    found = flat.gather(1, corruption.source.unsqueeze(-1).expand_as(flat))
+    mixed = torch.where(corruption.masked.unsqueeze(-1), mask_token.to(found.dtype), found)
+    return mixed.view_as(patches)
+
+
+def cut_patches(images: Tensor, side: int, grid: Size) -> Tensor:
+    """(b, c, height, width) -> (b, n, c, side, side), in the order of the tokens.
+
+    Pixels at the right and bottom beyond the grid are dropped. A stem rounds its grid up instead: then the last pixels
+    are repeated.
+    """
+    for axis, count in zip((2, 3), grid, strict=True):
+        places = torch.arange(count * side, device=images.device).clamp(max=images.shape[axis] - 1)
+        images = images.index_select(axis, places)
+    return images.unflatten(3, (grid[1], side)).unflatten(2, (grid[0], side)).permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
+
+
+def mean_colours(patches: Tensor, cells: int = 1) -> Tensor:
+    """uint8 (b, n, c, side, side) -> int64 (b, n, cells * cells, c): means over areas, rounded down.
+
+    Each side is cut into `cells` areas, which share a pixel where they do not divide it. In whole numbers: a mean that
+    falls on the border of two colours must not depend on how a device rounds.
+    """
+    side = patches.shape[-1]
+    spans = [(i * side // cells, -(-(i + 1) * side // cells)) for i in range(cells)]
+    means = [
+        patches[..., top:bottom, left:right].sum((-2, -1)) // ((bottom - top) * (right - left))
+        for top, bottom in spans
+        for left, right in spans
+    ]
+    return torch.stack(means, dim=2)
+
+
+def colour_targets(patches: Tensor, target: Target) -> Tensor:
+    """uint8 (b, n, c, side, side) -> int64 (b, n, 1) for "mean", (b, n, 16) for "grid", of 8^c classes (512 for RGB).
+
+    The means of a patch, or of each of its 4 x 4 areas, in three bits a channel.
+    """
+    return colour_class(mean_colours(patches, _cells(target)))
+
+
+class MaskedModel(nn.Module):
+    """A ViT, the mask token and the layer that reads predictions from the hidden patches' tokens.
+
+    The ViT's head and attention pooling take no part and are frozen here, so DistributedDataParallel waits for no
+    gradient of theirs; build the ViT with classes=0 and it has no head to store either.
+    """
+
+    def __init__(self, model: ViT, settings: MaskSettings) -> None:
+        super().__init__()
+        config = model.config
+        self.model = model
+        self.settings = settings
+        self.side = config.stride
+        if settings.target == "grid" and self.side < GRID:
+            raise UserError(
+                f"a patch of {self.side} pixels a side cannot be shrunk to {GRID} x {GRID}: "
+                "set masked.target to mean or pixels."
+            )
+        self.classes = LEVELS**config.channels
+        pixels = config.channels * self.side**2
+        outputs = pixels if settings.target == "pixels" else _cells(settings.target) ** 2 * self.classes
+        self.mask_token = nn.Parameter(torch.empty(config.width).normal_(std=_TOKEN_STD))
+        self.predict = nn.Linear(config.width, outputs)
+        nn.init.zeros_(self.predict.weight)  # as the head of a classifier: the first loss is that of a blind guess
+        zero_bias(self.predict)
+        for unused in (model.head, model.map):
+            if unused is not None:
+                unused.requires_grad_(False)
+
+    def forward(self, images: Tensor, raw: Tensor, keys: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Normalised (b, c, height, width), the same as uint8, keys (b,) -> losses (b,), shares of right answers (b,).
+
+        In evaluation every hidden patch is the mask token: one that is left as it was would give its answer away.
+        Both are means over an image's hidden patches: a cross-entropy in nats, or for "pixels" the mean square in units
+        of the normalised pixels, where no answer is right or wrong and the share is -1.
+        """
+        patches = self.model.patchify(images)
+        grid = grid_of(patches)
+        settings = self.settings if self.training else replace(self.settings, token=1.0, random=0.0)
+        corruption = draw_corruption(keys, step, grid[0] * grid[1], settings)
+        tokens = self._tokens(corrupt(patches, corruption, self.mask_token))
+        outputs = self.predict(_rows(tokens, corruption.places)).float()
+        pixels = _rows(cut_patches(images if self._regresses else raw, self.side, grid), corruption.places)
+        if self._regresses:
+            losses = (outputs - pixels.flatten(2)).square().mean(dim=(1, 2))
+            return losses, torch.full_like(losses, -1.0).detach()
+        targets = colour_targets(pixels, self.settings.target)
+        logits = outputs.unflatten(2, (-1, self.classes))
+        losses = F.cross_entropy(logits.flatten(0, 2), targets.flatten(), reduction="none").view_as(targets)
+        return losses.mean(dim=(1, 2)), (logits.argmax(dim=-1) == targets).float().mean(dim=(1, 2))
+
+    @property
+    def _regresses(self) -> bool:
+        return self.settings.target == "pixels"
+
+    def _tokens(self, patches: Tensor) -> Tensor:
+        """(b, h, w, d) -> (b, n, d): what the encoder says of each patch, after its norm."""
+        tokens = self.model.encode(patches)[:, self.model.config.prefix :]
+        return self.model.norm(tokens) if self.model.config.norm_place == "features" else tokens
+
+
+def _cells(target: Target) -> int:
+    return GRID if target == "grid" else 1
+
+
+def _rows(values: Tensor, places: Tensor) -> Tensor:
+    """(b, n, ...), (b, k) -> (b, k, ...)"""
+    return values[torch.arange(len(values), device=values.device).unsqueeze(1), places]
+
+
+def _start(seed: int, step: int) -> int:
+    digest = hashlib.blake2b(f"mask {seed} {step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # SplitMix64's constants, as the signed numbers that torch has
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+
+
+def _hashes(keys: Tensor, start: int, count: int) -> Tensor:
+    """int64 (b,) -> (b, count): the first numbers of a SplitMix64 generator for each key."""
+    state = _mix(keys * _GOLDEN + start).unsqueeze(1)
+    return _mix(state + _GOLDEN * torch.arange(1, count + 1, device=keys.device))
+
+
+def _mix(values: Tensor) -> Tensor:
+    """SplitMix64's finalizer, by products that wrap around: int64 -> int64, one-to-one."""
+    values = (values ^ _shifted(values, 30)) * _FIRST
+    values = (values ^ _shifted(values, 27)) * _SECOND
+    return values ^ _shifted(values, 31)
+
+
+def _shifted(values: Tensor, bits: int) -> Tensor:
+    """To the right, filled with zeros; torch's own shift of signed numbers repeats the sign."""
+    return (values >> bits) & (2 ** (64 - bits) - 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from vitral.errors import UserError
-from vitral.training.parallel import own_part
+from vitral.training.parallel import local_shard
 
 _STEPS = 5
 # Jordan's quintic: steep at 0, so that five steps lift small singular values too; it ends near 1, not at it.
@@ -41,8 +41,8 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         rule = {"lr": lr, "betas": betas, "eps": 1e-8, "momentum": momentum, "weight_decay": 0.0, "matrices": 0}
         super().__init__(groups, rule | {"capturable": True})  # the counts of steps live on the device
-        if any(own_part(weight) is not weight for group in self.param_groups for weight in group["params"]):
-            raise UserError("muon needs whole matrices, not shards of them: set parallel=ddp or optim.name=adam.")
+        if any(local_shard(weight) is not weight for group in self.param_groups for weight in group["params"]):
+            raise UserError("muon needs whole matrices, not shards of them: set parallel=ddp or optim.name=adamw.")
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -65,7 +65,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_sub_(weights, directions)
 
     def _directions(self, weights: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """Nesterov's look ahead: the gradient plus the momentum that it has just joined."""
+        """Nesterov's look ahead: the gradient plus the momentum that it has just init_distributed."""
         momentum = self._moments(weights, "momentum")
         gradients = _gradients(weights)
         torch._foreach_mul_(momentum, group["momentum"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,25 +13,25 @@ from torch import Tensor, nn
 from vitral.errors import UserError
 from vitral.models.adapters import add_lora
 from vitral.training.muon import Muon
-from vitral.training.parallel import own_part
+from vitral.training.parallel import local_shard
 
 
-def freeze(model: nn.Module, tune: str) -> None:
+def freeze(model: nn.Module, trainable: str) -> None:
     """Lets only a part learn: "full", "head", "last:K" (blocks or stages), "bias", "lora:R" (adds the adapters).
 
     Whatever learns, the head does; "last:K" includes what stands between the blocks and the head.
     """
-    kind, _, amount = tune.partition(":")
+    kind, _, amount = trainable.partition(":")
     if kind == "lora":
         add_lora(model, int(amount))
         return
     if kind not in ("full", "head", "last", "bias"):
-        raise UserError(f'tune="{tune}" is not one of full, head, bias, last:K, lora:R.')
+        raise UserError(f'trainable="{trainable}" is not one of full, head, bias, last:K, lora:R.')
     last = _layers(model) + 1
     first = {"full": 0, "last": last - int(amount or 0)}.get(kind, last + 1)
     if kind == "last" and not 1 <= first < last:
         raise UserError(
-            f'tune="{tune}" does not fit a model of {last - 1} layers: use last:1 to last:{last - 1}, or full.'
+            f'trainable="{trainable}" does not fit a model of {last - 1} layers: use last:1 to last:{last - 1}, or full.'
         )
     for name, parameter in model.named_parameters():
         learns = _is_head(name) or layer_of(name, model) >= first or (kind == "bias" and name.endswith(".bias"))
@@ -73,7 +76,7 @@ def parameter_groups(
 def build_optimizer(
     groups: list[dict[str, Any]],
     *,
-    name: str = "adam",
+    name: str = "adamw",
     lr: float,
     beta1: float = 0.9,
     beta2: float = 0.999,
@@ -81,13 +84,13 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Adam with decoupled decay (the rate multiplies it, as in AugReg), SGD with L2 decay and momentum (BiT), Muon."""
     if not groups:
-        raise UserError("nothing is left to learn: set tune to full, head, bias, last:K or lora:R.")
+        raise UserError("nothing is left to learn: set trainable to full, head, bias, last:K or lora:R.")
     parameters = [parameter for group in groups for parameter in group["params"]]
     fused = all(parameter.is_cuda for parameter in parameters) or None
-    recordable = bool(fused) and all(own_part(parameter) is parameter for parameter in parameters)
+    recordable = bool(fused) and all(local_shard(parameter) is parameter for parameter in parameters)
     if recordable:  # rates in tensors of their own: a step that is replayed reads what stands there then
         groups = [group | {"lr": torch.tensor(lr, device=group["params"][0].device)} for group in groups]
-    if name == "adam":
+    if name == "adamw":
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             groups, lr=lr, betas=(beta1, beta2), fused=fused, capturable=recordable
         )
@@ -95,7 +98,7 @@ def build_optimizer(
         optimizer = torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=fused)
     elif name == "muon":
         if not any(group.get("matrices") for group in groups):
-            raise UserError("muon is for the linear layers of blocks, and none learns here: set optim.name=adam.")
+            raise UserError("muon is for the linear layers of blocks, and none learns here: set optim.name=adamw.")
         optimizer = Muon(groups, lr=lr, betas=(beta1, beta2), momentum=momentum)
     else:
         raise UserError(f'unknown optimizer "{name}": use adam, sgd or muon.')
@@ -127,3 +130,52 @@ def _layers(model: nn.Module) -> int:
 
 def _is_head(name: str) -> bool:
     return name.startswith("head.")
+
+
+def learning_rate(
+    step: int,
+    *,
+    base: float,
+    total: int,
+    kind: str = "cosine",
+    warmup: float = 0.0,
+    end: float = 0.0,
+    power: float = 2.0,
+    drops: Sequence[float] = (),
+    factors: Sequence[float] = (),
+    timescale: float = 10_000.0,
+    cooldown: float = 0.0,
+) -> float:
+    """The rate at a step counted from 0; beyond `total` the decay stays where it ended.
+
+    `warmup`, `cooldown` and `drops` are steps, or shares of the run where they are below 1. Warm-up multiplies the
+    decay curve, whose progress runs from the end of warm-up to the end of the run. Google's `linear` ended at 1e-5 in
+    the paper's code and ends at 0 in big_vision: `end` says which.
+    """
+    warm, cool = steps_of(warmup, total), steps_of(cooldown, total)
+    progress = min(max((step - warm) / max(total - warm, 1), 0.0), 1.0)
+    if kind == "cosine":
+        rate = base * 0.5 * (1.0 + math.cos(math.pi * progress))
+    elif kind == "linear":
+        rate = end + (base - end) * (1.0 - progress)
+    elif kind == "polynomial":
+        rate = end + (base - end) * (1.0 - progress) ** power
+    elif kind == "rsqrt":
+        rate = base / math.sqrt(1.0 + max(step - warm, 0.0) / timescale)
+    elif kind == "multistep":
+        passed = bisect_right([steps_of(drop, total) for drop in drops], step)
+        rate = base * factors[passed - 1] if passed else base
+    elif kind == "constant":
+        rate = base
+    else:
+        raise UserError(f'unknown schedule "{kind}": use cosine, linear, constant, multistep, rsqrt or polynomial.')
+    if warm:
+        rate *= min(1.0, step / warm)
+    if cool:
+        rate *= min(1.0, (total - step) / cool)  # below 0 past the end, as in big_vision; no run goes there
+    return rate
+
+
+def steps_of(amount: float, total: int) -> float:
+    """Steps stay; below 1 the amount is a share of the run, rounded to whole steps."""
+    return float(round(amount * total)) if amount < 1 else amount

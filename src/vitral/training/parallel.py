@@ -51,7 +51,7 @@ class World:
         return f"CPU, {threads} thread{'s' * (threads != 1)}" if self.device.type == "cpu" else self.device.type
 
 
-def joined(device: str = "") -> World:
+def init_distributed(device: str = "") -> World:
     """The world that torchrun describes, or this process alone. The group is left when the program ends."""
     place = torch.device(device) if device else default_device()
     if place.type == "cuda" and place.index is None and torch.cuda.is_available():
@@ -102,12 +102,12 @@ def accumulating(wrapped: nn.Module, last: bool) -> Any:
     return nullcontext()
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All of a tensor that may be sharded; then all processes must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -126,7 +126,7 @@ def total(values: Tensor, world: World) -> Tensor:
     return values
 
 
-def every(condition: bool, world: World) -> bool:
+def all_ranks(condition: bool, world: World) -> bool:
     """Whether the condition holds in all processes."""
     if world.size == 1:
         return condition
@@ -142,7 +142,7 @@ def gather_rows(rows: dict[str, np.ndarray], world: World) -> dict[str, np.ndarr
     return {key: np.concatenate([part[key] for part in gathered]) for key in rows}
 
 
-def by_first(action: Callable[[], T], world: World) -> T:
+def on_rank0(action: Callable[[], T], world: World) -> T:
     """What the first process alone does, and the others wait for: all get its value, or fail as it did."""
     outcome: list[Any] = [None, None]
     if world.first:

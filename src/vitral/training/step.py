@@ -16,17 +16,17 @@ from torch import Tensor
 
 from vitral.data.loader import Batch
 from vitral.errors import UserError
-from vitral.kernels.recording import Recording
+from vitral.kernels.cuda_graph import CudaGraph
 from vitral.training.events import Listener, Note
-from vitral.training.parallel import World, accumulating, total, whole
-from vitral.training.state import Trainee
+from vitral.training.parallel import World, accumulating, full_tensor, total
+from vitral.training.state import TrainState
 
 _BEFORE_RECORDING = 3  # steps
 _ROOM = 0.6  # of a GPU's memory that a step may take to be recorded
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoopConfig:
     """What the loop must know about a run."""
 
     steps: int
@@ -39,10 +39,10 @@ class Plan:
     patience: int = 0  # evaluations without a better value before the run ends; 0: never
     autocast: torch.dtype | None = None
     partners: bool = False  # batches carry one row in front, the mixing partner of the first
-    graph: bool = False  # on one GPU the whole step is recorded once, and replayed
+    cuda_graph: bool = False  # on one GPU the whole step is recorded once, and replayed
 
 
-class Numbers(NamedTuple):
+class StepMetrics(NamedTuple):
     """What is told of a step: the mean loss, right answers (-1: not counted), the norm of the gradient."""
 
     loss: Tensor
@@ -50,11 +50,11 @@ class Numbers(NamedTuple):
     norm: Tensor
 
 
-class Sent:
-    """Numbers on their way to the host. Read late, they do not make it wait for steps that were queued since: a plain
+class AsyncMetrics:
+    """StepMetrics on their way to the host. Read late, they do not make it wait for steps that were queued since: a plain
     copy would be queued behind those."""
 
-    def __init__(self, numbers: Numbers) -> None:
+    def __init__(self, numbers: StepMetrics) -> None:
         stacked = torch.stack([number.float() for number in numbers])
         self.arrived = torch.cuda.Event() if stacked.is_cuda else None
         self.host = stacked
@@ -73,54 +73,54 @@ class Sent:
 class Steps:
     """Takes one step after the other."""
 
-    def __init__(self, trainee: Trainee, plan: Plan, world: World, listen: Listener) -> None:
-        self.trainee, self.plan, self.world, self.listen = trainee, plan, world, listen
+    def __init__(self, train_state: TrainState, plan: LoopConfig, world: World, listen: Listener) -> None:
+        self.train_state, self.plan, self.world, self.listen = train_state, plan, world, listen
         self.taken = 0
-        self.recording: Recording | None = None
+        self.recording: CudaGraph | None = None
         alone = world.device.type == "cuda" and world.size == 1
-        self.records = plan.graph and alone and trainee.objective.replayable
+        self.records = plan.cuda_graph and alone and train_state.objective.replayable
         if self.records and not _has_room(world.device):
             self.records = False
             listen(Note("the step is not recorded as a CUDA graph (it takes too much of the GPU's memory)"))
 
-    def take(self, batch: Batch) -> Numbers:
-        """The step is done when this returns, on a GPU queued; the trainee's count is the caller's to raise."""
+    def take(self, batch: Batch) -> StepMetrics:
+        """The step is done when this returns, on a GPU queued; the train_state's count is the caller's to raise."""
         self.taken += 1
         if self.records and self.taken > _BEFORE_RECORDING and self._is_one_piece(batch):
             found = self._replayed(batch)
             if found is not None:
                 return found
-        loss, right, self.plan = gradients(self.trainee, self.plan, self.world, batch, self.listen)
-        return Numbers(loss, right, self._update())
+        loss, right, self.plan = gradients(self.train_state, self.plan, self.world, batch, self.listen)
+        return StepMetrics(loss, right, self._update())
 
     def _is_one_piece(self, batch: Batch) -> bool:
         return len(batch.valid) - int(self.plan.partners) <= self.plan.micro
 
-    def _replayed(self, batch: Batch) -> Numbers | None:
+    def _replayed(self, batch: Batch) -> StepMetrics | None:
         """None where the step cannot be recorded, which is tried once."""
-        inputs = (batch.images, batch.labels, batch.valid, drawn_numbers(self.trainee, batch))
+        inputs = (batch.images, batch.labels, batch.valid, drawn_numbers(self.train_state, batch))
         if self.recording is None:
             try:
-                self.recording = Recording(self._computed, [tensor.to(self.world.device) for tensor in inputs])
+                self.recording = CudaGraph(self._computed, [tensor.to(self.world.device) for tensor in inputs])
             except RuntimeError as error:  # memory that ran out is one, too
                 self.records = False
-                self.trainee.optimizer.zero_grad(set_to_none=True)
+                self.train_state.optimizer.zero_grad(set_to_none=True)
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 self.listen(Note(f"the step is not recorded as a CUDA graph ({reason})"))
                 return None
-        torch.manual_seed(_key(self.plan.seed, self.trainee.step, 0, self.world.rank))
-        return Numbers(*self.recording(*inputs))
+        torch.manual_seed(_key(self.plan.seed, self.train_state.step, 0, self.world.rank))
+        return StepMetrics(*self.recording(*inputs))
 
     def _computed(self, images: Tensor, labels: Tensor, valid: Tensor, numbers: Tensor) -> tuple[Tensor, ...]:
         batch = Batch(images, labels, valid, labels)
-        loss, right = accumulate(self.trainee, self.plan, self.world, batch, numbers)
+        loss, right = accumulate(self.train_state, self.plan, self.world, batch, numbers)
         return loss, right, self._update()
 
     def _update(self) -> Tensor:
-        norm = _clipped(self.trainee, self.plan.clip)
-        self.trainee.optimizer.step()
-        if self.trainee.average is not None:
-            self.trainee.average.update(self.trainee.model)
+        norm = _clipped(self.train_state, self.plan.clip)
+        self.train_state.optimizer.step()
+        if self.train_state.average is not None:
+            self.train_state.average.update(self.train_state.model)
         return norm
 
 
@@ -130,20 +130,20 @@ def _has_room(device: torch.device) -> bool:
 
 
 def gradients(
-    trainee: Trainee, plan: Plan, world: World, batch: Batch, listen: Listener
-) -> tuple[Tensor, Tensor, Plan]:
+    train_state: TrainState, plan: LoopConfig, world: World, batch: Batch, listen: Listener
+) -> tuple[Tensor, Tensor, LoopConfig]:
     """Accumulate the gradient of the global batch's mean loss. Where memory runs out, the plan gets smaller pieces.
 
     Each row's loss is divided by the global batch: the sum over pieces and processes is the same for any number.
     """
     while True:
         try:
-            return *accumulate(trainee, plan, world, batch, drawn_numbers(trainee, batch)), plan
+            return *accumulate(train_state, plan, world, batch, drawn_numbers(train_state, batch)), plan
         except torch.OutOfMemoryError as error:
             if plan.micro == 1 or world.size > 1:
                 raise UserError(
                     f"memory ran out with {plan.micro} images at a time: set micro_batch={max(plan.micro // 2, 1)} "
-                    "or checkpointing=true, or choose a smaller model or image."
+                    "or grad_checkpointing=true, or choose a smaller model or image."
                 ) from error
             plan = replace(plan, micro=max(plan.micro // 2, 1))
             if torch.cuda.is_available():
@@ -152,23 +152,23 @@ def gradients(
 
 
 def accumulate(
-    trainee: Trainee, plan: Plan, world: World, batch: Batch, numbers: Tensor, exchange: bool = True
+    train_state: TrainState, plan: LoopConfig, world: World, batch: Batch, numbers: Tensor, exchange: bool = True
 ) -> tuple[Tensor, Tensor]:
     """The sums, over all processes, of the rows' losses divided by the batch, and of the right answers.
 
     `numbers` are what the step draws for all rows. Without `exchange` the sums and the gradient are of this process.
     """
-    trainee.optimizer.zero_grad(set_to_none=True)
+    train_state.optimizer.zero_grad(set_to_none=True)
     sums = torch.zeros(2, device=world.device)
     pieces = _pieces(batch, plan, world)
-    numbers = numbers.to(world.device, non_blocking=True) if trainee.objective.replayable else numbers
+    numbers = numbers.to(world.device, non_blocking=True) if train_state.objective.replayable else numbers
     for piece, part in enumerate(pieces):
         rows = [tensor.to(world.device, non_blocking=True) for tensor in part]
         if not (world.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            torch.manual_seed(_key(plan.seed, trainee.step, piece, world.rank))
+            torch.manual_seed(_key(plan.seed, train_state.step, piece, world.rank))
         last = exchange and piece == len(pieces) - 1
-        with accumulating(trainee.wrapped, last=last), _precision(plan, world):
-            loss, right = trainee.wrapped(*rows, numbers)
+        with accumulating(train_state.wrapped, last=last), _precision(plan, world):
+            loss, right = train_state.wrapped(*rows, numbers)
             share = loss / plan.batch
             (share * world.size).backward()  # processes average their gradients; we want their sum
         sums += torch.stack([share.detach().float(), right.float()])
@@ -177,7 +177,7 @@ def accumulate(
     return sums[0], sums[1]
 
 
-def _pieces(batch: Batch, plan: Plan, world: World) -> list[tuple[Tensor, Tensor, Tensor]]:
+def _pieces(batch: Batch, plan: LoopConfig, world: World) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Images, labels and validity of at most `plan.micro` rows at a time, with their partners where rows are mixed.
 
     Processes whose share is a row smaller get equally many, one perhaps of a row that does not count: shards of weights
@@ -193,19 +193,19 @@ def _pieces(batch: Batch, plan: Plan, world: World) -> list[tuple[Tensor, Tensor
     return pieces
 
 
-def _precision(plan: Plan, world: World) -> torch.autocast:
+def _precision(plan: LoopConfig, world: World) -> torch.autocast:
     return torch.autocast(world.device.type, dtype=plan.autocast, enabled=plan.autocast is not None)
 
 
-def drawn_numbers(trainee: Trainee, batch: Batch) -> Tensor:
+def drawn_numbers(train_state: TrainState, batch: Batch) -> Tensor:
     """What the objective draws for the step to come."""
-    return trainee.objective.numbers(trainee.step, tuple(batch.images.shape[-2:]))
+    return train_state.objective.numbers(train_state.step, tuple(batch.images.shape[-2:]))
 
 
-def _clipped(trainee: Trainee, clip: float) -> Tensor:
+def _clipped(train_state: TrainState, clip: float) -> Tensor:
     """The gradient's global norm; the gradient is scaled down to `clip` where it is larger."""
-    parameters = [parameter for parameter in trainee.model.parameters() if parameter.grad is not None]
-    return whole(torch.nn.utils.clip_grad_norm_(parameters, clip or math.inf))
+    parameters = [parameter for parameter in train_state.model.parameters() if parameter.grad is not None]
+    return full_tensor(torch.nn.utils.clip_grad_norm_(parameters, clip or math.inf))
 
 
 def _key(*parts: int) -> int:

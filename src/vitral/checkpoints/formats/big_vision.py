@@ -60,10 +60,10 @@ def _entries(c: Architecture) -> list[Entry]:
     return google.encoder(c, LINEN) + table + (_map_entries(c) if c.pool == "map" else []) + google.head(c)
 
 
-def _objection(architecture: Architecture) -> str | None:
+def _unsupported_reason(architecture: Architecture) -> str | None:
     if isinstance(architecture, ViTConfig) and architecture.stem:
         return "it has no place for a hybrid's ResNet"
-    return google.objection(architecture)
+    return google.unsupported_reason(architecture)
 
 
 def _preprocess(contents: Contents, architecture: Architecture) -> Preprocess:
@@ -82,7 +82,7 @@ BIG_VISION = Format(
     recognises=_recognises,
     architecture=_architecture,
     entries=_entries,
-    objection=_objection,
+    unsupported_reason=_unsupported_reason,
     renames=_renames,
     ignored=r"opt/|chrono/",
     positions=("1d", "sincos2d"),

@@ -63,7 +63,7 @@ def _architecture(contents: Contents) -> ResNetConfig:
     return ResNetConfig(blocks=blocks, width=wide // 64, channels=channels, classes=classes)
 
 
-def _objection(architecture: Architecture) -> str | None:
+def _unsupported_reason(architecture: Architecture) -> str | None:
     if not isinstance(architecture, ResNetConfig):
         return "it holds BiT ResNets, not Vision Transformers"
     if architecture.axial:
@@ -80,6 +80,6 @@ BIT = Format(
     recognises=lambda contents: contents.has(_ROOT),
     architecture=_architecture,
     entries=_entries,
-    objection=_objection,
+    unsupported_reason=_unsupported_reason,
     preprocess=plain_resize,
 )

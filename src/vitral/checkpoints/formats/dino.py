@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 from vitral.architecture import Architecture, ViTConfig
 from vitral.checkpoints.formats import timm
-from vitral.checkpoints.formats.table import Contents, Entry, Format, Shape, grid_of_rows
-from vitral.checkpoints.formats.torch_names import norm
+from vitral.checkpoints.formats.table import Contents, Entry, Format, Shape, grid_of_rows, norm
 
 _WRAPPERS = re.compile(r"^(?:module\.|teacher\.|student\.|backbone\.|_orig_mod\.)+")
 _CHUNK = re.compile(r"^blocks\.\d+\.(\d+)\.")  # sharded training groups the blocks: blocks.CHUNK.NUMBER
@@ -40,9 +39,9 @@ def _entries(c: Architecture) -> list[Entry]:
     return timm.encoder_entries(c) + registers + norm("norm", "norm", c.width)
 
 
-def objection(architecture: Architecture) -> str | None:
+def unsupported_reason(architecture: Architecture) -> str | None:
     """What DINO's backbones cannot say, here and at Hugging Face."""
-    general = timm.objection(architecture)
+    general = timm.unsupported_reason(architecture)
     if general or not isinstance(architecture, ViTConfig):
         return general
     c = architecture
@@ -53,8 +52,8 @@ def objection(architecture: Architecture) -> str | None:
     return None
 
 
-def _objection(architecture: Architecture) -> str | None:
-    reason = objection(architecture)
+def _unsupported_reason(architecture: Architecture) -> str | None:
+    reason = unsupported_reason(architecture)
     if reason or not isinstance(architecture, ViTConfig):
         return reason
     if architecture.gelu != "erf" or architecture.norm_eps != 1e-6:
@@ -75,7 +74,7 @@ DINO = Format(
     recognises=lambda contents: contents.has("blocks.0.attn.qkv.weight") and contents.has("cls_token"),
     architecture=_architecture,
     entries=_entries,
-    objection=_objection,
+    unsupported_reason=_unsupported_reason,
     renames=_renames,
     ignored=r"mask_token$|(dino_|ibot_)?head\.",
     zeros=_zeros,

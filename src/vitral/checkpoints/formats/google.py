@@ -94,7 +94,7 @@ def read_encoder(contents: Contents, names: BlockNames) -> dict[str, Any]:
     return {**sizes, "representation": representation, "classes": classes}
 
 
-def objection(architecture: Architecture) -> str | None:
+def unsupported_reason(architecture: Architecture) -> str | None:
     """What no Flax file of Google's can say."""
     if isinstance(architecture, ResNetConfig):
         return "it holds Vision Transformers, not ResNets"
@@ -190,7 +190,7 @@ def _format(name: str, title: str, names: BlockNames, group_norm: bool) -> Forma
     def refuses(architecture: Architecture) -> str | None:
         if isinstance(architecture, ViTConfig) and architecture.pool == "map":
             return "it has no place for attention pooling (big_vision has)"
-        return objection(architecture)
+        return unsupported_reason(architecture)
 
     return Format(
         name=name,
@@ -204,7 +204,7 @@ def _format(name: str, title: str, names: BlockNames, group_norm: bool) -> Forma
         ),
         architecture=lambda contents: _architecture(contents, names),
         entries=entries,
-        objection=refuses,
+        unsupported_reason=refuses,
         ignored=r"opt/",
         preprocess=plain_resize,
     )

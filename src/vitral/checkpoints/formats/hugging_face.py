@@ -9,8 +9,20 @@ from typing import Any
 from vitral.architecture import Architecture, Gelu, Size, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.formats import dino, timm
-from vitral.checkpoints.formats.table import Contents, Entry, Format, Shape, grid_of_rows, heads_of, position_entries
-from vitral.checkpoints.formats.torch_names import linear, norm, patches, read_sizes, separate_qkv
+from vitral.checkpoints.formats.table import (
+    Contents,
+    Entry,
+    Format,
+    Shape,
+    grid_of_rows,
+    heads_of,
+    linear,
+    norm,
+    patches,
+    position_entries,
+    read_sizes,
+    separate_qkv,
+)
 from vitral.errors import UserError
 
 _GELUS: dict[str, Gelu] = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh"}
@@ -146,8 +158,8 @@ def _dino_architecture(contents: Contents) -> ViTConfig:
     return ViTConfig(**found, classes=0, registers=count, layer_scale=True, resize="timm" if count else "hf")
 
 
-def _vit_objection(architecture: Architecture) -> str | None:
-    general = timm.objection(architecture)
+def _vit_unsupported_reason(architecture: Architecture) -> str | None:
+    general = timm.unsupported_reason(architecture)
     if general or not isinstance(architecture, ViTConfig):
         return general
     c = architecture
@@ -158,8 +170,8 @@ def _vit_objection(architecture: Architecture) -> str | None:
     return None
 
 
-def _dino_objection(architecture: Architecture) -> str | None:
-    reason = dino.objection(architecture)
+def _dino_unsupported_reason(architecture: Architecture) -> str | None:
+    reason = dino.unsupported_reason(architecture)
     if reason or not isinstance(architecture, ViTConfig):
         return reason
     if not architecture.layer_scale or architecture.mlp % architecture.width:
@@ -289,7 +301,7 @@ HUGGING_FACE = Format(
     recognises=lambda contents: contents.has("encoder.layer.0.layernorm_before.weight"),
     architecture=_vit_architecture,
     entries=_vit_entries,
-    objection=_vit_objection,
+    unsupported_reason=_vit_unsupported_reason,
     renames=_renames,
     ignored=r"embeddings\.mask_token$|pooler\.",
     preprocess=_preprocess,
@@ -307,7 +319,7 @@ HUGGING_FACE_DINO = Format(
     recognises=lambda contents: contents.has("encoder.layer.0.layer_scale1.lambda1"),
     architecture=_dino_architecture,
     entries=_dino_entries,
-    objection=_dino_objection,
+    unsupported_reason=_dino_unsupported_reason,
     renames=_renames,
     ignored=r"embeddings\.mask_token$",
     preprocess=_preprocess,

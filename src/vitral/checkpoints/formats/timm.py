@@ -15,9 +15,12 @@ from vitral.checkpoints.formats.table import (
     grid_of_rows,
     heads_of,
     is_square,
+    linear,
+    norm,
+    patches,
     position_entries,
+    read_sizes,
 )
-from vitral.checkpoints.formats.torch_names import linear, norm, patches, read_sizes
 from vitral.errors import UserError
 
 _POOLS: dict[str, Pool] = {"token": "token", "avg": "mean", "map": "map"}
@@ -159,7 +162,7 @@ def _class_names(contents: Contents) -> tuple[str, ...]:
     return tuple(names) if isinstance(names, list) else ()
 
 
-def objection(architecture: Architecture) -> str | None:
+def unsupported_reason(architecture: Architecture) -> str | None:
     """What neither timm nor the other PyTorch libraries can say."""
     if not isinstance(architecture, ViTConfig):
         return "it holds Vision Transformers, not ResNets"
@@ -171,8 +174,8 @@ def objection(architecture: Architecture) -> str | None:
     return None
 
 
-def _objection(architecture: Architecture) -> str | None:
-    general = objection(architecture)
+def _unsupported_reason(architecture: Architecture) -> str | None:
+    general = unsupported_reason(architecture)
     if general or not isinstance(architecture, ViTConfig):
         return general
     if architecture.representation:
@@ -268,7 +271,7 @@ TIMM = Format(
     ),
     architecture=_architecture,
     entries=_entries,
-    objection=_objection,
+    unsupported_reason=_unsupported_reason,
     class_row=_class_row,
     preprocess=_preprocess,
     class_names=_class_names,

@@ -7,8 +7,18 @@ from collections.abc import Iterable
 
 from vitral.architecture import Architecture, ViTConfig
 from vitral.checkpoints.formats import timm
-from vitral.checkpoints.formats.table import Contents, Entry, Format, grid_of_rows, heads_of, position_entries
-from vitral.checkpoints.formats.torch_names import linear, norm, patches, read_sizes
+from vitral.checkpoints.formats.table import (
+    Contents,
+    Entry,
+    Format,
+    grid_of_rows,
+    heads_of,
+    linear,
+    norm,
+    patches,
+    position_entries,
+    read_sizes,
+)
 
 _LAYER = "encoder.layers.encoder_layer_{}"
 
@@ -57,8 +67,8 @@ def _architecture(contents: Contents) -> ViTConfig:
     )
 
 
-def _objection(architecture: Architecture) -> str | None:
-    general = timm.objection(architecture)
+def _unsupported_reason(architecture: Architecture) -> str | None:
+    general = timm.unsupported_reason(architecture)
     if general or not isinstance(architecture, ViTConfig):
         return general
     c = architecture
@@ -76,6 +86,6 @@ TORCHVISION = Format(
     recognises=lambda contents: contents.has("conv_proj.weight") and contents.has("encoder.pos_embedding"),
     architecture=_architecture,
     entries=_entries,
-    objection=_objection,
+    unsupported_reason=_unsupported_reason,
     renames=_renames,
 )

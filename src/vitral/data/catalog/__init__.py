@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vitral.data.catalog.arrays import ArrayReader, read_digits
-from vitral.data.catalog.cifar import read_cifar10, read_cifar100
+from vitral.data.catalog.arrays import ArrayReader, read_cifar10, read_cifar100, read_digits
 from vitral.data.catalog.copies import Known, copy_of
-from vitral.data.catalog.flowers import read_flowers
-from vitral.data.catalog.imagenet import read_imagenet
-from vitral.data.catalog.objectnet import read_objectnet
-from vitral.data.catalog.pets import read_pets
+from vitral.data.catalog.imagenet import read_imagenet, read_objectnet
+from vitral.data.catalog.oxford import read_flowers, read_pets
 from vitral.data.splits import DataSet
 from vitral.errors import UserError
 
@@ -93,7 +90,7 @@ def _differences(name: str, known: Known, data: DataSet) -> list[str]:
     count = len(data.train.classes)
     if known.classes and count != known.classes:
         notes.append(f"This copy has {count} classes; {name} has {known.classes:,}.")
-    for split in filter(None, (data.train, data.test, data.final)):
+    for split in data.splits:
         size = known.sizes.get(split.name)
         if size and len(split) not in (0, size):
             notes.append(f"A copy of {len(split):,} {split.name} images, not of {size:,}.")

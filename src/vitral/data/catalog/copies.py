@@ -31,7 +31,7 @@ class Copy:
             return []
         return [self.path, *(self.path / name for name in sub_folders(self.path))]
 
-    def place_of(self, *names: str) -> Path | None:
+    def resolve_device(self, *names: str) -> Path | None:
         """The first place that has all these files and folders."""
         found = (place for place in self.places() if all((place / name).exists() for name in names))
         return next(found, None)

@@ -1,11 +1,168 @@
 """VTAB-1k's data: 19 tasks of 1,000 training images each, from files that lie under one folder.
 
-`tasks` has the rows, `splits` the words of TFDS, `labels` the label rules, `find` the places and `records` the TFRecord
-files; `task_data` puts them together and `ids` states which images were taken.
+`tasks` has the tasks and their label rules, `splits` the TFDS split expressions and the lists of chosen images, `files`
+finds and reads the data sets, `records` reads TFRecord files; `open_task` puts them together.
 """
 
-from vitral.data.vtab.ids import write_ids
-from vitral.data.vtab.task_data import VtabTask, open_task
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from vitral.atomic import atomic_write
+from vitral.data.images import UnreadableImage
+from vitral.data.splits import DataSet, Reader, Split
+from vitral.data.vtab.files import Found, Masks, Records, Stored, Whole, find_files, joined, read_whole
+from vitral.data.vtab.splits import fairly_drawn, hashed_order, positions, stored_split
 from vitral.data.vtab.tasks import TASKS, Task, find_task
+from vitral.errors import UserError
+
+_ORDERS = {"parquet": "order of the Parquet rows", "tar": "order of the tar members", "folders": "order of the names"}
+
+
+@dataclass(frozen=True, eq=False)
+class VtabTask:
+    """A task's splits; `train1000` is `train800` and `val200` together. `order` says whether TFDS chose the images."""
+
+    task: Task
+    root: Path  # the folder of all tasks
+    train800: Split
+    val200: Split
+    train1000: Split
+    test: Split
+    order: str
+    notes: tuple[str, ...]
+
+    def with_dev_split(self) -> DataSet:
+        """What hyper-parameters are chosen on: trained on 800 images, measured on 200."""
+        return DataSet(self.task.name, self.train800, val=self.val200, notes=self.notes)
+
+    def with_test_split(self) -> DataSet:
+        """What is reported: trained on all 1,000 images, measured on the test split."""
+        return DataSet(self.task.name, self.train1000, test=self.test, notes=self.notes)
+
+
+class _Chosen(NamedTuple):
+    stored: str
+    places: range
+
+
+def open_task(name: str, root: str | Path, *, train: int = 800, val: int = 200) -> VtabTask:
+    """A task whose files lie under `root`. `train` and `val` are how many images train800 and val200 have."""
+    task = find_task(name)
+    folder = Path(root).expanduser()
+    found = find_files(task, folder)
+    wanted = {"train800": train, "val200": val}
+    stored, order, notes = _stored(task, found, wanted)
+    chosen = _chosen(task, found, stored, wanted)
+    splits = {key: stored.take(part.stored, np.array(part.places), key) for key, part in chosen.items()}
+    if task.dataset == "dsprites":
+        splits = {key: replace(split, reader=Masks(split.reader)) for key, split in splits.items()}
+    both = joined(splits["train800"], splits["val200"], "train1000")
+    return VtabTask(task, folder, train1000=both, order=order, notes=tuple(notes), **splits)
+
+
+def _stored(task: Task, found: Found, wanted: Mapping[str, int]) -> tuple[Stored, str, list[str]]:
+    """The data set, the order of its images in words, and what to know of it."""
+    if found.layout == "tfrecord":
+        return Records(task, found), "tfds order: yes (tfrecord files read in shard order)", []
+    splits, notes = read_whole(task, found)
+    whole = Whole(splits)
+    chosen = _chosen(task, found, whole, wanted)
+    if all(_fair(splits[part.stored], part.places) for part in chosen.values()):
+        return whole, f"tfds order: not verified ({_ORDERS[found.layout]})", notes
+    notes.append(f"{task.name} is not stored in random order: its images are taken by the hashes of their keys.")
+    mixed = {key: split.select(hashed_order(split.keys)) for key, split in splits.items()}
+    order = "tfds order: no (not stored in random order, taken by key hashes)"
+    return Whole(mixed), order, notes
+
+
+def _chosen(task: Task, found: Found, stored: Stored, wanted: Mapping[str, int]) -> dict[str, _Chosen]:
+    """Which images each of our splits takes. Too few of them, or one taken twice, is refused."""
+    chosen: dict[str, _Chosen] = {}
+    for key, expression in task.expressions(*wanted.values()).items():
+        split = stored_split(expression)
+        places = positions(expression, stored.count(split))
+        if len(places) < wanted.get(key, 1):
+            raise UserError(
+                f"{found.folder} has {len(places)} images in {expression}, which is too few: "
+                f"{task.name} needs {wanted.get(key, 1)}, so complete the data."
+            )
+        if any(split == part.stored and set(places) & set(part.places) for part in chosen.values()):
+            raise UserError(f"{found.folder} is too small: {key} of {task.name} would share images, so complete it.")
+        chosen[key] = _Chosen(split, places)
+    return chosen
+
+
+def _fair(split: Split, places: range) -> bool:
+    some = np.bincount(split.labels[np.array(places)], minlength=len(split.classes))
+    return fairly_drawn(some, split.counts())
+
+
+FOLDER = "vtab-ids"
+
+
+def write_ids(task: VtabTask, folder: str | Path | None = None) -> str:
+    """Writes the list, or compares with the one that is there, and says which. Reads every image of the task.
+
+    `folder` is where lists are kept, `vtab-ids` beside the tasks' folders unless given.
+    """
+    place = Path(folder) if folder is not None else task.root / FOLDER
+    file = place / f"{task.task.name}.txt"
+    lines = list(_lines(task))
+    if file.is_file():
+        _compare(file, file.read_text(encoding="utf-8", errors="surrogateescape").split("\n"), lines)
+        return f"The images of {task.task.name} are those of {file}, {len(lines):,} of them."
+    text = "\n".join([*_head(task, lines), *lines])
+    with atomic_write(file) as aside:
+        aside.write_text(f"{text}\n", encoding="utf-8", errors="surrogateescape")
+    return f"The {len(lines):,} images of {task.task.name} are listed in {file}."
+
+
+def _head(task: VtabTask, lines: list[str]) -> list[str]:
+    digest = hashlib.sha256("\n".join(map(_compared, lines)).encode()).hexdigest()
+    about = f"{task.task.name}, {len(lines)} images, sha256 of the list: {digest}"
+    return [f"# {text}" for text in (about, task.order, *task.notes)]
+
+
+def _lines(task: VtabTask) -> Iterator[str]:
+    for split in (task.train800, task.val200, task.test):
+        for index, key in enumerate(split.keys):
+            try:
+                digest = _digest(split.reader, index)
+            except UnreadableImage as error:
+                raise UserError(f"{key} of {task.task.name} cannot be read ({error}): copy it again.") from error
+            yield f"{split.name}\t{index}\t{key}\t{digest}"
+
+
+def _digest(reader: Reader, index: int) -> str:
+    data = reader.stored.read(index) if isinstance(reader, Masks) else reader.read(index)
+    return hashlib.sha256(data if isinstance(data, bytes) else data.tobytes()).hexdigest()
+
+
+def _compared(line: str) -> str:
+    split, index, *_, digest = line.split("\t")
+    return f"{split} {index} {digest}"
+
+
+def _compare(file: Path, before: list[str], lines: list[str]) -> None:
+    listed = [line for line in before if line and not line.startswith("#")]
+    if any(line.count("\t") < 3 for line in listed):
+        raise UserError(f"{file} is damaged: remove it to list the images anew.")
+    for old, new in zip(listed, lines, strict=False):
+        if _compared(old) != _compared(new):
+            where = " ".join(new.split()[:2])
+            raise UserError(
+                f"{file} lists another image at {where} ({old!r} is now {new!r}): restore that one, "
+                "or remove the list to have it made anew."
+            )
+    if len(listed) != len(lines):
+        raise UserError(f"{file} lists {len(listed)} images and there are {len(lines)}: remove it to list them anew.")
+
 
 __all__ = ["TASKS", "Task", "VtabTask", "find_task", "open_task", "write_ids"]

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from vitral.data.vtab.labels import CLASS, RULES, Rule
+import numpy as np
+
 from vitral.errors import UserError
 from vitral.paper import vtab_tasks
 
@@ -41,6 +45,75 @@ class Task:
         return {"train800": f"{self.train}[:{train}]", "val200": f"{self.val}[:{val}]", "test": self.test}
 
 
+_VEHICLES = frozenset((0, 1, 2, "Car", "Van", "Truck"))
+_NO_VEHICLE = 1000.0  # metres
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The fields a label is made of, by the last word of their names, and how. `names` are the classes, where known."""
+
+    fields: tuple[str, ...]
+    label: Callable[..., int]
+    names: tuple[str, ...] = ()
+
+
+def stored(values: Sequence[Any]) -> int:
+    return int(values[0])
+
+
+def count_less_three(coordinates: Sequence[float]) -> int:
+    """Every CLEVR scene has 3 to 10 objects, each with three coordinates."""
+    return len(coordinates) // 3 - 3
+
+
+def nearest_object(coordinates: Sequence[float]) -> int:
+    return bin_of(min(coordinates[2::3]), (0, 8, 8.5, 9, 9.5, 10, 100))
+
+
+def nearest_vehicle(kinds: Sequence[int | str], locations: Sequence[float]) -> int:
+    """The z coordinate of the nearest car, van or truck, in metres before the camera; a picture may have none."""
+    depths = [depth for kind, depth in zip(kinds, locations[2::3], strict=True) if kind in _VEHICLES]
+    return bin_of(min([*depths, _NO_VEHICLE]), (-100, 8, 20, 999))
+
+
+def bin_of(value: float, edges: Sequence[float]) -> int:
+    """The last edge that lies below the value, -1 where none does: a value on an edge belongs to the bin before it.
+
+    In single precision, in which TFDS stores what is given here.
+    """
+    return int((np.asarray(edges, np.float32) < np.float32(value)).sum()) - 1
+
+
+def merged(values: Sequence[int], before: int, after: int) -> int:
+    """`before` classes to `after`, neighbours together: floor(label / (before / after))."""
+    return int(values[0]) * after // before
+
+
+CLASS = Rule(("label",), stored)
+# Of all tasks whose label is not the data set's own.
+RULES: dict[str, Rule] = {
+    "clevr-count": Rule(("pixel_coords",), count_less_three, tuple(f"{count} objects" for count in range(3, 11))),
+    "clevr-distance": Rule(
+        ("pixel_coords",), nearest_object, ("up to 8", "up to 8.5", "up to 9", "up to 9.5", "up to 10", "farther")
+    ),
+    "dsprites-location": Rule(("label_x_position",), partial(merged, before=32, after=16)),
+    "dsprites-orientation": Rule(("label_orientation",), partial(merged, before=40, after=16)),
+    "kitti-distance": Rule(("type", "location"), nearest_vehicle, ("up to 8 m", "up to 20 m", "farther", "no vehicle")),
+    "smallnorb-azimuth": Rule(("label_azimuth",), stored),
+    "smallnorb-elevation": Rule(("label_elevation",), stored),
+}
+
+
+def flattened(value: Any) -> list[Any]:
+    """Numbers and words in nested lists and tables, in their order."""
+    if isinstance(value, dict):
+        return [item for inner in value.values() for item in flattened(inner)]
+    if isinstance(value, list):
+        return [item for inner in value for item in flattened(inner)]
+    return [] if value is None else [value]
+
+
 TASKS: dict[str, Task] = {
     row.name: Task(
         name=row.name,
@@ -65,3 +138,6 @@ def find_task(name: str) -> Task:
         hint = f"did you mean {near[0]}?" if near else f"name one of {', '.join(TASKS)}."
         raise UserError(f"{name} is no task of VTAB: {hint}")
     return TASKS[name]
+
+
+# TFDS numbers KITTI's kinds Car 0, Van 1, Truck 2, then people, trams and the rest; KITTI's own files name them.

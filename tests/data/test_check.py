@@ -1,0 +1,304 @@
+"""`check` finds what was planted and nothing else; the hashes and the search against brute force."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from scipy.fft import dctn
+
+from vitral.data.check import NEAR_BITS, Pair, check
+from vitral.data.hashes import FARTHEST, dhash, distance, near_pairs, phash
+from vitral.data.sources import narrowed, open_data
+from vitral.errors import UserError
+from vitral.recipe_parts import DataRecipe
+
+
+def scene(seed: int, size: tuple[int, int] = (96, 80)) -> Image.Image:
+    """A smooth random picture, as photographs are from afar."""
+    noise = np.random.default_rng(seed).integers(0, 256, (6, 7, 3), dtype=np.uint8)
+    return Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC)
+
+
+def save(image: Image.Image, path: Path, **options: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path, **options)  # type: ignore[arg-type]
+
+
+def clean(folder: Path) -> Path:
+    """24 different pictures of two classes, with a test split."""
+    for number in range(24):
+        split = "test" if number >= 16 else "train"
+        save(scene(number), folder / split / "ab"[number % 2] / f"{number}.jpg", quality=90)
+    return folder
+
+
+def test_a_clean_set_is_clean(tmp_path):
+    report = check(clean(tmp_path))
+    assert report.images == {"train": 16, "test": 8}
+    assert report.classes == {"train": {"a": 8, "b": 8}, "test": {"a": 4, "b": 4}}
+    assert report.formats == {"JPEG": 24}
+    assert report.widths == {"smallest": 96, "median": 96, "largest": 96}
+    assert report.imbalance == 1
+    assert report.near_is_complete
+    found = (report.unreadable, report.rotated, report.deep, report.cmyk, report.animated, report.tiny)
+    assert not any(
+        (*found, report.empty, report.duplicates, report.contradictions, report.near, report.leaks, report.notes)
+    )
+    assert (report.grey, report.transparent, report.not_compared) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_planted_faults_are_found(tmp_path, workers):
+    clean(tmp_path)
+    train, test = tmp_path / "train", tmp_path / "test"
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    save(scene(100), train / "a/turned.jpg", exif=turned)
+    save(Image.fromarray(np.random.default_rng(0).integers(0, 65536, (64, 64)).astype(np.uint16)), train / "a/deep.png")
+    save(scene(101).convert("CMYK"), train / "b/cmyk.jpg")
+    save(scene(102), train / "b/moving.gif", save_all=True, append_images=[scene(103)])
+    save(scene(104, (31, 200)), train / "b/tiny.png")
+    save(scene(105).convert("RGBA"), train / "b/clear.png")
+    save(scene(106).convert("L"), train / "b/grey.png")
+    save(Image.new("RGB", (64, 64), "white"), train / "a/white.png")
+    save(Image.new("RGB", (64, 64), "grey"), train / "b/flat.png")
+    (train / "a/empty.jpg").touch()
+    (train / "a/text.jpg").write_text("no picture")
+    (train / "b/cut.jpg").write_bytes((train / "b/1.jpg").read_bytes()[:1500])
+    (train / "a/copy.jpg").write_bytes((train / "a/0.jpg").read_bytes())  # within train
+    (train / "b/other.jpg").write_bytes((train / "a/2.jpg").read_bytes())  # with another label
+    (test / "b/leak.jpg").write_bytes((train / "b/3.jpg").read_bytes())  # into test
+    save(Image.open(train / "b/5.jpg").resize((48, 40)), test / "b/smaller.jpg", quality=60)  # near, into test
+    save(Image.open(train / "a/4.jpg"), train / "a/again.png")  # near, within train
+    said: list[tuple[int, int]] = []
+    report = check(tmp_path, workers=workers, on_progress=lambda done, total: said.append((done, total)))
+
+    assert report.rotated == ("train/a/turned.jpg",)
+    assert report.deep == ("train/a/deep.png",)
+    assert report.cmyk == ("train/b/cmyk.jpg",)
+    assert report.animated == ("train/b/moving.gif",)
+    assert report.tiny == ("train/b/tiny.png",)
+    assert (report.grey, report.transparent) == (2, 1)  # the deep one is grey too
+    assert set(report.unreadable) == {"train/a/empty.jpg", "train/a/text.jpg", "train/b/cut.jpg"}
+    assert all(report.unreadable.values())
+    assert report.not_compared == 3 + 1 + 2
+    assert set(report.duplicates) == {
+        ("train/a/0.jpg", "train/a/copy.jpg"),
+        ("train/a/2.jpg", "train/b/other.jpg"),
+        ("train/b/3.jpg", "test/b/leak.jpg"),
+    }
+    assert report.contradictions == (("train/a/2.jpg", "train/b/other.jpg"),)
+    assert {pair[:2] for pair in report.near} == {
+        ("train/a/4.jpg", "train/a/again.png"),
+        ("train/b/5.jpg", "test/b/smaller.jpg"),
+    }
+    assert {pair[:2] for pair in report.leaks} == {
+        ("train/b/3.jpg", "test/b/leak.jpg"),
+        ("train/b/5.jpg", "test/b/smaller.jpg"),
+    }
+    total = sum(report.images.values())
+    assert said[-1] == (total, total)
+    assert report.imbalance == pytest.approx(
+        max(report.classes["train"].values()) / min(report.classes["train"].values())
+    )
+
+
+@pytest.mark.parametrize("train, test", [("", ()), ("train/", ()), ("Training/", ("teal",)), ("train/", ("a",))])
+def test_an_empty_class_folder_is_a_finding_and_the_rest_is_looked_at(tmp_path, command, train, test):
+    for number in range(6):
+        save(scene(number), tmp_path / "data" / train / "ab"[number % 3 > 1] / f"{number}.png")
+    for number, label in enumerate(test):
+        save(scene(10 + number), tmp_path / "data/test" / label / "x.png")
+    (tmp_path / "data" / train / "a/copy.png").write_bytes((tmp_path / "data" / train / "a/0.png").read_bytes())
+    (tmp_path / "data" / train / "teal/deep").mkdir(parents=True)
+    (tmp_path / "data" / train / "teal/notes.txt").write_text("no picture")
+    said = command("check", tmp_path / "data", "--json")
+    assert said.code == 0, said.err
+    report = json.loads(said.out)
+    assert report["source"] == str(tmp_path / "data")
+    assert report["empty"] == ["teal"]
+    assert report["classes"]["train"] == {"a": 5, "b": 2, "teal": 0}
+    assert report["imbalance"] == 2.5
+    assert report["duplicates"] == [[f"{train}a/0.png", f"{train}a/copy.png"]]
+    assert report["images"] == {"train": 7, **({"test": 1} if test else {})}
+    assert any(".txt 1" in note for note in report["notes"])
+    assert ["teal", "0"] in [line.split()[:2] for line in command("check", tmp_path / "data").out.splitlines()]
+    with pytest.raises(UserError, match="teal has no image: add some, or remove the folder"):
+        open_data(tmp_path / "data")
+
+
+def test_folders_without_any_image_are_reported_too(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    report = check(tmp_path)
+    assert (report.empty, report.images, report.imbalance, report.widths) == (("a", "b"), {"train": 0}, 0, {})
+
+
+def test_data_for_testing_only_has_no_empty_classes(tmp_path):
+    data = open_data(clean(tmp_path))
+    nothing = data.train.select(np.empty(0, np.int64))
+    assert check(replace(data, train=nothing)).empty == ()
+    some = data.train.select(np.flatnonzero(data.train.labels == 1))
+    assert check(replace(data, train=some)).empty == ("a",)
+
+
+def test_a_report_is_json_with_its_thresholds(tmp_path):
+    clean(tmp_path)
+    (tmp_path / "test/b/leak.jpg").write_bytes((tmp_path / "train/b/3.jpg").read_bytes())
+    table = json.loads(json.dumps(check(tmp_path).as_dict()))
+    assert table["leaks"] == [{"first": "train/b/3.jpg", "second": "test/b/leak.jpg", "bits": -1}]
+    assert table["thresholds"] == {"near_bits": 6, "confirm_bits": 12, "tiny_pixels": 32, "flat_levels": 2.0}
+
+
+def test_a_folder_without_splits_is_looked_at_whole_and_a_data_set_as_it_is(tmp_path):
+    for number in range(6):
+        save(scene(number), tmp_path / "ab"[number % 2] / f"{number}.png")
+    assert check(tmp_path).images == {"train": 6}
+    assert check(open_data(tmp_path)).images == {"train": 4, "test": 2}
+
+
+def test_leaks_of_the_split_that_training_makes_are_told_and_can_be_left_out(tmp_path, command):
+    data = tmp_path / "data"
+    for number in range(24):
+        save(scene(number), data / "ab"[number % 2] / f"{number}.png")
+    for copy in range(6):
+        (data / f"a/same-{copy}.png").write_bytes((data / "a/0.png").read_bytes())
+        save(scene(1, (60 + copy, 50)), data / f"b/near-{copy}.jpg", quality=90)
+    alike = ["a/0.png", *(f"a/same-{copy}.png" for copy in range(6))]
+    alike += ["b/1.png", *(f"b/near-{copy}.jpg" for copy in range(6))]
+    opened = open_data(data, held_out=DataRecipe().held_out)
+    assert opened.test is not None
+    train, test = set(opened.train.keys), set(opened.test.keys)
+    for group in (alike[:7], alike[7:]):
+        assert train.intersection(group)
+        assert test.intersection(group)
+    report = check(data)
+    assert (report.images, report.held_out) == ({"train": 36}, len(test))
+    assert {pair.first for pair in report.leaks} == train.intersection(alike)
+    assert {pair.second for pair in report.leaks} == test.intersection(alike)
+    assert {pair[:2] for pair in check(opened).leaks} == {pair[:2] for pair in report.leaks}
+    assert check(narrowed(opened, exclude=[pair.first for pair in report.leaks])).leaks == ()
+    words = " ".join(command("check", data).out.split())
+    assert (
+        f"test is the {len(test)} images that training holds out by itself; remove the copies, or list those" in words
+    )
+    assert "--set data.exclude=FILE" in words
+
+
+def test_a_single_class_is_a_finding_and_its_images_are_looked_at(tmp_path, command):
+    for number in range(3):
+        save(scene(number), tmp_path / "data/cats" / f"{number}.png")
+    (tmp_path / "data/cats/empty.jpg").touch()
+    said = command("check", tmp_path / "data", "--json")
+    assert said.code == 0, said.err
+    report = json.loads(said.out)
+    assert report["classes"] == {"train": {"cats": 4}}
+    assert list(report["unreadable"]) == ["cats/empty.jpg"]
+    expected = f'{tmp_path / "data"} has one class, "cats": a classifier needs at least two'
+    assert report["notes"][0].startswith(expected)
+    shown = command("check", tmp_path / "data").out
+    assert "a classifier needs at least two" in shown
+    assert "times the smallest" not in shown
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "data").rename(tmp_path / "tests/test")
+    assert check(tmp_path / "tests").notes == ("There is no train folder: this is for testing only.",)
+
+
+def test_pixels_in_memory_are_checked(tmp_path):
+    pytest.importorskip("sklearn", reason="needs scikit-learn")
+    report = check("digits")
+    assert report.formats == {"pixels": 1797}
+    assert len(report.tiny) == report.not_compared == report.grey == 1797
+    assert report.near == ()
+
+
+def test_pets_have_two_near_leaks(assets):
+    """Looked at by eye: the same photograph twice, and two of one dog a moment apart."""
+    report = check(assets / "data" / "pets_mini")
+    train, test = "train/great_pyrenees/great_pyrenees_173.jpg", "test/great_pyrenees/great_pyrenees_89.jpg"
+    assert report.leaks[0] == Pair(train, test, 0)
+    assert report.leaks[1][:2] == ("train/newfoundland/newfoundland_172.jpg", "test/newfoundland/newfoundland_2.jpg")
+    assert {pair[:2] for pair in report.near} - {pair[:2] for pair in report.leaks} == {
+        ("train/Bombay/Bombay_113.jpg", "train/Bombay/Bombay_157.jpg")
+    }
+    assert len(report.leaks) == 2
+    assert report.unreadable == {}
+
+
+# Hashes
+
+
+def test_phash_is_the_median_of_a_cosine_transform():
+    pictures = np.random.default_rng(0).integers(0, 256, (9, 32, 32)).astype(np.float64)
+    for picture, found in zip(pictures, phash(pictures).tolist(), strict=True):
+        low = dctn(picture)[1:9, 1:9].ravel()
+        bits = "".join("1" if value > np.median(low) else "0" for value in low)
+        assert f"{found:064b}" == bits
+
+
+def test_dhash_compares_neighbours():
+    pictures = np.random.default_rng(0).integers(0, 256, (9, 32, 32))
+    for picture, found in zip(pictures, dhash(pictures).tolist(), strict=True):
+        wide = np.repeat(picture, 9, axis=1)  # 288 columns: 9 cells of exactly 32
+        cells = wide.reshape(8, 4, 9, 32).mean((1, 3))
+        bits = "".join("1" if b > a else "0" for row in cells for a, b in pairwise(row))
+        assert f"{found:064b}" == bits
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda image: image.resize((192, 160), Image.Resampling.BICUBIC),
+        lambda image: Image.open(encoded(image, 50)),
+        lambda image: image.point(lambda value: min(255, int(value * 0.9 + 20))),
+    ],
+)
+def test_copies_are_near_and_strangers_are_not(change):
+    originals = [scene(seed) for seed in range(40)]
+    first, second = (
+        phash(np.stack([np.asarray(image.convert("L").resize((32, 32))) for image in images]))
+        for images in (originals, [change(image) for image in originals])
+    )
+    assert distance(first, second).max() <= NEAR_BITS
+    apart = [distance(first[i : i + 1], second[j : j + 1])[0] for i in range(40) for j in range(40) if i != j]
+    assert min(apart) > NEAR_BITS
+
+
+def encoded(image: Image.Image, quality: int) -> io.BytesIO:
+    stream = io.BytesIO()
+    image.save(stream, "JPEG", quality=quality)
+    return stream
+
+
+@given(st.integers(0, 2**32), st.integers(0, FARTHEST), st.integers(0, 120), st.integers(1, 60))
+def test_near_pairs_are_all_pairs_and_each_once(seed, farthest, n, centres):
+    rng = np.random.default_rng(seed)
+    # Clusters about a few hashes, with a few bits flipped: otherwise no pair would be near.
+    hashes = rng.integers(0, 2**64, centres, dtype=np.uint64)[rng.integers(0, centres, n)]
+    for _ in range(5):
+        flips = np.uint64(1) << rng.integers(0, 64, n).astype(np.uint64)
+        hashes ^= np.where(rng.random(n) < 0.7, flips, np.uint64(0))
+    found = [tuple(pair) for block in near_pairs(hashes, farthest) for pair in block.tolist()]
+    every = [(i, j) for i in range(n) for j in range(i + 1, n)]
+    expected = {(i, j) for i, j in every if (int(hashes[i]) ^ int(hashes[j])).bit_count() <= farthest}
+    assert len(found) == len(set(found))
+    assert set(found) == expected
+
+
+def test_blocks_bound_the_memory(monkeypatch):
+    monkeypatch.setattr("vitral.data.hashes._BLOCK", 50)
+    hashes = np.zeros(40, np.uint64)
+    blocks = list(near_pairs(hashes, 3))
+    assert max(map(len, blocks)) <= 50
+    assert sum(map(len, blocks)) == 40 * 39 // 2
+    with pytest.raises(ValueError, match="0 to 7 bits"):
+        list(near_pairs(hashes, 8))

@@ -1,0 +1,111 @@
+"""Tiny runs for the tests of training: a few coloured pictures, a model of some thousand weights, quick steps.
+
+Tests that start processes import this file there too.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vitral import api
+from vitral.architecture import ViTConfig
+from vitral.checkpoints.card import Card
+from vitral.data.images import encode_png
+from vitral.models.build import build
+
+MODEL = "ViT-Ti/4@8"
+TINY = (
+    *("steps=12", "batch=6", "shape.depth=2", "shape.width=16", "shape.heads=2", "workers=0", "data.mixup=0.4"),
+    *("evaluate_every=4", "save_every=2", "data.eval_transform=decode|resize({size})"),
+    "data.train_transform=decode|inception_crop({size})|flip|randaugment(2, 10)",
+)
+
+
+def make_pictures(folder: Path, classes: int = 3, images: int = 8, size: int = 12) -> Path:
+    """Noise with a tint, a folder per class: learnt in a few dozen steps, but not at once."""
+    rng = np.random.default_rng(0)
+    for label in range(classes):
+        (folder / f"class-{label}").mkdir(parents=True)
+        for number in range(images):
+            pixels = rng.integers(0, 160, (size, size, 3))
+            pixels[..., label % 3] += 90
+            (folder / f"class-{label}" / f"{number}.png").write_bytes(encode_png(pixels.astype(np.uint8)))
+    return folder
+
+
+def train(
+    pictures: Path,
+    out: Path,
+    *words: str,
+    listen: Any = lambda event: None,
+    seeds: int = 1,
+    device: str = "cpu",
+) -> Any:
+    """A run of TINY with some words on top; from weights that they name, without what belongs to one from scratch."""
+    scratch = not any(word.startswith("init=") for word in words)
+    overrides = [word for word in (*TINY, *words) if scratch or not word.startswith("shape.")]
+    model = MODEL if scratch else ""
+    return api.train(pictures, model=model, out=out, overrides=overrides, device=device, listen=listen, seeds=seeds)
+
+
+def starting_from(path: Path) -> str:
+    """The word that names weights of a model as TINY has it, which are written there."""
+    torch.manual_seed(0)
+    model = build(ViTConfig(depth=2, width=16, mlp=64, heads=2, patch=4, image=(8, 8), classes=3))
+    api.save(model, Card(model.config), path)
+    return f"init={path}"
+
+
+def outcome(run: Path) -> tuple[bytes, list[dict[str, Any]], Any, int]:
+    """Everything of a finished run that must not depend on how it came about: model, metrics, result."""
+    result = json.loads((run / "result.json").read_text())
+    return (run / "model.safetensors").read_bytes(), metrics(run), result["metrics"], result["step"]
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without what a clock says."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in ("seconds", "waited")} for line in lines]
+
+
+def states(run: Path) -> Sequence[Path]:
+    """The saved states, oldest first."""
+    return sorted((run / "state").glob("step-*"))
+
+
+class Crash(Exception):
+    """Stands in for the end of a process."""
+
+
+def crash_at(step: int) -> Callable[[Any], None]:
+    """A listener that ends the run when a step is done."""
+
+    def listen(event: Any) -> None:
+        if isinstance(event, api.StepDone) and event.step == step:
+            raise Crash
+
+    return listen
+
+
+def interrupt_at(step: int) -> Callable[[Any], None]:
+    """A listener that presses Ctrl-C when a step is done."""
+
+    def listen(event: Any) -> None:
+        if isinstance(event, api.StepDone) and event.step == step:
+            signal.raise_signal(signal.SIGINT)
+
+    return listen
+
+
+def said(pictures: Path, out: Path, *words: str) -> list[str]:
+    """What a run tells a person."""
+    notes: list[str] = []
+    train(pictures, out, *words, listen=lambda event: notes.append(event.text) if isinstance(event, api.Note) else None)
+    return notes

@@ -1,0 +1,292 @@
+"""Kernels against what they must compute: on a GPU natively, elsewhere in Triton's interpreter, both in any shape."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+pytest.importorskip("triton", reason="the kernels need Triton (pip install triton)")
+
+from vitral import capture, create
+from vitral.kernels import attention, blocks, cublas, dispatch, fold, gelu, norm
+from vitral.kernels.weights import Dense, Norm, PlainNorm
+from vitral.models.adapters import add_lora
+from vitral.models.vit import ViT
+from vitral.training.objective import recompute_activations
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter computes wrongly in bfloat16
+EXACT: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
+# On a GPU the kernels multiply float32 in its fast form of 10 bits; in the interpreter exactly.
+CLOSE: dict[str, Any] = {"rtol": 1e-2, "atol": 1e-2} if DEVICE == "cuda" else EXACT
+
+
+def wide(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """In double precision, with gradients."""
+    return [tensor.detach().double().requires_grad_() for tensor in tensors]
+
+
+@pytest.fixture
+def anywhere(monkeypatch):
+    """Kernels are chosen for float32 on any device, so that they can be held against plain PyTorch closely."""
+    monkeypatch.setattr(dispatch, "HALVES", (torch.float32,))
+    monkeypatch.setattr(dispatch, "_has_kernels", lambda device: True)
+
+
+def small_vit(depth: int = 2, **changes: object) -> ViT:
+    torch.manual_seed(0)
+    config = create("ViT-Ti/16@48", classes=5).config
+    model = ViT(replace(config, depth=depth, **changes)).to(DEVICE)  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))  # no bias is zero, no norm's weight one
+    return model
+
+
+def pictures(batch: int = 2) -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(batch, 3, 48, 48, device=DEVICE)
+
+
+def learned(model: ViT, images: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    logits = model(images)
+    logits.square().sum().backward()
+    return logits.detach(), {name: torch.clone(weight.grad) for name, weight in model.named_parameters()}  # type: ignore[arg-type]
+
+
+@given(st.integers(1, 256), st.sampled_from([16, 32, 64, 128]))
+def test_parts_cover_a_sequence_with_little_padding(n, most):
+    found = attention.parts(n, most)
+    ends = [first + size for first, size in found]
+    assert [first for first, _ in found] == [0, *ends[:-1]]
+    assert n <= ends[-1] < n + 16
+    assert all(size in (16, 32, 64, 128) and size <= most for _, size in found)
+
+
+@pytest.mark.parametrize(
+    ("n", "heads", "d"), [(1, 1, 16), (5, 2, 16), (16, 1, 32), (50, 2, 16), (130, 1, 16), (197, 1, 16)]
+)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_attention_and_its_gradients(n, heads, d, has_bias):
+    torch.manual_seed(n)
+    qkv = torch.randn(2, n, 3, heads, d, device=DEVICE, requires_grad=True)
+    bias = torch.randn(2, heads, n, n, device=DEVICE, requires_grad=True) if has_bias else None
+    out, _ = attention.short_attention(qkv, bias)
+    grad = torch.randn_like(out)
+    inputs = [tensor for tensor in (qkv, bias) if tensor is not None]
+    found = torch.autograd.grad(out, inputs, grad)
+    leaves = wide(*inputs)
+    expected = attention.reference(*leaves)
+    torch.testing.assert_close(out.double(), expected, **CLOSE)
+    slopes = torch.autograd.grad(expected, leaves, grad.double())
+    for one, other in zip(found, slopes, strict=True):
+        torch.testing.assert_close(one.double(), other, **CLOSE)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="cuBLAS needs an NVIDIA GPU")
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(8, 16, 32), (197, 192, 768), (1000, 384, 1536)])
+def test_a_product_that_ends_in_a_gelu(rows, inputs, outputs):
+    x, weight = (torch.randn(n, inputs, device=DEVICE, dtype=HALF) for n in (rows, outputs))
+    bias = torch.randn(outputs, device=DEVICE, dtype=HALF)
+    assert cublas.is_there(x.device, HALF)
+    for one, other in zip(
+        cublas.dense_gelu(x, weight, bias), cublas.dense_gelu_reference(x, weight, bias), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # 1 / (1 + inf) is 0, as it should be
+@pytest.mark.parametrize("kind", ["tanh", "none"])
+@pytest.mark.parametrize("shape", [(1, 8), (70, 96), (65, 1030), (3, 2048)])
+def test_the_gradient_of_gelu_its_output_and_the_sums(kind, shape):
+    torch.manual_seed(0)
+    h, grad = torch.randn(2, *shape, device=DEVICE) * 3
+    expected = gelu.reference(h.double(), grad.double(), kind)
+    for kept in (None, expected[1].to(h)):
+        for one, other in zip(gelu.backward(h, grad, kind, kept), expected, strict=True):
+            torch.testing.assert_close(one.double(), other.double(), **EXACT)
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (70, 48), (9, 192), (130, 20)])
+def test_a_sum_with_its_norm_and_the_gradients(rows, width, affine):
+    torch.manual_seed(0)
+    x, y, dtotal, dnormed = torch.randn(4, rows, width, device=DEVICE) + 0.5
+    bias, weight, shift = torch.randn(3, width, device=DEVICE)
+    how = Norm(weight, shift, 1e-6) if affine else PlainNorm(1e-6)
+    found = norm.forward(x, y, bias, how)
+    leaves = wide(x, y, bias, weight, shift)
+    used = leaves if affine else leaves[:3]
+    wide_norm = Norm(leaves[3], leaves[4], 1e-6) if affine else PlainNorm(1e-6)
+
+    def expected() -> tuple[torch.Tensor, torch.Tensor]:
+        return norm.reference(leaves[0], leaves[1], leaves[2], wide_norm)
+
+    total, normed = expected()
+    torch.testing.assert_close(found.total.double(), total, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.normed.double(), normed, rtol=1e-4, atol=1e-5)
+    slopes = torch.autograd.grad([total, normed], used, [dtotal.double(), dnormed.double()])
+    kept = found.total if affine else found.normed
+    dx, sums = norm.backward(kept, found.moments, how.weight, dtotal, dnormed)
+    for one, other in zip((dx, dx, *sums), slopes, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-4)
+    # Alone: nothing is added, and nobody else uses the sum.
+    torch.testing.assert_close(norm.forward(found.total, None, None, how).normed, found.normed)
+    only = torch.autograd.grad(expected()[1], leaves[0], dnormed.double())
+    dx, _ = norm.backward(kept, found.moments, how.weight, None, dnormed)
+    torch.testing.assert_close(dx.double(), only[0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (70, 48), (33, 20)])
+def test_a_norm_folded_into_a_layer_and_its_gradient_unfolded(rows, width):
+    """By what it is for, and by the chain rule: the layer after the norm computes the same, with the same gradients."""
+    torch.manual_seed(0)
+    weight, z = torch.randn(rows, width, device=DEVICE), torch.randn(7, width, device=DEVICE)
+    bias, grad = torch.randn(rows, device=DEVICE), torch.randn(7, rows, device=DEVICE)
+    scale, shift = torch.randn(2, width, device=DEVICE)
+    dense, how = Dense(weight, bias), Norm(scale, shift, 1e-6)
+    folded = fold.fold(dense, how, torch.float32)
+    leaves = wide(weight, bias, scale, shift)
+    out = F.linear(z.double() * leaves[2] + leaves[3], leaves[0], leaves[1])
+    torch.testing.assert_close(F.linear(z, *folded).double(), out, rtol=1e-3, atol=1e-4)
+    for one, other in zip(folded, fold.fold_reference(dense, how), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    dweight, dbias, dscale, dshift = torch.autograd.grad(out, leaves, grad.double())
+    slope = grad.t() @ z
+    by_formula = fold.unfold_reference(slope, grad.sum(0), dense, how)
+    found = fold.unfold(slope, grad.sum(0), dense, how)
+    for one, other, truth in zip(found, by_formula, (dweight, dscale, dshift), strict=True):
+        torch.testing.assert_close(one.double(), truth, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(other.double(), truth, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(dbias, grad.double().sum(0))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"gelu": "erf"}, {"pool": "mean", "class_token": False}, {"position": "relative"}, {"registers": 2}]
+)
+def test_a_model_on_kernels_is_the_same_model(changes, anywhere, monkeypatch):
+    model, images = small_vit(**changes), pictures()
+    fast, found = learned(model, images)
+    with torch.no_grad():
+        quick = model(images)
+    monkeypatch.setattr(dispatch, "_has_kernels", lambda device: False)
+    logits, slopes = learned(model, images)
+    torch.testing.assert_close(fast, logits, rtol=10 * CLOSE["rtol"], atol=10 * CLOSE["atol"])
+    torch.testing.assert_close(quick, logits, rtol=10 * CLOSE["rtol"], atol=10 * CLOSE["atol"])
+    for name, slope in slopes.items():
+        assert (found[name] - slope).norm() <= CLOSE["rtol"] * slope.norm() + 1e-6, name
+
+
+def test_in_half_precision_gradients_keep_to_its_rounding(anywhere, monkeypatch):
+    monkeypatch.setattr(dispatch, "HALVES", (HALF,))
+    model, images = small_vit(), pictures()
+    with torch.autocast(DEVICE, HALF):
+        _, found = learned(model, images)
+    monkeypatch.setattr(dispatch, "_has_kernels", lambda device: False)
+    _, slopes = learned(model, images)
+    whole = torch.stack([slope.norm() for slope in slopes.values()]).norm()
+    apart = torch.stack([(found[name] - slope).norm() for name, slope in slopes.items()]).norm()
+    assert apart < (2e-2 if torch.bfloat16 == HALF else 5e-3) * whole
+    assert all(slope.dtype == torch.float32 for slope in found.values())
+
+
+class Chosen(Exception):
+    pass
+
+
+@pytest.fixture
+def telling(anywhere, monkeypatch):
+    """`encode` of the kernels raises Chosen."""
+
+    def chosen(*_: object, **__: object) -> None:
+        raise Chosen
+
+    monkeypatch.setattr(blocks, "encode", chosen)
+
+
+def test_plain_blocks_are_chosen_and_unusual_ones_are_not(telling):
+    images = pictures(1)
+    with pytest.raises(Chosen):
+        small_vit()(images)
+    dropped = small_vit(dropout=0.1)
+    dropped.train()(images)
+    with pytest.raises(Chosen):
+        dropped.eval()(images)
+    small_vit(stochastic_depth=0.2).train()(images)
+    small_vit(axial=True, pool="mean", class_token=False)(images)
+    small_vit(injection="every")(images)
+    small_vit(position="relative")(images)
+    small_vit(layer_scale=True)(images)
+    adapted = small_vit()
+    add_lora(adapted, 2)
+    adapted.to(DEVICE)(images)
+    partly = small_vit()
+    partly.blocks[0].requires_grad_(False)
+    partly(images)
+    with pytest.raises(Chosen), torch.no_grad():
+        partly(images)
+    hooked = small_vit()
+    hooked.blocks[1].register_forward_hook(lambda *_: None)
+    hooked(images)
+    asked = []
+    hooked = small_vit()
+    hooked.norm.register_forward_hook(lambda *_: asked.append(1))
+    hooked(images)
+    assert asked == [1]
+    turned = small_vit()
+    linear = turned.get_submodule("blocks.0.mlp.hidden")
+    assert isinstance(linear, nn.Linear)
+    linear.weight = nn.Parameter(linear.weight.detach().t().contiguous().t())
+    turned(images)
+    assert small_vit()(pictures(1)[:0]).shape == (0, small_vit().config.classes)
+    recomputed = small_vit()
+    recompute_activations(recomputed)
+    recomputed(images)
+    watched = small_vit()
+    with capture(watched, layers=[0]) as seen:
+        watched(images)
+    assert seen[0].shape == (1, 3, 1, 10)
+
+
+def test_a_gradient_of_the_pixels_goes_the_plain_way_when_the_weights_are_frozen(telling):
+    model = small_vit().requires_grad_(False)
+    images = pictures(1).requires_grad_()
+    model(images).sum().backward()
+    assert images.grad is not None
+
+
+def test_what_does_not_fit_goes_the_plain_way(monkeypatch):
+    def refuse(*_: object) -> None:
+        raise AssertionError("a kernel was chosen")
+
+    monkeypatch.setattr(attention, "short_attention", refuse)
+    monkeypatch.setattr(dispatch, "_has_kernels", lambda device: True)
+    half = {"dtype": torch.bfloat16, "device": DEVICE}
+    for shape in ((1, 257, 3, 1, 16), (1, 8, 3, 1, 80)):
+        assert dispatch.attention(torch.randn(*shape, **half), None, 0.0).shape == (1, 1, shape[1], shape[4])
+    dispatch.attention(torch.randn(1, 8, 3, 1, 16, **half), None, 0.1)
+    dispatch.attention(torch.randn(1, 8, 3, 1, 16, device=DEVICE), None, 0.0)
+    assert not dispatch.fits_blocks(torch.randn(1, 8, 8192, **half), 128)
+    dispatch.attention(torch.randn(1, 8, 3, 1, 128, **half), torch.zeros(1, 1, 8, 8, **half), 0.0)
+
+
+def test_second_derivatives_are_refused_and_not_wrong(anywhere):
+    model, images = small_vit(), pictures(1).requires_grad_()
+    [slope] = torch.autograd.grad(model(images).sum(), images, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.square().sum().backward()
+
+
+@pytest.mark.parametrize(("capability", "fits"), [((9, 0), True), ((10, 0), True), ((12, 0), False), ((8, 0), False)])
+def test_gpus_are_chosen_by_their_kind(capability, fits, monkeypatch):
+    """Blackwell's consumer cards are newer than Hopper, and a row of 197 tokens does not fit on their chip."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert dispatch._has_kernels.__wrapped__(torch.device("cuda", 0)) is fits
