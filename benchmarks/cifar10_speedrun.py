@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from vitral import api
+from vitral import api, events
 
 GOALS = {"speedrun/cifar10": (0.909, 60.0), "speedrun/cifar10-94": (0.94, 300.0)}
 _FIRST = 10  # steps
@@ -39,11 +39,11 @@ class Watch:
 
     def __call__(self, event: object) -> None:
         now = time.perf_counter()
-        if isinstance(event, api.Started):
+        if isinstance(event, events.RunStarted):
             self.began = now
-        if isinstance(event, api.StepDone) and event.step == _FIRST:
+        if isinstance(event, events.StepDone) and event.step == _FIRST:
             self.recorded = now
-        if isinstance(event, api.Evaluated):
+        if isinstance(event, events.Evaluated):
             self.ended = now - event.seconds
 
 
@@ -75,7 +75,7 @@ def _run(asked: argparse.Namespace, recipe: str, seed: int) -> Run:
     folder = asked.out / f"{recipe.replace('/', '-')}-{seed}"
     watch, began = Watch(), time.perf_counter()
     words = [f"seed={seed}", *asked.set]
-    result = api.train(asked.data, recipe=recipe, overrides=words, out=folder, listen=watch).results[0]
+    result = api.train(asked.data, recipe=recipe, overrides=words, out=folder, on_event=watch).results[0]
     whole = time.perf_counter() - began
     first, steps = watch.recorded - watch.began, watch.ended - watch.recorded
     run = Run(result.metrics["top1"], steps, first, whole - steps - first)

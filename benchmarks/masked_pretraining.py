@@ -14,7 +14,7 @@ import math
 import statistics
 from pathlib import Path
 
-from vitral import api
+from vitral import api, events
 
 MODEL = "ViT-Ti/4@32"
 IMAGES = ("data.train_transform=decode|inception_crop({size}, 0.3)|flip", "data.eval_transform=decode|resize({size})")
@@ -42,7 +42,7 @@ def main() -> None:
         recipe="paper:pretrain/jft300m-masked",
         overrides=overrides,
         out=asked.out / "masked",
-        listen=_tell,
+        on_event=_tell,
     ).results[0]
     found = start.metrics
     print(
@@ -75,8 +75,8 @@ def _tuned(asked: argparse.Namespace, labels: int, rate: float, seed: int, name:
     return done.results[0].metrics["top1"]
 
 
-def _tell(event: api.Event) -> None:
-    if isinstance(event, api.Evaluated):
+def _tell(event: events.Event) -> None:
+    if isinstance(event, events.Evaluated):
         print(f"step {event.step}: held-out loss {event.metrics['masked_loss']:.4f}", flush=True)
 
 

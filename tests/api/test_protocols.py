@@ -16,7 +16,7 @@ from journeys import MODEL, PLAIN, SHAPE, Command
 from runs import make_pictures
 
 import vitral
-from vitral import api
+from vitral import api, events
 from vitral.api.data import open_to_choose
 from vitral.api.protocols import printed
 from vitral.architecture import ResNetConfig, ViTConfig
@@ -108,7 +108,7 @@ class Runs:
         self.score = score
         self.calls: list[tuple[Recipe, DataSet, Path]] = []
 
-    def __call__(self, recipe: Recipe, data: DataSet, path: Path, *, device: str, listen: Any) -> Result:
+    def __call__(self, recipe: Recipe, data: DataSet, path: Path, *, device: str, on_event: Any) -> Result:
         assert data.test is not None
         self.calls.append((recipe, data, path))
         score = self.score(recipe, data.test.name)
@@ -141,7 +141,7 @@ def followed(
     opened, choosing = open_to_choose(pictures, recipe, dev)
     tried = candidates(recipe, read_grid(grid))
     return follow(
-        tried, opened, Path("out"), choosing=choosing, dev=dev, seeds=seeds, device="cpu", listen=lambda event: None
+        tried, opened, Path("out"), choosing=choosing, dev=dev, seeds=seeds, device="cpu", on_event=lambda event: None
     )
 
 
@@ -272,11 +272,11 @@ def test_test_images_are_measured_once_a_run(swept):
 
 
 def test_the_same_call_again_trains_nothing(pictures, swept):
-    heard: list[api.Event] = []
-    again = api.pretrain(pictures, out=swept.folder, listen=heard.append, **SWEPT)
+    heard: list[events.Event] = []
+    again = api.pretrain(pictures, out=swept.folder, on_event=heard.append, **SWEPT)
     assert again.as_dict() == swept.as_dict()
-    assert not any(isinstance(event, api.StepDone) for event in heard)
-    said = [event.text for event in heard if isinstance(event, api.Note)]
+    assert not any(isinstance(event, events.StepDone) for event in heard)
+    said = [event.text for event in heard if isinstance(event, events.Note)]
     assert sum(text.startswith("already done: ") for text in said) == 4
 
 
@@ -351,15 +351,15 @@ def test_an_early_end_is_said_to_be_the_best_value(pictures, tmp_path, monkeypat
 
 
 def test_a_run_that_was_interrupted_goes_on(pictures, swept, tmp_path):
-    def crash(event: api.Event) -> None:
-        if isinstance(event, api.Started) and (tmp_path / "run" / "seed-0" / "result.json").exists():
+    def crash(event: events.Event) -> None:
+        if isinstance(event, events.RunStarted) and (tmp_path / "run" / "seed-0" / "result.json").exists():
             raise InterruptedError  # when the second seed begins
 
-    heard: list[api.Event] = []
+    heard: list[events.Event] = []
     with pytest.raises(InterruptedError):
-        api.pretrain(pictures, out=tmp_path / "run", listen=crash, **SWEPT)
-    found = api.pretrain(pictures, out=tmp_path / "run", listen=heard.append, **SWEPT)
-    assert sum(isinstance(event, api.Started) for event in heard) == 1
+        api.pretrain(pictures, out=tmp_path / "run", on_event=crash, **SWEPT)
+    found = api.pretrain(pictures, out=tmp_path / "run", on_event=heard.append, **SWEPT)
+    assert sum(isinstance(event, events.RunStarted) for event in heard) == 1
     assert found.as_dict()["scores"] == swept.as_dict()["scores"]
 
 

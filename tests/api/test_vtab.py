@@ -24,13 +24,13 @@ from vitral.data.images import encode_png
 from vitral.data.sources import open_data
 from vitral.data.vtab import TASKS, open_task
 from vitral.errors import UserError
+from vitral.events import Note, StepDone
 from vitral.models.build import build
 from vitral.paper import table9
 from vitral.recipe import Recipe, from_toml
 from vitral.recipe_presets import named
 from vitral.studies.protocol import Candidate
 from vitral.studies.vtab import follow_suite, for_task, group_scores, mean_score
-from vitral.training.events import Note, StepDone
 from vitral.training.run import Result
 
 TINY = ViTConfig(depth=1, width=16, mlp=32, heads=2, patch=4, image=(8, 8), classes=3)
@@ -178,7 +178,7 @@ def test_what_is_to_know_of_the_data_is_said(weights: Path, tmp_path: Path) -> N
 def test_a_second_call_trains_nothing(whole: VtabScore, weights: Path, root: Path) -> None:
     heard: list[Any] = []
     out = Path(whole.folder)
-    again = vtab1k(weights, root, sweep=FOUR, overrides=QUICK, out=out, device="cpu", listen=heard.append, **FEW)
+    again = vtab1k(weights, root, sweep=FOUR, overrides=QUICK, out=out, device="cpu", on_event=heard.append, **FEW)
     assert not [event for event in heard if isinstance(event, StepDone)]
     assert again.as_dict() == whole.as_dict()
 
@@ -189,7 +189,7 @@ def test_a_suite_goes_on_with_what_is_left(weights: Path, root: Path, tmp_path: 
     (tmp_path / "a" / "dmlab" / "seed-0" / "result.json").unlink()
     (tmp_path / "a" / "dmlab" / "seed-0" / "model.safetensors").unlink()
     heard: list[Any] = []
-    after = quick(weights, root, tmp_path / "a", *names, listen=heard.append)
+    after = quick(weights, root, tmp_path / "a", *names, on_event=heard.append)
     assert len([event for event in heard if isinstance(event, StepDone)]) == 1
     assert after.suite.scores == before.suite.scores
 
@@ -199,7 +199,7 @@ def test_a_missing_task_is_named_skipped_and_counted(weights: Path, tmp_path: Pa
         write_stand_in(name, tmp_path / "data", train=150, others=20, shrink=8)
     write_stand_in("dtd", tmp_path / "data", train=20, others=20, shrink=16)
     heard: list[Any] = []
-    found = quick(weights, tmp_path / "data", tmp_path / "run", "dmlab", "pets", "svhn", "dtd", listen=heard.append)
+    found = quick(weights, tmp_path / "data", tmp_path / "run", "dmlab", "pets", "svhn", "dtd", on_event=heard.append)
     assert found.coverage == "2 of 19 tasks; missing: dtd, pets"
     said = [event.text for event in heard if isinstance(event, Note)]
     assert any("has no folder pets or oxford_iiit_pet" in text for text in said)
@@ -263,7 +263,7 @@ def test_a_suite_that_was_stopped_goes_on_in_its_folder(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quick(weights, root, tmp_path, "svhn", listen=stop, **options)
+        quick(weights, root, tmp_path, "svhn", on_event=stop, **options)
     assert not (tmp_path / "vtab.json").exists()
     assert list(quick(weights, root, tmp_path, "svhn", **options).suite.scores) == ["svhn"]
     assert (tmp_path / "vtab.json").is_file()
@@ -309,7 +309,7 @@ def test_one_recipe_is_chosen_by_the_mean_over_tasks(runs: Runs, root: Path, tmp
     """Alone, svhn would take one step; together two are better."""
     tried = [Candidate(f"steps={steps}", Recipe(steps=steps, epochs=0)) for steps in (1, 2)]
     tasks = [open_task(name, root, **FEW) for name in ("svhn", "dmlab")]
-    suite = follow_suite(tried, tasks, tmp_path, seeds=2, listen=lambda event: None)
+    suite = follow_suite(tried, tasks, tmp_path, seeds=2, on_event=lambda event: None)
     assert suite.chosen is tried[1]
     assert [trial.score for trial in suite.trials] == pytest.approx([0.5, 0.55])
     assert [(name, split, recipe.steps, recipe.seed) for name, split, recipe in runs.asked] == [
@@ -325,7 +325,7 @@ def test_one_recipe_is_chosen_by_the_mean_over_tasks(runs: Runs, root: Path, tmp
 
 def test_a_single_candidate_is_taken_without_a_trial(runs: Runs, root: Path, tmp_path: Path) -> None:
     only = [Candidate("", Recipe(steps=1, epochs=0))]
-    suite = follow_suite(only, [open_task("svhn", root, **FEW)], tmp_path, listen=lambda event: None)
+    suite = follow_suite(only, [open_task("svhn", root, **FEW)], tmp_path, on_event=lambda event: None)
     assert [split for _, split, _ in runs.asked] == ["test"]
     assert (suite.trials, suite.spread) == ((), None)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from runs import Crash, crash_at, interrupt_at, make_pictures, outcome, said, states, train
 
-from vitral import api
+from vitral import api, events
 from vitral.checkpoints import write
 from vitral.errors import UserError
 
@@ -34,7 +34,7 @@ def stopped_run(pictures, tmp_path_factory) -> Path:
     """The same run, with its states after steps 4, 6 and 8."""
     run = tmp_path_factory.mktemp("runs") / "stopped"
     with pytest.raises(Crash):
-        train(pictures, run, "keep=3", listen=crash_at(9))
+        train(pictures, run, "keep=3", on_event=crash_at(9))
     assert [path.stem for path in states(run)] == ["step-00000004", "step-00000006", "step-00000008"]
     return run
 
@@ -113,7 +113,7 @@ def test_a_torn_state_does_not_outlive_the_ones_saved_after_it(pictures, whole, 
     for state in states(stopped)[1:]:
         empty(state)
     with pytest.raises(api.Interrupted):  # a step is told when the next one is computed
-        train(pictures, stopped, *words, listen=interrupt_at(5))
+        train(pictures, stopped, *words, on_event=interrupt_at(5))
     assert [path.stem for path in states(stopped)] == ["step-00000006"]
     assert "going on from step 6" in said(pictures, stopped, *words)
     assert outcome(stopped) == outcome(whole)
@@ -143,7 +143,7 @@ def test_changed_images_are_another_run(split, tmp_path):
     for name in ("train", "test"):
         make_pictures(data / name)
     with pytest.raises(Crash):
-        train(data, tmp_path / "run", listen=crash_at(3))
+        train(data, tmp_path / "run", on_event=crash_at(3))
     (data / split / "class-0" / "7.png").rename(data / split / "class-0" / "8.png")
     with pytest.raises(UserError, match=f"its {split} images were others"):
         train(data, tmp_path / "run")
@@ -156,7 +156,7 @@ def test_until_a_state_is_saved_another_recipe_may_have_the_folder(pictures, tmp
     with pytest.raises(UserError, match="batch=600"):
         train(pictures, tmp_path / "run", "batch=600")
     with pytest.raises(Crash):
-        train(pictures, tmp_path / "run", "seed=3", listen=crash_at(1))
+        train(pictures, tmp_path / "run", "seed=3", on_event=crash_at(1))
     (tmp_path / "run" / "best.safetensors").write_bytes(b"of the run that ended before it saved a state")
     train(pictures, tmp_path / "run")
     train(pictures, tmp_path / "fresh")
@@ -173,10 +173,10 @@ def test_weights_in_the_folder_are_not_overwritten(pictures, tmp_path):
 def test_a_finished_run_is_not_done_again(pictures, whole, tmp_path):
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     made = (run / "model.safetensors").stat().st_mtime_ns
-    events: list[Any] = []
-    done = train(pictures, run, "keep=3", listen=events.append)
-    assert not [event for event in events if isinstance(event, api.StepDone | api.Started)]
-    assert any(isinstance(event, api.Note) and "finished" in event.text for event in events)
+    heard: list[Any] = []
+    done = train(pictures, run, "keep=3", on_event=heard.append)
+    assert not [event for event in heard if isinstance(event, events.StepDone | events.RunStarted)]
+    assert any(isinstance(event, events.Note) and "finished" in event.text for event in heard)
     assert done.results[0].metrics == outcome(whole)[2]
     assert (run / "model.safetensors").stat().st_mtime_ns == made
     assert sorted(path.name for path in run.iterdir()) == sorted(path.name for path in whole.iterdir())

@@ -38,7 +38,7 @@ class Journey:
             patch.setattr(setup, "measure", self._measure)
             began = time.perf_counter()
             overrides = [*SHAPE, "shape.depth=1", "optim.lr=0.01", "evaluate_every=100"]
-            vitral.train(bag, out=self.run, overrides=overrides, device="cpu", listen=self._hear)
+            vitral.train(bag, out=self.run, overrides=overrides, device="cpu", on_event=self._hear)
             self.seconds = time.perf_counter() - began
 
     def _hear(self, event: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vitral import api
+from vitral import api, events
 from vitral.architecture import ViTConfig
 from vitral.checkpoints.card import Card
 from vitral.data.images import encode_png
@@ -44,7 +44,7 @@ def train(
     pictures: Path,
     out: Path,
     *words: str,
-    listen: Any = lambda event: None,
+    on_event: Any = lambda event: None,
     seeds: int = 1,
     device: str = "cpu",
 ) -> Any:
@@ -52,7 +52,7 @@ def train(
     scratch = not any(word.startswith("init=") for word in words)
     overrides = [word for word in (*TINY, *words) if scratch or not word.startswith("shape.")]
     model = MODEL if scratch else ""
-    return api.train(pictures, model=model, out=out, overrides=overrides, device=device, listen=listen, seeds=seeds)
+    return api.train(pictures, model=model, out=out, overrides=overrides, device=device, on_event=on_event, seeds=seeds)
 
 
 def starting_from(path: Path) -> str:
@@ -87,25 +87,30 @@ class Crash(Exception):
 def crash_at(step: int) -> Callable[[Any], None]:
     """A listener that ends the run when a step is done."""
 
-    def listen(event: Any) -> None:
-        if isinstance(event, api.StepDone) and event.step == step:
+    def on_event(event: Any) -> None:
+        if isinstance(event, events.StepDone) and event.step == step:
             raise Crash
 
-    return listen
+    return on_event
 
 
 def interrupt_at(step: int) -> Callable[[Any], None]:
     """A listener that presses Ctrl-C when a step is done."""
 
-    def listen(event: Any) -> None:
-        if isinstance(event, api.StepDone) and event.step == step:
+    def on_event(event: Any) -> None:
+        if isinstance(event, events.StepDone) and event.step == step:
             signal.raise_signal(signal.SIGINT)
 
-    return listen
+    return on_event
 
 
 def said(pictures: Path, out: Path, *words: str) -> list[str]:
     """What a run tells a person."""
     notes: list[str] = []
-    train(pictures, out, *words, listen=lambda event: notes.append(event.text) if isinstance(event, api.Note) else None)
+    train(
+        pictures,
+        out,
+        *words,
+        on_event=lambda event: notes.append(event.text) if isinstance(event, events.Note) else None,
+    )
     return notes

@@ -29,10 +29,10 @@ TINY = (
 )
 
 
-def masked(pictures: Path, out: Path, *words: str, model: str = MODEL, listen: Any = lambda event: None) -> Any:
+def masked(pictures: Path, out: Path, *words: str, model: str = MODEL, on_event: Any = lambda event: None) -> Any:
     """The metrics of a short run."""
     overrides = [*TINY, *words]
-    return api.train(pictures, model=model, out=out, overrides=overrides, device="cpu", listen=listen).results[0]
+    return api.train(pictures, model=model, out=out, overrides=overrides, device="cpu", on_event=on_event).results[0]
 
 
 def blocks(folder: Path, images: int = 40) -> Path:
@@ -61,7 +61,7 @@ def learned(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_that_crashed_goes_on_to_the_same_bits(pictures, learned, tmp_path):
     for step in (3, 6):
         with pytest.raises(Crash):
-            masked(pictures, tmp_path / "run", listen=crash_at(step))
+            masked(pictures, tmp_path / "run", on_event=crash_at(step))
     masked(pictures, tmp_path / "run")
     assert outcome(tmp_path / "run") == outcome(learned)
 

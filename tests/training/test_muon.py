@@ -303,7 +303,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path):
     pictures = make_pictures(tmp_path / "pictures")
     train(pictures, tmp_path / "whole", *words)
     with pytest.raises(Crash):
-        train(pictures, tmp_path / "parts", *words, listen=crash_at(7))
+        train(pictures, tmp_path / "parts", *words, on_event=crash_at(7))
     train(pictures, tmp_path / "parts", *words)
     assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
 

@@ -29,7 +29,7 @@ from runs import MODEL, TINY, make_pictures, metrics, outcome, starting_from, st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vitral import api
+from vitral import api, events
 from vitral.checkpoints.card import Preprocess
 from vitral.checkpoints.run import RunFolder
 from vitral.data.images import UnreadableImage, decode, encode_png
@@ -93,14 +93,14 @@ def run(
     """
     heard: list[Any] = []
 
-    def listen(event: Any) -> None:
+    def on_event(event: Any) -> None:
         heard.append(event)
-        if full and isinstance(event, api.StepDone) and event.step == 3:
+        if full and isinstance(event, events.StepDone) and event.step == 3:
             shutil.rmtree(Path(out) / "state")
             (Path(out) / "state").touch()
-        if isinstance(event, api.StepDone) and event.step == stop - 1:  # it is told when the next step is done
+        if isinstance(event, events.StepDone) and event.step == stop - 1:  # it is told when the next step is done
             signal.raise_signal(signal.SIGTERM)
-        if halt and isinstance(event, api.EvaluationProgress) and _told(heard).startswith(f"StepDone {halt},"):
+        if halt and isinstance(event, events.Progress) and _told(heard).startswith(f"StepDone {halt},"):
             signal.raise_signal(signal.SIGTERM)
 
     forward, rows = Objective.forward, setup._rows
@@ -111,19 +111,19 @@ def run(
     if room and world.rank == world.size - 1:
         Objective.forward = _with_room(forward, room)  # type: ignore[method-assign]
     try:
-        train(Path(data), Path(out), *words, listen=listen)
+        train(Path(data), Path(out), *words, on_event=on_event)
     except api.Interrupted:
         return _told(heard) if halt else "stopped"
     finally:
         Objective.forward = forward  # type: ignore[method-assign]
         setup._rows = rows
-    return [event.micro for event in heard if isinstance(event, api.Started)]
+    return [event.microbatch for event in heard if isinstance(event, events.RunStarted)]
 
 
 def _told(heard: list[Any]) -> str:
     """What was heard of the last step and after it; notes may come at any time."""
-    steps = [place for place, event in enumerate(heard) if isinstance(event, api.StepDone)]
-    last = [event for event in heard[steps[-1] :] if not isinstance(event, api.Note)] if steps else []
+    steps = [place for place, event in enumerate(heard) if isinstance(event, events.StepDone)]
+    last = [event for event in heard[steps[-1] :] if not isinstance(event, events.Note)] if steps else []
     return ", ".join(f"{type(event).__name__} {getattr(event, 'step', '')}".strip() for event in last)
 
 

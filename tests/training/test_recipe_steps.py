@@ -77,7 +77,7 @@ def small(book: Preset) -> Recipe:
 
 
 def two_steps(recipe: Recipe, data: DataSet, out: Path) -> tuple[Result, list[dict[str, Any]]]:
-    result = run(recipe, data, out, device="cpu", listen=lambda event: None)
+    result = run(recipe, data, out, device="cpu", on_event=lambda event: None)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return result, [line for line in lines if "loss" in line]
 

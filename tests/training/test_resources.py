@@ -13,17 +13,16 @@ import pytest
 import torch
 from journeys import MODEL, QUICK, Command, colour_folder
 
-from vitral import api
-from vitral.api import Evaluated, Event, Saved, Started, StepDone, ThroughputMeter
+from vitral import api, progress
 from vitral.checkpoints.run import RunFolder
-from vitral.cli import progress
 from vitral.data.loader import Batch
 from vitral.data.sources import Split
 from vitral.evaluation.predict import Predictions
+from vitral.events import Evaluated, Event, EventHandler, RunStarted, Saved, StepDone
+from vitral.progress import ThroughputMeter
 from vitral.recipe import Recipe
 from vitral.training import evaluator, resources, run
 from vitral.training.evaluator import Evaluator, measure
-from vitral.training.events import Listener
 from vitral.training.metrics import MetricsLogger
 from vitral.training.objective import LossSettings, Objective
 from vitral.training.parallel import World
@@ -62,10 +61,12 @@ def test_the_time_left_is_right_from_a_tenth_on(course, evaluation_seconds, firs
     told = list(events(steps, every, COURSES[course], evaluation_seconds, first))
     total = sum(seconds for _, seconds in told)
     # The preflight guessed both wrong, as it may: it has seen one step, and a few images.
-    pace = ThroughputMeter(Started(first, steps, (steps - first) // every, 32, 1, 32, 0.3, 2 * evaluation_seconds, 0))
+    pace = ThroughputMeter(
+        RunStarted(first, steps, (steps - first) // every, 32, 1, 32, 0.3, 2 * evaluation_seconds, 0)
+    )
     elapsed, wrong = 0.0, []
     for event, seconds in told:
-        pace.hear(event)
+        pace(event)
         elapsed += seconds
         left = total - elapsed
         late = isinstance(event, StepDone) and event.step > first + every  # a tenth, and an evaluation
@@ -76,32 +77,32 @@ def test_the_time_left_is_right_from_a_tenth_on(course, evaluation_seconds, firs
 
 
 def test_speed_and_waiting_are_of_the_steps():
-    pace = ThroughputMeter(Started(0, 10, 1, 32, 1, 32, 5.0, 1.0, 0))
+    pace = ThroughputMeter(RunStarted(0, 10, 1, 32, 1, 32, 5.0, 1.0, 0))
     assert pace.seconds_left() == 10 * 5 + 1
     for event, _ in events(10, 10, lambda step: 0.5, 1.0):
-        pace.hear(event)
+        pace(event)
     assert pace.images_per_second == pytest.approx(64)
-    assert pace.waiting == pytest.approx(0.25)
+    assert pace.data_share == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("first", [0, 400])
 def test_steps_that_warm_up_do_not_make_the_time_left_jump(first):
     """A resumed run warms up again; evaluations and saves in between are no slow steps."""
-    pace = ThroughputMeter(Started(first, 1000, 0, 32, 1, 32, 0.1, 0.0, 0))
+    pace = ThroughputMeter(RunStarted(first, 1000, 0, 32, 1, 32, 0.1, 0.0, 0))
     for event, _ in events(1000, 1000, lambda step: COURSES["slow until it is recorded"](step - first), 0.0, first):
-        pace.hear(event)
+        pace(event)
         if isinstance(event, StepDone):
             if event.step % 3 == 0:
-                pace.hear(Evaluated(event.step, {}, 0.0, False))
-                pace.hear(Saved(event.step))
+                pace(Evaluated(event.step, {}, 0.0, False))
+                pace(Saved(event.step))
             assert pace.seconds_left() == pytest.approx(0.1 * (1000 - event.step))
             assert pace.images_per_second == (pytest.approx(320) if event.step > first + 5 else 0)
 
 
 def test_another_pace_is_found_out_within_a_hundred_steps():
-    pace = ThroughputMeter(Started(0, 1000, 0, 32, 1, 32, 0.1, 0.0, 0))
+    pace = ThroughputMeter(RunStarted(0, 1000, 0, 32, 1, 32, 0.1, 0.0, 0))
     for event, _ in events(600, 1000, lambda step: 0.1 if step <= 500 else 0.3, 0.0):
-        pace.hear(event)
+        pace(event)
     assert pace.step_seconds == pytest.approx(0.3)
     assert pace.images_per_second == pytest.approx(32 / 0.3)
 
@@ -159,8 +160,8 @@ def test_a_step_is_foreseen_as_the_run_will_take_it(monkeypatch, computed, recor
     made: list[Steps] = []
 
     class Recorded(Steps):
-        def __init__(self, train_state: TrainState, plan: LoopConfig, world: World, listen: Listener) -> None:
-            super().__init__(train_state, plan, world, listen)
+        def __init__(self, train_state: TrainState, plan: LoopConfig, world: World, on_event: EventHandler) -> None:
+            super().__init__(train_state, plan, world, on_event)
             self.records = records
             made.append(self)
 
@@ -238,9 +239,9 @@ def test_a_long_run_writes_about_a_thousand_lines(tmp_path):
     folder = RunFolder(tmp_path)
     folder.make()
     logger = MetricsLogger(folder, lambda event: None)
-    logger.hear(Started(0, 25_000, 1, 32, 1, 32, 0.1, 1.0, 0))
+    logger(RunStarted(0, 25_000, 1, 32, 1, 32, 0.1, 1.0, 0))
     for event, _ in events(25_000, 25_000, lambda step: 9.0 if step == 1 else 0.5, 1.0):
-        logger.hear(event)
+        logger(event)
     steps = [line["step"] for line in folder.metrics() if "loss" in line]
     assert len(steps) == 1000
     assert steps[-1] == 25_000
@@ -249,11 +250,11 @@ def test_a_long_run_writes_about_a_thousand_lines(tmp_path):
 
 def test_a_rate_is_shown_once_it_is_known(monkeypatch, capsys):
     monkeypatch.setattr(progress, "_QUIET_SECONDS", -1.0)
-    display = progress.RunDisplay()
-    display.hear(Started(0, 7, 1, 32, 1, 32, 0.5, 1.0, 0))
+    display = progress.Display()
+    display(RunStarted(0, 7, 1, 32, 1, 32, 0.5, 1.0, 0))
     for event, _ in events(7, 9, lambda step: 0.5, 1.0):
         if isinstance(event, StepDone):
-            display.hear(event)
+            display(event)
     started, first, *_, fifth, sixth, _ = capsys.readouterr().err.splitlines()
     assert started.endswith("; about 4.5 s")
     assert first == "training 1/7  loss 1.000  accuracy 50%  4.0 s left"

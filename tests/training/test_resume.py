@@ -32,10 +32,10 @@ from runs import (
     train,
 )
 
-from vitral import api
+from vitral import api, events
 from vitral.checkpoints import write
 from vitral.checkpoints.run import RunFolder
-from vitral.cli.progress import RunDisplay
+from vitral.progress import Display
 from vitral.training import signals
 
 HERE = Path(__file__).parents[1]
@@ -130,7 +130,12 @@ def _victim(pictures: Path, run: Path, slow: bool = False) -> tuple[int, int]:
         if slow:
             fast = write._write_bytes
             write._write_bytes = lambda stream, tensor: (fast(stream, tensor), time.sleep(0.001))[0]
-        train(pictures, run, *EVERYTHING, listen=lambda event: isinstance(event, api.StepDone) and os.write(tell, b"."))
+        train(
+            pictures,
+            run,
+            *EVERYTHING,
+            on_event=lambda event: isinstance(event, events.StepDone) and os.write(tell, b"."),
+        )
     except BaseException:
         traceback.print_exc()
         os._exit(1)
@@ -185,9 +190,9 @@ def test_any_run_goes_on_as_if_it_had_not_stopped(words, pictures, tmp_path):
         words = (*words, starting_from(tmp_path / "start.safetensors"))
     train(pictures, tmp_path / "whole", *words)
     with pytest.raises(Crash):  # after a state, before the next
-        train(pictures, tmp_path / "parts", *words, listen=crash_at(3))
+        train(pictures, tmp_path / "parts", *words, on_event=crash_at(3))
     with pytest.raises(api.Interrupted):  # at a step where no state is due
-        train(pictures, tmp_path / "parts", *words, listen=interrupt_at(5))
+        train(pictures, tmp_path / "parts", *words, on_event=interrupt_at(5))
     train(pictures, tmp_path / "parts", *words)
     assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
     if "patience=2" in words:
@@ -290,11 +295,11 @@ def test_a_signal_that_is_repeated_within_a_moment_counts_once(monkeypatch):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def press(when: Callable[[api.Event], bool], heard: list[api.Event]) -> Callable[[api.Event], None]:
+def press(when: Callable[[events.Event], bool], heard: list[events.Event]) -> Callable[[events.Event], None]:
     """A listener that presses Ctrl-C once, and again a moment later, as `timeout` does."""
     pressed = False
 
-    def listen(event: api.Event) -> None:
+    def on_event(event: events.Event) -> None:
         nonlocal pressed
         heard.append(event)
         if not pressed and when(event):
@@ -304,15 +309,15 @@ def press(when: Callable[[api.Event], bool], heard: list[api.Event]) -> Callable
             finally:
                 signal.raise_signal(signal.SIGINT)
 
-    return listen
+    return on_event
 
 
-@pytest.mark.parametrize("event", [api.Decoding, api.EvaluationProgress, api.Started], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("event", [events.Progress, events.Progress, events.RunStarted], ids=lambda kind: kind.__name__)
 def test_before_the_first_step_a_signal_stops_at_once(event, pictures, tmp_path):
     """While pixels are decoded, in the preflight, and before the first step."""
-    heard: list[api.Event] = []
+    heard: list[events.Event] = []
     with pytest.raises(KeyboardInterrupt):
-        train(pictures, tmp_path / "parts", listen=press(lambda found: isinstance(found, event), heard))
+        train(pictures, tmp_path / "parts", on_event=press(lambda found: isinstance(found, event), heard))
     assert isinstance(heard[-1], event)
     assert not states(tmp_path / "parts")
     assert not list((tmp_path / "parts").rglob("*.part"))
@@ -323,17 +328,17 @@ def test_before_the_first_step_a_signal_stops_at_once(event, pictures, tmp_path)
 
 def test_a_stop_is_acknowledged_at_once(pictures, tmp_path):
     """Told while the listener, and with it the run, still waits."""
-    heard: list[api.Event] = []
-    press_at_2 = press(lambda event: isinstance(event, api.StepDone) and event.step == 2, heard)
+    heard: list[events.Event] = []
+    press_at_2 = press(lambda event: isinstance(event, events.StepDone) and event.step == 2, heard)
 
-    def listen(event: api.Event) -> None:
+    def on_event(event: events.Event) -> None:
         press_at_2(event)
-        if event == heard[-1] and isinstance(event, api.StepDone) and event.step == 2:
-            _wait(lambda: isinstance(heard[-1], api.Note), 10)
-            assert heard[-1] == api.Note("stopping after this step; Ctrl-C again stops at once")
+        if event == heard[-1] and isinstance(event, events.StepDone) and event.step == 2:
+            _wait(lambda: isinstance(heard[-1], events.Note), 10)
+            assert heard[-1] == events.Note("stopping after this step; Ctrl-C again stops at once")
 
     with pytest.raises(api.Interrupted):
-        train(pictures, tmp_path / "run", listen=listen)
+        train(pictures, tmp_path / "run", on_event=on_event)
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["in between", "last step"])
@@ -344,23 +349,23 @@ def test_a_run_that_stops_does_not_wait_for_an_evaluation(last, during, pictures
     at, heard = 11 if last else 8, []
     train(pictures, tmp_path / "whole", *words)
 
-    def when(event: api.Event) -> bool:
-        steps = [found.step for found in heard if isinstance(found, api.StepDone)]
+    def when(event: events.Event) -> bool:
+        steps = [found.step for found in heard if isinstance(found, events.StepDone)]
         if during:
-            return isinstance(event, api.EvaluationProgress) and steps[-1:] == [at]
+            return isinstance(event, events.Progress) and steps[-1:] == [at]
         return steps[-1:] == [at - 1]  # told when the next one is done
 
     with pytest.raises(api.Interrupted):
-        train(pictures, tmp_path / "parts", *words, listen=press(when, heard))
-    assert [event.step for event in heard if isinstance(event, api.Evaluated)] == [4, 8, 11][: 1 + last]
+        train(pictures, tmp_path / "parts", *words, on_event=press(when, heard))
+    assert [event.step for event in heard if isinstance(event, events.Evaluated)] == [4, 8, 11][: 1 + last]
     assert states(tmp_path / "parts")[-1].stem == f"step-{at:08d}"
 
-    def crash(event: api.Event) -> None:
-        if isinstance(event, api.Evaluated):  # written down, and not yet in a state
+    def crash(event: events.Event) -> None:
+        if isinstance(event, events.Evaluated):  # written down, and not yet in a state
             raise Crash
 
     with pytest.raises(Crash):
-        train(pictures, tmp_path / "parts", *words, listen=crash)
+        train(pictures, tmp_path / "parts", *words, on_event=crash)
     train(pictures, tmp_path / "parts", *words)
     assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
 
@@ -369,14 +374,14 @@ def test_a_run_that_stops_does_not_wait_for_an_evaluation(last, during, pictures
 def test_what_is_said_at_the_end_is_the_way_on(verb, pictures, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("VITRAL_CACHE", str(tmp_path / "cache"))
-    command, real = Command(monkeypatch, capsys), RunDisplay._step
+    command, real = Command(monkeypatch, capsys), Display._show_step
 
-    def step(self: RunDisplay, event: api.StepDone) -> None:
+    def step(self: Display, event: events.StepDone) -> None:
         real(self, event)
         if event.step == 5 and "--out" not in sys.argv:  # told when the sixth is done
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(RunDisplay, "_step", step)
+    monkeypatch.setattr(Display, "_show_step", step)
     said = command(verb, pictures, "--model", MODEL, "--device", "cpu", "--set", *TINY)
     assert said.code == 130
     before, _, words = said.err.splitlines()[-1].partition("; go on with: vitral ")

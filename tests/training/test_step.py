@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from vitral.architecture import ViTConfig
 from vitral.data.loader import Batch
+from vitral.events import Note
 from vitral.models.vit import ViT
 from vitral.training import step
-from vitral.training.events import Note
 from vitral.training.masked import MaskedModel, MaskedObjective, MaskSettings
 from vitral.training.objective import LossSettings, Objective
 from vitral.training.parallel import World

@@ -26,16 +26,16 @@ from vitral.training.evaluator import measure
 
 
 def train(data: Path, out: Path, *words: str, seeds: int = 1, heard: list[Event] | None = None) -> Training:
-    listen = (lambda event: None) if heard is None else heard.append
+    on_event = (lambda event: None) if heard is None else heard.append
     overrides = [*QUICK, *words]
-    return vitral.train(data, model=MODEL, out=out, overrides=overrides, device="cpu", seeds=seeds, listen=listen)
+    return vitral.train(data, model=MODEL, out=out, overrides=overrides, device="cpu", seeds=seeds, on_event=on_event)
 
 
 def trainable(data: Path, init: Path, out: Path, *words: str, heard: list[Event] | None = None) -> Training:
     """From weights, with what belongs to a model from scratch left out."""
-    listen = (lambda event: None) if heard is None else heard.append
+    on_event = (lambda event: None) if heard is None else heard.append
     quick = [word for word in QUICK if not word.startswith("shape")]
-    return vitral.train(data, init=init, out=out, overrides=[*quick, *words], device="cpu", listen=listen)
+    return vitral.train(data, init=init, out=out, overrides=[*quick, *words], device="cpu", on_event=on_event)
 
 
 def weights(run: Path) -> dict[str, Tensor]:
@@ -407,7 +407,7 @@ def test_finetuning_says_what_it_guesses_too(colours, tmp_path):
         seeds=1,
         out=tmp_path / "run",
         device="cpu",
-        listen=heard.append,
+        on_event=heard.append,
     )
     assert notes(heard).count("mean and std 0.5 are assumed") == 1
 

@@ -18,17 +18,7 @@ if TYPE_CHECKING:
     from vitral.api.probes import Probing, dedupe, fewshot
     from vitral.api.protocols import Protocol, finetune, pretrain
     from vitral.api.training import (
-        Decoding,
-        Evaluated,
-        EvaluationProgress,
-        Event,
         Interrupted,
-        Note,
-        RunDirChosen,
-        Saved,
-        Started,
-        StepDone,
-        ThroughputMeter,
         Training,
         choose_recipe,
         read_recipe,
@@ -39,18 +29,7 @@ if TYPE_CHECKING:
 
 _CHECKPOINTS = ("FORMATS", "Conversion", "Info", "convert", "create", "info", "load", "save")
 _PREDICTION = ("Evaluation", "check", "classifier", "embed", "evaluate", "predict", "write_pictures")
-_EVENTS = (
-    "Decoding",
-    "Evaluated",
-    "EvaluationProgress",
-    "Event",
-    "Note",
-    "RunDirChosen",
-    "Saved",
-    "Started",
-    "StepDone",
-)
-_TRAINING = (*_EVENTS, "Interrupted", "ThroughputMeter", "Training", "choose_recipe", "read_recipe", "train")
+_TRAINING = ("Interrupted", "Training", "choose_recipe", "read_recipe", "train")
 _PROTOCOLS = ("Protocol", "finetune", "pretrain")
 _HOMES = {
     "capture": "vitral.models.capture",
@@ -70,23 +49,13 @@ __all__ = [
     "FORMATS",
     "Benchmark",
     "Conversion",
-    "Decoding",
-    "Evaluated",
     "Evaluation",
-    "EvaluationProgress",
-    "Event",
     "Info",
     "Inspection",
     "Interrupted",
     "Neighbour",
-    "Note",
     "Probing",
     "Protocol",
-    "RunDirChosen",
-    "Saved",
-    "Started",
-    "StepDone",
-    "ThroughputMeter",
     "Training",
     "VtabScore",
     "benchmark",

@@ -16,6 +16,7 @@ from vitral.checkpoints.card import Card
 from vitral.checkpoints.weights import describe, located
 from vitral.data.sources import DataSet
 from vitral.errors import UserError
+from vitral.events import EventHandler, Note, RunDirChosen, ignore_events
 from vitral.models.device import check_device
 from vitral.names import name_of
 from vitral.paper import Reported, reported
@@ -23,7 +24,6 @@ from vitral.paper.results import PRETRAININGS
 from vitral.recipe import Recipe, architecture_of, recipe_hash, with_overrides
 from vitral.recipe_presets import Preset, hyperrule, is_name, named
 from vitral.studies.protocol import Candidate, Outcome, candidates, follow, grid_of
-from vitral.training.events import Listener, Note, RunDirChosen
 from vitral.training.parallel import init_distributed, on_rank0
 from vitral.training.setup import check_recipe
 from vitral.version import __version__
@@ -94,7 +94,7 @@ def pretrain(
     seeds: int = 1,
     out: str | Path = "",
     device: str = "",
-    listen: Listener = lambda event: None,
+    on_event: EventHandler = ignore_events,
 ) -> Protocol:
     """Pre-train from scratch by a recipe of the paper, or by your own; a sweep and early stopping choose on data.dev.
 
@@ -102,7 +102,7 @@ def pretrain(
     """
     book = _book(recipe or "paper:pretrain/imagenet", model)
     base = replace(book.recipe, model=model)
-    return _followed(book, base, data, overrides, sweep, seeds, out, device, listen)
+    return _followed(book, base, data, overrides, sweep, seeds, out, device, on_event)
 
 
 def finetune(
@@ -115,7 +115,7 @@ def finetune(
     seeds: int | None = None,
     out: str | Path = "",
     device: str = "",
-    listen: Listener = lambda event: None,
+    on_event: EventHandler = ignore_events,
 ) -> Protocol:
     """Fine-tune by the paper's protocol: the rate chosen on a dev split, then all of train, several seeds, test once.
 
@@ -126,7 +126,7 @@ def finetune(
     book = _book(recipe, name_of(replace(card.architecture, classes=1000)))
     seen = card.preprocess or book.recipe.data  # pixels go on as the weights know them
     base = replace(book.recipe, init=str(weights), data=replace(book.recipe.data, mean=seen.mean, std=seen.std))
-    return _followed(book, base, data, overrides, sweep, seeds, out, device, listen)
+    return _followed(book, base, data, overrides, sweep, seeds, out, device, on_event)
 
 
 def _book(recipe: str | Path | Recipe, model: str) -> Preset:
@@ -146,7 +146,7 @@ def _followed(
     seeds: int | None,
     out: str | Path,
     device: str,
-    listen: Listener,
+    on_event: EventHandler,
 ) -> Protocol:
     check_device(device)
     if seeds is not None and seeds < 1:
@@ -166,10 +166,10 @@ def _followed(
     folder = on_rank0(lambda: Path(out) if out else new_folder(data, base), world)
     assumed = assumed_pixels(overrides) if book.name and card and card.preprocess is None else ()
     for sentence in (*opened.messages, *book.readings, *assumed):
-        listen(Note(sentence))
-    listen(RunDirChosen(str(folder)))
+        on_event(Note(sentence))
+    on_event(RunDirChosen(str(folder)))
     outcome = follow(
-        tried, opened, folder, choosing=choosing, dev=dev, seeds=seeds or book.seeds, device=device, listen=listen
+        tried, opened, folder, choosing=choosing, dev=dev, seeds=seeds or book.seeds, device=device, on_event=on_event
     )
     followed = outcome.chosen.recipe
     architecture = card.architecture if card else architecture_of(followed, len(opened.train.classes))

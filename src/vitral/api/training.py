@@ -16,21 +16,12 @@ from vitral.data.sources import DataSet, median_short_side
 from vitral.data.splits import SPLIT_NAMES
 from vitral.errors import Interrupted as Interrupted
 from vitral.errors import UserError
+from vitral.events import EventHandler, Note, RunDirChosen, ignore_events
 from vitral.models.device import check_device, default_device
 from vitral.recipe import Recipe, from_toml, with_overrides
 from vitral.recipe_defaults import MIRRORED, default_recipe
 from vitral.recipe_presets import is_name, named
 from vitral.studies.protocol import final_runs
-from vitral.training.events import Decoding as Decoding
-from vitral.training.events import Evaluated as Evaluated
-from vitral.training.events import EvaluationProgress as EvaluationProgress
-from vitral.training.events import Event as Event
-from vitral.training.events import Listener, Note
-from vitral.training.events import RunDirChosen as RunDirChosen
-from vitral.training.events import Saved as Saved
-from vitral.training.events import Started as Started
-from vitral.training.events import StepDone as StepDone
-from vitral.training.metrics import ThroughputMeter as ThroughputMeter
 from vitral.training.run import Result, run
 from vitral.training.setup import check_recipe
 
@@ -67,12 +58,12 @@ def train(
     overrides: Sequence[str] = (),
     seeds: int = 1,
     device: str = "",
-    listen: Listener = lambda event: None,
+    on_event: EventHandler = ignore_events,
 ) -> Training:
-    """Train on a data set; everything that is not said is chosen, and told to `listen` as notes.
+    """Train on a data set; everything that is not said is chosen, and told to `on_event` as notes.
 
     `recipe` is a TOML file or a `Recipe`, `overrides` are words such as "optim.lr=0.01" on top of it or of what was
-    chosen. A second call with the same `out` goes on where the first one stopped. After a signal `listen` hears from
+    chosen. A second call with the same `out` goes on where the first one stopped. After a signal `on_event` hears from
     another thread that the run will stop.
     """
     if seeds < 1:
@@ -84,11 +75,11 @@ def train(
     )
     folder = Path(out) if out else new_folder(data, chosen)
     for sentence in (*opened.messages, *reasons):
-        listen(Note(sentence))
-    listen(RunDirChosen(str(folder)))
+        on_event(Note(sentence))
+    on_event(RunDirChosen(str(folder)))
     if seeds == 1:
-        return Training((run(chosen, opened, folder, device=device, listen=listen),), chosen)
-    return Training(final_runs(chosen, opened, folder, seeds=seeds, device=device, listen=listen), chosen)
+        return Training((run(chosen, opened, folder, device=device, on_event=on_event),), chosen)
+    return Training(final_runs(chosen, opened, folder, seeds=seeds, device=device, on_event=on_event), chosen)
 
 
 def choose_recipe(

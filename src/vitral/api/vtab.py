@@ -14,6 +14,7 @@ from vitral.checkpoints.card import Card
 from vitral.checkpoints.weights import describe, located
 from vitral.data.vtab import TASKS, VtabTask, find_task, open_task, write_ids
 from vitral.errors import UserError
+from vitral.events import EventHandler, Note, RunDirChosen, ignore_events
 from vitral.models.device import check_device
 from vitral.names import name_of
 from vitral.paper import VtabRow, table9
@@ -21,7 +22,6 @@ from vitral.recipe import Recipe, recipe_hash, with_overrides
 from vitral.recipe_presets import Preset, named
 from vitral.studies.protocol import Candidate, candidates, grid_of
 from vitral.studies.vtab import Suite, follow_suite, for_task, group_scores, mean_score
-from vitral.training.events import Listener, Note, RunDirChosen
 from vitral.training.parallel import init_distributed, on_rank0
 from vitral.training.setup import check_recipe
 from vitral.version import __version__
@@ -129,7 +129,7 @@ def vtab1k(
     device: str = "",
     train: int = _COUNTS[0],
     val: int = _COUNTS[1],
-    listen: Listener = lambda event: None,
+    on_event: EventHandler = ignore_events,
 ) -> VtabScore:
     """Fine-tune on each task of VTAB-1k whose data lies under `root`, with one recipe for all, and measure test once.
 
@@ -151,11 +151,11 @@ def vtab1k(
     folder = on_rank0(lambda: Path(out) if out else new_folder(root, tried[0].recipe), world)
     notes = _notes(opened, tried)
     for sentence in (*missing.values(), *notes, *book.readings):
-        listen(Note(sentence))
-    listen(RunDirChosen(str(folder)))
+        on_event(Note(sentence))
+    on_event(RunDirChosen(str(folder)))
     for task in opened:
-        listen(Note(on_rank0(partial(_listed, task, folder, beside=(train, val) == _COUNTS), world)))
-    suite = follow_suite(tried, opened, folder, seeds=seeds, device=device, listen=listen)
+        on_event(Note(on_rank0(partial(_listed, task, folder, beside=(train, val) == _COUNTS), world)))
+    suite = follow_suite(tried, opened, folder, seeds=seeds, device=device, on_event=on_event)
     found = VtabScore(
         model, str(root), str(folder), tuple(opened), missing, suite, paper_rows(model), book.readings, notes
     )

@@ -7,8 +7,8 @@ import webbrowser
 from pathlib import Path
 
 from vitral.cli.output import print_facts, print_table
-from vitral.cli.progress import RunDisplay, headline
 from vitral.cli.train import write_page
+from vitral.progress import Display, headline
 
 
 def demo() -> None:
@@ -52,7 +52,7 @@ def _train(data: str, init: str, overrides: tuple[str, ...]) -> str:
     """Train, show how it goes and how it went, and say where."""
     from vitral import api
 
-    with RunDisplay() as display:
-        result = api.train(data, init=init, overrides=overrides, listen=display.hear).results[0]
+    with Display() as display:
+        result = api.train(data, init=init, overrides=overrides, on_event=display).results[0]
     print(f"   {headline(result.metrics)} after {result.seconds:.0f} s, {result.images_per_second:,.0f} images/s")
     return result.folder

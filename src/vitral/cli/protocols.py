@@ -22,8 +22,8 @@ from vitral.cli.output import (
     print_json,
     print_table,
 )
-from vitral.cli.progress import duration
 from vitral.cli.train import check_once, rank, shown_run
+from vitral.progress import duration
 
 if TYPE_CHECKING:
     from vitral.api.protocols import Printed, Protocol
@@ -67,7 +67,7 @@ def pretrain(
 
     check_once({"model": model}, set)
     report(
-        lambda listen: api.pretrain(
+        lambda on_event: api.pretrain(
             data,
             model=model,
             recipe=recipe,
@@ -76,7 +76,7 @@ def pretrain(
             seeds=seeds,
             out=out,
             device=device,
-            listen=listen,
+            on_event=on_event,
         ),
         _print,
         json,
@@ -113,7 +113,7 @@ def finetune(
 
     check_once({"init": source}, set)
     report(
-        lambda listen: api.finetune(
+        lambda on_event: api.finetune(
             source,
             data,
             recipe=recipe,
@@ -122,7 +122,7 @@ def finetune(
             seeds=seeds,
             out=out,
             device=device,
-            listen=listen,
+            on_event=on_event,
         ),
         _print,
         json,
@@ -132,7 +132,7 @@ def finetune(
 def report(start: Callable[[Any], T], show: Callable[[T], None], json: bool) -> None:
     """Run it under the display, then print what came out."""
     with shown_run() as display:
-        found = start(display.hear)
+        found = start(display)
     if rank():
         return
     if json:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from vitral.cli.output import Data, Flag, Text, Words, counted, print_facts, print_json, print_table
-from vitral.cli.progress import RunDisplay, duration, headline
 from vitral.errors import Interrupted, UserError
+from vitral.progress import Display, duration, headline
 from vitral.recipe import Recipe, to_toml, with_overrides
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def train(
     named = {"epochs": epochs, "trainable": trainable or None, "balance": balance or None, "seed": seed}
     words = [f"{key}={value}" for key, value in named.items() if value is not None]
     check_once({**named, "model": model or None, "init": init or None}, set)
-    with shown_run() as display, _listener(display, data, out, tensorboard and not rank()) as listen:
+    with shown_run() as display, _listener(display, data, out, tensorboard and not rank()) as on_event:
         done = api.train(
             data,
             model=model,
@@ -75,11 +75,11 @@ def train(
             overrides=[*words, *set],
             seeds=seeds,
             device=device,
-            listen=listen,
+            on_event=on_event,
         )
     if rank():
         return
-    display.say("writing the page")
+    display.print("writing the page")
     page = write_page(done.results[-1].folder, data, device)
     if json:
         print_json({**_values(done), "page": page})
@@ -145,15 +145,15 @@ def rank() -> int:
 
 
 @contextmanager
-def shown_run() -> Iterator[RunDisplay]:
+def shown_run() -> Iterator[Display]:
     """A display for runs of one folder; where they are stopped, it says how they go on."""
-    with RunDisplay(quiet=rank() > 0) as display:
+    with Display(quiet=rank() > 0) as display:
         try:
             yield display
         except (Interrupted, KeyboardInterrupt):
             if display.folder:  # else it has not begun
-                saved = f"; the state of step {display.saved:,} is saved" if display.saved else ""
-                display.say(f"stopped{saved}; go on with: {_same_command(display.folder)}")
+                saved = f"; the state of step {display.saved_step:,} is saved" if display.saved_step else ""
+                display.print(f"stopped{saved}; go on with: {_same_command(display.folder)}")
             sys.exit(130)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not display.folder:
@@ -238,20 +238,20 @@ def _percent(value: float | None) -> str:
 
 
 @contextmanager
-def _listener(display: RunDisplay, data: str, out: str, tensorboard: bool) -> Iterator[Callable[[Event], None]]:
+def _listener(display: Display, data: str, out: str, tensorboard: bool) -> Iterator[Callable[[Event], None]]:
     """Who hears of the run: the display and, where it is asked for, TensorBoard."""
     if not tensorboard:
-        yield display.hear
+        yield display
         return
     from vitral.api.training import check_out
-    from vitral.cli.progress import TensorBoard
+    from vitral.progress import TensorBoard
 
     check_out(out, data)  # before there are files in it
     board = TensorBoard(out)
 
     def both(event: Event) -> None:
-        display.hear(event)
-        board.hear(event)
+        display(event)
+        board(event)
 
     try:
         yield both

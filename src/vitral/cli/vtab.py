@@ -51,7 +51,7 @@ def vtab(
     from vitral import api
 
     report(
-        lambda listen: api.vtab1k(
+        lambda on_event: api.vtab1k(
             source,
             root,
             tasks=[name.strip() for name in tasks.split(",") if name.strip()],
@@ -62,7 +62,7 @@ def vtab(
             seeds=seeds,
             out=out,
             device=device,
-            listen=listen,
+            on_event=on_event,
         ),
         _print,
         json,

@@ -11,8 +11,8 @@ from typing import Any, Protocol, TypeVar
 
 from vitral.data.sources import DataSet, with_test_split
 from vitral.errors import UserError
+from vitral.events import EventHandler, Note
 from vitral.recipe import Recipe, keys, with_dev, with_overrides
-from vitral.training.events import Listener, Note
 from vitral.training.loop import Diverged
 from vitral.training.run import Result, run
 
@@ -135,7 +135,7 @@ def follow(
     dev: float,
     seeds: int = 1,
     device: str = "",
-    listen: Listener,
+    on_event: EventHandler,
 ) -> Outcome:
     """Choose among candidates on the dev split, then train the chosen one on all of train, once for each seed.
 
@@ -149,19 +149,19 @@ def follow(
 
     def attempt(candidate: Candidate) -> Trial:
         assert choosing is not None
-        listen(Note(f"trying {candidate.words}"))
+        on_event(Note(f"trying {candidate.words}"))
         place = trial_folder(folder, candidate)
-        result = run(with_dev(candidate.recipe, dev), choosing, place, device=device, listen=listen)
+        result = run(with_dev(candidate.recipe, dev), choosing, place, device=device, on_event=on_event)
         return Trial(candidate.words, result.metrics["score"], result)
 
-    chosen, trials, diverged = choose(tried, attempt, listen)
+    chosen, trials, diverged = choose(tried, attempt, on_event)
     name = choosing.eval_split.name if choosing is not None and choosing.eval_split is not None else ""
     if trials:
-        listen(Note(f"chosen on {name}: {chosen.words}"))
+        on_event(Note(f"chosen on {name}: {chosen.words}"))
     patient = bool(chosen.recipe.patience)
     final = choosing if patient and choosing is not None else with_test_split(data)
     recipe = with_dev(chosen.recipe, dev) if patient else measured_at_the_end(with_dev(chosen.recipe, 0.0))
-    results = final_runs(recipe, final, folder, seeds=seeds, device=device, listen=listen)
+    results = final_runs(recipe, final, folder, seeds=seeds, device=device, on_event=on_event)
     assert final.eval_split is not None
     return Outcome(chosen, trials, results, final.eval_split.name, name, diverged)
 
@@ -171,7 +171,7 @@ def trial_folder(folder: Path, candidate: Candidate) -> Path:
 
 
 def choose(
-    tried: Sequence[Candidate], attempt: Callable[[Candidate], T], listen: Listener
+    tried: Sequence[Candidate], attempt: Callable[[Candidate], T], on_event: EventHandler
 ) -> tuple[Candidate, tuple[T, ...], tuple[str, ...]]:
     """The candidate whose trial has the highest score, among equals the first; all trials; and those that diverged.
 
@@ -184,7 +184,7 @@ def choose(
         try:
             trials[candidate] = attempt(candidate)
         except Diverged as error:
-            listen(Note(f"{candidate.words} is out: {error}"))
+            on_event(Note(f"{candidate.words} is out: {error}"))
     if not trials:
         raise UserError("all that was tried diverged: sweep over lower rates, or set optim.clip=1.")
     diverged = tuple(candidate.words for candidate in tried if candidate not in trials)
@@ -192,15 +192,15 @@ def choose(
 
 
 def final_runs(
-    recipe: Recipe, data: DataSet, folder: Path, *, seeds: int, device: str, listen: Listener
+    recipe: Recipe, data: DataSet, folder: Path, *, seeds: int, device: str, on_event: EventHandler
 ) -> tuple[Result, ...]:
     """One run for each seed from the recipe's on."""
     results = []
     for seed in range(recipe.seed, recipe.seed + seeds):
         if seeds > 1:
-            listen(Note(f"seed {seed}"))
+            on_event(Note(f"seed {seed}"))
         again = replace(recipe, seed=seed)
-        results.append(run(again, data, folder / f"seed-{seed}", device=device, listen=listen))
+        results.append(run(again, data, folder / f"seed-{seed}", device=device, on_event=on_event))
     return tuple(results)
 
 

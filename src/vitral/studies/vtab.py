@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vitral.data.vtab import TASKS, Task, VtabTask
+from vitral.events import EventHandler, Note
 from vitral.recipe import Recipe
 from vitral.studies.protocol import Candidate, choose, final_runs, measured_at_the_end, trial_folder
-from vitral.training.events import Listener, Note
 from vitral.training.run import Result, run
 
 _CUTS = re.compile(r"(resize|resize_small|random_crop|central_crop|inception_crop)\(.*\)")
@@ -121,7 +121,7 @@ def follow_suite(
     *,
     seeds: int = 1,
     device: str = "",
-    listen: Listener,
+    on_event: EventHandler,
 ) -> Suite:
     """Choose one candidate for all tasks on their validation images, then train it on each task's 1,000 images.
 
@@ -130,29 +130,31 @@ def follow_suite(
     """
 
     def attempt(candidate: Candidate) -> SuiteTrial:
-        return _tried(candidate, tasks, trial_folder(folder, candidate), device, listen)
+        return _tried(candidate, tasks, trial_folder(folder, candidate), device, on_event)
 
-    chosen, trials, diverged = choose(tried, attempt, listen)
+    chosen, trials, diverged = choose(tried, attempt, on_event)
     if trials:
-        listen(Note(f"chosen on the validation images of {len(tasks)} tasks: {chosen.words}"))
+        on_event(Note(f"chosen on the validation images of {len(tasks)} tasks: {chosen.words}"))
     results: dict[str, tuple[Result, ...]] = {}
     for number, task in enumerate(tasks, 1):
         name = task.task.name
-        listen(Note(f"{name}, task {number} of {len(tasks)}"))
+        on_event(Note(f"{name}, task {number} of {len(tasks)}"))
         recipe = measured_at_the_end(for_task(chosen.recipe, task.task))
         results[name] = final_runs(
-            recipe, task.with_test_split(), folder / name, seeds=seeds, device=device, listen=listen
+            recipe, task.with_test_split(), folder / name, seeds=seeds, device=device, on_event=on_event
         )
     return Suite(chosen, trials, results, diverged)
 
 
-def _tried(candidate: Candidate, tasks: Sequence[VtabTask], folder: Path, device: str, listen: Listener) -> SuiteTrial:
+def _tried(
+    candidate: Candidate, tasks: Sequence[VtabTask], folder: Path, device: str, on_event: EventHandler
+) -> SuiteTrial:
     results: dict[str, Result] = {}
     for number, task in enumerate(tasks, 1):
         name = task.task.name
-        listen(Note(f"trying {candidate.words}: {name}, task {number} of {len(tasks)}"))
+        on_event(Note(f"trying {candidate.words}: {name}, task {number} of {len(tasks)}"))
         recipe = measured_at_the_end(for_task(candidate.recipe, task.task))
-        results[name] = run(recipe, task.with_dev_split(), folder / name, device=device, listen=listen)
+        results[name] = run(recipe, task.with_dev_split(), folder / name, device=device, on_event=on_event)
         # Nobody asks for these weights again, and those of 76 trials would fill a disk.
         (folder / name / "model.safetensors").unlink(missing_ok=True)
     return SuiteTrial(candidate.words, results)

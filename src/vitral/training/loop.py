@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vitral.data.loader import Batch
 from vitral.errors import Interrupted, UserError
-from vitral.training.events import Evaluated, Listener, Note, Saved, StepDone
+from vitral.events import Evaluated, EventHandler, Note, Saved, StepDone
 from vitral.training.optimizer import set_rate
 from vitral.training.parallel import World, all_ranks, local_shard
 from vitral.training.state import TrainState
@@ -38,7 +38,7 @@ def train(
     save: Callable[[], None],
     keep_best: Callable[[], None],
     name_rows: Callable[[Tensor], list[str]],
-    listen: Listener,
+    on_event: EventHandler,
     stopping: Callable[[], bool],
 ) -> None:
     """Train from `train_state.step` to `plan.steps`.
@@ -47,10 +47,10 @@ def train(
     the value to select by under "score", and may raise Interrupted; `keep_best` stores the weights of the best score so
     far. A run that is asked to stop saves its state and leaves an evaluation that is due to the one that goes on.
     """
-    if "owed" in train_state.facts and _evaluate(train_state, plan, evaluate, keep_best, listen):
+    if "owed" in train_state.facts and _evaluate(train_state, plan, evaluate, keep_best, on_event):
         save()
     stream = batches(train_state.step)
-    steps = Steps(train_state, plan, world, listen)
+    steps = Steps(train_state, plan, world, on_event)
     saved = train_state.step  # where the newest state on disk is; 0: there is none
     reported: _Step | None = None  # the step before, told one step late: reading it at once would make a GPU wait
     try:
@@ -62,7 +62,7 @@ def train(
             set_rate(train_state.optimizer, base)
             numbers = AsyncMetrics(steps.take(batch))
             train_state.step += 1
-            _report(reported, plan, saved, name_rows, listen)
+            _report(reported, plan, saved, name_rows, on_event)
             seconds = time.perf_counter() - began
             images = plan.batch if batch.images.ndim == 4 else 0  # features are of images that were seen before
             reported = _Step(train_state.step, numbers, batch.indices, base, images, seconds, waited)
@@ -71,16 +71,16 @@ def train(
             stop = not all_ranks(not stopping(), world)
             saving = stop or _due(train_state.step, plan.save_every, done)
             if evaluating or saving:
-                _report(reported, plan, saved, name_rows, listen)
+                _report(reported, plan, saved, name_rows, on_event)
                 _check_weights(train_state, world, saved)
                 reported = None
             if evaluating:
                 train_state.facts["owed"] = True  # an evaluation of this step's weights
-                stop = stop or not _evaluate(train_state, plan, evaluate, keep_best, listen)
+                stop = stop or not _evaluate(train_state, plan, evaluate, keep_best, on_event)
             if saving or stop or train_state.facts.get("ended"):
                 save()
                 saved = train_state.step
-                listen(Saved(train_state.step))
+                on_event(Saved(train_state.step))
             if stop:
                 raise Interrupted
     finally:
@@ -116,7 +116,7 @@ class _Step(NamedTuple):
 
 
 def _report(
-    done: _Step | None, plan: LoopConfig, saved: int, name_rows: Callable[[Tensor], list[str]], listen: Listener
+    done: _Step | None, plan: LoopConfig, saved: int, name_rows: Callable[[Tensor], list[str]], on_event: EventHandler
 ) -> None:
     """Tell a step's numbers, and stop the run where they are not finite."""
     if done is None:
@@ -130,7 +130,7 @@ def _report(
             "lower optim.lr, set optim.clip=1 or precision=float32, and train into another folder."
         )
     accuracy = None if right < 0 else right / plan.batch
-    listen(StepDone(done.step, plan.steps, loss, accuracy, done.rate, done.images, done.seconds, done.waited))
+    on_event(StepDone(done.step, plan.steps, loss, accuracy, done.rate, done.images, done.seconds, done.waited))
 
 
 def _evaluate(
@@ -138,7 +138,7 @@ def _evaluate(
     plan: LoopConfig,
     evaluate: Callable[[], dict[str, Any]],
     keep_best: Callable[[], None],
-    listen: Listener,
+    on_event: EventHandler,
 ) -> bool:
     """Whether the evaluation came to its end."""
     began = time.perf_counter()
@@ -157,8 +157,8 @@ def _evaluate(
         train_state.facts["metrics"] = metrics
     if plan.patience and train_state.facts["worse"] >= plan.patience:
         train_state.facts["ended"] = True
-        listen(Note(f"no better value in {plan.patience} evaluations: stopping at step {train_state.step}"))
-    listen(Evaluated(train_state.step, metrics, time.perf_counter() - began, best))
+        on_event(Note(f"no better value in {plan.patience} evaluations: stopping at step {train_state.step}"))
+    on_event(Evaluated(train_state.step, metrics, time.perf_counter() - began, best))
     return True
 
 

@@ -20,11 +20,11 @@ from vitral.checkpoints.weights import write
 from vitral.cost import run_flops
 from vitral.data.sources import DataSet
 from vitral.errors import Interrupted, UserError
+from vitral.events import Event, EventHandler, Note, Progress, RunStarted, StepDone, ignore_events
 from vitral.models.adapters import merge_lora
 from vitral.models.build import Model
 from vitral.recipe import Recipe
 from vitral.training.evaluator import Evaluator, PlainModel
-from vitral.training.events import EvaluationProgress, Event, Listener, Note, Started, StepDone
 from vitral.training.loop import train
 from vitral.training.masked import MaskedModel
 from vitral.training.metrics import MetricsLogger
@@ -67,26 +67,26 @@ class Result:
     seed: int
 
 
-def run(recipe: Recipe, data: DataSet, path: Path, *, device: str = "", listen: Listener) -> Result:
+def run(recipe: Recipe, data: DataSet, path: Path, *, device: str = "", on_event: EventHandler) -> Result:
     """Train as the recipe says, or go on with what the folder holds; every process of a torchrun calls this."""
     began = time.perf_counter()
     world = init_distributed(device)
     forget_peak(world.device)
-    listen = listen if world.first else lambda event: None
-    with stop_requests(lambda: listen(Note("stopping after this step; Ctrl-C again stops at once"))) as stopping:
+    on_event = on_event if world.first else ignore_events
+    with stop_requests(lambda: on_event(Note("stopping after this step; Ctrl-C again stops at once"))) as stopping:
         folder = RunFolder(on_rank0(lambda: path, world))  # a name free for one process may be taken for the next
         finished = on_rank0(lambda: _claim(folder, recipe, data), world)
         if finished is not None:
-            listen(Note(f"already done: {folder.path}"))
+            on_event(Note(f"already done: {folder.path}"))
             return finished
         model, card = prepare_model(recipe, data.train.classes)
         if card.changes:
-            listen(Note(f"weights adapted: {'; '.join(card.changes)}"))
+            on_event(Note(f"weights adapted: {'; '.join(card.changes)}"))
         data, skipped = readable(
-            data, card.architecture.channels, folder.path / "pixels", workers_of(recipe, world), world, listen
+            data, card.architecture.channels, folder.path / "pixels", workers_of(recipe, world), world, on_event
         )
         parts = open_recipe(recipe, data, card, world)
-        ending = _ending(listen, stopping, world)
+        ending = _ending(on_event, stopping, world)
         train_state, plain, judge, batches = build_train_state(model, parts, world, ending)
         logger = MetricsLogger(folder if world.first else None, ending)
         estimate = _start(train_state, judge, batches, parts, folder, world, logger)
@@ -111,7 +111,7 @@ def run(recipe: Recipe, data: DataSet, path: Path, *, device: str = "", listen: 
             save=save_state,
             keep_best=lambda: _keep(plain, parts, folder.best, world) if recipe.patience else None,
             name_rows=lambda indices: _names(indices, parts, world),
-            listen=logger.hear,
+            on_event=logger,
             stopping=stopping,
         )
         result = _result(train_state, parts, estimate, logger, world, folder, spent(), skipped)
@@ -119,7 +119,7 @@ def run(recipe: Recipe, data: DataSet, path: Path, *, device: str = "", listen: 
         return result
 
 
-def _ending(listen: Listener, stopping: StopRequests, world: World) -> Listener:
+def _ending(on_event: EventHandler, stopping: StopRequests, world: World) -> EventHandler:
     """The listener of a run, which ends an evaluation in all processes as soon as one of them was asked to stop.
 
     They ask each other after every batch, of which all have equally many. Before the first step they do not: there a
@@ -129,9 +129,14 @@ def _ending(listen: Listener, stopping: StopRequests, world: World) -> Listener:
 
     def hear(event: Event) -> None:
         nonlocal stepped
-        listen(event)
+        on_event(event)
         stepped = stepped or isinstance(event, StepDone)
-        if stepped and isinstance(event, EvaluationProgress) and not all_ranks(not stopping.heard, world):
+        if (
+            stepped
+            and isinstance(event, Progress)
+            and event.task == "evaluating"
+            and not all_ranks(not stopping.heard, world)
+        ):
             raise Interrupted
 
     return hear
@@ -184,22 +189,22 @@ def _start(
     saved = on_rank0(folder.newest_state, world)
     if saved is not None:
         restore(train_state, saved)
-        logger.listen(Note(f"going on from step {saved.step}"))
+        logger.on_event(Note(f"going on from step {saved.step}"))
     elif world.first and folder.begun:
-        logger.listen(Note("none of the saved states can be read: starting from the beginning"))
+        logger.on_event(Note("none of the saved states can be read: starting from the beginning"))
     owed = "owed" in train_state.facts
     if world.first:
         _rewind_metrics(folder, train_state.step, owed)
     plan = estimate.plan
     evaluations = math.ceil(plan.steps / plan.evaluate_every) - train_state.step // plan.evaluate_every + owed
-    logger.hear(
-        Started(
+    logger(
+        RunStarted(
             step=train_state.step,
             steps=plan.steps,
             evaluations=evaluations,
             batch=plan.batch,
             processes=world.size,
-            micro=plan.micro,
+            microbatch=plan.micro,
             step_seconds=estimate.step_seconds,
             evaluation_seconds=estimate.evaluation_seconds,
             peak_bytes=estimate.peak_bytes,

@@ -27,6 +27,7 @@ from vitral.data.preprocess import parse_deterministic, parse_pipeline
 from vitral.data.sources import DataSet, Split
 from vitral.errors import UserError
 from vitral.evaluation.predict import Predictions, embed_split, predict_split
+from vitral.events import EventHandler, Note, Progress
 from vitral.models.build import Model, build
 from vitral.models.mimetic import start_mimetic
 from vitral.models.vit import ViT
@@ -34,7 +35,6 @@ from vitral.recipe import Recipe
 from vitral.training.augmentation import parse_augmentation
 from vitral.training.device_data import resident, uploading
 from vitral.training.evaluator import Evaluator, PlainModel, measure
-from vitral.training.events import Decoding, EvaluationProgress, Listener, Note
 from vitral.training.masked import (
     MaskedModel,
     MaskedObjective,
@@ -75,15 +75,19 @@ class Parts:
 
 
 def readable(
-    data: DataSet, channels: int, pixels: Path, workers: int, world: World, listen: Listener
+    data: DataSet, channels: int, pixels: Path, workers: int, world: World, on_event: EventHandler
 ) -> tuple[DataSet, list[tuple[str, str]]]:
     """Small data decoded once into a file of pixels, without the images that cannot be read; those are returned."""
     if data.eval_split is None:
         raise UserError("there are no held-out images to test on: set data.held_out above 0.")
 
     def decoded(split: Split) -> tuple[Split, list[tuple[str, str]]]:
-        options: dict[str, Any] = {"channels": channels, "workers": workers, "on_note": lambda text: listen(Note(text))}
-        progress = _decoding(split.name, listen)
+        options: dict[str, Any] = {
+            "channels": channels,
+            "workers": workers,
+            "on_note": lambda text: on_event(Note(text)),
+        }
+        progress = _decoding(split.name, on_event)
         found: list[tuple[Split, list[tuple[str, str]]]] = []
 
         def decode() -> bool:
@@ -101,7 +105,7 @@ def readable(
     if skipped:
         some = "; ".join(f"{key}: {reason}" for key, reason in skipped[:3])
         some += f"; and {len(skipped) - 3} more, named in result.json" if skipped[3:] else ""
-        listen(Note(f"left out {len(skipped)} image{'s' * (len(skipped) > 1)} that cannot be read ({some})"))
+        on_event(Note(f"left out {len(skipped)} image{'s' * (len(skipped) > 1)} that cannot be read ({some})"))
     lost = np.flatnonzero((train.counts() == 0) & (data.train.counts() > 0))
     if len(lost):
         raise UserError(
@@ -222,12 +226,12 @@ def open_recipe(recipe: Recipe, data: DataSet, card: Card, world: World) -> Part
 
 
 def build_train_state(
-    model: Model, parts: Parts, world: World, listen: Listener
+    model: Model, parts: Parts, world: World, on_event: EventHandler
 ) -> tuple[TrainState, PlainModel, Evaluator, Batches]:
     """What the loop changes, its weights as a plain model, who judges them, and where batches come from."""
     recipe = parts.recipe
     if parts.plan.batch < recipe.batch:
-        listen(Note(f"only {parts.plan.batch} training images are left: that is the batch, not {recipe.batch}"))
+        on_event(Note(f"only {parts.plan.batch} training images are left: that is the batch, not {recipe.batch}"))
     model.to(world.device)
     freeze(model, recipe.trainable)
     model.to(world.device)  # adapters that were added
@@ -252,7 +256,7 @@ def build_train_state(
     wrapped.train()
     plain = PlainModel(train_state, plain_model)
     build = _on_features if recipe.trainable == "head" else _on_images
-    return train_state, plain, *build(plain, parts, world, listen)
+    return train_state, plain, *build(plain, parts, world, on_event)
 
 
 def _objective(model: Model, parts: Parts) -> tuple[nn.Module, nn.Module]:
@@ -271,7 +275,7 @@ def workers_of(recipe: Recipe, world: World) -> int:
     return default_workers(world.device.type, here) if recipe.workers < 0 else recipe.workers
 
 
-def _on_images(plain: PlainModel, parts: Parts, world: World, listen: Listener) -> tuple[Evaluator, Batches]:
+def _on_images(plain: PlainModel, parts: Parts, world: World, on_event: EventHandler) -> tuple[Evaluator, Batches]:
     text, _ = recipes.pipelines(parts.recipe, parts.card.architecture.image)
     pipeline, channels = parse_pipeline(text), parts.card.architecture.channels
     masked = parts.recipe.objective == "masked"
@@ -303,7 +307,7 @@ def _on_images(plain: PlainModel, parts: Parts, world: World, listen: Listener) 
 
     def outputs(split: Split) -> Predictions:
         compute = masked_outputs if masked else predict_split
-        return compute(plain(), split, parts.preprocess, **_measuring(parts, world, listen))
+        return compute(plain(), split, parts.preprocess, **_measuring(parts, world, on_event))
 
     judged = _against_rivals(parts) if masked else _counting(parts)
     return Evaluator(parts.test, world, _rows(parts), outputs, judged), batches
@@ -325,12 +329,12 @@ def _mask_settings(recipe: Recipe) -> MaskSettings:
     return MaskSettings(**asdict(recipe.masked), seed=recipe.seed)
 
 
-def _on_features(plain: PlainModel, parts: Parts, world: World, listen: Listener) -> tuple[Evaluator, Batches]:
+def _on_features(plain: PlainModel, parts: Parts, world: World, on_event: EventHandler) -> tuple[Evaluator, Batches]:
     """Only the head learns, so the rest is computed once; the pictures are not augmented then."""
-    listen(Note("only the head is trained: features are computed once, and augmentation is off"))
+    on_event(Note("only the head is trained: features are computed once, and augmentation is off"))
     features = {}
     for split in (parts.train, parts.test):
-        rows = embed_split(plain(), split, parts.preprocess, **_measuring(parts, world, listen))._asdict()
+        rows = embed_split(plain(), split, parts.preprocess, **_measuring(parts, world, on_event))._asdict()
         rows = gather_rows(rows, world)
         features[split.name] = {
             key: torch.from_numpy(values[np.argsort(rows["indices"])]) for key, values in rows.items()
@@ -357,7 +361,7 @@ def _on_features(plain: PlainModel, parts: Parts, world: World, listen: Listener
     return Evaluator(parts.test, world, _rows(parts), outputs, _counting(parts)), batches
 
 
-def _measuring(parts: Parts, world: World, listen: Listener) -> dict[str, Any]:
+def _measuring(parts: Parts, world: World, on_event: EventHandler) -> dict[str, Any]:
     """How this run evaluates: the same batch and precision each time."""
     return {
         "batch": _rows(parts),
@@ -366,7 +370,7 @@ def _measuring(parts: Parts, world: World, listen: Listener) -> dict[str, Any]:
         "world": world.size,
         "workers": parts.workers,
         "precision": "bfloat16" if parts.plan.autocast is not None else "float32",
-        "on_progress": lambda done, total: listen(EvaluationProgress(done, total)),
+        "on_progress": lambda done, total: on_event(Progress("evaluating", done, total)),
     }
 
 
@@ -381,8 +385,8 @@ def _autocast(precision: str, device: torch.device) -> torch.dtype | None:
     return torch.bfloat16 if precision == "bfloat16" or (precision == "auto" and able) else None
 
 
-def _decoding(name: str, listen: Listener) -> Callable[[int, int], None]:
+def _decoding(name: str, on_event: EventHandler) -> Callable[[int, int], None]:
     def progress(done: int, total: int) -> None:
-        listen(Decoding(name, done, total))
+        on_event(Progress(f"reading {name}", done, total))
 
     return progress

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from vitral.data.loader import Batch
 from vitral.errors import UserError
+from vitral.events import EventHandler, Note
 from vitral.kernels.cuda_graph import CudaGraph
-from vitral.training.events import Listener, Note
 from vitral.training.parallel import World, accumulating, full_tensor, total
 from vitral.training.state import TrainState
 
@@ -73,15 +73,15 @@ class AsyncMetrics:
 class Steps:
     """Takes one step after the other."""
 
-    def __init__(self, train_state: TrainState, plan: LoopConfig, world: World, listen: Listener) -> None:
-        self.train_state, self.plan, self.world, self.listen = train_state, plan, world, listen
+    def __init__(self, train_state: TrainState, plan: LoopConfig, world: World, on_event: EventHandler) -> None:
+        self.train_state, self.plan, self.world, self.on_event = train_state, plan, world, on_event
         self.taken = 0
         self.recording: CudaGraph | None = None
         alone = world.device.type == "cuda" and world.size == 1
         self.records = plan.cuda_graph and alone and train_state.objective.replayable
         if self.records and not _has_room(world.device):
             self.records = False
-            listen(Note("the step is not recorded as a CUDA graph (it takes too much of the GPU's memory)"))
+            on_event(Note("the step is not recorded as a CUDA graph (it takes too much of the GPU's memory)"))
 
     def take(self, batch: Batch) -> StepMetrics:
         """The step is done when this returns, on a GPU queued; the train_state's count is the caller's to raise."""
@@ -90,7 +90,7 @@ class Steps:
             found = self._replayed(batch)
             if found is not None:
                 return found
-        loss, right, self.plan = gradients(self.train_state, self.plan, self.world, batch, self.listen)
+        loss, right, self.plan = gradients(self.train_state, self.plan, self.world, batch, self.on_event)
         return StepMetrics(loss, right, self._update())
 
     def _is_one_piece(self, batch: Batch) -> bool:
@@ -106,7 +106,7 @@ class Steps:
                 self.records = False
                 self.train_state.optimizer.zero_grad(set_to_none=True)
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
-                self.listen(Note(f"the step is not recorded as a CUDA graph ({reason})"))
+                self.on_event(Note(f"the step is not recorded as a CUDA graph ({reason})"))
                 return None
         torch.manual_seed(_key(self.plan.seed, self.train_state.step, 0, self.world.rank))
         return StepMetrics(*self.recording(*inputs))
@@ -130,7 +130,7 @@ def _has_room(device: torch.device) -> bool:
 
 
 def gradients(
-    train_state: TrainState, plan: LoopConfig, world: World, batch: Batch, listen: Listener
+    train_state: TrainState, plan: LoopConfig, world: World, batch: Batch, on_event: EventHandler
 ) -> tuple[Tensor, Tensor, LoopConfig]:
     """Accumulate the gradient of the global batch's mean loss. Where memory runs out, the plan gets smaller pieces.
 
@@ -148,7 +148,7 @@ def gradients(
             plan = replace(plan, micro=max(plan.micro // 2, 1))
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            listen(Note(f"memory ran out: going on with {plan.micro} images at a time, same maths"))
+            on_event(Note(f"memory ran out: going on with {plan.micro} images at a time, same maths"))
 
 
 def accumulate(

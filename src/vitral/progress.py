@@ -1,0 +1,236 @@
+"""Displays of events: a progress bar with loss, speed and time left in terminals and notebooks, lines in log files.
+
+`vitral.train(...)` and the command line use the same display; trackers such as TensorBoard handle the same events.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as ProgressBar
+
+from vitral.errors import UserError
+from vitral.events import (
+    Evaluated,
+    Event,
+    EventHandler,
+    Note,
+    Progress,
+    RunDirChosen,
+    RunStarted,
+    Saved,
+    StepDone,
+    ignore_events,
+)
+
+_LOG_SECONDS = 20.0  # between lines where there is no terminal
+_WARM_UP = 5  # steps: workers start, three steps run eagerly and one is captured before a GPU replays them
+_RECENT = 100  # steps; their mean and not their median, since batches come in bursts where loading is the slower part
+
+
+class ThroughputMeter:
+    """Speed and remaining time of a run: the mean of its recent steps, before those its resource estimate."""
+
+    def __init__(self, started: RunStarted) -> None:
+        self.steps_left = started.steps - started.step
+        self.evaluations_left = started.evaluations
+        self.step_seconds = started.step_seconds
+        self.evaluation_seconds = started.evaluation_seconds
+        self.data_share = 0.0  # share of a step's time spent waiting for data
+        self.images_per_second = 0.0  # 0: not known yet
+        self._warm = started.step + _WARM_UP
+        self._recent: deque[StepDone] = deque(maxlen=_RECENT)
+
+    def __call__(self, event: Event) -> None:
+        """Take an event into account."""
+        if isinstance(event, StepDone):
+            self.steps_left = event.steps - event.step
+            if event.step > self._warm:
+                self._add_step(event)
+        elif isinstance(event, Evaluated):
+            self.evaluations_left = max(self.evaluations_left - 1, 0)
+            self.evaluation_seconds = event.seconds
+
+    def seconds_left(self) -> float:
+        """Estimated seconds until the run ends."""
+        return self.steps_left * self.step_seconds + self.evaluations_left * self.evaluation_seconds
+
+    def _add_step(self, event: StepDone) -> None:
+        self._recent.append(event)
+        seconds = max(sum(step.seconds for step in self._recent), 1e-9)
+        self.step_seconds = seconds / len(self._recent)
+        self.data_share = sum(step.data_seconds for step in self._recent) / seconds
+        self.images_per_second = event.images / self.step_seconds
+
+
+class Display:
+    """Shows events on standard error, or in the output of a notebook's cell; an event handler and context manager."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        # No markup: a class may be called "[red]".
+        self.console = Console(stderr=True, highlight=False, markup=False, emoji=False, quiet=quiet)
+        self.quiet = quiet
+        self.live = self.console.is_terminal or self.console.is_jupyter
+        columns = (TextColumn("{task.description:<10}"), BarColumn(bar_width=28), TextColumn("{task.fields[text]}"))
+        self.bar = ProgressBar(*columns, console=self.console, transient=True)
+        self.task = self.bar.add_task("preparing", total=None, text="")
+        self.throughput: ThroughputMeter | None = None
+        self.last_step: StepDone | None = None
+        self.folder = ""
+        self.saved_step = 0  # the step to resume from; 0 where there is none, or the run is complete
+        self.task_started = ("", 0.0)
+        self.last_line = time.monotonic()
+
+    def __enter__(self) -> Display:
+        if self.live:
+            self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.live:
+            self.bar.stop()
+
+    def __call__(self, event: Event) -> None:
+        """Show an event."""
+        if isinstance(event, RunStarted):
+            self._show_start(event)
+        elif isinstance(event, Note):
+            self.print(event.text)
+        elif isinstance(event, RunDirChosen):
+            self.folder = event.folder
+            self.print(f"run folder: {event.folder}")
+        elif isinstance(event, Progress):
+            self._show(event.task, event.done, event.total, self._progress_text(event))
+        if self.throughput is not None:
+            self.throughput(event)
+        if isinstance(event, StepDone):
+            self._show_step(event)
+        elif isinstance(event, Evaluated):
+            best = "  (best so far)" if event.best else ""
+            self.print(f"step {event.step:,}: {headline(event.metrics)}{best}")
+            self.last_line = time.monotonic()
+        elif isinstance(event, Saved):
+            self.saved_step = event.step if self.last_step and event.step < self.last_step.steps else 0
+
+    def print(self, text: str) -> None:
+        """Print a line above the bar."""
+        self.console.print(text, soft_wrap=True)
+
+    def _progress_text(self, event: Progress) -> str:
+        text = f"{event.done:,} of {event.total:,} {event.unit}"
+        name, began = self.task_started
+        if name != event.task:
+            self.task_started = (event.task, time.monotonic())
+        elif 0 < event.done < event.total:
+            left = (time.monotonic() - began) / event.done * (event.total - event.done)
+            text += f"  {duration(left)} left" if left >= 1 else ""
+        return text
+
+    def _show_start(self, event: RunStarted) -> None:
+        self.throughput, self.saved_step = ThroughputMeter(event), event.step
+        left = self.throughput.seconds_left()
+        share = -(-event.batch // event.processes)
+        microbatches = -(-share // event.microbatch)
+        self.print(
+            f"batch {event.batch} = {event.processes} process{'es' * (event.processes > 1)} x {microbatches} microbatch"
+            f"{'es' * (microbatches > 1)} of {min(event.microbatch, share)}; {event.steps:,} steps; peak memory about "
+            f"{event.peak_bytes / 1e9:.1f} GB; {'less than a second' if left < 1 else f'about {duration(left)}'}"
+        )
+
+    def _show_step(self, event: StepDone) -> None:
+        assert self.throughput is not None
+        self.last_step = event
+        accuracy = "" if event.accuracy is None else f"  accuracy {event.accuracy:.0%}"
+        speed = self.throughput.images_per_second  # not known after one step, nor for cached features
+        rate = f"  {speed:,.0f} images/s  waiting {self.throughput.data_share:.0%}" if speed else ""
+        left = duration(self.throughput.seconds_left())
+        text = f"{event.step:,}/{event.steps:,}  loss {event.loss:.3f}{accuracy}{rate}  {left} left"
+        self._show("training", event.step, event.steps, text)
+
+    def _show(self, task: str, done: int, total: int, text: str) -> None:
+        if self.live:
+            self.bar.update(self.task, description=task, completed=done, total=total, text=text)
+        elif not self.quiet and time.monotonic() - self.last_line > _LOG_SECONDS:
+            self.last_line = time.monotonic()
+            self.console.print(f"{task} {text}", soft_wrap=True)
+
+
+@contextmanager
+def displayed(on_event: EventHandler | None) -> Iterator[EventHandler]:
+    """The handler given; without one a `Display` where a person watches (a terminal or a notebook), else none."""
+    if on_event is not None:
+        yield on_event
+        return
+    display = Display()
+    if not display.live:
+        yield ignore_events
+        return
+    with display:
+        yield display
+
+
+class TensorBoard:
+    """Event handler that writes scalars into FOLDER/tensorboard; an extra: pip install 'vitral[track]'."""
+
+    def __init__(self, folder: str | Path) -> None:
+        if not folder:
+            raise UserError("tensorboard needs a folder to write into: name it with --out.")
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise UserError("tensorboard needs an extra: pip install 'vitral[track]'.") from error
+        self.writer = SummaryWriter(str(Path(folder) / "tensorboard"))
+
+    def __call__(self, event: Event) -> None:
+        """Write the numbers of a step or an evaluation."""
+        if isinstance(event, StepDone):
+            values = {
+                "loss": event.loss,
+                "lr": event.lr,
+                "data_seconds": event.data_seconds,
+                "accuracy": event.accuracy,
+            }
+            for name, value in values.items():
+                if value is not None:
+                    self.writer.add_scalar(f"train/{name}", value, event.step)
+        elif isinstance(event, Evaluated):
+            for name, value in event.metrics.items():
+                if isinstance(value, int | float):
+                    self.writer.add_scalar(f"eval/{name}", value, event.step)
+            self.writer.flush()
+
+    def close(self) -> None:
+        """Write out what is still buffered."""
+        self.writer.close()
+
+
+def headline(metrics: dict) -> str:
+    """The numbers of an evaluation that a person wants first."""
+    n = f"(n = {metrics['n']:,})"
+    if "masked_loss" in metrics:
+        rivals = {"neighbour_loss": "mean of neighbours", "histogram_entropy": "histogram"}
+        known = ", ".join(f"{words} {metrics[key]:.3f}" for key, words in rivals.items() if key in metrics)
+        return f"loss of hidden patches {metrics['masked_loss']:.4f} ({known}) {n}"
+    if "mean_average_precision" in metrics:
+        return f"mAP {metrics['mean_average_precision']:.2%}, macro F1 {metrics['macro_f1']:.2%} {n}"
+    return f"accuracy {metrics['top1']:.2%}, mean per class {metrics['mean_per_class']:.2%} {n}"
+
+
+def duration(seconds: float) -> str:
+    """90 -> "1 min 30 s" """
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+    return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
