@@ -23,9 +23,9 @@ from vitral.models.build import build
 from vitral.names import name_of, parse
 from vitral.recipe import Recipe, architecture_of, from_toml, keys, pipelines, to_toml, values, with_overrides
 from vitral.recipe_presets import hyperrule, named, recipe_names
+from vitral.training.build import build_model
 from vitral.training.objective import LossSettings, Objective
 from vitral.training.optimizer import build_optimizer, learning_rate, parameter_groups
-from vitral.training.setup import prepare_model
 
 TINY = ("image=32", "shape.depth=1", "shape.width=16", "shape.heads=2")
 JFT = (
@@ -245,7 +245,7 @@ def test_vtab_chooses_among_two_rates_and_two_lengths() -> None:
 def test_pretraining_has_a_tanh_head_and_the_loss_of_its_labels(dataset: str, loss: str, bias: float) -> None:
     recipe = named(f"paper:pretrain/{dataset}").recipe
     assert (recipe.shape.head, recipe.shape.head_bias, recipe.loss) == ("tanh", bias, loss)
-    model, card = prepare_model(with_overrides(recipe, TINY), tuple("abcde"))
+    model, card = build_model(with_overrides(recipe, TINY), tuple("abcde"))
     assert card.multilabel == (loss == "sigmoid")
     features, hidden = torch.randn(3, 16), model.head.hidden
     assert hidden is not None
@@ -264,7 +264,7 @@ def test_finetuning_has_one_linear_layer_and_softmax() -> None:
     for dataset in DATASETS:
         recipe = named(f"paper:finetune/{dataset}").recipe
         assert recipe.loss == "softmax"
-        model, _ = prepare_model(with_overrides(recipe, TINY), tuple("abcde"))
+        model, _ = build_model(with_overrides(recipe, TINY), tuple("abcde"))
         assert model.head.hidden is None
         assert not any(weight.any() for weight in model.head.parameters())
 

@@ -31,7 +31,6 @@ from vitral.models.build import build
 from vitral.recipe import Recipe, from_toml, recipe_hash, with_overrides
 from vitral.studies import protocol
 from vitral.studies.protocol import Outcome, candidates, follow, measured_at_the_end, read_grid
-from vitral.training.run import Result
 
 
 @pytest.fixture(scope="module")

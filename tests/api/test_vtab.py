@@ -31,7 +31,6 @@ from vitral.recipe import Recipe, from_toml
 from vitral.recipe_presets import named
 from vitral.studies.protocol import Candidate
 from vitral.studies.vtab import follow_suite, for_task, group_scores, mean_score
-from vitral.training.run import Result
 
 TINY = ViTConfig(depth=1, width=16, mlp=32, heads=2, patch=4, image=(8, 8), classes=3)
 WEIGHTS = "data/vit_tiny_patch16_224.augreg_in21k_ft_in1k.safetensors"

@@ -11,9 +11,9 @@ import pytest
 import torch
 from runs import Crash, crash_at, interrupt_at, make_pictures, outcome, said, states, train
 
-from vitral import api, events
+from vitral import events
 from vitral.checkpoints import write
-from vitral.errors import UserError
+from vitral.errors import Interrupted, UserError
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_a_torn_state_does_not_outlive_the_ones_saved_after_it(pictures, whole, 
     words = ("keep=1", "save_every=100")
     for state in states(stopped)[1:]:
         empty(state)
-    with pytest.raises(api.Interrupted):  # a step is told when the next one is computed
+    with pytest.raises(Interrupted):  # a step is told when the next one is computed
         train(pictures, stopped, *words, on_event=interrupt_at(5))
     assert [path.stem for path in states(stopped)] == ["step-00000006"]
     assert "going on from step 6" in said(pictures, stopped, *words)

@@ -35,7 +35,7 @@ from vitral.data.sources import Split
 from vitral.errors import UserError
 from vitral.recipe import Recipe
 from vitral.training.parallel import World
-from vitral.training.setup import workers_of
+from vitral.training.setup import worker_count
 
 # torch warns where there are fewer cores than workers; what is tested here holds there too.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -342,7 +342,7 @@ def test_machines_count_their_own_processes(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     world = World(rank=0, size=32, device=torch.device("cuda"))
-    assert workers_of(Recipe(), world) == 7
+    assert worker_count(Recipe(), world) == 7
 
 
 @pytest.mark.parametrize("workers, channels", [(0, 3), (2, 3), (0, 1)])

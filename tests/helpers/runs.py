@@ -52,7 +52,7 @@ def train(
     scratch = not any(word.startswith("init=") for word in words)
     overrides = [word for word in (*TINY, *words) if scratch or not word.startswith("shape.")]
     model = MODEL if scratch else ""
-    return api.train(pictures, model=model, out=out, overrides=overrides, device=device, on_event=on_event, seeds=seeds)
+    return api.train(pictures, model=model, out=out, set=overrides, device=device, on_event=on_event, seeds=seeds)
 
 
 def starting_from(path: Path) -> str:
@@ -72,7 +72,7 @@ def outcome(run: Path) -> tuple[bytes, list[dict[str, Any]], Any, int]:
 def metrics(run: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without what a clock says."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in ("seconds", "waited")} for line in lines]
+    return [{key: value for key, value in line.items() if key not in ("seconds", "data_seconds")} for line in lines]
 
 
 def states(run: Path) -> Sequence[Path]:

@@ -15,7 +15,7 @@ from vitral.models.mimetic import start_mimetic
 from vitral.models.vit import ViT
 from vitral.names import parse
 from vitral.recipe import Recipe, ShapeRecipe
-from vitral.training.setup import prepare_model
+from vitral.training.build import build_model
 
 HEADS, WIDTH = 4, 64
 
@@ -77,7 +77,7 @@ def test_a_model_begins_by_looking_at_what_is_alike():
     shares = []
     for kind in ("paper", "mimetic"):
         recipe = Recipe(model="ViT-Ti/16@64", shape=ShapeRecipe(depth=2, start=kind))
-        model, _ = prepare_model(recipe, ("a", "b"))
+        model, _ = build_model(recipe, ("a", "b"))
         attention = next(module for module in model.modules() if isinstance(module, Attention))
         tokens = torch.nn.functional.layer_norm(torch.randn(8, 16, 192), (192,))
         q, k, _ = attention.qkv(tokens).detach().view(8, 16, 3, attention.heads, -1).permute(2, 0, 3, 1, 4)
@@ -88,7 +88,7 @@ def test_a_model_begins_by_looking_at_what_is_alike():
 
 def test_nothing_else_changes():
     kinds = [Recipe(model="ViT-Ti/16@64", shape=ShapeRecipe(depth=2, start=kind)) for kind in ("paper", "mimetic")]
-    (one, _), (other, _) = (prepare_model(recipe, ("a", "b")) for recipe in kinds)
+    (one, _), (other, _) = (build_model(recipe, ("a", "b")) for recipe in kinds)
     changed = {name for name, weight in one.state_dict().items() if not torch.equal(weight, other.state_dict()[name])}
     attention = {f"blocks.{block}.attention.{name}.weight" for block in (0, 1) for name in ("qkv", "out")}
     assert changed == attention | {"positions.0.table"}
@@ -121,5 +121,5 @@ def test_the_default_yields_to_what_is_said(words, optimizer, start, tmp_path):
 
 def test_a_card_says_what_a_model_started_from():
     for kind in ("paper", "mimetic"):
-        _, card = prepare_model(Recipe(model="ViT-Ti/16@64", shape=ShapeRecipe(depth=1, start=kind)), ("a", "b"))
+        _, card = build_model(Recipe(model="ViT-Ti/16@64", shape=ShapeRecipe(depth=1, start=kind)), ("a", "b"))
         assert ("mimetic" in card.source) == (kind == "mimetic")

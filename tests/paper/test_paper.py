@@ -308,7 +308,7 @@ def test_doubtful_columns_exist_and_are_explained() -> None:
 
 
 def test_steps_per_run_are_those_of_the_schedules() -> None:
-    """Steps at batch 4096: the paper speaks of about 14 epochs of JFT-300M for a million steps (appendix B.1.2)."""
+    """TrainStep at batch 4096: the paper speaks of about 14 epochs of JFT-300M for a million steps (appendix B.1.2)."""
     sets = paper.pretraining_sets()
     assert sets["JFT-300M"].images * 14 / 4096 == pytest.approx(1_000_000, rel=0.04)
     assert sets["ImageNet-21k"].images * 90 / 4096 == pytest.approx(312_000, rel=0.001)

@@ -21,7 +21,7 @@ from vitral.checkpoints import run as runs
 from vitral.checkpoints import write
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.models.build import build
-from vitral.training import step
+from vitral.training import loop
 from vitral.training.objective import Objective
 
 
@@ -153,11 +153,11 @@ def test_a_folder_without_rights(command, colours, monkeypatch):
         (["--set", "data.mean=0.5", "data.std=0.5"], "one number for each of the 3 channels"),
         (["--set", "epochs=3", "steps=3"], "one length"),
         (["--epochs", "0"], "one length"),
-        (["--tune", "most"], "is not one of full, head"),
-        (["--tune", "head"], "trainable=head learns on top of trained weights, and none are named: add --init"),
-        (["--tune", "lora:4"], "add --init, or leave out trainable"),
+        (["--trainable", "most"], "is not one of full, head"),
+        (["--trainable", "head"], "trainable=head learns on top of trained weights, and none are named: add --init"),
+        (["--trainable", "lora:4"], "add --init, or leave out trainable"),
         (["--set", "trainable=bias"], "add --init, or leave out trainable"),
-        (["--recipe", "speedrun/cifar10", "--tune", "last:1"], "add --init, or leave out trainable"),
+        (["--recipe", "speedrun/cifar10", "--trainable", "last:1"], "add --init, or leave out trainable"),
         (["--balance", "evenly"], "balance must be one of none, weights"),
         (["--model", "ViT-Huge/99x"], "did you mean"),
         (["--model", "ViT-Ti/16@8"], "no room for one patch"),
@@ -208,11 +208,11 @@ def test_weights_that_do_not_fit(command, colours, tmp_path):
     init = saved(tmp_path / "small.safetensors", SMALL)
     resnet = saved(tmp_path / "resnet.safetensors", RESNET)
     for words, says in {
-        ("--init", resnet, "--tune", "lora:2"): "for a ResNet use trainable=last:1 or bias",
+        ("--init", resnet, "--trainable", "lora:2"): "for a ResNet use trainable=last:1 or bias",
         ("--init", resnet, "--set", "regularization.dropout=0.1"): "regularization.dropout does nothing in a ResNet",
         ("--init", init, "--model", "ViT-B/4"): "leave out one of the two",
         ("--init", init, "--set", "shape.depth=3"): "have a shape already",
-        ("--init", init, "--tune", "last:3"): "does not fit a model of 2 layers: use last:1 to last:2",
+        ("--init", init, "--trainable", "last:3"): "does not fit a model of 2 layers: use last:1 to last:2",
         ("--init", init, "--set", "image=3"): "no room for one patch",
     }.items():
         said = command("train", colours, *words, "--out", tmp_path / "run")
@@ -268,7 +268,7 @@ def test_a_loss_that_is_not_finite_names_step_and_images_and_keeps_the_state(com
 
 def test_weights_that_one_step_broke_are_not_saved(command, colours, tmp_path, monkeypatch):
     """At step 7 the loss is still finite and a state is due, but the update has made a weight infinite."""
-    real = step._clipped
+    real = loop._clip_grad_norm
 
     def breaking(train_state: Any, clip: float) -> torch.Tensor:
         norm = real(train_state, clip)
@@ -276,9 +276,9 @@ def test_weights_that_one_step_broke_are_not_saved(command, colours, tmp_path, m
             next(train_state.model.parameters()).data.fill_(float("inf"))
         return norm
 
-    monkeypatch.setattr(step, "_clipped", breaking)
+    monkeypatch.setattr(loop, "_clip_grad_norm", breaking)
     said = train(command, colours, tmp_path / "run", "batch=4", "save_every=1", "steps=9", "evaluate_every=9")
-    assert "after step 7 (the last good state, of step 6, stays)" in sentence(said)
+    assert "after step 7 (the last good state, of step 6, is kept)" in sentence(said)
     state = runs.RunFolder(tmp_path / "run").newest_state()
     assert state is not None
     assert state.step == 6

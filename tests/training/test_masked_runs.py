@@ -32,7 +32,7 @@ TINY = (
 def masked(pictures: Path, out: Path, *words: str, model: str = MODEL, on_event: Any = lambda event: None) -> Any:
     """The metrics of a short run."""
     overrides = [*TINY, *words]
-    return api.train(pictures, model=model, out=out, overrides=overrides, device="cpu", on_event=on_event).results[0]
+    return api.train(pictures, model=model, out=out, set=overrides, device="cpu", on_event=on_event).results[0]
 
 
 def blocks(folder: Path, images: int = 40) -> Path:
@@ -86,7 +86,7 @@ def test_what_is_kept_is_a_model_without_a_head(pictures, learned, tmp_path):
 
 def test_fine_tuning_begins_with_what_was_learned(pictures, learned, tmp_path):
     words = ["steps=1", "optim.lr=1e-12", "optim.weight_decay=0", "batch=6", "workers=0"]
-    done = vitral.train(pictures, init=learned, out=tmp_path / "run", overrides=words, device="cpu")
+    done = vitral.train(pictures, init=learned, out=tmp_path / "run", set=words, device="cpu")
     before, after = vitral.load(learned)[0].state_dict(), vitral.load(tmp_path / "run")[0].state_dict()
     assert set(after) - set(before) == {"head.output.weight", "head.output.bias"}
     for name, value in before.items():
@@ -146,7 +146,7 @@ def test_a_tanh_head_has_nothing_to_do(pictures, tmp_path):
 def test_what_cannot_be_hidden_is_one_sentence(pictures, tmp_path, model, words, says):
     shape = [word for word in TINY if not (model.startswith("R") and word.startswith("shape"))]
     with pytest.raises(UserError) as error:
-        api.train(pictures, model=model, out=tmp_path / "run", overrides=[*shape, *words], device="cpu")
+        api.train(pictures, model=model, out=tmp_path / "run", set=[*shape, *words], device="cpu")
     assert says in str(error.value)
     assert len(str(error.value)) < 160
 

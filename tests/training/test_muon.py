@@ -21,7 +21,7 @@ from vitral.models.vit import ViT
 from vitral.names import parse
 from vitral.training.masked import MaskedModel, MaskSettings
 from vitral.training.muon import Muon, orthogonalise
-from vitral.training.optimizer import build_optimizer, freeze, parameter_groups, set_rate
+from vitral.training.optimizer import build_optimizer, freeze, parameter_groups, set_lr
 from vitral.training.state import _moment
 
 LINEAR = ("attention.qkv", "attention.out", "mlp.hidden", "mlp.output")
@@ -89,9 +89,9 @@ def gradients(weights: list[nn.Parameter], steps: int) -> list[list[Tensor]]:
 
 
 def follow(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], made: list[list[Tensor]], rate=float) -> None:
-    """Steps along given gradients at a falling rate."""
+    """TrainStep along given gradients at a falling rate."""
     for step, some in enumerate(made):
-        set_rate(optimizer, rate(0.1 / (step + 1)))
+        set_lr(optimizer, rate(0.1 / (step + 1)))
         for weight, gradient in zip(weights, some, strict=True):
             weight.grad = gradient.clone()
         optimizer.step()
@@ -318,7 +318,7 @@ def test_digits_are_learnt_faster_than_with_adam():
         model = build(parse("ViT-Ti/2@8", width=32, depth=2, heads=2, mlp=64, classes=10))
         optimizer = build_optimizer(parameter_groups(model), name=name, lr=0.01, momentum=0.95)
         for step in range(steps):
-            set_rate(optimizer, 0.01 * min(1.0, (step + 1) / 10) * (1 - step / steps))
+            set_lr(optimizer, 0.01 * min(1.0, (step + 1) / 10) * (1 - step / steps))
             rows = torch.randint(0, 1200, (64,))
             optimizer.zero_grad()
             F.cross_entropy(model(images[rows]), labels[rows]).backward()

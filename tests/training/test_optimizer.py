@@ -9,7 +9,7 @@ from torch import nn
 from vitral.errors import UserError
 from vitral.models.build import build
 from vitral.names import parse
-from vitral.training.optimizer import build_optimizer, freeze, layer_of, parameter_groups, set_rate
+from vitral.training.optimizer import build_optimizer, freeze, layer_index, parameter_groups, set_lr
 from vitral.training.state import EMA
 
 
@@ -80,7 +80,7 @@ def test_only_kernels_decay_and_nothing_is_forgotten(kind):
 def test_rates_shrink_layer_by_layer_away_from_the_head(kind, name, layer):
     model = MODELS[kind]
     last = {"hybrid": 3, "resnet": 5}.get(kind, 4)
-    assert layer_of(name, model) == layer
+    assert layer_index(name, model) == layer
     factor = groups_by_name(model, layer_decay=0.5, head_lr=3.0)[name]["factor"]
     assert factor == pytest.approx(0.5 ** (last - layer) * (3.0 if name.startswith("head") else 1.0))
 
@@ -88,7 +88,7 @@ def test_rates_shrink_layer_by_layer_away_from_the_head(kind, name, layer):
 def test_the_rate_of_a_step_reaches_every_group():
     model = vit()
     optimizer = build_optimizer(parameter_groups(model, layer_decay=0.5, head_lr=2.0), lr=0.1)
-    set_rate(optimizer, 0.01)
+    set_lr(optimizer, 0.01)
     rates = sorted({round(group["lr"], 12) for group in optimizer.param_groups})
     assert rates == pytest.approx([0.01 / 16, 0.01 / 8, 0.01 / 4, 0.01 / 2, 0.01, 0.02])
 
@@ -130,7 +130,7 @@ def test_what_cannot_be_tuned_is_refused(trainable):
 
 
 def test_nothing_to_learn_and_unknown_rules_are_refused():
-    with pytest.raises(UserError, match="nothing"):
+    with pytest.raises(UserError, match="no parameter is left"):
         build_optimizer([], lr=0.1)
     with pytest.raises(UserError, match="adam, sgd or muon"):
         build_optimizer(parameter_groups(vit()), name="lion", lr=0.1)
@@ -149,7 +149,7 @@ def stepped(name, steps=5, **settings):
     inputs = torch.randn(steps, 6, 4, dtype=torch.float64)
     gradients = {"weight": [], "bias": []}
     for step in range(steps):
-        set_rate(optimizer, 0.1 / (step + 1))
+        set_lr(optimizer, 0.1 / (step + 1))
         optimizer.zero_grad()
         model(inputs[step]).square().mean().backward()
         for key, parameter in model.named_parameters():
@@ -192,6 +192,6 @@ def test_the_average_is_the_weighted_mean_of_the_weights():
         history.append(model.weight.detach().clone())
     shares = [0.9**20, *(0.1 * 0.9 ** (20 - i) for i in range(1, 21))]
     expected = sum(share * weights for share, weights in zip(shares, history, strict=True))
-    assert set(average.state) == {"weight"}
-    torch.testing.assert_close(average.state["weight"], expected, rtol=1e-12, atol=1e-12)
+    assert set(average.weights) == {"weight"}
+    torch.testing.assert_close(average.weights["weight"], expected, rtol=1e-12, atol=1e-12)
     assert torch.equal(model.weight, history[-1])

@@ -35,7 +35,7 @@ from vitral.checkpoints.run import RunFolder
 from vitral.data.images import UnreadableImage, decode, encode_png
 from vitral.data.preprocess import parse_pipeline
 from vitral.data.splits import Split
-from vitral.errors import UserError
+from vitral.errors import Interrupted, UserError
 from vitral.evaluation.predict import predict_split
 from vitral.models.normalise import normalise
 from vitral.training import setup
@@ -103,20 +103,20 @@ def run(
         if halt and isinstance(event, events.Progress) and _told(heard).startswith(f"StepDone {halt},"):
             signal.raise_signal(signal.SIGTERM)
 
-    forward, rows = Objective.forward, setup._rows
+    forward, rows = Objective.forward, setup.RunSetup.eval_batch
     if late and not world.first:
         out = f"{out}-2"
     if halt:
-        setup._rows = lambda parts: 1
+        setup.RunSetup.eval_batch = property(lambda self: 1)  # type: ignore[assignment]
     if room and world.rank == world.size - 1:
         Objective.forward = _with_room(forward, room)  # type: ignore[method-assign]
     try:
         train(Path(data), Path(out), *words, on_event=on_event)
-    except api.Interrupted:
+    except Interrupted:
         return _told(heard) if halt else "stopped"
     finally:
         Objective.forward = forward  # type: ignore[method-assign]
-        setup._rows = rows
+        setup.RunSetup.eval_batch = rows  # type: ignore[assignment]
     return [event.microbatch for event in heard if isinstance(event, events.RunStarted)]
 
 
@@ -145,7 +145,7 @@ def evaluate(world: World) -> list[Any]:
         def outputs(some: Split, batch: int = batch) -> Any:
             return predict_split(model, some, PREPROCESS, batch=batch, rank=world.rank, world=world.size)
 
-        scores = Evaluator(test=split, world=world, batch=batch, outputs=outputs, measure=measure).evaluate()
+        scores = Evaluator(split=split, world=world, batch=batch, predict=outputs, measure=measure).evaluate()
         found.append([scores["top1"], scores["n"], [list(entry) for entry in scores["confusion"]]])
     return found
 
@@ -154,7 +154,7 @@ def protocol(world: World, data: str, out: str, words: list[str]) -> Any:
     """A sweep, and a run of what was chosen; to all but the first process the folder seems taken."""
     place = out if world.first else f"{out}-2"
     sweep = ("optim.lr=0.001,0.01",)
-    found = api.pretrain(data, model=MODEL, overrides=[*TINY, *words], sweep=sweep, out=place, device="cpu")
+    found = api.pretrain(data, model=MODEL, set=[*TINY, *words], sweep=sweep, out=place, device="cpu")
     return [found.folder, found.as_dict()["devices"]]
 
 
@@ -362,7 +362,7 @@ def test_an_evaluation_ends_in_all_processes_where_one_is_stopped(
     legs: Legs, name: str, step: int, folder: str, whole: str
 ) -> None:
     """After one of its three images a process; the run that goes on makes up for it, and ends with the same bits."""
-    assert legs.two[name] == [f"StepDone {step}, EvaluationProgress, Saved {step}", ""]
+    assert legs.two[name] == [f"StepDone {step}, Progress, Saved {step}", ""]
     assert legs.two[f"{name}, gone on"][0]
     assert outcome(legs.folder / folder) == outcome(legs.folder / whole)
 

@@ -23,8 +23,8 @@ from vitral.models.build import build
 from vitral.names import parse
 from vitral.recipe import Recipe, architecture_of, with_overrides
 from vitral.recipe_presets import Preset, named, recipe_names
-from vitral.training.run import Result, run
-from vitral.training.setup import check_recipe
+from vitral.training.build import check_recipe
+from vitral.training.run import RunResult, run
 
 SHORT = ("steps=2", "batch=4", "workers=0")
 SHAPE = ("shape.depth=1", "shape.width=32", "shape.heads=2")
@@ -76,13 +76,13 @@ def small(book: Preset) -> Recipe:
     return with_overrides(book.recipe, [*SHORT, *SHAPE, f"image={side}"])
 
 
-def two_steps(recipe: Recipe, data: DataSet, out: Path) -> tuple[Result, list[dict[str, Any]]]:
+def two_steps(recipe: Recipe, data: DataSet, out: Path) -> tuple[RunResult, list[dict[str, Any]]]:
     result = run(recipe, data, out, device="cpu", on_event=lambda event: None)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return result, [line for line in lines if "loss" in line]
 
 
-def check_finished(result: Result, steps: list[dict[str, Any]], out: Path, test: int) -> Architecture:
+def check_finished(result: RunResult, steps: list[dict[str, Any]], out: Path, test: int) -> Architecture:
     architecture = vitral.load(out)[1].architecture
     assert [line["step"] for line in steps] == [1, 2]
     assert all(math.isfinite(line["loss"]) for line in steps)

@@ -15,12 +15,12 @@ from safetensors.torch import load
 from vitral.data.loader import Batch
 from vitral.models.build import build
 from vitral.names import parse
+from vitral.training.loop import LoopConfig, train_step
 from vitral.training.mixing import draw_mix
 from vitral.training.objective import LossSettings, Objective
 from vitral.training.optimizer import build_optimizer, parameter_groups
 from vitral.training.parallel import World
 from vitral.training.state import TrainState
-from vitral.training.step import LoopConfig, gradients
 
 ALONE = World(0, 1, torch.device("cpu"))
 CLASSES = 5
@@ -98,7 +98,8 @@ def compare(
     train_state: TrainState, plan: LoopConfig, batch: Batch, expected: torch.Tensor, model: torch.nn.Module
 ) -> None:
     """The accumulated loss and gradient are those of `expected`, a loss of `model`."""
-    loss, _, _ = gradients(train_state, plan, ALONE, batch, lambda event: None)
+    draws = train_state.objective.draw(train_state.step, (batch.images.shape[2], batch.images.shape[3]))
+    loss = train_step(train_state, plan, ALONE, batch, draws).loss
     torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-6)
     expected.backward()
     for (name, mine), theirs in zip(train_state.model.named_parameters(), model.parameters(), strict=True):
@@ -115,7 +116,7 @@ def test_an_accumulated_gradient_is_that_of_the_whole_batch(micro):
     model = copy.deepcopy(train_state.model)
     rows = F.cross_entropy(model(prepared(batch.images)), batch.labels, reduction="none")
     expected = (rows * batch.valid).sum() / 10
-    compare(train_state, LoopConfig(steps=9, batch=10, micro=micro, seed=0), batch, expected, model)
+    compare(train_state, LoopConfig(steps=9, batch=10, microbatch=micro, seed=0), batch, expected, model)
 
 
 @pytest.mark.parametrize("micro", [1, 3, 4, 10])
@@ -139,5 +140,5 @@ def test_pieces_find_their_mixing_partners(kind, micro):
         logs = model(mixed[None])[0].log_softmax(0)
         losses.append(-mix.own * logs[batch.labels[row]] - (1 - mix.own) * logs[batch.labels[row - 1]])
     assert len(losses) == 8
-    plan = LoopConfig(steps=9, batch=10, micro=micro, seed=0, partners=True)
+    plan = LoopConfig(steps=9, batch=10, microbatch=micro, seed=0, mix_partner=True)
     compare(train_state, plan, batch, torch.stack(losses).sum() / 10, model)

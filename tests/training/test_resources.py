@@ -23,11 +23,12 @@ from vitral.progress import ThroughputMeter
 from vitral.recipe import Recipe
 from vitral.training import evaluator, resources, run
 from vitral.training.evaluator import Evaluator, measure
+from vitral.training.loop import LoopConfig, TrainStep
 from vitral.training.metrics import MetricsLogger
 from vitral.training.objective import LossSettings, Objective
 from vitral.training.parallel import World
+from vitral.training.resources import ResourceEstimate
 from vitral.training.state import EMA, TrainState
-from vitral.training.step import LoopConfig, Steps
 
 
 def events(
@@ -131,7 +132,7 @@ def test_an_evaluation_is_foreseen_from_a_few_batches(monkeypatch, images, batch
         return Predictions(np.zeros(0), np.zeros((0, 2)), np.zeros(0, bool))
 
     split = Split("test", [str(i) for i in range(images)], np.zeros(images, np.int64), ("a", "b"), NoReader())
-    foreseen = Evaluator(split, World(0, size, torch.device("cpu")), batch, outputs, measure).seconds_for_all()
+    foreseen = Evaluator(split, World(0, size, torch.device("cpu")), batch, outputs, measure).estimate_seconds()
     assert foreseen == pytest.approx(2 + 0.1 * -(-images // (batch * size)))
     assert seen <= max(3 * batch * size, 64)
 
@@ -157,12 +158,12 @@ def test_a_step_is_foreseen_as_the_run_will_take_it(monkeypatch, computed, recor
     """A piece of a step takes `computed`, a recording 1 second, a replay 0.001; `records` as if on a GPU."""
     clock = Clock()
     monkeypatch.setattr(resources, "time", clock)
-    made: list[Steps] = []
+    made: list[TrainStep] = []
 
-    class Recorded(Steps):
+    class Recorded(TrainStep):
         def __init__(self, train_state: TrainState, plan: LoopConfig, world: World, on_event: EventHandler) -> None:
             super().__init__(train_state, plan, world, on_event)
-            self.records = records
+            self.captures = records
             made.append(self)
 
     class Replayed:
@@ -173,21 +174,21 @@ def test_a_step_is_foreseen_as_the_run_will_take_it(monkeypatch, computed, recor
             clock.now += 0.001
             return (torch.zeros(()),) * 3
 
-    monkeypatch.setattr(resources, "Steps", Recorded)
-    monkeypatch.setattr("vitral.training.step.CudaGraph", Replayed)
+    monkeypatch.setattr(resources, "TrainStep", Recorded)
+    monkeypatch.setattr("vitral.training.loop.CudaGraph", Replayed)
     train_state = a_trainee(lambda: setattr(clock, "now", clock.now + computed))
     batch = Batch(
         torch.zeros(4, 3, 2, 2, dtype=torch.uint8), torch.arange(4) % 2, torch.ones(4).bool(), torch.arange(4)
     )
-    plan = LoopConfig(steps=9, batch=4, micro=micro, seed=0, cuda_graph=True, clip=1.0)
+    plan = LoopConfig(steps=9, batch=4, microbatch=micro, seed=0, cuda_graph=True, clip=1.0)
     before = [weight.clone() for weight in train_state.model.parameters()]
-    found = resources.preflight(
+    found = resources.estimate_resources(
         train_state, plan, World(0, 1, torch.device("cpu")), lambda _: iter([batch]), lambda: 7.0
     )
     assert found.step_seconds == pytest.approx(foreseen)
-    assert (found.plan, found.evaluation_seconds, made[0].taken) == (plan, 7.0, taken)
-    assert train_state.average is not None
-    for weights in (train_state.model.parameters(), train_state.average.state.values()):
+    assert (found.config, found.evaluation_seconds, made[0].count) == (plan, 7.0, taken)
+    assert train_state.ema is not None
+    for weights in (train_state.model.parameters(), train_state.ema.weights.values()):
         assert all(map(torch.equal, before, weights))
     assert not train_state.optimizer.state
 
@@ -214,10 +215,10 @@ def test_what_is_written_down_on_the_way(tmp_path, monkeypatch, capsys):
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 13))
     assert [line["step"] for line in lines if "evaluation" in line] == [5, 10, 12]
-    assert {"loss", "accuracy", "rate", "seconds", "waited"} < lines[0].keys()
+    assert {"loss", "accuracy", "lr", "seconds", "data_seconds"} < lines[0].keys()
     assert lines[-1]["evaluation"]["top1"] == result["metrics"]["top1"]
-    assert lines[0]["rate"] == 0  # the first step of a warm-up
-    assert max(line["rate"] for line in lines if "rate" in line) <= 0.01
+    assert lines[0]["lr"] == 0  # the first step of a warm-up
+    assert max(line["lr"] for line in lines if "lr" in line) <= 0.01
 
 
 def test_the_page_is_announced_before_it_is_written(tmp_path, monkeypatch, capsys):
@@ -249,7 +250,7 @@ def test_a_long_run_writes_about_a_thousand_lines(tmp_path):
 
 
 def test_a_rate_is_shown_once_it_is_known(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "_QUIET_SECONDS", -1.0)
+    monkeypatch.setattr(progress, "_LOG_SECONDS", -1.0)
     display = progress.Display()
     display(RunStarted(0, 7, 1, 32, 1, 32, 0.5, 1.0, 0))
     for event, _ in events(7, 9, lambda step: 0.5, 1.0):
@@ -263,10 +264,10 @@ def test_a_rate_is_shown_once_it_is_known(monkeypatch, capsys):
 
 
 def test_a_head_on_features_has_no_images_a_second(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "_QUIET_SECONDS", -1.0)
+    monkeypatch.setattr(progress, "_LOG_SECONDS", -1.0)
     data, command = colour_folder(tmp_path / "colours", 6), Command(monkeypatch, capsys)
     command("train", data, "--model", MODEL, "--out", tmp_path / "start", "--set", *QUICK, "steps=1")
-    words = ["--init", tmp_path / "start", "--tune", "head", "--set", "workers=0", "steps=5"]
+    words = ["--init", tmp_path / "start", "--trainable", "head", "--set", "workers=0", "steps=5"]
     said = command("train", data, *words, "--out", tmp_path / "run")
     assert said.code == 0
     assert "; less than a second\n" in said.err
@@ -285,7 +286,9 @@ def test_pixels_count_as_memory_where_this_process_reads_them_later(tmp_path, wo
     parts: Any = SimpleNamespace(
         workers=workers,
         recipe=Recipe(trainable=trainable),
-        plan=LoopConfig(steps=9, batch=4, micro=4, seed=0),
+        config=LoopConfig(steps=9, batch=4, microbatch=4, seed=0),
         train=range(16),
     )
-    assert run._unread_bytes(parts, tmp_path) == 1000 * share
+    estimate = ResourceEstimate(parts.config, 7, 0.0, 0.0)
+    found = run._with_mapped_pixels(estimate, parts, tmp_path, World(0, 1, torch.device("cpu")))
+    assert found.peak_bytes == 7 + 1000 * share

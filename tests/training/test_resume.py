@@ -32,9 +32,10 @@ from runs import (
     train,
 )
 
-from vitral import api, events
+from vitral import events
 from vitral.checkpoints import write
 from vitral.checkpoints.run import RunFolder
+from vitral.errors import Interrupted
 from vitral.progress import Display
 from vitral.training import signals
 
@@ -191,7 +192,7 @@ def test_any_run_goes_on_as_if_it_had_not_stopped(words, pictures, tmp_path):
     train(pictures, tmp_path / "whole", *words)
     with pytest.raises(Crash):  # after a state, before the next
         train(pictures, tmp_path / "parts", *words, on_event=crash_at(3))
-    with pytest.raises(api.Interrupted):  # at a step where no state is due
+    with pytest.raises(Interrupted):  # at a step where no state is due
         train(pictures, tmp_path / "parts", *words, on_event=interrupt_at(5))
     train(pictures, tmp_path / "parts", *words)
     assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
@@ -256,7 +257,7 @@ def test_a_second_signal_stops_at_once(pictures, tmp_path):
     _wait(lambda: lines(tmp_path / "run") >= 20, 60)
     time.sleep(0.3)
     program.send_signal(signal.SIGINT)
-    time.sleep(signals._ECHO + 0.3)
+    time.sleep(signals._REPEATED + 0.3)
     assert program.poll() is None, "the first signal waits for the images that are being evaluated"
     began = time.monotonic()
     program.send_signal(signal.SIGINT)
@@ -337,7 +338,7 @@ def test_a_stop_is_acknowledged_at_once(pictures, tmp_path):
             _wait(lambda: isinstance(heard[-1], events.Note), 10)
             assert heard[-1] == events.Note("stopping after this step; Ctrl-C again stops at once")
 
-    with pytest.raises(api.Interrupted):
+    with pytest.raises(Interrupted):
         train(pictures, tmp_path / "run", on_event=on_event)
 
 
@@ -355,7 +356,7 @@ def test_a_run_that_stops_does_not_wait_for_an_evaluation(last, during, pictures
             return isinstance(event, events.Progress) and steps[-1:] == [at]
         return steps[-1:] == [at - 1]  # told when the next one is done
 
-    with pytest.raises(api.Interrupted):
+    with pytest.raises(Interrupted):
         train(pictures, tmp_path / "parts", *words, on_event=press(when, heard))
     assert [event.step for event in heard if isinstance(event, events.Evaluated)] == [4, 8, 11][: 1 + last]
     assert states(tmp_path / "parts")[-1].stem == f"step-{at:08d}"

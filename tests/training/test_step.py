@@ -1,4 +1,4 @@
-"""Steps of training, one after the other: the numbers of a loop written out by hand, recorded or not."""
+"""TrainStep of training, one after the other: the numbers of a loop written out by hand, recorded or not."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from vitral.architecture import ViTConfig
 from vitral.data.loader import Batch
 from vitral.events import Note
 from vitral.models.vit import ViT
-from vitral.training import step
+from vitral.training import loop
+from vitral.training.loop import LoopConfig, TrainStep
 from vitral.training.masked import MaskedModel, MaskedObjective, MaskSettings
 from vitral.training.objective import LossSettings, Objective
 from vitral.training.parallel import World
 from vitral.training.state import EMA, TrainState
-from vitral.training.step import LoopConfig, Steps
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 CLASSES, BATCH, STEPS = 5, 6, 7
@@ -48,7 +48,7 @@ def a_batch(seed: int, rows: int = BATCH) -> Batch:
 
 
 def a_plan(**changes: Any) -> LoopConfig:
-    return replace(LoopConfig(steps=STEPS, batch=BATCH, micro=BATCH, seed=SEED, cuda_graph=True), **changes)
+    return replace(LoopConfig(steps=STEPS, batch=BATCH, microbatch=BATCH, seed=SEED, cuda_graph=True), **changes)
 
 
 class Replayed:
@@ -72,7 +72,7 @@ class Replayed:
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> type[Replayed]:
     monkeypatch.setattr(Replayed, "made", 0)
-    monkeypatch.setattr(step, "CudaGraph", Replayed)
+    monkeypatch.setattr(loop, "CudaGraph", Replayed)
     return Replayed
 
 
@@ -81,12 +81,12 @@ def taken(
 ) -> tuple[list[list[float]], list[str]]:
     """All steps' numbers, and what was said; `records` as if the device were a GPU."""
     said: list[Any] = []
-    steps = Steps(train_state, plan, World(0, 1, CPU), said.append)
-    assert not steps.records
-    steps.records = records
+    steps = TrainStep(train_state, plan, World(0, 1, CPU), said.append)
+    assert not steps.captures
+    steps.captures = records
     numbers = []
     for number in range(STEPS):
-        numbers.append([float(value) for value in steps.take(a_batch(number, rows))])
+        numbers.append([float(value) for value in steps(a_batch(number, rows))])
         train_state.step += 1
     return numbers, [event.text for event in said]
 
@@ -122,12 +122,12 @@ def written_out(clip: float) -> tuple[list[list[float]], np.ndarray, np.ndarray]
 @pytest.mark.parametrize("records", [False, True])
 def test_steps_are_the_loop_written_out(records, micro, clip, replayed):
     train_state = a_trainee()
-    numbers, notes = taken(train_state, a_plan(micro=micro, clip=clip), records=records)
+    numbers, notes = taken(train_state, a_plan(microbatch=micro, clip=clip), records=records)
     expected, weights, average = written_out(clip)
     np.testing.assert_allclose(numbers, expected, rtol=1e-4)
     np.testing.assert_allclose(columns(dict(train_state.model.named_parameters())), weights, atol=1e-5)
-    assert train_state.average is not None
-    np.testing.assert_allclose(columns(train_state.average.state), average, atol=1e-5)
+    assert train_state.ema is not None
+    np.testing.assert_allclose(columns(train_state.ema.weights), average, atol=1e-5)
     assert notes == []
     # A batch in several pieces is computed anew each time.
     assert replayed.made == int(records and micro == BATCH)
@@ -139,7 +139,7 @@ def test_clipping_was_at_work():
 
 @pytest.mark.parametrize("settings", [{"mixup": 0.5}, {"cutmix": 0.5}, {"mixup": 0.5, "cutmix": 0.5}])
 def test_each_replay_gets_its_own_mix(settings, replayed):
-    plan, rows = a_plan(partners=True), BATCH + 1
+    plan, rows = a_plan(mix_partner=True), BATCH + 1
     computed, _ = taken(a_trainee(**settings), plan, records=False, rows=rows)
     found, _ = taken(a_trainee(**settings), plan, records=True, rows=rows)
     assert found == computed
@@ -176,11 +176,11 @@ def test_what_cannot_be_recorded_is_computed(error, says, monkeypatch):
         raise error
 
     computed, _ = taken(a_trainee(dropout=0.5), a_plan(), records=False)
-    monkeypatch.setattr(step, "CudaGraph", failing)
+    monkeypatch.setattr(loop, "CudaGraph", failing)
     found, notes = taken(train_state, a_plan(), records=True)
     assert found == computed
     assert len(tries) == 1
-    assert notes == [f"the step is not recorded as a CUDA graph {says}"]
+    assert notes == [f"the step is not captured as a CUDA graph {says}"]
 
 
 def test_pieces_that_memory_made_smaller_are_not_recorded(replayed, monkeypatch):
@@ -191,12 +191,12 @@ def test_pieces_that_memory_made_smaller_are_not_recorded(replayed, monkeypatch)
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(self, images, *rest)
 
-    computed, _ = taken(a_trainee(), a_plan(micro=3), records=False)
+    computed, _ = taken(a_trainee(), a_plan(microbatch=3), records=False)
     monkeypatch.setattr(Objective, "forward", forward)
     found, notes = taken(a_trainee(), a_plan(), records=True)
     assert found == computed
     assert replayed.made == 0
-    assert notes == ["memory ran out: going on with 3 images at a time, same maths"]
+    assert notes == ["memory ran out: continuing with microbatches of 3 images, same result"]
 
 
 def masked() -> nn.Module:
@@ -223,15 +223,16 @@ def test_only_one_gpu_with_room_records(changes, expected, monkeypatch):
     train_state.wrapped = changes.get("objective", lambda: train_state.wrapped)()
     world = World(0, changes.get("size", 1), changes.get("device", GPU))
     assert (
-        Steps(train_state, a_plan(graph=changes.get("cuda_graph", True)), world, lambda event: None).records is expected
+        TrainStep(train_state, a_plan(cuda_graph=changes.get("cuda_graph", True)), world, lambda event: None).captures
+        is expected
     )
 
 
 class Reading(Objective):
-    """ThumbnailBatch at a number on the way, which a recording cannot."""
+    """Reads a number on the way, which a recording cannot."""
 
-    def forward(self, images: Tensor, labels: Tensor, valid: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        loss, right = super().forward(images, labels, valid, numbers)
+    def forward(self, images: Tensor, labels: Tensor, valid: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+        loss, right = super().forward(images, labels, valid, draws)
         assert loss.item() > 0
         return loss, right
 
@@ -244,10 +245,10 @@ def test_after_a_failed_recording_a_gpu_still_draws():
         said: list[Any] = []
         train_state = a_trainee(dropout=0.5, device=GPU)
         train_state.wrapped = Reading(train_state.model, train_state.objective.settings, np.ones(CLASSES)).to(GPU)
-        steps = Steps(train_state, a_plan(graph=graph), World(0, 1, GPU), said.append)
+        steps = TrainStep(train_state, a_plan(cuda_graph=graph), World(0, 1, GPU), said.append)
         numbers = []
         for number in range(STEPS):
-            numbers.append([float(value) for value in steps.take(a_batch(number))])
+            numbers.append([float(value) for value in steps(a_batch(number))])
             train_state.step += 1
         assert [type(event) for event in said] == [Note] * graph
         found.append(numbers)

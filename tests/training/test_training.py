@@ -28,14 +28,14 @@ from vitral.training.evaluator import measure
 def train(data: Path, out: Path, *words: str, seeds: int = 1, heard: list[Event] | None = None) -> Training:
     on_event = (lambda event: None) if heard is None else heard.append
     overrides = [*QUICK, *words]
-    return vitral.train(data, model=MODEL, out=out, overrides=overrides, device="cpu", seeds=seeds, on_event=on_event)
+    return vitral.train(data, model=MODEL, out=out, set=overrides, device="cpu", seeds=seeds, on_event=on_event)
 
 
 def trainable(data: Path, init: Path, out: Path, *words: str, heard: list[Event] | None = None) -> Training:
     """From weights, with what belongs to a model from scratch left out."""
     on_event = (lambda event: None) if heard is None else heard.append
     quick = [word for word in QUICK if not word.startswith("shape")]
-    return vitral.train(data, init=init, out=out, overrides=[*quick, *words], device="cpu", on_event=on_event)
+    return vitral.train(data, init=init, out=out, set=[*quick, *words], device="cpu", on_event=on_event)
 
 
 def weights(run: Path) -> dict[str, Tensor]:
@@ -145,7 +145,7 @@ def test_a_larger_image_resizes_the_positions(started, colours, tmp_path, source
     out = tmp_path / "run"
     # Only this: what the weights say about preparing pixels must follow the size by itself.
     words = ["steps=1", "optim.lr=1e-12", "evaluate_every=1", "batch=12", "workers=0", "image=16"]
-    done = vitral.train(colours, init=started / source, out=out, overrides=words, device="cpu")
+    done = vitral.train(colours, init=started / source, out=out, set=words, device="cpu")
     model, card = vitral.load(out)
     assert model.config.image == (16, 16)
     assert model.state_dict()["positions.0.table"].shape == (4, 4, 16)
@@ -308,8 +308,7 @@ def test_a_class_that_only_one_split_has(tmp_path):
 def test_runs_without_a_folder_get_one_each(colours, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folders = [
-        vitral.train(colours, model=MODEL, overrides=[*QUICK, "steps=1"], device="cpu").results[0].folder
-        for _ in range(2)
+        vitral.train(colours, model=MODEL, set=[*QUICK, "steps=1"], device="cpu").results[0].folder for _ in range(2)
     ]
     assert folders == ["runs/colours-ViT-Ti-4-8", "runs/colours-ViT-Ti-4-8-2"]
 
@@ -332,7 +331,7 @@ def test_a_folder_of_runs_is_not_made_among_images(colours, monkeypatch):
     before = listing(colours)
     monkeypatch.chdir(colours)
     with pytest.raises(UserError, match=r"runs lies in the data folder \., "):
-        vitral.train(".", model=MODEL, overrides=QUICK, device="cpu")
+        vitral.train(".", model=MODEL, set=QUICK, device="cpu")
     assert listing(colours) == before
 
 
@@ -390,7 +389,7 @@ def bare(folder: Path, preprocess: Preprocess | None = None) -> Path:
     ],
 )
 def test_pixels_that_are_guessed_are_said(colours, tmp_path, words, says):
-    _, recipe, reasons = choose_recipe(colours, init=bare(tmp_path), overrides=words)
+    _, recipe, reasons = choose_recipe(colours, init=bare(tmp_path), set=words)
     said = [reason for reason in reasons if "the weights do not say how their pixels were prepared" in reason]
     assert [reason.partition(": ")[2] for reason in said] == ([says] if says else [])
     assert "data.mean=0,0,0" in words or recipe.data.mean == (0.5, 0.5, 0.5)
@@ -403,7 +402,7 @@ def test_finetuning_says_what_it_guesses_too(colours, tmp_path):
         weights,
         colours,
         recipe="paper:finetune/pets",
-        overrides=words,
+        set=words,
         seeds=1,
         out=tmp_path / "run",
         device="cpu",
@@ -416,7 +415,7 @@ def test_reasons_do_not_contradict_what_is_said(colours, tmp_path):
     weights = bare(tmp_path, Preprocess("decode|resize(8)", (0.1,) * 3, (0.2,) * 3))
 
     def reasons(*words: str, init: Path | str = weights) -> str:
-        return "\n".join(choose_recipe(colours, init=init, overrides=words, device="cpu")[2])
+        return "\n".join(choose_recipe(colours, init=init, set=words, device="cpu")[2])
 
     plain = reasons()
     assert "all layers" in plain
@@ -440,12 +439,12 @@ def test_few_images_give_no_reason_against_what_is_said(tmp_path):
     data = colour_folder(tmp_path / "few", 3)
     weights = bare(tmp_path, Preprocess("decode|resize(8)", (0.1,) * 3, (0.2,) * 3))
     assert "only a new head" in "\n".join(choose_recipe(data, init=weights)[2])
-    assert "only a new head" not in "\n".join(choose_recipe(data, init=weights, overrides=["trainable=full"])[2])
+    assert "only a new head" not in "\n".join(choose_recipe(data, init=weights, set=["trainable=full"])[2])
 
 
 def test_what_a_run_did_is_said_without_what_a_head_leaves_out(started, pastels):
     assert "prepared and augmented as in the run" in "\n".join(choose_recipe(pastels, init=started)[2])
-    alone = "\n".join(choose_recipe(pastels, init=started, overrides=["trainable=head"])[2])
+    alone = "\n".join(choose_recipe(pastels, init=started, set=["trainable=head"])[2])
     assert "prepared as in the run" in alone
     assert "augment" not in alone
 

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from vitral.api.probes import Probing, dedupe, fewshot
     from vitral.api.protocols import Protocol, finetune, pretrain
     from vitral.api.training import (
-        Interrupted,
-        Training,
+        TrainResult,
         choose_recipe,
         read_recipe,
         train,
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 _CHECKPOINTS = ("FORMATS", "Conversion", "Info", "convert", "create", "info", "load", "save")
 _PREDICTION = ("Evaluation", "check", "classifier", "embed", "evaluate", "predict", "write_pictures")
-_TRAINING = ("Interrupted", "Training", "choose_recipe", "read_recipe", "train")
+_TRAINING = ("TrainResult", "choose_recipe", "read_recipe", "train")
 _PROTOCOLS = ("Protocol", "finetune", "pretrain")
 _HOMES = {
     "capture": "vitral.models.capture",
@@ -52,11 +51,10 @@ __all__ = [
     "Evaluation",
     "Info",
     "Inspection",
-    "Interrupted",
     "Neighbour",
     "Probing",
     "Protocol",
-    "Training",
+    "TrainResult",
     "VtabScore",
     "benchmark",
     "capture",

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from vitral.api.data import open_to_choose
-from vitral.api.training import assumed_pixels, check_out, new_folder, read_recipe
+from vitral.api.run_folder import check_out, new_folder
+from vitral.api.training import assumed_pixels, read_recipe
 from vitral.architecture import ResNetConfig
 from vitral.atomic import atomic_write
 from vitral.checkpoints.card import Card
@@ -24,8 +25,8 @@ from vitral.paper.results import PRETRAININGS
 from vitral.recipe import Recipe, architecture_of, recipe_hash, with_overrides
 from vitral.recipe_presets import Preset, hyperrule, is_name, named
 from vitral.studies.protocol import Candidate, Outcome, candidates, follow, grid_of
+from vitral.training.build import check_recipe
 from vitral.training.parallel import init_distributed, on_rank0
-from vitral.training.setup import check_recipe
 from vitral.version import __version__
 
 

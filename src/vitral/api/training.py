@@ -1,170 +1,325 @@
-"""`train`: a folder of images in, a run folder with a model out."""
+"""`train` and `show`: a folder of images in, a run folder with a model out; and the recipe it would follow."""
 
 from __future__ import annotations
 
-import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from vitral.api.data import known_data, open_to_train
-from vitral.atomic import check_writable
+from safetensors.torch import load_file
+from torch import nn
+
+from vitral.api.checkpoints import load
+from vitral.api.data import open_to_train
+from vitral.api.run_folder import check_out, new_folder
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.weights import describe, located
 from vitral.data.sources import DataSet, median_short_side
-from vitral.data.splits import SPLIT_NAMES
-from vitral.errors import Interrupted as Interrupted
 from vitral.errors import UserError
-from vitral.events import EventHandler, Note, RunDirChosen, ignore_events
+from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.device import check_device, default_device
+from vitral.progress import displayed
 from vitral.recipe import Recipe, from_toml, with_overrides
 from vitral.recipe_defaults import MIRRORED, default_recipe
 from vitral.recipe_presets import is_name, named
-from vitral.studies.protocol import final_runs
-from vitral.training.run import Result, run
-from vitral.training.setup import check_recipe
+from vitral.training.build import check_recipe, own_card
+from vitral.training.callbacks import Callback, Loss, OptimizerFactory, OwnParts, Transform
+from vitral.training.run import RunResult, run
 
-_NARROWING = ("held_out", "dev", "subset", "subset_seed", "exclude")  # parts of recipe.data
-_BEGUN = ("recipe.toml", "protocol.json", "sweep", "seed-*")  # what a run leaves in its folder
-_EARLY = tuple(f"{key}=" for key in ("init", *(f"data.{name}" for name in _NARROWING)))
+if TYPE_CHECKING:
+    from vitral.models.build import Model
+
+_DATA_KEYS = ("held_out", "dev", "subset", "subset_seed", "exclude")  # of recipe.data: which images there are
+_EARLY = tuple(f"{key}=" for key in ("init", *(f"data.{name}" for name in _DATA_KEYS)))
+
+Overrides = Sequence[str] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainResult:
     """One run, or several that differ in their seed."""
 
-    results: tuple[Result, ...]
+    results: tuple[RunResult, ...]
     recipe: Recipe
+    module: nn.Module | None = None  # the user's own module, with the weights that were kept
 
     @property
     def mean(self) -> float:
-        """Of the score: accuracy, or mean average precision where images have several labels."""
+        """Mean score: accuracy, or mean average precision where images have several labels."""
         return statistics.fmean(result.metrics["score"] for result in self.results)
 
     @property
     def spread(self) -> float | None:
-        """The standard deviation between seeds."""
+        """Standard deviation of the score between seeds."""
         return statistics.stdev(r.metrics["score"] for r in self.results) if len(self.results) > 1 else None
+
+    @property
+    def folder(self) -> Path:
+        """The run folder; of the last seed where there are several."""
+        return Path(self.results[-1].folder)
+
+    def load(self) -> tuple[Model, Card]:
+        """Load the trained model and its card; a module of your own is in `module`."""
+        return load(self.folder)
 
 
 def train(
-    data: str | Path,
+    data: Any,
     *,
-    model: str = "",
+    model: str | nn.Module = "",
     init: str | Path = "",
     out: str | Path = "",
     recipe: str | Path | Recipe = "",
-    overrides: Sequence[str] = (),
+    epochs: float | None = None,
+    trainable: str = "",
+    balance: str = "",
+    seed: int | None = None,
     seeds: int = 1,
     device: str = "",
-    on_event: EventHandler = ignore_events,
-) -> Training:
-    """Train on a data set; everything that is not said is chosen, and told to `on_event` as notes.
+    set: Overrides = (),
+    loss: Loss | None = None,
+    optimizer: OptimizerFactory | None = None,
+    transform: Transform | tuple[Transform | None, Transform | None] | None = None,
+    callbacks: Sequence[Callback] = (),
+    on_event: EventHandler | None = None,
+) -> TrainResult:
+    """Train a model on images, or fine-tune one. Choices that are not given are made, and explained.
 
-    `recipe` is a TOML file or a `Recipe`, `overrides` are words such as "optim.lr=0.01" on top of it or of what was
-    chosen. A second call with the same `out` goes on where the first one stopped. After a signal `on_event` hears from
-    another thread that the run will stop.
+    Args:
+        data: a folder with one sub-folder per class, a CSV or JSONL manifest, Parquet, tar shards, or `digits`. In
+            Python also a torch Dataset, a pair (train, test) of them, a datasets.Dataset, or a list of (image or path,
+            label).
+        model: the model to train from scratch, such as ViT-Ti/16. In Python also an nn.Module that maps images (batch,
+            channels, height, width) to logits (batch, classes).
+        init: weights to start from: a file, a run folder, hf:owner/name or timm:name.
+        out: the run folder; the same folder again resumes the run.
+        recipe: a TOML file, a run folder or a preset's name; `vitral show` prints one to start from.
+        epochs: how often each image is seen.
+        trainable: what is trained: full, head, last:K, bias or lora:R.
+        balance: against uneven classes: none, weights, sampler or logit-adjust.
+        seed: seed of weights, order, augmentation and dropout.
+        seeds: train this many times, from seed on, and report mean and standard deviation.
+        device: cpu, cuda, cuda:1 or mps; the best one by default.
+        set: other keys of the recipe, such as optim.lr=0.01 data.mixup=0.2.
+        loss: a function of logits and targets that gives one loss per image, or their mean.
+        optimizer: a function of parameter groups that gives a torch.optim.Optimizer; its learning rates are the peaks of
+            the recipe's schedule.
+        transform: a function of a PIL image, for training and evaluation, or a pair of them; it gives a uint8 image that
+            is then normalised, or a float tensor (channels, height, width) that is used as it is.
+        callbacks: objects derived from vitral.Callback; they can add metrics and stop the run.
+        on_event: receives progress, notes and metrics; by default they are displayed in terminals and notebooks.
+
+    Returns:
+        The results, the recipe that was followed, and the run folder.
+
+    Raises:
+        UserError: what cannot work, before anything is written.
+        Interrupted: after Ctrl-C or SIGTERM, once the state is saved.
     """
     if seeds < 1:
         raise UserError(f"seeds must be at least 1, not {seeds}.")
     check_device(device)
     check_out(out, data)
-    opened, chosen, reasons = choose_recipe(
-        data, model=model, init=init, recipe=recipe, overrides=overrides, device=device
+    own = _own_parts(model, loss, optimizer, transform, callbacks)
+    if own.model is not None and seeds > 1:
+        raise UserError("seeds trains new models, and model= is one module: call train once for each module.")
+    options = {"epochs": epochs, "trainable": trainable or None, "balance": balance or None, "seed": seed}
+    overrides = merged_overrides(options, {"model": model or None, "init": init or None}, set)
+    with displayed(on_event) as handler:
+        opened, chosen, reasons = choose_recipe(
+            data, model=model, init=init, recipe=recipe, set=overrides, device=device, own=own
+        )
+        folder = Path(out) if out else new_folder(opened.source, chosen)
+        for message in (*opened.messages, *reasons):
+            handler(Note(message))
+        handler(RunDirChosen(str(folder)))
+        results = []
+        for number in range(chosen.seed, chosen.seed + seeds):
+            if seeds > 1:
+                handler(Note(f"seed {number}"))
+            path = folder / f"seed-{number}" if seeds > 1 else folder
+            results.append(run(replace(chosen, seed=number), opened, path, device=device, on_event=handler, own=own))
+    if own.model is not None:
+        own.model.load_state_dict(load_file(Path(results[0].folder) / "model.safetensors"))
+    return TrainResult(tuple(results), chosen, own.model)
+
+
+def show(
+    recipe: str | Path = "",
+    *,
+    data: str | Path = "",
+    model: str = "",
+    init: str | Path = "",
+    set: Overrides = (),
+) -> Recipe:
+    """Show a recipe, every key with its meaning: the defaults, a file's, or what would be chosen for data.
+
+    Args:
+        recipe: a TOML file, a run folder or a preset's name.
+        data: show the recipe that `vitral train DATA` would follow.
+        model: the model to train from scratch.
+        init: the weights to start from.
+        set: keys to change, such as optim.lr=0.01.
+
+    Returns:
+        The recipe; `vitral.recipe.to_toml` writes it.
+    """
+    options = {"model": model or None, "init": str(init) or None}
+    if data:
+        overrides = merged_overrides({}, options, set)
+        return choose_recipe(data, model=model, init=init, recipe=recipe, set=overrides)[1]
+    return with_overrides(read_recipe(recipe) if recipe else Recipe(), merged_overrides(options, {}, set))
+
+
+def merged_overrides(options: Mapping[str, Any], others: Mapping[str, Any], set: Overrides) -> list[str]:
+    """The options that are keys of the recipe, and `set`, as key=value; a key that is given twice is refused.
+
+    Args:
+        options: keys with an option of their own; None was not given.
+        others: the same, but not to be added: they are handled apart.
+        set: the other keys.
+    """
+    pairs = set.items() if isinstance(set, Mapping) else ()
+    words = [f"{key}={_text(value)}" for key, value in pairs] if isinstance(set, Mapping) else list(set)
+    given = {**options, **others}
+    for key in (word.partition("=")[0].strip() for word in words):
+        if given.get(key) is not None:
+            raise UserError(f"{key} is given twice, by its own option and as {key}=...: leave one of them out.")
+    return [*(f"{key}={value}" for key, value in options.items() if value is not None), *words]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _own_parts(
+    model: str | nn.Module,
+    loss: Loss | None,
+    optimizer: OptimizerFactory | None,
+    transform: Transform | tuple[Transform | None, Transform | None] | None,
+    callbacks: Sequence[Callback],
+) -> OwnParts:
+    train_transform, eval_transform = transform if isinstance(transform, tuple) else (transform, transform)
+    return OwnParts(
+        model=model if isinstance(model, nn.Module) else None,
+        loss=loss,
+        optimizer=optimizer,
+        train_transform=train_transform,
+        eval_transform=eval_transform,
+        callbacks=tuple(callbacks),
     )
-    folder = Path(out) if out else new_folder(data, chosen)
-    for sentence in (*opened.messages, *reasons):
-        on_event(Note(sentence))
-    on_event(RunDirChosen(str(folder)))
-    if seeds == 1:
-        return Training((run(chosen, opened, folder, device=device, on_event=on_event),), chosen)
-    return Training(final_runs(chosen, opened, folder, seeds=seeds, device=device, on_event=on_event), chosen)
 
 
 def choose_recipe(
-    data: str | Path,
+    data: Any,
     *,
-    model: str = "",
+    model: str | nn.Module = "",
     init: str | Path = "",
     recipe: str | Path | Recipe = "",
-    overrides: Sequence[str] = (),
+    set: Sequence[str] = (),
     device: str = "",
+    own: OwnParts | None = None,
 ) -> tuple[DataSet, Recipe, tuple[str, ...]]:
-    """The data opened, the recipe that `train` would follow, and why."""
-    written = recipe if isinstance(recipe, Recipe) else read_recipe(recipe, model) if recipe else None
-    early = _early(written, overrides)
+    """Open the data and choose the recipe that `train` would follow, with the reasons."""
+    own, name = own or OwnParts(), "" if isinstance(model, nn.Module) else model
+    written = recipe if isinstance(recipe, Recipe) else read_recipe(recipe, name) if recipe else None
+    early = _early_recipe(written, set)
     opened = open_to_train(data, early)
     start = str(init) or early.init
-    place = located(start) if start else None
-    card = describe(place).card if place is not None else None
+    path = located(start) if start else None
+    card = describe(path).card if path is not None else None
     if written is not None:
-        chosen, reasons = replace(written, model=model or written.model, init=start), ("following the recipe given",)
+        chosen, reasons = replace(written, model=name or written.model, init=start), ("following the recipe given",)
+    elif own.model is not None:
+        chosen, reasons = _recipe_for_module(opened, own.model, _keys(set), device)
     else:
-        chosen, reasons = _suited(opened, card, model, _said(overrides), device)
+        chosen, reasons = _suited_recipe(opened, card, name, _keys(set), device)
         chosen = replace(chosen, init=start)
-        if place is not None and card is not None:
-            chosen, reasons = _prepared_as_before(chosen, reasons, place, card, early, overrides)
-    chosen = with_overrides(chosen, overrides)
-    check_recipe(chosen, opened, card)
-    return opened, chosen, (*reasons, *_asked(overrides))
+        if path is not None and card is not None:
+            chosen, reasons = _with_preprocessing_of(chosen, reasons, path, card, early, set)
+    chosen = with_overrides(chosen, set)
+    if own.model is not None:
+        classes = 0 if chosen.objective == "masked" else len(opened.train.classes)
+        card = own_card(own.model, chosen, classes)
+        chosen = replace(chosen, model=type(own.model).__name__)
+    check_recipe(chosen, opened, card, own)
+    return opened, chosen, (*reasons, *((f"overridden: {', '.join(set)}",) if set else ()))
 
 
-def _suited(
-    opened: DataSet, card: Card | None, model: str, said: dict[str, str], device: str
+def _suited_recipe(
+    opened: DataSet, card: Card | None, model: str, overrides: dict[str, str], device: str
 ) -> tuple[Recipe, tuple[str, ...]]:
-    """What suits this data and these weights, and why."""
+    """The recipe that suits this data and these weights, and why."""
     return default_recipe(
         images=len(opened.train),
         classes=len(opened.train.classes),
         pretrained=card.architecture if card else None,
         device=device.split(":")[0] or default_device().type,
-        model=model or said.get("model", ""),
+        model=model or overrides.get("model", ""),
         multilabel=opened.train.multilabel,
         pixels=median_short_side(opened.train),
-        muon=_takes_muon(said),
-        said=said,
+        muon=_allows_muon(overrides),
+        said=overrides,
     )
 
 
-def _prepared_as_before(
-    chosen: Recipe, reasons: tuple[str, ...], place: Path, card: Card, early: Recipe, overrides: Sequence[str]
+def _recipe_for_module(
+    opened: DataSet, module: nn.Module, overrides: dict[str, str], device: str
 ) -> tuple[Recipe, tuple[str, ...]]:
-    """What the weights were trained with is what they go on with: the data part of their run's recipe, else the pixels
-    that their card states."""
-    if (place / "recipe.toml").is_file():
-        narrow = {name: getattr(early.data, name) for name in _NARROWING}
-        chosen = replace(chosen, data=replace(read_recipe(place).data, **narrow))
-        as_in_run = (
-            f"images are prepared {'' if chosen.trainable == 'head' else 'and augmented '}as in the run it starts from"
-        )
-        return chosen, (*(reason for reason in reasons if reason != MIRRORED), as_in_run)
+    """The recipe for a user's own module: length, batch and augmentation by the data, AdamW without layer decay."""
+    pixels = median_short_side(opened.train)
+    config = getattr(module, "config", None)
+    recipe, _ = _suited_recipe(opened, None, "", {**overrides, "optim.name": "adamw"}, device)
+    image = (
+        0 if config is not None and hasattr(module, "patchify") else int(overrides.get("image") or _image_size(pixels))
+    )
+    recipe = replace(recipe, image=image, shape=Recipe().shape)
+    return recipe, (
+        f"a module of your own: AdamW at a rate of {recipe.optim.lr:g}, images of {image or 'its own'} pixels",
+    )
+
+
+def _image_size(pixels: int) -> int:
+    return max(pixels - pixels % 2, 4) if pixels <= 16 else 32 if pixels <= 40 else 64 if pixels <= 96 else 224
+
+
+def _with_preprocessing_of(
+    chosen: Recipe, reasons: tuple[str, ...], path: Path, card: Card, early: Recipe, overrides: Sequence[str]
+) -> tuple[Recipe, tuple[str, ...]]:
+    """The recipe with the preprocessing that the weights were trained with: the data part of their run's recipe, else
+    what their card states."""
+    if (path / "recipe.toml").is_file():
+        images = {name: getattr(early.data, name) for name in _DATA_KEYS}
+        chosen = replace(chosen, data=replace(read_recipe(path).data, **images))
+        augmented = "" if chosen.trainable == "head" else " and augmented"
+        reason = f"images are preprocessed{augmented} as in the run it starts from"
+        return chosen, (*(other for other in reasons if other != MIRRORED), reason)
     stated = card.preprocess
     if stated is None:
         return chosen, (*reasons, *assumed_pixels(overrides))
     image = with_overrides(chosen, overrides).image
     if image:
         stated = stated.adapted(card.architecture.image, (image, image), len(stated.mean))
-    test = stated.pipeline
-    chosen = replace(chosen, data=replace(chosen.data, mean=stated.mean, std=stated.std, eval_transform=test))
-    if _said(overrides).keys().isdisjoint(("data.mean", "data.std", "data.eval_transform")):
-        prepared = f"pixels are prepared as the weights say: {test}, mean {stated.mean}, std {stated.std}"
-        reasons = (*reasons, prepared)
+    data = replace(chosen.data, mean=stated.mean, std=stated.std, eval_transform=stated.pipeline)
+    chosen = replace(chosen, data=data)
+    if _keys(overrides).keys().isdisjoint(("data.mean", "data.std", "data.eval_transform")):
+        reason = f"preprocessing as the weights state: {stated.pipeline}, mean {stated.mean}, std {stated.std}"
+        reasons = (*reasons, reason)
     return chosen, reasons
 
 
 def assumed_pixels(overrides: Sequence[str]) -> tuple[str, ...]:
-    """What is said where weights do not state their preprocessing, and the user does not either."""
-    missing = [name for name in ("mean", "std") if f"data.{name}" not in _said(overrides)]
+    """The note about weights that do not state their preprocessing, where the user does not either."""
+    missing = [name for name in ("mean", "std") if f"data.{name}" not in _keys(overrides)]
     if not missing:
         return ()
     assumed = f"{' and '.join(missing)} 0.5 {'are' if missing[1:] else 'is'} assumed"
     fix = " ".join(f"data.{name}=..." for name in missing)
-    return (f"the weights do not say how their pixels were prepared: {assumed} (else --set {fix})",)
-
-
-def _asked(overrides: Sequence[str]) -> tuple[str, ...]:
-    return (f"as you say: {', '.join(overrides)}",) if overrides else ()
+    return (f"the weights do not state their preprocessing: {assumed} (else --set {fix})",)
 
 
 def read_recipe(path: str | Path, model: str = "") -> Recipe:
@@ -178,69 +333,17 @@ def read_recipe(path: str | Path, model: str = "") -> Recipe:
     return from_toml(file.read_text("utf-8"))
 
 
-def _early(recipe: Recipe | None, overrides: Sequence[str]) -> Recipe:
-    """What must be known before the other keys are chosen: which images there are, and the weights to start from."""
+def _early_recipe(recipe: Recipe | None, overrides: Sequence[str]) -> Recipe:
+    """The keys that are needed before the others are chosen: which images there are, and the weights to start from."""
     words = [word for word in overrides if word.replace(" ", "").startswith(_EARLY)]
     return with_overrides(recipe or Recipe(), words)
 
 
-def _said(overrides: Sequence[str]) -> dict[str, str]:
+def _keys(overrides: Sequence[str]) -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in (word.partition("=") for word in overrides)}
 
 
-def _takes_muon(said: dict[str, str]) -> bool:
-    """Whether nothing that was said speaks against Muon, which needs whole matrices; masked patches were not tried with
-    it."""
-    goes = {"optim.name": "muon", "parallel": "ddp", "objective": "classes"}
-    return all(said.get(key, value) == value for key, value in goes.items())
-
-
-def check_out(out: str | Path, data: str | Path) -> None:
-    """Refuse a run folder whose files would count as images of the data, would lie among files of others, or cannot be.
-
-    Without `out` there will be one in runs/.
-    """
-    name, _, place = str(data).partition(":")
-    source = place if name in known_data() else str(data)
-    where = Path(source).expanduser()
-    check_folder(out, [where] if source and where.is_dir() else [])
-
-
-def check_folder(out: str | Path, data: Iterable[Path], begun: Sequence[str] = _BEGUN) -> None:
-    """The same for several folders of data, there or not; `begun` are patterns of what a run to go on with has."""
-    folder = Path(out or "runs")
-    for part in (part for where in data for part in _image_folders(where)):
-        if folder.resolve().is_relative_to(part.resolve()):
-            raise UserError(
-                f"the run folder {folder} lies in the data folder {part}, where its files would count as images: "
-                "choose another with --out."
-            )
-    check_writable(folder / "recipe.toml")
-    if out and folder.is_dir() and _holds_others(folder, begun):
-        raise UserError(f"{folder} holds other files and no run to go on with: choose another folder with --out.")
-
-
-def _image_folders(data: Path) -> list[Path]:
-    """Where class folders are: in those of the splits, or in the data folder itself."""
-    inside = data.iterdir() if data.is_dir() else ()
-    return [path for path in inside if path.is_dir() and path.name.lower() in SPLIT_NAMES] or [data]
-
-
-def _holds_others(folder: Path, begun: Sequence[str]) -> bool:
-    if any(any(folder.glob(pattern)) for pattern in begun):
-        return False
-    names = (path.name for path in folder.iterdir() if not path.name.startswith("."))
-    return any(name not in ("state", "tensorboard", "vtab-ids") for name in names)
-
-
-def new_folder(data: str | Path, recipe: Recipe) -> Path:
-    """runs/NAME, or runs/NAME-2, ... where that exists: a run is never overwritten by another."""
-    name = Path(str(data)).expanduser().name.split(".")[0] or "run"
-    start = Path(recipe.init)
-    start = start.parent if start.name.startswith("seed-") else start
-    model = start.name.split(".")[0] if recipe.init else re.sub("[/+@]", "-", recipe.model)
-    base = f"{name}-{model}"
-    number = 1
-    while (folder := Path("runs") / (base if number == 1 else f"{base}-{number}")).exists():
-        number += 1
-    return folder
+def _allows_muon(overrides: dict[str, str]) -> bool:
+    """Whether no override rules out Muon, which needs unsharded matrices and was not tried with masked patches."""
+    required = {"optim.name": "muon", "parallel": "ddp", "objective": "classes"}
+    return all(overrides.get(key, value) == value for key, value in required.items())

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from vitral.api.protocols import write_row
-from vitral.api.training import check_folder, new_folder
+from vitral.api.run_folder import check_folder
+from vitral.api.training import new_folder
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.weights import describe, located
 from vitral.data.vtab import TASKS, VtabTask, find_task, open_task, write_ids
@@ -22,8 +23,8 @@ from vitral.recipe import Recipe, recipe_hash, with_overrides
 from vitral.recipe_presets import Preset, named
 from vitral.studies.protocol import Candidate, candidates, grid_of
 from vitral.studies.vtab import Suite, follow_suite, for_task, group_scores, mean_score
+from vitral.training.build import check_recipe
 from vitral.training.parallel import init_distributed, on_rank0
-from vitral.training.setup import check_recipe
 from vitral.version import __version__
 
 # What the protocol itself decides: these keys would do nothing here, or something else than they say.

@@ -53,6 +53,6 @@ def _train(data: str, init: str, overrides: tuple[str, ...]) -> str:
     from vitral import api
 
     with Display() as display:
-        result = api.train(data, init=init, overrides=overrides, on_event=display).results[0]
+        result = api.train(data, init=init, set=overrides, on_event=display).results[0]
     print(f"   {headline(result.metrics)} after {result.seconds:.0f} s, {result.images_per_second:,.0f} images/s")
     return result.folder

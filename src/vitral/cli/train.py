@@ -19,7 +19,7 @@ from vitral.progress import Display, duration, headline
 from vitral.recipe import Recipe, to_toml, with_overrides
 
 if TYPE_CHECKING:
-    from vitral.api import Event, Training
+    from vitral.api import TrainResult
 
 _Number = Annotated[float | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
 
@@ -72,7 +72,7 @@ def train(
             init=init,
             out=out,
             recipe=recipe,
-            overrides=[*words, *set],
+            set=[*words, *set],
             seeds=seeds,
             device=device,
             on_event=on_event,
@@ -115,7 +115,7 @@ def show(
     if data:
         from vitral import api
 
-        _, chosen, _ = api.choose_recipe(data, model=model, init=init, recipe=recipe, overrides=set)
+        _, chosen, _ = api.choose_recipe(data, model=model, init=init, recipe=recipe, set=set)
     else:
         named = {"model": model, "init": init}
         words = [f"{key}={value}" for key, value in named.items() if value]
@@ -182,7 +182,7 @@ def write_page(folder: str, data: str, device: str = "") -> str:
         return f"none ({error})"
 
 
-def _values(done: Training) -> dict[str, Any]:
+def _values(done: TrainResult) -> dict[str, Any]:
     return {
         "score": done.mean,
         "spread": done.spread,
@@ -191,7 +191,7 @@ def _values(done: Training) -> dict[str, Any]:
     }
 
 
-def _print(done: Training, page: str) -> None:
+def _print(done: TrainResult, page: str) -> None:
     last = done.results[-1]
     rate = f", {last.images_per_second:,.0f} images/s" if last.images_per_second else ""
     facts = {"result": headline(last.metrics)}
@@ -204,7 +204,7 @@ def _print(done: Training, page: str) -> None:
         "cost": f"{last.flops:.3g} FLOPs{' a run' if done.results[1:] else ''}, {_hours(done)} device-hours "
         f"({last.devices} x {last.device})",
         "memory": f"{last.peak_bytes / 1e9:.2f} GB at most ({last.predicted_peak_bytes / 1e9:.2f} GB predicted)",
-        "left out": f"{counted(len(last.skipped), 'image')} that cannot be read" if last.skipped else "",
+        "left out": f"{counted(len(last.unreadable), 'image')} that cannot be read" if last.unreadable else "",
         "often confused": _confused(last.metrics),
         "run folders" if done.results[1:] else "run folder": ", ".join(result.folder for result in done.results),
     }
@@ -214,7 +214,7 @@ def _print(done: Training, page: str) -> None:
     print(f"Try it:      vitral predict {last.folder} IMAGES...")
 
 
-def _hours(done: Training) -> str:
+def _hours(done: TrainResult) -> str:
     return f"{sum(result.device_hours for result in done.results):.2g}"
 
 
@@ -238,18 +238,18 @@ def _percent(value: float | None) -> str:
 
 
 @contextmanager
-def _listener(display: Display, data: str, out: str, tensorboard: bool) -> Iterator[Callable[[Event], None]]:
+def _listener(display: Display, data: str, out: str, tensorboard: bool) -> Iterator[Callable[[Any], None]]:
     """Who hears of the run: the display and, where it is asked for, TensorBoard."""
     if not tensorboard:
         yield display
         return
-    from vitral.api.training import check_out
+    from vitral.api.run_folder import check_out
     from vitral.progress import TensorBoard
 
     check_out(out, data)  # before there are files in it
     board = TensorBoard(out)
 
-    def both(event: Event) -> None:
+    def both(event: Any) -> None:
         display(event)
         board(event)
 

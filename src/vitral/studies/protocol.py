@@ -14,7 +14,7 @@ from vitral.errors import UserError
 from vitral.events import EventHandler, Note
 from vitral.recipe import Recipe, keys, with_dev, with_overrides
 from vitral.training.loop import Diverged
-from vitral.training.run import Result, run
+from vitral.training.run import RunResult, run
 
 
 class Scored(Protocol):
@@ -45,7 +45,7 @@ class Trial:
 
     words: str
     score: float
-    result: Result
+    result: RunResult
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Outcome:
 
     chosen: Candidate
     trials: tuple[Trial, ...]
-    results: tuple[Result, ...]
+    results: tuple[RunResult, ...]
     split: str  # what the results were measured on
     dev: str  # what the trials were measured on
     diverged: tuple[str, ...]  # what was tried and gave no number
@@ -86,7 +86,7 @@ class Outcome:
         """Of everything, trials included."""
         return sum(result.device_hours for result in self._all())
 
-    def _all(self) -> tuple[Result, ...]:
+    def _all(self) -> tuple[RunResult, ...]:
         return (*(trial.result for trial in self.trials), *self.results)
 
 
@@ -193,7 +193,7 @@ def choose(
 
 def final_runs(
     recipe: Recipe, data: DataSet, folder: Path, *, seeds: int, device: str, on_event: EventHandler
-) -> tuple[Result, ...]:
+) -> tuple[RunResult, ...]:
     """One run for each seed from the recipe's on."""
     results = []
     for seed in range(recipe.seed, recipe.seed + seeds):

@@ -12,7 +12,7 @@ from vitral.data.vtab import TASKS, Task, VtabTask
 from vitral.events import EventHandler, Note
 from vitral.recipe import Recipe
 from vitral.studies.protocol import Candidate, choose, final_runs, measured_at_the_end, trial_folder
-from vitral.training.run import Result, run
+from vitral.training.run import RunResult, run
 
 _CUTS = re.compile(r"(resize|resize_small|random_crop|central_crop|inception_crop)\(.*\)")
 
@@ -22,7 +22,7 @@ class SuiteTrial:
     """How a candidate did on the validation images of each task."""
 
     words: str
-    results: Mapping[str, Result]  # by task
+    results: Mapping[str, RunResult]  # by task
 
     @property
     def scores(self) -> dict[str, float]:
@@ -39,7 +39,7 @@ class Suite:
 
     chosen: Candidate
     trials: tuple[SuiteTrial, ...]
-    results: Mapping[str, tuple[Result, ...]]
+    results: Mapping[str, tuple[RunResult, ...]]
     diverged: tuple[str, ...]  # what was tried and gave no number on some task
 
     @property
@@ -83,7 +83,7 @@ class Suite:
         """Of everything, trials included."""
         return sum(result.device_hours for result in self._all())
 
-    def _all(self) -> Iterable[Result]:
+    def _all(self) -> Iterable[RunResult]:
         tried = (result for trial in self.trials for result in trial.results.values())
         return (*tried, *(result for results in self.results.values() for result in results))
 
@@ -135,7 +135,7 @@ def follow_suite(
     chosen, trials, diverged = choose(tried, attempt, on_event)
     if trials:
         on_event(Note(f"chosen on the validation images of {len(tasks)} tasks: {chosen.words}"))
-    results: dict[str, tuple[Result, ...]] = {}
+    results: dict[str, tuple[RunResult, ...]] = {}
     for number, task in enumerate(tasks, 1):
         name = task.task.name
         on_event(Note(f"{name}, task {number} of {len(tasks)}"))
@@ -149,7 +149,7 @@ def follow_suite(
 def _tried(
     candidate: Candidate, tasks: Sequence[VtabTask], folder: Path, device: str, on_event: EventHandler
 ) -> SuiteTrial:
-    results: dict[str, Result] = {}
+    results: dict[str, RunResult] = {}
     for number, task in enumerate(tasks, 1):
         name = task.task.name
         on_event(Note(f"trying {candidate.words}: {name}, task {number} of {len(tasks)}"))

@@ -1,4 +1,4 @@
-"""Evaluation while training: a plain model, exact counts over all processes."""
+"""Evaluation during training: a plain model, exact counts over all processes."""
 
 from __future__ import annotations
 
@@ -17,34 +17,41 @@ from vitral.evaluation.accuracy import classification_metrics, multilabel_metric
 from vitral.evaluation.calibration import probabilities
 from vitral.evaluation.predict import Predictions
 from vitral.training.parallel import World, gather_rows
-from vitral.training.state import TrainState, full_weights
+from vitral.training.state import TrainState, evaluated_weights
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Scores the held-out split. `outputs` gives this process's share of a split's predictions, `batch` at a time, and
-    `measure` makes metrics of all of them."""
+    """Scores the split that is evaluated during training.
 
-    test: Split
+    Args:
+        split: the val split, or test where there is none.
+        world: this process among the others.
+        batch: images at a time.
+        predict: this process's share of a split's predictions.
+        measure: metrics of all predictions, labels and class names.
+    """
+
+    split: Split
     world: World
     batch: int
-    outputs: Callable[[Split], Predictions]
+    predict: Callable[[Split], Predictions]
     measure: Callable[[np.ndarray, np.ndarray, tuple[str, ...]], dict[str, Any]]
 
     def evaluate(self) -> dict[str, Any]:
         """Metrics of the whole split, the same in every process; "score" is the one to select by."""
-        rows = gather_rows(self.outputs(self.test)._asdict(), self.world)
+        rows = gather_rows(self.predict(self.split)._asdict(), self.world)
         order = np.argsort(rows["indices"], kind="stable")
         rows = {key: values[order] for key, values in rows.items()}
         valid = rows["valid"]
         if not valid.any():
-            raise UserError("none of the test images can be read: check them with `vitral check`.")
-        logits, labels = rows["logits"][valid], self.test.labels[rows["indices"][valid]]
-        return self.measure(logits, labels, self.test.classes)
+            raise UserError(f"none of the {self.split.name} images can be read: run `vitral check`.")
+        logits, labels = rows["logits"][valid], self.split.labels[rows["indices"][valid]]
+        return self.measure(logits, labels, self.split.classes)
 
-    def seconds_for_all(self) -> float:
-        """How long `evaluate` will take: starting costs something, too, and two batches less one are without that."""
-        batches = math.ceil(len(self.test) / (self.batch * self.world.size))
+    def estimate_seconds(self) -> float:
+        """How long `evaluate` will take, from one and two batches: their difference is without the start-up cost."""
+        batches = math.ceil(len(self.split) / (self.batch * self.world.size))
         if self.world.device.type != "cpu":
             self._timed(1)  # pays for warming up
         if batches <= 2:
@@ -54,33 +61,35 @@ class Evaluator:
 
     def _timed(self, batches: int) -> float:
         """Seconds for so many batches of every process; the last may have fewer images."""
-        images = min(len(self.test), batches * self.batch * self.world.size)
+        images = min(len(self.split), batches * self.batch * self.world.size)
         began = time.perf_counter()
-        self.outputs(self.test.select(np.arange(images)))
+        self.predict(self.split.select(np.arange(images)))
         return time.perf_counter() - began
 
 
 def measure(
     logits: np.ndarray, labels: np.ndarray, classes: tuple[str, ...], *, sigmoid: bool = False
 ) -> dict[str, Any]:
-    """(n, k) and labels -> metrics as a dictionary, with the value to select by under "score"; `sigmoid`: a model whose
-    classes are a yes or no each, whether images have several labels or one."""
+    """Metrics of logits (n, classes), with the one to select by under "score".
+
+    With `sigmoid` each class is a yes or no of its own, whether images have several labels or one.
+    """
     if labels.ndim == 2:
-        found = multilabel_metrics(probabilities(logits, sigmoid=True), labels, classes)
-        return {"score": found.mean_average_precision, **found.as_dict()}
-    counted = classification_metrics(logits, labels, classes, sigmoid=sigmoid)
-    return {"score": counted.top1, **counted.as_dict()}
+        multilabel = multilabel_metrics(probabilities(logits, sigmoid=True), labels, classes)
+        return {"score": multilabel.mean_average_precision, **multilabel.as_dict()}
+    metrics = classification_metrics(logits, labels, classes, sigmoid=sigmoid)
+    return {"score": metrics.top1, **metrics.as_dict()}
 
 
 @dataclass(frozen=True)
 class PlainModel:
-    """The weights to evaluate and keep, as a plain model: `model` is the train_state's own, or a copy to load them into."""
+    """The weights to evaluate and keep, as a plain model: `model` is the state's own, or a copy to load them into."""
 
-    train_state: TrainState
+    state: TrainState
     model: nn.Module
 
     def __call__(self) -> Any:
-        """All processes must call this: shards come together here."""
-        if self.model is not self.train_state.model:
-            self.model.load_state_dict(full_weights(self.train_state))
+        """Load the current weights. All processes must call this: shards are gathered here."""
+        if self.model is not self.state.model:
+            self.model.load_state_dict(evaluated_weights(self.state))
         return self.model

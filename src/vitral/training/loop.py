@@ -1,14 +1,19 @@
-"""The one loop: every kind of training hands different things to `train`.
+"""The training loop and its step: pre-training, fine-tuning, masked pre-training and every study run through these.
 
-A step's batch, augmentation and dropout are functions of (seed, step), and the train_state's state is saved whole, so a run
-that was stopped and resumed is the run that was never stopped.
+`train_step` is one optimizer step: forward, backward, clip, update, EMA. `TrainStep` calls it, and on one GPU replays it
+as a CUDA graph. `train_loop` feeds it batches, and evaluates and saves on the way.
+
+A step's batch, augmentation and dropout are functions of (seed, step), and the whole state is saved, so a run that was
+stopped and resumed equals the uninterrupted run bit for bit.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,71 +22,223 @@ from torch import Tensor
 from vitral.data.loader import Batch
 from vitral.errors import Interrupted, UserError
 from vitral.events import Evaluated, EventHandler, Note, Saved, StepDone
-from vitral.training.optimizer import set_rate
-from vitral.training.parallel import World, all_ranks, local_shard
+from vitral.kernels.cuda_graph import CudaGraph
+from vitral.training.metrics import AsyncMetrics, StepMetrics
+from vitral.training.optimizer import set_lr
+from vitral.training.parallel import World, all_ranks, all_reduce_sum, full_tensor, gradient_sync, local_shard
 from vitral.training.state import TrainState
-from vitral.training.step import AsyncMetrics, LoopConfig, Steps
+
+_EAGER_STEPS = 3  # before the step is captured: kernels are compiled and optimizer states made in them
+_GRAPH_MEMORY = 0.6  # the largest share of a GPU's memory that a captured step may take
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """The configuration of the loop."""
+
+    steps: int
+    batch: int  # images per step, over all processes
+    microbatch: int  # images that one process computes at a time; only memory depends on it
+    seed: int
+    clip: float = 0.0  # largest global norm of the gradient; 0: not clipped
+    evaluate_every: int = 0  # steps; 0: at the end only
+    save_every: int = 0
+    patience: int = 0  # evaluations without improvement before the run ends; 0: never
+    autocast: torch.dtype | None = None
+    mix_partner: bool = False  # batches have one more row in front, the mixing partner of the first
+    cuda_graph: bool = False  # capture the whole step on one GPU, and replay it
 
 
 class Diverged(UserError):
-    """StepMetrics of the run are not finite: its recipe does not work."""
+    """The loss, the gradient or the weights are not finite: the recipe does not work."""
 
 
-def train(
-    train_state: TrainState,
-    plan: LoopConfig,
+class MicrobatchTooLarge(Exception):
+    """The forward or backward pass of a microbatch ran out of memory; no weight has changed."""
+
+
+def train_step(
+    state: TrainState, config: LoopConfig, world: World, batch: Batch, draws: Tensor, *, sync: bool = True
+) -> StepMetrics:
+    """One optimizer step on this process's share of a global batch.
+
+    Args:
+        state: the model with its loss, the optimizer and the EMA; its weights change.
+        config: batch and microbatch size, clipping, precision and seed.
+        world: this process among the others.
+        batch: images (rows, channels, height, width) or features (rows, dim), labels and validity.
+        draws: what the objective drew for the whole batch (`Objective.draw`).
+        sync: sum losses and gradients over processes; False computes this process's share alone.
+
+    Returns:
+        The mean loss of the global batch, its correct predictions, and the gradient's norm before clipping.
+
+    Raises:
+        MicrobatchTooLarge: where memory runs out before any weight has changed.
+    """
+    state.optimizer.zero_grad(set_to_none=True)
+    sums = torch.zeros(2, device=world.device)
+    microbatches = _microbatches(batch, config, world)
+    draws = draws.to(world.device, non_blocking=True) if state.objective.capturable else draws
+    try:
+        for index, rows in enumerate(microbatches):
+            images, labels, valid = (tensor.to(world.device, non_blocking=True) for tensor in rows)
+            _seed_device(config, state.step, index, world)
+            last = sync and index == len(microbatches) - 1
+            with gradient_sync(state.wrapped, last), _autocast(config, world):
+                loss, correct = state.wrapped(images, labels, valid, draws)
+                loss = loss / config.batch  # the sum over microbatches and processes is the batch's mean
+                (loss * world.size).backward()  # processes average their gradients; we want their sum
+            sums += torch.stack([loss.detach().float(), correct.float()])
+    except torch.OutOfMemoryError as error:
+        raise MicrobatchTooLarge from error
+    if sync:
+        all_reduce_sum(sums, world)
+    grad_norm = _clip_grad_norm(state, config.clip)
+    state.optimizer.step()
+    if state.ema is not None:
+        state.ema.update(state.model)
+    return StepMetrics(sums[0], sums[1], grad_norm)
+
+
+class TrainStep:
+    """Takes one step after the other. On one GPU the step is captured as a CUDA graph after a few, and replayed from
+    then on: a small model is otherwise as fast as the host can launch its kernels."""
+
+    def __init__(self, state: TrainState, config: LoopConfig, world: World, on_event: EventHandler) -> None:
+        self.state, self.config, self.world, self.on_event = state, config, world, on_event
+        self.count = 0
+        self.graph: CudaGraph | None = None
+        single_gpu = world.device.type == "cuda" and world.size == 1
+        self.captures = config.cuda_graph and single_gpu and state.objective.capturable
+        if self.captures and not _graph_fits(world.device):
+            self.captures = False
+            on_event(Note("the step is not captured as a CUDA graph (it takes too much of the GPU's memory)"))
+
+    def __call__(self, batch: Batch) -> StepMetrics:
+        """Take a step; on a GPU it is queued when this returns. The caller increments the state's step count."""
+        self.count += 1
+        draws = self.state.objective.draw(self.state.step, tuple(batch.images.shape[-2:]))
+        if self.captures and self.count > _EAGER_STEPS and self._is_one_microbatch(batch):
+            metrics = self._replay(batch, draws)
+            if metrics is not None:
+                return metrics
+        while True:
+            try:
+                return train_step(self.state, self.config, self.world, batch, draws)
+            except MicrobatchTooLarge as error:
+                self._halve_microbatch(error)
+
+    def _is_one_microbatch(self, batch: Batch) -> bool:
+        return len(batch.valid) - int(self.config.mix_partner) <= self.config.microbatch
+
+    def _replay(self, batch: Batch, draws: Tensor) -> StepMetrics | None:
+        """Replay the captured step; None where it cannot be captured, which is tried once."""
+        inputs = (batch.images, batch.labels, batch.valid, draws)
+        if self.graph is None:
+            try:
+                self.graph = CudaGraph(self._captured_step, [tensor.to(self.world.device) for tensor in inputs])
+            except (RuntimeError, MicrobatchTooLarge) as error:
+                self.captures = False
+                self.state.optimizer.zero_grad(set_to_none=True)
+                cause = error.__cause__ if isinstance(error, MicrobatchTooLarge) else error
+                reason = (str(cause).splitlines() or [type(cause).__name__])[0]
+                self.on_event(Note(f"the step is not captured as a CUDA graph ({reason})"))
+                return None
+        torch.manual_seed(_seed(self.config.seed, self.state.step, 0, self.world.rank))
+        return StepMetrics(*self.graph(*inputs))
+
+    def _captured_step(self, images: Tensor, labels: Tensor, valid: Tensor, draws: Tensor) -> tuple[Tensor, ...]:
+        return train_step(self.state, self.config, self.world, Batch(images, labels, valid, labels), draws)
+
+    def _halve_microbatch(self, error: MicrobatchTooLarge) -> None:
+        size = self.config.microbatch
+        if size == 1 or self.world.size > 1:
+            raise UserError(
+                f"memory ran out with {size} images at a time: set micro_batch={max(size // 2, 1)} "
+                "or grad_checkpointing=true, or choose a smaller model or image."
+            ) from error
+        self.config = replace(self.config, microbatch=size // 2)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self.on_event(Note(f"memory ran out: continuing with microbatches of {size // 2} images, same result"))
+
+
+def train_loop(
+    state: TrainState,
+    config: LoopConfig,
     world: World,
     *,
-    rate: Callable[[int], float],
+    lr: Callable[[int], float],
     batches: Callable[[int], Iterator[Batch]],
     evaluate: Callable[[], dict[str, Any]],
     save: Callable[[], None],
     keep_best: Callable[[], None],
-    name_rows: Callable[[Tensor], list[str]],
+    image_names: Callable[[Tensor], list[str]],
     on_event: EventHandler,
-    stopping: Callable[[], bool],
+    should_stop: Callable[[], bool],
+    stop_early: Callable[[], str] = lambda: "",
 ) -> None:
-    """Train from `train_state.step` to `plan.steps`.
+    """Train from `state.step` to `config.steps`.
 
-    `batches(step)` yields this process's share of every global batch from that step on; `evaluate` returns metrics with
-    the value to select by under "score", and may raise Interrupted; `keep_best` stores the weights of the best score so
-    far. A run that is asked to stop saves its state and leaves an evaluation that is due to the one that goes on.
+    Args:
+        state: what is trained.
+        config: lengths and intervals.
+        world: this process among the others.
+        lr: the learning rate of a step.
+        batches: `batches(step)` yields this process's share of every global batch from that step on.
+        evaluate: returns metrics, with the one to select by under "score"; may raise Interrupted.
+        save: writes the state.
+        keep_best: stores the weights of the best score so far.
+        image_names: the names of the images at these indices, over all processes.
+        on_event: receives StepDone, Evaluated, Saved and notes.
+        should_stop: whether a stop was requested: the state is saved, and an evaluation that is due is left to the
+            resumed run.
+        stop_early: the reason of a callback to end the run after this step, else empty.
+
+    Raises:
+        Interrupted: after a stop request, once the state is saved.
+        Diverged: where the loss, the gradient or the weights are not finite.
     """
-    if "owed" in train_state.facts and _evaluate(train_state, plan, evaluate, keep_best, on_event):
+    if state.progress.evaluation_due and _evaluate(state, config, evaluate, keep_best, on_event):
         save()
-    stream = batches(train_state.step)
-    steps = Steps(train_state, plan, world, on_event)
-    saved = train_state.step  # where the newest state on disk is; 0: there is none
-    reported: _Step | None = None  # the step before, told one step late: reading it at once would make a GPU wait
+    stream = batches(state.step)
+    take_step = TrainStep(state, config, world, on_event)
+    saved_step = state.step  # of the newest state on disk; 0: there is none
+    pending: _QueuedStep | None = None  # the previous step: its numbers are read one step late
     try:
-        while train_state.step < plan.steps and not train_state.facts.get("ended"):
+        while state.step < config.steps and not state.progress.stopped_early:
             began = time.perf_counter()
             batch = next(stream)
-            waited = time.perf_counter() - began
-            base = rate(train_state.step)
-            set_rate(train_state.optimizer, base)
-            numbers = AsyncMetrics(steps.take(batch))
-            train_state.step += 1
-            _report(reported, plan, saved, name_rows, on_event)
+            data_seconds = time.perf_counter() - began
+            step_lr = lr(state.step)
+            set_lr(state.optimizer, step_lr)
+            metrics = AsyncMetrics(take_step(batch))
+            state.step += 1
+            _report(pending, config, saved_step, image_names, on_event)
             seconds = time.perf_counter() - began
-            images = plan.batch if batch.images.ndim == 4 else 0  # features are of images that were seen before
-            reported = _Step(train_state.step, numbers, batch.indices, base, images, seconds, waited)
-            done = train_state.step == plan.steps
-            evaluating = _due(train_state.step, plan.evaluate_every, done)
-            stop = not all_ranks(not stopping(), world)
-            saving = stop or _due(train_state.step, plan.save_every, done)
+            images = config.batch if batch.images.ndim == 4 else 0  # features are of images that were read before
+            pending = _QueuedStep(state.step, metrics, batch.indices, step_lr, images, seconds, data_seconds)
+            reason = stop_early()
+            last = state.step == config.steps or bool(reason)
+            evaluating = last or _is_due(state.step, config.evaluate_every)
+            stopping = not all_ranks(not should_stop(), world)
+            saving = stopping or last or _is_due(state.step, config.save_every)
             if evaluating or saving:
-                _report(reported, plan, saved, name_rows, on_event)
-                _check_weights(train_state, world, saved)
-                reported = None
+                _report(pending, config, saved_step, image_names, on_event)
+                _check_weights(state, world, saved_step)
+                pending = None
+            if reason:
+                state.progress.stopped_early = True
+                on_event(Note(f"stopping at step {state.step}: {reason}"))
             if evaluating:
-                train_state.facts["owed"] = True  # an evaluation of this step's weights
-                stop = stop or not _evaluate(train_state, plan, evaluate, keep_best, on_event)
-            if saving or stop or train_state.facts.get("ended"):
+                state.progress.evaluation_due = True
+                stopping = stopping or not _evaluate(state, config, evaluate, keep_best, on_event)
+            if saving or stopping or state.progress.stopped_early:
                 save()
-                saved = train_state.step
-                on_event(Saved(train_state.step))
-            if stop:
+                saved_step = state.step
+                on_event(Saved(state.step))
+            if stopping:
                 raise Interrupted
     finally:
         close = getattr(stream, "close", None)
@@ -89,78 +246,127 @@ def train(
             close()
 
 
-def _check_weights(train_state: TrainState, world: World, saved: int) -> None:
-    """A step with a finite loss can still leave weights that are none; such a state must not replace a good one."""
-    finite = all(bool(torch.isfinite(local_shard(weight)).all()) for weight in train_state.model.parameters())
-    if not all_ranks(finite, world):
-        raise Diverged(
-            f"the weights are not finite numbers after step {train_state.step} ({_kept(saved)}): lower optim.lr or set "
-            "optim.clip=1, and train into another folder."
-        )
-
-
-def _kept(saved: int) -> str:
-    return f"the last good state, of step {saved}, stays" if saved else "no state was saved before"
-
-
-class _Step(NamedTuple):
+class _QueuedStep(NamedTuple):
     """A step that was computed, perhaps only queued on a GPU so far."""
 
     step: int
-    numbers: AsyncMetrics
+    metrics: AsyncMetrics
     indices: Tensor
-    rate: float
+    lr: float
     images: int
     seconds: float
-    waited: float
+    data_seconds: float
 
 
 def _report(
-    done: _Step | None, plan: LoopConfig, saved: int, name_rows: Callable[[Tensor], list[str]], on_event: EventHandler
+    done: _QueuedStep | None,
+    config: LoopConfig,
+    saved_step: int,
+    image_names: Callable[[Tensor], list[str]],
+    on_event: EventHandler,
 ) -> None:
-    """Tell a step's numbers, and stop the run where they are not finite."""
+    """Emit a step's numbers, and end the run where they are not finite."""
     if done is None:
         return
-    loss, right, norm = done.numbers.read()
-    if not math.isfinite(loss + norm):
-        names = name_rows(done.indices)
-        some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    loss, correct, grad_norm = done.metrics.read()
+    if not math.isfinite(loss + grad_norm):
+        names = image_names(done.indices)
+        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         raise Diverged(
-            f"the loss or its gradient is not a finite number at step {done.step} (images {some}; {_kept(saved)}): "
-            "lower optim.lr, set optim.clip=1 or precision=float32, and train into another folder."
+            f"the loss or its gradient is not finite (NaN or Inf) at step {done.step} (images {listed}; "
+            f"{_last_checkpoint(saved_step)}): lower optim.lr, set optim.clip=1 or precision=float32, and train into "
+            "another folder."
         )
-    accuracy = None if right < 0 else right / plan.batch
-    on_event(StepDone(done.step, plan.steps, loss, accuracy, done.rate, done.images, done.seconds, done.waited))
+    accuracy = None if correct < 0 else correct / config.batch
+    on_event(StepDone(done.step, config.steps, loss, accuracy, done.lr, done.images, done.seconds, done.data_seconds))
+
+
+def _check_weights(state: TrainState, world: World, saved_step: int) -> None:
+    """A step with a finite loss can still leave non-finite weights; such a state must not replace a good one."""
+    finite = all(bool(torch.isfinite(local_shard(weight)).all()) for weight in state.model.parameters())
+    if not all_ranks(finite, world):
+        raise Diverged(
+            f"the weights are not finite (NaN or Inf) after step {state.step} ({_last_checkpoint(saved_step)}): lower "
+            "optim.lr or set optim.clip=1, and train into another folder."
+        )
+
+
+def _last_checkpoint(saved_step: int) -> str:
+    return f"the last good state, of step {saved_step}, is kept" if saved_step else "no state was saved before"
 
 
 def _evaluate(
-    train_state: TrainState,
-    plan: LoopConfig,
+    state: TrainState,
+    config: LoopConfig,
     evaluate: Callable[[], dict[str, Any]],
     keep_best: Callable[[], None],
     on_event: EventHandler,
 ) -> bool:
-    """Whether the evaluation came to its end."""
-    began = time.perf_counter()
+    """Evaluate, and note whether this is the best score so far; False where a stop request interrupted it."""
+    began, progress = time.perf_counter(), state.progress
     try:
         metrics = evaluate()
     except Interrupted:
         return False
-    del train_state.facts["owed"]
-    best = metrics["score"] > train_state.facts.get("best_score", -math.inf)
+    progress.evaluation_due = False
+    best = progress.best_score is None or metrics["score"] > progress.best_score
     if best:
-        train_state.facts |= {"best_score": metrics["score"], "best_step": train_state.step, "worse": 0}
+        progress.best_score, progress.best_step, progress.evaluations_since_best = metrics["score"], state.step, 0
         keep_best()
     else:
-        train_state.facts["worse"] = train_state.facts.get("worse", 0) + 1
-    if best or not plan.patience:  # what is reported belongs to the weights that are kept
-        train_state.facts["metrics"] = metrics
-    if plan.patience and train_state.facts["worse"] >= plan.patience:
-        train_state.facts["ended"] = True
-        on_event(Note(f"no better value in {plan.patience} evaluations: stopping at step {train_state.step}"))
-    on_event(Evaluated(train_state.step, metrics, time.perf_counter() - began, best))
+        progress.evaluations_since_best += 1
+    if best or not config.patience:  # what is reported belongs to the weights that are kept
+        progress.metrics = metrics
+    if config.patience and progress.evaluations_since_best >= config.patience:
+        progress.stopped_early = True
+        on_event(Note(f"no improvement in {config.patience} evaluations: stopping at step {state.step}"))
+    on_event(Evaluated(state.step, metrics, time.perf_counter() - began, best))
     return True
 
 
-def _due(step: int, interval: int, done: bool) -> bool:
-    return done or (interval > 0 and step % interval == 0)
+def _is_due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def _microbatches(batch: Batch, config: LoopConfig, world: World) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Images, labels and validity of at most `config.microbatch` rows each, with their mixing partner in front.
+
+    Processes whose share is a row smaller get equally many, the last perhaps of one row that does not count: sharded
+    weights are gathered by all processes for every microbatch.
+    """
+    partner = int(config.mix_partner)
+    rows = len(batch.valid) - partner
+    microbatches = []
+    for start in range(0, -(-config.batch // world.size), config.microbatch):
+        part = slice(min(start, rows - 1), min(start + config.microbatch, rows) + partner)
+        valid = batch.valid[part] if start < rows else torch.zeros_like(batch.valid[part])
+        microbatches.append((batch.images[part], batch.labels[part], valid))
+    return microbatches
+
+
+def _autocast(config: LoopConfig, world: World) -> torch.autocast:
+    return torch.autocast(world.device.type, dtype=config.autocast, enabled=config.autocast is not None)
+
+
+def _clip_grad_norm(state: TrainState, clip: float) -> Tensor:
+    """The gradient's global norm (); the gradient is scaled down to `clip` where it is larger."""
+    parameters = [parameter for parameter in state.model.parameters() if parameter.grad is not None]
+    return full_tensor(torch.nn.utils.clip_grad_norm_(parameters, clip or math.inf))
+
+
+def _seed_device(config: LoopConfig, step: int, microbatch: int, world: World) -> None:
+    """Seed dropout and augmentation on the device; a step that is being captured is seeded before each replay."""
+    if not (world.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        torch.manual_seed(_seed(config.seed, step, microbatch, world.rank))
+
+
+def _seed(*parts: int) -> int:
+    """A seed for one microbatch of one step on one process."""
+    text = ",".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def _graph_fits(device: torch.device) -> bool:
+    """A CUDA graph keeps all of its memory, and an evaluation must still fit beside it."""
+    limit = _GRAPH_MEMORY * torch.cuda.get_device_properties(device).total_memory
+    return torch.cuda.max_memory_allocated(device) < limit

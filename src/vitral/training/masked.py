@@ -31,20 +31,20 @@ _BASELINE_IMAGES = 2000
 class MaskedObjective(nn.Module):
     """Sums over the valid rows of a batch: of the losses, and of the shares of hidden patches that were named right."""
 
-    replayable = False  # what is hidden is drawn from the step on the host
+    capturable = False  # which patches are masked is drawn on the host
 
     def __init__(self, model: MaskedModel, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         super().__init__()
         self.model = model
         self.mean, self.std = mean, std
 
-    def numbers(self, step: int, image: Size) -> Tensor:
+    def draw(self, step: int, image: Size) -> Tensor:
         """The step itself."""
         return torch.tensor(step)
 
-    def forward(self, images: Tensor, keys: Tensor, valid: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, images: Tensor, keys: Tensor, valid: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
         """uint8 (b, c, h, w), the images' places in the split (b,), valid (b,) -> loss (), right answers ()"""
-        losses, right = self.model(normalise(images, self.mean, self.std), images, keys, int(numbers))
+        losses, right = self.model(normalise(images, self.mean, self.std), images, keys, int(draws))
         answers = torch.where(valid, right, 0.0).sum()
         counted = torch.full_like(answers, -1.0) if self.model.settings.target == "pixels" else answers
         return torch.where(valid, losses, 0.0).sum(), counted.detach()

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from vitral.architecture import Size
+from vitral.errors import UserError
 from vitral.models.normalise import normalise
-from vitral.models.resnet import ResNet
-from vitral.models.vit import ViT
 from vitral.training.augmentation import parse_augmentation
 from vitral.training.mixing import draw_mix, mix_batch
 
 
 @dataclass(frozen=True)
 class LossSettings:
-    """How images and labels become a number."""
+    """How images and labels become a loss."""
 
     classes: int
     mean: tuple[float, ...]
@@ -36,57 +34,74 @@ class LossSettings:
 
     @property
     def mixes(self) -> bool:
+        """Whether each image is mixed with another one."""
         return self.mixup > 0 or self.cutmix > 0
 
 
 class Objective(nn.Module):
-    """Sums of losses and of right answers over the valid rows of a batch.
+    """Sums of losses and of correct predictions over the valid rows of a batch.
 
-    `model` maps images to logits, or features to logits where only a head is trained.
+    Args:
+        model: maps images to logits, or features to logits where only a head is trained.
+        settings: normalisation, augmentation, mixing and the kind of loss.
+        counts: (classes,) training examples of each class, for balance "weights" and "logit-adjust".
+        balance: "none", "weights" or "logit-adjust" ("sampler" changes the order of examples instead).
+        loss: the user's own loss in place of softmax or sigmoid cross-entropy.
     """
 
     weights: Tensor | None
     priors: Tensor | None
-    replayable = True  # a step depends on the host through `numbers` alone
 
-    def __init__(self, model: nn.Module, settings: LossSettings, counts: np.ndarray, balance: str = "none") -> None:
-        """`counts` (k,): training examples of each class, which `balance` "weights" and "logit-adjust" go by."""
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: LossSettings,
+        counts: np.ndarray,
+        balance: str = "none",
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.settings = settings
+        self.loss = loss
+        self.capturable = loss is None  # a step depends on the host through `draw` alone, so a CUDA graph may hold it
         self.augment = parse_augmentation(settings.augment) if settings.augment else None
-        numbers = torch.from_numpy(np.asarray(counts, np.float32))
-        weights = class_weights(numbers) if balance == "weights" else None
-        priors = log_priors(numbers) if balance == "logit-adjust" else None
+        class_counts = torch.from_numpy(np.asarray(counts, np.float32))
+        weights = class_weights(class_counts) if balance == "weights" else None
+        priors = log_priors(class_counts) if balance == "logit-adjust" else None
         self.register_buffer("weights", weights, persistent=False)
         self.register_buffer("priors", priors, persistent=False)
 
-    def numbers(self, step: int, image: Size) -> Tensor:
-        """What a step draws for a whole batch; empty where nothing is mixed."""
+    def draw(self, step: int, image: Size) -> Tensor:
+        """The random numbers of a step for a whole batch (6,): how its images are mixed; empty without mixing."""
         s = self.settings
         return draw_mix(s.seed, step, image, mixup=s.mixup, cutmix=s.cutmix).numbers() if s.mixes else torch.zeros(0)
 
-    def forward(self, images: Tensor, labels: Tensor, valid: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """uint8 (b, c, h, w) or features (b, d), labels (b,) or (b, k), valid (b,) -> loss (), right answers ().
+    def forward(self, images: Tensor, labels: Tensor, valid: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the sum of losses () and the number of correct predictions ().
 
-        With mixing there is one row in front, the partner of the first; answers are then not counted, and -1 returned.
+        Images are uint8 (batch, channels, height, width), floating point of that shape where they come normalised, or
+        features (batch, dim); labels (batch,) or (batch, classes); valid (batch,). With mixing there is one row more
+        in front, the mixing partner of the first. Mixed and multi-label predictions are not counted: -1 is returned.
         """
         s = self.settings
         images = images if self.augment is None else self.augment(images)
         inputs = normalise(images, s.mean, s.std) if images.ndim == 4 else images
         targets = labels
         if s.mixes:
-            inputs, targets = mix_batch(inputs, soft_targets(labels, s.classes), numbers)
+            inputs, targets = mix_batch(inputs, soft_targets(labels, s.classes), draws)
             valid = valid[1:] & valid[:-1]
         logits = self.model(inputs)
-        losses = self._losses(logits, targets)
-        loss = torch.where(valid, losses, 0.0).sum()
+        if self.loss is not None:
+            loss = own_loss(self.loss, logits, targets, valid)
+        else:
+            loss = torch.where(valid, self._losses(logits, targets), 0.0).sum()
         if s.mixes or labels.ndim > 1:
             return loss, torch.full_like(loss, -1.0).detach()
         return loss, ((logits.argmax(dim=1) == labels) & valid).sum()
 
     def _losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """(b, k), (b,) or (b, k) -> (b,)"""
+        """(batch, classes), (batch,) or (batch, classes) -> (batch,)"""
         if self.settings.kind == "sigmoid":
             return sigmoid_loss(logits, targets, weights=self.weights)
         return softmax_loss(
@@ -94,15 +109,20 @@ class Objective(nn.Module):
         )
 
 
-def recompute_activations(model: nn.Module) -> None:
-    """Keep only what enters a block or a ResNet's unit, and compute the rest again in the backward pass."""
-    parts: list[nn.Module] = []
-    if isinstance(model, ViT):
-        parts = list(model.blocks)
-    elif isinstance(model, ResNet):
-        parts = [unit for stage in model.stages for unit in stage.children()]
-    for part in parts:
-        part.forward = partial(checkpoint, part.forward, use_reentrant=False)  # type: ignore[method-assign]
+def own_loss(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: Tensor, valid: Tensor) -> Tensor:
+    """The sum () over valid rows of a user's loss, which gives (batch,) losses or their mean ()."""
+    logits, targets = logits[valid].float(), targets[valid]
+    if not len(logits):
+        return logits.sum()  # zero, with a gradient for every process
+    losses = loss(logits, targets)
+    if losses.ndim == 0:
+        return losses * len(logits)
+    if losses.shape != logits.shape[:1]:
+        raise UserError(
+            f"loss must return one value per image ({len(logits)},) or their mean (), not a tensor of shape "
+            f"{tuple(losses.shape)}."
+        )
+    return losses.sum()
 
 
 def softmax_loss(

@@ -1,10 +1,10 @@
-"""Which weights learn, how fast each of them, and with which rule."""
+"""Which weights are trained, at which learning rate, and by which optimizer."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,16 @@ from vitral.models.adapters import add_lora
 from vitral.training.muon import Muon
 from vitral.training.parallel import local_shard
 
+_BEFORE_BLOCKS = ("stem", "embed", "class_token", "registers", "root", "mask_token")
+
 
 def freeze(model: nn.Module, trainable: str) -> None:
-    """Lets only a part learn: "full", "head", "last:K" (blocks or stages), "bias", "lora:R" (adds the adapters).
+    """Freeze all but a part of the model; LoRA adapters are added for "lora:R".
 
-    Whatever learns, the head does; "last:K" includes what stands between the blocks and the head.
+    Args:
+        model: a ViT, hybrid or ResNet; any other module takes "full" or "bias".
+        trainable: "full", "head", "last:K" (the last K blocks or stages and what follows them), "bias" or "lora:R". The
+            head is trained in each case.
     """
     kind, _, amount = trainable.partition(":")
     if kind == "lora":
@@ -27,49 +32,56 @@ def freeze(model: nn.Module, trainable: str) -> None:
         return
     if kind not in ("full", "head", "last", "bias"):
         raise UserError(f'trainable="{trainable}" is not one of full, head, bias, last:K, lora:R.')
-    last = _layers(model) + 1
+    if kind in ("head", "last") and _depth(model) == 0:
+        raise UserError(
+            f'trainable="{trainable}" needs a model of vitral: train your own module in full, or freeze it.'
+        )
+    last = _depth(model) + 1
     first = {"full": 0, "last": last - int(amount or 0)}.get(kind, last + 1)
     if kind == "last" and not 1 <= first < last:
         raise UserError(
             f'trainable="{trainable}" does not fit a model of {last - 1} layers: use last:1 to last:{last - 1}, or full.'
         )
+    if kind == "full" and _depth(model) == 0:
+        return  # what the user froze in their own module stays frozen
     for name, parameter in model.named_parameters():
-        learns = _is_head(name) or layer_of(name, model) >= first or (kind == "bias" and name.endswith(".bias"))
-        parameter.requires_grad_(learns)
+        trained = _is_head(name) or layer_index(name, model) >= first or (kind == "bias" and name.endswith(".bias"))
+        parameter.requires_grad_(trained)
 
 
-def layer_of(name: str, model: nn.Module) -> int:
-    """How deep a parameter sits: 0 before the first block (or stage), then 1, 2, ...; norm, pooling and head last."""
-    room, *rest = name.removeprefix("model.").split(".")  # of a model inside another, as for masked patches
-    if room in ("blocks", "stages"):
+def layer_index(name: str, model: nn.Module) -> int:
+    """How deep a parameter is: 0 before the first block (or stage), then 1, 2, ...; norm, pooling and head last."""
+    part, *rest = name.removeprefix("model.").split(".")  # of a model inside another, as for masked patches
+    if part in ("blocks", "stages"):
         return int(rest[0]) + 1
-    if room == "positions":
+    if part == "positions":
         return int(rest[0])  # table i is added before block i
-    return 0 if room in ("stem", "embed", "class_token", "registers", "root", "mask_token") else _layers(model) + 1
+    return 0 if part in _BEFORE_BLOCKS else _depth(model) + 1
 
 
 def parameter_groups(
     model: nn.Module, *, weight_decay: float = 0.0, layer_decay: float = 1.0, head_lr: float = 1.0
 ) -> list[dict[str, Any]]:
-    """What learns, in groups that share a weight decay, a `factor` on the learning rate, and how many `matrices` Muon
-    sees in each of their weights.
+    """The trained parameters in groups that share a weight decay, a learning-rate `factor` and a Muon `matrices` count.
 
-    Only kernels decay: the weights of linear layers and convolutions. Biases, norms, class token, registers, positions,
+    Only kernels decay, the weights of linear layers and convolutions. Biases, norms, class token, registers, positions,
     LayerScale, the probe of attention pooling and adapters do not (big_vision's rule).
     """
     kernels = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear | nn.Conv2d)}
-    matrices = _matrices(model)
-    last = _layers(model) + 1
+    matrices = _muon_matrices(model)
+    last = _depth(model) + 1
+    if last == 1 and layer_decay != 1.0:
+        raise UserError("optim.layer_decay needs a model of vitral: set optim.layer_decay=1 for your own module.")
     groups: dict[tuple[float, float, int], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        factor = layer_decay ** (last - layer_of(name, model)) * (head_lr if _is_head(name) else 1.0)
+        factor = layer_decay ** (last - layer_index(name, model)) * (head_lr if _is_head(name) else 1.0)
         decay = weight_decay if id(parameter) in kernels else 0.0
         groups.setdefault((factor, decay, matrices.get(id(parameter), 0)), []).append(parameter)
     return [
-        {"params": parameters, "weight_decay": decay, "factor": factor, "matrices": number}
-        for (factor, decay, number), parameters in groups.items()
+        {"params": parameters, "weight_decay": decay, "factor": factor, "matrices": count}
+        for (factor, decay, count), parameters in groups.items()
     ]
 
 
@@ -82,48 +94,72 @@ def build_optimizer(
     beta2: float = 0.999,
     momentum: float = 0.9,
 ) -> torch.optim.Optimizer:
-    """Adam with decoupled decay (the rate multiplies it, as in AugReg), SGD with L2 decay and momentum (BiT), Muon."""
+    """Build an optimizer of the recipe.
+
+    Args:
+        groups: as `parameter_groups` makes them.
+        name: "adamw" (decay decoupled and multiplied by the rate, as in AugReg), "adam" (decay added to the gradient),
+            "sgd" (momentum, decay added to the gradient, as in BiT) or "muon".
+        lr: the learning rate, which each group multiplies with its `factor`.
+        beta1: decay of the mean of gradients (adamw, adam, muon).
+        beta2: decay of the mean of squared gradients (adamw, adam, muon).
+        momentum: of sgd and muon.
+    """
     if not groups:
-        raise UserError("nothing is left to learn: set trainable to full, head, bias, last:K or lora:R.")
+        raise UserError("no parameter is left to train: set trainable to full, head, bias, last:K or lora:R.")
     parameters = [parameter for group in groups for parameter in group["params"]]
     fused = all(parameter.is_cuda for parameter in parameters) or None
-    recordable = bool(fused) and all(local_shard(parameter) is parameter for parameter in parameters)
-    if recordable:  # rates in tensors of their own: a step that is replayed reads what stands there then
+    capturable = bool(fused) and all(local_shard(parameter) is parameter for parameter in parameters)
+    if capturable:  # a replayed CUDA graph reads the rate from the tensor it was captured with
         groups = [group | {"lr": torch.tensor(lr, device=group["params"][0].device)} for group in groups]
-    if name == "adamw":
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-            groups, lr=lr, betas=(beta1, beta2), fused=fused, capturable=recordable
-        )
+    if name in ("adam", "adamw"):
+        kind = torch.optim.AdamW if name == "adamw" else torch.optim.Adam
+        optimizer: torch.optim.Optimizer = kind(groups, lr=lr, betas=(beta1, beta2), fused=fused, capturable=capturable)
     elif name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=fused)
     elif name == "muon":
         if not any(group.get("matrices") for group in groups):
-            raise UserError("muon is for the linear layers of blocks, and none learns here: set optim.name=adamw.")
+            raise UserError("muon is for the linear layers of blocks, and none is trained: set optim.name=adamw.")
         optimizer = Muon(groups, lr=lr, betas=(beta1, beta2), momentum=momentum)
     else:
-        raise UserError(f'unknown optimizer "{name}": use adam, sgd or muon.')
-    set_rate(optimizer, lr)
+        raise UserError(f'unknown optimizer "{name}": use adamw, adam, sgd or muon.')
+    set_lr(optimizer, lr)
     return optimizer
 
 
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """The learning rate of the step to come, times the factor of each group."""
+def own_optimizer(
+    factory: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], groups: list[dict[str, Any]], peak_lr: float
+) -> torch.optim.Optimizer:
+    """A user's optimizer over our parameter groups. The rates it sets are the peaks that the schedule scales."""
+    optimizer = factory([{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups])
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(f"optimizer= must return a torch.optim.Optimizer, not {type(optimizer).__name__}.")
+    for group in optimizer.param_groups:
+        group["factor"] = float(group["lr"]) / peak_lr
+    return optimizer
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of the next step, times the factor of each group."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate * group["factor"])
+            group["lr"].fill_(lr * group["factor"])
         else:
-            group["lr"] = rate * group["factor"]
+            group["lr"] = lr * group["factor"]
 
 
-def _matrices(model: nn.Module) -> dict[int, int]:
-    """The weights between hidden layers, by identity, and how many matrices each is: queries, keys and values are 3."""
+def _muon_matrices(model: nn.Module) -> dict[int, int]:
+    """The weights between hidden layers, by identity, and how many matrices each holds: queries, keys, values are 3."""
     layers = [(name.split("."), layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     return {id(layer.weight): 3 if name[-1] == "qkv" else 1 for name, layer in layers if "blocks" in name}
 
 
-def _layers(model: nn.Module) -> int:
-    model = getattr(model, "model", model)
-    layers = getattr(model, "blocks", None) or getattr(model, "stages", None)
+def _depth(model: nn.Module) -> int:
+    """The number of blocks or stages; 0 for a module that is not vitral's."""
+    inner = getattr(model, "model", model)
+    if not hasattr(inner, "patchify"):
+        return 0
+    layers = getattr(inner, "blocks", None) or getattr(inner, "stages", None)
     assert isinstance(layers, nn.ModuleList)
     return len(layers)
 

@@ -1,7 +1,7 @@
-"""Several processes as one: who I am, how the objective is wrapped, how numbers and weights come together.
+"""Distributed training: the process group, DDP and FSDP wrapping, collective operations.
 
-Start with torchrun; without it there is one process and nothing here costs anything. Only the objective is ever
-wrapped: calling methods of a model around DistributedDataParallel gives silently wrong gradients.
+Started by torchrun; without it there is one process, and nothing here costs anything. Only the objective is ever
+wrapped: calling methods of a model inside DistributedDataParallel gives silently wrong gradients.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others."""
+    """This process among the others of a run."""
 
     rank: int
     size: int
@@ -44,7 +44,7 @@ class World:
 
     @property
     def name(self) -> str:
-        """What a person calls the device."""
+        """The device's name, for people."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_name(self.device)
         threads = torch.get_num_threads()
@@ -52,31 +52,31 @@ class World:
 
 
 def init_distributed(device: str = "") -> World:
-    """The world that torchrun describes, or this process alone. The group is left when the program ends."""
-    place = torch.device(device) if device else default_device()
-    if place.type == "cuda" and place.index is None and torch.cuda.is_available():
-        place = default_device()  # "cuda" means another GPU in each process
-    if place.type == "cuda" and torch.cuda.is_available():
-        torch.cuda.set_device(place)  # kernels and graphs go to the current one, whatever their tensors are on
+    """Join the process group that torchrun describes, or run alone. The group is left when the program ends."""
+    chosen = torch.device(device) if device else default_device()
+    if chosen.type == "cuda" and chosen.index is None and torch.cuda.is_available():
+        chosen = default_device()  # "cuda" means another GPU in each process
+    if chosen.type == "cuda" and torch.cuda.is_available():
+        torch.cuda.set_device(chosen)  # kernels and graphs go to the current one, whatever their tensors are on
     size = int(os.environ.get("WORLD_SIZE", 1))
     if size > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=timedelta(minutes=10))
+        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=timedelta(minutes=10))
         atexit.register(_leave)
     if not dist.is_initialized():
-        return World(0, 1, place)
-    return World(dist.get_rank(), dist.get_world_size(), place)
+        return World(0, 1, chosen)
+    return World(dist.get_rank(), dist.get_world_size(), chosen)
 
 
 def _leave() -> None:
-    """Whoever holds the group last ends its threads, which may wait for Python's lock to let go of a tensor. A wrapped
-    objective does not give them the lock and would wait for ever, so it must not be the last."""
+    """Leave the group. Whoever releases it last joins its threads, which may wait for the GIL to free a tensor; a wrapped
+    objective would hold the GIL and wait for ever, so it must not be the last."""
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def wrap(objective: nn.Module, world: World, kind: Kind) -> nn.Module:
-    """The objective with gradients averaged over processes (ddp) or with its weights sharded as well (fsdp)."""
+    """Wrap the objective: gradients averaged over processes (ddp), or weights sharded as well (fsdp)."""
     if world.size == 1:
         return objective
     if kind == "ddp":
@@ -93,8 +93,8 @@ def is_sharded(wrapped: nn.Module) -> bool:
     return isinstance(wrapped, FSDPModule)
 
 
-def accumulating(wrapped: nn.Module, last: bool) -> Any:
-    """A context for one micro-batch: processes exchange gradients only after the last one."""
+def gradient_sync(wrapped: nn.Module, last: bool) -> Any:
+    """A context for one microbatch: processes exchange gradients only in the last one."""
     if isinstance(wrapped, FSDPModule):
         wrapped.set_requires_gradient_sync(last)
     if isinstance(wrapped, DistributedDataParallel) and not last:
@@ -103,24 +103,24 @@ def accumulating(wrapped: nn.Module, last: bool) -> Any:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be sharded; then all processes must call it."""
+    """The whole of a tensor that may be sharded; all processes must call this then."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor that may be sharded."""
+    """This process's shard of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def placed_like(tensor: Tensor, reference: Tensor) -> Tensor:
-    """A tensor on the reference's device, and cut into the same shards."""
+    """A tensor on the reference's device, sharded like it."""
     if not isinstance(reference, DTensor) or isinstance(tensor, DTensor):
         return tensor.to(reference.device)
     return distribute_tensor(tensor.to(reference.device), reference.device_mesh, reference.placements)
 
 
-def total(values: Tensor, world: World) -> Tensor:
-    """The sum of a small tensor over all processes."""
+def all_reduce_sum(values: Tensor, world: World) -> Tensor:
+    """The sum of a small tensor over all processes, in chosen."""
     if world.size > 1:
         dist.all_reduce(values)
     return values
@@ -130,11 +130,11 @@ def all_ranks(condition: bool, world: World) -> bool:
     """Whether the condition holds in all processes."""
     if world.size == 1:
         return condition
-    return int(total(torch.tensor(int(condition), device=world.device), world)) == world.size
+    return int(all_reduce_sum(torch.tensor(int(condition), device=world.device), world)) == world.size
 
 
 def gather_rows(rows: dict[str, np.ndarray], world: World) -> dict[str, np.ndarray]:
-    """Arrays of all processes, one below the other in the order of ranks; every process gets them."""
+    """Concatenate arrays of all processes in the order of ranks; every process gets the result."""
     if world.size == 1:
         return rows
     gathered: list[Any] = [None] * world.size
@@ -143,22 +143,22 @@ def gather_rows(rows: dict[str, np.ndarray], world: World) -> dict[str, np.ndarr
 
 
 def on_rank0(action: Callable[[], T], world: World) -> T:
-    """What the first process alone does, and the others wait for: all get its value, or fail as it did."""
-    outcome: list[Any] = [None, None]
+    """Run an action in the first process only; all processes get its value, or raise its error."""
+    shared: list[Any] = [None, None]
     if world.first:
         try:
-            outcome = [action(), None]
+            shared = [action(), None]
         except (UserError, OSError) as error:
-            outcome = [None, error]
+            shared = [None, error]
     if world.size > 1:
-        dist.broadcast_object_list(outcome)
-    value, error = outcome
+        dist.broadcast_object_list(shared)
+    value, error = shared
     if error is not None:
         raise error
     return value
 
 
 def check_batch(batch: int, world: World) -> None:
-    """Every process needs a row: one without would leave the others waiting."""
+    """Refuse a batch with fewer rows than processes: one without a row would leave the others waiting."""
     if batch < world.size:
         raise UserError(f"a batch of {batch} images is too small for {world.size} processes: choose a larger one.")

@@ -1,4 +1,4 @@
-"""One step and one evaluation before the first: what fits, how much memory it takes, how long it will go on."""
+"""The resource estimate: one step and part of an evaluation before training, to know what fits and how long it takes."""
 
 from __future__ import annotations
 
@@ -12,56 +12,62 @@ import torch
 
 from vitral.data.loader import Batch
 from vitral.errors import UserError
-from vitral.training.optimizer import set_rate
+from vitral.events import ignore_events
+from vitral.training.loop import LoopConfig, MicrobatchTooLarge, TrainStep, train_step
+from vitral.training.optimizer import set_lr
 from vitral.training.parallel import World, all_ranks, is_sharded
 from vitral.training.state import TrainState
-from vitral.training.step import LoopConfig, Steps, accumulate, drawn_numbers
 
 _CPU_ROWS = 64  # more at a time is no faster on a CPU, and takes more memory
 
 
 @dataclass(frozen=True)
 class ResourceEstimate:
-    """What a run will take if it goes on like its first step."""
+    """The loop's configuration with a microbatch that fits, and what a run of steps like the first will take."""
 
-    plan: LoopConfig
+    config: LoopConfig
     peak_bytes: int
     step_seconds: float
     evaluation_seconds: float
 
 
-def preflight(
-    train_state: TrainState,
-    plan: LoopConfig,
+def estimate_resources(
+    state: TrainState,
+    config: LoopConfig,
     world: World,
     batches: Callable[[int], Iterator[Batch]],
-    evaluate_some: Callable[[], float],
+    estimate_evaluation: Callable[[], float],
 ) -> ResourceEstimate:
-    """Run a whole step at a rate of 0, which moves no weight, and part of an evaluation; then clear what they left.
+    """Run a whole step at a learning rate of 0, which moves no weight, and part of an evaluation; then clean up.
 
-    `evaluate_some` evaluates a few images and returns the seconds that all of them would take.
+    Args:
+        state: what will be trained; its weights stay.
+        config: the loop's configuration; its microbatch is halved until a step fits.
+        world: this process among the others.
+        batches: as the loop takes them.
+        estimate_evaluation: evaluates a few images and returns the seconds that all would take.
     """
-    stream = batches(train_state.step)
+    stream = batches(state.step)
     batch = next(stream)
     getattr(stream, "close", lambda: None)()
-    plan = _fitting(train_state, plan, world, batch)
-    evaluation_seconds = evaluate_some()
-    seconds = _step_seconds(train_state, plan, world, batch)
+    config = _fitting(state, config, world, batch)
+    evaluation_seconds = estimate_evaluation()
+    step_seconds = _step_seconds(state, config, world, batch)
     peak = peak_bytes(world.device)
-    train_state.optimizer.state.clear()
-    train_state.optimizer.zero_grad(set_to_none=True)
-    return ResourceEstimate(plan, peak, seconds, evaluation_seconds)
+    state.optimizer.state.clear()
+    state.optimizer.zero_grad(set_to_none=True)
+    return ResourceEstimate(config, peak, step_seconds, evaluation_seconds)
 
 
-def first_guess(rows: int, asked: int, device: torch.device) -> int:
-    """Rows of a process to compute at a time, before it is known what fits."""
-    if asked:
-        return min(asked, rows)
+def initial_microbatch(rows: int, requested: int, device: torch.device) -> int:
+    """Rows that a process computes at a time, before it is known what fits."""
+    if requested:
+        return min(requested, rows)
     return min(rows, _CPU_ROWS) if device.type == "cpu" else rows
 
 
-def forget_peak(device: torch.device) -> None:
-    """On a GPU `peak_bytes` starts anew: runs that follow each other in one process each have their own."""
+def reset_peak(device: torch.device) -> None:
+    """Let `peak_bytes` of a GPU start anew: consecutive runs of one process each have their own."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -80,51 +86,52 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _fitting(train_state: TrainState, plan: LoopConfig, world: World, batch: Batch) -> LoopConfig:
-    """The plan with pieces small enough for the memory of every process."""
-    while not all_ranks(_fits(train_state, plan, world, batch), world):
-        if plan.micro == 1:
+def _fitting(state: TrainState, config: LoopConfig, world: World, batch: Batch) -> LoopConfig:
+    """The configuration with a microbatch that fits into the memory of every process."""
+    while not all_ranks(_fits(state, config, world, batch), world):
+        if config.microbatch == 1:
             raise UserError("memory runs out with one image at a time: choose a smaller model or image.")
-        plan = replace(plan, micro=plan.micro // 2)
+        config = replace(config, microbatch=config.microbatch // 2)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    return plan
+    return config
 
 
-def _fits(train_state: TrainState, plan: LoopConfig, world: World, batch: Batch) -> bool:
+def _fits(state: TrainState, config: LoopConfig, world: World, batch: Batch) -> bool:
     """Whether this process can take a step, tried without the others: they would wait for one that runs out of memory.
 
-    Sharded weights cannot do without the others; all processes hold equally much of them, and run out together.
+    Sharded weights need the others; all processes hold equally much of them, and run out together.
     """
-    set_rate(train_state.optimizer, 0.0)
+    set_lr(state.optimizer, 0.0)
     try:
-        numbers = drawn_numbers(train_state, batch)
-        accumulate(train_state, plan, world, batch, numbers, exchange=is_sharded(train_state.wrapped))
-        train_state.optimizer.step()
-    except torch.OutOfMemoryError:
+        draws = state.objective.draw(state.step, tuple(batch.images.shape[-2:]))
+        train_step(state, config, world, batch, draws, sync=is_sharded(state.wrapped))
+    except (MicrobatchTooLarge, torch.OutOfMemoryError):
         return False
     return True
 
 
-def _step_seconds(train_state: TrainState, plan: LoopConfig, world: World, batch: Batch) -> float:
+def _step_seconds(state: TrainState, config: LoopConfig, world: World, batch: Batch) -> float:
     """The fastest of a few steps, taken as the run takes them; a slow one is run once, since it tells enough.
 
-    Once a step is recorded, those before and the recording itself count no more: the run will replay.
+    Once a step is captured, those before and the capture itself no longer count: the run will replay.
     """
-    steps = Steps(train_state, plan, world, lambda event: None)
+    take_step = TrainStep(state, config, world, ignore_events)
     times: list[float] = []
     while len(times) < 5 and all_ranks(sum(times) < 0.5, world):
-        before, began = steps.recording, time.perf_counter()
-        _dry_step(steps, batch)
+        before, began = take_step.graph, time.perf_counter()
+        _dry_step(take_step, batch)
         times.append(time.perf_counter() - began)
-        if steps.recording is not before:
+        if take_step.graph is not before:
             times.clear()
     return min(times)
 
 
-def _dry_step(steps: Steps, batch: Batch) -> None:
-    set_rate(steps.train_state.optimizer, 0.0)
-    if not torch.isfinite(steps.take(batch).loss):
-        raise UserError("the first loss is not a finite number: check the weights in init, or set precision=float32.")
-    if steps.world.device.type == "cuda":
-        torch.cuda.synchronize(steps.world.device)
+def _dry_step(take_step: TrainStep, batch: Batch) -> None:
+    set_lr(take_step.state.optimizer, 0.0)
+    if not torch.isfinite(take_step(batch).loss):
+        raise UserError(
+            "the first loss is not finite (NaN or Inf): check the weights in init, or set precision=float32."
+        )
+    if take_step.world.device.type == "cuda":
+        torch.cuda.synchronize(take_step.world.device)

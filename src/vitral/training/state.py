@@ -1,115 +1,150 @@
-"""Everything that training changes, taken out and put back: weights, optimizer moments, their average.
+"""Everything that training changes: weights, optimizer state, EMA, progress; how it is saved and restored.
 
-Keys are names of parameters, so a state that N processes saved is resumed by M, sharded or not.
+Keys are parameter names, so a state that N processes saved is resumed by M, sharded or not.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vitral.checkpoints.run import RunFolder, SavedState
+from vitral.errors import UserError
 from vitral.training.parallel import World, full_tensor, is_sharded, on_rank0, placed_like
 
 
 class EMA:
-    """state = factor * state + (1 - factor) * weights, after every step, over the parameters that learn.
+    """Exponential moving average of the trainable weights, the paper's Polyak averaging (section 4.2, decay 0.9999).
 
-    The plain rule from the first step on: the average starts at the initial weights and forgets them over some
-    1 / (1 - factor) steps, so a run much shorter than that wants a smaller factor. The state is all there is to save.
+    average = decay * average + (1 - decay) * weights after every step. It starts at the initial weights and forgets
+    them over some 1 / (1 - decay) steps, so a much shorter run wants a smaller decay.
     """
 
-    def __init__(self, model: nn.Module, factor: float) -> None:
-        self.factor = factor
-        self.state: dict[str, Tensor] = {name: weight.detach().clone() for name, weight in _learning(model).items()}
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.weights: dict[str, Tensor] = {
+            name: parameter.detach().clone() for name, parameter in trainable_parameters(model).items()
+        }
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Takes in the weights that a step just made."""
-        torch._foreach_lerp_(list(self.state.values()), list(_learning(model).values()), 1.0 - self.factor)
+        """Take in the weights of the step that was just made."""
+        current = list(trainable_parameters(model).values())
+        torch._foreach_lerp_(list(self.weights.values()), current, 1.0 - self.decay)
 
 
-def _learning(model: nn.Module) -> dict[str, Tensor]:
+def trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that require a gradient, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 @dataclass
+class TrainProgress:
+    """What a resumed run must know besides its tensors; saved with them as JSON."""
+
+    seconds: float = 0.0  # of all its sessions
+    best_score: float | None = None
+    best_step: int = 0
+    evaluations_since_best: int = 0
+    metrics: dict[str, Any] | None = None  # of the weights that are kept
+    evaluation_due: bool = False  # a stop request came before the evaluation of this step was done
+    stopped_early: bool = False  # by patience or a callback
+    callbacks: list[Any] = field(default_factory=list)  # the state_dict() of each callback that has one
+
+
+@dataclass
 class TrainState:
-    """What the loop works on. `wrapped` is the objective for processes, `model` the plain model inside it."""
+    """What the loop works on and a checkpoint holds.
+
+    `wrapped` is the objective (model and loss) as DDP or FSDP wrap it for several processes; `model` is the plain model
+    inside it.
+    """
 
     wrapped: nn.Module
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    average: EMA | None = None
+    ema: EMA | None = None
     step: int = 0  # steps done
-    facts: dict[str, Any] = field(default_factory=dict)  # the best value so far and the like; saved with the state
+    progress: TrainProgress = field(default_factory=TrainProgress)
 
     @property
     def objective(self) -> Any:
-        """The model with its loss, without what wraps it for processes."""
+        """The model with its loss, without the wrapper."""
         return getattr(self.wrapped, "module", self.wrapped)
 
 
-def save(train_state: TrainState, folder: RunFolder, world: World, keep: int) -> None:
-    """Write the state; every process takes part, one writes (all write shards where the weights are sharded)."""
-    tensors = _tensors(train_state)
-    if is_sharded(train_state.wrapped):
-        folder.write_shards(train_state.step, tensors)
-        on_rank0(lambda: folder.name_shards(train_state.step, train_state.facts, keep), world)
+def save_state(state: TrainState, folder: RunFolder, world: World, keep: int) -> None:
+    """Write the state. Every process takes part; one writes, or all write their shards."""
+    tensors, progress = _tensors(state), asdict(state.progress)
+    if is_sharded(state.wrapped):
+        folder.write_shards(state.step, tensors)
+        on_rank0(lambda: folder.name_shards(state.step, progress, keep), world)
     else:
-        on_rank0(lambda: folder.save_state(train_state.step, tensors, train_state.facts, keep), world)
+        on_rank0(lambda: folder.save_state(state.step, tensors, progress, keep), world)
 
 
 @torch.no_grad()
-def restore(train_state: TrainState, saved: SavedState) -> None:
-    """Put a saved state back, whatever number of processes wrote it."""
-    parameters = dict(train_state.model.named_parameters())
+def restore_state(state: TrainState, saved: SavedState) -> None:
+    """Load a saved state, whatever number of processes wrote it."""
+    parameters = dict(state.model.named_parameters())
     if saved.is_sharded:
-        tensors = {key: _empty(key, parameters) for key in saved.names()}
+        tensors = {key: _empty_like(key, parameters) for key in saved.names()}
         saved.load_sharded(tensors)
     else:
         tensors = saved.tensors()
     for name, parameter in parameters.items():
         parameter.copy_(placed_like(tensors[f"model/{name}"], parameter))
-    train_state.optimizer.state.clear()
+    for name, buffer in _saved_buffers(state).items():
+        buffer.copy_(tensors[f"buffer/{name}"].to(buffer.device))
+    state.optimizer.state.clear()
     for key, value in tensors.items():
         if key.startswith("optimizer/"):
             _, moment, name = key.split("/", 2)
-            train_state.optimizer.state[parameters[name]][moment] = _moment(
-                value, parameters[name], train_state.optimizer
-            )
-    if train_state.average is not None:
-        for name, value in train_state.average.state.items():
-            value.copy_(placed_like(tensors[f"average/{name}"], value))
-    train_state.step = saved.step
-    train_state.facts = {key: value for key, value in saved.facts.items() if key != "step"}
+            state.optimizer.state[parameters[name]][moment] = _moment(value, parameters[name], state.optimizer)
+    if state.ema is not None:
+        for name, value in state.ema.weights.items():
+            value.copy_(placed_like(tensors[f"ema/{name}"], value))
+    state.step = saved.step
+    state.progress = TrainProgress(**{key: value for key, value in saved.facts.items() if key != "step"})
 
 
-def full_weights(train_state: TrainState) -> dict[str, Tensor]:
-    """The weights to evaluate and keep: the average where there is one, else the latest. All processes must call it."""
-    weights = {name: full_tensor(value.detach()) for name, value in train_state.model.named_parameters()}
-    if train_state.average is not None:
-        weights |= {name: full_tensor(value) for name, value in train_state.average.state.items()}
-    return weights
+def evaluated_weights(state: TrainState) -> dict[str, Tensor]:
+    """The weights to evaluate and keep: the EMA where there is one, else the latest. All processes must call this."""
+    weights = {name: full_tensor(value.detach()) for name, value in state.model.named_parameters()}
+    if state.ema is not None:
+        weights |= {name: full_tensor(value) for name, value in state.ema.weights.items()}
+    return weights | _saved_buffers(state)
 
 
-def _tensors(train_state: TrainState) -> dict[str, Tensor]:
-    names = {parameter: name for name, parameter in train_state.model.named_parameters()}
+def _tensors(state: TrainState) -> dict[str, Tensor]:
+    names = {parameter: name for name, parameter in state.model.named_parameters()}
     tensors = {f"model/{name}": parameter.detach() for parameter, name in names.items()}
+    tensors |= {f"buffer/{name}": buffer for name, buffer in _saved_buffers(state).items()}
     for parameter, name in names.items():
-        for moment, value in train_state.optimizer.state.get(parameter, {}).items():
+        for moment, value in state.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 tensors[f"optimizer/{moment}/{name}"] = value
-    if train_state.average is not None:
-        tensors |= {f"average/{name}": value for name, value in train_state.average.state.items()}
+            elif value is not None:
+                raise UserError(
+                    f"{type(state.optimizer).__name__} keeps {moment!r} as a {type(value).__name__}, which cannot be "
+                    "saved and resumed: use an optimizer whose state is tensors."
+                )
+    if state.ema is not None:
+        tensors |= {f"ema/{name}": value for name, value in state.ema.weights.items()}
     return tensors
 
 
-def _empty(key: str, parameters: dict[str, nn.Parameter]) -> Tensor:
-    """Room for a tensor of a sharded state: like its parameter, but for the optimizer's step counts."""
+def _saved_buffers(state: TrainState) -> dict[str, Tensor]:
+    """Persistent buffers, such as the running statistics of BatchNorm; vitral's own models have none."""
+    parameters = dict(state.model.named_parameters())
+    return {name: value for name, value in state.model.state_dict().items() if name not in parameters}
+
+
+def _empty_like(key: str, parameters: dict[str, nn.Parameter]) -> Tensor:
+    """Memory for a tensor of a sharded state: like its parameter, but for the optimizer's step counts."""
     if key.startswith("optimizer/step/"):
         return torch.zeros(())
     return torch.zeros_like(parameters[key.split("/", 2)[-1] if key.startswith("optimizer/") else key.split("/", 1)[1]])

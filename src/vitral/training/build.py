@@ -1,0 +1,160 @@
+"""The model of a run: from scratch, from weights or the user's own, with its card; and what is checked before a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from vitral import recipe as recipes
+from vitral.architecture import ModuleConfig, ViTConfig, as_size
+from vitral.checkpoints.adapt import Adaptation, to_classes
+from vitral.checkpoints.card import Card, Preprocess
+from vitral.checkpoints.weights import assemble, read_adapted
+from vitral.data.preprocess import parse_deterministic, parse_pipeline
+from vitral.data.sources import DataSet
+from vitral.errors import UserError
+from vitral.models.build import Model, build
+from vitral.models.mimetic import start_mimetic
+from vitral.models.resnet import ResNet
+from vitral.models.vit import ViT
+from vitral.recipe import Recipe
+from vitral.training.augmentation import parse_augmentation
+from vitral.training.callbacks import OwnParts, part_name
+from vitral.training.optimizer import build_optimizer, freeze, parameter_groups
+
+_DROP_RATES = ("dropout", "attention_dropout", "stochastic_depth")
+
+
+def check_recipe(recipe: Recipe, data: DataSet, card: Card | None, own: OwnParts | None = None) -> None:
+    """Refuse what cannot work, before there is a run folder.
+
+    Args:
+        recipe: the recipe to check.
+        data: the data it is for.
+        card: that of the weights in `init` or of the user's own model; None from scratch.
+        own: the parts that the user brings.
+    """
+    train, own = data.train, own or OwnParts()
+    if recipe.trainable != "full" and card is None:
+        raise UserError(
+            f"trainable={recipe.trainable} needs trained weights to start from: add --init, or leave out trainable."
+        )
+    architecture = card.architecture if card else recipes.architecture_of(recipe, len(train.classes))
+    if recipe.batch > len(train):
+        raise UserError(f"batch={recipe.batch} is more than the {len(train)} training images: choose a smaller one.")
+    if recipe.objective == "masked" and not isinstance(architecture, ViTConfig):
+        raise UserError(f"{recipe.model} has no patches to mask: objective=masked needs a ViT or a hybrid.")
+    drops = [name for name in _DROP_RATES if getattr(recipe.regularization, name)]
+    if drops and not isinstance(architecture, ViTConfig):
+        raise UserError(
+            f"regularization.{drops[0]} has no effect in {recipe.model}: set it to 0, or name a ViT or a hybrid."
+        )
+    if train.multilabel and recipe.loss != "sigmoid":
+        raise UserError("images of this data have several labels: set loss=sigmoid.")
+    if train.multilabel and recipe.balance == "sampler":
+        raise UserError("balance=sampler needs one label per image: use balance=weights.")
+    if recipe.image:
+        architecture = replace(architecture, image=as_size(recipe.image))
+    if len(recipe.data.mean) != architecture.channels:
+        raise UserError(f"data.mean needs one number for each of the {architecture.channels} channels.")
+    if recipe.data.augment:
+        image = torch.zeros(1, architecture.channels, *architecture.image, dtype=torch.uint8)
+        with torch.random.fork_rng(devices=[]):
+            parse_augmentation(recipe.data.augment)(image)
+    train_pipeline, eval_pipeline = recipes.pipelines(recipe, architecture.image)
+    parse_pipeline(train_pipeline)
+    parse_deterministic(eval_pipeline)
+    _check_own_parts(recipe, own)
+    if own.model is None:
+        with torch.device("meta"):
+            model = build(architecture)
+            freeze(model, recipe.trainable)
+            groups = parameter_groups(model)
+            if own.optimizer is None:
+                build_optimizer(groups, name=recipe.optim.name, lr=recipe.optim.lr)
+
+
+def _check_own_parts(recipe: Recipe, own: OwnParts) -> None:
+    if own.loss is not None and recipe.objective == "masked":
+        raise UserError("masked patch prediction has its own loss: leave out loss=, or set objective=classes.")
+    if own.loss is not None and recipe.balance in ("weights", "logit-adjust"):
+        raise UserError(f"balance={recipe.balance} changes vitral's own loss: leave out balance, or loss=.")
+    if own.model is not None and recipe.init:
+        raise UserError("the model comes with model=, so init= has nothing to load: leave one of them out.")
+    if own.eval_transform is not None and recipe.objective == "masked":
+        raise UserError("masked patch prediction compares pixels: leave out transform=.")
+
+
+def build_model(recipe: Recipe, classes: tuple[str, ...], own: OwnParts | None = None) -> tuple[nn.Module, Card]:
+    """The model to train, and its card with these classes and the recipe's preprocessing."""
+    torch.manual_seed(recipe.seed)
+    classes = () if recipe.objective == "masked" else classes  # a model without a head: patches have no class
+    if own is not None and own.model is not None:
+        model, card = own.model, own_card(own.model, recipe, len(classes))
+    elif recipe.init:
+        model, card = _loaded_model(recipe, classes)
+    else:
+        model, card = _new_model(recipe, len(classes))
+    _, eval_pipeline = recipes.pipelines(recipe, card.architecture.image)
+    return model, replace(
+        card,
+        class_names=classes,
+        preprocess=Preprocess(eval_pipeline, recipe.data.mean, recipe.data.std),
+        multilabel=recipe.loss == "sigmoid",
+    )
+
+
+def _loaded_model(recipe: Recipe, classes: tuple[str, ...]) -> tuple[Model, Card]:
+    checkpoint = read_adapted(recipe.init, Adaptation(image=recipe.image or None))
+    weights, card = checkpoint.weights, checkpoint.card
+    if card.class_names != classes or weights.architecture.classes != len(classes):
+        weights = to_classes(weights, len(classes))
+    if isinstance(weights.architecture, ViTConfig):
+        rates = {name: getattr(recipe.regularization, name) for name in _DROP_RATES}
+        weights = replace(weights, architecture=replace(weights.architecture, **rates))
+    model = assemble(weights)
+    return model, replace(card, architecture=model.config, changes=weights.changes)
+
+
+def _new_model(recipe: Recipe, classes: int) -> tuple[Model, Card]:
+    model = build(recipes.architecture_of(recipe, classes))
+    if recipe.shape.head_bias and model.head.output is not None:
+        torch.nn.init.constant_(model.head.output.bias, recipe.shape.head_bias)
+    source = "trained from scratch"
+    if recipe.shape.start == "mimetic" and isinstance(model, ViT):
+        start_mimetic(model)
+        source = "trained from scratch, with mimetic initialisation"
+    return model, Card(model.config, source=source, format="vitral")
+
+
+def own_card(model: nn.Module, recipe: Recipe, classes: int) -> Card:
+    """The card of a user's own module, whose output must have one value per class."""
+    if isinstance(model, ViT | ResNet):
+        if model.config.classes != classes:
+            raise UserError(
+                f"the model has {model.config.classes} outputs and the data {classes} classes: call "
+                f"model.reset_classifier({classes}) first."
+            )
+        if recipe.image and as_size(recipe.image) != model.config.image:
+            raise UserError(f"the model is for {model.config.image[0]} pixels: load it with image={recipe.image}.")
+        return Card(model.config, source="model= of a Python call", format="vitral")
+    side, channels = recipe.image or 224, len(recipe.data.mean)
+    config = ModuleConfig(type(model).__name__, as_size(side), channels, classes)
+    parameter = next(model.parameters(), torch.empty(0))
+    training = model.training
+    try:
+        with torch.no_grad():
+            output = model.eval()(torch.zeros(1, channels, side, side, device=parameter.device))
+    except Exception as error:
+        raise UserError(
+            f"{config.name} fails on a batch of shape (1, {channels}, {side}, {side}) ({error}): set image= to the size "
+            "it takes."
+        ) from error
+    finally:
+        model.train(training)
+    if not isinstance(output, torch.Tensor) or output.shape != (1, classes):
+        shape = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        raise UserError(f"{config.name} must give logits of shape (batch, {classes}), one per class, not {shape}.")
+    return Card(config, source=f"model= of a Python call ({part_name(model)})", format="vitral")

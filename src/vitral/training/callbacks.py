@@ -1,0 +1,160 @@
+"""A researcher's own parts of a run: loss, optimizer, transform and callbacks, with the protocols they follow.
+
+    vitral.train(data, loss=my_loss, optimizer=my_optimizer, transform=my_transform, callbacks=[MyCallback()])
+
+| part | is called with | returns |
+|---|---|---|
+| loss | logits (batch, classes), targets (batch,) or (batch, classes) | (batch,) losses, or their mean () |
+| optimizer | parameter groups, as `torch.optim` takes them | a `torch.optim.Optimizer`; its rates are the peaks of the schedule |
+| transform | a PIL image | uint8 (h, w, c) or a PIL image, normalised by vitral; or a float tensor (c, h, w), used as it is |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitral.events import Event, StepDone
+from vitral.training.metrics import MetricsLogger
+from vitral.training.parallel import World, all_ranks
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+Transform = Callable[[Any], Any]
+
+
+class RunHandle:
+    """What a callback sees of a run, and how it acts on it."""
+
+    def __init__(self, folder: Path, model: Callable[[], nn.Module], step: Callable[[], int]) -> None:
+        self.folder = folder
+        self.stop_reason = ""
+        self._model, self._step = model, step
+        self._logged: dict[str, float] = {}
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self._step()
+
+    @property
+    def model(self) -> nn.Module:
+        """The plain model with the weights that would be evaluated now. With several processes all must ask."""
+        return self._model()
+
+    def log(self, **metrics: float) -> None:
+        """Add metrics: to the evaluation that is under way (and so to the result), else to this step's line."""
+        self._logged |= {name: float(value) for name, value in metrics.items()}
+
+    def stop(self, reason: str = "a callback asked to stop") -> None:
+        """End the run after this step, with an evaluation and the usual result."""
+        self.stop_reason = reason
+
+    def take_logged(self) -> dict[str, float]:
+        """The metrics logged since the last call."""
+        logged, self._logged = self._logged, {}
+        return logged
+
+
+class Callback:
+    """Base class of callbacks; override what you need. Every process of a run calls them.
+
+    A callback that keeps something between steps and wants resumed runs to be exact has `state_dict()` (JSON values)
+    and `load_state_dict(state)`.
+    """
+
+    def on_run_start(self, run: RunHandle) -> None:
+        """Before the first step of this session; after `load_state_dict` in a resumed run."""
+
+    def on_step_end(self, run: RunHandle, step: StepDone) -> None:
+        """After each step; its numbers arrive one step late, so that a GPU never waits for them."""
+
+    def on_evaluation(self, run: RunHandle, metrics: dict[str, Any]) -> None:
+        """With the metrics of an evaluation, before they are logged; `run.log(name=value)` adds to them."""
+
+    def on_run_end(self, run: RunHandle) -> None:
+        """After the last evaluation, before the model is written."""
+
+
+@dataclass(frozen=True)
+class OwnParts:
+    """The parts of a run that the user brings; None means vitral's own."""
+
+    model: nn.Module | None = None
+    loss: Loss | None = None
+    optimizer: OptimizerFactory | None = None
+    train_transform: Transform | None = None
+    eval_transform: Transform | None = None
+    callbacks: Sequence[Callback] = ()
+
+    def describe(self) -> dict[str, str]:
+        """The name of each part that is there; a run is resumed only with parts of the same names."""
+        parts = {
+            name: getattr(self, name) for name in ("model", "loss", "optimizer", "train_transform", "eval_transform")
+        }
+        names = {name: part_name(part) for name, part in parts.items() if part is not None}
+        if self.callbacks:
+            names["callbacks"] = ", ".join(part_name(callback) for callback in self.callbacks)
+        return names
+
+
+def part_name(part: Any) -> str:
+    """The name of a function, or of an object's class."""
+    named = part if hasattr(part, "__qualname__") else type(part)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+class CallbackRunner:
+    """Event handler between the loop and the logger: calls the user's callbacks and collects what they log."""
+
+    def __init__(
+        self,
+        callbacks: Sequence[Callback],
+        handle: RunHandle,
+        evaluate: Callable[[], dict[str, Any]],
+        logger: MetricsLogger,
+        world: World,
+    ) -> None:
+        self.callbacks, self.handle, self.logger, self.world = callbacks, handle, logger, world
+        self._evaluate = evaluate
+
+    def __call__(self, event: Event) -> None:
+        """Handle an event of the loop."""
+        self.logger(event)
+        if isinstance(event, StepDone):
+            for callback in self.callbacks:
+                callback.on_step_end(self.handle, event)
+            if logged := self.handle.take_logged():
+                self.logger.log(event.step, logged)
+
+    def on_run_start(self) -> None:
+        """Call the callbacks before the first step."""
+        for callback in self.callbacks:
+            callback.on_run_start(self.handle)
+
+    def on_run_end(self) -> None:
+        """Call the callbacks after the last evaluation."""
+        for callback in self.callbacks:
+            callback.on_run_end(self.handle)
+
+    def evaluate(self) -> dict[str, Any]:
+        """Metrics of the evaluated split and of the callbacks."""
+        metrics = self._evaluate()
+        for callback in self.callbacks:
+            callback.on_evaluation(self.handle, metrics)
+        return metrics | self.handle.take_logged()
+
+    def stop_reason(self) -> str:
+        """Why a callback of any process wants the run to end; empty where none does."""
+        if not self.callbacks or all_ranks(not self.handle.stop_reason, self.world):
+            return ""
+        return self.handle.stop_reason or "a callback of another process asked to stop"
+
+    def state_dicts(self) -> list[Any]:
+        """The states of callbacks that have one, else None."""
+        return [getattr(callback, "state_dict", lambda: None)() for callback in self.callbacks]
