@@ -64,7 +64,7 @@ def test_counts_are_exact_in_every_image(patches, share, token, seed, step):
     assert set(drawn.swapped.sum(dim=1).tolist()) == {min(round((1 - token) / 2 * hidden), hidden - masked)}
     assert not (drawn.masked & drawn.swapped).any()
     assert (drawn.hidden | ~(drawn.masked | drawn.swapped)).all()
-    assert [sorted(row.tolist()) for row in drawn.places] == [row.nonzero().flatten().tolist() for row in drawn.hidden]
+    assert [sorted(row.tolist()) for row in drawn.indices] == [row.nonzero().flatten().tolist() for row in drawn.hidden]
     own = torch.arange(patches).expand(5, -1)
     assert torch.equal(drawn.source != own, drawn.swapped)
     assert drawn.source.min() >= 0
@@ -104,7 +104,7 @@ def even(counts: Counter, cells: int) -> bool:
 
 def test_every_set_of_hidden_patches_is_equally_likely():
     drawn = draw_corruption(keys(14_000), 5, 8, MaskSettings(seed=1))
-    assert even(Counter(tuple(sorted(row)) for row in drawn.places.tolist()), math.comb(8, 4))
+    assert even(Counter(tuple(sorted(row)) for row in drawn.indices.tolist()), math.comb(8, 4))
 
 
 def test_every_hidden_patch_is_masked_swapped_and_replaced_equally_often():

@@ -20,7 +20,7 @@ from vitral.models.build import build
 from vitral.models.vit import ViT
 from vitral.names import parse
 from vitral.training.masked import MaskedModel, MaskSettings
-from vitral.training.muon import Muon, orthogonalise
+from vitral.training.muon import Muon, orthogonalize
 from vitral.training.optimizer import build_optimizer, freeze, parameter_groups, set_lr
 from vitral.training.state import _moment
 
@@ -50,8 +50,8 @@ def svd_steps(matrix: Tensor) -> Tensor:
 def test_the_iteration_is_its_polynomial_of_the_singular_values(shape):
     matrices = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0))
     expected = torch.stack([svd_steps(matrix) for matrix in matrices])
-    torch.testing.assert_close(orthogonalise(matrices.double()), expected, rtol=0, atol=1e-10)
-    torch.testing.assert_close(orthogonalise(matrices).double(), expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(orthogonalize(matrices.double()), expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(orthogonalize(matrices).double(), expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -60,7 +60,7 @@ def test_the_result_is_nearly_the_orthogonal_factor(shape, dtype):
     """From a 200th of the norm on, the polynomial ends between 0.68 and 1.21; half precision a little outside."""
     generator = torch.Generator().manual_seed(1)
     u, _, v = torch.linalg.svd(torch.randn(4, *shape, generator=generator), full_matrices=False)
-    found = orthogonalise((u * torch.logspace(-1.7, 0, min(shape)) @ v).to(dtype)).float()
+    found = orthogonalize((u * torch.logspace(-1.7, 0, min(shape)) @ v).to(dtype)).float()
     values = torch.linalg.svdvals(found)
     slack = 0.05 if dtype == torch.bfloat16 else 0.0
     assert values.min() > 0.68 - slack
@@ -71,13 +71,13 @@ def test_the_result_is_nearly_the_orthogonal_factor(shape, dtype):
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 9), st.floats(1e-3, 1e3), st.integers(0, 1000))
 def test_matrices_do_not_mix_and_their_size_does_not_matter(number, rows, columns, size, seed):
     matrices = torch.randn(number, rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    together = orthogonalise(matrices)
-    alone = torch.cat([orthogonalise(size * matrix.unsqueeze(0)) for matrix in matrices])
+    together = orthogonalize(matrices)
+    alone = torch.cat([orthogonalize(size * matrix.unsqueeze(0)) for matrix in matrices])
     torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-9)
 
 
 def test_nothing_stays_nothing():
-    assert not orthogonalise(torch.zeros(2, 3, 4)).any()
+    assert not orthogonalize(torch.zeros(2, 3, 4)).any()
 
 
 # steps

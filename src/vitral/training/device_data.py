@@ -1,7 +1,7 @@
-"""Images that stay on the GPU: where the host has nothing random to do to them, they are prepared once.
+"""Images on the GPU: small data sets that stay there, and crops that are resized there.
 
-A small model takes tens of thousands of small images a second, more than workers can hand over one by one; what is
-random then happens on the device, in `augmentation.py`.
+A small model takes tens of thousands of small images per second, more than workers can deliver one by one. Where the
+host has nothing random to do they are decoded once and stay; augmentation then runs on the device (`augmentation.py`).
 """
 
 from __future__ import annotations

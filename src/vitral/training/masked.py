@@ -1,4 +1,7 @@
-"""A run of masked patch prediction (B.1.2): its objective, and who judges it."""
+"""Masked patch prediction (paper, appendix B.1.2): the corruption of patches, the model, its objective and metrics.
+
+Which patches are masked is a hash of (seed, step, image), so masking has no state to save.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ from vitral.models.normalise import normalise
 from vitral.models.position import grid_of
 from vitral.models.vit import ViT
 
-_TEST_STEP = 0  # held-out images are always corrupted in the same way
+_EVAL_STEP = 0  # evaluated images are always masked in the same way
 _BASELINE_IMAGES = 2000
 
 
 class MaskedObjective(nn.Module):
-    """Sums over the valid rows of a batch: of the losses, and of the shares of hidden patches that were named right."""
+    """Sums over the valid rows of a batch: of losses, and of the shares of masked patches predicted correctly."""
 
     capturable = False  # which patches are masked is drawn on the host
 
@@ -43,15 +46,15 @@ class MaskedObjective(nn.Module):
         return torch.tensor(step)
 
     def forward(self, images: Tensor, keys: Tensor, valid: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """uint8 (b, c, h, w), the images' places in the split (b,), valid (b,) -> loss (), right answers ()"""
-        losses, right = self.model(normalise(images, self.mean, self.std), images, keys, int(draws))
-        answers = torch.where(valid, right, 0.0).sum()
-        counted = torch.full_like(answers, -1.0) if self.model.settings.target == "pixels" else answers
+        """uint8 (batch, channels, height, width), the images' indices (batch,), valid (batch,) -> loss (), correct ()"""
+        losses, accuracies = self.model(normalise(images, self.mean, self.std), images, keys, int(draws))
+        correct = torch.where(valid, accuracies, 0.0).sum()
+        counted = torch.full_like(correct, -1.0) if self.model.settings.target == "pixels" else correct
         return torch.where(valid, losses, 0.0).sum(), counted.detach()
 
 
 def keyed(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Batches with the images' own places for labels: what is hidden depends on (seed, step, image) alone."""
+    """Batches with the images' indices as labels: the mask depends on (seed, step, image) alone."""
     try:
         for batch in batches:
             yield batch._replace(labels=batch.indices)
@@ -72,7 +75,7 @@ def masked_outputs(
     precision: str,
     on_progress: Callable[[int, int], None],
 ) -> Predictions:
-    """Loss and share of right answers, (m, 2), of this process's part of the split."""
+    """Loss and accuracy (images, 2) of this process's share of the split."""
     pipeline = parse_pipeline(preprocess.pipeline)
     channels = model.model.config.channels
     half = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
@@ -85,7 +88,7 @@ def masked_outputs(
             real = part.indices != PADDING
             images = part.images.to(device)
             inputs = normalise(images, preprocess.mean, preprocess.std)
-            found = torch.stack(model(inputs, images, part.indices.to(device), _TEST_STEP), dim=1).float().cpu()
+            found = torch.stack(model(inputs, images, part.indices.to(device), _EVAL_STEP), dim=1).float().cpu()
             rows.append((part.indices[real].numpy(), found[real].numpy(), part.valid[real].numpy()))
             on_progress(sum(len(indices) for indices, _, _ in rows), len(split))
     model.train()
@@ -93,57 +96,59 @@ def masked_outputs(
     return Predictions(indices, numbers, valid)
 
 
-def baselines(train: Split, test: Split, pipeline: str, config: ViTConfig, settings: MaskSettings) -> dict[str, float]:
-    """What the loss must beat, on the first images of each split: see `evaluation/colours.py`.
+def baselines(train: Split, eval_split: Split, pipeline: str, config: ViTConfig, settings: MaskSettings) -> dict[str, float]:
+    """Baselines of the loss, on the first images of each split: see the module of `histogram_entropy`.
 
-    Only for one colour a patch: the other targets have no such simple rivals.
+    Only for target "mean", one colour per patch: the other targets have no such simple baselines.
     """
     if settings.target != "mean":
         return {}
-    (seen, seen_hidden), (colours, hidden) = (_colours(part, pipeline, config, settings) for part in (train, test))
+    (train_colours, train_hidden), (colours, hidden) = (
+        _colours(split, pipeline, config, settings) for split in (train, eval_split)
+    )
     return {
         "histogram_entropy": histogram_entropy(colour_class(colours[hidden])),
-        "neighbour_loss": neighbour_loss(seen, seen_hidden, colours, hidden),
+        "neighbour_loss": neighbour_loss(train_colours, train_hidden, colours, hidden),
     }
 
 
 def _colours(split: Split, pipeline: str, config: ViTConfig, settings: MaskSettings) -> tuple[np.ndarray, np.ndarray]:
-    """Mean colours of the patches, (m, h, w, c), and which of them a held-out image hides, (m, h, w)."""
-    some = split.select(np.arange(min(len(split), _BASELINE_IMAGES)))
+    """Mean colours of the patches (images, h, w, channels), and which of them are masked (images, h, w)."""
+    first = split.select(np.arange(min(len(split), _BASELINE_IMAGES)))
     colours, hidden = [], []
-    for part in evaluation_batches(some, parse_pipeline(pipeline), batch=64, channels=config.channels):
+    for part in evaluation_batches(first, parse_pipeline(pipeline), batch=64, channels=config.channels):
         images, keys = part.images[part.valid], part.indices[part.valid]
         if not len(images):
             continue
         grid = config.grid((images.shape[2], images.shape[3]))
-        found = mean_colours(cut_patches(images, config.stride, grid))[:, :, 0]
-        drawn = draw_corruption(keys, _TEST_STEP, grid[0] * grid[1], settings)
-        colours.append(found.unflatten(1, grid).numpy())
+        means = mean_colours(cut_patches(images, config.stride, grid))[:, :, 0]
+        drawn = draw_corruption(keys, _EVAL_STEP, grid[0] * grid[1], settings)
+        colours.append(means.unflatten(1, grid).numpy())
         hidden.append(drawn.hidden.unflatten(1, grid).numpy())
     return np.concatenate(colours), np.concatenate(hidden)
 
 
-def measure_masked(rivals: dict[str, float]) -> Callable[..., dict[str, Any]]:
-    """A function of (n, 2) losses and shares that gives metrics; the smaller the loss, the better the score."""
+def measure_masked(baseline_losses: dict[str, float]) -> Callable[..., dict[str, Any]]:
+    """A function of losses and accuracies (n, 2) that gives metrics; the score is the negative loss."""
 
-    def measure(numbers: np.ndarray, labels: np.ndarray, classes: tuple[str, ...]) -> dict[str, Any]:
-        loss, right = numbers.mean(axis=0, dtype=np.float64).tolist()
-        metrics = {"score": -loss, "masked_loss": loss, "n": len(numbers), **rivals}
-        return metrics if right < 0 else {**metrics, "masked_accuracy": right}
+    def measure(rows: np.ndarray, labels: np.ndarray, classes: tuple[str, ...]) -> dict[str, Any]:
+        loss, accuracy = rows.mean(axis=0, dtype=np.float64).tolist()
+        metrics = {"score": -loss, "masked_loss": loss, "n": len(rows), **baseline_losses}
+        return metrics if accuracy < 0 else {**metrics, "masked_accuracy": accuracy}
 
     return measure
 
 
 Target = Literal["mean", "grid", "pixels"]
-GRID = 4  # colours a side of a patch that target "grid" predicts
-_TOKEN_STD = 0.02  # of the mask token's start; the paper does not give one
+GRID = 4  # colours per side of a patch that target "grid" predicts
+_TOKEN_STD = 0.02  # of the mask token's initialisation; the paper does not give one
 
 
 @dataclass(frozen=True)
 class MaskSettings:
-    """Which patches are hidden, and what of them is predicted."""
+    """Which patches are masked, and what of them is predicted."""
 
-    share: float = 0.5  # of the patches, hidden and predicted
+    share: float = 0.5  # of the patches, corrupted and predicted
     token: float = 0.8  # of those, become the mask token
     random: float = 0.1  # of those, become another patch of the image; the rest stays
     target: Target = "mean"
@@ -151,21 +156,21 @@ class MaskSettings:
 
 
 class Corruption(NamedTuple):
-    """What happens to the n patches of each of b images, k of which are hidden."""
+    """What happens to the n patches of each of b images, k of which are hidden (corrupted and predicted)."""
 
-    places: Tensor  # (b, k) int64: the hidden patches
+    indices: Tensor  # (b, k) int64: the hidden patches
     hidden: Tensor  # (b, n) bool: the same
     masked: Tensor  # (b, n) bool: hidden and replaced by the mask token
     swapped: Tensor  # (b, n) bool: hidden and replaced by another patch
-    source: Tensor  # (b, n) int64: the patch that stands at each place; its own but where swapped
+    source: Tensor  # (b, n) int64: the patch whose embedding is at each position; its own but where swapped
 
 
 def draw_corruption(keys: Tensor, step: int, patches: int, settings: MaskSettings) -> Corruption:
     """int64 (b,) -> the corruption of each row, on the keys' device.
 
-    A key names the row's image, such as by its place in the split. How many patches are hidden, masked and swapped is
+    A key identifies the row's image, such as its index in the split. How many patches are hidden, masked and swapped is
     the whole number nearest to their shares (half to even), the same in all images; at least one is hidden. Which ones
-    they are, and which other patch comes for one that is swapped, is uniform.
+    they are, and which other patch replaces one that is swapped, is uniform.
     """
     if patches < 2:
         raise UserError(
@@ -178,16 +183,16 @@ def draw_corruption(keys: Tensor, step: int, patches: int, settings: MaskSetting
     order = drawn[:, :patches].argsort(dim=1, stable=True)
     rank = order.argsort(dim=1)
     swapped = (rank >= masked) & (rank < changed)
-    place = torch.arange(patches, device=keys.device)
-    other = (place + 1 + drawn[:, patches:].remainder(patches - 1)) % patches
-    return Corruption(order[:, :hidden], rank < hidden, rank < masked, swapped, torch.where(swapped, other, place))
+    position = torch.arange(patches, device=keys.device)
+    other = (position + 1 + drawn[:, patches:].remainder(patches - 1)) % patches
+    return Corruption(order[:, :hidden], rank < hidden, rank < masked, swapped, torch.where(swapped, other, position))
 
 
 def corrupt(patches: Tensor, corruption: Corruption, mask_token: Tensor) -> Tensor:
-    """(b, h, w, d), (d,) -> (b, h, w, d). What comes for a swapped patch is the other's embedding before corruption."""
+    """(b, h, w, d), (d,) -> (b, h, w, d). A swapped patch gets the other's embedding before corruption."""
     flat = patches.flatten(1, 2)
-    found = flat.gather(1, corruption.source.unsqueeze(-1).expand_as(flat))
-    mixed = torch.where(corruption.masked.unsqueeze(-1), mask_token.to(found.dtype), found)
+    swapped = flat.gather(1, corruption.source.unsqueeze(-1).expand_as(flat))
+    mixed = torch.where(corruption.masked.unsqueeze(-1), mask_token.to(swapped.dtype), swapped)
     return mixed.view_as(patches)
 
 
@@ -198,8 +203,8 @@ def cut_patches(images: Tensor, side: int, grid: Size) -> Tensor:
     are repeated.
     """
     for axis, count in zip((2, 3), grid, strict=True):
-        places = torch.arange(count * side, device=images.device).clamp(max=images.shape[axis] - 1)
-        images = images.index_select(axis, places)
+        pixels = torch.arange(count * side, device=images.device).clamp(max=images.shape[axis] - 1)
+        images = images.index_select(axis, pixels)
     return images.unflatten(3, (grid[1], side)).unflatten(2, (grid[0], side)).permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
 
 
@@ -228,10 +233,10 @@ def colour_targets(patches: Tensor, target: Target) -> Tensor:
 
 
 class MaskedModel(nn.Module):
-    """A ViT, the mask token and the layer that reads predictions from the hidden patches' tokens.
+    """A ViT, the mask token and the layer that predicts the hidden patches from their tokens.
 
-    The ViT's head and attention pooling take no part and are frozen here, so DistributedDataParallel waits for no
-    gradient of theirs; build the ViT with classes=0 and it has no head to store either.
+    The ViT's head and attention pooling take no part and are frozen, so DistributedDataParallel waits for no gradient
+    of theirs; build the ViT with classes=0 and it has no head to store either.
     """
 
     def __init__(self, model: ViT, settings: MaskSettings) -> None:
@@ -242,7 +247,7 @@ class MaskedModel(nn.Module):
         self.side = config.stride
         if settings.target == "grid" and self.side < GRID:
             raise UserError(
-                f"a patch of {self.side} pixels a side cannot be shrunk to {GRID} x {GRID}: "
+                f"a patch of {self.side} pixels per side cannot be shrunk to {GRID} x {GRID}: "
                 "set masked.target to mean or pixels."
             )
         self.classes = LEVELS**config.channels
@@ -250,26 +255,26 @@ class MaskedModel(nn.Module):
         outputs = pixels if settings.target == "pixels" else _cells(settings.target) ** 2 * self.classes
         self.mask_token = nn.Parameter(torch.empty(config.width).normal_(std=_TOKEN_STD))
         self.predict = nn.Linear(config.width, outputs)
-        nn.init.zeros_(self.predict.weight)  # as the head of a classifier: the first loss is that of a blind guess
+        nn.init.zeros_(self.predict.weight)  # as the head of a classifier: the first loss is that of a uniform guess
         zero_bias(self.predict)
         for unused in (model.head, model.map):
             if unused is not None:
                 unused.requires_grad_(False)
 
     def forward(self, images: Tensor, raw: Tensor, keys: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Normalised (b, c, height, width), the same as uint8, keys (b,) -> losses (b,), shares of right answers (b,).
+        """Normalised (b, c, height, width), the same as uint8, keys (b,) -> losses (b,), accuracies (b,).
 
-        In evaluation every hidden patch is the mask token: one that is left as it was would give its answer away.
+        In evaluation every hidden patch is the mask token: one that is left unchanged would reveal its answer.
         Both are means over an image's hidden patches: a cross-entropy in nats, or for "pixels" the mean square in units
-        of the normalised pixels, where no answer is right or wrong and the share is -1.
+        of the normalised pixels, which has no accuracy: -1.
         """
         patches = self.model.patchify(images)
         grid = grid_of(patches)
         settings = self.settings if self.training else replace(self.settings, token=1.0, random=0.0)
         corruption = draw_corruption(keys, step, grid[0] * grid[1], settings)
         tokens = self._tokens(corrupt(patches, corruption, self.mask_token))
-        outputs = self.predict(_rows(tokens, corruption.places)).float()
-        pixels = _rows(cut_patches(images if self._regresses else raw, self.side, grid), corruption.places)
+        outputs = self.predict(_rows(tokens, corruption.indices)).float()
+        pixels = _rows(cut_patches(images if self._regresses else raw, self.side, grid), corruption.indices)
         if self._regresses:
             losses = (outputs - pixels.flatten(2)).square().mean(dim=(1, 2))
             return losses, torch.full_like(losses, -1.0).detach()
@@ -283,7 +288,7 @@ class MaskedModel(nn.Module):
         return self.settings.target == "pixels"
 
     def _tokens(self, patches: Tensor) -> Tensor:
-        """(b, h, w, d) -> (b, n, d): what the encoder says of each patch, after its norm."""
+        """(b, h, w, d) -> (b, n, d): the encoder's token of each patch, after its norm."""
         tokens = self.model.encode(patches)[:, self.model.config.prefix :]
         return self.model.norm(tokens) if self.model.config.norm_place == "features" else tokens
 
@@ -292,9 +297,9 @@ def _cells(target: Target) -> int:
     return GRID if target == "grid" else 1
 
 
-def _rows(values: Tensor, places: Tensor) -> Tensor:
+def _rows(values: Tensor, indices: Tensor) -> Tensor:
     """(b, n, ...), (b, k) -> (b, k, ...)"""
-    return values[torch.arange(len(values), device=values.device).unsqueeze(1), places]
+    return values[torch.arange(len(values), device=values.device).unsqueeze(1), indices]
 
 
 def _start(seed: int, step: int) -> int:
@@ -302,12 +307,12 @@ def _start(seed: int, step: int) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # SplitMix64's constants, as the signed numbers that torch has
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # SplitMix64's constants, as signed integers, which torch has
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
 def _hashes(keys: Tensor, start: int, count: int) -> Tensor:
-    """int64 (b,) -> (b, count): the first numbers of a SplitMix64 generator for each key."""
+    """int64 (b,) -> (b, count): the first outputs of a SplitMix64 generator for each key."""
     state = _mix(keys * _GOLDEN + start).unsqueeze(1)
     return _mix(state + _GOLDEN * torch.arange(1, count + 1, device=keys.device))
 
@@ -320,5 +325,5 @@ def _mix(values: Tensor) -> Tensor:
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
-    """To the right, filled with zeros; torch's own shift of signed numbers repeats the sign."""
+    """Logical right shift; torch's own shift of signed integers repeats the sign."""
     return (values >> bits) & (2 ** (64 - bits) - 1)

@@ -1,7 +1,7 @@
 """Mixup and cutmix: each example is mixed with the one before it in the global batch.
 
-A batch brings one more row than it trains on, the partner of its first example, so any number of ranks mixes the same
-pairs; what is mixed how is a function of (seed, step), so every rank and every resumed run draws the same.
+A batch has one more row than it trains on, the mixing partner of its first example, so any number of ranks mixes the
+same pairs; how they are mixed is a function of (seed, step), so every rank and every resumed run draws the same.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor
 from vitral.architecture import Size
 
 Box = tuple[int, int, int, int]  # top, bottom, left, right
-_STREAM = 0x6D6978  # keeps these numbers apart from others drawn by (seed, step)
+_STREAM = 0x6D6978  # a random stream apart from others that (seed, step) seeds
 
 
 class Mix(NamedTuple):
-    """How a batch is mixed: an example keeps the share `own`; the rest is its partner's, as a blend or inside `box`."""
+    """How a batch is mixed: an example keeps the share `own`; the rest is its partner's, blended or inside `box`."""
 
     own: float
     box: Box | None
 
     def numbers(self) -> Tensor:
-        """As (6,), so that a step that was recorded once can be replayed with others: the share of an example in its
-        targets, that in its pixels outside the box, and the box, which is empty where there is none."""
+        """As a tensor (6,), an input of the captured CUDA graph: the share of an example in its targets, that in its
+        pixels outside the box, and the box, which is empty where there is none."""
         return torch.tensor([self.own, self.own if self.box is None else 1.0, *(self.box or (0, 0, 0, 0))])
 
 

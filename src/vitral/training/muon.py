@@ -1,7 +1,10 @@
-"""Muon (Jordan 2024; Liu et al. 2025): the momentum of a weight matrix is made orthogonal before it moves the weight.
+"""Muon (Jordan 2024; Liu et al. 2025): the momentum of a weight matrix is orthogonalised before it updates the weight.
 
-A matrix then learns in all directions equally fast, not mostly in the few that its gradient is largest in. What is no
-matrix between hidden layers (embeddings, positions, norms, biases, the head) learns with Adam.
+A matrix is then updated equally in all directions, not mostly in the few that its gradient is largest in. What is not a
+matrix between hidden layers (embeddings, positions, norms, biases, the head) is updated by AdamW.
+
+Why not `torch.optim.Muon`: it takes one matrix per parameter, where queries, keys and values are three in one, leaves
+other parameters to a second optimizer, and its step cannot be captured in a CUDA graph; benchmarks/muon.py measures it.
 """
 
 from __future__ import annotations
@@ -19,16 +22,16 @@ from vitral.training.parallel import local_shard
 _STEPS = 5
 # Jordan's quintic: steep at 0, so that five steps lift small singular values too; it ends near 1, not at it.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_SIZE = 0.2  # root mean square of Adam's usual update; with the same size, both kinds share one learning rate
-_TINY = 1e-7  # below this norm a gradient counts as nothing
+_UPDATE_RMS = 0.2  # root mean square of Adam's usual update, so that both kinds share one learning rate
+_TINY = 1e-7  # the smallest norm that is divided by
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum made orthogonal for groups with `matrices`, AdamW for the others; decay is decoupled in both.
+    """Orthogonalised momentum for groups with `matrices`, AdamW for the others; weight decay is decoupled in both.
 
-    `matrices` says how many matrices lie one below the other in each weight of a group: 1, or 3 where a layer computes
-    queries, keys and values; 0 is for Adam. A rate may be a number, or a tensor on the weights' device. A step reads
-    nothing back from the device, so a CUDA graph can hold it once a first step has made the state.
+    `matrices` is how many matrices are stacked in each weight of a group: 1, or 3 where a layer computes queries, keys
+    and values; 0 means AdamW. A learning rate may be a number, or a tensor on the weights' device. A step reads nothing
+    back from the device, so a CUDA graph can capture it once a first step has made the state.
     """
 
     def __init__(
@@ -42,23 +45,26 @@ class Muon(torch.optim.Optimizer):
         rule = {"lr": lr, "betas": betas, "eps": 1e-8, "momentum": momentum, "weight_decay": 0.0, "matrices": 0}
         super().__init__(groups, rule | {"capturable": True})  # the counts of steps live on the device
         if any(local_shard(weight) is not weight for group in self.param_groups for weight in group["params"]):
-            raise UserError("muon needs whole matrices, not shards of them: set parallel=ddp or optim.name=adamw.")
+            raise UserError("muon needs unsharded matrices: set parallel=ddp or optim.name=adamw.")
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Move every weight that has a gradient."""
-        moved = []
+        """Update every weight that has a gradient."""
+        updates = []
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
             if weights and group["matrices"]:
-                moved.append((group, weights, self._directions(weights, group)))
+                updates.append((group, weights, self._directions(weights, group)))
             elif weights:
                 self._adam(weights, group)
-        parts = [
-            part for group, _, found in moved for one in found for part in one.unflatten(0, (group["matrices"], -1))
+        matrices = [
+            matrix
+            for group, _, directions in updates
+            for direction in directions
+            for matrix in direction.unflatten(0, (group["matrices"], -1))
         ]
-        _orthogonalise_alike(parts)
-        for group, weights, directions in moved:
+        _orthogonalize_by_shape(matrices)
+        for group, weights, directions in updates:
             torch._foreach_mul_(directions, group["lr"])
             if group["weight_decay"]:
                 torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
@@ -100,8 +106,8 @@ class Muon(torch.optim.Optimizer):
         return [self.state[weight][name] for weight in weights]
 
 
-def orthogonalise(matrices: Tensor) -> Tensor:
-    """(k, rows, columns) -> (k, rows, columns): singular values near 1 for each, by Newton and Schulz's iteration.
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """(k, rows, columns) -> (k, rows, columns): singular values near 1 for each, by the Newton-Schulz iteration.
 
     Only products of matrices, hence fast in half precision, unlike a decomposition.
     """
@@ -115,17 +121,17 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     return x.mT if upright else x
 
 
-def _orthogonalise_alike(matrices: list[Tensor]) -> None:
-    """In place, all matrices of a shape at once, and each at the size of Adam's update."""
-    alike: dict[tuple[int, ...], list[Tensor]] = {}
+def _orthogonalize_by_shape(matrices: list[Tensor]) -> None:
+    """Orthogonalise in place, all matrices of a shape at once, and scale each to the size of Adam's update."""
+    by_shape: dict[tuple[int, ...], list[Tensor]] = {}
     for matrix in matrices:
-        alike.setdefault(tuple(matrix.shape), []).append(matrix)
-    for shape, some in alike.items():
-        dtype = torch.bfloat16 if some[0].is_cuda else some[0].dtype
-        stacked = some[0].new_empty((len(some), *shape), dtype=dtype)
-        torch._foreach_copy_(list(stacked), some)
-        stacked = orthogonalise(stacked).mul_(_SIZE * math.sqrt(max(shape)))
-        torch._foreach_copy_(some, list(stacked))
+        by_shape.setdefault(tuple(matrix.shape), []).append(matrix)
+    for shape, group in by_shape.items():
+        dtype = torch.bfloat16 if group[0].is_cuda else group[0].dtype
+        stacked = group[0].new_empty((len(group), *shape), dtype=dtype)
+        torch._foreach_copy_(list(stacked), group)
+        stacked = orthogonalize(stacked).mul_(_UPDATE_RMS * math.sqrt(max(shape)))
+        torch._foreach_copy_(group, list(stacked))
 
 
 def _gradients(weights: list[Tensor]) -> list[Tensor]:

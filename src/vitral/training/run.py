@@ -299,6 +299,8 @@ def _write_model(model: nn.Module, setup: RunSetup, path: Path) -> None:
         merge_lora(model)
     weights = {key: value.detach().cpu() for key, value in model.state_dict().items()}
     card = setup.card
+    if setup.own.eval_transform is not None:  # nobody else has it, so the file must not claim another preprocessing
+        card = replace(card, preprocess=None, changes=(*card.changes, "evaluated with a transform of the user's own"))
     if isinstance(card.architecture, ModuleConfig):
         write_safetensors(path, weights, {"vitral.card": card.to_json()})
     else:
