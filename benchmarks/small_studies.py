@@ -1,0 +1,107 @@
+"""Small-scale runs of the paper's studies on CIFAR-100, one JSON line per run: heads (Figure 9), positions (Table 8).
+
+    python benchmarks/small_studies.py heads cifar100:FOLDER --out results/heads.jsonl
+
+A run that the file has already is not repeated, so a study that was stopped continues. Every run trains a ViT-Ti/4 at 32
+pixels from scratch and is evaluated once, on the 10,000 test images; nothing is selected on them, and each rate's runs
+are all listed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import vitral
+from vitral.events import ignore_events
+
+BASE: dict[str, Any] = {
+    "model": "ViT-Ti/4@32",
+    "epochs": 30,
+    "batch": 512,
+    "evaluate_every": 1_000_000,
+    "shape.depth": 6,
+    "optim.name": "adamw",
+    "optim.weight_decay": 0.1,
+    "schedule.warmup": 0.1,
+    "data.train_transform": "decode|resize({size})",
+    "data.eval_transform": "decode|resize({size})",
+    "data.augment": "shift(4)|flip",
+    "data.mixup": 0.2,
+}
+SEEDS = (0, 1, 2)
+POSITIONS = (
+    ("none", "input"),
+    ("1d", "input"),
+    ("1d", "every"),
+    ("1d", "shared"),
+    ("2d", "input"),
+    ("2d", "every"),
+    ("2d", "shared"),
+    ("relative", "input"),
+)
+
+
+def heads() -> Iterator[dict[str, Any]]:
+    """Class token and mean pooling, each at four rates: the paper needed another rate for each."""
+    for pool, lr, seed in itertools.product(("token", "mean"), (3e-4, 1e-3, 2e-3, 4e-3), SEEDS):
+        yield {"shape.pool": pool, "optim.lr": lr, "seed": seed}
+
+
+def positions() -> Iterator[dict[str, Any]]:
+    """The eight cells of Table 8."""
+    for (position, injection), seed in itertools.product(POSITIONS, SEEDS):
+        yield {"shape.position": position, "shape.injection": injection, "optim.lr": 1e-3, "seed": seed}
+
+
+STUDIES = {"heads": heads, "positions": positions}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=list(STUDIES))
+    parser.add_argument("data")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes to every run, for trying out")
+    options = parser.parse_args()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    lines = options.out.read_text().splitlines() if options.out.exists() else []
+    done = [json.loads(line)["changes"] for line in lines]
+    for changes in STUDIES[options.study]():
+        if changes not in done:
+            with options.out.open("a") as file:
+                file.write(json.dumps(_run(options, changes)) + "\n")
+
+
+def _run(options: argparse.Namespace, changes: dict[str, Any]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        keys = {**BASE, **changes}
+        result = vitral.train(
+            options.data,
+            recipe=vitral.Recipe(),
+            out=Path(folder) / "run",
+            set=[*(f"{key}={value}" for key, value in keys.items()), *options.set],
+            on_event=ignore_events,
+        ).results[0]
+    row = {
+        "study": options.study,
+        "changes": changes,
+        "top1": result.metrics["top1"],
+        "n": result.metrics["n"],
+        "seconds": round(result.seconds, 1),
+        "flops": result.flops,
+        "recipe": result.recipe,
+        "device": result.device,
+        "version": vitral.__version__,
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
+if __name__ == "__main__":
+    main()
