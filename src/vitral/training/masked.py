@@ -20,7 +20,7 @@ from vitral.errors import UserError
 from vitral.evaluation.colours import LEVELS, colour_class, histogram_entropy, neighbour_loss
 from vitral.evaluation.predict import Predictions, Preprocessing
 from vitral.models.init import zero_bias
-from vitral.models.normalise import normalise
+from vitral.models.normalize import normalize
 from vitral.models.position import grid_of
 from vitral.models.vit import ViT
 
@@ -44,7 +44,7 @@ class MaskedObjective(nn.Module):
 
     def forward(self, images: Tensor, keys: Tensor, valid: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """uint8 (b, c, h, w), the images' places in the split (b,), valid (b,) -> loss (), right answers ()"""
-        losses, right = self.model(normalise(images, self.mean, self.std), images, keys, int(numbers))
+        losses, right = self.model(normalize(images, self.mean, self.std), images, keys, int(numbers))
         answers = torch.where(valid, right, 0.0).sum()
         counted = torch.full_like(answers, -1.0) if self.model.settings.target == "pixels" else answers
         return torch.where(valid, losses, 0.0).sum(), counted.detach()
@@ -84,7 +84,7 @@ def masked_outputs(
         ):
             real = part.indices != PADDING
             images = part.images.to(device)
-            inputs = normalise(images, preprocess.mean, preprocess.std)
+            inputs = normalize(images, preprocess.mean, preprocess.std)
             found = torch.stack(model(inputs, images, part.indices.to(device), _TEST_STEP), dim=1).float().cpu()
             rows.append((part.indices[real].numpy(), found[real].numpy(), part.valid[real].numpy()))
             on_progress(sum(len(indices) for indices, _, _ in rows), len(split))

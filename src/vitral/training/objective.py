@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vitral.architecture import Size
-from vitral.models.normalise import normalise
+from vitral.models.normalize import normalize
 from vitral.models.resnet import ResNet
 from vitral.models.vit import ViT
 from vitral.training.augmentation import parse_augmentation
@@ -73,7 +73,7 @@ class Objective(nn.Module):
         """
         s = self.settings
         images = images if self.augment is None else self.augment(images)
-        inputs = normalise(images, s.mean, s.std) if images.ndim == 4 else images
+        inputs = normalize(images, s.mean, s.std) if images.ndim == 4 else images
         targets = labels
         if s.mixes:
             inputs, targets = mix_batch(inputs, soft_targets(labels, s.classes), numbers)

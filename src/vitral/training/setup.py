@@ -28,8 +28,7 @@ from vitral.data.sources import DataSet, Split
 from vitral.errors import UserError
 from vitral.evaluation.predict import Predictions, embed_split, predict_split
 from vitral.events import EventHandler, Note, Progress
-from vitral.models.build import Model, build
-from vitral.models.mimetic import start_mimetic
+from vitral.models.build import Model, build, mimetic_init
 from vitral.models.vit import ViT
 from vitral.recipe import Recipe
 from vitral.training.augmentation import parse_augmentation
@@ -172,7 +171,7 @@ def prepare_model(recipe: Recipe, classes: tuple[str, ...]) -> tuple[Model, Card
             torch.nn.init.constant_(model.head.output.bias, recipe.shape.head_bias)
         source = "trained from scratch"
         if recipe.shape.start == "mimetic" and isinstance(model, ViT):
-            start_mimetic(model)
+            mimetic_init(model)
             source = "trained from scratch, from a mimetic start"
         card = Card(model.config, source=source, format="vitral")
     architecture = model.config
