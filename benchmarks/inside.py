@@ -18,7 +18,7 @@ from vitral.data.sources import open_images
 from vitral.inspection.attention import mean_attention_distance
 from vitral.inspection.attribution import deletion_area, deletion_curve, gradient_rollout, random_maps
 from vitral.inspection.embeddings import position_similarity
-from vitral.models.normalise import normalise
+from vitral.models.normalize import normalize
 
 DISTANCE, DELETION = 32, 8  # images
 STEPS = 14  # of a deletion curve
@@ -56,7 +56,7 @@ def _images(folder: str, preprocess: str, count: int) -> Tensor:
     chosen = split.select(np.arange(count) * len(split) // count)
     pipeline, mean, std = parse_preprocess(preprocess)
     pixels = torch.cat([batch.images for batch in evaluation_batches(chosen, parse_pipeline(pipeline), batch=8)])
-    return normalise(pixels[:count], mean, std)
+    return normalize(pixels[:count], mean, std)
 
 
 def _same_line(similarity: Tensor) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""What a model is, as plain data: the description that models, costs, files and cards share. No torch here."""
+"""Model architectures as plain data, shared by models, costs, weight files and model cards. No torch here."""
 
 from __future__ import annotations
 
@@ -18,31 +18,28 @@ ResizeRule = Literal["google", "timm", "hf", "torchvision", "dino"]
 NormPlace = Literal["tokens", "features"]
 RootPool = Literal["zero", "-inf"]
 
-AXIAL_HEADS = 8  # of an AxialResNet, whatever its width, as in Axial-DeepLab
+AXIAL_HEADS = 8  # of an AxialResNet of any width, as in Axial-DeepLab
 
 
 @dataclass(frozen=True, kw_only=True)
 class StemConfig:
-    """The ResNet (v1, post-activation) that a hybrid runs before it cuts patches (paper, section 3.1).
+    """The ResNet (v1, post-activation) in front of a hybrid's patch embedding (paper, section 3.1)."""
 
-    `blocks` counts the bottleneck units of each stage; `()` is the root alone (7x7 convolution and max-pool).
-    """
-
-    blocks: tuple[int, ...]
-    width: int = 1
+    blocks: tuple[int, ...]  # bottlenecks of each stage; () is the root alone (7x7 convolution and max-pool)
+    width: int = 1  # a multiple of 64 channels
 
     @property
     def channels(self) -> int:
-        """Channels of the feature map that comes out."""
+        """Channels of the output feature map."""
         return 64 * self.width * (4 * 2 ** (len(self.blocks) - 1) if self.blocks else 1)
 
     @property
     def stride(self) -> int:
-        """Pixels of the image to one of the feature map: the root halves twice, every stage but the first once."""
+        """Image pixels per pixel of the feature map: the root halves twice, every stage but the first once."""
         return 2 ** (1 + max(len(self.blocks), 1))
 
     def grid(self, image: Size) -> Size:
-        """Height and width of the feature map: TensorFlow's SAME padding rounds up."""
+        """Height and width of the feature map for an image size: TensorFlow's SAME padding rounds up."""
         return -(-image[0] // self.stride), -(-image[1] // self.stride)
 
 
@@ -55,18 +52,18 @@ class ViTConfig:
     mlp: int
     heads: int
     patch: int  # side of a square patch, in pixels of the image or of the stem's feature map
-    image: Size = (224, 224)  # the size whose grid the position table has; any other size works at run time
+    image: Size = (224, 224)  # sets the grid of the position table; any other size works at run time
     channels: int = 3
-    classes: int = 1000  # 0: no head, logits are the features
+    classes: int = 1000  # 0: no head, the model returns its features
     pool: Pool = "token"
     class_token: bool = True
     registers: int = 0
     position: Position = "1d"
     injection: Injection = "input"
-    class_position: bool = True  # the class token has a position row of its own (Google: yes, big_vision: no)
+    class_position: bool = True  # the class token has its own position row (Google: yes, big_vision: no)
     resize: ResizeRule = "google"
     representation: int = 0  # width of the tanh layer of the pre-training head; 0: none
-    norm_place: NormPlace = "tokens"  # last LayerNorm before pooling (the paper) or after it (MAE's fine-tuning)
+    norm_place: NormPlace = "tokens"  # final LayerNorm before pooling (the paper) or after it (MAE's fine-tuning)
     norm_eps: float = 1e-6
     gelu: Gelu = "tanh"
     layer_scale: bool = False
@@ -98,7 +95,7 @@ class ViTConfig:
 
     @property
     def prefix(self) -> int:
-        """Number of tokens in front of the patches: the class token, then the registers."""
+        """Number of tokens before the patches: the class token, then the registers."""
         return int(self.class_token) + self.registers
 
     @property
@@ -107,16 +104,21 @@ class ViTConfig:
         return self.class_token and self.class_position and self.position in ("1d", "2d")
 
     @property
+    def features(self) -> int:
+        """Width of the pooled features."""
+        return self.width
+
+    @property
     def stride(self) -> int:
-        """Pixels of the image along a side of a patch; before that of a hybrid there is a stem that strides."""
+        """Image pixels per side of a patch, the stride of a hybrid's stem included."""
         return self.patch * (self.stem.stride if self.stem else 1)
 
     def grid(self, image: Size) -> Size:
-        """Rows and columns of patches. Pixels at the right and bottom that fill no patch are dropped, as by Google."""
+        """Rows and columns of patches; pixels at the right and bottom that fill no patch are dropped, as by Google."""
         height, width = self.stem.grid(image) if self.stem else image
         if min(height, width) < self.patch:
             raise UserError(
-                f"an image of {image[0]}x{image[1]} pixels has no room for one patch: "
+                f"an image of {image[0]}x{image[1]} pixels is smaller than one patch: "
                 f"make each side at least {self._smallest_side()} pixels."
             )
         return height // self.patch, width // self.patch
@@ -125,17 +127,18 @@ class ViTConfig:
         return (self.patch - 1) * self.stem.stride + 1 if self.stem else self.patch
 
     def tokens(self, image: Size) -> int:
+        """Length of the token sequence for an image size."""
         rows, columns = self.grid(image)
         return self.prefix + rows * columns
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetConfig:
-    """BiT's ResNetV2: pre-activation, GroupNorm, weight standardisation. `axial` swaps each 3x3 for axial attention."""
+    """BiT's ResNetV2: pre-activation, GroupNorm, weight standardization; `axial` has attention for 3x3 convolutions."""
 
-    blocks: tuple[int, int, int, int]
-    width: int = 1
-    image: Size = (224, 224)  # the size whose offset tables the axial variant learns; plain ResNets have none
+    blocks: tuple[int, int, int, int]  # bottlenecks of each stage
+    width: int = 1  # a multiple of 64 channels
+    image: Size = (224, 224)  # sets the offset tables of the axial variant; plain ResNets have none
     channels: int = 3
     classes: int = 1000
     root_pool: RootPool = "zero"  # big_transfer pads the first max-pool with zeros, big_vision with minus infinity
@@ -148,12 +151,12 @@ class ResNetConfig:
 
     @property
     def stride(self) -> int:
-        """Pixels of the image along a side of a place of the last feature map."""
+        """Image pixels per side of a pixel of the last feature map."""
         return 32
 
     @property
     def features(self) -> int:
-        """Channels of the last stage, the width of the pooled features."""
+        """Width of the pooled features, the channels of the last stage."""
         return 2048 * self.width
 
     def stage_grid(self, image: Size, stage: int) -> Size:
@@ -164,32 +167,51 @@ class ResNetConfig:
         return height, width
 
     def grid(self, image: Size) -> Size:
+        """Height and width of the last feature map for an image size."""
         if min(image) < 1:
-            raise UserError(f"an image of {image[0]}x{image[1]} pixels is empty.")
+            raise UserError(f"an image of {image[0]}x{image[1]} pixels is empty: make each side at least 1 pixel.")
         return self.stage_grid(image, 3)
 
 
-Architecture = ViTConfig | ResNetConfig
+@dataclass(frozen=True)
+class ModuleConfig:
+    """A user's own `nn.Module`, which vitral can train and evaluate but not build: images in, logits out."""
 
-_FAMILIES: dict[str, type[ViTConfig] | type[ResNetConfig]] = {"vit": ViTConfig, "resnet": ResNetConfig}
+    name: str
+    image: Size
+    channels: int
+    classes: int
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "channels", "classes")
+        if min(self.image) < 1:
+            raise UserError(f"an image of {self.image[0]}x{self.image[1]} pixels is empty: set image=(height, width).")
+
+
+ModelConfig = ViTConfig | ResNetConfig  # what vitral can build
+Architecture = ModelConfig | ModuleConfig
+
+_FAMILIES: dict[str, type[Architecture]] = {"vit": ViTConfig, "resnet": ResNetConfig, "module": ModuleConfig}
 
 
 def as_dict(architecture: Architecture) -> dict[str, Any]:
-    """A JSON-ready description; `from_dict` reads it back."""
-    family = "vit" if isinstance(architecture, ViTConfig) else "resnet"
+    """A description that fits into JSON; `from_dict` is the inverse."""
+    family = next(name for name, config in _FAMILIES.items() if type(architecture) is config)
     return {"family": family, **asdict(architecture)}
 
 
 def from_dict(description: Mapping[str, Any]) -> Architecture:
-    """The inverse of `as_dict`. An unknown key or family is refused: it would change what the weights compute."""
+    """The architecture that `as_dict` described.
+
+    Raises:
+        UserError: unknown family, or unknown or missing keys. An unknown key would change what the weights compute.
+    """
     values = dict(description)
     family = values.pop("family", None)
     if family not in _FAMILIES:
-        raise UserError(
-            f'unknown model family "{family}": this file was made by a newer vitral, or is not one of ours.'
-        )
-    kind = _FAMILIES[family]
-    unknown = sorted(set(values) - {field.name for field in fields(kind)})
+        raise UserError(f'unknown model family "{family}": update vitral if a newer version wrote this file.')
+    config = _FAMILIES[family]
+    unknown = sorted(set(values) - {field.name for field in fields(config)})
     if unknown:
         raise UserError(f"the architecture has unknown keys ({', '.join(unknown)}): update vitral to read this file.")
     stem = values.get("stem")
@@ -199,7 +221,7 @@ def from_dict(description: Mapping[str, Any]) -> Architecture:
         if key in values:
             values[key] = tuple(values[key])
     try:
-        return kind(**values)
+        return config(**values)
     except TypeError as error:
         raise UserError(f"the architecture is incomplete ({error}).") from error
 
@@ -210,8 +232,8 @@ def as_size(image: int | Size) -> Size:
 
 
 def _check_choices(config: Any, **choices: Any) -> None:
-    for name, kind in choices.items():
-        value, allowed = getattr(config, name), get_args(kind)
+    for name, literal in choices.items():
+        value, allowed = getattr(config, name), get_args(literal)
         if value not in allowed:
             raise UserError(f'{name}="{value}" is not one of {", ".join(allowed)}.')
 

@@ -10,12 +10,21 @@ import re
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from vitral.architecture import Architecture, ResNetConfig, Size, StemConfig, ViTConfig, as_size
+from vitral.architecture import (
+    Architecture,
+    ModelConfig,
+    ModuleConfig,
+    ResNetConfig,
+    Size,
+    StemConfig,
+    ViTConfig,
+    as_size,
+)
 from vitral.errors import UserError
 
 
-class Shape(NamedTuple):
-    """One row of Table 1, or of its later extensions."""
+class ViTSize(NamedTuple):
+    """Dimensions of a ViT: a row of Table 1, or of its later extensions."""
 
     depth: int
     width: int
@@ -23,24 +32,24 @@ class Shape(NamedTuple):
     heads: int
 
 
-SHAPES = {
-    "Ti": Shape(12, 192, 768, 3),
-    "S": Shape(12, 384, 1536, 6),
-    "M": Shape(12, 512, 2048, 8),
+VIT_SIZES = {
+    "Ti": ViTSize(12, 192, 768, 3),
+    "S": ViTSize(12, 384, 1536, 6),
+    "M": ViTSize(12, 512, 2048, 8),
     # Section 4.3: "all hidden dimensions halved". It does not say how many heads; half of them keeps 64 per head.
-    "b": Shape(12, 384, 1536, 6),
-    "B": Shape(12, 768, 3072, 12),
-    "L": Shape(24, 1024, 4096, 16),
-    "So400m": Shape(27, 1152, 4304, 16),
-    "H": Shape(32, 1280, 5120, 16),
-    "g": Shape(40, 1408, 6144, 16),
-    "g-opt": Shape(40, 1536, 6144, 16),
-    "G": Shape(48, 1664, 8192, 16),
-    "G-opt": Shape(48, 1536, 8192, 16),
-    "e": Shape(56, 1792, 15360, 16),
+    "b": ViTSize(12, 384, 1536, 6),
+    "B": ViTSize(12, 768, 3072, 12),
+    "L": ViTSize(24, 1024, 4096, 16),
+    "So400m": ViTSize(27, 1152, 4304, 16),
+    "H": ViTSize(32, 1280, 5120, 16),
+    "g": ViTSize(40, 1408, 6144, 16),
+    "g-opt": ViTSize(40, 1536, 6144, 16),
+    "G": ViTSize(48, 1664, 8192, 16),
+    "G-opt": ViTSize(48, 1536, 8192, 16),
+    "e": ViTSize(56, 1792, 15360, 16),
 }
 
-BLOCKS = {
+RESNET_BLOCKS = {
     26: (2, 2, 2, 2),
     50: (3, 4, 6, 3),
     101: (3, 4, 23, 3),
@@ -48,7 +57,7 @@ BLOCKS = {
     200: (3, 24, 36, 3),
 }
 
-# What `vitral list models` shows: the paper's models, then the sizes people ask for beside them.
+# What `vitral list models` prints: the paper's models and other common sizes.
 NAMES = (
     *("ViT-Ti/16", "ViT-S/32", "ViT-S/16", "ViT-b/32", "ViT-B/32", "ViT-B/16", "ViT-B/8"),
     *("ViT-L/32", "ViT-L/16", "ViT-H/14", "ViT-g/14", "ViT-G/14"),
@@ -63,15 +72,23 @@ _VIT = re.compile(
 )
 _RESNET = re.compile(r"(?P<axial>Axial)?(?:ResNet|R)(?P<depth>\d+)(?:x(?P<wide>\d+))?")
 _IMAGE = re.compile(r"(\d+)(?:x(\d+))?")
-_WORDS = {"resnet": "r", "tiny": "ti", "small": "s", "base": "b", "large": "l", "huge": "h", "giant": "g"}
+_SIZE_WORDS = {"resnet": "r", "tiny": "ti", "small": "s", "base": "b", "large": "l", "huge": "h", "giant": "g"}
 
 
-def parse(name: str, **changes: Any) -> Architecture:
-    """The architecture that a name stands for; `changes` replace its fields (`parse("B/16", classes=10)`)."""
+def parse(name: str, **changes: Any) -> ModelConfig:
+    """The architecture of a model name.
+
+    Args:
+        name: as the paper prints it, optionally with an image size: "ViT-B/16", "B/16@384".
+        changes: fields of the architecture to replace (`parse("B/16", classes=10)`).
+
+    Raises:
+        UserError: unknown name, with the nearest known ones.
+    """
     body, at, image = name.strip().partition("@")
     architecture = _vit(body) or _resnet(body)
     if architecture is None:
-        raise UserError(_unknown(name))
+        raise UserError(_unknown_message(name))
     if at:
         changes = {"image": _image(name, image), **changes}
     if "image" in changes:
@@ -80,11 +97,13 @@ def parse(name: str, **changes: Any) -> Architecture:
 
 
 def name_of(architecture: Architecture) -> str:
-    """The shortest name for an architecture; dimensions that no name covers are spelt out."""
+    """The shortest name of an architecture; dimensions without a name are spelled out."""
+    if isinstance(architecture, ModuleConfig):
+        return architecture.name
     height, width = architecture.image
     at = "" if (height, width) == (224, 224) else f"@{height}" if height == width else f"@{height}x{width}"
     if isinstance(architecture, ResNetConfig):
-        depths = {blocks: depth for depth, blocks in BLOCKS.items()}
+        depths = {blocks: depth for depth, blocks in RESNET_BLOCKS.items()}
         depth = depths.get(architecture.blocks)
         label = str(depth) if depth else "(" + ",".join(map(str, architecture.blocks)) + ")"
         wide = "" if architecture.axial and architecture.width == 1 else f"x{architecture.width}"
@@ -92,39 +111,41 @@ def name_of(architecture: Architecture) -> str:
     return f"{'Axial-' if architecture.axial else ''}{_stem_label(architecture)}{_size_label(architecture)}{at}"
 
 
-def shape_of(depth: int, width: int) -> Shape | None:
-    """The known size with this depth and width, if there is one."""
-    return next((shape for shape in SHAPES.values() if (shape.depth, shape.width) == (depth, width)), None)
+def size_of(depth: int, width: int) -> ViTSize | None:
+    """The named size with this depth and width, if any."""
+    return next((size for size in VIT_SIZES.values() if (size.depth, size.width) == (depth, width)), None)
 
 
 def _vit(body: str) -> ViTConfig | None:
     match = _VIT.fullmatch(body)
-    if not match or match["size"] not in SHAPES:
+    if not match or match["size"] not in VIT_SIZES:
         return None
-    shape, patch, axial = SHAPES[match["size"]], int(match["patch"]), bool(match["axial"])
+    size, patch, axial = VIT_SIZES[match["size"]], int(match["patch"]), bool(match["axial"])
     stem = None
     if match["depth"] is not None:
         stem, patch = _stem(body, match["depth"], int(match["wide"] or 1), patch)
     if patch < 1:
         raise UserError(f"{body}: the patch size must be at least 1.")
-    # Appendix D.6 does not say what a class token would do in a row or a column: the axial models average instead.
+    # Appendix D.6 does not define a class token within a row or a column: axial models average the patches instead.
     pool: dict[str, Any] = {"pool": "mean", "class_token": False} if axial else {}
-    return ViTConfig(**shape._asdict(), patch=patch, image=_native(stem, patch), stem=stem, axial=axial, **pool)
+    return ViTConfig(**size._asdict(), patch=patch, image=_native_image(stem, patch), stem=stem, axial=axial, **pool)
 
 
 def _stem(body: str, depth: str, width: int, stride: int) -> tuple[StemConfig, int]:
-    """The ResNet and the patch size on its feature map, from the total stride that the name states (section 3.1)."""
+    """The ResNet and the patch size on its feature map, from the total stride in the name (section 3.1)."""
     if width < 1:
         raise UserError(f"{body}: the ResNet's width, after the x, must be at least 1.")
     if not depth:
-        # The released config takes the root for 2x downsampling; its code max-pools too (4x). We build the code's.
+        # The released config counts 2x downsampling for the root; its code max-pools as well (4x), as does ours.
         if stride % 2:
             raise UserError(f"{body}: a hybrid on the root alone needs an even number after the slash.")
         return StemConfig(blocks=(), width=width), stride // 2
-    if int(depth) not in BLOCKS:
-        raise UserError(f"{body}: R{depth} is not a known ResNet; use one of {', '.join(f'R{d}' for d in BLOCKS)}.")
-    first, second, third, fourth = BLOCKS[int(depth)]
-    if stride == 16:  # variant (ii): stage 4 is deleted and its units go to stage 3
+    if int(depth) not in RESNET_BLOCKS:
+        raise UserError(
+            f"{body}: R{depth} is not a known ResNet; use one of {', '.join(f'R{d}' for d in RESNET_BLOCKS)}."
+        )
+    first, second, third, fourth = RESNET_BLOCKS[int(depth)]
+    if stride == 16:  # variant (ii): stage 4 is removed and its bottlenecks go to stage 3
         return StemConfig(blocks=(first, second, third + fourth), width=width), 1
     if stride % 32 or not stride:
         raise UserError(f"{body}: a hybrid divides the image by 16, 32 or a multiple of 32, not by {stride}.")
@@ -133,13 +154,15 @@ def _stem(body: str, depth: str, width: int, stride: int) -> tuple[StemConfig, i
 
 def _resnet(body: str) -> ResNetConfig | None:
     match = _RESNET.fullmatch(body)
-    if not match or int(match["depth"]) not in BLOCKS or not int(match["wide"] or 1):
+    if not match or int(match["depth"]) not in RESNET_BLOCKS or not int(match["wide"] or 1):
         return None
-    return ResNetConfig(blocks=BLOCKS[int(match["depth"])], width=int(match["wide"] or 1), axial=bool(match["axial"]))
+    return ResNetConfig(
+        blocks=RESNET_BLOCKS[int(match["depth"])], width=int(match["wide"] or 1), axial=bool(match["axial"])
+    )
 
 
-def _native(stem: StemConfig | None, patch: int) -> Size:
-    """224 pixels, or one patch where a patch is larger than that."""
+def _native_image(stem: StemConfig | None, patch: int) -> Size:
+    """224 pixels, or the size of a patch that is larger."""
     side = max(224, patch * (stem.stride if stem else 1))
     return side, side
 
@@ -147,15 +170,15 @@ def _native(stem: StemConfig | None, patch: int) -> Size:
 def _image(name: str, text: str) -> Size:
     match = _IMAGE.fullmatch(text)
     if not match:
-        raise UserError(f'{name}: after "@" stands an image size such as 384 or 384x512.')
+        raise UserError(f'{name}: after "@" write an image size such as 384 or 384x512.')
     return int(match[1]), int(match[2] or match[1])
 
 
 def _size_label(architecture: ViTConfig) -> str:
-    shape = Shape(architecture.depth, architecture.width, architecture.mlp, architecture.heads)
-    size = next((name for name, known in SHAPES.items() if known == shape), None)
-    size = size or f"({shape.depth} layers, width {shape.width}, MLP {shape.mlp}, {shape.heads} heads)"
-    return f"ViT-{size}/{_stride_label(architecture)}"
+    size = ViTSize(architecture.depth, architecture.width, architecture.mlp, architecture.heads)
+    label = next((name for name, named in VIT_SIZES.items() if named == size), None)
+    label = label or f"({size.depth} layers, width {size.width}, MLP {size.mlp}, {size.heads} heads)"
+    return f"ViT-{label}/{_stride_label(architecture)}"
 
 
 def _stride_label(architecture: ViTConfig) -> int:
@@ -172,35 +195,35 @@ def _stem_label(architecture: ViTConfig) -> str:
     wide = "" if stem.width == 1 else f"x{stem.width}"
     if not stem.blocks:
         return f"R{wide}+"
-    for depth, (first, second, third, fourth) in BLOCKS.items():
-        # Three stages with larger patches would read as a four-stage model of the same stride.
-        short = stem.blocks == (first, second, third + fourth) and architecture.patch == 1
-        if stem.blocks == (first, second, third, fourth) or short:
+    for depth, (first, second, third, fourth) in RESNET_BLOCKS.items():
+        # Three stages with larger patches would be parsed as a four-stage model of the same stride.
+        three_stages = stem.blocks == (first, second, third + fourth) and architecture.patch == 1
+        if stem.blocks == (first, second, third, fourth) or three_stages:
             return f"R{depth}{wide}+"
     return f"R({','.join(map(str, stem.blocks))}){wide}+"
 
 
-def _unknown(name: str) -> str:
+def _unknown_message(name: str) -> str:
     body = name.partition("@")[0]
-    near = sorted(NAMES, key=lambda known: _likeness(body, known), reverse=True)[:4]
-    if _likeness(body, near[0])[0] < 0.5:
-        near = ["ViT-B/16", "R50+ViT-B/16", "R50x1"]
-    return f'unknown model "{name}": did you mean {", ".join(near)}? `vitral list models` shows them all.'
+    nearest = sorted(NAMES, key=lambda candidate: _similarity(body, candidate), reverse=True)[:4]
+    if _similarity(body, nearest[0])[0] < 0.5:
+        nearest = ["ViT-B/16", "R50+ViT-B/16", "R50x1"]
+    return f'unknown model "{name}": did you mean {", ".join(nearest)}? `vitral list models` lists all names.'
 
 
-def _likeness(text: str, known: str) -> tuple[float, float]:
-    """How alike two names are, by letters and digits alone; capitals break ties, as only they tell B from b."""
-    spellings = (known, known.removeprefix("ViT-"))
-    return max((_ratio(_plain(text), _plain(spelling)), _ratio(text, spelling)) for spelling in spellings)
+def _similarity(text: str, name: str) -> tuple[float, float]:
+    """Similarity of letters and digits alone; then with case, which alone distinguishes B from b."""
+    spellings = (name, name.removeprefix("ViT-"))
+    return max((_ratio(_simplified(text), _simplified(spelling)), _ratio(text, spelling)) for spelling in spellings)
 
 
 def _ratio(text: str, other: str) -> float:
     return difflib.SequenceMatcher(None, text, other, autojunk=False).ratio()
 
 
-def _plain(text: str) -> str:
-    """ "R50+ViT-B/16" -> "r50vitb16"; timm's and Hugging Face's words become the paper's letters."""
-    text = re.sub(r"patch\W?(\d+).*", r"\1", text.lower())  # what follows there is the image size and the dataset
-    for word, letters in _WORDS.items():
+def _simplified(text: str) -> str:
+    """ "R50+ViT-B/16" -> "r50vitb16"; sizes spelled as in timm and Hugging Face become the paper's letters."""
+    text = re.sub(r"patch\W?(\d+).*", r"\1", text.lower())  # then follow the image size and the data set
+    for word, letters in _SIZE_WORDS.items():
         text = text.replace(word, letters)
     return re.sub(r"[\W_]", "", text)

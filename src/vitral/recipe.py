@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from vitral.architecture import Architecture, ResNetConfig, Size, as_size
+from vitral.architecture import ModelConfig, ResNetConfig, Size, as_size
 from vitral.errors import UserError
 from vitral.names import parse
 from vitral.recipe_parts import (
@@ -174,7 +174,7 @@ def recipe_hash(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(written, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def architecture_of(recipe: Recipe, classes: int) -> Architecture:
+def architecture_of(recipe: Recipe, classes: int) -> ModelConfig:
     """The model to build from scratch; with `init`, the weights decide instead."""
     named = parse(recipe.model, classes=classes)
     changes: dict[str, Any] = {name: value for name, value in asdict(recipe.shape).items() if value}

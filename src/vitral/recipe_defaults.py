@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from vitral.architecture import Architecture, ResNetConfig
+from vitral.architecture import Architecture, ResNetConfig, ViTConfig
 from vitral.errors import UserError
 from vitral.names import name_of, parse
 from vitral.recipe import Recipe, from_dict
@@ -149,5 +149,7 @@ def _size(architecture: Architecture) -> float:
     """How many times the work of ViT-Ti/16 at 224 pixels, roughly."""
     if isinstance(architecture, ResNetConfig):
         return 3.3 * sum(architecture.blocks) / 16 * architecture.width**2
+    if not isinstance(architecture, ViTConfig):
+        return 1.0
     work = architecture.depth * architecture.width**2 * architecture.tokens(architecture.image)
     return work / (12 * 192**2 * 197) * (2 if architecture.axial else 1) + (3.3 if architecture.stem else 0)

@@ -55,7 +55,7 @@ from vitral.bench.worker import Child, Worker, WorkerFailed, answer
 from vitral.cost import training_flops
 from vitral.data.images import encode_png
 from vitral.errors import UserError
-from vitral.models.normalise import normalise
+from vitral.models.normalize import normalize
 from vitral.names import parse
 
 TASK = Task("train", "ViT-Ti/16", 2, "cpu", image=32, depth=2, classes=10)
@@ -149,7 +149,7 @@ def test_a_training_step_is_the_one_of_a_plain_loop() -> None:
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4)
     for _ in range(2):
         optimizer.zero_grad()
-        F.cross_entropy(plain.model(normalise(step.images, (0.5,) * 3, (0.5,) * 3)), step.labels).backward()
+        F.cross_entropy(plain.model(normalize(step.images, (0.5,) * 3, (0.5,) * 3)), step.labels).backward()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         optimizer.step()
     assert len(step.run(2)) == 2

@@ -369,7 +369,7 @@ IMPOSSIBLE: list[tuple[dict[str, int], str]] = [
     ({"patch": 0}, "patch must be at least 1"),
     ({"channels": 0}, "cannot have 0 channels"),
     ({"classes": -1}, "cannot have -1 classes"),
-    ({"image": 4}, "no room for one patch"),
+    ({"image": 4}, "smaller than one patch"),
 ]
 
 

@@ -131,7 +131,7 @@ def without_resize(architecture: Architecture) -> Architecture:
     """How positions are resized is a library's habit: no format but ours states it. BiT's has no image size either."""
     if isinstance(architecture, ViTConfig):
         return replace(architecture, resize="google", class_position=architecture.class_row)
-    return architecture if architecture.axial else replace(architecture, image=(224, 224))
+    return architecture if getattr(architecture, "axial", False) else replace(architecture, image=(224, 224))
 
 
 REAL = "vit_tiny_patch16_224.augreg_in21k_ft_in1k.safetensors"

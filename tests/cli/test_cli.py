@@ -149,7 +149,7 @@ def test_a_reader_who_has_seen_enough_is_no_mistake() -> None:
     [
         (["lst"], "did you mean `vitral list`"),
         (["cost", "ViT-B17/3x"], "did you mean"),
-        (["cost", "B/16@8"], "no room for one patch"),
+        (["cost", "B/16@8"], "smaller than one patch"),
         (["cost", "B/16", "--images", "-1"], "above 0"),
         (["cost", "B/16", "--image", "1", "2", "3"], "height and a width"),
         (["info", "nowhere.npz"], "does not exist"),

@@ -21,7 +21,7 @@ from vitral.errors import UserError
 from vitral.evaluation.mapping import class_mapping
 from vitral.evaluation.predict import Predictions, embed_split, predict_split
 from vitral.models.build import Model, build
-from vitral.models.normalise import normalise
+from vitral.models.normalize import normalize
 from vitral.serving.results import results, write_results
 
 PREPROCESS = Preprocess("decode|resize(16, 16)|central_crop(16)", (0.5, 0.4, 0.3), (0.5, 0.25, 0.2))
@@ -77,7 +77,7 @@ def inputs(split: Split) -> torch.Tensor:
 def test_normalise_is_the_formula(split):
     assert isinstance(split.reader, Pixels)
     images = torch.from_numpy(split.reader.images.copy()).permute(0, 3, 1, 2)
-    found = normalise(images, PREPROCESS.mean, PREPROCESS.std)
+    found = normalize(images, PREPROCESS.mean, PREPROCESS.std)
     assert found.dtype == torch.float32
     keep = [i for i in range(PICTURES) if i != BROKEN]
     torch.testing.assert_close(found[keep], inputs(split)[keep], rtol=0, atol=1e-6)
@@ -86,9 +86,9 @@ def test_normalise_is_the_formula(split):
 def test_pixels_are_not_rescaled_twice():
     images = torch.rand(2, 3, 4, 4)
     with pytest.raises(UserError, match="float32, so their pixels may have been rescaled already"):
-        normalise(images, (0.5,) * 3, (0.5,) * 3)
+        normalize(images, (0.5,) * 3, (0.5,) * 3)
     with pytest.raises(UserError, match="images of 3 channels need as many values of mean and std, not 1 and 1"):
-        normalise((images * 255).to(torch.uint8), (0.5,), (0.5,))
+        normalize((images * 255).to(torch.uint8), (0.5,), (0.5,))
 
 
 def test_predictions_are_the_models_outputs(model, split):

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitral.architecture import Architecture, ResizeRule, ResNetConfig, Size, StemConfig, ViTConfig
+from vitral.architecture import Architecture, ModelConfig, ResizeRule, ResNetConfig, Size, StemConfig, ViTConfig
 from vitral.checkpoints.adapt import Weights
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.formats import FORMATS
@@ -31,7 +31,7 @@ SMALL = ViTConfig(depth=2, width=32, mlp=48, heads=4, patch=8, image=(32, 32), c
 ERF = replace(SMALL, gelu="erf")
 
 # One of each kind; what tells two formats apart is in at least one of them.
-ARCHITECTURES: dict[str, Architecture] = {
+ARCHITECTURES: dict[str, ModelConfig] = {
     "tanh": SMALL,
     "erf": ERF,
     "tanh layer": replace(SMALL, representation=24),
@@ -140,7 +140,7 @@ def written(weights: Weights, path: Path, format: str) -> Card:
 
 def hints_for(architecture: Architecture, format: str) -> Hints:
     """What a file of this format does not say; a folder with a config.json says everything."""
-    if isinstance(architecture, ResNetConfig) or format == "vitral" or FORMATS[format].config is not None:
+    if not isinstance(architecture, ViTConfig) or format == "vitral" or FORMATS[format].config is not None:
         return Hints()
     return Hints(grid=architecture.grid(architecture.image), heads=architecture.heads)
 

@@ -32,7 +32,7 @@ from vitral.inspection.attention import (
 )
 from vitral.models.build import build
 from vitral.models.capture import capture
-from vitral.models.normalise import normalise
+from vitral.models.normalize import normalize
 from vitral.models.vit import ViT
 
 SMALL = ViTConfig(depth=2, width=16, mlp=24, heads=2, patch=4, image=(12, 8), classes=5)
@@ -270,7 +270,7 @@ def real_distances(assets: Path) -> Tensor:
 def photographs(split: Split) -> Iterator[Tensor]:
     steps = parse_pipeline("decode|resize_small(248, bicubic)|central_crop(224)")
     for batch in evaluation_batches(split, steps, batch=8, channels=3):
-        yield normalise(batch.images, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+        yield normalize(batch.images, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
 # The first four layers as timm computes them: its unfused attention, the same photographs, NumPy's distances.

@@ -33,7 +33,7 @@ from vitral.inspection.attribution import (
 )
 from vitral.models.build import Model, build
 from vitral.models.capture import capture
-from vitral.models.normalise import normalise
+from vitral.models.normalize import normalize
 from vitral.models.vit import ViT
 
 Method = Callable[..., Tensor]
@@ -224,7 +224,7 @@ def test_a_map_is_of_one_image_one_class_and_leaves_no_trace(method: Method) -> 
     other = method(model, images, (predicted + 1) % 5)
     assert all((other[i] - found[i]).abs().max() > 0.05 * found[i].abs().max() for i in range(3))
     assert images.grad is None
-    assert not any(block.attention.watchers for block in model.blocks)
+    assert not any(block.attention.observers for block in model.blocks)
 
 
 def test_what_cannot_be_explained_is_refused():
@@ -329,7 +329,7 @@ def released(assets: Path) -> tuple[Model, Tensor]:
     pipeline, mean, std = parse_preprocess(PREPROCESS, 3)
     files = sorted((assets / "data" / "imagenet_val_1000").glob("*/*"))[7::120][:8]
     batch = next(evaluation_batches(open_images(files), parse_pipeline(pipeline), batch=8))
-    return vitral.load(assets / WEIGHTS)[0], normalise(batch.images, mean, std)
+    return vitral.load(assets / WEIGHTS)[0], normalize(batch.images, mean, std)
 
 
 def test_deletion_beats_chance_on_photographs(released: tuple[Model, Tensor]) -> None:

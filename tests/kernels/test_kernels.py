@@ -15,8 +15,8 @@ from torch import nn
 pytest.importorskip("triton", reason="the kernels need Triton (pip install triton)")
 
 from vitral import capture, create
-from vitral.kernels import attention, blocks, cublas, dispatch, fold, gelu, norm
-from vitral.kernels.weights import Dense, Norm, PlainNorm
+from vitral.kernels import attention, blocks, cublas, dispatch, fused_ops
+from vitral.kernels.fused_ops import LinearWeights, NonAffineNorm, NormWeights
 from vitral.models.adapters import add_lora
 from vitral.models.vit import ViT
 from vitral.training.objective import recompute_activations
@@ -36,7 +36,7 @@ def wide(*tensors: torch.Tensor) -> list[torch.Tensor]:
 @pytest.fixture
 def anywhere(monkeypatch):
     """Kernels are chosen for float32 on any device, so that they can be held against plain PyTorch closely."""
-    monkeypatch.setattr(dispatch, "HALVES", (torch.float32,))
+    monkeypatch.setattr(dispatch, "HALF_DTYPES", (torch.float32,))
     monkeypatch.setattr(dispatch, "_has_kernels", lambda device: True)
 
 
@@ -64,7 +64,7 @@ def learned(model: ViT, images: torch.Tensor) -> tuple[torch.Tensor, dict[str, t
 
 @given(st.integers(1, 256), st.sampled_from([16, 32, 64, 128]))
 def test_parts_cover_a_sequence_with_little_padding(n, most):
-    found = attention.parts(n, most)
+    found = attention.split_sequence(n, most)
     ends = [first + size for first, size in found]
     assert [first for first, _ in found] == [0, *ends[:-1]]
     assert n <= ends[-1] < n + 16
@@ -96,9 +96,9 @@ def test_attention_and_its_gradients(n, heads, d, has_bias):
 def test_a_product_that_ends_in_a_gelu(rows, inputs, outputs):
     x, weight = (torch.randn(n, inputs, device=DEVICE, dtype=HALF) for n in (rows, outputs))
     bias = torch.randn(outputs, device=DEVICE, dtype=HALF)
-    assert cublas.is_there(x.device, HALF)
+    assert cublas.is_available(x.device, HALF)
     for one, other in zip(
-        cublas.dense_gelu(x, weight, bias), cublas.dense_gelu_reference(x, weight, bias), strict=True
+        cublas.linear_gelu(x, weight, bias), cublas.linear_gelu_reference(x, weight, bias), strict=True
     ):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
@@ -109,9 +109,9 @@ def test_a_product_that_ends_in_a_gelu(rows, inputs, outputs):
 def test_the_gradient_of_gelu_its_output_and_the_sums(kind, shape):
     torch.manual_seed(0)
     h, grad = torch.randn(2, *shape, device=DEVICE) * 3
-    expected = gelu.reference(h.double(), grad.double(), kind)
+    expected = fused_ops.gelu_backward_reference(h.double(), grad.double(), kind)
     for kept in (None, expected[1].to(h)):
-        for one, other in zip(gelu.backward(h, grad, kind, kept), expected, strict=True):
+        for one, other in zip(fused_ops.gelu_backward(h, grad, kind, kept), expected, strict=True):
             torch.testing.assert_close(one.double(), other.double(), **EXACT)
 
 
@@ -121,27 +121,27 @@ def test_a_sum_with_its_norm_and_the_gradients(rows, width, affine):
     torch.manual_seed(0)
     x, y, dtotal, dnormed = torch.randn(4, rows, width, device=DEVICE) + 0.5
     bias, weight, shift = torch.randn(3, width, device=DEVICE)
-    how = Norm(weight, shift, 1e-6) if affine else PlainNorm(1e-6)
-    found = norm.forward(x, y, bias, how)
+    how = NormWeights(weight, shift, 1e-6) if affine else NonAffineNorm(1e-6)
+    found = fused_ops.add_norm(x, y, bias, how)
     leaves = wide(x, y, bias, weight, shift)
     used = leaves if affine else leaves[:3]
-    wide_norm = Norm(leaves[3], leaves[4], 1e-6) if affine else PlainNorm(1e-6)
+    wide_norm = NormWeights(leaves[3], leaves[4], 1e-6) if affine else NonAffineNorm(1e-6)
 
     def expected() -> tuple[torch.Tensor, torch.Tensor]:
-        return norm.reference(leaves[0], leaves[1], leaves[2], wide_norm)
+        return fused_ops.add_norm_reference(leaves[0], leaves[1], leaves[2], wide_norm)
 
     total, normed = expected()
     torch.testing.assert_close(found.total.double(), total, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found.normed.double(), normed, rtol=1e-4, atol=1e-5)
     slopes = torch.autograd.grad([total, normed], used, [dtotal.double(), dnormed.double()])
     kept = found.total if affine else found.normed
-    dx, sums = norm.backward(kept, found.moments, how.weight, dtotal, dnormed)
+    dx, sums = fused_ops.add_norm_backward(kept, found.moments, how.weight, dtotal, dnormed)
     for one, other in zip((dx, dx, *sums), slopes, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-4)
     # Alone: nothing is added, and nobody else uses the sum.
-    torch.testing.assert_close(norm.forward(found.total, None, None, how).normed, found.normed)
+    torch.testing.assert_close(fused_ops.add_norm(found.total, None, None, how).normed, found.normed)
     only = torch.autograd.grad(expected()[1], leaves[0], dnormed.double())
-    dx, _ = norm.backward(kept, found.moments, how.weight, None, dnormed)
+    dx, _ = fused_ops.add_norm_backward(kept, found.moments, how.weight, None, dnormed)
     torch.testing.assert_close(dx.double(), only[0], rtol=1e-3, atol=1e-4)
 
 
@@ -152,17 +152,17 @@ def test_a_norm_folded_into_a_layer_and_its_gradient_unfolded(rows, width):
     weight, z = torch.randn(rows, width, device=DEVICE), torch.randn(7, width, device=DEVICE)
     bias, grad = torch.randn(rows, device=DEVICE), torch.randn(7, rows, device=DEVICE)
     scale, shift = torch.randn(2, width, device=DEVICE)
-    dense, how = Dense(weight, bias), Norm(scale, shift, 1e-6)
-    folded = fold.fold(dense, how, torch.float32)
+    dense, how = LinearWeights(weight, bias), NormWeights(scale, shift, 1e-6)
+    folded = fused_ops.fold_norm(dense, how, torch.float32)
     leaves = wide(weight, bias, scale, shift)
     out = F.linear(z.double() * leaves[2] + leaves[3], leaves[0], leaves[1])
     torch.testing.assert_close(F.linear(z, *folded).double(), out, rtol=1e-3, atol=1e-4)
-    for one, other in zip(folded, fold.fold_reference(dense, how), strict=True):
+    for one, other in zip(folded, fused_ops.fold_norm_reference(dense, how), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     dweight, dbias, dscale, dshift = torch.autograd.grad(out, leaves, grad.double())
     slope = grad.t() @ z
-    by_formula = fold.unfold_reference(slope, grad.sum(0), dense, how)
-    found = fold.unfold(slope, grad.sum(0), dense, how)
+    by_formula = fused_ops.unfold_norm_reference(slope, grad.sum(0), dense, how)
+    found = fused_ops.unfold_norm(slope, grad.sum(0), dense, how)
     for one, other, truth in zip(found, by_formula, (dweight, dscale, dshift), strict=True):
         torch.testing.assert_close(one.double(), truth, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(other.double(), truth, rtol=1e-3, atol=1e-3)
@@ -186,7 +186,7 @@ def test_a_model_on_kernels_is_the_same_model(changes, anywhere, monkeypatch):
 
 
 def test_in_half_precision_gradients_keep_to_its_rounding(anywhere, monkeypatch):
-    monkeypatch.setattr(dispatch, "HALVES", (HALF,))
+    monkeypatch.setattr(dispatch, "HALF_DTYPES", (HALF,))
     model, images = small_vit(), pictures()
     with torch.autocast(DEVICE, HALF):
         _, found = learned(model, images)

@@ -23,7 +23,7 @@ import vitral
 from vitral.architecture import ResNetConfig, StemConfig, ViTConfig
 from vitral.errors import UserError
 from vitral.models.build import build
-from vitral.models.capture import Seen, capture
+from vitral.models.capture import AttentionCapture, capture
 from vitral.models.layers import Attention
 from vitral.models.vit import ViT
 
@@ -246,7 +246,7 @@ def test_a_compiled_model_shows_the_same(config: ViTConfig, backend: str) -> Non
     assert graphs == [graphs[0]] * 3
 
 
-def shown(seen: Seen) -> list[Tensor]:
+def shown(seen: AttentionCapture) -> list[Tensor]:
     return [seen[key] for key in seen.keys]
 
 
@@ -359,8 +359,8 @@ def test_reduce_keeps_only_what_it_makes() -> None:
     assert torch.equal(least[1], seen[1].amax(dim=1))
 
 
-def watchers(model: ViT) -> int:
-    return sum(len(module.watchers) for module in model.modules() if isinstance(module, Attention))
+def observers(model: ViT) -> int:
+    return sum(len(module.observers) for module in model.modules() if isinstance(module, Attention))
 
 
 def test_the_latest_pass_counts_and_stays() -> None:
@@ -386,18 +386,18 @@ def test_captures_overlap_and_end_in_any_order() -> None:
         early.close()
         model(images)
         late.close()
-    with pytest.raises(UserError, match="nothing to see yet"):
+    with pytest.raises(UserError, match="nothing was captured yet"):
         one[0]
     assert two[0].shape == (2, 2, 1, 7)
-    assert watchers(model) == 0
+    assert observers(model) == 0
 
 
 def test_a_fault_inside_ends_the_capture() -> None:
     model = random_model(SMALL)
     with pytest.raises(UserError, match="3-channel"), capture(model):
-        assert watchers(model) == 3
+        assert observers(model) == 3
         model(pictures(1, 1, 12, 8))
-    assert watchers(model) == 0
+    assert observers(model) == 0
 
 
 def test_a_wrapped_model_is_found() -> None:
@@ -412,9 +412,9 @@ REFUSED: list[tuple[dict[str, Any], ViTConfig, str]] = [
     ({"layers": [-4]}, SMALL, "no layer -4"),
     ({"heads": [2]}, SMALL, "no head 2: the model has 2"),
     ({"rows": "class"}, SMALL, 'rows="class" is not one of'),
-    ({"rows": [7]}, SMALL, "a token that is not there: there are 7"),
+    ({"rows": [7]}, SMALL, "a token that does not exist: there are 7"),
     ({"rows": "cls"}, PLAIN["mean"], "no class token"),
-    ({"rows": [0]}, AXIAL, "captured whole"),
+    ({"rows": [0]}, AXIAL, "along whole rows and columns"),
 ]
 
 
@@ -423,7 +423,7 @@ def test_what_is_not_there_is_refused(options: dict[str, Any], config: ViTConfig
     model = random_model(config)
     with pytest.raises(UserError, match=message), capture(model, **options):
         model(images_for(config))
-    assert watchers(model) == 0
+    assert observers(model) == 0
 
 
 def test_a_resnet_has_no_attention() -> None:
@@ -438,7 +438,7 @@ def test_what_was_not_asked_for_is_named() -> None:
     model = random_model(SMALL)
     with torch.no_grad(), capture(model, layers=[1]) as seen:
         model(images_for(SMALL))
-    with pytest.raises(UserError, match=r"2 was not asked for: it is one of \[1\]"):
+    with pytest.raises(UserError, match=r"2 was not captured: use one of \[1\]"):
         seen[2]
     with pytest.raises(UserError, match="no layer 3"):
         seen[3]

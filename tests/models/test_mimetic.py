@@ -9,9 +9,8 @@ from runs import make_pictures
 from vitral import api
 from vitral import recipe as recipes
 from vitral.errors import UserError
-from vitral.models.build import build
+from vitral.models.build import build, mimetic_init
 from vitral.models.layers import Attention
-from vitral.models.mimetic import start_mimetic
 from vitral.models.vit import ViT
 from vitral.names import parse
 from vitral.recipe import Recipe, ShapeRecipe
@@ -24,7 +23,7 @@ def started(**changes: object) -> ViT:
     torch.manual_seed(0)
     model = build(parse("ViT-Ti/4@24", width=WIDTH, heads=HEADS, depth=2, mlp=WIDTH, classes=2, **changes))
     assert isinstance(model, ViT)
-    start_mimetic(model)
+    mimetic_init(model)
     return model
 
 
@@ -55,7 +54,7 @@ def test_sines_fill_what_four_divides_of_any_width(width, heads, kind):
     torch.manual_seed(0)
     model = build(parse("ViT-Ti/4@24", width=width, heads=heads, depth=1, mlp=8, classes=2, position=kind))
     assert isinstance(model, ViT)
-    start_mimetic(model)
+    mimetic_init(model)
     table = model.positions[0](torch.zeros(1, 6, 6, width))[1:]
     used = table.abs().amax(0) > 0
     assert int(used.sum()) == 4 * (width // 4)

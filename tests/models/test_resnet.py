@@ -19,11 +19,9 @@ from torch import Tensor, nn
 
 from vitral.architecture import ResNetConfig, RootPool, Size, StemConfig, ViTConfig
 from vitral.errors import UserError
-from vitral.models.axial import AxialAttention2d, AxisAttention
 from vitral.models.build import build
-from vitral.models.convolution import Convention, StandardisedConv2d, pad_same
-from vitral.models.resnet import ResNet
-from vitral.models.stem import ResNetStem, Unit
+from vitral.models.layers import AxialAttention2d, AxisAttention
+from vitral.models.resnet import Convention, ResNet, ResNetStem, StdConv2d, StemBottleneck, pad_same
 from vitral.models.vit import ViT
 from vitral.names import parse
 
@@ -185,25 +183,25 @@ def standardised(weight: np.ndarray, convention: Convention) -> np.ndarray:
 @pytest.mark.parametrize("convention", ["hybrid", "bit"])
 @pytest.mark.parametrize("scale", [1.0, 1e-5])  # at the small one the epsilons decide
 def test_weights_are_standardised(convention: Convention, scale: float) -> None:
-    conv = StandardisedConv2d(3, 8, 5, convention=convention)
+    conv = StdConv2d(3, 8, 5, convention=convention)
     with torch.no_grad():
         conv.weight.copy_(scale * (torch.randn(8, 3, 5, 5, generator=torch.Generator().manual_seed(0)) + 0.5))
         expected = standardised(conv.weight.numpy(), convention)
-        np.testing.assert_allclose(conv.standardised(), expected, rtol=0, atol=2e-5)
+        np.testing.assert_allclose(conv.standardized(), expected, rtol=0, atol=2e-5)
         expected = standardised(conv.bfloat16().weight.float().numpy(), convention)
-        np.testing.assert_allclose(conv.standardised().float(), expected, rtol=0.01, atol=1e-3)
+        np.testing.assert_allclose(conv.standardized().float(), expected, rtol=0.01, atol=1e-3)
 
 
 @pytest.mark.parametrize("convention", ["hybrid", "bit"])
 def test_a_constant_filter_has_a_finite_gradient(convention: Convention) -> None:
-    conv = StandardisedConv2d(2, 3, 3, convention=convention)
+    conv = StdConv2d(2, 3, 3, convention=convention)
     nn.init.zeros_(conv.weight)
     assert torch.autograd.grad(conv(torch.randn(1, 2, 4, 4)).square().sum(), conv.weight)[0].isfinite().all()
 
 
 def test_convolutions_start_as_flax_starts_them() -> None:
     torch.manual_seed(0)
-    weight = StandardisedConv2d(64, 256, 3, convention="bit").weight.detach() * (64 * 9) ** 0.5
+    weight = StdConv2d(64, 256, 3, convention="bit").weight.detach() * (64 * 9) ** 0.5
     assert weight.std().item() == pytest.approx(1, rel=0.01)
     assert 0 < 2 / 0.87962566 - weight.abs().max().item() < 1e-3
 
@@ -266,7 +264,7 @@ def test_a_stem_unit_starts_as_its_shortcut() -> None:
     stem = ResNetStem(StemConfig(blocks=(2, 1)), 3)
     x = torch.randn(1, 64, 6, 7)
     with torch.no_grad():
-        for unit in (module for module in stem.modules() if isinstance(module, Unit)):
+        for unit in (module for module in stem.modules() if isinstance(module, StemBottleneck)):
             shortcut = x
             if unit.projection is not None and unit.projection_norm is not None:
                 shortcut = unit.projection_norm(unit.projection(x))

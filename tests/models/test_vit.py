@@ -304,7 +304,7 @@ def test_bad_images_are_refused_in_a_sentence() -> None:
         model(torch.zeros(2, 4, 12, 8))
     with pytest.raises(UserError, match=r"not a tensor of shape \(3, 12, 8\)\.$"):
         model(torch.zeros(3, 12, 8))
-    with pytest.raises(UserError, match="3x8 pixels has no room for one patch: make each side at least 4 pixels"):
+    with pytest.raises(UserError, match="3x8 pixels is smaller than one patch: make each side at least 4 pixels"):
         model(torch.zeros(1, 3, 3, 8))
 
 

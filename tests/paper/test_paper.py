@@ -32,7 +32,7 @@ def scaling_row(model: str, epochs: int) -> paper.ScalingRow:
 
 def test_table1_has_the_shapes_that_the_names_stand_for() -> None:
     for row in paper.table1():
-        assert names.SHAPES[row.size] == (row.layers, row.width, row.mlp, row.heads)
+        assert names.VIT_SIZES[row.size] == (row.layers, row.width, row.mlp, row.heads)
         assert names.parse(row.model) == names.parse(row.model, depth=row.layers, width=row.width, mlp=row.mlp)
     assert [row.name for row in paper.table1()] == ["ViT-Base", "ViT-Large", "ViT-Huge"]
 

@@ -16,7 +16,7 @@ from vitral.data import augment
 from vitral.data.augment import FILL, OPERATIONS
 from vitral.data.preprocess import parse_pipeline
 from vitral.errors import UserError
-from vitral.models.normalise import normalise
+from vitral.models.normalize import normalize
 from vitral.training import augmentation
 from vitral.training.augmentation import parse_augmentation
 from vitral.training.augmentation_steps import affine, operated, shifted, square
@@ -263,7 +263,7 @@ def test_any_batch_keeps_its_shape_and_its_input(size, channels, magnitude):
         got = augment_all(images)
         assert torch.equal(images, before)
         assert got.shape == images.shape
-        assert normalise(got, (0.5,) * channels, (0.5,) * channels).dtype == torch.float32
+        assert normalize(got, (0.5,) * channels, (0.5,) * channels).dtype == torch.float32
 
 
 def test_seeds_repeat_and_images_draw_apart():

@@ -160,7 +160,7 @@ def test_a_folder_without_rights(command, colours, monkeypatch):
         (["--recipe", "speedrun/cifar10", "--trainable", "last:1"], "add --init, or leave out trainable"),
         (["--balance", "evenly"], "balance must be one of none, weights"),
         (["--model", "ViT-Huge/99x"], "did you mean"),
-        (["--model", "ViT-Ti/16@8"], "no room for one patch"),
+        (["--model", "ViT-Ti/16@8"], "smaller than one patch"),
         (["--init", "nowhere.safetensors"], "nowhere.safetensors does not exist"),
         (["--init", "nowhere", "--model", "ViT-B/16"], "nowhere"),
         (["--recipe", "nowhere.toml"], "is not a recipe file"),
@@ -213,7 +213,7 @@ def test_weights_that_do_not_fit(command, colours, tmp_path):
         ("--init", init, "--model", "ViT-B/4"): "leave out one of the two",
         ("--init", init, "--set", "shape.depth=3"): "have a shape already",
         ("--init", init, "--trainable", "last:3"): "does not fit a model of 2 layers: use last:1 to last:2",
-        ("--init", init, "--set", "image=3"): "no room for one patch",
+        ("--init", init, "--set", "image=3"): "smaller than one patch",
     }.items():
         said = command("train", colours, *words, "--out", tmp_path / "run")
         assert says in sentence(said)

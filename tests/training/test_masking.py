@@ -18,7 +18,7 @@ from torch import Tensor
 from vitral.architecture import StemConfig, ViTConfig
 from vitral.errors import UserError
 from vitral.evaluation.colours import histogram_entropy
-from vitral.models.normalise import normalise
+from vitral.models.normalize import normalize
 from vitral.models.vit import ViT
 from vitral.training.masked import (
     Corruption,
@@ -177,7 +177,7 @@ def test_patches_are_cut_in_the_order_of_the_tokens():
 
 def test_a_patch_is_what_the_models_embedding_reads():
     model = ViT(TINY)  # whose embedding starts without bias
-    images = normalise(pictures(0, (2, 3, 18, 23)), HALF, HALF)
+    images = normalize(pictures(0, (2, 3, 18, 23)), HALF, HALF)
     patches = model.patchify(images)
     cut = cut_patches(images, TINY.stride, (4, 5)).flatten(2)
     expected = cut @ model.embed.weight.flatten(1).T
@@ -236,7 +236,7 @@ def by_hand(masked: MaskedModel, raw: Tensor, step: int) -> tuple[list[float], l
     model, settings = masked.model, masked.settings
     if not masked.training:  # then every hidden patch is the mask token
         settings = replace(settings, token=1.0, random=0.0)
-    images = normalise(raw, HALF, HALF)
+    images = normalize(raw, HALF, HALF)
     losses, shares = [], []
     for row in range(len(raw)):
         patches = model.patchify(images[row : row + 1])
@@ -295,7 +295,7 @@ def test_the_loss_by_hand(target, kind, training):
     raw = pictures(1, (3, 3, 16, 20))
     raw[:, :, :8] //= 4
     with torch.no_grad():
-        losses, right = masked(normalise(raw, HALF, HALF), raw, keys(3), 7)
+        losses, right = masked(normalize(raw, HALF, HALF), raw, keys(3), 7)
         expected_losses, expected_right = by_hand(masked, raw, 7)
     assert losses.tolist() == pytest.approx(expected_losses, rel=1e-4)
     assert right.tolist() == pytest.approx(expected_right)
@@ -305,7 +305,7 @@ def test_the_loss_by_hand(target, kind, training):
 def test_what_learns_gets_a_gradient_and_the_rest_is_frozen(kind):
     masked = build("mean", **KINDS[kind])
     raw = pictures(1, (2, 3, 16, 16))
-    masked(normalise(raw, HALF, HALF), raw, keys(2), 0)[0].sum().backward()
+    masked(normalize(raw, HALF, HALF), raw, keys(2), 0)[0].sum().backward()
     for name, parameter in masked.named_parameters():
         unused = name.startswith(("model.head.", "model.map."))
         assert parameter.requires_grad == (not unused), name
@@ -318,7 +318,7 @@ def test_what_learns_gets_a_gradient_and_the_rest_is_frozen(kind):
 def test_the_first_loss_is_that_of_a_blind_guess(channels, blind):
     config = ViTConfig(**{**vars(TINY), "channels": channels})
     raw = pictures(1, (2, channels, 16, 16))
-    images = normalise(raw, HALF[:channels], HALF[:channels])
+    images = normalize(raw, HALF[:channels], HALF[:channels])
     for target in ("mean", "grid"):
         losses, _ = MaskedModel(ViT(config), MaskSettings(target=target))(images, raw, keys(2), 0)
         assert losses.tolist() == pytest.approx([blind, blind])
@@ -327,7 +327,7 @@ def test_the_first_loss_is_that_of_a_blind_guess(channels, blind):
 def test_the_batch_does_not_change_a_rows_loss():
     masked = build("mean")
     raw = pictures(1, (6, 3, 16, 16))
-    images = normalise(raw, HALF, HALF)
+    images = normalize(raw, HALF, HALF)
     with torch.no_grad():
         together = masked(images, raw, keys(6, 10), 4)
         parts = [masked(images[rows], raw[rows], keys(6, 10)[rows], 4) for rows in (slice(0, 2), slice(2, 6))]
@@ -338,7 +338,7 @@ def test_the_batch_does_not_change_a_rows_loss():
 def test_half_precision_gives_losses_in_single_precision():
     masked = build("mean")
     raw = pictures(1, (2, 3, 16, 16))
-    images = normalise(raw, HALF, HALF)
+    images = normalize(raw, HALF, HALF)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         losses, _ = masked(images, raw, keys(2), 0)
     assert losses.dtype == torch.float32
@@ -372,13 +372,13 @@ def test_a_tiny_model_learns_what_colour_goes_with_what():
     optimizer = torch.optim.AdamW([one for one in masked.parameters() if one.requires_grad], lr=1e-2)
     for step in range(100):
         raw = two_halves(32, rng)
-        losses, _ = masked(normalise(raw, HALF, HALF), raw, keys(32), step)
+        losses, _ = masked(normalize(raw, HALF, HALF), raw, keys(32), step)
         optimizer.zero_grad()
         losses.mean().backward()
         optimizer.step()
     raw = two_halves(200, rng)
     with torch.no_grad():
-        losses, right = masked(normalise(raw, HALF, HALF), raw, keys(200), 0)
+        losses, right = masked(normalize(raw, HALF, HALF), raw, keys(200), 0)
     hidden = draw_corruption(keys(200), 0, 16, masked.settings).hidden
     constant = histogram_entropy(colour_targets(cut_patches(raw, 2, (4, 4)), "mean")[hidden].numpy())
     assert constant > 2

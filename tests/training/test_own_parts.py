@@ -93,7 +93,9 @@ def test_the_sum_of_an_own_loss_counts_valid_rows_only(losses):
 
 
 def test_an_own_loss_of_another_shape_is_refused():
-    with pytest.raises(UserError, match=r"one value per image \(2,\) or their mean \(\), not a tensor of shape \(2, 3\)"):
+    with pytest.raises(
+        UserError, match=r"one value per image \(2,\) or their mean \(\), not a tensor of shape \(2, 3\)"
+    ):
         own_loss(lambda logits, targets: logits, torch.zeros(2, 3), torch.zeros(2).long(), torch.ones(2).bool())
 
 
@@ -109,7 +111,12 @@ def test_microbatches_of_a_mean_loss_give_the_whole_batch(tmp_path):
 
 def test_cross_entropy_as_an_own_loss_is_the_built_in_one(tmp_path):
     words = ("data.mixup=0",)
-    fit(Colours(), tmp_path / "own", *words, loss=lambda logits, targets: F.cross_entropy(logits, targets, reduction="none"))
+    fit(
+        Colours(),
+        tmp_path / "own",
+        *words,
+        loss=lambda logits, targets: F.cross_entropy(logits, targets, reduction="none"),
+    )
     fit(Colours(), tmp_path / "built-in", *words)
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("own", "built-in"))
     for name, value in ours.items():
@@ -154,7 +161,14 @@ def test_an_own_optimizer_keeps_its_rates_as_peaks(tmp_path):
     def factory(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return Recorded([{**group, "lr": 0.01 * (index + 1)} for index, group in enumerate(groups)], lr=0.5)
 
-    fit(Colours(), tmp_path / "run", "schedule.kind=constant", "schedule.warmup=0", "optim.weight_decay=0.1", optimizer=factory)
+    fit(
+        Colours(),
+        tmp_path / "run",
+        "schedule.kind=constant",
+        "schedule.warmup=0",
+        "optim.weight_decay=0.1",
+        optimizer=factory,
+    )
     assert [0.01, 0.02] == pytest.approx(rates[-1])
 
 

@@ -37,7 +37,7 @@ from vitral.data.preprocess import parse_pipeline
 from vitral.data.splits import Split
 from vitral.errors import Interrupted, UserError
 from vitral.evaluation.predict import predict_split
-from vitral.models.normalise import normalise
+from vitral.models.normalize import normalize
 from vitral.training import setup
 from vitral.training.evaluator import Evaluator, measure
 from vitral.training.objective import Objective
@@ -385,7 +385,7 @@ def test_evaluation_counts_every_image_once(legs: Legs) -> None:
             pixels = pipeline(decode(bytes(split.reader.read(index))), None)
         except UnreadableImage:
             continue
-        image = normalise(torch.from_numpy(pixels).permute(2, 0, 1)[None], PREPROCESS.mean, PREPROCESS.std)
+        image = normalize(torch.from_numpy(pixels).permute(2, 0, 1)[None], PREPROCESS.mean, PREPROCESS.std)
         confusion[label, int(model(image).argmax())] += 1
     entries = [[*place.tolist(), int(confusion[tuple(place)])] for place in np.argwhere(confusion)]
     expected = [np.trace(confusion) / 22, 22, entries]

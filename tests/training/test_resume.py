@@ -251,7 +251,7 @@ def test_a_second_signal_stops_at_once(pictures, tmp_path):
     words = ("steps=300", "evaluate_every=20", "save_every=10", "workers=1")
     slow = (
         "import itertools, time; from vitral.evaluation import predict; calls, real = itertools.count(), "
-        "predict.normalise; predict.normalise = lambda *args: time.sleep(100) if next(calls) else real(*args)"
+        "predict.normalize; predict.normalize = lambda *args: time.sleep(100) if next(calls) else real(*args)"
     )  # the first is the preflight's
     program = start(pictures, tmp_path / "run", words, before=slow)
     _wait(lambda: lines(tmp_path / "run") >= 20, 60)

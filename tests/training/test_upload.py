@@ -152,7 +152,7 @@ def test_a_part_that_is_too_long_is_resized_by_the_worker():
 @settings(max_examples=40 if DEVICE.type == "cuda" else 8)
 def test_the_kernel_gives_the_pixels_of_a_cpu(data):
     pytest.importorskip("triton", reason="the kernels need Triton (pip install triton)")
-    from vitral.kernels.resize import PartResize, reference
+    from vitral.kernels.resize import CropResize, reference
 
     side = st.integers(1, 24)
     size, channels = (data.draw(side), data.draw(side)), data.draw(st.integers(1, 4))
@@ -166,14 +166,14 @@ def test_the_kernel_gives_the_pixels_of_a_cpu(data):
         places.append([sum(map(len, pixels)), height, width, data.draw(st.integers(0, 1))])
         pixels.append(part)
     there = torch.from_numpy(np.concatenate(pixels)).to(DEVICE), torch.tensor(places, device=DEVICE)
-    found = PartResize(size, channels, SHRINK, DEVICE)(*there)
+    found = CropResize(size, channels, SHRINK, DEVICE)(*there)
     assert found.permute(0, 2, 3, 1).is_contiguous()
     assert torch.equal(found, reference(*there, size, channels))
 
 
 def test_the_kernel_takes_every_length():
     pytest.importorskip("triton", reason="the kernels need Triton (pip install triton)")
-    from vitral.kernels.resize import PartResize, reference
+    from vitral.kernels.resize import CropResize, reference
 
     lengths = torch.arange(1, SHRINK * 224 + 1, 1 if DEVICE.type == "cuda" else 61)
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)[:-1] * 2])
@@ -182,7 +182,7 @@ def test_the_kernel_takes_every_length():
         256, (int(lengths.sum()) * 2,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
     there = pixels.to(DEVICE), places.to(DEVICE)
-    assert torch.equal(PartResize((224, 2), 1, SHRINK, DEVICE)(*there), reference(*there, (224, 2), 1))
+    assert torch.equal(CropResize((224, 2), 1, SHRINK, DEVICE)(*there), reference(*there, (224, 2), 1))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_the_kernel_takes_every_length():
     ],
 )
 def test_who_leaves_the_resizing_to_a_gpu(text, rows, expected, monkeypatch):
-    monkeypatch.setattr(device_data, "resizes_parts", lambda device: True)
+    monkeypatch.setattr(device_data, "supports_crop_resize", lambda device: True)
     monkeypatch.setattr(device_data, "Upload", lambda *arguments: "on the GPU")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10**9))
     found = uploading(parse_pipeline(text), rows, 3, torch.device("cuda"))

@@ -32,7 +32,7 @@ from vitral.inspection.embeddings import embedding_filters, position_similarity
 from vitral.inspection.image_inspection import look_at
 from vitral.models.build import Model
 from vitral.models.device import resolve_device
-from vitral.models.normalise import normalise
+from vitral.models.normalize import normalize
 from vitral.models.vit import ViT
 from vitral.names import name_of
 from vitral.recipe import from_toml
@@ -98,7 +98,7 @@ def inspect(
         kept, pixels = readable_pixels(split, how.pipeline, card.architecture.channels)
         unreadable = tuple(split.keys[i] for i in range(len(split)) if i not in kept)
         shown = _shown(model, [Path(split.keys[i]).name for i in kept], pixels, how, card, names, layers)
-        reach = _reach(model, normalise(pixels, how.mean, how.std))
+        reach = _reach(model, normalize(pixels, how.mean, how.std))
     title = f"Inside {_short_name(card)}"
     attends = isinstance(model, ViT)
     page = inspect_page(title, model_facts(card), learned, shown, _pooled_name(model), reach, attends)
@@ -197,7 +197,7 @@ def _shown(
     truths: Sequence[tuple[str, ...]] = (),
 ) -> list[Shown]:
     config = model.config
-    ready = normalise(pixels, how.mean, how.std).to(next(model.parameters()).device)
+    ready = normalize(pixels, how.mean, how.std).to(next(model.parameters()).device)
     headed, averaged = (), ()
     if isinstance(config, ViTConfig):
         for layer in layers:

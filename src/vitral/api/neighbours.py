@@ -35,7 +35,7 @@ from vitral.inspection.search import (
 )
 from vitral.models.build import Model
 from vitral.models.device import resolve_device
-from vitral.models.normalise import normalise
+from vitral.models.normalize import normalize
 from vitral.serving.results import Unreadable, unread
 
 BATCH = 16  # images at a time
@@ -79,7 +79,7 @@ def search(
     if len(asked_for) != 1:
         raise UserError(f"{query} holds {len(asked_for):,} images: name the one to compare with.")
     _, pixels = readable_pixels(asked_for, how.pipeline, card.architecture.channels)
-    asked = normalise(pixels, how.mean, how.std).to(next(model.parameters()).device)
+    asked = normalize(pixels, how.mean, how.std).to(next(model.parameters()).device)
     rows, columns = model.config.grid((asked.shape[2], asked.shape[3]))
     if patch is not None and not (0 <= patch[0] < rows and 0 <= patch[1] < columns):
         raise UserError(f"the image has {rows} rows and {columns} columns of patches: choose one of these.")
@@ -138,7 +138,7 @@ def _readable(
         split, parse_deterministic(how.pipeline), batch=BATCH, channels=model.config.channels
     ):
         kept = [split.keys[place] for place in batch.indices[batch.valid].tolist()]
-        yield kept, normalise(batch.images[batch.valid].to(device), how.mean, how.std)
+        yield kept, normalize(batch.images[batch.valid].to(device), how.mean, how.std)
         done += int((batch.indices != PADDING).sum())
         if on_progress is not None:
             on_progress(done, len(split))

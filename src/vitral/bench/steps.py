@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vitral.bench.backends import OURS, Backend, Task, build_model
 from vitral.kernels.cuda_graph import CudaGraph
 from vitral.kernels.packed import pack
-from vitral.models.normalise import normalise
+from vitral.models.normalize import normalize
 from vitral.serving.classifier import Classifier as OnePicture
 
 _SEED = 0
@@ -85,7 +85,7 @@ class Classifier(nn.Module):
         """uint8 or float (b, c, h, w) -> (b, classes)"""
         if images.dtype == torch.uint8:
             half = (0.5,) * images.shape[1]
-            images = normalise(images, half, half)
+            images = normalize(images, half, half)
         return self.model(images.to(self._dtype()))
 
     def _dtype(self) -> torch.dtype:

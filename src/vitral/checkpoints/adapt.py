@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitral.architecture import Architecture, Position, ResizeRule, ResNetConfig, Size, ViTConfig, as_size
+from vitral.architecture import Architecture, ModuleConfig, Position, ResizeRule, ResNetConfig, Size, ViTConfig, as_size
 from vitral.errors import UserError
 from vitral.models.build import build
 from vitral.models.position import resize_offsets, resize_table, sincos2d
@@ -66,12 +66,13 @@ def to_classes(weights: Weights, classes: int) -> Weights:
     if classes < 0:
         raise UserError(f"a model cannot have {classes} classes.")
     old = weights.architecture
+    if isinstance(old, ModuleConfig):
+        raise UserError(f'vitral cannot change the head of "{old.name}", a module of your own: change it in your code.')
     changes: dict[str, Any] = {"classes": classes}
     if isinstance(old, ViTConfig):
         changes["representation"] = 0
     new = replace(old, **changes)
-    width = old.width if isinstance(old, ViTConfig) else old.features
-    head = {"head.output.weight": torch.zeros(classes, width), "head.output.bias": torch.zeros(classes)}
+    head = {"head.output.weight": torch.zeros(classes, old.features), "head.output.bias": torch.zeros(classes)}
     kept = {key: array for key, array in weights.state.items() if not key.startswith("head.")}
     tanh = " without its tanh layer" if isinstance(old, ViTConfig) and old.representation else ""
     words = f"head {old.classes} -> {classes} classes{tanh}" + (", zero-initialised" if classes else "")
@@ -84,6 +85,10 @@ def to_size(weights: Weights, image: Size, patch: int | None = None) -> Weights:
     The patch kernel follows FlexiViT's pseudo-inverse resize: a resized patch keeps its embedding.
     """
     old = weights.architecture
+    if isinstance(old, ModuleConfig):
+        if image == old.image and patch is None:
+            return weights
+        raise UserError(f'vitral cannot resize "{old.name}", a module of your own: change it in your code.')
     if not isinstance(old, ViTConfig):
         return _resnet_to_size(weights, old, image, patch)
     patch = old.patch if patch is None else patch

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from vitral import paper
-from vitral.architecture import Architecture, Size, ViTConfig
+from vitral.architecture import Architecture, ResNetConfig, Size, ViTConfig
 from vitral.cli.output import Count, Flag, Image, by, image_size, print_facts, print_json, print_table
 from vitral.cost import cost as cost_of
 from vitral.cost import training_flops
@@ -138,8 +138,10 @@ def _format_rows() -> list[dict[str, str]]:
 
 
 def _dimensions(architecture: Architecture) -> str:
-    if not isinstance(architecture, ViTConfig):
+    if isinstance(architecture, ResNetConfig):
         return f"  (stages of {', '.join(map(str, architecture.blocks))} units, width x{architecture.width})"
+    if not isinstance(architecture, ViTConfig):
+        return ""
     a = architecture
     stem = f" on a ResNet of {', '.join(map(str, a.stem.blocks)) or 'no'} units" if a.stem else ""
     return f"  ({a.depth} layers, width {a.width}, MLP {a.mlp}, {a.heads} heads{stem})"

@@ -15,7 +15,7 @@ from vitral.data.preprocess import parse_deterministic
 from vitral.data.sources import Split
 from vitral.errors import UserError
 from vitral.models.build import Model
-from vitral.models.normalise import normalise
+from vitral.models.normalize import normalize
 from vitral.models.vit import ViT
 
 Precision = Literal["float32", "bfloat16"]
@@ -123,7 +123,7 @@ def _compute(
                 real = int((batch.indices != PADDING).sum())  # the first ones
                 # Padding costs as much as images do; one row is computed even so, to know how wide rows are.
                 pixels = batch.images[: max(real, 1)].to(device, non_blocking=True)
-                rows = function(normalise(pixels, preprocess.mean, preprocess.std)).float().cpu()
+                rows = function(normalize(pixels, preprocess.mean, preprocess.std)).float().cpu()
                 found.append((batch.indices[:real].numpy(), rows[:real].numpy(), batch.valid[:real].numpy()))
                 done += real
                 if on_progress is not None:

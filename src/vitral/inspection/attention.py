@@ -17,7 +17,7 @@ from torch import Tensor
 from vitral.architecture import Size, ViTConfig
 from vitral.errors import UserError
 from vitral.models.build import Model
-from vitral.models.capture import Axis, Rows, Seen, capture
+from vitral.models.capture import AttentionCapture, Axis, Rows, capture
 from vitral.models.vit import ViT
 
 Heads = Literal["mean", "max", "min"]
@@ -117,7 +117,7 @@ def merge_heads(attention: Tensor, heads: Heads = "mean") -> Tensor:
     return _normalised(_OVER_HEADS[heads](attention, dim=1, keepdim=True))
 
 
-def attention_matrices(seen: Seen, grid: Size) -> list[Tensor]:
+def attention_matrices(seen: AttentionCapture, grid: Size) -> list[Tensor]:
     """All that was captured with rows="all" as (b, heads, tokens, tokens), the first layer's first."""
     return [expand_lines(seen[key], grid, key[1]) if isinstance(key, tuple) else seen[key] for key in seen.keys]
 
@@ -134,7 +134,7 @@ def expand_lines(attention: Tensor, grid: Size, axis: Axis) -> Tensor:
     return full.permute(order).flatten(4, 5).flatten(2, 3)
 
 
-def pooling(model: ViT, seen: Seen, grid: Size) -> Tensor:
+def pooling(model: ViT, seen: AttentionCapture, grid: Size) -> Tensor:
     """(b, tokens) or (1, tokens): how the model weights its output tokens where it pools them.
 
     `seen` needs to have watched a pass as far as the features, of any layers or of none.

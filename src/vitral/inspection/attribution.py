@@ -18,7 +18,7 @@ from torch import Tensor
 from vitral.architecture import Size
 from vitral.errors import UserError
 from vitral.models.build import Model
-from vitral.models.capture import Key, capture
+from vitral.models.capture import LayerKey, capture
 from vitral.models.vit import ViT
 
 
@@ -127,7 +127,7 @@ class _Evidence(NamedTuple):
 
     # In the order of the computation, and each with its own gradient: zipping the order in which a backward pass meets
     # the layers with that of the forward pass is how rollouts go wrong. (b, n, n); in axial blocks (b * lines, n, n).
-    attentions: dict[Key, Tensor]
+    attentions: dict[LayerKey, Tensor]
     # (b, n): how much of each token the answer reads. The class token alone where it is pooled; else the positive part
     # of token times gradient, which is weight times gradient of pooling seen as attention.
     reading: Tensor
@@ -155,7 +155,7 @@ def _evidence(model: Model, images: Tensor, classes: Tensor | None, sigmoid: boo
     return _Evidence(attentions, reading, _grid(model, images))
 
 
-def _followed(relevance: Tensor, attention: Tensor, key: Key, grid: Size) -> Tensor:
+def _followed(relevance: Tensor, attention: Tensor, key: LayerKey, grid: Size) -> Tensor:
     """R (b, n, m) -> R + S R; an axial attention joins the patches of a row or of a column only."""
     groups = attention.unflatten(0, (len(relevance), -1))  # (b, lines, n, n); but for axial attention one line of all
     groups = groups / groups.sum(-1).amax((1, 2)).clamp_min(1e-30)[:, None, None, None]

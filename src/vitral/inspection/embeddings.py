@@ -14,7 +14,7 @@ from torch import Tensor
 from vitral.errors import UserError
 from vitral.models.build import Model
 from vitral.models.position import Position
-from vitral.models.stem import ResNetStem
+from vitral.models.resnet import ResNetStem
 from vitral.models.vit import ViT
 
 
@@ -78,7 +78,7 @@ def _kernel(model: Model) -> tuple[Tensor, str]:
         root = model.stem.root.conv
     else:
         return model.embed.weight, "the patch embedding"
-    return root.standardised(), "the 7x7 convolution of the ResNet's root"
+    return root.standardized(), "the 7x7 convolution of the ResNet's root"
 
 
 DARKEST, BRIGHTEST = 0.01, 0.99  # the quantiles of a component that colours span; what lies outside is clipped

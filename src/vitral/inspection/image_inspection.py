@@ -15,7 +15,7 @@ from vitral.inspection.attention import expand_lines, pooling, rollout_maps
 from vitral.inspection.attribution import gradient_rollout, occlusion
 from vitral.inspection.embeddings import feature_colours, token_norms
 from vitral.models.build import Model
-from vitral.models.capture import Seen, capture
+from vitral.models.capture import AttentionCapture, capture
 from vitral.models.vit import ViT
 
 
@@ -120,7 +120,7 @@ def _merge_rows(weights: Tensor, attention: Tensor) -> Tensor:
     return weights[:, None, None] @ attention
 
 
-def _layers(seen: Seen) -> list[int]:
+def _layers(seen: AttentionCapture) -> list[int]:
     return [key for key in seen.keys if isinstance(key, int)]
 
 

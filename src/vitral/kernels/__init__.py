@@ -1,2 +1,2 @@
-"""Faster ways to compute what plain PyTorch can, each beside that, and who chooses: kernels and CUDA graphs for a GPU,
-packed weights for a CPU."""
+"""Faster implementations beside their plain PyTorch references, and the dispatch between them: Triton kernels and CUDA
+graphs for a GPU, packed weights for a CPU."""

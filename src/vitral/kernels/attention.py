@@ -1,10 +1,10 @@
-"""Attention over short sequences, whole rows on chip: forward and backward kernels, and what they must compute.
+"""Attention over short sequences with whole rows on chip: launchers of the kernels, and a reference in PyTorch.
 
-General flash kernels are built for long sequences; at 197 tokens they spend their time on what a short row does not
-need. Here the keys and values of a head stay on chip, a row of scores is never cut, so the softmax needs no second
-look, and lengths are padded to a multiple of 16 instead of a power of two. Inputs and gradients keep the layout of the
-fused projection: nothing is transposed or copied around the kernels. The backward pass computes the scores twice, once
-along the queries and once along the keys: that costs less than adding up a gradient across programs.
+General flash kernels are built for long sequences; at 197 tokens they spend time on what short rows do not need. Here
+the keys and values of a head stay on chip, a row of logits is never split, so the softmax needs a single pass, and
+lengths are padded to a multiple of 16 instead of a power of two. Inputs and gradients keep the layout of the fused qkv
+projection: nothing is transposed or copied around the kernels. The backward pass computes the logits twice, once along
+the queries and once along the keys: that costs less than accumulating a gradient across programs.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from torch import Tensor
 from vitral.kernels.dispatch import launch, on_device_of
 from vitral.kernels.jit import attention as jit
 
-Parts = tuple[tuple[int, int], ...]  # (first, size) of each part of a sequence
-_ROWS = 64  # that a program computes at a time; measured on an H200
+Spans = tuple[tuple[int, int], ...]  # (first, size) of each part of a sequence
+_ROWS = 64  # that a program computes at a time; tuned on an H200
 
 
 def reference(qkv: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What the kernels compute, in plain PyTorch: (b, n, 3, heads, d), (b, heads, n, n) or None -> (b, n, heads, d)"""
+    """(batch, tokens, 3, heads, dim), bias (batch, heads, tokens, tokens) -> (batch, tokens, heads, dim)"""
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
 
 
-def parts(n: int, most: int) -> Parts:
-    """A sequence, padded to a multiple of 16, as powers of two up to `most`: 197 -> 128 + 64 + 16."""
-    found, first = [], 0
+def split_sequence(n: int, max_size: int) -> Spans:
+    """Split a sequence, padded to a multiple of 16, into powers of two up to `max_size`: 197 -> 128 + 64 + 16."""
+    spans, first = [], 0
     while first < n:
-        left = -(-(n - first) // 16) * 16
-        size = min(most, 1 << (left.bit_length() - 1))
-        found.append((first, size))
+        remaining = -(-(n - first) // 16) * 16
+        size = min(max_size, 1 << (remaining.bit_length() - 1))
+        spans.append((first, size))
         first += size
-    return tuple(found)
+    return tuple(spans)
 
 
-def _launch(kernel: Any, tensors: tuple[Any, ...], qkv: Tensor, bias: Tensor | None, most: int) -> None:
+def _launch(kernel: Any, tensors: tuple[Any, ...], qkv: Tensor, bias: Tensor | None, max_size: int) -> None:
     b, n, _, heads, d = qkv.shape
-    share = triton.cdiv(n, _ROWS) if b * heads < 256 else 1  # programs a head: a GPU has some 132 processors
+    programs_per_head = triton.cdiv(n, _ROWS) if b * heads < 256 else 1  # a GPU has about 132 multiprocessors
     launch(
-        kernel, (b * heads, share), *tensors, heads, d**-0.5,
-        N=n, D=d, ROWS=_ROWS, PARTS=parts(n, most), HAS_BIAS=bias is not None, stages=2,
+        kernel, (b * heads, programs_per_head), *tensors, heads, d**-0.5,
+        N=n, D=d, ROWS=_ROWS, PARTS=split_sequence(n, max_size), HAS_BIAS=bias is not None, stages=2,
     )  # fmt: skip
 
 
 def forward(qkv: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """contiguous (b, n, 3, heads, d), (b, heads, n, n) -> (b, n, heads, d), and for the backward pass (b, heads, n)"""
+    """As the reference, for contiguous inputs; and the log-sum-exp for the backward pass, (batch, heads, tokens)"""
     out, lse = _empty(qkv)
     _launch(jit.attention_forward, (qkv, bias, out, lse), qkv, bias, 128)
     return out, lse
 
 
 def backward(qkv: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of `qkv` and of `bias`; without a bias the second is empty."""
+    """Gradients of `qkv` and of `bias`; without a bias the second is empty."""
     dqkv, dbias = _empty_gradients(qkv, bias)
     delta = torch.empty_like(lse)
     _launch(jit.attention_queries, (qkv, bias, out, grad, lse, delta, dqkv, dbias), qkv, bias, 64)
@@ -75,10 +75,10 @@ def _empty_gradients(qkv: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     return dqkv, torch.empty_like(bias) if bias is not None else qkv.new_empty(0)
 
 
-# As operators, for models that are compiled: the compiler calls them as they are, and never looks inside.
+# Custom operators, so that torch.compile calls them as they are and does not trace into them.
 @torch.library.custom_op("vitral::short_attention", mutates_args=())
 def short_attention(qkv: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`forward`, with a gradient"""
+    """`forward` as a differentiable operator."""
     with on_device_of(qkv):
         return forward(qkv.contiguous(), bias)
 

@@ -1,13 +1,13 @@
-"""A stack of pre-norm blocks in half precision, forwards and backwards, as few passes over memory as it takes.
+"""A stack of pre-norm blocks in half precision, forward and backward, in as few passes over memory as possible.
 
-What `models/layers.py` writes down block by block is computed here with kernels that do several things in one pass:
-a residual sum with the LayerNorm after it, attention with whole rows on chip, GELU's gradient with all that is wanted
-around it. Matrix products stay cuBLAS's. A block keeps what its two norms give, the projection, what attention made of
-it and the MLP's hidden layer; residual sums are not kept, and in every second block the GELU is computed again in the
+What `models/layers.py` computes block by block is computed here with kernels that do several things in one pass: a
+residual sum with the LayerNorm after it, attention with whole rows on chip, GELU's gradient with the sums around it.
+Matrix products stay with cuBLAS. A block saves the outputs of its two norms, of the qkv projection, of attention and
+of the MLP's hidden layer; residual sums are not saved, and in every second block the GELU is recomputed in the
 backward pass.
 
-The last sum of a block is left to the next one, whose LayerNorm it then shares a pass with: between blocks the stream
-is a pair, what is summed so far and the branch (with its bias) that is to be added.
+The last sum of a block is left to the next one, where it shares a pass with a LayerNorm: between blocks the residual
+stream is a pair, the sum so far and the branch (with its bias) that is still to be added.
 """
 
 from __future__ import annotations
@@ -20,80 +20,100 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from vitral.kernels import attention, cublas, gelu, norm
+from vitral.kernels import attention, cublas
 from vitral.kernels.dispatch import on_device_of
-from vitral.kernels.fold import fold, unfold
-from vitral.kernels.weights import Dense, Layer, Norm, PlainNorm
+from vitral.kernels.fused_ops import (
+    BlockWeights,
+    LinearWeights,
+    NonAffineNorm,
+    NormWeights,
+    add_norm,
+    add_norm_backward,
+    fold_norm,
+    gelu_backward,
+    unfold_norm,
+)
 
 
-class Shape(NamedTuple):
-    """What a block has besides weights."""
+class BlockShape(NamedTuple):
+    """What describes a block besides its weights."""
 
     batch: int
     heads: int
-    gelu: str  # "tanh" or "none"
+    gelu: str  # "tanh" or "none" (exact)
 
 
-def encode(x: Tensor, layers: Sequence[Layer], last: Norm, *, heads: int, gelu: str) -> Tensor:
-    """(b, n, d) in half precision -> (b, n, d), normed by `last`; with a gradient where the weights learn."""
-    shape = Shape(x.shape[0], heads, gelu)
-    run = _learn if torch.is_grad_enabled() and last.weight.requires_grad else _infer
+def encode(x: Tensor, layers: Sequence[BlockWeights], final_norm: NormWeights, *, heads: int, gelu: str) -> Tensor:
+    """All blocks and the final norm; with a gradient where the weights are trained.
+
+    Args:
+        x: (batch, tokens, dim) in half precision.
+        layers: weights of the blocks.
+        final_norm: weights of the norm after them.
+        heads: of the attention.
+        gelu: "tanh" or "none" (exact).
+
+    Returns:
+        (batch, tokens, dim)
+    """
+    shape = BlockShape(x.shape[0], heads, gelu)
+    run = _encode_trained if torch.is_grad_enabled() and final_norm.weight.requires_grad else _encode_inference
     with on_device_of(x):
-        return run(x.flatten(0, 1).contiguous(), layers, last, shape).view(x.shape)
+        return run(x.flatten(0, 1).contiguous(), layers, final_norm, shape).view(x.shape)
 
 
-def _infer(x: Tensor, layers: Sequence[Layer], last: Norm, shape: Shape) -> Tensor:
-    """Without a gradient nothing is kept: (r, d) -> (r, d)"""
+def _encode_inference(x: Tensor, layers: Sequence[BlockWeights], final_norm: NormWeights, shape: BlockShape) -> Tensor:
+    """Nothing is saved for a backward pass: (rows, dim) -> (rows, dim)"""
     branch, bias = None, None
     for layer in layers:
-        x, normed, _ = norm.forward(x, branch, bias, layer.norm1)
-        del branch  # it is in the sum: not needed where memory is at its peak
-        x, normed, _ = norm.forward(x, _attended(normed, layer, shape), layer.out.bias, layer.norm2)
-        branch = _times(_dense_gelu(normed, layer.hidden, shape.gelu), layer.output.weight)
+        x, normed, _ = add_norm(x, branch, bias, layer.norm1)
+        del branch  # part of the sum by now; frees memory before the peak
+        x, normed, _ = add_norm(x, _attention_branch(normed, layer, shape), layer.out.bias, layer.norm2)
+        branch = _matmul(_linear_gelu(normed, layer.hidden, shape.gelu), layer.output.weight)
         bias = layer.output.bias
-    return norm.forward(x, branch, bias, last).normed
+    return add_norm(x, branch, bias, final_norm).normed
 
 
-def _attended(normed: Tensor, layer: Layer, shape: Shape) -> Tensor:
-    """The branch of attention, without its bias: (r, d) -> (r, d)"""
-    read, _ = attention.forward(_split(_dense(normed, layer.qkv), shape))
-    return _times(_flat(read), layer.out.weight)
+def _attention_branch(normed: Tensor, layer: BlockWeights, shape: BlockShape) -> Tensor:
+    """The attention branch without its last bias: (rows, dim) -> (rows, dim)"""
+    attn, _ = attention.forward(_split_heads(_linear(normed, layer.qkv), shape))
+    return _matmul(_merge_heads(attn), layer.out.weight)
 
 
-def _learn(x: Tensor, layers: Sequence[Layer], last: Norm, shape: Shape) -> Tensor:
+def _encode_trained(x: Tensor, layers: Sequence[BlockWeights], final_norm: NormWeights, shape: BlockShape) -> Tensor:
     branch, bias = None, None
-    halves = _halved([weight for layer in layers for weight in (layer.out.weight, layer.output.weight)], x.dtype)
-    for number, (layer, wout, woutput) in enumerate(zip(layers, halves[::2], halves[1::2], strict=True)):
+    half_weights = _to_half([weight for layer in layers for weight in (layer.out.weight, layer.output.weight)], x.dtype)
+    for index, (layer, wout, woutput) in enumerate(zip(layers, half_weights[::2], half_weights[1::2], strict=True)):
         weights = (*layer.norm1[:2], *layer.qkv, *layer.out, *layer.norm2[:2], *layer.hidden, layer.output.weight)
-        keeps = number % 2 == 1  # half of the time and of the memory that the outputs of all GELUs would be
-        x, branch = _Block.apply(x, branch, bias, *weights, layer, (wout, woutput), shape, keeps)
+        saves_gelu = index % 2 == 1  # saving all of them takes twice the memory, recomputing all of them twice the time
+        x, branch = _Block.apply(x, branch, bias, *weights, layer, (wout, woutput), shape, saves_gelu)
         bias = layer.output.bias
-    return _LastNorm.apply(x, branch, bias, *last)
+    return _FinalNorm.apply(x, branch, bias, *final_norm)
 
 
 @torch.no_grad()
-def _halved(weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """All at once: as many kernels as there are weights would take longer to start than to run."""
-    halves = [torch.empty_like(weight, dtype=dtype) for weight in weights]
-    torch._foreach_copy_(halves, weights)
-    return halves
+def _to_half(weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """All in one kernel: one per weight would take longer to launch than to run."""
+    half_weights = [torch.empty_like(weight, dtype=dtype) for weight in weights]
+    torch._foreach_copy_(half_weights, weights)
+    return half_weights
 
 
-class _Kept(NamedTuple):
-    """What a block keeps for its backward pass: (r, d) unless said otherwise"""
+class _SavedTensors(NamedTuple):
+    """What a block saves for its backward pass, (rows, dim) unless noted."""
 
     normed1: Tensor
-    moments1: Tensor  # (2, r)
-    qkv: Tensor  # (r, 3 d)
-    read: Tensor  # what attention made of it
-    lse: Tensor  # (b, heads, n)
+    moments1: Tensor  # (2, rows)
+    qkv: Tensor  # (rows, 3 * dim)
+    attn: Tensor  # output of attention, (batch, tokens, heads, dim / heads)
+    lse: Tensor  # (batch, heads, tokens)
     normed2: Tensor
-    moments2: Tensor  # (2, r)
-    h: Tensor  # the MLP's hidden layer before its GELU, (r, f)
+    moments2: Tensor  # (2, rows)
+    h: Tensor  # the MLP's hidden layer before its GELU, (rows, mlp)
 
 
-class _Products(NamedTuple):
-    """The weights of a block's products in half precision; the norms' own are folded into two of them."""
+class _MatmulWeights(NamedTuple):
+    """The weights of a block's matrix products in half precision; those of the norms are folded into two of them."""
 
     qkv: Tensor
     out: Tensor
@@ -102,119 +122,120 @@ class _Products(NamedTuple):
 
 
 class _Block(torch.autograd.Function):
-    """The sum so far (r, d), the branch to be added (r, d) with its bias (d,) -> the same two after the block.
+    """Sum so far (rows, dim), branch to be added (rows, dim) and its bias (dim,) -> sum and branch after the block.
 
-    `weights` are there to get their gradients: those of `layer` in order, without the bias of `output`.
+    The weights are arguments so that they get gradients: those of `layer` in order, without the bias of `output`.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, branch: Tensor | None, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-        *_, layer, (wout, woutput), shape, keeps = rest
-        qkv_dense = fold(layer.qkv, layer.norm1, x.dtype)
-        hidden_dense = fold(layer.hidden, layer.norm2, x.dtype)
-        first = norm.forward(x, branch, bias, PlainNorm(layer.norm1.eps))
-        qkv = torch.addmm(qkv_dense.bias, first.normed, qkv_dense.weight.t())
-        read, lse = attention.forward(_split(qkv, shape))
-        second = norm.forward(first.total, _flat(read) @ wout.t(), layer.out.bias, PlainNorm(layer.norm2.eps))
-        activated, h = _dense_gelu_kept(second.normed, hidden_dense, shape.gelu)
+        *_, layer, (wout, woutput), shape, saves_gelu = rest
+        qkv_folded = fold_norm(layer.qkv, layer.norm1, x.dtype)
+        hidden_folded = fold_norm(layer.hidden, layer.norm2, x.dtype)
+        first = add_norm(x, branch, bias, NonAffineNorm(layer.norm1.eps))
+        qkv = torch.addmm(qkv_folded.bias, first.normed, qkv_folded.weight.t())
+        attn, lse = attention.forward(_split_heads(qkv, shape))
+        second = add_norm(first.total, _merge_heads(attn) @ wout.t(), layer.out.bias, NonAffineNorm(layer.norm2.eps))
+        activated, h = _linear_gelu_saved(second.normed, hidden_folded, shape.gelu)
         ctx.save_for_backward(
-            *_Kept(first.normed, first.moments, qkv, read, lse, second.normed, second.moments, h),
-            *_Products(qkv_dense.weight, wout, hidden_dense.weight, woutput),
-            activated if keeps else None,
+            *_SavedTensors(first.normed, first.moments, qkv, attn, lse, second.normed, second.moments, h),
+            *_MatmulWeights(qkv_folded.weight, wout, hidden_folded.weight, woutput),
+            activated if saves_gelu else None,
         )
-        ctx.facts = (layer, shape, branch is not None)
+        ctx.block = (layer, shape, branch is not None)
         return second.total, activated @ woutput.t()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        dx, dbranch = (slope.contiguous() for slope in slopes)
-        saved = ctx.saved_tensors
-        kept, products, activated = _Kept(*saved[:8]), _Products(*saved[8:12]), saved[12]
-        layer, shape, has_branch = ctx.facts
-        dh, activated, dbhidden = gelu.backward(kept.h, dbranch @ products.output, shape.gelu, activated)
-        dwoutput = _product(dbranch, activated)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        dx, dbranch = (grad.contiguous() for grad in grads)
+        tensors = ctx.saved_tensors
+        saved, half, activated = _SavedTensors(*tensors[:8]), _MatmulWeights(*tensors[8:12]), tensors[12]
+        layer, shape, has_branch = ctx.block
+        dh, activated, dbhidden = gelu_backward(saved.h, dbranch @ half.output, shape.gelu, activated)
+        dwoutput = _weight_grad(dbranch, activated)
         del activated
-        dx, sums = norm.backward(kept.normed2, kept.moments2, None, dx, dh @ products.hidden)
-        hidden = unfold(_product(dh, kept.normed2), dbhidden, layer.hidden, layer.norm2)
+        dx, sums = add_norm_backward(saved.normed2, saved.moments2, None, dx, dh @ half.hidden)
+        hidden = unfold_norm(_weight_grad(dh, saved.normed2), dbhidden, layer.hidden, layer.norm2)
         dbout = sums[0]
-        dwout = _product(dx, _flat(kept.read))
-        dread = (dx @ products.out).view(kept.read.shape)
-        dqkv, _ = attention.backward(_split(kept.qkv, shape), None, kept.read, kept.lse, dread)
-        dqkv = dqkv.view(kept.qkv.shape)
-        dx, sums = norm.backward(kept.normed1, kept.moments1, None, dx, dqkv @ products.qkv)
-        dbqkv = _bias_slope(dqkv, dbout, products.out)
-        qkv = unfold(_product(dqkv, kept.normed1), dbqkv, layer.qkv, layer.norm1)
+        dwout = _weight_grad(dx, _merge_heads(saved.attn))
+        dattn = (dx @ half.out).view(saved.attn.shape)
+        dqkv, _ = attention.backward(_split_heads(saved.qkv, shape), None, saved.attn, saved.lse, dattn)
+        dqkv = dqkv.view(saved.qkv.shape)
+        dx, sums = add_norm_backward(saved.normed1, saved.moments1, None, dx, dqkv @ half.qkv)
+        dbqkv = _qkv_bias_grad(dqkv, dbout, half.out)
+        qkv = unfold_norm(_weight_grad(dqkv, saved.normed1), dbqkv, layer.qkv, layer.norm1)
         before = (dx, dx, sums[0]) if has_branch else (dx, None, None)
-        attended = (qkv.scale, qkv.shift, qkv.weight, dbqkv, dwout, dbout)
-        return *before, *attended, hidden.scale, hidden.shift, hidden.weight, dbhidden, dwoutput, None, None, None, None
+        attention_grads = (qkv.scale, qkv.shift, qkv.weight, dbqkv, dwout, dbout)
+        mlp_grads = (hidden.scale, hidden.shift, hidden.weight, dbhidden, dwoutput)
+        return *before, *attention_grads, *mlp_grads, None, None, None, None
 
 
-class _LastNorm(torch.autograd.Function):
-    """The last sum and the norm after the blocks: (r, d), (r, d), (d,) -> (r, d)"""
+class _FinalNorm(torch.autograd.Function):
+    """The last residual sum and the norm after the blocks: (rows, dim), (rows, dim), (dim,) -> (rows, dim)"""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, branch: Tensor, bias: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-        found = norm.forward(x, branch, bias, Norm(scale, shift, eps))
-        ctx.save_for_backward(found.total, found.moments, scale)
-        return found.normed
+        output = add_norm(x, branch, bias, NormWeights(scale, shift, eps))
+        ctx.save_for_backward(output.total, output.moments, scale)
+        return output.normed
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         total, moments, scale = ctx.saved_tensors
-        dx, (dbias, dscale, dshift) = norm.backward(total, moments, scale, None, slopes[0].contiguous())
+        dx, (dbias, dscale, dshift) = add_norm_backward(total, moments, scale, None, grads[0].contiguous())
         return dx, dx, dbias, dscale, dshift, None
 
 
-def _split(qkv: Tensor, shape: Shape) -> Tensor:
-    """(b * n, 3 * d) -> (b, n, 3, heads, d / heads)"""
+def _split_heads(qkv: Tensor, shape: BlockShape) -> Tensor:
+    """(batch * tokens, 3 * dim) -> (batch, tokens, 3, heads, dim / heads)"""
     return qkv.view(shape.batch, -1, 3, shape.heads, qkv.shape[1] // (3 * shape.heads))
 
 
-def _flat(read: Tensor) -> Tensor:
-    """(b, n, heads, d / heads) -> (b * n, d)"""
-    return read.view(read.shape[0] * read.shape[1], -1)
+def _merge_heads(attn: Tensor) -> Tensor:
+    """(batch, tokens, heads, dim / heads) -> (batch * tokens, dim)"""
+    return attn.view(attn.shape[0] * attn.shape[1], -1)
 
 
-def _dense_gelu_kept(x: Tensor, dense: Dense, kind: str) -> tuple[Tensor, Tensor]:
-    """GELU(h) and h = x weight' + bias: (r, i) -> (r, o), (r, o)"""
-    aligned = dense.weight.shape[0] % 8 == 0  # what cuBLAS asks of the memory that it keeps h in
-    if kind == "tanh" and x.is_cuda and aligned and cublas.is_there(x.device, x.dtype):
-        return cublas.dense_gelu(x, *dense)
-    h = torch.addmm(dense.bias, x, dense.weight.t())
-    return F.gelu(h, approximate=kind), h
+def _linear_gelu_saved(x: Tensor, linear: LinearWeights, gelu: str) -> tuple[Tensor, Tensor]:
+    """GELU(h) and h = x weight' + bias: (rows, in) -> (rows, out), (rows, out)"""
+    aligned = linear.weight.shape[0] % 8 == 0  # cuBLAS's requirement for the memory of h
+    if gelu == "tanh" and x.is_cuda and aligned and cublas.is_available(x.device, x.dtype):
+        return cublas.linear_gelu(x, *linear)
+    h = torch.addmm(linear.bias, x, linear.weight.t())
+    return F.gelu(h, approximate=gelu), h
 
 
-def _bias_slope(dqkv: Tensor, dbout: Tensor, wout: Tensor) -> Tensor:
-    """The sum of dqkv over tokens, of which only the queries' third has to be added up: (r, 3 d) -> float32 (3 d,)
+def _qkv_bias_grad(dqkv: Tensor, dbout: Tensor, wout: Tensor) -> Tensor:
+    """The sum of dqkv over tokens, of which only the queries' third has to be summed: (rows, 3 dim) -> float32 (3 dim,)
 
-    Shares of attention add up to 1. So what all values get is what all outputs give, and the output's own bias has that
-    sum; and what the keys get adds up to 0, since a bias that all keys have in common changes no share.
+    Attention weights sum to 1 over the keys. Hence the gradients of the values sum to those of the outputs, a sum which
+    the gradient of the output bias is; and those of the keys sum to 0, as a bias common to all keys changes nothing.
     """
     width = wout.shape[1]
-    slope = torch.zeros(3, width, dtype=torch.float32, device=dqkv.device)
-    slope[0] = dqkv[:, :width].sum(0, dtype=torch.float32)
-    slope[2] = dbout.to(wout.dtype) @ wout
-    return slope.flatten()
+    grad = torch.zeros(3, width, dtype=torch.float32, device=dqkv.device)
+    grad[0] = dqkv[:, :width].sum(0, dtype=torch.float32)
+    grad[2] = dbout.to(wout.dtype) @ wout
+    return grad.flatten()
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left' right in single precision, of a weight's gradient: (r, i), (r, j) -> (i, j)"""
+def _weight_grad(left: Tensor, right: Tensor) -> Tensor:
+    """left' right in float32, the gradient of a weight: (rows, i), (rows, j) -> (i, j)"""
     if left.is_cuda and left.dtype != torch.float32:
         return torch.mm(left.t(), right, out_dtype=torch.float32)
     return (left.t() @ right).float()
 
 
-def _times(x: Tensor, weight: Tensor) -> Tensor:
+def _matmul(x: Tensor, weight: Tensor) -> Tensor:
     return x @ weight.to(x.dtype).t()
 
 
-def _dense(x: Tensor, dense: Dense) -> Tensor:
-    return torch.addmm(dense.bias.to(x.dtype), x, dense.weight.to(x.dtype).t())
+def _linear(x: Tensor, linear: LinearWeights) -> Tensor:
+    return torch.addmm(linear.bias.to(x.dtype), x, linear.weight.to(x.dtype).t())
 
 
-def _dense_gelu(x: Tensor, dense: Dense, kind: str) -> Tensor:
-    if kind == "tanh" and x.is_cuda:  # PyTorch hands this to cuBLAS as one product
-        return torch._addmm_activation(dense.bias.to(x.dtype), x, dense.weight.to(x.dtype).t(), use_gelu=True)
-    return F.gelu(_dense(x, dense), approximate=kind)
+def _linear_gelu(x: Tensor, linear: LinearWeights, gelu: str) -> Tensor:
+    if gelu == "tanh" and x.is_cuda:  # PyTorch hands this to cuBLAS as one product
+        return torch._addmm_activation(linear.bias.to(x.dtype), x, linear.weight.to(x.dtype).t(), use_gelu=True)
+    return F.gelu(_linear(x, linear), approximate=gelu)

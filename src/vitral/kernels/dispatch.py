@@ -1,4 +1,4 @@
-"""The fastest way that fits the shape, the device and the precision; plain PyTorch everywhere else."""
+"""Which implementation fits the shape, the device and the precision: a kernel, or plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,24 +9,50 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
 
-HALVES = (torch.bfloat16, torch.float16)
-_LONGEST = 256  # tokens of a sequence whose rows stay on chip
-_WIDTHS = (16, 32, 64, 128)  # of a head
-_WIDEST = 4096  # channels that a LayerNorm's program holds at once
-# By the first number of their compute capability: Hopper, where the kernels were measured, and Blackwell for data
-# centres. A program may use 227 KiB on their chips; on consumers' Blackwell, of a higher number, 99 KiB are too few.
-_GPUS = (9, 10)
-_TRITONS = (7, 0)  # the least compute capability that Triton itself takes
-_TRITON = importlib.util.find_spec("triton") is not None
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+_MAX_TOKENS = 256  # of a sequence whose rows stay on chip
+_HEAD_DIMS = (16, 32, 64, 128)
+_MAX_DIM = 4096  # channels that a LayerNorm's program holds at once
+# Major numbers of compute capabilities: Hopper, where the kernels were measured, and data-center Blackwell. There a
+# program may use 227 KiB of shared memory; the 99 KiB of consumer Blackwell, with a higher number, are too few.
+_COMPUTE_CAPABILITIES = (9, 10)
+_MIN_TRITON_CAPABILITY = (7, 0)
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def is_plain(module: nn.Module, expected: type[nn.Module] | None = None) -> bool:
+    """Whether calling `module` does no more than the `forward` of its class, so that a fast path may replace the call.
+
+    Args:
+        module: has hooks or a `forward` of its own (as gradient checkpointing sets it), or not.
+        expected: its class, exactly: an adapter or a parametrization has another one.
+    """
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    global_hooks = (
+        *(nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks),
+        *(nn_module._global_backward_hooks, nn_module._global_backward_pre_hooks),
+    )
+    has_hooks = any(hooks) or any(global_hooks)
+    return not has_hooks and "forward" not in module.__dict__ and (expected is None or type(module) is expected)
 
 
 def attention(qkv: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
-    """(b, n, 3, heads, d), (b, heads, n, n) or None -> (b, heads, n, d)"""
-    width = qkv.shape[4]
-    fits = bias is None or width < _WIDTHS[-1]  # a bias beside the widest heads is too much to hold on some GPUs
-    if dropout == 0.0 and fits and is_short(qkv, width):
+    """Scaled dot-product attention.
+
+    Args:
+        qkv: queries, keys and values, (batch, tokens, 3, heads, dim).
+        bias: added to the logits, (batch, heads, tokens, tokens).
+        dropout: rate for the attention weights.
+
+    Returns:
+        (batch, heads, tokens, dim)
+    """
+    dim = qkv.shape[4]
+    bias_fits = bias is None or dim < _HEAD_DIMS[-1]  # a bias beside the widest heads is too large for some GPUs
+    if dropout == 0.0 and bias_fits and fits_short_attention(qkv, dim):
         from vitral.kernels.attention import short_attention
 
         return short_attention(qkv, None if bias is None else bias.to(qkv.dtype))[0].transpose(1, 2)
@@ -35,37 +61,45 @@ def attention(qkv: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
 
 
 def fits_blocks(x: Tensor, heads: int) -> bool:
-    """Whether `blocks.encode` takes it: (b, n, d)"""
-    return x.shape[2] <= _WIDEST and is_short(x, x.shape[2] // heads)
+    """Whether `blocks.encode` supports tokens (batch, tokens, dim)."""
+    return x.shape[2] <= _MAX_DIM and fits_short_attention(x, x.shape[2] // heads)
 
 
-def is_short(tokens: Tensor, width: int) -> bool:
-    """Whether a head of this width attends within kernels, for tokens (b, n, ...)"""
-    known = tokens.dtype in HALVES and tokens.shape[1] <= _LONGEST and width in _WIDTHS
-    return known and tokens.shape[0] > 0 and _has_kernels(tokens.device)
+def fits_short_attention(tokens: Tensor, head_dim: int) -> bool:
+    """Whether the attention kernels support tokens (batch, tokens, ...) with heads of this width."""
+    fits = tokens.dtype in HALF_DTYPES and tokens.shape[1] <= _MAX_TOKENS and head_dim in _HEAD_DIMS
+    return fits and tokens.shape[0] > 0 and _has_kernels(tokens.device)
 
 
 @cache
-def resizes_parts(device: torch.device) -> bool:
-    """Whether `resize.PartResize` runs there."""
-    return device.type == "cuda" and _TRITON and torch.cuda.get_device_capability(device) >= _TRITONS
+def supports_crop_resize(device: torch.device) -> bool:
+    """Whether `resize.CropResize` runs on the device."""
+    return device.type == "cuda" and _HAS_TRITON and torch.cuda.get_device_capability(device) >= _MIN_TRITON_CAPABILITY
 
 
 @cache
 def _has_kernels(device: torch.device) -> bool:
-    """One of _GPUS, with Triton installed"""
-    if device.type != "cuda" or not _TRITON:
+    if device.type != "cuda" or not _HAS_TRITON:
         return False
-    return torch.cuda.get_device_capability(device)[0] in _GPUS
+    return torch.cuda.get_device_capability(device)[0] in _COMPUTE_CAPABILITIES
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Kernels start on the current GPU, whatever memory they are given; autograd itself sees to backward passes."""
+    """Make the tensor's GPU the current one, where kernels are launched; autograd does so in backward passes."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def launch(
-    kernel: Any, programs: tuple[int, ...], *arguments: Any, warps: int = 4, stages: int = 3, **sizes: Any
+    kernel: Any, programs: tuple[int, ...], *arguments: Any, warps: int = 4, stages: int = 3, **constants: Any
 ) -> None:
-    """`programs` of the kernel, of so many warps each; `stages` is how far loops that multiply read ahead."""
-    kernel[programs](*arguments, **sizes, num_warps=warps, num_stages=stages)
+    """Launch a Triton kernel.
+
+    Args:
+        kernel: decorated with `triton.jit`.
+        programs: the launch grid.
+        arguments: tensors and numbers.
+        warps: per program.
+        stages: of the software pipelining of loops that multiply.
+        constants: its `tl.constexpr` parameters.
+    """
+    kernel[programs](*arguments, **constants, num_warps=warps, num_stages=stages)

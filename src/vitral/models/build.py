@@ -1,14 +1,85 @@
-"""From an architecture to a model with fresh weights."""
+"""From an architecture to a model with initial weights."""
 
 from __future__ import annotations
 
-from vitral.architecture import Architecture, ResNetConfig
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitral.architecture import Architecture, ModuleConfig, ResNetConfig, ViTConfig
+from vitral.errors import UserError
+from vitral.models.layers import Attention
+from vitral.models.position import FactorisedPosition, LearnedPosition, sincos2d
 from vitral.models.resnet import ResNet
 from vitral.models.vit import ViT
 
 Model = ViT | ResNet
 
+_SHARED = 0.9  # share of a mimetic matrix that its partner has, too
+_QUERY_KEY, _VALUE_OUTPUT = 0.75, 0.5  # scales of the products of queries and keys, and of values and outputs
+
 
 def build(architecture: Architecture) -> Model:
-    """A model with the paper's initialisation, in training mode."""
+    """A model with the paper's weight initialization, in training mode.
+
+    Raises:
+        UserError: the architecture is a user's own module, which only the user's code can build.
+    """
+    if isinstance(architecture, ModuleConfig):
+        raise UserError(
+            f'vitral cannot build "{architecture.name}", a module of your own: build it in your code and pass it in.'
+        )
     return ResNet(architecture) if isinstance(architecture, ResNetConfig) else ViT(architecture)
+
+
+@torch.no_grad()
+def mimetic_init(model: ViT) -> None:
+    """Give a ViT initial weights that look like trained ones, for data sets too small to learn these patterns from.
+
+    After Trockman and Kolter, "Mimetic Initialization of Self-Attention Layers", 2023:
+
+        keys       similar to queries, so that a patch attends to similar patches
+        outputs    similar to the negative of values, so that a patch is contrasted with what it attends to
+        positions  sines and cosines (2d), so that neighboring patches are similar; they are trained from there on
+
+    The authors take the matrices from a singular value decomposition; here they are random orthogonal matrices that
+    share most of their entries. Changes the attention of all blocks, and position tables that are learned.
+    """
+    for module in model.blocks.modules():
+        if isinstance(module, Attention):
+            _init_attention(module)
+    for position in model.positions[:1]:
+        if isinstance(position, LearnedPosition | FactorisedPosition):
+            _init_position(position, model.config)
+
+
+def _init_position(position: LearnedPosition | FactorisedPosition, config: ViTConfig) -> None:
+    """Sines and cosines, without their mean over the grid, which distinguishes no position."""
+    table = sincos2d(config.grid(config.image), config.width)
+    table -= table.mean(dim=(0, 1))
+    half = config.width // 2  # columns where 4 does not divide it are left at zero
+    x, y = (F.pad(part, (0, half - part.shape[-1])) for part in table.chunk(2, dim=-1))
+    if isinstance(position, LearnedPosition):
+        position.table.copy_(F.pad(torch.cat([x, y], dim=-1), (0, config.width % 2)))
+    else:
+        position.x.copy_(x[0])
+        position.y.copy_(y[:, 0])
+
+
+def _init_attention(attention: Attention) -> None:
+    queries, keys, values = attention.qkv.weight.chunk(3)
+    for query, key in zip(queries.chunk(attention.heads), keys.chunk(attention.heads), strict=True):
+        for weight, matrix in zip((query, key), _similar_pair(query), strict=True):
+            weight.copy_(matrix * math.sqrt(_QUERY_KEY))
+    value, output = _similar_pair(values)
+    values.copy_(value * math.sqrt(_VALUE_OUTPUT))
+    attention.out.weight.copy_(output.t() * -math.sqrt(_VALUE_OUTPUT))
+
+
+def _similar_pair(like: Tensor) -> tuple[Tensor, Tensor]:
+    """Two matrices of this shape: a shared orthogonal one, plus a smaller one of each."""
+    shared, first, second = (nn.init.orthogonal_(torch.empty_like(like)) for _ in range(3))
+    rest = math.sqrt(1 - _SHARED**2)
+    return _SHARED * shared + rest * first, _SHARED * shared + rest * second

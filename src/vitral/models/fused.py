@@ -1,4 +1,4 @@
-"""Blocks handed to the kernels that compute a whole stack of them, where there is nothing unusual about any."""
+"""Blocks handed to the kernels that compute a whole stack of them, where nothing about any block is customized."""
 
 from __future__ import annotations
 
@@ -7,64 +7,66 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from vitral.kernels.weights import Dense, Layer, Norm
-from vitral.models.layers import Block
+from vitral.kernels.dispatch import is_plain
+from vitral.kernels.fused_ops import BlockWeights, LinearWeights, NormWeights
+from vitral.models.layers import Attention, Block, Mlp
 
 
 @torch.compiler.disable
-def fused_blocks(x: Tensor, blocks: nn.ModuleList, last: nn.LayerNorm) -> Tensor | None:
-    """What the blocks and the norm after them make of (b, n, d), or None where they must be called one by one.
+def fused_blocks(x: Tensor, blocks: nn.ModuleList, final_norm: nn.LayerNorm) -> Tensor | None:
+    """All blocks and the final norm in fused kernels: (batch, tokens, dim) -> (batch, tokens, dim).
 
-    Unusual is all that the kernels would pass over: dropout, adapters, factors on branches, a position's part in the
-    attention, somebody who watches, hooks, weights that are partly frozen or not laid out row by row.
+    Returns:
+        None where the kernels would leave something out, so that the blocks must be called one by one: dropout,
+        adapters, layer scale, relative positions, observers, hooks, weights partly frozen or not contiguous.
     """
-    plain = [block for block in blocks if isinstance(block, Block)]
-    if len(plain) < len(blocks) or not _all_plain(plain) or type(last) is not nn.LayerNorm or _is_watched(last):
+    plain = [block for block in blocks if isinstance(block, Block) and _is_fusible(block)]
+    if len(plain) < len(blocks) or not _is_fusible_norm(final_norm):
         return None
-    if torch.is_grad_enabled() and not _learn_together(x, [*blocks.parameters(), *last.parameters()]):
+    if torch.is_grad_enabled() and not _trains_all_or_none(x, [*blocks.parameters(), *final_norm.parameters()]):
         return None
     from vitral.kernels.blocks import encode
 
     heads, gelu = plain[0].attention.heads, plain[0].mlp.approximate
-    return encode(x, [_layer(block) for block in plain], _norm(last), heads=heads, gelu=gelu)
+    return encode(x, [_block_weights(block) for block in plain], _norm_weights(final_norm), heads=heads, gelu=gelu)
 
 
-def _all_plain(blocks: list[Block]) -> bool:
-    return not any(_is_unusual(block) for block in blocks)
-
-
-def _is_unusual(block: Block) -> bool:
+def _is_fusible(block: Block) -> bool:
     attention, mlp = block.attention, block.mlp
+    if not (is_plain(block, Block) and is_plain(attention, Attention) and is_plain(mlp, Mlp)):
+        return False
     rates = (attention.attention_dropout, attention.dropout.p, mlp.dropout.p, block.drop.rate)
-    linears = (attention.qkv, attention.out, mlp.hidden, mlp.output)
     return (
-        (block.training and any(rates))
-        or any(type(linear) is not nn.Linear or not linear.weight.is_contiguous() for linear in linears)
-        or not isinstance(block.scale1, nn.Identity)
-        or attention.relative is not None
-        or bool(attention.watchers)
-        or any(_is_watched(module) for module in block.modules())
+        not (block.training and any(rates))
+        and all(map(_is_fusible_linear, (attention.qkv, attention.out, mlp.hidden, mlp.output)))
+        and all(map(_is_fusible_norm, (block.norm1, block.norm2)))
+        and isinstance(block.scale1, nn.Identity)
+        and attention.relative is None
+        and not attention.observers
+        and all(is_plain(module) for module in block.modules())
     )
 
 
-def _is_watched(module: nn.Module) -> bool:
-    """Whether calling it does more than its class says: hooks, or another `forward`, as recomputation sets it."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or "forward" in vars(module)
+def _is_fusible_linear(linear: nn.Linear) -> bool:
+    return is_plain(linear, nn.Linear) and linear.bias is not None and linear.weight.is_contiguous()
 
 
-def _learn_together(x: Tensor, weights: Iterable[Tensor]) -> bool:
-    """All weights learn, or none does and nothing before them."""
-    learns = {weight.requires_grad for weight in weights}
-    return learns == {True} or (learns == {False} and not x.requires_grad)
+def _is_fusible_norm(norm: nn.LayerNorm) -> bool:
+    return is_plain(norm, nn.LayerNorm) and norm.weight is not None and norm.bias is not None
 
 
-def _layer(block: Block) -> Layer:
+def _trains_all_or_none(x: Tensor, weights: Iterable[Tensor]) -> bool:
+    """Whether all weights are trained, or neither these nor anything before them."""
+    trained = {weight.requires_grad for weight in weights}
+    return trained == {True} or (trained == {False} and not x.requires_grad)
+
+
+def _block_weights(block: Block) -> BlockWeights:
     attention, mlp = block.attention, block.mlp
-    dense = (Dense(layer.weight, layer.bias) for layer in (attention.qkv, attention.out, mlp.hidden, mlp.output))
-    qkv, out, hidden, output = dense
-    return Layer(_norm(block.norm1), qkv, out, _norm(block.norm2), hidden, output)
+    linears = (attention.qkv, attention.out, mlp.hidden, mlp.output)
+    qkv, out, hidden, output = (LinearWeights(linear.weight, linear.bias) for linear in linears)
+    return BlockWeights(_norm_weights(block.norm1), qkv, out, _norm_weights(block.norm2), hidden, output)
 
 
-def _norm(layer: nn.LayerNorm) -> Norm:
-    return Norm(layer.weight, layer.bias, layer.eps)
+def _norm_weights(norm: nn.LayerNorm) -> NormWeights:
+    return NormWeights(norm.weight, norm.bias, norm.eps)

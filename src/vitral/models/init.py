@@ -1,4 +1,4 @@
-"""Starting values, as in Google's Flax code."""
+"""Weight initialization, with the distributions of Google's Flax code."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import math
 import torch
 from torch import Tensor, nn
 
-# A normal distribution cut at two standard deviations has this standard deviation; Flax divides by it.
+# Standard deviation of a standard normal truncated at two standard deviations; Flax divides by it.
 _TRUNCATED_STD = 0.87962566103423978
 
 
 @torch.no_grad()
 def lecun_normal(weight: Tensor) -> None:
-    """Truncated normal of variance 1/fan_in for a (out, in, ...) weight: Flax's default for dense and convolution.
+    """Fill an (out, in, ...) weight from a truncated normal of variance 1 / fan_in, Flax's default.
 
-    By the inverse of the distribution function; torch's own rejection loop takes half a minute for the largest ResNet.
+    Draws through the inverse of the distribution function: torch's rejection loop takes half a minute for the largest
+    ResNet.
     """
     if weight.is_meta:
         return
@@ -25,18 +26,18 @@ def lecun_normal(weight: Tensor) -> None:
 
 
 def normal(weight: Tensor, std: float) -> Tensor:
-    """Returns the weight. On "meta" there is nothing to draw, and torch would load its compiler to do so."""
+    """Fill and return `weight`. A meta tensor is left alone: torch would import its compiler to fill it."""
     return weight if weight.is_meta else nn.init.normal_(weight, std=std)
 
 
 def xavier_uniform(weight: Tensor, parts: int = 1) -> None:
-    """Glorot uniform for a (parts * out, in) weight that stacks `parts` matrices, each with its own fans."""
+    """Glorot uniform for a (parts * out, in) weight that stacks `parts` matrices with fans of their own."""
     rows, columns = weight.shape
     bound = math.sqrt(6.0 / (rows // parts + columns))
     nn.init.uniform_(weight, -bound, bound)
 
 
 def zero_bias(layer: nn.Linear | nn.Conv2d) -> None:
-    """For a layer that has one."""
+    """Fill the bias of a layer that has one with zeros."""
     assert layer.bias is not None
     nn.init.zeros_(layer.bias)

@@ -1,33 +1,36 @@
-"""The transformer's parts: attention, MLP, and the pre-norm block (paper, equations 2-3 and 5-8)."""
+"""Layers of the transformer: attention, MLP, the pre-norm block (paper, equations 2-3 and 5-8), and attention pooling;
+axial attention for the AxialResNet."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitral.architecture import Size, ViTConfig
-from vitral.errors import UserError
+from vitral.architecture import AXIAL_HEADS, Size, ViTConfig
 from vitral.kernels.dispatch import attention
 from vitral.kernels.packed import linear_gelu
-from vitral.models.init import normal, xavier_uniform
-from vitral.models.position import RelativePosition
+from vitral.models.init import lecun_normal, normal, xavier_uniform
+from vitral.models.position import RelativePosition, resize_offsets
 
 
-class Watcher(Protocol):
-    """Sees what enters and leaves an attention, and changes nothing; `capture.py` sends them."""
+class AttentionObserver(Protocol):
+    """Receives the inputs and the output of an attention layer, and changes nothing; see `capture.py`."""
 
-    def see(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, output: Tensor) -> None: ...
+    def observe(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, output: Tensor) -> None:
+        """q, k, v, output (batch, heads, tokens, dim), bias (batch, heads, tokens, tokens)"""
 
 
-def attend(qkv: Tensor, watchers: Sequence[Watcher], bias: Tensor | None, dropout: float) -> Tensor:
-    """(b, n, 3, heads, d) -> (b, heads, n, d): equations 6 and 7, fused"""
+def attend(qkv: Tensor, observers: Sequence[AttentionObserver], bias: Tensor | None, dropout: float) -> Tensor:
+    """Equations 6 and 7, fused: (batch, tokens, 3, heads, dim) -> (batch, heads, tokens, dim)"""
     output = attention(qkv, bias, dropout)
-    for watcher in watchers:
+    for observer in observers:
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        watcher.see(q, k, v, bias, output)
+        observer.observe(q, k, v, bias, output)
     return output
 
 
@@ -42,26 +45,26 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width)
         self.dropout = nn.Dropout(config.dropout)
         self.relative = RelativePosition(config) if config.position == "relative" else None
-        self.watchers: list[Watcher] = []
+        self.observers: list[AttentionObserver] = []
         xavier_uniform(self.qkv.weight, parts=3)
         xavier_uniform(self.out.weight)
         nn.init.zeros_(self.qkv.bias)
         nn.init.zeros_(self.out.bias)
 
     def forward(self, x: Tensor, grid: Size) -> Tensor:
-        """(..., n, d) -> (..., n, d): tokens attend to each other along the last axis but one."""
+        """Tokens attend to each other along the last axis but one: (..., tokens, dim) -> (..., tokens, dim)"""
         shape = x.shape
         x = x.reshape(-1, *shape[-2:])
         batch, tokens, width = x.shape
         qkv = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads)
         bias = None if self.relative is None else self.relative(qkv[:, :, 0].transpose(1, 2), grid)
         dropout = self.attention_dropout if self.training else 0.0
-        x = attend(qkv, self.watchers, bias, dropout).transpose(1, 2).reshape(shape)
+        x = attend(qkv, self.observers, bias, dropout).transpose(1, 2).reshape(shape)
         return self.dropout(self.out(x))
 
 
 class Mlp(nn.Module):
-    """Dense, GELU, dense, with dropout after each."""
+    """Linear, GELU, linear, with dropout after each linear layer."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -74,20 +77,20 @@ class Mlp(nn.Module):
             normal(layer.bias, std=1e-6)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., d) -> (..., d)"""
+        """(..., dim) -> (..., dim)"""
         x = self.dropout(linear_gelu(self.hidden, x, self.approximate))
         return self.dropout(self.output(x))
 
 
 class StochasticDepth(nn.Module):
-    """Drops a whole residual branch for some images of the batch, and scales up the rest."""
+    """Drop a whole residual branch for random images of the batch, and scale up the others (DropPath)."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
         self.rate = rate
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, ...) -> (b, ...)"""
+        """(batch, ...) -> (batch, ...)"""
         if not self.training or self.rate == 0.0:
             return x
         keep = 1.0 - self.rate
@@ -96,14 +99,14 @@ class StochasticDepth(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """A learned factor per channel on a residual branch; foreign weights (DINOv2, CaiT style) have it."""
+    """A learned factor per channel on a residual branch, as in CaiT and DINOv2."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.full((width,), 1e-5))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., d) -> (..., d)"""
+        """(..., dim) -> (..., dim)"""
         return x * self.scale
 
 
@@ -121,7 +124,7 @@ class Block(nn.Module):
         self.drop = StochasticDepth(drop_rate)
 
     def forward(self, x: Tensor, grid: Size) -> Tensor:
-        """(b, ..., n, d) -> (b, ..., n, d)"""
+        """(batch, ..., tokens, dim) -> (batch, ..., tokens, dim)"""
         x = x + self.drop(self.scale1(self.attention(self.norm1(x), grid)))
         return x + self.drop(self.scale2(self.mlp(self.norm2(x))))
 
@@ -135,17 +138,99 @@ class AxialBlock(nn.Module):
         self.column = Block(config, drop_rate)
 
     def forward(self, x: Tensor, grid: Size) -> Tensor:
-        """(b, h * w, d) -> (b, h * w, d)"""
+        """(batch, h * w, dim) -> (batch, h * w, dim)"""
         x = x.unflatten(1, grid)
         x = self.row(x, grid)
         x = self.column(x.transpose(1, 2), grid).transpose(1, 2)
         return x.flatten(1, 2)
 
 
-def check_images(images: Tensor, channels: int) -> None:
-    """Refuse what is not a batch of images (b, channels, height, width)."""
-    if images.ndim != 4 or images.shape[1] != channels:
-        raise UserError(
-            f"this model reads a batch of {channels}-channel images (b, c, h, w), "
-            f"not a tensor of shape {tuple(images.shape)}."
-        )
+class MapPool(nn.Module):
+    """Multi-head attention pooling: a learned query reads the patches, then an MLP (big_vision's MAP head)."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.probe = nn.Parameter(torch.empty(1, config.width))
+        self.q = nn.Linear(config.width, config.width)
+        self.kv = nn.Linear(config.width, 2 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+        self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
+        self.mlp = Mlp(config)
+        self.observers: list[AttentionObserver] = []
+        xavier_uniform(self.probe)
+        xavier_uniform(self.kv.weight, parts=2)
+        for layer in (self.q, self.out):
+            xavier_uniform(layer.weight)
+        for layer in (self.q, self.kv, self.out):
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """(batch, tokens, dim) -> (batch, dim)"""
+        batch, n, width = patches.shape
+        q = self.q(self.probe).view(1, 1, self.heads, -1).transpose(1, 2).expand(batch, -1, -1, -1)
+        k, v = self.kv(patches).view(batch, n, 2, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        output = F.scaled_dot_product_attention(q, k, v)
+        for observer in self.observers:
+            observer.observe(q, k, v, None, output)
+        x = self.out(output.transpose(1, 2).reshape(batch, width))
+        return x + self.mlp(self.norm(x))
+
+
+class AxialAttention2d(nn.Module):
+    """Attention along the height, then along the width, in place of a 3x3 convolution: an AxialResNet (appendix D.6).
+
+    After the position-sensitive attention of Axial-DeepLab (Wang et al. 2020), which the paper ported. As there: 8
+    heads, queries and keys half as wide as values, offset tables that the heads share, no output projection (the 1x1
+    convolution that follows is one). Departures: no BatchNorm inside the attention, since this network normalizes
+    without the batch right before and right after; the logits are divided by the square root of the key width instead.
+    With stride 2, a 2x2 average pool follows; an odd row or column is averaged over the pixels that exist, so grids
+    round up as those of the convolutions do.
+    """
+
+    def __init__(self, channels: int, grid: Size, stride: int = 1) -> None:
+        super().__init__()
+        self.height = AxisAttention(channels, grid[0])
+        self.width = AxisAttention(channels, grid[1])
+        self.stride = stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, channels, h, w) -> (batch, channels, ceil(h / stride), ceil(w / stride))"""
+        x = self.height(x.permute(0, 3, 2, 1))  # (b, w, h, c)
+        x = self.width(x.transpose(1, 2))  # (b, h, w, c)
+        x = x.permute(0, 3, 1, 2)
+        return F.avg_pool2d(x, self.stride, ceil_mode=True) if self.stride > 1 else x
+
+
+class AxisAttention(nn.Module):
+    """Self-attention over one axis, with learned vectors for the offset from a query to a key.
+
+    logit(i, j) = (q_i . k_j + q_i . a[j - i] + k_j . b[j - i]) / sqrt(key width)
+    output(i)   = sum over j of softmax(logit)(i, j) * (v_j + c[j - i])
+    """
+
+    def __init__(self, channels: int, length: int) -> None:
+        super().__init__()
+        if channels % (2 * AXIAL_HEADS):
+            raise ValueError(f"axial attention needs a multiple of {2 * AXIAL_HEADS} channels, not {channels}.")
+        dim = channels // AXIAL_HEADS
+        self.widths = (dim // 2, dim // 2, dim)  # query, key, value of a head
+        self.projection = nn.Linear(channels, 2 * channels, bias=False)
+        self.offsets = nn.Parameter(torch.empty(2 * length - 1, sum(self.widths)))  # 1 - length .. length - 1
+        lecun_normal(self.projection.weight)
+        normal(self.offsets, std=math.sqrt(1 / self.widths[2]))  # Axial-DeepLab's
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Each line by itself: (batch, lines, length, channels) -> (batch, lines, length, channels)"""
+        q, k, v = self.projection(x).unflatten(-1, (AXIAL_HEADS, -1)).transpose(2, 3).split(self.widths, dim=-1)
+        a, b, c = self._relative(x.shape[2]).split(self.widths, dim=-1)
+        logits = q @ k.transpose(-1, -2)  # (b, lines, heads, query, key)
+        logits = logits + torch.einsum("blhqd,qkd->blhqk", q, a) + torch.einsum("blhkd,qkd->blhqk", k, b)
+        attention = (logits / math.sqrt(self.widths[1])).softmax(dim=-1)
+        output = attention @ v + torch.einsum("blhqk,qkd->blhqd", attention, c)
+        return output.transpose(2, 3).flatten(3)
+
+    def _relative(self, length: int) -> Tensor:
+        """(query, key, dim): the row of the offset from each query to each key"""
+        index = torch.arange(length, device=self.offsets.device)
+        return resize_offsets(self.offsets, 2 * length - 1)[index[None, :] - index[:, None] + length - 1]

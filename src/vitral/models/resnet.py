@@ -1,40 +1,104 @@
-"""The paper's "ResNet (BiT)": version 2 (norm and ReLU before each convolution), GroupNorm, standardised weights."""
+"""ResNets with weight standardization and GroupNorm, two of them.
+
+    ResNet      the paper's baseline "ResNet (BiT)", version 2: norm and ReLU before each convolution
+    ResNetStem  the network in front of a hybrid (section 3.1), version 1: norm and ReLU after each convolution
+
+They differ in paddings and epsilons as well, and the released weights of each need its own.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitral.architecture import ResNetConfig, Size
-from vitral.models.axial import AxialAttention2d
-from vitral.models.convolution import StandardisedConv2d
-from vitral.models.heads import Head
-from vitral.models.layers import check_images
+from vitral.architecture import ResNetConfig, Size, StemConfig
+from vitral.models.init import lecun_normal
+from vitral.models.layers import AxialAttention2d
+from vitral.models.model import Head, VisionModel, check_images, layer_indices
+
+Convention = Literal["hybrid", "bit"]
 
 
-class ResNet(nn.Module):
-    """Offers the four verbs of the Vision Transformer, so that whatever evaluates one evaluates the other."""
+class StdConv2d(nn.Conv2d):
+    """A convolution whose filters are standardized (mean 0, std 1) in each forward pass. Odd square kernels, no bias.
+
+    Google's two ResNets disagree, and the released weights of each need its own `convention`:
+
+    - `"hybrid"` (section 3.1, the stem of R50+ViT): (w - mean) / (std + 1e-5), SAME padding;
+    - `"bit"` (the baseline ResNets): (w - mean) / sqrt(var + 1e-10), `kernel // 2` zeros on every side.
+    """
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, *, convention: Convention) -> None:
+        # At stride 1 SAME padding is symmetric for any size, so only a strided hybrid pads explicitly.
+        pads_same = convention == "hybrid" and stride > 1
+        padding = 0 if pads_same else kernel // 2
+        super().__init__(inputs, outputs, kernel, stride=stride, padding=padding, bias=False)
+        self.convention = convention
+        self.pads_same = pads_same
+
+    def reset_parameters(self) -> None:
+        lecun_normal(self.weight)
+
+    def standardized(self) -> Tensor:
+        """(outputs, inputs, kernel, kernel): the filters as they are applied, in the dtype of the weight."""
+        # The epsilons vanish in half precision.
+        weight = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        if self.convention == "bit":
+            weight = F.layer_norm(weight, weight.shape[1:], eps=1e-10)  # the same formula, in one kernel
+        else:
+            weight = weight - weight.mean((1, 2, 3), keepdim=True)
+            variance = weight.square().mean((1, 2, 3), keepdim=True)
+            # The floor is far below the epsilon; it keeps the gradient of a constant filter finite.
+            weight = weight / (variance.clamp_min(1e-30).sqrt() + 1e-5)
+        return weight.to(self.weight.dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(batch, inputs, h, w) -> (batch, outputs, ceil(h / stride), ceil(w / stride))"""
+        if self.pads_same:
+            input = pad_same(input, self.kernel_size[0], self.stride[0])
+        return self._conv_forward(input, self.standardized(), None)
+
+
+def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
+    """Pad (batch, channels, h, w) to ceil(h / stride) windows, as TensorFlow: an odd pixel goes right and below."""
+    top, bottom = _same_padding(x.shape[-2], kernel, stride)
+    left, right = _same_padding(x.shape[-1], kernel, stride)
+    return F.pad(x, (left, right, top, bottom), value=value)
+
+
+def _same_padding(size: int, kernel: int, stride: int) -> tuple[int, int]:
+    """Pixels to pad before and after one axis."""
+    total = max((-(-size // stride) - 1) * stride + kernel - size, 0)
+    return total // 2, total - total // 2
+
+
+class ResNet(VisionModel[ResNetConfig]):
+    """The paper's baseline ResNet (BiT), and with axial attention in its bottlenecks the AxialResNet."""
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
         self.config = config
         width = 64 * config.width
-        self.root = _conv(config.channels, width, 7, 2)
+        self.root = _conv_v2(config.channels, width, 7, 2)
         self.stages = nn.ModuleList()
         inputs = width
-        for stage, units in enumerate(config.blocks):
+        for stage, depth in enumerate(config.blocks):
             hidden, stride = width * 2**stage, 1 if stage == 0 else 2
-            # An axial unit attends before it strides, so the first one of a stage sees the grid of the stage before.
+            # An axial bottleneck attends before it strides, so the first of a stage has the grid of the stage before.
             before, after = (config.stage_grid(config.image, at) if config.axial else None for at in (stage - 1, stage))
-            first = Unit(inputs, hidden, stride, grid=before, project=True)
-            rest = (Unit(4 * hidden, hidden, grid=after) for _ in range(units - 1))
+            first = BottleneckV2(inputs, hidden, stride, grid=before, project=True)
+            rest = (BottleneckV2(4 * hidden, hidden, grid=after) for _ in range(depth - 1))
             self.stages.append(nn.Sequential(first, *rest))
             inputs = 4 * hidden
-        self.norm = _norm(inputs)
+        self.norm = _norm_v2(inputs)
         self.head = Head(inputs, config.classes)
 
     def patchify(self, images: Tensor) -> Tensor:
-        """(b, c, h, w) -> (b, h', w', d): the root. Channels come last; the grid travels with the tensor."""
+        """The root, with channels last: (batch, channels, height, width) -> (batch, h, w, dim)"""
         check_images(images, self.config.channels)
         x = self.root(images)
         if self.config.root_pool == "zero":
@@ -44,45 +108,66 @@ class ResNet(nn.Module):
         return x.permute(0, 2, 3, 1)
 
     def encode(self, patches: Tensor) -> Tensor:
-        """(b, h, w, d) -> (b, n, features): the four stages; the map that comes out is read row by row."""
+        """The four stages, final norm and ReLU, row by row: (batch, h, w, dim) -> (batch, tokens, features)"""
         x = patches.permute(0, 3, 1, 2)
         for stage in self.stages:
             x = stage(x)
         return F.relu(self.norm(x)).flatten(2).transpose(1, 2)
 
+    def intermediates(
+        self, images: Tensor, layers: Sequence[int] | None = None, *, norm: bool = False, reshape: bool = True
+    ) -> list[Tensor]:
+        """Outputs of chosen stages, with their gradients; stages after the last chosen one are not computed.
+
+        Args:
+            images: (batch, channels, height, width), normalized.
+            layers: stages, counted from 0 or, negative, from the end; None for all four (strides 4, 8, 16 and 32).
+            norm: apply the final GroupNorm and ReLU to the last stage, the only one with its number of channels.
+            reshape: False returns sequences instead of maps.
+
+        Returns:
+            One tensor per entry of `layers`, in that order: maps (batch, dim, h, w) or, with `reshape=False`,
+            (batch, h * w, dim), row by row.
+
+        Raises:
+            UserError: the model has no such stage.
+        """
+        indices = layer_indices(layers, len(self.stages))
+        x = self.patchify(images).permute(0, 3, 1, 2)
+        outputs: dict[int, Tensor] = {}
+        for i in range(max(indices, default=-1) + 1):
+            x = self.stages[i](x)
+            last = i == len(self.stages) - 1
+            if i in indices:
+                maps = F.relu(self.norm(x)) if norm and last else x
+                outputs[i] = maps if reshape else maps.flatten(2).transpose(1, 2)
+        return [outputs[i] for i in indices]
+
     def pool(self, tokens: Tensor) -> Tensor:
-        """(b, n, features) -> (b, features)"""
+        """(batch, n, features) -> (batch, features)"""
         return tokens.mean(1)
 
-    def features(self, images: Tensor) -> Tensor:
-        """(b, c, h, w) -> (b, features)"""
-        return self.pool(self.encode(self.patchify(images)))
-
-    def forward(self, images: Tensor) -> Tensor:
-        """(b, c, h, w) -> (b, classes)"""
-        patches = self.patchify(images)
-        tokens = self.encode(patches)
-        features = self.pool(tokens)
-        return self.head(features)
+    def _checkpointed_layers(self) -> Iterable[nn.Module]:
+        return [bottleneck for stage in self.stages for bottleneck in stage.children()]
 
 
-class Unit(nn.Module):
-    """A pre-activation bottleneck. With a `grid`, axial attention of that native size replaces the 3x3 convolution."""
+class BottleneckV2(nn.Module):
+    """A pre-activation bottleneck; with a `grid`, axial attention built for that grid replaces the 3x3 convolution."""
 
     def __init__(
         self, inputs: int, hidden: int, stride: int = 1, *, grid: Size | None = None, project: bool = False
     ) -> None:
         super().__init__()
-        self.norm1 = _norm(inputs)
-        self.conv1 = _conv(inputs, hidden, 1)
-        self.norm2 = _norm(hidden)
-        self.conv2 = AxialAttention2d(hidden, grid, stride) if grid else _conv(hidden, hidden, 3, stride)
-        self.norm3 = _norm(hidden)
-        self.conv3 = _conv(hidden, 4 * hidden, 1)
-        self.projection = _conv(inputs, 4 * hidden, 1, stride) if project else None
+        self.norm1 = _norm_v2(inputs)
+        self.conv1 = _conv_v2(inputs, hidden, 1)
+        self.norm2 = _norm_v2(hidden)
+        self.conv2 = AxialAttention2d(hidden, grid, stride) if grid else _conv_v2(hidden, hidden, 3, stride)
+        self.norm3 = _norm_v2(hidden)
+        self.conv3 = _conv_v2(hidden, 4 * hidden, 1)
+        self.projection = _conv_v2(inputs, 4 * hidden, 1, stride) if project else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, inputs, h, w) -> (b, 4 * hidden, ceil(h / stride), ceil(w / stride))"""
+        """(batch, inputs, h, w) -> (batch, 4 * hidden, ceil(h / stride), ceil(w / stride))"""
         y = F.relu(self.norm1(x))
         if self.projection is not None:
             x = self.projection(y)
@@ -92,9 +177,79 @@ class Unit(nn.Module):
         return x + y
 
 
-def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> StandardisedConv2d:
-    return StandardisedConv2d(inputs, outputs, kernel, stride, convention="bit")
+class ResNetStem(nn.Module):
+    """Images to a feature map: the root, then stages of bottlenecks; every stage but the first halves the grid."""
+
+    def __init__(self, config: StemConfig, channels: int) -> None:
+        super().__init__()
+        width = 64 * config.width
+        self.root = StemRoot(channels, width)
+        self.stages = nn.ModuleList()
+        inputs = width
+        for stage, depth in enumerate(config.blocks):
+            hidden, stride = width * 2**stage, 1 if stage == 0 else 2
+            first = StemBottleneck(inputs, hidden, stride, project=True)
+            self.stages.append(nn.Sequential(first, *(StemBottleneck(4 * hidden, hidden) for _ in range(depth - 1))))
+            inputs = 4 * hidden
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, channels, height, width) -> (batch, StemConfig.channels, *StemConfig.grid)"""
+        x = self.root(images)
+        for stage in self.stages:
+            x = stage(x)
+        return x
 
 
-def _norm(channels: int) -> nn.GroupNorm:
+class StemRoot(nn.Module):
+    """7x7 convolution and max-pool: a quarter of the height and of the width."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.conv = _stem_conv(inputs, outputs, 7, 2)
+        self.norm = _stem_norm(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, inputs, h, w) -> (batch, outputs, ceil(h / 4), ceil(w / 4))"""
+        x = F.relu(self.norm(self.conv(x)))
+        return F.max_pool2d(pad_same(x, 3, 2, value=-torch.inf), 3, 2)
+
+
+class StemBottleneck(nn.Module):
+    """A post-activation bottleneck: 1x1, 3x3 (with the stride) and 1x1 convolutions beside a shortcut."""
+
+    def __init__(self, inputs: int, hidden: int, stride: int = 1, *, project: bool = False) -> None:
+        super().__init__()
+        self.conv1 = _stem_conv(inputs, hidden, 1)
+        self.norm1 = _stem_norm(hidden)
+        self.conv2 = _stem_conv(hidden, hidden, 3, stride)
+        self.norm2 = _stem_norm(hidden)
+        self.conv3 = _stem_conv(hidden, 4 * hidden, 1)
+        self.norm3 = _stem_norm(4 * hidden)
+        nn.init.zeros_(self.norm3.weight)  # starts as its shortcut alone
+        self.projection = _stem_conv(inputs, 4 * hidden, 1, stride) if project else None
+        self.projection_norm = _stem_norm(4 * hidden) if project else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, inputs, h, w) -> (batch, 4 * hidden, ceil(h / stride), ceil(w / stride))"""
+        y = F.relu(self.norm1(self.conv1(x)))
+        y = F.relu(self.norm2(self.conv2(y)))
+        y = self.norm3(self.conv3(y))
+        if self.projection is not None and self.projection_norm is not None:
+            x = self.projection_norm(self.projection(x))
+        return F.relu(x + y)
+
+
+def _conv_v2(inputs: int, outputs: int, kernel: int, stride: int = 1) -> StdConv2d:
+    return StdConv2d(inputs, outputs, kernel, stride, convention="bit")
+
+
+def _norm_v2(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(32, channels, eps=1e-5)
+
+
+def _stem_conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> StdConv2d:
+    return StdConv2d(inputs, outputs, kernel, stride, convention="hybrid")
+
+
+def _stem_norm(channels: int) -> nn.GroupNorm:
+    return nn.GroupNorm(32, channels, eps=1e-6)

@@ -1,30 +1,24 @@
-"""The Vision Transformer (paper, section 3.1), its hybrids and its axial variant, in four verbs.
-
-    patches  = model.patchify(images)   # (b, c, height, width) -> (b, h, w, d)
-    tokens   = model.encode(patches)    # (b, h, w, d)          -> (b, prefix + h * w, d)
-    features = model.pool(tokens)       # (b, prefix + n, d)    -> (b, d)
-    logits   = model.head(features)     # (b, d)                -> (b, classes)
-
-Patches keep their grid, so that no verb has to guess it from a count.
-"""
+"""The Vision Transformer (paper, section 3.1), its hybrids and its axial variant."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitral.architecture import ViTConfig
-from vitral.kernels.dispatch import fits_blocks
-from vitral.models.heads import Head, MapPool
+from vitral.architecture import Size, ViTConfig
+from vitral.kernels.dispatch import fits_blocks, is_plain
 from vitral.models.init import lecun_normal, normal, zero_bias
-from vitral.models.layers import AxialBlock, Block, check_images
+from vitral.models.layers import AxialBlock, Block, MapPool
+from vitral.models.model import Head, VisionModel, check_images, layer_indices
 from vitral.models.position import build_position, grid_of
-from vitral.models.stem import ResNetStem
+from vitral.models.resnet import ResNetStem
 
 
-class ViT(nn.Module):
-    """Images of any height and width in, logits out."""
+class ViT(VisionModel[ViTConfig]):
+    """A Vision Transformer: patches, class token and registers, positions, blocks, pooling, head."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -39,9 +33,9 @@ class ViT(nn.Module):
         positions = [build_position(config) for _ in range(tables)]
         self.positions = nn.ModuleList([position for position in positions if position is not None])
         self.dropout = nn.Dropout(config.dropout)
-        kind = AxialBlock if config.axial else Block
+        block = AxialBlock if config.axial else Block
         last = max(config.depth - 1, 1)
-        self.blocks = nn.ModuleList([kind(config, config.stochastic_depth * i / last) for i in range(config.depth)])
+        self.blocks = nn.ModuleList([block(config, config.stochastic_depth * i / last) for i in range(config.depth)])
         self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
         self.map = MapPool(config) if config.pool == "map" else None
         self.head = Head(config.width, config.classes, config.representation)
@@ -49,18 +43,20 @@ class ViT(nn.Module):
         zero_bias(self.embed)
 
     def patchify(self, images: Tensor) -> Tensor:
-        """(b, c, height, width) -> (b, h, w, d); pixels at the right and bottom that fill no patch are dropped."""
-        check_images(images, self.config.channels)
-        self.config.grid((images.shape[2], images.shape[3]))
-        if self.config.stem is not None:
-            return self.embed(self.stem(images)).permute(0, 2, 3, 1)
-        return self._cut(images)
+        """Embed patches; pixels at the right and bottom that fill no patch are dropped.
 
-    def _cut(self, images: Tensor) -> Tensor:
-        """(b, c, height, width) -> (b, h, w, d): the embedding as one matrix product, which is what its convolution is
-        and several times as fast on a GPU."""
-        p = self.config.patch
-        (h, w), channels = self.config.grid((images.shape[2], images.shape[3])), images.shape[1]
+        (batch, channels, height, width) -> (batch, h, w, dim)
+        """
+        check_images(images, self.config.channels)
+        grid = self.config.grid((images.shape[2], images.shape[3]))
+        x = self.stem(images)
+        if self.config.stem is None and is_plain(self.embed, nn.Conv2d):
+            return self._embed_by_matmul(x, grid)
+        return self.embed(x).permute(0, 2, 3, 1)
+
+    def _embed_by_matmul(self, images: Tensor, grid: Size) -> Tensor:
+        """The embedding's convolution as the matrix product that it is: several times as fast on a GPU."""
+        p, (h, w), channels = self.config.patch, grid, images.shape[1]
         pixels = images[:, :, : h * p, : w * p].unflatten(3, (w, p)).unflatten(2, (h, p))
         pixels = pixels.permute(0, 2, 4, 1, 3, 5)
         if half := _autocast_dtype(images.device.type):  # converted and laid out in one pass
@@ -69,29 +65,82 @@ class ViT(nn.Module):
         return F.linear(pixels, self.embed.weight.flatten(1), self.embed.bias)
 
     def encode(self, patches: Tensor) -> Tensor:
-        """(b, h, w, d) -> (b, prefix + h * w, d): class token, registers, positions, blocks, norm."""
-        grid = grid_of(patches)
-        # Sines are computed in single precision; weights in half precision go on in theirs.
-        added = [position(patches).to(self.embed.weight.dtype) for position in self.positions]
-        x = self._with_prefix(patches.flatten(1, 2))
-        x = self.dropout(x + added[0] if added else x)
-        if half := _autocast_dtype(x.device.type):
-            x = x.to(half)  # the sum over blocks, too: it is what every block reads and writes
-        plain = self.config.injection == "input" and self.config.norm_place == "tokens"
-        if plain and fits_blocks(x, self.config.heads):
-            from vitral.models.fused import fused_blocks  # with it comes torch's compiler, which few runs need
+        """Prepend class token and registers, add positions, apply blocks and final norm.
+
+        (batch, h, w, dim) -> (batch, prefix + h * w, dim)
+        """
+        grid, positions = grid_of(patches), self._position_rows(patches)
+        x = self._input_tokens(patches, positions)
+        fusible = self.config.injection == "input" and self.config.norm_place == "tokens"
+        if fusible and fits_blocks(x, self.config.heads):
+            from vitral.models.fused import fused_blocks  # imports torch's compiler, which few runs need
 
             tokens = fused_blocks(x, self.blocks, self.norm)
             if tokens is not None:
                 return tokens
-        for i, block in enumerate(self.blocks):
-            if i > 0 and self.config.injection != "input":
-                x = x + added[i % len(added)]
-            x = block(x, grid)
-        return self.norm(x) if self.config.norm_place == "tokens" else x
+        for i in range(len(self.blocks)):
+            x = self._apply_block(i, x, positions, grid)
+        return self._final_norm(x)
+
+    def intermediates(
+        self, images: Tensor, layers: Sequence[int] | None = None, *, norm: bool = False, reshape: bool = True
+    ) -> list[Tensor]:
+        """Outputs of chosen blocks, with their gradients; blocks after the last chosen one are not computed.
+
+        Args:
+            images: (batch, channels, height, width), normalized.
+            layers: blocks, counted from 0 or, negative, from the end; None for all.
+            norm: apply the final LayerNorm, where the model has it before pooling (`norm_place="tokens"`): the last
+                layer is then what `encode` returns.
+            reshape: return maps of the patches instead of token sequences.
+
+        Returns:
+            One tensor per entry of `layers`, in that order: maps (batch, dim, h, w) without the prefix tokens or, with
+            `reshape=False`, tokens (batch, prefix + h * w, dim): class token, registers, then patches row by row.
+
+        Raises:
+            UserError: the model has no such block.
+        """
+        indices = layer_indices(layers, self.config.depth)
+        patches = self.patchify(images)
+        grid, positions = grid_of(patches), self._position_rows(patches)
+        x = self._input_tokens(patches, positions)
+        outputs: dict[int, Tensor] = {}
+        for i in range(max(indices, default=-1) + 1):
+            x = self._apply_block(i, x, positions, grid)
+            if i in indices:
+                tokens = self._final_norm(x) if norm else x
+                outputs[i] = self._as_map(tokens, grid) if reshape else tokens
+        return [outputs[i] for i in indices]
+
+    def _position_rows(self, patches: Tensor) -> list[Tensor]:
+        """(batch, h, w, dim) -> what is added to the tokens, (prefix + h * w, dim) per table"""
+        # Sines are computed in float32; half-precision weights need them in their own dtype.
+        dtype = next(self.embed.parameters()).dtype
+        return [position(patches).to(dtype) for position in self.positions]
+
+    def _input_tokens(self, patches: Tensor, positions: list[Tensor]) -> Tensor:
+        """(batch, h, w, dim) -> (batch, prefix + h * w, dim): what the first block reads"""
+        x = self._with_prefix(patches.flatten(1, 2))
+        x = self.dropout(x + positions[0] if positions else x)
+        # The residual stream, too, is in half precision: every block reads and writes it.
+        half = _autocast_dtype(x.device.type)
+        return x.to(half) if half else x
+
+    def _apply_block(self, index: int, x: Tensor, positions: list[Tensor], grid: Size) -> Tensor:
+        if index > 0 and self.config.injection != "input":
+            x = x + positions[index % len(positions)]
+        return self.blocks[index](x, grid)
+
+    def _final_norm(self, tokens: Tensor) -> Tensor:
+        return self.norm(tokens) if self.config.norm_place == "tokens" else tokens
+
+    def _as_map(self, tokens: Tensor, grid: Size) -> Tensor:
+        """(batch, prefix + h * w, dim) -> (batch, dim, h, w)"""
+        return tokens[:, self.config.prefix :].unflatten(1, grid).permute(0, 3, 1, 2)
 
     def pool(self, tokens: Tensor) -> Tensor:
-        """(b, prefix + n, d) -> (b, d): the class token, the mean of the patches, or attention over them."""
+        """The class token, the mean of the patches, or attention over them: (batch, prefix + n, dim) -> (batch, dim)"""
         if self.config.pool == "token":
             features = tokens[:, 0]
         else:
@@ -99,25 +148,17 @@ class ViT(nn.Module):
             features = patches.mean(dim=1) if self.map is None else self.map(patches)
         return self.norm(features) if self.config.norm_place == "features" else features
 
-    def features(self, images: Tensor) -> Tensor:
-        """(b, c, height, width) -> (b, d)"""
-        return self.pool(self.encode(self.patchify(images)))
-
-    def forward(self, images: Tensor) -> Tensor:
-        """(b, c, height, width) -> (b, classes)"""
-        patches = self.patchify(images)
-        tokens = self.encode(patches)
-        features = self.pool(tokens)
-        return self.head(features)
-
     def _with_prefix(self, x: Tensor) -> Tensor:
-        """(b, n, d) -> (b, prefix + n, d)"""
-        front = [] if self.class_token is None else [self.class_token.unsqueeze(0)]
-        front += [] if self.registers is None else [self.registers]
-        return torch.cat([*(rows.expand(x.shape[0], -1, -1) for rows in front), x], dim=1)
+        """(batch, n, dim) -> (batch, prefix + n, dim)"""
+        prefix = [] if self.class_token is None else [self.class_token.unsqueeze(0)]
+        prefix += [] if self.registers is None else [self.registers]
+        return torch.cat([*(rows.expand(x.shape[0], -1, -1) for rows in prefix), x], dim=1)
+
+    def _checkpointed_layers(self) -> Iterable[nn.Module]:
+        return self.blocks
 
 
 def _autocast_dtype(device: str) -> torch.dtype | None:
-    """The half precision that is switched on for a type of device; "meta" knows none."""
-    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if on else None
+    """The half precision of an enabled autocast; the "meta" device has none."""
+    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if enabled else None

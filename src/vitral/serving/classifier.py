@@ -21,7 +21,7 @@ from vitral.data.preprocess import Pipeline
 from vitral.errors import UserError
 from vitral.kernels.cuda_graph import CudaGraph
 from vitral.kernels.packed import pack
-from vitral.models.normalise import normalise
+from vitral.models.normalize import normalize
 
 Picture = np.ndarray | bytes | str | Path  # uint8 pixels (h, w, c), the bytes of an image file, or its path
 
@@ -94,7 +94,7 @@ class Classifier:
 
     def _likeliest(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """uint8 (h, w, c) -> (top,), (top,)"""
-        images = normalise(pixels.permute(2, 0, 1).unsqueeze(0), self.mean, self.std)
+        images = normalize(pixels.permute(2, 0, 1).unsqueeze(0), self.mean, self.std)
         logits = self.model(images.to(next(self.model.parameters()).dtype))[0].float()
         best = logits.topk(self.top).indices  # of the logits: several probabilities may round to 1
         chances = logits.sigmoid() if self.sigmoid else logits.softmax(dim=-1)

@@ -30,7 +30,7 @@ _TRIES = 10  # at a rectangle that fits, as data/augment.py
 
 @dataclass(frozen=True)
 class Augmentation:
-    """uint8 (b, c, h, w) -> uint8 (b, c, h, w), what `normalise` takes; pixels are rounded down after each step."""
+    """uint8 (b, c, h, w) -> uint8 (b, c, h, w), what `normalize` takes; pixels are rounded down after each step."""
 
     text: str
     steps: tuple[tuple[str, tuple[float, ...]], ...]  # names and numbers

@@ -15,8 +15,7 @@ from vitral.checkpoints.weights import assemble, read_adapted
 from vitral.data.preprocess import parse_deterministic, parse_pipeline
 from vitral.data.sources import DataSet
 from vitral.errors import UserError
-from vitral.models.build import Model, build
-from vitral.models.mimetic import start_mimetic
+from vitral.models.build import Model, build, mimetic_init
 from vitral.models.resnet import ResNet
 from vitral.models.vit import ViT
 from vitral.recipe import Recipe
@@ -124,7 +123,7 @@ def _new_model(recipe: Recipe, classes: int) -> tuple[Model, Card]:
         torch.nn.init.constant_(model.head.output.bias, recipe.shape.head_bias)
     source = "trained from scratch"
     if recipe.shape.start == "mimetic" and isinstance(model, ViT):
-        start_mimetic(model)
+        mimetic_init(model)
         source = "trained from scratch, with mimetic initialisation"
     return model, Card(model.config, source=source, format="vitral")
 

@@ -19,7 +19,7 @@ from vitral.data.loader import PADDING, Batch, evaluation_batches
 from vitral.data.order import batch_indices, rank_positions
 from vitral.data.preprocess import Pipeline
 from vitral.data.sources import Split
-from vitral.kernels.dispatch import resizes_parts
+from vitral.kernels.dispatch import supports_crop_resize
 from vitral.training.parallel import World
 
 _RESIDENT_SHARE = 0.25  # of the GPU's free memory that images may take
@@ -76,7 +76,7 @@ def uploading(pipeline: Pipeline, rows: int, channels: int, device: torch.device
 
     The images of a batch that is too large to lie on the GPU as a whole come there piece by piece, as steps take them.
     """
-    if not (pipeline.ends_in_part and resizes_parts(device)):
+    if not (pipeline.ends_in_part and supports_crop_resize(device)):
         return None
     layout = Layout(pipeline, rows, channels, parts=True)
     taken = layout.room + _IN_FLIGHT * math.prod(layout.shape)
@@ -92,12 +92,12 @@ class Upload:
     """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
-        from vitral.kernels.resize import PartResize  # needs Triton
+        from vitral.kernels.resize import CropResize  # needs Triton
 
         self.device, self.stream = device, torch.cuda.Stream(device)
         with torch.cuda.stream(self.stream):
             self.pixels = torch.empty(layout.room, dtype=torch.uint8, device=device)
-        self.resize = PartResize(layout.pipeline.size, layout.channels, SHRINK, device)
+        self.resize = CropResize(layout.pipeline.size, layout.channels, SHRINK, device)
 
     def __call__(self, parts: Parts) -> Tensor:
         """-> uint8 (b, c, h, w) on the device"""

@@ -23,7 +23,7 @@ from vitral.errors import UserError
 from vitral.evaluation.colours import LEVELS, colour_class, histogram_entropy, neighbour_loss
 from vitral.evaluation.predict import Predictions, Preprocessing
 from vitral.models.init import zero_bias
-from vitral.models.normalise import normalise
+from vitral.models.normalize import normalize
 from vitral.models.position import grid_of
 from vitral.models.vit import ViT
 
@@ -47,7 +47,7 @@ class MaskedObjective(nn.Module):
 
     def forward(self, images: Tensor, keys: Tensor, valid: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
         """uint8 (batch, channels, height, width), the images' indices (batch,), valid (batch,) -> loss (), correct ()"""
-        losses, accuracies = self.model(normalise(images, self.mean, self.std), images, keys, int(draws))
+        losses, accuracies = self.model(normalize(images, self.mean, self.std), images, keys, int(draws))
         correct = torch.where(valid, accuracies, 0.0).sum()
         counted = torch.full_like(correct, -1.0) if self.model.settings.target == "pixels" else correct
         return torch.where(valid, losses, 0.0).sum(), counted.detach()
@@ -87,7 +87,7 @@ def masked_outputs(
         ):
             real = part.indices != PADDING
             images = part.images.to(device)
-            inputs = normalise(images, preprocess.mean, preprocess.std)
+            inputs = normalize(images, preprocess.mean, preprocess.std)
             found = torch.stack(model(inputs, images, part.indices.to(device), _EVAL_STEP), dim=1).float().cpu()
             rows.append((part.indices[real].numpy(), found[real].numpy(), part.valid[real].numpy()))
             on_progress(sum(len(indices) for indices, _, _ in rows), len(split))
@@ -96,7 +96,9 @@ def masked_outputs(
     return Predictions(indices, numbers, valid)
 
 
-def baselines(train: Split, eval_split: Split, pipeline: str, config: ViTConfig, settings: MaskSettings) -> dict[str, float]:
+def baselines(
+    train: Split, eval_split: Split, pipeline: str, config: ViTConfig, settings: MaskSettings
+) -> dict[str, float]:
     """Baselines of the loss, on the first images of each split: see the module of `histogram_entropy`.
 
     Only for target "mean", one colour per patch: the other targets have no such simple baselines.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vitral.architecture import Size
 from vitral.errors import UserError
-from vitral.models.normalise import normalise
+from vitral.models.normalize import normalize
 from vitral.training.augmentation import parse_augmentation
 from vitral.training.mixing import draw_mix, mix_batch
 
@@ -86,7 +86,7 @@ class Objective(nn.Module):
         """
         s = self.settings
         images = images if self.augment is None else self.augment(images)
-        inputs = normalise(images, s.mean, s.std) if images.ndim == 4 else images
+        inputs = normalize(images, s.mean, s.std) if images.ndim == 4 else images
         targets = labels
         if s.mixes:
             inputs, targets = mix_batch(inputs, soft_targets(labels, s.classes), draws)

@@ -82,7 +82,8 @@ def wrap(objective: nn.Module, world: World, kind: Kind) -> nn.Module:
     if kind == "ddp":
         ids = [world.device.index] if world.device.type == "cuda" else None
         return DistributedDataParallel(objective, device_ids=ids)
-    blocks = [module for module in objective.modules() if type(module).__name__ in ("Block", "AxialBlock", "Unit")]
+    layers = ("Block", "AxialBlock", "BottleneckV2", "StemBottleneck")
+    blocks = [module for module in objective.modules() if type(module).__name__ in layers]
     for block in blocks:
         fully_shard(block)
     fully_shard(objective)

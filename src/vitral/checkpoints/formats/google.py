@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vitral.architecture import Architecture, ResNetConfig, StemConfig, ViTConfig
+from vitral.architecture import Architecture, StemConfig, ViTConfig
 from vitral.checkpoints.card import Preprocess
 from vitral.checkpoints.formats.table import Contents, Entry, Format, grid_of_rows, is_square, position_entries
 
@@ -96,7 +96,7 @@ def read_encoder(contents: Contents, names: BlockNames) -> dict[str, Any]:
 
 def unsupported_reason(architecture: Architecture) -> str | None:
     """What no Flax file of Google's can say."""
-    if isinstance(architecture, ResNetConfig):
+    if not isinstance(architecture, ViTConfig):
         return "it holds Vision Transformers, not ResNets"
     c = architecture
     if c.gelu != "tanh":

@@ -14,7 +14,7 @@ from torch import Tensor
 from vitral.architecture import Architecture, Position, Size, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.errors import UserError
-from vitral.names import shape_of
+from vitral.names import size_of
 
 Shape = tuple[int, ...]
 # What becomes of the class token's position row: a row of the table, summed into the token, or as the model has it.
@@ -157,7 +157,7 @@ def heads_of(contents: Contents, depth: int, width: int) -> int:
     """The head count, which fused projections do not show: told, known by the size, or 64 channels each."""
     if contents.hints.heads:
         return contents.hints.heads
-    known = shape_of(depth, width)
+    known = size_of(depth, width)
     if known:
         return known.heads
     if width % 64:

@@ -1,2 +1,1 @@
-"""The kernels themselves, in Triton's language, under the names that a profiler shows. What starts them, and what they
-must compute, is one folder up."""
+"""The Triton kernels, under the names that a profiler shows. Their launchers and references are one folder up."""

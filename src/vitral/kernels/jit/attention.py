@@ -1,6 +1,6 @@
 """Attention over short sequences: a program computes a head, or some rows of it, with all keys and values on chip.
 
-PARTS are the (first, size) of the parts that a sequence is read in, see `kernels/attention.py`.
+PARTS are the (first, size) of the parts that a sequence is split into, see `kernels/attention.py`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import triton.language as tl
 
 @triton.jit
 def _rows(base, first, stride, N: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, MASK: tl.constexpr):
-    """(SIZE, D) elements from row `first` on; with MASK zeros beyond the last."""
+    """(SIZE, D) elements from row `first` on; with MASK, zeros beyond the last row."""
     row = first + tl.arange(0, SIZE)
-    place = base + row[:, None] * stride + tl.arange(0, D)[None, :]
+    pointer = base + row[:, None] * stride + tl.arange(0, D)[None, :]
     if MASK:
-        return tl.load(place, mask=row[:, None] < N, other=0.0)
-    return tl.load(place)
+        return tl.load(pointer, mask=row[:, None] < N, other=0.0)
+    return tl.load(pointer)
 
 
 @triton.jit
@@ -29,15 +29,15 @@ def _tiles(base, stride, N: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _numbers(base, first, N: tl.constexpr, SIZE: tl.constexpr, other):
-    """One number for each row."""
+def _row_values(base, first, N: tl.constexpr, SIZE: tl.constexpr, other):
+    """One value per row."""
     row = first + tl.arange(0, SIZE)
     return tl.load(base + row, mask=row < N, other=other)
 
 
 @triton.jit
 def _scores(q, k, BIAS, row, first, scale, N: tl.constexpr, SIZE: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Queries against the keys from `first` on: (rows, SIZE) logarithms to base 2 of what the softmax adds up."""
+    """Logits of queries and the keys from `first` on, in base 2: (rows, SIZE)"""
     column = first + tl.arange(0, SIZE)
     s = tl.dot(q, tl.trans(k)) * (scale * 1.4426950408889634)
     if HAS_BIAS:
@@ -54,24 +54,24 @@ def _forward_rows(
     base, BIAS, OUT, LSE, keys, values, heads, scale, first,
     N: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The answers of SIZE queries from `first` on."""
+    """The outputs of SIZE queries from `first` on."""
     row = first + tl.arange(0, SIZE)
     q = _rows(base, first, 3 * heads * D, N, D, SIZE, True)
     scores = ()
     for j in tl.static_range(len(PARTS)):
         scores = scores + (_scores(q, keys[j], BIAS, row, PARTS[j][0], scale, N, PARTS[j][1], HAS_BIAS),)
-    top = tl.max(scores[0], 1)
+    row_max = tl.max(scores[0], 1)
     for j in tl.static_range(1, len(PARTS)):
-        top = tl.maximum(top, tl.max(scores[j], 1))
-    total = tl.zeros_like(top)
+        row_max = tl.maximum(row_max, tl.max(scores[j], 1))
+    total = tl.zeros_like(row_max)
     out = tl.zeros((SIZE, D), tl.float32)
     for j in tl.static_range(len(PARTS)):
-        p = tl.exp2(scores[j] - top[:, None])
+        p = tl.exp2(scores[j] - row_max[:, None])
         total += tl.sum(p, 1)
         out = tl.dot(p.to(q.dtype), values[j], out)
-    place = OUT + row[:, None] * (heads * D) + tl.arange(0, D)[None, :]
-    tl.store(place, (out / total[:, None]).to(OUT.dtype.element_ty), mask=row[:, None] < N)
-    tl.store(LSE + row, top + tl.log2(total), mask=row < N)
+    pointer = OUT + row[:, None] * (heads * D) + tl.arange(0, D)[None, :]
+    tl.store(pointer, (out / total[:, None]).to(OUT.dtype.element_ty), mask=row[:, None] < N)
+    tl.store(LSE + row, row_max + tl.log2(total), mask=row < N)
 
 
 @triton.jit
@@ -81,10 +81,10 @@ def attention_forward(
 ):  # fmt: skip
     """One head of one image; several programs share its rows where there are few heads."""
     head = tl.program_id(0)
-    image, own = (head // heads).to(tl.int64), (head % heads) * D
+    image, head_offset = (head // heads).to(tl.int64), (head % heads) * D
     stride = 3 * heads * D
-    base = QKV + image * N * stride + own
-    OUT += image * N * heads * D + own
+    base = QKV + image * N * stride + head_offset
+    OUT += image * N * heads * D + head_offset
     LSE += head.to(tl.int64) * N
     if HAS_BIAS:
         BIAS += head.to(tl.int64) * N * N
@@ -106,7 +106,7 @@ def _query_rows(
     out = _rows(OUT, first, heads * D, N, D, SIZE, True)
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
     tl.store(DELTA + row, delta, mask=row < N)
-    lse = _numbers(LSE, first, N, SIZE, float("inf"))
+    lse = _row_values(LSE, first, N, SIZE, float("inf"))
     dq = tl.zeros((SIZE, D), tl.float32)
     for j in tl.static_range(len(PARTS)):
         s = _scores(q, keys[j], BIAS, row, PARTS[j][0], scale, N, PARTS[j][1], HAS_BIAS)
@@ -117,8 +117,8 @@ def _query_rows(
             tl.store(DBIAS + row[:, None] * N + column[None, :], ds.to(DBIAS.dtype.element_ty), mask=inside)
         dq = tl.dot(ds.to(q.dtype), keys[j], dq)
     dq *= scale
-    place = DQ + row[:, None] * (3 * heads * D) + tl.arange(0, D)[None, :]
-    tl.store(place, dq.to(DQ.dtype.element_ty), mask=row[:, None] < N)
+    pointer = DQ + row[:, None] * (3 * heads * D) + tl.arange(0, D)[None, :]
+    tl.store(pointer, dq.to(DQ.dtype.element_ty), mask=row[:, None] < N)
 
 
 @triton.jit
@@ -126,14 +126,14 @@ def attention_queries(
     QKV, BIAS, OUT, GRAD, LSE, DELTA, DQKV, DBIAS, heads, scale,
     N: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a head's queries, and DELTA, the sums over grad * out that the keys need too."""
+    """The gradient of a head's queries, and DELTA, the row sums of grad * out, which the keys' gradient needs, too."""
     head = tl.program_id(0)
-    image, own = (head // heads).to(tl.int64), (head % heads) * D
+    image, head_offset = (head // heads).to(tl.int64), (head % heads) * D
     stride = 3 * heads * D
-    inside = image * N * stride + own
-    base, DQ = QKV + inside, DQKV + inside
-    GRAD += image * N * heads * D + own
-    OUT += image * N * heads * D + own
+    start = image * N * stride + head_offset
+    base, DQ = QKV + start, DQKV + start
+    GRAD += image * N * heads * D + head_offset
+    OUT += image * N * heads * D + head_offset
     LSE += head.to(tl.int64) * N
     DELTA += head.to(tl.int64) * N
     if HAS_BIAS:
@@ -166,15 +166,15 @@ def _key_rows(
             inside = (row[:, None] < N) & (column[None, :] < N)
             bias = tl.load(BIAS + column[None, :] * N + row[:, None], mask=inside, other=0.0)
             s += bias.to(tl.float32) * 1.4426950408889634
-        # Queries beyond the last have an infinite sum, and so no weight.
-        p = tl.exp2(s - _numbers(LSE, PARTS[j][0], N, PARTS[j][1], float("inf"))[None, :])
+        # Queries beyond the last have an infinite log-sum-exp, hence no weight.
+        p = tl.exp2(s - _row_values(LSE, PARTS[j][0], N, PARTS[j][1], float("inf"))[None, :])
         dv = tl.dot(p.to(v.dtype), grads[j], dv)
-        delta = _numbers(DELTA, PARTS[j][0], N, PARTS[j][1], 0.0)
+        delta = _row_values(DELTA, PARTS[j][0], N, PARTS[j][1], 0.0)
         ds = p * (tl.dot(v, tl.trans(grads[j])) - delta[None, :])
         dk = tl.dot(ds.to(k.dtype), queries[j], dk)
-    place = DQKV + row[:, None] * (3 * heads * D) + tl.arange(0, D)[None, :]
-    tl.store(place + heads * D, (dk * scale).to(DQKV.dtype.element_ty), mask=row[:, None] < N)
-    tl.store(place + 2 * heads * D, dv.to(DQKV.dtype.element_ty), mask=row[:, None] < N)
+    pointer = DQKV + row[:, None] * (3 * heads * D) + tl.arange(0, D)[None, :]
+    tl.store(pointer + heads * D, (dk * scale).to(DQKV.dtype.element_ty), mask=row[:, None] < N)
+    tl.store(pointer + 2 * heads * D, dv.to(DQKV.dtype.element_ty), mask=row[:, None] < N)
 
 
 @triton.jit
@@ -184,15 +184,15 @@ def attention_keys(
 ):  # fmt: skip
     """The gradients of a head's keys and values."""
     head = tl.program_id(0)
-    image, own = (head // heads).to(tl.int64), (head % heads) * D
+    image, head_offset = (head // heads).to(tl.int64), (head % heads) * D
     stride = 3 * heads * D
-    base = QKV + image * N * stride + own
-    DQKV += image * N * stride + own
+    base = QKV + image * N * stride + head_offset
+    DQKV += image * N * stride + head_offset
     LSE += head.to(tl.int64) * N
     DELTA += head.to(tl.int64) * N
     if HAS_BIAS:
         BIAS += head.to(tl.int64) * N * N
     queries = _tiles(base, stride, N, D, PARTS)
-    grads = _tiles(GRAD + image * N * heads * D + own, heads * D, N, D, PARTS)
+    grads = _tiles(GRAD + image * N * heads * D + head_offset, heads * D, N, D, PARTS)
     for tile in range(tl.program_id(1), tl.cdiv(N, ROWS), tl.num_programs(1)):
         _key_rows(base, BIAS, LSE, DELTA, DQKV, queries, grads, heads, scale, tile * ROWS, N, D, ROWS, PARTS, HAS_BIAS)

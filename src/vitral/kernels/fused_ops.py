@@ -1,0 +1,188 @@
+"""Operations of a pre-norm block that share a pass over memory: launchers of the kernels, and references in PyTorch.
+
+- GELU backward: the gradient, the output once more where it was not saved, and the gradient of the bias before it.
+- Residual sum and LayerNorm: x' = x + y + bias;  z = LN(x'), which stands between two branches of a block.
+- A LayerNorm's weight and bias folded into the linear layer that reads it:
+
+      W (z * scale + shift) + b  =  (W * scale) z + (b + W shift)
+
+  A sum over the rows of a weight costs next to nothing beside one over a batch: the folded norm saves z alone and
+  sums nothing for its own weights in the backward pass; their gradients follow from that of the folded weight.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from vitral.kernels.dispatch import launch
+from vitral.kernels.jit import fused_ops as jit
+
+# Rows per program, and at a time.
+_GELU_ROWS = 64
+_NORM_PROGRAM_ROWS, _NORM_ROWS = 16, 2
+_FOLD_PROGRAM_ROWS, _FOLD_ROWS = 32, 4
+
+
+class NormWeights(NamedTuple):
+    """A LayerNorm, (dim,) and (dim,)"""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+
+class NonAffineNorm(NamedTuple):
+    """A LayerNorm without weight and bias."""
+
+    eps: float
+    weight: None = None
+    bias: None = None
+
+
+class LinearWeights(NamedTuple):
+    """A linear layer, (out, in) and (out,)"""
+
+    weight: Tensor
+    bias: Tensor
+
+
+class BlockWeights(NamedTuple):
+    """A pre-norm block."""
+
+    norm1: NormWeights
+    qkv: LinearWeights
+    out: LinearWeights
+    norm2: NormWeights
+    hidden: LinearWeights
+    output: LinearWeights
+
+
+class AddNormOutput(NamedTuple):
+    """x + y + bias and its LayerNorm, (rows, dim) each."""
+
+    total: Tensor
+    normed: Tensor
+    moments: Tensor  # mean and 1 / std of the rows, (2, rows), for the backward pass
+
+
+class FoldGradients(NamedTuple):
+    """Gradients of the linear layer's weight (out, in), and of the norm's weight and bias (in,)"""
+
+    weight: Tensor
+    scale: Tensor
+    shift: Tensor
+
+
+def gelu_backward_reference(h: Tensor, grad: Tensor, gelu: str) -> tuple[Tensor, Tensor, Tensor]:
+    """dh (rows, dim), GELU(h) (rows, dim) and the column sums of dh (dim,), from h and the gradient (rows, dim)"""
+    with torch.enable_grad():
+        leaf = h.detach().requires_grad_()
+        out = F.gelu(leaf, approximate=gelu)
+    (dh,) = torch.autograd.grad(out, leaf, grad)
+    return dh, out.detach(), dh.sum(0, dtype=torch.float32)
+
+
+def gelu_backward(h: Tensor, grad: Tensor, gelu: str, saved: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """As the reference; a `saved` GELU(h) is not computed again."""
+    rows, width = h.shape
+    dh = torch.empty_like(h)
+    out = torch.empty_like(h) if saved is None else saved
+    sums = h.new_empty(triton.cdiv(rows, _GELU_ROWS), width, dtype=torch.float32)
+    columns = 512 if width % 512 == 0 else 256
+    launch(
+        jit.gelu_backward, (sums.shape[0], triton.cdiv(width, columns)), h, grad, dh, out, sums, rows, width,
+        TANH=gelu == "tanh", HAS_OUT=saved is None, PROGRAM_ROWS=_GELU_ROWS, COLUMNS=columns,
+        warps=columns // 256,
+    )  # fmt: skip
+    return dh, out, sums.sum(0)
+
+
+def add_norm_reference(x: Tensor, y: Tensor, bias: Tensor, norm: NormWeights | NonAffineNorm) -> tuple[Tensor, Tensor]:
+    """The sum and its LayerNorm: (rows, dim), (rows, dim), (dim,) -> (rows, dim), (rows, dim)"""
+    total = x + y + bias
+    return total, F.layer_norm(total, total.shape[-1:], norm.weight, norm.bias, norm.eps)
+
+
+def add_norm(x: Tensor, y: Tensor | None, bias: Tensor | None, norm: NormWeights | NonAffineNorm) -> AddNormOutput:
+    """As the reference, in the dtype of x; without `y` and `bias` the sum is x itself."""
+    rows, width = x.shape
+    total = x if y is None else torch.empty_like(x)
+    normed, moments = torch.empty_like(x), x.new_empty(2, rows, dtype=torch.float32)
+    columns = triton.next_power_of_2(width)
+    tile = max(4096 // columns, 1)
+    launch(
+        jit.norm_forward, (triton.cdiv(rows, tile),),
+        x, y, bias, norm.weight, norm.bias, total, normed, moments, rows, width, norm.eps,
+        HAS_Y=y is not None, AFFINE=norm.weight is not None, ROWS=tile, COLUMNS=columns,
+    )  # fmt: skip
+    return AddNormOutput(total, normed, moments)
+
+
+def add_norm_backward(
+    saved: Tensor, moments: Tensor, weight: Tensor | None, dtotal: Tensor | None, dnormed: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `add_norm`.
+
+    Args:
+        saved: `AddNormOutput.normed` of a norm without weight, else `AddNormOutput.total`.
+        moments: `AddNormOutput.moments`.
+        weight: of the norm, (dim,).
+        dtotal: gradient of the sum, (rows, dim), where anything else reads it.
+        dnormed: gradient of the LayerNorm's output, (rows, dim).
+
+    Returns:
+        The gradient of x and of y, (rows, dim); the gradients of `bias` and, with a `weight`, of the norm's weight and
+        bias, (1 or 3, dim).
+    """
+    rows, width = saved.shape
+    dx = torch.empty_like(saved)
+    programs = triton.cdiv(rows, _NORM_PROGRAM_ROWS)
+    sums = saved.new_empty(programs, 1 if weight is None else 3, width, dtype=torch.float32)
+    columns = triton.next_power_of_2(width)
+    launch(
+        jit.norm_backward, (programs,), saved, moments, weight, dtotal, dnormed, dx, sums, rows, width,
+        HAS_TOTAL=dtotal is not None, AFFINE=weight is not None,
+        PROGRAM_ROWS=_NORM_PROGRAM_ROWS, ROWS=_NORM_ROWS, COLUMNS=columns, warps=max(columns // 512, 1),
+    )  # fmt: skip
+    return dx, sums.sum(0)
+
+
+def fold_norm_reference(linear: LinearWeights, norm: NormWeights) -> LinearWeights:
+    """The linear layer that reads the norm's output without its weight and bias."""
+    return LinearWeights(linear.weight * norm.weight, linear.bias + linear.weight @ norm.bias)
+
+
+def fold_norm(linear: LinearWeights, norm: NormWeights, dtype: torch.dtype) -> LinearWeights:
+    """As the reference, in `dtype`."""
+    rows, width = linear.weight.shape
+    folded = LinearWeights(torch.empty_like(linear.weight, dtype=dtype), torch.empty_like(linear.bias, dtype=dtype))
+    launch(
+        jit.fold_norm, (triton.cdiv(rows, _FOLD_ROWS),), *linear, norm.weight, norm.bias, *folded, rows, width,
+        ROWS=_FOLD_ROWS, COLUMNS=triton.next_power_of_2(width),
+    )  # fmt: skip
+    return folded
+
+
+def unfold_norm_reference(dfolded: Tensor, dbias: Tensor, linear: LinearWeights, norm: NormWeights) -> FoldGradients:
+    """From the gradients of the folded weight (out, in) and bias (out,), those of the weights before folding."""
+    return FoldGradients(
+        dfolded * norm.weight + dbias[:, None] * norm.bias, (dfolded * linear.weight).sum(0), dbias @ linear.weight
+    )
+
+
+def unfold_norm(dfolded: Tensor, dbias: Tensor, linear: LinearWeights, norm: NormWeights) -> FoldGradients:
+    """As the reference, in float32; `dfolded` is overwritten."""
+    rows, width = dfolded.shape
+    programs = triton.cdiv(rows, _FOLD_PROGRAM_ROWS)
+    sums = dfolded.new_empty(programs, 2, width)
+    launch(
+        jit.unfold_norm, (programs,), dfolded, dbias, linear.weight, norm.weight, norm.bias, sums, rows, width,
+        PROGRAM_ROWS=_FOLD_PROGRAM_ROWS, ROWS=_FOLD_ROWS, COLUMNS=triton.next_power_of_2(width),
+    )  # fmt: skip
+    dscale, dshift = sums.sum(0)
+    return FoldGradients(dfolded, dscale, dshift)

@@ -1,0 +1,154 @@
+"""Element-wise kernels of a block: GELU backward, residual sum with LayerNorm, and folding a LayerNorm's weights."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def gelu_backward(
+    H, GRAD, DH, OUT, SUMS, rows, width,
+    TANH: tl.constexpr, HAS_OUT: tl.constexpr, PROGRAM_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.program_id(0) * PROGRAM_ROWS
+    dbias = tl.zeros((COLUMNS,), tl.float32)
+    for index in range(PROGRAM_ROWS):
+        row = first + index + tl.arange(0, 1)
+        offset = row.to(tl.int64) * width + column
+        inside = (row < rows) & (column < width)
+        h = tl.load(H + offset, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(GRAD + offset, mask=inside, other=0.0).to(tl.float32)
+        if TANH:  # h * gate, where gate = sigmoid(2 * sqrt(2 / pi) * (h + 0.044715 * h^3)), by powers of 2
+            square = h * h
+            gate = 1.0 / (1.0 + tl.exp2(h * (-2.302208198144325 - 0.10294323460941147 * square)))
+            gate_slope = h * (1.5957691216057308 + 0.21406443848170365 * square)
+            dh = grad * gate * (1.0 + gate_slope * (1.0 - gate))
+        else:
+            gate = 0.5 * (1.0 + tl.erf(h * 0.7071067811865476))
+            dh = grad * (gate + h * 0.3989422804014327 * tl.exp(-0.5 * h * h))
+        tl.store(DH + offset, dh.to(DH.dtype.element_ty), mask=inside)
+        if HAS_OUT:
+            tl.store(OUT + offset, (h * gate).to(OUT.dtype.element_ty), mask=inside)
+        dbias += dh
+    tl.store(SUMS + tl.program_id(0) * width + column, dbias, mask=column < width)
+
+
+@triton.jit
+def norm_forward(
+    X, Y, BIAS, WEIGHT, SHIFT, TOTAL, NORMED, MOMENTS, rows, width, eps,
+    HAS_Y: tl.constexpr, AFFINE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    offset = row[:, None].to(tl.int64) * width + column[None, :]
+    inside = (row[:, None] < rows) & (column[None, :] < width)
+    total = tl.load(X + offset, mask=inside, other=0.0)
+    if HAS_Y:
+        bias = tl.load(BIAS + column, mask=column < width, other=0.0).to(tl.float32)
+        y = tl.load(Y + offset, mask=inside, other=0.0)
+        # Rounded before it is normalized: later readers of the sum get the rounded values, too.
+        total = (total.to(tl.float32) + y.to(tl.float32) + bias[None, :]).to(TOTAL.dtype.element_ty)
+        tl.store(TOTAL + offset, total, mask=inside)
+    value = total.to(tl.float32)
+    mean = tl.sum(value, 1) / width
+    centered = tl.where(inside, value - mean[:, None], 0.0)
+    scale = tl.rsqrt(tl.sum(centered * centered, 1) / width + eps)
+    normed = centered * scale[:, None]
+    if AFFINE:
+        weight = tl.load(WEIGHT + column, mask=column < width, other=0.0).to(tl.float32)
+        shift = tl.load(SHIFT + column, mask=column < width, other=0.0).to(tl.float32)
+        normed = normed * weight[None, :] + shift[None, :]
+    tl.store(NORMED + offset, normed.to(NORMED.dtype.element_ty), mask=inside)
+    tl.store(MOMENTS + row, mean, mask=row < rows)
+    tl.store(MOMENTS + rows + row, scale, mask=row < rows)
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def norm_backward(
+    SAVED, MOMENTS, WEIGHT, DTOTAL, DNORMED, DX, SUMS, rows, width,
+    HAS_TOTAL: tl.constexpr, AFFINE: tl.constexpr,
+    PROGRAM_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """SAVED is the sum x + y + bias where the norm is AFFINE, else the normalized output."""
+    column = tl.arange(0, COLUMNS)
+    dbias = tl.zeros((COLUMNS,), tl.float32)
+    dweight = tl.zeros((COLUMNS,), tl.float32)
+    dshift = tl.zeros((COLUMNS,), tl.float32)
+    first = tl.program_id(0) * PROGRAM_ROWS
+    for start in range(first, first + PROGRAM_ROWS, ROWS):
+        row = start + tl.arange(0, ROWS)
+        offset = row[:, None].to(tl.int64) * width + column[None, :]
+        inside = (row[:, None] < rows) & (column[None, :] < width)
+        value = tl.load(SAVED + offset, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(DNORMED + offset, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(MOMENTS + rows + row, mask=row < rows, other=0.0)[:, None]
+        dz = grad
+        if AFFINE:
+            mean = tl.load(MOMENTS + row, mask=row < rows, other=0.0)[:, None]
+            value = tl.where(inside, (value - mean) * scale, 0.0)
+            dweight += tl.sum(grad * value, 0)
+            dshift += tl.sum(grad, 0)
+            dz *= tl.load(WEIGHT + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+        dot, dz_sum = tl.reduce((value * dz, dz), 1, _add_pairs)
+        dx = (dz - value * (dot / width)[:, None] - (dz_sum / width)[:, None]) * scale
+        if HAS_TOTAL:
+            dx += tl.load(DTOTAL + offset, mask=inside, other=0.0).to(tl.float32)
+        tl.store(DX + offset, dx.to(DX.dtype.element_ty), mask=inside)
+        dbias += tl.sum(dx, 0)  # rows beyond the last are zero, as their scale is
+    if AFFINE:
+        pointer = SUMS + tl.program_id(0) * 3 * width + column
+        tl.store(pointer + width, dweight, mask=column < width)
+        tl.store(pointer + 2 * width, dshift, mask=column < width)
+    else:
+        pointer = SUMS + tl.program_id(0) * width + column
+    tl.store(pointer, dbias, mask=column < width)
+
+
+@triton.jit
+def fold_norm(
+    WEIGHT, BIAS, SCALE, SHIFT, FOLDED, FOLDED_BIAS, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    offset = row[:, None] * width + column[None, :]
+    inside = (row[:, None] < rows) & (column[None, :] < width)
+    weight = tl.load(WEIGHT + offset, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(SCALE + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    shift = tl.load(SHIFT + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    tl.store(FOLDED + offset, (weight * scale).to(FOLDED.dtype.element_ty), mask=inside)
+    bias = tl.load(BIAS + row, mask=row < rows, other=0.0).to(tl.float32) + tl.sum(weight * shift, 1)
+    tl.store(FOLDED_BIAS + row, bias.to(FOLDED_BIAS.dtype.element_ty), mask=row < rows)
+
+
+@triton.jit
+def unfold_norm(
+    DFOLDED, DBIAS, WEIGHT, SCALE, SHIFT, SUMS, rows, width,
+    PROGRAM_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """DFOLDED, the gradient of the folded weight, is overwritten by that of the weight."""
+    column = tl.arange(0, COLUMNS)
+    scale = tl.load(SCALE + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    shift = tl.load(SHIFT + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    dscale = tl.zeros((COLUMNS,), tl.float32)
+    dshift = tl.zeros((COLUMNS,), tl.float32)
+    first = tl.program_id(0) * PROGRAM_ROWS
+    for start in range(first, first + PROGRAM_ROWS, ROWS):
+        row = start + tl.arange(0, ROWS)
+        offset = row[:, None] * width + column[None, :]
+        inside = (row[:, None] < rows) & (column[None, :] < width)
+        dfolded = tl.load(DFOLDED + offset, mask=inside, other=0.0)
+        weight = tl.load(WEIGHT + offset, mask=inside, other=0.0).to(tl.float32)
+        dbias = tl.load(DBIAS + row, mask=row < rows, other=0.0)[:, None]
+        tl.store(DFOLDED + offset, dfolded * scale + dbias * shift, mask=inside)
+        dscale += tl.sum(dfolded * weight, 0)
+        dshift += tl.sum(dbias * weight, 0)
+    pointer = SUMS + tl.program_id(0) * 2 * width + column
+    tl.store(pointer, dscale, mask=column < width)
+    tl.store(pointer + width, dshift, mask=column < width)

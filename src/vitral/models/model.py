@@ -1,0 +1,148 @@
+"""What the Vision Transformer and the ResNet share: the four steps of a forward pass, and the classification head."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from vitral.architecture import ResNetConfig, ViTConfig
+from vitral.errors import UserError
+from vitral.models.init import lecun_normal
+
+ConfigT = TypeVar("ConfigT", ViTConfig, ResNetConfig)
+
+
+class Head(nn.Module):
+    """Features to logits: in pre-training a tanh layer (section 3.1), then a zero-initialized linear layer."""
+
+    def __init__(self, features: int, classes: int, representation: int = 0) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(features, representation) if representation else None
+        self.output = nn.Linear(representation or features, classes) if classes else None
+        if self.hidden is not None:
+            lecun_normal(self.hidden.weight)
+            nn.init.zeros_(self.hidden.bias)
+        if self.output is not None:
+            nn.init.zeros_(self.output.weight)
+            nn.init.zeros_(self.output.bias)
+
+    def represent(self, features: Tensor) -> Tensor:
+        """(batch, dim) -> (batch, representation): the input of the last linear layer, Google's `pre_logits`."""
+        return features if self.hidden is None else torch.tanh(self.hidden(features))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(batch, dim) -> (batch, classes), or (batch, representation) without classes"""
+        representation = self.represent(features)
+        return representation if self.output is None else self.output(representation)
+
+
+class VisionModel(nn.Module, Generic[ConfigT]):
+    """Images of any height and width to logits, in four steps that can be called one by one.
+
+    patches  = model.patchify(images)   # (batch, channels, height, width) -> (batch, h, w, dim)
+    tokens   = model.encode(patches)    # (batch, h, w, dim)               -> (batch, tokens, dim)
+    features = model.pool(tokens)       # (batch, tokens, dim)             -> (batch, dim)
+    logits   = model.head(features)     # (batch, dim)                     -> (batch, classes)
+
+    Patches keep their grid, so that no step has to guess it from a number of tokens.
+    """
+
+    config: ConfigT
+    head: Head
+
+    @abstractmethod
+    def patchify(self, images: Tensor) -> Tensor:
+        """(batch, channels, height, width) -> (batch, h, w, dim)"""
+
+    @abstractmethod
+    def encode(self, patches: Tensor) -> Tensor:
+        """(batch, h, w, dim) -> (batch, tokens, dim)"""
+
+    @abstractmethod
+    def pool(self, tokens: Tensor) -> Tensor:
+        """(batch, tokens, dim) -> (batch, dim)"""
+
+    @abstractmethod
+    def intermediates(
+        self, images: Tensor, layers: Sequence[int] | None = None, *, norm: bool = False, reshape: bool = True
+    ) -> list[Tensor]:
+        """Feature maps of the chosen layers."""
+
+    @abstractmethod
+    def _checkpointed_layers(self) -> Iterable[nn.Module]:
+        """The layers whose activations gradient checkpointing recomputes."""
+
+    def features(self, images: Tensor) -> Tensor:
+        """(batch, channels, height, width) -> (batch, dim)"""
+        return self.pool(self.encode(self.patchify(images)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, channels, height, width) -> (batch, classes)"""
+        return self.head(self.features(images))
+
+    def reset_classifier(self, classes: int) -> None:
+        """Replace the head by a new, zero-initialized linear layer, and update `config`.
+
+        As in fine-tuning (section 3.1) the tanh layer of a pre-training head goes, too.
+
+        Args:
+            classes: outputs of the new layer; 0 removes the head, so that the model returns its features.
+        """
+        if classes < 0:
+            raise UserError(f"a model cannot have {classes} classes: use 0 to remove the head.")
+        changes: dict[str, Any] = {"classes": classes}
+        if isinstance(self.config, ViTConfig):
+            changes["representation"] = 0
+        self.config = replace(self.config, **changes)
+        like = next(self.parameters())
+        self.head = Head(self.config.features, classes).to(like.device, like.dtype).train(self.training)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Keep only the inputs of blocks (ViT) or bottlenecks (ResNet), and recompute the rest in the backward pass.
+
+        Args:
+            enable: False goes back to keeping all activations.
+        """
+        for layer in self._checkpointed_layers():
+            if _is_checkpointed(layer):
+                del layer.forward
+            if enable:
+                # The instance's forward, not a call of the layer: hooks (FSDP's among them) stay outside of it.
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
+
+
+def _is_checkpointed(layer: nn.Module) -> bool:
+    forward = vars(layer).get("forward")
+    return isinstance(forward, partial) and forward.func is checkpoint
+
+
+def layer_index(layer: int, depth: int) -> int:
+    """A layer counted from 0 or, negative, from the end -> its index.
+
+    Raises:
+        UserError: the model has no such layer.
+    """
+    if not -depth <= layer < depth:
+        raise UserError(f"there is no layer {layer}: the model has {depth}, counted from 0.")
+    return layer % depth
+
+
+def layer_indices(layers: Sequence[int] | None, depth: int) -> list[int]:
+    """`layer_index` of each layer; None stands for all of them."""
+    return list(range(depth)) if layers is None else [layer_index(layer, depth) for layer in layers]
+
+
+def check_images(images: Tensor, channels: int) -> None:
+    """Raise UserError unless `images` is a batch of images (batch, channels, height, width)."""
+    if images.ndim != 4 or images.shape[1] != channels:
+        raise UserError(
+            f"this model reads a batch of {channels}-channel images (b, c, h, w), "
+            f"not a tensor of shape {tuple(images.shape)}."
+        )
