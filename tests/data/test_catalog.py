@@ -382,10 +382,10 @@ def test_imagenet_is_measured_on_val_and_sorted_by_id(tmp_path):
     wnids(wnids(tmp_path, "train", ids), "val", ids, each=1)
     data = open_data(f"imagenet:{tmp_path}")
     assert data.train.classes == ("n01000002", "n01000010", "n02000001")
-    assert data.test is not None
-    assert data.test.name == "val"
-    assert (len(data.train), len(data.test)) == (6, 3)
-    for split in (data.train, data.test):
+    assert data.val is not None
+    assert data.val.name == "val"
+    assert (len(data.train), len(data.val)) == (6, 3)
+    for split in (data.train, data.val):
         assert [key.split("/")[1] for key in split.keys] == [split.classes[label] for label in split.labels]
     assert "A copy of 3 val images, not of 50,000." in data.notes
 
@@ -411,9 +411,9 @@ def test_loose_validation_images_get_labels_from_a_table(tmp_path, table):
         assert "val.txt numbers 1,000 classes: have all of them in train/" in refusal(f"imagenet:{tmp_path}")
         put(tmp_path / "LOC_synset_mapping.txt", "\n".join(f"{name} some, names" for name in reversed(IDS)))
     data = open_data(f"imagenet:{tmp_path}")
-    assert data.test is not None
-    assert [Path(key).stem[-2:] for key in data.test.keys] == ["01", "02", "10"]
-    assert [data.test.classes[label] for label in data.test.labels] == [IDS[65], IDS[999], IDS[0]]
+    assert data.val is not None
+    assert [Path(key).stem[-2:] for key in data.val.keys] == ["01", "02", "10"]
+    assert [data.val.classes[label] for label in data.val.labels] == [IDS[65], IDS[999], IDS[0]]
 
 
 def test_imagenets_validation_split_alone_is_for_testing(tmp_path):
@@ -445,10 +445,10 @@ def test_the_hubs_imagenet_leaves_out_the_unlabelled_test_split(tmp_path):
         columns = {"image": small_pictures(len(labels), 8), "label": labels}
         parquet(tmp_path / f"data/{split}-00000-of-00001.parquet", columns, {"label": names})
     data = open_data(f"imagenet:{tmp_path}")
-    assert data.test is not None
-    assert data.test.name == "val"
+    assert data.val is not None
+    assert data.val.name == "val"
     assert data.train.classes == tuple(names)
-    assert data.test.labels.tolist() == [1, 0]
+    assert data.val.labels.tolist() == [1, 0]
 
 
 # ObjectNet

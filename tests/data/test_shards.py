@@ -69,8 +69,8 @@ def test_names_of_shards_tell_the_split(tmp_path):
     tar(tmp_path / "set-train-0.tar", pairs(0, 9))
     tar(tmp_path / "set-val-0.tar", pairs(9, 12))
     data = open_data(f"{tmp_path}/set-{{train,val}}-0.tar")
-    assert data.test is not None
-    assert (check_numbers(data.train), check_numbers(data.test)) == (set(range(9)), {9, 10, 11})
+    assert data.val is not None
+    assert (check_numbers(data.train), check_numbers(data.val)) == (set(range(9)), {9, 10, 11})
     alone = open_data(tmp_path / "set-val-0.tar", held_out=0)
     assert check_numbers(alone.train) == {9, 10, 11}
 

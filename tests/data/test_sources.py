@@ -168,8 +168,8 @@ def test_folder_with_splits_links_and_strangers(tmp_path):
         *("Train/10/link/linked.png", "Train/10/x.png"),
     ]
     assert data.train.labels.tolist() == [0, 0, 1, 1, 2, 2]
-    assert data.test is not None
-    assert (data.test.name, list(data.test.keys), data.test.labels.tolist()) == ("val", ["val/2/deep/er/y.png"], [1])
+    assert data.val is not None
+    assert (data.val.name, list(data.val.keys), data.val.labels.tolist()) == ("val", ["val/2/deep/er/y.png"], [1])
     assert data.notes == (
         "Left out 2 files that are no images (.txt 1, without extension 1).",
         "Left out 1 image beside the class folders.",
@@ -178,12 +178,16 @@ def test_folder_with_splits_links_and_strangers(tmp_path):
     )
 
 
-def test_val_is_measured_and_test_left_alone(tmp_path):
+def test_val_is_evaluated_and_test_left_alone(tmp_path):
     names = [f"{split}/{label}/{split}.png" for split in ("train", "test", "validation") for label in "ab"]
     data = open_data(plant(tmp_path, *names))
+    assert data.val is not None
     assert data.test is not None
-    assert list(data.test.keys) == ["validation/a/validation.png", "validation/b/validation.png"]
-    assert data.notes == ("Measured on val (2 images); test is left alone for the end.",)
+    assert data.eval_split is data.val
+    assert list(data.val.keys) == ["validation/a/validation.png", "validation/b/validation.png"]
+    assert list(data.test.keys) == ["test/a/test.png", "test/b/test.png"]
+    assert data.notes == ()
+    assert data.messages == ("Evaluated on val (2 images); test is not used before the end.",)
 
 
 def test_a_class_may_be_called_train(tmp_path):

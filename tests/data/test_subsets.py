@@ -134,7 +134,7 @@ def test_a_val_split_is_what_choices_are_made_on():
     assert keys(last.train) == keys(whole.train)
 
 
-def test_without_a_test_split_beside_it_the_last_word_is_the_first():
+def test_data_with_a_test_split_only_is_left_as_it_is():
     whole = data(train=(9, 9, 9), test=(4, 4, 4))
     assert with_test_split(whole) is whole
     last = with_test_split(with_dev_split(whole, 0.3))
@@ -224,7 +224,8 @@ def test_the_command_line_says_what_is_left(pictures, tmp_path, monkeypatch, cap
     words = [*SHAPE, *PLAIN, "steps=1", "batch=4", "data.subset=7", "data.dev=0.25"]
     said = Command(monkeypatch, capsys)("train", pictures, "--model", MODEL, "--out", tmp_path / "run", "--set", *words)
     assert said.code == 0
-    assert "Measured on dev, 6 of 24 training images; test is left alone for the end." in said.err
+    assert "6 of 24 training images are the dev split." in said.err
+    assert "Evaluated on dev (6 images); test is not used before the end." in said.err
     assert "Trained on 7 of 18 images, drawn with seed 0." in said.err
     said = Command(monkeypatch, capsys)("train", pictures, "--model", MODEL, "--set", "data.subset=30")
     assert (said.code, said.err) == (

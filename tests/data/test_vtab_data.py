@@ -219,7 +219,7 @@ def test_every_task_is_opened_from_its_stand_in(tmp_path, name, layout):
     images = [task.train1000.reader.read(index) for index in range(50)]
     pixels = [decode(data) if isinstance(data, bytes) else data for data in images]
     assert all(image.shape[2] == 3 and image.max() > 1 for image in pixels)
-    assert task.with_dev_split().test is task.val200
+    assert task.with_dev_split().val is task.val200
     assert task.with_test_split().train is task.train1000
 
 

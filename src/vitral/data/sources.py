@@ -118,7 +118,7 @@ def with_dev_split(data: DataSet, share: float) -> DataSet:
 
 def with_test_split(data: DataSet) -> DataSet:
     """The data with the split used for the final evaluation, test where there is one, as its only held-out split."""
-    return data if data.test is None else replace(data, val=None)
+    return data if data.test is None or data.val is None else replace(data, val=None)
 
 
 def nested_draw(count: int, images: int, seed: int) -> np.ndarray:
