@@ -33,7 +33,7 @@ def kept(split) -> Resident:
 @pytest.mark.parametrize("order", [None, np.array([3, 3, 1, 0, 5, 7, 9, 2, 4, 6])])
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 2)])
 def test_batches_are_those_of_the_loader(split, partners, order, rank, size):
-    drawn = {"batch": 5, "seed": 3, "partners": partners, "order": order}
+    drawn = {"batch": 5, "seed": 3, "mix_partner": partners, "order": order}
     world = World(rank, size, torch.device("cpu"))
     found = list(kept(split).batches(range(2, 7), world=world, **drawn))
     expected = list(

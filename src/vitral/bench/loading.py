@@ -19,9 +19,16 @@ from torch.utils.data import DataLoader
 
 from vitral.bench.backends import OURS, Backend, Task, default_modes
 from vitral.bench.steps import TrainingStep, predictor
-from vitral.data.blocks import Parts, Resize
+from vitral.data.batch_buffers import PackedCrops, ResizeCrops
 from vitral.data.images import decode
-from vitral.data.loader import AHEAD, blocks_of, default_workers, evaluation_batches, read_pixels, training_batches
+from vitral.data.loader import (
+    PREFETCH,
+    buffer_count,
+    default_workers,
+    evaluation_batches,
+    read_pixels,
+    training_batches,
+)
 from vitral.data.preprocess import Pipeline, parse_pipeline
 from vitral.data.sources import Split, open_data
 from vitral.training.device_data import uploading
@@ -54,7 +61,7 @@ class LoadingStep:
         starts anew, so that nobody's workers run ahead while others have their turn. Timed is what it does for long:
         neither its start, until all of its memory has been used once, nor its end, where some have nothing to do."""
         each = max(self.task.workers, 1)
-        first, count = blocks_of(self.task.workers), math.ceil(count / each) * each
+        first, count = buffer_count(self.task.workers), math.ceil(count / each) * each
         batches = _batches(self.backend, self.task, first + count + each, training=True)
         self._take(islice(batches, first))
         start = time.perf_counter()
@@ -104,7 +111,8 @@ def training_from_files(backend: Backend, task: Task, *, alone: float) -> dict[s
     for images in _batches(backend, task, 1, training=True):
         step.images = images.to(task.device)  # laid out as all batches are, which a recorded step takes for granted
     step.run(_WARM_UP)
-    count, first = _FED[task.device], AHEAD * task.workers + 1  # what workers made before the first step must not count
+    # What workers made before the first step must not count.
+    count, first = _FED[task.device], PREFETCH * task.workers + 1
     before = step.run(count // 2)
     fed = feed(step, _batches(backend, task, first + count, training=True), first, task.device)
     fed = Fed(max(fed.seconds, alone), max(fed.waiting, 1 - (1 - fed.waiting) * fed.seconds / alone))
@@ -239,15 +247,15 @@ def _stages(task: Task) -> dict[str, float]:
     return stages if upload is None else {**stages, "upload/s": _uploaded(split, pipeline, task.batch, upload)}
 
 
-def _uploaded(split: Split, pipeline: Pipeline, batch: int, upload: Resize) -> float:
+def _uploaded(split: Split, pipeline: Pipeline, batch: int, upload: ResizeCrops) -> float:
     """Images/s of a batch's way to the GPU, where it is resized."""
-    handed: list[Parts] = []
+    handed: list[PackedCrops] = []
 
-    def timed(parts: Parts) -> None:
+    def timed(parts: PackedCrops) -> None:
         upload(parts)
         torch.cuda.synchronize()
 
-    def kept(parts: Parts) -> Tensor:
+    def kept(parts: PackedCrops) -> Tensor:
         handed.append(parts)
         return upload(parts)
 

@@ -46,11 +46,11 @@ def rank_slice(batch: int, rank: int, world: int) -> slice:
     return slice(batch * rank // world, batch * (rank + 1) // world)
 
 
-def rank_positions(batch: int, rank: int, world: int, *, partners: bool) -> np.ndarray:
-    """The places of a rank's slice in the global batch. With `partners` one more stands in front: that of the example
+def rank_positions(batch: int, rank: int, world: int, *, mix_partner: bool) -> np.ndarray:
+    """The places of a rank's slice in the global batch. With `mix_partner` one more stands in front: that of the example
     before the slice's first one (before the batch's first comes its last)."""
     own = rank_slice(batch, rank, world)
-    return np.arange(own.start - partners, own.stop) % batch
+    return np.arange(own.start - mix_partner, own.stop) % batch
 
 
 def evaluation_indices(n: int, rank: int, world: int) -> np.ndarray:

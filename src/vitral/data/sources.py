@@ -17,30 +17,46 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from vitral.data import manifests, parquet
-from vitral.data.catalog import CATALOG, is_known, open_known
+from vitral.data.catalog import CATALOG, in_catalog, open_from_catalog
 from vitral.data.folders import FileReader, find_images, read_folder, sub_folders
-from vitral.data.images import UnreadableImage, describe
+from vitral.data.images import ImageError, describe
+from vitral.data.objects import open_objects
 from vitral.data.order import permute
 from vitral.data.shards import expand, read_shards
 from vitral.data.splits import HELD_OUT, SPLIT_NAMES, DataSet, Reader, Split, strata, stratified
 from vitral.errors import UserError
+from vitral.events import EventHandler, ignore_events
 
 __all__ = ["DataSet", "Reader", "Split", "open_data", "open_images"]
 
 
-def open_data(source: str | Path, *, seed: int = 0, held_out: float = HELD_OUT) -> DataSet:
-    """Open any source of the table above.
+def open_data(
+    source: Any, *, seed: int = 0, held_out: float = HELD_OUT, on_event: EventHandler = ignore_events
+) -> DataSet:
+    """Open any source of the table above, or an object in memory (`objects.py`).
 
-    Where the source has neither a val nor a test split, a share `held_out` of each class, drawn with `seed`, becomes
-    test; `held_out=0` leaves everything in train, and a single class is accepted.
+    Args:
+        source: a path, a pattern, a name, or an object; a `DataSet` is returned as it is.
+        seed: of the draw of held-out images.
+        held_out: where the source has neither a val nor a test split, the share of each class that becomes test;
+            0 leaves everything in train, and a single class is accepted.
+        on_event: receives `Progress` where labels have to be read item by item.
+
+    Raises:
+        UserError: the source is none of these, or has a mistake.
     """
+    if isinstance(source, DataSet):
+        return source
+    if not isinstance(source, str | os.PathLike):
+        return open_objects(source, seed=seed, held_out=held_out, on_event=on_event)
     text = str(source)
-    if isinstance(source, str) and is_known(text):
-        return open_known(text, held_out=held_out)
+    if isinstance(source, str) and in_catalog(text):
+        return open_from_catalog(text, held_out=held_out)
     if text.startswith("hf:"):
         folder, files = parquet.fetch(text)
         return replace(parquet.read_parquet(str(folder), files, seed=seed, held_out=held_out), source=text)
@@ -87,7 +103,7 @@ def open_images(sources: Sequence[str | Path]) -> Split:
     return Split("images", names, np.full(len(names), -1, np.int64), (), FileReader("", names))
 
 
-def narrowed(
+def restrict_train(
     data: DataSet, *, exclude: Collection[str] = (), subset: int = 0, subset_seed: int = 0, dev: float = 0.0
 ) -> DataSet:
     """The data set with less to train on, and a note for each reason.
@@ -121,7 +137,7 @@ def with_test_split(data: DataSet) -> DataSet:
     return data if data.test is None or data.val is None else replace(data, val=None)
 
 
-def nested_draw(count: int, images: int, seed: int) -> np.ndarray:
+def nested_subset(count: int, images: int, seed: int) -> np.ndarray:
     """`count` of `images` places in ascending order; a draw of fewer with the same seed lies inside it."""
     return np.sort(permute(np.arange(count), images, seed, epoch=0))
 
@@ -130,7 +146,7 @@ def _drawn(data: DataSet, count: int, seed: int) -> DataSet:
     train = data.train
     if count > len(train):
         raise UserError(f"data.subset={count} is more than the {len(train)} training images: choose a smaller one.")
-    chosen = train.select(nested_draw(count, len(train), seed))
+    chosen = train.select(nested_subset(count, len(train), seed))
     note = f"Trained on {count:,} of {len(train):,} images, drawn with seed {seed}."
     return replace(data, train=chosen, notes=(*data.notes, note))
 
@@ -158,7 +174,7 @@ def median_short_side(split: Split) -> int:
     for index in np.unique(np.linspace(0, len(split) - 1, _SAMPLE).astype(int)).tolist():
         try:
             sides.append(_short_side(split.reader.read(index)))
-        except (UnreadableImage, OSError):
+        except (ImageError, OSError):
             continue
     return int(np.median(sides)) if sides else 224
 

@@ -23,12 +23,16 @@ SPLIT_NAMES = {
     **dict.fromkeys(("test", "testing"), "test"),
 }
 
+# What people call the columns of images and labels in tables.
+IMAGE_COLUMNS = ("image", "img", "picture")
+LABEL_COLUMNS = ("label", "labels", "class", "fine_label")
+
 
 class Reader(Protocol):
     """Where images come from. Readers can be pickled and open their files in the process that reads."""
 
     def read(self, index: int) -> bytes | np.ndarray:
-        """An encoded image, or its pixels as uint8 (h, w, c). Raises UnreadableImage where there is neither."""
+        """An encoded image, or its pixels as uint8 (h, w, c). Raises ImageError where there is neither."""
         ...
 
     def mark(self, index: int) -> str:
@@ -37,7 +41,7 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SubsetReader:
     """Some images of another reader, in another order."""
 
     reader: Reader
@@ -71,9 +75,9 @@ class Split:
         """The images at these positions, in this order."""
         keys = [self.keys[index] for index in indices.tolist()]
         inner, places = self.reader, indices.astype(np.int64)
-        if isinstance(inner, Chosen):  # one step to the file, however often a split is narrowed
+        if isinstance(inner, SubsetReader):  # one step to the file, however often a split is restrict_train
             inner, places = inner.reader, inner.indices[places]
-        return Split(name or self.name, keys, self.labels[indices], self.classes, Chosen(inner, places))
+        return Split(name or self.name, keys, self.labels[indices], self.classes, SubsetReader(inner, places))
 
     def counts(self) -> np.ndarray:
         """Images of each class, (classes,) int64."""
@@ -130,7 +134,7 @@ class DataSet:
 
 
 @dataclass(frozen=True)
-class Part:
+class RawSplit:
     """One split as its source holds it, labels by name: one each, or a tuple each where there may be several."""
 
     keys: Sequence[str]
@@ -138,13 +142,20 @@ class Part:
     reader: Reader
 
 
-def natural(text: str) -> tuple[list[str | tuple[int, str]], str]:
+def natural_key(text: str) -> tuple[list[str | tuple[int, str]], str]:
     """A sort key in which "2" comes before "10"; otherwise the order of code points, as `sorted` has it."""
     pieces: list[str | tuple[int, str]] = list(re.split("([0-9]+)", text))
     for place in range(1, len(pieces), 2):
         digits = str(pieces[place]).lstrip("0")
         pieces[place] = (len(digits), digits)  # compares as the number does, at any length
     return pieces, text
+
+
+def unique_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Class names, with the index added to those that occur twice: ImageNet has two cranes."""
+    listed = list(names)
+    counts = Counter(listed)
+    return tuple(name if counts[name] == 1 else f"{name} ({index})" for index, name in enumerate(listed))
 
 
 def split_name(words: str) -> str | None:
@@ -159,7 +170,7 @@ def files_by_split(source: str, files: Iterable[Path]) -> dict[str, list[Path]]:
     Where all are of one split it is what was asked for, whatever it is called, and goes by "train".
     """
     found: dict[str, list[Path]] = {}
-    for file in sorted(files, key=lambda file: natural(str(file))):
+    for file in sorted(files, key=lambda file: natural_key(str(file))):
         folder = "" if str(file.parent) == source else file.parent.name
         found.setdefault(split_name(file.stem) or split_name(folder) or "train", []).append(file)
     if len(found) == 1:
@@ -169,9 +180,9 @@ def files_by_split(source: str, files: Iterable[Path]) -> dict[str, list[Path]]:
     return found
 
 
-def assemble(
+def make_dataset(
     source: str,
-    parts: Mapping[str, Part],
+    parts: Mapping[str, RawSplit],
     *,
     seed: int,
     held_out: float,
@@ -186,7 +197,7 @@ def assemble(
     if not 0 <= held_out < 1:
         raise UserError(f"held_out is the share of images kept for testing, such as 0.2, not {held_out}.")
     said = list(notes)
-    listed = classes or tuple(sorted(_names(parts["train"].labels), key=natural))
+    listed = classes or tuple(sorted(_names(parts["train"].labels), key=natural_key))
     several = any(isinstance(label, tuple) for part in parts.values() for label in part.labels)
     train = _split("train", parts["train"], listed, several)
     if held_out and len(train) and (why := too_few_classes(source, train)):
@@ -249,7 +260,7 @@ def strata(split: Split) -> np.ndarray:
     return np.where(split.labels.any(1), rarity.argmin(1), -1)
 
 
-def _split(name: str, part: Part, classes: tuple[str, ...], several: bool) -> Split:
+def _split(name: str, part: RawSplit, classes: tuple[str, ...], several: bool) -> Split:
     place = {label: index for index, label in enumerate(classes)}
     if not several:
         labels = np.array([place[label] for label in part.labels], np.int64)  # type: ignore[index]
@@ -268,9 +279,9 @@ def _names(labels: Sequence[str] | Sequence[tuple[str, ...]]) -> Counter[str]:
     return counts
 
 
-def _refuse_unknown(source: str, name: str, part: Part, classes: tuple[str, ...]) -> None:
+def _refuse_unknown(source: str, name: str, part: RawSplit, classes: tuple[str, ...]) -> None:
     counts = _names(part.labels)
-    unknown = sorted(set(counts) - set(classes), key=natural)
+    unknown = sorted(set(counts) - set(classes), key=natural_key)
     if unknown:
         shown = ", ".join(f'"{label}" ({_images(counts[label])})' for label in unknown[:3])
         shown += f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitral.data.blocks import SHRINK, Layout, Parts
+from vitral.data.batch_buffers import MAX_SHRINK, BufferLayout, PackedCrops
 from vitral.data.loader import PADDING, Batch, evaluation_batches
 from vitral.data.order import batch_indices, rank_positions
 from vitral.data.preprocess import Pipeline
@@ -35,10 +35,10 @@ class Resident:
     valid: Tensor
 
     def batches(
-        self, steps: range, *, batch: int, seed: int, world: World, partners: bool, order: np.ndarray | None
+        self, steps: range, *, batch: int, seed: int, world: World, mix_partner: bool, order: np.ndarray | None
     ) -> Iterator[Batch]:
         """What `training_batches` yields with the same arguments, on the device but for the indices."""
-        positions = rank_positions(batch, world.rank, world.size, partners=partners)
+        positions = rank_positions(batch, world.rank, world.size, mix_partner=mix_partner)
         examples = len(self.images) if order is None else len(order)
         for step in steps:
             places = batch_indices(examples, batch, step, seed)[positions]
@@ -76,10 +76,10 @@ def uploading(pipeline: Pipeline, rows: int, channels: int, device: torch.device
 
     The images of a batch that is too large to lie on the GPU as a whole come there piece by piece, as steps take them.
     """
-    if not (pipeline.ends_in_part and resizes_parts(device)):
+    if not (pipeline.ends_in_random_crop and resizes_parts(device)):
         return None
-    layout = Layout(pipeline, rows, channels, parts=True)
-    taken = layout.room + _IN_FLIGHT * math.prod(layout.shape)
+    layout = BufferLayout(pipeline, rows, channels, packed=True)
+    taken = layout.nbytes + _IN_FLIGHT * math.prod(layout.shape)
     fits = taken <= _UPLOAD_SHARE * torch.cuda.get_device_properties(device).total_memory
     return Upload(layout, device) if fits else None
 
@@ -91,19 +91,19 @@ class Upload:
     allocator would take more and more.
     """
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: BufferLayout, device: torch.device) -> None:
         from vitral.kernels.resize import PartResize  # needs Triton
 
         self.device, self.stream = device, torch.cuda.Stream(device)
         with torch.cuda.stream(self.stream):
-            self.pixels = torch.empty(layout.room, dtype=torch.uint8, device=device)
-        self.resize = PartResize(layout.pipeline.size, layout.channels, SHRINK, device)
+            self.pixels = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        self.resize = PartResize(layout.pipeline.size, layout.channels, MAX_SHRINK, device)
 
-    def __call__(self, parts: Parts) -> Tensor:
+    def __call__(self, parts: PackedCrops) -> Tensor:
         """-> uint8 (b, c, h, w) on the device"""
         with torch.cuda.stream(self.stream):
             self.pixels[: len(parts.pixels)].copy_(parts.pixels, non_blocking=True)
-            images = self.resize(self.pixels, parts.places.to(self.device, non_blocking=True))
+            images = self.resize(self.pixels, parts.table.to(self.device, non_blocking=True))
         steps = torch.cuda.current_stream(self.device)
         steps.wait_stream(self.stream)
         images.record_stream(steps)  # whose memory would else be given out again before a step has read it

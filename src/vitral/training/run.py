@@ -18,6 +18,7 @@ from vitral.checkpoints.adapt import Weights
 from vitral.checkpoints.run import RunFolder
 from vitral.checkpoints.weights import write
 from vitral.cost import run_flops
+from vitral.data.images import UnreadableImage
 from vitral.data.sources import DataSet
 from vitral.errors import Interrupted, UserError
 from vitral.events import Event, EventHandler, Note, Progress, RunStarted, StepDone, ignore_events
@@ -229,7 +230,7 @@ def _result(
     world: World,
     folder: RunFolder,
     seconds: float,
-    skipped: list[tuple[str, str]],
+    skipped: list[UnreadableImage],
 ) -> Result:
     """What a run that is done came to."""
     recipe, seen = parts.recipe, train_state.step * parts.plan.batch
@@ -245,7 +246,7 @@ def _result(
         device=world.name,
         predicted_peak_bytes=estimate.peak_bytes,
         peak_bytes=peak_bytes(world.device),
-        skipped=[list(pair) for pair in skipped],
+        skipped=[[image.path, image.reason] for image in skipped],
         recipe=recipes.recipe_hash(recipe),
         seed=recipe.seed,
     )

@@ -20,8 +20,9 @@ from vitral.architecture import ResNetConfig, ViTConfig, as_size
 from vitral.checkpoints.adapt import Adaptation, to_classes
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.weights import assemble, read_adapted
+from vitral.data.images import UnreadableImage
 from vitral.data.loader import Batch, default_workers, training_batches
-from vitral.data.memory_map import decoded_once
+from vitral.data.memory_map import decode_once
 from vitral.data.order import balanced_order, batch_indices, rank_positions, rank_slice
 from vitral.data.preprocess import parse_deterministic, parse_pipeline
 from vitral.data.sources import DataSet, Split
@@ -76,22 +77,21 @@ class Parts:
 
 def readable(
     data: DataSet, channels: int, pixels: Path, workers: int, world: World, on_event: EventHandler
-) -> tuple[DataSet, list[tuple[str, str]]]:
+) -> tuple[DataSet, list[UnreadableImage]]:
     """Small data decoded once into a file of pixels, without the images that cannot be read; those are returned."""
     if data.eval_split is None:
         raise UserError("there are no held-out images to test on: set data.held_out above 0.")
 
-    def decoded(split: Split) -> tuple[Split, list[tuple[str, str]]]:
+    def decoded(split: Split) -> tuple[Split, list[UnreadableImage]]:
         options: dict[str, Any] = {
             "channels": channels,
             "workers": workers,
-            "on_note": lambda text: on_event(Note(text)),
+            "on_event": on_event,
         }
-        progress = _decoding(split.name, on_event)
-        found: list[tuple[Split, list[tuple[str, str]]]] = []
+        found: list[tuple[Split, list[UnreadableImage]]] = []
 
         def decode() -> bool:
-            found.append(decoded_once(split, pixels, on_progress=progress, **options))
+            found.append(decode_once(split, pixels, **options))
             return found[0][0] is not split
 
         # The first writes the file and the others find it, where there is one.
@@ -103,7 +103,7 @@ def readable(
     test, problems = decoded(data.eval_split)
     skipped = [*skipped, *problems]
     if skipped:
-        some = "; ".join(f"{key}: {reason}" for key, reason in skipped[:3])
+        some = "; ".join(f"{image.path}: {image.reason}" for image in skipped[:3])
         some += f"; and {len(skipped) - 3} more, named in result.json" if skipped[3:] else ""
         on_event(Note(f"left out {len(skipped)} image{'s' * (len(skipped) > 1)} that cannot be read ({some})"))
     lost = np.flatnonzero((train.counts() == 0) & (data.train.counts() > 0))
@@ -285,8 +285,8 @@ def _on_images(plain: PlainModel, parts: Parts, world: World, on_event: EventHan
 
     def batches(step: int) -> Iterator[Batch]:
         plan, order = parts.plan, parts.order
-        rows = len(rank_positions(plan.batch, world.rank, world.size, partners=plan.partners))
-        drawn: dict[str, Any] = {"batch": plan.batch, "seed": plan.seed, "partners": plan.partners, "order": order}
+        rows = len(rank_positions(plan.batch, world.rank, world.size, mix_partner=plan.partners))
+        drawn: dict[str, Any] = {"batch": plan.batch, "seed": plan.seed, "mix_partner": plan.partners, "order": order}
         if kept is not None:
             found = kept.batches(range(step, plan.steps), world=world, **drawn)
         else:
@@ -383,10 +383,3 @@ def _autocast(precision: str, device: torch.device) -> torch.dtype | None:
     """bfloat16 where asked for, or by itself on a GPU that computes in it; never by itself on a CPU."""
     able = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if precision == "bfloat16" or (precision == "auto" and able) else None
-
-
-def _decoding(name: str, on_event: EventHandler) -> Callable[[int, int], None]:
-    def progress(done: int, total: int) -> None:
-        on_event(Progress(f"reading {name}", done, total))
-
-    return progress

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import numpy as np
 
-from vitral.data.catalog.copies import Copy, listed_files, read_plain
+from vitral.data.catalog.copies import LocalCopy, listed_files, read_generic
 from vitral.data.matlab import read_arrays
-from vitral.data.splits import DataSet, Part
+from vitral.data.splits import DataSet, RawSplit
 from vitral.errors import UserError
 
 SPLITS = {"train": "trnid", "val": "valid", "test": "tstid"}
 
 
-def read_flowers(copy: Copy) -> DataSet | None:
-    place = copy.resolve_device("jpg", "imagelabels.mat", "setid.mat")
+def read_flowers(copy: LocalCopy) -> DataSet | None:
+    place = copy.find_folder("jpg", "imagelabels.mat", "setid.mat")
     if place is None:
-        return read_plain(copy)
+        return read_generic(copy)
     labels = _numbers(place / "imagelabels.mat", "labels")
     parts = {}
     for split, variable in SPLITS.items():
@@ -30,8 +30,8 @@ def read_flowers(copy: Copy) -> DataSet | None:
             raise UserError(f"{place} has labels for {len(labels)} images and image {images.max()}: unpack it again.")
         names = [f"jpg/image_{image:05d}.jpg" for image in images]
         classes = [str(label) for label in labels[images - 1]]
-        parts[split] = Part(names, classes, listed_files(place, names, "setid.mat"))
-    return copy.assembled(parts, tuple(str(label) for label in np.unique(labels)))
+        parts[split] = RawSplit(names, classes, listed_files(place, names, "setid.mat"))
+    return copy.build(parts, tuple(str(label) for label in np.unique(labels)))
 
 
 def _numbers(file: Path, variable: str) -> np.ndarray:
@@ -45,10 +45,10 @@ def _numbers(file: Path, variable: str) -> np.ndarray:
 LISTS = {"train": "annotations/trainval.txt", "test": "annotations/test.txt"}
 
 
-def read_pets(copy: Copy) -> DataSet | None:
-    place = copy.resolve_device("images", *LISTS.values())
+def read_pets(copy: LocalCopy) -> DataSet | None:
+    place = copy.find_folder("images", *LISTS.values())
     if place is None:
-        return read_plain(copy)
+        return read_generic(copy)
     breeds: dict[int, str] = {}
     parts = {}
     for split, listing in LISTS.items():
@@ -60,9 +60,9 @@ def read_pets(copy: Copy) -> DataSet | None:
                     f"{place / listing} has {breeds[number]} and {breed} as class {number}: fetch it again."
                 )
         files = [f"images/{name}.jpg" for name, _ in rows]
-        parts[split] = Part(files, [breeds[number] for _, number in rows], listed_files(place, files, listing))
+        parts[split] = RawSplit(files, [breeds[number] for _, number in rows], listed_files(place, files, listing))
     # The makers number the breeds by the alphabet, whatever the case; other data of theirs relies on the numbers.
-    return copy.assembled(parts, tuple(breeds[number] for number in sorted(breeds)))
+    return copy.build(parts, tuple(breeds[number] for number in sorted(breeds)))
 
 
 def _rows(listing: Path) -> list[tuple[str, int]]:
