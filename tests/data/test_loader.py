@@ -33,6 +33,7 @@ from vitral.data.order import balanced_order, batch_indices, example_rng
 from vitral.data.preprocess import parse_pipeline
 from vitral.data.sources import Split
 from vitral.errors import UserError
+from vitral.events import Event, Note, Progress
 from vitral.recipe import Recipe
 from vitral.training.parallel import World
 from vitral.training.setup import workers_of
@@ -291,7 +292,7 @@ class Signed:
         return ""
 
 
-def test_each_worker_keeps_to_its_own_blocks_of_memory():
+def test_each_worker_keeps_to_its_own_buffers():
     split = Split("train", ["a"] * 40, np.zeros(40, np.int64), ("a",), Signed())
     found = evaluation_batches(split, PLAIN, batch=2, workers=3)
     writers = [int(batch.images[0, 0, 0, 0]) for batch in found]
@@ -346,13 +347,11 @@ def test_machines_count_their_own_processes(monkeypatch):
 
 
 @pytest.mark.parametrize("workers, channels", [(0, 3), (2, 3), (0, 1)])
-def test_decoded_once_has_the_same_pixels(workers: int, channels: int, tmp_path: Path, no_child_is_left: None):
-    split, heard = a_split(), []
-    kept, problems = decode_once(
-        split, tmp_path, channels=channels, workers=workers, on_progress=lambda done, total: heard.append((done, total))
-    )
-    assert problems == []
-    assert heard == [(done, 17) for done in range(1, 18)]
+def test_decode_once_has_the_same_pixels(workers: int, channels: int, tmp_path: Path, no_child_is_left: None):
+    split, events = a_split(), []
+    kept, unreadable = decode_once(split, tmp_path, channels=channels, workers=workers, on_event=events.append)
+    assert unreadable == []
+    assert events == [Progress("reading train", done, 17) for done in range(1, 18)]
     assert kept.fingerprint() == split.fingerprint()
     for index in range(17):
         assert np.array_equal(kept.reader.read(index), decoded(split, index, channels))
@@ -362,18 +361,18 @@ def test_decoded_once_has_the_same_pixels(workers: int, channels: int, tmp_path:
     )
 
 
-def test_decoded_once_leaves_out_what_cannot_be_read(tmp_path: Path):
+def test_decode_once_leaves_out_what_cannot_be_read(tmp_path: Path):
     split = a_split(6, bad={1: None, 4: b"text, not pixels"})
     first, second = decode_once(split, tmp_path), decode_once(split, tmp_path)
-    for kept, problems in (first, second):
-        assert [key for key, _ in problems] == ["1.png", "4.png"]
-        assert all(reason for _, reason in problems)
+    for kept, unreadable in (first, second):
+        assert [image.path for image in unreadable] == ["1.png", "4.png"]
+        assert all(image.reason for image in unreadable)
         assert list(kept.keys) == ["0.png", "2.png", "3.png", "5.png"]
         assert kept.labels.tolist() == [0, 2, 0, 2]
         assert np.array_equal(kept.reader.read(2), decoded(split, 3))
 
 
-def test_decoded_once_decodes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_decode_once_decodes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     decode_once(a_split(), tmp_path)
     monkeypatch.setattr(memory_map, "read_pixels", None)
     kept, _ = decode_once(a_split(), tmp_path)
@@ -387,18 +386,16 @@ def test_a_changed_image_is_decoded_again(tmp_path: Path):
     assert np.array_equal(kept.reader.read(0), changed)
 
 
-@pytest.mark.parametrize("damage", ["short", "no index", "torn index", "no pixels"])
-def test_a_torn_file_is_made_again(damage: str, tmp_path: Path):
+@pytest.mark.parametrize("damage", ["short", "torn index", "empty"])
+def test_a_damaged_file_is_written_again(damage: str, tmp_path: Path):
     split = a_split()
     decode_once(split, tmp_path)
-    (pixels,), (index,) = tmp_path.glob("*.bin"), tmp_path.glob("*.npz")
+    (pixels,) = tmp_path.glob("*.bin")
     sound = pixels.read_bytes()
-    if damage == "short":
-        os.truncate(pixels, len(sound) - 1)
-    elif damage == "torn index":
-        os.truncate(index, 100)
+    if damage == "torn index":
+        pixels.write_bytes(sound[:-100] + bytes(92) + sound[-8:])
     else:
-        (pixels if damage == "no pixels" else index).unlink()
+        os.truncate(pixels, len(sound) - 1 if damage == "short" else 0)
     kept, _ = decode_once(split, tmp_path)
     assert np.array_equal(kept.reader.read(16), decoded(split, 16))
     assert pixels.read_bytes() == sound
@@ -437,36 +434,39 @@ def test_a_full_disk_leaves_the_split_as_it_is(tmp_path: Path, monkeypatch: pyte
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    split, notes = a_split(), []
+    split = a_split()
+    notes: list[Event] = []
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        assert decode_once(split, tmp_path, on_note=notes.append) == (split, [])
-    assert len(notes) == 1
-    assert f"no room in {tmp_path} for decoded train images" in notes[0]
+        assert decode_once(split, tmp_path, on_event=notes.append) == (split, [])
+    assert notes[-1] == Note(
+        f"not enough disk space in {tmp_path} for decoded train images: they are decoded again in every epoch"
+    )
+    notes.clear()
     assert not list(tmp_path.iterdir())
     size = sum(decoded(split, index).size for index in range(17))
     for free, kept in ((2 * size - 1, False), (2 * size, True)):
         monkeypatch.setattr(memory_map, "_free_bytes", lambda folder, free=free: free)
-        assert (decode_once(split, tmp_path / "not-there-yet", on_note=notes.append)[0] is not split) is kept
+        assert (decode_once(split, tmp_path / "not-there-yet", on_event=notes.append)[0] is not split) is kept
         assert (tmp_path / "not-there-yet").exists() is kept
-    assert len(notes) == 2
+    assert sum(isinstance(event, Note) for event in notes) == 1
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file is no folder"):
         decode_once(a_split(), tmp_path / "file")
 
 
-def test_much_room_that_pixels_take_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    notes: list[str] = []
-    decode_once(a_split(), tmp_path / "quiet", on_note=notes.append)
-    assert not notes
+def test_large_files_of_pixels_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    notes: list[Event] = []
+    decode_once(a_split(), tmp_path / "quiet", on_event=notes.append)
+    assert not any(isinstance(event, Note) for event in notes)
     size = sum(decoded(a_split(), index).size for index in range(17))
     monkeypatch.setattr(memory_map, "LARGE", size - 1)
-    decode_once(a_split(), tmp_path, on_note=notes.append)
-    assert notes == [f"decoded train images take {size / 1e9:.1f} GB in {tmp_path} until the run ends"]
+    decode_once(a_split(), tmp_path, on_event=notes.append)
+    assert notes[-1] == Note(f"decoded train images take {size / 1e9:.1f} GB in {tmp_path} until the run ends")
 
 
 def test_only_abandoned_files_are_removed(tmp_path: Path):
-    unfinished = [atomic_write(tmp_path / name) for name in ("a.bin", "b.bin")]
+    unfinished = [atomic_write(tmp_path / name) for name in (f"{16 * 'a'}.bin", f"{16 * 'b'}.bin")]
     old, new = [writing.__enter__() for writing in unfinished]
     os.utime(old, (0, 0))
     decode_once(a_split(), tmp_path)
@@ -479,7 +479,7 @@ def test_the_folder_of_the_pixels_is_flushed_too(tmp_path: Path, monkeypatch: py
     flushed: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda handle: flushed.append(os.fstat(handle).st_ino))
     decode_once(a_split(), tmp_path)
-    written = [*tmp_path.glob("*.bin"), tmp_path, *tmp_path.glob("*.npz"), tmp_path]
+    written = [*tmp_path.glob("*.bin"), tmp_path]
     assert flushed == [path.stat().st_ino for path in written]
 
 

@@ -270,10 +270,10 @@ def test_other_seeds_give_other_pixels():
 
 
 @given(st.sampled_from(["", "|flip"]), st.integers(1, 60), st.integers(1, 60), st.integers(0, 99))
-def test_a_part_is_what_a_call_resizes(ending, height, width, seed):
+def test_a_crop_region_is_what_a_call_resizes(ending, height, width, seed):
     pipeline = parse_pipeline("decode|inception_crop(24, 20)" + ending)
     assert pipeline.ends_in_random_crop
-    part, mirrored = pipeline.part(PHOTO[:height, :width], generator(seed))
+    part, mirrored = pipeline.crop_region(PHOTO[:height, :width], generator(seed))
     image = resize(part, (24, 20))
     np.testing.assert_array_equal(
         image[:, ::-1] if mirrored else image, pipeline(PHOTO[:height, :width], generator(seed))
@@ -283,7 +283,7 @@ def test_a_part_is_what_a_call_resizes(ending, height, width, seed):
 @pytest.mark.parametrize(
     "text", ["resize(8)", "inception_crop(8, area)", "inception_crop(8)|erase(0.5)", "inception_crop(8)|flip|flip"]
 )
-def test_not_every_pipeline_ends_in_a_part(text):
+def test_not_every_pipeline_ends_in_a_random_crop(text):
     assert not parse_pipeline("decode|" + text).ends_in_random_crop
 
 

@@ -17,7 +17,7 @@ from runs import make_pictures, train
 from vitral import api
 from vitral.api import prediction
 from vitral.api.data import open_narrowed, open_to_choose
-from vitral.data.catalog.arrays import ArrayReader
+from vitral.data.catalog.readers import ArrayReader
 from vitral.data.order import SMALL
 from vitral.data.sources import nested_subset, open_data, restrict_train, with_dev_split, with_test_split
 from vitral.data.splits import DataSet, RawSplit, Split, make_dataset

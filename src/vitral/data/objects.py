@@ -9,10 +9,11 @@
 | `(train, test)`, `(train, val, test)`, or a mapping by split name | splits, each one of the above |
 
 An image is a path, encoded bytes, a PIL image, a uint8 array (h, w) or (h, w, c), a uint8 tensor (c, h, w), or a
-floating-point one in [0, 1]. A label is an int or a string; a list of them, or a vector of zeros and ones, is multi-label.
+floating-point one in [0, 1]. A label is an int or a string; a list of them, or a vector of zeros and ones, means
+multi-label.
 
-Items are read when they are needed, by worker processes too. So two runs are equal, and a resumed run continues exactly,
-if the dataset itself is deterministic; random augmentation belongs into `transform=`.
+Items are read when they are needed, by worker processes too. So two runs are equal, and a resumed run continues
+exactly, if the dataset itself is deterministic; random augmentation belongs in `transform=`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ from vitral.errors import UserError
 from vitral.events import EventHandler, Progress, ignore_events
 
 _PROGRESS_EVERY = 100  # items
+
+Labels = Sequence[Any] | np.ndarray | Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +94,7 @@ class _Items:
     """Access to an object's images, its labels as it has them, its class names if it has any, and keys."""
 
     image: Callable[[int], Any]
-    labels: Sequence[Any]
+    labels: Labels
     classes: tuple[str, ...] | None
     keys: Sequence[str]
 
@@ -269,7 +272,7 @@ def _from_dataset(dataset: Any, name: str, on_event: EventHandler) -> _Items:
     return _Items(_DatasetImages(dataset), labels, _stored_classes(dataset), _keys(_stored_paths(dataset, count)))
 
 
-def _stored_labels(dataset: Any, count: int) -> Sequence[Any] | None:
+def _stored_labels(dataset: Any, count: int) -> Labels | None:
     """The labels without reading any image, where the dataset keeps them; None where it does not."""
     if isinstance(dataset, Subset):
         inner = _stored_labels(dataset.dataset, _size(dataset.dataset) or 0)
@@ -343,7 +346,7 @@ def _first_is_float(reader: ObjectReader) -> bool:
     return isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.floating)
 
 
-def _listed(labels: Sequence[Any]) -> Sequence[Any]:
+def _listed(labels: Labels) -> Iterable[Any]:
     """Plain Python values, where one conversion does it."""
     array = labels.detach().cpu().numpy() if isinstance(labels, Tensor) else labels
     return array.tolist() if isinstance(array, np.ndarray) and array.ndim == 1 else array

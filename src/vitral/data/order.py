@@ -47,10 +47,12 @@ def rank_slice(batch: int, rank: int, world: int) -> slice:
 
 
 def rank_positions(batch: int, rank: int, world: int, *, mix_partner: bool) -> np.ndarray:
-    """The places of a rank's slice in the global batch. With `mix_partner` one more stands in front: that of the example
-    before the slice's first one (before the batch's first comes its last)."""
-    own = rank_slice(batch, rank, world)
-    return np.arange(own.start - mix_partner, own.stop) % batch
+    """The positions of a rank's slice in the global batch.
+
+    With `mix_partner` one more comes first: the position before the slice, or the batch's last if there is none.
+    """
+    local = rank_slice(batch, rank, world)
+    return np.arange(local.start - mix_partner, local.stop) % batch
 
 
 def evaluation_indices(n: int, rank: int, world: int) -> np.ndarray:

@@ -120,7 +120,7 @@ def restrict_train(
 
 
 def with_dev_split(data: DataSet, share: float) -> DataSet:
-    """The data with a val split to select hyper-parameters on: its own beside test, else a share of each train class."""
+    """The data with a val split to select hyper-parameters on: its own beside test, else a share of each class."""
     if data.val is not None and data.test is not None:
         return data
     held = stratified(data.train.keys, strata(data.train), share, seed=0)

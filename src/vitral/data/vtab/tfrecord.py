@@ -60,7 +60,7 @@ class TFRecordFiles:
 
 
 def parse(data: Buffer, start: int, end: int) -> TFExample:
-    """A tf.train.TFExample: field 1 is the Features, whose field 1 are the entries, a name (1) and a feature (2) each."""
+    """A tf.train.Example: field 1 is the Features, whose field 1 are the entries, a name (1) and a feature (2) each."""
     example = TFExample()
     for _, features in _sized(data, start, end):
         for _, entry in _sized(data, *features):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vitral.data.catalog.copies import LocalCopy, read_generic
+from vitral.data.catalog.copies import LocalCopy, listed_files, read_generic
 from vitral.data.images import ImageError, decode
 from vitral.data.splits import DataSet, RawSplit
 from vitral.errors import UserError
@@ -134,3 +134,73 @@ def _fine_names(file: Path) -> tuple[str, ...]:
 def _refuse_python_version(copy: LocalCopy, mark: str, binary: str) -> None:
     if place := copy.find_folder(mark):
         raise UserError(f"{place} is the Python version, which runs code when it is read: unpack {binary} instead.")
+
+
+SPLITS = {"train": "trnid", "val": "valid", "test": "tstid"}
+
+
+def read_flowers(copy: LocalCopy) -> DataSet | None:
+    place = copy.find_folder("jpg", "imagelabels.mat", "setid.mat")
+    if place is None:
+        return read_generic(copy)
+    labels = _numbers(place / "imagelabels.mat", "labels")
+    parts = {}
+    for split, variable in SPLITS.items():
+        images = _numbers(place / "setid.mat", variable)
+        if images.max() > len(labels):
+            raise UserError(f"{place} has labels for {len(labels)} images and image {images.max()}: unpack it again.")
+        names = [f"jpg/image_{image:05d}.jpg" for image in images]
+        classes = [str(label) for label in labels[images - 1]]
+        parts[split] = RawSplit(names, classes, listed_files(place, names, "setid.mat"))
+    return copy.build(parts, tuple(str(label) for label in np.unique(labels)))
+
+
+def _numbers(file: Path, variable: str) -> np.ndarray:
+    """(n,) int64, all of them from 1, of a variable in a MATLAB file."""
+    try:
+        from scipy.io import loadmat
+    except ImportError as error:
+        raise UserError(f"{file} is a MATLAB file: pip install 'vitral[matlab]' to read it.") from error
+    try:
+        numbers = loadmat(file, variable_names=[variable]).get(variable)
+    except Exception as error:  # scipy raises nearly anything on damaged bytes
+        raise UserError(f"{file} is damaged, or no MATLAB file up to version 7: download it again.") from error
+    if numbers is None or not np.issubdtype(numbers.dtype, np.number) or not numbers.size or numbers.min() < 1:
+        raise UserError(f'{file} has no numbers called "{variable}": download it again.')
+    return numbers.astype(np.int64).ravel()
+
+
+LISTS = {"train": "annotations/trainval.txt", "test": "annotations/test.txt"}
+
+
+def read_pets(copy: LocalCopy) -> DataSet | None:
+    place = copy.find_folder("images", *LISTS.values())
+    if place is None:
+        return read_generic(copy)
+    breeds: dict[int, str] = {}
+    parts = {}
+    for split, listing in LISTS.items():
+        rows = _rows(place / listing)
+        for name, number in rows:
+            breed = name.rpartition("_")[0]
+            if breeds.setdefault(number, breed) != breed:
+                raise UserError(
+                    f"{place / listing} has {breeds[number]} and {breed} as class {number}: fetch it again."
+                )
+        files = [f"images/{name}.jpg" for name, _ in rows]
+        parts[split] = RawSplit(files, [breeds[number] for _, number in rows], listed_files(place, files, listing))
+    # The makers number the breeds by the alphabet, whatever the case; other data of theirs relies on the numbers.
+    return copy.build(parts, tuple(breeds[number] for number in sorted(breeds)))
+
+
+def _rows(listing: Path) -> list[tuple[str, int]]:
+    """Lines such as "Abyssinian_100 1 1 1": the image, its class from 1, its species, its breed within the species."""
+    rows = []
+    for number, line in enumerate(listing.read_text("utf-8", "replace").splitlines(), start=1):
+        words = line.split()
+        if not words or line.startswith("#"):
+            continue
+        if len(words) < 2 or not words[1].isdecimal():
+            raise UserError(f'{listing} has no class in line {number} ("{line}"): fetch it again.')
+        rows.append((words[0], int(words[1])))
+    return rows
