@@ -124,7 +124,7 @@ def test_targets_that_items_do_not_have_are_not_used():
     dataset.targets = [2 - label for label in LABELS]
     assert whole(dataset).labels.tolist() == LABELS
     transformed = WithTargets()
-    transformed.target_transform = lambda label: label
+    transformed.__dict__["target_transform"] = lambda label: label
     assert whole(transformed).labels.tolist() == LABELS
     assert transformed.reads >= 12
 
@@ -156,9 +156,8 @@ def test_torchvisions_folder_of_images(tmp_path):
     split, files = whole(folder), whole(tmp_path)
     assert set(split.keys) == set(files.keys)
     assert (split.classes, split.labels.tolist()) == (files.classes, files.labels.tolist())
-    assert sorted(split.reader.read(index).tobytes() for index in range(12)) == sorted(
-        image.tobytes() for image in PIXELS
-    )
+    for index, key in enumerate(split.keys):
+        np.testing.assert_array_equal(split.reader.read(index), PIXELS[int(Path(key).stem)])
     part = whole(Subset(folder, [3, 1, 8]))
     assert list(part.keys) == [split.keys[index] for index in (3, 1, 8)]
 

@@ -252,7 +252,7 @@ def test_a_folder_with_test_alone_is_for_testing(tmp_path, held_out):
 def test_no_such_source_and_no_rights(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="did you mean digits"):
         open_data("digit")
-    with pytest.raises(UserError, match="is no data set: name a folder"):
+    with pytest.raises(UserError, match="is not a data set: name a folder"):
         open_data(tmp_path / "nowhere")
     with pytest.raises(UserError, match="held_out is the share"):
         open_data(plant(tmp_path, "a/1.png", "b/1.png"), held_out=1)
