@@ -75,7 +75,7 @@ def _run(asked: argparse.Namespace, recipe: str, seed: int) -> Run:
     folder = asked.out / f"{recipe.replace('/', '-')}-{seed}"
     watch, began = Watch(), time.perf_counter()
     words = [f"seed={seed}", *asked.set]
-    result = api.train(asked.data, recipe=recipe, overrides=words, out=folder, on_event=watch).results[0]
+    result = api.train(asked.data, recipe=recipe, set=words, out=folder, on_event=watch).results[0]
     whole = time.perf_counter() - began
     first, steps = watch.recorded - watch.began, watch.ended - watch.recorded
     run = Run(result.metrics["top1"], steps, first, whole - steps - first)

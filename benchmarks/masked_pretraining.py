@@ -40,7 +40,7 @@ def main() -> None:
         asked.data,
         model=MODEL,
         recipe="paper:pretrain/jft300m-masked",
-        overrides=overrides,
+        set=overrides,
         out=asked.out / "masked",
         on_event=_tell,
     ).results[0]
@@ -69,7 +69,7 @@ def _tuned(asked: argparse.Namespace, labels: int, rate: float, seed: int, name:
         asked.data,
         model="" if init else MODEL,
         init=init,
-        overrides=overrides,
+        set=overrides,
         out=asked.out / f"{name}-{labels}-{rate}-{seed}",
     )
     return done.results[0].metrics["top1"]

@@ -245,7 +245,8 @@ def test_vtab_chooses_among_two_rates_and_two_lengths() -> None:
 def test_pretraining_has_a_tanh_head_and_the_loss_of_its_labels(dataset: str, loss: str, bias: float) -> None:
     recipe = named(f"paper:pretrain/{dataset}").recipe
     assert (recipe.shape.head, recipe.shape.head_bias, recipe.loss) == ("tanh", bias, loss)
-    model, card = build_model(with_overrides(recipe, TINY), tuple("abcde"))
+    built, card = build_model(with_overrides(recipe, TINY), tuple("abcde"))
+    model: Any = built
     assert card.multilabel == (loss == "sigmoid")
     features, hidden = torch.randn(3, 16), model.head.hidden
     assert hidden is not None
@@ -264,7 +265,7 @@ def test_finetuning_has_one_linear_layer_and_softmax() -> None:
     for dataset in DATASETS:
         recipe = named(f"paper:finetune/{dataset}").recipe
         assert recipe.loss == "softmax"
-        model, _ = build_model(with_overrides(recipe, TINY), tuple("abcde"))
+        model: Any = build_model(with_overrides(recipe, TINY), tuple("abcde"))[0]
         assert model.head.hidden is None
         assert not any(weight.any() for weight in model.head.parameters())
 

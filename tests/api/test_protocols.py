@@ -107,12 +107,12 @@ class Runs:
         self.score = score
         self.calls: list[tuple[Recipe, DataSet, Path]] = []
 
-    def __call__(self, recipe: Recipe, data: DataSet, path: Path, *, device: str, on_event: Any) -> Result:
+    def __call__(self, recipe: Recipe, data: DataSet, path: Path, *, device: str, on_event: Any) -> RunResult:
         assert data.test is not None
         self.calls.append((recipe, data, path))
         score = self.score(recipe, data.test.name)
         numbers = {"seconds": 3600.0, "images_per_second": 1.0, "flops": 10.0, "device_hours": 1.0, "devices": 1}
-        return Result(
+        return RunResult(
             folder=str(path),
             metrics={"score": score, "n": len(data.test)},
             step=1,

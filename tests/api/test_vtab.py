@@ -275,10 +275,10 @@ class Runs:
         self.scores = scores
         self.asked: list[tuple[str, str, Recipe]] = []
 
-    def __call__(self, recipe: Recipe, data: Any, path: Path, **options: Any) -> Result:
+    def __call__(self, recipe: Recipe, data: Any, path: Path, **options: Any) -> RunResult:
         score = self.scores[data.source, recipe.steps] + recipe.seed / 100
         self.asked.append((data.source, data.test.name, recipe))
-        return Result(
+        return RunResult(
             folder=str(path),
             metrics={"score": score, "n": len(data.test)},
             step=recipe.steps,

@@ -17,7 +17,7 @@ from scipy.fft import dctn
 
 from vitral.data.check import NEAR_BITS, Pair, check
 from vitral.data.hashes import FARTHEST, dhash, distance, near_pairs, phash
-from vitral.data.sources import narrowed, open_data
+from vitral.data.sources import open_data, restrict_train
 from vitral.errors import UserError
 from vitral.recipe_parts import DataRecipe
 
@@ -186,7 +186,7 @@ def test_leaks_of_the_split_that_training_makes_are_told_and_can_be_left_out(tmp
     assert {pair.first for pair in report.leaks} == train.intersection(alike)
     assert {pair.second for pair in report.leaks} == test.intersection(alike)
     assert {pair[:2] for pair in check(opened).leaks} == {pair[:2] for pair in report.leaks}
-    assert check(narrowed(opened, exclude=[pair.first for pair in report.leaks])).leaks == ()
+    assert check(restrict_train(opened, exclude=[pair.first for pair in report.leaks])).leaks == ()
     words = " ".join(command("check", data).out.split())
     assert (
         f"test is the {len(test)} images that training holds out by itself; remove the copies, or list those" in words

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vitral.data import images
-from vitral.data.images import Undecoded, UnreadableImage, decode, undecoded
+from vitral.data.images import ImageError, LazyJpeg, decode, open_lazily
 from vitral.data.preprocess import parse_pipeline
 
 RNG = np.random.default_rng(0)
@@ -66,8 +66,8 @@ def test_upper_rows_are_those_of_the_whole_picture(subsampling, height, width, s
     else:
         data = simplejpeg.encode_jpeg(pixels, quality, "RGB", subsampling)
     expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
-    picture = undecoded(data, 3)
-    assert isinstance(picture, Undecoded)
+    picture = open_lazily(data, 3)
+    assert isinstance(picture, LazyJpeg)
     assert picture.shape == (height, width, 3)
     end = max(1, round(share * height))
     np.testing.assert_array_equal(picture[:end, width // 2 :], expected[:end, width // 2 :])
@@ -76,14 +76,14 @@ def test_upper_rows_are_those_of_the_whole_picture(subsampling, height, width, s
 @pytest.mark.parametrize("options", [{}, {"optimize": True}, {"restart_marker_rows": 1}, {"keep_rgb": True}])
 def test_what_lies_below_is_not_decoded(options, decoded_rows):
     data = saved(photo(96, 80), **options)
-    picture = undecoded(data, 3)
+    picture = open_lazily(data, 3)
     assert not decoded_rows
     np.testing.assert_array_equal(picture[10:40, :], decode(data)[10:40])
     assert decoded_rows == [41, 0]
 
 
 def test_all_is_decoded_at_once_where_the_last_row_of_blocks_is_needed(decoded_rows):
-    picture = undecoded(saved(photo(96, 80)), 3)
+    picture = open_lazily(saved(photo(96, 80)), 3)
     for end in (80, 90, 96):
         assert len(picture[:end, :]) == end
     assert decoded_rows == [0, 0, 0]
@@ -92,21 +92,21 @@ def test_all_is_decoded_at_once_where_the_last_row_of_blocks_is_needed(decoded_r
 @pytest.mark.parametrize("options", [{"progressive": True}, {"exif": tags(0x0112, 6)}])
 def test_progressive_and_turned_files_are_decoded_as_ever(options):
     data = saved(photo(96, 80), **options)
-    picture = undecoded(data, 3)
+    picture = open_lazily(data, 3)
     assert isinstance(picture, np.ndarray)
     np.testing.assert_array_equal(picture, decode(data))
 
 
 def test_a_tag_that_turns_nothing_changes_nothing(decoded_rows):
     data = saved(photo(96, 80), exif=tags(0x0131, "a camera's software"))
-    undecoded(data, 3)[:20, :]
+    open_lazily(data, 3)[:20, :]
     assert decoded_rows == [21]
 
 
 def test_one_channel_of_colours_and_other_formats_are_decoded_as_ever():
     pixels = photo(50, 40)
-    np.testing.assert_array_equal(undecoded(saved(pixels), 1), decode(saved(pixels), 1))
-    np.testing.assert_array_equal(undecoded(images.encode_png(pixels), 3), pixels)
+    np.testing.assert_array_equal(open_lazily(saved(pixels), 1), decode(saved(pixels), 1))
+    np.testing.assert_array_equal(open_lazily(images.encode_png(pixels), 3), pixels)
 
 
 def test_scans_of_one_colour_each_are_seen_through(decoded_rows):
@@ -115,7 +115,7 @@ def test_scans_of_one_colour_each_are_seen_through(decoded_rows):
     data = one_scan_a_colour(planes)
     stored = np.asarray(Image.open(io.BytesIO(data)).convert("YCbCr"), int)
     assert abs(stored - planes).mean() < 25  # it is the file meant: noise at this quality, and colours out of range
-    np.testing.assert_array_equal(undecoded(data, 3)[:20, :], decode(data)[:20])
+    np.testing.assert_array_equal(open_lazily(data, 3)[:20, :], decode(data)[:20])
     assert decoded_rows == [21, 0, 0]
 
 
@@ -123,8 +123,8 @@ def test_scans_of_one_colour_each_are_seen_through(decoded_rows):
 @pytest.mark.parametrize("kept", [0.3, 0.6, 0.9, 0.99])
 def test_a_missing_end_is_seen_from_above_it(kept, options):
     data = saved(photo(96, 80), **options)
-    picture = undecoded(data[: int(kept * len(data))], 3)
-    with pytest.raises(UnreadableImage, match="truncated"):
+    picture = open_lazily(data[: int(kept * len(data))], 3)
+    with pytest.raises(ImageError, match="truncated"):
         picture[:16, :]
 
 
@@ -133,14 +133,14 @@ def test_absurd_sizes_are_refused_before_memory_is_taken():
     frame = images.jpeg_header(bytes(data)).frame
     assert frame is not None
     data[frame.place : frame.place + 4] = b"\xff\xff\xff\xff"
-    with pytest.raises(UnreadableImage, match="too many pixels"):
-        undecoded(bytes(data), 3)
+    with pytest.raises(ImageError, match="too many pixels"):
+        open_lazily(bytes(data), 3)
 
 
 def test_markers_without_a_length_do_not_lead_astray():
     data = saved(photo(96, 80))
     odd = data[:2] + b"\xff\xd0\0\2\xff\xd1\0\2" + data[2:]
-    np.testing.assert_array_equal(undecoded(odd, 3)[:20, :], decode(data)[:20])
+    np.testing.assert_array_equal(open_lazily(odd, 3)[:20, :], decode(data)[:20])
 
 
 def test_a_subsampling_without_a_name_is_left_to_pillow():
@@ -148,7 +148,7 @@ def test_a_subsampling_without_a_name_is_left_to_pillow():
     data[data.index(b"\xff\xc0") + 11] = 0x14  # the first colour has four rows for one of the others
     expected = np.asarray(Image.open(io.BytesIO(data)))
     np.testing.assert_array_equal(decode(bytes(data)), expected)
-    np.testing.assert_array_equal(undecoded(bytes(data), 3)[:20, :], expected[:20])
+    np.testing.assert_array_equal(open_lazily(bytes(data), 3)[:20, :], expected[:20])
 
 
 @settings(max_examples=300)
@@ -163,14 +163,14 @@ def test_damage_gives_what_the_whole_gives_or_nothing(seed, changes, end):
     for place, value in changes:
         data[int(place * len(data))] = value
     try:
-        picture = undecoded(bytes(data), 3)
+        picture = open_lazily(bytes(data), 3)
         end = min(end, picture.shape[0])
         part = picture[:end, : picture.shape[1]]
-    except UnreadableImage:
-        with pytest.raises(UnreadableImage):
+    except ImageError:
+        with pytest.raises(ImageError):
             decode(bytes(data))
         return
-    with contextlib.suppress(UnreadableImage):
+    with contextlib.suppress(ImageError):
         np.testing.assert_array_equal(part, decode(bytes(data))[:end])
 
 
@@ -186,7 +186,7 @@ def test_pipelines_give_the_same_of_a_file_as_of_its_pixels(steps):
     pipeline, data = parse_pipeline(f"decode|{steps}"), saved(photo(96, 80))
     for seed in range(20):
         found, expected = (
-            pipeline(picture, np.random.default_rng(seed)) for picture in (undecoded(data, 3), decode(data))
+            pipeline(picture, np.random.default_rng(seed)) for picture in (open_lazily(data, 3), decode(data))
         )
         np.testing.assert_array_equal(found, expected)
 

@@ -26,13 +26,14 @@ from runs import make_pictures
 
 from vitral.atomic import atomic_write
 from vitral.data import loader, memory_map
-from vitral.data.images import UnreadableImage, decode
+from vitral.data.images import ImageError, decode
 from vitral.data.loader import Batch, default_workers, evaluation_batches, training_batches
-from vitral.data.memory_map import decoded_once
+from vitral.data.memory_map import decode_once
 from vitral.data.order import balanced_order, batch_indices, example_rng
 from vitral.data.preprocess import parse_pipeline
 from vitral.data.sources import Split
 from vitral.errors import UserError
+from vitral.events import Event, Note, Progress
 from vitral.recipe import Recipe
 from vitral.training.parallel import World
 from vitral.training.setup import worker_count
@@ -55,7 +56,7 @@ class InMemory:
     def read(self, index: int) -> bytes | np.ndarray:
         found = self.images[index]
         if found is None:
-            raise UnreadableImage("not there")
+            raise ImageError("not there")
         return found
 
     def mark(self, index: int) -> str:
@@ -147,13 +148,13 @@ def test_workers_change_nothing(workers: int, no_child_is_left: None):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_far_ahead_leave_alone_what_is_being_read(workers: int, monkeypatch: pytest.MonkeyPatch):
     def late(items: Sized, workers: int) -> Iterator[Any]:
-        for item in in_workers(items, workers):
+        for item in iterate_in_workers(items, workers):
             time.sleep(0.01)  # the workers have made by now all that they were asked for
             yield item
 
-    split, in_workers = a_split(), loader.in_workers
+    split, iterate_in_workers = a_split(), loader.iterate_in_workers
     whole = list(training_batches(split, RANDOM, **{**SETTINGS, "last_step": 20}))
-    monkeypatch.setattr(loader, "in_workers", late)
+    monkeypatch.setattr(loader, "iterate_in_workers", late)
     slow = list(training_batches(split, RANDOM, **{**SETTINGS, "last_step": 20}, workers=workers))
     assert all_equal(iter(slow), iter(whole))
 
@@ -186,7 +187,7 @@ def test_partners_put_the_row_before_the_slice_in_front(world: int):
     whole = list(training_batches(split, RANDOM, **SETTINGS))
     for rank in range(world):
         own = list(training_batches(split, RANDOM, **SETTINGS, rank=rank, world=world))
-        more = list(training_batches(split, RANDOM, **SETTINGS, rank=rank, world=world, partners=True))
+        more = list(training_batches(split, RANDOM, **SETTINGS, rank=rank, world=world, mix_partner=True))
         before = 7 * rank // world - 1
         for batch, rows, extra in zip(whole, own, more, strict=True):
             front = Batch(*(tensor[[before]] for tensor in batch))
@@ -291,13 +292,13 @@ class Signed:
         return ""
 
 
-def test_each_worker_keeps_to_its_own_blocks_of_memory():
+def test_each_worker_keeps_to_its_own_buffers():
     split = Split("train", ["a"] * 40, np.zeros(40, np.int64), ("a",), Signed())
     found = evaluation_batches(split, PLAIN, batch=2, workers=3)
     writers = [int(batch.images[0, 0, 0, 0]) for batch in found]
     assert len(set(writers)) == 3
     for item, writer in enumerate(writers):
-        assert writer == writers[item % loader.blocks_of(3)]
+        assert writer == writers[item % loader.buffer_count(3)]
 
 
 def test_who_stops_early_leaves_no_process(no_child_is_left: None):
@@ -346,13 +347,11 @@ def test_machines_count_their_own_processes(monkeypatch):
 
 
 @pytest.mark.parametrize("workers, channels", [(0, 3), (2, 3), (0, 1)])
-def test_decoded_once_has_the_same_pixels(workers: int, channels: int, tmp_path: Path, no_child_is_left: None):
-    split, heard = a_split(), []
-    kept, problems = decoded_once(
-        split, tmp_path, channels=channels, workers=workers, on_progress=lambda done, total: heard.append((done, total))
-    )
-    assert problems == []
-    assert heard == [(done, 17) for done in range(1, 18)]
+def test_decode_once_has_the_same_pixels(workers: int, channels: int, tmp_path: Path, no_child_is_left: None):
+    split, events = a_split(), []
+    kept, unreadable = decode_once(split, tmp_path, channels=channels, workers=workers, on_event=events.append)
+    assert unreadable == []
+    assert events == [Progress("reading train", done, 17) for done in range(1, 18)]
     assert kept.fingerprint() == split.fingerprint()
     for index in range(17):
         assert np.array_equal(kept.reader.read(index), decoded(split, index, channels))
@@ -362,114 +361,115 @@ def test_decoded_once_has_the_same_pixels(workers: int, channels: int, tmp_path:
     )
 
 
-def test_decoded_once_leaves_out_what_cannot_be_read(tmp_path: Path):
+def test_decode_once_leaves_out_what_cannot_be_read(tmp_path: Path):
     split = a_split(6, bad={1: None, 4: b"text, not pixels"})
-    first, second = decoded_once(split, tmp_path), decoded_once(split, tmp_path)
-    for kept, problems in (first, second):
-        assert [key for key, _ in problems] == ["1.png", "4.png"]
-        assert all(reason for _, reason in problems)
+    first, second = decode_once(split, tmp_path), decode_once(split, tmp_path)
+    for kept, unreadable in (first, second):
+        assert [image.path for image in unreadable] == ["1.png", "4.png"]
+        assert all(image.reason for image in unreadable)
         assert list(kept.keys) == ["0.png", "2.png", "3.png", "5.png"]
         assert kept.labels.tolist() == [0, 2, 0, 2]
         assert np.array_equal(kept.reader.read(2), decoded(split, 3))
 
 
-def test_decoded_once_decodes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    decoded_once(a_split(), tmp_path)
+def test_decode_once_decodes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    decode_once(a_split(), tmp_path)
     monkeypatch.setattr(memory_map, "read_pixels", None)
-    kept, _ = decoded_once(a_split(), tmp_path)
+    kept, _ = decode_once(a_split(), tmp_path)
     assert np.array_equal(kept.reader.read(16), decoded(a_split(), 16))
 
 
 def test_a_changed_image_is_decoded_again(tmp_path: Path):
-    decoded_once(a_split(), tmp_path)
+    decode_once(a_split(), tmp_path)
     changed = np.full((20, 20, 3), 7, np.uint8)
-    kept, _ = decoded_once(a_split(bad={0: png(changed)}, version="2"), tmp_path)
+    kept, _ = decode_once(a_split(bad={0: png(changed)}, version="2"), tmp_path)
     assert np.array_equal(kept.reader.read(0), changed)
 
 
-@pytest.mark.parametrize("damage", ["short", "no index", "torn index", "no pixels"])
-def test_a_torn_file_is_made_again(damage: str, tmp_path: Path):
+@pytest.mark.parametrize("damage", ["short", "torn index", "empty"])
+def test_a_damaged_file_is_written_again(damage: str, tmp_path: Path):
     split = a_split()
-    decoded_once(split, tmp_path)
-    (pixels,), (index,) = tmp_path.glob("*.bin"), tmp_path.glob("*.npz")
+    decode_once(split, tmp_path)
+    (pixels,) = tmp_path.glob("*.bin")
     sound = pixels.read_bytes()
-    if damage == "short":
-        os.truncate(pixels, len(sound) - 1)
-    elif damage == "torn index":
-        os.truncate(index, 100)
+    if damage == "torn index":
+        pixels.write_bytes(sound[:-100] + bytes(92) + sound[-8:])
     else:
-        (pixels if damage == "no pixels" else index).unlink()
-    kept, _ = decoded_once(split, tmp_path)
+        os.truncate(pixels, len(sound) - 1 if damage == "short" else 0)
+    kept, _ = decode_once(split, tmp_path)
     assert np.array_equal(kept.reader.read(16), decoded(split, 16))
     assert pixels.read_bytes() == sound
 
 
 def test_what_a_reader_changes_stays_out_of_the_file(tmp_path: Path):
     split = a_split()
-    kept, _ = decoded_once(split, tmp_path)
+    kept, _ = decode_once(split, tmp_path)
     np.asarray(kept.reader.read(0))[:] = 0
-    again, _ = decoded_once(split, tmp_path)
+    again, _ = decode_once(split, tmp_path)
     assert np.array_equal(again.reader.read(0), decoded(split, 0))
 
 
 def test_too_large_a_split_stays_as_it_is(tmp_path: Path):
     split = a_split()
     size = sum(decoded(split, index).size for index in range(17))
-    assert decoded_once(split, tmp_path, limit_bytes=size - 1) == (split, [])
+    assert decode_once(split, tmp_path, limit_bytes=size - 1) == (split, [])
     assert not list(tmp_path.iterdir())
-    kept, _ = decoded_once(split, tmp_path, limit_bytes=size)
+    kept, _ = decode_once(split, tmp_path, limit_bytes=size)
     assert kept is not split
 
 
 def test_a_limit_passed_on_the_way_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(memory_map, "SAMPLE", 1)
     split = split_of((png(np.zeros((4, 4, 3), np.uint8)), png(np.zeros((400, 400, 3), np.uint8))))
-    assert decoded_once(split, tmp_path, limit_bytes=1000) == (split, [])
+    assert decode_once(split, tmp_path, limit_bytes=1000) == (split, [])
     assert not list(tmp_path.iterdir())
 
 
 def test_pixels_in_memory_stay_there(tmp_path: Path):
     split = split_of((np.zeros((4, 4, 3), np.uint8),) * 3)
-    assert decoded_once(split, tmp_path) == (split, [])
+    assert decode_once(split, tmp_path) == (split, [])
 
 
 def test_a_full_disk_leaves_the_split_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    split, notes = a_split(), []
+    split = a_split()
+    notes: list[Event] = []
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        assert decoded_once(split, tmp_path, on_note=notes.append) == (split, [])
-    assert len(notes) == 1
-    assert f"no room in {tmp_path} for decoded train images" in notes[0]
+        assert decode_once(split, tmp_path, on_event=notes.append) == (split, [])
+    assert notes[-1] == Note(
+        f"not enough disk space in {tmp_path} for decoded train images: they are decoded again in every epoch"
+    )
+    notes.clear()
     assert not list(tmp_path.iterdir())
     size = sum(decoded(split, index).size for index in range(17))
     for free, kept in ((2 * size - 1, False), (2 * size, True)):
         monkeypatch.setattr(memory_map, "_free_bytes", lambda folder, free=free: free)
-        assert (decoded_once(split, tmp_path / "not-there-yet", on_note=notes.append)[0] is not split) is kept
+        assert (decode_once(split, tmp_path / "not-there-yet", on_event=notes.append)[0] is not split) is kept
         assert (tmp_path / "not-there-yet").exists() is kept
-    assert len(notes) == 2
+    assert sum(isinstance(event, Note) for event in notes) == 1
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file is no folder"):
-        decoded_once(a_split(), tmp_path / "file")
+        decode_once(a_split(), tmp_path / "file")
 
 
-def test_much_room_that_pixels_take_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    notes: list[str] = []
-    decoded_once(a_split(), tmp_path / "quiet", on_note=notes.append)
-    assert not notes
+def test_large_files_of_pixels_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    notes: list[Event] = []
+    decode_once(a_split(), tmp_path / "quiet", on_event=notes.append)
+    assert not any(isinstance(event, Note) for event in notes)
     size = sum(decoded(a_split(), index).size for index in range(17))
     monkeypatch.setattr(memory_map, "LARGE", size - 1)
-    decoded_once(a_split(), tmp_path, on_note=notes.append)
-    assert notes == [f"decoded train images take {size / 1e9:.1f} GB in {tmp_path} until the run ends"]
+    decode_once(a_split(), tmp_path, on_event=notes.append)
+    assert notes[-1] == Note(f"decoded train images take {size / 1e9:.1f} GB in {tmp_path} until the run ends")
 
 
 def test_only_abandoned_files_are_removed(tmp_path: Path):
-    unfinished = [atomic_write(tmp_path / name) for name in ("a.bin", "b.bin")]
+    unfinished = [atomic_write(tmp_path / name) for name in (f"{16 * 'a'}.bin", f"{16 * 'b'}.bin")]
     old, new = [writing.__enter__() for writing in unfinished]
     os.utime(old, (0, 0))
-    decoded_once(a_split(), tmp_path)
+    decode_once(a_split(), tmp_path)
     assert not old.exists()
     assert new.exists()
 
@@ -478,8 +478,8 @@ def test_the_folder_of_the_pixels_is_flushed_too(tmp_path: Path, monkeypatch: py
     """A file's name is the folder's to keep, also after a power cut."""
     flushed: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda handle: flushed.append(os.fstat(handle).st_ino))
-    decoded_once(a_split(), tmp_path)
-    written = [*tmp_path.glob("*.bin"), tmp_path, *tmp_path.glob("*.npz"), tmp_path]
+    decode_once(a_split(), tmp_path)
+    written = [*tmp_path.glob("*.bin"), tmp_path]
     assert flushed == [path.stat().st_ino for path in written]
 
 

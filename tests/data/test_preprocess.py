@@ -13,7 +13,7 @@ from PIL import Image
 
 from vitral.checkpoints.card import Preprocess
 from vitral.data.images import decode, resize
-from vitral.data.preprocess import Number, as_number, parse_pipeline, parse_preprocess, split_step
+from vitral.data.preprocess import NumberArgument, as_number, parse_pipeline, parse_preprocess, split_step
 from vitral.errors import UserError
 
 SMOOTH = np.random.default_rng(1).integers(0, 256, (12, 16, 3), dtype=np.uint8)
@@ -116,7 +116,7 @@ def test_a_number_is_a_finite_one(word):
 
 
 def test_a_number_is_taken_within_its_ends_and_whole_where_it_must_be():
-    layers, chance = Number("layers", 1, 16, whole=True), Number("chance", 0, 1)
+    layers, chance = NumberArgument("layers", 1, 16, whole=True), NumberArgument("chance", 0, 1)
     assert [layers.takes(value) for value in (0, 1, 1.5, 16, 16.5, 17)] == [False, True, False, True, False, False]
     assert [chance.takes(value) for value in (-0.1, 0, 0.5, 1, 1.1)] == [False, True, True, True, False]
     with pytest.raises(UserError, match=r"layers must be whole and from 1 to 16, not 2\.5\."):
@@ -270,10 +270,10 @@ def test_other_seeds_give_other_pixels():
 
 
 @given(st.sampled_from(["", "|flip"]), st.integers(1, 60), st.integers(1, 60), st.integers(0, 99))
-def test_a_part_is_what_a_call_resizes(ending, height, width, seed):
+def test_a_crop_region_is_what_a_call_resizes(ending, height, width, seed):
     pipeline = parse_pipeline("decode|inception_crop(24, 20)" + ending)
-    assert pipeline.ends_in_part
-    part, mirrored = pipeline.part(PHOTO[:height, :width], generator(seed))
+    assert pipeline.ends_in_random_crop
+    part, mirrored = pipeline.crop_region(PHOTO[:height, :width], generator(seed))
     image = resize(part, (24, 20))
     np.testing.assert_array_equal(
         image[:, ::-1] if mirrored else image, pipeline(PHOTO[:height, :width], generator(seed))
@@ -283,8 +283,8 @@ def test_a_part_is_what_a_call_resizes(ending, height, width, seed):
 @pytest.mark.parametrize(
     "text", ["resize(8)", "inception_crop(8, area)", "inception_crop(8)|erase(0.5)", "inception_crop(8)|flip|flip"]
 )
-def test_not_every_pipeline_ends_in_a_part(text):
-    assert not parse_pipeline("decode|" + text).ends_in_part
+def test_not_every_pipeline_ends_in_a_random_crop(text):
+    assert not parse_pipeline("decode|" + text).ends_in_random_crop
 
 
 def crops(text: str, count: int) -> np.ndarray:

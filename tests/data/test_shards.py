@@ -17,7 +17,7 @@ import pytest
 from vitral.data import shards
 from vitral.data.cache import cache_folder
 from vitral.data.check import check
-from vitral.data.images import UnreadableImage
+from vitral.data.images import ImageError
 from vitral.data.shards import expand, index_shard
 from vitral.data.sources import DataSet, Split, open_data
 from vitral.errors import UserError
@@ -69,8 +69,8 @@ def test_names_of_shards_tell_the_split(tmp_path):
     tar(tmp_path / "set-train-0.tar", pairs(0, 9))
     tar(tmp_path / "set-val-0.tar", pairs(9, 12))
     data = open_data(f"{tmp_path}/set-{{train,val}}-0.tar")
-    assert data.test is not None
-    assert (check_numbers(data.train), check_numbers(data.test)) == (set(range(9)), {9, 10, 11})
+    assert data.val is not None
+    assert (check_numbers(data.train), check_numbers(data.val)) == (set(range(9)), {9, 10, 11})
     alone = open_data(tmp_path / "set-val-0.tar", held_out=0)
     assert check_numbers(alone.train) == {9, 10, 11}
 
@@ -178,7 +178,7 @@ def test_no_tar_and_a_shard_cut_short(tmp_path):
     split = open_data(shard, held_out=0).train
     whole = shard.read_bytes()
     shard.write_bytes(whole[: len(whole) // 4])
-    with pytest.raises(UnreadableImage, match="ends before the image"):
+    with pytest.raises(ImageError, match="ends before the image"):
         split.reader.read(5)
     shard.write_bytes(gzip.compress(whole))
     with pytest.raises(UserError, match="compressed: unpack it with gunzip"):
@@ -255,7 +255,7 @@ def test_unknown_labels_and_empty_rows(tmp_path):
     parquet(tmp_path / "test.parquet", rows(0, 3), [-1, -1, -1], names=["a", "b"])
     data = open_data(tmp_path, held_out=0)
     assert data.notes == ("Left out test: its labels are all -1, which stands for unknown.",)
-    with pytest.raises(UnreadableImage, match="holds no image"):
+    with pytest.raises(ImageError, match="holds no image"):
         data.train.reader.read(9)
 
 
@@ -304,7 +304,7 @@ def test_a_damaged_page_costs_its_own_images_alone(tmp_path, group):
         if row // 4 != group:
             assert reader.read(row) == f"image {row}".encode()
             continue
-        with pytest.raises(UnreadableImage) as told:
+        with pytest.raises(ImageError) as told:
             reader.read(row)
         assert str(told.value).startswith(f"{path} cannot be read (")
         assert str(told.value).isprintable()
@@ -326,7 +326,7 @@ def test_a_parquet_file_that_is_lost_later(tmp_path, fault):
     path = parquet(tmp_path / "x.parquet", rows(0, 4), [0, 1, 0, 1])
     reader = open_data(path, held_out=0).train.reader
     path.unlink() if fault == "gone" else path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(UnreadableImage, match=r"x.parquet cannot be read"):
+    with pytest.raises(ImageError, match=r"x.parquet cannot be read"):
         reader.read(0)
 
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vitral.api.data import open_to_train
-from vitral.data.images import UnreadableImage
+from vitral.data.images import ImageError
 from vitral.data.sources import Split, open_data, open_images
-from vitral.data.splits import Part, assemble, natural, split_name, stratified
+from vitral.data.splits import RawSplit, make_dataset, natural_key, split_name, stratified
 from vitral.errors import UserError
 from vitral.recipe import Recipe
 from vitral.recipe_parts import DataRecipe
@@ -52,14 +52,14 @@ def red(split: Split, index: int) -> int:
 @given(st.lists(st.tuples(st.sampled_from(["", "a", "b-"]), st.integers(0, 10**6)), unique=True))
 def test_natural_order_is_the_order_of_the_numbers(pairs):
     texts = [f"{letters}{number}" for letters, number in pairs]
-    assert sorted(texts, key=natural) == [f"{letters}{number}" for letters, number in sorted(pairs)]
+    assert sorted(texts, key=natural_key) == [f"{letters}{number}" for letters, number in sorted(pairs)]
 
 
 @given(st.lists(st.text(max_size=8)))
 def test_any_texts_have_a_natural_order(texts):
-    found = sorted(texts, key=natural)
+    found = sorted(texts, key=natural_key)
     assert Counter(found) == Counter(texts)
-    assert sorted(reversed(texts), key=natural) == found
+    assert sorted(reversed(texts), key=natural_key) == found
 
 
 def test_words_in_names_tell_the_split():
@@ -112,9 +112,9 @@ def test_a_made_split_is_disjoint_complete_and_told(tmp_path):
 def test_several_labels_are_split_by_the_rarest(tmp_path):
     # "rare" is on two images that also have a common label: one must be on each side.
     labels = [("common", "rare") if place < 2 else ("common",) for place in range(50)]
-    part = Part([str(place) for place in range(50)], labels, Unused())
+    part = RawSplit([str(place) for place in range(50)], labels, Unused())
     for seed in range(5):
-        data = assemble("x", {"train": part}, seed=seed, held_out=0.2)
+        data = make_dataset("x", {"train": part}, seed=seed, held_out=0.2)
         assert data.test is not None
         assert data.train.classes == ("common", "rare")
         assert data.train.counts()[1] == data.test.counts()[1] == 1
@@ -168,8 +168,8 @@ def test_folder_with_splits_links_and_strangers(tmp_path):
         *("Train/10/link/linked.png", "Train/10/x.png"),
     ]
     assert data.train.labels.tolist() == [0, 0, 1, 1, 2, 2]
-    assert data.test is not None
-    assert (data.test.name, list(data.test.keys), data.test.labels.tolist()) == ("val", ["val/2/deep/er/y.png"], [1])
+    assert data.val is not None
+    assert (data.val.name, list(data.val.keys), data.val.labels.tolist()) == ("val", ["val/2/deep/er/y.png"], [1])
     assert data.notes == (
         "Left out 2 files that are no images (.txt 1, without extension 1).",
         "Left out 1 image beside the class folders.",
@@ -178,12 +178,16 @@ def test_folder_with_splits_links_and_strangers(tmp_path):
     )
 
 
-def test_val_is_measured_and_test_left_alone(tmp_path):
+def test_val_is_evaluated_and_test_left_alone(tmp_path):
     names = [f"{split}/{label}/{split}.png" for split in ("train", "test", "validation") for label in "ab"]
     data = open_data(plant(tmp_path, *names))
+    assert data.val is not None
     assert data.test is not None
-    assert list(data.test.keys) == ["validation/a/validation.png", "validation/b/validation.png"]
-    assert data.notes == ("Measured on val (2 images); test is left alone for the end.",)
+    assert data.eval_split is data.val
+    assert list(data.val.keys) == ["validation/a/validation.png", "validation/b/validation.png"]
+    assert list(data.test.keys) == ["test/a/test.png", "test/b/test.png"]
+    assert data.notes == ()
+    assert data.messages == ("Evaluated on val (2 images); test is not used before the end.",)
 
 
 def test_a_class_may_be_called_train(tmp_path):
@@ -248,7 +252,7 @@ def test_a_folder_with_test_alone_is_for_testing(tmp_path, held_out):
 def test_no_such_source_and_no_rights(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="did you mean digits"):
         open_data("digit")
-    with pytest.raises(UserError, match="is no data set: name a folder"):
+    with pytest.raises(UserError, match="is not a data set: name a folder"):
         open_data(tmp_path / "nowhere")
     with pytest.raises(UserError, match="held_out is the share"):
         open_data(plant(tmp_path, "a/1.png", "b/1.png"), held_out=1)
@@ -264,7 +268,7 @@ def test_no_such_source_and_no_rights(tmp_path, monkeypatch):
 def test_a_file_that_vanishes_is_unreadable(tmp_path):
     split = open_data(plant(tmp_path, "a/1.png", "b/1.png"), held_out=0).train
     (tmp_path / "a/1.png").unlink()
-    with pytest.raises(UnreadableImage, match="no such file"):
+    with pytest.raises(ImageError, match="no such file"):
         split.reader.read(0)
     assert split.stamp()
 

@@ -17,25 +17,25 @@ from runs import make_pictures, train
 from vitral import api
 from vitral.api import prediction
 from vitral.api.data import open_narrowed, open_to_choose
-from vitral.data.catalog.arrays import ArrayReader
+from vitral.data.catalog.readers import ArrayReader
 from vitral.data.order import SMALL
-from vitral.data.sources import narrowed, nested_draw, open_data, with_dev_split, with_test_split
-from vitral.data.splits import DataSet, Part, Split, assemble
+from vitral.data.sources import nested_subset, open_data, restrict_train, with_dev_split, with_test_split
+from vitral.data.splits import DataSet, RawSplit, Split, make_dataset
 from vitral.errors import UserError
 from vitral.recipe import Recipe, from_toml, with_overrides
 
 CLASSES = ("ant", "bee", "cat")
 
 
-def part(name: str, counts: Sequence[int]) -> Part:
+def part(name: str, counts: Sequence[int]) -> RawSplit:
     labels = [label for label, count in zip(CLASSES, counts, strict=True) for _ in range(count)]
     keys = [f"{name}/{label}/{number}.png" for number, label in enumerate(labels)]
-    return Part(keys, labels, ArrayReader(np.zeros((len(keys), 2, 2, 3), np.uint8), "1"))
+    return RawSplit(keys, labels, ArrayReader(np.zeros((len(keys), 2, 2, 3), np.uint8), "1"))
 
 
 def data(**counts: Sequence[int]) -> DataSet:
     """Splits by name with so many images of each class."""
-    return assemble("pictures", {name: part(name, few) for name, few in counts.items()}, seed=0, held_out=0.2)
+    return make_dataset("pictures", {name: part(name, few) for name, few in counts.items()}, seed=0, held_out=0.2)
 
 
 def keys(split: Split | None) -> set[str]:
@@ -53,7 +53,7 @@ def keys(split: Split | None) -> set[str]:
 )
 def test_a_smaller_draw_lies_inside_a_larger_one(images, shares, seed):
     small, large = sorted(max(round(share * images), 1) for share in shares)
-    few, many = nested_draw(small, images, seed), nested_draw(large, images, seed)
+    few, many = nested_subset(small, images, seed), nested_subset(large, images, seed)
     assert len(set(few.tolist())) == small
     assert np.array_equal(many, np.unique(many))  # in the order of the source
     assert set(few.tolist()) <= set(many.tolist()) <= set(range(images))
@@ -72,28 +72,28 @@ def test_a_draw_is_the_same_on_every_machine(images, seed):
     first, second = (int.from_bytes(digest[place : place + 8], "little") for place in (0, 8))
     order = sorted(range(images), key=lambda place: mixed((mixed((place + first) % 2**64) + second) % 2**64))
     for count in (1, 5, images):
-        assert nested_draw(count, images, seed).tolist() == sorted(order[:count])
+        assert nested_subset(count, images, seed).tolist() == sorted(order[:count])
 
 
 def test_a_large_draw_is_the_same_on_every_machine():
-    assert nested_draw(5, 10_000, 0).tolist() == [2784, 2928, 5061, 6995, 7343]
+    assert nested_subset(5, 10_000, 0).tolist() == [2784, 2928, 5061, 6995, 7343]
 
 
 def test_every_image_is_drawn_equally_often():
-    counts = sum(np.bincount(nested_draw(5, 20, seed), minlength=20) for seed in range(2000))
+    counts = sum(np.bincount(nested_subset(5, 20, seed), minlength=20) for seed in range(2000))
     assert np.abs(counts / 2000 - 0.25).max() < 5 * (0.25 * 0.75 / 2000) ** 0.5
 
 
 def test_other_seeds_draw_others_and_one_seed_the_same():
-    sets = [keys(narrowed(data(train=(30, 20, 10)), subset=20, subset_seed=seed).train) for seed in (0, 1, 2, 0)]
+    sets = [keys(restrict_train(data(train=(30, 20, 10)), subset=20, subset_seed=seed).train) for seed in (0, 1, 2, 0)]
     assert sets[0] == sets[3]
     assert len({frozenset(one) for one in sets}) == 3
 
 
 @given(counts=st.tuples(*[st.integers(4, 30)] * 3), size=st.integers(1, 8), seed=st.integers(0, 99))
 def test_subsets_of_any_size_are_measured_on_the_same_images(counts, size, seed):
-    whole = narrowed(data(train=counts), dev=0.25)
-    few = narrowed(data(train=counts), dev=0.25, subset=size, subset_seed=seed)
+    whole = restrict_train(data(train=counts), dev=0.25)
+    few = restrict_train(data(train=counts), dev=0.25, subset=size, subset_seed=seed)
     assert keys(few.val) == keys(whole.val)
     assert keys(few.test) == keys(whole.test)
     assert keys(few.train) <= keys(whole.train)
@@ -124,7 +124,7 @@ def test_dev_has_its_share_of_each_class_and_nothing_of_train(counts, share):
 
 def test_a_val_split_is_what_choices_are_made_on():
     whole = data(train=(9, 9, 9), val=(3, 3, 3), test=(4, 4, 4))
-    chosen = narrowed(whole, dev=0.3)
+    chosen = restrict_train(whole, dev=0.3)
     assert chosen is whole
     assert chosen.val is not None
     assert chosen.val.name == "val"
@@ -134,7 +134,7 @@ def test_a_val_split_is_what_choices_are_made_on():
     assert keys(last.train) == keys(whole.train)
 
 
-def test_without_a_test_split_beside_it_the_last_word_is_the_first():
+def test_data_with_a_test_split_only_is_left_as_it_is():
     whole = data(train=(9, 9, 9), test=(4, 4, 4))
     assert with_test_split(whole) is whole
     last = with_test_split(with_dev_split(whole, 0.3))
@@ -147,7 +147,7 @@ def test_without_a_test_split_beside_it_the_last_word_is_the_first():
 def test_what_a_list_names_is_left_out_of_train_alone():
     whole = data(train=(5, 5, 5), test=(2, 2, 2))
     names = {"train/ant/0.png", "train/cat/14.png", "test/ant/0.png", "another/set.png"}
-    left = narrowed(whole, exclude=names)
+    left = restrict_train(whole, exclude=names)
     assert keys(left.train) == keys(whole.train) - names
     assert keys(left.test) == keys(whole.test)
     assert "Left out 2 training images" in left.notes[-1]
@@ -156,14 +156,14 @@ def test_what_a_list_names_is_left_out_of_train_alone():
 
 def test_a_list_whose_images_were_all_held_out_is_no_mistake():
     whole = data(train=(5, 5, 5), test=(2, 2, 2))
-    left = narrowed(whole, exclude={"test/ant/0.png"})
+    left = restrict_train(whole, exclude={"test/ant/0.png"})
     assert keys(left.train) == keys(whole.train)
 
 
 def test_what_is_left_out_is_neither_drawn_nor_chosen_on():
     whole = data(train=(12, 12, 12), test=(2, 2, 2))
     names = set(list(whole.train.keys)[::3])
-    left = narrowed(whole, exclude=names, dev=0.3, subset=10)
+    left = restrict_train(whole, exclude=names, dev=0.3, subset=10)
     assert (keys(left.train) | keys(left.test)).isdisjoint(names)
 
 
@@ -177,7 +177,7 @@ def test_what_is_left_out_is_neither_drawn_nor_chosen_on():
 )
 def test_a_mistake_is_one_sentence(words, says):
     with pytest.raises(UserError) as error:
-        narrowed(data(train=(5, 5, 5), test=(1, 1, 1)), **words)
+        restrict_train(data(train=(5, 5, 5), test=(1, 1, 1)), **words)
     assert says in str(error.value)
     assert str(error.value).count(".") - str(error.value).count("data.") <= 1
 
@@ -224,7 +224,8 @@ def test_the_command_line_says_what_is_left(pictures, tmp_path, monkeypatch, cap
     words = [*SHAPE, *PLAIN, "steps=1", "batch=4", "data.subset=7", "data.dev=0.25"]
     said = Command(monkeypatch, capsys)("train", pictures, "--model", MODEL, "--out", tmp_path / "run", "--set", *words)
     assert said.code == 0
-    assert "Measured on dev, 6 of 24 training images; test is left alone for the end." in said.err
+    assert "6 of 24 training images are the dev split." in said.err
+    assert "Evaluated on dev (6 images); test is not used before the end." in said.err
     assert "Trained on 7 of 18 images, drawn with seed 0." in said.err
     said = Command(monkeypatch, capsys)("train", pictures, "--model", MODEL, "--set", "data.subset=30")
     assert (said.code, said.err) == (

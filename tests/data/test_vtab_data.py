@@ -26,7 +26,7 @@ from vitral.data.catalog import ArrayReader
 from vitral.data.images import decode, encode_png, resize
 from vitral.data.sources import Split, open_data
 from vitral.data.vtab import TASKS, VtabTask, open_task, write_ids
-from vitral.data.vtab.records import RecordFiles, checksum, parse
+from vitral.data.vtab.tfrecord import TFRecordFiles, checksum, parse
 from vitral.errors import UserError
 
 FEW = {"train": 40, "val": 10}
@@ -78,7 +78,7 @@ def test_the_checksum_is_the_one_of_tensorboard(data):
 def test_frames_of_tensorboard_are_read_in_any_order(tmp_path):
     path = tmp_path / "x-train.tfrecord-00000-of-00001"
     write_frames(path, [encode({"label": np.array(number)}) for number in range(5)])
-    files = RecordFiles([path])
+    files = TFRecordFiles([path])
     assert [example.numbers["label"] for example in files.examples([4, 0, 2])] == [[4], [0], [2]]
 
 
@@ -94,7 +94,7 @@ def test_a_damaged_or_cut_record_file_is_refused(tmp_path):
     for words, data in cases.items():
         path.write_bytes(data)
         with pytest.raises(UserError, match=words):
-            RecordFiles([path])
+            TFRecordFiles([path])
 
 
 def digest(pixels: np.ndarray) -> str:
@@ -219,7 +219,7 @@ def test_every_task_is_opened_from_its_stand_in(tmp_path, name, layout):
     images = [task.train1000.reader.read(index) for index in range(50)]
     pixels = [decode(data) if isinstance(data, bytes) else data for data in images]
     assert all(image.shape[2] == 3 and image.max() > 1 for image in pixels)
-    assert task.with_dev_split().test is task.val200
+    assert task.with_dev_split().val is task.val200
     assert task.with_test_split().train is task.train1000
 
 

@@ -17,7 +17,7 @@ from vtab_files import Record, write_parquet, write_records
 from vitral.data.images import decode, encode_png, resize
 from vitral.data.splits import Split
 from vitral.data.vtab.splits import stored_split
-from vitral.data.vtab.tasks import CLASS, Task, find_task
+from vitral.data.vtab.tasks import CLASS, TaskSpec, find_task
 
 Size = tuple[int, int]
 # Height and width of a usual picture, by data set.
@@ -68,7 +68,7 @@ def write_stand_in(
         write_records(_tfds_folder(row, folder), row.dataset, splits, names)
 
 
-def _tfds_folder(task: Task, folder: Path) -> Path:
+def _tfds_folder(task: TaskSpec, folder: Path) -> Path:
     version = task.builder.partition(":")[2].replace("*", "0.0")
     return folder / task.setting / version
 

@@ -102,7 +102,7 @@ def nothing(folder: Path) -> Path:
         (flat, "3 images but no class folders"),
         (one_class, 'one class, "red"'),
         (no_images, "has no image: add some"),
-        (nothing, "is no data set: name a folder"),
+        (nothing, "is not a data set: name a folder"),
     ],
 )
 def test_faults_of_the_data(command, tmp_path, make, says):
@@ -324,10 +324,12 @@ def test_no_room_for_pixels(command, colours, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     assert train(command, colours, tmp_path / "usual").code == 0
-    monkeypatch.setattr("vitral.data.memory_map.atomic_write", failing)
+    monkeypatch.setattr("vitral.data.cache.atomic_write", failing)
     said = train(command, colours, tmp_path / "run")
     assert said.code == 0
-    assert f"no room in {tmp_path / 'run' / 'pixels'} for decoded train images: they are decoded anew" in said.err
+    assert (
+        f"not enough disk space in {tmp_path / 'run' / 'pixels'} for decoded train images: they are decoded" in said.err
+    )
     model, usual = (tmp_path / name / "model.safetensors" for name in ("run", "usual"))
     assert model.read_bytes() == usual.read_bytes()
 

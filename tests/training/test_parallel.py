@@ -32,7 +32,7 @@ from torch import Tensor
 from vitral import api, events
 from vitral.checkpoints.card import Preprocess
 from vitral.checkpoints.run import RunFolder
-from vitral.data.images import UnreadableImage, decode, encode_png
+from vitral.data.images import ImageError, decode, encode_png
 from vitral.data.preprocess import parse_pipeline
 from vitral.data.splits import Split
 from vitral.errors import Interrupted, UserError
@@ -383,7 +383,7 @@ def test_evaluation_counts_every_image_once(legs: Legs) -> None:
     for index, label in enumerate(split.labels):
         try:
             pixels = pipeline(decode(bytes(split.reader.read(index))), None)
-        except UnreadableImage:
+        except ImageError:
             continue
         image = normalize(torch.from_numpy(pixels).permute(2, 0, 1)[None], PREPROCESS.mean, PREPROCESS.std)
         confusion[label, int(model(image).argmax())] += 1

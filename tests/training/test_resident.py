@@ -10,7 +10,7 @@ from runs import make_pictures
 from vitral.data.loader import read_pixels, training_batches
 from vitral.data.preprocess import parse_pipeline
 from vitral.data.sources import open_data
-from vitral.training.device_data import Resident, resident
+from vitral.training.device_data import ResidentSplit, resident
 from vitral.training.parallel import World
 
 PLAIN = "decode|resize(8)"
@@ -21,19 +21,19 @@ def split(tmp_path):
     return open_data(make_pictures(tmp_path / "pictures"), held_out=0).train
 
 
-def kept(split) -> Resident:
+def kept(split) -> ResidentSplit:
     """As `resident` keeps them, on any device."""
     pipeline = parse_pipeline(PLAIN)
     pixels = [pipeline(read_pixels(split, index, 3)) for index in range(len(split))]
     images = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)
-    return Resident(images, torch.from_numpy(split.labels), torch.ones(len(split), dtype=torch.bool))
+    return ResidentSplit(images, torch.from_numpy(split.labels), torch.ones(len(split), dtype=torch.bool))
 
 
 @pytest.mark.parametrize("partners", [False, True])
 @pytest.mark.parametrize("order", [None, np.array([3, 3, 1, 0, 5, 7, 9, 2, 4, 6])])
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 2)])
 def test_batches_are_those_of_the_loader(split, partners, order, rank, size):
-    drawn = {"batch": 5, "seed": 3, "partners": partners, "order": order}
+    drawn = {"batch": 5, "seed": 3, "mix_partner": partners, "order": order}
     world = World(rank, size, torch.device("cpu"))
     found = list(kept(split).batches(range(2, 7), world=world, **drawn))
     expected = list(

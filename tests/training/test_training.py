@@ -300,7 +300,7 @@ def test_a_class_that_only_one_split_has(tmp_path):
     train(data, data / "run", "steps=2", heard=heard)  # beside the splits it is in nobody's way
     assert '2 of 3 classes have no image in test: "blue" (5 in train), "green" (5 in train).' in notes(heard)
     paint(data / "test" / "teal" / "0.png", (40, 200, 200))
-    with pytest.raises(vitral.UserError, match=r'test has what train has not: "teal" \(1 image\)'):
+    with pytest.raises(vitral.UserError, match=r'test has classes that train lacks: "teal" \(1 image\)'):
         train(data, tmp_path / "other", "steps=2")
     assert not (tmp_path / "other").exists()
 

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from vitral.data.blocks import SHRINK, Parts
-from vitral.data.images import UnreadableImage, resize
+from vitral.data.batch_buffers import MAX_SHRINK, PackedCrops
+from vitral.data.images import ImageError, resize
 from vitral.data.loader import training_batches
 from vitral.data.preprocess import parse_pipeline
 from vitral.data.sources import Split
 from vitral.training import device_data
-from vitral.training.device_data import uploading
+from vitral.training.device_data import crop_uploader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -35,7 +35,7 @@ class Files:
 
     def read(self, index: int) -> bytes:
         if index == 4:
-            raise UnreadableImage("not there")
+            raise ImageError("not there")
         return self.files[index]
 
     def mark(self, index: int) -> str:
@@ -72,12 +72,12 @@ class ByHand:
 
     def __init__(self, size: tuple[int, int], channels: int = 3) -> None:
         self.size, self.channels = size, channels
-        self.seen: list[Parts] = []
+        self.seen: list[PackedCrops] = []
 
-    def __call__(self, parts: Parts) -> torch.Tensor:
+    def __call__(self, parts: PackedCrops) -> torch.Tensor:
         self.seen.append(parts)
         images = []
-        for start, height, width, mirrored in parts.places.tolist():
+        for start, height, width, mirrored in parts.table.tolist():
             pixels = parts.pixels[start : start + height * width * self.channels].numpy()
             image = resize(pixels.reshape(height, width, self.channels), self.size)
             images.append(image[:, ::-1] if mirrored else image)
@@ -89,9 +89,9 @@ class ByHand:
 @pytest.mark.parametrize("text", [CROP, "decode|inception_crop(12, 16, 0.5)", "decode|resize_small(20)|" + CROP[7:]])
 def test_parts_become_the_images_that_workers_make(text, partners, workers):
     split, pipeline = split_of(SIZES * 3), parse_pipeline(text)
-    expected = list(training_batches(split, pipeline, **DRAWN, partners=partners))
+    expected = list(training_batches(split, pipeline, **DRAWN, mix_partner=partners))
     found = list(
-        training_batches(split, pipeline, **DRAWN, partners=partners, workers=workers, resize=ByHand((12, 16)))
+        training_batches(split, pipeline, **DRAWN, mix_partner=partners, workers=workers, resize=ByHand((12, 16)))
     )
     assert not all(batch.valid.all() for batch in expected)
     for one, other in zip(found, expected, strict=True):
@@ -110,20 +110,20 @@ def test_grey_parts():
 def test_workers_hand_over_what_they_cut_out():
     hand = ByHand((12, 16))
     list(training_batches(split_of([(15, 20)] * 20), parse_pipeline(CROP), **DRAWN, resize=hand))
-    sizes = {(height, width) for parts in hand.seen for _, height, width, _ in parts.places.tolist()}
+    sizes = {(height, width) for parts in hand.seen for _, height, width, _ in parts.table.tolist()}
     assert len(sizes) > 20
     assert all(height <= 15 and width <= 20 for height, width in sizes)
-    assert {int(mirrored) for parts in hand.seen for mirrored in parts.places[:, 3]} == {0, 1}
+    assert {int(mirrored) for parts in hand.seen for mirrored in parts.table[:, 3]} == {0, 1}
 
 
 def test_parts_are_one_behind_the_other_and_all_find_room():
     hand = ByHand((12, 16))
     list(training_batches(split_of([(40, 50)] * 20), parse_pipeline(CROP), **DRAWN, resize=hand))
     for parts in hand.seen:
-        starts, bytes_ = parts.places[:, 0], parts.places[:, 1] * parts.places[:, 2] * 3
+        starts, bytes_ = parts.table[:, 0], parts.table[:, 1] * parts.table[:, 2] * 3
         assert starts.tolist() == [0, *bytes_.cumsum(0)[:-1].tolist()]
         assert int(bytes_.sum()) == len(parts.pixels) <= 2 * 9 * 12 * 16 * 3
-        sizes = [(height, width) for _, height, width, _ in parts.places.tolist()]
+        sizes = [(height, width) for _, height, width, _ in parts.table.tolist()]
         assert (12, 16) in sizes  # resized by a worker, as there was no room left
         assert any(size > (12, 16) for size in sizes)
 
@@ -134,7 +134,7 @@ def test_usual_photographs_find_room():
     drawn = {**DRAWN, "batch": 64, "last_step": 3}
     for _ in training_batches(split, parse_pipeline("decode|inception_crop(224)|flip"), **drawn, resize=hand):
         pass
-    sizes = [(height, width) for parts in hand.seen for _, height, width, _ in parts.places.tolist()]
+    sizes = [(height, width) for parts in hand.seen for _, height, width, _ in parts.table.tolist()]
     assert (224, 224) not in sizes  # the size of what a worker has resized
     assert len(sizes) == 128
 
@@ -145,7 +145,7 @@ def test_a_part_that_is_too_long_is_resized_by_the_worker():
     split = split_of([(60, 8), (8, 70)] * 10)  # which would find room
     list(training_batches(split, parse_pipeline("decode|inception_crop(12, 16)"), **DRAWN, resize=hand))
     for parts in hand.seen:
-        assert all(row[1] <= 12 * SHRINK and row[2] <= 16 * SHRINK for row in parts.places.tolist())
+        assert all(row[1] <= 12 * MAX_SHRINK and row[2] <= 16 * MAX_SHRINK for row in parts.table.tolist())
 
 
 @given(st.data())
@@ -159,14 +159,14 @@ def test_the_kernel_gives_the_pixels_of_a_cpu(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
     pixels, places = [np.zeros(5, np.uint8)], []
     for _ in range(4):
-        height, width = (data.draw(st.integers(1, SHRINK * length)) for length in size)
+        height, width = (data.draw(st.integers(1, MAX_SHRINK * length)) for length in size)
         part = rng.integers(0, 256, height * width * channels, np.uint8)
         if data.draw(st.booleans()):  # extremes, where the sum of rounded weights would show
             part = np.where(part > 127, 255, 0).astype(np.uint8)
         places.append([sum(map(len, pixels)), height, width, data.draw(st.integers(0, 1))])
         pixels.append(part)
     there = torch.from_numpy(np.concatenate(pixels)).to(DEVICE), torch.tensor(places, device=DEVICE)
-    found = CropResize(size, channels, SHRINK, DEVICE)(*there)
+    found = CropResize(size, channels, MAX_SHRINK, DEVICE)(*there)
     assert found.permute(0, 2, 3, 1).is_contiguous()
     assert torch.equal(found, reference(*there, size, channels))
 
@@ -175,14 +175,14 @@ def test_the_kernel_takes_every_length():
     pytest.importorskip("triton", reason="the kernels need Triton (pip install triton)")
     from vitral.kernels.resize import CropResize, reference
 
-    lengths = torch.arange(1, SHRINK * 224 + 1, 1 if DEVICE.type == "cuda" else 61)
+    lengths = torch.arange(1, MAX_SHRINK * 224 + 1, 1 if DEVICE.type == "cuda" else 61)
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)[:-1] * 2])
     places = torch.stack([starts, lengths, torch.full_like(lengths, 2), torch.zeros_like(lengths)], 1)
     pixels = torch.randint(
         256, (int(lengths.sum()) * 2,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
     there = pixels.to(DEVICE), places.to(DEVICE)
-    assert torch.equal(CropResize((224, 2), 1, SHRINK, DEVICE)(*there), reference(*there, (224, 2), 1))
+    assert torch.equal(CropResize((224, 2), 1, MAX_SHRINK, DEVICE)(*there), reference(*there, (224, 2), 1))
 
 
 @pytest.mark.parametrize(
@@ -197,14 +197,14 @@ def test_the_kernel_takes_every_length():
 )
 def test_who_leaves_the_resizing_to_a_gpu(text, rows, expected, monkeypatch):
     monkeypatch.setattr(device_data, "supports_crop_resize", lambda device: True)
-    monkeypatch.setattr(device_data, "Upload", lambda *arguments: "on the GPU")
+    monkeypatch.setattr(device_data, "CropUploader", lambda *arguments: "on the GPU")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10**9))
-    found = uploading(parse_pipeline(text), rows, 3, torch.device("cuda"))
+    found = crop_uploader(parse_pipeline(text), rows, 3, torch.device("cuda"))
     assert found == ("on the GPU" if expected else None)
 
 
 def test_no_gpu_no_upload():
-    assert uploading(parse_pipeline(CROP), 100, 3, torch.device("cpu")) is None
+    assert crop_uploader(parse_pipeline(CROP), 100, 3, torch.device("cpu")) is None
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ def there():
     if DEVICE.type == "cpu":
         pytest.skip("needs an NVIDIA GPU")
     pipeline = parse_pipeline("decode|inception_crop(112)|flip")
-    found = uploading(pipeline, 9, 3, DEVICE)
+    found = crop_uploader(pipeline, 9, 3, DEVICE)
     assert found is not None
     return split_of(SIZES * 3), pipeline, found
 
@@ -234,7 +234,7 @@ def test_batches_of_a_gpu_are_those_of_the_workers(there, workers):
 def test_a_step_waits_for_its_images(there):
     split, pipeline, upload_there = there
 
-    def slow(parts: Parts) -> torch.Tensor:
+    def slow(parts: PackedCrops) -> torch.Tensor:
         with torch.cuda.stream(upload_there.stream):
             torch.cuda._sleep(10**8)
         return upload_there(parts)

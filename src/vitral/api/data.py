@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from vitral.data.catalog import CATALOG
-from vitral.data.sources import DataSet, Split, narrowed, open_data, open_images, with_test_split
+from vitral.data.sources import DataSet, Split, open_data, open_images, restrict_train, with_test_split
 from vitral.errors import UserError
 from vitral.evaluation.duplicates import read_exclusions
 from vitral.recipe import Recipe, from_toml, with_dev
@@ -22,7 +22,7 @@ def open_narrowed(data: str | Path, recipe: Recipe) -> DataSet:
 
 def _narrowed(opened: DataSet, recipe: Recipe) -> DataSet:
     wish = recipe.data
-    return narrowed(
+    return restrict_train(
         opened,
         exclude=_excluded(recipe),
         subset=wish.subset,

@@ -19,12 +19,19 @@ from torch.utils.data import DataLoader
 
 from vitral.bench.backends import OURS, Backend, Task, default_modes
 from vitral.bench.steps import TrainingStep, predictor
-from vitral.data.blocks import Parts, Resize
+from vitral.data.batch_buffers import PackedCrops, ResizeCrops
 from vitral.data.images import decode
-from vitral.data.loader import AHEAD, blocks_of, default_workers, evaluation_batches, read_pixels, training_batches
+from vitral.data.loader import (
+    PREFETCH,
+    buffer_count,
+    default_workers,
+    evaluation_batches,
+    read_pixels,
+    training_batches,
+)
 from vitral.data.preprocess import Pipeline, parse_pipeline
 from vitral.data.sources import Split, open_data
-from vitral.training.device_data import uploading
+from vitral.training.device_data import crop_uploader
 
 _STAGED = 64  # images that each stage is timed on
 _UPLOADS = 16  # of one batch
@@ -54,7 +61,7 @@ class LoadingStep:
         starts anew, so that nobody's workers run ahead while others have their turn. Timed is what it does for long:
         neither its start, until all of its memory has been used once, nor its end, where some have nothing to do."""
         each = max(self.task.workers, 1)
-        first, count = blocks_of(self.task.workers), math.ceil(count / each) * each
+        first, count = buffer_count(self.task.workers), math.ceil(count / each) * each
         batches = _batches(self.backend, self.task, first + count + each, training=True)
         self._take(islice(batches, first))
         start = time.perf_counter()
@@ -104,7 +111,8 @@ def training_from_files(backend: Backend, task: Task, *, alone: float) -> dict[s
     for images in _batches(backend, task, 1, training=True):
         step.images = images.to(task.device)  # laid out as all batches are, which a recorded step takes for granted
     step.run(_WARM_UP)
-    count, first = _FED[task.device], AHEAD * task.workers + 1  # what workers made before the first step must not count
+    # What workers made before the first step must not count.
+    count, first = _FED[task.device], PREFETCH * task.workers + 1
     before = step.run(count // 2)
     fed = feed(step, _batches(backend, task, first + count, training=True), first, task.device)
     fed = Fed(max(fed.seconds, alone), max(fed.waiting, 1 - (1 - fed.waiting) * fed.seconds / alone))
@@ -178,7 +186,7 @@ def _batches(backend: Backend, task: Task, count: int, *, training: bool) -> Ite
     split, pipeline = _split(task.folder), _pipeline(task, training=training)
     options: dict[str, Any] = {"batch": task.batch, "workers": task.workers, "pin": task.device == "cuda"}
     if training:
-        resize = uploading(pipeline, task.batch, 3, torch.device(task.device))
+        resize = crop_uploader(pipeline, task.batch, 3, torch.device(task.device))
         found = training_batches(split, pipeline, seed=0, first_step=0, last_step=count, resize=resize, **options)
     else:
         found = evaluation_batches(split.select(np.arange(count * task.batch) % len(split)), pipeline, **options)
@@ -235,19 +243,19 @@ def _stages(task: Task) -> dict[str, float]:
     block = np.empty_like(prepared[0])
     batch, _ = _clocked(lambda image: np.copyto(block, image), prepared)
     stages = {"read/s": read, "decode/s": decode_, "resize/s": resize, "batch/s": batch}
-    upload = uploading(pipeline, task.batch, 3, torch.device(task.device))
+    upload = crop_uploader(pipeline, task.batch, 3, torch.device(task.device))
     return stages if upload is None else {**stages, "upload/s": _uploaded(split, pipeline, task.batch, upload)}
 
 
-def _uploaded(split: Split, pipeline: Pipeline, batch: int, upload: Resize) -> float:
+def _uploaded(split: Split, pipeline: Pipeline, batch: int, upload: ResizeCrops) -> float:
     """Images/s of a batch's way to the GPU, where it is resized."""
-    handed: list[Parts] = []
+    handed: list[PackedCrops] = []
 
-    def timed(parts: Parts) -> None:
+    def timed(parts: PackedCrops) -> None:
         upload(parts)
         torch.cuda.synchronize()
 
-    def kept(parts: Parts) -> Tensor:
+    def kept(parts: PackedCrops) -> Tensor:
         handed.append(parts)
         return upload(parts)
 

@@ -22,10 +22,10 @@ Operation = Callable[[np.ndarray, float, np.random.Generator], np.ndarray]
 def flip(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """(h, w, c) -> the same, mirrored left to right half of the time."""
     # Torch mirrors pixels of a few bytes some fifteen times faster than numpy.
-    return as_tensor(image).flip(1).numpy() if is_mirrored(rng) else image
+    return as_tensor(image).flip(1).numpy() if draw_flip(rng) else image
 
 
-def is_mirrored(rng: np.random.Generator) -> bool:
+def draw_flip(rng: np.random.Generator) -> bool:
     return rng.random() < 0.5
 
 

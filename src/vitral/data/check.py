@@ -20,8 +20,8 @@ import numpy as np
 
 from vitral.data.folders import EmptyClass, read_folder
 from vitral.data.hashes import SIDE, dhash, distance, near_pairs, phash
-from vitral.data.images import ImageFacts, UnreadableImage, decode, describe, resize
-from vitral.data.loader import in_workers
+from vitral.data.images import ImageError, ImageFacts, decode, describe, resize
+from vitral.data.loader import iterate_in_workers
 from vitral.data.sources import DataSet, Split, open_data
 from vitral.data.splits import HELD_OUT, strata, stratified, too_few_classes
 
@@ -102,7 +102,7 @@ def check(
     splits = list(data.splits)
     seen: list[_Image] = []
     total = sum(map(len, splits))
-    for chunk in in_workers(_Chunks(splits), workers):
+    for chunk in iterate_in_workers(_Chunks(splits), workers):
         seen += chunk
         if on_progress:
             on_progress(len(seen), total)
@@ -147,7 +147,7 @@ def _look(split: Split, index: int) -> tuple[_Image, np.ndarray]:
         data = split.reader.read(index)
         digest = hashlib.sha256(data if isinstance(data, bytes) else f"{data.shape}".encode() + data.tobytes()).digest()
         facts, grey = _seen_pixels(data) if isinstance(data, np.ndarray) else (describe(data), decode(data, 1))
-    except UnreadableImage as error:
+    except ImageError as error:
         return _Image(None, str(error), digest, 0, 0, False), np.zeros((SIDE, SIDE), np.uint8)
     small = resize(grey, (SIDE, SIDE))[:, :, 0]
     compared = min(facts.width, facts.height) >= TINY and float(small.std()) >= FLAT

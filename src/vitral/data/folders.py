@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vitral.data.images import UnreadableImage
-from vitral.data.splits import SPLIT_NAMES, DataSet, Part, assemble, natural
+from vitral.data.images import ImageError
+from vitral.data.splits import SPLIT_NAMES, DataSet, RawSplit, make_dataset, natural_key
 from vitral.errors import UserError
 
 EXTENSIONS = frozenset(
@@ -43,7 +43,7 @@ class FileReader:
             with open(os.path.join(self.folder, self.names[index]), "rb", buffering=0) as stream:
                 return stream.readall()
         except OSError as error:
-            raise UnreadableImage((error.strerror or "cannot be read").lower()) from error
+            raise ImageError((error.strerror or "cannot be read").lower()) from error
 
     def mark(self, index: int) -> str:
         path = os.path.abspath(os.path.join(self.folder, self.names[index]))
@@ -55,7 +55,7 @@ class FileReader:
 
 
 @dataclass
-class Found:
+class ImageListing:
     """Image files below a folder, as "/"-separated paths relative to where the search began, and what is left out."""
 
     names: list[str] = field(default_factory=list)
@@ -89,30 +89,30 @@ def read_folder(folder: Path, *, seed: int, held_out: float, empty: bool = False
             raise UserError(f"{folder} has both {splits[name]} and {child}: keep one of them.")
         if name:
             splits[name] = child
-    found = Found()
+    found = ImageListing()
     learns = "train" in splits and _holds_classes(folder / splits["train"])
     if not learns and not (children and len(splits) == len(children)):
         parts, classes = {"train": _part(folder, "", found, empty)}, tuple(children)
-        return assemble(source, parts, seed=seed, held_out=held_out, classes=classes, notes=found.note())
+        return make_dataset(source, parts, seed=seed, held_out=held_out, classes=classes, notes=found.note())
     if not learns and ("train" in splits or not any(_holds_classes(folder / child) for child in children)):
         raise UserError(f"{folder} has {' and '.join(children)} but no class folders in train: add train/CLASS/.")
     parts = {name: _part(folder, f"{child}/", found, empty) for name, child in splits.items()}
     homes = [splits["train"]] if learns else children
-    classes = tuple(sorted({name for home in homes for name in sub_folders(folder / home)}, key=natural))
+    classes = tuple(sorted({name for home in homes for name in sub_folders(folder / home)}, key=natural_key))
     notes = found.note()
     if not learns:
-        parts["train"] = Part([], [], FileReader(source, []))
+        parts["train"] = RawSplit([], [], FileReader(source, []))
         notes.append("There is no train folder: this is for testing only.")
-        return assemble(source, parts, seed=seed, held_out=held_out, classes=classes, notes=notes)
+        return make_dataset(source, parts, seed=seed, held_out=held_out, classes=classes, notes=notes)
     ignored = [child for child in children if child not in splits.values()]
     if ignored:
         notes.append(f"Left out the folder{'s' * (len(ignored) > 1)} {', '.join(ignored)} beside {splits['train']}.")
-    return assemble(source, parts, seed=seed, held_out=held_out, classes=classes, notes=notes)
+    return make_dataset(source, parts, seed=seed, held_out=held_out, classes=classes, notes=notes)
 
 
-def find_images(folder: Path, below: str = "", found: Found | None = None) -> Found:
+def find_images(folder: Path, below: str = "", found: ImageListing | None = None) -> ImageListing:
     """Every image file under `folder / below`, hidden ones left out, links followed, in natural order."""
-    found = found or Found()
+    found = found or ImageListing()
     names = []
     for name in _walk(str(folder), below, ()):
         extension = os.path.splitext(name)[1].lower()
@@ -120,21 +120,21 @@ def find_images(folder: Path, below: str = "", found: Found | None = None) -> Fo
             names.append(name)
         else:
             found.others[extension or "without extension"] += 1
-    found.names += sorted(names, key=natural)
+    found.names += sorted(names, key=natural_key)
     return found
 
 
 def sub_folders(folder: Path) -> list[str]:
     """The names of the folders in a folder, in natural order, hidden ones left out."""
-    return sorted((entry.name for entry in _entries(str(folder)) if entry.is_dir()), key=natural)
+    return sorted((entry.name for entry in _entries(str(folder)) if entry.is_dir()), key=natural_key)
 
 
-def _part(folder: Path, below: str, found: Found, empty: bool) -> Part:
+def _part(folder: Path, below: str, found: ImageListing, empty: bool) -> RawSplit:
     names: list[str] = []
     labels: list[str] = []
     classes = sub_folders(folder / below)
     for name in classes:
-        inside = find_images(folder, f"{below}{name}/", Found(others=found.others)).names
+        inside = find_images(folder, f"{below}{name}/", ImageListing(others=found.others)).names
         if not (inside or empty) and SPLIT_NAMES.get(below.rstrip("/").lower(), "train") == "train":
             raise EmptyClass(folder, f"{below}{name}")
         names += inside
@@ -144,7 +144,7 @@ def _part(folder: Path, below: str, found: Found, empty: bool) -> Part:
         what = f"{loose} images but no class folders" if loose else "no class folders"
         raise UserError(f"{folder / below} has {what}: put the images of each class in a sub-folder named after it.")
     found.loose += loose
-    return Part(names, labels, FileReader(str(folder), names))
+    return RawSplit(names, labels, FileReader(str(folder), names))
 
 
 def _holds_classes(folder: Path) -> bool:

@@ -20,7 +20,8 @@ import struct
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import simplejpeg
@@ -45,8 +46,16 @@ _JPEG = b"\xff\xd8\xff"
 _PNG_EXIF = (b"eXIf", b"Raw profile type", b"com.adobe.xmp")
 
 
-class UnreadableImage(ValueError):
-    """A picture that cannot be used, with one short reason."""
+class ImageError(ValueError):
+    """An image that cannot be read; the message is one short reason."""
+
+
+@dataclass(frozen=True)
+class UnreadableImage:
+    """The record of an image that could not be read: its path (or another key of its split), and why."""
+
+    path: str
+    reason: str
 
 
 class ImageFacts(NamedTuple):
@@ -63,7 +72,7 @@ class ImageFacts(NamedTuple):
 
 
 def decode(data: bytes, channels: int = 3) -> np.ndarray:
-    """An image file's bytes -> uint8 (h, w, channels); raises UnreadableImage."""
+    """An image file's bytes -> uint8 (h, w, channels); raises ImageError."""
     pixels = _fast_jpeg(data, channels)
     if pixels is not None:
         return pixels
@@ -72,7 +81,7 @@ def decode(data: bytes, channels: int = 3) -> np.ndarray:
         return _upright(_bands(image, channels), _orientation(image))
 
 
-class Undecoded:
+class LazyJpeg:
     """A picture in a file whose parts can be asked for; it costs less to decode a part than all."""
 
     def __init__(self, data: bytes, frame: JpegFrame) -> None:
@@ -80,13 +89,13 @@ class Undecoded:
         self.shape = (frame.height, frame.width, 3)
 
     def __getitem__(self, part: tuple[slice, slice]) -> np.ndarray:
-        """Rows and columns -> uint8 (h, w, 3); raises UnreadableImage."""
+        """Rows and columns -> uint8 (h, w, 3); raises ImageError."""
         rows = decode_upper_rows(self.data, self.frame, part[0].stop)
         return (decode(self.data) if rows is None else rows)[part]
 
 
-def undecoded(data: bytes, channels: int) -> np.ndarray | Undecoded:
-    """What `decode` gives, yet to be decoded where a part of it may do; raises UnreadableImage.
+def open_lazily(data: bytes, channels: int) -> np.ndarray | LazyJpeg:
+    """What `decode` gives, yet to be decoded where a part of it may do; raises ImageError.
 
     Damage below the part goes unseen where Pillow would let it pass, too; that the end is missing is seen.
     """
@@ -94,12 +103,12 @@ def undecoded(data: bytes, channels: int) -> np.ndarray | Undecoded:
         frame, tagged = jpeg_header(data)
         readable = frame is not None and 0 < frame.height * frame.width <= _largest()
         if readable and (not tagged or _jpeg_orientation(data) == 1):
-            return Undecoded(data, frame)
+            return LazyJpeg(data, frame)
     return decode(data, channels)
 
 
 def describe(data: bytes) -> ImageFacts:
-    """What the header says, without decoding the pixels; raises UnreadableImage."""
+    """What the header says, without decoding the pixels; raises ImageError."""
     with _opened(data) as image:
         bits, mode, (width, height) = _bits(image), image.mode, image.size
         # Asked for EXIF, Pillow decodes a PNG to its end, as the EXIF may stand there.
@@ -121,10 +130,32 @@ def describe(data: bytes) -> ImageFacts:
         )
 
 
+def pil_to_array(image: Any) -> np.ndarray:
+    """A PIL image of any mode -> uint8 (h, w, 1) if it is grey, else (h, w, 3); decoded by the policy above."""
+    grey = image.mode in ("1", "L", "I", "F") or image.mode.startswith("I;16")
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            image.load()
+            return _upright(_bands(image, 1 if grey and not image.has_transparency_data else 3), _orientation(image))
+    except ImageError:
+        raise
+    except Exception as error:  # an opened file is decoded here, see `_opened`
+        raise ImageError(_reason(error)) from error
+
+
+def array_to_pil(pixels: np.ndarray) -> Any:
+    """uint8 (h, w, 1, 3 or 4) -> a PIL image."""
+    return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+
+
+def is_pil(value: Any) -> bool:
+    return isinstance(value, Image.Image)
+
+
 def encode_png(image: np.ndarray) -> bytes:
     """uint8 (h, w, 1, 3 or 4) -> the bytes of a PNG file, without loss; the fourth channel is opacity"""
     stream = io.BytesIO()
-    Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(stream, "PNG")
+    array_to_pil(image).save(stream, "PNG")
     return stream.getvalue()
 
 
@@ -197,16 +228,16 @@ def _jpeg_orientation(data: bytes) -> int:
 
 @contextmanager
 def _opened(data: bytes) -> Iterator[Image.Image]:
-    """The picture with its pixels yet to be read; whatever goes wrong inside becomes UnreadableImage."""
+    """The picture with its pixels yet to be read; whatever goes wrong inside becomes ImageError."""
     if not data:
-        raise UnreadableImage("the file is empty")
+        raise ImageError("the file is empty")
     try:
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data)) as image:
             yield image
-    except UnreadableImage:
+    except ImageError:
         raise
     except Exception as error:  # Pillow's readers raise nearly anything on damaged bytes
-        raise UnreadableImage(_reason(error)) from error
+        raise ImageError(_reason(error)) from error
 
 
 def _reason(error: Exception) -> str:
@@ -226,7 +257,7 @@ def _bands(image: Image.Image, channels: int) -> np.ndarray:
     if channels not in (1, 3):
         bands = len(image.getbands())
         if bands != channels:
-            raise UnreadableImage(f"{channels} channels are asked for, the file has {bands}")
+            raise ImageError(f"{channels} channels are asked for, the file has {bands}")
         return _array(image)
     if image.has_transparency_data:
         over = image.convert("RGBA")
@@ -240,12 +271,12 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     if image.mode == "F":
         values = np.asarray(image)
         if not (values.min() >= 0 and values.max() <= 1):  # so written that NaN is refused too
-            raise UnreadableImage("floating-point values outside 0..1, whose scale is not stated")
+            raise ImageError("floating-point values outside 0..1, whose scale is not stated")
         return Image.fromarray(np.rint(values * 255).astype(np.uint8))
     if image.mode == "I" or image.mode.startswith("I;16"):
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 0xFFFF:
-            raise UnreadableImage("32-bit values outside 0..65535, whose scale is not stated")
+            raise ImageError("32-bit values outside 0..65535, whose scale is not stated")
         return Image.fromarray((values >> 8).astype(np.uint8))
     return image
 

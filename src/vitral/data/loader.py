@@ -1,10 +1,11 @@
-"""Examples to batches: uint8 images in torch tensors, made by worker processes, in an order that needs no state.
+"""Batches of images in torch tensors, made by worker processes, in an order that needs no state.
 
-Item i of what the workers read is the whole batch of step `first_step + i`. So the order is that of the steps whatever
-the number of workers, and a run that starts at a later step reads what the uninterrupted run would have read there.
+Item i of the dataset that the workers read is the whole batch of step `first_step + i`. So the order is that of the
+steps whatever the number of workers, and a run that starts at a later step reads what the uninterrupted run would have
+read there.
 
-Workers write pixels into a few shared blocks in turn, and each batch is copied out before its block's next turn: the
-system takes longer to hand out and clear fresh shared memory for every batch than to copy it.
+Workers write pixels into a few shared buffers in turn, and each batch is copied out before its buffer is filled again:
+allocating and clearing new shared memory for every batch takes longer than the copy.
 """
 
 from __future__ import annotations
@@ -23,22 +24,31 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from vitral.data.blocks import Layout, Parts, Resize, copied, new_block
-from vitral.data.images import UnreadableImage, decode, undecoded
+from vitral.data.batch_buffers import BufferLayout, PackedCrops, ResizeCrops, copy_buffer, new_buffer
+from vitral.data.images import ImageError, decode, open_lazily
 from vitral.data.order import batch_indices, evaluation_indices, example_rng, rank_positions
-from vitral.data.preprocess import Picture, Pipeline
+from vitral.data.preprocess import ImageInput, Pipeline
 from vitral.data.sources import Split
+from vitral.data.transforms import CallableTransform
 from vitral.errors import UserError
 
 PADDING = -1  # the index of a row that only fills up the last batch
-MOST_WORKERS = 32
-AHEAD = 2  # batches that each worker makes before they are asked for
+MAX_WORKERS = 32
+PREFETCH = 2  # batches that each worker makes in advance
+
+Transform = Pipeline | CallableTransform
 
 
 class Batch(NamedTuple):
-    """images uint8 (b, c, h, w), in memory (b, h, w, c), perhaps on a GPU already, or float features (b, d); labels
-    int64 (b,) or uint8 (b, k); valid bool (b,), False for padding and for an image that could not be read; indices
-    int64 (b,), the examples' places in the split."""
+    """One rank's images of a step.
+
+    Attributes:
+        images: uint8 (b, c, h, w), in memory (b, h, w, c), perhaps on a GPU already; float32 where a
+            `CallableTransform` gives such; or float features (b, d).
+        labels: int64 (b,) or uint8 (b, k).
+        valid: bool (b,), False for padding and for an image that could not be read.
+        indices: int64 (b,), positions of the examples in the split.
+    """
 
     images: Tensor
     labels: Tensor
@@ -48,7 +58,7 @@ class Batch(NamedTuple):
 
 def training_batches(
     split: Split,
-    pipeline: Pipeline,
+    transform: Transform,
     *,
     batch: int,
     seed: int,
@@ -58,28 +68,41 @@ def training_batches(
     world: int = 1,
     workers: int = 0,
     channels: int = 3,
-    partners: bool = False,
+    mix_partner: bool = False,
     pin: bool = False,
     order: np.ndarray | None = None,
-    resize: Resize | None = None,
+    resize: ResizeCrops | None = None,
 ) -> Iterator[Batch]:
-    """This rank's slice of the global batch of each step from `first_step` up to, not including, `last_step`.
+    """This rank's slice of the global batch of each step.
 
-    With `partners` one row more stands in front (`rank_positions`): a row can then be mixed with the row before it, on
-    any number of ranks alike.
-    `order` holds the indices to draw from, some perhaps several times; an epoch is then as long as it is.
-    `resize` makes images of parts, where workers shall leave that to it; the pipeline must end in one (`ends_in_part`).
+    Args:
+        split: the images.
+        transform: what makes an image of them.
+        batch: images of the global batch.
+        seed: of the order and of the augmentations.
+        first_step: the first step to yield, counted from 0.
+        last_step: the step to stop before.
+        rank: of this process.
+        world: the number of processes.
+        workers: worker processes; 0 reads in this one.
+        channels: of the images.
+        mix_partner: put one more row in front (`rank_positions`), so that each row can be mixed with the row before
+            it, alike on any number of ranks.
+        pin: return tensors in pinned memory, where there is a GPU.
+        order: indices to draw from, some perhaps several times; an epoch is then as long as this array.
+        resize: makes images of packed crops, where workers shall leave that to it; the pipeline must end in a random
+            crop (`ends_in_random_crop`).
     """
-    positions = rank_positions(batch, rank, world, partners=partners)
+    positions = rank_positions(batch, rank, world, mix_partner=mix_partner)
     examples = len(split) if order is None else len(order)
-    rows = _TrainingRows(order, examples, batch, seed, positions, range(first_step, last_step))
-    layout = Layout(pipeline, len(positions), channels, parts=resize is not None)
-    return _batches(split, layout, rows, workers, pin, resize)
+    sampler = _TrainingSampler(order, examples, batch, seed, positions, range(first_step, last_step))
+    layout = BufferLayout(transform, len(positions), channels, packed=resize is not None)
+    return _batches(split, layout, sampler, workers, pin, resize)
 
 
 def evaluation_batches(
     split: Split,
-    pipeline: Pipeline,
+    transform: Transform,
     *,
     batch: int,
     rank: int = 0,
@@ -88,44 +111,47 @@ def evaluation_batches(
     channels: int = 3,
     pin: bool = False,
 ) -> Iterator[Batch]:
-    """This rank's share of a split in order, in batches of one size: rows that are not valid fill up the last.
+    """This rank's share of a split in order, in batches of one size; invalid rows fill up the last batch.
 
-    Every rank gets equally many batches, the last of them perhaps all padding, so that ranks can keep in step.
+    Every rank gets equally many batches, the last of them perhaps all padding, so that ranks stay in step. The
+    parameters are those of `training_batches`.
     """
     indices = evaluation_indices(len(split), rank, world)
     largest_share = -(-len(split) // world)
-    batch = min(batch, max(largest_share, 1))  # memory is taken for whole batches
-    rows = np.full(-(-largest_share // batch) * batch, PADDING, dtype=np.int64)
-    rows[: len(indices)] = indices
-    layout = Layout(pipeline, batch, channels, parts=False)
-    return _batches(split, layout, _EvaluationRows(rows.reshape(-1, batch)), workers, pin)
+    batch = min(batch, max(largest_share, 1))  # memory is allocated for whole batches
+    padded = np.full(-(-largest_share // batch) * batch, PADDING, dtype=np.int64)
+    padded[: len(indices)] = indices
+    layout = BufferLayout(transform, batch, channels, packed=False)
+    return _batches(split, layout, _EvaluationSampler(padded.reshape(-1, batch)), workers, pin)
 
 
 def default_workers(device: str, ranks: int = 1) -> int:
-    """How many worker processes each of the `ranks` processes of this machine should start, by the type of device.
+    """The number of worker processes that each of `ranks` processes on this machine should start.
 
-    Where the model itself computes on the cores, one worker hides the reading; more would only take its turns.
+    Args:
+        device: the type of the model's device. On a CPU the model needs the cores itself: one worker hides the reading.
+        ranks: training processes on this machine.
     """
-    own = cores() // ranks
+    cores_per_rank = cores() // ranks
     if device == "cpu":
-        return 1 if own >= 4 else 0
-    return min(max(own - 1, 1), MOST_WORKERS)
+        return 1 if cores_per_rank >= 4 else 0
+    return min(max(cores_per_rank - 1, 1), MAX_WORKERS)
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """The number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
-class _TrainingRows:
-    """Which examples each step reads, and the random numbers of each."""
+class _TrainingSampler:
+    """Which examples each step reads, and the random generator of each."""
 
     order: np.ndarray | None
     examples: int
     batch: int
     seed: int
-    positions: np.ndarray  # (b,) this rank's places in the global batch
+    positions: np.ndarray  # (b,) this rank's positions in the global batch
     steps: range
 
     def __len__(self) -> int:
@@ -139,7 +165,7 @@ class _TrainingRows:
 
 
 @dataclass(frozen=True)
-class _EvaluationRows:
+class _EvaluationSampler:
     rows: np.ndarray  # (batches, b) indices, PADDING at the end
 
     def __len__(self) -> int:
@@ -149,98 +175,101 @@ class _EvaluationRows:
         return self.rows[item], [None] * len(self.rows[item])
 
 
-class _Rest(NamedTuple):
-    """A batch without its pixels: so small that sharing memory would cost more than sending it does."""
+class _BatchMetadata(NamedTuple):
+    """A batch without its pixels: so small that it is sent through a pipe rather than shared memory."""
 
     labels: np.ndarray
     valid: np.ndarray
     indices: np.ndarray
-    used: int  # bytes of the block
-    places: np.ndarray | None  # of parts, see `Parts`
+    used: int  # bytes of the buffer
+    table: np.ndarray | None  # of packed crops, see `PackedCrops`
 
 
 @dataclass(frozen=True)
-class _Batches:
-    """A data set for the workers: asked for an item, it writes the pixels into the item's block and gives the rest."""
+class _BatchDataset:
+    """A map-style dataset of batches: an item's pixels go into its buffer, and the metadata is returned."""
 
     split: Split
-    layout: Layout
-    rows: _TrainingRows | _EvaluationRows
-    blocks: Sequence[Tensor]
+    layout: BufferLayout
+    sampler: _TrainingSampler | _EvaluationSampler
+    buffers: Sequence[Tensor]
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.sampler)
 
-    def block(self, item: int) -> Tensor:
-        return self.blocks[item % len(self.blocks)]
+    def buffer(self, item: int) -> Tensor:
+        return self.buffers[item % len(self.buffers)]
 
-    def __getitem__(self, item: int) -> _Rest:
-        """Rows without an image are zero and not valid."""
-        indices, rngs = self.rows(item)
-        writer, valid = self.layout.writer(self.block(item)), np.zeros(len(indices), dtype=bool)
+    def __getitem__(self, item: int) -> _BatchMetadata:
+        """Rows without a readable image are zero and not valid."""
+        indices, rngs = self.sampler(item)
+        writer, valid = self.layout.writer(self.buffer(item)), np.zeros(len(indices), dtype=bool)
         labels = np.zeros((len(indices), *self.split.labels.shape[1:]), dtype=self.split.labels.dtype)
         for row, (index, rng) in enumerate(zip(indices.tolist(), rngs, strict=True)):
             if index != PADDING:
                 labels[row] = self.split.labels[index]
-                with contextlib.suppress(UnreadableImage):
-                    writer.write(row, _picture(self.split, index, self.layout.channels), rng)
+                with contextlib.suppress(ImageError):
+                    writer.write(row, _read_lazily(self.split, index, self.layout.channels), rng)
                     valid[row] = True
             if not valid[row]:
                 writer.leave_blank(row)
-        return _Rest(labels, valid, indices, writer.used, writer.places)
+        return _BatchMetadata(labels, valid, indices, writer.used, writer.table)
 
 
 def _batches(
     split: Split,
-    layout: Layout,
-    rows: _TrainingRows | _EvaluationRows,
+    layout: BufferLayout,
+    sampler: _TrainingSampler | _EvaluationSampler,
     workers: int,
     pin: bool,
-    resize: Resize | None = None,
+    resize: ResizeCrops | None = None,
 ) -> Iterator[Batch]:
-    """While a batch is copied the workers make the AHEAD * workers next ones at most, and each of those, like the batch
-    itself, has a block of its own. As workers take turns, a block is always filled by the same one: a process that
+    """While a batch is copied the workers make at most the PREFETCH * workers next ones, and each of those, like the
+    batch itself, has its own buffer. As workers take turns, a buffer is always filled by the same one: a process that
     writes to shared memory for the first time waits for each of its pages."""
-    blocks = [new_block(layout.room, shared=workers > 0) for _ in range(min(blocks_of(workers), len(rows)))]
-    batches = _Batches(split, layout, rows, blocks)
+    count = min(buffer_count(workers), len(sampler))
+    buffers = [new_buffer(layout.nbytes, shared=workers > 0) for _ in range(count)]
+    batches = _BatchDataset(split, layout, sampler, buffers)
     pin = pin and torch.cuda.is_available()
-    # Closed in so many words: the first releases of Python 3.12 keep what a closed generator was looping over.
-    with contextlib.closing(in_workers(batches, workers)) as rests:
-        for item, rest in enumerate(rests):
-            images = _images(copied(batches.block(item), rest.used, pin=pin), rest, layout, resize)
-            others = (torch.from_numpy(array) for array in (rest.labels, rest.valid, rest.indices))
+    # Closed explicitly: the first releases of Python 3.12 keep what a closed generator was looping over.
+    with contextlib.closing(iterate_in_workers(batches, workers)) as items:
+        for item, metadata in enumerate(items):
+            pixels = copy_buffer(batches.buffer(item), metadata.used, pin=pin)
+            images = _images(pixels, metadata, layout, resize)
+            others = (torch.from_numpy(array) for array in (metadata.labels, metadata.valid, metadata.indices))
             yield Batch(images, *(tensor.pin_memory() if pin else tensor for tensor in others))
 
 
-def _images(pixels: Tensor, rest: _Rest, layout: Layout, resize: Resize | None) -> Tensor:
-    if resize is None or rest.places is None:
-        return pixels.view(layout.shape).permute(0, 3, 1, 2)
-    places = torch.from_numpy(rest.places)
-    return resize(Parts(pixels, places.pin_memory() if pixels.is_pinned() else places))
+def _images(pixels: Tensor, metadata: _BatchMetadata, layout: BufferLayout, resize: ResizeCrops | None) -> Tensor:
+    if resize is None or metadata.table is None:
+        dtype = torch.float32 if layout.pipeline.dtype == np.float32 else torch.uint8
+        return pixels.view(dtype).view(layout.shape).permute(0, 3, 1, 2)
+    table = torch.from_numpy(metadata.table)
+    return resize(PackedCrops(pixels, table.pin_memory() if pixels.is_pinned() else table))
 
 
-def blocks_of(workers: int) -> int:
+def buffer_count(workers: int) -> int:
     """How many batches a loader has shared memory for."""
-    return (AHEAD + 1) * workers or 1
+    return (PREFETCH + 1) * workers or 1
 
 
-def in_workers(items: Sized, workers: int) -> Generator[Any]:
-    """The items of a map-style data set in order, made by worker processes, or here when there are none.
+def iterate_in_workers(dataset: Sized, workers: int) -> Generator[Any]:
+    """The items of a map-style dataset in order, made by worker processes, or in this process if `workers` is 0.
 
-    When the consumer stops early the generator is closed, the loader dies with it, and so do the processes.
+    When the consumer stops early and closes the generator, the loader and its processes end.
     """
-    workers = min(workers, len(items))
-    if workers:  # once, and before what Python itself does at the end
+    workers = min(workers, len(dataset))
+    if workers:  # registered once, and to run before Python's own handlers
         atexit.unregister(_end_workers)
         atexit.register(_end_workers)
     for item in DataLoader(
-        _Telling(items),  # type: ignore[arg-type]
+        _ErrorsAsItems(dataset),  # type: ignore[arg-type]
         batch_size=None,
         num_workers=workers,
-        prefetch_factor=AHEAD if workers else None,
-        collate_fn=_as_it_is,
+        prefetch_factor=PREFETCH if workers else None,
+        collate_fn=_identity,
         worker_init_fn=_start_worker,
-        generator=torch.Generator(),  # without its own, a loader draws from the generator that dropout uses
+        generator=torch.Generator(),  # by default a loader draws from the global generator, which dropout uses
     ):
         if isinstance(item, UserError):
             raise item
@@ -248,34 +277,34 @@ def in_workers(items: Sized, workers: int) -> Generator[Any]:
 
 
 @dataclass(frozen=True)
-class _Telling:
-    """A mistake that a worker finds comes as an item: torch would hand it on with a traceback."""
+class _ErrorsAsItems:
+    """Returns a UserError as an item: torch would raise it with a worker's traceback in its message."""
 
-    items: Any
+    dataset: Any
 
     def __len__(self) -> int:
-        return len(self.items)
+        return len(self.dataset)
 
     def __getitem__(self, item: int) -> Any:
         try:
-            return self.items[item]
-        except UserError as mistake:
-            return mistake
+            return self.dataset[item]
+        except UserError as error:
+            return error
 
 
 def read_pixels(split: Split, index: int, channels: int) -> np.ndarray:
-    """One example's uint8 (h, w, channels); raises UnreadableImage."""
-    found = split.reader.read(index)
-    return _bands(split, index, found, channels) if isinstance(found, np.ndarray) else decode(found, channels)
+    """One example's uint8 (h, w, channels); raises ImageError."""
+    data = split.reader.read(index)
+    return _with_channels(split, index, data, channels) if isinstance(data, np.ndarray) else decode(data, channels)
 
 
-def _picture(split: Split, index: int, channels: int) -> Picture:
-    """The same for a pipeline, which may need but a part of it."""
-    found = split.reader.read(index)
-    return _bands(split, index, found, channels) if isinstance(found, np.ndarray) else undecoded(found, channels)
+def _read_lazily(split: Split, index: int, channels: int) -> ImageInput:
+    """The same for a pipeline, which may need only a part of the image decoded."""
+    data = split.reader.read(index)
+    return _with_channels(split, index, data, channels) if isinstance(data, np.ndarray) else open_lazily(data, channels)
 
 
-def _bands(split: Split, index: int, pixels: np.ndarray, channels: int) -> np.ndarray:
+def _with_channels(split: Split, index: int, pixels: np.ndarray, channels: int) -> np.ndarray:
     if pixels.shape[2] == channels:
         return pixels
     if pixels.shape[2] != 1:
@@ -285,25 +314,25 @@ def _bands(split: Split, index: int, pixels: np.ndarray, channels: int) -> np.nd
     return np.repeat(pixels, channels, axis=2)
 
 
-def _as_it_is(item: Any) -> Any:
+def _identity(item: Any) -> Any:
     return item
 
 
 def _end_workers() -> None:
-    """At the end of a program that still holds a loader: its workers do not heed being asked (`_start_worker`), and
-    Python would wait for them for ever."""
+    """At the end of a program that still holds a loader: its workers ignore signals (`_start_worker`), and Python would
+    wait for them for ever."""
     if hasattr(signal, "SIGCHLD"):  # not on Windows
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's own handler would complain of those that end here
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's own handler would report the workers killed here
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
 
 
 def _start_worker(worker: int) -> None:
-    """A Ctrl-C or a scheduler's SIGTERM reaches the whole group of processes, and the training process still wants to
-    finish its step and save: only it ends the workers (who also end by themselves when it is gone)."""
+    """Ignore Ctrl-C and SIGTERM, which reach the whole process group: the training process still has to finish its step
+    and save, and ends the workers itself (they also end by themselves when it is gone)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
-        os._exit(1)  # killed before torch noted whom to watch: this process would wait for ever
+        os._exit(1)  # the parent died before torch recorded its id: this process would wait for ever

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vitral.data.folders import FileReader
-from vitral.data.splits import SPLIT_NAMES, DataSet, Part, assemble, natural
+from vitral.data.splits import SPLIT_NAMES, DataSet, RawSplit, make_dataset, natural_key
 from vitral.errors import UserError
 
 SUFFIXES = {".csv", ".tsv", ".jsonl", ".ndjson"}
@@ -26,7 +26,7 @@ _COLUMNS = {
 }
 
 
-class Row(NamedTuple):
+class ManifestRow(NamedTuple):
     line: int
     path: str
     labels: tuple[str, ...]
@@ -49,19 +49,19 @@ def read_manifest(path: Path, *, seed: int, held_out: float) -> DataSet:
     rows, repeated = _once(path, present)
     if repeated:
         notes.append(f"{repeated} repeated line{'s' * (repeated > 1)} of {path.name} {_is(repeated)} left out.")
-    parts: dict[str, Part] = {}
+    parts: dict[str, RawSplit] = {}
     for split in _splits(path, rows):
         names = [row.path for row in rows if row.split == split]
         labels = [row.labels for row in rows if row.split == split]
         plain = labels if several else [label for (label,) in labels]
-        parts[split or "train"] = Part(names, plain, FileReader(str(path.parent), names))
+        parts[split or "train"] = RawSplit(names, plain, FileReader(str(path.parent), names))
     classes = None
     if "train" not in parts:
-        classes = tuple(sorted({label for row in rows for label in row.labels}, key=natural))
-        parts["train"] = Part([], [], FileReader(str(path.parent), []))
+        classes = tuple(sorted({label for row in rows for label in row.labels}, key=natural_key))
+        parts["train"] = RawSplit([], [], FileReader(str(path.parent), []))
         notes.append("No image is of the split train: this is for testing only.")
     try:
-        return assemble(str(path), parts, seed=seed, held_out=held_out, classes=classes, notes=notes)
+        return make_dataset(str(path), parts, seed=seed, held_out=held_out, classes=classes, notes=notes)
     except UserError as mistake:  # what was left out may be its cause
         raise UserError(" ".join([*notes, str(mistake)])) from mistake
 
@@ -111,7 +111,7 @@ def _renamed(entry: dict[Any, Any]) -> dict[str, Any]:
     return {_COLUMNS.get(str(name).strip().lower(), str(name)): value for name, value in entry.items()}
 
 
-def _row(path: Path, line: int, entry: dict[str, Any]) -> tuple[Row, bool]:
+def _row(path: Path, line: int, entry: dict[str, Any]) -> tuple[ManifestRow, bool]:
     """A checked row, and whether it may have several labels."""
     where = f"{path}, line {line}"
     name, label = entry.get("path"), entry.get("label")
@@ -125,10 +125,10 @@ def _row(path: Path, line: int, entry: dict[str, Any]) -> tuple[Row, bool]:
     split = str(entry.get("split") or "").strip().lower()
     if split and split not in SPLIT_NAMES:
         raise UserError(f'{where} has the split "{split}": write train, val or test.')
-    return Row(line, name.strip(), tuple(dict.fromkeys(plain)), SPLIT_NAMES.get(split, "")), listed
+    return ManifestRow(line, name.strip(), tuple(dict.fromkeys(plain)), SPLIT_NAMES.get(split, "")), listed
 
 
-def _refuse_negative(path: Path, rows: list[Row]) -> None:
+def _refuse_negative(path: Path, rows: list[ManifestRow]) -> None:
     """Where every label is a number it is a class index, and -1 is somebody's mark for "unknown"."""
     if all(label.removeprefix("-").isdecimal() for row in rows for label in row.labels):
         for row in rows:
@@ -138,7 +138,7 @@ def _refuse_negative(path: Path, rows: list[Row]) -> None:
                 )
 
 
-def _present(path: Path, rows: list[Row]) -> tuple[list[Row], list[str]]:
+def _present(path: Path, rows: list[ManifestRow]) -> tuple[list[ManifestRow], list[str]]:
     """The rows whose file exists, and a note about the others."""
     present = [row for row in rows if os.path.isfile(path.parent / row.path)]
     missing = len(rows) - len(present)
@@ -152,7 +152,7 @@ def _present(path: Path, rows: list[Row]) -> tuple[list[Row], list[str]]:
     return present, [f"{missing} of {len(rows)} files in {path.name} {_is(missing)} missing, such as {first}."]
 
 
-def _refuse_without_training(path: Path, rows: list[Row], present: list[Row]) -> None:
+def _refuse_without_training(path: Path, rows: list[ManifestRow], present: list[ManifestRow]) -> None:
     """Lines of the split train whose files are all missing are a mistake; to have no such line is not."""
     wanted = [path.parent / row.path for row in rows if row.split == "train"]
     if wanted and all(row.split != "train" for row in present):
@@ -163,9 +163,9 @@ def _is(count: int) -> str:
     return "is" if count == 1 else "are"
 
 
-def _once(path: Path, rows: list[Row]) -> tuple[list[Row], int]:
+def _once(path: Path, rows: list[ManifestRow]) -> tuple[list[ManifestRow], int]:
     """Each file once in a split, and how many lines were left out; two opinions about one file are an error."""
-    first: dict[tuple[str, str], Row] = {}
+    first: dict[tuple[str, str], ManifestRow] = {}
     for row in rows:
         earlier = first.setdefault((row.split, row.path), row)
         if set(earlier.labels) != set(row.labels):
@@ -176,7 +176,7 @@ def _once(path: Path, rows: list[Row]) -> tuple[list[Row], int]:
     return list(first.values()), len(rows) - len(first)
 
 
-def _splits(path: Path, rows: list[Row]) -> list[str]:
+def _splits(path: Path, rows: list[ManifestRow]) -> list[str]:
     names = list(dict.fromkeys(row.split for row in rows))
     if names != [""] and "" in names:
         line = next(row.line for row in rows if not row.split)

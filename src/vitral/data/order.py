@@ -1,8 +1,8 @@
-"""Which example comes when: functions of (seed, step) alone, so there is no sampler state that could be lost.
+"""The order of examples as a function of (seed, step) alone, so that there is no sampler state to save.
 
-The order of an epoch is a permutation computed place by place: a Feistel network (a chain of invertible steps, each
-of which changes one part of a number by a hash of the other part) over the smallest power of two that holds n, walked
-on from any number at or above n until one below it comes. Nothing of the size of a large data set is kept.
+The order of an epoch is a permutation that is computed position by position: a Feistel network (a chain of invertible
+steps, each of which changes one half of a number by a hash of the other half) over the smallest power of two that is at
+least n, applied again to any result at or above n ("cycle walking"). No array of the size of the data set is kept.
 """
 
 from __future__ import annotations
@@ -13,44 +13,48 @@ import numpy as np
 
 from vitral.errors import UserError
 
-SMALL = 4096  # up to here sorting is as fast, and gives all orders with the same probability where a network does not
+SMALL = 4096  # up to here sorting is as fast, and all orders are equally likely, which a network does not achieve
 
 
-def permute(places: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """The examples at these places of an epoch's order: (m,) below n -> (m,) below n, int64, one-to-one."""
+def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
+    """The examples at these positions of an epoch's order: (m,) below n -> (m,) int64 below n, one-to-one."""
     keys = np.frombuffer(hashlib.blake2b(f"order {seed} {epoch}".encode()).digest(), dtype="<u8").astype(np.uint64)
     if n <= SMALL:
-        drawn = _mix(_mix(np.arange(n, dtype=np.uint64) + keys[0]) + keys[1])
-        return np.argsort(drawn, kind="stable")[places]
+        hashes = _mix(_mix(np.arange(n, dtype=np.uint64) + keys[0]) + keys[1])
+        return np.argsort(hashes, kind="stable")[positions]
     low = (n - 1).bit_length() // 2
     high = (n - 1).bit_length() - low
-    found = places.astype(np.uint64)
-    outside = np.arange(len(found))
-    # A number that leaves the range comes back into it: the cycle on which it lies began inside.
+    values = positions.astype(np.uint64)
+    outside = np.arange(len(values))
+    # A value that leaves the range comes back to it: the cycle it is on began inside.
     while len(outside):
-        found[outside] = _feistel(found[outside], low, high, keys)
-        outside = outside[found[outside] >= np.uint64(n)]
-    return found.astype(np.int64)
+        values[outside] = _feistel(values[outside], low, high, keys)
+        outside = outside[values[outside] >= np.uint64(n)]
+    return values.astype(np.int64)
 
 
 def batch_indices(n: int, batch: int, step: int, seed: int) -> np.ndarray:
-    """The examples of the global batch of a step, (batch,) int64. Each epoch visits each of n examples once; batches
-    run across the ends of epochs, so none is short and none is dropped."""
-    epochs, places = np.divmod(step * batch + np.arange(batch, dtype=np.int64), n)
-    parts = [permute(places[epochs == epoch], n, seed, int(epoch)) for epoch in np.unique(epochs)]
+    """The examples of the global batch of a step, (batch,) int64.
+
+    Each epoch visits each of n examples once; batches continue across epochs, so none is short and none is dropped.
+    """
+    epochs, positions = np.divmod(step * batch + np.arange(batch, dtype=np.int64), n)
+    parts = [permute(positions[epochs == epoch], n, seed, int(epoch)) for epoch in np.unique(epochs)]
     return np.concatenate(parts)
 
 
 def rank_slice(batch: int, rank: int, world: int) -> slice:
-    """The part of the global batch that a rank computes: contiguous, and at most one example longer than another's."""
+    """The slice of the global batch that a rank computes; the lengths of two ranks differ by at most one."""
     return slice(batch * rank // world, batch * (rank + 1) // world)
 
 
-def rank_positions(batch: int, rank: int, world: int, *, partners: bool) -> np.ndarray:
-    """The places of a rank's slice in the global batch. With `partners` one more stands in front: that of the example
-    before the slice's first one (before the batch's first comes its last)."""
-    own = rank_slice(batch, rank, world)
-    return np.arange(own.start - partners, own.stop) % batch
+def rank_positions(batch: int, rank: int, world: int, *, mix_partner: bool) -> np.ndarray:
+    """The positions of a rank's slice in the global batch.
+
+    With `mix_partner` one more comes first: the position before the slice, or the batch's last if there is none.
+    """
+    local = rank_slice(batch, rank, world)
+    return np.arange(local.start - mix_partner, local.stop) % batch
 
 
 def evaluation_indices(n: int, rank: int, world: int) -> np.ndarray:
@@ -60,17 +64,17 @@ def evaluation_indices(n: int, rank: int, world: int) -> np.ndarray:
 
 
 def example_rng(seed: int, step: int, position: int) -> np.random.Generator:
-    """The random numbers of one example of one step; `position` is its place in the global batch.
+    """The random generator of one example of one step; `position` is its position in the global batch.
 
-    Philox counts: (position, step) in the upper words of its counter gives streams that never meet.
+    Philox is counter-based: (position, step) in the upper words of its counter gives streams that never overlap.
     """
     return np.random.Generator(np.random.Philox(key=seed % 2**128, counter=[0, 0, position, step]))
 
 
 def balanced_order(labels: np.ndarray, seed: int) -> np.ndarray:
-    """Indices in which every class comes as often as the largest one does: (n,) labels -> (classes * largest,).
+    """Indices in which every class occurs as often as the largest one: (n,) labels -> (classes * largest,).
 
-    Within a class each example comes equally often, up to one; the seed chooses who comes once more.
+    Within a class all examples occur equally often, up to one; the seed chooses those that occur once more.
     """
     if labels.ndim != 1:
         raise UserError("a balanced sampler needs one label per image: use class weights for several labels.")

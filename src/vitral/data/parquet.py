@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,12 +19,19 @@ from typing import Any
 
 import numpy as np
 
-from vitral.data.images import UnreadableImage
-from vitral.data.splits import DataSet, Part, assemble, files_by_split, split_name
+from vitral.data.images import ImageError
+from vitral.data.splits import (
+    IMAGE_COLUMNS,
+    LABEL_COLUMNS,
+    DataSet,
+    RawSplit,
+    files_by_split,
+    make_dataset,
+    split_name,
+    unique_names,
+)
 from vitral.errors import UserError
 
-_IMAGES = ("image", "img", "picture")
-_LABELS = ("label", "labels", "class", "fine_label")
 _KEPT_BYTES = 256_000_000  # a process; the hub's groups of 100 photographs have about 10 MB
 # What pyarrow raises over damaged files, the last two where the damage is in their description.
 _DAMAGE = (OSError, ValueError, IndexError, NotImplementedError)
@@ -50,10 +56,10 @@ class ParquetReader:
         try:
             value = self._group(group)[index - int(self.starts[group])].as_py()
         except _DAMAGE as error:
-            raise UnreadableImage(f"{self.files[self.groups[group][0]]} cannot be read ({_said(error)})") from error
+            raise ImageError(f"{self.files[self.groups[group][0]]} cannot be read ({_said(error)})") from error
         data = value["bytes"] if isinstance(value, dict) else value
         if not data:
-            raise UnreadableImage("the row holds no image")
+            raise ImageError("the row holds no image")
         return data
 
     def mark(self, index: int) -> str:
@@ -80,7 +86,7 @@ class ParquetReader:
 def read_parquet(source: str, files: list[Path], *, seed: int, held_out: float) -> DataSet:
     """The data set in these files; `source` is what to call it."""
     notes: list[str] = []
-    parts: dict[str, Part] = {}
+    parts: dict[str, RawSplit] = {}
     classes: tuple[str, ...] | None = None
     for split, members in files_by_split(source, files).items():
         part, names = _part(members)
@@ -91,7 +97,7 @@ def read_parquet(source: str, files: list[Path], *, seed: int, held_out: float) 
         classes = names if split == "train" else classes
     if "train" not in parts:
         raise UserError(f"{source} has no labels in train: they are all -1.")
-    return assemble(source, parts, seed=seed, held_out=held_out, classes=classes, notes=notes)
+    return make_dataset(source, parts, seed=seed, held_out=held_out, classes=classes, notes=notes)
 
 
 def fetch(name: str) -> tuple[Path, list[Path]]:
@@ -130,7 +136,7 @@ def _is_setting(root: Path, file: Path) -> bool:
     return bool(parts) and parts[0] != "data" and split_name(parts[0]) is None
 
 
-def _part(files: list[Path]) -> tuple[Part | None, tuple[str, ...] | None]:
+def _part(files: list[Path]) -> tuple[RawSplit | None, tuple[str, ...] | None]:
     """One split, or None where no row has a label; and the class names, where the files state them."""
     labels: list[Any] = []
     rows: list[list[int]] = []
@@ -142,12 +148,12 @@ def _part(files: list[Path]) -> tuple[Part | None, tuple[str, ...] | None]:
             _refuse_paths(file, table, image)
             names = _class_names(table.schema_arrow, label)
             labels += table.read([label], use_threads=False).column(0).to_pylist()
-            rows.append(rows_of_groups(table))
+            rows.append(row_group_sizes(table))
     if labels and all(label == -1 for label in labels):
         return None, names
     keys = row_keys(files, rows)
     plain = [_label(key, label, names) for key, label in zip(keys, labels, strict=True)]
-    return Part(keys, plain, ParquetReader(files, rows, image)), names
+    return RawSplit(keys, plain, ParquetReader(files, rows, image)), names
 
 
 def _label(key: str, label: Any, names: tuple[str, ...] | None) -> Any:
@@ -170,8 +176,8 @@ def _columns(file: Path, schema: Any) -> tuple[str, str]:
         return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
     images = [name for name in schema.names if holds_bytes(schema.field(name).type)]
-    image = _pick(file, "image bytes", [name for name in _IMAGES if name in images] or images, schema)
-    labels = [name for name in _LABELS if name in schema.names and name != image]
+    image = _pick(file, "image bytes", [name for name in IMAGE_COLUMNS if name in images] or images, schema)
+    labels = [name for name in LABEL_COLUMNS if name in schema.names and name != image]
     stated = [name for name in schema.names if _class_names(schema, name)]
     return image, _pick(file, "labels", labels[:1] or stated, schema)
 
@@ -202,9 +208,7 @@ def _class_names(schema: Any, column: str) -> tuple[str, ...] | None:
     if isinstance(feature, dict) and isinstance(feature.get("feature"), dict):
         feature = feature["feature"]
     names: Iterable[str] | None = feature.get("names") if isinstance(feature, dict) else None
-    listed = list(names or ())
-    times = Counter(listed)  # ImageNet has two cranes, and an image must not move from one to the other
-    return tuple(name if times[name] == 1 else f"{name} ({place})" for place, name in enumerate(listed)) or None
+    return unique_names(names or ()) or None
 
 
 @contextmanager
@@ -220,7 +224,7 @@ def opened(file: Path) -> Generator[Any]:
         raise UserError(f"{file} is no readable Parquet file ({_said(error)}): copy it again.") from error
 
 
-def rows_of_groups(table: Any) -> list[int]:
+def row_group_sizes(table: Any) -> list[int]:
     return [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
 
 

@@ -25,8 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from vitral.architecture import Size
-from vitral.data.augment import erase, flip, is_mirrored, randaugment
-from vitral.data.images import METHODS, Undecoded, resize
+from vitral.data.augment import draw_flip, erase, flip, randaugment
+from vitral.data.images import METHODS, LazyJpeg, resize
 from vitral.errors import UserError
 
 EXAMPLE = '"decode|resize_small(256)|central_crop(224)"'
@@ -41,13 +41,13 @@ _ELSEWHERE = {
 }
 
 
-Picture = np.ndarray | Undecoded  # uint8 (h, w, c); a step that needs a part of it has no more decoded
+ImageInput = np.ndarray | LazyJpeg  # uint8 (h, w, c); a step that needs a part of it has no more decoded
 
 
 _STEP = re.compile(r"(\w+)\s*(?:\(([^()]*)\))?")
 
 
-class Number(NamedTuple):
+class NumberArgument(NamedTuple):
     """A number that a step takes, from `low` to `high`."""
 
     name: str
@@ -83,7 +83,7 @@ def as_number(word: str) -> float | None:
 
 
 @dataclass(frozen=True)
-class Step:
+class PipelineStep:
     """One step as it was written, defaults filled in."""
 
     name: str
@@ -101,32 +101,34 @@ class Pipeline:
     """uint8 images of any size to uint8 images of one size. Only `random` ones draw from the generator."""
 
     text: str
-    steps: tuple[Step, ...]
+    steps: tuple[PipelineStep, ...]
     size: Size
     random: bool
 
-    def __call__(self, image: Picture, rng: np.random.Generator | None = None) -> np.ndarray:
+    dtype = np.dtype(np.uint8)  # of the results
+
+    def __call__(self, image: ImageInput, rng: np.random.Generator | None = None) -> np.ndarray:
         """(h, w, c) -> (*size, c), contiguous."""
         if rng is None:
             if self.random:
                 raise ValueError(f"{self.text} is random and needs a generator")
             rng = _UNUSED
         for step in self.steps:
-            image = _KINDS[step.name].run(image, step, rng)
-        return np.ascontiguousarray(_whole(image))
+            image = _STEP_TYPES[step.name].run(image, step, rng)
+        return np.ascontiguousarray(whole_image(image))
 
     @property
-    def ends_in_part(self) -> bool:
+    def ends_in_random_crop(self) -> bool:
         """Whether it ends in the bilinear resize of a random part, flipped or not, and so has a `part`."""
         step = self.steps[-self._left]
         return step.name == "inception_crop" and step.method == "bilinear"
 
-    def part(self, image: Picture, rng: np.random.Generator) -> Part:
+    def crop_region(self, image: ImageInput, rng: np.random.Generator) -> CropRegion:
         """(h, w, c) -> what a call would resize, and whether it would mirror that."""
         for step in self.steps[: -self._left]:
-            image = _KINDS[step.name].run(image, step, rng)
-        pixels = _random_part(image, self.steps[-self._left], rng)
-        return Part(pixels, mirrored=self._left == 2 and is_mirrored(rng))
+            image = _STEP_TYPES[step.name].run(image, step, rng)
+        pixels = _random_region(image, self.steps[-self._left], rng)
+        return CropRegion(pixels, mirrored=self._left == 2 and draw_flip(rng))
 
     @property
     def _left(self) -> int:
@@ -134,7 +136,7 @@ class Pipeline:
         return 2 if self.steps[-1].name == "flip" else 1
 
 
-class Part(NamedTuple):
+class CropRegion(NamedTuple):
     """pixels uint8 (h, w, c), perhaps a view"""
 
     pixels: np.ndarray
@@ -150,7 +152,7 @@ def parse_pipeline(text: str) -> Pipeline:
     if steps[0].name != "decode" or any(step.name == "decode" for step in steps[1:]):
         raise UserError(f'"{text}": decode must be the first step, and only the first, as in {EXAMPLE}.')
     size = _final_size(text, steps)
-    return Pipeline(text.strip(), steps, size, any(_KINDS[step.name].random for step in steps))
+    return Pipeline(text.strip(), steps, size, any(_STEP_TYPES[step.name].random for step in steps))
 
 
 def parse_deterministic(text: str) -> Pipeline:
@@ -173,32 +175,32 @@ def parse_preprocess(text: str, channels: int = 3) -> tuple[str, tuple[float, ..
     return parse_pipeline(text).text, mean, std
 
 
-def _resize(image: Picture, step: Step, rng: np.random.Generator) -> np.ndarray:
-    return resize(_whole(image), step.size, step.method)
+def _resize(image: ImageInput, step: PipelineStep, rng: np.random.Generator) -> np.ndarray:
+    return resize(whole_image(image), step.size, step.method)
 
 
-def _resize_small(image: Picture, step: Step, rng: np.random.Generator) -> np.ndarray:
+def _resize_small(image: ImageInput, step: PipelineStep, rng: np.random.Generator) -> np.ndarray:
     return _covering(image, step.size, step.method)
 
 
-def _central_crop(image: Picture, step: Step, rng: np.random.Generator) -> np.ndarray:
+def _central_crop(image: ImageInput, step: PipelineStep, rng: np.random.Generator) -> np.ndarray:
     image = _fitting(image, step.size)
     (height, width), (high, wide) = image.shape[:2], step.size
     return _cut(image, (height - high) // 2, (width - wide) // 2, step.size)
 
 
-def _random_crop(image: Picture, step: Step, rng: np.random.Generator) -> np.ndarray:
+def _random_crop(image: ImageInput, step: PipelineStep, rng: np.random.Generator) -> np.ndarray:
     image = _fitting(image, step.size)
     (height, width), (high, wide) = image.shape[:2], step.size
     return _cut(image, int(rng.integers(height - high + 1)), int(rng.integers(width - wide + 1)), step.size)
 
 
-def _inception_crop(image: Picture, step: Step, rng: np.random.Generator) -> np.ndarray:
+def _inception_crop(image: ImageInput, step: PipelineStep, rng: np.random.Generator) -> np.ndarray:
     """A random part, then the resize of that part alone."""
-    return resize(_random_part(image, step, rng), step.size, step.method)
+    return resize(_random_region(image, step, rng), step.size, step.method)
 
 
-def _random_part(image: Picture, step: Step, rng: np.random.Generator) -> np.ndarray:
+def _random_region(image: ImageInput, step: PipelineStep, rng: np.random.Generator) -> np.ndarray:
     """The whole image where ten tries gave none that fits."""
     height, width = image.shape[:2]
     for _ in range(10):
@@ -208,24 +210,25 @@ def _random_part(image: Picture, step: Step, rng: np.random.Generator) -> np.nda
         if 0 < high <= height and 0 < wide <= width:
             top, left = int(rng.integers(height - high + 1)), int(rng.integers(width - wide + 1))
             return _cut(image, top, left, (high, wide))
-    return _whole(image)
+    return whole_image(image)
 
 
-def _whole(image: Picture) -> np.ndarray:
+def whole_image(image: ImageInput) -> np.ndarray:
+    """All pixels of an image, decoded if they are not yet."""
     return image if isinstance(image, np.ndarray) else _cut(image, 0, 0, image.shape[:2])
 
 
-def _cut(image: Picture, top: int, left: int, size: Size) -> np.ndarray:
+def _cut(image: ImageInput, top: int, left: int, size: Size) -> np.ndarray:
     """A view of what is decoded: nothing is copied."""
     return image[top : top + size[0], left : left + size[1]]
 
 
-def _fitting(image: Picture, size: Size) -> Picture:
+def _fitting(image: ImageInput, size: Size) -> ImageInput:
     """The image, enlarged where it is smaller than the crop to come: a border would be no picture."""
     return image if image.shape[0] >= size[0] and image.shape[1] >= size[1] else _covering(image, size, "bilinear")
 
 
-def _covering(image: Picture, size: Size, method: str) -> np.ndarray:
+def _covering(image: ImageInput, size: Size, method: str) -> np.ndarray:
     """Resized in proportion to the smallest image that covers `size`; the longer side is rounded."""
     (height, width), (high, wide) = image.shape[:2], _trimmed(image.shape[:2])
     middle = _cut(image, (height - high) // 2, (width - wide) // 2, (high, wide))
@@ -244,55 +247,55 @@ def _covering_size(image: Size, size: Size) -> Size:
     return max(high, round(height * wide / width)), wide
 
 
-class _Kind(NamedTuple):
+class _StepType(NamedTuple):
     """What a step's name stands for. It takes from `fewest` to `most` side lengths, then numbers, then a method."""
 
     usage: str
-    run: Callable[[Picture, Step, np.random.Generator], Picture]
+    run: Callable[[ImageInput, PipelineStep, np.random.Generator], ImageInput]
     fewest: int = 0
     most: int = 0
-    numbers: tuple[Number, ...] = ()
+    numbers: tuple[NumberArgument, ...] = ()
     method: bool = False
     random: bool = False
 
 
-_MIN_AREA = Number("min_area", 0, 1, 0.05)  # the paper's code; elsewhere 0.08 is common
-_KINDS = {
-    "decode": _Kind("decode", lambda image, step, rng: image),
-    "resize": _Kind("resize(h[, w][, method])", _resize, 1, 2, method=True),
-    "resize_small": _Kind("resize_small(s[, method])", _resize_small, 1, 1, method=True),
-    "central_crop": _Kind("central_crop(h[, w])", _central_crop, 1, 2),
-    "random_crop": _Kind("random_crop(h[, w])", _random_crop, 1, 2, random=True),
-    "inception_crop": _Kind(
+_MIN_AREA = NumberArgument("min_area", 0, 1, 0.05)  # the paper's code; elsewhere 0.08 is common
+_STEP_TYPES = {
+    "decode": _StepType("decode", lambda image, step, rng: image),
+    "resize": _StepType("resize(h[, w][, method])", _resize, 1, 2, method=True),
+    "resize_small": _StepType("resize_small(s[, method])", _resize_small, 1, 1, method=True),
+    "central_crop": _StepType("central_crop(h[, w])", _central_crop, 1, 2),
+    "random_crop": _StepType("random_crop(h[, w])", _random_crop, 1, 2, random=True),
+    "inception_crop": _StepType(
         *("inception_crop(h[, w][, min_area][, method])", _inception_crop, 1, 2),
         numbers=(_MIN_AREA,),
         method=True,
         random=True,
     ),
-    "flip": _Kind("flip", lambda image, step, rng: flip(_whole(image), rng), random=True),
-    "randaugment": _Kind(
+    "flip": _StepType("flip", lambda image, step, rng: flip(whole_image(image), rng), random=True),
+    "randaugment": _StepType(
         "randaugment(layers, magnitude)",
-        lambda image, step, rng: randaugment(_whole(image), rng, int(step.numbers[0]), step.numbers[1]),
-        numbers=(Number("layers", 1, 16, whole=True), Number("magnitude", 0, 30)),
+        lambda image, step, rng: randaugment(whole_image(image), rng, int(step.numbers[0]), step.numbers[1]),
+        numbers=(NumberArgument("layers", 1, 16, whole=True), NumberArgument("magnitude", 0, 30)),
         random=True,
     ),
-    "erase": _Kind(
+    "erase": _StepType(
         "erase(chance)",
-        lambda image, step, rng: erase(_whole(image), rng, step.numbers[0]),
-        numbers=(Number("chance", 0, 1),),
+        lambda image, step, rng: erase(whole_image(image), rng, step.numbers[0]),
+        numbers=(NumberArgument("chance", 0, 1),),
         random=True,
     ),
 }
 
 
-def _step(text: str) -> Step:
+def _step(text: str) -> PipelineStep:
     split = split_step(text)
     if not split:
         raise UserError(f'"{text}" is not a step of a pipeline: write steps like those of {EXAMPLE}.')
     name, words = split
-    if name not in _KINDS:
+    if name not in _STEP_TYPES:
         raise UserError(_unknown(name))
-    kind = _KINDS[name]
+    kind = _STEP_TYPES[name]
     sides: list[int] = []
     while words and len(sides) < kind.most and words[0].isdecimal():
         if sides and kind.numbers and words[0] in ("0", "1"):  # inception_crop(224, 1): an area, not a width
@@ -305,10 +308,10 @@ def _step(text: str) -> Step:
         raise UserError(f'"{text}": write {kind.usage}{near or "."}')
     if 0 in sides:
         raise UserError(f'"{text}": a side must be at least 1 pixel.')
-    return Step(name, tuple(sides), tuple(numbers), method)
+    return PipelineStep(name, tuple(sides), tuple(numbers), method)
 
 
-def _number(text: str, number: Number, words: list[str]) -> float:
+def _number(text: str, number: NumberArgument, words: list[str]) -> float:
     """Takes the number off the front of `words`, or its default where there is one."""
     value = as_number(words[0]) if words else None
     if value is None:
@@ -322,7 +325,7 @@ def _number(text: str, number: Number, words: list[str]) -> float:
     return value
 
 
-def _final_size(text: str, steps: tuple[Step, ...]) -> Size:
+def _final_size(text: str, steps: tuple[PipelineStep, ...]) -> Size:
     """The size at the end. On the way `least` is what an image has at least, and `fixed` whether exactly that."""
     least, fixed = (0, 0), False
     for step in steps:
@@ -364,9 +367,9 @@ def _unknown(name: str) -> str:
     if name in _VALUES:
         return f"{name} can only be the last step, and only on command lines: a pipeline keeps to uint8 pixels."
     if name in _ELSEWHERE:
-        return f'unknown step "{name}": here it is called {_KINDS[_ELSEWHERE[name]].usage}.'
-    known = f": the steps are {', '.join(_KINDS)}, and at the end value_range, imagenet_norm or normalise."
-    return f'unknown step "{name}"{_near(name, tuple(_KINDS)) or known}'
+        return f'unknown step "{name}": here it is called {_STEP_TYPES[_ELSEWHERE[name]].usage}.'
+    known = f": the steps are {', '.join(_STEP_TYPES)}, and at the end value_range, imagenet_norm or normalise."
+    return f'unknown step "{name}"{_near(name, tuple(_STEP_TYPES)) or known}'
 
 
 def _near(word: str, known: tuple[str, ...]) -> str:

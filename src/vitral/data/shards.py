@@ -7,6 +7,7 @@ their key as the class.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import itertools
@@ -21,18 +22,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitral.atomic import atomic_write
-from vitral.data.cache import cache_folder
+from vitral.data.cache import DiskCache, cache_folder
 from vitral.data.folders import EXTENSIONS
-from vitral.data.images import UnreadableImage
-from vitral.data.splits import DataSet, Part, assemble, files_by_split, natural
+from vitral.data.images import ImageError
+from vitral.data.splits import DataSet, RawSplit, files_by_split, make_dataset, natural_key
 from vitral.errors import UserError
 
 _FORMAT = 1
 _LABELS = ("label", "labels", "class", "cls")
 
 
-class Sample(NamedTuple):
+class ShardSample(NamedTuple):
     """An image in a shard. A label is text, or a list of texts where there may be several."""
 
     name: str
@@ -56,9 +56,9 @@ class ShardReader:
                 stream.seek(offset)
                 data = stream.read(size)
         except OSError as error:
-            raise UnreadableImage((error.strerror or "cannot be read").lower()) from error
+            raise ImageError((error.strerror or "cannot be read").lower()) from error
         if len(data) < size:
-            raise UnreadableImage("the shard ends before the image does")
+            raise ImageError("the shard ends before the image does")
         return data
 
     def mark(self, index: int) -> str:
@@ -75,36 +75,38 @@ def expand(pattern: str) -> list[Path]:
         if missing or not found:
             raise UserError(f"There is no shard {(missing or [text])[0]}: check the numbers in {pattern}.")
         files += found
-    return [Path(name) for name in sorted(dict.fromkeys(files), key=natural)]
+    return [Path(name) for name in sorted(dict.fromkeys(files), key=natural_key)]
 
 
 def read_shards(source: str, files: list[Path], *, seed: int, held_out: float) -> DataSet:
     """The data set in these shards; `source` is what to call it."""
     parts = {split: _part(members) for split, members in files_by_split(source, files).items()}
-    return assemble(source, parts, seed=seed, held_out=held_out)
+    return make_dataset(source, parts, seed=seed, held_out=held_out)
 
 
-def index_shard(file: Path) -> list[Sample]:
-    """The samples of a shard, from its index where one is valid."""
-    facts = file.stat()
-    state = {"format": _FORMAT, "size": facts.st_size, "time": facts.st_mtime_ns}
-    for place in _index_places(file):
-        try:
-            stored = json.loads(place.read_text(encoding="utf-8"))
-            if stored["shard"] == state:
-                return [Sample(*entry) for entry in stored["samples"]]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # absent or torn: it is made again
+def index_shard(file: Path) -> list[ShardSample]:
+    """The samples of a shard, from its index file if that is valid."""
+    stat = file.stat()
+    state = {"format": _FORMAT, "size": stat.st_size, "time": stat.st_mtime_ns}
+
+    def load(path: Path) -> list[ShardSample] | None:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return [ShardSample(*entry) for entry in stored["samples"]] if stored["shard"] == state else None
+
+    for cache, key in _index_caches(file):
+        if (samples := cache.read(key, load)) is not None:
+            return samples
     samples = _scan(file)
-    # In ASCII: names of members need not be text, and what stands for their bytes cannot be written as UTF-8.
+    # In ASCII: names of members need not be valid UTF-8, and lone surrogates cannot be written as such.
     text = json.dumps({"shard": state, "samples": samples}, separators=(",", ":"))
-    for place in _index_places(file):
-        if _write(place, text):
+    for cache, key in _index_caches(file):
+        with contextlib.suppress(OSError), cache.write(key) as path:
+            path.write_text(text, encoding="utf-8")
             break
     return samples
 
 
-def _part(files: list[Path]) -> Part:
+def _part(files: list[Path]) -> RawSplit:
     keys: list[str] = []
     labels: list[Any] = []
     places: list[tuple[int, int, int]] = []
@@ -116,10 +118,10 @@ def _part(files: list[Path]) -> Part:
     if not keys:
         raise UserError(f"{files[0]} holds no labelled image: it needs pairs such as 0001.jpg and 0001.cls.")
     reader = ShardReader(tuple(map(str, files)), np.array(places, np.int64))
-    return Part(keys, labels, reader)
+    return RawSplit(keys, labels, reader)
 
 
-def _scan(file: Path) -> list[Sample]:
+def _scan(file: Path) -> list[ShardSample]:
     images: dict[str, tuple[str, int, int]] = {}
     beside: dict[str, dict[str, bytes]] = defaultdict(dict)
     try:
@@ -140,7 +142,7 @@ def _scan(file: Path) -> list[Sample]:
             packed = stream.read(2) == b"\x1f\x8b"
         hint = "it is compressed: unpack it with gunzip" if packed else str(error)
         raise UserError(f"{file} is no plain tar file: {hint}.") from error
-    return [Sample(*image, _label(file, key, beside[key])) for key, image in images.items()]
+    return [ShardSample(*image, _label(file, key, beside[key])) for key, image in images.items()]
 
 
 def _label(file: Path, key: str, texts: dict[str, bytes]) -> str | list[str]:
@@ -185,16 +187,7 @@ def _choices(inside: str) -> list[str]:
     return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
 
 
-def _index_places(file: Path) -> tuple[Path, Path]:
-    name = hashlib.sha256(os.path.abspath(file).encode("utf-8", "surrogateescape")).hexdigest()[:24]
-    return file.with_name(f"{file.name}.index.json"), cache_folder("shards") / f"{name}.json"
-
-
-def _write(place: Path, text: str) -> bool:
-    """False where the place cannot be written."""
-    try:
-        with atomic_write(place) as aside:
-            aside.write_text(text, encoding="utf-8")
-    except OSError:
-        return False
-    return True
+def _index_caches(file: Path) -> list[tuple[DiskCache, str]]:
+    """Where a shard's index may be: beside it, or in the user's cache folder."""
+    key = hashlib.sha256(os.path.abspath(file).encode("utf-8", "surrogateescape")).hexdigest()[:24]
+    return [(DiskCache(file.parent, ".index.json"), file.name), (DiskCache(cache_folder("shards"), ".json"), key)]

@@ -1,4 +1,4 @@
-"""The front door: whatever holds labelled images to a DataSet, and image files to a Split without labels.
+"""The entry point: any source of labelled images to a DataSet, and image files to a Split without labels.
 
 | source | is |
 |---|---|
@@ -6,8 +6,9 @@
 | x.csv, x.tsv, x.jsonl | a manifest: a path and one or several labels per line, perhaps a split |
 | x.parquet, or a folder of them | image bytes and labels, in the layout of the Hugging Face hub |
 | x-{000..099}.tar, x-*.tar, or a folder of them | WebDataset shards |
-| hf:owner/name | a data set of the hub, fetched when asked for by this name only |
-| cifar10:FOLDER, or cifar10, digits | a name of the catalogue; write ./digits for a folder that is called so |
+| hf:owner/name | a data set of the Hugging Face hub, downloaded once |
+| cifar10:FOLDER, or cifar10, digits | a name of the catalog; write ./digits for a folder of that name |
+| an object in memory | a torch Dataset, a Hugging Face dataset, a list: see `objects.py` |
 """
 
 from __future__ import annotations
@@ -17,30 +18,46 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from vitral.data import manifests, parquet
-from vitral.data.catalog import CATALOG, is_known, open_known
+from vitral.data.catalog import CATALOG, in_catalog, open_from_catalog
 from vitral.data.folders import FileReader, find_images, read_folder, sub_folders
-from vitral.data.images import UnreadableImage, describe
+from vitral.data.images import ImageError, describe
+from vitral.data.objects import open_objects
 from vitral.data.order import permute
 from vitral.data.shards import expand, read_shards
 from vitral.data.splits import HELD_OUT, SPLIT_NAMES, DataSet, Reader, Split, strata, stratified
 from vitral.errors import UserError
+from vitral.events import EventHandler, ignore_events
 
 __all__ = ["DataSet", "Reader", "Split", "open_data", "open_images"]
 
 
-def open_data(source: str | Path, *, seed: int = 0, held_out: float = HELD_OUT) -> DataSet:
-    """Open any source of the table above.
+def open_data(
+    source: Any, *, seed: int = 0, held_out: float = HELD_OUT, on_event: EventHandler = ignore_events
+) -> DataSet:
+    """Open any source of the table above, or an object in memory (`objects.py`).
 
-    Where the source has neither a val nor a test split, a share `held_out` of each class, drawn with `seed`, becomes
-    test; `held_out=0` leaves everything in train, and a single class is accepted.
+    Args:
+        source: a path, a pattern, a name, or an object; a `DataSet` is returned as it is.
+        seed: of the draw of held-out images.
+        held_out: where the source has neither a val nor a test split, the share of each class that becomes test;
+            0 leaves everything in train, and a single class is accepted.
+        on_event: receives `Progress` where labels have to be read item by item.
+
+    Raises:
+        UserError: the source is none of these, or has a mistake.
     """
+    if isinstance(source, DataSet):
+        return source
+    if not isinstance(source, str | os.PathLike):
+        return open_objects(source, seed=seed, held_out=held_out, on_event=on_event)
     text = str(source)
-    if isinstance(source, str) and is_known(text):
-        return open_known(text, held_out=held_out)
+    if isinstance(source, str) and in_catalog(text):
+        return open_from_catalog(text, held_out=held_out)
     if text.startswith("hf:"):
         folder, files = parquet.fetch(text)
         return replace(parquet.read_parquet(str(folder), files, seed=seed, held_out=held_out), source=text)
@@ -53,23 +70,29 @@ def open_data(source: str | Path, *, seed: int = 0, held_out: float = HELD_OUT) 
         return parquet.read_parquet(text, expand(str(path)), seed=seed, held_out=held_out)
     if path.suffix.lower() in manifests.SUFFIXES and os.path.isfile(path):
         return manifests.read_manifest(path, seed=seed, held_out=held_out)
-    near = difflib.get_close_matches(text.partition(":")[0], CATALOG, 1)
-    hint = f"did you mean {near[0]}?" if near else "name a folder of class folders, a manifest, Parquet or tar shards."
-    raise UserError(f"{text} is no data set: {hint}")
+    close = difflib.get_close_matches(text.partition(":")[0], CATALOG, 1)
+    hint = (
+        f"did you mean {close[0]}?" if close else "name a folder of class folders, a manifest, Parquet or tar shards."
+    )
+    raise UserError(f"{text} is not a data set: {hint}")
 
 
 def _open_folder(folder: Path, seed: int, held_out: float) -> DataSet:
-    """Parquet files or shards in the folder, or in folders for splits, make it such a source; else it has classes."""
-    inside = [folder, *(folder / name for name in sub_folders(folder) if name == "data" or name in SPLIT_NAMES)]
+    """Parquet files or shards in the folder, or in its split folders, are read as such; else it has class folders."""
+    folders = [folder, *(folder / name for name in sub_folders(folder) if name == "data" or name in SPLIT_NAMES)]
     for suffix, read in ((".parquet", parquet.read_parquet), (".tar", read_shards)):
-        files = [path for place in inside for path in place.iterdir() if path.suffix.lower() == suffix]
+        files = [path for parent in folders for path in parent.iterdir() if path.suffix.lower() == suffix]
         if files:
             return read(str(folder), files, seed=seed, held_out=held_out)
     return read_folder(folder, seed=seed, held_out=held_out)
 
 
 def open_images(sources: Sequence[str | Path]) -> Split:
-    """Image files, and all those in folders, without labels (-1). A file given by name is taken whatever it is."""
+    """Open image files, and all those in folders, without labels (-1); a file given by name need not look like one.
+
+    Raises:
+        UserError: no image, or a path that does not exist.
+    """
     if not sources:
         raise UserError("IMAGES are missing: name image files, or folders that have some.")
     names: list[str] = []
@@ -87,24 +110,30 @@ def open_images(sources: Sequence[str | Path]) -> Split:
     return Split("images", names, np.full(len(names), -1, np.int64), (), FileReader("", names))
 
 
-def narrowed(
+def restrict_train(
     data: DataSet, *, exclude: Collection[str] = (), subset: int = 0, subset_seed: int = 0, dev: float = 0.0
 ) -> DataSet:
-    """The data set with less to train on, and a note for each reason.
+    """Remove images from train, with a note for each reason.
 
-    The share `dev` is carved out before `subset` images are drawn, so that subsets of any size are measured alike.
+    Args:
+        data: the data set.
+        exclude: keys of images to leave out of train.
+        subset: the number of training images to draw; 0 keeps all.
+        subset_seed: of that draw.
+        dev: the share of each class of train that becomes the val split (`with_dev_split`); it is split off before
+            `subset` images are drawn, so that subsets of any size are evaluated on the same images.
     """
     if exclude:
-        data = _without(data, set(exclude))
+        data = _exclude(data, set(exclude))
     if dev:
         data = with_dev_split(data, dev)
     if subset:
-        data = _drawn(data, subset, subset_seed)
+        data = _draw_subset(data, subset, subset_seed)
     return data
 
 
 def with_dev_split(data: DataSet, share: float) -> DataSet:
-    """The data with a val split to select hyper-parameters on: its own beside test, else a share of each train class."""
+    """The data with a val split to select hyper-parameters on: its own beside test, else a share of each class."""
     if data.val is not None and data.test is not None:
         return data
     held = stratified(data.train.keys, strata(data.train), share, seed=0)
@@ -118,47 +147,45 @@ def with_dev_split(data: DataSet, share: float) -> DataSet:
 
 def with_test_split(data: DataSet) -> DataSet:
     """The data with the split used for the final evaluation, test where there is one, as its only held-out split."""
-    return data if data.test is None else replace(data, val=None)
+    return data if data.test is None or data.val is None else replace(data, val=None)
 
 
-def nested_draw(count: int, images: int, seed: int) -> np.ndarray:
-    """`count` of `images` places in ascending order; a draw of fewer with the same seed lies inside it."""
+def nested_subset(count: int, images: int, seed: int) -> np.ndarray:
+    """`count` of `images` indices in ascending order; a smaller draw with the same seed is a subset of it."""
     return np.sort(permute(np.arange(count), images, seed, epoch=0))
 
 
-def _drawn(data: DataSet, count: int, seed: int) -> DataSet:
+def _draw_subset(data: DataSet, count: int, seed: int) -> DataSet:
     train = data.train
     if count > len(train):
         raise UserError(f"data.subset={count} is more than the {len(train)} training images: choose a smaller one.")
-    chosen = train.select(nested_draw(count, len(train), seed))
+    selected = train.select(nested_subset(count, len(train), seed))
     note = f"Trained on {count:,} of {len(train):,} images, drawn with seed {seed}."
-    return replace(data, train=chosen, notes=(*data.notes, note))
+    return replace(data, train=selected, notes=(*data.notes, note))
 
 
-def _without(data: DataSet, exclude: set[str]) -> DataSet:
-    kept = [place for place, key in enumerate(data.train.keys) if key not in exclude]
+def _exclude(data: DataSet, exclude: set[str]) -> DataSet:
+    kept = [index for index, key in enumerate(data.train.keys) if key not in exclude]
     left_out = len(data.train) - len(kept)
     held = (key for split in data.splits[1:] for key in split.keys)
-    if not left_out and exclude.isdisjoint(held):  # all that the list names may have been held out for testing
-        raise UserError(f"data.exclude names none of the training images of {data.source}: it is another set's list.")
+    if not left_out and exclude.isdisjoint(held):  # all listed images may have been held out
+        raise UserError(
+            f"data.exclude names none of the training images of {data.source}: name a list of this data set."
+        )
     note = f"Left out {left_out:,} training images that data.exclude names."
-    return replace(data, train=_select(data.train, kept), notes=(*data.notes, note))
-
-
-def _select(split: Split, places: list[int]) -> Split:
-    return split.select(np.array(places, np.int64))
+    return replace(data, train=data.train.select(np.array(kept, np.int64)), notes=(*data.notes, note))
 
 
 _SAMPLE = 32
 
 
 def median_short_side(split: Split) -> int:
-    """Pixels of the shorter side in the middle of a sample spread over the split; headers are read, not pixels."""
+    """The median length in pixels of the shorter side, of a sample of images; only headers are read."""
     sides = []
     for index in np.unique(np.linspace(0, len(split) - 1, _SAMPLE).astype(int)).tolist():
         try:
             sides.append(_short_side(split.reader.read(index)))
-        except (UnreadableImage, OSError):
+        except (ImageError, OSError):
             continue
     return int(np.median(sides)) if sides else 224
 
@@ -166,5 +193,5 @@ def median_short_side(split: Split) -> int:
 def _short_side(image: bytes | np.ndarray) -> int:
     if isinstance(image, np.ndarray):
         return min(image.shape[:2])
-    facts = describe(image)
-    return min(facts.width, facts.height)
+    header = describe(image)
+    return min(header.width, header.height)

@@ -1,4 +1,4 @@
-"""Labelled images as a sequence: what a split is, which classes there are, and a fair split where none was given."""
+"""Splits of labelled images, their classes, and a stratified test split where a source has none."""
 
 from __future__ import annotations
 
@@ -14,31 +14,35 @@ import numpy as np
 
 from vitral.errors import UserError
 
-HELD_OUT = 0.2  # of each class where the source has no test split and nobody says otherwise
+HELD_OUT = 0.2  # the default share of each class that becomes test where the source has no held-out split
 
-# What people call their splits, in lower case.
+# Common names of splits, in lower case.
 SPLIT_NAMES = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("val", "valid", "validation"), "val"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
 
+# Common names of image and label columns in tables.
+IMAGE_COLUMNS = ("image", "img", "picture")
+LABEL_COLUMNS = ("label", "labels", "class", "fine_label")
+
 
 class Reader(Protocol):
-    """Where images come from. Readers can be pickled and open their files in the process that reads."""
+    """Reads the images of a split. Readers can be pickled, and open their files in the process that reads."""
 
     def read(self, index: int) -> bytes | np.ndarray:
-        """An encoded image, or its pixels as uint8 (h, w, c). Raises UnreadableImage where there is neither."""
+        """An encoded image, or its pixels as uint8 (h, w, c); raises ImageError."""
         ...
 
     def mark(self, index: int) -> str:
-        """What changes when the stored image does, found without reading it: path, size, time."""
+        """A text that changes when the stored image changes, such as its path, size and time of modification."""
         ...
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """Some images of another reader, in another order."""
+class SubsetReader:
+    """The images of another reader at these indices."""
 
     reader: Reader
     indices: np.ndarray
@@ -52,11 +56,11 @@ class Chosen:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Images with labels, by position."""
+    """Labelled images by index."""
 
     name: str
-    keys: Sequence[str]  # unique names that a person recognises: a relative path, a row
-    labels: np.ndarray  # (n,) int64, or (n, classes) uint8 where an image may have several
+    keys: Sequence[str]  # unique readable names: a relative path, a row of a table
+    labels: np.ndarray  # (n,) int64, or (n, classes) uint8 if multi-label
     classes: tuple[str, ...]
     reader: Reader
 
@@ -68,21 +72,21 @@ class Split:
         return self.labels.ndim == 2
 
     def select(self, indices: np.ndarray, name: str | None = None) -> Split:
-        """The images at these positions, in this order."""
+        """The images at these indices, in this order."""
         keys = [self.keys[index] for index in indices.tolist()]
-        inner, places = self.reader, indices.astype(np.int64)
-        if isinstance(inner, Chosen):  # one step to the file, however often a split is narrowed
-            inner, places = inner.reader, inner.indices[places]
-        return Split(name or self.name, keys, self.labels[indices], self.classes, Chosen(inner, places))
+        reader, reader_indices = self.reader, indices.astype(np.int64)
+        if isinstance(reader, SubsetReader):  # never nested, however often a split is selected from
+            reader, reader_indices = reader.reader, reader.indices[reader_indices]
+        return Split(name or self.name, keys, self.labels[indices], self.classes, SubsetReader(reader, reader_indices))
 
     def counts(self) -> np.ndarray:
-        """Images of each class, (classes,) int64."""
+        """The number of images of each class, (classes,) int64."""
         if self.multilabel:
             return self.labels.sum(0, dtype=np.int64)
         return np.bincount(self.labels, minlength=len(self.classes)).astype(np.int64)
 
     def fingerprint(self) -> str:
-        """sha256 of keys, labels and classes: which images these are, the same on every machine."""
+        """sha256 of keys, labels and classes: identifies the images, alike on every machine."""
         digest = hashlib.sha256()
         for texts in (self.classes, self.keys):
             digest.update(f"{len(texts)}\n".encode())
@@ -93,7 +97,7 @@ class Split:
         return digest.hexdigest()
 
     def stamp(self) -> str:
-        """sha256 of the fingerprint and of every image's mark: a cache of pixels is valid while this stays the same."""
+        """sha256 of the fingerprint and of every image's mark: cached pixels are valid while it stays the same."""
         digest = hashlib.sha256(self.fingerprint().encode())
         for index in range(len(self)):
             digest.update(_encoded(self.reader.mark(index)) + b"\n")
@@ -130,80 +134,97 @@ class DataSet:
 
 
 @dataclass(frozen=True)
-class Part:
-    """One split as its source holds it, labels by name: one each, or a tuple each where there may be several."""
+class RawSplit:
+    """A split as its source holds it: labels are class names, or tuples of them if multi-label."""
 
     keys: Sequence[str]
     labels: Sequence[str] | Sequence[tuple[str, ...]]
     reader: Reader
 
 
-def natural(text: str) -> tuple[list[str | tuple[int, str]], str]:
+def natural_key(text: str) -> tuple[list[str | tuple[int, str]], str]:
     """A sort key in which "2" comes before "10"; otherwise the order of code points, as `sorted` has it."""
     pieces: list[str | tuple[int, str]] = list(re.split("([0-9]+)", text))
-    for place in range(1, len(pieces), 2):
-        digits = str(pieces[place]).lstrip("0")
-        pieces[place] = (len(digits), digits)  # compares as the number does, at any length
+    for index in range(1, len(pieces), 2):
+        digits = str(pieces[index]).lstrip("0")
+        pieces[index] = (len(digits), digits)  # compares as the number does, at any length
     return pieces, text
 
 
-def split_name(words: str) -> str | None:
-    """The split that a file name speaks of: "imagenet-train-0001.tar" gives "train"."""
-    found = (SPLIT_NAMES[word] for word in re.split("[^a-z]+", words.lower()) if word in SPLIT_NAMES)
-    return next(found, None)
+def unique_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Class names, with the index added to those that occur twice: ImageNet has two cranes."""
+    listed = list(names)
+    counts = Counter(listed)
+    return tuple(name if counts[name] == 1 else f"{name} ({index})" for index, name in enumerate(listed))
+
+
+def split_name(filename: str) -> str | None:
+    """The split that a file name contains: "imagenet-train-0001.tar" gives "train"."""
+    words = re.split("[^a-z]+", filename.lower())
+    return next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), None)
 
 
 def files_by_split(source: str, files: Iterable[Path]) -> dict[str, list[Path]]:
-    """Files in natural order by the split that their name, else their folder's, speaks of; train where none does.
+    """Files in natural order by the split in their name, else in their folder's; train where there is none.
 
-    Where all are of one split it is what was asked for, whatever it is called, and goes by "train".
+    Where all files are of one split, the user asked for it, and it becomes "train" whatever its name.
     """
-    found: dict[str, list[Path]] = {}
-    for file in sorted(files, key=lambda file: natural(str(file))):
+    by_split: dict[str, list[Path]] = {}
+    for file in sorted(files, key=lambda file: natural_key(str(file))):
         folder = "" if str(file.parent) == source else file.parent.name
-        found.setdefault(split_name(file.stem) or split_name(folder) or "train", []).append(file)
-    if len(found) == 1:
-        return {"train": next(iter(found.values()))}
-    if "train" not in found:
-        raise UserError(f"{source} has {' and '.join(found)} but no train: name the files of one split, or add train.")
-    return found
+        by_split.setdefault(split_name(file.stem) or split_name(folder) or "train", []).append(file)
+    if len(by_split) == 1:
+        return {"train": next(iter(by_split.values()))}
+    if "train" not in by_split:
+        names = " and ".join(by_split)
+        raise UserError(f"{source} has {names} but no train: name the files of one split, or add train.")
+    return by_split
 
 
-def assemble(
+def make_dataset(
     source: str,
-    parts: Mapping[str, Part],
+    parts: Mapping[str, RawSplit],
     *,
     seed: int,
     held_out: float,
     classes: tuple[str, ...] | None = None,
     notes: Iterable[str] = (),
 ) -> DataSet:
-    """Splits by name to a data set with one class list, made from the training split unless the source states it.
+    """Build a data set with one list of classes from raw splits.
 
-    `parts` has "train" and perhaps "val" and "test". Without both, a share `held_out` of train becomes the test split;
-    with `held_out=0` all images stay in train, and a single class is accepted.
+    Args:
+        source: what to call the data in messages.
+        parts: "train", and perhaps "val" and "test".
+        seed: of the draw of held-out images.
+        held_out: without val and test, the share of each class of train that becomes the test split; with 0 all
+            images stay in train, and a single class is accepted.
+        classes: the class names in order; by default those of train, sorted naturally.
+        notes: messages for the user.
+
+    Raises:
+        UserError: fewer than two classes, or a held-out class that train lacks.
     """
     if not 0 <= held_out < 1:
         raise UserError(f"held_out is the share of images kept for testing, such as 0.2, not {held_out}.")
-    said = list(notes)
-    listed = classes or tuple(sorted(_names(parts["train"].labels), key=natural))
-    several = any(isinstance(label, tuple) for part in parts.values() for label in part.labels)
-    train = _split("train", parts["train"], listed, several)
-    if held_out and len(train) and (why := too_few_classes(source, train)):
-        raise UserError(why)
+    messages = list(notes)
+    class_names = classes or tuple(sorted(_label_counts(parts["train"].labels), key=natural_key))
+    multilabel = any(isinstance(label, tuple) for part in parts.values() for label in part.labels)
+    train = _split("train", parts["train"], class_names, multilabel)
+    if held_out and len(train) and (reason := too_few_classes(source, train)):
+        raise UserError(reason)
     held: dict[str, Split] = {}
     for name in ("val", "test"):
         if name in parts:
-            _refuse_unknown(source, name, parts[name], listed)
-            held[name] = _split(name, parts[name], listed, several)
+            _refuse_unknown(source, name, parts[name], class_names)
+            held[name] = _split(name, parts[name], class_names, multilabel)
     if not held:
-        return _with_held_out(source, train, seed, held_out, said)
-    said += _absent(train, next(iter(held.values()))) if len(train) else []
-    return DataSet(source, train, **held, notes=tuple(said))
+        return _with_held_out(source, train, seed, held_out, messages)
+    messages += _absent(train, next(iter(held.values()))) if len(train) else []
+    return DataSet(source, train, **held, notes=tuple(messages))
 
 
 def too_few_classes(source: str, train: Split) -> str:
-    """Why no classifier can be trained on this, as a sentence; empty where one can."""
+    """The reason why no classifier can be trained on this; empty where one can."""
     if len(train.classes) > 1 or train.multilabel:
         return ""
     only = f'one class, "{train.classes[0]}"' if train.classes else "no class"
@@ -213,12 +234,12 @@ def too_few_classes(source: str, train: Split) -> str:
 def stratified(keys: Sequence[str], strata: np.ndarray, held_out: float, seed: int) -> np.ndarray:
     """Which images are held out, (n,) bool: the same share of each stratum, at least one on each side if it has two.
 
-    An image's place in the draw is a hash of its key and the seed, so the order in which files are found, the platform
-    and the version of a random generator change nothing, and a new image moves few of the others.
+    The draw orders images by a hash of key and seed: the order of files, the platform and the version of a random
+    generator change nothing, and a new image moves few of the others.
     """
     held = np.zeros(len(keys), bool)
-    drawn = [hashlib.blake2b(f"{seed} ".encode() + _encoded(key), digest_size=16).digest() for key in keys]
-    order = np.array(sorted(range(len(keys)), key=drawn.__getitem__), np.int64)
+    hashes = [hashlib.blake2b(f"{seed} ".encode() + _encoded(key), digest_size=16).digest() for key in keys]
+    order = np.array(sorted(range(len(keys)), key=hashes.__getitem__), np.int64)
     for stratum in np.unique(strata):
         members = order[strata[order] == stratum]
         wanted = int(np.floor(len(members) * held_out + 0.5))
@@ -242,45 +263,46 @@ def _with_held_out(source: str, train: Split, seed: int, held_out: float, notes:
 
 
 def strata(split: Split) -> np.ndarray:
-    """The class; where there may be several, the rarest one the image has, so that no rare label is left to chance."""
+    """The class of each image; if multi-label, its rarest one, so that rare labels are split evenly too. (n,)."""
     if not split.multilabel:
         return split.labels
     rarity = np.where(split.labels > 0, split.counts(), len(split) + 1)
     return np.where(split.labels.any(1), rarity.argmin(1), -1)
 
 
-def _split(name: str, part: Part, classes: tuple[str, ...], several: bool) -> Split:
-    place = {label: index for index, label in enumerate(classes)}
-    if not several:
-        labels = np.array([place[label] for label in part.labels], np.int64)  # type: ignore[index]
+def _split(name: str, part: RawSplit, classes: tuple[str, ...], multilabel: bool) -> Split:
+    class_index = {label: index for index, label in enumerate(classes)}
+    if not multilabel:
+        labels = np.array([class_index[label] for label in part.labels], np.int64)  # type: ignore[index]
         return Split(name, part.keys, labels, classes, part.reader)
     matrix = np.zeros((len(part.keys), len(classes)), np.uint8)
     for row, label in enumerate(part.labels):
         for item in (label,) if isinstance(label, str) else label:
-            matrix[row, place[item]] = 1
+            matrix[row, class_index[item]] = 1
     return Split(name, part.keys, matrix, classes, part.reader)
 
 
-def _names(labels: Sequence[str] | Sequence[tuple[str, ...]]) -> Counter[str]:
+def _label_counts(labels: Sequence[str] | Sequence[tuple[str, ...]]) -> Counter[str]:
     counts: Counter[str] = Counter()
     for label in labels:
         counts.update((label,) if isinstance(label, str) else label)
     return counts
 
 
-def _refuse_unknown(source: str, name: str, part: Part, classes: tuple[str, ...]) -> None:
-    counts = _names(part.labels)
-    unknown = sorted(set(counts) - set(classes), key=natural)
+def _refuse_unknown(source: str, name: str, part: RawSplit, classes: tuple[str, ...]) -> None:
+    counts = _label_counts(part.labels)
+    unknown = sorted(set(counts) - set(classes), key=natural_key)
     if unknown:
         shown = ", ".join(f'"{label}" ({_images(counts[label])})' for label in unknown[:3])
         shown += f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
-        raise UserError(f"{source}: {name} has what train has not: {shown}; add them to train or remove them.")
+        raise UserError(f"{source}: {name} has classes that train lacks: {shown}; add them to train or remove them.")
 
 
 def _absent(train: Split, test: Split) -> list[str]:
-    here, there = train.counts(), test.counts()
+    """Notes about classes without an image on one side."""
+    train_counts, test_counts = train.counts(), test.counts()
     notes = []
-    for split, counts, others in ((test, there, here), (train, here, there)):
+    for split, counts, others in ((test, test_counts, train_counts), (train, train_counts, test_counts)):
         absent = np.flatnonzero(counts == 0)
         if len(absent):
             other = "train" if split is test else test.name

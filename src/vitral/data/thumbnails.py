@@ -16,8 +16,8 @@ import numpy as np
 
 from vitral.data.check import FLAT, TINY
 from vitral.data.hashes import FARTHEST, HashTable, averages, distance, phash_of_parts
-from vitral.data.images import UnreadableImage, decode, resize
-from vitral.data.loader import in_workers
+from vitral.data.images import ImageError, decode, resize
+from vitral.data.loader import iterate_in_workers
 from vitral.data.splits import Split
 
 THUMBNAIL = 64
@@ -52,7 +52,7 @@ class ThumbnailBatch(NamedTuple):
 
 def looks(split: Split, workers: int = 0) -> Iterator[ThumbnailBatch]:
     """All images of a split in order, a few at a time."""
-    return in_workers(_Chunks(split), workers)
+    return iterate_in_workers(_Chunks(split), workers)
 
 
 def likeness(first: np.ndarray, second: np.ndarray, families: Sequence[Stretches]) -> float:
@@ -151,7 +151,7 @@ def _look(split: Split, index: int) -> tuple[bytes, bytes, np.ndarray, bool]:
     try:
         data = split.reader.read(index)
         pixels = decode(data) if isinstance(data, bytes) else data
-    except UnreadableImage:
+    except ImageError:
         return b"", b"", np.zeros((THUMBNAIL, THUMBNAIL), np.uint8), False
     colour = np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels  # as `decode` gives a grey file
     digest = hashlib.sha256(f"{colour.shape}".encode() + colour.tobytes()).digest()

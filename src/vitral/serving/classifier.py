@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vitral.architecture import Size
-from vitral.data.images import UnreadableImage, decode
+from vitral.data.images import ImageError, decode
 from vitral.data.preprocess import Pipeline
 from vitral.errors import UserError
 from vitral.kernels.cuda_graph import CudaGraph
@@ -137,7 +137,7 @@ def _pixels(picture: Picture, channels: int) -> np.ndarray:
 def _decoded(data: bytes, channels: int, name: str) -> np.ndarray:
     try:
         return decode(data, channels)
-    except UnreadableImage as error:
+    except ImageError as error:
         raise UserError(f"{name} cannot be read ({error}): hand over a whole image file.") from error
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from vitral.atomic import atomic_write
 from vitral.checkpoints.write import write_json
-from vitral.data.images import UnreadableImage, decode
+from vitral.data.images import ImageError, decode
 from vitral.data.sources import Split
 from vitral.evaluation.calibration import probabilities
 from vitral.evaluation.predict import Predictions
@@ -122,6 +122,6 @@ def unread(split: Split, index: int, channels: int) -> Unreadable:
         found = split.reader.read(index)
         if not isinstance(found, np.ndarray):
             decode(found, channels)
-    except (UnreadableImage, OSError) as error:
+    except (ImageError, OSError) as error:
         reason = str(error)
     return Unreadable(split.keys[index], reason)

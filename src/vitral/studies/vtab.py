@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vitral.data.vtab import TASKS, Task, VtabTask
+from vitral.data.vtab import TASKS, TaskSpec, VtabTask
 from vitral.events import EventHandler, Note
 from vitral.recipe import Recipe
 from vitral.studies.protocol import Candidate, choose, final_runs, measured_at_the_end, trial_folder
@@ -102,7 +102,7 @@ def group_scores(scores: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def for_task(recipe: Recipe, task: Task) -> Recipe:
+def for_task(recipe: Recipe, task: TaskSpec) -> Recipe:
     """The recipe without what would change the task's labels: mirroring, or cutting a part out of the image."""
     steps = [step.strip() for step in recipe.data.train_transform.split("|")]
     if not task.flip:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vitral.data.augment import FILL, OPERATIONS
-from vitral.data.preprocess import Number, as_number, split_step
+from vitral.data.preprocess import NumberArgument, as_number, split_step
 from vitral.errors import UserError
 from vitral.training.augmentation_steps import box, mirrored, operated, shifted, square
 
@@ -110,15 +110,17 @@ class _Kind(NamedTuple):
     """What a step's name stands for: a change of the batch, and the numbers that it takes."""
 
     run: Callable[..., Tensor]
-    numbers: tuple[Number, ...] = ()
+    numbers: tuple[NumberArgument, ...] = ()
 
 
 _KINDS = {
-    "shift": _Kind(_shift, (Number("pixels", 1, 1024, whole=True),)),
+    "shift": _Kind(_shift, (NumberArgument("pixels", 1, 1024, whole=True),)),
     "flip": _Kind(_flip),
-    "randaugment": _Kind(_randaugment, (Number("layers", 1, 16, whole=True), Number("magnitude", 0, 30))),
-    "erase": _Kind(_erase, (Number("chance", 0, 1),)),
-    "cutout": _Kind(_cutout, (Number("side", 1, 1024, whole=True),)),
+    "randaugment": _Kind(
+        _randaugment, (NumberArgument("layers", 1, 16, whole=True), NumberArgument("magnitude", 0, 30))
+    ),
+    "erase": _Kind(_erase, (NumberArgument("chance", 0, 1),)),
+    "cutout": _Kind(_cutout, (NumberArgument("side", 1, 1024, whole=True),)),
 }
 
 

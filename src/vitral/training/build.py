@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -14,13 +15,14 @@ from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.weights import assemble, read_adapted
 from vitral.data.preprocess import parse_deterministic, parse_pipeline
 from vitral.data.sources import DataSet
+from vitral.data.transforms import CallableTransform
 from vitral.errors import UserError
 from vitral.models.build import Model, build, mimetic_init
 from vitral.models.resnet import ResNet
 from vitral.models.vit import ViT
 from vitral.recipe import Recipe
 from vitral.training.augmentation import parse_augmentation
-from vitral.training.callbacks import OwnParts, part_name
+from vitral.training.callbacks import OwnParts, Transform, part_name
 from vitral.training.optimizer import build_optimizer, freeze, parameter_groups
 
 _DROP_RATES = ("dropout", "attention_dropout", "stochastic_depth")
@@ -65,7 +67,7 @@ def check_recipe(recipe: Recipe, data: DataSet, card: Card | None, own: OwnParts
     train_pipeline, eval_pipeline = recipes.pipelines(recipe, architecture.image)
     parse_pipeline(train_pipeline)
     parse_deterministic(eval_pipeline)
-    _check_own_parts(recipe, own)
+    _check_own_parts(recipe, own, Card(architecture))
     if own.model is None:
         with torch.device("meta"):
             model = build(architecture)
@@ -75,15 +77,27 @@ def check_recipe(recipe: Recipe, data: DataSet, card: Card | None, own: OwnParts
                 build_optimizer(groups, name=recipe.optim.name, lr=recipe.optim.lr)
 
 
-def _check_own_parts(recipe: Recipe, own: OwnParts) -> None:
+def _check_own_parts(recipe: Recipe, own: OwnParts, card: Card) -> None:
     if own.loss is not None and recipe.objective == "masked":
         raise UserError("masked patch prediction has its own loss: leave out loss=, or set objective=classes.")
     if own.loss is not None and recipe.balance in ("weights", "logit-adjust"):
         raise UserError(f"balance={recipe.balance} changes vitral's own loss: leave out balance, or loss=.")
     if own.model is not None and recipe.init:
         raise UserError("the model comes with model=, so init= has nothing to load: leave one of them out.")
-    if own.eval_transform is not None and recipe.objective == "masked":
-        raise UserError("masked patch prediction compares pixels: leave out transform=.")
+    transforms = [one for one in (own.train_transform, own.eval_transform) if one is not None]
+    if transforms and (recipe.objective == "masked" or recipe.trainable == "head"):
+        raise UserError("masked patch prediction and trainable=head prepare images themselves: leave out transform=.")
+    dtypes = [own_transform(one, card).dtype for one in transforms]
+    normalised = [dtype != np.uint8 for dtype in dtypes] + [False] * (len(dtypes) == 1)
+    if len(set(normalised)) > 1:
+        raise UserError(
+            "training and evaluation must normalise images alike: let both transforms return float tensors, or neither."
+        )
+
+
+def own_transform(function: Transform, card: Card) -> CallableTransform:
+    """A user's transform, which must give images of the model's size."""
+    return CallableTransform(function, card.architecture.image, channels=card.architecture.channels)
 
 
 def build_model(recipe: Recipe, classes: tuple[str, ...], own: OwnParts | None = None) -> tuple[nn.Module, Card]:

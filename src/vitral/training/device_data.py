@@ -1,7 +1,8 @@
 """Images on the GPU: small data sets that stay there, and crops that are resized there.
 
 A small model takes tens of thousands of small images per second, more than workers can deliver one by one. Where the
-host has nothing random to do they are decoded once and stay; augmentation then runs on the device (`augmentation.py`).
+host has nothing random to do, images are decoded once and stay; augmentation then runs on the device
+(`augmentation.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitral.data.blocks import SHRINK, Layout, Parts
-from vitral.data.loader import PADDING, Batch, evaluation_batches
+from vitral.data.batch_buffers import MAX_SHRINK, BufferLayout, PackedCrops
+from vitral.data.loader import PADDING, Batch, Transform, evaluation_batches
 from vitral.data.order import batch_indices, rank_positions
 from vitral.data.preprocess import Pipeline
 from vitral.data.sources import Split
@@ -23,88 +24,87 @@ from vitral.kernels.dispatch import supports_crop_resize
 from vitral.training.parallel import World
 
 _RESIDENT_SHARE = 0.25  # of the GPU's free memory that images may take
-_AT_ONCE = 512
+_UPLOAD_SHARE = 0.05  # of a GPU's memory that the crops of a batch and the resized images may take
+_READ_BATCH = 512
+_BATCHES_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
-class Resident:
-    """A split on the device: images uint8 (n, c, h, w), labels (n,) or (n, k), valid (n,)."""
+class ResidentSplit:
+    """A split on the device: images uint8 (n, channels, height, width), labels (n,) or (n, classes), valid (n,)."""
 
     images: Tensor
     labels: Tensor
     valid: Tensor
 
     def batches(
-        self, steps: range, *, batch: int, seed: int, world: World, partners: bool, order: np.ndarray | None
+        self, steps: range, *, batch: int, seed: int, world: World, mix_partner: bool, order: np.ndarray | None
     ) -> Iterator[Batch]:
         """What `training_batches` yields with the same arguments, on the device but for the indices."""
-        positions = rank_positions(batch, world.rank, world.size, partners=partners)
+        positions = rank_positions(batch, world.rank, world.size, mix_partner=mix_partner)
         examples = len(self.images) if order is None else len(order)
         for step in steps:
-            places = batch_indices(examples, batch, step, seed)[positions]
-            indices = torch.from_numpy(places if order is None else order[places])
-            there = indices.to(self.images.device, non_blocking=True)
-            yield Batch(self.images[there], self.labels[there], self.valid[there], indices)
+            drawn = batch_indices(examples, batch, step, seed)[positions]
+            indices = torch.from_numpy(drawn if order is None else order[drawn])
+            on_device = indices.to(self.images.device, non_blocking=True)
+            yield Batch(self.images[on_device], self.labels[on_device], self.valid[on_device], indices)
 
 
-def resident(split: Split, pipeline: Pipeline, channels: int, workers: int, world: World) -> Resident | None:
-    """The split on the GPU; None where there is no GPU, where it would take too much of it, or where the pipeline draws
-    anew each time."""
-    size = len(split) * channels * pipeline.size[0] * pipeline.size[1]
-    if (
-        world.device.type != "cuda"
-        or pipeline.random
-        or size > _RESIDENT_SHARE * torch.cuda.mem_get_info(world.device)[0]
-    ):
+def resident(split: Split, transform: Transform, channels: int, workers: int, world: World) -> ResidentSplit | None:
+    """Load a split onto the GPU.
+
+    Returns:
+        None where there is no GPU, where the images would take too much of it, or where the transform is random.
+    """
+    nbytes = len(split) * channels * transform.size[0] * transform.size[1]
+    if world.device.type != "cuda" or transform.random:
         return None
-    images = torch.empty(len(split), channels, *pipeline.size, dtype=torch.uint8, device=world.device)
+    if nbytes > _RESIDENT_SHARE * torch.cuda.mem_get_info(world.device)[0]:
+        return None
+    images = torch.empty(len(split), channels, *transform.size, dtype=torch.uint8, device=world.device)
     valid = torch.zeros(len(split), dtype=torch.bool, device=world.device)
-    for part in evaluation_batches(split, pipeline, batch=_AT_ONCE, workers=workers, channels=channels, pin=True):
-        real = part.indices != PADDING
-        places = part.indices[real].to(world.device)
-        images[places] = part.images[real].to(world.device)
-        valid[places] = part.valid[real].to(world.device)
-    return Resident(images, torch.from_numpy(split.labels).to(world.device), valid)
+    for batch in evaluation_batches(split, transform, batch=_READ_BATCH, workers=workers, channels=channels, pin=True):
+        real = batch.indices != PADDING
+        indices = batch.indices[real].to(world.device)
+        images[indices] = batch.images[real].to(world.device)
+        valid[indices] = batch.valid[real].to(world.device)
+    return ResidentSplit(images, torch.from_numpy(split.labels).to(world.device), valid)
 
 
-_UPLOAD_SHARE = 0.05  # of a GPU's memory that parts of a batch, and images of some, may take
-_IN_FLIGHT = 2  # batches of images at a time
+def crop_uploader(transform: Transform, rows: int, channels: int, device: torch.device) -> CropUploader | None:
+    """The uploader to which `training_batches` of so many rows may leave the resizing; None where workers resize.
 
-
-def uploading(pipeline: Pipeline, rows: int, channels: int, device: torch.device) -> Upload | None:
-    """What `training_batches` of so many rows may leave the resizing to; None where the workers should do it.
-
-    The images of a batch that is too large to lie on the GPU as a whole come there piece by piece, as steps take them.
+    A batch that is too large to be on the GPU as a whole is resized by the workers and copied there per microbatch.
     """
-    if not (pipeline.ends_in_part and supports_crop_resize(device)):
+    if not (isinstance(transform, Pipeline) and transform.ends_in_random_crop and supports_crop_resize(device)):
         return None
-    layout = Layout(pipeline, rows, channels, parts=True)
-    taken = layout.room + _IN_FLIGHT * math.prod(layout.shape)
-    fits = taken <= _UPLOAD_SHARE * torch.cuda.get_device_properties(device).total_memory
-    return Upload(layout, device) if fits else None
+    layout = BufferLayout(transform, rows, channels, packed=True)
+    nbytes = layout.nbytes + _BATCHES_IN_FLIGHT * math.prod(layout.shape)
+    fits = nbytes <= _UPLOAD_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return CropUploader(layout, device) if fits else None
 
 
-class Upload:
-    """Copies and resizes on a stream of its own: steps that were queued before need not end first.
+class CropUploader:
+    """Copies crops to the GPU and resizes them there, on a stream of its own: queued steps need not end first.
 
-    Parts always come to the same memory, one batch after the other: for batches that all differ in size, PyTorch's
-    allocator would take more and more.
+    The crops of every batch are copied to the same buffer: for batches that all differ in size, PyTorch's caching
+    allocator would take more and more memory.
     """
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: BufferLayout, device: torch.device) -> None:
         from vitral.kernels.resize import CropResize  # needs Triton
 
         self.device, self.stream = device, torch.cuda.Stream(device)
         with torch.cuda.stream(self.stream):
-            self.pixels = torch.empty(layout.room, dtype=torch.uint8, device=device)
-        self.resize = CropResize(layout.pipeline.size, layout.channels, SHRINK, device)
+            self.pixels = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        self.resize = CropResize(layout.pipeline.size, layout.channels, MAX_SHRINK, device)
 
-    def __call__(self, parts: Parts) -> Tensor:
-        """-> uint8 (b, c, h, w) on the device"""
+    def __call__(self, crops: PackedCrops) -> Tensor:
+        """The images of packed crops, uint8 (batch, channels, height, width) on the device."""
         with torch.cuda.stream(self.stream):
-            self.pixels[: len(parts.pixels)].copy_(parts.pixels, non_blocking=True)
-            images = self.resize(self.pixels, parts.places.to(self.device, non_blocking=True))
-        steps = torch.cuda.current_stream(self.device)
-        steps.wait_stream(self.stream)
-        images.record_stream(steps)  # whose memory would else be given out again before a step has read it
+            self.pixels[: len(crops.pixels)].copy_(crops.pixels, non_blocking=True)
+            images = self.resize(self.pixels, crops.table.to(self.device, non_blocking=True))
+        compute = torch.cuda.current_stream(self.device)
+        compute.wait_stream(self.stream)
+        images.record_stream(compute)  # else its memory would be reused before a step has read it
         return images

@@ -21,6 +21,7 @@ from vitral.checkpoints.run import RunFolder
 from vitral.checkpoints.weights import write
 from vitral.checkpoints.write import write_safetensors
 from vitral.cost import run_flops
+from vitral.data.images import UnreadableImage
 from vitral.data.sources import DataSet
 from vitral.errors import Interrupted, UserError
 from vitral.events import Event, EventHandler, Note, Progress, RunStarted, StepDone, ignore_events
@@ -58,7 +59,7 @@ class RunResult:
     device: str
     predicted_peak_bytes: int
     peak_bytes: int
-    unreadable: list[list[str]]  # images that could not be read, and why
+    unreadable: list[dict[str, str]]  # images that could not be read: path and reason
     recipe: str  # its hash
     seed: int
 
@@ -245,7 +246,7 @@ def _result(
     world: World,
     folder: RunFolder,
     seconds: float,
-    unreadable: list[tuple[str, str]],
+    unreadable: list[UnreadableImage],
 ) -> RunResult:
     """The result of a run that is done."""
     recipe, images_seen, architecture = setup.recipe, state.step * setup.config.batch, setup.card.architecture
@@ -265,7 +266,7 @@ def _result(
         device=world.name,
         predicted_peak_bytes=estimate.peak_bytes,
         peak_bytes=peak_bytes(world.device),
-        unreadable=[list(pair) for pair in unreadable],
+        unreadable=[asdict(image) for image in unreadable],
         recipe=recipes.recipe_hash(recipe),
         seed=recipe.seed,
     )

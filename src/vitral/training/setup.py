@@ -18,19 +18,22 @@ from torch import nn
 from vitral import recipe as recipes
 from vitral.architecture import ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
+from vitral.data.images import UnreadableImage
 from vitral.data.loader import Batch, default_workers, training_batches
-from vitral.data.memory_map import decoded_once
+from vitral.data.memory_map import decode_once
 from vitral.data.order import balanced_order, batch_indices, rank_positions, rank_slice
-from vitral.data.preprocess import CallableTransform, Pipeline, parse_pipeline
+from vitral.data.preprocess import Pipeline, parse_pipeline
 from vitral.data.sources import DataSet, Split
+from vitral.data.transforms import CallableTransform
 from vitral.errors import UserError
 from vitral.evaluation.predict import Predictions, embed_split, predict_split
 from vitral.events import EventHandler, Note, Progress
 from vitral.models.resnet import ResNet
 from vitral.models.vit import ViT
 from vitral.recipe import Recipe
+from vitral.training.build import own_transform
 from vitral.training.callbacks import OwnParts
-from vitral.training.device_data import resident, uploading
+from vitral.training.device_data import crop_uploader, resident
 from vitral.training.evaluator import Evaluator, PlainModel, measure
 from vitral.training.loop import LoopConfig
 from vitral.training.masked import (
@@ -88,7 +91,7 @@ class Training(NamedTuple):
 
 def read_data(
     data: DataSet, channels: int, folder: Path, workers: int, world: World, on_event: EventHandler
-) -> tuple[DataSet, list[tuple[str, str]]]:
+) -> tuple[DataSet, list[UnreadableImage]]:
     """Decode small data once into a file of pixels in `folder`.
 
     Returns:
@@ -97,20 +100,11 @@ def read_data(
     if data.eval_split is None:
         raise UserError("there are no held-out images to evaluate on: set data.held_out above 0.")
 
-    def decoded(split: Split) -> tuple[Split, list[tuple[str, str]]]:
-        results: list[tuple[Split, list[tuple[str, str]]]] = []
+    def decoded(split: Split) -> tuple[Split, list[UnreadableImage]]:
+        results: list[tuple[Split, list[UnreadableImage]]] = []
 
         def decode() -> bool:
-            results.append(
-                decoded_once(
-                    split,
-                    folder,
-                    channels=channels,
-                    workers=workers,
-                    on_progress=lambda done, total: on_event(Progress(f"reading {split.name}", done, total)),
-                    on_note=lambda text: on_event(Note(text)),
-                )
-            )
+            results.append(decode_once(split, folder, channels=channels, workers=workers, on_event=on_event))
             return results[0][0] is not split
 
         # The first process writes the file and the others find it, where there is one.
@@ -122,7 +116,7 @@ def read_data(
     eval_split, more = decoded(data.eval_split)
     unreadable = [*unreadable, *more]
     if unreadable:
-        listed = "; ".join(f"{key}: {reason}" for key, reason in unreadable[:3])
+        listed = "; ".join(f"{image.path}: {image.reason}" for image in unreadable[:3])
         listed += f"; and {len(unreadable) - 3} more, listed in result.json" if unreadable[3:] else ""
         on_event(Note(f"left out {len(unreadable)} unreadable image{'s' * (len(unreadable) > 1)} ({listed})"))
     lost = np.flatnonzero((train.counts() == 0) & (data.train.counts() > 0))
@@ -244,11 +238,11 @@ def _train_on_images(
 
     def batches(step: int) -> Iterator[Batch]:
         config = setup.config
-        rows = len(rank_positions(config.batch, world.rank, world.size, partners=config.mix_partner))
+        rows = len(rank_positions(config.batch, world.rank, world.size, mix_partner=config.mix_partner))
         drawn: dict[str, Any] = {
             "batch": config.batch,
             "seed": config.seed,
-            "partners": config.mix_partner,
+            "mix_partner": config.mix_partner,
             "order": setup.order,
         }
         if on_device is not None:
@@ -264,7 +258,7 @@ def _train_on_images(
                 workers=setup.workers,
                 channels=channels,
                 pin=world.device.type == "cuda",
-                resize=uploading(pipeline, rows, channels, world.device),
+                resize=crop_uploader(pipeline, rows, channels, world.device),
                 **drawn,
             )
         return keyed(stream) if masked else stream
@@ -279,7 +273,7 @@ def _train_on_images(
 
 def _train_pipeline(setup: RunSetup) -> Pipeline | CallableTransform:
     if setup.own.train_transform is not None:
-        return CallableTransform(setup.own.train_transform, channels=setup.card.architecture.channels)
+        return own_transform(setup.own.train_transform, setup.card)
     text, _ = recipes.pipelines(setup.recipe, setup.card.architecture.image)
     return parse_pipeline(text)
 
@@ -288,9 +282,7 @@ def _eval_preprocess(setup: RunSetup) -> Any:
     """The card's preprocessing, with the user's own transform as its pipeline where there is one."""
     if setup.own.eval_transform is None:
         return setup.preprocess
-    transform = CallableTransform(
-        setup.own.eval_transform, channels=setup.card.architecture.channels, deterministic=True
-    )
+    transform: Any = own_transform(setup.own.eval_transform, setup.card)
     return replace(setup.preprocess, pipeline=transform)
 
 

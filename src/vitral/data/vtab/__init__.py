@@ -15,11 +15,20 @@ from typing import NamedTuple
 import numpy as np
 
 from vitral.atomic import atomic_write
-from vitral.data.images import UnreadableImage
+from vitral.data.images import ImageError
 from vitral.data.splits import DataSet, Reader, Split
-from vitral.data.vtab.files import Found, Masks, Records, Stored, Whole, find_files, joined, read_whole
+from vitral.data.vtab.files import (
+    BinaryMaskReader,
+    LoadedSplits,
+    SplitStore,
+    TaskFiles,
+    TFRecordReader,
+    find_files,
+    joined,
+    read_whole,
+)
 from vitral.data.vtab.splits import fairly_drawn, hashed_order, positions, stored_split
-from vitral.data.vtab.tasks import TASKS, Task, find_task
+from vitral.data.vtab.tasks import TASKS, TaskSpec, find_task
 from vitral.errors import UserError
 
 _ORDERS = {"parquet": "order of the Parquet rows", "tar": "order of the tar members", "folders": "order of the names"}
@@ -29,7 +38,7 @@ _ORDERS = {"parquet": "order of the Parquet rows", "tar": "order of the tar memb
 class VtabTask:
     """A task's splits; `train1000` is `train800` and `val200` together. `order` says whether TFDS chose the images."""
 
-    task: Task
+    task: TaskSpec
     root: Path  # the folder of all tasks
     train800: Split
     val200: Split
@@ -47,7 +56,7 @@ class VtabTask:
         return DataSet(self.task.name, self.train1000, test=self.test, notes=self.notes)
 
 
-class _Chosen(NamedTuple):
+class _Selection(NamedTuple):
     stored: str
     places: range
 
@@ -62,29 +71,29 @@ def open_task(name: str, root: str | Path, *, train: int = 800, val: int = 200) 
     chosen = _chosen(task, found, stored, wanted)
     splits = {key: stored.take(part.stored, np.array(part.places), key) for key, part in chosen.items()}
     if task.dataset == "dsprites":
-        splits = {key: replace(split, reader=Masks(split.reader)) for key, split in splits.items()}
+        splits = {key: replace(split, reader=BinaryMaskReader(split.reader)) for key, split in splits.items()}
     both = joined(splits["train800"], splits["val200"], "train1000")
     return VtabTask(task, folder, train1000=both, order=order, notes=tuple(notes), **splits)
 
 
-def _stored(task: Task, found: Found, wanted: Mapping[str, int]) -> tuple[Stored, str, list[str]]:
+def _stored(task: TaskSpec, found: TaskFiles, wanted: Mapping[str, int]) -> tuple[SplitStore, str, list[str]]:
     """The data set, the order of its images in words, and what to know of it."""
     if found.layout == "tfrecord":
-        return Records(task, found), "tfds order: yes (tfrecord files read in shard order)", []
+        return TFRecordReader(task, found), "tfds order: yes (tfrecord files read in shard order)", []
     splits, notes = read_whole(task, found)
-    whole = Whole(splits)
+    whole = LoadedSplits(splits)
     chosen = _chosen(task, found, whole, wanted)
     if all(_fair(splits[part.stored], part.places) for part in chosen.values()):
         return whole, f"tfds order: not verified ({_ORDERS[found.layout]})", notes
     notes.append(f"{task.name} is not stored in random order: its images are taken by the hashes of their keys.")
     mixed = {key: split.select(hashed_order(split.keys)) for key, split in splits.items()}
     order = "tfds order: no (not stored in random order, taken by key hashes)"
-    return Whole(mixed), order, notes
+    return LoadedSplits(mixed), order, notes
 
 
-def _chosen(task: Task, found: Found, stored: Stored, wanted: Mapping[str, int]) -> dict[str, _Chosen]:
+def _chosen(task: TaskSpec, found: TaskFiles, stored: SplitStore, wanted: Mapping[str, int]) -> dict[str, _Selection]:
     """Which images each of our splits takes. Too few of them, or one taken twice, is refused."""
-    chosen: dict[str, _Chosen] = {}
+    chosen: dict[str, _Selection] = {}
     for key, expression in task.expressions(*wanted.values()).items():
         split = stored_split(expression)
         places = positions(expression, stored.count(split))
@@ -95,7 +104,7 @@ def _chosen(task: Task, found: Found, stored: Stored, wanted: Mapping[str, int])
             )
         if any(split == part.stored and set(places) & set(part.places) for part in chosen.values()):
             raise UserError(f"{found.folder} is too small: {key} of {task.name} would share images, so complete it.")
-        chosen[key] = _Chosen(split, places)
+        chosen[key] = _Selection(split, places)
     return chosen
 
 
@@ -135,13 +144,13 @@ def _lines(task: VtabTask) -> Iterator[str]:
         for index, key in enumerate(split.keys):
             try:
                 digest = _digest(split.reader, index)
-            except UnreadableImage as error:
+            except ImageError as error:
                 raise UserError(f"{key} of {task.task.name} cannot be read ({error}): copy it again.") from error
             yield f"{split.name}\t{index}\t{key}\t{digest}"
 
 
 def _digest(reader: Reader, index: int) -> str:
-    data = reader.stored.read(index) if isinstance(reader, Masks) else reader.read(index)
+    data = reader.stored.read(index) if isinstance(reader, BinaryMaskReader) else reader.read(index)
     return hashlib.sha256(data if isinstance(data, bytes) else data.tobytes()).hexdigest()
 
 
@@ -165,4 +174,4 @@ def _compare(file: Path, before: list[str], lines: list[str]) -> None:
         raise UserError(f"{file} lists {len(listed)} images and there are {len(lines)}: remove it to list them anew.")
 
 
-__all__ = ["TASKS", "Task", "VtabTask", "find_task", "open_task", "write_ids"]
+__all__ = ["TASKS", "TaskSpec", "VtabTask", "find_task", "open_task", "write_ids"]

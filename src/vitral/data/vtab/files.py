@@ -13,19 +13,19 @@ import numpy as np
 
 from vitral.data.folders import read_folder, sub_folders
 from vitral.data.images import decode
-from vitral.data.parquet import ParquetReader, opened, read_parquet, row_keys, rows_of_groups
+from vitral.data.parquet import ParquetReader, opened, read_parquet, row_group_sizes, row_keys
 from vitral.data.shards import ShardReader, read_shards
-from vitral.data.splits import SPLIT_NAMES, DataSet, Reader, Split, files_by_split, natural, split_name
-from vitral.data.vtab.records import RecordFiles
+from vitral.data.splits import SPLIT_NAMES, DataSet, Reader, Split, files_by_split, natural_key, split_name
 from vitral.data.vtab.splits import stored_split
-from vitral.data.vtab.tasks import CLASS, Task, flattened
+from vitral.data.vtab.tasks import CLASS, TaskSpec, flattened
+from vitral.data.vtab.tfrecord import TFRecordFiles
 from vitral.errors import UserError
 
 _RECORDS = re.compile(r".+-([a-z_]+)\.tfrecord-([0-9]+)-of-([0-9]+)")
 
 
 @dataclass(frozen=True)
-class Found:
+class TaskFiles:
     """A task's files by split, in TFDS's words; of class folders the splits alone."""
 
     folder: Path
@@ -33,7 +33,7 @@ class Found:
     files: Mapping[str, list[Path]]
 
 
-def find_files(task: Task, root: Path) -> Found:
+def find_files(task: TaskSpec, root: Path) -> TaskFiles:
     """The task's files with all the splits it needs; the task's own folder goes before the data set's."""
     names = tuple(dict.fromkeys((task.name, task.dataset)))
     folder = next((root / name for name in names if (root / name).is_dir()), None)
@@ -47,7 +47,7 @@ def find_files(task: Task, root: Path) -> Found:
     return found
 
 
-def _records(task: Task, folder: Path) -> Found | None:
+def _records(task: TaskSpec, folder: Path) -> TaskFiles | None:
     """TFDS's files, which lie in folders for the setting and the version; a split must have all its shards."""
     matches = [(file, _RECORDS.fullmatch(file.name)) for file in sorted(folder.rglob("*.tfrecord-*"))]
     places = {file.parent for file, match in matches if match}
@@ -64,38 +64,38 @@ def _records(task: Task, folder: Path) -> Found | None:
         stated = int(members[0].name.rpartition("-")[2])
         if len(members) != stated:
             raise UserError(f"{place} has {len(members)} of the {stated} files of {split}: copy the others too.")
-    return Found(place, "tfrecord", files)
+    return TaskFiles(place, "tfrecord", files)
 
 
-def _parquet(folder: Path) -> Found | None:
+def _parquet(folder: Path) -> TaskFiles | None:
     files = list(folder.rglob("*.parquet"))
     # The hub's svhn has a third split, "extra", which nobody asked for.
     files = [file for file in files if split_name(file.stem) or split_name(file.parent.name)] or files
     return _by_split(folder, "parquet", files)
 
 
-def _tar(folder: Path) -> Found | None:
+def _tar(folder: Path) -> TaskFiles | None:
     return _by_split(folder, "tar", list(folder.rglob("*.tar")))
 
 
-def _by_split(folder: Path, layout: str, files: list[Path]) -> Found | None:
+def _by_split(folder: Path, layout: str, files: list[Path]) -> TaskFiles | None:
     if not files:
         return None
     place = _only(folder, {file.parent.parent if split_name(file.parent.name) else file.parent for file in files})
     splits = files_by_split(str(place), files)
-    return Found(place, layout, {_word(split): members for split, members in splits.items()})
+    return TaskFiles(place, layout, {_word(split): members for split, members in splits.items()})
 
 
-def _folders(folder: Path) -> Found:
+def _folders(folder: Path) -> TaskFiles:
     splits = {_word(SPLIT_NAMES[name.lower()]): [] for name in sub_folders(folder) if name.lower() in SPLIT_NAMES}
     if not sub_folders(folder):
         raise UserError(f"{folder} is empty: put TFRecord or Parquet files, tar shards or class folders there.")
-    return Found(folder, "folders", splits or {"train": []})
+    return TaskFiles(folder, "folders", splits or {"train": []})
 
 
 def _only(folder: Path, places: set[Path]) -> Path:
     if len(places) > 1:
-        names = sorted((str(place.relative_to(folder)) for place in places), key=natural)
+        names = sorted((str(place.relative_to(folder)) for place in places), key=natural_key)
         raise UserError(f"{folder} has several forms of the data ({', '.join(names)}): keep one of them.")
     return next(iter(places))
 
@@ -119,7 +119,7 @@ def stated_lengths(folder: Path) -> dict[str, list[int]]:
 _IMAGE = "image"
 
 
-class Columns(NamedTuple):
+class ParquetColumns(NamedTuple):
     """Rows of some files: a key, the wanted fields as lists of numbers, and a reader of the images."""
 
     keys: list[str]
@@ -127,7 +127,7 @@ class Columns(NamedTuple):
     reader: ParquetReader
 
 
-def read_columns(files: list[Path], fields: tuple[str, ...]) -> Columns | None:
+def read_columns(files: list[Path], fields: tuple[str, ...]) -> ParquetColumns | None:
     """The fields with these last words in their names; None where a file lacks one."""
     values: list[list[list[Any]]] = []
     rows: list[list[int]] = []
@@ -138,9 +138,9 @@ def read_columns(files: list[Path], fields: tuple[str, ...]) -> Columns | None:
                 return None
             paths = [table.schema.column(leaves[field]).path for field in fields]
             columns = [table.read([path], use_threads=False).column(0).to_pylist() for path in paths]
-            rows.append(rows_of_groups(table))
+            rows.append(row_group_sizes(table))
         values += [[flattened(value) for value in row] for row in zip(*columns, strict=True)]
-    return Columns(row_keys(files, rows), values, ParquetReader(files, rows, _IMAGE))
+    return ParquetColumns(row_keys(files, rows), values, ParquetReader(files, rows, _IMAGE))
 
 
 def last_word(path: str) -> str:
@@ -149,7 +149,7 @@ def last_word(path: str) -> str:
 
 
 @dataclass(frozen=True)
-class Joined:
+class ConcatReader:
     """The `count` images of one reader, then those of another."""
 
     first: Reader
@@ -164,7 +164,7 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Masks:
+class BinaryMaskReader:
     """Pictures of zeros and ones as black and white ones in colour, uint8 (h, w, 3); others as they are."""
 
     stored: Reader
@@ -182,10 +182,10 @@ def joined(first: Split, second: Split, name: str) -> Split:
     """One split of both, whose keys say from which each image came."""
     keys = [f"{split.name}/{key}" for split in (first, second) for key in split.keys]
     labels = np.concatenate([first.labels, second.labels])
-    return Split(name, keys, labels, first.classes, Joined(first.reader, len(first), second.reader))
+    return Split(name, keys, labels, first.classes, ConcatReader(first.reader, len(first), second.reader))
 
 
-class Stored(Protocol):
+class SplitStore(Protocol):
     """Splits by TFDS's names, of which images are taken by place."""
 
     def count(self, split: str) -> int: ...
@@ -193,7 +193,7 @@ class Stored(Protocol):
     def take(self, split: str, places: np.ndarray, name: str) -> Split: ...
 
 
-class Whole:
+class LoadedSplits:
     """Splits that are known from end to end."""
 
     def __init__(self, splits: Mapping[str, Split]) -> None:
@@ -206,12 +206,12 @@ class Whole:
         return self.splits[split].select(places, name)
 
 
-class Records:
+class TFRecordReader:
     """TFDS's files: all records are counted, and only those that are taken are read."""
 
-    def __init__(self, task: Task, found: Found) -> None:
+    def __init__(self, task: TaskSpec, found: TaskFiles) -> None:
         self.task = task
-        self.files = {split: RecordFiles(files) for split, files in found.files.items()}
+        self.files = {split: TFRecordFiles(files) for split, files in found.files.items()}
         for split, lengths in stated_lengths(found.folder).items():
             if split in self.files and self.files[split].lengths() != lengths:
                 stated = f"{split} that dataset_info.json states"
@@ -242,7 +242,7 @@ class Records:
         return Split(name, keys, np.array(labels, np.int64), self.classes, reader)
 
 
-def read_whole(task: Task, found: Found) -> tuple[dict[str, Split], list[str]]:
+def read_whole(task: TaskSpec, found: TaskFiles) -> tuple[dict[str, Split], list[str]]:
     """The splits of a layout other than TFDS's, in its own order; and what to know of their labels."""
     notes: list[str] = []
     if task.rule is not CLASS:
@@ -262,7 +262,7 @@ def read_whole(task: Task, found: Found) -> tuple[dict[str, Split], list[str]]:
     return {"validation" if name == "val" else name: split for name, split in splits.items()}, notes
 
 
-def _computed(task: Task, found: Found) -> dict[str, Split] | None:
+def _computed(task: TaskSpec, found: TaskFiles) -> dict[str, Split] | None:
     splits: dict[str, Split] = {}
     for split, files in found.files.items():
         columns = read_columns(files, task.rule.fields)
@@ -274,7 +274,7 @@ def _computed(task: Task, found: Found) -> dict[str, Split] | None:
     return splits
 
 
-def _labelled(found: Found) -> DataSet:
+def _labelled(found: TaskFiles) -> DataSet:
     if found.layout == "folders":
         return read_folder(found.folder, seed=0, held_out=0)
     files = [file for members in found.files.values() for file in members]
@@ -282,7 +282,7 @@ def _labelled(found: Found) -> DataSet:
     return read(str(found.folder), files, seed=0, held_out=0)
 
 
-def _label(task: Task, key: str, values: list[list[Any]]) -> int:
+def _label(task: TaskSpec, key: str, values: list[list[Any]]) -> int:
     try:
         label = task.rule.label(*values)
     except (IndexError, ValueError, TypeError) as error:
@@ -293,12 +293,12 @@ def _label(task: Task, key: str, values: list[list[Any]]) -> int:
     return label
 
 
-def _stated_names(task: Task, folder: Path) -> tuple[str, ...]:
+def _stated_names(task: TaskSpec, folder: Path) -> tuple[str, ...]:
     """The class names that TFDS writes beside the records, one a line."""
     file = folder / f"{task.rule.fields[0]}.labels.txt"
     names = tuple(file.read_text(encoding="utf-8").splitlines()) if file.is_file() else ()
     return names if len(names) == task.classes else ()
 
 
-def _numbers(task: Task) -> tuple[str, ...]:
+def _numbers(task: TaskSpec) -> tuple[str, ...]:
     return tuple(map(str, range(task.classes)))

@@ -15,7 +15,7 @@ from vitral.paper import vtab_tasks
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskSpec:
     """One task. `train`, `val` and `test` are splits in TFDS's words, before the first 800 and 200 are taken."""
 
     name: str
@@ -25,7 +25,7 @@ class Task:
     train: str
     val: str
     test: str
-    rule: Rule
+    rule: LabelRule
     flip: bool  # whether BiT mirrors the training images
     crop: bool  # whether BiT crops them
     column: str  # in Table 9
@@ -50,7 +50,7 @@ _NO_VEHICLE = 1000.0  # metres
 
 
 @dataclass(frozen=True)
-class Rule:
+class LabelRule:
     """The fields a label is made of, by the last word of their names, and how. `names` are the classes, where known."""
 
     fields: tuple[str, ...]
@@ -90,18 +90,20 @@ def merged(values: Sequence[int], before: int, after: int) -> int:
     return int(values[0]) * after // before
 
 
-CLASS = Rule(("label",), stored)
+CLASS = LabelRule(("label",), stored)
 # Of all tasks whose label is not the data set's own.
-RULES: dict[str, Rule] = {
-    "clevr-count": Rule(("pixel_coords",), count_less_three, tuple(f"{count} objects" for count in range(3, 11))),
-    "clevr-distance": Rule(
+RULES: dict[str, LabelRule] = {
+    "clevr-count": LabelRule(("pixel_coords",), count_less_three, tuple(f"{count} objects" for count in range(3, 11))),
+    "clevr-distance": LabelRule(
         ("pixel_coords",), nearest_object, ("up to 8", "up to 8.5", "up to 9", "up to 9.5", "up to 10", "farther")
     ),
-    "dsprites-location": Rule(("label_x_position",), partial(merged, before=32, after=16)),
-    "dsprites-orientation": Rule(("label_orientation",), partial(merged, before=40, after=16)),
-    "kitti-distance": Rule(("type", "location"), nearest_vehicle, ("up to 8 m", "up to 20 m", "farther", "no vehicle")),
-    "smallnorb-azimuth": Rule(("label_azimuth",), stored),
-    "smallnorb-elevation": Rule(("label_elevation",), stored),
+    "dsprites-location": LabelRule(("label_x_position",), partial(merged, before=32, after=16)),
+    "dsprites-orientation": LabelRule(("label_orientation",), partial(merged, before=40, after=16)),
+    "kitti-distance": LabelRule(
+        ("type", "location"), nearest_vehicle, ("up to 8 m", "up to 20 m", "farther", "no vehicle")
+    ),
+    "smallnorb-azimuth": LabelRule(("label_azimuth",), stored),
+    "smallnorb-elevation": LabelRule(("label_elevation",), stored),
 }
 
 
@@ -114,8 +116,8 @@ def flattened(value: Any) -> list[Any]:
     return [] if value is None else [value]
 
 
-TASKS: dict[str, Task] = {
-    row.name: Task(
+TASKS: dict[str, TaskSpec] = {
+    row.name: TaskSpec(
         name=row.name,
         group=row.group,
         builder=row.builder,
@@ -132,7 +134,7 @@ TASKS: dict[str, Task] = {
 }
 
 
-def find_task(name: str) -> Task:
+def find_task(name: str) -> TaskSpec:
     if name not in TASKS:
         near = difflib.get_close_matches(name, TASKS, 1)
         hint = f"did you mean {near[0]}?" if near else f"name one of {', '.join(TASKS)}."

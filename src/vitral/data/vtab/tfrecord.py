@@ -1,4 +1,4 @@
-"""TFRecord files with tf.train.Example records, which is how TFDS stores a data set; read in place, in any order.
+"""TFRecord files with tf.train.TFExample records, which is how TFDS stores a data set; read in place, in any order.
 
 A record is its length (8 bytes), a checksum of that, the message, and a checksum of the message, all little-endian.
 The length's checksum is verified, so that a damaged or cut file is refused. The message's is not: that would mean
@@ -23,14 +23,14 @@ _VARINT, _EIGHT, _SIZED, _FOUR = 0, 1, 2, 5  # how a protocol buffer's field is 
 
 
 @dataclass
-class Example:
+class TFExample:
     """A record's features by name: numbers in lists, and where the first of its byte strings begins and ends."""
 
     numbers: dict[str, list[int] | list[float]] = field(default_factory=dict)
     places: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-class RecordFiles:
+class TFRecordFiles:
     """The records of some files, one file after the other. `frames` is (n, 3) int64: file, offset, size."""
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -45,7 +45,7 @@ class RecordFiles:
         """Records of each file."""
         return np.bincount(self.frames[:, 0], minlength=len(self.files)).tolist()
 
-    def examples(self, indices: Iterable[int]) -> Iterator[Example]:
+    def examples(self, indices: Iterable[int]) -> Iterator[TFExample]:
         """These records, in this order."""
         with ExitStack() as stack:
             opened: dict[int, Buffer] = {}
@@ -59,9 +59,9 @@ class RecordFiles:
                     raise UserError(f"{self.files[file]} is damaged at byte {start}: copy it again.") from error
 
 
-def parse(data: Buffer, start: int, end: int) -> Example:
+def parse(data: Buffer, start: int, end: int) -> TFExample:
     """A tf.train.Example: field 1 is the Features, whose field 1 are the entries, a name (1) and a feature (2) each."""
-    example = Example()
+    example = TFExample()
     for _, features in _sized(data, start, end):
         for _, entry in _sized(data, *features):
             parts = dict(_sized(data, *entry))
@@ -71,7 +71,7 @@ def parse(data: Buffer, start: int, end: int) -> Example:
     return example
 
 
-def _keep(example: Example, name: str, kind: int, data: Buffer, values: tuple[int, int]) -> None:
+def _keep(example: TFExample, name: str, kind: int, data: Buffer, values: tuple[int, int]) -> None:
     """The list in a feature: byte strings (1), floats (2) or integers (3), numbers packed together or each alone."""
     if kind == 1:
         first = next(_sized(data, *values), None)
