@@ -91,9 +91,7 @@ def block_commands(block: Block) -> Iterator[Command]:
             yield Command(str(block), words)
 
 
-COMMANDS = [
-    command for block in BLOCKS if block.language in ("sh", "console") for command in block_commands(block)
-]
+COMMANDS = [command for block in BLOCKS if block.language in ("sh", "console") for command in block_commands(block)]
 
 
 def vitral_words(words: list[str]) -> list[str] | None:
@@ -154,7 +152,7 @@ def faults_of_command(words: list[str], whole: bool = True) -> Iterator[str]:
     if not words or words[0].startswith("-"):
         return
     verb, *rest = words
-    if verb == "VERB":
+    if verb in ("VERB", "..."):
         return
     if verb not in cli.VERBS:
         yield f'there is no verb "{verb}"'
@@ -165,8 +163,8 @@ def faults_of_command(words: list[str], whole: bool = True) -> Iterator[str]:
             option = word.partition("=")[0]
             if option not in options_of(verb):
                 yield f"`vitral {verb}` has no option {option}"
-        elif option in SETS_KEYS and "=" in word and word.partition("=")[0] not in recipe_keys():
-            yield f'the recipe has no key "{word.partition("=")[0]}"'
+        elif option in SETS_KEYS and "=" in word and (key := word.partition("=")[0]) not in {"KEY", *recipe_keys()}:
+            yield f'the recipe has no key "{key}"'
         elif option == "--recipe" and re.match(r"(paper|bit|speedrun)[:/]", word) and word not in preset_names():
             yield f'there is no preset "{word}"'
     if whole and verb not in PURE | {"demo", "bench"} and not rest:
@@ -289,8 +287,7 @@ def repository_files() -> frozenset[str]:
 
 def is_in_repository(path: str) -> bool:
     """Whether the path exists, from the root or below any folder of it: `models/vit.py`, `test_vit.py`."""
-    path = path.rstrip("/")
-    pattern = re.compile(rf"(?:.*/)?{re.escape(path).replace(r'\*', '[^/]*')}")
+    pattern = re.compile("(?:.*/)?" + re.escape(path.rstrip("/")).replace(r"\*", "[^/]*"))
     return any(pattern.fullmatch(name) for name in repository_files())
 
 
