@@ -36,7 +36,8 @@ QUICK = PURE | {"info", "check", "convert", "predict", "embed", "evaluate", "ins
 OTHER_PROGRAMS = {"git", "pip", "pipx", "uv", "cd", "source", "export", "pre-commit", "pytest", ".ci/run"}
 FILE_SUFFIXES = "py|toml|md|css|js|yml|sh|json|cff|txt|ipynb|log|svg|png"
 MAKE_TARGETS = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-TINY = "image=32 steps=2 batch=8 workers=0 shape.depth=1 shape.width=32 shape.mlp=64 shape.heads=2".split()
+SHAPE = ("shape.depth=1", "shape.width=32", "shape.mlp=64", "shape.heads=2")
+TINY = ("image=32", "steps=2", "batch=8", "workers=0", *SHAPE)
 
 
 class Block(NamedTuple):
@@ -199,7 +200,7 @@ def test_commands_in_blocks_exist(command):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_in_prose_exist(page):
-    """Whole commands, and options on their own: those must belong to some verb, or to a benchmark of this repository."""
+    """Whole commands, and options on their own: those must belong to some verb or benchmark script."""
     scripts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py"))
     known = {option for verb in cli.VERBS for option in options_of(verb)}
     faults = []
@@ -302,10 +303,10 @@ OTHER_FILES = re.compile(
 def test_paths_exist(page):
     """Paths of this repository in backticks, and the targets of relative links."""
     faults = []
+    pattern = re.compile(rf"[\w./*-]+\.(?:{FILE_SUFFIXES})|(?:src|tests|docs|benchmarks|examples)/[\w./*-]*")
     for text in inline_code(page):
-        if re.fullmatch(rf"[\w./*-]+\.(?:{FILE_SUFFIXES})|(?:src|tests|docs|benchmarks|examples)/[\w./*-]*", text):
-            if not OTHER_FILES.fullmatch(text) and not is_in_repository(text):
-                faults.append(f"{text} does not exist")
+        if pattern.fullmatch(text) and not OTHER_FILES.fullmatch(text) and not is_in_repository(text):
+            faults.append(f"{text} does not exist")
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
         if "://" not in target and not (page.parent / target).exists():
             faults.append(f"the link {target} leads nowhere")
