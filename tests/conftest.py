@@ -53,7 +53,7 @@ def golden_file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         if not packed.is_file():
             return request.getfixturevalue("assets") / "golden" / name
         if not (folder / name).exists():
-            np.savez(folder / name, **goldens.unpack(packed.read_bytes()))
+            np.savez(folder / name, **goldens.unpack(packed.read_bytes()))  # type: ignore[arg-type]
         return folder / name
 
     return path_of
