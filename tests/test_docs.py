@@ -279,6 +279,26 @@ def test_python_names_exist(page):
     assert not faults
 
 
+OTHER_LIBRARIES = {"ImageFolder", "DataLoader", "once_differentiable", "onnxruntime", "onnxscript", "pre_logits"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_identifiers_occur_in_the_source(page):
+    """Names in backticks that look like code: CamelCase, snake_case, or called with parentheses."""
+    words = source_words() | OTHER_LIBRARIES
+    names = set()
+    for text in inline_code(page):
+        if re.fullmatch(r"[A-Z]?[a-z]+(?:[A-Z][a-z]+)+|[a-z]+(?:_[a-z]+)+|[A-Za-z_]+\([^)]*\)", text):
+            names.add(re.split(r"\(", text)[0])
+    assert not names - words
+
+
+@functools.cache
+def source_words() -> frozenset[str]:
+    files = SOURCE.rglob("*.py")
+    return frozenset(word for path in files for word in re.findall(r"\w+", path.read_text(encoding="utf-8")))
+
+
 @functools.cache
 def repository_files() -> frozenset[str]:
     folders = ("src", "tests", "docs", "benchmarks", "examples", ".github", ".ci")
