@@ -1,21 +1,21 @@
 # Works with GNU Make 3.81 (macOS) and a POSIX shell. Paths are relative, so the folder's own name may hold spaces.
 
 PYTHON ?= python3
-# Without a GPU, a small torch: make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# For a machine without a GPU, the small build of torch: make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 
 BIN := .venv/bin
-# Written last, so that an interrupted installation starts again; it dies with the environment that it describes.
+# Created last, so that an interrupted installation is repeated; it is inside the environment that it describes.
 INSTALLED := .venv/.installed
 
 .PHONY: help setup demo test lint bench clean
 
 help:
 	@echo "make setup   install vitral and its tools into .venv"
-	@echo "make demo    train a Vision Transformer on handwritten digits and use it, in two minutes"
+	@echo "make demo    train a Vision Transformer on handwritten digits and inspect it, in two minutes"
 	@echo "make test    run the tests on all cores"
 	@echo "make lint    check format, style and types"
-	@echo "make bench   training steps on this machine, beside other libraries"
+	@echo "make bench   speed of training steps on this machine, compared with other libraries"
 	@echo "make clean   remove builds and caches; .venv stays"
 	@echo
 	@echo "make setup PYTHON=python3.12   with another Python than python3"
@@ -23,29 +23,29 @@ help:
 
 setup: $(INSTALLED)
 
-# An environment that works is kept; one that is torn, or too old, is made anew.
+# A working environment is kept; one that is broken or too old is recreated.
 $(INSTALLED): pyproject.toml constraints.txt
 	@fail() { echo "$$1" >&2; exit 1; }; \
 	recent='import sys; sys.exit(sys.version_info < (3, 11))'; \
 	if $(BIN)/python -c "import pip; $$recent" 2>/dev/null; then exit 0; fi; \
 	command -v "$(PYTHON)" >/dev/null || \
-		fail "No \"$(PYTHON)\" here: install Python 3.11 or newer, or name one with make PYTHON=/path/to/python3."; \
+		fail "cannot find \"$(PYTHON)\": install Python 3.11 or newer, or give its path with make PYTHON=/path/to/python3."; \
 	"$(PYTHON)" -c "$$recent" 2>/dev/null || \
-		fail "$(PYTHON) is $$("$(PYTHON)" --version 2>&1), vitral needs 3.11 or newer: name one with make PYTHON=/path/to/python3."; \
+		fail "$(PYTHON) is $$("$(PYTHON)" --version 2>&1), vitral needs 3.11 or newer: give its path with make PYTHON=/path/to/python3."; \
 	"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || \
 		fail "$(PYTHON) lacks its venv module: install it (Debian, Ubuntu: apt install python3-venv) and run make again."; \
 	"$(PYTHON)" -m venv --clear .venv || \
-		fail "$(PYTHON) could not make .venv, for the reason above: mend that and run make again."
+		fail "$(PYTHON) could not create .venv (see above): fix that and run make again."
 	@$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt \
 		$(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") --editable ".[dev]" || { \
-		echo "pip could not install what constraints.txt pins, for the reason above: mend that and run make again." >&2; \
+		echo "pip could not install the versions in constraints.txt (see above): fix that and run make again." >&2; \
 		exit 1; }
 	@touch $@
 
 demo: $(INSTALLED)
 	$(BIN)/vitral demo
 
-# Each worker loads torch, so more than eight cost more than they bring; -rs says what was skipped, and why.
+# Each worker imports torch, so more than eight take longer; -rs lists the skipped tests with reasons.
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadgroup -rs
 

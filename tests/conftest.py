@@ -1,12 +1,15 @@
-"""What every test shares: no network, one thread a worker, repeatable examples, and the assets where they exist."""
+"""Shared by all tests: no network, one thread per worker, repeatable examples, golden files and optional assets."""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import goldens
+import numpy as np
 import pytest
 from hypothesis import settings
 from repair import sitecustomize  # noqa: F401  torchvision becomes importable
@@ -29,13 +32,31 @@ LOCAL = ("localhost", "127.0.0.1", "::1", "")
 
 @pytest.fixture(scope="session")
 def assets() -> Path:
-    """The folder of released weights, golden numbers and pictures."""
+    """The folder of released weights, photographs and further golden files."""
     folder = os.environ.get("VITRAL_ASSETS")
     if not folder:
         pytest.skip("needs assets: set VITRAL_ASSETS to the folder that holds golden/ and data/")
     path = Path(folder)
     assert path.is_dir(), f"VITRAL_ASSETS={folder} is not a folder"
     return path
+
+
+@pytest.fixture(scope="session")
+def golden_file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Path of a golden file (outputs of Google's code) by its name: from tests/golden, else from the assets."""
+    folder = tmp_path_factory.mktemp("golden")
+
+    def path_of(name: str) -> Path:
+        packed = (goldens.FOLDER / name).with_suffix(".xz")
+        if (goldens.FOLDER / name).is_file():
+            return goldens.FOLDER / name
+        if not packed.is_file():
+            return request.getfixturevalue("assets") / "golden" / name
+        if not (folder / name).exists():
+            np.savez(folder / name, **goldens.unpack(packed.read_bytes()))  # type: ignore[arg-type]
+        return folder / name
+
+    return path_of
 
 
 @pytest.fixture

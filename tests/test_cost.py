@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,6 @@ WITH_21K_HEAD = {
 }
 MEAN: dict[str, Any] = {"pool": "mean", "class_token": False}
 
-ASSETS = os.environ.get("VITRAL_ASSETS")
-needs_assets = pytest.mark.skipif(ASSETS is None, reason="VITRAL_ASSETS is not set")
 
 # Small, not square, with every part that a description can switch on.
 SMALL = ViTConfig(depth=3, width=32, mlp=48, heads=4, patch=8, image=(40, 72), classes=5)
@@ -141,9 +140,8 @@ def golden_changes(family: str, name: str) -> dict[str, Any]:
     return changes
 
 
-@needs_assets
-def test_golden_parameter_counts() -> None:
-    families = json.loads(Path(str(ASSETS), "golden", "param_counts.json").read_text())
+def test_golden_parameter_counts(golden_file: Callable[[str], Path]) -> None:
+    families = json.loads(golden_file("param_counts.json").read_text())
     assert sum(map(len, families.values())) == 36
     for family, models in families.items():
         for name, expected in models.items():

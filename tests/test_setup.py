@@ -1,8 +1,9 @@
-"""What a newcomer meets: the Makefile's one-sentence errors, and a command line that answers at once."""
+"""First contact: the Makefile and its error messages, a command line that starts fast, tidy text files."""
 
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -148,3 +149,31 @@ def test_help_does_not_import_torch():
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert "vitral.cli" in imported
     assert not imported & {"torch", "numpy", "vitral.api"}
+
+
+TEXT = {".py", ".md", ".toml", ".yml", ".yaml", ".txt", ".cff", ".css", ".js", ".json", ".ipynb", ""}
+
+
+@pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs a clone")
+def test_text_files_are_tidy():
+    """UTF-8, Unix line ends, no trailing spaces, one newline at the end; no file of more than a megabyte."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    faults = []
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        path = ROOT / name
+        if not path.is_file() or path.is_symlink():
+            continue
+        data = path.read_bytes()
+        if len(data) > 1_000_000:
+            faults.append(f"{name} has {len(data):,} bytes")
+        if path.suffix not in TEXT or not data:
+            continue
+        text = data.decode("utf-8")
+        if "\r" in text or re.search(r"[ \t]$", text, re.MULTILINE) or not text.endswith("\n") or text.endswith("\n\n"):
+            faults.append(f"{name} has trailing spaces, other line ends, or not one newline at the end")
+    assert not faults

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -40,6 +41,7 @@ GOLDENS = {
 SIZES = [(case, size) for case, (_, sizes, _) in GOLDENS.items() for size in sizes]
 BLOCK_LIMIT = 5e-5
 Arrays = dict[str, np.ndarray]
+GoldenFile = Callable[[str], Path]
 
 
 @cache
@@ -53,13 +55,13 @@ def arrays_of(path: Path) -> Arrays:
         return dict(file)
 
 
-def checkpoint(assets: Path, case: str) -> Path:
-    return assets / "golden" / f"{case}.ckpt.npz"
+def checkpoint(golden_file: GoldenFile, case: str) -> Path:
+    return golden_file(f"{case}.ckpt.npz")
 
 
-def expected(assets: Path, case: str, size: str) -> dict[str, Tensor]:
+def expected(golden_file: GoldenFile, case: str, size: str) -> dict[str, Tensor]:
     """What the original computed at one size; images as (b, c, h, w)."""
-    arrays = arrays_of(assets / "golden" / f"{case}.io.npz")
+    arrays = arrays_of(golden_file(f"{case}.io.npz"))
     prefix = f"r{size}/"
     found = {
         key.removeprefix(prefix): torch.from_numpy(value) for key, value in arrays.items() if key.startswith(prefix)
@@ -74,10 +76,10 @@ def pixels(size: str) -> Size:
 
 @pytest.mark.parametrize(("case", "size"), SIZES)
 @pytest.mark.parametrize("way", ["run time", "adapted"])
-def test_logits_are_those_of_google(assets, case, size, way):
+def test_logits_are_those_of_google(golden_file, case, size, way):
     format, _, limit = GOLDENS[case]
-    found = loaded(checkpoint(assets, case))
-    truth = expected(assets, case, size)
+    found = loaded(checkpoint(golden_file, case))
+    truth = expected(golden_file, case, size)
     weights = adapt(found.weights, image=pixels(size)) if way == "adapted" else found.weights
     model = assemble(weights)
     with torch.no_grad():
@@ -100,9 +102,9 @@ def table_of(weights: Weights) -> Tensor:
     return table if row is None else torch.cat([row[None], table])
 
 
-def test_every_step_inside_is_that_of_google(assets):
-    truth = expected(assets, "vit_token_p16", "64")
-    model = assemble(loaded(checkpoint(assets, "vit_token_p16")).weights)
+def test_every_step_inside_is_that_of_google(golden_file):
+    truth = expected(golden_file, "vit_token_p16", "64")
+    model = assemble(loaded(checkpoint(golden_file, "vit_token_p16")).weights)
     assert isinstance(model, ViT)
     seen: dict[str, Tensor] = {}
     for i, block in enumerate(model.blocks):
@@ -128,23 +130,23 @@ def softmax(qkv: Tensor, heads: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("case", "size"), [(case, size) for case, size in SIZES if case.startswith("bv_")])
-def test_big_vision_adds_positions_before_the_class_token(assets, case, size):
-    truth = expected(assets, case, size)
-    model = assemble(loaded(checkpoint(assets, case)).weights)
+def test_big_vision_adds_positions_before_the_class_token(golden_file, case, size):
+    truth = expected(golden_file, case, size)
+    model = assemble(loaded(checkpoint(golden_file, case)).weights)
     assert isinstance(model, ViT)
     with torch.no_grad():
         patches = model.patchify(truth["images"])
         added = model.positions[0](patches)[model.config.prefix :]
     assert gap(patches.flatten(1, 2) + added, truth["with_posemb"]) <= 2e-5
     if model.config.position == "sincos2d":
-        table = arrays_of(assets / "golden" / f"{case}.io.npz")["posemb_table"][0]
+        table = arrays_of(golden_file(f"{case}.io.npz"))["posemb_table"][0]
         assert gap(added, table) <= 2e-5
 
 
-def test_a_new_head_sits_on_the_encoder(assets):
+def test_a_new_head_sits_on_the_encoder(golden_file):
     """Google's fine-tuning drops the tanh layer together with the head."""
-    truth = expected(assets, "vit_token_rep_p16_224", "384")
-    read_weights = loaded(checkpoint(assets, "vit_token_rep_p16_224")).weights
+    truth = expected(golden_file, "vit_token_rep_p16_224", "384")
+    read_weights = loaded(checkpoint(golden_file, "vit_token_rep_p16_224")).weights
     weights = adapt(read_weights, image=384, classes=0)
     weights = adapt(weights, classes=21)
     head = {"weight": truth["drop_head/head/kernel"].T, "bias": truth["drop_head/head/bias"]}
@@ -158,8 +160,8 @@ def test_a_new_head_sits_on_the_encoder(assets):
     assert all(torch.equal(weights.state[key], read_weights.state[key]) for key in kept)
 
 
-def test_position_tables_are_resized_as_google_does(assets):
-    stored = arrays_of(assets / "golden" / "posembed_resize.npz")
+def test_position_tables_are_resized_as_google_does(golden_file):
+    stored = arrays_of(golden_file("posembed_resize.npz"))
     pairs = sorted({key.rpartition("/")[0] for key in stored})
     assert len(pairs) == 14
     for pair in pairs:
@@ -171,9 +173,9 @@ def test_position_tables_are_resized_as_google_does(assets):
 
 
 @pytest.mark.parametrize("size", ["64", "96", "65"])
-def test_the_other_padding_of_bit_is_that_of_big_vision(assets, size):
-    truth = expected(assets, "bit_r1111_x1", size)
-    weights = loaded(checkpoint(assets, "bit_r1111_x1")).weights
+def test_the_other_padding_of_bit_is_that_of_big_vision(golden_file, size):
+    truth = expected(golden_file, "bit_r1111_x1", size)
+    weights = loaded(checkpoint(golden_file, "bit_r1111_x1")).weights
     assert isinstance(weights.architecture, ResNetConfig)
     other = replace(weights, architecture=replace(weights.architecture, root_pool="-inf"))
     model = assemble(other)
@@ -186,11 +188,11 @@ def test_the_other_padding_of_bit_is_that_of_big_vision(assets, size):
 
 
 @pytest.mark.parametrize("case", GOLDENS)
-def test_a_file_written_back_is_the_same_file(assets, case, tmp_path):
+def test_a_file_written_back_is_the_same_file(golden_file, case, tmp_path):
     """Same keys, shapes and bits; only big_vision's optional `params/` in front is not written."""
-    original = {key.removeprefix("params/"): array for key, array in arrays_of(checkpoint(assets, case)).items()}
+    original = {key.removeprefix("params/"): array for key, array in arrays_of(checkpoint(golden_file, case)).items()}
     format = GOLDENS[case][0]
-    card = written(loaded(checkpoint(assets, case)).weights, tmp_path / "back.npz", format)
+    card = written(loaded(checkpoint(golden_file, case)).weights, tmp_path / "back.npz", format)
     back = arrays_of(tmp_path / "back.npz")
     assert card.changes == ()
     assert {key: array.shape for key, array in back.items()} == {key: array.shape for key, array in original.items()}
@@ -198,25 +200,25 @@ def test_a_file_written_back_is_the_same_file(assets, case, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["vit_token_p16", "vit_token_rep_p16_224", "hybrid3_p1"])
-def test_names_change_to_linen_and_back(assets, case, tmp_path):
-    written(loaded(checkpoint(assets, case)).weights, tmp_path / "linen.npz", "google-linen")
+def test_names_change_to_linen_and_back(golden_file, case, tmp_path):
+    written(loaded(checkpoint(golden_file, case)).weights, tmp_path / "linen.npz", "google-linen")
     linen = read(tmp_path / "linen.npz")
     written(linen.weights, tmp_path / "back.npz", "google")
-    original, back = arrays_of(checkpoint(assets, case)), arrays_of(tmp_path / "back.npz")
+    original, back = arrays_of(checkpoint(golden_file, case)), arrays_of(tmp_path / "back.npz")
     assert linen.card.format == "google-linen"
     assert {key: array.shape for key, array in back.items()} == {key: array.shape for key, array in original.items()}
     assert all(np.array_equal(back[key], original[key]) for key in original)
 
 
-def test_big_vision_takes_the_class_row_into_the_token(assets, tmp_path):
-    source = loaded(checkpoint(assets, "vit_token_p16")).weights
+def test_big_vision_takes_the_class_row_into_the_token(golden_file, tmp_path):
+    source = loaded(checkpoint(golden_file, "vit_token_p16")).weights
     card = written(source, tmp_path / "bv.npz", "big_vision")
     found = read(tmp_path / "bv.npz")
-    truth = expected(assets, "vit_token_p16", "96")
+    truth = expected(golden_file, "vit_token_p16", "96")
     assert found.card.format == "big_vision"
     assert [words for words in card.changes if "folded" in words]
     assert gap(run(found.weights, truth["images"]), truth["logits"]) <= 2e-5
-    original, folded = arrays_of(checkpoint(assets, "vit_token_p16")), arrays_of(tmp_path / "bv.npz")
+    original, folded = arrays_of(checkpoint(golden_file, "vit_token_p16")), arrays_of(tmp_path / "bv.npz")
     row = original["Transformer/posembed_input/pos_embedding"][:, :1]
     assert np.array_equal(folded["cls"], original["cls"] + row)
 
@@ -227,9 +229,9 @@ GENERATIONS = ["pos_embedding", "Transformer/pos_embedding", "Transformer/posemb
 @pytest.mark.parametrize("name", GENERATIONS)
 @pytest.mark.parametrize("prefix", ["", "params/"])
 @pytest.mark.parametrize(("case", "row"), [("bv_learn_tok", False), ("bv_learn_tok", True), ("bv_learn_gap", False)])
-def test_three_generations_of_big_vision_are_one_model(assets, case, row, name, prefix, tmp_path):
+def test_three_generations_of_big_vision_are_one_model(golden_file, case, row, name, prefix, tmp_path):
     """`row`: with a position for the class token, which later code adds and the golden's does not."""
-    arrays = arrays_of(checkpoint(assets, case))
+    arrays = arrays_of(checkpoint(golden_file, case))
     table = arrays.pop("pos_embedding")
     if row:
         first = np.full_like(table[:, :1], 0.25)
@@ -237,7 +239,7 @@ def test_three_generations_of_big_vision_are_one_model(assets, case, row, name, 
         table = np.concatenate([first, table], axis=1)
     named = {f"{prefix}{key}": array for key, array in {**arrays, name: table}.items()}
     save_npz(tmp_path / "model.npz", named)
-    truth = expected(assets, case, GOLDENS[case][1][0])
+    truth = expected(golden_file, case, GOLDENS[case][1][0])
     assert gap(run(read(tmp_path / "model.npz").weights, truth["images"]), truth["logits"]) <= 2e-5
 
 

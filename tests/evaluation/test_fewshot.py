@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,8 +27,8 @@ PROBLEMS = ("large_d", "small_d", "small_l2")
 
 
 @pytest.fixture(scope="module")
-def golden(assets: Path) -> dict[str, np.ndarray]:
-    with np.load(assets / "golden" / "fewshot.npz") as arrays:
+def golden(golden_file: Callable[[str], Path]) -> dict[str, np.ndarray]:
+    with np.load(golden_file("fewshot.npz")) as arrays:
         return dict(arrays)
 
 

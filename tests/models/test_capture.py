@@ -107,9 +107,9 @@ def test_rows_are_those_of_the_equations_and_logits_keep_their_bits(config: ViTC
         assert gap(seen[layer].sum(-1), torch.ones(expected.shape[:-1])) <= 1e-6
 
 
-def test_google_has_the_same_probabilities(assets: Path) -> None:
-    truth = np.load(assets / "golden" / "vit_token_p16.io.npz", allow_pickle=False)
-    model, _ = vitral.load(assets / "golden" / "vit_token_p16.ckpt.npz", heads=2)
+def test_google_has_the_same_probabilities(golden_file: Callable[[str], Path]) -> None:
+    truth = np.load(golden_file("vit_token_p16.io.npz"), allow_pickle=False)
+    model, _ = vitral.load(golden_file("vit_token_p16.ckpt.npz"), heads=2)
     images = torch.from_numpy(truth["r64/images"]).permute(0, 3, 1, 2)
     with torch.no_grad(), capture(model, rows="all") as seen:
         assert gap(model(images), truth["r64/logits"]) <= 2e-5

@@ -26,6 +26,7 @@ from vitral.models.vit import ViT
 from vitral.names import parse
 
 Arrays = dict[str, np.ndarray]
+GoldenFile = Callable[[str], Path]
 Model = TypeVar("Model", bound=nn.Module)
 
 SMALL = ResNetConfig(blocks=(1, 2, 1, 1), classes=7, image=(64, 48))
@@ -58,8 +59,8 @@ def random_resnet(config: ResNetConfig) -> ResNet:
 
 
 @cache
-def golden(assets: Path, case: str) -> tuple[Arrays, Arrays]:
-    return dict(np.load(assets / f"golden/{case}.ckpt.npz")), dict(np.load(assets / f"golden/{case}.io.npz"))
+def golden(golden_file: GoldenFile, case: str) -> tuple[Arrays, Arrays]:
+    return dict(np.load(golden_file(f"{case}.ckpt.npz"))), dict(np.load(golden_file(f"{case}.io.npz")))
 
 
 def images_of(io: Arrays, size: int) -> Tensor:
@@ -96,8 +97,8 @@ def bit_arrays(ckpt: Arrays) -> Arrays:
 
 @pytest.mark.parametrize("size", [64, 96, 65])
 @pytest.mark.parametrize(("root_pool", "suffix"), [("zero", ""), ("-inf", "_neginf_pool")])
-def test_resnet_is_bit(assets: Path, size: int, root_pool: RootPool, suffix: str) -> None:
-    ckpt, io = golden(assets, "bit_r1111_x1")
+def test_resnet_is_bit(golden_file: GoldenFile, size: int, root_pool: RootPool, suffix: str) -> None:
+    ckpt, io = golden(golden_file, "bit_r1111_x1")
     config = ResNetConfig(blocks=(1, 1, 1, 1), classes=10, root_pool=root_pool)
     model = load(lambda: ResNet(config), bit_arrays(ckpt))
     images = images_of(io, size)
@@ -141,8 +142,8 @@ HYBRIDS = {3: THREE, 4: replace(THREE, width=48, mlp=96, heads=3, stem=StemConfi
 
 
 @pytest.mark.parametrize(("stages", "size"), [(3, 64), (3, 65), (3, 70), (3, 96), (4, 96), (4, 127)])
-def test_hybrid_is_googles(assets: Path, stages: int, size: int) -> None:
-    ckpt, io = golden(assets, f"hybrid{stages}_p1")
+def test_hybrid_is_googles(golden_file: GoldenFile, stages: int, size: int) -> None:
+    ckpt, io = golden(golden_file, f"hybrid{stages}_p1")
     config = replace(HYBRIDS[stages], image=(size, size))
     # Google's own resized table stands in where the size is not the native one: positions are tested elsewhere.
     position = io.get(f"r{size}/pos_embedding", ckpt["Transformer/posembed_input/pos_embedding"])
