@@ -112,7 +112,7 @@ def write_results(path: Path, results: PredictionResults) -> None:
 
 
 def _write_csv(path: Path, results: PredictionResults) -> None:
-    """One line per image: path, class_1, probability_1, class_2, ..., and error, which is empty for predicted images."""
+    """One line per image: path, class_1, probability_1, class_2, ..., and error, empty for predicted images."""
     top = max((len(row.names) for row in results.rows), default=0)
     columns = [name for rank in range(1, top + 1) for name in (f"class_{rank}", f"probability_{rank}")]
     # File names need not be valid UTF-8; their bytes are written unchanged.
