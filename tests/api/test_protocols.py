@@ -169,7 +169,8 @@ def test_final_runs_train_on_all_of_train(pictures, monkeypatch):
     whole = open_data(pictures)
     assert whole.test is not None
     for recipe, data, _ in runs.calls[:3]:
-        assert data.eval_split is data.val is not None
+        assert data.val is not None
+        assert data.eval_split is data.val
         assert recipe.data.dev == 0.25
         assert set(data.train.keys) | set(data.val.keys) == set(whole.train.keys)
         assert set(data.train.keys).isdisjoint(data.val.keys)
@@ -177,7 +178,8 @@ def test_final_runs_train_on_all_of_train(pictures, monkeypatch):
         assert recipe.data.dev == 0
         assert recipe.evaluate_every > 1_000_000
         assert data.train.keys == whole.train.keys
-        assert data.eval_split is data.test is not None
+        assert data.test is not None
+        assert data.eval_split is data.test
         assert data.test.keys == whole.test.keys
 
 
