@@ -314,6 +314,7 @@ def test_a_run_has_a_page_of_its_mistakes(run, pictures):
         (truth != name for truth, name, _ in answers), reverse=True
     )
     steps = len({line["step"] for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())})
+    assert all(f"{name} over step" in text for name in ("training loss", "score", "learning rate"))
     loss = group(r'training loss over step.*?<polyline class="s1" points="([^"]*)"', text)
     assert len(loss.split()) == steps
 

@@ -95,7 +95,7 @@ def _curves_section(lines: Sequence[Mapping[str, Any]]) -> Section:
         "Training loss": {"training": _column(lines, "loss")},
         "Held-out loss": {"held-out": _series(evaluations, "nll") or _series(evaluations, "masked_loss")},
         "Score": {"held-out": _scores(evaluations), "training batch": _column(lines, "accuracy")},
-        "Learning rate": {"rate": _column(lines, "rate")},
+        "Learning rate": {"learning rate": _column(lines, "lr")},
     }
     drawn = []
     for name, series in charts.items():
