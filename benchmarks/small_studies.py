@@ -67,7 +67,9 @@ def main() -> None:
     parser.add_argument("study", choices=list(STUDIES))
     parser.add_argument("data")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes to every run, for trying out")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes to every run, for trying out"
+    )
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     lines = options.out.read_text().splitlines() if options.out.exists() else []

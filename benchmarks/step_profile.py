@@ -1,9 +1,10 @@
-"""Where the time of a training step goes on a GPU, by kind of work.
+"""Where the time of a training step goes on a GPU, by category of kernels.
 
     python benchmarks/step_profile.py --model ViT-B/16 --batch 256
 
-One recorded step, as `vitral bench train` times it, is replayed under torch's profiler; kernels are told apart by name.
-What a profiler sees of one step runs at other clocks than many steps in a row: shares are worth more than milliseconds.
+One CUDA graph of a step, as `vitral bench train` times it, is replayed under PyTorch's profiler, and its kernels are
+grouped by name. A single profiled step runs at other clocks than many steps in a row, so shares are more reliable than
+milliseconds.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import re
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from vitral.bench.backends import OURS, Backend, Task
+from vitral.bench.backends import OURS, Backend, Workload
 from vitral.bench.steps import TrainingStep
 
-KINDS = {
+CATEGORIES = {
     "matrix products": r"nvjet|gemm|cutlass|splitK|gemv|cublas",
     "attention": r"^attention_",
     "norms and residual sums": r"^norm_|fold_norm",
@@ -27,28 +28,28 @@ KINDS = {
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("--model", default="ViT-B/16")
-    words.add_argument("--batch", type=int, default=256)
-    words.add_argument("--kernels", type=int, default=0, help="so many kernels by name, too")
-    asked = words.parse_args()
-    step = TrainingStep(Backend(OURS, "graphs"), Task("train", asked.model, asked.batch, "cuda"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="ViT-B/16")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--kernels", type=int, default=0, help="also list this many kernels by name")
+    args = parser.parse_args()
+    step = TrainingStep(Backend(OURS, "graphs"), Workload("train", args.model, args.batch, "cuda"))
     seconds = sorted(step.run(20))[10]
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         step.run(1)
-    kernels = [(event.key, event.self_device_time_total / 1e3, event.count) for event in seen.key_averages()]
-    kernels = sorted(((name, spent, count) for name, spent, count in kernels if spent), key=lambda kernel: -kernel[1])
-    totals = dict.fromkeys([*KINDS, "the rest"], 0.0)
-    for name, spent, _ in kernels:
-        kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "the rest")
-        totals[kind] += spent
-    whole = sum(totals.values())
-    print(f"{asked.model}, batch {asked.batch}, {torch.cuda.get_device_name()}: a step takes {seconds * 1e3:.2f} ms")
-    for kind, spent in totals.items():
-        print(f"{kind:<28} {spent:7.2f} ms {spent / whole:7.1%}")
-    print(f"{'kernels together':<28} {whole:7.2f} ms in {sum(count for *_, count in kernels)} launches")
-    for name, spent, count in kernels[: asked.kernels]:
-        print(f"  {spent:7.3f} ms {count:4d} x {name[:90]}")
+    kernels = [(event.key, event.self_device_time_total / 1e3, event.count) for event in profiler.key_averages()]
+    kernels = sorted(((name, ms, count) for name, ms, count in kernels if ms), key=lambda kernel: -kernel[1])
+    totals = dict.fromkeys([*CATEGORIES, "other"], 0.0)
+    for name, ms, _ in kernels:
+        matches = (category for category, pattern in CATEGORIES.items() if re.search(pattern, name))
+        totals[next(matches, "other")] += ms
+    total = sum(totals.values())
+    print(f"{args.model}, batch {args.batch}, {torch.cuda.get_device_name()}: a step takes {seconds * 1e3:.2f} ms")
+    for category, ms in totals.items():
+        print(f"{category:<28} {ms:7.2f} ms {ms / total:7.1%}")
+    print(f"{'all kernels':<28} {total:7.2f} ms in {sum(count for *_, count in kernels)} launches")
+    for name, ms, count in kernels[: args.kernels]:
+        print(f"  {ms:7.3f} ms {count:4d} x {name[:90]}")
 
 
 if __name__ == "__main__":

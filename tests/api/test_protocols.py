@@ -30,7 +30,8 @@ from vitral.errors import UserError
 from vitral.models.build import build
 from vitral.recipe import Recipe, from_toml, recipe_hash, with_overrides
 from vitral.studies import protocol
-from vitral.studies.protocol import Outcome, candidates, follow, measured_at_the_end, read_grid
+from vitral.studies.protocol import ProtocolResult, evaluated_once, parse_search_space, run_protocol, trial_configs
+from vitral.training.run import RunResult
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +43,8 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_combination_is_tried_in_order():
-    tried = candidates(Recipe(), read_grid(["optim.lr=0.1, 0.2", "steps=10,20,30"]))
-    assert [candidate.words for candidate in tried] == [
+    tried = trial_configs(Recipe(), parse_search_space(["optim.lr=0.1, 0.2", "steps=10,20,30"]))
+    assert [candidate.name for candidate in tried] == [
         f"optim.lr={rate} steps={steps}" for rate in ("0.1", "0.2") for steps in (10, 20, 30)
     ]
     assert [(one.recipe.optim.lr, one.recipe.steps, one.recipe.epochs) for one in tried] == [
@@ -53,11 +54,11 @@ def test_every_combination_is_tried_in_order():
 
 def test_without_a_grid_there_is_the_recipe_itself():
     recipe = with_overrides(Recipe(), ["steps=3"])
-    assert [(one.words, one.recipe) for one in candidates(recipe, {})] == [("", recipe)]
+    assert [(one.name, one.recipe) for one in trial_configs(recipe, {})] == [("", recipe)]
 
 
 def test_values_of_a_book_are_tried_as_they_are():
-    tried = candidates(Recipe(), {"optim.lr": (0.003, 0.01), "data.mean": ((0.5, 0.5, 0.4),)})
+    tried = trial_configs(Recipe(), {"optim.lr": (0.003, 0.01), "data.mean": ((0.5, 0.5, 0.4),)})
     assert [one.recipe.optim.lr for one in tried] == [0.003, 0.01]
     assert tried[0].recipe.data.mean == (0.5, 0.5, 0.4)
 
@@ -65,36 +66,36 @@ def test_values_of_a_book_are_tried_as_they_are():
 @pytest.mark.parametrize(
     "word, says",
     [
-        ("optim.lr", "is nothing to sweep over"),
-        ("optim.lr=", "is nothing to sweep over"),
-        ("data.mean=0.5,0.5,0.5", "is nothing to sweep over"),  # its commas belong to one value
+        ("optim.lr", "cannot sweep over"),
+        ("optim.lr=", "cannot sweep over"),
+        ("data.mean=0.5,0.5,0.5", "cannot sweep over"),  # its commas belong to one value
         ("optim.rate=1,2", 'unknown key "optim.rate"'),
         ("optim.lr=fast,slow", "optim.lr must be a number"),
-        ("data.subset=100,200", "data.subset is the same for all that is tried"),  # data is opened before
-        ("init=a.npz,b.npz", "init is the same for all that is tried"),
+        ("data.subset=100,200", "data.subset must be the same in all trials"),  # data is opened before
+        ("init=a.npz,b.npz", "init must be the same in all trials"),
         ("steps=1,2 steps=3", "steps is swept twice"),
     ],
 )
 def test_what_cannot_be_swept_is_one_sentence(word, says):
     with pytest.raises(UserError, match=re.escape(says)):
-        candidates(Recipe(), read_grid(word.split()))
+        trial_configs(Recipe(), parse_search_space(word.split()))
 
 
 def test_a_value_is_tried_once():
-    assert read_grid(["optim.lr=0.1,0.2,0.1"]) == {"optim.lr": ("0.1", "0.2")}
+    assert parse_search_space(["optim.lr=0.1,0.2,0.1"]) == {"optim.lr": ("0.1", "0.2")}
 
 
 def test_a_value_may_need_others_of_its_recipe():
     stairs = with_overrides(Recipe(), ["schedule.drops=0.5", "schedule.factors=0.1"])
-    tried = candidates(stairs, read_grid(["schedule.kind=multistep,cosine"]))
+    tried = trial_configs(stairs, parse_search_space(["schedule.kind=multistep,cosine"]))
     assert [one.recipe.schedule.kind for one in tried] == ["multistep", "cosine"]
 
 
 def test_the_last_run_looks_at_its_test_images_once():
-    recipe = measured_at_the_end(with_overrides(Recipe(), ["steps=100000", "evaluate_every=10"]))
+    recipe = evaluated_once(with_overrides(Recipe(), ["steps=100000", "evaluate_every=10"]))
     assert recipe.evaluate_every > recipe.steps
     assert recipe.save_every == 500  # it may still be interrupted
-    assert measured_at_the_end(replace(recipe, save_every=7)).save_every == 7
+    assert evaluated_once(replace(recipe, save_every=7)).save_every == 7
 
 
 # How it is chosen
@@ -108,18 +109,18 @@ class Runs:
         self.calls: list[tuple[Recipe, DataSet, Path]] = []
 
     def __call__(self, recipe: Recipe, data: DataSet, path: Path, *, device: str, on_event: Any) -> RunResult:
-        assert data.test is not None
+        assert data.eval_split is not None
         self.calls.append((recipe, data, path))
-        score = self.score(recipe, data.test.name)
+        score = self.score(recipe, data.eval_split.name)
         numbers = {"seconds": 3600.0, "images_per_second": 1.0, "flops": 10.0, "device_hours": 1.0, "devices": 1}
         return RunResult(
             folder=str(path),
-            metrics={"score": score, "n": len(data.test)},
+            metrics={"score": score, "n": len(data.eval_split)},
             step=1,
             device="cpu",
             predicted_peak_bytes=0,
             peak_bytes=0,
-            skipped=[],
+            unreadable=[],
             recipe=recipe_hash(recipe),
             seed=recipe.seed,
             **numbers,
@@ -134,12 +135,12 @@ def followed(
     grid: Sequence[str] = ("optim.lr=0.1,0.2,0.3",),
     dev: float = 0.25,
     seeds: int = 3,
-) -> Outcome:
+) -> ProtocolResult:
     monkeypatch.setattr(protocol, "run", runs)
     recipe = with_overrides(Recipe(), words)
     opened, choosing = open_to_choose(pictures, recipe, dev)
-    tried = candidates(recipe, read_grid(grid))
-    return follow(
+    tried = trial_configs(recipe, parse_search_space(grid))
+    return run_protocol(
         tried, opened, Path("out"), choosing=choosing, dev=dev, seeds=seeds, device="cpu", on_event=lambda event: None
     )
 
@@ -148,14 +149,14 @@ def test_dev_chooses_and_test_is_measured_once_a_seed(pictures, monkeypatch):
     # The best on dev is the worst on test: whoever looks at test would choose another one.
     runs = Runs(lambda recipe, split: recipe.optim.lr if split == "dev" else 1 - recipe.optim.lr + recipe.seed / 100)
     found = followed(runs, monkeypatch, pictures)
-    assert found.chosen.words == "optim.lr=0.3"
+    assert found.chosen.name == "optim.lr=0.3"
     assert [trial.score for trial in found.trials] == [0.1, 0.2, 0.3]
     assert found.scores == pytest.approx((0.7, 0.71, 0.72))
     assert found.mean == pytest.approx(0.71)
     assert found.spread == pytest.approx(statistics.stdev([0.7, 0.71, 0.72]))
     assert (found.split, found.dev) == ("test", "dev")
     assert (found.flops, found.all_flops, found.device_hours) == (10, 60, 6)
-    assert [data.test.name for _, data, _ in runs.calls if data.test] == ["dev"] * 3 + ["test"] * 3
+    assert [data.eval_split.name for _, data, _ in runs.calls if data.eval_split] == ["dev"] * 3 + ["test"] * 3
     assert [path.as_posix() for _, _, path in runs.calls] == [
         *(f"out/sweep/optim.lr={rate}" for rate in (0.1, 0.2, 0.3)),
         *(f"out/seed-{seed}" for seed in range(3)),
@@ -168,15 +169,17 @@ def test_final_runs_train_on_all_of_train(pictures, monkeypatch):
     whole = open_data(pictures)
     assert whole.test is not None
     for recipe, data, _ in runs.calls[:3]:
-        assert data.test is not None
+        assert data.val is not None
+        assert data.eval_split is data.val
         assert recipe.data.dev == 0.25
-        assert set(data.train.keys) | set(data.test.keys) == set(whole.train.keys)
-        assert set(data.train.keys).isdisjoint(data.test.keys)
+        assert set(data.train.keys) | set(data.val.keys) == set(whole.train.keys)
+        assert set(data.train.keys).isdisjoint(data.val.keys)
     for recipe, data, _ in runs.calls[3:]:
         assert recipe.data.dev == 0
         assert recipe.evaluate_every > 1_000_000
         assert data.train.keys == whole.train.keys
         assert data.test is not None
+        assert data.eval_split is data.test
         assert data.test.keys == whole.test.keys
 
 
@@ -184,7 +187,7 @@ def test_patience_never_sees_test(pictures, monkeypatch):
     runs = Runs(lambda recipe, split: recipe.optim.lr)
     found = followed(runs, monkeypatch, pictures, "patience=2", "data.subset=20")
     assert found.split == "dev"
-    assert {data.test.name for _, data, _ in runs.calls if data.test} == {"dev"}
+    assert {data.eval_split.name for _, data, _ in runs.calls if data.eval_split} == {"dev"}
     assert {(recipe.data.dev, recipe.evaluate_every, len(data.train)) for recipe, data, _ in runs.calls} == {
         (0.25, 0, 20)
     }
@@ -195,13 +198,13 @@ def test_what_diverges_is_out_and_the_others_go_on(pictures, tmp_path):
     rates = ("optim.lr=1e30,0.001",)
     found = api.pretrain(pictures, out=tmp_path / "run", **(words | {"sweep": rates}))
     assert found.as_dict()["diverged"] == ["optim.lr=1e30"]
-    assert (found.outcome.chosen.words, len(found.outcome.trials)) == ("optim.lr=0.001", 1)
-    with pytest.raises(UserError, match="all that was tried diverged"):
+    assert (found.outcome.chosen.name, len(found.outcome.trials)) == ("optim.lr=0.001", 1)
+    with pytest.raises(UserError, match="all trials diverged"):
         api.pretrain(pictures, out=tmp_path / "none", **(words | {"sweep": ("optim.lr=1e30,1e31",)}))
 
 
 def test_equals_go_to_the_first(pictures, monkeypatch):
-    assert followed(Runs(lambda recipe, split: 0.5), monkeypatch, pictures).chosen.words == "optim.lr=0.1"
+    assert followed(Runs(lambda recipe, split: 0.5), monkeypatch, pictures).chosen.name == "optim.lr=0.1"
 
 
 def test_one_candidate_is_not_tried(pictures, monkeypatch):
@@ -260,8 +263,8 @@ def test_the_row_holds_what_is_needed_to_trust_it(pictures, swept):
     assert row["recipe"] == recipe_hash(swept.outcome.chosen.recipe)
     assert (row["split"], row["devices"], row["device"]) == ("test", 1, last["device"])
     assert row["device_hours"] > last["device_hours"] > 0
-    assert {trial["words"] for trial in row["trials"]} == {"optim.lr=1e-30", "optim.lr=0.01"}
-    assert row["chosen"] == max(row["trials"], key=lambda trial: trial["score"])["words"]
+    assert {trial["name"] for trial in row["trials"]} == {"optim.lr=1e-30", "optim.lr=0.01"}
+    assert row["chosen"] == max(row["trials"], key=lambda trial: trial["score"])["name"]
 
 
 def test_test_images_are_measured_once_a_run(swept):
@@ -286,7 +289,7 @@ def test_a_run_is_evaluated_on_what_it_was_measured_on(tmp_path):
     assert found.as_dict()["chosen_on"] == "val"
     assert [trial["n"] for trial in found.as_dict()["trials"]] == [6, 6]
     notes = json.loads((tmp_path / "run" / "seed-1" / "data.json").read_text())["notes"]
-    assert notes == ["Measured on test, 9 images."]
+    assert notes == ["Evaluated on test (9 images)."]
     for run, split, score in (
         ("seed-1", "test", found.outcome.scores[1]),
         ("sweep/optim.lr=0.01", "val", found.outcome.trials[1].score),
@@ -299,7 +302,7 @@ def test_a_run_is_evaluated_on_what_it_was_measured_on(tmp_path):
 def test_the_row_names_the_model_that_was_chosen(pictures, tmp_path, monkeypatch):
     monkeypatch.setattr(protocol, "run", Runs(lambda recipe, split: float(recipe.shape.depth)))
     found = api.pretrain(pictures, out=tmp_path / "run", **(SWEPT | {"sweep": ("shape.depth=1,3",)}))
-    assert found.outcome.chosen.words == "shape.depth=3"
+    assert found.outcome.chosen.name == "shape.depth=3"
     assert "3 layers" in found.model
 
 
@@ -368,8 +371,8 @@ def test_finetuning_keeps_the_weights_pixels_and_the_papers_rates(pictures, swep
     weights = Path(swept.folder) / "seed-0"
     words = ["steps=2", "batch=6", "image=16", "data.held_out=0.2"]
     found = api.finetune(weights, pictures, recipe="paper:finetune/pets", overrides=words, out=tmp_path / "ft")
-    assert [trial.words for trial in found.outcome.trials] == [f"optim.lr={r}" for r in (0.001, 0.003, 0.01, 0.03)]
-    assert found.outcome.chosen.words == "optim.lr=0.001"
+    assert [trial.name for trial in found.outcome.trials] == [f"optim.lr={r}" for r in (0.001, 0.003, 0.01, 0.03)]
+    assert found.outcome.chosen.name == "optim.lr=0.001"
     assert [result.seed for result in found.outcome.results] == [0, 1, 2]
     assert {recipe.init for recipe, _, _ in runs.calls} == {str(weights)}
     assert found.readings
@@ -397,8 +400,8 @@ def test_a_resnet_tries_bits_recipe_too(pictures, resnet, tmp_path, monkeypatch,
     monkeypatch.setattr(protocol, "run", runs)
     words = ["optim.lr=0.01", "batch=6", "steps=2"]
     found = api.finetune(resnet, pictures, recipe="paper:finetune/pets", overrides=words, out=tmp_path / "run")
-    assert [trial.words for trial in found.outcome.trials] == ["paper:finetune/pets", "bit:finetune/small"]
-    assert found.outcome.chosen.words == winner
+    assert [trial.name for trial in found.outcome.trials] == ["paper:finetune/pets", "bit:finetune/small"]
+    assert found.outcome.chosen.name == winner
     assert {path.relative_to(tmp_path / "run").as_posix() for _, _, path in runs.calls[:2]} == {
         "sweep/paper:finetune-pets",
         "sweep/bit:finetune-small",

@@ -29,8 +29,9 @@ from vitral.models.build import build
 from vitral.paper import table9
 from vitral.recipe import Recipe, from_toml
 from vitral.recipe_presets import named
-from vitral.studies.protocol import Candidate
-from vitral.studies.vtab import follow_suite, for_task, group_scores, mean_score
+from vitral.studies.protocol import TrialConfig
+from vitral.studies.vtab import for_task, group_scores, mean_score, run_suite
+from vitral.training.run import RunResult
 
 TINY = ViTConfig(depth=1, width=16, mlp=32, heads=2, patch=4, image=(8, 8), classes=3)
 WEIGHTS = "data/vit_tiny_patch16_224.augreg_in21k_ft_in1k.safetensors"
@@ -124,8 +125,8 @@ def test_all_tasks_from_choice_to_score(whole: VtabScore) -> None:
     assert {metrics["n"] for metrics in tried["optim.lr=0.1,steps=2"]} == {10}
     means = {words: np.mean([metrics["score"] for metrics in found]) for words, found in tried.items()}
     assert len(means) == 4
-    assert {trial.words.replace(" ", ","): trial.score for trial in whole.suite.trials} == pytest.approx(means)
-    assert means[whole.suite.chosen.words.replace(" ", ",")] == max(means.values())
+    assert {trial.name.replace(" ", ","): trial.score for trial in whole.suite.trials} == pytest.approx(means)
+    assert means[whole.suite.chosen.name.replace(" ", ",")] == max(means.values())
     final = [json.loads((folder / name / "seed-0" / "result.json").read_text()) for name in TASKS]
     values = whole.as_dict()
     assert values["score"] == pytest.approx(np.mean([result["metrics"]["score"] for result in final]))
@@ -277,10 +278,10 @@ class Runs:
 
     def __call__(self, recipe: Recipe, data: Any, path: Path, **options: Any) -> RunResult:
         score = self.scores[data.source, recipe.steps] + recipe.seed / 100
-        self.asked.append((data.source, data.test.name, recipe))
+        self.asked.append((data.source, data.eval_split.name, recipe))
         return RunResult(
             folder=str(path),
-            metrics={"score": score, "n": len(data.test)},
+            metrics={"score": score, "n": len(data.eval_split)},
             step=recipe.steps,
             seconds=1.0,
             images_per_second=1.0,
@@ -290,7 +291,7 @@ class Runs:
             device="none",
             predicted_peak_bytes=0,
             peak_bytes=0,
-            skipped=[],
+            unreadable=[],
             recipe="",
             seed=recipe.seed,
         )
@@ -306,9 +307,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 def test_one_recipe_is_chosen_by_the_mean_over_tasks(runs: Runs, root: Path, tmp_path: Path) -> None:
     """Alone, svhn would take one step; together two are better."""
-    tried = [Candidate(f"steps={steps}", Recipe(steps=steps, epochs=0)) for steps in (1, 2)]
+    tried = [TrialConfig(f"steps={steps}", Recipe(steps=steps, epochs=0)) for steps in (1, 2)]
     tasks = [open_task(name, root, **FEW) for name in ("svhn", "dmlab")]
-    suite = follow_suite(tried, tasks, tmp_path, seeds=2, on_event=lambda event: None)
+    suite = run_suite(tried, tasks, tmp_path, seeds=2, on_event=lambda event: None)
     assert suite.chosen is tried[1]
     assert [trial.score for trial in suite.trials] == pytest.approx([0.5, 0.55])
     assert [(name, split, recipe.steps, recipe.seed) for name, split, recipe in runs.asked] == [
@@ -323,8 +324,8 @@ def test_one_recipe_is_chosen_by_the_mean_over_tasks(runs: Runs, root: Path, tmp
 
 
 def test_a_single_candidate_is_taken_without_a_trial(runs: Runs, root: Path, tmp_path: Path) -> None:
-    only = [Candidate("", Recipe(steps=1, epochs=0))]
-    suite = follow_suite(only, [open_task("svhn", root, **FEW)], tmp_path, on_event=lambda event: None)
+    only = [TrialConfig("", Recipe(steps=1, epochs=0))]
+    suite = run_suite(only, [open_task("svhn", root, **FEW)], tmp_path, on_event=lambda event: None)
     assert [split for _, split, _ in runs.asked] == ["test"]
     assert (suite.trials, suite.spread) == ((), None)
 

@@ -59,7 +59,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "load", late)
     monkeypatch.setattr(probes, "find_duplicates", late)
     monkeypatch.setattr("vitral.api.checkpoints.read_adapted", late)
-    monkeypatch.setattr("vitral.api.bench._measured", late)
+    monkeypatch.setattr("vitral.api.bench._measure", late)
 
 
 def words_of(verb: str, weights: Path, pictures: Path, target: Path) -> list[str | Path]:

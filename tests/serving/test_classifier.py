@@ -21,7 +21,7 @@ from vitral.architecture import Architecture
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.weights import write
 from vitral.data.images import encode_png
-from vitral.serving.classifier import Classifier
+from vitral.serving.classifier import ImageClassifier
 
 NAMES = ("ant", "bee", "cat", "dog", "été")
 MODELS = {name: model for name, model in ARCHITECTURES.items() if model.classes}
@@ -125,13 +125,13 @@ def test_threads_share_a_classifier(tmp_path):
     classify = vitral.classifier(saved(tmp_path / "model.safetensors"), device="cpu")
     pictures = [noise(32, 32, seed=seed) for seed in range(8)]
     expected = [classify(picture) for picture in pictures]
-    compute = classify.classifier.answer
+    compute = classify.classifier.predict
 
     def slowly() -> Any:
         time.sleep(0.005)  # long enough for another thread to overwrite the pixels
         return compute()
 
-    classify.classifier.answer = slowly
+    classify.classifier.predict = slowly
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(classify, pictures)) == expected
 
@@ -139,19 +139,19 @@ def test_threads_share_a_classifier(tmp_path):
 @pytest.mark.parametrize(
     "picture, says",
     [
-        ("nowhere.jpg", "nowhere.jpg cannot be read (No such file or directory): name an image file."),
-        (b"", "this picture cannot be read (the file is empty): hand over a whole image file."),
-        (b"no picture", "this picture cannot be read (not an image in a known format)"),
-        (encode_png(noise(60, 60))[:999], "this picture cannot be read (the file is truncated)"),
-        (noise(9, 9, 4), "these pixels are uint8 (9, 9, 4): hand over uint8 (height, width, 3)"),
-        (noise(9, 9)[..., 0], "these pixels are uint8 (9, 9): hand over"),
-        (noise(9, 9) / 255, "these pixels are float64 (9, 9, 3): hand over"),
-        (noise(9, 0), "these pixels are uint8 (9, 0, 3): hand over"),
-        (Image.new("RGB", (9, 9)), "convert this Image to one"),
+        ("nowhere.jpg", "cannot read nowhere.jpg (No such file or directory): pass the path of an image file."),
+        (b"", "cannot read the image (the file is empty): pass a complete image file."),
+        (b"no picture", "cannot read the image (not an image in a known format)"),
+        (encode_png(noise(60, 60))[:999], "cannot read the image (the file is truncated)"),
+        (noise(9, 9, 4), "the pixels are uint8 (9, 9, 4): pass uint8 (height, width, 3)"),
+        (noise(9, 9)[..., 0], "the pixels are uint8 (9, 9): pass"),
+        (noise(9, 9) / 255, "the pixels are float64 (9, 9, 3): pass"),
+        (noise(9, 0), "the pixels are uint8 (9, 0, 3): pass"),
+        (Image.new("RGB", (9, 9)), "cannot predict a Image: pass uint8 pixels"),
     ],
     ids=["missing", "empty", "text", "truncated", "channels", "flat", "rescaled", "nothing", "pillow"],
 )
-def test_what_is_no_picture_is_one_sentence(picture, says, tmp_path):
+def test_invalid_images_raise_one_sentence(picture, says, tmp_path):
     classify = vitral.classifier(saved(tmp_path / "model.safetensors"), device="cpu")
     with pytest.raises(vitral.UserError) as error:
         classify(picture)
@@ -222,7 +222,7 @@ class TestOnAGpu:
     def test_answers_are_copies(self):
         values = (0.5,) * 3
         model, device = randomised(vitral.create("ViT-Ti/4@8", classes=9)), torch.device("cuda")
-        classify = Classifier(model, device, size=(8, 8), channels=3, mean=values, std=values, top=9)
+        classify = ImageClassifier(model, device, size=(8, 8), channels=3, mean=values, std=values, top=9)
         _, before = classify(noise(8, 8))
         kept = before.copy()
         _, after = classify(noise(8, 8, seed=1))

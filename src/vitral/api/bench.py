@@ -1,42 +1,39 @@
-"""`benchmark`, the verb bench: how fast this machine computes, beside other libraries, in a file and on a page."""
+"""`benchmark`: how fast this machine computes with vitral and with other libraries, in a JSON file and on a page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
-from vitral.atomic import checked_output
-from vitral.bench import start, sweep
-from vitral.bench.backends import Field, Task, default_modes, field
-from vitral.bench.backends import Work as Raced
-from vitral.bench.benchmark import Tell, race
-from vitral.bench.plot import chart
+from vitral.atomic import atomic_write, checked_output
+from vitral.bench.backends import BackendSelection, Work, Workload, default_modes, select_backends
+from vitral.bench.benchmark import run_benchmark
 from vitral.bench.results import (
     COLUMNS,
-    Row,
-    merged,
+    BenchmarkRow,
+    merge_rows,
     page,
     page_name,
-    ratio,
     read_rows,
-    remarks,
+    speedup,
+    summarize,
     table,
-    write_page,
     write_rows,
 )
+from vitral.bench.start import measure_cold_start
+from vitral.bench.sweep import newest_sweep, run_sweep, summarize_sweep, sweep_chart
 from vitral.data.loader import cores, default_workers
 from vitral.errors import UserError
+from vitral.events import EventHandler, Note, ignore_events
 from vitral.models.device import check_device, default_device
 
-Work = Literal[Raced, "growth"]
-
 _MODELS = {"cuda": "ViT-B/16", "cpu": "ViT-Ti/16"}
-_TORCH = ("timm", "transformers", "torchvision")
-_PEERS = {
-    **dict.fromkeys(("infer", "latency", "predict"), (*_TORCH, "onnxruntime")),
-    **{"train": _TORCH, "data": ("torchvision",), "start": ("transformers",), "growth": ()},
+_TORCH_PEERS = ("timm", "transformers", "torchvision")
+_PEERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("infer", "latency", "predict"), (*_TORCH_PEERS, "onnxruntime")),
+    **{"train": _TORCH_PEERS, "data": ("torchvision",), "start": ("transformers",), "growth": ()},
 }
 _BATCHES = {
     "cuda": {"train": 256, "infer": 512, "data": 256, "predict": 256, "growth": 32},
@@ -46,23 +43,22 @@ _BATCHES = {
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What a call measured, and what it was added to."""
+    """What a benchmark measured, and the file it was added to."""
 
-    rows: list[Row]  # of this call
-    known: list[Row]  # of the file, these among them, on the same hardware
-    notes: tuple[str, ...]  # who was left out, how ours compares, and what grows too fast
+    rows: list[BenchmarkRow]
+    hardware_rows: list[BenchmarkRow]  # all rows of the file on the same hardware, these included
+    notes: tuple[str, ...]  # excluded backends, comparisons, and where time grows faster than the arithmetic
     results: Path
     page: Path
 
     def table(self) -> tuple[tuple[str, ...], list[list[str]]]:
-        """Columns and cells: the rows of this call, and older ones that they may be compared with."""
-        races = {row.race for row in self.rows}
-        return COLUMNS, table([row for row in self.known if row.race in races])
+        """Columns and cells: the rows of this benchmark, and older ones that they may be compared with."""
+        return COLUMNS, table(_comparable(self.rows, self.hardware_rows))
 
-    def ratios(self) -> list[tuple[Row, float]]:
-        """Our rows of this call with their speed over the best peer's."""
-        found = [(row, ratio(row, self.known)) for row in self.rows]
-        return [(row, compared[0]) for row, compared in found if compared is not None]
+    def speedups(self) -> list[tuple[BenchmarkRow, float]]:
+        """Our rows of this benchmark with their speed relative to the best peer."""
+        ratios = [(row, speedup(row, self.hardware_rows)) for row in self.rows]
+        return [(row, ratio) for row, ratio in ratios if ratio is not None]
 
 
 def benchmark(
@@ -78,84 +74,114 @@ def benchmark(
     workers: int | None = None,
     out: str | Path = "benchmarks/results.json",
     device: str = "",
-    tell: Tell = lambda sentence: None,
+    on_event: EventHandler = ignore_events,
 ) -> Benchmark:
-    """Measure one kind of work; `out` keeps every row, and a page beside it shows those of this hardware.
+    """Measure speed, and compare it with that of other libraries.
 
-    "train" times whole steps, "infer" batches on the device, "latency" single answers, "data" the way from files to
-    the device, "predict" whole predictions of files, "start" a command's first answer, "growth" larger and larger work.
+    Args:
+        work: "train" times training steps, "infer" batches on the device, "latency" single predictions, "data" loading
+            of files to the device, "predict" predictions of files, "start" the first prediction of a command, and
+            "growth" training steps with growing image size, batch and depth.
+        model: name of the model; by default ViT-B/16 on a GPU and ViT-Ti/16 on a CPU.
+        batch: images per step; by default chosen for the work and the device.
+        against: timm, transformers, torchvision, onnxruntime; by default all that are installed.
+        settings: eager, compile, graphs (compiled, with CUDA graphs); by default the ones that are usually fastest.
+        attention: auto, flash, cudnn, efficient: attention kernels to try on an NVIDIA GPU.
+        rounds: turns of each backend.
+        data: a folder with one sub-folder of images per class, for "data" and "predict".
+        workers: processes that load images; by default chosen for the work and the device.
+        out: JSON file that keeps all rows; a page about this hardware is written beside it.
+        device: cpu or cuda; by default a GPU where there is one.
+        on_event: called with notes about the progress.
+
+    Returns:
+        The rows, with older ones for comparison.
+
+    Raises:
+        UserError: if an argument is wrong or no backend could be timed.
     """
     check_device(device)
     if device not in ("", "cpu", "cuda"):
-        raise UserError("the bench runs on cpu or cuda; CUDA_VISIBLE_DEVICES chooses one of several GPUs.")
+        raise UserError("bench runs on cpu or cuda: choose one of several GPUs with CUDA_VISIBLE_DEVICES.")
     _check(work, rounds, batch, data, workers)
     if work == "growth" and (against or len(settings) > 1):
         raise UserError("growth times vitral alone, in one setting: leave out --against, and name one of --settings.")
     out = checked_output(out, (".json",), "--out")
-    before = read_rows(out)
-    task = _task(work, model, batch, data, workers, device or default_device().type)
-    rows, notes = _measured(work, task, _field(work, task, against, settings, attention), rounds, tell)
+    old_rows = read_rows(out)
+    workload = _workload(work, model, batch, data, workers, device or default_device().type)
+    selection = _select(workload, against, settings, attention)
+    rows, failures = _measure(workload, selection, rounds, on_event)
     if not rows:
-        raise UserError(f"nobody could be timed ({' '.join(notes)}): choose other settings.")
-    everything = merged(before, rows)
-    write_rows(out, everything)
-    known = [row for row in everything if row.facts.get("hardware") == rows[0].facts.get("hardware")]
-    races = {row.race for row in rows}
-    said = (*notes, *_remarks([row for row in known if row.race in races]))
-    return Benchmark(rows, known, said, out, _write_page(out.parent, known))
+        raise UserError(f"no backend could be timed ({' '.join(failures)}): choose other settings.")
+    all_rows = merge_rows(old_rows, rows)
+    write_rows(out, all_rows)
+    hardware_rows = [row for row in all_rows if row.hardware == rows[0].hardware]
+    comparable = _comparable(rows, hardware_rows)
+    notes = (*failures, *summarize(comparable), *summarize_sweep(comparable))
+    return Benchmark(rows, hardware_rows, notes, out, write_page(out.parent, hardware_rows))
 
 
-def _measured(work: Work, task: Task, starting: Field, rounds: int, tell: Tell) -> tuple[list[Row], tuple[str, ...]]:
-    for sentence in starting.absent:
-        tell(sentence)
-    if work == "growth":
-        return sweep.measure(task, starting.backends[0], tell), ()
-    if work == "start":
-        return start.measure(task.model, [one.library for one in starting.backends], rounds, tell), starting.absent
-    outcome = race(task, starting.backends, rounds=rounds, tell=tell)
-    return outcome.rows, (*starting.absent, *outcome.failed)
+def write_page(folder: Path, rows: Sequence[BenchmarkRow]) -> Path:
+    """Write the Markdown page about the rows of one machine, and the chart of its last sweep."""
+    name, figures = page_name(rows), []
+    if sweep := newest_sweep(rows):
+        figures.append(f"{name}-growth.svg")
+        _write_text(folder / figures[0], sweep_chart(sweep))
+    path = folder / f"{name}.md"
+    _write_text(path, page(rows, summary=[*summarize(rows), *summarize_sweep(rows)], figures=figures))
+    return path
 
 
-def _task(work: Work, model: str, batch: int | None, data: str | Path, workers: int | None, device: str) -> Task:
-    kind = "cuda" if device == "cuda" else "cpu"
-    if work == "start":
-        kind, model = "cpu", model or "ViT-Ti/16"
-    raced: Raced = "train" if work == "growth" else work
-    size = 1 if work in ("latency", "start") else batch or _BATCHES[kind][work]
-    return Task(
-        raced,
-        model or _MODELS[kind],
-        size,
-        kind,
+def _measure(
+    workload: Workload, selection: BackendSelection, rounds: int, on_event: EventHandler
+) -> tuple[list[BenchmarkRow], tuple[str, ...]]:
+    """The rows, and one sentence for each backend that is excluded or failed."""
+    for sentence in selection.excluded:
+        on_event(Note(sentence))
+    if workload.work == "growth":
+        return run_sweep(replace(workload, work="train"), selection.backends[0], on_event), selection.excluded
+    if workload.work == "start":
+        libraries = [backend.library for backend in selection.backends]
+        return measure_cold_start(workload, libraries, rounds, on_event), selection.excluded
+    result = run_benchmark(workload, selection.backends, rounds=rounds, on_event=on_event)
+    return result.rows, (*selection.excluded, *result.failures)
+
+
+def _workload(
+    work: Work, model: str, batch: int | None, data: str | Path, workers: int | None, device: str
+) -> Workload:
+    device = "cuda" if device == "cuda" and work != "start" else "cpu"
+    if workers is None:  # loaders alone get all cores, and those that run beside a model what training gives them
+        workers = cores() if work == "data" else default_workers(device)
+    return Workload(
+        work,
+        model or _MODELS[device],
+        1 if work in ("latency", "start") else batch or _BATCHES[device][work],
+        device,
         folder=str(_class_folders(Path(data))) if data else "",
-        workers=_workers(work, kind) if workers is None else workers,
+        workers=workers,
     )
 
 
-def _field(
-    work: Work, task: Task, against: Sequence[str] | None, settings: Sequence[str], attention: Sequence[str]
-) -> Field:
-    peers = _PEERS[work] if against is None else against
-    if against is None and task.device == "cuda":
-        peers = tuple(name for name in peers if name != "onnxruntime")  # who could never do it needs no mention
-    return field(task, peers, tuple(settings) or default_modes(task.device), attention)
-
-
-def _workers(work: Work, device: str) -> int:
-    """Loaders alone get all cores, and those beside a model what training would give them."""
-    return cores() if work == "data" else default_workers(device)
+def _select(
+    workload: Workload, against: Sequence[str] | None, settings: Sequence[str], attention: Sequence[str]
+) -> BackendSelection:
+    peers = _PEERS[workload.work] if against is None else against
+    if against is None and workload.device == "cuda":  # not worth a note on a GPU, where it never takes part
+        peers = tuple(name for name in peers if name != "onnxruntime")
+    return select_backends(workload, peers, tuple(settings) or default_modes(workload.device), attention)
 
 
 def _class_folders(folder: Path) -> Path:
-    """Where the classes are: torchvision does not look for splits."""
+    """The folder of the class folders: torchvision does not look for splits."""
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder: name one that has a sub-folder of images per class.")
+        raise UserError(f"{folder} is not a folder: name one that has a sub-folder of images per class.")
     return folder / "train" if (folder / "train").is_dir() else folder
 
 
 def _check(work: str, rounds: int, batch: int | None, data: str | Path, workers: int | None) -> None:
     if work not in get_args(Work):
-        raise UserError(f'there is no bench "{work}": use {", ".join(get_args(Work))}.')
+        raise UserError(f'there is no benchmark "{work}": use {", ".join(get_args(Work))}.')
     if rounds < 1 or (batch is not None and batch < 1):
         raise UserError("rounds and batch must be whole numbers above 0.")
     if workers is not None and workers < 0:
@@ -164,15 +190,11 @@ def _check(work: str, rounds: int, batch: int | None, data: str | Path, workers:
         raise UserError(f"bench {work} reads files: name a folder of class folders with --data.")
 
 
-def _remarks(rows: list[Row]) -> list[str]:
-    return [*remarks(rows), *sweep.too_steep(sweep.points(rows))]
+def _comparable(rows: Sequence[BenchmarkRow], hardware_rows: Sequence[BenchmarkRow]) -> list[BenchmarkRow]:
+    keys = {row.comparison_key for row in rows}
+    return [row for row in hardware_rows if row.comparison_key in keys]
 
 
-def _write_page(folder: Path, rows: list[Row]) -> Path:
-    name = page_name(rows)
-    figures = []
-    if grown := sweep.newest(rows):
-        write_page(folder / f"{name}-growth.svg", chart(sweep.points(grown), sweep.title(grown)))
-        figures.append(f"{name}-growth.svg")
-    write_page(folder / f"{name}.md", page(rows, remarks=_remarks(rows), figures=figures))
-    return folder / f"{name}.md"
+def _write_text(path: Path, text: str) -> None:
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")

@@ -38,8 +38,8 @@ from vitral.kernels.packed import pack
 from vitral.models.build import Model
 from vitral.models.device import resolve_device
 from vitral.recipe import from_toml
-from vitral.serving.classifier import Classifier, NamedClassifier
-from vitral.serving.results import Results, Unreadable, results, unread, write_results
+from vitral.serving.classifier import ImageClassifier, NamedClassifier
+from vitral.serving.results import PredictionResults, Unreadable, collect_predictions, unread, write_results
 
 
 def predict(
@@ -52,7 +52,7 @@ def predict(
     batch: int = 32,
     device: str = "",
     on_progress: Progress | None = None,
-) -> Results:
+) -> PredictionResults:
     """The likeliest classes of image files, or of all images in folders; to `output` as CSV or JSON too.
 
     Images that cannot be read are listed with the reason; nothing is written where that is all of them.
@@ -64,7 +64,7 @@ def predict(
     _check_head(source, card)
     found = _predictions(model, split, prepared(card, preprocess), batch, device, on_progress)
     kind = {"sigmoid": card.multilabel, "channels": card.architecture.channels}
-    named = results(found, split, card.class_names, top=top, **kind)
+    named = collect_predictions(found, split, card.class_names, top=top, **kind)
     if target is not None:
         if not named.rows:
             raise UserError(f"{none_read(named.unreadable[0])}: nothing was written.")
@@ -89,7 +89,7 @@ def classifier(source: str | Path, *, top: int = 5, preprocess: str = "", device
     _check_head(source, card)
     wish, channels, classes = prepared(card, preprocess), card.architecture.channels, card.architecture.classes
     pipeline = parse_deterministic(wish.pipeline)
-    likeliest = Classifier(
+    likeliest = ImageClassifier(
         model,
         torch.device(place),
         size=pipeline.size,

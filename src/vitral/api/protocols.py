@@ -24,7 +24,13 @@ from vitral.paper import Reported, reported
 from vitral.paper.results import PRETRAININGS
 from vitral.recipe import Recipe, architecture_of, recipe_hash, with_overrides
 from vitral.recipe_presets import Preset, hyperrule, is_name, named
-from vitral.studies.protocol import Candidate, Outcome, candidates, follow, grid_of
+from vitral.studies.protocol import (
+    ProtocolResult,
+    TrialConfig,
+    choose_search_space,
+    run_protocol,
+    trial_configs,
+)
 from vitral.training.build import check_recipe
 from vitral.training.parallel import init_distributed, on_rank0
 from vitral.version import __version__
@@ -49,7 +55,7 @@ class Protocol:
     model: str
     data: str
     folder: str
-    outcome: Outcome
+    outcome: ProtocolResult
     reported: tuple[Printed, ...]
     readings: tuple[str, ...]  # where the paper is silent or contradicts itself
 
@@ -65,10 +71,10 @@ class Protocol:
             "scores": list(outcome.scores),
             "seeds": [result.seed for result in outcome.results],
             "n": last.metrics["n"],
-            "chosen": outcome.chosen.words,
+            "chosen": outcome.chosen.name,
             "chosen_on": outcome.dev if outcome.trials else "",
             "trials": [
-                {"words": trial.words, "score": trial.score, "n": trial.result.metrics["n"]} for trial in outcome.trials
+                {"name": trial.name, "score": trial.score, "n": trial.result.metrics["n"]} for trial in outcome.trials
             ],
             "diverged": list(outcome.diverged),
             "training_flops": outcome.flops,
@@ -156,11 +162,11 @@ def _followed(
     base = with_overrides(base, overrides)
     dev = base.data.dev or book.dev
     opened, choosing = open_to_choose(data, base, dev)
-    tried = candidates(base, grid_of(sweep, book.sweep, overrides))
+    tried = trial_configs(base, choose_search_space(sweep, book.sweep, overrides))
     card = describe(located(base.init)).card if base.init else None
     rule = _of_bit(book, base, opened, card, sweep, overrides)
     if rule is not None:
-        tried = [*(replace(one, words=one.words or book.name) for one in tried), rule]
+        tried = [*(replace(one, name=one.name or book.name) for one in tried), rule]
     for candidate in tried:
         check_recipe(candidate.recipe, opened, card)
     world = init_distributed(device)
@@ -169,7 +175,7 @@ def _followed(
     for sentence in (*opened.messages, *book.readings, *assumed):
         on_event(Note(sentence))
     on_event(RunDirChosen(str(folder)))
-    outcome = follow(
+    outcome = run_protocol(
         tried, opened, folder, choosing=choosing, dev=dev, seeds=seeds or book.seeds, device=device, on_event=on_event
     )
     followed = outcome.chosen.recipe
@@ -192,7 +198,7 @@ def _of_bit(
     card: Card | None,
     sweep: Sequence[str],
     overrides: Sequence[str],
-) -> Candidate | None:
+) -> TrialConfig | None:
     """BiT's recipe for transfer, beside the paper's, where a ResNet is fine-tuned."""
     if card is None or not isinstance(card.architecture, ResNetConfig) or sweep:
         return None
@@ -201,7 +207,7 @@ def _of_bit(
     name = hyperrule(len(data.train))
     rule = named(name, base.model).recipe
     rule = replace(rule, init=base.init, data=replace(rule.data, mean=base.data.mean, std=base.data.std))
-    return Candidate(name, with_overrides(rule, overrides))
+    return TrialConfig(name, with_overrides(rule, overrides))
 
 
 def printed(recipe: str, model: str) -> tuple[Printed, ...]:

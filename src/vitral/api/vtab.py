@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vitral.api.protocols import write_row
-from vitral.api.run_folder import check_folder
-from vitral.api.training import new_folder
+from vitral.api.run_folder import check_folder, new_folder
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.weights import describe, located
 from vitral.data.vtab import TASKS, VtabTask, find_task, open_task, write_ids
@@ -21,8 +20,8 @@ from vitral.names import name_of
 from vitral.paper import VtabRow, table9
 from vitral.recipe import Recipe, recipe_hash, with_overrides
 from vitral.recipe_presets import Preset, named
-from vitral.studies.protocol import Candidate, candidates, grid_of
-from vitral.studies.vtab import Suite, follow_suite, for_task, group_scores, mean_score
+from vitral.studies.protocol import TrialConfig, choose_search_space, trial_configs
+from vitral.studies.vtab import SuiteResult, for_task, group_scores, mean_score, run_suite
 from vitral.training.build import check_recipe
 from vitral.training.parallel import init_distributed, on_rank0
 from vitral.version import __version__
@@ -45,7 +44,7 @@ class VtabScore:
     folder: str
     tasks: tuple[VtabTask, ...]
     missing: dict[str, str]  # tasks that were asked for and cannot be opened, and why
-    suite: Suite
+    suite: SuiteResult
     paper: tuple[VtabRow, ...]  # the model's own first
     readings: tuple[str, ...]  # where the paper is silent
     notes: tuple[str, ...]  # what to know before the numbers are trusted
@@ -71,8 +70,8 @@ class VtabScore:
             "groups": group_scores(scores),
             "tasks": {task.task.name: self._task(task) for task in self.tasks},
             "missing": self.missing,
-            "chosen": suite.chosen.words,
-            "trials": [{"words": trial.words, "score": trial.score, "tasks": trial.scores} for trial in suite.trials],
+            "chosen": suite.chosen.name,
+            "trials": [{"name": trial.name, "score": trial.score, "tasks": trial.scores} for trial in suite.trials],
             "diverged": list(suite.diverged),
             "training_flops": suite.flops,
             "all_flops": suite.all_flops,
@@ -156,7 +155,7 @@ def vtab1k(
     on_event(RunDirChosen(str(folder)))
     for task in opened:
         on_event(Note(on_rank0(partial(_listed, task, folder, beside=(train, val) == _COUNTS), world)))
-    suite = follow_suite(tried, opened, folder, seeds=seeds, device=device, on_event=on_event)
+    suite = run_suite(tried, opened, folder, seeds=seeds, device=device, on_event=on_event)
     found = VtabScore(
         model, str(root), str(folder), tuple(opened), missing, suite, paper_rows(model), book.readings, notes
     )
@@ -187,11 +186,11 @@ def _recipe(book: Preset, weights: str | Path, card: Card, overrides: Sequence[s
 
 def _candidates(
     recipe: Recipe, book: Preset, overrides: Sequence[str], sweep: Sequence[str], fixed: bool
-) -> list[Candidate]:
+) -> list[TrialConfig]:
     """What is tried: the sweep that was asked for, else the book's without the keys that overrides set."""
     if fixed and sweep:
         raise UserError("fixed takes the paper's choice and a sweep makes another: ask for one of the two.")
-    return candidates(recipe, {} if fixed else grid_of(sweep, book.sweep, overrides))
+    return trial_configs(recipe, {} if fixed else choose_search_space(sweep, book.sweep, overrides))
 
 
 def _opened(names: Sequence[str], root: Path, train: int, val: int) -> tuple[list[VtabTask], dict[str, str]]:
@@ -214,7 +213,7 @@ def _opened(names: Sequence[str], root: Path, train: int, val: int) -> tuple[lis
     return opened, missing
 
 
-def _check(tried: Sequence[Candidate], tasks: Sequence[VtabTask], card: Card) -> None:
+def _check(tried: Sequence[TrialConfig], tasks: Sequence[VtabTask], card: Card) -> None:
     """What cannot work is said before there is a run folder; tasks differ in their pipelines alone."""
     for task in {(task.task.flip, task.task.crop): task for task in tasks}.values():
         for candidate in tried:
@@ -224,7 +223,7 @@ def _check(tried: Sequence[Candidate], tasks: Sequence[VtabTask], card: Card) ->
             check_recipe(replace(recipe, batch=batch, micro_batch=0), task.with_dev_split(), card)
 
 
-def _notes(tasks: Sequence[VtabTask], tried: Sequence[Candidate]) -> tuple[str, ...]:
+def _notes(tasks: Sequence[VtabTask], tried: Sequence[TrialConfig]) -> tuple[str, ...]:
     notes = list(dict.fromkeys(note for task in tasks for note in task.notes))
     batch = max(candidate.recipe.batch for candidate in tried)
     images = min(len(task.train800 if len(tried) > 1 else task.train1000) for task in tasks)

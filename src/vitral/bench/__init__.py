@@ -1,1 +1,1 @@
-"""Speed, measured fairly: backends in processes of their own, clocks in turns, tables that say how and where."""
+"""Speed benchmarks: every library in its own worker process, timed in turns, after a parity check of our outputs."""

@@ -1,41 +1,39 @@
-"""Who races, and over what: plain data that travels to a backend's own process."""
+"""What is benchmarked: workloads and the libraries that run them, as plain data that is sent to worker processes."""
 
 from __future__ import annotations
 
 import importlib.util
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from vitral.architecture import Architecture, Size, ViTConfig, as_size
+from vitral.architecture import Architecture, ViTConfig, as_size
 from vitral.errors import UserError
 from vitral.models.build import build
 from vitral.names import name_of, parse
 
-Work = Literal["train", "infer", "latency", "data", "predict", "start"]
+Work = Literal["train", "infer", "latency", "data", "predict", "start", "growth"]
 OURS = "vitral"
 PEERS = ("timm", "transformers", "torchvision", "onnxruntime")
 MODES = ("eager", "compile", "graphs")
 ATTENTIONS = ("auto", "flash", "cudnn", "efficient")
 
-_RUNTIME = "onnxruntime"  # it brings its own way to compute
-
 
 @dataclass(frozen=True)
-class Task:
-    """What every backend of a race does."""
+class Workload:
+    """What every backend of a benchmark computes."""
 
     work: Work
     model: str
     batch: int
     device: str  # "cuda" or "cpu"
-    image: int = 0  # pixels; 0: what the name says
-    depth: int = 0  # layers; 0: the model's own
+    image: int = 0  # pixels; 0: as the model's name says
+    depth: int = 0  # layers; 0: as the model's name says
     classes: int = 1000
     folder: str = ""  # of images, where files are read
     workers: int = 0
@@ -48,22 +46,19 @@ class Task:
         return parse(self.model, **changes)
 
     @property
-    def named(self) -> str:
+    def model_name(self) -> str:
+        """The name of the model with its changed image size or depth."""
         return name_of(self.architecture)
 
     @property
     def precision(self) -> str:
-        """Half precision pays on a GPU; on most CPUs it is many times slower."""
+        """bfloat16 on a GPU; on most CPUs it is many times slower than float32."""
         return "bfloat16" if self.device == "cuda" else "float32"
-
-    def small(self, batch: int) -> Task:
-        """The same with fewer images at a time, to check answers by."""
-        return replace(self, batch=min(batch, self.batch))
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A library and how it is set up."""
+    """A library and its settings."""
 
     library: str
     mode: str = "eager"
@@ -78,91 +73,98 @@ class Backend:
         return f"{self.library} ({self.settings})"
 
 
-class Field(NamedTuple):
-    """Those who start, and one sentence for each who cannot."""
+class BackendSelection(NamedTuple):
+    """The backends of a benchmark, and one sentence for each library that cannot take part."""
 
     backends: tuple[Backend, ...]
-    absent: tuple[str, ...]
+    excluded: tuple[str, ...]
 
 
-def field(task: Task, against: Sequence[str], modes: Sequence[str], attentions: Sequence[str]) -> Field:
-    """Ours first, then each peer that is installed and can do the work, in each setting."""
+def select_backends(
+    workload: Workload, against: Sequence[str], modes: Sequence[str], attentions: Sequence[str]
+) -> BackendSelection:
+    """Choose ours first, then each peer that is installed and supports the workload, in each setting.
+
+    Args:
+        workload: what is benchmarked.
+        against: names of other libraries, out of PEERS.
+        modes: how PyTorch runs the models, out of MODES.
+        attentions: kernels of PyTorch's attention to try, out of ATTENTIONS.
+
+    Returns:
+        The backends, and why others are excluded.
+
+    Raises:
+        UserError: if a name is unknown, or a setting needs a GPU.
+    """
     _check("--against", against, PEERS)
     _check("--settings", modes, MODES)
     _check("--attention", attentions, ATTENTIONS)
-    if task.device != "cuda" and ("graphs" in modes or tuple(attentions) != ("auto",)):
+    if workload.device != "cuda" and ("graphs" in modes or tuple(attentions) != ("auto",)):
         raise UserError("CUDA graphs and the choice of an attention need an NVIDIA GPU: use --settings eager,compile.")
-    found, absent = [], []
+    backends, excluded = [], []
     for library in (OURS, *dict.fromkeys(against)):
-        reason = _absence(library, task)
-        if reason:
-            absent.append(f"{library} is left out: {reason}.")
-            continue
-        only = _only_mode(library, task.work)
-        found += [Backend(library, only)] if only else _settings(library, modes, attentions)
-    return Field(tuple(found), tuple(absent))
+        if reason := _unsupported_reason(library, workload):
+            excluded.append(f"{library} is excluded: {reason}.")
+        elif mode := _only_mode(library, workload.work):
+            backends.append(Backend(library, mode))
+        elif library == OURS:  # it chooses its attention itself, and compiling adds nothing to its CUDA graphs
+            backends += [Backend(OURS, mode) for mode in (["graphs"] if "graphs" in modes else modes)]
+        else:
+            backends += [Backend(library, mode, attention) for mode in modes for attention in attentions]
+    return BackendSelection(tuple(backends), tuple(excluded))
 
 
 def default_modes(device: str) -> tuple[str, ...]:
-    """What is usually the fastest: compiled on a GPU; on a CPU compiling brings nothing (and needs a C++ compiler)."""
+    """The modes that are usually fastest: compiling does not help on a CPU, and needs a C++ compiler there."""
     return ("compile", "graphs") if device == "cuda" else ("eager",)
 
 
-def _settings(library: str, modes: Sequence[str], attentions: Sequence[str]) -> list[Backend]:
-    """Ours chooses its attention itself, and gains nothing from compiling where it records."""
-    if library == OURS:
-        return [Backend(OURS, mode) for mode in (["graphs"] if "graphs" in modes else modes)]
-    return [Backend(library, mode, attention) for mode in modes for attention in attentions]
-
-
 def _only_mode(library: str, work: Work) -> str:
-    """How a library does it where no mode of torch applies; empty where they do."""
-    if library == _RUNTIME:
+    """The name of the mode where PyTorch's modes do not apply; empty where they do."""
+    if library == "onnxruntime":
         return "session"
     return {"data": "loader", "predict": "eager", "start": "command"}.get(work, "")
 
 
-def _absence(library: str, task: Task) -> str:
-    """Why a library cannot start; empty where it can."""
+def _unsupported_reason(library: str, workload: Workload) -> str:
     if library == OURS:
         return ""
     if importlib.util.find_spec(library) is None:
         return f"it is not installed (pip install {library})"
-    if library == _RUNTIME and importlib.util.find_spec("onnxscript") is None:
+    if library == "onnxruntime" and importlib.util.find_spec("onnxscript") is None:
         return "its models are exported with onnxscript, which is not installed (pip install onnx onnxscript)"
-    if library == _RUNTIME and (task.work not in ("infer", "latency", "predict") or task.device != "cpu"):
+    if library == "onnxruntime" and (workload.work not in ("infer", "latency", "predict") or workload.device != "cpu"):
         return "it predicts on the CPU only"
-    known = {"data": ("torchvision",), "start": ("transformers",)}.get(task.work, PEERS)
-    if library not in known:
-        return f"bench {task.work} knows {known[0]} only"
-    return "" if _is_plain(task.architecture) else f"it has no {task.named}"
+    supported = {"data": ("torchvision",), "start": ("transformers",)}.get(workload.work, PEERS)
+    if library not in supported:
+        return f"bench {workload.work} supports {supported[0]} only"
+    config = workload.architecture
+    # The peers have the Vision Transformer of section 3.1 only.
+    plain = isinstance(config, ViTConfig) and config.stem is None and not config.axial
+    return "" if plain else f"it has no {workload.model_name}"
 
 
-def _is_plain(architecture: Architecture) -> bool:
-    """The Vision Transformer of section 3.1, which every peer has."""
-    return isinstance(architecture, ViTConfig) and architecture.stem is None and not architecture.axial
-
-
-def _check(option: str, words: Sequence[str], known: Sequence[str]) -> None:
-    for word in words:
-        if word not in known:
-            raise UserError(f'{option} does not know "{word}": use one or more of {", ".join(known)}.')
+def _check(option: str, names: Sequence[str], choices: Sequence[str]) -> None:
+    for name in names:
+        if name not in choices:
+            raise UserError(f'{option} does not support "{name}": use one or more of {", ".join(choices)}.')
 
 
 def build_model(library: str, architecture: Architecture) -> nn.Module:
-    """A library's model of this shape; ours gets a head that is not zero, as any trained one is."""
-    if library == "vitral":
-        return _with_a_head(build(architecture))
+    """Build a library's model of this architecture, with random weights and a head that is not zero."""
+    if library == OURS:
+        return _with_random_head(build(architecture))
     if not isinstance(architecture, ViTConfig):
         raise UserError(f"{library} has no such model: leave it out of --against.")
     return _BUILDERS[library](architecture)
 
 
-def _with_a_head(model: nn.Module) -> nn.Module:
-    """Behind a head of zeros every logit and nearly every gradient is zero, and wrong ones would look right."""
-    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear) and not layer.weight.any()]
-    for layer in layers:
-        nn.init.normal_(layer.weight, std=0.02)
+def _with_random_head(model: nn.Module) -> nn.Module:
+    """Replace linear layers of zeros: behind them all logits are zero, and the parity check would compare nothing."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear) and not layer.weight.any():
+            nn.init.normal_(layer.weight, std=0.02)
     return model
 
 
@@ -181,23 +183,23 @@ def _timm(config: ViTConfig) -> nn.Module:
 
 
 class _Logits(nn.Module):
-    """A model of transformers without the other things that it returns."""
+    """A model of transformers that returns logits only."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, images: Tensor) -> Tensor:
-        """(b, c, h, w) -> (b, classes)"""
+        """(batch, channels, height, width) -> (batch, classes)"""
         return self.model(images, return_dict=False)[0]
 
 
 def _transformers(config: ViTConfig) -> nn.Module:
-    from transformers import ViTConfig as TheirConfig
+    from transformers import ViTConfig as HFViTConfig
     from transformers import ViTForImageClassification
 
     options: dict[str, Any] = {"num_labels": config.classes, "attn_implementation": "sdpa"}
-    theirs = TheirConfig(
+    hf_config = HFViTConfig(
         hidden_size=config.width,
         num_hidden_layers=config.depth,
         num_attention_heads=config.heads,
@@ -206,14 +208,16 @@ def _transformers(config: ViTConfig) -> nn.Module:
         patch_size=config.patch,
         **options,
     )
-    return _Logits(ViTForImageClassification(theirs))
+    return _Logits(ViTForImageClassification(hf_config))
 
 
 def _torchvision(config: ViTConfig) -> nn.Module:
     from torchvision.models import VisionTransformer
 
+    if config.image[0] != config.image[1]:
+        raise UserError("torchvision takes square images only: choose one side, or leave it out of --against.")
     model = VisionTransformer(
-        image_size=_side(config.image),
+        image_size=config.image[0],
         patch_size=config.patch,
         num_layers=config.depth,
         num_heads=config.heads,
@@ -221,17 +225,11 @@ def _torchvision(config: ViTConfig) -> nn.Module:
         mlp_dim=config.mlp,
         num_classes=config.classes,
     )
-    return _with_a_head(model)
+    return _with_random_head(model)
 
 
-def _side(image: Size) -> int:
-    if image[0] != image[1]:
-        raise UserError("torchvision takes square images only: choose one side, or leave it out of --against.")
-    return image[0]
-
-
-class _Session(nn.Module):
-    """Our model, exported to ONNX in float32 and run by ONNX Runtime on as many threads as torch has."""
+class _OnnxSession(nn.Module):
+    """Our model, exported to ONNX in float32 and run by ONNX Runtime with as many threads as PyTorch."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -240,17 +238,17 @@ class _Session(nn.Module):
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         with tempfile.TemporaryDirectory() as folder:
-            path = _exported(config, Path(folder))
+            path = _export_onnx(config, Path(folder))
             self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
     def forward(self, images: Tensor) -> Tensor:
-        """float32 (b, c, h, w) -> (b, classes)"""
+        """float32 (batch, channels, height, width) -> (batch, classes)"""
         return torch.from_numpy(self.session.run(None, {"images": images.numpy()})[0])
 
 
-def _exported(config: ViTConfig, folder: Path) -> Path:
-    """An ONNX file for any number of images."""
-    model = _with_a_head(build(config)).eval()
+def _export_onnx(config: ViTConfig, folder: Path) -> Path:
+    """Write an ONNX file for any batch size."""
+    model = _with_random_head(build(config)).eval()
     example = torch.zeros(2, config.channels, *config.image)
     shapes = ({0: torch.export.Dim("batch")},)
     path = folder / "model.onnx"
@@ -260,4 +258,4 @@ def _exported(config: ViTConfig, folder: Path) -> Path:
     return path
 
 
-_BUILDERS = {"timm": _timm, "transformers": _transformers, "torchvision": _torchvision, "onnxruntime": _Session}
+_BUILDERS = {"timm": _timm, "transformers": _transformers, "torchvision": _torchvision, "onnxruntime": _OnnxSession}

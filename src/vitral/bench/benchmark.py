@@ -1,175 +1,181 @@
-"""Contestants in turns: each times a few steps while the others wait, so that a busy machine slows all alike."""
+"""Timing backends in turns: each runs a few steps while the others wait, so that a busy machine slows all alike."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from vitral.bench.backends import OURS, Backend, Task
-from vitral.bench.results import Row, spread
-from vitral.bench.steps import WrongAnswers
+from vitral.bench.backends import OURS, Backend, Workload
+from vitral.bench.results import BenchmarkRow, now, percentiles_ms, timed_row
+from vitral.bench.steps import ParityError
 from vitral.bench.worker import Worker, WorkerFailed
 from vitral.cost import cost
 from vitral.errors import UserError
+from vitral.events import EventHandler, Note
 
 _WARM_UP = 3  # steps after the first, which compiles and allocates
-_TURN = 1.0  # seconds that a turn should last
-_LOADING_TURN = 4.0  # of loaders, which start their workers in each
-_MOST = 50  # steps in a turn, of those that compute
-CALLS = 200  # answers that percentiles of latency are taken over, at least
-_COMPUTES = ("train", "infer", "latency")
-
-Tell = Callable[[str], None]
+_TURN_SECONDS = 1.0
+_LOADING_TURN_SECONDS = 4.0  # longer, since loaders start their workers in each turn
+_MAX_STEPS = 50  # per turn, of steps that compute
+_LATENCIES = 200  # at least, for percentiles
+_COMPUTING = ("train", "infer", "latency")
 
 
-class Outcome(NamedTuple):
-    """The rows of a race, and one sentence for each backend who did not finish."""
+class BenchmarkResult(NamedTuple):
+    """The rows of a benchmark, and one sentence for each backend that failed."""
 
-    rows: list[Row]
-    failed: list[str]
+    rows: list[BenchmarkRow]
+    failures: list[str]
 
 
-class Runner(NamedTuple):
-    """A worker that is warm, and what is known about it."""
+class WarmWorker(NamedTuple):
+    """A worker after its first steps, with what was measured of it."""
 
     worker: Worker
-    facts: dict[str, str]
-    cold: float
-    memory: int
-    steps: int  # in a turn
+    environment: dict[str, str]
+    startup_seconds: float
+    peak_bytes: int
+    steps: int  # per turn
     seconds: list[float]
 
 
-def now() -> str:
-    """When a call began."""
-    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
+def run_benchmark(
+    workload: Workload, backends: Sequence[Backend], *, rounds: int, on_event: EventHandler
+) -> BenchmarkResult:
+    """Time every backend in every round.
 
+    Args:
+        workload: what every backend computes.
+        backends: the backends; the first one also measures the FLOP/s of a matrix product.
+        rounds: turns of each backend.
+        on_event: called with notes about the progress.
 
-def race(task: Task, backends: Sequence[Backend], *, rounds: int, tell: Tell) -> Outcome:
-    """Time every backend in every round. A gate that does not open raises WrongAnswers, and nobody has a row."""
-    failed: list[str] = []
-    call = now()
+    Returns:
+        A row for each backend that finished.
+
+    Raises:
+        ParityError: if our outputs differ from those of the float32 model; nobody gets a row then.
+    """
+    failures: list[str] = []
+    started_at = now()
     with ExitStack() as stack:
-        runners = []
+        workers = []
         for backend in backends:
             try:
-                if backend.library == OURS and task.work in _COMPUTES:
-                    _check_answers(backend, task, tell)
-                tell(f"{backend.label}: starting")
-                runners.append(warm(stack.enter_context(Worker(backend)), task, rounds))
+                if backend.library == OURS and workload.work in _COMPUTING:
+                    _check_parity(backend, workload, on_event)
+                on_event(Note(f"{backend.label}: starting"))
+                workers.append(warm_up(stack.enter_context(Worker(backend)), workload, rounds))
             except WorkerFailed as failure:
-                _sift(failure, backend)
-                failed.append(f"{backend.label} is left out: {failure}.")
-        rates = _rounds(runners, task, rounds, failed, tell)
+                _raise_ours(failure, backend)
+                failures.append(f"{backend.label} is excluded: {failure}.")
+        rates = _run_rounds(workers, workload, rounds, failures, on_event)
         rate = statistics.median(rates or [0.0])
-        rows = [replace(row(one, task, call, rate), details=_details(one, task, failed)) for one in runners]
-    return Outcome(rows, failed)
+        rows = [
+            replace(worker_row(warm, workload, started_at, rate), details=_details(warm, workload, failures))
+            for warm in workers
+        ]
+    return BenchmarkResult(rows, failures)
 
 
-def _check_answers(backend: Backend, task: Task, tell: Tell) -> None:
-    """In a process of its own, so that what is compiled for a few images never meets what is timed."""
+def _check_parity(backend: Backend, workload: Workload, on_event: EventHandler) -> None:
+    """In a separate process, so that what is compiled for a few images does not affect what is timed."""
     with Worker(backend) as worker:
-        found = worker.gate(task)
-    gradients = f" and gradients within {found['gradients']:.0e}" if task.work == "train" else ""
-    tell(
-        f"{backend.label}: logits within {found['logits']:.0e}{gradients} of the plain float32 model, "
-        f"of the norm (allowed: {found['tolerance']:g})"
+        parity = worker.call("check_parity", workload)
+    gradients = f" and gradients within {parity['gradients']:.0e}" if workload.work == "train" else ""
+    on_event(
+        Note(
+            f"{backend.label}: logits within {parity['logits']:.0e}{gradients} of the float32 model, relative to the "
+            f"norm (tolerance: {parity['tolerance']:g})"
+        )
     )
 
 
-def _sift(failure: WorkerFailed, backend: Backend) -> None:
-    """Peers may fail; our own answers may not be wrong, and a mistake in the request concerns all."""
-    if failure.kind == "wrong":
-        raise WrongAnswers(str(failure)) from failure
-    if backend.library == OURS and failure.kind == "mistake":
+def _raise_ours(failure: WorkerFailed, backend: Backend) -> None:
+    """Peers may fail; our own outputs must not be wrong, and a usage error concerns all."""
+    if failure.kind == "parity":
+        raise ParityError(str(failure)) from failure
+    if backend.library == OURS and failure.kind == "usage":
         raise UserError(str(failure)) from failure
 
 
-def warm(worker: Worker, task: Task, rounds: int) -> Runner:
-    """Past compiling and allocating."""
-    facts = worker.build(task)["facts"]
+def warm_up(worker: Worker, workload: Workload, rounds: int) -> WarmWorker:
+    """Run the first steps, which compile and allocate, and choose how many steps fill a turn."""
+    environment = worker.call("build", workload)["environment"]
     worker.run(1)
-    cold = time.perf_counter() - worker.began
-    steps = _turn(worker, task, rounds)
-    return Runner(worker, facts, cold, worker.ask("memory")["bytes"], steps, [])
+    startup = time.perf_counter() - worker.started
+    steps = _steps_per_turn(worker, workload, rounds)
+    return WarmWorker(worker, environment, startup, worker.call("memory")["bytes"], steps, [])
 
 
-def _turn(worker: Worker, task: Task, rounds: int) -> int:
-    """As many steps as fit into a turn."""
-    if task.work not in _COMPUTES:
-        return _loading_turn(worker)
+def _steps_per_turn(worker: Worker, workload: Workload, rounds: int) -> int:
+    if workload.work not in _COMPUTING:
+        return _batches_per_turn(worker)
     seconds = statistics.median(worker.run(_WARM_UP))
-    return math.ceil(CALLS / rounds) if task.work == "latency" else min(math.ceil(_TURN / seconds), _MOST)
+    if workload.work == "latency":
+        return math.ceil(_LATENCIES / rounds)
+    return min(math.ceil(_TURN_SECONDS / seconds), _MAX_STEPS)
 
 
-def _loading_turn(worker: Worker) -> int:
-    """Workers take a while to start and deliver many batches at once: short trials tell little, so they get longer."""
+def _batches_per_turn(worker: Worker) -> int:
+    """Loaders start slowly and deliver in bursts, so trials get longer until they are long enough to extrapolate."""
     count = _WARM_UP
-    while (seconds := count * statistics.mean(worker.run(count))) < _LOADING_TURN / 2:
-        count = math.ceil(count * _LOADING_TURN / seconds)
-    return math.ceil(count * _LOADING_TURN / seconds)
+    while (seconds := count * statistics.mean(worker.run(count))) < _LOADING_TURN_SECONDS / 2:
+        count = math.ceil(count * _LOADING_TURN_SECONDS / seconds)
+    return math.ceil(count * _LOADING_TURN_SECONDS / seconds)
 
 
-def _rounds(runners: list[Runner], task: Task, rounds: int, failed: list[str], tell: Tell) -> list[float]:
-    """The matrix rates; the times go to the runners. Every other round runs backwards, against a drift of clocks."""
+def _run_rounds(
+    workers: list[WarmWorker], workload: Workload, rounds: int, failures: list[str], on_event: EventHandler
+) -> list[float]:
+    """Add times to the workers and return matmul FLOP/s. Every other round is reversed, against a drift of clocks."""
     rates = []
     for number in range(rounds):
-        tell(f"round {number + 1} of {rounds}")
-        for runner in list(runners) if number % 2 == 0 else runners[::-1]:
+        on_event(Note(f"round {number + 1} of {rounds}"))
+        for warm in list(workers) if number % 2 == 0 else workers[::-1]:
             try:
-                if runner is runners[0] and task.work in _COMPUTES:
-                    rates.append(runner.worker.ask("rate")["flops"])
-                runner.seconds.extend(runner.worker.run(runner.steps))
+                if warm is workers[0] and workload.work in _COMPUTING:
+                    rates.append(warm.worker.call("matmul_flops")["flops"])
+                warm.seconds.extend(warm.worker.run(warm.steps))
             except WorkerFailed as failure:
-                failed.append(f"{runner.worker.backend.label} did not finish: {failure}.")
-                runners.remove(runner)
+                failures.append(f"{warm.worker.backend.label} did not finish: {failure}.")
+                workers.remove(warm)
     return rates
 
 
-def row(runner: Runner, task: Task, call: str, rate: float) -> Row:
-    backend = runner.worker.backend
-    low, median, high = spread(runner.seconds)
-    return Row(
-        work=task.work,
-        model=task.named,
-        batch=task.batch,
-        library=backend.library,
-        settings=backend.settings,
-        device=task.device,
-        precision=task.precision,
-        seconds=median,
-        low=low,
-        high=high,
-        samples=len(runner.seconds),
-        macs=macs(task),
-        rate=rate,
-        peak_bytes=runner.memory,
-        cold_seconds=runner.cold,
-        call=call,
-        facts=runner.facts,
+def worker_row(warm: WarmWorker, workload: Workload, started_at: str, matmul_flops: float) -> BenchmarkRow:
+    """The row of what a worker measured."""
+    return timed_row(
+        warm.worker.backend,
+        workload,
+        warm.seconds,
+        started_at,
+        macs=step_macs(workload),
+        matmul_flops=matmul_flops,
+        peak_bytes=warm.peak_bytes,
+        startup_seconds=warm.startup_seconds,
+        environment=warm.environment,
     )
 
 
-def macs(task: Task) -> int:
+def step_macs(workload: Workload) -> int:
     """Multiply-accumulates of a step: the backward pass takes twice those of the forward pass."""
-    if task.work not in _COMPUTES:
+    if workload.work not in _COMPUTING:
         return 0
-    return cost(task.architecture).macs * task.batch * (3 if task.work == "train" else 1)
+    return cost(workload.architecture).macs * workload.batch * (3 if workload.work == "train" else 1)
 
 
-def _details(runner: Runner, task: Task, failed: list[str]) -> dict[str, Any]:
-    """What is known besides; who fails only now keeps its times."""
-    if task.work != "latency":
-        try:
-            return runner.worker.ask("details")
-        except WorkerFailed as failure:
-            failed.append(f"{runner.worker.backend.label} tells no details: {failure}.")
-            return {}
-    ordered = sorted(runner.seconds)
-    return {f"p{share} ms": 1e3 * ordered[min(len(ordered) * share // 100, len(ordered) - 1)] for share in (50, 95, 99)}
+def _details(warm: WarmWorker, workload: Workload, failures: list[str]) -> dict[str, Any]:
+    """Further measurements; a worker that fails here keeps its times."""
+    if workload.work == "latency":
+        return percentiles_ms(warm.seconds)
+    try:
+        return warm.worker.call("details")
+    except WorkerFailed as failure:
+        failures.append(f"{warm.worker.backend.label} has no details: {failure}.")
+        return {}

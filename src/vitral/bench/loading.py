@@ -1,4 +1,4 @@
-"""From image files to the device: our loader, and torchvision's folder, transforms and torch DataLoader (Pillow)."""
+"""Loading of image files: our loader, and torchvision's ImageFolder and transforms with PyTorch's DataLoader."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from vitral.bench.backends import OURS, Backend, Task, default_modes
-from vitral.bench.steps import TrainingStep, predictor
+from vitral.bench.backends import OURS, Backend, Workload, default_modes
+from vitral.bench.steps import TrainingStep, inference_model
 from vitral.data.batch_buffers import PackedCrops, ResizeCrops
 from vitral.data.images import decode
 from vitral.data.loader import (
@@ -33,136 +33,131 @@ from vitral.data.preprocess import Pipeline, parse_pipeline
 from vitral.data.sources import Split, open_data
 from vitral.training.device_data import crop_uploader
 
-_STAGED = 64  # images that each stage is timed on
+_STAGE_IMAGES = 64  # that each stage is timed on
 _UPLOADS = 16  # of one batch
-_FED = {"cuda": 40, "cpu": 4}  # training steps on images from files that are timed
+_FILE_STEPS = {"cuda": 40, "cpu": 4}  # timed training steps on images from files
 _WARM_UP = 3  # steps before them
 
 
-def loading_step(backend: Backend, task: Task) -> LoadingStep:
-    """Batches for training, random crop and flip, as they come to the device."""
-    return LoadingStep(backend, task)
-
-
-def prediction_step(backend: Backend, task: Task) -> PredictionStep:
-    """A batch of files to logits in the host's memory."""
-    return PredictionStep(backend, task)
-
-
 class LoadingStep:
-    """A step is one batch on the device."""
+    """Training batches, randomly cropped and flipped, on the device."""
 
-    def __init__(self, backend: Backend, task: Task) -> None:
-        self.backend, self.task = backend, task
-        self.best = math.inf  # seconds of a batch
+    def __init__(self, backend: Backend, workload: Workload) -> None:
+        self.backend, self.workload = backend, workload
+        self.best = math.inf  # seconds per batch
 
     def run(self, count: int) -> list[float]:
-        """The mean of `count` batches or a few more: each worker makes as many, as they deliver in bursts. The loader
-        starts anew, so that nobody's workers run ahead while others have their turn. Timed is what it does for long:
-        neither its start, until all of its memory has been used once, nor its end, where some have nothing to do."""
-        each = max(self.task.workers, 1)
-        first, count = buffer_count(self.task.workers), math.ceil(count / each) * each
-        batches = _batches(self.backend, self.task, first + count + each, training=True)
-        self._take(islice(batches, first))
+        """The mean seconds of `count` batches, rounded up to a multiple of the workers, which deliver in bursts.
+
+        The loader is restarted, so that no workers run ahead while others have their turn. Only its steady state is
+        timed: not its start, until all of its memory was used once, nor its end, where some workers are idle.
+        """
+        workers = max(self.workload.workers, 1)
+        first, count = buffer_count(self.workload.workers), math.ceil(count / workers) * workers
+        batches = _batches(self.backend, self.workload, first + count + workers, training=True)
+        self._upload(islice(batches, first))
         start = time.perf_counter()
-        self._take(islice(batches, count))
+        self._upload(islice(batches, count))
         seconds = (time.perf_counter() - start) / count
         self.best = min(self.best, seconds)
         return [seconds]
 
-    def _take(self, batches: Iterable[Tensor]) -> None:
+    def _upload(self, batches: Iterable[Tensor]) -> None:
         for images in batches:
-            images.to(self.task.device, non_blocking=True)
-        if self.task.device == "cuda":
+            images.to(self.workload.device, non_blocking=True)
+        if self.workload.device == "cuda":
             torch.cuda.synchronize()
 
     def details(self) -> dict[str, float]:
-        """How large the pictures are, images/s of each stage in one process, and what training on the files reaches."""
-        stages = _stages(self.task) if self.backend.library == OURS else {}
-        trained = training_from_files(self.backend, self.task, alone=self.best)
-        return {"megapixels": _megapixels(self.task), **stages, "workers": self.task.workers, **trained}
+        """The size of the images, images/s of each stage in one process, and the speed of training from files."""
+        stages = _time_stages(self.workload) if self.backend.library == OURS else {}
+        training = time_training_from_files(self.backend, self.workload, loader_seconds=self.best)
+        return {"megapixels": _megapixels(self.workload), **stages, "workers": self.workload.workers, **training}
 
 
 class PredictionStep:
-    """A step is one batch of files, read, prepared and classified."""
+    """A batch of files to logits in host memory."""
 
-    def __init__(self, backend: Backend, task: Task) -> None:
-        self.backend, self.task = backend, task
-        self.model = predictor(backend, task)
+    def __init__(self, backend: Backend, workload: Workload) -> None:
+        self.backend, self.workload = backend, workload
+        self.model = inference_model(backend, workload)
 
     def run(self, count: int) -> list[float]:
-        """The mean of `count` batches in one go through the files."""
+        """The mean seconds of `count` batches."""
         start = time.perf_counter()
         with torch.inference_mode():
-            for images in _batches(self.backend, self.task, count, training=False):
-                self.model(images.to(self.task.device, non_blocking=True)).float().cpu()
+            for images in _batches(self.backend, self.workload, count, training=False):
+                self.model(images.to(self.workload.device, non_blocking=True)).float().cpu()
         return [(time.perf_counter() - start) / count]
 
     def details(self) -> dict[str, float]:
-        return {"megapixels": _megapixels(self.task)}
+        return {"megapixels": _megapixels(self.workload)}
 
 
-def training_from_files(backend: Backend, task: Task, *, alone: float) -> dict[str, float]:
-    """Images/s of training steps on files and, right before and after, of the same steps on a batch that stays on the
-    device; with as many workers as training would start beside a model. These may hold batches made before: for long
-    no step comes sooner than after the seconds that a batch takes where the loader is alone."""
-    task = replace(task, workers=min(task.workers, default_workers(task.device)))
-    step = TrainingStep(_trained(backend, task.device), task)
-    for images in _batches(backend, task, 1, training=True):
-        step.images = images.to(task.device)  # laid out as all batches are, which a recorded step takes for granted
+def time_training_from_files(backend: Backend, workload: Workload, *, loader_seconds: float) -> dict[str, float]:
+    """Compare training on files with training on a batch that stays on the device, timed right before and after.
+
+    Args:
+        backend: the library.
+        workload: the model, the files, and the most workers; training may start fewer.
+        loader_seconds: seconds per batch of the loader alone. Batches that were prefetched may hide it for a few steps,
+            but in the long run no step is shorter.
+
+    Returns:
+        Details of a row.
+    """
+    workload = replace(workload, workers=min(workload.workers, default_workers(workload.device)))
+    modes = default_modes(workload.device)  # ours captures CUDA graphs on a GPU, the others are compiled there
+    step = TrainingStep(Backend(backend.library, modes[-1] if backend.library == OURS else modes[0]), workload)
+    for images in _batches(backend, workload, 1, training=True):
+        step.images = images.to(workload.device)  # in the memory layout of all batches, which a CUDA graph relies on
     step.run(_WARM_UP)
-    # What workers made before the first step must not count.
-    count, first = _FED[task.device], PREFETCH * task.workers + 1
+    count, first = _FILE_STEPS[workload.device], PREFETCH * workload.workers + 1  # the first ones were prefetched
     before = step.run(count // 2)
-    fed = feed(step, _batches(backend, task, first + count, training=True), first, task.device)
-    fed = Fed(max(fed.seconds, alone), max(fed.waiting, 1 - (1 - fed.waiting) * fed.seconds / alone))
-    there = statistics.mean([*before, *step.run(count // 2)])
+    timing = feed(step, _batches(backend, workload, first + count, training=True), first, workload.device)
+    seconds = max(timing.seconds, loader_seconds)
+    waiting = max(timing.wait_share, 1 - (1 - timing.wait_share) * timing.seconds / loader_seconds)
+    synthetic = statistics.mean([*before, *step.run(count // 2)])
     return {
-        "workers beside the model": task.workers,
-        "from files/s": task.batch / fed.seconds,
-        "synthetic/s": task.batch / there,
-        "of synthetic speed": there / fed.seconds,
-        "share waiting": fed.waiting,
+        "training_workers": workload.workers,
+        "files_per_second": workload.batch / seconds,
+        "synthetic_per_second": workload.batch / synthetic,
+        "relative_speed": synthetic / seconds,
+        "data_wait_share": waiting,
     }
 
 
-def _trained(backend: Backend, device: str) -> Backend:
-    """Ours records its steps on a GPU, and the others are compiled there."""
-    modes = default_modes(device)
-    return Backend(backend.library, modes[-1] if backend.library == OURS else modes[0])
+class FeedTiming(NamedTuple):
+    """Times of training steps on a stream of batches."""
 
-
-class Fed(NamedTuple):
-    """Training steps on images that come one batch after the other."""
-
-    seconds: float  # of a step
-    waiting: float  # share of them in which the device had nothing to do
+    seconds: float  # per step
+    wait_share: float  # share of the time in which the device was idle
 
 
 class _Feedable(Protocol):
     def feed(self, images: Tensor) -> None: ...
 
 
-def feed(step: _Feedable, batches: Iterable[Tensor], first: int, device: str) -> Fed:
-    """Steps as in training, none of which waits for the one before to end; the first `first` do not count."""
+def feed(step: _Feedable, batches: Iterable[Tensor], first: int, device: str) -> FeedTiming:
+    """Train on batches as training does, with one step queued ahead; the first `first` steps do not count."""
     began, ended = [], []
     for images in batches:
-        began.append(_Mark(device))
+        began.append(_Timestamp(device))
         step.feed(images)
-        ended.append(_Mark(device))
+        ended.append(_Timestamp(device))
         if len(ended) > 1:
-            ended[-2].wait()  # training reads a step's numbers one step late
+            ended[-2].wait()  # training reads metrics one step late
     ended[-1].wait()
     waits = [after.since(before) for before, after in zip(ended[first - 1 :], began[first:], strict=False)]
     steps = [after.since(before) for before, after in pairwise(ended[first - 1 :])]
-    return Fed(statistics.mean(steps), sum(waits) / sum(steps))
+    return FeedTiming(statistics.mean(steps), sum(waits) / sum(steps))
 
 
-class _Mark:
-    """A moment by the device's own clock: a GPU reaches it when all that was queued before is done."""
+class _Timestamp:
+    """A time by the device's clock: on a GPU, when everything queued before is done."""
 
     def __init__(self, device: str) -> None:
-        self.moment = time.perf_counter()
+        self.time = time.perf_counter()
         self.event = torch.cuda.Event(enable_timing=True) if device == "cuda" else None
         if self.event is not None:
             self.event.record()
@@ -171,39 +166,40 @@ class _Mark:
         if self.event is not None:
             self.event.synchronize()
 
-    def since(self, earlier: _Mark) -> float:
-        """Seconds; both are past."""
+    def since(self, earlier: _Timestamp) -> float:
+        """Seconds between two times in the past."""
         if self.event is not None and earlier.event is not None:
             return earlier.event.elapsed_time(self.event) / 1e3
-        return self.moment - earlier.moment
+        return self.time - earlier.time
 
 
-def _batches(backend: Backend, task: Task, count: int, *, training: bool) -> Iterator[Tensor]:
-    """`count` batches: uint8 from us, in training resized on a GPU, and normalised floats in the host's memory from the
-    others."""
+def _batches(backend: Backend, workload: Workload, count: int, *, training: bool) -> Iterator[Tensor]:
+    """Batches of images: ours uint8, in training resized on the GPU; the others' normalised floats in host memory."""
     if backend.library != OURS:
-        return _torchvision_batches(task, count, training=training)
-    split, pipeline = _split(task.folder), _pipeline(task, training=training)
-    options: dict[str, Any] = {"batch": task.batch, "workers": task.workers, "pin": task.device == "cuda"}
+        return _torchvision_batches(workload, count, training=training)
+    split, pipeline = _open_split(workload.folder), _pipeline(workload, training=training)
+    pin = workload.device == "cuda"
+    options: dict[str, Any] = {"batch": workload.batch, "workers": workload.workers, "pin": pin}
     if training:
-        resize = crop_uploader(pipeline, task.batch, 3, torch.device(task.device))
-        found = training_batches(split, pipeline, seed=0, first_step=0, last_step=count, resize=resize, **options)
+        resize = crop_uploader(pipeline, workload.batch, 3, torch.device(workload.device))
+        batches = training_batches(split, pipeline, seed=0, first_step=0, last_step=count, resize=resize, **options)
     else:
-        found = evaluation_batches(split.select(np.arange(count * task.batch) % len(split)), pipeline, **options)
-    return (batch.images for batch in found)
+        repeated = split.select(np.arange(count * workload.batch) % len(split))
+        batches = evaluation_batches(repeated, pipeline, **options)
+    return (batch.images for batch in batches)
 
 
-def _torchvision_batches(task: Task, count: int, *, training: bool) -> Iterator[Tensor]:
-    """As its documentation has it: Pillow's pixels become normalised floats in the workers."""
-    files = _image_folder(task.folder, task.architecture.image[0], training=training)
-    places = np.arange(count * task.batch) % len(files)
-    sampler = np.random.default_rng(0).permutation(places) if training else places
-    pin = task.device == "cuda"
-    loader = DataLoader(files, task.batch, sampler=sampler.tolist(), num_workers=task.workers, pin_memory=pin)
+def _torchvision_batches(workload: Workload, count: int, *, training: bool) -> Iterator[Tensor]:
+    """As in its documentation: Pillow decodes, and workers make normalised floats."""
+    files = _image_folder(workload.folder, workload.architecture.image[0], training=training)
+    indices = np.arange(count * workload.batch) % len(files)
+    sampler = (np.random.default_rng(0).permutation(indices) if training else indices).tolist()
+    pin = workload.device == "cuda"
+    loader = DataLoader(files, workload.batch, sampler=sampler, num_workers=workload.workers, pin_memory=pin)
     return (images for images, _ in loader)
 
 
-@cache  # a training run lists its files once, however often a loader starts
+@cache  # a training run lists its files once, however often a loader is started
 def _image_folder(folder: str, side: int, *, training: bool) -> Any:
     from torchvision import transforms
     from torchvision.datasets import ImageFolder
@@ -215,60 +211,62 @@ def _image_folder(folder: str, side: int, *, training: bool) -> Any:
 
 
 @cache
-def _split(folder: str) -> Split:
+def _open_split(folder: str) -> Split:
     return open_data(Path(folder), held_out=0).train
 
 
-def _pipeline(task: Task, *, training: bool) -> Pipeline:
-    side = task.architecture.image[0]
+def _pipeline(workload: Workload, *, training: bool) -> Pipeline:
+    side = workload.architecture.image[0]
     steps = f"inception_crop({side})|flip" if training else f"resize_small({side * 8 // 7})|central_crop({side})"
     return parse_pipeline(f"decode|{steps}")
 
 
-def _megapixels(task: Task) -> float:
-    """Of a picture, on average"""
-    split = _split(task.folder)
-    pictures = [read_pixels(split, index, 3) for index in range(min(_STAGED, len(split)))]
-    return statistics.mean(picture.shape[0] * picture.shape[1] for picture in pictures) / 1e6
+def _megapixels(workload: Workload) -> float:
+    """The mean size of an image."""
+    split = _open_split(workload.folder)
+    images = [read_pixels(split, index, 3) for index in range(min(_STAGE_IMAGES, len(split)))]
+    return statistics.mean(image.shape[0] * image.shape[1] for image in images) / 1e6
 
 
-def _stages(task: Task) -> dict[str, float]:
-    """Images/s of reading, decoding, cropping with resizing, and making a batch of it, each alone in one process."""
-    split, pipeline = _split(task.folder), _pipeline(task, training=True)
-    places = [place % len(split) for place in range(_STAGED)]
+def _time_stages(workload: Workload) -> dict[str, float]:
+    """Images/s of reading, decoding, cropping with resizing, and filling a batch, each alone in one process."""
+    split, pipeline = _open_split(workload.folder), _pipeline(workload, training=True)
+    indices = [index % len(split) for index in range(_STAGE_IMAGES)]
     rng = np.random.default_rng(0)
-    read, files = _clocked(split.reader.read, places)
-    decode_, pictures = _clocked(lambda data: data if isinstance(data, np.ndarray) else decode(data), files)
-    resize, prepared = _clocked(lambda image: pipeline(image, rng), pictures)
+    read, files = _time_items(split.reader.read, indices)
+    decoded, images = _time_items(lambda data: data if isinstance(data, np.ndarray) else decode(data), files)
+    resized, prepared = _time_items(lambda image: pipeline(image, rng), images)
     block = np.empty_like(prepared[0])
-    batch, _ = _clocked(lambda image: np.copyto(block, image), prepared)
-    stages = {"read/s": read, "decode/s": decode_, "resize/s": resize, "batch/s": batch}
-    upload = crop_uploader(pipeline, task.batch, 3, torch.device(task.device))
-    return stages if upload is None else {**stages, "upload/s": _uploaded(split, pipeline, task.batch, upload)}
+    batched, _ = _time_items(lambda image: np.copyto(block, image), prepared)
+    rates = {"read": read, "decode": decoded, "resize": resized, "batch": batched}
+    upload = crop_uploader(pipeline, workload.batch, 3, torch.device(workload.device))
+    if upload is not None:
+        rates["upload"] = _time_upload(split, pipeline, workload.batch, upload)
+    return {f"{stage}_per_second": rate for stage, rate in rates.items()}
 
 
-def _uploaded(split: Split, pipeline: Pipeline, batch: int, upload: ResizeCrops) -> float:
-    """Images/s of a batch's way to the GPU, where it is resized."""
-    handed: list[PackedCrops] = []
+def _time_upload(split: Split, pipeline: Pipeline, batch: int, upload: ResizeCrops) -> float:
+    """Images/s of copying a batch to the GPU and resizing it there."""
+    received: list[PackedCrops] = []
 
     def timed(parts: PackedCrops) -> None:
         upload(parts)
         torch.cuda.synchronize()
 
-    def kept(parts: PackedCrops) -> Tensor:
-        handed.append(parts)
+    def keep(parts: PackedCrops) -> Tensor:
+        received.append(parts)
         return upload(parts)
 
-    for _ in training_batches(split, pipeline, batch=batch, seed=0, first_step=0, last_step=1, pin=True, resize=kept):
+    for _ in training_batches(split, pipeline, batch=batch, seed=0, first_step=0, last_step=1, pin=True, resize=keep):
         pass
-    return batch * _clocked(timed, handed * _UPLOADS)[0]
+    return batch * _time_items(timed, received * _UPLOADS)[0]
 
 
-def _clocked(work: Callable[[Any], Any], items: list[Any]) -> tuple[float, list[Any]]:
-    """Items per second by the median, and what came out."""
-    seconds, found = [], []
+def _time_items(work: Callable[[Any], Any], items: list[Any]) -> tuple[float, list[Any]]:
+    """Items per second by the median, and the results."""
+    seconds, results = [], []
     for item in items:
         start = time.perf_counter()
-        found.append(work(item))
+        results.append(work(item))
         seconds.append(time.perf_counter() - start)
-    return 1 / statistics.median(seconds), found
+    return 1 / statistics.median(seconds), results

@@ -1,4 +1,4 @@
-"""Rows of results: one JSON file that later calls complete, ratios between its rows, and a page for people."""
+"""Benchmark rows: one JSON file that later benchmarks add to, comparisons between rows, and a Markdown page."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import json
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vitral.atomic import atomic_write
-from vitral.bench.backends import OURS
+from vitral.bench.backends import OURS, Backend, Workload
 from vitral.checkpoints.write import write_json
 from vitral.errors import UserError
 
+_PERCENTILES = (50, 95, 99)
+
 
 @dataclass(frozen=True)
-class Row:
-    """One backend's result, with all that is needed to judge it."""
+class BenchmarkRow:
+    """The result of one backend, with everything that is needed to interpret it."""
 
     work: str
     model: str
@@ -27,53 +29,90 @@ class Row:
     device: str
     precision: str
     seconds: float  # of a step: the median
-    low: float  # the quartiles
-    high: float
-    samples: int  # steps that were timed
-    macs: int  # multiply-accumulates of a step by `cost.py`; 0 where none are meant
-    rate: float  # FLOP/s of a large matrix product, measured in the same call
-    peak_bytes: int
-    cold_seconds: float  # from the start of the process to the end of its first step
-    call: str  # when the call began: rows of one call were measured in turns
-    facts: dict[str, str] = field(default_factory=dict)
+    seconds_q1: float  # the quartiles
+    seconds_q3: float
+    samples: int  # timed steps
+    started_at: str  # of the benchmark: rows of one benchmark were timed in turns
+    macs: int = 0  # multiply-accumulates of a step by `cost.py`; 0 where the arithmetic is not what is timed
+    matmul_flops: float = 0.0  # FLOP/s of a large matrix product, measured in the same benchmark
+    peak_bytes: int = 0
+    startup_seconds: float = 0.0  # from the start of the process to the end of its first step
+    axis: str = ""  # what grows in "growth": image, batch or depth
+    axis_value: int = 0
+    environment: dict[str, str] = field(default_factory=dict)
     details: dict[str, float] = field(default_factory=dict)
 
     @property
-    def per_second(self) -> float:
-        """Images."""
+    def images_per_second(self) -> float:
         return self.batch / self.seconds
 
     @property
-    def share(self) -> float:
-        """Of the matrix rate; 0 where no arithmetic is meant."""
-        return 2.0 * self.macs / self.seconds / self.rate if self.rate else 0.0
+    def matmul_share(self) -> float:
+        """Achieved FLOP/s relative to `matmul_flops`; 0 where the arithmetic is not what is timed."""
+        return 2.0 * self.macs / self.seconds / self.matmul_flops if self.matmul_flops else 0.0
 
     @property
     def label(self) -> str:
         return f"{self.library} ({self.settings})"
 
     @property
-    def place(self) -> tuple[str, str, int, str, str]:
-        """What a later measurement of the same replaces."""
-        return self.work, self.model, self.batch, self.library, self.settings
-
-    @property
-    def race(self) -> tuple[str, str, int, str, str, float]:
-        """Rows that may be compared: the same work on the same hardware, with pictures as large where files are read"""
-        hardware = self.facts.get("hardware", "")
-        return self.work, self.model, self.batch, self.device, hardware, round(self.megapixels, 3)
+    def hardware(self) -> str:
+        return self.environment.get("hardware", self.device)
 
     @property
     def megapixels(self) -> float:
-        """Of a picture where files are read, else 0."""
+        """Mean size of the images where files are read, else 0."""
         return self.details.get("megapixels", 0.0)
 
     @property
-    def task(self) -> str:
-        return f"{self.work}, {self.megapixels:.3f} megapixels" if self.megapixels else self.work
+    def work_label(self) -> str:
+        size = f"{self.megapixels:.3f} megapixels" if self.megapixels else ""
+        return ", ".join(filter(None, (self.work, self.axis, size)))
+
+    @property
+    def title(self) -> str:
+        return f"{self.work_label}, {self.model}, batch {self.batch}"
+
+    @property
+    def comparison_key(self) -> tuple[Any, ...]:
+        """Equal for rows that may be compared: the same work on the same hardware, on images of the same size."""
+        size = round(self.megapixels, 3)
+        return self.work, self.axis, self.axis_value, self.model, self.batch, self.device, self.hardware, size
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for rows that replace each other."""
+        return *self.comparison_key, self.library != OURS, self.library, self.settings
 
 
-def spread(values: Sequence[float]) -> tuple[float, float, float]:
+def timed_row(
+    backend: Backend, workload: Workload, seconds: Sequence[float], started_at: str, **values: Any
+) -> BenchmarkRow:
+    """The row of a backend with the median and the quartiles of its times."""
+    low, median, high = quartiles(seconds)
+    return BenchmarkRow(
+        work=workload.work,
+        model=workload.model_name,
+        batch=workload.batch,
+        library=backend.library,
+        settings=backend.settings,
+        device=workload.device,
+        precision=workload.precision,
+        seconds=median,
+        seconds_q1=low,
+        seconds_q3=high,
+        samples=len(seconds),
+        started_at=started_at,
+        **values,
+    )
+
+
+def now() -> str:
+    """The time as rows have it."""
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Lower quartile, median, upper quartile."""
     if len(values) == 1:
         return values[0], values[0], values[0]
@@ -81,176 +120,171 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
     return low, median, high
 
 
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a results file; none where there is no file yet."""
+def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
+    """The percentiles of latencies, as details of a row."""
+    ordered = sorted(seconds)
+    return {f"p{share}_ms": 1e3 * ordered[min(len(ordered) * share // 100, len(ordered) - 1)] for share in _PERCENTILES}
+
+
+def read_rows(path: Path) -> list[BenchmarkRow]:
+    """Read the rows of a results file; none where there is no file yet."""
     if not path.exists():
         return []
-    names = {entry.name for entry in fields(Row)}
+    names = {entry.name for entry in fields(BenchmarkRow)}
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        return [Row(**{name: value for name, value in row.items() if name in names}) for row in rows]
+        return [BenchmarkRow(**{name: value for name, value in row.items() if name in names}) for row in rows]
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is not a file of results: give --out another name.") from error
+        raise UserError(f"{path} is not a file of benchmark results: give --out another name.") from error
 
 
-def merged(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
-    """New rows take the places of old ones of the same kind and hardware; all others stay."""
-    rows = {(row.place, row.race): row for row in (*old, *new)}
-    return sorted(rows.values(), key=_order)
-
-
-def _order(row: Row) -> tuple[Any, ...]:
-    """By the work, then by the size that grows, then the races, with our rows first."""
-    return row.work, row.details.get("value", 0), row.race, row.library != OURS, row.place
-
-
-def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """With the derived numbers beside the measured ones, for readers that do not compute."""
-    derived = [{**asdict(row), "images_per_second": row.per_second, "share": row.share} for row in rows]
+def write_rows(path: Path, rows: Sequence[BenchmarkRow]) -> None:
+    """Write a results file, with derived numbers beside the measured ones."""
+    derived = [
+        {**asdict(row), "images_per_second": row.images_per_second, "matmul_share": row.matmul_share} for row in rows
+    ]
     write_json(path, {"rows": derived})
 
 
-def best_peer(row: Row, rows: Sequence[Row]) -> Row | None:
-    """The fastest row of another library in the same race."""
-    peers = [other for other in rows if other.race == row.race and other.library != OURS]
+def merge_rows(old: Iterable[BenchmarkRow], new: Iterable[BenchmarkRow]) -> list[BenchmarkRow]:
+    """All rows, sorted, ours first in each comparison; new rows replace old ones of the same identity."""
+    return sorted({row.identity: row for row in (*old, *new)}.values(), key=lambda row: row.identity)
+
+
+def best_peer(row: BenchmarkRow, rows: Sequence[BenchmarkRow]) -> BenchmarkRow | None:
+    """The fastest comparable row of another library."""
+    peers = [other for other in rows if other.comparison_key == row.comparison_key and other.library != OURS]
     return min(peers, key=lambda other: other.seconds, default=None)
 
 
-def ratio(row: Row, rows: Sequence[Row]) -> tuple[float, bool] | None:
-    """Our speed over that of the best peer in the same race, and whether both are of one call; None without a peer."""
-    best = best_peer(row, rows)
-    if row.library != OURS or best is None:
-        return None
-    return best.seconds / row.seconds, best.call == row.call
+def speedup(row: BenchmarkRow, rows: Sequence[BenchmarkRow]) -> float | None:
+    """Our speed relative to the best peer; None for rows of peers and without a peer."""
+    peer = best_peer(row, rows) if row.library == OURS else None
+    return None if peer is None else peer.seconds / row.seconds
 
 
 COLUMNS: tuple[str, ...] = (
-    *("work", "model", "batch", "backend", "settings", "images/s", "ms", "quartiles ms", "of matrix rate"),
-    *("peak GiB", "cold s", "ours / best peer"),
+    *("work", "model", "batch", "backend", "settings", "images/s", "ms", "quartiles ms", "of matmul FLOP/s"),
+    *("peak GiB", "startup s", "speed-up"),
 )
 
 
-def table(rows: Sequence[Row]) -> list[list[str]]:
+def table(rows: Sequence[BenchmarkRow]) -> list[list[str]]:
     """The cells of COLUMNS."""
-    return [_cells(row, ratio(row, rows)) for row in rows]
+    return [_cells(row, rows) for row in rows]
 
 
-def page(rows: Sequence[Row], *, remarks: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
-    """Markdown: how it was measured, what follows, the table, what some rows tell besides, and pictures."""
-    lines = [f"# {rows[0].facts.get('hardware', rows[0].device)}", "", *_words(rows), ""]
-    if remarks:
-        lines += [*(f"- {sentence}" for sentence in remarks), ""]
-    lines += _markdown(COLUMNS, table(rows))
-    told = [row for row in rows if set(row.details) - {"value"}]
-    if told:
-        lines += ["", "## Details", ""]
-        lines += _markdown(("work", "model", "backend", ""), [_told(row) for row in told])
+def _cells(row: BenchmarkRow, rows: Sequence[BenchmarkRow]) -> list[str]:
+    peer, ratio = best_peer(row, rows), speedup(row, rows)
+    other_run = peer is not None and peer.started_at != row.started_at
+    return [
+        row.work_label,
+        row.model,
+        str(row.batch),
+        row.library,
+        row.settings,
+        format_rate(row.images_per_second),
+        f"{1e3 * row.seconds:,.2f}",
+        f"{1e3 * row.seconds_q1:,.2f} - {1e3 * row.seconds_q3:,.2f}",
+        f"{row.matmul_share:.0%}" if row.matmul_share else "",
+        f"{row.peak_bytes / 2**30:.2f}" if row.peak_bytes else "",
+        f"{row.startup_seconds:.1f}" if row.startup_seconds else "",
+        "" if ratio is None else f"{ratio:.2f}{'*' if other_run else ''}",
+    ]
+
+
+def format_rate(rate: float) -> str:
+    """Images per second as text."""
+    return f"{rate:,.1f}" if rate < 100 else f"{rate:,.0f}"
+
+
+def page(rows: Sequence[BenchmarkRow], *, summary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
+    """A Markdown page of the rows of one machine.
+
+    Args:
+        rows: at least one.
+        summary: sentences above the table.
+        figures: paths of images below it.
+
+    Returns:
+        Markdown.
+    """
+    versions: dict[str, set[str]] = {}
+    for row in rows:
+        for name, value in row.environment.items():
+            versions.setdefault(name, set()).add(value)
+    runs = sorted({row.started_at for row in rows})
+    lines = [
+        f"# {rows[0].hardware}",
+        "",
+        "Written by `vitral bench`. Every backend ran in its own process, and the backends took turns. Times are",
+        "medians over steps, with quartiles. The FLOP/s of a large matrix product were measured in the same run. A",
+        "speed-up above 1 means that vitral is faster than the best other library; `*` marks a comparison between runs",
+        f"on the same hardware. Runs: {len(runs)}, the last at {runs[-1]}.",
+        "",
+        ", ".join(f"{name} {' and '.join(sorted(values))}" for name, values in sorted(versions.items())) + ".",
+        "",
+    ]
+    if summary:
+        lines += [*(f"- {sentence}" for sentence in summary), ""]
+    lines += _markdown_table(COLUMNS, table(rows))
+    if detailed := [row for row in rows if row.details]:
+        cells = [[row.work_label, row.model, row.label, _details_text(row)] for row in detailed]
+        lines += ["", "## Details", "", *_markdown_table(("work", "model", "backend", "details"), cells)]
     for figure in figures:
         lines += ["", f"![{Path(figure).stem}]({figure})"]
     return "\n".join(lines) + "\n"
 
 
-def write_page(path: Path, text: str) -> None:
-    with atomic_write(path) as aside:
-        aside.write_text(text, encoding="utf-8")
+def page_name(rows: Sequence[BenchmarkRow]) -> str:
+    """<hardware>-<date of the newest row>"""
+    letters = "".join(letter if letter.isalnum() else " " for letter in rows[0].hardware.lower())
+    return f"{'-'.join(letters.split())}-{max(row.started_at for row in rows)[:10]}"
 
 
-def page_name(rows: Sequence[Row]) -> str:
-    """<hardware>-<date>, of the newest row."""
-    hardware = rows[0].facts.get("hardware", rows[0].device)
-    plain = "-".join("".join(letter if letter.isalnum() else " " for letter in hardware.lower()).split())
-    return f"{plain}-{max(row.call for row in rows)[:10]}"
-
-
-def _words(rows: Sequence[Row]) -> list[str]:
-    versions: dict[str, set[str]] = {}
-    for row in rows:
-        for name, value in row.facts.items():
-            versions.setdefault(name, set()).add(value)
-    known = ", ".join(f"{name} {' and '.join(sorted(values))}" for name, values in sorted(versions.items()))
-    calls = sorted({row.call for row in rows})
-    return [
-        "Written by `vitral bench`. Contestants had a process each and took turns; times are medians over steps, with",
-        "quartiles. The matrix rate was measured in the same call. A ratio above 1 is in our favour; `*` marks one",
-        f"between rows of different calls on the same hardware. Calls: {len(calls)}, the last at {calls[-1]}.",
-        "",
-        f"{known}.",
-    ]
-
-
-def _cells(row: Row, compared: tuple[float, bool] | None) -> list[str]:
-    return [
-        row.task,
-        row.model,
-        str(row.batch),
-        row.library,
-        row.settings,
-        shown(row.per_second),
-        f"{1e3 * row.seconds:,.2f}",
-        f"{1e3 * row.low:,.2f} - {1e3 * row.high:,.2f}",
-        f"{row.share:.0%}" if row.share else "",
-        f"{row.peak_bytes / 2**30:.2f}" if row.peak_bytes else "",
-        f"{row.cold_seconds:.1f}" if row.cold_seconds else "",
-        "" if compared is None else f"{compared[0]:.2f}{'' if compared[1] else '*'}",
-    ]
-
-
-def shown(rate: float) -> str:
-    """Images per second, for people."""
-    return f"{rate:,.1f}" if rate < 100 else f"{rate:,.0f}"
-
-
-def _told(row: Row) -> list[str]:
-    text = ", ".join(
-        f"{name} {value:,.3g}" if value < 1000 else f"{name} {value:,.0f}" for name, value in row.details.items()
+def _details_text(row: BenchmarkRow) -> str:
+    values = {name.replace("_", " "): value for name, value in row.details.items()}
+    return ", ".join(
+        f"{name} {value:,.3g}" if value < 1000 else f"{name} {value:,.0f}" for name, value in values.items()
     )
-    return [row.task, row.model, row.label, text]
 
 
-def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     return lines + [f"| {' | '.join(cells)} |" for cells in rows]
 
 
-_PERCENTILES = ("p50 ms", "p95 ms", "p99 ms")
+def summarize(rows: Sequence[BenchmarkRow]) -> list[str]:
+    """One sentence per comparison with a peer, by the fastest row of each side, and one per loader."""
+    fastest: dict[tuple[Any, ...], BenchmarkRow] = {}
+    for row in sorted(rows, key=lambda row: row.seconds):
+        if row.library == OURS:
+            fastest.setdefault(row.comparison_key, row)
+    keys = dict.fromkeys(row.comparison_key for row in rows if row.library == OURS)
+    pairs = [(fastest[key], best_peer(fastest[key], rows)) for key in keys]
+    compared = [_compare(ours, peer) for ours, peer in pairs if peer is not None]
+    return [*compared, *(_describe_loader(row) for row in rows if "synthetic_per_second" in row.details)]
 
 
-def remarks(rows: Sequence[Row]) -> list[str]:
-    """One sentence for each race that has a peer, by the fastest row of each side, and one for each loader."""
-    return [*_compared(rows), *(_fed(row) for row in rows if "of synthetic speed" in row.details)]
+def _compare(ours: BenchmarkRow, peer: BenchmarkRow) -> str:
+    parts = [f"{ours.title}: {ours.label} is {peer.seconds / ours.seconds:.2f} times as fast as {peer.label}"]
+    if ours.peak_bytes and peer.peak_bytes and ours.work != "data":  # most of a loader's memory is in its workers
+        parts.append(f"with {ours.peak_bytes / peer.peak_bytes:.2f} times its peak memory")
+    latencies = {f"p{share}": f"p{share}_ms" for share in _PERCENTILES}
+    if all(key in ours.details and key in peer.details for key in latencies.values()):
+        both = (f"{name} {ours.details[key]:.2f} against {peer.details[key]:.2f}" for name, key in latencies.items())
+        parts.append(f"{', '.join(both)} ms")
+    if ours.started_at != peer.started_at:
+        parts.append("measured in different runs")
+    return ", ".join(parts) + "."
 
 
-def _compared(rows: Sequence[Row]) -> list[str]:
-    found = []
-    for race in dict.fromkeys(row.race for row in rows if row.library == OURS):
-        ours = min((row for row in rows if row.race == race and row.library == OURS), key=lambda row: row.seconds)
-        peer = best_peer(ours, rows)
-        if peer is not None:
-            found.append(_beside(ours, peer))
-    return found
-
-
-def _beside(ours: Row, peer: Row) -> str:
-    said = [f"{_what(ours)}: {ours.label} is {peer.seconds / ours.seconds:.2f} times as fast as {peer.label}"]
-    if ours.peak_bytes and peer.peak_bytes and ours.work != "data":  # most of a loader's is in its workers
-        said.append(f"with {ours.peak_bytes / peer.peak_bytes:.2f} times its peak memory")
-    if all(name in ours.details and name in peer.details for name in _PERCENTILES):
-        both = (f"{name[:3]} {ours.details[name]:.2f} against {peer.details[name]:.2f}" for name in _PERCENTILES)
-        said.append(f"{', '.join(both)} ms")
-    if ours.call != peer.call:
-        said.append("measured in different calls")
-    return ", ".join(said) + "."
-
-
-def _fed(row: Row) -> str:
-    told = row.details
+def _describe_loader(row: BenchmarkRow) -> str:
+    details = row.details
     return (
-        f"{_what(row)}: with {row.label}, training from files runs at {told['of synthetic speed']:.0%} of the speed on "
-        f"synthetic images ({shown(told['from files/s'])} and {shown(told['synthetic/s'])} images/s), waiting "
-        f"{told['share waiting']:.0%} of the time; {told['workers beside the model']:.0f} workers beside the model, "
-        f"{told['workers']:.0f} where the loader is alone."
+        f"{row.title}: with {row.label}, training from files reaches {details['relative_speed']:.0%} of the speed on "
+        f"synthetic images ({format_rate(details['files_per_second'])} and "
+        f"{format_rate(details['synthetic_per_second'])} images/s), waiting for data "
+        f"{details['data_wait_share']:.0%} of the time; {details['training_workers']:.0f} workers in training, "
+        f"{details['workers']:.0f} where the loader runs alone."
     )
-
-
-def _what(row: Row) -> str:
-    return f"{row.task}, {row.model}, batch {row.batch}"

@@ -1,8 +1,7 @@
-"""Cold start: from the command to the first answer, in a fresh process each time."""
+"""Cold start: the time from a command to its first prediction, in a new process each time."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -12,106 +11,102 @@ from pathlib import Path
 
 import numpy as np
 
-from vitral.bench.backends import OURS
-from vitral.bench.benchmark import Tell, now
-from vitral.bench.machine import facts
-from vitral.bench.results import Row, spread
+from vitral.bench.backends import OURS, Backend, Workload
+from vitral.bench.machine import environment_info
+from vitral.bench.results import BenchmarkRow, now, timed_row
+from vitral.bench.worker import child_environment
 from vitral.checkpoints.adapt import Weights
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.weights import write
 from vitral.data.images import encode_png
 from vitral.errors import UserError
+from vitral.events import EventHandler, Note
 from vitral.models.build import build
-from vitral.names import name_of, parse
+from vitral.names import parse
 
-# What a user of transformers writes for one answer.
+# What a user of transformers writes for one prediction.
 _PIPELINE = """
 import sys
 from transformers import pipeline
 print(pipeline("image-classification", model=sys.argv[1])(sys.argv[2]))
 """
+_SETTINGS = {OURS: "predict", "transformers": "pipeline"}
 
 
-def measure(model: str, libraries: Sequence[str], rounds: int, tell: Tell) -> list[Row]:
-    """A row for each library: seconds from its command to its answer, the libraries in turns."""
-    call = now()
+def measure_cold_start(
+    workload: Workload, libraries: Sequence[str], rounds: int, on_event: EventHandler
+) -> list[BenchmarkRow]:
+    """Time the first prediction of each library, the libraries in turns.
+
+    Args:
+        workload: names the model.
+        libraries: vitral, transformers or both.
+        rounds: timed starts of each.
+        on_event: called with notes about the progress.
+
+    Returns:
+        A row per library.
+    """
+    started_at = now()
     with tempfile.TemporaryDirectory() as folder:
-        words = _commands(Path(folder), model)
-        times = _rounds({name: words[name] for name in words if name in libraries}, rounds, tell)
-    return [_row(name, model, seconds, call) for name, seconds in times.items()]
+        commands = _prepare_commands(Path(folder), workload.model)
+        chosen = {name: command for name, command in commands.items() if name in libraries}
+        times = _run_rounds(chosen, rounds, on_event)
+    return [
+        timed_row(
+            Backend(name, _SETTINGS[name]),
+            workload,
+            seconds,
+            started_at,
+            startup_seconds=float(np.median(seconds)),
+            environment=environment_info(name, "cpu"),
+        )
+        for name, seconds in times.items()
+    ]
 
 
-def _commands(folder: Path, model: str) -> dict[str, list[str]]:
-    """The same weights in each library's own format, and one picture."""
+def _prepare_commands(folder: Path, model: str) -> dict[str, list[str]]:
+    """Write the same weights in each library's format, and one image."""
     architecture = parse(model)
     state = {name: array.detach() for name, array in build(architecture).state_dict().items()}
     side = architecture.image[0]
     preprocess = Preprocess(f"decode|resize({side})", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     card = Card(architecture, tuple(f"class {number}" for number in range(architecture.classes)), preprocess=preprocess)
-    own, theirs, picture = folder / "model.safetensors", folder / "hf", folder / "picture.png"
-    write(Weights(architecture, state, ()), card, own, "vitral")
-    write(Weights(architecture, state, ()), card, theirs, "hf")
-    picture.write_bytes(encode_png(np.random.default_rng(0).integers(0, 256, (375, 500, 3), np.uint8)))
+    ours, hf, image = folder / "model.safetensors", folder / "hf", folder / "image.png"
+    write(Weights(architecture, state, ()), card, ours, "vitral")
+    write(Weights(architecture, state, ()), card, hf, "hf")
+    image.write_bytes(encode_png(np.random.default_rng(0).integers(0, 256, (375, 500, 3), np.uint8)))
     return {
-        OURS: [sys.executable, "-m", "vitral", "predict", str(own), str(picture), "--json"],
-        "transformers": [sys.executable, "-c", _PIPELINE, str(theirs), str(picture)],
+        OURS: [sys.executable, "-m", "vitral", "predict", str(ours), str(image), "--json"],
+        "transformers": [sys.executable, "-c", _PIPELINE, str(hf), str(image)],
     }
 
 
-def _rounds(words: Mapping[str, Sequence[str]], rounds: int, tell: Tell) -> dict[str, list[float]]:
-    """Seconds of each start, in turns; a first round fills the disk's cache and does not count."""
-    found: dict[str, list[float]] = {name: [] for name in words}
+def _run_rounds(commands: Mapping[str, Sequence[str]], rounds: int, on_event: EventHandler) -> dict[str, list[float]]:
+    """Seconds of each start, in turns; a first round fills the disk cache and does not count."""
+    times: dict[str, list[float]] = {name: [] for name in commands}
     for number in range(rounds + 1):
-        tell(f"round {number} of {rounds}" if number else "once, to fill the cache of the disk")
-        for name in list(found):
+        on_event(Note(f"round {number} of {rounds}" if number else "warm-up, to fill the disk cache"))
+        for name in list(times):
             try:
-                seconds = _seconds(name, words[name])
+                seconds = _time_command(name, commands[name])
             except UserError as failure:
                 if name == OURS:
                     raise
-                tell(str(failure))
-                del found[name]
+                on_event(Note(str(failure)))
+                del times[name]
                 continue
             if number:
-                found[name].append(seconds)
-    return found
+                times[name].append(seconds)
+    return times
 
 
-def _row(library: str, model: str, seconds: Sequence[float], call: str) -> Row:
-    low, median, high = spread(seconds)
-    return Row(
-        work="start",
-        model=name_of(parse(model)),
-        batch=1,
-        library=library,
-        settings="predict" if library == OURS else "pipeline",
-        device="cpu",
-        precision="float32",
-        seconds=median,
-        low=low,
-        high=high,
-        samples=len(seconds),
-        macs=0,
-        rate=0.0,
-        peak_bytes=0,
-        cold_seconds=median,
-        call=call,
-        facts=facts(library, "cpu"),
-    )
-
-
-def _seconds(name: str, command: Sequence[str]) -> float:
-    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+def _time_command(name: str, command: Sequence[str]) -> float:
+    environment = {**child_environment(), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     start = time.perf_counter()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - start
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["without a word"])[-1]
-        raise UserError(f"{name} gave no answer ({last}): leave it out of --against.")
+    if process.returncode:
+        message = (process.stderr.strip().splitlines() or ["no message"])[-1]
+        raise UserError(f"{name} failed to predict ({message}): leave it out of --against.")
     return seconds

@@ -1,139 +1,164 @@
-"""How the time of a step grows with the image, the batch and the depth, beside what the arithmetic says."""
+"""How the time of a training step grows with image size, batch and depth, compared with its arithmetic."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from statistics import median
 from typing import NamedTuple
 
 from vitral.architecture import ViTConfig
-from vitral.bench.backends import Backend, Task
-from vitral.bench.benchmark import Tell, macs, now, row, warm
-from vitral.bench.results import Row
+from vitral.bench.backends import Backend, Workload
+from vitral.bench.benchmark import step_macs, warm_up, worker_row
+from vitral.bench.results import BenchmarkRow, now
 from vitral.bench.worker import Worker, WorkerFailed
+from vitral.events import EventHandler, Note
+from vitral.report.charts import line_chart, svg_file
 
-_WORK = "growth, "
 IMAGES = (64, 128, 256, 512, 1024)
 BATCHES = (1, 4, 16, 64, 256)
 DEPTHS = (3, 6, 12, 24)
-AXES = ("image", "batch", "depth")
-_FEWEST = 3  # steps that are timed
-_LONGEST = 2.0  # seconds of a step: an axis ends where the next one would take longer
-_SLACK = 1.15  # of the arithmetic: what a step may take more, for the noise of clocks
-
-
-class Point(NamedTuple):
-    """A step at one size."""
-
-    axis: str  # one of AXES
-    value: int
-    seconds: float  # at the usual matrix rate
-    macs: int
+AXES = {"image": "image size in pixels", "batch": "batch size in images", "depth": "depth in blocks"}
+_MIN_STEPS = 3
+_MAX_SECONDS = 2.0  # of a step: an axis ends where the next one would take longer
+_NOISE = 1.15  # factor by which a step may exceed the arithmetic
 
 
 class SweepPoint(NamedTuple):
-    """A size along an axis, and its task."""
+    """One size along an axis."""
+
+    axis: str  # one of AXES
+    value: int
+    workload: Workload
+
+
+class MeasuredPoint(NamedTuple):
+    """The time of a step at one size."""
 
     axis: str
     value: int
-    task: Task
+    seconds: float  # at the median matmul FLOP/s of the sweep
+    macs: int
 
 
-def measure(task: Task, backend: Backend, tell: Tell) -> list[Row]:
-    """A row for each size; an axis ends where memory or patience does."""
-    rows: list[Row] = []
-    call, left = now(), list(_rungs(task))
-    while left:
+def run_sweep(workload: Workload, backend: Backend, on_event: EventHandler) -> list[BenchmarkRow]:
+    """Measure a row per size; an axis ends where memory runs out or steps take too long.
+
+    Args:
+        workload: the training step whose image size, batch and depth are varied.
+        backend: the library and settings.
+        on_event: called with notes about the progress.
+
+    Returns:
+        The rows.
+    """
+    rows: list[BenchmarkRow] = []
+    started_at, remaining = now(), list(_sweep_points(workload))
+    while remaining:
         with Worker(backend) as worker:
-            left = _until_it_fails(worker, left, rows, call, tell)
+            remaining = _measure_until_failure(worker, remaining, rows, started_at, on_event)
     return rows
 
 
-def _until_it_fails(
-    worker: Worker, rungs: Sequence[SweepPoint], rows: list[Row], call: str, tell: Tell
+def _measure_until_failure(
+    worker: Worker, points: Sequence[SweepPoint], rows: list[BenchmarkRow], started_at: str, on_event: EventHandler
 ) -> list[SweepPoint]:
-    """Adds rows. What is returned is left for a new process: this one failed, and its axis ends here."""
-    for place, rung in enumerate(rungs):
-        if _too_long(rows, rung):
+    """Add rows; return the points for a new process after this one failed, which ends the axis."""
+    for index, point in enumerate(points):
+        if _too_slow(rows, point):
             continue
-        tell(f"{rung.axis} {rung.value}")
+        on_event(Note(f"{point.axis} {point.value}"))
         try:
-            rows.append(_row(worker, rung, call))
+            rows.append(_measure(worker, point, started_at))
         except WorkerFailed as failure:
-            tell(f"{rung.axis} {rung.value}: {failure}")
-            return [other for other in rungs[place:] if other.axis != rung.axis]
+            on_event(Note(f"{point.axis} {point.value}: {failure}"))
+            return [other for other in points[index:] if other.axis != point.axis]
     return []
 
 
-def _row(worker: Worker, rung: SweepPoint, call: str) -> Row:
-    """All sizes share a process: nothing is told of a cold start, nor of memory, which only a GPU's counts anew."""
-    runner = warm(worker, rung.task, rounds=1)
-    runner.seconds.extend(worker.run(max(runner.steps, _FEWEST)))
-    found = row(runner, rung.task, call, worker.ask("rate")["flops"])
-    peak = found.peak_bytes if rung.task.device == "cuda" else 0
-    told: dict[str, float] = {"value": rung.value}
-    return replace(found, work=f"{_WORK}{rung.axis}", peak_bytes=peak, cold_seconds=0.0, details=told)
+def _measure(worker: Worker, point: SweepPoint, started_at: str) -> BenchmarkRow:
+    """One row; all sizes share a process, so there is no startup time, and peak memory only where it can be reset."""
+    warm = warm_up(worker, point.workload, rounds=1)
+    warm.seconds.extend(worker.run(max(warm.steps, _MIN_STEPS)))
+    row = worker_row(warm, point.workload, started_at, worker.call("matmul_flops")["flops"])
+    peak = row.peak_bytes if point.workload.device == "cuda" else 0
+    return replace(row, work="growth", axis=point.axis, axis_value=point.value, peak_bytes=peak, startup_seconds=0.0)
 
 
-def _too_long(rows: Sequence[Row], rung: SweepPoint) -> bool:
-    """By the arithmetic, from the last step along this axis."""
-    own = [one for one in rows if one.work == f"{_WORK}{rung.axis}"]
-    return bool(own) and own[-1].seconds * macs(rung.task) / own[-1].macs > _LONGEST
+def _too_slow(rows: Sequence[BenchmarkRow], point: SweepPoint) -> bool:
+    """Whether the arithmetic, from the last step along this axis, predicts too long a step."""
+    axis_rows = [row for row in rows if row.axis == point.axis]
+    last = axis_rows[-1] if axis_rows else None
+    return last is not None and last.seconds * step_macs(point.workload) / last.macs > _MAX_SECONDS
 
 
-def newest(rows: Iterable[Row]) -> list[Row]:
-    """The rows of the last call that measured growth: another may have been of another model."""
-    own = [row for row in rows if row.work.startswith(_WORK)]
-    last = max((row.call for row in own), default="")
-    return [row for row in own if row.call == last]
+def newest_sweep(rows: Iterable[BenchmarkRow]) -> list[BenchmarkRow]:
+    """The rows of the last sweep; an earlier one may have been of another model."""
+    sweep_rows = [row for row in rows if row.axis]
+    last = max((row.started_at for row in sweep_rows), default="")
+    return [row for row in sweep_rows if row.started_at == last]
 
 
-def title(rows: Sequence[Row]) -> str:
-    """Of a chart: images and depths grow in batches of one size, and batches with the model as it is."""
-    model = next((row.model for row in rows if row.work == f"{_WORK}batch"), rows[0].model)
-    sizes = sorted({str(row.batch) for row in rows if row.work != f"{_WORK}batch"})
-    batches = f"; images and depths in batches of {' and '.join(sizes)}" if sizes else ""
-    return f"A training step of {model} on {rows[0].facts.get('hardware', rows[0].device)}{batches}"
+def measured_points(rows: Iterable[BenchmarkRow]) -> list[MeasuredPoint]:
+    """The points of the last sweep, axis by axis.
 
-
-def points(rows: Iterable[Row]) -> list[Point]:
-    """The last growth among the rows, along each axis.
-
-    Sizes are measured one after the other, not in turns: times are those at the median of the matrix rates, so that
-    a clock that falls, or a neighbour who takes half of the machine, does not look like growth.
+    Sizes are measured one after the other, not in turns: times are scaled to the median matmul FLOP/s, so that a clock
+    that drops or another process does not look like growth.
     """
-    own = newest(rows)
-    usual = median(row.rate for row in own) if own else 0.0
-    found = [
-        Point(row.work.removeprefix(_WORK), int(row.details["value"]), row.seconds * row.rate / usual, row.macs)
-        for row in own
+    sweep_rows = newest_sweep(rows)
+    rate = median(row.matmul_flops for row in sweep_rows) if sweep_rows else 0.0
+    points = [
+        MeasuredPoint(row.axis, row.axis_value, row.seconds * row.matmul_flops / rate, row.macs) for row in sweep_rows
     ]
-    return sorted(found, key=lambda point: (AXES.index(point.axis), point.value))
+    return sorted(points, key=lambda point: (list(AXES).index(point.axis), point.value))
 
 
-def steepness(points: Sequence[Point]) -> list[float]:
-    """Of each point after the first of its axis: growth of time over growth of arithmetic; above 1 is too much."""
+def relative_growth(points: Sequence[MeasuredPoint]) -> list[float]:
+    """For each point of an axis after the first: growth of the time over growth of the arithmetic."""
     return [(after.seconds / before.seconds) / (after.macs / before.macs) for before, after in pairwise(points)]
 
 
-def too_steep(points: Sequence[Point]) -> list[str]:
-    """One sentence for each place where time grows faster than the arithmetic, beyond what clocks scatter."""
-    found = []
-    for axis in dict.fromkeys(point.axis for point in points):
-        own = [point for point in points if point.axis == axis]
-        for point, steep in zip(own[1:], steepness(own), strict=True):
-            if steep > _SLACK:
-                found.append(f"up to {axis} {point.value} time grows {steep:.2f} times as fast as the arithmetic.")
-    return found
+def summarize_sweep(rows: Iterable[BenchmarkRow]) -> list[str]:
+    """One sentence for each size where time grows faster than the arithmetic, beyond noise."""
+    sentences = []
+    for axis, group in groupby(measured_points(rows), key=lambda point: point.axis):
+        points = list(group)
+        for point, growth in zip(points[1:], relative_growth(points), strict=True):
+            if growth > _NOISE:
+                sentences.append(
+                    f"up to {axis} {point.value}, time grows {growth:.2f} times as fast as the arithmetic."
+                )
+    return sentences
 
 
-def _rungs(task: Task) -> Iterator[SweepPoint]:
+def sweep_chart(rows: Sequence[BenchmarkRow]) -> str:
+    """An SVG file with one panel per axis.
+
+    The dashed line is the arithmetic scaled to the last point: the measured line lies above it where there is overhead.
+    """
+    charts = []
+    for axis, group in groupby(measured_points(rows), key=lambda point: point.axis):
+        points = list(group)
+        last = points[-1]
+        measured = [(point.value, 1e3 * point.seconds) for point in points]
+        expected = [(point.value, 1e3 * last.seconds * point.macs / last.macs) for point in points]
+        charts.append(line_chart({"measured": measured}, x=AXES[axis], y="ms per step", log=True, guide=expected))
+    model = next((row.model for row in rows if row.axis == "batch"), rows[0].model)
+    batches = sorted({str(row.batch) for row in rows if row.axis != "batch"})
+    note = f" Image size and depth: batch {' and '.join(batches)}." if batches else ""
+    return svg_file(
+        charts,
+        f"Training step of {model} on {rows[0].hardware}",
+        f"Solid: measured. Dashed: the arithmetic, scaled to the last point.{note}",
+    )
+
+
+def _sweep_points(workload: Workload) -> Iterator[SweepPoint]:
     for image in IMAGES:
-        yield SweepPoint("image", image, replace(task, image=image))
+        yield SweepPoint("image", image, replace(workload, image=image))
     for batch in BATCHES:
-        yield SweepPoint("batch", batch, replace(task, batch=batch))
-    if isinstance(task.architecture, ViTConfig):
+        yield SweepPoint("batch", batch, replace(workload, batch=batch))
+    if isinstance(workload.architecture, ViTConfig):
         for depth in DEPTHS:
-            yield SweepPoint("depth", depth, replace(task, depth=depth))
+            yield SweepPoint("depth", depth, replace(workload, depth=depth))

@@ -1,6 +1,7 @@
-"""A backend's own process, `python -m vitral.bench.child`: a JSON line in, a JSON line out, until the input ends.
+"""A backend in its own process, so that memory, settings and compiled code of two backends never meet.
 
-It ends with whoever started it, since its input ends then. What libraries print goes to standard error.
+`Worker` starts `python -m vitral.bench.worker`, which reads one JSON request per line and writes one JSON response per
+line until its input ends, as it does when its parent dies.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -22,97 +23,13 @@ from typing import IO, Any
 import torch
 
 from vitral.bench import loading, parity, steps
-from vitral.bench.backends import OURS, Backend, Task
-from vitral.bench.machine import facts, peak_memory
+from vitral.bench.backends import OURS, Backend, Workload
+from vitral.bench.machine import environment_info, peak_memory_counter
 from vitral.errors import UserError
-
-_STEPS: dict[str, Callable[[Backend, Task], Any]] = {
-    "train": steps.training_step,
-    "infer": steps.inference_step,
-    "latency": steps.latency_step,
-    "data": loading.loading_step,
-    "predict": loading.prediction_step,
-}
-
-
-class Child:
-    """Answers requests; each method is one."""
-
-    def __init__(self) -> None:
-        self.backend = Backend(OURS)
-        self.task = Task("train", "ViT-Ti/16", 1, "cpu")
-        self.step: Any = None
-        self.count_memory: Callable[[], int] = lambda: 0
-
-    def gate(self, backend: dict[str, str], task: dict[str, Any]) -> dict[str, Any]:
-        """Compare with the plain model on a few images."""
-        who, small = Backend(**backend), Task(**task).small(parity.BATCH)
-        return parity.check(_STEPS[small.work](who, small), who, small)._asdict()
-
-    def build(self, backend: dict[str, str], task: dict[str, Any]) -> dict[str, Any]:
-        """Make the step; a second call makes another one, and leaves nothing of the first."""
-        self.step = None
-        gc.collect()
-        if self.backend.mode == "compile":
-            torch.compiler.reset()  # it compiles one function for a few shapes only
-        self.backend, self.task = Backend(**backend), Task(**task)
-        self.count_memory = peak_memory(self.task.device)
-        self.step = _STEPS[self.task.work](self.backend, self.task)
-        return {"facts": facts(self.backend.library, self.task.device)}
-
-    def run(self, count: int) -> dict[str, Any]:
-        return {"seconds": self.step.run(count)}
-
-    def memory(self) -> dict[str, Any]:
-        """The most bytes that the steps so far took; to be asked before anything else takes memory."""
-        return {"bytes": self.count_memory()}
-
-    def rate(self) -> dict[str, Any]:
-        return {"flops": steps.matrix_rate(self.task.device)}
-
-    def details(self) -> dict[str, Any]:
-        """What only some kinds of work can tell, such as the stages of loading."""
-        return self.step.details() if hasattr(self.step, "details") else {}
-
-
-def answer(child: Child, line: str) -> dict[str, Any]:
-    """{"do": name, ...} -> {"ok": ...}, or {"error": kind, "reason": ...}"""
-    words = json.loads(line)
-    try:
-        return {"ok": getattr(child, words.pop("do"))(**words)}
-    except steps.WrongAnswers as wrong:
-        return {"error": "wrong", "reason": str(wrong)}
-    except UserError as mistake:
-        return {"error": "mistake", "reason": str(mistake)}
-    except Exception as error:  # a library may fail in any way, and the others still race
-        text = str(error).strip().splitlines() or [""]
-        return {"error": "failed", "reason": f"{type(error).__name__}: {text[0]}"}
-
-
-def serve(lines: Iterator[str], out: IO[str]) -> None:
-    child = Child()
-    for line in lines:
-        out.write(json.dumps(answer(child, line)) + "\n")
-        out.flush()
-
-
-def _own_output() -> IO[str]:
-    """Standard output for answers alone: whatever else is written there, also by C libraries, joins standard error."""
-    own = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return own
-
-
-if __name__ == "__main__":
-    serve(iter(sys.stdin.readline, ""), _own_output())
-    os._exit(0)  # taking torch down in order lasts seconds, and the others wait
-
-
-_SOURCE = Path(__file__).parents[2]
 
 
 class WorkerFailed(RuntimeError):
-    """A backend cannot go on; `kind` is wrong, mistake, failed or gone."""
+    """A backend cannot go on; `kind` is parity, usage, error or died."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)
@@ -120,61 +37,59 @@ class WorkerFailed(RuntimeError):
 
 
 class Worker:
-    """A backend in its own process, so that memory, settings and compiled code of two never meet."""
+    """The parent's side of a worker process."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.began = time.perf_counter()
+        self.started = time.perf_counter()
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the process
-        paths = [str(_SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "vitral.bench.child"],
+            [sys.executable, "-m", "vitral.bench.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env=child_environment(),
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._requests, self._answers = self._process.stdin, self._process.stdout
+        self._requests, self._responses = self._process.stdin, self._process.stdout
 
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.close()
 
-    def build(self, task: Task) -> dict[str, Any]:
-        return self.ask("build", backend=asdict(self.backend), task=asdict(task))
-
-    def gate(self, task: Task) -> dict[str, Any]:
-        return self.ask("gate", backend=asdict(self.backend), task=asdict(task))
-
     def run(self, count: int) -> list[float]:
-        return self.ask("run", count=count)["seconds"]
+        """The seconds of `count` steps, one number each or one for all."""
+        return self.call("run", count=count)["seconds"]
 
-    def ask(self, what: str, **words: Any) -> dict[str, Any]:
-        """The answer to one request; raises WorkerFailed."""
+    def call(self, method: str, workload: Workload | None = None, **arguments: Any) -> dict[str, Any]:
+        """Call a method of `RequestHandler` in the process; raises WorkerFailed."""
+        if workload is not None:
+            arguments = {"backend": asdict(self.backend), "workload": asdict(workload), **arguments}
         try:
-            self._requests.write(json.dumps({"do": what, **words}) + "\n")
+            self._requests.write(json.dumps({"method": method, "arguments": arguments}) + "\n")
             self._requests.flush()
-            line = self._answers.readline()
+            line = self._responses.readline()
         except BrokenPipeError:
             line = ""
         if not line:
-            raise WorkerFailed("gone", f"its process ended: {self._last_words()}")
-        found = json.loads(line)
-        if "error" in found:
-            raise WorkerFailed(found["error"], found["reason"])
-        return found["ok"]
+            raise WorkerFailed("died", f"its process ended: {self._last_log_line()}")
+        response = json.loads(line)
+        if "error" in response:
+            raise WorkerFailed(response["error"], response["reason"])
+        return response["result"]
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def close(self) -> None:
-        """End the process: its input ends, and where it is still busy it is killed."""
+        """End the process by ending its input; kill it where it is still busy."""
         with contextlib.suppress(BrokenPipeError):
             self._requests.close()
         try:
@@ -182,10 +97,106 @@ class Worker:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._answers.close()
+        self._responses.close()
         self._log.close()
 
-    def _last_words(self) -> str:
+    def _last_log_line(self) -> str:
         self._log.seek(0)
         lines = self._log.read().strip().splitlines()
-        return lines[-1] if lines else "without a word"
+        return lines[-1] if lines else "no message"
+
+
+def child_environment() -> dict[str, str]:
+    """Environment variables of child processes, which import this very package."""
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+class RequestHandler:
+    """The process's side: each public method handles one kind of request."""
+
+    def __init__(self) -> None:
+        self.backend = Backend(OURS)
+        self.workload = Workload("train", "ViT-Ti/16", 1, "cpu")
+        self.step: Any = None
+        self.peak_memory: Callable[[], int] = lambda: 0
+
+    def check_parity(self, backend: dict[str, str], workload: dict[str, Any]) -> dict[str, Any]:
+        """Compare with the float32 model on a few images."""
+        chosen, full = Backend(**backend), Workload(**workload)
+        small = replace(full, batch=min(parity.BATCH, full.batch))
+        return parity.check_parity(make_step(chosen, small), chosen, small)._asdict()
+
+    def build(self, backend: dict[str, str], workload: dict[str, Any]) -> dict[str, Any]:
+        """Make the step; a second call replaces it and frees the first."""
+        self.step = None
+        gc.collect()
+        if self.backend.mode == "compile":
+            torch.compiler.reset()  # it compiles one function for a few shapes only
+        self.backend, self.workload = Backend(**backend), Workload(**workload)
+        self.peak_memory = peak_memory_counter(self.workload.device)
+        self.step = make_step(self.backend, self.workload)
+        return {"environment": environment_info(self.backend.library, self.workload.device)}
+
+    def run(self, count: int) -> dict[str, Any]:
+        """Time steps."""
+        return {"seconds": self.step.run(count)}
+
+    def memory(self) -> dict[str, Any]:
+        """Peak bytes of the steps so far; to be called before anything else takes memory."""
+        return {"bytes": self.peak_memory()}
+
+    def matmul_flops(self) -> dict[str, Any]:
+        """FLOP/s of a large matrix product."""
+        return {"flops": steps.matmul_flops(self.workload.device)}
+
+    def details(self) -> dict[str, Any]:
+        """Measurements of some workloads only, such as the stages of loading."""
+        return self.step.details() if hasattr(self.step, "details") else {}
+
+
+def make_step(backend: Backend, workload: Workload) -> Any:
+    """The step of a workload, with `run` and perhaps `outputs` or `details`."""
+    if workload.work == "latency" and backend.library == OURS:
+        return steps.VitralLatencyStep(backend, workload)
+    makers = {
+        "train": steps.TrainingStep,
+        "infer": steps.InferenceStep,
+        "latency": steps.LatencyStep,
+        "data": loading.LoadingStep,
+        "predict": loading.PredictionStep,
+    }
+    return makers[workload.work](backend, workload)
+
+
+def handle_request(handler: RequestHandler, line: str) -> dict[str, Any]:
+    """{"method", "arguments"} -> {"result"}, or {"error", "reason"}"""
+    request = json.loads(line)
+    try:
+        return {"result": getattr(handler, request["method"])(**request.get("arguments", {}))}
+    except steps.ParityError as error:
+        return {"error": "parity", "reason": str(error)}
+    except UserError as error:
+        return {"error": "usage", "reason": str(error)}
+    except Exception as error:  # a library may fail in any way, and the benchmark goes on with the others
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        return {"error": "error", "reason": f"{type(error).__name__}: {first_line}"}
+
+
+def _serve(lines: Iterator[str], out: IO[str]) -> None:
+    handler = RequestHandler()
+    for line in lines:
+        out.write(json.dumps(handle_request(handler, line)) + "\n")
+        out.flush()
+
+
+def _response_stream() -> IO[str]:
+    """Standard output for responses alone: whatever libraries print there goes to standard error instead."""
+    stream = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return stream
+
+
+if __name__ == "__main__":
+    _serve(iter(sys.stdin.readline, ""), _response_stream())
+    os._exit(0)  # an orderly shutdown of torch takes seconds, while the others wait

@@ -1,14 +1,14 @@
-"""`vitral bench`: how fast this machine is with vitral, and with the other libraries that it has."""
+"""`vitral bench`: how fast this machine is with vitral and with other installed libraries."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from typing import Annotated, Literal
 
 import tyro
 
 from vitral.cli.output import Flag, Folder, Number, Text, print_facts, print_json, print_table
+from vitral.progress import Display
 
 _Work = Annotated[
     Literal["train", "infer", "latency", "data", "predict", "start", "growth"],
@@ -36,53 +36,49 @@ def bench(
     device: Text = "",
     json: Flag = False,
 ) -> None:
-    """Measure speed beside the other libraries: each in a process of its own, in turns, after a check of our answers.
+    """Compare the speed with other libraries: each in its own process, in turns, after a parity check of our outputs.
 
-    train: whole steps. infer: batches on the device. latency: one image in, five names out. data: files to the device.
-    predict: files to answers. start: a command's first answer. growth: larger images, batches and depths.
+    train: training steps. infer: batches on the device. latency: single predictions. data: loading files to the device.
+    predict: predictions of files. start: the first prediction of a command. growth: larger images, batches and depths.
 
     Args:
         work: train, infer, latency, data, predict, start or growth.
-        model: its name; without it ViT-B/16 on a GPU and ViT-Ti/16 on a CPU.
-        batch: images in a step; chosen without it.
-        against: timm, transformers, torchvision, onnxruntime; without it all that are installed, "" for none.
-        settings: eager, compile, graphs (compiled, with CUDA graphs); the usually fastest without it.
-        attention: auto, flash, cudnn, efficient: the backends to try on an NVIDIA GPU.
+        model: name of the model; by default ViT-B/16 on a GPU and ViT-Ti/16 on a CPU.
+        batch: images per step; by default chosen for the work and the device.
+        against: timm, transformers, torchvision, onnxruntime; by default all that are installed, "" for none.
+        settings: eager, compile, graphs (compiled, with CUDA graphs); by default the ones that are usually fastest.
+        attention: auto, flash, cudnn, efficient: attention kernels to try on an NVIDIA GPU.
         rounds: turns of each backend.
-        data: a folder of class folders, for data and predict.
-        workers: processes that read images; chosen without it.
-        out: the file that keeps all rows; a page for this hardware is written beside it.
-        device: cpu or cuda; chosen without it.
-        json: print the rows of this call as JSON.
+        data: a folder with one sub-folder of images per class, for data and predict.
+        workers: processes that load images; by default chosen for the work and the device.
+        out: JSON file that keeps all rows; a page about this hardware is written beside it.
+        device: cpu or cuda; by default a GPU where there is one.
+        json: print the rows of this benchmark as JSON.
     """
     from vitral import api
 
-    found = api.benchmark(
-        work,
-        model=model,
-        batch=batch,
-        against=None if against is None else _split(against),
-        settings=_split(settings),
-        attention=_split(attention),
-        rounds=rounds,
-        data=data,
-        workers=workers,
-        out=out,
-        device=device,
-        tell=_tell,
-    )
+    with Display() as display:
+        result = api.benchmark(
+            work,
+            model=model,
+            batch=batch,
+            against=None if against is None else _split(against),
+            settings=_split(settings),
+            attention=_split(attention),
+            rounds=rounds,
+            data=data,
+            workers=workers,
+            out=out,
+            device=device,
+            on_event=display,
+        )
     if json:
-        print_json([asdict(row) for row in found.rows])
+        print_json([asdict(row) for row in result.rows])
         return
-    columns, cells = found.table()
-    print_table(columns, cells, left=5, note="\n".join(found.notes))
-    print_facts({"kept in": f"{found.results} (all rows), {found.page} (a page)"})
+    columns, cells = result.table()
+    print_table(columns, cells, left=5, note="\n".join(result.notes))
+    print_facts({"written to": f"{result.results} (all rows), {result.page} (page)"})
 
 
 def _split(names: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in names.split(",") if name.strip())
-
-
-def _tell(sentence: str) -> None:
-    """What is being done, on standard error, so that JSON stays JSON."""
-    print(sentence, file=sys.stderr, flush=True)

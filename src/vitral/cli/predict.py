@@ -77,7 +77,7 @@ def predict(
                 one.path,
                 f"not read: {one.reason}" if isinstance(one, Unreadable) else _chances(one.names, one.probabilities),
             ]
-            for one in found.pictures
+            for one in found.images
         ]
         print_table(["image", "classes"], cells, left=2)
     if not found.rows:

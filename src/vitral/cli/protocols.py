@@ -147,7 +147,7 @@ def _print(found: Protocol) -> None:
     last = outcome.results[-1]
     if outcome.trials:
         n = outcome.trials[0].result.metrics["n"]
-        cells = [[trial.words, _value(trial.result.metrics)] for trial in outcome.trials]
+        cells = [[trial.name, _value(trial.result.metrics)] for trial in outcome.trials]
         print_table(["tried", f"on {outcome.dev} (n = {n:,})"], cells)
     speed = last.images_per_second / last.devices
     print_facts(
@@ -155,7 +155,7 @@ def _print(found: Protocol) -> None:
             "model": found.model,
             "data": found.data,
             "diverged": ", ".join(outcome.diverged),
-            "chosen": outcome.chosen.words if outcome.trials else "",
+            "chosen": outcome.chosen.name if outcome.trials else "",
             "result": _result(found),
             "the paper": "\n".join(_paper(entry) for entry in found.reported),
             "FLOPs": f"{outcome.flops:.3g} a run, {outcome.all_flops:.3g} in all",

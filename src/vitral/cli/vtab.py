@@ -72,7 +72,7 @@ def vtab(
 def _print(found: VtabScore) -> None:
     values = found.as_dict()
     if values["trials"]:
-        cells = [[trial["words"], f"{trial['score']:.2%}"] for trial in values["trials"]]
+        cells = [[trial["name"], f"{trial['score']:.2%}"] for trial in values["trials"]]
         print_table(["tried", "mean on validation"], cells)
     paper = values["paper"]
     heads = [f"{row['model'].removeprefix('ViT-')} {_SHORT[row['pretraining']]}" for row in paper]

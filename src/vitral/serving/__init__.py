@@ -1,1 +1,1 @@
-"""A trained model at work: predictions that people and programs read."""
+"""Predictions of trained models: low-latency classification, results as CSV and JSON."""

@@ -1,7 +1,7 @@
-"""One picture in, its likeliest classes out, as soon as the device can.
+"""Low-latency prediction of single images.
 
-On an NVIDIA GPU the whole way, from pixels in the host's memory to answers there, is one CUDA graph in half precision;
-on a CPU the weights are laid out for prediction.
+On an NVIDIA GPU the whole prediction, from pixels in host memory to classes in host memory, is one CUDA graph in
+bfloat16; on a CPU the weights are packed for prediction.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from vitral.kernels.cuda_graph import CudaGraph
 from vitral.kernels.packed import pack
 from vitral.models.normalize import normalize
 
-Picture = np.ndarray | bytes | str | Path  # uint8 pixels (h, w, c), the bytes of an image file, or its path
+ImageInput = np.ndarray | bytes | str | Path  # uint8 pixels (h, w, c), the bytes of an image file, or its path
 
-_BEFORE_RECORDING = 3  # calls
+_WARM_UP = 3  # calls before the CUDA graph is captured
 
 
-class Classifier:
-    """Threads may share one: calls share their buffers, so each waits for the one before."""
+class ImageClassifier:
+    """A model that predicts one image of a fixed size at a time. Thread-safe: calls share buffers and run in turn."""
 
     def __init__(
         self,
@@ -43,108 +43,129 @@ class Classifier:
         top: int,
         sigmoid: bool = False,
     ) -> None:
-        """`model` is taken over: it moves to the device, and its weights are packed or halved there. `top` is at most
-        the number of its classes; `sigmoid`: multi-label."""
+        """Move the model to the device and prepare it there.
+
+        Args:
+            model: the model, which is modified: its weights are packed (CPU) or converted to bfloat16 (GPU).
+            device: where to compute.
+            size: height and width of the images.
+            channels: channels of the images.
+            mean: per-channel mean of pixel values scaled to [0, 1].
+            std: per-channel standard deviation of the same.
+            top: how many classes to return, at most as many as the model has.
+            sigmoid: whether classes have independent probabilities (multi-label).
+        """
         self.model, self.device, self.mean, self.std = model.eval().to(device), device, mean, std
         self.top, self.sigmoid = top, sigmoid
         self.pixels = torch.zeros(*size, channels, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self.turn = Lock()
-        self.answer: Callable[[], tuple[Tensor, Tensor]]
+        self.lock = Lock()
+        self.predict: Callable[[], tuple[Tensor, Tensor]]
         with torch.inference_mode():
             if device.type == "cuda":
                 with torch.cuda.device(device):
-                    self.answer = self._recorded()
+                    self.predict = self._captured()
             else:
                 pack(self.model)
-                self.answer = self._computed
+                self.predict = self._eager
 
     def __call__(self, pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """uint8 (h, w, c) of the size it was made for -> the likeliest outputs (top,), their probabilities (top,)"""
-        with self.turn, torch.inference_mode():
+        """Predict uint8 (height, width, channels) -> indices of the top classes (top,), their probabilities (top,)"""
+        with self.lock, torch.inference_mode():
             np.copyto(self.pixels.numpy(), pixels, casting="no")
-            indices, shares = self.answer()
-            return indices.numpy().copy(), shares.numpy().copy()
+            indices, probabilities = self.predict()
+            return indices.numpy().copy(), probabilities.numpy().copy()
 
-    def _computed(self) -> tuple[Tensor, Tensor]:
-        indices, shares = self._likeliest(self.pixels.to(self.device))
-        return indices.cpu(), shares.cpu()
+    def _eager(self) -> tuple[Tensor, Tensor]:
+        indices, probabilities = self._top_classes(self.pixels.to(self.device))
+        return indices.cpu(), probabilities.cpu()
 
-    def _recorded(self) -> Callable[[], tuple[Tensor, Tensor]]:
-        """The graph reads and writes pinned memory of the host by itself."""
+    def _captured(self) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Capture a CUDA graph that reads and writes pinned host memory."""
         self.model.to(torch.bfloat16)
         indices = torch.zeros(self.top, dtype=torch.int64, pin_memory=True)
-        shares = torch.zeros(self.top, pin_memory=True)
+        probabilities = torch.zeros(self.top, pin_memory=True)
 
         def work() -> tuple[Tensor, ...]:
-            found = self._likeliest(self.pixels.to(self.device, non_blocking=True))
-            for host, answer in zip((indices, shares), found, strict=True):
-                host.copy_(answer, non_blocking=True)
-            return found
+            outputs = self._top_classes(self.pixels.to(self.device, non_blocking=True))
+            for host, output in zip((indices, probabilities), outputs, strict=True):
+                host.copy_(output, non_blocking=True)
+            return outputs
 
-        for _ in range(_BEFORE_RECORDING):
+        for _ in range(_WARM_UP):
             work()
-        recording = CudaGraph(work, [])
+        graph = CudaGraph(work, [])
 
         def replay() -> tuple[Tensor, Tensor]:
-            recording.graph.replay()
+            graph.graph.replay()
             torch.cuda.current_stream(self.device).synchronize()
-            return indices, shares
+            return indices, probabilities
 
         return replay
 
-    def _likeliest(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """uint8 (h, w, c) -> (top,), (top,)"""
+    def _top_classes(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """uint8 (height, width, channels) -> (top,), (top,)"""
         images = normalize(pixels.permute(2, 0, 1).unsqueeze(0), self.mean, self.std)
         logits = self.model(images.to(next(self.model.parameters()).dtype))[0].float()
         best = logits.topk(self.top).indices  # of the logits: several probabilities may round to 1
-        chances = logits.sigmoid() if self.sigmoid else logits.softmax(dim=-1)
-        return best, chances.gather(0, best)
+        probabilities = logits.sigmoid() if self.sigmoid else logits.softmax(dim=-1)
+        return best, probabilities.gather(0, best)
 
 
 @dataclass(frozen=True)
 class NamedClassifier:
-    """A classifier for pictures of any size, which answers in words."""
+    """A classifier of images of any size that returns class names."""
 
-    classifier: Classifier
+    classifier: ImageClassifier
     pipeline: Pipeline
     channels: int
     names: Sequence[str]
 
-    def __call__(self, picture: Picture) -> list[tuple[str, float]]:
-        """The likeliest classes and their probabilities, likeliest first."""
-        indices, shares = self.classifier(self.pipeline(_pixels(picture, self.channels)))
-        return [(self.names[index], share) for index, share in zip(indices.tolist(), shares.tolist(), strict=True)]
+    def __call__(self, image: ImageInput) -> list[tuple[str, float]]:
+        """Predict an image.
+
+        Args:
+            image: uint8 pixels (height, width, channels), the path of an image file, or its bytes.
+
+        Returns:
+            The top classes and their probabilities, highest first.
+
+        Raises:
+            UserError: if the image cannot be read or has the wrong type or shape.
+        """
+        indices, probabilities = self.classifier(self.pipeline(_read_pixels(image, self.channels)))
+        return [
+            (self.names[index], value) for index, value in zip(indices.tolist(), probabilities.tolist(), strict=True)
+        ]
 
 
-def _pixels(picture: Picture, channels: int) -> np.ndarray:
-    """-> uint8 (h, w, channels)"""
-    if isinstance(picture, np.ndarray):
-        return _checked(picture, channels)
-    if isinstance(picture, bytes):
-        return _decoded(picture, channels, "this picture")
-    if not isinstance(picture, str | Path):
-        kind = type(picture).__name__
+def _read_pixels(image: ImageInput, channels: int) -> np.ndarray:
+    """-> uint8 (height, width, channels)"""
+    if isinstance(image, np.ndarray):
+        return _check_pixels(image, channels)
+    if isinstance(image, bytes):
+        return _decode(image, channels, "the image")
+    if not isinstance(image, str | Path):
         raise UserError(
-            f"a picture is an array of uint8 pixels, a path, or a file's bytes: convert this {kind} to one."
+            f"cannot predict a {type(image).__name__}: pass uint8 pixels, the path of an image file, or its bytes."
         )
     try:
-        data = Path(picture).expanduser().read_bytes()
+        data = Path(image).expanduser().read_bytes()
     except OSError as error:
-        raise UserError(f"{picture} cannot be read ({error.strerror}): name an image file.") from error
-    return _decoded(data, channels, str(picture))
+        raise UserError(f"cannot read {image} ({error.strerror}): pass the path of an image file.") from error
+    return _decode(data, channels, str(image))
 
 
-def _decoded(data: bytes, channels: int, name: str) -> np.ndarray:
+def _decode(data: bytes, channels: int, name: str) -> np.ndarray:
     try:
         return decode(data, channels)
     except ImageError as error:
-        raise UserError(f"{name} cannot be read ({error}): hand over a whole image file.") from error
+        raise UserError(f"cannot read {name} ({error}): pass a complete image file.") from error
 
 
-def _checked(pixels: np.ndarray, channels: int) -> np.ndarray:
-    """Pixels that may mean what the model takes; grey is copied to all channels, as it is from a file."""
+def _check_pixels(pixels: np.ndarray, channels: int) -> np.ndarray:
+    """Check type and shape; grey is copied to all channels, as it is from a file."""
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.size == 0 or pixels.shape[2] not in (1, channels):
         raise UserError(
-            f"these pixels are {pixels.dtype} {pixels.shape}: hand over uint8 (height, width, {channels}) of 0 to 255."
+            f"the pixels are {pixels.dtype} {pixels.shape}: pass uint8 (height, width, {channels}), 0 to 255."
         )
     return pixels if pixels.shape[2] == channels else np.repeat(pixels, channels, axis=2)

@@ -1,4 +1,4 @@
-"""Predictions as rows: each picture with its likeliest classes, or with the reason why it could not be read."""
+"""Predictions of image files: the top classes of each image, or the reason why it is unreadable."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from vitral.evaluation.predict import Predictions
 
 
 @dataclass(frozen=True)
-class Row:
-    """One picture: class names and their probabilities, likeliest first."""
+class ImagePrediction:
+    """The top classes of one image and their probabilities, highest first."""
 
     path: str
     names: tuple[str, ...]
@@ -29,28 +29,30 @@ class Row:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A picture without a prediction."""
+    """An image without a prediction."""
 
     path: str
     reason: str
 
 
 @dataclass(frozen=True)
-class Results:
-    """All pictures that were asked for, in the order they were named."""
+class PredictionResults:
+    """The results of all requested images, in their order."""
 
-    pictures: tuple[Row | Unreadable, ...]
+    images: tuple[ImagePrediction | Unreadable, ...]
 
     @property
-    def rows(self) -> tuple[Row, ...]:
-        return tuple(one for one in self.pictures if isinstance(one, Row))
+    def rows(self) -> tuple[ImagePrediction, ...]:
+        """The images that were predicted."""
+        return tuple(image for image in self.images if isinstance(image, ImagePrediction))
 
     @property
     def unreadable(self) -> tuple[Unreadable, ...]:
-        return tuple(one for one in self.pictures if isinstance(one, Unreadable))
+        """The images that could not be read."""
+        return tuple(image for image in self.images if isinstance(image, Unreadable))
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """JSON-ready values."""
         return {
             "predictions": [
                 {
@@ -62,11 +64,11 @@ class Results:
                 }
                 for row in self.rows
             ],
-            "unreadable": [asdict(one) for one in self.unreadable],
+            "unreadable": [asdict(image) for image in self.unreadable],
         }
 
 
-def results(
+def collect_predictions(
     predictions: Predictions,
     split: Split,
     classes: Sequence[str],
@@ -74,54 +76,66 @@ def results(
     top: int = 5,
     sigmoid: bool = False,
     channels: int = 3,
-) -> Results:
-    """The `top` classes of each picture; a model that names no classes gets their numbers. `sigmoid`: multi-label."""
+) -> PredictionResults:
+    """Find the top classes of each image.
+
+    Args:
+        predictions: logits and validity of the images of `split`.
+        split: the images.
+        classes: names of the classes; without them their indices are used.
+        top: how many classes per image.
+        sigmoid: whether classes have independent probabilities (multi-label).
+        channels: channels that unreadable images are decoded to once more, to find the reason.
+
+    Returns:
+        One result per image.
+    """
     names = classes or tuple(map(str, range(predictions.logits.shape[1])))
-    pictures: list[Row | Unreadable] = []
+    images: list[ImagePrediction | Unreadable] = []
     for index, logits, valid in zip(*predictions, strict=True):
         path = split.keys[index]
         if valid:
-            chances = probabilities(logits[None], sigmoid=sigmoid)[0]
-            best = np.argsort(-chances, kind="stable")[:top]  # equal ones in the order of the classes
-            pictures.append(Row(path, tuple(names[i] for i in best), tuple(chances[best].tolist())))
+            values = probabilities(logits[None], sigmoid=sigmoid)[0]
+            best = np.argsort(-values, kind="stable")[:top]  # ties in the order of the classes
+            images.append(ImagePrediction(path, tuple(names[i] for i in best), tuple(values[best].tolist())))
         else:
-            pictures.append(unread(split, int(index), channels))
-    return Results(tuple(pictures))
+            images.append(unread(split, int(index), channels))
+    return PredictionResults(tuple(images))
 
 
-def write_results(path: Path, found: Results) -> None:
-    """A `.json` file, or CSV under any other name; all of the file or none of it."""
+def write_results(path: Path, results: PredictionResults) -> None:
+    """Write a JSON file where the name ends in .json, else CSV; atomically."""
     if path.suffix.lower() == ".json":
-        write_json(path, found.as_dict())
+        write_json(path, results.as_dict())
     else:
-        _write_csv(path, found)
+        _write_csv(path, results)
 
 
-def _write_csv(path: Path, found: Results) -> None:
-    """One line a picture: path, class_1, probability_1, class_2, ... and error, which is empty where all went well."""
-    top = max((len(row.names) for row in found.rows), default=0)
-    heading = [word for place in range(1, top + 1) for word in (f"class_{place}", f"probability_{place}")]
-    # File names need not be valid UTF-8; their bytes are written back as they were.
+def _write_csv(path: Path, results: PredictionResults) -> None:
+    """One line per image: path, class_1, probability_1, class_2, ..., and error, empty for predicted images."""
+    top = max((len(row.names) for row in results.rows), default=0)
+    columns = [name for rank in range(1, top + 1) for name in (f"class_{rank}", f"probability_{rank}")]
+    # File names need not be valid UTF-8; their bytes are written unchanged.
     with (
-        atomic_write(path) as aside,
-        aside.open("w", newline="", encoding="utf-8", errors="surrogateescape") as stream,
+        atomic_write(path) as temporary,
+        temporary.open("w", newline="", encoding="utf-8", errors="surrogateescape") as stream,
     ):
         writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(["path", *heading, "error"])
-        for row in found.rows:
+        writer.writerow(["path", *columns, "error"])
+        for row in results.rows:
             pairs = zip(row.names, row.probabilities, strict=True)
-            writer.writerow([row.path, *(value for name, chance in pairs for value in (name, f"{chance:.6f}")), ""])
-        for one in found.unreadable:
-            writer.writerow([one.path, *[""] * len(heading), one.reason])
+            writer.writerow([row.path, *(cell for name, value in pairs for cell in (name, f"{value:.6f}")), ""])
+        for image in results.unreadable:
+            writer.writerow([image.path, *[""] * len(columns), image.reason])
 
 
 def unread(split: Split, index: int, channels: int) -> Unreadable:
-    """With the reason, for which it is read once more, alone: batches carry no sentences."""
-    reason = "it could not be read the first time"
+    """Read an image once more to find the reason why it is unreadable, which batches do not carry."""
+    reason = "it was unreadable the first time"
     try:
-        found = split.reader.read(index)
-        if not isinstance(found, np.ndarray):
-            decode(found, channels)
+        data = split.reader.read(index)
+        if not isinstance(data, np.ndarray):
+            decode(data, channels)
     except (ImageError, OSError) as error:
         reason = str(error)
     return Unreadable(split.keys[index], reason)

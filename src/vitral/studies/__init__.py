@@ -1,1 +1,1 @@
-"""Many runs to one table: sweeps, seeds, suites of tasks."""
+"""Studies of many runs: hyper-parameter sweeps, seeds, suites of tasks."""
