@@ -18,7 +18,7 @@ from vitral.data.preprocess import parse_preprocess
 from vitral.data.sources import open_data
 from vitral.errors import UserError
 from vitral.evaluation import fewshot as room
-from vitral.evaluation.features import Features, cached_features
+from vitral.evaluation.features import SplitFeatures, cached_features
 from vitral.evaluation.fewshot import CANDIDATES, L2, Ridge, choose_l2, draw, fewshot, interval, parts, whitening
 from vitral.evaluation.probes import knn, linear_probe
 
@@ -192,8 +192,8 @@ def test_mistakes_are_explained() -> None:
 
 
 class Pets(NamedTuple):
-    train: Features
-    test: Features
+    train: SplitFeatures
+    test: SplitFeatures
     seconds: float  # to have them again
 
 

@@ -95,7 +95,7 @@ def test_predictions_are_the_models_outputs(model, split):
     model.train()
     seen: list[tuple[int, int]] = []
     found = predict_split(
-        model, split, PREPROCESS, batch=10, on_progress=lambda done, total: seen.append((done, total))
+        model, split, PREPROCESS, batch=10, on_event=lambda event: seen.append((event.done, event.total))
     )
     assert model.training
     with torch.no_grad():

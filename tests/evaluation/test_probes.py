@@ -9,6 +9,7 @@ import pytest
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 
+from vitral.data import nearest
 from vitral.errors import UserError
 from vitral.evaluation import probes
 from vitral.evaluation.fewshot import whitening
@@ -27,8 +28,8 @@ def problem_of(n: int, d: int = 12, seed: int = 0, noise: float = 1.5) -> tuple[
 @pytest.mark.parametrize(("k", "temperature"), [(1, 0.07), (20, 0.07), (5, 1.0), (500, 0.5)])
 @pytest.mark.parametrize("blocks", [(1024, 16384), (7, 31)])
 def test_votes_are_scikit_learns(monkeypatch, k, temperature, blocks):
-    monkeypatch.setattr(probes, "_QUERIES", blocks[0])
-    monkeypatch.setattr(probes, "_STORED", blocks[1])
+    monkeypatch.setattr(nearest, "QUERY_BLOCK", blocks[0])
+    monkeypatch.setattr(nearest, "STORED_BLOCK", blocks[1])
     train_x, train_y = problem_of(110)
     test_x, _ = problem_of(40, seed=1)
     judge = KNeighborsClassifier(
@@ -49,8 +50,8 @@ def test_neighbours_ignore_length_and_stand_cold_temperatures():
     scaled = knn(train_x * 7, train_y, test_x / 3, classes=CLASSES)
     np.testing.assert_allclose(scaled, knn(train_x, train_y, test_x, classes=CLASSES), atol=1e-5)
     cold = knn(train_x, train_y, test_x, classes=CLASSES, temperature=1e-6)
-    nearest = knn(train_x, train_y, test_x, classes=CLASSES, k=1)
-    assert (cold.argmax(1) == nearest.argmax(1)).all()
+    first = knn(train_x, train_y, test_x, classes=CLASSES, k=1)
+    assert (cold.argmax(1) == first.argmax(1)).all()
     with pytest.raises(UserError, match="k must be at least 1"):
         knn(train_x, train_y, test_x, classes=CLASSES, k=0)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vitral.architecture import Architecture, ViTConfig
 from vitral.errors import UserError
-from vitral.inspection.embeddings import colours, feature_colours, patch_features, token_norms
+from vitral.inspection.representations import colours, feature_colours, patch_features, token_norms
 from vitral.models.build import build
 from vitral.models.vit import ViT
 

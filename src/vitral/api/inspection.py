@@ -28,8 +28,8 @@ from vitral.evaluation.calibration import probabilities, reliability
 from vitral.evaluation.mapping import read_table
 from vitral.evaluation.predict import predict_split
 from vitral.inspection.attention import mean_attention_distance
-from vitral.inspection.embeddings import embedding_filters, position_similarity
 from vitral.inspection.image_inspection import look_at
+from vitral.inspection.representations import embedding_filters, position_similarity
 from vitral.models.build import Model
 from vitral.models.device import resolve_device
 from vitral.models.normalise import normalise

@@ -116,7 +116,7 @@ def search(
             index=index,
             preprocess=preprocess,
             device=device,
-            on_progress=progress,
+            on_event=progress,
             on_unreadable=unreadable.extend,
         )
     rows = [_counted_from_one(one._asdict()) for one in found]

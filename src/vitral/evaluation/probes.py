@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitral.data.nearest import nearest, unit_vectors
 from vitral.errors import UserError
 from vitral.evaluation.fewshot import FOLDS, check_features, parts, whitening
 
 NEIGHBOURS, TEMPERATURE = 20, 0.07  # DINO's (Caron et al. 2021): best or nearly so for all of its models
 STRENGTHS = tuple(10.0**power for power in range(1, -7, -1))  # strongest first: each fit starts from the one before
-_QUERIES, _STORED = 1024, 16384  # similarities of this many images exist at a time
-_ROWS = 65536  # likewise scores of the probe
+_ROWS = 65536  # scores of this many images exist at a time
 _STEPS = 500  # of L-BFGS; it stops earlier where the slope is flat
 
 
@@ -38,15 +38,12 @@ def knn(
     check_features(train_x, train_y, classes)
     if k < 1 or temperature <= 0:
         raise UserError(f"k must be at least 1 and the temperature above 0, not {k} and {temperature}.")
-    stored, labels = _directions(train_x).to(device), torch.from_numpy(train_y).long().to(device)
-    votes = torch.zeros(len(test_x), classes)
-    for start in range(0, len(test_x), _QUERIES):
-        cosines, places = _nearest(_directions(test_x[start : start + _QUERIES]).to(device), stored, k)
-        # The nearest one's cosine is taken from all: the shares are the same, and no power overflows.
-        weights = ((cosines - cosines[:, :1]) / temperature).exp()
-        block = torch.zeros(len(cosines), classes, device=device).scatter_add_(1, labels[places], weights)
-        votes[start : start + _QUERIES] = (block / block.sum(1, keepdim=True)).cpu()
-    return votes.numpy()
+    stored, labels = unit_vectors(train_x).to(device), torch.from_numpy(train_y).long().to(device)
+    cosines, indices = nearest(unit_vectors(test_x).to(device), stored, k)
+    # Subtracting the highest cosine leaves the shares as they are, and no exponential overflows.
+    weights = ((cosines - cosines[:, :1]) / temperature).exp()
+    votes = torch.zeros(len(cosines), classes, device=device).scatter_add_(1, labels[indices], weights)
+    return (votes / votes.sum(1, keepdim=True)).cpu().numpy()
 
 
 @dataclass(frozen=True)
@@ -146,20 +143,3 @@ def _minimise(inputs: Tensor, truth: Tensor, weights: Tensor, bias: Tensor, stre
         return total
 
     search.step(loss)
-
-
-def _directions(x: np.ndarray) -> Tensor:
-    """(n, d) -> rows of length one"""
-    return F.normalize(torch.from_numpy(np.ascontiguousarray(x, np.float32)), dim=1)
-
-
-def _nearest(queries: Tensor, stored: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """(b, d), (n, d) -> cosines, highest first, and places of the k nearest, (b, min(k, n)) each"""
-    best = queries.new_zeros(len(queries), 0)
-    places = torch.zeros(len(queries), 0, dtype=torch.long, device=queries.device)
-    for start in range(0, len(stored), _STORED):
-        block = queries @ stored[start : start + _STORED].T
-        values, own = block.topk(min(k, block.shape[1]))
-        best, kept = torch.cat([best, values], 1).topk(min(k, best.shape[1] + values.shape[1]))
-        places = torch.cat([places, own + start], 1).gather(1, kept)
-    return best, places

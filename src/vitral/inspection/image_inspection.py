@@ -13,7 +13,7 @@ from torch import Tensor
 from vitral.architecture import Size
 from vitral.inspection.attention import expand_lines, pooling, rollout_maps
 from vitral.inspection.attribution import gradient_rollout, occlusion
-from vitral.inspection.embeddings import feature_colours, token_norms
+from vitral.inspection.representations import feature_colours, token_norms
 from vitral.models.build import Model
 from vitral.models.capture import Seen, capture
 from vitral.models.vit import ViT

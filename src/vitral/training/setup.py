@@ -370,7 +370,7 @@ def _measuring(parts: Parts, world: World, on_event: EventHandler) -> dict[str, 
         "world": world.size,
         "workers": parts.workers,
         "precision": "bfloat16" if parts.plan.autocast is not None else "float32",
-        "on_progress": lambda done, total: on_event(Progress("evaluating", done, total)),
+        "on_event": on_event,
     }
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from vitral.evaluation.colours import BACKOFF, colour_class, colours_around, histogram_entropy, neighbour_loss
+from vitral.evaluation.masked_baselines import BACKOFF, colour_class, colours_around, histogram_entropy, neighbour_loss
 
 
 def drawn(seed: int, shape: tuple[int, ...], share: float = 0.5) -> tuple[np.ndarray, np.ndarray]:

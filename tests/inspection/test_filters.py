@@ -15,7 +15,7 @@ from torch import Tensor
 import vitral
 from vitral.architecture import Architecture, StemConfig
 from vitral.errors import UserError
-from vitral.inspection.embeddings import embedding_filters, position_similarity
+from vitral.inspection.representations import embedding_filters, position_similarity
 from vitral.models.build import Model, build
 from vitral.models.position import sincos2d
 
