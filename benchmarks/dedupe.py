@@ -22,6 +22,7 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
+from vitral.data.copies import CopyIndex, signatures
 from vitral.data.images import decode
 from vitral.data.sources import Split, open_images
 from vitral.evaluation.duplicates import find_duplicates
