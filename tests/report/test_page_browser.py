@@ -1,4 +1,4 @@
-"""The page in a real browser: it opens from disk, says nothing on the console, and answers sliders, clicks and keys."""
+"""The page in a real browser: it loads from disk without console messages and reacts to sliders, clicks and keys."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def inspected(tmp_path_factory) -> Path:
 
 
 class Tab:
-    """A page in the browser, and all that it complained about or asked the network for."""
+    """A page in the browser, with its console messages, errors and network requests."""
 
     def __init__(self, browser, path, size=WIDE, scheme="light"):
         self.context = browser.new_context(
@@ -108,7 +108,7 @@ def test_sliders_and_pictures_change_what_is_shown(browser, inspected):
             tab.slide(name, value)
             assert tab.pixels() not in seen
             seen.add(tab.pixels())
-        assert tab.says().startswith("Layer 1, head 3: the class token looks most at row")
+        assert tab.says().startswith("Layer 1, head 3: the class token attends most to row")
         assert "3 of 3" in tab.page.locator("#head-said").inner_text()
         tab.page.locator("#smooth").check()
         assert tab.pixels() not in seen
@@ -118,7 +118,7 @@ def test_sliders_and_pictures_change_what_is_shown(browser, inspected):
         assert tab.pixels("overview") != before
 
 
-def test_a_patch_shows_where_it_looks(browser, inspected):
+def test_hovering_and_clicking_a_patch_shows_its_attention(browser, inspected):
     with Tab(browser, inspected) as tab:
         stage = tab.page.locator("#stage")
         box = stage.bounding_box()
@@ -149,7 +149,9 @@ def test_weights_on_the_screen_are_the_models(browser, inspected):
         tab.slide("head", 3)
         box = tab.page.locator("#stage").bounding_box()
         tab.page.locator("#stage").click(position={"x": box["width"] * 2.5 / 6, "y": box["height"] * 1.5 / 6})
-        said = f"Layer 2, head 3: the patch at row 2, column 3 looks most at row {best // 6 + 1}, column {best % 6 + 1}"
+        said = (
+            f"Layer 2, head 3: the patch at row 2, column 3 attends most to row {best // 6 + 1}, column {best % 6 + 1}"
+        )
         assert tab.says().startswith(said)
 
 
@@ -194,7 +196,7 @@ def test_the_overview_chooses_a_layer_and_a_head(browser, inspected):
         assert tab.page.locator("#layer").input_value() == "1"
 
 
-def test_a_patch_is_found_where_it_lies(browser, tmp_path):
+def test_the_patch_below_the_pointer_is_found(browser, tmp_path):
     """A picture taller than the window, with pixels at its edges that fill no patch: 150 x 31 for 10 x 2 of 14."""
     model = api.create("ViT-Ti/14@150x31", depth=1, width=24, heads=3, mlp=48, classes=4)
     api.save(model, Card(model.config), tmp_path / "model.safetensors")
@@ -226,7 +228,7 @@ def test_names_stay_text(browser, tmp_path):
     with Tab(browser, path, NARROW) as tab:
         assert tab.page.evaluate("document.documentElement.scrollWidth") <= NARROW[0]
         assert evil in tab.page.locator("h1").text_content()
-        assert "taken for" in tab.page.locator("#confusion").text_content()
+        assert "predicted as" in tab.page.locator("#confusion").text_content()
         assert set(tab.page.locator(".classes td:first-child").all_text_contents()) == {evil, turned, odd}
         assert evil in tab.page.locator("#answers").text_content()
         assert tab.page.evaluate("[...document.images].every(image => image.src.startsWith('data:'))")

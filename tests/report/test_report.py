@@ -1,4 +1,4 @@
-"""Pages: charts that show their numbers, bytes that come back as weights, and files that need nothing else."""
+"""Pages: embedded attention decodes to the weights, numbers match the model, files are self-contained."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from vitral.inspection.attribution import gradient_rollout, occlusion
 from vitral.inspection.image_inspection import look_at
 from vitral.models.capture import capture
 from vitral.report.page import Section, page
-from vitral.report.viewer import packed, plan_layers
+from vitral.report.viewer import choose_layers, quantized
 
 PLAIN = "decode|resize(8)|value_range(-1, 1)"
 TEENY = "decode|resize(32)|value_range(-1, 1)"
@@ -49,7 +49,7 @@ def embedded(path: Path) -> dict:
 
 
 def unpacked(part: dict, n: int) -> np.ndarray:
-    """The inverse of `packed`, as the page's script does it: (rows, n)"""
+    """The inverse of `quantized`, as the page's script does it: (rows, n)"""
     steps = np.frombuffer(base64.b64decode(part["steps"]), np.uint8).reshape(-1, n)
     return steps / 255 * np.frombuffer(base64.b64decode(part["high"]), "<f4")[:, None]
 
@@ -76,33 +76,33 @@ def saved(tmp_path: Path, name: str, multilabel: bool = False, **shape) -> Path:
     return path
 
 
-def test_packed_rows_are_within_half_a_step():
+def test_quantized_rows_are_within_half_a_step():
     rows = np.random.default_rng(0).dirichlet(np.full(9, 0.3), (2, 4)).astype(np.float32)
-    back = unpacked(packed(rows), 9).reshape(rows.shape)
+    back = unpacked(quantized(rows), 9).reshape(rows.shape)
     assert (np.abs(back - rows) <= rows.max(-1, keepdims=True) / 510 * 1.0001).all()
-    assert np.array_equal(unpacked(packed(np.zeros((1, 3))), 3), np.zeros((1, 3)))
+    assert np.array_equal(unpacked(quantized(np.zeros((1, 3))), 3), np.zeros((1, 3)))
 
 
 @given(st.integers(1, 32), st.integers(1, 16), st.integers(1, 900), st.integers(1, 64), st.integers(0, 10**8))
 def test_chosen_layers_fit_into_the_budget(depth, heads, patches, images, budget):
-    plan = plan_layers(depth, heads, patches, images, budget=budget)
+    layers = choose_layers(depth, heads, patches, images, budget=budget)
     one = images * (4 * -(-patches * patches // 3) + 4 * -(-4 * patches // 3))
-    assert (heads * len(plan.headed) + len(plan.averaged)) * one <= budget
-    assert not {*plan.headed} & {*plan.averaged}
-    assert {*plan.headed, *plan.averaged} <= set(range(depth))
+    assert (heads * len(layers.per_head) + len(layers.averaged)) * one <= budget
+    assert not {*layers.per_head} & {*layers.averaged}
+    assert {*layers.per_head, *layers.averaged} <= set(range(depth))
     if budget >= depth * heads * one:
-        assert plan.headed == tuple(range(depth))
-    asked = plan_layers(depth, heads, patches, images, asked=[depth - 1], budget=budget)
-    assert asked.headed == (depth - 1,)
+        assert layers.per_head == tuple(range(depth))
+    requested = choose_layers(depth, heads, patches, images, requested=[depth - 1], budget=budget)
+    assert requested.per_head == (depth - 1,)
 
 
 def test_eight_images_of_a_base_model_have_every_layer_and_the_heads_of_the_last():
-    plan = plan_layers(12, 12, 196, 8)
-    assert 11 in plan.headed
-    assert {*plan.headed, *plan.averaged} == set(range(12))
+    layers = choose_layers(12, 12, 196, 8)
+    assert 11 in layers.per_head
+    assert {*layers.per_head, *layers.averaged} == set(range(12))
 
 
-def test_text_cannot_leave_its_place():
+def test_text_is_escaped():
     html = page("<i>", "", [Section("a", "</script>", "", "")], data={"name": "</script><b>"})
     assert "<i>" not in html
     assert html.count("</script>") == 2
@@ -117,7 +117,7 @@ def test_a_page_is_utf_8_whatever_the_names():
 
 
 @pytest.mark.parametrize("pool", ["token", "mean", "map"])
-def test_a_look_holds_the_attention_that_others_compute(pool):
+def test_an_inspection_holds_the_attention_that_capture_computes(pool):
     torch.manual_seed(0)
     shape = {"depth": 3, "width": 16, "heads": 2, "mlp": 32, "classes": 5, "pool": pool, "registers": 2}
     model: Any = api.create("ViT-Ti/4@8", **shape, class_token=pool == "token").eval()
@@ -150,7 +150,7 @@ def test_an_axial_block_is_one_layer():
     np.testing.assert_allclose(look.pooled[1], attention_maps(model, images, layer=1)[0].flatten(1), atol=1e-6)
 
 
-def test_a_page_needs_nothing_else(run, pictures, tmp_path):
+def test_a_page_is_self_contained(run, pictures, tmp_path):
     done = inspect(run, [pictures / "red" / "0.png", pictures / "blue" / "1.png"], output=tmp_path / "a.html")
     text = done.page.read_text("utf-8")
     assert done.bytes == len(text.encode()) < 1e6
@@ -169,7 +169,7 @@ def test_a_page_needs_nothing_else(run, pictures, tmp_path):
         assert kept.shape == (2 * rows * columns, rows * columns)
 
 
-def test_numbers_of_a_page_are_those_of_the_weights(tmp_path):
+def test_distances_and_norms_on_a_page_match_the_model(tmp_path):
     """The reach of a head and the norm of a token, by loops over what the layers computed."""
     path = saved(tmp_path, "ViT-Ti/4@12", depth=2, width=16, heads=2, classes=3)
     picture = paint(tmp_path / "a.png", COLOURS["red"], side=12)
@@ -202,7 +202,7 @@ def test_a_single_class_has_evidence():
 
 
 @pytest.mark.parametrize("multilabel", [False, True])
-def test_a_page_says_what_the_numbers_of_its_classes_are(tmp_path, multilabel):
+def test_a_page_states_whether_probabilities_are_sigmoid_or_softmax(tmp_path, multilabel):
     path = saved(tmp_path, "ViT-Ti/16@32", multilabel, depth=1, width=16, heads=2, mlp=32, classes=3)
     picture = paint(tmp_path / "a.png", COLOURS["red"], side=32)
     done = inspect(path, picture, output=tmp_path / "a.html", preprocess=TEENY)
@@ -223,7 +223,7 @@ def test_a_model_alone_has_a_page(tmp_path):
     done = inspect(saved(tmp_path, "ViT-Ti/4@8", depth=1, width=16, heads=2), output=tmp_path / "a.html")
     assert (done.images, done.unreadable, done.figures) == (0, (), ())
     text = done.page.read_text("utf-8")
-    assert "What it has learned" in text
+    assert "Learned filters" in text
     assert 'id="stage"' not in text
     assert embedded(done.page) == {}
 
@@ -249,7 +249,7 @@ def test_convolutions_are_shown_too(tmp_path, name, shape, words):
         assert shown != pytest.approx(shared, abs=1e-2)
 
 
-def test_figures_and_what_cannot_be_read(tmp_path):
+def test_figures_and_unreadable_images(tmp_path):
     (tmp_path / "bad.png").write_text("no picture")
     pictures = [paint(tmp_path / "a.png", COLOURS["red"]), tmp_path / "bad.png"]
     model = saved(tmp_path, "ViT-Ti/4@8", depth=1, width=16, heads=2, classes=0)
@@ -264,7 +264,7 @@ def test_figures_and_what_cannot_be_read(tmp_path):
     assert embedded(done.page)["images"][0]["answers"] == []
 
 
-def test_mistakes_of_the_user_are_one_sentence(run, pictures, tmp_path):
+def test_usage_errors_are_one_sentence(run, pictures, tmp_path):
     picture = pictures / "red" / "0.png"
     (tmp_path / "bad.png").write_text("no picture")
     for images, layers, expected in (
@@ -286,7 +286,7 @@ def test_the_command_line_counts_layers_from_one(run, pictures, tmp_path, comman
     assert command(*words, "2").code == 0
 
 
-def test_pixels_that_are_drawn_at_random_are_refused(run, pictures, tmp_path, command):
+def test_random_preprocessing_is_refused(run, pictures, tmp_path, command):
     drawn = ("--preprocess", "decode|inception_crop(8)")
     said = command("inspect", run, pictures / "red" / "0.png", "-o", tmp_path / "a.html", *drawn)
     assert said.code == 2
@@ -303,7 +303,7 @@ def test_a_run_has_a_page_of_its_mistakes(run, pictures):
     assert path == run / "page.html"
     text, data = path.read_text("utf-8"), embedded(path)
     result = json.loads((run / "result.json").read_text())
-    for title in ("How it learned", "What it confuses", "Does it know when it knows?", "Class by class", "The recipe"):
+    for title in ("Training curves", "Confusion matrix", "Calibration", "Per-class metrics", "Full recipe"):
         assert title in text
     answers = [(image["truth"][0], *image["answers"][0]) for image in data["images"]]
     wrong = [share for truth, name, share in answers if truth != name]
@@ -318,7 +318,7 @@ def test_a_run_has_a_page_of_its_mistakes(run, pictures):
     assert len(loss.split()) == steps
 
 
-def test_a_run_of_several_labels_shows_those_that_are_there(pictures, tmp_path):
+def test_a_multi_label_run_shows_the_true_classes(pictures, tmp_path):
     table = tmp_path / "several.jsonl"
     names = {
         path: [path.parent.name, *(["even"] if int(path.stem) % 2 == 0 else [])] for path in pictures.rglob("*.png")
@@ -333,19 +333,19 @@ def test_a_run_of_several_labels_shows_those_that_are_there(pictures, tmp_path):
     text, images = path.read_text("utf-8"), embedded(path)["images"]
     truths = {tuple(sorted(image["truth"])) for image in images}
     assert truths == {tuple(sorted(labels)) for path, labels in names.items() if int(path.stem) > 3}
-    assert "Some of 6 held-out images. A ✓ marks" in text
+    assert "6 of 6 held-out images. A ✓ marks" in text
     assert "Average precision: " in text
     assert "Recall: " not in text
 
 
-def test_a_run_whose_classes_are_a_yes_or_no_each_is_not_judged_by_shares(pictures, tmp_path):
-    """One label an image, but trained with a sigmoid: a softmax over its outputs is nobody's probability."""
+def test_a_sigmoid_run_is_calibrated_per_class(pictures, tmp_path):
+    """One label per image, but trained with a sigmoid loss: its confidences are sigmoid outputs."""
     words = [*QUICK, "steps=4", "loss=sigmoid", "regularization.label_smoothing=0"]
     vitral.train(pictures, model=MODEL, out=tmp_path / "run", overrides=words, device="cpu")
     path = write_run_page(tmp_path / "run", pictures, device="cpu")
     text = path.read_text("utf-8")
     assert "by itself (sigmoid)" in text
-    assert "What it answers, each class by itself" in text
+    assert "Predictions (sigmoid, per class)" in text
     images = embedded(path)["images"]
     assert len(images) == json.loads((tmp_path / "run" / "result.json").read_text())["metrics"]["n"] <= 8
     rows = [(image["answers"][0][1], image["answers"][0][0] == image["truth"][0]) for image in images]
@@ -385,12 +385,12 @@ def test_a_run_without_classes_shows_losses_not_percents(pictures, tmp_path):
     text, data = path.read_text("utf-8"), embedded(path)
     assert f"<dt>held-out loss</dt><dd>{result.metrics['masked_loss']:.3f}</dd>" in text
     assert not re.search(r"-\d[\d.]* ?%", text)
-    assert "Where it looks" in text
+    assert "Examples" in text
     assert all(image["answers"] == image["truth"] == [] for image in data["images"])
     assert [len(image["maps"]["rollout"]) for image in data["images"]] == [4] * len(data["images"])
 
 
-def test_what_looks_alike_is_found(run, pictures, tmp_path):
+def test_search_finds_the_nearest_features(run, pictures, tmp_path):
     query = pictures / "green" / "2.png"
     index = tmp_path / "index.npz"
     found = search(run, pictures, query=query, top=3, index=index)
@@ -428,7 +428,7 @@ def test_an_index_knows_when_its_folder_has_changed(run, tmp_path):
     assert len(search(run, folder, **words)) == 6
 
 
-def test_patches_that_look_alike_are_found(run, pictures):
+def test_search_finds_the_nearest_patches(run, pictures):
     query = pictures / "green" / "2.png"
     found = search(run, pictures, query=query, patch=(1, 0), top=4)
     assert len(found) == 4
@@ -439,7 +439,7 @@ def test_patches_that_look_alike_are_found(run, pictures):
 
 
 @pytest.mark.parametrize("patch", [None, (1, 0)])
-def test_a_search_tells_how_far_it_is(run, pictures, tmp_path, patch):
+def test_a_search_reports_its_progress(run, pictures, tmp_path, patch):
     folder, heard = tmp_path / "more", []
     shutil.copytree(pictures, folder)
     for number in range(16):  # a whole batch that cannot be read, the first one
@@ -462,7 +462,7 @@ def test_a_folder_without_an_image_has_no_neighbours(run, pictures, tmp_path, pa
     assert not index.exists()
 
 
-def test_the_verbs(run, pictures, tmp_path, monkeypatch, capsys):
+def test_inspect_and_search_commands(run, pictures, tmp_path, monkeypatch, capsys):
     command = Command(monkeypatch, capsys)
     target = tmp_path / "a.html"
     said = command("inspect", run, pictures / "red" / "0.png", "-o", target, "--layers", "2", "--json")
@@ -479,7 +479,7 @@ def test_the_verbs(run, pictures, tmp_path, monkeypatch, capsys):
 
 
 def test_real_weights_make_a_page_in_time(assets, tmp_path):
-    """Slower by a real model, eight photographs: what the page promises about time and size."""
+    """A real model and eight photographs stay within the limits of time and size."""
     data = assets / "data"
     weights = data / "vit_tiny_patch16_224.augreg_in21k_ft_in1k.safetensors"
     photos = [next((data / "imagenet_val_1000" / f"{label:03d}").iterdir()) for label in range(281, 289)]

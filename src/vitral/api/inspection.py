@@ -36,9 +36,9 @@ from vitral.models.normalise import normalise
 from vitral.models.vit import ViT
 from vitral.names import name_of
 from vitral.recipe import from_toml
-from vitral.report.inspect_page import Learned, Reach, inspect_page
-from vitral.report.run_page import Examples, run_page
-from vitral.report.viewer import MAPS, Shown, plan_layers
+from vitral.report.inspect_page import AttentionDistance, LearnedWeights, inspect_page
+from vitral.report.run_page import RunExamples, run_page
+from vitral.report.viewer import MAPS, ViewerImage, choose_layers
 from vitral.serving.results import unread
 
 MOST = 64  # images of a page: what a person looks through, and a browser opens at once
@@ -195,7 +195,7 @@ def _shown(
     names: Sequence[str],
     layers: Sequence[int] = (),
     truths: Sequence[tuple[str, ...]] = (),
-) -> list[Shown]:
+) -> list[ViewerImage]:
     config = model.config
     ready = normalise(pixels, how.mean, how.std).to(next(model.parameters()).device)
     headed, averaged = (), ()
@@ -204,12 +204,12 @@ def _shown(
             if not 0 <= layer < config.depth:
                 raise NoLayer(layer, config.depth)
         rows, columns = config.grid((ready.shape[2], ready.shape[3]))
-        headed, averaged = plan_layers(config.depth, config.heads, rows * columns, len(ready), layers)
+        headed, averaged = choose_layers(config.depth, config.heads, rows * columns, len(ready), layers)
     looks = look_at(model, ready, headed=headed, averaged=averaged, sigmoid=card.multilabel)
     truths = truths or [()] * len(keys)
     pictures = pixels.permute(0, 2, 3, 1).numpy()
     return [
-        Shown(key, picture, look, _answers(look.logits, card, names), truth, card.multilabel)
+        ViewerImage(key, picture, look, _answers(look.logits, card, names), truth, card.multilabel)
         for key, picture, look, truth in zip(keys, pictures, looks, truths, strict=True)
     ]
 
@@ -222,19 +222,19 @@ def _answers(logits: np.ndarray, card: Card, names: Sequence[str]) -> tuple[tupl
     return tuple((names[i] if names else f"class {i}", float(shares[i])) for i in best)
 
 
-def _learned(model: Model) -> Learned:
+def _learned(model: Model) -> LearnedWeights:
     filters = embedding_filters(model)
     embeds = isinstance(model, ViT) and len(model.positions) > 0
     similarity = position_similarity(model).cpu().numpy() if embeds else None
-    return Learned(filters.pictures().numpy(), float(filters.explained.sum()), filters.source, similarity)
+    return LearnedWeights(filters.pictures().numpy(), float(filters.explained.sum()), filters.source, similarity)
 
 
-def _reach(model: Model, ready: Tensor) -> Reach | None:
+def _reach(model: Model, ready: Tensor) -> AttentionDistance | None:
     if not isinstance(model, ViT):
         return None
     device = next(model.parameters()).device
     distance = mean_attention_distance(model, (part.to(device) for part in ready.split(4))).numpy()
-    return Reach(distance, len(ready), max(ready.shape[2:]), model.config.axial)
+    return AttentionDistance(distance, len(ready), max(ready.shape[2:]), model.config.axial)
 
 
 def _pooled_name(model: Model) -> str:
@@ -243,7 +243,7 @@ def _pooled_name(model: Model) -> str:
     return names.get(pool, "the average of all patches")
 
 
-def _examples(model: Model, card: Card, test: Split, preprocess: Preprocess, place: str) -> Examples:
+def _examples(model: Model, card: Card, test: Split, preprocess: Preprocess, place: str) -> RunExamples:
     """Mistakes, the surest first, then right answers, the least sure first; some images where nothing can be wrong."""
     sample = test.select(_evenly(len(test), ASKED))
     if test.multilabel or not card.architecture.classes:
@@ -259,7 +259,7 @@ def _examples(model: Model, card: Card, test: Split, preprocess: Preprocess, pla
     kept, pixels = readable_pixels(few, preprocess.pipeline, card.architecture.channels)
     truths = [_truth(few, i) if card.architecture.classes else () for i in kept]
     shown = _shown(model, [few.keys[i] for i in kept], pixels, preprocess, card, card.class_names, truths=truths)
-    return Examples(shown, _pooled_name(model), min(mistakes, len(shown)), bins, asked)
+    return RunExamples(shown, _pooled_name(model), min(mistakes, len(shown)), bins, asked)
 
 
 def _evenly(count: int, most: int) -> np.ndarray:
@@ -273,7 +273,9 @@ def _truth(split: Split, index: int) -> tuple[str, ...]:
     return tuple(split.classes[number] for number in there)
 
 
-def _write_figures(folder: Path, learned: Learned, shown: Sequence[Shown], reach: Reach | None) -> tuple[Path, ...]:
+def _write_figures(
+    folder: Path, learned: LearnedWeights, shown: Sequence[ViewerImage], reach: AttentionDistance | None
+) -> tuple[Path, ...]:
     """Each figure as PNG and as SVG."""
     from vitral.inspection import figures  # an extra, which only those who ask for figures need
 
@@ -283,12 +285,12 @@ def _write_figures(folder: Path, learned: Learned, shown: Sequence[Shown], reach
     if reach is not None:
         drawn["distance"] = figures.distance_figure(reach.distance)
     if shown:
-        look = shown[0].look
+        look = shown[0].inspection
         height, width = look.side * look.grid[0], look.side * look.grid[1]
         pictures, names = [one.picture[:height, :width] for one in shown], [one.name for one in shown]
-        drawn["colours"] = figures.colour_figure(pictures, np.stack([one.look.colours for one in shown]))
+        drawn["colours"] = figures.colour_figure(pictures, np.stack([one.inspection.colours for one in shown]))
         for name in look.maps:
-            maps = np.stack([one.look.maps[name] for one in shown])
+            maps = np.stack([one.inspection.maps[name] for one in shown])
             drawn[name] = figures.rollout_figure(pictures, maps, names, MAPS[name][0])
     paths = []
     for name, figure in drawn.items():

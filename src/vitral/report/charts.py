@@ -1,6 +1,7 @@
-"""Charts as SVG and pictures as data URIs, drawn here so that a page needs no plotting library.
+"""Charts as SVG and images as data URIs, drawn without a plotting library.
 
-Colours come from the page's style sheet (classes s1, s2, ...), so that a chart follows the light or the dark theme.
+Colours come from a style sheet (classes s1, s2, ...), so that a chart follows the light or the dark theme: that of the
+page it is part of, or the one that `svg_file` adds to a file of charts.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 
 import numpy as np
@@ -19,125 +21,200 @@ Points = Sequence[tuple[float, float]]
 
 WIDTH, HEIGHT = 480, 270
 LEFT, RIGHT, TOP, BOTTOM = 72, 24, 14, 46
-DARK_TO_BRIGHT = np.array([(4, 4, 20), (72, 18, 104), (176, 46, 94), (244, 128, 42), (252, 246, 170)], np.float64)
+COLOUR_MAP = np.array([(4, 4, 20), (72, 18, 104), (176, 46, 94), (244, 128, 42), (252, 246, 170)], np.float64)
+_DOTTED_UP_TO = 30  # points of a line that has a dot for each
+_FILE_STYLE = """
+svg { --s1: #2f5fb3; --s2: #c8553d; --s3: #2a8a7e; --ink: #5c6270; --line: #dfdbd1; --paper: #fffefb; }
+@media (prefers-color-scheme: dark) {
+  svg { --s1: #7fa8f2; --s2: #ef8b70; --s3: #5fc7b8; --ink: #a4a8b4; --line: #343946; --paper: #1d2028; } }
+.paper { fill: var(--paper); } text { fill: var(--ink); font: 13px system-ui, sans-serif; }
+.title { font-weight: 600; } .grid { stroke: var(--line); } polyline { fill: none; stroke-width: 2.4; }
+.guide { stroke: var(--ink); stroke-width: 1.2; stroke-dasharray: 5 5; }
+polyline.s1 { stroke: var(--s1); } polyline.s2 { stroke: var(--s2); } polyline.s3 { stroke: var(--s3); }
+circle.s1, rect.s1 { fill: var(--s1); } circle.s2 { fill: var(--s2); } circle.s3 { fill: var(--s3); }
+"""
 
 
-def line_chart(series: Mapping[str, Points], *, x: str, y: str, percent: bool = False) -> str:
-    """Lines by their names; long ones are drawn faint, with their running mean in front."""
-    frame = _Frame([point for points in series.values() for point in points], x, y, percent)
-    parts = []
-    for number, (name, points) in enumerate(series.items(), 1):
-        smooth = running_mean(points)
-        if len(smooth) < len(points):
-            parts.append(f'<polyline class="s{number} faint" points="{frame.places(points)}"/>')
-        parts.append(f'<polyline class="s{number}" points="{frame.places(smooth)}"/>')
-        if len(points) <= 30:
-            parts += [frame.dot(point, number, f"{name}: {frame.said(point)}") for point in points]
-    return frame.svg(parts, f"{y} over {x}: {', '.join(series)}") + _legend(list(series))
+def line_chart(
+    series: Mapping[str, Points], *, x: str, y: str, percent: bool = False, log: bool = False, guide: Points = ()
+) -> str:
+    """Draw lines; long ones are drawn faint behind their running mean.
+
+    Args:
+        series: points (x, y) by the name of the line.
+        x: label of the horizontal axis.
+        y: label of the vertical axis.
+        percent: whether y is a share of 1, shown in percent.
+        log: whether both axes are logarithmic; the horizontal ticks are then the x values themselves.
+        guide: points of a dashed reference line.
+
+    Returns:
+        SVG, followed by an HTML legend where there are several lines.
+    """
+    points = [*guide, *(point for points in series.values() for point in points)]
+    panel = Panel(points, x, y, percent=percent, log=log)
+    parts = [f'<polyline class="guide" points="{panel.polyline(guide)}"/>'] if guide else []
+    for number, (name, line) in enumerate(series.items(), 1):
+        smooth = running_mean(line)
+        if len(smooth) < len(line):
+            parts.append(f'<polyline class="s{number} faint" points="{panel.polyline(line)}"/>')
+        parts.append(f'<polyline class="s{number}" points="{panel.polyline(smooth)}"/>')
+        if len(line) <= _DOTTED_UP_TO:
+            parts += [panel.dot(point, number, f"{name}: {panel.describe(point)}") for point in line]
+    return panel.svg(parts, f"{y} over {x}: {', '.join(series)}") + _legend(list(series))
 
 
 def dot_chart(rows: np.ndarray, *, x: str, y: str, highest: float, row: str, dot: str) -> str:
-    """(rows, dots) -> a column of dots for each row, counted from 1."""
+    """Draw a column of dots per row of an array, and the line of their means.
+
+    Args:
+        rows: values, (rows, dots).
+        x: label of the horizontal axis, which counts rows from 1.
+        y: label of the vertical axis.
+        highest: value that the vertical axis includes at least.
+        row: what a row is, for tooltips.
+        dot: what a dot is, for tooltips and the legend.
+
+    Returns:
+        SVG, followed by an HTML legend.
+    """
     points = [(i + 1, float(value)) for i, values in enumerate(rows) for value in values]
-    frame = _Frame([*points, (1, 0.0), (len(rows), highest)], x, y, percent=False, margin=0.5)
+    panel = Panel([*points, (1, 0.0), (len(rows), highest)], x, y, margin=0.5)
     parts = [
-        frame.dot((i + 1, float(value)), 1, f"{row} {i + 1}, {dot} {j + 1}: {value:.1f}")
+        panel.dot((i + 1, float(value)), 1, f"{row} {i + 1}, {dot} {j + 1}: {value:.1f}")
         for i, values in enumerate(rows)
         for j, value in enumerate(values)
     ]
-    parts.append(
-        f'<polyline class="s2" points="{frame.places([(i + 1, float(v)) for i, v in enumerate(rows.mean(1))])}"/>'
-    )
-    return frame.svg(parts, f"{y} by {x}") + _legend([f"one {dot}", f"mean over {dot}s"])
+    means = [(i + 1, float(mean)) for i, mean in enumerate(rows.mean(1))]
+    parts.append(f'<polyline class="s2" points="{panel.polyline(means)}"/>')
+    return panel.svg(parts, f"{y} by {x}") + _legend([f"one {dot}", f"mean over {dot}s"])
 
 
 def reliability_chart(bins: Sequence[Bin]) -> str:
-    """How often an answer is right, by how sure the model was; a calibrated model stays on the diagonal."""
-    frame = _Frame([(0, 0), (1, 1)], "confidence", "right answers", percent=True, percent_x=True)
-    parts = [f'<polyline class="guide" points="{frame.places([(0, 0), (1, 1)])}"/>']
+    """Draw accuracy by confidence as bars (SVG); a calibrated model stays on the diagonal."""
+    panel = Panel([(0, 0), (1, 1)], "confidence", "accuracy", percent=True, percent_x=True)
+    parts = [f'<polyline class="guide" points="{panel.polyline([(0, 0), (1, 1)])}"/>']
     most = max(row.count for row in bins)
     for row in bins:
         if not row.count:
             continue
-        (left, base), (right, top) = frame.place((row.low, 0)), frame.place((row.high, row.accuracy))
-        strength = 0.25 + 0.75 * row.count / most
-        said = f"{row.count:,} images, confidence {row.confidence:.1%}, right {row.accuracy:.1%}"
+        (left, base), (right, top) = panel.position((row.low, 0)), panel.position((row.high, row.accuracy))
+        opacity = 0.25 + 0.75 * row.count / most
+        tooltip = f"{row.count:,} images, confidence {row.confidence:.1%}, accuracy {row.accuracy:.1%}"
         parts.append(
             f'<rect class="s1" x="{left + 1:.1f}" y="{top:.1f}" width="{right - left - 2:.1f}" '
-            f'height="{base - top:.1f}" fill-opacity="{strength:.2f}"><title>{said}</title></rect>'
+            f'height="{base - top:.1f}" fill-opacity="{opacity:.2f}"><title>{tooltip}</title></rect>'
         )
-    return frame.svg(parts, "Share of right answers by confidence, beside the diagonal of perfect calibration")
+    return panel.svg(parts, "Accuracy by confidence, with the diagonal of perfect calibration")
 
 
 def confusion_table(matrix: np.ndarray, names: Sequence[str]) -> str:
-    """(k, k) counts -> a table of a row for each true class; where it would be too large, a picture of it."""
+    """Show a confusion matrix as an HTML table, or as an image where there are more than 25 classes.
+
+    Args:
+        matrix: counts, (true classes, predicted classes).
+        names: the classes.
+
+    Returns:
+        HTML.
+    """
     shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
     if len(names) > 25:
-        side = max(1, 640 // len(names))
-        return picture_tag(enlarged(heat(np.sqrt(shares)), side), "Confusion matrix: true classes down, answers across")
+        scale = max(1, 640 // len(names))
+        return image_tag(enlarge(heat_map(np.sqrt(shares)), scale), "Confusion matrix: true classes by predicted ones")
     labels = [f'<span title="{escape(name)}">{escape(name)}</span>' for name in names]
     head = "".join(f'<th scope="col">{label}</th>' for label in labels)
     rows = []
-    for true, (counts, parts) in enumerate(zip(matrix.tolist(), shares.tolist(), strict=True)):
+    for true, (counts, row_shares) in enumerate(zip(matrix.tolist(), shares.tolist(), strict=True)):
         cells = "".join(
-            f'<td class="{"right" if guess == true else "wrong"}" style="--share:{part:.3f}" '
-            f'title="{escape(names[true])} taken for {escape(names[guess])}: {count}">{count or ""}</td>'
-            for guess, (count, part) in enumerate(zip(counts, parts, strict=True))
+            f'<td class="{"right" if guess == true else "wrong"}" style="--share:{share:.3f}" '
+            f'title="{escape(names[true])} predicted as {escape(names[guess])}: {count}">{count or ""}</td>'
+            for guess, (count, share) in enumerate(zip(counts, row_shares, strict=True))
         )
         rows.append(f'<tr><th scope="row">{labels[true]}</th>{cells}</tr>')
-    corner = "<td class='corner'>true \\ answer</td>"
+    corner = "<td class='corner'>true \\ predicted</td>"
     table = f'<table class="confusion"><tr>{corner}{head}</tr>{"".join(rows)}</table>'
     return f'<div class="scroll" tabindex="0" role="region" aria-label="Confusion matrix">{table}</div>'
 
 
-def heat(values: np.ndarray) -> np.ndarray:
-    """(..., h, w) from 0 to 1 -> uint8 (..., h, w, 3), dark to bright"""
-    place = values.clip(0, 1) * (len(DARK_TO_BRIGHT) - 1)
-    low = np.minimum(place.astype(int), len(DARK_TO_BRIGHT) - 2)
-    part = (place - low)[..., None]
-    return np.rint((1 - part) * DARK_TO_BRIGHT[low] + part * DARK_TO_BRIGHT[low + 1]).astype(np.uint8)
+def svg_file(charts: Sequence[str], title: str, note: str = "") -> str:
+    """Put charts side by side into one SVG file with its own style, for light and dark themes.
+
+    Args:
+        charts: SVG elements as `line_chart` draws them, without legends.
+        title: heading of the file.
+        note: a line below the heading that explains what the lines are.
+
+    Returns:
+        The file's text.
+    """
+    top, width = 60, len(charts) * WIDTH
+    panels = "\n".join(
+        chart.replace("<svg ", f'<svg x="{number * WIDTH}" y="{top}" width="{WIDTH}" height="{HEIGHT}" ', 1)
+        for number, chart in enumerate(charts)
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {top + HEIGHT}">\n<style>{_FILE_STYLE}</style>\n'
+        f'<rect class="paper" width="100%" height="100%"/>\n<text class="title" x="16" y="24">{escape(title)}</text>\n'
+        f'<text x="16" y="46">{escape(note)}</text>\n{panels}\n</svg>\n'
+    )
 
 
-def tiled(tiles: np.ndarray, columns: int, size: int) -> np.ndarray:
-    """uint8 (count, h, w, c) -> one uint8 (H, W, 4), the longer side about `size`: tiles row by row, clear between them
+def heat_map(values: np.ndarray) -> np.ndarray:
+    """Colour values between 0 and 1, dark to bright: (..., h, w) -> uint8 (..., h, w, 3)"""
+    position = values.clip(0, 1) * (len(COLOUR_MAP) - 1)
+    low = np.minimum(position.astype(int), len(COLOUR_MAP) - 2)
+    fraction = (position - low)[..., None]
+    return np.rint((1 - fraction) * COLOUR_MAP[low] + fraction * COLOUR_MAP[low + 1]).astype(np.uint8)
 
-    A pixel of a tile becomes at most 32 wide: few and small tiles make a small sheet.
+
+def image_grid(tiles: np.ndarray, columns: int, size: int) -> np.ndarray:
+    """Arrange small images row by row, enlarged, with transparent gaps.
+
+    Args:
+        tiles: uint8 (count, h, w, c).
+        columns: tiles per row.
+        size: approximate pixels of the longer side of the grid; one pixel of a tile becomes at most 32 wide.
+
+    Returns:
+        uint8 (height, width, 4).
     """
     rows = -(-len(tiles) // columns)
-    times = min(max(1, round(size / max(columns * tiles.shape[2], rows * tiles.shape[1])) - 1), 32)
-    height, side = times * tiles.shape[1], times * tiles.shape[2]
-    gap = max(2, side // 16)
-    sheet = np.zeros((rows * (height + gap) - gap, columns * (side + gap) - gap, 4), np.uint8)
+    scale = min(max(1, round(size / max(columns * tiles.shape[2], rows * tiles.shape[1])) - 1), 32)
+    height, width = scale * tiles.shape[1], scale * tiles.shape[2]
+    gap = max(2, width // 16)
+    grid = np.zeros((rows * (height + gap) - gap, columns * (width + gap) - gap, 4), np.uint8)
     for number, tile in enumerate(tiles):
-        top, left = number // columns * (height + gap), number % columns * (side + gap)
-        place = sheet[top : top + height, left : left + side]
-        place[..., :3], place[..., 3] = enlarged(_three(tile), times), 255
-    return sheet
+        top, left = number // columns * (height + gap), number % columns * (width + gap)
+        cell = grid[top : top + height, left : left + width]
+        cell[..., :3], cell[..., 3] = enlarge(as_rgb(tile), scale), 255
+    return grid
 
 
-def enlarged(image: np.ndarray, times: int) -> np.ndarray:
-    """uint8 (h, w, c) -> (times * h, times * w, c), pixels kept crisp"""
-    return image.repeat(times, 0).repeat(times, 1)
+def enlarge(image: np.ndarray, scale: int) -> np.ndarray:
+    """Repeat pixels: uint8 (h, w, c) -> (scale * h, scale * w, c)"""
+    return image.repeat(scale, 0).repeat(scale, 1)
 
 
-def picture_uri(image: np.ndarray) -> str:
-    """uint8 (h, w, c) -> a data URI; four channels are colours and opacity"""
+def as_rgb(image: np.ndarray) -> np.ndarray:
+    """(h, w, c) -> (h, w, 3); other than 3 channels are averaged"""
+    return image if image.shape[2] == 3 else image.mean(2, keepdims=True).repeat(3, 2).astype(image.dtype)
+
+
+def png_uri(image: np.ndarray) -> str:
+    """Encode uint8 (h, w, c) as the data URI of a PNG; a fourth channel is opacity."""
     return f"data:image/png;base64,{base64.b64encode(encode_png(np.ascontiguousarray(image))).decode()}"
 
 
-def photo_uri(image: np.ndarray) -> str:
-    """uint8 (h, w, c), whatever the channels are -> a data URI"""
-    return picture_uri(_three(image))
-
-
-def picture_tag(image: np.ndarray, said: str) -> str:
-    """uint8 (h, w, c) -> an image that grows to the width it has"""
+def image_tag(image: np.ndarray, description: str) -> str:
+    """An HTML image of uint8 (h, w, c) that shrinks to the width it has."""
     height, width = image.shape[:2]
-    return f'<img class="sheet" src="{picture_uri(image)}" width="{width}" height="{height}" alt="{escape(said)}">'
+    size = f'width="{width}" height="{height}"'
+    return f'<img class="sheet" src="{png_uri(image)}" {size} alt="{escape(description)}">'
 
 
 def running_mean(points: Points) -> Points:
-    """Windows of a 25th of a long line; a short one stays as it is."""
+    """Average windows of a 25th of a long line; a short one stays as it is."""
     size = len(points) // 25
     if size < 2:
         return points
@@ -147,68 +224,118 @@ def running_mean(points: Points) -> Points:
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers from at least `low` to at most `high`, `most` + 1 of them at the utmost."""
+    """Evenly spaced round numbers between `low` and `high`, at most `most` + 1."""
     span = (high - low) or 1.0
     power = 10.0 ** math.floor(math.log10(span / most))
-    step = next(power * times for times in (1, 2, 5, 10, 20) if span / (power * times) <= most)
+    step = next(power * factor for factor in (1, 2, 5, 10, 20) if span / (power * factor) <= most)
     first = math.ceil(low / step - 1e-9)
     return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-class _Frame:
-    """Axes around points, and where a point lies between them."""
+def log_ticks(low: float, high: float, most: int = 7) -> list[float]:
+    """1, 2 and 5 times powers of ten between `low` and `high`; the powers alone where those are more than `most`."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    values: list[float] = []
+    for factors in ((1, 2, 5), (1,)):
+        values = [float(f"{factor}e{power}") for power in powers for factor in factors]
+        values = [value for value in values if low <= value <= high]
+        if len(values) <= most:
+            break
+    return values or [float(f"{end:.3g}") for end in dict.fromkeys((low, high))]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Maps values between `low` and `high`, or their logarithms, to pixels between `start` and `end`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        low, high, at = (math.log(number) if self.log else number for number in (self.low, self.high, value))
+        return self.start + (at - low) / ((high - low) or 1) * (self.end - self.start)
+
+    def ticks(self, most: int) -> list[float]:
+        """Round numbers in the range."""
+        return log_ticks(self.low, self.high) if self.log else ticks(self.low, self.high, most)
+
+
+class Panel:
+    """Axes around points, both linear or both logarithmic."""
 
     def __init__(
-        self, points: Points, x: str, y: str, percent: bool, *, margin: float = 0.0, percent_x: bool = False
+        self,
+        points: Points,
+        x: str,
+        y: str,
+        *,
+        percent: bool = False,
+        percent_x: bool = False,
+        margin: float = 0.0,
+        log: bool = False,
     ) -> None:
+        """Fit the axes to the points.
+
+        Args:
+            points: everything that will be drawn, (x, y).
+            x: label of the horizontal axis.
+            y: label of the vertical axis.
+            percent: whether y is a share of 1, shown in percent.
+            percent_x: whether x is.
+            margin: added to the left and the right of the points.
+            log: whether both axes are logarithmic; every x value then has a tick.
+        """
         xs, ys = [point[0] for point in points] or [0.0], [point[1] for point in points] or [0.0]
-        self.x, self.y, self.percent, self.percent_x = x, y, percent, percent_x
-        self.low_x, self.high_x = min(xs) - margin, max(xs) + margin
+        self.labels, self.percent, self.percent_x = (x, y), percent, percent_x
         bottom, top = min(ys), max(ys)
-        self.low_y = 0.0 if 0 <= bottom < 0.5 * top or 0 < bottom == top else bottom
-        self.high_y = top if top > self.low_y else self.low_y + 1
+        if not log:
+            bottom = 0.0 if 0 <= bottom < 0.5 * top or 0 < bottom == top else bottom
+            top = top if top > bottom else bottom + 1
+        inset = 14 if log else 0  # a logarithmic axis has no zero to start from: keep points off the frame
+        self.x = Scale(min(xs) - margin, max(xs) + margin, LEFT + inset, WIDTH - RIGHT - inset, log)
+        self.y = Scale(bottom, top, HEIGHT - BOTTOM - inset, TOP + inset, log)
+        self.x_ticks = sorted(set(xs)) if log else self.x.ticks(8)
 
-    def place(self, point: tuple[float, float]) -> tuple[float, float]:
-        across = (point[0] - self.low_x) / ((self.high_x - self.low_x) or 1)
-        up = (point[1] - self.low_y) / (self.high_y - self.low_y)
-        return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
+    def position(self, point: tuple[float, float]) -> tuple[float, float]:
+        """Pixels of a point."""
+        return self.x(point[0]), self.y(point[1])
 
-    def places(self, points: Points) -> str:
-        return " ".join(f"{x:.1f},{y:.1f}" for x, y in map(self.place, points))
+    def polyline(self, points: Points) -> str:
+        """The `points` attribute of a polyline."""
+        return " ".join(f"{x:.1f},{y:.1f}" for x, y in map(self.position, points))
 
-    def dot(self, point: tuple[float, float], number: int, said: str) -> str:
-        x, y = self.place(point)
-        return f'<circle class="s{number}" cx="{x:.1f}" cy="{y:.1f}" r="3.2"><title>{escape(said)}</title></circle>'
+    def dot(self, point: tuple[float, float], series: int, tooltip: str) -> str:
+        """A circle in the colour of a series, counted from 1."""
+        x, y = self.position(point)
+        return f'<circle class="s{series}" cx="{x:.1f}" cy="{y:.1f}" r="3.2"><title>{escape(tooltip)}</title></circle>'
 
-    def said(self, point: tuple[float, float]) -> str:
-        return f"{_number(point[1], self.percent)} at {self.x} {_number(point[0], self.percent_x)}"
+    def describe(self, point: tuple[float, float]) -> str:
+        """A point in words, for tooltips."""
+        return f"{_number(point[1], self.percent)} at {self.labels[0]} {_number(point[0], self.percent_x)}"
 
-    def svg(self, parts: Sequence[str], label: str) -> str:
+    def svg(self, parts: Sequence[str], description: str) -> str:
+        """The panel with its axes and SVG elements inside."""
         lines = []
-        for value in ticks(self.low_y, self.high_y):
-            _, y = self.place((self.low_x, value))
+        for value in self.y.ticks(5):
+            y = self.y(value)
+            text = _number(value, self.percent)
             lines.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            said = _number(value, self.percent)
-            lines.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{said}</text>')
-        for value in ticks(self.low_x, self.high_x, 8):
-            if not (self.percent_x or value.is_integer()):  # steps and layers are counted
+            lines.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
+        for value in self.x_ticks:
+            if not (self.percent_x or float(value).is_integer()):  # steps and layers are counted
                 continue
-            x, _ = self.place((value, self.low_y))
-            said = _number(value, self.percent_x)
-            lines.append(
-                f'<text class="tick" x="{x:.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{said}</text>'
-            )
-        middle, centre = (LEFT + WIDTH - RIGHT) / 2, (TOP + HEIGHT - BOTTOM) / 2
-        lines.append(f'<text class="axis" x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(self.x)}</text>')
-        turned = f'transform="translate(13 {centre}) rotate(-90)" text-anchor="middle"'
-        lines.append(f'<text class="axis" {turned}>{escape(self.y)}</text>')
+            text, y = _number(value, self.percent_x), HEIGHT - BOTTOM + 20
+            lines.append(f'<text class="tick" x="{self.x(value):.1f}" y="{y}" text-anchor="middle">{text}</text>')
+        centre_x, centre_y = (LEFT + WIDTH - RIGHT) / 2, (TOP + HEIGHT - BOTTOM) / 2
+        label_x, label_y = map(escape, self.labels)
+        lines.append(f'<text class="axis" x="{centre_x}" y="{HEIGHT - 6}" text-anchor="middle">{label_x}</text>')
+        rotated = f'transform="translate(13 {centre_y}) rotate(-90)" text-anchor="middle"'
+        lines.append(f'<text class="axis" {rotated}>{label_y}</text>')
         inside = "".join((*lines, *parts))
-        return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">{inside}</svg>'
-
-
-def _three(image: np.ndarray) -> np.ndarray:
-    """uint8 (h, w, c) -> (h, w, 3): what are no colours is shown as its mean"""
-    return image if image.shape[2] == 3 else image.mean(2, keepdims=True).repeat(3, 2).astype(np.uint8)
+        return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(description)}">{inside}</svg>'
 
 
 def _legend(names: Sequence[str]) -> str:

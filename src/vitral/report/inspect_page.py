@@ -1,4 +1,4 @@
-"""The page of `vitral inspect`: look through a model at images, and see what it has learned."""
+"""The page of `vitral inspect`: attention and attribution maps of images, learned filters, attention distance."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vitral.report.charts import dot_chart, heat, picture_tag, tiled
-from vitral.report.page import Section, facts, page, panels
-from vitral.report.viewer import Shown, viewer, viewer_data, viewer_notes
+from vitral.report.charts import dot_chart, heat_map, image_grid, image_tag
+from vitral.report.page import Section, fact_table, page, panels
+from vitral.report.viewer import ViewerImage, viewer, viewer_data, viewer_notes
 
-SHEET = 560  # pixels that a sheet of small tiles is enlarged to, about
-LEADS = {
-    True: "A Vision Transformer cuts a picture into patches and lets every patch look at all others. "
-    "This page shows where it looks, and what it has learned to look for.",
-    False: "A ResNet passes a picture through small filters, layer after layer. "
-    "This page shows which places its answer rests on, and what its first filters look for.",
+GRID_PIXELS = 560  # approximate size that a grid of small tiles is enlarged to
+_INTRODUCTION = {
+    True: "A Vision Transformer splits an image into patches, and every patch attends to all others. "
+    "This page shows where the model attends, and the filters and positions it has learned.",
+    False: "A ResNet passes an image through layers of convolutions. "
+    "This page shows which regions its prediction depends on, and the filters of its first layer.",
 }
 
 
-class Learned(NamedTuple):
-    """What a model holds without any image."""
+class LearnedWeights(NamedTuple):
+    """What a model's weights show without any image."""
 
     filters: np.ndarray  # (count, p, p, c) from 0 to 1
-    explained: float  # the share of the filters' variance that these components have together
-    source: str  # whose filters they are
+    explained: float  # share of the filters' variance that these components explain together
+    source: str  # which filters they are
     similarity: np.ndarray | None  # (h, w, h, w), where positions are embedded
 
 
-class Reach(NamedTuple):
-    """How far attention reaches."""
+class AttentionDistance(NamedTuple):
+    """Mean attention distance of every layer and head."""
 
     distance: np.ndarray  # (layers, heads) in pixels
     images: int  # averaged over
@@ -42,60 +42,76 @@ class Reach(NamedTuple):
 def inspect_page(
     title: str,
     model: Mapping[str, str],
-    learned: Learned,
-    shown: Sequence[Shown] = (),
+    learned: LearnedWeights,
+    images: Sequence[ViewerImage] = (),
     pooled_name: str = "",
-    reach: Reach | None = None,
-    attends: bool = True,
+    distance: AttentionDistance | None = None,
+    has_attention: bool = True,
 ) -> str:
-    """HTML. `model` are the facts for its table, `pooled_name` says what reads the patches at the end.
+    """Write the page about a model and images.
 
-    A model that does not attend is a ResNet.
+    Args:
+        title: heading of the page.
+        model: facts for the table of the model.
+        learned: filters and position similarities.
+        images: images with their predictions and maps.
+        pooled_name: what the model pools at the end, such as "the class token".
+        distance: mean attention distance over the images; None for a ResNet or without images.
+        has_attention: False for a ResNet.
+
+    Returns:
+        HTML.
     """
-    sections = [viewer_section(shown, pooled_name)] if shown else []
-    sections.append(learned_section(learned))
-    if reach is not None:
-        sections.append(reach_section(reach))
-    sections.append(Section("model", "The model", "", facts(model)))
-    return page(title, f'<p class="lead">{LEADS[attends]}</p>', sections, viewer_data(shown, pooled_name))
+    sections = [viewer_section(images, pooled_name)] if images else []
+    sections.append(weights_section(learned))
+    if distance is not None:
+        sections.append(_distance_section(distance))
+    sections.append(Section("model", "Model", "", fact_table(model)))
+    lead = f'<p class="lead">{_INTRODUCTION[has_attention]}</p>'
+    return page(title, lead, sections, viewer_data(images, pooled_name))
 
 
-def viewer_section(
-    shown: Sequence[Shown], pooled_name: str, title: str = "ImageInspection through it", about: str = ""
-) -> Section:
-    notes = f'<p class="hint">{escape(viewer_notes(shown, pooled_name))}</p>'
-    if not about and shown[0].look.pooled is None:
-        about = "Choose a picture: bright places are those that the answer rests on."
+def viewer_section(images: Sequence[ViewerImage], pooled_name: str, title: str = "", about: str = "") -> Section:
+    """The viewer of attention and attribution maps; without `title` and `about` they follow from the model."""
+    has_attention = images[0].inspection.pooled is not None
+    if not about and not has_attention:
+        about = "Choose an image: bright regions are those that the prediction depends on."
     about = about or (
-        "Choose a picture, a layer and a head: bright patches are those that the model reads from, "
-        "and the sentence with the picture says it in words."
+        "Choose an image, a layer and a head: bright patches get the most attention. "
+        "The sentence beside the image states the numbers."
     )
-    return Section("look", title, about, viewer(shown, pooled_name) + notes)
+    notes = f'<p class="hint">{escape(viewer_notes(images, pooled_name))}</p>'
+    title = title or ("Attention maps" if has_attention else "Occlusion maps")
+    return Section("look", title, about, viewer(images, pooled_name) + notes)
 
 
-def learned_section(learned: Learned) -> Section:
-    """The left and the centre of the paper's Figure 7."""
+def weights_section(learned: LearnedWeights) -> Section:
+    """Embedding filters and position similarity: the left and the centre of the paper's Figure 7."""
     tiles = np.rint(255 * learned.filters).astype(np.uint8)
-    sheet = tiled(tiles, min(7, len(tiles)), SHEET)
-    said = f"The first {len(tiles)} principal components of {learned.source}"
-    charts = [(f"{said}, with {learned.explained:.0%} of the variance", picture_tag(sheet, said))]
-    about = "The patterns of colour and shape that it reads a picture with, strongest first."
+    grid = image_grid(tiles, min(7, len(tiles)), GRID_PIXELS)
+    caption = f"The first {len(tiles)} principal components of {learned.source}"
+    charts = [(f"{caption}, {learned.explained:.0%} of the variance", image_tag(grid, caption))]
+    title, about = "Learned filters", "The patterns that the first layer responds to, strongest first."
     if learned.similarity is not None and learned.similarity[0, 0].size > 1:
-        about += " Beside them, one tile for each place of the picture, showing which other places seem near to it."
+        title = "Learned filters and position embeddings"
+        about += " Beside them, one tile per patch position: its cosine similarity to all positions."
         rows, columns = learned.similarity.shape[:2]
-        tiles = heat((learned.similarity.reshape(-1, rows, columns) + 1) / 2)
-        said = f"Position similarity: {rows} by {columns} tiles, one for each place, bright where positions are alike"
-        charts.append(("How alike the position embeddings are", picture_tag(tiled(tiles, columns, SHEET), said)))
-    return Section("learned", "What it has learned", about, panels(*charts))
+        tiles = heat_map((learned.similarity.reshape(-1, rows, columns) + 1) / 2)
+        caption = (
+            f"Position similarity: {rows} by {columns} tiles, one per position, bright where embeddings are similar"
+        )
+        grid = image_grid(tiles, columns, GRID_PIXELS)
+        charts.append(("Similarity of the position embeddings", image_tag(grid, caption)))
+    return Section("learned", title, about, panels(*charts))
 
 
-def reach_section(reach: Reach) -> Section:
+def _distance_section(measured: AttentionDistance) -> Section:
     """The right of Figure 7, and Figure 11."""
-    layer = "layer (each block: along rows, then along columns)" if reach.axial else "layer"
-    chart = dot_chart(reach.distance, x=layer, y="pixels", highest=reach.side / 2, row="layer", dot="head")
+    layer = "layer (each block: along rows, then along columns)" if measured.axial else "layer"
+    chart = dot_chart(measured.distance, x=layer, y="pixels", highest=measured.side / 2, row="layer", dot="head")
     about = (
-        "Each dot is a head: the distance between a patch and those it looks at, weighted by attention. "
-        f"Averaged over {reach.images} image{'s' * (reach.images != 1)} (the paper takes 128); tokens that are no "
-        "patches are left out, and the rest of each row is scaled to sum to 1."
+        "Each dot is one head: the distance between a patch and the patches it attends to, weighted by attention. "
+        f"Averaged over {measured.images} image{'s' * (measured.images != 1)} (the paper uses 128). Tokens other than "
+        "patches are left out, and the remaining weights of each row are normalised to sum to 1."
     )
-    return Section("reach", "How far it looks", about, panels(("Mean attention distance", chart)))
+    return Section("reach", "Attention distance", about, panels(("Mean attention distance", chart)))

@@ -4,13 +4,13 @@
   const $ = (id) => document.getElementById(id);
   const percent = (value) => (100 * value).toFixed(value < 0.0995 ? 1 : 0) + "\u00a0%";
 
-  // Light or dark: what the system says, until the button says otherwise.
+  // Light or dark: the system setting, until the button is used.
   const root = document.documentElement;
   const isDark = () =>
     root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   $("theme").addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; });
 
-  // Any table that asks for it is sorted by a click on a column's head.
+  // Sortable tables are sorted by a click on a column header.
   for (const head of document.querySelectorAll("table.sortable th button")) {
     head.addEventListener("click", () => {
       const cell = head.parentElement;
@@ -51,7 +51,7 @@
     return Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
   }
 
-  // Decoded on first use: a page holds millions of weights and a person looks at a few of them.
+  // Decoded on first use: a page holds millions of weights, of which few are displayed.
   const opened = new Map();
   function open(name, part) {
     if (!opened.has(name)) opened.set(name, { steps: bytes(part.steps), high: new Float32Array(bytes(part.high).buffer) });
@@ -71,14 +71,14 @@
     return values;
   }
 
-  // The map of the class token (or of all patches together): every layer and head is there.
+  // The map of the class token (or of the patch average): embedded for every layer and head.
   function pooledMap(layer, head) {
     const part = open(`${state.image}/pooled`, data.images[state.image].pooled);
     const one = (h) => row(part, layer * data.heads + h);
     return head >= 0 ? one(head) : mean([...Array(data.heads).keys()].map(one));
   }
 
-  // The map of a single patch, or null where the page does not hold its layer.
+  // The map of a single patch, or null where its layer is not embedded.
   function patchMap(layer, head, patch) {
     const kept = data.images[state.image].rows[layer];
     if (!kept) return null;
@@ -92,7 +92,7 @@
     return state.hover >= 0 ? state.hover : state.pinned;
   }
 
-  // Values over the patches, and what they are: the one place that knows the modes.
+  // Values over the patches in the current mode; null for feature colours.
   function currentMap() {
     const image = data.images[state.image];
     if (state.mode === "colours") return null;
@@ -116,12 +116,12 @@
     return [low, high > low ? high : low + 1];
   }
 
-  // Attention has a few large weights and many small ones: of their roots the eye can tell more apart.
+  // Attention has a few large weights and many small ones: their square roots are easier to tell apart.
   function bright(share) {
     return state.mode === "attention" ? Math.sqrt(Math.max(0, share)) : Math.max(0, share);
   }
 
-  // The map as a picture of one pixel a patch, with its opacity; null draws nothing.
+  // The map as an image of one pixel per patch; without values, the feature colours.
   function cells(values, low, high, strength) {
     const small = document.createElement("canvas");
     small.width = COLUMNS;
@@ -138,7 +138,7 @@
     return small;
   }
 
-  // Pixels of the stage to one of the picture.
+  // Stage pixels per image pixel.
   function enlargement(picture) {
     return Math.max(1, Math.round(896 / Math.max(picture.naturalWidth, picture.naturalHeight)));
   }
@@ -160,7 +160,7 @@
     const [low, high] = values ? span(values) : [0, 1];
     if (values || state.mode === "colours") {
       context.imageSmoothingEnabled = $("smooth").checked;
-      // The grid may end before the picture (pixels that fill no patch) or, in a ResNet, behind it.
+      // The grid may end before the image (pixels that fill no patch) or, in a ResNet, after it.
       const side = data.side * scale;
       context.drawImage(cells(values, low, high, $("strength").value / 100), 0, 0, COLUMNS * side, ROWS * side);
     }
@@ -199,7 +199,7 @@
     $("strength-said").textContent = `${$("strength").value} %`;
     const patch = chosenPatch();
     if (state.mode === "colours") {
-      $("says").textContent = "Patches of one colour mean much the same to the model, in all of these images.";
+      $("says").textContent = "Patches of similar colour have similar features, across all of these images.";
       return;
     }
     if (state.mode === "attention") describeAttention(values, patch);
@@ -220,14 +220,14 @@
     const where = `Layer ${state.layer + 1}, ${head}: ${who}`;
     if (!values) {
       const kept = Object.keys(data.images[state.image].rows).map((layer) => Number(layer) + 1).join(", ");
-      $("says").textContent = `${where} is not in this page. Single patches are kept for layers ${kept || "none"}.`;
+      $("says").textContent = `${where} is not embedded in this page. Single patches are embedded for layers ${kept || "none"}.`;
       return;
     }
     const best = values.indexOf(Math.max(...values));
     const total = values.reduce((sum, value) => sum + value, 0);
-    const elsewhere = total < 0.98 ? ` About ${percent(1 - total)} goes to tokens that are no patches.` : "";
-    const note = onlyMean() && state.head >= 0 ? " Its single heads are not in this page." : "";
-    $("says").textContent = `${where} looks most at ${place(best)} (${percent(values[best])}).${elsewhere}${note}`;
+    const elsewhere = total < 0.98 ? ` About ${percent(1 - total)} goes to tokens other than patches.` : "";
+    const note = onlyMean() && state.head >= 0 ? " Its single heads are not embedded in this page." : "";
+    $("says").textContent = `${where} attends most to ${place(best)} (${percent(values[best])}).${elsewhere}${note}`;
   }
 
   let overviewOf = -1;
@@ -276,13 +276,13 @@
     }));
     const caption = document.createElement("li");
     caption.className = "caption";
-    // Each name by itself: one that is written from right to left shall not turn its neighbours around.
+    // One bdi per name: a right-to-left name must not reorder its neighbours.
     const [own, ...truth] = [image.name, ...image.truth].map((name) => {
       const part = document.createElement("bdi");
       part.textContent = name;
       return part;
     });
-    caption.append(own, ...truth.flatMap((part, i) => [i ? ", " : ", really ", part]));
+    caption.append(own, ...truth.flatMap((part, i) => [i ? ", " : ", true class ", part]));
     list.append(caption);
   }
 

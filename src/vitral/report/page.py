@@ -1,4 +1,4 @@
-"""The shell of every page: a head with its style, sections, the data that the script reads, the script."""
+"""The HTML skeleton of every page: head with its style sheet, sections, the data for the script, the script."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vitral.version import __version__
 
 
 class Section(NamedTuple):
-    """A part of a page with its heading and one sentence for whoever sees such a thing for the first time."""
+    """A part of a page with its heading and an introduction for first-time readers."""
 
     name: str
     title: str
@@ -22,9 +22,19 @@ class Section(NamedTuple):
 
 
 def page(title: str, lead: str, sections: Sequence[Section], data: Mapping[str, Any]) -> str:
-    """One HTML file that needs no other: `lead` is HTML that stands under the title, `data` is for the script."""
-    links = "".join(f'<a href="#{part.name}">{escape(part.title)}</a>' for part in sections)
-    body = "".join(_section(part) for part in sections)
+    """Write a self-contained HTML file.
+
+    Args:
+        title: heading of the page.
+        lead: HTML below the heading.
+        sections: the parts of the page, linked from its head.
+        data: JSON-ready values that the script reads.
+
+    Returns:
+        HTML.
+    """
+    links = "".join(f'<a href="#{section.name}">{escape(section.title)}</a>' for section in sections)
+    body = "".join(_section(section) for section in sections)
     html = f"""<!doctype html>
 <html lang="en">
 <head>
@@ -36,66 +46,66 @@ def page(title: str, lead: str, sections: Sequence[Section], data: Mapping[str, 
 <link rel="icon" href="data:,">
 <title>{escape(title)}</title>
 <style>
-{_part("page.css")}</style>
+{_resource("page.css")}</style>
 </head>
 <body>
 <a class="skip" href="#main">Skip to the content</a>
 <header>
-<div class="bar">{_glass()}<span class="brand">vitral</span><nav aria-label="Sections">{links}</nav>
+<div class="bar">{_logo()}<span class="brand">vitral</span><nav aria-label="Sections">{links}</nav>
 <button type="button" id="theme" aria-label="Switch between light and dark">◐</button></div>
 <h1>{escape(title)}</h1>
 {lead}
 </header>
 <main id="main">
 {body}</main>
-<footer>Made by vitral {__version__}. This file is complete: it loads nothing and sends nothing.</footer>
+<footer>Made by vitral {__version__}. This file is self-contained: it loads nothing and sends nothing.</footer>
 <script type="application/json" id="data">{_embedded(data)}</script>
 <script>
-{_part("page.js")}</script>
+{_resource("page.js")}</script>
 </body>
 </html>
 """
-    # Names of files and folders need not be valid UTF-8, and a page must be.
+    # File names need not be valid UTF-8, but the page must be.
     return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", html)
 
 
-def facts(rows: Mapping[str, str]) -> str:
-    """Names and values as a table; empty values are left out."""
+def fact_table(rows: Mapping[str, str]) -> str:
+    """A table of names and values; empty values are left out."""
     cells = (
         f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in rows.items() if value
     )
     return f'<div class="scroll"><table class="facts">{"".join(cells)}</table></div>'
 
 
-def figures(numbers: Mapping[str, str]) -> str:
-    """A few numbers large."""
+def headline_numbers(numbers: Mapping[str, str]) -> str:
+    """A few numbers in large type; empty ones are left out."""
     cells = (f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in numbers.items() if value)
     return f'<dl class="numbers">{"".join(cells)}</dl>'
 
 
 def panels(*charts: tuple[str, str]) -> str:
-    """Headings and their charts side by side, as many as fit."""
+    """Captions with their charts, side by side as far as they fit."""
     parts = (f"<figure><figcaption>{escape(name)}</figcaption>{chart}</figure>" for name, chart in charts)
     return f'<div class="panels">{"".join(parts)}</div>'
 
 
-def _section(part: Section) -> str:
-    about = f'<p class="about">{part.about}</p>' if part.about else ""
-    head = f'<h2 id="{part.name}-title">{escape(part.title)}</h2>{about}'
-    return f'<section id="{part.name}" aria-labelledby="{part.name}-title">{head}{part.body}</section>\n'
+def _section(section: Section) -> str:
+    about = f'<p class="about">{section.about}</p>' if section.about else ""
+    head = f'<h2 id="{section.name}-title">{escape(section.title)}</h2>{about}'
+    return f'<section id="{section.name}" aria-labelledby="{section.name}-title">{head}{section.body}</section>\n'
 
 
 def _embedded(data: Mapping[str, Any]) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """JSON that cannot close the script element around it."""
     return json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
 
 
-def _part(name: str) -> str:
+def _resource(name: str) -> str:
     return files("vitral.report").joinpath(name).read_text("utf-8")
 
 
-def _glass() -> str:
-    """The sign of the house: a window of four by four panes."""
+def _logo() -> str:
+    """A stained-glass window of four by four panes."""
     panes = "bcyrcbryyrbcrycb"
     colours = {"b": "#2f5fb3", "c": "#2a9d8f", "y": "#e9b44c", "r": "#c8553d"}
     cells = (

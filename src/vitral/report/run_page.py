@@ -1,4 +1,4 @@
-"""The page of a run: how it learned, what it confuses, its most confident mistakes, and what it has learned."""
+"""The page of a training run: curves, most confident mistakes, confusion matrix, calibration, per-class metrics."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import numpy as np
 
 from vitral.evaluation.calibration import Bin, calibration_error
 from vitral.report.charts import confusion_table, line_chart, reliability_chart
-from vitral.report.inspect_page import Learned, learned_section, viewer_section
-from vitral.report.page import Section, facts, figures, page, panels
-from vitral.report.viewer import Shown, viewer_data
+from vitral.report.inspect_page import LearnedWeights, viewer_section, weights_section
+from vitral.report.page import Section, fact_table, headline_numbers, page, panels
+from vitral.report.viewer import ViewerImage, viewer_data
 
-MEANINGS = {
-    "recall": "Recall: how many images of the class it found.",
-    "precision": "Precision: how many of its answers with this class are right.",
+_METRICS = {
+    "recall": "Recall: the share of the class's images that are predicted as this class.",
+    "precision": "Precision: the share of predictions of this class that are right.",
     "average_precision": "Average precision: how well images of the class are ranked above all others.",
-    "threshold": "Threshold: from this probability on the class is best said to be there.",
+    "threshold": "Threshold: the probability from which on predicting the class gives the best F1 score.",
 }
 
 
-class Examples(NamedTuple):
-    """Held-out images that the model was asked again about, for the page."""
+class RunExamples(NamedTuple):
+    """Held-out images that the model was evaluated on again for the page."""
 
-    shown: Sequence[Shown]
+    images: Sequence[ViewerImage]
     pooled_name: str
-    mistakes: int  # of `shown` that are wrong, the first ones
+    mistakes: int  # how many of `images`, at the front, are wrong
     bins: tuple[Bin, ...]  # reliability; empty where images have several labels or none
-    asked: int
+    evaluated: int
 
 
 def run_page(
@@ -38,13 +38,26 @@ def run_page(
     lines: Sequence[Mapping[str, Any]],
     model: Mapping[str, str],
     recipe: str,
-    learned: Learned,
-    examples: Examples | None,
+    learned: LearnedWeights,
+    examples: RunExamples | None,
 ) -> str:
-    """HTML. `result` is result.json, `lines` are those of metrics.jsonl, `model` are facts about it."""
+    """Write the page of a run.
+
+    Args:
+        title: heading of the page.
+        result: the contents of result.json.
+        lines: the lines of metrics.jsonl.
+        model: facts for the table of the model.
+        recipe: the recipe as TOML.
+        learned: filters and position similarities.
+        examples: held-out images with predictions; None where there are none.
+
+    Returns:
+        HTML.
+    """
     metrics = result["metrics"]
-    sections = [curves_section(lines)]
-    if examples is not None and examples.shown:
+    sections = [_curves_section(lines)]
+    if examples is not None and examples.images:
         sections.append(_examples_section(examples))
     if metrics.get("confusion"):
         sections.append(_confusion_section(metrics))
@@ -52,20 +65,20 @@ def run_page(
         sections.append(_calibration_section(examples))
     if metrics.get("per_class"):
         sections.append(_classes_section(metrics["per_class"]))
-    sections.append(learned_section(learned))
-    how = f"<details><summary>The recipe, every key</summary><pre>{escape(recipe)}</pre></details>"
-    sections.append(Section("model", "The model and its recipe", "", facts(model) + how))
-    data = {} if examples is None else viewer_data(examples.shown, examples.pooled_name)
-    return page(title, figures(headline(result)), sections, data)
+    sections.append(weights_section(learned))
+    details = f"<details><summary>Full recipe</summary><pre>{escape(recipe)}</pre></details>"
+    sections.append(Section("model", "Model and recipe", "", fact_table(model) + details))
+    data = {} if examples is None else viewer_data(examples.images, examples.pooled_name)
+    return page(title, headline_numbers(headline(result)), sections, data)
 
 
 def headline(result: Mapping[str, Any]) -> dict[str, str]:
-    """The few numbers that stand large under the title."""
+    """The numbers in large type below the title."""
     metrics = result["metrics"]
     score = "mean average precision" if "mean_average_precision" in metrics else "accuracy"
     shares = {score: metrics.get("score"), "top 5": metrics.get("top5"), "calibration error": metrics.get("ece")}
     if "masked_loss" in metrics:
-        shares = {"hidden patches named": metrics.get("masked_accuracy")}
+        shares = {"masked patch accuracy": metrics.get("masked_accuracy")}
     numbers = {name: f"{value:.1%}" for name, value in shares.items() if value is not None}
     if "masked_loss" in metrics:
         numbers["held-out loss"] = f"{metrics['masked_loss']:.3f}"
@@ -75,53 +88,52 @@ def headline(result: Mapping[str, Any]) -> dict[str, str]:
     return numbers
 
 
-def curves_section(lines: Sequence[Mapping[str, Any]]) -> Section:
-    """Loss, accuracy and learning rate by step, as far as they were written down."""
-    judged = [(line["step"], line["evaluation"]) for line in lines if "evaluation" in line]
+def _curves_section(lines: Sequence[Mapping[str, Any]]) -> Section:
+    """Loss, score and learning rate by step, as far as metrics.jsonl has them."""
+    evaluations = [(line["step"], line["evaluation"]) for line in lines if "evaluation" in line]
     charts = {
         "Training loss": {"training": _column(lines, "loss")},
-        "Held-out loss": {"held-out": _measured(judged, "nll") or _measured(judged, "masked_loss")},
-        "Score": {"held-out": _scores(judged), "training batch": _column(lines, "accuracy")},
+        "Held-out loss": {"held-out": _series(evaluations, "nll") or _series(evaluations, "masked_loss")},
+        "Score": {"held-out": _scores(evaluations), "training batch": _column(lines, "accuracy")},
         "Learning rate": {"rate": _column(lines, "rate")},
     }
     drawn = []
     for name, series in charts.items():
         filled = {label: points for label, points in series.items() if points}
-        if any(len(points) > 1 for points in filled.values()):  # of one point there is nothing to see
+        if any(len(points) > 1 for points in filled.values()):  # one point makes no curve
             drawn.append((name, line_chart(filled, x="step", y=name.lower(), percent=name == "Score")))
-    about = "What it was told to make small, and what that was good for: held-out images are never trained on."
-    return Section("curves", "How it learned", about, panels(*drawn))
+    about = "Held-out images are never trained on."
+    return Section("curves", "Training curves", about, panels(*drawn))
 
 
-def _scores(judged: Sequence[tuple[int, Mapping[str, Any]]]) -> list[tuple[float, float]]:
-    """Shares from 0 to 1; where patches were hidden the score is a loss, and the share is that of those named."""
-    if any("masked_loss" in found for _, found in judged):
-        return _measured(judged, "masked_accuracy")
-    return _measured(judged, "score")
+def _scores(evaluations: Sequence[tuple[int, Mapping[str, Any]]]) -> list[tuple[float, float]]:
+    """Shares from 0 to 1: the accuracy on masked patches in masked pre-training, where the score is a loss."""
+    masked = any("masked_loss" in metrics for _, metrics in evaluations)
+    return _series(evaluations, "masked_accuracy" if masked else "score")
 
 
-def _measured(judged: Sequence[tuple[int, Mapping[str, Any]]], name: str) -> list[tuple[float, float]]:
-    return [(step, found[name]) for step, found in judged if name in found]
+def _series(evaluations: Sequence[tuple[int, Mapping[str, Any]]], name: str) -> list[tuple[float, float]]:
+    return [(step, metrics[name]) for step, metrics in evaluations if name in metrics]
 
 
 def _column(lines: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
     return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
 
 
-def _examples_section(examples: Examples) -> Section:
-    of = f"of {examples.asked:,} held-out images"
+def _examples_section(examples: RunExamples) -> Section:
+    total = f"of {examples.evaluated:,} held-out images"
     if not examples.bins:
-        title, about = "Where it looks", f"Some {of}."
-        about += " A ✓ marks the classes that an image has." if examples.shown[0].truth else ""
+        title, about = "Examples", f"{len(examples.images)} {total}."
+        about += " A ✓ marks the classes of an image." if examples.images[0].truth else ""
     elif examples.mistakes:
-        title = "Its most confident mistakes"
-        about = f"The wrong answers it was surest of, {of}, and where it looked; a ✓ marks the right class."
-        right = len(examples.shown) - examples.mistakes
-        some = "one is a right answer" if right == 1 else f"{right} are right answers"
-        about += f" The last {some} that it was least sure of." if right else ""
+        title = "Most confident mistakes"
+        about = f"The wrong predictions with the highest confidence, {total}; a ✓ marks the right class."
+        right = len(examples.images) - examples.mistakes
+        count = "image is a right prediction" if right == 1 else f"{right} images are right predictions"
+        about += f" The last {count} with the lowest confidence." if right else ""
     else:
-        title, about = "Some of its answers", f"Those it was least sure of, {of}, and where it looked."
-    return viewer_section(examples.shown, examples.pooled_name, title, about)
+        title, about = "Least confident predictions", f"The lowest confidence {total}; none is wrong."
+    return viewer_section(examples.images, examples.pooled_name, title, about)
 
 
 def _confusion_section(metrics: Mapping[str, Any]) -> Section:
@@ -130,27 +142,27 @@ def _confusion_section(metrics: Mapping[str, Any]) -> Section:
     for true, guess, count in metrics["confusion"]:
         matrix[true, guess] = count
     pairs = "; ".join(
-        f"<bdi>{escape(pair['true'])}</bdi> taken for <bdi>{escape(pair['predicted'])}</bdi> "
+        f"<bdi>{escape(pair['true'])}</bdi> predicted as <bdi>{escape(pair['predicted'])}</bdi> "
         f"({pair['count']} of {pair['support']})"
         for pair in metrics.get("confused", [])[:3]
     )
-    about = "Each row is a class, each column an answer: what stands off the diagonal is wrong."
-    about += f" Most often: {pairs}." if pairs else " Nothing was."
-    return Section("confusion", "What it confuses", about, confusion_table(matrix, names))
+    about = "Rows are true classes, columns are predictions: everything off the diagonal is a mistake."
+    about += f" Most frequent: {pairs}." if pairs else " There is none."
+    return Section("confusion", "Confusion matrix", about, confusion_table(matrix, names))
 
 
-def _calibration_section(examples: Examples) -> Section:
+def _calibration_section(examples: RunExamples) -> Section:
     error = calibration_error(examples.bins)
     about = (
-        "Answers by how sure it was: bars below the dashed line are too sure, above it too modest; "
-        f"fuller colour means more images. The expected calibration error of these {examples.asked:,} images "
+        "Accuracy by confidence: bars below the dashed line are overconfident, above it underconfident; "
+        f"stronger colour means more images. The expected calibration error of these {examples.evaluated:,} images "
         f"is {error:.1%}."
     )
-    return Section("calibration", "Does it know when it knows?", about, panels(("", reliability_chart(examples.bins))))
+    return Section("calibration", "Calibration", about, panels(("", reliability_chart(examples.bins))))
 
 
 def _classes_section(rows: Sequence[Mapping[str, Any]]) -> Section:
-    """One line a class; a click on a column's head sorts by it."""
+    """One row per class; a click on a column header sorts by it."""
     columns = [key for key in rows[0] if key != "name"]
     head = "".join(
         f'<th scope="col"><button type="button">{escape(name.replace("_", " "))}</button></th>'
@@ -163,11 +175,11 @@ def _classes_section(rows: Sequence[Mapping[str, Any]]) -> Section:
         for row in rows
     )
     table = f'<table class="classes sortable"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-    about = "A click on a column's head sorts by it. " + " ".join(MEANINGS[key] for key in columns if key in MEANINGS)
-    inside = f'<div class="scroll tall" tabindex="0" role="region" aria-label="Classes">{table}</div>'
-    return Section("classes", "Class by class", about, inside)
+    about = "Click a column header to sort. " + " ".join(_METRICS[key] for key in columns if key in _METRICS)
+    body = f'<div class="scroll tall" tabindex="0" role="region" aria-label="Classes">{table}</div>'
+    return Section("classes", "Per-class metrics", about, body)
 
 
 def _cell(value: float | int | None) -> str:
-    said = "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.1%}"
-    return f'<td data-value="{-1 if value is None else value}">{said}</td>'
+    text = "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.1%}"
+    return f'<td data-value="{-1 if value is None else value}">{text}</td>'

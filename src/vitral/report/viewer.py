@@ -1,7 +1,7 @@
-"""The part of a page where a person looks through the model: pictures, sliders, and where each patch looks.
+"""The interactive viewer of a page: images with attention and attribution maps by layer, head and patch.
 
-Attention travels as bytes: each row of weights over the patches is divided by its largest weight and rounded to 255
-steps, so a shown weight is off by at most 1/510 of the largest one of its row.
+Attention is embedded as bytes: each row of weights over the patches is divided by its maximum and rounded to 255 steps,
+so a displayed weight is off by at most 1/510 of the maximum of its row.
 """
 
 from __future__ import annotations
@@ -14,64 +14,73 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitral.inspection.image_inspection import ImageInspection
-from vitral.report.charts import photo_uri
+from vitral.report.charts import as_rgb, png_uri
 
-BUDGET = 12_000_000  # characters for the attention of single patches; a page of 8 images stays below 15 MB
+BUDGET = 12_000_000  # characters for the attention of single patches; keeps a page of 8 images below 15 MB
 MAPS = {
-    "rollout": ("Rollout", "Attention of all layers multiplied together: where the answer's information comes from."),
+    "rollout": ("Rollout", "Attention of all layers multiplied: where the information in the output comes from."),
     "evidence": (
         "Evidence",
-        "Patches that speak for the likeliest class: attention times its gradient, followed down.",
+        "Patches that support the top class: attention times its gradient, multiplied over the layers.",
     ),
-    "occlusion": ("Evidence", "How much the probability of the likeliest class falls when a patch is painted over."),
+    "occlusion": ("Evidence", "How much the probability of the top class falls when a patch is masked."),
     "norms": (
         "Token norms",
-        "The length of each patch's vector after the last layer; outliers are notes of the model.",
+        "The L2 norm of each patch token after the last layer; outliers often hold global information.",
     ),
 }
 
 
-class Shown(NamedTuple):
-    """An image to show."""
+class ViewerImage(NamedTuple):
+    """An image in the viewer, with its predictions and maps."""
 
     name: str
-    picture: np.ndarray  # uint8 (h, w, c), as the model sees it
-    look: ImageInspection
-    answers: tuple[tuple[str, float], ...]  # the likeliest classes and their probabilities
-    truth: tuple[str, ...] = ()  # the classes it really has, as far as they are known
-    alone: bool = False  # each probability is of its class by itself (sigmoid), not a share of one (softmax)
+    picture: np.ndarray  # uint8 (h, w, c), after preprocessing
+    inspection: ImageInspection
+    predictions: tuple[tuple[str, float], ...]  # the top classes and their probabilities
+    truth: tuple[str, ...] = ()  # the true classes, where they are known
+    sigmoid: bool = False  # each class has its own probability; otherwise they sum to 1 (softmax)
 
 
-class Plan(NamedTuple):
-    """The layers for which the rows of single patches are kept: by head, or as the mean over heads."""
+class ViewerLayers(NamedTuple):
+    """The layers whose attention of single patches is embedded: per head, or averaged over heads."""
 
-    headed: tuple[int, ...]
+    per_head: tuple[int, ...]
     averaged: tuple[int, ...]
 
 
-def plan_layers(
-    depth: int, heads: int, patches: int, images: int, asked: Sequence[int] = (), budget: int = BUDGET
-) -> Plan:
-    """Means for as many layers as the budget allows, then single heads: the last layer, the first, those between.
+def choose_layers(
+    depth: int, heads: int, patches: int, images: int, requested: Sequence[int] = (), budget: int = BUDGET
+) -> ViewerLayers:
+    """Choose the layers whose single patches are embedded: head means first, then heads, last and first layer first.
 
-    Layers that are asked for come with their heads, whatever they take.
+    Args:
+        depth: layers of the model.
+        heads: heads per layer.
+        patches: patches per image.
+        images: images in the viewer.
+        requested: layers that are embedded per head whatever their size.
+        budget: characters that the rest may take.
+
+    Returns:
+        The layers, counted from 0.
     """
-    one = images * (_base64_length(patches * patches) + _base64_length(4 * patches))
-    left = budget - len(set(asked)) * heads * one
-    order = [layer for layer in _spread(depth) if layer not in asked]
-    averaged = order[: max(left // one, 0)] if one else order
-    left -= len(averaged) * one
-    more = max(left // ((heads - 1) * one), 0) if heads > 1 and one else len(averaged)
-    upgraded = [] if asked else averaged[:more]
+    layer_size = images * (_base64_length(patches * patches) + _base64_length(4 * patches))
+    left = budget - len(set(requested)) * heads * layer_size
+    order = [layer for layer in _spread(depth) if layer not in requested]
+    averaged = order[: max(left // layer_size, 0)] if layer_size else order
+    left -= len(averaged) * layer_size
+    count = max(left // ((heads - 1) * layer_size), 0) if heads > 1 and layer_size else len(averaged)
+    upgraded = [] if requested else averaged[:count]
     rest = [layer for layer in averaged if layer not in upgraded]
-    return Plan(tuple(sorted({*asked, *upgraded})), tuple(sorted(rest)))
+    return ViewerLayers(tuple(sorted({*requested, *upgraded})), tuple(sorted(rest)))
 
 
-def viewer_data(shown: Sequence[Shown], pooled_name: str) -> dict[str, Any]:
-    """What the script reads, nothing without images; the pictures themselves stand in the page."""
-    if not shown:
+def viewer_data(images: Sequence[ViewerImage], pooled_name: str) -> dict[str, Any]:
+    """The data for the script, empty without images; the pixels are in the page's own img elements."""
+    if not images:
         return {}
-    first = shown[0].look
+    first = images[0].inspection
     layers, heads = (0, 0) if first.pooled is None else first.pooled.shape[:2]
     return {
         "grid": first.grid,
@@ -80,30 +89,30 @@ def viewer_data(shown: Sequence[Shown], pooled_name: str) -> dict[str, Any]:
         "heads": heads,
         "start": start_layer(layers),
         "pooled": pooled_name,
-        "images": [_image_data(one) for one in shown],
+        "images": [_image_data(image) for image in images],
     }
 
 
-def viewer(shown: Sequence[Shown], pooled_name: str) -> str:
-    """The viewer as HTML, ready for the script to fill in."""
+def viewer(images: Sequence[ViewerImage], pooled_name: str) -> str:
+    """The viewer's HTML, which the script fills in."""
     thumbs = "".join(
         f'<label class="thumb"><input type="radio" name="image" value="{i}"{" checked" if i == 0 else ""}>'
-        f'<img src="{photo_uri(one.picture)}" alt="{escape(one.name)}"></label>'
-        for i, one in enumerate(shown)
+        f'<img src="{png_uri(as_rgb(image.picture))}" alt="{escape(image.name)}"></label>'
+        for i, image in enumerate(images)
     )
-    look = shown[0].look
-    attention = look.pooled is not None
-    kinds = {"attention": ("Attention", "Where the chosen token looks in one layer.")} if attention else {}
-    kinds |= {name: MAPS[name] for name in MAPS if name in look.maps}
-    kinds["colours"] = ("Colours", "The main directions of the patches' features as red, green and blue: like is like.")
+    inspection = images[0].inspection
+    attention = inspection.pooled is not None
+    maps = {"attention": ("Attention", "Attention weights of the chosen token in one layer.")} if attention else {}
+    maps |= {name: MAPS[name] for name in MAPS if name in inspection.maps}
+    maps["colours"] = ("Features", "Principal components of the patch features as red, green and blue.")
     modes = "".join(
         f'<label title="{escape(about)}"><input type="radio" name="mode" value="{name}"'
         f"{' checked' if i == 0 else ''}><span>{escape(label)}</span></label>"
-        for i, (name, (label, about)) in enumerate(kinds.items())
+        for i, (name, (label, about)) in enumerate(maps.items())
     )
     return f"""<div class="viewer">
 <div class="strip" role="radiogroup" aria-label="Images">{thumbs}</div>
-<div class="stage"><canvas id="stage" tabindex="0" role="application" aria-roledescription="picture"
+<div class="stage"><canvas id="stage" tabindex="0" role="application" aria-roledescription="image"
  aria-label="The image with a map over its patches" aria-describedby="says hint"></canvas>
 <div class="legend"><span id="least">0</span><canvas id="ramp" width="256" height="1" aria-hidden="true"></canvas>
 <span id="most"></span></div>
@@ -111,64 +120,66 @@ def viewer(shown: Sequence[Shown], pooled_name: str) -> str:
 <div class="controls">
 <fieldset class="modes"><legend>Show</legend>{modes}</fieldset>
 <p id="about" class="about"></p>
-{_sliders(look, pooled_name) if attention else ""}
-<label class="slider" for="strength">Strength of the map <output id="strength-said"></output>
+{_sliders(inspection, pooled_name) if attention else ""}
+<label class="slider" for="strength">Opacity of the map <output id="strength-said"></output>
 <input type="range" id="strength" min="0" max="100" value="75"></label>
-<label class="check"><input type="checkbox" id="smooth"> Smooth between patches</label>
+<label class="check"><input type="checkbox" id="smooth"> Interpolate between patches</label>
 <p id="says" class="says" role="status" aria-live="polite"></p>
-<h3>{_asked(shown[0])}</h3><ol id="answers" class="answers"></ol>
+<h3>{_prediction_heading(images[0])}</h3><ol id="answers" class="answers"></ol>
 </div>
 {_overview(pooled_name) if attention else ""}
 </div>"""
 
 
 def start_layer(layers: int) -> int:
-    """Three quarters of the way up: the objects are found there, and the last layers often look at nothing."""
+    """Three quarters of the depth: objects stand out there, while attention in the last layers is often diffuse."""
     return max(round(0.75 * layers) - 1, 0)
 
 
-def viewer_notes(shown: Sequence[Shown], pooled_name: str) -> str:
-    """What the viewer keeps and how exactly, in a sentence or two."""
-    look = shown[0].look
-    if look.pooled is None:
-        return "This model has no attention; its evidence is measured by painting over one place at a time."
-    depth, heads = look.pooled.shape[:2]
-    headed = [layer + 1 for layer, rows in sorted(look.rows.items()) if len(rows) == heads]
-    averaged = [layer + 1 for layer, rows in sorted(look.rows.items()) if len(rows) != heads]
-    kept = [f"by head for {_ranges(headed)}"] if headed else []
+def viewer_notes(images: Sequence[ViewerImage], pooled_name: str) -> str:
+    """What is embedded in the page, and how exactly."""
+    inspection = images[0].inspection
+    if inspection.pooled is None:
+        return "This model has no attention; its evidence is measured by masking one region at a time."
+    depth, heads = inspection.pooled.shape[:2]
+    per_head = [layer + 1 for layer, rows in sorted(inspection.rows.items()) if len(rows) == heads]
+    averaged = [layer + 1 for layer, rows in sorted(inspection.rows.items()) if len(rows) != heads]
+    kept = [f"per head for {_ranges(per_head)}"] if per_head else []
     kept += [f"as the mean over heads for {_ranges(averaged)}"] if averaged else []
     single = f"that of single patches {' and '.join(kept)}" if kept else "that of single patches is left out"
     return (
-        f"Kept here: the attention of {pooled_name} for all {depth} layers and {heads} heads, {single}. "
-        "Weights are rounded to 255 steps of the largest in their row; brightness is their square root. "
-        "What goes to tokens that are no patches (class token, registers) has no place in the picture."
+        f"This page holds the attention of {pooled_name} for all {depth} layers and {heads} heads; {single}. "
+        "Weights are rounded to 255 steps of the maximum of their row; brightness is their square root. "
+        "Attention to tokens other than patches (class token, registers) is not drawn."
     )
 
 
-def packed(rows: np.ndarray) -> dict[str, str]:
-    """(..., n) at least 0 -> bytes of n steps a row, and the value of step 255 of each row, both as base64."""
+def quantized(rows: np.ndarray) -> dict[str, str]:
+    """Quantize (..., n) of values >= 0 to bytes per row, with the value of step 255 of each row; both as base64."""
     high = rows.max(-1, keepdims=True).astype(np.float32)
     steps = np.rint(255 * rows / np.maximum(high, np.finfo(np.float32).tiny)).astype(np.uint8)
     return {"steps": _base64(steps), "high": _base64(high.astype("<f4"))}
 
 
-def _image_data(one: Shown) -> dict[str, Any]:
-    look = one.look
+def _image_data(image: ViewerImage) -> dict[str, Any]:
+    inspection = image.inspection
     data: dict[str, Any] = {
-        "name": one.name,
-        "truth": one.truth,
-        "answers": [[name, round(share, 5)] for name, share in one.answers],
-        "maps": {name: [float(f"{value:.4g}") for value in found.flatten()] for name, found in look.maps.items()},
-        "colours": np.rint(255 * look.colours).astype(int).flatten().tolist(),
+        "name": image.name,
+        "truth": image.truth,
+        "answers": [[name, round(probability, 5)] for name, probability in image.predictions],
+        "maps": {
+            name: [float(f"{value:.4g}") for value in values.flatten()] for name, values in inspection.maps.items()
+        },
+        "colours": np.rint(255 * inspection.colours).astype(int).flatten().tolist(),
     }
-    if look.pooled is not None:
-        data["pooled"] = packed(look.pooled)
-        data["rows"] = {str(layer): {"heads": len(rows), **packed(rows)} for layer, rows in look.rows.items()}
+    if inspection.pooled is not None:
+        data["pooled"] = quantized(inspection.pooled)
+        data["rows"] = {str(layer): {"heads": len(rows), **quantized(rows)} for layer, rows in inspection.rows.items()}
     return data
 
 
-def _sliders(look: ImageInspection, pooled_name: str) -> str:
-    layers, heads = look.pooled.shape[:2] if look.pooled is not None else (0, 0)
+def _sliders(inspection: ImageInspection, pooled_name: str) -> str:
+    layers, heads = inspection.pooled.shape[:2] if inspection.pooled is not None else (0, 0)
     return f"""<div id="attention-controls">
 <label class="slider" for="layer">Layer <output id="layer-said"></output>
 <input type="range" id="layer" min="1" max="{layers}" value="{start_layer(layers) + 1}"></label>
@@ -177,32 +188,32 @@ def _sliders(look: ImageInspection, pooled_name: str) -> str:
 <button type="button" id="pooled" aria-pressed="true">Show {escape(pooled_name)}</button></div>"""
 
 
-def _asked(one: Shown) -> str:
-    if not one.answers:
-        return "The picture"
-    return "What it answers, each class by itself" if one.alone else "What it answers"
+def _prediction_heading(image: ViewerImage) -> str:
+    if not image.predictions:
+        return "Image"
+    return "Predictions (sigmoid, per class)" if image.sigmoid else "Predictions"
 
 
 def _hint(attention: bool) -> str:
     if not attention:
-        return "Move over the picture, or use the arrow keys, to read the value of a place."
-    return "Move over the picture to see where a patch looks; click to keep it. Arrow keys move, Escape goes back."
+        return "Move over the image, or use the arrow keys, to read the value of a region."
+    return "Move over the image to see what a patch attends to; click to keep it. Arrow keys move, Escape goes back."
 
 
 def _overview(pooled_name: str) -> str:
-    return f"""<div class="overview"><h3>Every layer and head at a glance</h3>
-<p class="about">How {escape(pooled_name)} reads this image: layers from left to right, heads from top to bottom.
-Click one to see it large.</p>
+    return f"""<div class="overview"><h3>All layers and heads</h3>
+<p class="about">Attention of {escape(pooled_name)}: layers from left to right, heads from top to bottom.
+Click one to enlarge it.</p>
 <div class="scroll"><div class="tiles"><canvas id="overview" aria-hidden="true"></canvas><i id="tile"></i></div></div>
 </div>"""
 
 
 def _spread(depth: int) -> list[int]:
-    """The last layer, the first, then the middle of what lies farthest from those already named."""
+    """All layers: the last, the first, then always the one farthest from those before."""
     order = [depth - 1, 0][:depth]
     while len(order) < depth:
         left = [layer for layer in range(depth) if layer not in order]
-        order.append(max(left, key=lambda layer: min(abs(layer - taken) for taken in order)))
+        order.append(max(left, key=lambda layer: min(abs(layer - other) for other in order)))
     return order
 
 
@@ -214,8 +225,8 @@ def _ranges(numbers: Sequence[int]) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    said = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"layer{'s' * (len(numbers) > 1)} {said}"
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"layer{'s' * (len(numbers) > 1)} {text}"
 
 
 def _base64(array: np.ndarray) -> str:
