@@ -28,7 +28,7 @@ from vitral.evaluation.calibration import probabilities, reliability
 from vitral.evaluation.mapping import read_table
 from vitral.evaluation.predict import predict_split
 from vitral.inspection.attention import mean_attention_distance
-from vitral.inspection.image_inspection import look_at
+from vitral.inspection.image_inspection import inspect_images
 from vitral.inspection.representations import embedding_filters, position_similarity
 from vitral.models.build import Model
 from vitral.models.device import resolve_device
@@ -206,7 +206,7 @@ def _shown(
                 raise NoLayer(layer, config.depth)
         rows, columns = config.grid((ready.shape[2], ready.shape[3]))
         headed, averaged = choose_layers(config.depth, config.heads, rows * columns, len(ready), layers)
-    looks = look_at(model, ready, headed=headed, averaged=averaged, sigmoid=card.multilabel)
+    looks = inspect_images(model, ready, headed=headed, averaged=averaged, sigmoid=card.multilabel)
     truths = truths or [()] * len(keys)
     pictures = pixels.permute(0, 2, 3, 1).numpy()
     return [
