@@ -227,7 +227,7 @@ def _learned(model: Model) -> LearnedWeights:
     filters = embedding_filters(model)
     embeds = isinstance(model, ViT) and len(model.positions) > 0
     similarity = position_similarity(model).cpu().numpy() if embeds else None
-    return LearnedWeights(filters.pictures().numpy(), float(filters.explained.sum()), filters.source, similarity)
+    return LearnedWeights(filters.images().numpy(), float(filters.explained.sum()), filters.source, similarity)
 
 
 def _reach(model: Model, ready: Tensor) -> AttentionDistance | None:

@@ -1,7 +1,4 @@
-"""What a model learned before any attention: the filters it reads patches with, and how alike its positions are.
-
-The left and the centre of the paper's Figure 7.
-"""
+"""Learned representations: embedding filters and position embeddings (Figure 7), patch features and token norms."""
 
 from __future__ import annotations
 
@@ -17,51 +14,57 @@ from vitral.models.position import Position
 from vitral.models.stem import ResNetStem
 from vitral.models.vit import ViT
 
+_QUANTILES = (0.01, 0.99)  # of a component, which become 0 and 1; values outside are clipped
 
-class Filters(NamedTuple):
-    """Principal components of the filters that read an image, strongest first."""
+
+class EmbeddingFilters(NamedTuple):
+    """Principal components of the filters applied to an image, in order of their variance."""
 
     components: Tensor  # (count, p, p, c) float32, each of length 1, its entry of largest magnitude positive
-    explained: Tensor  # (count,) float32: the share of the filters' variance along each
+    explained: Tensor  # (count,) float32: share of the filters' variance
     source: str  # which filters these are
 
-    def pictures(self) -> Tensor:
-        """(count, p, p, c) from 0 to 1: zero is mid-grey, and each component uses its own full contrast."""
+    def images(self) -> Tensor:
+        """(count, p, p, c) between 0 and 1: zero is mid-grey, and each component has full contrast."""
         largest = self.components.abs().amax((1, 2, 3), keepdim=True).clamp_min(1e-12)
         return 0.5 + 0.5 * self.components / largest
 
 
 @torch.no_grad()
-def embedding_filters(model: Model, count: int = 28) -> Filters:
-    """The first principal components of the patch embedding's d filters (p, p, c), the mean filter taken off.
+def embedding_filters(model: Model, count: int = 28) -> EmbeddingFilters:
+    """The first principal components of the filters of the patch embedding, after subtracting the mean filter.
 
-    A hybrid embeds the channels of its ResNet, which are no colours: there, and in a ResNet, the components are those
-    of the root's 7x7 convolution. Small kernels have fewer components than asked for, and then all of them come.
+    In a hybrid, which embeds feature maps and not colours, and in a ResNet, these are the filters of the root's 7x7
+    convolution.
+
+    Args:
+        model: Any model.
+        count: Number of components; all where there are fewer.
     """
     if count < 1:
-        raise UserError(f"the count of filters must be at least 1, not {count}.")
+        raise UserError(f"count must be at least 1, not {count}.")
     kernel, source = _kernel(model)
     rows = kernel.permute(0, 2, 3, 1).flatten(1).cpu().double()  # (d, p * p * c)
     _, strengths, axes = torch.linalg.svd(rows - rows.mean(0), full_matrices=False)
-    # Centring takes one direction from d filters.
+    # d centred filters span at most d - 1 directions.
     axes = axes[: max(min(count, len(rows) - 1), 1)]
     largest = axes.gather(1, axes.abs().argmax(1, keepdim=True))
     explained = strengths.square() / strengths.square().sum().clamp_min(1e-30)
     shape = (len(axes), *kernel.shape[2:], kernel.shape[1])
-    return Filters((axes * largest.sign()).view(shape).float(), explained[: len(axes)].float(), source)
+    return EmbeddingFilters((axes * largest.sign()).view(shape).float(), explained[: len(axes)].float(), source)
 
 
 @torch.no_grad()
 def position_similarity(model: Model) -> Tensor:
-    """(h, w, h, w): the cosine of each patch's position embedding with every other, on the grid the model learned.
+    """Cosine similarities (h, w, h, w) between the position embeddings of all patches, at the trained resolution.
 
-    The class token's row is left out. Where every block adds a table of its own, this is the first block's.
+    The class token is left out. Where every block adds position embeddings, these are the first block's.
     """
     if not isinstance(model, ViT):
-        raise UserError("a ResNet has no position embeddings: ask for those of a Vision Transformer.")
+        raise UserError("a ResNet has no position embeddings: choose a Vision Transformer.")
     if not len(model.positions):
-        reason = "offsets, not places," if model.config.position == "relative" else "no positions"
-        raise UserError(f"this model embeds {reason} so no two places can be compared: choose position=1d or 2d.")
+        reason = "relative" if model.config.position == "relative" else "no"
+        raise UserError(f"this model has {reason} position embeddings: choose a model with position=1d or 2d.")
     grid = model.config.grid(model.config.image)
     patches = torch.empty(1, *grid, model.config.width, device=model.embed.weight.device)
     position = model.positions[0]
@@ -71,7 +74,7 @@ def position_similarity(model: Model) -> Tensor:
 
 
 def _kernel(model: Model) -> tuple[Tensor, str]:
-    """(d, c, p, p), as applied to an image, and what it is."""
+    """The convolution kernel applied to an image, (d, c, p, p), and its description."""
     if not isinstance(model, ViT):
         root = model.root
     elif isinstance(model.stem, ResNetStem):
@@ -81,14 +84,16 @@ def _kernel(model: Model) -> tuple[Tensor, str]:
     return root.standardised(), "the 7x7 convolution of the ResNet's root"
 
 
-DARKEST, BRIGHTEST = 0.01, 0.99  # the quantiles of a component that colours span; what lies outside is clipped
-
-
 @torch.no_grad()
 def patch_features(model: Model, images: Tensor) -> Tensor:
-    """(b, c, height, width) -> (b, h, w, d): what the encoder gives for each patch, after the last norm.
+    """The output of the encoder for each patch, after the last norm; for a ResNet, its last feature map.
 
-    A ResNet's are the places of its last feature map.
+    Args:
+        model: Any model.
+        images: (batch, channels, height, width).
+
+    Returns:
+        (batch, h, w, d).
     """
     tokens = model.encode(model.patchify(images))
     if not isinstance(model, ViT):
@@ -99,52 +104,65 @@ def patch_features(model: Model, images: Tensor) -> Tensor:
 
 @torch.no_grad()
 def token_norms(model: Model, images: Tensor) -> Tensor:
-    """(b, c, height, width) -> (b, h, w): the length of each patch's vector after the last block, before the norm.
+    """The norm of each patch token after the last block, before the last LayerNorm, which would equalise the norms.
 
-    Before, since a LayerNorm makes all lengths nearly alike: the few patches that large models without registers turn
-    into notes of their own (Darcet et al. 2023) stand out here only.
+    In large models without registers a few patches are outliers (Darcet et al. 2023).
+
+    Args:
+        model: A Vision Transformer.
+        images: (batch, channels, height, width).
+
+    Returns:
+        (batch, h, w).
     """
     if not isinstance(model, ViT):
-        raise UserError("token norms are those of a Vision Transformer: a ResNet has no tokens to compare.")
-    seen: list[Tensor] = []
-    hook = model.blocks[-1].register_forward_hook(lambda _module, _inputs, tokens: seen.append(tokens))
+        raise UserError("a ResNet has no tokens: choose a Vision Transformer.")
+    outputs: list[Tensor] = []
+    hook = model.blocks[-1].register_forward_hook(lambda _module, _inputs, tokens: outputs.append(tokens))
     try:
         model.encode(model.patchify(images))
     finally:
         hook.remove()
-    return _patches(model, seen[-1], images).float().norm(dim=-1)
+    return _patches(model, outputs[-1], images).float().norm(dim=-1)
 
 
 def feature_colours(model: Model, images: Tensor) -> Tensor:
-    """(b, c, height, width) -> (b, h, w, 3) from 0 to 1: the first three principal components as red, green and blue.
+    """The first three principal components of the patch features as red, green and blue.
 
-    The components are those of all patches of these images together, so one colour means one thing in all of them.
+    The components are common to all images, so colours can be compared between them.
+
+    Args:
+        model: Any model.
+        images: (batch, channels, height, width).
+
+    Returns:
+        (batch, h, w, 3) between 0 and 1.
     """
-    return colours(patch_features(model, images))
+    return pca_colours(patch_features(model, images))
 
 
-def colours(features: Tensor) -> Tensor:
-    """(b, h, w, d) -> (b, h, w, 3) from 0 to 1.
+def pca_colours(features: Tensor) -> Tensor:
+    """(batch, h, w, d) -> (batch, h, w, 3) between 0 and 1.
 
-    Each component spans its quantiles from 1 to 99 percent. It points the way in which it is stronger inside than along
-    the edge, where photographs tend to have background: the foreground is bright. On grids too thin to have an inside,
-    its largest weight is positive.
+    Each component is scaled by its 1 % and 99 % quantiles. Its sign is chosen so that the mean is larger inside than
+    along the edge, where photographs tend to have background: the foreground is bright. On grids without an inside the
+    largest weight is positive.
     """
     rows = features.flatten(0, 2).double()
     centred = rows - rows.mean(0)
     _, axes = torch.linalg.eigh(centred.T @ centred)
     axes = axes.flip(1)[:, :3]  # eigenvalues come in ascending order
     scores = (centred @ axes).unflatten(0, features.shape[:3])
-    scores = scores * _directions(scores, axes)
-    low, high = (scores.flatten(0, 2).quantile(share, dim=0) for share in (DARKEST, BRIGHTEST))
-    # Patches that do not differ shall be one colour, not the rounding errors of one.
+    scores = scores * _signs(scores, axes)
+    low, high = (scores.flatten(0, 2).quantile(share, dim=0) for share in _QUANTILES)
+    # Equal patches get one colour, not their rounding errors.
     smallest = 1e-6 * rows.norm(dim=1).mean().clamp_min(1e-30)
     return ((scores - low) / (high - low).clamp_min(smallest)).clamp(0, 1).float()
 
 
-def _directions(scores: Tensor, axes: Tensor) -> Tensor:
+def _signs(scores: Tensor, axes: Tensor) -> Tensor:
     """Scores (b, h, w, 3) and axes (d, 3) -> (3,) of 1 and -1"""
-    inside = scores[:, 1:-1, 1:-1].flatten(0, 2)  # the scores sum to zero, so the edge's mean has the other sign
+    inside = scores[:, 1:-1, 1:-1].flatten(0, 2)  # scores sum to zero, so the mean along the edge has the opposite sign
     largest = axes.gather(0, axes.abs().argmax(0, keepdim=True))[0]
     return torch.where((inside.mean(0) if len(inside) else largest) < 0, -1.0, 1.0)
 
