@@ -18,9 +18,9 @@ from vitral.architecture import ResNetConfig, ViTConfig
 from vitral.checkpoints.card import Preprocess
 from vitral.data.sources import Split, open_data, open_images
 from vitral.errors import UserError
-from vitral.events import Event, Progress
 from vitral.evaluation.mapping import class_mapping
 from vitral.evaluation.predict import Predictions, embed_split, predict_split
+from vitral.events import Event, Progress
 from vitral.models.build import Model, build
 from vitral.models.normalise import normalise
 from vitral.serving.results import results, write_results
@@ -95,9 +95,7 @@ def test_pixels_are_not_rescaled_twice():
 def test_predictions_are_the_models_outputs(model, split):
     model.train()
     events: list[Event] = []
-    found = predict_split(
-        model, split, PREPROCESS, batch=10, on_event=events.append
-    )
+    found = predict_split(model, split, PREPROCESS, batch=10, on_event=events.append)
     assert model.training
     with torch.no_grad():
         expected = model.eval()(inputs(split))

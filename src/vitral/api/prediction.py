@@ -25,8 +25,8 @@ from vitral.data.sources import DataSet, Split, open_data, open_images
 from vitral.errors import UserError
 from vitral.evaluation.accuracy import classification_metrics, multilabel_metrics, objectnet_accuracy, real_accuracy
 from vitral.evaluation.calibration import (
-    COLDEST,
-    HOTTEST,
+    MIN_TEMPERATURE,
+    MAX_TEMPERATURE,
     calibration_error,
     fit_temperature,
     probabilities,
@@ -174,7 +174,7 @@ def evaluate(
 def _tempered(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """(n, k), (n,) -> the fields of an `Evaluation` about the temperature; none where it lies at a bound."""
     temperature = fit_temperature(logits, labels)
-    if not COLDEST < temperature < HOTTEST:
+    if not MIN_TEMPERATURE < temperature < MAX_TEMPERATURE:
         return {}
     error = calibration_error(reliability(logits / temperature, labels))
     return {"temperature": temperature, "tempered_ece": error}

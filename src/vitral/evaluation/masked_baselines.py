@@ -1,8 +1,8 @@
-"""What predicting the colours of hidden patches costs without a model: the two numbers that training must beat.
+"""Baselines of masked patch prediction: losses of predicting the mean colour of masked patches without a model.
 
-Colours are means of patches, rounded down to whole numbers of 0..255, which loses nothing of the three bits a channel
-that are predicted. Both numbers count the hidden patches alone, in nats; guessing blindly costs log(512) = 6.2383. A
-model also sees the hidden patches that were left unchanged: to compare like with like, score it with every hidden patch
+Colours are means of patches, rounded down to integers in 0..255, which does not affect the three bits per channel that
+are predicted. Losses are over masked patches, in nats; a uniform prediction has log(512) = 6.2383. A model also
+receives the masked patches that were left unchanged: for a fair comparison, evaluate it with every masked patch
 replaced by the mask token.
 """
 
@@ -13,81 +13,91 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-LEVELS = 8  # of a channel: three bits
-# Patches' worth of the plain histogram in each row of the table. On ImageNet's validation images 16 is within 1 % of
-# the best for 50 to 800 training images; one more of each of the 512 classes instead costs 0.3 to 1.1 nats more.
+LEVELS = 8  # per channel: three bits
+# Weight of the histogram, in patches, in each row of the table of probabilities. On ImageNet's validation images 16 is
+# within 1 % of the best for 50 to 800 training images; add-one smoothing is 0.3 to 1.1 nats worse.
 BACKOFF = 16
 
-Numbers = TypeVar("Numbers", np.ndarray, Tensor)
+Array = TypeVar("Array", np.ndarray, Tensor)
 
 
-def colour_class(colours: Numbers) -> Numbers:
-    """int64 (..., c) of 0..255 -> (...) below 8^c, the first channel counting most.
+def colour_class(colours: Array) -> Array:
+    """int64 (..., channels) in 0..255 -> (...) below 8^channels; the first channel is the most significant.
 
-    Level i of a channel is 32 i to 32 i + 31: the paper does not say how it rounds its means, we round down.
+    Level i of a channel is 32 i to 32 i + 31: the paper does not say how means are rounded, here they are rounded down.
     """
-    bands: Any = colours // (256 // LEVELS)
-    number = bands[..., 0]
-    for band in range(1, colours.shape[-1]):
-        number = number * LEVELS + bands[..., band]
-    return number
+    levels: Any = colours // (256 // LEVELS)
+    index = levels[..., 0]
+    for channel in range(1, colours.shape[-1]):
+        index = index * LEVELS + levels[..., channel]
+    return index
 
 
 def histogram_entropy(targets: np.ndarray) -> float:
-    """Whole numbers of any shape -> entropy of their histogram, in nats: what the best constant prediction costs."""
+    """Integers of any shape -> entropy of their histogram in nats, the loss of the best constant prediction."""
     _, counts = np.unique(targets, return_counts=True)
     shares = counts / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
 
-def neighbour_loss(train: np.ndarray, train_hidden: np.ndarray, test: np.ndarray, test_hidden: np.ndarray) -> float:
-    """The mean cost of a held-out image's hidden patch, predicted from the visible ones around it, in nats.
+def neighbour_loss(train: np.ndarray, train_masked: np.ndarray, test: np.ndarray, test_masked: np.ndarray) -> float:
+    """The mean loss, in nats, of predicting masked patches from the visible patches around them.
 
-    Colours int64 (m, h, w, c) and hidden bool (m, h, w). A patch is predicted by the class of `colours_around` it; the
-    probabilities of its own class given that one are counted on training images, hidden in the same way.
+    The class of a masked patch is predicted from the class of its `neighbour_colours`, with probabilities counted on
+    the training images.
+
+    Args:
+        train: Colours of training images, int64 (m, h, w, channels).
+        train_masked: Their masked patches, bool (m, h, w).
+        test: Colours of held-out images.
+        test_masked: Their masked patches.
     """
     classes = LEVELS ** train.shape[-1]
-    table = _probabilities(colour_class(colours_around(train, train_hidden)), _targets(train, train_hidden), classes)
-    return float(-np.log(table[colour_class(colours_around(test, test_hidden)), _targets(test, test_hidden)]).mean())
+    contexts = colour_class(neighbour_colours(train, train_masked))
+    table = _probabilities(contexts, colour_class(train[train_masked]), classes)
+    contexts = colour_class(neighbour_colours(test, test_masked))
+    return float(-np.log(table[contexts, colour_class(test[test_masked])]).mean())
 
 
-def colours_around(colours: np.ndarray, hidden: np.ndarray) -> np.ndarray:
-    """Mean colour of the visible patches next to each hidden one: int64 (m, h, w, c), bool (m, h, w) -> int64 (k, c).
+def neighbour_colours(colours: np.ndarray, masked: np.ndarray) -> np.ndarray:
+    """The mean colour of the visible patches nearest to each masked one.
 
-    Its eight neighbours count; where none of them is visible the ring around them, and so on. Where an image shows no
-    patch at all the answer is black, and the table of probabilities learns the plain histogram for it.
+    These are its eight neighbours; where none of them is visible the ring around them, and so on. In an image without
+    visible patches the result is black.
+
+    Args:
+        colours: int64 (m, h, w, channels).
+        masked: bool (m, h, w).
+
+    Returns:
+        int64 (masked patches, channels).
     """
-    visible = ~hidden[..., None]
-    sums = np.zeros((*hidden.shape, colours.shape[-1] + 1), np.int64)  # of colours, and the number of patches
-    shown = np.concatenate([colours * visible, visible], axis=-1)
-    for radius in range(1, max(hidden.shape[1:])):
-        alone = sums[..., -1] == 0  # no smaller box shows one, so what this box shows is its rim
-        if not alone.any():
+    visible = ~masked[..., None]
+    sums = np.zeros((*masked.shape, colours.shape[-1] + 1), np.int64)  # of colours, and the number of patches
+    values = np.concatenate([colours * visible, visible], axis=-1)
+    for radius in range(1, max(masked.shape[1:])):
+        missing = sums[..., -1] == 0  # smaller boxes have no visible patch, so those of this box are on its border
+        if not missing.any():
             break
-        sums[alone] = _box_sums(shown, radius)[alone]
-    found = sums[hidden]
-    return found[:, :-1] // np.maximum(found[:, -1:], 1)
+        sums[missing] = _box_sums(values, radius)[missing]
+    totals = sums[masked]
+    return totals[:, :-1] // np.maximum(totals[:, -1:], 1)
 
 
 def _box_sums(values: np.ndarray, radius: int) -> np.ndarray:
-    """(m, h, w, c) -> the same: sums over the square of 2 * radius + 1 patches a side around each, inside the image."""
+    """(m, h, w, c) -> the same: sums over the box of 2 * radius + 1 patches per side around each, within the image."""
     for axis in (1, 2):
         length = values.shape[axis]
-        before = np.insert(values.cumsum(axis=axis), 0, 0, axis=axis)
-        places = np.arange(length)
-        first, last = np.maximum(places - radius, 0), np.minimum(places + radius + 1, length)
-        values = before.take(last, axis=axis) - before.take(first, axis=axis)
+        cumulative = np.insert(values.cumsum(axis=axis), 0, 0, axis=axis)
+        indices = np.arange(length)
+        first, last = np.maximum(indices - radius, 0), np.minimum(indices + radius + 1, length)
+        values = cumulative.take(last, axis=axis) - cumulative.take(first, axis=axis)
     return values
 
 
-def _targets(colours: np.ndarray, hidden: np.ndarray) -> np.ndarray:
-    """(m, h, w, c), (m, h, w) -> (k,): the classes of the hidden patches."""
-    return colour_class(colours[hidden])
-
-
-def _probabilities(seen: np.ndarray, targets: np.ndarray, classes: int) -> np.ndarray:
-    """(k,), (k,) -> (classes, classes): of a target, in the row of what was seen. Every one is above 0."""
+def _probabilities(contexts: np.ndarray, targets: np.ndarray, classes: int) -> np.ndarray:
+    """(k,), (k,) -> (classes, classes): p(target | context), all above 0."""
     counts = np.zeros((classes, classes))
-    np.add.at(counts, (seen, targets), 1)
+    np.add.at(counts, (contexts, targets), 1)
     histogram = (counts.sum(axis=0) + 1) / (len(targets) + classes)
     return (counts + BACKOFF * histogram) / (counts.sum(axis=1, keepdims=True) + BACKOFF)

@@ -95,7 +95,7 @@ def masked_outputs(
 
 
 def baselines(train: Split, test: Split, pipeline: str, config: ViTConfig, settings: MaskSettings) -> dict[str, float]:
-    """What the loss must beat, on the first images of each split: see `evaluation/colours.py`.
+    """What the loss must beat, on the first images of each split: see `evaluation/masked_baselines.py`.
 
     Only for one colour a patch: the other targets have no such simple rivals.
     """
