@@ -1,11 +1,11 @@
-"""De-duplication against the size of the training set: all of it, and the search by hashes alone.
+"""Time of `dedupe` against the size of the training set: in total, and the search alone.
 
     python benchmarks/dedupe.py [FOLDER] [--sizes 1000 2000 4000 8000] [--test 1000] [--workers 0] [--copies 0.01]
 
-Half of FOLDER's images are the test set; the training sets repeat the other half, with a share of copies of test images
-encoded again. Without FOLDER, pictures of 320 x 256 pixels are made up. Reading, decoding and hashing the training
-images is timed with the whole; the search is timed apart on thumbnails that were made before. Time per image should
-not depend on the size: what grows with the training set is the number of images only.
+Half of FOLDER's images are the test set; the training sets repeat the other half, with a share of re-encoded copies of
+test images. Without FOLDER, synthetic images of 320 x 256 pixels are used. The total includes reading and decoding the
+training images; the search alone starts from their thumbnails. The time per image should not depend on the size of the
+training set.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
+from vitral.data.copies import CopyIndex, signatures
 from vitral.data.images import decode
 from vitral.data.sources import Split, open_images
-from vitral.data.thumbnails import Gallery, looks
 from vitral.evaluation.duplicates import find_duplicates
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Encoded images, so that no disk is timed."""
+    """Encoded images in memory, so that no disk is timed."""
 
     images: Sequence[bytes]
 
@@ -49,23 +49,25 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--copies", type=float, default=0.01)
     options = parser.parse_args()
-    images = read_folder(options.folder) if options.folder else [picture(seed) for seed in range(2 * options.test)]
-    test, strangers = images[::2][: options.test], images[1::2]
-    gallery_seconds, gallery = timed_gallery(named(test))
+    images = read_folder(options.folder) if options.folder else [synthetic(seed) for seed in range(2 * options.test)]
+    test, others = images[::2][: options.test], images[1::2]
+    index_seconds, index = timed_index(named(test))
     console = Console()
-    console.print(f"{options.folder or 'made-up pictures'}: {len(test)} test images, kept in {gallery_seconds:.1f} s; ")
+    console.print(
+        f"{options.folder or 'synthetic images'}: {len(test)} test images, indexed in {index_seconds:.1f} s; "
+    )
     console.print(f"{options.copies:.0%} of the training images are copies; {options.workers} workers")
-    table = Table("training images", "copies found", "seconds", "ms an image", "search alone, ms an image")
+    table = Table("training images", "copies found", "seconds", "ms per image", "search alone, ms per image")
     for size in options.sizes:
-        train, copies = training_set(test, strangers, size, options.copies)
+        train, copies = training_set(test, others, size, options.copies)
         start = time.perf_counter()
-        found = find_duplicates(train, [named(test)], workers=options.workers)
-        seconds = time.perf_counter() - start - gallery_seconds
-        apart = search_seconds(gallery, train)
+        result = find_duplicates(train, [named(test)], workers=options.workers)
+        seconds = time.perf_counter() - start - index_seconds
+        search = search_seconds(index, train)
         row = (
-            f"{len(found.pairs)} of {copies}",
+            f"{len(result.pairs)} of {copies}",
             f"{seconds:.1f}",
-            *(f"{1e3 * s / size:.2f}" for s in (seconds, apart)),
+            *(f"{1e3 * s / size:.2f}" for s in (seconds, search)),
         )
         table.add_row(str(size), *row)
     console.print(table)
@@ -76,27 +78,27 @@ def named(images: Sequence[bytes]) -> Split:
     return Split("images", keys, np.zeros(len(images), np.int64), ("a", "b"), Memory(images))
 
 
-def training_set(test: list[bytes], strangers: list[bytes], size: int, share: float) -> tuple[Split, int]:
-    """Strangers again and again, and how many copies of test images stand between them."""
+def training_set(test: list[bytes], others: list[bytes], size: int, share: float) -> tuple[Split, int]:
+    """Other images, repeated, with copies of test images among them; and the number of copies."""
     copies = round(size * share)
-    images = [strangers[number % len(strangers)] for number in range(size - copies)]
+    images = [others[number % len(others)] for number in range(size - copies)]
     images += [encoded(Image.fromarray(decode(test[number % len(test)])), 60) for number in range(copies)]
     order = np.random.default_rng(0).permutation(size)
     return named(images).select(order), copies
 
 
-def timed_gallery(test: Split) -> tuple[float, Gallery]:
+def timed_index(test: Split) -> tuple[float, CopyIndex]:
     start = time.perf_counter()
-    gallery = Gallery([test], 0, lambda images: None)
-    return time.perf_counter() - start, gallery
+    index = CopyIndex([image for chunk in signatures(test) for image in chunk])
+    return time.perf_counter() - start, index
 
 
-def search_seconds(gallery: Gallery, train: Split) -> float:
-    """Hashing the training images' thumbnails and looking the hashes up."""
+def search_seconds(index: CopyIndex, train: Split) -> float:
+    """Hash the training images' thumbnails, look the hashes up and compare the candidates."""
     seconds = 0.0
-    for seen in looks(train):
+    for chunk in signatures(train):
         start = time.perf_counter()
-        gallery.propose(seen.thumbnails)
+        list(index.near_copies(chunk))
         seconds += time.perf_counter() - start
     return seconds
 
@@ -106,7 +108,7 @@ def read_folder(folder: Path) -> list[bytes]:
     return [data for data in map(split.reader.read, range(len(split))) if isinstance(data, bytes)]
 
 
-def picture(seed: int) -> bytes:
+def synthetic(seed: int) -> bytes:
     """Soft shapes of two sizes."""
     rng = np.random.default_rng(seed)
     coarse, fine = (

@@ -17,7 +17,7 @@ from vitral.data.preprocess import parse_pipeline, parse_preprocess
 from vitral.data.sources import open_images
 from vitral.inspection.attention import mean_attention_distance
 from vitral.inspection.attribution import deletion_area, deletion_curve, gradient_rollout, random_maps
-from vitral.inspection.embeddings import position_similarity
+from vitral.inspection.representations import position_similarity
 from vitral.models.normalize import normalize
 
 DISTANCE, DELETION = 32, 8  # images

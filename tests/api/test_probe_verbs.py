@@ -218,10 +218,10 @@ def test_json_names_each_pair_and_the_thresholds(command, leaky):
     assert (found["train"], found["against"], found["unreadable"]) == (24, [8, 8], 0)
     assert len(found["pairs"]) == 4
     exact = [pair for pair in found["pairs"] if pair["kind"] == "exact"]
-    assert [(pair["train"], pair["test"], pair["split"], pair["how"]) for pair in exact] == [
+    assert [(pair["train"], pair["test"], pair["split"], pair["method"]) for pair in exact] == [
         ("class-1/5.png", "kind-0/same.png", split, "bytes") for split in (0, 1)
     ]
-    assert found["thresholds"]["alike"] == 0.8
+    assert found["thresholds"]["min_correlation"] == 0.8
 
 
 def test_a_models_features_look_too(command, leaky, weights):

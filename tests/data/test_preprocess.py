@@ -131,7 +131,7 @@ def test_a_number_is_taken_within_its_ends_and_whole_where_it_must_be():
         ("|value_range(0, 1)", 0, 1),
         ("|value_range(0, 255)", 0, 1 / 255),
         ("|imagenet_norm", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-        ("|normalise(0.4, 0.2)", 0.4, 0.2),
+        ("|normalize(0.4, 0.2)", 0.4, 0.2),
         ("|normalize(0.1, 0.2, 0.3, 1, 2, 3)", (0.1, 0.2, 0.3), (1, 2, 3)),
     ],
 )
@@ -149,7 +149,7 @@ def test_value_range_ends_where_it_says():
 
 
 @pytest.mark.parametrize(
-    "last", ["value_range(1, 0)", "value_range(1)", "imagenet_norm(3)", "normalise(0.5, 0)", "normalise(a, b)"]
+    "last", ["value_range(1, 0)", "value_range(1)", "imagenet_norm(3)", "normalize(0.5, 0)", "normalize(a, b)"]
 )
 def test_values_that_make_no_sense_are_refused(last):
     with pytest.raises(UserError, match="write value_range"):

@@ -1,4 +1,4 @@
-"""De-duplication finds every planted copy and nothing else, with work that grows as the training set does."""
+"""`dedupe` finds every planted copy and no other pair, the same ones as `check`; work is linear in the training set."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vitral.checkpoints.card import Preprocess
-from vitral.data.hashes import FARTHEST, HashTable, distance, phash, phash_of_parts
-from vitral.data.sources import Split, open_data
-from vitral.data.thumbnails import CHUNK, CUT, MOST_PROPOSED, THUMBNAIL, likeness, looks
+from vitral.data.check import check
+from vitral.data.copies import CHUNK, MAX_CANDIDATES, thumbnail_correlation
+from vitral.data.hashes import hamming_distance
+from vitral.data.sources import DataSet, Split, open_data
 from vitral.errors import UserError
-from vitral.evaluation import duplicates
-from vitral.evaluation.duplicates import Duplicates, Pair, find_duplicates, read_exclusions, write_exclusions
+from vitral.evaluation.duplicates import DedupeResult, TrainTestCopy, find_duplicates, read_exclusions, write_exclusions
+from vitral.events import Event, Progress
 
 Picture = Image.Image
 PREPROCESS = Preprocess("decode|resize(16, 16)", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
@@ -109,7 +110,7 @@ def scenes() -> list[Picture]:
     return [Image.open(io.BytesIO(encoded(scene(seed)))).convert("RGB") for seed in range(60)]
 
 
-# What is found
+# Pairs
 
 
 @pytest.mark.parametrize("kind", COPIES)
@@ -120,7 +121,7 @@ def test_near_copies_are_found_in_both_directions(scenes, kind):
         found = find_duplicates(train, [test])
         expected = [(train.keys[number], test.keys[number]) for number in range(20)]
         assert [pair[:2] for pair in found.pairs] == expected
-        assert {(pair.kind, pair.how) for pair in found.pairs} == {("near", "hash")}
+        assert {(pair.kind, pair.method) for pair in found.pairs} == {("near", "hash")}
         assert min(pair.score for pair in found.pairs) > 0.85
 
 
@@ -130,19 +131,19 @@ def test_identical_files_and_pixels_are_exact(scenes):
     train = split([originals[0], png(Image.fromarray(pixels[1])), pixels[2], originals[5]], "train")
     found = find_duplicates(train, [split(originals[:5], "test")])
     assert found.pairs == (
-        Pair("train 0", "test 0", 0, "exact", "bytes", 1.0),
-        Pair("train 1", "test 1", 0, "exact", "pixels", 1.0),
-        Pair("train 2", "test 2", 0, "exact", "pixels", 1.0),
+        TrainTestCopy("train 0", "test 0", 0, "exact", "bytes", 1.0),
+        TrainTestCopy("train 1", "test 1", 0, "exact", "pixels", 1.0),
+        TrainTestCopy("train 2", "test 2", 0, "exact", "pixels", 1.0),
     )
 
 
-def test_grey_pixels_are_a_grey_file(scenes):
+def test_grey_pixels_equal_a_grey_file(scenes):
     grey = scenes[0].convert("L")
     found = find_duplicates(split([np.asarray(grey)[:, :, None]], "train"), [split([png(grey)], "test")])
-    assert [pair.how for pair in found.pairs] == ["pixels"]
+    assert [pair.method for pair in found.pairs] == ["pixels"]
 
 
-def test_what_cannot_be_compared_is_counted_and_still_found_where_it_is_identical():
+def test_tiny_and_flat_images_are_compared_by_digest_only():
     rng = np.random.default_rng(0)
     tiny = rng.integers(0, 256, (3, 8, 8, 1), dtype=np.uint8)
     flat = [np.full((64, 64, 3), 100 + shade, np.uint8) for shade in range(3)]
@@ -152,7 +153,7 @@ def test_what_cannot_be_compared_is_counted_and_still_found_where_it_is_identica
     assert (found.unreadable, found.not_compared) == (3, 7)
 
 
-def test_each_test_split_is_told_and_an_image_is_listed_once(scenes):
+def test_pairs_name_their_test_split_and_keys_are_unique(scenes):
     data = [encoded(image) for image in scenes[:4]]
     train = split([encoded(scenes[0], 60), data[3], data[1]], "train")
     found = find_duplicates(train, [split(data[:2], "one"), split([], "none"), split(data[:1] + data[2:3], "two")])
@@ -165,21 +166,22 @@ def test_each_test_split_is_told_and_an_image_is_listed_once(scenes):
     assert (found.train, found.against) == (3, (2, 0, 2))
     table = json.loads(json.dumps(found.as_dict()))
     assert table["pairs"][0]["test"] == "one 0"
-    assert table["thresholds"]["alike"] == duplicates.ALIKE
+    assert table["thresholds"]["min_correlation"] == 0.8
 
 
-def test_workers_change_nothing_and_progress_is_told(scenes):
+def test_workers_give_the_same_result_and_progress_is_reported(scenes):
     train = split([encoded(image, 60) for image in scenes[:10]] + [encoded(scene(99))] * 80, "train")
     test = split([encoded(image) for image in scenes], "test")
-    said: list[tuple[int, int]] = []
-    alone = find_duplicates(train, [test], on_progress=lambda done, total: said.append((done, total)))
-    assert said[-1] == (150, 150)
-    assert [done for done, _ in said] == sorted(done for done, _ in said)
+    events: list[Event] = []
+    alone = find_duplicates(train, [test], on_event=events.append)
+    assert events[-1] == Progress("comparing", 150, 150)
+    counts = [event.done for event in events if isinstance(event, Progress)]
+    assert counts == sorted(counts)
     assert find_duplicates(train, [test], workers=2) == alone
     assert len(alone.pairs) == 10
 
 
-def test_nothing_to_compare_with_is_a_mistake(scenes):
+def test_an_empty_test_set_is_an_error(scenes):
     train = split([encoded(scenes[0])], "train")
     for against in ([], [split([], "test")]):
         with pytest.raises(UserError, match="name at least one test set"):
@@ -189,7 +191,7 @@ def test_nothing_to_compare_with_is_a_mistake(scenes):
 # Photographs
 
 
-def test_all_copies_of_photographs_are_found_and_no_stranger(assets):
+def test_all_copies_of_photographs_are_found_and_no_other_pair(assets):
     """About 6 s: a thousand photographs are read twice, and a false pair shows only among many."""
     photographs = open_data(assets / "data" / "imagenet_val_1000", held_out=0).train
     chosen = np.random.default_rng(0).choice(1000, 12, replace=False)
@@ -204,15 +206,15 @@ def test_all_copies_of_photographs_are_found_and_no_stranger(assets):
     copies = split(made, "copy")
     found = find_duplicates(copies, [photographs])
     assert {pair[:2] for pair in found.pairs} == set(truth.items())
-    assert [pair.how for pair in found.pairs[:2]] == ["bytes", "pixels"]
+    assert [pair.method for pair in found.pairs[:2]] == ["bytes", "pixels"]
     back = find_duplicates(photographs, [copies])
     assert set(back.keys) == {photographs.keys[place] for place in chosen.tolist()}
     halves = [photographs.select(np.arange(half, 1000, 2)) for half in range(2)]
     assert find_duplicates(halves[0], [halves[1]]).pairs == ()
 
 
-def test_the_pets_two_leaks_are_found(assets):
-    """The same that `check` finds; looked at by eye."""
+def test_both_leaks_of_pets_are_found(assets):
+    """Verified by eye."""
     pets = open_data(assets / "data" / "pets_mini")
     assert pets.test is not None
     found = find_duplicates(pets.train, [pets.test])
@@ -245,11 +247,11 @@ def far_cut(image: Picture) -> bytes:
     return encoded(cut(image, 0.12, 0.2, 0.18, 0.1))
 
 
-def test_features_propose_what_hashes_miss(scenes):
+def test_features_find_copies_that_hashes_miss(scenes):
     originals = split([encoded(image) for image in scenes[:27]], "original")
     copies = split([*(far_cut(image) for image in scenes[:27]), encoded(scenes[3], 60), b"no picture"], "copy")
     assert find_duplicates(copies, [originals]).keys == ["copy 27"]
-    said: list[tuple[int, int]] = []
+    events: list[Event] = []
     model: Any = Tint()
     found = find_duplicates(
         copies,
@@ -257,18 +259,18 @@ def test_features_propose_what_hashes_miss(scenes):
         model=model,
         preprocess=PREPROCESS,
         batch=8,
-        on_progress=lambda done, total: said.append((done, total)),
+        on_event=events.append,
     )
-    by_features = [pair for pair in found.pairs if pair.how == "features"]
+    by_features = [pair for pair in found.pairs if pair.method == "features"]
     assert len(by_features) >= 24  # the mean colour is not quite the same
     assert all(pair.train.split()[1] == pair.test.split()[1] for pair in by_features)
-    assert [pair.how for pair in found.pairs if pair.train == "copy 27"] == ["hash"]
-    assert said[-1] == (2 * 56, 2 * 56)
+    assert [pair.method for pair in found.pairs if pair.train == "copy 27"] == ["hash"]
+    assert events[-1] == Progress("comparing", 2 * 56, 2 * 56)
     white, black = (split([png(Image.new("RGB", (64, 64), colour))], colour) for colour in ("white", "black"))
     assert find_duplicates(white, [black], model=model, preprocess=PREPROCESS).pairs == ()  # none is proposed
 
 
-def test_pixels_decide_whatever_the_features_say(scenes):
+def test_thumbnails_decide_about_candidates_of_features(scenes):
     model: Any = Same()
     test, train = (split([encoded(image) for image in part], "x") for part in (scenes[:30], scenes[30:]))
     assert find_duplicates(train, [test], model=model, preprocess=PREPROCESS).pairs == ()
@@ -276,17 +278,63 @@ def test_pixels_decide_whatever_the_features_say(scenes):
         find_duplicates(train, [test], model=model)
 
 
+# The same pairs as `check`
+
+
+def leaks_of_both(train: Split, test: Split) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
+    """Pairs (train, test) as `check` and as `dedupe` find them."""
+    checked = {pair[:2] for pair in check(DataSet("memory", train, test=test)).leaks}
+    return checked, {pair[:2] for pair in find_duplicates(train, [test]).pairs}
+
+
+def test_check_finds_the_same_copies(scenes):
+    pictures = [encoded(image) for image in scenes]
+    copies = [copy(scenes[number]) for number, copy in enumerate(COPIES.values())]
+    copies += [
+        far_cut(scenes[20]),
+        pictures[21],
+        png(scenes[22]),
+        b"no image",
+        *(encoded(scene(n)) for n in range(90, 99)),
+    ]
+    tiny, flat = np.arange(192, dtype=np.uint8).reshape(8, 8, 3), np.full((64, 64, 3), 7, np.uint8)
+    train = split([*copies, tiny, flat, np.full_like(flat, 9)], "train")
+    test = split([*pictures, flat, tiny, np.full_like(flat, 8)], "test")
+    expected = {(f"train {number}", f"test {number}") for number in range(len(COPIES))}
+    expected |= {("train 12", "test 21"), ("train 13", "test 22"), ("train 24", "test 61"), ("train 25", "test 60")}
+    assert leaks_of_both(train, test) == (expected, expected)
+    checked, deduped = leaks_of_both(test, train)
+    assert checked == deduped == {(second, first) for first, second in expected}
+
+
+def test_check_finds_the_same_copies_of_photographs(assets):
+    photographs = open_data(assets / "data" / "imagenet_val_1000", held_out=0).train.select(np.arange(0, 1000, 5))
+    images = [Image.open(io.BytesIO(bytes(photographs.reader.read(number)))).convert("RGB") for number in range(40)]
+    makers = list(COPIES.values())
+    copies = split([makers[number % len(makers)](image) for number, image in enumerate(images)], "copy")
+    expected = {(f"copy {number}", photographs.keys[number]) for number in range(40)}
+    assert leaks_of_both(copies, photographs) == (expected, expected)
+
+
+def test_check_finds_the_same_leaks_of_pets(assets):
+    pets = open_data(assets / "data" / "pets_mini")
+    assert pets.test is not None
+    checked, deduped = leaks_of_both(pets.train, pets.test)
+    assert checked == deduped
+    assert len(checked) == 2
+
+
 # Work
 
 
-def test_work_grows_as_the_training_set_does(scenes, monkeypatch):
+def test_work_is_linear_in_the_training_set(scenes, monkeypatch):
     compared: list[int] = []
 
     def counted(left: np.ndarray, right: np.ndarray) -> np.ndarray:
         compared.append(len(left))
-        return distance(left, right)
+        return hamming_distance(left, right)
 
-    monkeypatch.setattr("vitral.data.hashes.distance", counted)
+    monkeypatch.setattr("vitral.data.hashes.hamming_distance", counted)
     test = split([encoded(image) for image in scenes], "test")
     some = [encoded(scene(seed)) for seed in range(100, 200)]
     counts = []
@@ -305,114 +353,40 @@ def test_training_images_are_read_once_and_not_ahead(scenes):
     find_duplicates(
         train,
         [split([encoded(scenes[0])], "test")],
-        on_progress=lambda done, _: ahead.append(len(reads) - (done - 1)),
+        on_event=lambda event: ahead.append(len(reads) - (event.done - 1)),  # type: ignore[union-attr]
     )
     assert reads == list(range(len(train)))
     assert max(ahead) <= CHUNK
 
 
-def test_a_picture_that_is_everywhere_is_looked_at_a_few_times_only(scenes, monkeypatch):
+def test_many_copies_of_one_image_take_few_comparisons(scenes, monkeypatch):
     pairs = []
-    monkeypatch.setattr(duplicates, "likeness", lambda *pair: pairs.append(pair) or likeness(*pair))
+    monkeypatch.setattr(
+        "vitral.data.copies.thumbnail_correlation", lambda *pair: pairs.append(pair) or thumbnail_correlation(*pair)
+    )
     many = [encoded(scenes[0], quality) for quality in range(40, 95)]
     found = find_duplicates(split(many[:30], "train"), [split(many[30:], "test")])
     assert len(found.pairs) == 30
-    assert len(pairs) <= MOST_PROPOSED * 30
+    assert len(pairs) <= MAX_CANDIDATES * 30
 
 
-# Hashes and thumbnails
+# Exclusion lists
 
 
-def test_parts_are_hashed_as_they_would_be_alone():
-    pictures = np.random.default_rng(0).integers(0, 256, (20, 64, 64), dtype=np.uint8)
-    stretches = ((0.0, 0.5), (0.25, 0.75), (0.5, 1.0))  # of 32 pixels each, which need no averaging
-    found = phash_of_parts(pictures, stretches).reshape(20, 3, 3)
-    for row, top in enumerate((0, 16, 32)):
-        for column, left in enumerate((0, 16, 32)):
-            alone = phash(pictures[:, top : top + 32, left : left + 32])
-            assert np.bitwise_count(alone ^ found[:, row, column]).max() <= 2  # rounding, next to the median
-    halved = pictures.reshape(20, 32, 2, 32, 2).mean((2, 4))
-    assert np.bitwise_count(phash(halved) ^ phash_of_parts(pictures, ((0.0, 1.0),))[:, 0]).max() <= 2
-
-
-@given(st.integers(0, 2**32), st.integers(0, FARTHEST), st.integers(0, 60), st.integers(0, 60))
-def test_the_table_finds_all_that_is_near_and_each_once(seed, farthest, stored, asked):
-    rng = np.random.default_rng(seed)
-    centres = rng.integers(0, 2**64, 5, dtype=np.uint64)
-
-    def drawn(n: int) -> np.ndarray:
-        hashes = centres[rng.integers(0, 5, n)]
-        for _ in range(4):
-            hashes ^= np.where(rng.random(n) < 0.6, np.uint64(1) << rng.integers(0, 64, n).astype(np.uint64), 0)
-        return hashes
-
-    table, wanted = drawn(stored), drawn(asked)
-    found = [tuple(pair) for block in HashTable(table).near(wanted, farthest) for pair in block.tolist()]
-    expected = {
-        (i, j)
-        for i, one in enumerate(wanted.tolist())
-        for j, other in enumerate(table.tolist())
-        if (one ^ other).bit_count() <= farthest
-    }
-    assert len(found) == len(set(found))
-    assert set(found) == expected
-
-
-def test_likeness_is_the_correlation_of_details():
-    first, second = np.random.default_rng(0).integers(0, 256, (2, THUMBNAIL, THUMBNAIL), dtype=np.uint8)
-
-    def details(picture: np.ndarray) -> np.ndarray:
-        cells = picture.reshape(16, 4, 16, 4).mean((1, 3))
-        around = np.empty_like(cells)
-        for i in range(16):
-            for j in range(16):
-                around[i, j] = cells[max(i - 2, 0) : i + 3, max(j - 2, 0) : j + 3].mean()
-        return (cells - around).ravel()
-
-    found = likeness(first, second, (((0.0, 1.0),),))
-    ways = (details(second), details(second[:, ::-1]))
-    assert found == pytest.approx(max(np.corrcoef(details(first), way)[0, 1] for way in ways), abs=1e-5)
-
-
-@given(st.integers(0, 2**32))
-def test_likeness_knows_no_side_no_mirror_and_no_brightness(seed):
-    first, second = np.random.default_rng(seed).integers(40, 200, (2, THUMBNAIL, THUMBNAIL), dtype=np.uint8)
-    expected = likeness(first, second, (CUT[:4],))
-    assert likeness(second, first, (CUT[:4],)) == pytest.approx(expected, abs=1e-5)
-    assert likeness(first // 2 * 2 + 20, second, (CUT[:4],)) == pytest.approx(expected, abs=0.02)
-    assert likeness(first, first[:, ::-1], (CUT[:4],)) == pytest.approx(1, abs=1e-5)
-    assert likeness(first, np.full_like(first, 9), (CUT[:4],)) == pytest.approx(0, abs=1e-3)
-
-
-def test_looks_are_in_order_and_of_one_shape(scenes):
-    data = [encoded(image) for image in scenes] * 2
-    seen = list(looks(split(data, "x")))
-    assert [len(chunk.files) for chunk in seen] == [CHUNK, len(data) - CHUNK]
-    thumbnails = np.concatenate([chunk.thumbnails for chunk in seen])
-    assert thumbnails.shape == (len(data), THUMBNAIL, THUMBNAIL)
-    for image, thumbnail in zip(data, thumbnails, strict=True):
-        picture = Image.open(io.BytesIO(image))
-        pillow = picture.resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BILINEAR).convert("L")
-        assert np.abs(np.asarray(pillow, int) - thumbnail).max() <= 2
-
-
-# The list
-
-
-def listed(keys: Sequence[str]) -> Duplicates:
-    pairs = tuple(Pair(key, f"test of {key}", 0, "near", "hash", 0.9) for key in keys)
-    return Duplicates(pairs, 100, (50,), 0, 0)
+def listed(keys: Sequence[str]) -> DedupeResult:
+    pairs = tuple(TrainTestCopy(key, f"test of {key}", 0, "near", "hash", 0.9) for key in keys)
+    return DedupeResult(pairs, 100, (50,), 0, 0)
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), unique=True))
-def test_any_key_survives_the_list(tmp_path_factory, keys):
+def test_any_key_survives_the_exclusion_list(tmp_path_factory, keys):
     path = tmp_path_factory.getbasetemp() / "exclude.txt"
     write_exclusions(path, listed(keys))
     assert read_exclusions(path) == keys
     path.unlink()
 
 
-def test_the_list_is_text_for_people(tmp_path):
+def test_the_exclusion_list_is_readable_text(tmp_path):
     path = tmp_path / "new" / "exclude.txt"
     odd = "a\nb#c\\d.jpg"
     latin = b"caf\xe9.jpg".decode("utf-8", "surrogateescape")  # a file name that is no UTF-8
@@ -428,7 +402,7 @@ def test_the_list_is_text_for_people(tmp_path):
     assert read_exclusions(path) == ["cats/1.jpg", odd, "#3.jpg", latin]
 
 
-def test_a_list_written_by_hand_is_read(tmp_path):
+def test_a_handwritten_exclusion_list_is_read(tmp_path):
     path = tmp_path / "exclude.txt"
     path.write_bytes("\ufeffcats/1.jpg\r\n\r\n# why\r\ndogs/é 2.jpg".encode())
     assert read_exclusions(path) == ["cats/1.jpg", "dogs/é 2.jpg"]

@@ -17,8 +17,9 @@ from vitral.atomic import atomic_write
 from vitral.checkpoints.card import Preprocess
 from vitral.data.splits import Split
 from vitral.evaluation import features as room
-from vitral.evaluation.features import Features, cached_features, weights_digest
+from vitral.evaluation.features import SplitFeatures, cached_features, weights_digest
 from vitral.evaluation.predict import embed_split
+from vitral.events import Event, Progress
 from vitral.models.build import Model, build
 
 SMALL = ViTConfig(depth=1, width=16, mlp=32, heads=2, patch=8, image=(16, 16), classes=3, representation=12)
@@ -58,8 +59,8 @@ class Counter:
     def __init__(self) -> None:
         self.runs = 0
 
-    def __call__(self, done: int, total: int) -> None:
-        self.runs += done == total
+    def __call__(self, event: Event) -> None:
+        self.runs += isinstance(event, Progress) and event.done == event.total
 
 
 def test_a_feature_is_what_the_last_layer_reads(split, tmp_path):
@@ -92,11 +93,11 @@ def test_without_a_tanh_layer_it_is_what_the_head_reads(split):
 
 def test_the_second_time_nothing_is_computed(split, tmp_path):
     model, counter = fresh(), Counter()
-    first = cached_features(model, split, PREPROCESS, folder=tmp_path, batch=4, on_progress=counter)
-    second = cached_features(fresh(), split, PREPROCESS, folder=tmp_path, batch=7, on_progress=counter)
+    first = cached_features(model, split, PREPROCESS, folder=tmp_path, batch=4, on_event=counter)
+    second = cached_features(fresh(), split, PREPROCESS, folder=tmp_path, batch=7, on_event=counter)
     assert counter.runs == 1
-    assert first.kept == second.kept
-    assert list(tmp_path.iterdir()) == [first.kept]
+    assert first.path == second.path
+    assert list(tmp_path.iterdir()) == [first.path]
     for name in ("x", "valid", "labels"):
         np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
 
@@ -107,7 +108,7 @@ def test_whatever_changes_the_numbers_means_another_file(split, tmp_path):
     moved = fresh()
     with torch.no_grad():
         moved.norm.bias[3] += 1e-6
-    cases: list[Features] = [
+    cases: list[SplitFeatures] = [
         cached_features(fresh(), split, PREPROCESS, folder=tmp_path),
         cached_features(moved, split, PREPROCESS, folder=tmp_path),
         cached_features(fresh(replace(SMALL, gelu="erf")), split, PREPROCESS, folder=tmp_path),
@@ -119,7 +120,7 @@ def test_whatever_changes_the_numbers_means_another_file(split, tmp_path):
         cached_features(fresh(), split, PREPROCESS, folder=tmp_path, pool="features"),
         cached_features(fresh(), split, PREPROCESS, folder=tmp_path, precision="bfloat16"),
     ]
-    assert len({case.kept for case in cases}) == len(cases) == len(list(tmp_path.iterdir()))
+    assert len({case.path for case in cases}) == len(cases) == len(list(tmp_path.iterdir()))
 
 
 def test_a_digest_reads_every_kind_of_number():
@@ -162,35 +163,35 @@ def of_another_kind(path: Path, good: bytes) -> None:
 @pytest.mark.parametrize("damage", [torn, flipped, empty, an_array, of_other_images, of_another_name, of_another_kind])
 def test_damaged_and_foreign_files_are_computed_again(split, tmp_path, damage):
     counter = Counter()
-    first = cached_features(fresh(), split, PREPROCESS, folder=tmp_path, on_progress=counter)
-    assert first.kept is not None
-    good = first.kept.read_bytes()
-    damage(first.kept, good)
-    second = cached_features(fresh(), split, PREPROCESS, folder=tmp_path, on_progress=counter)
+    first = cached_features(fresh(), split, PREPROCESS, folder=tmp_path, on_event=counter)
+    assert first.path is not None
+    good = first.path.read_bytes()
+    damage(first.path, good)
+    second = cached_features(fresh(), split, PREPROCESS, folder=tmp_path, on_event=counter)
     np.testing.assert_array_equal(first.x, second.x)
     assert counter.runs == 2
-    cached_features(fresh(), split, PREPROCESS, folder=tmp_path, on_progress=counter)
+    cached_features(fresh(), split, PREPROCESS, folder=tmp_path, on_event=counter)
     assert counter.runs == 2
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_keeping(split, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("not a folder")
     found = cached_features(fresh(), split, PREPROCESS, folder=tmp_path / "file" / "below")
-    assert (found.kept, found.x.shape) == (None, (PICTURES, 12))
+    assert (found.path, found.x.shape) == (None, (PICTURES, 12))
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(room.np, "savez", full)
-    assert cached_features(fresh(), split, PREPROCESS, folder=tmp_path / "full").kept is None
+    assert cached_features(fresh(), split, PREPROCESS, folder=tmp_path / "full").path is None
     assert not (tmp_path / "full").exists()  # nothing half written, not even its folder
 
 
 def test_where_features_are_kept(split, tmp_path, monkeypatch):
     monkeypatch.setenv("VITRAL_CACHE", str(tmp_path / "own"))
     found = cached_features(fresh(), split, PREPROCESS)
-    assert found.kept is not None
-    assert found.kept.parent == tmp_path / "own" / "features"
+    assert found.path is not None
+    assert found.path.parent == tmp_path / "own" / "features"
 
 
 def aged(folder: Path, name: str, days: float, size: int) -> Path:
@@ -206,36 +207,36 @@ def test_what_was_not_used_for_longest_makes_room(split, tmp_path, monkeypatch):
     old = [aged(tmp_path, f"{day:064x}.npz", day, 1000) for day in (1, 2, 3, 4)]
     recent = aged(tmp_path, f"{9:064x}.npz", 0.5 / 24, 50_000)  # within the hour: perhaps another process's
     others = [aged(tmp_path, name, 99, 9000) for name in ("mine.npz", "notes.txt", f"{'A' * 64}.npz")]
-    own = cached_features(fresh(), split, PREPROCESS, folder=tmp_path).kept
+    own = cached_features(fresh(), split, PREPROCESS, folder=tmp_path).path
     assert own is not None
     assert all(path.exists() for path in (*old, recent, *others, own))  # there is room for all
     second = replace(PREPROCESS, std=(0.5, 0.5, 0.6))
     one = own.stat().st_size
-    monkeypatch.setattr(room, "ROOM", 50_000 + 2 * one + 2500)
-    kept = cached_features(fresh(), split, second, folder=tmp_path).kept
+    monkeypatch.setattr(room, "MAX_BYTES", 50_000 + 2 * one + 2500)
+    kept = cached_features(fresh(), split, second, folder=tmp_path).path
     assert kept is not None
     assert kept.stat().st_size == one
     assert [path.exists() for path in old] == [True, True, False, False]
-    monkeypatch.setattr(room, "ROOM", 0)
-    newest = cached_features(fresh(seed=1), split, PREPROCESS, folder=tmp_path).kept
+    monkeypatch.setattr(room, "MAX_BYTES", 0)
+    newest = cached_features(fresh(seed=1), split, PREPROCESS, folder=tmp_path).path
     assert newest is not None
     assert not any(path.exists() for path in old)
     assert all(path.exists() for path in (recent, *others, own, kept, newest))
-    monkeypatch.setattr(room, "IN_USE", -1e9)  # as if the clock of the disk were far behind
-    last = cached_features(fresh(seed=2), split, PREPROCESS, folder=tmp_path).kept
+    monkeypatch.setattr(room, "IN_USE_SECONDS", -1e9)  # as if the clock of the disk were far behind
+    last = cached_features(fresh(seed=2), split, PREPROCESS, folder=tmp_path).path
     assert {*tmp_path.iterdir()} == {last, *others}
 
 
 def test_reading_counts_as_a_use(split, tmp_path, monkeypatch):
-    first, second = (cached_features(fresh(seed=seed), split, PREPROCESS, folder=tmp_path).kept for seed in (0, 1))
+    first, second = (cached_features(fresh(seed=seed), split, PREPROCESS, folder=tmp_path).path for seed in (0, 1))
     assert first is not None
     assert second is not None
     for path, days in ((first, 3), (second, 2)):
         os.utime(path, (time.time() - 86400 * days,) * 2)
     counter = Counter()
-    cached_features(fresh(), split, PREPROCESS, folder=tmp_path, on_progress=counter)
+    cached_features(fresh(), split, PREPROCESS, folder=tmp_path, on_event=counter)
     assert counter.runs == 0
-    monkeypatch.setattr(room, "ROOM", 2.5 * first.stat().st_size)
+    monkeypatch.setattr(room, "MAX_BYTES", 2.5 * first.stat().st_size)
     cached_features(fresh(seed=2), split, PREPROCESS, folder=tmp_path)
     assert (first.exists(), second.exists()) == (True, False)
 
@@ -261,14 +262,14 @@ def test_a_file_that_must_stay_costs_the_next_one(split, tmp_path, monkeypatch):
         unlink(path, missing_ok)
 
     monkeypatch.setattr(Path, "unlink", refuse)
-    monkeypatch.setattr(room, "ROOM", 0)
-    assert cached_features(fresh(), split, PREPROCESS, folder=tmp_path).kept is not None
+    monkeypatch.setattr(room, "MAX_BYTES", 0)
+    assert cached_features(fresh(), split, PREPROCESS, folder=tmp_path).path is not None
     assert (stuck.exists(), loose.exists()) == (True, False)
 
 
 def test_many_may_make_room_at_once(tmp_path, monkeypatch):
     """Each starts from the same listing, and none removes more than all of them together should."""
-    monkeypatch.setattr(room, "ROOM", 20_500)
+    monkeypatch.setattr(room, "MAX_BYTES", 20_500)
     for number in range(40):
         aged(tmp_path, f"{number:064x}.npz", 1 + number, 1000)
     new = aged(tmp_path, f"{99:064x}.npz", 0, 1000)
@@ -280,7 +281,7 @@ def test_many_may_make_room_at_once(tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(room, "_files", together)
-    threads = [threading.Thread(target=room._make_room, args=(new,)) for _ in range(4)]
+    threads = [threading.Thread(target=room._evict, args=(new,)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

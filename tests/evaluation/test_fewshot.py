@@ -19,8 +19,18 @@ from vitral.data.preprocess import parse_preprocess
 from vitral.data.sources import open_data
 from vitral.errors import UserError
 from vitral.evaluation import fewshot as room
-from vitral.evaluation.features import Features, cached_features
-from vitral.evaluation.fewshot import CANDIDATES, L2, Ridge, choose_l2, draw, fewshot, interval, parts, whitening
+from vitral.evaluation.features import SplitFeatures, cached_features
+from vitral.evaluation.fewshot import (
+    L2,
+    L2_CANDIDATES,
+    Ridge,
+    choose_l2,
+    draw,
+    fewshot,
+    interval,
+    stratified_folds,
+    whitening,
+)
 from vitral.evaluation.probes import knn, linear_probe
 
 PROBLEMS = ("large_d", "small_d", "small_l2")
@@ -132,7 +142,7 @@ def test_the_strength_is_the_one_that_brute_force_finds() -> None:
     """Another way through the same search: a fit by inverse for each part and candidate, counted one by one."""
     x, labels = problem_of(40, 60, 4, seed=3)
     x[::3] += np.random.default_rng(1).normal(size=(len(x[::3]), 60)) * 4
-    mistakes = dict.fromkeys(CANDIDATES, 0)
+    mistakes = dict.fromkeys(L2_CANDIDATES, 0)
     for part in range(5):
         held = np.array([(labels[:row] == labels[row]).sum() % 5 == part for row in range(40)])
         mean, std = whitening(x[~held])
@@ -140,10 +150,10 @@ def test_the_strength_is_the_one_that_brute_force_finds() -> None:
             np.hstack([(rows - mean) / std, np.full((len(rows), 1), 100.0)]) for rows in (x[~held], x[held])
         )
         targets = np.where(labels[~held][:, None] == np.arange(4), 1.0, -1.0)
-        for l2 in CANDIDATES:
+        for l2 in L2_CANDIDATES:
             weights = np.linalg.inv(design.T @ design + l2 * np.eye(61)) @ design.T @ targets
             mistakes[l2] += int(((queries @ weights).argmax(1) != labels[held]).sum())
-    least = [l2 for l2 in CANDIDATES if mistakes[l2] == min(mistakes.values())]
+    least = [l2 for l2 in L2_CANDIDATES if mistakes[l2] == min(mistakes.values())]
     assert len(set(mistakes.values())) > 2
     assert choose_l2(x, labels, 4) == min(least, key=lambda l2: abs(np.log2(l2 / L2)))
 
@@ -162,7 +172,7 @@ def test_the_test_set_has_no_say_in_the_strength() -> None:
 def test_parts_hold_out_each_row_once_and_leave_every_class_to_learn_from(labels, folds):
     y = np.array(labels)
     counted = np.zeros(len(y), np.int64)
-    for training, held in parts(y, folds):
+    for training, held in stratified_folds(y, folds):
         assert (training == ~held).all()
         assert held.any()
         assert set(y[training].tolist()) == set(labels)
@@ -171,14 +181,14 @@ def test_parts_hold_out_each_row_once_and_leave_every_class_to_learn_from(labels
     np.testing.assert_array_equal(counted, ~lone)
 
 
-def test_mistakes_are_explained() -> None:
+def test_invalid_arguments_are_errors() -> None:
     x, labels = problem_of(20, 5, 2)
     several = np.zeros((20, 2), np.uint8)
     broken = np.where(np.arange(5) == 2, np.nan, x)
     for arguments, message in [
-        ((x, several, x, labels), "one label for each image"),
-        ((x[:3], labels, x, labels), "one row for each"),
-        ((x, labels, x[:0], labels[:0]), "one row for each"),
+        ((x, several, x, labels), "one label per image"),
+        ((x[:3], labels, x, labels), "one row per image"),
+        ((x, labels, x[:0], labels[:0]), "one row per image"),
         ((x, labels + 1, x, labels), "from 1 to 2 do not fit 2 classes"),
         ((x, labels, broken, labels), "not finite"),
     ]:
@@ -193,8 +203,8 @@ def test_mistakes_are_explained() -> None:
 
 
 class Pets(NamedTuple):
-    train: Features
-    test: Features
+    train: SplitFeatures
+    test: SplitFeatures
     seconds: float  # to have them again
 
 

@@ -20,6 +20,7 @@ from vitral.data.sources import Split, open_data, open_images
 from vitral.errors import UserError
 from vitral.evaluation.mapping import class_mapping
 from vitral.evaluation.predict import Predictions, embed_split, predict_split
+from vitral.events import Event, Progress
 from vitral.models.build import Model, build
 from vitral.models.normalize import normalize
 from vitral.serving.results import collect_predictions, write_results
@@ -93,10 +94,8 @@ def test_pixels_are_not_rescaled_twice():
 
 def test_predictions_are_the_models_outputs(model, split):
     model.train()
-    seen: list[tuple[int, int]] = []
-    found = predict_split(
-        model, split, PREPROCESS, batch=10, on_progress=lambda done, total: seen.append((done, total))
-    )
+    events: list[Event] = []
+    found = predict_split(model, split, PREPROCESS, batch=10, on_event=events.append)
     assert model.training
     with torch.no_grad():
         expected = model.eval()(inputs(split))
@@ -104,7 +103,7 @@ def test_predictions_are_the_models_outputs(model, split):
     assert found.valid.tolist() == [i != BROKEN for i in range(PICTURES)]
     assert (found.logits.dtype, found.logits.shape) == (np.float32, (PICTURES, 7))
     np.testing.assert_allclose(found.logits, expected.numpy(), atol=1e-5)
-    assert seen == [(10, 23), (20, 23), (23, 23)]
+    assert events == [Progress("evaluating", done, 23) for done in (10, 20, 23)]
 
 
 def merged(parts: list[Predictions]) -> Predictions:

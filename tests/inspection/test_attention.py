@@ -76,7 +76,7 @@ def distance_by_loops(attention: Tensor, grid: Size, patch: int) -> list[float]:
     return found
 
 
-def test_uniform_attention_reaches_116_pixels() -> None:
+def test_uniform_attention_has_a_distance_of_116_pixels() -> None:
     uniform = torch.full((1, 1, 196, 196), 1 / 196)
     assert attention_distance(uniform, (14, 14), 16).item() == pytest.approx(116.5, abs=0.05)
     rows = torch.eye(196).reshape(1, 1, 196, 196)
@@ -91,14 +91,14 @@ def test_uniform_attention_reaches_116_pixels() -> None:
     patch=st.integers(1, 32),
     seed=st.integers(0, 9),
 )
-def test_distance_is_that_of_loops(height: int, width: int, prefix: int, patch: int, seed: int) -> None:
+def test_distance_equals_that_of_loops(height: int, width: int, prefix: int, patch: int, seed: int) -> None:
     tokens = prefix + height * width
     attention = random_attention(2, 3, tokens, tokens, seed=seed)
     expected = distance_by_loops(attention[..., prefix:, prefix:], (height, width), patch)
     assert attention_distance(attention, (height, width), patch).tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-def test_a_patch_that_sees_the_class_token_alone_counts_as_0() -> None:
+def test_a_patch_that_attends_to_the_class_token_only_counts_as_0() -> None:
     attention = torch.eye(5).roll(1, dims=0).reshape(1, 1, 5, 5).clone()
     attention[0, 0, 1] = torch.tensor([1.0, 0, 0, 0, 0])
     assert torch.isfinite(attention_distance(attention, (2, 2), 16)).all()
@@ -127,7 +127,7 @@ def test_mean_distance_takes_images_of_several_sizes() -> None:
     assert gap(mean_attention_distance(model, [small, large]), (apart[0] + 2 * apart[1]) / 3) <= 1e-5
 
 
-def test_a_patch_of_a_hybrid_is_as_wide_as_its_stem_strides() -> None:
+def test_a_patch_of_a_hybrid_has_the_width_of_its_stride() -> None:
     assert [MODELS[name].stride for name in ("paper", "hybrid")] == [4, 4]
     assert replace(SMALL, stem=StemConfig(blocks=(1, 1, 1)), patch=2, image=(32, 32)).stride == 32
 
@@ -159,7 +159,7 @@ def rollout_by_loops(attentions: list[Tensor], image: int, residual: float, head
     residual=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
     heads=st.sampled_from(["mean", "max", "min"]),
 )
-def test_rollout_is_that_of_loops(depth: int, n: int, residual: float, heads: Any) -> None:
+def test_rollout_equals_that_of_loops(depth: int, n: int, residual: float, heads: Any) -> None:
     attentions = [random_attention(2, 3, n, n, seed=seed) for seed in range(depth)]
     found = rollout(attentions, residual=residual, heads=heads)
     means = rollout(attentions, residual=residual, heads=heads, start=torch.full((n,), 1 / n))
@@ -242,7 +242,7 @@ def test_attention_maps_are_the_pooled_rows(config: ViTConfig) -> None:
         assert gap(found.flatten(2), expected[..., config.prefix :]) <= 1e-5
 
 
-def test_what_has_no_attention_is_refused() -> None:
+def test_models_without_attention_and_invalid_arguments_are_errors() -> None:
     resnet = build(ResNetConfig(blocks=(1, 1, 1, 1), image=(32, 32)))
     images = pictures(1, 3, 32, 32)
     for look in (attention_maps, rollout_maps, mean_attention_distance):
@@ -277,7 +277,7 @@ def photographs(split: Split) -> Iterator[Tensor]:
 BY_TIMM = [[51.0, 86.0, 27.5], [22.5, 78.4, 22.5], [41.3, 22.5, 71.7], [54.2, 114.6, 37.7]]
 
 
-def test_distance_is_that_of_timm(real_distances: Tensor) -> None:
+def test_distance_equals_that_of_timm(real_distances: Tensor) -> None:
     assert gap(real_distances[:4], torch.tensor(BY_TIMM)) <= 0.1
 
 
@@ -288,7 +288,7 @@ def test_distance_grows_with_depth(real_distances: Tensor) -> None:
     assert stats.spearmanr(range(12), real_distances.mean(dim=1).tolist()).statistic > 0.9
 
 
-def test_early_heads_are_near_and_far(real_distances: Tensor) -> None:
+def test_early_layers_have_local_and_global_heads(real_distances: Tensor) -> None:
     """Figure 7: some of the lowest heads already look far, others stay near.
 
     Of this model's three heads a layer, the widest reaches 86 pixels in the first three layers; half of the image's

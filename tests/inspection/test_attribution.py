@@ -55,8 +55,8 @@ def test_two_layers_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """A class token and two patches. With the layers in the wrong order, nothing would come from the second patch."""
     first = torch.tensor([[0.0, 0.1, 0.0], [0.0, 0.0, 0.3], [0.0, 0.0, 0.0]])
     second = torch.tensor([[0.0, 0.4, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
-    evidence = attribution._Evidence({0: first[None], 1: second[None]}, torch.tensor([[1.0, 0, 0]]), (1, 2))
-    monkeypatch.setattr(attribution, "_evidence", lambda *_: evidence)
+    evidence = attribution._GradientAttention({0: first[None], 1: second[None]}, torch.tensor([[1.0, 0, 0]]), (1, 2))
+    monkeypatch.setattr(attribution, "_gradient_attention", lambda *_: evidence)
     model, image = made(SMALL), pictures(1, 3, 8, 16)
     # The class token reads patch 1 in both layers (0.1 / 0.3 + 0.4 / 0.4), and patch 2 through patch 1 (1 * 0.3 / 0.3).
     torch.testing.assert_close(gradient_rollout(model, image), torch.tensor([[[4 / 3, 1.0]]]))
@@ -90,7 +90,7 @@ def explicit(
 
 @pytest.mark.parametrize("sigmoid", [False, True])
 @pytest.mark.parametrize("changes", [{}, {"registers": 3}, {"pool": "mean"}, {"pool": "map", "class_token": False}])
-def test_rollout_is_the_loop_over_explicit_attention(changes: dict[str, Any], sigmoid: bool) -> None:
+def test_rollout_equals_a_loop_over_explicit_attention(changes: dict[str, Any], sigmoid: bool) -> None:
     config = replace(SMALL, depth=3, image=(24, 40), **changes)
     model, images = made(config), pictures(2, 3, 24, 40)
     classes = model(images).argmax(1)
@@ -114,7 +114,7 @@ def test_rollout_is_the_loop_over_explicit_attention(changes: dict[str, Any], si
         assert np.abs(wrong - expected).max() > 0.03 * expected.max()
 
 
-def test_axial_attention_is_followed_along_rows_and_columns():
+def test_axial_relevance_propagates_along_rows_and_columns():
     config = replace(SMALL, axial=True, pool="mean", class_token=False, image=(24, 40))
     model, images, classes = made(config), pictures(2, 3, 24, 40), torch.tensor([0, 3])
     with capture(model, rows="all", gradients=True) as seen:
@@ -144,7 +144,7 @@ def test_axial_attention_is_followed_along_rows_and_columns():
 
 @pytest.mark.parametrize("name", ["tanh", "hybrid", "BiT"])
 @pytest.mark.parametrize(("window", "sigmoid"), [(1, False), (3, False), (1, True)])
-def test_occlusion_is_the_loop_over_painted_images(name: str, window: int, sigmoid: bool) -> None:
+def test_occlusion_equals_a_loop_over_occluded_images(name: str, window: int, sigmoid: bool) -> None:
     """Sides that the cells do not divide: a ViT drops the remainder, a hybrid and a ResNet have a cell for it."""
     model, side = made(ARCHITECTURES[name]), {"tanh": 8, "hybrid": 8, "BiT": 32}[name]
     images, classes = pictures(2, 3, 2 * side + 3, side + 5), torch.tensor([2, 2])
@@ -179,7 +179,7 @@ def test_every_architecture_has_maps(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_where_classes_are_a_yes_or_no_each_the_others_do_not_matter(name: str) -> None:
+def test_multi_label_maps_do_not_depend_on_other_classes(name: str) -> None:
     """The head's other rows are turned around, which a softmax over all of them must notice."""
     method, model, images, classes = METHODS[name], made(SMALL), pictures(2, 3, 32, 40), torch.tensor([1, 1])
 
@@ -199,8 +199,8 @@ def test_where_classes_are_a_yes_or_no_each_the_others_do_not_matter(name: str) 
         assert moved < 1e-5 if kind % 2 == 0 else moved > 0.1
 
 
-def test_one_class_alone_is_judged_by_its_sigmoid():
-    """A softmax over one logit is always 1, and nothing could speak for it."""
+def test_a_single_class_uses_its_sigmoid():
+    """The softmax of a single logit is always 1."""
     model, images = made(replace(SMALL, classes=1)), pictures(2, 3, 32, 40)
     for method in METHODS.values():
         found = method(model, images)
@@ -209,7 +209,7 @@ def test_one_class_alone_is_judged_by_its_sigmoid():
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_a_map_is_of_one_image_one_class_and_leaves_no_trace(method: Method) -> None:
+def test_a_map_depends_on_its_image_and_class_only_and_leaves_the_model_unchanged(method: Method) -> None:
     config = replace(SMALL, registers=2)
     model, images = made(config), pictures(3, 3, 32, 40)
     model.requires_grad_(False)
@@ -227,7 +227,7 @@ def test_a_map_is_of_one_image_one_class_and_leaves_no_trace(method: Method) -> 
     assert not any(block.attention.observers for block in model.blocks)
 
 
-def test_what_cannot_be_explained_is_refused():
+def test_invalid_arguments_are_errors():
     model, images = made(SMALL), pictures(2, 3, 32, 32)
     for classes in (torch.tensor([1]), torch.tensor([0, 5]), torch.tensor([-1, 0])):
         for method in METHODS.values():
@@ -243,12 +243,12 @@ def test_what_cannot_be_explained_is_refused():
     with pytest.raises(UserError, match="layers must be at least 1"):
         attention_gradient(model, images, layers=0)
     for maps, steps in ((torch.rand(2, 4, 3), 4), (torch.rand(1, 4, 4), 4), (torch.rand(2, 4, 4), 0)):
-        with pytest.raises(UserError, match="cannot be tested"):
+        with pytest.raises(UserError, match="do not fit"):
             deletion_curve(model, images, maps, steps)
 
 
-def test_a_deletion_curve_is_the_loop():
-    model, images = made(SMALL), pictures(3, 3, 19, 35)  # a grid of 2 by 4, and pixels that are not seen
+def test_a_deletion_curve_equals_a_loop():
+    model, images = made(SMALL), pictures(3, 3, 19, 35)  # a grid of 2 by 4, and a remainder of pixels
     maps = random_maps(model, images, seed=1)
     assert maps.shape == (3, 2, 4)
     assert torch.equal(maps, random_maps(model, images, seed=1))
@@ -343,7 +343,7 @@ def test_deletion_beats_chance_on_photographs(released: tuple[Model, Tensor]) ->
 
 
 def test_occlusion_beats_chance_on_small_photographs(released: tuple[Model, Tensor]) -> None:
-    """At half the side, since occlusion costs a pass a patch."""
+    """At half the side, since occlusion takes one pass per patch."""
     model, images = released
     small = F.interpolate(images[:3], size=(112, 112), mode="bilinear", antialias=True)
     chance, found = (

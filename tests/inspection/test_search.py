@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from oracles import ARCHITECTURES, SMALL, outside, pictures, randomised
 
 from vitral.architecture import Architecture
+from vitral.data import nearest
 from vitral.errors import UserError
-from vitral.inspection import search
-from vitral.inspection.embeddings import patch_features
+from vitral.inspection.representations import patch_features
 from vitral.inspection.search import (
-    Index,
+    FeatureIndex,
     index_images,
     index_patches,
     load_index,
-    nearest,
+    nearest_images,
     nearest_patches,
     save_index,
 )
@@ -40,17 +40,17 @@ def made(architecture: Architecture) -> Any:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "ROWS", 7)
-    monkeypatch.setattr(search, "QUERIES", 3)
+    monkeypatch.setattr(nearest, "STORED_BLOCK", 7)
+    monkeypatch.setattr(nearest, "QUERY_BLOCK", 3)
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_neighbours_are_those_of_scikit_learn():
+def test_neighbours_equal_those_of_scikit_learn():
     rng = np.random.default_rng(0)
     features, queries = rng.normal(size=(50, 12)) * rng.uniform(0.1, 9, (50, 1)), rng.normal(size=(8, 12))
     oracle = outside("sklearn.neighbors").NearestNeighbors(n_neighbors=10, metric="cosine", algorithm="brute")
     distances, expected = oracle.fit(features).kneighbors(queries)
-    scores, places = nearest(index_images(names(50), features), queries, 10)
+    scores, places = nearest_images(index_images(names(50), features), queries, 10)
     assert (scores.dtype, places.dtype) == (np.float32, np.int64)
     assert places.tolist() == expected.tolist()
     np.testing.assert_allclose(scores, 1 - distances, atol=1e-6)
@@ -60,14 +60,14 @@ def test_neighbours_are_those_of_scikit_learn():
     n=st.integers(0, 30), q=st.integers(0, 7), k=st.integers(1, 35), rows=st.integers(1, 9), seed=st.integers(0, 1000)
 )
 @settings(max_examples=60)
-def test_equal_scores_come_in_order_whatever_the_blocks(n: int, q: int, k: int, rows: int, seed: int) -> None:
+def test_equal_scores_are_in_index_order_for_any_block_size(n: int, q: int, k: int, rows: int, seed: int) -> None:
     """Vectors along few axes, so that most scores are equal and exact."""
     rng = np.random.default_rng(seed)
     features, queries = np.eye(3)[rng.integers(0, 3, n)], rng.integers(0, 3, (q, 3)) * np.eye(3)[rng.integers(0, 3, q)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "ROWS", rows)
-        patch.setattr(search, "QUERIES", 2)
-        scores, places = nearest(index_images(names(n), features), queries, k)
+        patch.setattr(nearest, "STORED_BLOCK", rows)
+        patch.setattr(nearest, "QUERY_BLOCK", 2)
+        scores, places = nearest_images(index_images(names(n), features), queries, k)
     for query, found, where in zip(queries, scores, places, strict=True):
         length = np.linalg.norm(query) or 1.0
         expected = sorted((-float(features[i] @ query / length), i) for i in range(n))[:k]
@@ -75,14 +75,14 @@ def test_equal_scores_come_in_order_whatever_the_blocks(n: int, q: int, k: int, 
     assert scores.shape == places.shape == (q, min(k, n))
 
 
-def test_a_zero_vector_is_like_nothing():
+def test_a_zero_vector_has_similarity_zero():
     index = index_images(names(3), np.array([[0.0, 0.0], [3.0, 4.0], [-1.0, 0.0]]))
-    scores, places = nearest(index, np.array([[2.0, 0.0]]), 3)
+    scores, places = nearest_images(index, np.array([[2.0, 0.0]]), 3)
     assert places.tolist() == [[1, 0, 2]]
     assert scores[0].tolist() == pytest.approx([0.6, 0.0, -1.0])
 
 
-def test_an_index_comes_back_from_its_file(tmp_path: Path) -> None:
+def test_an_index_survives_saving_and_loading(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     path = tmp_path / "new" / "pets.npz"
     for features in (rng.normal(size=(4, 5)), rng.normal(size=(4, 5)) * 7):
@@ -92,7 +92,7 @@ def test_an_index_comes_back_from_its_file(tmp_path: Path) -> None:
         assert back.paths == names(4)
         np.testing.assert_allclose(back.features, index.features, atol=1e-7)
     assert [file.name for file in path.parent.iterdir()] == ["pets.npz"]
-    patches = Index(names(2), rng.normal(size=(2, 3, 4, 5)).astype(np.float16))
+    patches = FeatureIndex(names(2), rng.normal(size=(2, 3, 4, 5)).astype(np.float16))
     save_index(path, patches)
     assert load_index(path).features.dtype == np.float16
     assert np.array_equal(load_index(path).features, patches.features)
@@ -113,13 +113,13 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     assert [file.name for file in tmp_path.iterdir()] == ["index.npz"]
 
 
-def test_the_file_of_embed_is_an_index(tmp_path: Path) -> None:
+def test_the_output_of_embed_is_an_index(tmp_path: Path) -> None:
     """`vitral embed` writes `paths` and features of any length."""
     features = np.random.default_rng(0).normal(size=(5, 6)).astype(np.float32) * 30
     np.savez(tmp_path / "e.npz", paths=np.array(names(5)), features=features)
     index = load_index(tmp_path / "e.npz")
     np.testing.assert_allclose(np.linalg.norm(index.features, axis=1), 1, atol=1e-6)
-    assert nearest(index, features, 1)[1].ravel().tolist() == list(range(5))
+    assert nearest_images(index, features, 1)[1].ravel().tolist() == list(range(5))
 
 
 @pytest.mark.parametrize("kind", ["absent", "text", "array", "other names", "objects", "torn"])
@@ -137,35 +137,35 @@ def test_other_files_are_refused(tmp_path: Path, kind: str) -> None:
     elif kind == "torn":
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("paths.npy", b"\x93NUMPY")
-    with pytest.raises(UserError, match="is no index of images"):
+    with pytest.raises(UserError, match="is not an index of images"):
         load_index(path)
 
 
-def test_what_does_not_fit_is_refused():
+def test_mismatched_arguments_are_errors():
     index = index_images(names(3), np.eye(3))
     with pytest.raises(UserError, match="at least 1, not 0"):
-        nearest(index, np.eye(3), 0)
+        nearest_images(index, np.eye(3), 0)
     for queries in (np.eye(4), np.ones(3)):
         with pytest.raises(UserError, match="make them with the model that made the index"):
-            nearest(index, queries, 1)
+            nearest_images(index, queries, 1)
     with pytest.raises(UserError, match="are not finite"):
-        nearest(index, np.full((1, 3), np.nan), 1)
+        nearest_images(index, np.full((1, 3), np.nan), 1)
     with pytest.raises(UserError, match="2 paths do not fit 3 features"):
         index_images(names(2), np.eye(3))
     with pytest.raises(UserError, match="are not finite"):
         index_images(names(1), np.array([[np.inf, 0]]))
     with pytest.raises(UserError, match="holds whole images"):
         nearest_patches(index, np.ones(3), 1)
-    patches = Index(names(1), np.ones((1, 2, 2, 3), np.float16))
+    patches = FeatureIndex(names(1), np.ones((1, 2, 2, 3), np.float16))
     with pytest.raises(UserError, match="holds patches"):
-        nearest(patches, np.eye(3), 1)
-    with pytest.raises(UserError, match="one vector an image"):
+        nearest_images(patches, np.eye(3), 1)
+    with pytest.raises(UserError, match="one vector per image"):
         index_images(names(1), patches.features)
 
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("name", ["DINOv2 with registers", "BiT"])
-def test_patches_are_those_of_a_loop(name: str) -> None:
+def test_patch_neighbours_equal_those_of_a_loop(name: str) -> None:
     model = made(ARCHITECTURES[name])
     images = pictures(5, 3, 96, 64)
     index = index_patches(model, zip([names(5)[i : i + 2] for i in (0, 2, 4)], images.split(2), strict=True), 5)
@@ -191,7 +191,7 @@ def test_patches_are_those_of_a_loop(name: str) -> None:
     assert nearest_patches(index, index.features[3, 1, 0], 1)[0][:3] == (3, 1, 0)
 
 
-def test_a_patch_that_was_copied_is_found():
+def test_a_copied_patch_is_found():
     """The same pixels at another place of another image, in a model that knows no positions and does not mix tokens."""
     model: Any = build(SMALL)
     with torch.no_grad():
@@ -208,7 +208,7 @@ def test_a_patch_that_was_copied_is_found():
     assert best[1].score < 0.95
 
 
-def test_images_of_two_sizes_make_no_patch_index():
+def test_images_of_two_sizes_are_an_error():
     model = made(SMALL)
     wide, small = pictures(1, 3, 32, 40), pictures(2, 3, 32, 32)
     for batches, most in (
@@ -221,7 +221,7 @@ def test_images_of_two_sizes_make_no_patch_index():
             index_patches(model, batches, most)
 
 
-def test_an_index_of_patches_holds_as_many_images_as_came():
+def test_a_patch_index_is_cut_to_the_number_of_images():
     model, images = made(SMALL), pictures(3, 3, 32, 32)
     index = index_patches(model, [(names(2), images[:2]), (["last"], images[2:])], 9)
     assert index.paths == [*names(2), "last"]

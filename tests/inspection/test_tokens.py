@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vitral.architecture import Architecture, ViTConfig
 from vitral.errors import UserError
-from vitral.inspection.embeddings import colours, feature_colours, patch_features, token_norms
+from vitral.inspection.representations import feature_colours, patch_features, pca_colours, token_norms
 from vitral.models.build import build
 from vitral.models.vit import ViT
 
@@ -43,7 +43,7 @@ def test_every_architecture_has_features_of_its_grid(name: str) -> None:
     assert (painted.min(), painted.max()) == (0, 1)
 
 
-def test_features_lie_where_their_pixels_do():
+def test_features_are_at_the_position_of_their_pixels():
     """Without attention and positions, a patch's features depend on its own pixels alone."""
     model = made(replace(SMALL, registers=2, position="none", norm_place="features"))
     with torch.no_grad():
@@ -94,7 +94,7 @@ def features(*shape: int, seed: int = 0) -> Tensor:
 
 def test_colours_are_three_principal_components():
     given_features = features(3, 5, 6, 10)
-    found = colours(given_features)
+    found = pca_colours(given_features)
     rows = given_features.flatten(0, 2).double().numpy()
     scores = outside("sklearn.decomposition").PCA(n_components=3, svd_solver="full").fit_transform(rows)
     for channel in range(3):
@@ -109,25 +109,25 @@ def test_colours_are_three_principal_components():
 
 @given(rows=st.integers(1, 5), columns=st.integers(1, 5), count=st.integers(1, 3), seed=st.integers(0, 50))
 @settings(max_examples=40)
-def test_colours_do_not_depend_on_how_features_are_turned(rows: int, columns: int, count: int, seed: int) -> None:
+def test_colours_are_invariant_to_rotated_and_shifted_features(rows: int, columns: int, count: int, seed: int) -> None:
     """A rotation and a shift of all features are invisible: no sign or order is left to chance."""
     given_features = features(count, rows, columns, 6, seed=seed).double()
-    found = colours(given_features)
+    found = pca_colours(given_features)
     assert found.shape == (count, rows, columns, 3)
     assert found.min() >= 0
     assert found.max() <= 1
-    assert torch.equal(found, colours(given_features))
+    assert torch.equal(found, pca_colours(given_features))
     if min(rows, columns) < 3 or count * rows * columns < 12:
         return  # without an inside the sign is that of the largest weight, which a rotation moves
     turn = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))).Q
-    torch.testing.assert_close(colours(given_features @ turn + 3), found, rtol=0, atol=1e-4)
+    torch.testing.assert_close(pca_colours(given_features @ turn + 3), found, rtol=0, atol=1e-4)
 
 
 def test_the_foreground_is_bright_and_equal_patches_have_one_colour():
     scene = 0.01 * features(2, 6, 7, 8)
     scene[:, 2:4, 2:5] += torch.randn(8, generator=torch.Generator().manual_seed(3))
-    red = colours(scene)[..., 0]
+    red = pca_colours(scene)[..., 0]
     assert red[:, 2:4, 2:5].min() > 0.8
     assert red[:, [0, -1]].max() < 0.2
-    flat = colours(torch.ones(2, 4, 4, 8) * torch.randn(8))
+    flat = pca_colours(torch.ones(2, 4, 4, 8) * torch.randn(8))
     assert (flat - flat[0, 0, 0]).abs().max() < 1e-3

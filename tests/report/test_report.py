@@ -24,9 +24,10 @@ from vitral.api.inspection import inspect, write_run_page
 from vitral.api.neighbours import search
 from vitral.checkpoints.card import Card
 from vitral.errors import UserError
+from vitral.events import Progress
 from vitral.inspection.attention import attention_maps, rollout_maps
 from vitral.inspection.attribution import gradient_rollout, occlusion
-from vitral.inspection.image_inspection import look_at
+from vitral.inspection.image_inspection import inspect_images
 from vitral.models.capture import capture
 from vitral.report.page import Section, page
 from vitral.report.viewer import choose_layers, quantized
@@ -122,7 +123,7 @@ def test_an_inspection_holds_the_attention_that_capture_computes(pool):
     shape = {"depth": 3, "width": 16, "heads": 2, "mlp": 32, "classes": 5, "pool": pool, "registers": 2}
     model: Any = api.create("ViT-Ti/4@8", **shape, class_token=pool == "token").eval()
     images = torch.randn(2, 3, 8, 12)
-    looks = look_at(model, images, headed=[2], averaged=[0])
+    looks = inspect_images(model, images, headed=[2], averaged=[0])
     first = model.config.prefix
     with capture(model, rows="all") as seen, torch.inference_mode():
         logits = model(images)
@@ -142,7 +143,7 @@ def test_an_axial_block_is_one_layer():
     torch.manual_seed(0)
     model = api.create("Axial-ViT-B/4@8", depth=2, width=16, heads=2, mlp=32, classes=3).eval()
     images = torch.randn(1, 3, 8, 12)
-    (look,) = look_at(model, images, headed=[1], averaged=[0])
+    (look,) = inspect_images(model, images, headed=[1], averaged=[0])
     assert look.pooled is not None
     assert look.pooled.shape == (2, 2, 6)
     np.testing.assert_allclose(look.rows[1].sum(-1), 1, atol=1e-5)
@@ -197,7 +198,7 @@ def test_a_single_class_has_evidence():
     torch.manual_seed(0)
     model: Any = api.create(MODEL, depth=2, width=16, heads=2, classes=1).eval()
     torch.nn.init.normal_(model.head.output.weight)
-    (look,) = look_at(model, torch.randn(1, 3, 8, 8))
+    (look,) = inspect_images(model, torch.randn(1, 3, 8, 8))
     assert look.maps["evidence"].max() > 0
 
 
@@ -256,10 +257,8 @@ def test_figures_and_unreadable_images(tmp_path):
     done = inspect(model, pictures, output=tmp_path / "a.html", figures=tmp_path / "figures", preprocess=PLAIN)
     assert done.unreadable == (str(tmp_path / "bad.png"),)
     assert {path.name for path in done.figures} == {
-        f"{name}.{kind}"
-        for name in ("filters", "positions", "distance", "colours", "rollout", "norms")
-        for kind in ("png", "svg")
-    }
+        f"{name}.{kind}" for name in ("filters", "positions", "colours", "rollout", "norms") for kind in ("png", "svg")
+    } | {"distance.svg"}
     assert all(path.stat().st_size > 500 for path in done.figures)
     assert embedded(done.page)["images"][0]["answers"] == []
 
@@ -446,9 +445,9 @@ def test_a_search_reports_its_progress(run, pictures, tmp_path, patch):
     for number in range(16):  # a whole batch that cannot be read, the first one
         (folder / "blue" / f"+{number}.png").write_bytes(b"no picture")
     words = {"query": pictures / "green" / "2.png", "patch": patch, "index": tmp_path / "index.npz"}
-    found = search(run, folder, **words, on_progress=lambda done, total: heard.append((done, total)))
-    assert heard == [(16, 34), (32, 34), (34, 34)]
-    again = search(run, folder, **words, on_progress=lambda done, total: heard.append((done, total)))
+    found = search(run, folder, **words, on_event=heard.append)
+    assert heard == [Progress("embedding", done, 34) for done in (16, 32, 34)]
+    again = search(run, folder, **words, on_event=heard.append)
     assert [one.path for one in again] == [one.path for one in found]
     assert len(heard) == 3  # the second time nothing is computed
 

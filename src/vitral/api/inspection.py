@@ -28,17 +28,18 @@ from vitral.evaluation.calibration import probabilities, reliability
 from vitral.evaluation.mapping import read_table
 from vitral.evaluation.predict import predict_split
 from vitral.inspection.attention import mean_attention_distance
-from vitral.inspection.embeddings import embedding_filters, position_similarity
-from vitral.inspection.image_inspection import look_at
+from vitral.inspection.image_inspection import inspect_images
+from vitral.inspection.representations import embedding_filters, position_similarity
 from vitral.models.build import Model
 from vitral.models.device import resolve_device
 from vitral.models.normalize import normalize
 from vitral.models.vit import ViT
 from vitral.names import name_of
 from vitral.recipe import from_toml
+from vitral.report.figures import write_figures
 from vitral.report.inspect_page import AttentionDistance, LearnedWeights, inspect_page
 from vitral.report.run_page import RunExamples, run_page
-from vitral.report.viewer import MAPS, ViewerImage, choose_layers
+from vitral.report.viewer import ViewerImage, choose_layers
 from vitral.serving.results import unread
 
 MOST = 64  # images of a page: what a person looks through, and a browser opens at once
@@ -104,7 +105,7 @@ def inspect(
     page = inspect_page(title, model_facts(card), learned, shown, _pooled_name(model), reach, attends)
     with atomic_write(path) as aside:
         aside.write_text(page, encoding="utf-8")
-    written = _write_figures(Path(figures), learned, shown, reach) if figures else ()
+    written = write_figures(Path(figures), learned, shown, reach) if figures else ()
     return Inspection(path, path.stat().st_size, len(shown), unreadable, written)
 
 
@@ -205,7 +206,7 @@ def _shown(
                 raise NoLayer(layer, config.depth)
         rows, columns = config.grid((ready.shape[2], ready.shape[3]))
         headed, averaged = choose_layers(config.depth, config.heads, rows * columns, len(ready), layers)
-    looks = look_at(model, ready, headed=headed, averaged=averaged, sigmoid=card.multilabel)
+    looks = inspect_images(model, ready, headed=headed, averaged=averaged, sigmoid=card.multilabel)
     truths = truths or [()] * len(keys)
     pictures = pixels.permute(0, 2, 3, 1).numpy()
     return [
@@ -226,7 +227,7 @@ def _learned(model: Model) -> LearnedWeights:
     filters = embedding_filters(model)
     embeds = isinstance(model, ViT) and len(model.positions) > 0
     similarity = position_similarity(model).cpu().numpy() if embeds else None
-    return LearnedWeights(filters.pictures().numpy(), float(filters.explained.sum()), filters.source, similarity)
+    return LearnedWeights(filters.images().numpy(), float(filters.explained.sum()), filters.source, similarity)
 
 
 def _reach(model: Model, ready: Tensor) -> AttentionDistance | None:
@@ -271,31 +272,3 @@ def _truth(split: Split, index: int) -> tuple[str, ...]:
     """The classes of an image."""
     there = np.flatnonzero(split.labels[index]) if split.multilabel else [split.labels[index]]
     return tuple(split.classes[number] for number in there)
-
-
-def _write_figures(
-    folder: Path, learned: LearnedWeights, shown: Sequence[ViewerImage], reach: AttentionDistance | None
-) -> tuple[Path, ...]:
-    """Each figure as PNG and as SVG."""
-    from vitral.inspection import figures  # an extra, which only those who ask for figures need
-
-    drawn = {"filters": figures.filter_figure(learned.filters)}
-    if learned.similarity is not None:
-        drawn["positions"] = figures.position_figure(learned.similarity)
-    if reach is not None:
-        drawn["distance"] = figures.distance_figure(reach.distance)
-    if shown:
-        look = shown[0].inspection
-        height, width = look.side * look.grid[0], look.side * look.grid[1]
-        pictures, names = [one.picture[:height, :width] for one in shown], [one.name for one in shown]
-        drawn["colours"] = figures.colour_figure(pictures, np.stack([one.inspection.colours for one in shown]))
-        for name in look.maps:
-            maps = np.stack([one.inspection.maps[name] for one in shown])
-            drawn[name] = figures.rollout_figure(pictures, maps, names, MAPS[name][0])
-    paths = []
-    for name, figure in drawn.items():
-        for kind in ("png", "svg"):
-            with atomic_write(folder / f"{name}.{kind}") as aside:
-                figure.savefig(aside, format=kind, dpi=200)
-            paths.append(folder / f"{name}.{kind}")
-    return tuple(paths)

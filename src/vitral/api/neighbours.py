@@ -22,14 +22,15 @@ from vitral.data.preprocess import parse_deterministic
 from vitral.data.sources import Split, open_images
 from vitral.errors import UserError
 from vitral.evaluation.features import weights_digest
-from vitral.evaluation.predict import Progress, embed_split
-from vitral.inspection.embeddings import patch_features
+from vitral.evaluation.predict import embed_split
+from vitral.events import EventHandler, Progress, ignore_events
+from vitral.inspection.representations import patch_features
 from vitral.inspection.search import (
-    Index,
+    FeatureIndex,
     index_images,
     index_patches,
     load_index,
-    nearest,
+    nearest_images,
     nearest_patches,
     save_index,
 )
@@ -60,7 +61,7 @@ def search(
     index: str | Path = "",
     preprocess: str = "",
     device: str = "",
-    on_progress: Progress | None = None,
+    on_event: EventHandler = ignore_events,
     on_unreadable: Callable[[tuple[Unreadable, ...]], None] | None = None,
 ) -> list[Neighbour]:
     """The images of a folder most like `query`, or the patches most like its patch (row, column), the best first.
@@ -84,7 +85,7 @@ def search(
     if patch is not None and not (0 <= patch[0] < rows and 0 <= patch[1] < columns):
         raise UserError(f"the image has {rows} rows and {columns} columns of patches: choose one of these.")
     split = open_images([folder])
-    known = _index(model, split, how, patch is not None, kept, on_progress)
+    known = _index(model, split, how, patch is not None, kept, on_event)
     if on_unreadable is not None and len(known.paths) < len(split):
         on_unreadable(unread_of(split, known.paths))
     same = {Path(path).resolve(): place for place, path in enumerate(known.paths)}
@@ -95,14 +96,14 @@ def search(
         return [Neighbour(known.paths[match.image], match.score, match.row, match.column) for match in found]
     with torch.inference_mode():
         features = model.features(asked).float().cpu().numpy()
-    scores, places = nearest(known, features, top + 1)
+    scores, places = nearest_images(known, features, top + 1)
     pairs = zip(places[0].tolist(), scores[0].tolist(), strict=True)
     return [Neighbour(known.paths[place], score) for place, score in pairs if place != own][:top]
 
 
 def _index(
-    model: Model, split: Split, how: Preprocess, patches: bool, path: Path | None, on_progress: Progress | None
-) -> Index:
+    model: Model, split: Split, how: Preprocess, patches: bool, path: Path | None, on_event: EventHandler
+) -> FeatureIndex:
     """Read from its file, or made and written there."""
     origin = _origin(model, split, how) if path is not None else ""
     if path is not None and path.exists():
@@ -114,10 +115,10 @@ def _index(
             )
         return known
     if patches:
-        known = index_patches(model, _readable(model, split, how, on_progress), len(split))
+        known = index_patches(model, _readable(model, split, how, on_event), len(split))
     else:
         device = next(model.parameters()).device
-        found = embed_split(model, split, how, batch=BATCH, device=device, on_progress=on_progress)
+        found = embed_split(model, split, how, batch=BATCH, device=device, on_event=on_event)
         known = index_images([split.keys[i] for i in found.indices[found.valid]], found.features[found.valid])
     if not known.paths:
         raise UserError(f"{none_read(unread(split, 0, model.config.channels))}: name whole image files.")
@@ -127,11 +128,11 @@ def _index(
 
 
 def _readable(
-    model: Model, split: Split, how: Preprocess, on_progress: Progress | None
+    model: Model, split: Split, how: Preprocess, on_event: EventHandler
 ) -> Iterator[tuple[Sequence[str], Tensor]]:
     """Paths (b,) and images (b, c, height, width) of those that can be read, normalised, where the model computes.
 
-    `on_progress` hears of a batch when the next one is asked for, which is when it has been computed.
+    `on_event` receives a batch when the next one is asked for, which is when it has been computed.
     """
     device, done = next(model.parameters()).device, 0
     for batch in evaluation_batches(
@@ -140,8 +141,7 @@ def _readable(
         kept = [split.keys[place] for place in batch.indices[batch.valid].tolist()]
         yield kept, normalize(batch.images[batch.valid].to(device), how.mean, how.std)
         done += int((batch.indices != PADDING).sum())
-        if on_progress is not None:
-            on_progress(done, len(split))
+        on_event(Progress("embedding", done, len(split)))
 
 
 def _origin(model: Model, split: Split, how: Preprocess) -> str:

@@ -16,7 +16,7 @@ from vitral.api.data import open_as_trained
 from vitral.atomic import atomic_write, checked_output
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.data.catalog.imagenet import imagenet_outputs
-from vitral.data.check import Report
+from vitral.data.check import CheckReport
 from vitral.data.check import check as check_data
 from vitral.data.images import encode_png
 from vitral.data.loader import default_workers, read_pixels
@@ -25,21 +25,22 @@ from vitral.data.sources import DataSet, Split, open_data, open_images
 from vitral.errors import UserError
 from vitral.evaluation.accuracy import classification_metrics, multilabel_metrics, objectnet_accuracy, real_accuracy
 from vitral.evaluation.calibration import (
-    COLDEST,
-    HOTTEST,
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
     calibration_error,
     fit_temperature,
     probabilities,
     reliability,
 )
 from vitral.evaluation.mapping import class_mapping
-from vitral.evaluation.predict import EmbeddingPool, Predictions, Progress, embed_split, predict_split
+from vitral.evaluation.predict import EmbeddingPool, Predictions, embed_split, predict_split
+from vitral.events import EventHandler, ignore_events
 from vitral.kernels.packed import pack
 from vitral.models.build import Model
 from vitral.models.device import resolve_device
 from vitral.recipe import from_toml
-from vitral.serving.classifier import ImageClassifier, NamedClassifier
-from vitral.serving.results import PredictionResults, Unreadable, collect_predictions, unread, write_results
+from vitral.serving.classifier import Classifier, NamedClassifier
+from vitral.serving.results import Results, Unreadable, results, unread, write_results
 
 
 def predict(
@@ -51,8 +52,8 @@ def predict(
     preprocess: str = "",
     batch: int = 32,
     device: str = "",
-    on_progress: Progress | None = None,
-) -> PredictionResults:
+    on_event: EventHandler = ignore_events,
+) -> Results:
     """The likeliest classes of image files, or of all images in folders; to `output` as CSV or JSON too.
 
     Images that cannot be read are listed with the reason; nothing is written where that is all of them.
@@ -62,9 +63,9 @@ def predict(
     split = open_images([images] if isinstance(images, str | Path) else images)
     model, card = _predictor(source, device)
     _check_head(source, card)
-    found = _predictions(model, split, prepared(card, preprocess), batch, device, on_progress)
+    found = _predictions(model, split, prepared(card, preprocess), batch, device, on_event)
     kind = {"sigmoid": card.multilabel, "channels": card.architecture.channels}
-    named = collect_predictions(found, split, card.class_names, top=top, **kind)
+    named = results(found, split, card.class_names, top=top, **kind)
     if target is not None:
         if not named.rows:
             raise UserError(f"{none_read(named.unreadable[0])}: nothing was written.")
@@ -89,7 +90,7 @@ def classifier(source: str | Path, *, top: int = 5, preprocess: str = "", device
     _check_head(source, card)
     wish, channels, classes = prepared(card, preprocess), card.architecture.channels, card.architecture.classes
     pipeline = parse_deterministic(wish.pipeline)
-    likeliest = ImageClassifier(
+    likeliest = Classifier(
         model,
         torch.device(place),
         size=pipeline.size,
@@ -128,7 +129,7 @@ def evaluate(
     preprocess: str = "",
     batch: int = 32,
     device: str = "",
-    on_progress: Progress | None = None,
+    on_event: EventHandler = ignore_events,
 ) -> Evaluation:
     """Accuracy of a run or of weights on the test split of a data set, or on all of it where it has no split.
 
@@ -141,11 +142,11 @@ def evaluate(
     scored, notes = _test_split(Path(source).expanduser(), data, split)
     if str(data).partition(":")[0] == "objectnet":
         wish = prepared(card, preprocess) if preprocess else _objectnet_preprocess(card)
-        found = _predictions(model, scored, wish, batch, device, on_progress)
+        found = _predictions(model, scored, wish, batch, device, on_event)
         return _objectnet(str(source), str(data), scored, found, _left_out(scored, found, card), notes)
     table = Path(classes) if classes else None
     mapping, rule = class_mapping(scored.classes, card.class_names, card.architecture.classes, table)
-    found = _predictions(model, scored, prepared(card, preprocess), batch, device, on_progress)
+    found = _predictions(model, scored, prepared(card, preprocess), batch, device, on_event)
     lost = _left_out(scored, found, card)
     logits, places = found.logits[found.valid], found.indices[found.valid]
     names = card.class_names or tuple(_output_names(scored.classes, mapping, card.architecture.classes))
@@ -173,7 +174,7 @@ def evaluate(
 def _tempered(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """(n, k), (n,) -> the fields of an `Evaluation` about the temperature; none where it lies at a bound."""
     temperature = fit_temperature(logits, labels)
-    if not COLDEST < temperature < HOTTEST:
+    if not MIN_TEMPERATURE < temperature < MAX_TEMPERATURE:
         return {}
     error = calibration_error(reliability(logits / temperature, labels))
     return {"temperature": temperature, "tempered_ece": error}
@@ -215,7 +216,7 @@ def embed(
     preprocess: str = "",
     batch: int = 32,
     device: str = "",
-    on_progress: Progress | None = None,
+    on_event: EventHandler = ignore_events,
 ) -> tuple[list[str], np.ndarray]:
     """Paths and their features (n, d), without images that cannot be read; to `output` as npz (paths, features) too."""
     _check_numbers(batch=batch)
@@ -231,7 +232,7 @@ def embed(
         pool=pool,
         device=place,
         workers=workers,
-        on_progress=on_progress,
+        on_event=on_event,
     )
     paths = [split.keys[place] for place in found.indices[found.valid]]
     if not paths:
@@ -243,9 +244,9 @@ def embed(
     return paths, features
 
 
-def check(data: str | Path, *, on_progress: Progress | None = None) -> Report:
+def check(data: str | Path, *, on_event: EventHandler = ignore_events) -> CheckReport:
     """What is wrong with a data set: unreadable and odd files, duplicates, leaks, uneven classes."""
-    return check_data(data, workers=default_workers("cuda"), on_progress=on_progress)
+    return check_data(data, workers=default_workers("cuda"), on_event=on_event)
 
 
 def write_pictures(data: str | Path, folder: Path, *, count: int) -> list[Path]:
@@ -265,10 +266,10 @@ def write_pictures(data: str | Path, folder: Path, *, count: int) -> list[Path]:
 
 
 def _predictions(
-    model: Model, split: Split, preprocess: Preprocess, batch: int, device: str, on_progress: Progress | None
+    model: Model, split: Split, preprocess: Preprocess, batch: int, device: str, on_event: EventHandler
 ) -> Predictions:
     place, workers = _place(device)
-    return predict_split(model, split, preprocess, batch=batch, device=place, workers=workers, on_progress=on_progress)
+    return predict_split(model, split, preprocess, batch=batch, device=place, workers=workers, on_event=on_event)
 
 
 def _predictor(source: str | Path, device: str) -> tuple[Model, Card]:

@@ -17,12 +17,12 @@ from vitral.cost import cost
 from vitral.data.loader import default_workers
 from vitral.data.sources import Split, open_data, with_test_split
 from vitral.errors import UserError
-from vitral.evaluation.duplicates import Duplicates, find_duplicates, write_exclusions
-from vitral.evaluation.features import Features, cached_features
+from vitral.evaluation.duplicates import DedupeResult, find_duplicates, write_exclusions
+from vitral.evaluation.features import SplitFeatures, cached_features
 from vitral.evaluation.fewshot import FewShotResult
 from vitral.evaluation.fewshot import fewshot as ridge_fewshot
-from vitral.evaluation.predict import Progress
 from vitral.evaluation.probes import knn, linear_probe
+from vitral.events import EventHandler, ignore_events
 from vitral.models.device import resolve_device
 
 Method = Literal["ridge", "knn", "linear"]
@@ -61,7 +61,7 @@ def fewshot(
     preprocess: str = "",
     batch: int = 32,
     device: str = "",
-    on_progress: Progress | None = None,
+    on_event: EventHandler = ignore_events,
 ) -> Probing:
     """The paper's few-shot accuracy: least squares on the features of a few images a class, in closed form.
 
@@ -82,9 +82,9 @@ def fewshot(
     model, card = load(source)
     wish = prepared(card, preprocess)
 
-    def features(split: Split) -> Features:
+    def features(split: Split) -> SplitFeatures:
         workers = default_workers(place.split(":")[0])
-        return cached_features(model, split, wish, batch=batch, device=place, workers=workers, on_progress=on_progress)
+        return cached_features(model, split, wish, batch=batch, device=place, workers=workers, on_event=on_event)
 
     train, test = features(opened.train), features(held_out)
     (train_x, train_y), (test_x, test_y) = train.readable(), test.readable()
@@ -105,7 +105,7 @@ def fewshot(
         knn=None if near is None else float(np.mean(near == test_y)),
         linear=None if lines is None else float(np.mean(lines == test_y)),
         flops=2.0 * cost(card.architecture).macs * (len(train_y) + len(test_y)),
-        kept=str(train.kept or ""),
+        kept=str(train.path or ""),
         notes=(
             *opened.messages,
             *(_too_few(train_y, classes, row.shots) for row in few if row.drawn < row.shots * classes),
@@ -121,8 +121,8 @@ def dedupe(
     weights: str | Path = "",
     preprocess: str = "",
     device: str = "",
-    on_progress: Progress | None = None,
-) -> Duplicates:
+    on_event: EventHandler = ignore_events,
+) -> DedupeResult:
     """Images of `train` that test images of other data sets are copies of; to `output` as a list to leave out.
 
     Perceptual hashes and a closer look find copies; with `weights` the model's features look, too, at images prepared
@@ -145,7 +145,7 @@ def dedupe(
         preprocess=wish,
         device=place,
         workers=default_workers("cuda"),
-        on_progress=on_progress,
+        on_event=on_event,
     )
     if target is not None:
         write_exclusions(target, found)

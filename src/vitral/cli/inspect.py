@@ -38,7 +38,7 @@ def inspect(
         source: a run folder, weights, hf:owner/name or timm:name.
         images: image files, and folders of them; without any, the page is about the model alone.
         output: the page to write, a .html file.
-        figures: write the paper's figures as PNG and SVG into this folder too.
+        figures: write the paper's figures as SVG, and PNG where they are images, into this folder too.
         layers: layers, counted from 1, whose patches can be asked about head by head; chosen without it.
         classes: a file that names the model's outputs in order, one line each.
         preprocess: how pixels are prepared, where the weights do not say.
@@ -116,7 +116,7 @@ def search(
             index=index,
             preprocess=preprocess,
             device=device,
-            on_progress=progress,
+            on_event=progress,
             on_unreadable=unreadable.extend,
         )
     rows = [_counted_from_one(one._asdict()) for one in found]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,7 +11,9 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress
 
+from vitral import events
 from vitral.cli.output import Data, Flag, Number, Source, Text, counted, print_facts, print_json, print_table
+from vitral.events import Event, EventHandler
 
 if TYPE_CHECKING:
     from vitral.api import Evaluation
@@ -64,7 +66,7 @@ def predict(
             preprocess=preprocess,
             batch=batch,
             device=device,
-            on_progress=progress,
+            on_event=progress,
         )
     if json:
         print_json(found.as_dict())
@@ -122,7 +124,7 @@ def evaluate(
             preprocess=preprocess,
             batch=batch,
             device=device,
-            on_progress=progress,
+            on_event=progress,
         )
     if json:
         print_json(asdict(found))
@@ -166,7 +168,7 @@ def embed(
             preprocess=preprocess,
             batch=batch,
             device=device,
-            on_progress=progress,
+            on_event=progress,
         )
     unreadable = unread_files(images, paths)
     if json:
@@ -187,7 +189,7 @@ def check(data: Data, /, *, json: Flag = False) -> None:
     from vitral import api
 
     with bar("checking") as progress:
-        found = api.check(data, on_progress=progress)
+        found = api.check(data, on_event=progress)
     if json:
         print_json(found.as_dict())
         return
@@ -282,9 +284,14 @@ def _spread(values: dict[str, int]) -> str:
 
 
 @contextmanager
-def bar(what: str) -> Iterator[Callable[[int, int], None]]:
+def bar(what: str) -> Iterator[EventHandler]:
     """A progress bar with the time left, on standard error."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+        def show(event: Event) -> None:
+            if isinstance(event, events.Progress):
+                bar.update(task, completed=event.done, total=event.total)
+
+        yield show

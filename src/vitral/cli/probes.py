@@ -61,7 +61,7 @@ def fewshot(
             preprocess=preprocess,
             batch=batch,
             device=device,
-            on_progress=progress,
+            on_event=progress,
         )
     if json:
         print_json(found.as_dict())
@@ -112,13 +112,13 @@ def dedupe(
             weights=weights,
             preprocess=preprocess,
             device=device,
-            on_progress=progress,
+            on_event=progress,
         )
     if json:
         print_json(found.as_dict())
         return
     cells = [
-        [pair.train, pair.test, against[pair.split], f"{pair.kind} ({pair.how})", f"{pair.score:.3f}"]
+        [pair.train, pair.test, against[pair.split], f"{pair.kind} ({pair.method})", f"{pair.score:.3f}"]
         for pair in found.pairs[:_SHOWN]
     ]
     more = f"and {len(found.pairs) - _SHOWN:,} more pairs" if found.pairs[_SHOWN:] else ""

@@ -1,62 +1,65 @@
-"""What is wrong with this data set: files that cannot be read, odd kinds, duplicates, leaks from train into test.
+"""`check`: problems of a data set: unreadable and unusual files, duplicates, copies of val or test images in train.
 
-Duplicates are files with the same bytes. Near-duplicates are pictures whose perceptual hashes differ in at most
-NEAR_BITS of 64 and whose second hash agrees (at most CONFIRM_BITS). On photographs this finds copies that were encoded
-again or made smaller (all of 400), a 1 % border cut off (98 %) or a 2 % border (80 %), hardly any with a 5 % border cut
-off, and none that is mirrored or turned. Pictures under 32 pixels or nearly of one colour are not compared: their
-hashes say nothing.
+Duplicates are files with the same bytes. Near copies are found by `vitral.data.copies`, as in `vitral dedupe`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from vitral.data.copies import (
+    CHUNK,
+    CROPS,
+    MIN_SIDE,
+    THRESHOLDS,
+    UNCROPPED,
+    UNREADABLE,
+    CopyIndex,
+    ImageSignature,
+    signature,
+)
 from vitral.data.folders import EmptyClass, read_folder
-from vitral.data.hashes import SIDE, dhash, distance, near_pairs, phash
-from vitral.data.images import ImageError, ImageFacts, decode, describe, resize
+from vitral.data.images import ImageError, ImageFacts, describe
 from vitral.data.loader import iterate_in_workers
 from vitral.data.sources import DataSet, Split, open_data
 from vitral.data.splits import HELD_OUT, strata, stratified, too_few_classes
+from vitral.events import EventHandler, Progress, ignore_events
 
-NEAR_BITS = 6  # of 1.6 million pairs of different photographs none is nearer than 12
-CONFIRM_BITS = 12
-TINY = 32  # pixels of the shorter side
-FLAT = 2.0  # grey levels of standard deviation
-MOST_PAIRS = 100_000
-_CHUNK = 16
+# Images of a train split up to which cropped copies within it are found too: that search is quadratic, and takes
+# about a minute for so many. Copies of val and test images are always searched with crops.
+MAX_CROP_SEARCH = 20_000
 
 
-class Pair(NamedTuple):
-    """Two images that look alike, and in how many of 64 bits they differ; identical files have -1."""
+class CopyPair(NamedTuple):
+    """Two images that show the same picture. Images are named by their keys."""
 
     first: str
     second: str
-    bits: int
+    score: float  # correlation of their thumbnails; 1 where the pixels are identical
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """What `check` found. Images are named by their keys."""
+class CheckReport:
+    """The result of `check`. Images are named by their keys."""
 
     source: str
     notes: tuple[str, ...]
-    images: dict[str, int]  # of each split
-    classes: dict[str, dict[str, int]]  # images of each class in each split
+    images: dict[str, int]  # per split
+    classes: dict[str, dict[str, int]]  # images per split and class
     empty: tuple[str, ...]  # classes without an image in train
-    imbalance: float  # the largest class of train over its smallest that has images
+    imbalance: float  # the largest class of train over its smallest non-empty one
     formats: dict[str, int]
     widths: dict[str, int]  # smallest, median, largest
     heights: dict[str, int]
-    unreadable: dict[str, str]  # with the reason
+    unreadable: dict[str, str]  # image -> reason
     rotated: tuple[str, ...]
-    deep: tuple[str, ...]  # more than 8 bits a channel
+    deep: tuple[str, ...]  # more than 8 bits per channel
     cmyk: tuple[str, ...]
     animated: tuple[str, ...]
     tiny: tuple[str, ...]
@@ -64,53 +67,47 @@ class Report:
     transparent: int
     duplicates: tuple[tuple[str, ...], ...]  # groups of identical files
     contradictions: tuple[tuple[str, ...], ...]  # groups of identical files with different labels
-    near: tuple[Pair, ...]
-    leaks: tuple[Pair, ...]  # (in train, in test), identical or near; each image of either side in at least one
-    held_out: int  # images that training would test on by itself, where there is no test split: `leaks` are into these
-    not_compared: int  # tiny, flat or unreadable
-    near_is_complete: bool  # False where more than MOST_PAIRS pairs were found, and the search ended there
+    near: tuple[CopyPair, ...]  # near copies, and files that differ but decode to the same pixels
+    leaks: tuple[CopyPair, ...]  # (in train, in val or test); every training image with such a copy is in one
+    held_out: int  # without a val or test split: images that training would hold out, into which `leaks` are counted
+    not_compared: int  # tiny, of one colour or unreadable
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, with the thresholds."""
-        limits = {"near_bits": NEAR_BITS, "confirm_bits": CONFIRM_BITS, "tiny_pixels": TINY, "flat_levels": FLAT}
         pairs = {name: [pair._asdict() for pair in getattr(self, name)] for name in ("near", "leaks")}
-        return {**dataclasses.asdict(self), **pairs, "thresholds": limits}
+        return {**dataclasses.asdict(self), **pairs, "thresholds": THRESHOLDS}
 
 
 class _Image(NamedTuple):
-    """One image as a worker saw it; the hashes are of use only where it is compared."""
+    """One image as a worker read it; without facts it is unreadable, for the reason given."""
 
     facts: ImageFacts | None
     reason: str
-    digest: bytes
-    phash: int
-    dhash: int
-    compared: bool
+    signature: ImageSignature
 
 
-def check(
-    source: str | Path | DataSet,
-    *,
-    workers: int = 0,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> Report:
-    """Read every image of a source once. `on_progress` hears how many of how many are done.
+def check(source: str | Path | DataSet, *, workers: int = 0, on_event: EventHandler = ignore_events) -> CheckReport:
+    """Read every image of all splits once and report problems.
 
-    A source without a test split is looked at whole; its leaks are those of the split that training makes by default.
+    Args:
+        source: A data set, or its folder or name as `open_data` takes it. Without a val or test split, leaks are those
+            of the split that training makes by default.
+        workers: Processes that read images; 0 reads them in this one.
+        on_event: Receives `Progress("checking", ...)`.
+
+    Returns:
+        The report.
     """
-    data = source if isinstance(source, DataSet) else _opened(source)
-    splits = list(data.splits)
-    seen: list[_Image] = []
-    total = sum(map(len, splits))
-    for chunk in iterate_in_workers(_Chunks(splits), workers):
-        seen += chunk
-        if on_progress:
-            on_progress(len(seen), total)
-    return _report(data, splits, seen)
+    data = source if isinstance(source, DataSet) else _open_with_empty_classes(source)
+    images: list[_Image] = []
+    total = sum(map(len, data.splits))
+    for chunk in iterate_in_workers(_Chunks(data.splits), workers):
+        images += chunk
+        on_event(Progress("checking", len(images), total))
+    return _report(data, images)
 
 
-def _opened(source: str | Path) -> DataSet:
-    """All that there is, classes without images too."""
+def _open_with_empty_classes(source: str | Path) -> DataSet:
     try:
         return open_data(source, held_out=0)
     except EmptyClass as error:
@@ -119,143 +116,149 @@ def _opened(source: str | Path) -> DataSet:
 
 @dataclasses.dataclass(frozen=True)
 class _Chunks:
-    """A map-style data set for the workers: a few images an item, as asking costs more than a small answer."""
+    """A map-style dataset of lists of images, for the workers."""
 
-    splits: list[Split]
+    splits: Sequence[Split]
 
     def __len__(self) -> int:
-        return -(-sum(map(len, self.splits)) // _CHUNK)
+        return -(-sum(map(len, self.splits)) // CHUNK)
 
     def __getitem__(self, item: int) -> list[_Image]:
-        rows = range(item * _CHUNK, min((item + 1) * _CHUNK, sum(map(len, self.splits))))
-        images, small = zip(*(_look(*self._place(row)) for row in rows), strict=True)
-        hashes = zip(phash(np.stack(small)).tolist(), dhash(np.stack(small)).tolist(), strict=True)
-        return [image._replace(phash=one, dhash=other) for image, (one, other) in zip(images, hashes, strict=True)]
+        indices = range(item * CHUNK, min((item + 1) * CHUNK, sum(map(len, self.splits))))
+        return [_read(*self._locate(index)) for index in indices]
 
-    def _place(self, row: int) -> tuple[Split, int]:
+    def _locate(self, index: int) -> tuple[Split, int]:
         for split in self.splits:
-            if row < len(split):
-                return split, row
-            row -= len(split)
-        raise IndexError(row)
+            if index < len(split):
+                return split, index
+            index -= len(split)
+        raise IndexError(index)
 
 
-def _look(split: Split, index: int) -> tuple[_Image, np.ndarray]:
-    """An image without its hashes, and the (32, 32) to hash."""
-    digest = b""
+def _read(split: Split, index: int) -> _Image:
     try:
         data = split.reader.read(index)
-        digest = hashlib.sha256(data if isinstance(data, bytes) else f"{data.shape}".encode() + data.tobytes()).digest()
-        facts, grey = _seen_pixels(data) if isinstance(data, np.ndarray) else (describe(data), decode(data, 1))
+        facts = describe(data) if isinstance(data, bytes) else _pixel_facts(data)
+        return _Image(facts, "", signature(data))
     except ImageError as error:
-        return _Image(None, str(error), digest, 0, 0, False), np.zeros((SIDE, SIDE), np.uint8)
-    small = resize(grey, (SIDE, SIDE))[:, :, 0]
-    compared = min(facts.width, facts.height) >= TINY and float(small.std()) >= FLAT
-    return _Image(facts, "", digest, 0, 0, compared), small
+        return _Image(None, str(error), UNREADABLE)
 
 
-def _seen_pixels(data: np.ndarray) -> tuple[ImageFacts, np.ndarray]:
-    height, width, channels = data.shape
-    facts = ImageFacts("pixels", width, height, "L" if channels == 1 else "RGB", 8, channels, False, 1)
-    return facts, data.mean(2, keepdims=True).astype(np.uint8)
+def _pixel_facts(pixels: np.ndarray) -> ImageFacts:
+    height, width, channels = pixels.shape
+    return ImageFacts("pixels", width, height, "L" if channels == 1 else "RGB", 8, channels, False, 1)
 
 
-def _report(data: DataSet, splits: list[Split], seen: list[_Image]) -> Report:
-    keys = [key for split in splits for key in split.keys]
-    labels = [row.tobytes() for split in splits for row in split.labels]
-    tested = _tested(data)
-    groups = _identical(seen)
-    alike, complete = _near(seen, groups)
-    facts = [(key, image.facts) for key, image in zip(keys, seen, strict=True) if image.facts]
+def _report(data: DataSet, images: list[_Image]) -> CheckReport:
+    keys = [key for split in data.splits for key in split.keys]
+    labels = [row.tobytes() for split in data.splits for row in split.labels]
+    group = _groups(data)
+    same_file = _identical([image.signature.file_digest or image.signature.pixel_digest for image in images])
+    same_pixels = _identical([image.signature.pixel_digest for image in images])
+    near = _near_copies([image.signature for image in images], group)
+    facts = [(key, image.facts) for key, image in zip(keys, images, strict=True) if image.facts]
     counts = data.train.counts()
-    learns = counts.any() or not data.splits[1:]  # else the data is for testing only
-    lacking = too_few_classes(data.source, data.train) if learns else ""
+    trainable = counts.any() or not data.splits[1:]  # else the source has a test split only
+    notes = [*data.notes, too_few_classes(data.source, data.train) if trainable else ""]
+    if (group == 0).sum() > MAX_CROP_SEARCH:
+        notes.append(f"Cropped copies within train are not searched for above {MAX_CROP_SEARCH:,} images.")
 
-    def those(kind: Callable[[ImageFacts], bool]) -> tuple[str, ...]:
-        return tuple(key for key, found in facts if kind(found))
+    def select(condition: Callable[[ImageFacts], bool]) -> tuple[str, ...]:
+        return tuple(key for key, fact in facts if condition(fact))
 
-    return Report(
+    def named(pairs: list[tuple[int, int, float]]) -> tuple[CopyPair, ...]:
+        return tuple(CopyPair(keys[first], keys[second], score) for first, second, score in pairs)
+
+    return CheckReport(
         source=data.source,
-        notes=(*data.notes, lacking) if lacking else data.notes,
-        images={split.name: len(split) for split in splits},
-        classes={split.name: dict(zip(split.classes, split.counts().tolist(), strict=True)) for split in splits},
-        empty=tuple(data.train.classes[place] for place in np.flatnonzero(counts == 0)) if learns else (),
+        notes=tuple(filter(None, notes)),
+        images={split.name: len(split) for split in data.splits},
+        classes={split.name: dict(zip(split.classes, split.counts().tolist(), strict=True)) for split in data.splits},
+        empty=tuple(data.train.classes[index] for index in np.flatnonzero(counts == 0)) if trainable else (),
         imbalance=float(counts.max() / counts[counts > 0].min()) if counts.any() else 0.0,
-        formats=dict(Counter(found.format for _, found in facts).most_common()),
-        widths=_spread([found.width for _, found in facts]),
-        heights=_spread([found.height for _, found in facts]),
-        unreadable={key: image.reason for key, image in zip(keys, seen, strict=True) if not image.facts},
-        rotated=those(lambda found: found.rotated),
-        deep=those(lambda found: found.bits > 8),
-        cmyk=those(lambda found: found.mode == "CMYK"),
-        animated=those(lambda found: found.frames > 1),
-        tiny=those(lambda found: min(found.width, found.height) < TINY),
-        grey=len(those(lambda found: found.channels == 1 and found.mode != "P")),
-        transparent=len(those(lambda found: found.mode in ("RGBA", "LA", "PA"))),
-        duplicates=tuple(tuple(keys[place] for place in group) for group in groups),
+        formats=dict(Counter(fact.format for _, fact in facts).most_common()),
+        widths=_range([fact.width for _, fact in facts]),
+        heights=_range([fact.height for _, fact in facts]),
+        unreadable={key: image.reason for key, image in zip(keys, images, strict=True) if not image.facts},
+        rotated=select(lambda fact: fact.rotated),
+        deep=select(lambda fact: fact.bits > 8),
+        cmyk=select(lambda fact: fact.mode == "CMYK"),
+        animated=select(lambda fact: fact.frames > 1),
+        tiny=select(lambda fact: min(fact.width, fact.height) < MIN_SIDE),
+        grey=len(select(lambda fact: fact.channels == 1 and fact.mode != "P")),
+        transparent=len(select(lambda fact: fact.mode in ("RGBA", "LA", "PA"))),
+        duplicates=tuple(tuple(keys[index] for index in members) for members in same_file),
         contradictions=tuple(
-            tuple(keys[place] for place in group) for group in groups if len({labels[place] for place in group}) > 1
+            tuple(keys[index] for index in members)
+            for members in same_file
+            if len({labels[index] for index in members}) > 1
         ),
-        near=tuple(Pair(keys[first], keys[second], bits) for first, second, bits in alike),
-        leaks=tuple(Pair(keys[first], keys[second], bits) for first, second, bits in _crossing(groups, alike, tested)),
-        held_out=int(tested.sum()) if not data.splits[1:] else 0,
-        not_compared=sum(not image.compared for image in seen),
-        near_is_complete=complete,
+        near=named(_reencoded(same_pixels, images) + near),
+        leaks=named(_leaks(same_pixels, near, group > 0)),
+        held_out=int((group > 0).sum()) if not data.splits[1:] else 0,
+        not_compared=sum(not image.signature.comparable for image in images),
     )
 
 
-def _identical(seen: list[_Image]) -> list[list[int]]:
-    groups: dict[bytes, list[int]] = defaultdict(list)
-    for place, image in enumerate(seen):
-        if image.facts:  # empty files are all alike, and unreadable anyway
-            groups[image.digest].append(place)
-    return [group for group in groups.values() if len(group) > 1]
-
-
-def _tested(data: DataSet) -> np.ndarray:
-    """Which images of all splits, train first, are held out, (n,) bool; without a split those that training would hold
-    out."""
+def _groups(data: DataSet) -> np.ndarray:
+    """(n,) int64: the split of each image, 0 for train; without another split, 1 for what training would hold out."""
     if not data.splits[1:]:
-        return stratified(data.train.keys, strata(data.train), HELD_OUT, seed=0)
-    return np.arange(sum(map(len, data.splits))) >= len(data.train)
+        return stratified(data.train.keys, strata(data.train), HELD_OUT, seed=0).astype(np.int64)
+    return np.repeat(np.arange(len(data.splits)), [len(split) for split in data.splits])
 
 
-def _crossing(
-    groups: list[list[int]], alike: list[tuple[int, int, int]], tested: np.ndarray
-) -> list[tuple[int, int, int]]:
-    """Pairs as (place in train, place in test, bits) in which every image is that has a copy on the other side."""
-    pairs: list[tuple[int, int, int]] = []
-    for group in groups:
-        train, test = ([place for place in group if tested[place] == side] for side in (False, True))
-        if train and test:
-            pairs += [(place, test[0], -1) for place in train] + [(train[0], place, -1) for place in test[1:]]
-    for one, other, bits in alike:
-        if tested[one] != tested[other]:
-            pairs.append((other, one, bits) if tested[one] else (one, other, bits))
+def _identical(digests: Sequence[Hashable]) -> list[list[int]]:
+    """Groups of at least two indices with the same digest; an empty digest belongs to no group."""
+    groups: dict[Hashable, list[int]] = defaultdict(list)
+    for index, digest in enumerate(digests):
+        if digest:
+            groups[digest].append(index)
+    return [members for members in groups.values() if len(members) > 1]
+
+
+def _near_copies(signatures: list[ImageSignature], group: np.ndarray) -> list[tuple[int, int, float]]:
+    """Near copies (index, index, score) whose pixels differ, the best first.
+
+    Every image is compared with the images of later groups, as `dedupe` compares train with test, and with the later
+    ones of its own.
+    """
+    pairs = []
+    for number in range(int(group.max(initial=-1)) + 1):
+        stored = np.flatnonzero(group == number)
+        crops = UNCROPPED if number == 0 and len(stored) > MAX_CROP_SEARCH else CROPS
+        index = CopyIndex([signatures[i] for i in stored], crops)
+        for earlier in range(number + 1):
+            queries = np.flatnonzero(group == earlier)
+            for start in range(0, len(queries), CHUNK):
+                chunk = queries[start : start + CHUNK]
+                found = index.near_copies([signatures[i] for i in chunk], first=start if earlier == number else None)
+                pairs += [(int(chunk[row]), int(stored[match]), score) for row, match, score in found]
+    different = [pair for pair in pairs if signatures[pair[0]].pixel_digest != signatures[pair[1]].pixel_digest]
+    return sorted(different, key=lambda pair: (-pair[2], *pair[:2]))
+
+
+def _reencoded(same_pixels: list[list[int]], images: list[_Image]) -> list[tuple[int, int, float]]:
+    """Pairs (index, index, 1) of different files with the same pixels: the first of each group with each other file."""
+    pairs = []
+    for members in same_pixels:
+        files = list({images[index].signature.file_digest: index for index in reversed(members)}.values())[::-1]
+        pairs += [(members[0], index, 1.0) for index in files if index != members[0]]
     return pairs
 
 
-def _near(seen: list[_Image], groups: list[list[int]]) -> tuple[list[tuple[int, int, int]], bool]:
-    """Near pairs as (place, place, bits) with the nearest first; identical files are told elsewhere."""
-    group_of = {place: number for number, group in enumerate(groups) for place in group}
-    places = np.array([place for place, image in enumerate(seen) if image.compared], np.int64)
-    first, second = (
-        np.array([getattr(seen[place], name) for place in places], np.uint64) for name in ("phash", "dhash")
-    )
-    found: list[tuple[int, int, int]] = []
-    for block in near_pairs(first, NEAR_BITS):
-        left, right = block.T
-        block = block[distance(second[left], second[right]) <= CONFIRM_BITS]
-        bits = distance(first[block[:, 0]], first[block[:, 1]]).tolist()
-        for (one, other), apart in zip(places[block].tolist(), bits, strict=True):
-            if group_of.get(one, -1) != group_of.get(other, -2):
-                found.append((one, other, apart))
-        if len(found) > MOST_PAIRS:
-            return sorted(found, key=lambda pair: pair[2])[:MOST_PAIRS], False
-    return sorted(found, key=lambda pair: (pair[2], pair[0], pair[1])), True
+def _leaks(
+    same_pixels: list[list[int]], near: list[tuple[int, int, float]], held_out: np.ndarray
+) -> list[tuple[int, int, float]]:
+    """Pairs (in train, in val or test, score), identical ones first, each image of an identical group at least once."""
+    pairs: list[tuple[int, int, float]] = []
+    for members in same_pixels:
+        train, test = ([index for index in members if held_out[index] == side] for side in (False, True))
+        if train and test:
+            pairs += [(index, test[0], 1.0) for index in train] + [(train[0], index, 1.0) for index in test[1:]]
+    return pairs + [pair for pair in near if held_out[pair[0]] != held_out[pair[1]]]
 
 
-def _spread(values: list[int]) -> dict[str, int]:
+def _range(values: list[int]) -> dict[str, int]:
     if not values:
         return {}
     return {"smallest": min(values), "median": int(np.median(values)), "largest": max(values)}

@@ -1,4 +1,4 @@
-"""Pure numbers from outputs and labels: exact counts, so that they depend on no batch size and no process count."""
+"""Classification and multi-label metrics from all outputs and labels of a split, by exact counts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 from vitral.errors import UserError
 from vitral.evaluation.calibration import calibration_error, check_scores, negative_log_likelihood, reliability
 
-_ROWS = 4096  # rows compared at a time: the masks of a whole table of outputs would be as large as the table
+_ROWS = 4096  # rows compared at a time, which bounds the memory of the masks
 
 
-class ClassRow(NamedTuple):
-    """One class of a classification. Without examples there is no recall, without predictions no precision."""
+class ClassMetrics(NamedTuple):
+    """Metrics of one class. Recall is None without examples, precision without predictions."""
 
     name: str
     support: int
@@ -25,7 +25,7 @@ class ClassRow(NamedTuple):
 
 
 class ConfusedPair(NamedTuple):
-    """`count` of the `support` examples of class `true` were taken for `predicted`."""
+    """`count` of the `support` examples of class `true` were predicted as `predicted`."""
 
     true: str
     predicted: str
@@ -34,21 +34,21 @@ class ConfusedPair(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Classification:
-    """One label for each example. Equal outputs go to the lower class index."""
+class ClassificationMetrics:
+    """Metrics of single-label classification. Ties go to the lower class index."""
 
     n: int
     top1: float
     top5: float | None  # None below five classes
     mean_per_class: float  # recall, averaged over the classes that have examples
-    nll: float  # of the softmax over the classes, of which one is right, whatever loss trained the model
-    ece: float  # of the probabilities that the model gives: softmax or sigmoid
-    per_class: tuple[ClassRow, ...]
+    nll: float  # negative log-likelihood of the softmax over the classes, whatever loss trained the model
+    ece: float  # expected calibration error of the model's probabilities: softmax or sigmoid
+    per_class: tuple[ClassMetrics, ...]
     confused: tuple[ConfusedPair, ...]
-    confusion: np.ndarray  # (m, 3) int64: true class, predicted class, count; 21,843 classes squared would fill 3.8 GB
+    confusion: np.ndarray  # (m, 3) int64, sparse: true class, predicted class, count
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready; the confusion as [true, predicted, count] where the count is not zero."""
+        """For JSON; the confusion matrix as [true, predicted, count] where the count is not zero."""
         return {
             **{name: getattr(self, name) for name in ("n", "top1", "top5", "mean_per_class", "nll", "ece")},
             "per_class": [row._asdict() for row in self.per_class],
@@ -59,26 +59,37 @@ class Classification:
 
 def classification_metrics(
     logits: np.ndarray, labels: np.ndarray, classes: Sequence[str], *, sigmoid: bool = False
-) -> Classification:
-    """(n, k), (n,) and k names -> all that is counted about them; with `sigmoid` each class has a probability of its
-    own."""
+) -> ClassificationMetrics:
+    """Compute the metrics of single-label classification.
+
+    Args:
+        logits: (n, k).
+        labels: (n,) int64.
+        classes: k names.
+        sigmoid: Whether each class has its own probability (sigmoid), or they sum to 1 (softmax).
+
+    Raises:
+        UserError: There are no examples, outputs are not finite, or shapes or labels do not fit.
+    """
     check_scores(logits, labels)
     _check_names(classes, logits.shape[1])
     k = logits.shape[1]
-    ranks, chosen = _ranks(logits, labels), logits.argmax(axis=1)
-    codes, counts = np.unique(labels * k + chosen, return_counts=True)
+    ranks, predictions = _ranks(logits, labels), logits.argmax(axis=1)
+    codes, counts = np.unique(labels * k + predictions, return_counts=True)
     confusion = np.stack([codes // k, codes % k, counts], axis=1)
-    right, support, predicted = (np.bincount(of, minlength=k) for of in (labels[chosen == labels], labels, chosen))
+    correct, support, predicted = (
+        np.bincount(values, minlength=k) for values in (labels[predictions == labels], labels, predictions)
+    )
     present = support > 0
-    return Classification(
+    return ClassificationMetrics(
         n=len(labels),
         top1=float((ranks == 0).mean()),
         top5=float((ranks < 5).mean()) if k >= 5 else None,
-        mean_per_class=float((right[present] / support[present]).mean()),
+        mean_per_class=float((correct[present] / support[present]).mean()),
         nll=negative_log_likelihood(logits, labels),
         ece=calibration_error(reliability(logits, labels, sigmoid=sigmoid)),
         per_class=tuple(
-            ClassRow(name, int(support[i]), _share(right[i], support[i]), _share(right[i], predicted[i]))
+            ClassMetrics(name, int(support[i]), _ratio(correct[i], support[i]), _ratio(correct[i], predicted[i]))
             for i, name in enumerate(classes)
         ),
         confused=confused_pairs(confusion, classes),
@@ -87,7 +98,7 @@ def classification_metrics(
 
 
 def confused_pairs(confusion: np.ndarray, classes: Sequence[str], most: int = 5) -> tuple[ConfusedPair, ...]:
-    """(m, 3) -> the commonest mistakes, most frequent first; equally frequent ones in the order of the classes."""
+    """The most frequent confusions of a sparse confusion matrix (m, 3), ties in the order of the classes."""
     support = np.bincount(confusion[:, 0], weights=confusion[:, 2], minlength=len(classes))
     wrong = confusion[confusion[:, 0] != confusion[:, 1]]
     order = np.lexsort((wrong[:, 1], wrong[:, 0], -wrong[:, 2]))[:most]
@@ -98,9 +109,15 @@ def confused_pairs(confusion: np.ndarray, classes: Sequence[str], most: int = 5)
 
 
 def real_accuracy(logits: np.ndarray, keys: Sequence[str], real: Sequence[Sequence[int]]) -> tuple[float, int]:
-    """(n, 1000) -> (accuracy, scored) by the ReaL labels (Beyer et al. 2020): any of an image's labels is right.
+    """ImageNet accuracy by the ReaL labels (Beyer et al. 2020): a prediction of any of an image's labels is correct.
 
-    Entry i of `real` belongs to ILSVRC2012_val_{i + 1:08d}, which every key must contain; an empty list is not scored.
+    Args:
+        logits: (n, 1000).
+        keys: Names of the images, each of which contains ILSVRC2012_val_ and its number of eight digits.
+        real: Entry i are the labels of ILSVRC2012_val_{i + 1:08d}; images without labels are not scored.
+
+    Returns:
+        The accuracy and the number of scored images.
     """
     numbers = [re.search(r"ILSVRC2012_val_(\d{8})", key) for key in keys]
     for key, number in zip(keys, numbers, strict=True):
@@ -110,15 +127,17 @@ def real_accuracy(logits: np.ndarray, keys: Sequence[str], real: Sequence[Sequen
     if len(logits) == 0 or not any(allowed):
         raise UserError("none of these images has a ReaL label: there is nothing to score.")
     if max(max(labels) for labels in allowed if labels) >= logits.shape[1]:
-        raise UserError(f"ReaL labels count ImageNet's 1000 classes, and this model has {logits.shape[1]}.")
+        raise UserError(
+            f"ReaL labels are of ImageNet's 1000 classes, and this model has {logits.shape[1]}: choose another model."
+        )
     check_scores(logits, np.zeros(len(allowed), np.int64))
-    chosen = logits.argmax(axis=1).tolist()
-    right = [guess in labels for guess, labels in zip(chosen, allowed, strict=True) if labels]
-    return sum(right) / len(right), len(right)
+    predictions = logits.argmax(axis=1).tolist()
+    correct = [prediction in labels for prediction, labels in zip(predictions, allowed, strict=True) if labels]
+    return sum(correct) / len(correct), len(correct)
 
 
-class LabelRow(NamedTuple):
-    """One class of a multi-label problem; what needs a positive example is None without one."""
+class LabelMetrics(NamedTuple):
+    """Metrics of one class of a multi-label problem; None where they need a positive example and there is none."""
 
     name: str
     support: int
@@ -129,10 +148,10 @@ class LabelRow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MultiLabel:
-    """Several labels for each example. Means over classes take those with a positive example; `micro` pools them all.
+class MultiLabelMetrics:
+    """Metrics of multi-label classification. Means over classes include those with a positive example.
 
-    Where `fitted_here` is true, the thresholds were chosen on these very examples, so F1 at them is optimistic.
+    Where `fitted_here` is true the thresholds were chosen on the same examples, so F1 at them is optimistic.
     """
 
     n: int
@@ -142,30 +161,40 @@ class MultiLabel:
     micro_f1_at_thresholds: float
     macro_f1_at_thresholds: float
     fitted_here: bool
-    per_class: tuple[LabelRow, ...]
+    per_class: tuple[LabelMetrics, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """For JSON."""
         return {**asdict(self), "per_class": [row._asdict() for row in self.per_class]}
 
 
 def multilabel_metrics(
     scores: np.ndarray, labels: np.ndarray, classes: Sequence[str], thresholds: Sequence[float] | None = None
-) -> MultiLabel:
-    """Probabilities (n, k) and 0/1 labels (n, k) -> mAP and F1, at 0.5 and at thresholds given or fitted here."""
+) -> MultiLabelMetrics:
+    """Compute mAP, and F1 at probability 0.5 and at one threshold per class.
+
+    Args:
+        scores: Probabilities (n, k).
+        labels: 0 or 1, (n, k).
+        classes: k names.
+        thresholds: k thresholds; fitted to these examples by default.
+
+    Raises:
+        UserError: There are no examples or no labels, values are no probabilities, or shapes do not fit.
+    """
     _check_probabilities(scores, labels)
     _check_names(classes, scores.shape[1])
     truth = labels.astype(bool)
     support = truth.sum(axis=0)
     present = support > 0
     if not present.any():
-        raise UserError("not one example has a label: there is nothing to score.")
+        raise UserError("no example has a label, so that there is nothing to score: check the data.")
     if thresholds is not None and len(thresholds) != len(classes):
         raise UserError(f"{len(thresholds)} thresholds do not fit {len(classes)} classes: give one for each.")
     limits = best_thresholds(scores, labels) if thresholds is None else np.asarray(thresholds, np.float64)
     precision = [average_precision(scores[:, i], truth[:, i]) if present[i] else None for i in range(len(classes))]
     (micro, half), (fitted_micro, fitted) = (_f1(scores >= limit, truth) for limit in (0.5, limits))
-    return MultiLabel(
+    return MultiLabelMetrics(
         n=len(scores),
         mean_average_precision=float(np.mean([value for value in precision if value is not None])),
         micro_f1=micro,
@@ -174,7 +203,7 @@ def multilabel_metrics(
         macro_f1_at_thresholds=float(fitted[present].mean()),
         fitted_here=thresholds is None,
         per_class=tuple(
-            LabelRow(
+            LabelMetrics(
                 name,
                 int(support[i]),
                 precision[i],
@@ -188,24 +217,24 @@ def multilabel_metrics(
 
 
 def average_precision(scores: np.ndarray, truth: np.ndarray) -> float:
-    """(n,), (n,) bool -> the sum of precision times gain in recall over all thresholds: steps, no interpolation."""
+    """(n,), (n,) bool -> the sum of precision times increase in recall over all thresholds, without interpolation."""
     _, hits, taken = _cumulative(scores, truth)
     return float((hits / taken * np.diff(hits, prepend=0)).sum() / hits[-1])
 
 
 def best_thresholds(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """(n, k), (n, k) -> (k,): where `score >= threshold` has its best F1, the highest such score; 0.5 for classes
-    without a positive example."""
+    """(n, k), (n, k) -> (k,): the highest score at which `score >= threshold` has the best F1; 0.5 for classes without
+    a positive example."""
     _check_probabilities(scores, labels)
-    found = np.full(scores.shape[1], 0.5)
+    thresholds = np.full(scores.shape[1], 0.5)
     for i in np.flatnonzero(labels.any(axis=0)):
         values, hits, taken = _cumulative(scores[:, i], labels[:, i].astype(bool))
-        found[i] = values[np.argmax(2 * hits / (taken + hits[-1]))]
-    return found
+        thresholds[i] = values[np.argmax(2 * hits / (taken + hits[-1]))]
+    return thresholds
 
 
 def _cumulative(scores: np.ndarray, truth: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Distinct scores from high to low; positives, and examples, that score at least as much."""
+    """Distinct scores from high to low, and how many positives and examples score at least as high."""
     order = np.argsort(-scores, kind="stable")
     ordered = scores[order]
     last = np.append(np.diff(ordered) != 0, True).nonzero()[0]  # of each run of equal scores
@@ -213,26 +242,26 @@ def _cumulative(scores: np.ndarray, truth: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def _f1(predicted: np.ndarray, truth: np.ndarray) -> tuple[float, np.ndarray]:
-    """(n, k) bool twice -> the pooled F1, and (k,) of each class; 0 where there is nothing to find and nothing found"""
+    """(n, k) bool twice -> micro F1, and F1 per class (k,); 0 for classes without positives and predictions"""
     hits = (predicted & truth).sum(axis=0)
     total = predicted.sum(axis=0) + truth.sum(axis=0)
     return float(2 * hits.sum() / total.sum()), 2 * hits / np.maximum(total, 1)
 
 
 def _ranks(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """(n, k), (n,) -> (n,): how many classes come before the label; of equal outputs the lower index comes first."""
+    """(n, k), (n,) -> (n,): how many classes rank before the label; ties go to the lower index."""
     ranks = np.empty(len(labels), np.int64)
     columns = np.arange(logits.shape[1])
     for start in range(0, len(labels), _ROWS):
         rows = slice(start, start + _ROWS)
-        own, label = logits[rows][np.arange(len(labels[rows])), labels[rows]][:, None], labels[rows][:, None]
-        before = (logits[rows] > own) | ((logits[rows] == own) & (columns < label))
+        score, label = logits[rows][np.arange(len(labels[rows])), labels[rows]][:, None], labels[rows][:, None]
+        before = (logits[rows] > score) | ((logits[rows] == score) & (columns < label))
         ranks[rows] = before.sum(axis=1)
     return ranks
 
 
-def _share(part: Any, whole: Any) -> float | None:
-    return float(part / whole) if whole else None
+def _ratio(part: Any, total: Any) -> float | None:
+    return float(part / total) if total else None
 
 
 def _check_names(classes: Sequence[str], k: int) -> None:
@@ -242,30 +271,39 @@ def _check_names(classes: Sequence[str], k: int) -> None:
 
 def _check_probabilities(scores: np.ndarray, labels: np.ndarray) -> None:
     if labels.shape != scores.shape:
-        raise UserError(f"several labels need a table of 0 and 1 as large as the outputs {scores.shape}.")
+        raise UserError(
+            f"labels of shape {labels.shape} do not fit outputs of shape {scores.shape}: give labels of 0 and 1."
+        )
     check_scores(scores, labels)
     if scores.min() < 0 or scores.max() > 1:
         raise UserError("multi-label scores are probabilities from 0 to 1: apply a sigmoid to the outputs first.")
 
 
 class ObjectNetScore(NamedTuple):
+    """Accuracy on ObjectNet and the number of images."""
+
     top1: float
     top5: float
     n: int
 
 
 def objectnet_accuracy(logits: np.ndarray, labels: np.ndarray, mapping: Sequence[Sequence[int]]) -> ObjectNetScore:
-    """(n, 1000), (n,) -> how often the first, or one of the first five, is right. Equal outputs go to the lower index.
+    """Top-1 and top-5 accuracy of an ImageNet model on ObjectNet. Ties go to the lower class index.
 
-    `mapping` has the outputs that are right for each ObjectNet class.
+    Args:
+        logits: (n, 1000).
+        labels: ObjectNet classes (n,).
+        mapping: The ImageNet classes that are correct for each ObjectNet class.
     """
     check_scores(logits, labels)
     outputs = logits.shape[1]
     if max(map(max, mapping)) >= outputs:
-        raise UserError(f"ObjectNet is mapped to ImageNet's 1000 classes, and this model has {outputs}.")
-    right = np.zeros((len(mapping), outputs), bool)
+        raise UserError(
+            f"ObjectNet is mapped to ImageNet's 1000 classes, and this model has {outputs}: choose another model."
+        )
+    correct = np.zeros((len(mapping), outputs), bool)
     for label, allowed in enumerate(mapping):
-        right[label, list(allowed)] = True
-    first = np.argsort(-logits, axis=1, kind="stable")[:, :5]
-    hits = right[labels[:, None], first]
+        correct[label, list(allowed)] = True
+    top5 = np.argsort(-logits, axis=1, kind="stable")[:, :5]
+    hits = correct[labels[:, None], top5]
     return ObjectNetScore(float(hits[:, 0].mean()), float(hits.any(axis=1).mean()), len(labels))

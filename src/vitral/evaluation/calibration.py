@@ -1,4 +1,4 @@
-"""Do the probabilities mean what they say? Likelihood, calibration error, and the one-number repair."""
+"""Calibration: negative log-likelihood, expected calibration error, temperature scaling."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from vitral.errors import UserError
 
 BINS = 15  # of equal width, as in Guo et al. 2017, whose ECE this is
-COLDEST, HOTTEST = 0.01, 100.0  # temperatures outside mean: perfectly separable, or worse than guessing
-_ROWS = 4096  # rows that exist in float64 at a time; a whole 50,000 x 21,843 table would take 8.7 GB
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0  # beyond: perfectly separable, or worse than chance
+_ROWS = 4096  # rows in float64 at a time; 50,000 x 21,843 logits would take 8.7 GB
 
 
-class Bin(NamedTuple):
+class ReliabilityBin(NamedTuple):
     """The examples whose confidence lies in (low, high]."""
 
     low: float
@@ -25,21 +25,25 @@ class Bin(NamedTuple):
 
 
 def check_scores(scores: np.ndarray, labels: np.ndarray) -> None:
-    """Refuse what cannot be counted: nothing, a wrong shape, values that are not numbers, labels without a column."""
+    """Raise a UserError for empty, mismatched or non-finite outputs, and for labels outside the classes."""
     if scores.ndim != 2 or len(labels) != len(scores):
-        raise UserError(f"outputs {scores.shape} and labels {labels.shape} must have one row for each example.")
+        raise UserError(
+            f"outputs of shape {scores.shape} and labels of shape {labels.shape} do not fit: give one row per example."
+        )
     if len(scores) == 0:
-        raise UserError("there is nothing to score: not one example was left, check that the images can be read.")
+        raise UserError("there is no example to score: check that the images can be read.")
     if not np.isfinite(scores).all():
         bad = int((~np.isfinite(scores).all(axis=1)).sum())
-        raise UserError(f"{bad} of {len(scores)} outputs are not finite: the weights are damaged or training diverged.")
+        raise UserError(
+            f"{bad} of {len(scores)} outputs are not finite (NaN or Inf): the weights are damaged or training diverged."
+        )
     if labels.ndim == 1 and (labels.min() < 0 or labels.max() >= scores.shape[1]):
         wrong = labels.min() if labels.min() < 0 else labels.max()
         raise UserError(f"label {wrong} has no output: the model has {scores.shape[1]} classes, counted from 0.")
 
 
 def probabilities(logits: np.ndarray, *, sigmoid: bool = False) -> np.ndarray:
-    """(n, k) -> (n, k) float64: a softmax over the classes, or with `sigmoid` each class on its own."""
+    """(n, k) -> (n, k) float64: softmax over the classes, or the sigmoid of each."""
     z = logits.astype(np.float64)
     if sigmoid:
         return np.exp(-np.logaddexp(0, -z))
@@ -53,45 +57,45 @@ def log_sum_exp(logits: np.ndarray) -> np.ndarray:
 
 
 def negative_log_likelihood(logits: np.ndarray, labels: np.ndarray) -> float:
-    """(n, k), (n,) -> the mean of -log p(label), in nats"""
+    """(n, k), (n,) -> the mean of -log p(label) under the softmax, in nats"""
     check_scores(logits, labels)
     return float(np.mean(log_sum_exp(logits) - logits[np.arange(len(labels)), labels]))
 
 
-def reliability(logits: np.ndarray, labels: np.ndarray, *, sigmoid: bool = False) -> tuple[Bin, ...]:
-    """(n, k), (n,) -> how often the predicted class is right, by the probability it was given."""
+def reliability(logits: np.ndarray, labels: np.ndarray, *, sigmoid: bool = False) -> tuple[ReliabilityBin, ...]:
+    """(n, k), (n,) -> accuracy by confidence, the probability of the predicted class, in `BINS` bins."""
     check_scores(logits, labels)
     top = logits.max(axis=1).astype(np.float64)
     confidence = np.exp(-np.logaddexp(0, -top)) if sigmoid else np.exp(top - log_sum_exp(logits))
-    right = logits.argmax(axis=1) == labels
+    correct = logits.argmax(axis=1) == labels
     edges = np.linspace(0, 1, BINS + 1)
-    place = np.searchsorted(edges[1:-1], confidence, side="left")
+    bins = np.searchsorted(edges[1:-1], confidence, side="left")
     table = []
     for i in range(BINS):
-        inside = place == i
-        means = (float(confidence[inside].mean()), float(right[inside].mean())) if inside.any() else (0.0, 0.0)
-        table.append(Bin(float(edges[i]), float(edges[i + 1]), int(inside.sum()), *means))
+        inside = bins == i
+        means = (float(confidence[inside].mean()), float(correct[inside].mean())) if inside.any() else (0.0, 0.0)
+        table.append(ReliabilityBin(float(edges[i]), float(edges[i + 1]), int(inside.sum()), *means))
     return tuple(table)
 
 
-def calibration_error(table: tuple[Bin, ...]) -> float:
-    """Expected calibration error (ECE): the mean |confidence - accuracy| of the bins, weighted by their examples."""
-    gaps = [row.count * abs(row.confidence - row.accuracy) for row in table]
-    return sum(gaps) / sum(row.count for row in table)
+def calibration_error(bins: tuple[ReliabilityBin, ...]) -> float:
+    """Expected calibration error (ECE): the mean |confidence - accuracy| of the bins, weighted by their counts."""
+    gaps = [row.count * abs(row.confidence - row.accuracy) for row in bins]
+    return sum(gaps) / sum(row.count for row in bins)
 
 
 def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
-    """The number to divide logits by for the best likelihood of these labels; fit it on held-out data only.
+    """The temperature to divide logits by that maximises the likelihood of the labels; fit it on held-out data only.
 
-    The likelihood is concave in 1 / temperature, so the place where its slope is zero is the best one; it is searched
-    by Newton's method between bounds that close in, unless it lies outside them from the start.
+    The log-likelihood is concave in 1 / temperature, so its maximum is where the slope is zero: Newton's method, with
+    bisection where a step leaves the bracket. Clipped to MIN_TEMPERATURE and MAX_TEMPERATURE.
     """
     check_scores(logits, labels)
-    low, high, inverse = 1 / HOTTEST, 1 / COLDEST, 1.0
+    low, high, inverse = 1 / MAX_TEMPERATURE, 1 / MIN_TEMPERATURE, 1.0
     if _slope(logits, labels, high)[0] <= 0:
-        return COLDEST
+        return MIN_TEMPERATURE
     if _slope(logits, labels, low)[0] >= 0:
-        return HOTTEST
+        return MAX_TEMPERATURE
     for _ in range(60):
         slope, curvature = _slope(logits, labels, inverse)
         low, high = (low, inverse) if slope > 0 else (inverse, high)
@@ -116,7 +120,7 @@ def _slope(logits: np.ndarray, labels: np.ndarray, inverse: float) -> tuple[floa
 
 
 def _blocks(logits: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-    """Rows in float64 less their maximum, the maximum (rows, 1), and the first row's number."""
+    """Rows in float64 minus their maximum, the maximum (rows, 1), and the index of the first row."""
     for start in range(0, len(logits), _ROWS):
         z = logits[start : start + _ROWS].astype(np.float64)
         top = z.max(axis=1, keepdims=True)

@@ -1,22 +1,19 @@
-"""Training images that are copies of test images: the same bytes or pixels, then perceptual hashes, then features.
+"""`dedupe`: training images that are copies of test images.
 
-The paper removes the near-duplicates of all test images from its largest training set, "following BiT"; neither paper
-describes the detector (section 4.1). Ours proposes pairs and looks at each again: a pair counts as near where the
-details of the two thumbnails correlate by ALIKE or more. Hashes propose copies that were encoded again, made smaller or
-larger, mirrored, or cut by up to 9 % at any side, in either direction. With a model, the test image whose features are
-most like a training image's is proposed too, and then up to 42 % of a side may be cut off. Whatever the features say,
-the pixels decide: a poor model costs time, not images. Few pictures that were turned are found. Of pictures that
-`check` does not compare, tiny or of one colour, only those with identical pixels are found.
+The paper removes near-duplicates of all test images from its largest training set, "following BiT"; neither paper
+describes the detector (section 4.1). This one is `vitral.data.copies`. With a model, the test image with the most
+similar features is a further candidate, and crops of up to 42 % of a side are found. Thumbnails decide in either case:
+a weak model costs time, but adds no false pairs.
 
-Test images are kept in memory, about 10 kB each; training images pass by. Work per training image does not depend on
-how many there are.
+Test images are kept in memory, about 10 kB each; training images are streamed. The work per training image does not
+depend on their number.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,52 +22,60 @@ import torch
 from torch import Tensor
 
 from vitral.atomic import atomic_write
-from vitral.data.hashes import FARTHEST
+from vitral.data.copies import (
+    CROPS,
+    LARGE_CROPS,
+    MIN_CORRELATION,
+    THRESHOLDS,
+    CopyIndex,
+    ImageSignature,
+    signatures,
+    thumbnail_correlation,
+)
+from vitral.data.nearest import nearest, unit_vectors
 from vitral.data.sources import Split
-from vitral.data.thumbnails import CUT, CUT_FAR, Gallery, ThumbnailBatch, likeness, looks
 from vitral.errors import UserError
-from vitral.evaluation.predict import Preprocessing, Progress, embed_split
+from vitral.evaluation.predict import Preprocessing, embed_split
+from vitral.events import Event, EventHandler, Progress, ignore_events
 from vitral.models.build import Model
 
-ALIKE = 0.8  # of 540,000 pairs of different photographs those with near hashes reach 0.69; copies begin at 0.91
-SIMILAR = 0.5  # cosine from which features propose a pair
-_BLOCK = 4096  # training images whose features are in memory
-_MATCHED = 256  # of these at a time against all test images
+MIN_COSINE = 0.5  # similarity of features from which a pair is a candidate
+_BLOCK = 4096  # training images whose features are in memory at a time
 
-Kind = Literal["exact", "near"]
-How = Literal["bytes", "pixels", "hash", "features"]
+CopyKind = Literal["exact", "near"]
+CopyMethod = Literal["bytes", "pixels", "hash", "features"]
 
 
-class Pair(NamedTuple):
-    """A training image and a test image that show the same picture."""
+class TrainTestCopy(NamedTuple):
+    """A training image and the test image that it is a copy of."""
 
     train: str
     test: str
-    split: int  # which of the test splits
-    kind: Kind
-    how: How
-    score: float  # 1 where they are identical, else how well their details correlate
+    split: int  # index of the test split
+    kind: CopyKind
+    method: CopyMethod  # how the pair was found
+    score: float  # correlation of the thumbnails; 1 where the images are identical
 
 
 @dataclass(frozen=True)
-class Duplicates:
-    """What `find_duplicates` found, in the order of the training images."""
+class DedupeResult:
+    """The result of `find_duplicates`, in the order of the training images."""
 
-    pairs: tuple[Pair, ...]  # for a training image at most one with each test split
+    pairs: tuple[TrainTestCopy, ...]  # at most one per training image and test split
     train: int  # images
-    against: tuple[int, ...]  # images of each test split
+    against: tuple[int, ...]  # images per test split
     unreadable: int
-    not_compared: int  # tiny or of one colour: searched for identical pixels only
+    not_compared: int  # tiny or of one colour: compared by digest only
 
     @property
     def keys(self) -> list[str]:
-        """The training images to leave out, each once."""
+        """The training images to exclude, each once."""
         return list(dict.fromkeys(pair.train for pair in self.pairs))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, with the thresholds."""
-        limits = {"alike": ALIKE, "hash_bits": FARTHEST, "similar_features": SIMILAR}
-        return {**asdict(self), "pairs": [pair._asdict() for pair in self.pairs], "thresholds": limits}
+        thresholds = {**THRESHOLDS, "min_cosine": MIN_COSINE}
+        return {**asdict(self), "pairs": [pair._asdict() for pair in self.pairs], "thresholds": thresholds}
 
 
 def find_duplicates(
@@ -82,12 +87,25 @@ def find_duplicates(
     batch: int = 64,
     device: torch.device | str = "cpu",
     workers: int = 0,
-    on_progress: Progress | None = None,
-) -> Duplicates:
-    """The images of `train` that are copies of an image of one of the test splits.
+    on_event: EventHandler = ignore_events,
+) -> DedupeResult:
+    """Find the images of `train` that are copies of a test image.
 
-    `model` with its `preprocess` adds the search by features. `on_progress` hears how many images of how many are done;
-    with a model each counts twice.
+    Args:
+        train: Training images.
+        against: Test splits.
+        model: Adds the search by features.
+        preprocess: The model's preprocessing; required with a model.
+        batch: Images per forward pass.
+        device: Where the model runs.
+        workers: Processes that read images; 0 reads them in this one.
+        on_event: Receives `Progress("comparing", ...)`; with a model, every image counts twice.
+
+    Returns:
+        The pairs and what was compared.
+
+    Raises:
+        UserError: There are no training or no test images, or both are the same files.
     """
     if not any(map(len, against)):
         raise UserError("there is no test image to compare with: name at least one test set.")
@@ -101,167 +119,157 @@ def find_duplicates(
     if (model is None) != (preprocess is None):
         raise ValueError("a model comes with its preprocess, and a preprocess with its model")
     images = len(train) + sum(map(len, against))
-    clock = _Clock(images if model is None else 2 * images, on_progress)
-    search = _Search(train, against, Gallery(against, workers, clock.advance), workers)
-    for seen in looks(train, workers):
-        search.by_digest_and_hash(seen)
-        clock.advance(len(seen.compared))
+    counter = _Counter(images if model is None else 2 * images, on_event)
+    indexes = [CopyIndex(_read_signatures(split, workers, counter)) for split in against]
+    search = _Search(train, against, indexes, workers)
+    for block in signatures(train, workers):
+        search.add_block(block)
+        counter.advance(len(block))
     if model is not None and preprocess is not None:
 
         def embed(split: Split) -> Tensor:
-            found = embed_split(
-                model, split, preprocess, batch=batch, device=device, workers=workers, on_progress=clock.within
+            embeddings = embed_split(
+                model, split, preprocess, batch=batch, device=device, workers=workers, on_event=counter.forward
             )
-            clock.advance(len(split))
-            return _unit(found.features, found.valid).to(device)
+            counter.advance(len(split))
+            # Zero, and so similar to nothing, where the image is unreadable.
+            return unit_vectors(embeddings.features * embeddings.valid[:, None]).to(device)
 
         search.by_features(embed)
     return search.result()
 
 
-def write_exclusions(path: Path, found: Duplicates) -> None:
-    """One training image in a line, below it in a comment what it is a copy of; UTF-8, never half a file."""
-    lines = [f"# {len(found.keys)} of {found.train} training images are copies of test images"]
-    copies: dict[str, list[Pair]] = {}
-    for pair in found.pairs:
+def write_exclusions(path: Path, result: DedupeResult) -> None:
+    """Write the training images to exclude, one per line, each followed by comments with its copies; UTF-8, atomic."""
+    lines = [f"# {len(result.keys)} of {result.train} training images are copies of test images"]
+    copies: dict[str, list[TrainTestCopy]] = {}
+    for pair in result.pairs:
         copies.setdefault(pair.train, []).append(pair)
     for key, pairs in copies.items():
-        lines.append(_escaped(key))
-        lines += [f"#   {pair.kind} ({pair.how}, {pair.score:.3f}): {_escaped(pair.test)}" for pair in pairs]
-    with atomic_write(path) as aside:
-        # File names need not be text.
-        aside.write_bytes("".join(f"{line}\n" for line in lines).encode("utf-8", "surrogateescape"))
+        lines.append(_escape(key))
+        lines += [f"#   {pair.kind} ({pair.method}, {pair.score:.3f}): {_escape(pair.test)}" for pair in pairs]
+    with atomic_write(path) as temporary:
+        # File names need not be valid UTF-8.
+        temporary.write_bytes("".join(f"{line}\n" for line in lines).encode("utf-8", "surrogateescape"))
 
 
 def read_exclusions(path: Path) -> list[str]:
-    """The training images that a list names; empty lines and lines that begin with # say nothing."""
+    """The training images of an exclusion list; empty lines and lines that begin with # are skipped."""
     try:
         text = path.read_bytes().decode("utf-8-sig", "surrogateescape")
     except OSError as error:
         raise UserError(f"{path} cannot be read: name a list that `vitral dedupe` wrote.") from error
     lines = (line.removesuffix("\r") for line in text.split("\n"))
-    return [_unescaped(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line and line[0] != "#"]
+    return [_unescape(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line and line[0] != "#"]
 
 
-def _escaped(key: str) -> str:
-    """A key as one line that is no comment."""
+def _escape(key: str) -> str:
+    """A key as a single line that is not a comment."""
     line = key.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
     return "\\" + line if line.startswith("#") else line
 
 
-def _unescaped(line: str, where: str) -> str:
-    meanings = {"\\": "\\", "n": "\n", "r": "\r", "#": "#"}
+def _unescape(line: str, position: str) -> str:
+    characters = {"\\": "\\", "n": "\n", "r": "\r", "#": "#"}
 
-    def meant(found: re.Match[str]) -> str:
-        if found[1] not in meanings:
-            raise UserError(f"{where}: a backslash is written \\\\ in a list of images.")
-        return meanings[found[1]]
+    def replacement(match: re.Match[str]) -> str:
+        if match[1] not in characters:
+            raise UserError(f"{position}: a backslash is written \\\\ in a list of images.")
+        return characters[match[1]]
 
-    return re.sub(r"\\(.?)", meant, line)
+    return re.sub(r"\\(.?)", replacement, line)
 
 
 @dataclass
-class _Clock:
-    """Counts images for `on_progress`."""
+class _Counter:
+    """Counts images for `on_event` over all stages."""
 
     total: int
-    on_progress: Progress | None
+    on_event: EventHandler
     done: int = 0
 
     def advance(self, images: int) -> None:
         self.done += images
-        self.within(0, 0)
+        self.on_event(Progress("comparing", self.done, self.total))
 
-    def within(self, more: int, _: int) -> None:
-        """So many of the next ones are done, which are advanced over together later."""
-        if self.on_progress is not None:
-            self.on_progress(self.done + more, self.total)
+    def forward(self, event: Event) -> None:
+        """Progress within a split that `advance` counts as a whole later."""
+        if isinstance(event, Progress):
+            self.on_event(Progress("comparing", self.done + event.done, self.total))
 
 
-@dataclass
+def _read_signatures(split: Split, workers: int, counter: _Counter) -> list[ImageSignature]:
+    images: list[ImageSignature] = []
+    for block in signatures(split, workers):
+        images += block
+        counter.advance(len(block))
+    return images
+
+
 class _Search:
-    """The pairs found so far, by place in train and number of the test split."""
+    """The copies found so far, by index in train and number of the test split."""
 
-    train: Split
-    against: Sequence[Split]
-    known: Gallery
-    workers: int
-    found: dict[tuple[int, int], Pair] = field(default_factory=dict)
-    seen: int = 0
-    compared: int = 0
-    unreadable: int = 0
+    def __init__(self, train: Split, against: Sequence[Split], indexes: Sequence[CopyIndex], workers: int) -> None:
+        self.train, self.against, self.indexes, self.workers = train, against, indexes, workers
+        self.pairs: dict[tuple[int, int], TrainTestCopy] = {}
+        self.done = 0  # training images
+        tested = [image for index in indexes for image in index.signatures]
+        self.unreadable = sum(not image.pixel_digest for image in tested)
+        self.comparable = sum(image.comparable for image in tested)
 
-    def by_digest_and_hash(self, seen: ThumbnailBatch) -> None:
-        """The next images of train."""
-        known = self.known
-        for row, (file, picture) in enumerate(zip(seen.files, seen.pixels, strict=True), self.seen):
-            for number in range(len(self.against)):
-                if (place := known.files[number].get(file)) is not None:
-                    self._add(row, place, "exact", "bytes", 1.0)
-                elif (place := known.pixels[number].get(picture)) is not None:
-                    self._add(row, place, "exact", "pixels", 1.0)
-        rows = np.flatnonzero(seen.compared)
-        for row, place in known.propose(seen.thumbnails[rows]).tolist():
-            self._look_again(self.seen + int(rows[row]), seen.thumbnails[rows[row]], place, "hash")
-        self.seen += len(seen.compared)
-        self.compared += len(rows)
-        self.unreadable += seen.pixels.count(b"")
+    def add_block(self, block: list[ImageSignature]) -> None:
+        """Compare the next images of train by digest and by hash."""
+        for number, index in enumerate(self.indexes):
+            for row, match, score in index.near_copies(block):
+                self._add(self.done + row, number, match, "near", "hash", score)
+            for row, image in enumerate(block):
+                if (copy := index.exact_copy(image)) is not None:
+                    self._add(self.done + row, number, copy[0], "exact", copy[1], 1.0)
+        self.done += len(block)
+        self.unreadable += sum(not image.pixel_digest for image in block)
+        self.comparable += sum(image.comparable for image in block)
 
     def by_features(self, embed: Callable[[Split], Tensor]) -> None:
-        """The most similar image of each test split for each image of train; `embed` gives (n, d) of length 1."""
+        """Compare each image of train with the one of each test split that is most similar; `embed` gives (n, d)."""
         tests = [embed(split) if len(split) else None for split in self.against]
-        firsts = np.cumsum([0, *map(len, self.against)])
         for start in range(0, len(self.train), _BLOCK):
             rows = np.arange(start, min(start + _BLOCK, len(self.train)))
             features = embed(self.train.select(rows))
             for number, test in enumerate(tests):
                 if test is None:
                     continue
-                cosines, nearest = _most_similar(features, test)
-                chosen = [row for row in np.flatnonzero(cosines >= SIMILAR) if (start + row, number) not in self.found]
-                self._read_again(rows[chosen], firsts[number] + nearest[chosen])
+                cosines, matches = (tensor[:, 0].cpu().numpy() for tensor in nearest(features, test, 1))
+                chosen = [
+                    row for row in np.flatnonzero(cosines >= MIN_COSINE) if (start + row, number) not in self.pairs
+                ]
+                self._compare(rows[chosen], number, matches[chosen])
 
-    def result(self) -> Duplicates:
-        known = self.known
-        all_seen = self.seen + len(known.keys)
-        unreadable = self.unreadable + known.unreadable
-        return Duplicates(
-            pairs=tuple(self.found[place] for place in sorted(self.found)),
+    def result(self) -> DedupeResult:
+        images = self.done + sum(len(index.signatures) for index in self.indexes)
+        return DedupeResult(
+            pairs=tuple(self.pairs[position] for position in sorted(self.pairs)),
             train=len(self.train),
             against=tuple(map(len, self.against)),
-            unreadable=unreadable,
-            not_compared=all_seen - unreadable - self.compared - int(known.compared.sum()),
+            unreadable=self.unreadable,
+            not_compared=images - self.unreadable - self.comparable,
         )
 
-    def _read_again(self, rows: np.ndarray, places: np.ndarray) -> None:
-        """The thumbnails of training images that features proposed were not kept."""
-        pairs = zip(rows.tolist(), places.tolist(), strict=True)
-        for seen in looks(self.train.select(rows), self.workers):
-            for thumbnail, usable in zip(seen.thumbnails, seen.compared, strict=True):
-                row, place = next(pairs)
-                if usable and self.known.compared[place]:
-                    self._look_again(row, thumbnail, place, "features")
+    def _compare(self, rows: np.ndarray, number: int, matches: np.ndarray) -> None:
+        """Compare the thumbnails of candidates; those of training images were not kept, and are computed again."""
+        candidates = zip(rows.tolist(), matches.tolist(), strict=True)
+        for block in signatures(self.train.select(rows), self.workers):
+            for image in block:
+                row, match = next(candidates)
+                test = self.indexes[number].signatures[match]
+                if not (image.comparable and test.comparable):
+                    continue
+                score = thumbnail_correlation(image.thumbnail, test.thumbnail, (CROPS, *LARGE_CROPS))
+                if score >= MIN_CORRELATION:
+                    self._add(row, number, match, "near", "features", score)
 
-    def _look_again(self, row: int, thumbnail: np.ndarray, place: int, how: How) -> None:
-        earlier = self.found.get((row, int(self.known.split[place])))
-        if earlier is not None and earlier.kind == "exact":
-            return
-        score = likeness(thumbnail, self.known.thumbnails[place], (CUT,) if how == "hash" else (CUT, *CUT_FAR))
-        if score >= ALIKE and (earlier is None or score > earlier.score):
-            self._add(row, place, "near", how, score)
-
-    def _add(self, row: int, place: int, kind: Kind, how: How, score: float) -> None:
-        number = int(self.known.split[place])
-        self.found[row, number] = Pair(self.train.keys[row], self.known.keys[place], number, kind, how, score)
-
-
-def _unit(features: np.ndarray, valid: np.ndarray) -> Tensor:
-    """(n, d) of length 1; zero, and so similar to nothing, where the image could not be read"""
-    return torch.nn.functional.normalize(torch.from_numpy(features * valid[:, None]), dim=1)
-
-
-def _most_similar(features: Tensor, test: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """(n, d), (t, d) -> the highest cosine (n,), and whose it is (n,)"""
-    best = [(rows @ test.T).max(1) for rows in features.split(_MATCHED)]
-    values, places = (torch.cat(parts).cpu().numpy() for parts in zip(*best, strict=True))
-    return values, places
+    def _add(self, row: int, number: int, match: int, kind: CopyKind, method: CopyMethod, score: float) -> None:
+        """Keep the pair unless a better one is known; an exact copy is better than any near one."""
+        known = self.pairs.get((row, number))
+        if known is None or kind == "exact" or (known.kind == "near" and score > known.score):
+            test = self.against[number].keys[match]
+            self.pairs[row, number] = TrainTestCopy(self.train.keys[row], test, number, kind, method, score)

@@ -1,7 +1,7 @@
-"""Few-shot accuracy of frozen features: N images of each class, ridge regression in closed form, no training.
+"""Few-shot accuracy of frozen features: N images per class, ridge regression in closed form.
 
-The algorithm is the one of the paper's authors (section 4.1 and their later code): features are whitened by the drawn
-images, a constant feature of 100 serves as an almost free bias, and the targets are -1 and +1.
+The algorithm is that of the paper's authors (section 4.1 and their later code): features are standardised by the drawn
+images, a constant feature of 100 is a bias that is hardly regularised, and the targets are -1 and +1.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import numpy as np
 
 from vitral.errors import UserError
 
-L2 = 1024.0  # the authors' later code; the paper does not say
-CANDIDATES = tuple(2.0**power for power in range(-10, 21, 2))
+L2 = 1024.0  # of the authors' later code; the paper does not state it
+L2_CANDIDATES = tuple(2.0**power for power in range(-10, 21, 2))
 BIAS = 100.0
 FOLDS = 5
 CONFIDENCE = 0.95
-_ROWS = 4096  # rows that exist in float64 at a time
-_SMALLEST = 1e-5  # added to a standard deviation: a constant feature is not divided by zero
+_ROWS = 4096  # rows in float64 at a time
+_EPSILON = 1e-5  # added to standard deviations, against division by zero
 
 
 @dataclass(frozen=True)
 class FewShotResult:
-    """Accuracy with `shots` training images of each class, drawn once for each seed."""
+    """Accuracy with `shots` training images per class, drawn once per seed."""
 
     shots: int
-    accuracies: tuple[float, ...]  # one for each seed
-    l2: tuple[float, ...]  # what each seed used
-    drawn: int  # training images of a draw; fewer than shots * classes where a class is smaller
+    accuracies: tuple[float, ...]  # per seed
+    l2: tuple[float, ...]  # per seed
+    drawn: int  # training images per draw; fewer than shots * classes where a class has fewer
     n: int  # test images
 
     @property
@@ -41,7 +41,7 @@ class FewShotResult:
 
     @property
     def interval(self) -> float | None:
-        """Half the 95 % interval of the mean over draws; None for one seed."""
+        """Half the width of the 95 % confidence interval of the mean; None for one seed."""
         return interval(self.accuracies)
 
 
@@ -56,28 +56,39 @@ def fewshot(
     seeds: int = 5,
     l2: float | Literal["choose"] = L2,
 ) -> list[FewShotResult]:
-    """Features (n, d) with labels (n,), features (m, d) with labels (m,) -> one result for each number of shots.
+    """Measure few-shot accuracy.
 
-    `l2="choose"` finds the strength by cross-validation within the drawn images, for each draw anew.
+    Args:
+        train_x: Features (n, d).
+        train_y: Labels (n,).
+        test_x: Features (m, d).
+        test_y: Labels (m,).
+        classes: Number of classes.
+        shots: Training images per class.
+        seeds: Number of draws.
+        l2: Strength of the regularisation; "choose" selects it by cross-validation within each draw.
+
+    Returns:
+        One result per number of shots.
     """
     check_features(train_x, train_y, classes)
     check_features(test_x, test_y, classes)
     _check_settings(shots, seeds, l2)
-    found = []
+    results = []
     for count in shots:
         draws = [draw(train_y, count, seed) for seed in range(seeds)]
-        fits = [_fitted(train_x[rows], train_y[rows], classes, l2) for rows in draws]
+        fits = [_fit(train_x[rows], train_y[rows], classes, l2) for rows in draws]
         accuracies = tuple(float((ridge.predict(test_x) == test_y).mean()) for ridge in fits)
         strengths = tuple(ridge.l2 for ridge in fits)
-        found.append(FewShotResult(count, accuracies, strengths, drawn=len(draws[0]), n=len(test_y)))
-    return found
+        results.append(FewShotResult(count, accuracies, strengths, drawn=len(draws[0]), n=len(test_y)))
+    return results
 
 
 def draw(labels: np.ndarray, shots: int, seed: int) -> np.ndarray:
-    """(n,) -> rows of `shots` examples of each class, or of all that a class has, class by class.
+    """(n,) -> indices of `shots` examples per class, or of all that a class has, class by class.
 
-    One generator permutes the rows of class 0, then of class 1, ...: the same rows as Google's code draws, and more
-    shots with the same seed include fewer.
+    One generator permutes the rows of class 0, then of class 1, and so on: the same rows as Google's code draws. Draws
+    with the same seed are nested.
     """
     generator = np.random.default_rng(seed)
     by_class = (generator.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels))
@@ -86,7 +97,7 @@ def draw(labels: np.ndarray, shots: int, seed: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Ridge:
-    """A linear classifier of whitened features; the last row of the weights belongs to the constant feature."""
+    """A linear classifier of standardised features; the last row of the weights is that of the constant feature."""
 
     mean: np.ndarray  # (d,)
     std: np.ndarray  # (d,)
@@ -95,39 +106,39 @@ class Ridge:
 
     @classmethod
     def fit(cls, x: np.ndarray, labels: np.ndarray, classes: int, l2: float = L2) -> Ridge:
-        """(n, d), (n,) -> the exact minimum of |XW - Y|^2 + l2 |W|^2"""
-        return _System.of(x, labels, classes).solved(l2)
+        """(n, d), (n,) -> the minimum of |XW - Y|^2 + l2 |W|^2"""
+        return _NormalEquations.of(x, labels, classes).solve(l2)
 
     def scores(self, x: np.ndarray) -> np.ndarray:
         """(m, d) -> (m, classes) float64"""
-        return _extended(x, self.mean, self.std) @ self.weights
+        return _standardised(x, self.mean, self.std) @ self.weights
 
     def predict(self, x: np.ndarray) -> np.ndarray:
-        """(m, d) -> (m,) int64; equal scores go to the lower class."""
+        """(m, d) -> (m,) int64; ties go to the lower class."""
         blocks = [self.scores(x[start : start + _ROWS]).argmax(1) for start in range(0, len(x), _ROWS)]
         return np.concatenate(blocks) if blocks else np.zeros(0, np.int64)
 
 
-class _System(NamedTuple):
-    """All of a fit that does not depend on the strength, so that trying many costs one small solve each."""
+class _NormalEquations(NamedTuple):
+    """The part of a fit that does not depend on l2, so that each candidate takes one solve only."""
 
     mean: np.ndarray
     std: np.ndarray
-    x: np.ndarray  # (n, d + 1) whitened, with the constant
+    x: np.ndarray  # (n, d + 1) standardised, with the constant
     gram: np.ndarray  # X'X (d + 1, d + 1), or in the dual form XX' (n, n): whichever is smaller
     right: np.ndarray  # X'Y (d + 1, classes), or in the dual form Y (n, classes)
 
     @classmethod
-    def of(cls, x: np.ndarray, labels: np.ndarray, classes: int) -> _System:
+    def of(cls, x: np.ndarray, labels: np.ndarray, classes: int) -> _NormalEquations:
         mean, std = whitening(x)
-        extended = _extended(x, mean, std)
+        extended = _standardised(x, mean, std)
         targets = np.full((len(x), classes), -1.0)
         targets[np.arange(len(x)), labels] = 1.0
         if _is_dual(extended):
             return cls(mean, std, extended, extended @ extended.T, targets)
         return cls(mean, std, extended, extended.T @ extended, extended.T @ targets)
 
-    def solved(self, l2: float) -> Ridge:
+    def solve(self, l2: float) -> Ridge:
         """X' (XX' + l2)^-1 Y where there are fewer examples than features, else (X'X + l2)^-1 X'Y: the same weights."""
         matrix = self.gram.copy()
         np.fill_diagonal(matrix, matrix.diagonal() + l2)
@@ -136,30 +147,30 @@ class _System(NamedTuple):
 
 
 def choose_l2(x: np.ndarray, labels: np.ndarray, classes: int) -> float:
-    """The candidate with the fewest mistakes in cross-validation; among equals, the one nearest to the default.
+    """The candidate with the fewest errors in cross-validation; ties go to the one nearest to the default.
 
-    Few images cannot tell many strengths apart, and the squared error, which could, prefers weaker ones than the
-    mistakes do. Each part is whitened by its own training rows, so nothing leaks, but fitted with fewer shots than the
-    answer is used for. (Leave-one-out in closed form would be cheaper, but its bias sees one example less of just the
-    right class, which speaks against strong regularisation.) With one example of each class there is nothing to hold
-    out, and the answer is the default.
+    Few images cannot separate many candidates by their errors; the squared error could, but prefers weaker
+    regularisation than the errors do. Each fold is standardised by its own training rows, so nothing leaks, and fitted
+    with fewer shots than the result is used for. (Leave-one-out in closed form would be cheaper, but leaves out one
+    example of the correct class, which disadvantages strong regularisation.) With one example per class the result is
+    the default.
     """
-    held_out = list(parts(labels, FOLDS))
-    if not held_out:
+    folds = list(stratified_folds(labels, FOLDS))
+    if not folds:
         return L2
-    wrong = np.zeros(len(CANDIDATES), np.int64)
-    for training, held in held_out:
-        system = _System.of(x[training], labels[training], classes)
-        for place, candidate in enumerate(CANDIDATES):
-            wrong[place] += (system.solved(candidate).predict(x[held]) != labels[held]).sum()
-    distance = np.abs(np.log2(CANDIDATES) - np.log2(L2))
-    return CANDIDATES[int(np.lexsort((distance, wrong))[0])]
+    errors = np.zeros(len(L2_CANDIDATES), np.int64)
+    for training, held in folds:
+        system = _NormalEquations.of(x[training], labels[training], classes)
+        for index, candidate in enumerate(L2_CANDIDATES):
+            errors[index] += (system.solve(candidate).predict(x[held]) != labels[held]).sum()
+    distance = np.abs(np.log2(L2_CANDIDATES) - np.log2(L2))
+    return L2_CANDIDATES[int(np.lexsort((distance, errors))[0])]
 
 
-def parts(labels: np.ndarray, folds: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(n,) -> which rows to train on and which to hold out, (n,) bool each, in every part of a cross-validation.
+def stratified_folds(labels: np.ndarray, folds: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(n,) -> the training and held-out rows, (n,) bool each, of every fold of a stratified cross-validation.
 
-    Equally many of each class are held out, dealt in the order of the rows; the only example of a class never is.
+    Rows of a class are assigned in turn; the only example of a class is never held out.
     """
     fold = np.full(len(labels), -1)
     for label in np.unique(labels):
@@ -171,28 +182,32 @@ def parts(labels: np.ndarray, folds: int) -> Iterator[tuple[np.ndarray, np.ndarr
 
 
 def whitening(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(n, d) -> mean and standard deviation of each feature, (d,) float64 each; never zero to divide by."""
+    """(n, d) -> mean and standard deviation of each feature, (d,) float64 each; the latter are above zero."""
     exact = x.astype(np.float64)
-    return exact.mean(0), exact.std(0) + _SMALLEST
+    return exact.mean(0), exact.std(0) + _EPSILON
 
 
 def interval(values: Sequence[float]) -> float | None:
-    """Half the 95 % interval of the mean, by Student's t; None for fewer than two values."""
+    """Half the width of the 95 % confidence interval of the mean (Student's t); None for fewer than two values."""
     if len(values) < 2:
         return None
     return _student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def check_features(x: np.ndarray, labels: np.ndarray, classes: int) -> None:
-    """Refuse what no classifier of features can use."""
+    """Raise a UserError for features and labels that no classifier can be fitted to."""
     if labels.ndim != 1:
-        raise UserError("a classifier of features needs one label for each image, and these may have several.")
+        raise UserError(
+            "a classifier of features needs one label per image, and these images may have several: choose other data."
+        )
     if x.ndim != 2 or len(x) != len(labels) or len(x) == 0:
-        raise UserError(f"features {x.shape} and labels {labels.shape} must have one row for each of some images.")
+        raise UserError(
+            f"features of shape {x.shape} and labels of shape {labels.shape} do not fit: give one row per image."
+        )
     if labels.min() < 0 or labels.max() >= classes:
         raise UserError(f"labels from {labels.min()} to {labels.max()} do not fit {classes} classes, counted from 0.")
     if not np.isfinite(x).all():
-        raise UserError("some features are not finite: the weights are damaged or training diverged.")
+        raise UserError("some features are not finite (NaN or Inf): the weights are damaged or training diverged.")
 
 
 def _check_settings(shots: Sequence[int], seeds: int, l2: float | Literal["choose"]) -> None:
@@ -202,12 +217,12 @@ def _check_settings(shots: Sequence[int], seeds: int, l2: float | Literal["choos
         raise UserError(f'l2 must be a number above 0, such as {L2:.0f}, or "choose", not {l2}.')
 
 
-def _fitted(x: np.ndarray, labels: np.ndarray, classes: int, l2: float | Literal["choose"]) -> Ridge:
+def _fit(x: np.ndarray, labels: np.ndarray, classes: int, l2: float | Literal["choose"]) -> Ridge:
     return Ridge.fit(x, labels, classes, choose_l2(x, labels, classes) if l2 == "choose" else l2)
 
 
-def _extended(x: np.ndarray, mean: np.ndarray, std: np.ndarray) -> np.ndarray:
-    """(n, d) -> (n, d + 1) float64"""
+def _standardised(x: np.ndarray, mean: np.ndarray, std: np.ndarray) -> np.ndarray:
+    """(n, d) -> (n, d + 1) float64, with the constant feature"""
     extended = np.full((len(x), x.shape[1] + 1), BIAS)
     extended[:, :-1] = (x - mean) / std
     return extended
@@ -218,7 +233,7 @@ def _is_dual(extended: np.ndarray) -> bool:
 
 
 def _student(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t for a whole number of degrees of freedom, where the two tails hold 5 %."""
+    """The 97.5 % quantile of Student's t distribution."""
     low, high = 0.0, math.pi / 2
     while low < (middle := (low + high) / 2) < high:
         low, high = (middle, high) if _within(middle, freedom) < CONFIDENCE else (low, middle)
@@ -226,7 +241,7 @@ def _student(freedom: int) -> float:
 
 
 def _within(angle: float, freedom: int) -> float:
-    """The chance of |t| < sqrt(freedom) tan(angle): a finite sum (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
+    """The probability of |t| < sqrt(freedom) tan(angle) (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
     odd = freedom % 2
     term = math.cos(angle) if odd else 1.0
     total = 0.0

@@ -1,4 +1,4 @@
-"""Whose class is whose: from the classes of a data set to the outputs of a model, by a stated rule or not at all."""
+"""Class mapping: which output of a model each class of a data set is, by name, number or WordNet id."""
 
 from __future__ import annotations
 
@@ -19,41 +19,51 @@ _IMAGENET = 1000
 def class_mapping(
     folder_classes: Sequence[str], model_classes: Sequence[str], count: int, table: Path | None = None
 ) -> tuple[np.ndarray, str]:
-    """The model's output for each class of the data, (classes,) int64, and the rule that found it, as a sentence.
+    """Map the classes of a data set to the outputs of a model; one rule has to match all of them.
 
-    `model_classes` may be empty where the weights do not say; `count` is the number of outputs. `table` names the
-    outputs in their order, one line each: a name, or a WordNet id and a name (tab, comma or space between).
-    Either all classes are found by one rule, or none is taken.
+    Args:
+        folder_classes: Classes of the data.
+        model_classes: Names of the model's outputs; empty where the weights do not state them.
+        count: Number of outputs.
+        table: File that names the outputs in their order, one line each: a name, or a WordNet id and a name, separated
+            by tab, comma or space.
+
+    Returns:
+        The output of each class, (classes,) int64, and the rule that matched, as a sentence.
+
+    Raises:
+        UserError: No rule matches all classes.
     """
     columns = read_table(table, count) if table else []
     lists = ([("the model's classes", model_classes)] if model_classes else []) + columns
     for title, names in lists:
-        if (found := _look_up(folder_classes, names)) is not None:
-            return found, f"Classes are matched by name with {title}."
+        if (outputs := _look_up(folder_classes, names)) is not None:
+            return outputs, f"Classes are matched by name with {title}."
     for title, names in lists:
-        if (found := _look_up([_plain(name) for name in folder_classes], [_plain(name) for name in names])) is not None:
-            return found, f"Classes are matched by name with {title}, whatever the case, spaces as underscores."
-    known = {_plain(name) for _, names in lists for name in names}
-    if not known.intersection(map(_plain, folder_classes)):
-        if (found := _by_number(folder_classes, model_classes, count)) is not None:
-            first, output = folder_classes[0], int(found[0])
-            called = f' ("{model_classes[output]}")' if model_classes else ""
-            return found, f'Class names are read as output numbers from 0: "{first}" is output {output}{called}.'
-        if not table and (found := _by_sorted_wnid(folder_classes, model_classes, count)) is not None:
-            return found, f"The {count} WordNet ids are numbered in sorted order, as ImageNet numbers its classes."
-    raise UserError(_complaint(folder_classes, lists, known, count))
+        outputs = _look_up([_plain(name) for name in folder_classes], [_plain(name) for name in names])
+        if outputs is not None:
+            return outputs, f"Classes are matched by name with {title}, ignoring case, spaces as underscores."
+    output_names = {_plain(name) for _, names in lists for name in names}
+    if not output_names.intersection(map(_plain, folder_classes)):
+        if (outputs := _by_number(folder_classes, model_classes, count)) is not None:
+            first, output = folder_classes[0], int(outputs[0])
+            name = f' ("{model_classes[output]}")' if model_classes else ""
+            return outputs, f'Class names are read as output numbers from 0: "{first}" is output {output}{name}.'
+        if not table and (outputs := _by_sorted_wnid(folder_classes, model_classes, count)) is not None:
+            return outputs, f"The {count} WordNet ids are numbered in sorted order, as ImageNet numbers its classes."
+    raise UserError(_mismatch(folder_classes, lists, output_names, count))
 
 
 def _look_up(wanted: Sequence[str], names: Sequence[str]) -> np.ndarray | None:
-    """(classes,) int64 where every wanted name stands exactly once on either side."""
-    times, place = Counter(names), {name: i for i, name in enumerate(names)}
-    if not wanted or len(set(wanted)) < len(wanted) or any(times[name] != 1 for name in wanted):
+    """(classes,) int64 where every wanted name occurs exactly once on either side."""
+    occurrences, indices = Counter(names), {name: i for i, name in enumerate(names)}
+    if not wanted or len(set(wanted)) < len(wanted) or any(occurrences[name] != 1 for name in wanted):
         return None
-    return np.array([place[name] for name in wanted], np.int64)
+    return np.array([indices[name] for name in wanted], np.int64)
 
 
 def _by_number(folder_classes: Sequence[str], model_classes: Sequence[str], count: int) -> np.ndarray | None:
-    """Where the model's own classes have numbers as names, "3" would be ambiguous."""
+    """Class names as output numbers, unless the model's own classes are named by numbers, which would be ambiguous."""
     if not all(name.isdecimal() for name in folder_classes) or any(name.isdecimal() for name in model_classes):
         return None
     numbers = [int(name) for name in folder_classes]
@@ -62,7 +72,7 @@ def _by_number(folder_classes: Sequence[str], model_classes: Sequence[str], coun
 
 
 def _by_sorted_wnid(folder_classes: Sequence[str], model_classes: Sequence[str], count: int) -> np.ndarray | None:
-    """Only with one folder for every output, and, where the model names its classes otherwise, ImageNet's number."""
+    """WordNet ids in sorted order: one per output, and 1000 where the model names its classes otherwise."""
     unnamed_or_imagenet = not model_classes or count == _IMAGENET
     all_wnids = all(_WNID.fullmatch(name) for name in folder_classes)
     if not (all_wnids and len(set(folder_classes)) == count and unnamed_or_imagenet):
@@ -96,18 +106,18 @@ def _plain(name: str) -> str:
     return name.replace("_", " ").strip().casefold()
 
 
-def _complaint(
-    folder_classes: Sequence[str], lists: Sequence[tuple[str, Sequence[str]]], known: set[str], count: int
+def _mismatch(
+    folder_classes: Sequence[str], lists: Sequence[tuple[str, Sequence[str]]], output_names: set[str], count: int
 ) -> str:
-    strange = [name for name in folder_classes if _plain(name) not in known] or list(folder_classes)
-    ours = f"{len(strange)} of {len(folder_classes)} classes of the data ({_some(strange)})"
-    theirs = [f"{title} ({_some(names)})" for title, names in lists]
-    against = " or ".join(theirs) if theirs else f"the {count} outputs of a model that names none"
+    unmatched = [name for name in folder_classes if _plain(name) not in output_names] or list(folder_classes)
+    unmatched_text = f"{len(unmatched)} of {len(folder_classes)} classes of the data ({_examples(unmatched)})"
+    candidates = [f"{title} ({_examples(names)})" for title, names in lists]
+    outputs_text = " or ".join(candidates) if candidates else f"the {count} unnamed outputs of the model"
     return (
-        f"{ours} do not match {against}: name all folders as there, once each, or by output number from 0 to "
+        f"{unmatched_text} do not match {outputs_text}: name all folders as there, once each, or by output number from 0 to "
         f"{count - 1}, or give a table with one line for each output (--classes)."
     )
 
 
-def _some(names: Sequence[str]) -> str:
+def _examples(names: Sequence[str]) -> str:
     return ", ".join(f'"{name}"' for name in names[:2]) + (", ..." if len(names) > 2 else "")

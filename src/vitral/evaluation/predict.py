@@ -1,4 +1,4 @@
-"""A plain model over a split: outputs or embeddings for each example, once, whatever the batch and the processes."""
+"""Run a model over a split: logits or embeddings of each image, once, for any batch size and number of processes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from vitral.data.order import evaluation_indices
 from vitral.data.preprocess import parse_deterministic
 from vitral.data.sources import Split
 from vitral.errors import UserError
+from vitral.events import EventHandler, Progress, ignore_events
 from vitral.models.build import Model
 from vitral.models.normalize import normalize
 from vitral.models.vit import ViT
 
 Precision = Literal["float32", "bfloat16"]
 EmbeddingPool = Literal["features", "cls", "mean", "pre_logits"]
-Progress = Callable[[int, int], None]  # examples done, examples in all (of this process)
 
 
 class Preprocessing(Protocol):
-    """What a model's card says about its input."""
+    """The part of a model card that describes its input."""
 
     @property
     def pipeline(self) -> str: ...
@@ -35,19 +35,19 @@ class Preprocessing(Protocol):
 
 
 class Predictions(NamedTuple):
-    """One process's share of a split, in its order."""
+    """Logits of the images of a split that this process computed, in the order of the split."""
 
-    indices: np.ndarray  # (m,) int64: places in the split
+    indices: np.ndarray  # (m,) int64, into the split
     logits: np.ndarray  # (m, k) float32
-    valid: np.ndarray  # (m,) bool: False where the image could not be read, and the row means nothing
+    valid: np.ndarray  # (m,) bool: False where the image is unreadable; its row is undefined
 
 
 class Embeddings(NamedTuple):
-    """One process's share of a split, in its order."""
+    """Embeddings of the images of a split that this process computed, in the order of the split."""
 
-    indices: np.ndarray  # (m,) int64
+    indices: np.ndarray  # (m,) int64, into the split
     features: np.ndarray  # (m, d) float32
-    valid: np.ndarray  # (m,) bool
+    valid: np.ndarray  # (m,) bool: False where the image is unreadable; its row is undefined
 
 
 def predict_split(
@@ -61,11 +61,29 @@ def predict_split(
     world: int = 1,
     workers: int = 0,
     precision: Precision = "float32",
-    on_progress: Progress | None = None,
+    on_event: EventHandler = ignore_events,
 ) -> Predictions:
-    """The logits of this process's share of `split`."""
-    share = _Share(split, batch, rank, world, workers)
-    return Predictions(*_compute(model, model, share, preprocess, torch.device(device), precision, on_progress))
+    """Compute the logits of this process's shard of a split.
+
+    Args:
+        model: Moved to the device; returned in the training or evaluation mode it was in.
+        split: Images.
+        preprocess: Preprocessing of the pixels.
+        batch: Images per forward pass.
+        device: Where the model runs.
+        rank: Number of this process.
+        world: Number of processes.
+        workers: Processes that load images; 0 loads them in this one.
+        precision: "bfloat16" runs under autocast.
+        on_event: Receives `Progress("evaluating", ...)` over this process's shard.
+
+    Raises:
+        UserError: The split is empty.
+    """
+    shard = _Shard(split, batch, rank, world, workers)
+    return Predictions(
+        *_compute(model, model, shard, preprocess, torch.device(device), precision, "evaluating", on_event)
+    )
 
 
 def embed_split(
@@ -80,20 +98,36 @@ def embed_split(
     world: int = 1,
     workers: int = 0,
     precision: Precision = "float32",
-    on_progress: Progress | None = None,
+    on_event: EventHandler = ignore_events,
 ) -> Embeddings:
-    """The embeddings of this process's share of `split`.
+    """Compute the embeddings of this process's shard of a split.
 
-    `pool`: "features", what the model's own head reads; "cls", the class token; "mean", the mean of the patches, into
-    which neither the class token nor registers are averaged; "pre_logits", what the last linear layer reads, after
-    the tanh layer where there is one.
+    Args:
+        model: Moved to the device; returned in the training or evaluation mode it was in.
+        split: Images.
+        preprocess: Preprocessing of the pixels.
+        batch: Images per forward pass.
+        pool: "features", the input of the model's head; "cls", the class token; "mean", the mean of the patch tokens,
+            without class token and registers; "pre_logits", the input of the last linear layer, after the tanh layer
+            where there is one.
+        device: Where the model runs.
+        rank: Number of this process.
+        world: Number of processes.
+        workers: Processes that load images; 0 loads them in this one.
+        precision: "bfloat16" runs under autocast.
+        on_event: Receives `Progress("embedding", ...)` over this process's shard.
+
+    Raises:
+        UserError: The split is empty, or the model has no such pool.
     """
-    share = _Share(split, batch, rank, world, workers)
+    shard = _Shard(split, batch, rank, world, workers)
     embed = _embedder(model, pool)
-    return Embeddings(*_compute(model, embed, share, preprocess, torch.device(device), precision, on_progress))
+    return Embeddings(
+        *_compute(model, embed, shard, preprocess, torch.device(device), precision, "embedding", on_event)
+    )
 
 
-class _Share(NamedTuple):
+class _Shard(NamedTuple):
     split: Split
     batch: int
     rank: int
@@ -104,39 +138,39 @@ class _Share(NamedTuple):
 def _compute(
     model: Model,
     function: Callable[[Tensor], Tensor],
-    share: _Share,
+    shard: _Shard,
     preprocess: Preprocessing,
     device: torch.device,
     precision: Precision,
-    on_progress: Progress | None,
+    task: str,
+    on_event: EventHandler,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Indices (m,), outputs (m, k) and validity (m,) of the share; the model comes back in the mode it came in."""
-    if len(share.split) == 0:
+    """Indices (m,), outputs (m, k) and validity (m,) of the shard."""
+    if len(shard.split) == 0:
         raise UserError("there is no image to compute anything for: the split is empty.")
-    half = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
-    found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-    before, done, total = model.training, 0, len(evaluation_indices(len(share.split), share.rank, share.world))
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
+    results: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    training, done, total = model.training, 0, len(evaluation_indices(len(shard.split), shard.rank, shard.world))
     model.to(device).eval()
     try:
-        with torch.inference_mode(), half:
-            for batch in _batches(share, preprocess.pipeline, model.config.channels, device):
-                real = int((batch.indices != PADDING).sum())  # the first ones
-                # Padding costs as much as images do; one row is computed even so, to know how wide rows are.
-                pixels = batch.images[: max(real, 1)].to(device, non_blocking=True)
+        with torch.inference_mode(), autocast:
+            for batch in _batches(shard, preprocess.pipeline, model.config.channels, device):
+                count = int((batch.indices != PADDING).sum())  # images come first, padding last
+                # Padding is not computed, except for one row of an empty shard, which tells the width of the outputs.
+                pixels = batch.images[: max(count, 1)].to(device, non_blocking=True)
                 rows = function(normalize(pixels, preprocess.mean, preprocess.std)).float().cpu()
-                found.append((batch.indices[:real].numpy(), rows[:real].numpy(), batch.valid[:real].numpy()))
-                done += real
-                if on_progress is not None:
-                    on_progress(done, total)
+                results.append((batch.indices[:count].numpy(), rows[:count].numpy(), batch.valid[:count].numpy()))
+                done += count
+                on_event(Progress(task, done, total))
     finally:
-        model.train(before)
-    indices, outputs, valid = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+        model.train(training)
+    indices, outputs, valid = (np.concatenate(arrays) for arrays in zip(*results, strict=True))
     return indices, outputs, valid
 
 
-def _batches(share: _Share, pipeline: str, channels: int, device: torch.device) -> Iterator[Batch]:
+def _batches(shard: _Shard, pipeline: str, channels: int, device: torch.device) -> Iterator[Batch]:
     steps = parse_deterministic(pipeline)
-    split, batch, rank, world, workers = share
+    split, batch, rank, world, workers = shard
     pin = device.type == "cuda"
     return evaluation_batches(
         split, steps, batch=batch, rank=rank, world=world, workers=workers, channels=channels, pin=pin
@@ -144,7 +178,7 @@ def _batches(share: _Share, pipeline: str, channels: int, device: torch.device) 
 
 
 def _embedder(model: Model, pool: EmbeddingPool) -> Callable[[Tensor], Tensor]:
-    """A function (b, c, h, w) -> (b, d)"""
+    """A function (batch, channels, height, width) -> (batch, d)"""
     if pool not in get_args(EmbeddingPool):
         raise UserError(f'pool="{pool}" is not one of {", ".join(get_args(EmbeddingPool))}.')
     if pool == "pre_logits":

@@ -1,4 +1,4 @@
-"""What frozen features know, asked in two further ways: nearest neighbours, and logistic regression."""
+"""Probes of frozen features: k-nearest-neighbour classifier and logistic regression (linear probe)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitral.data.nearest import nearest, unit_vectors
 from vitral.errors import UserError
-from vitral.evaluation.fewshot import FOLDS, check_features, parts, whitening
+from vitral.evaluation.fewshot import FOLDS, check_features, stratified_folds, whitening
 
-NEIGHBOURS, TEMPERATURE = 20, 0.07  # DINO's (Caron et al. 2021): best or nearly so for all of its models
-STRENGTHS = tuple(10.0**power for power in range(1, -7, -1))  # strongest first: each fit starts from the one before
-_QUERIES, _STORED = 1024, 16384  # similarities of this many images exist at a time
-_ROWS = 65536  # likewise scores of the probe
-_STEPS = 500  # of L-BFGS; it stops earlier where the slope is flat
+NEIGHBOURS, TEMPERATURE = 20, 0.07  # those of DINO (Caron et al. 2021)
+L2_CANDIDATES = tuple(10.0**power for power in range(1, -7, -1))  # largest first: each fit starts from the last one
+_ROWS = 65536  # images whose logits are in memory at a time
+_STEPS = 500  # of L-BFGS at most
 
 
 def knn(
@@ -30,23 +30,29 @@ def knn(
     temperature: float = TEMPERATURE,
     device: torch.device | str = "cpu",
 ) -> np.ndarray:
-    """(n, d), (n,), (m, d) -> (m, classes) float32: each class's share of the votes of the k nearest by cosine.
+    """Classify by the k nearest neighbours (cosine similarity), weighted by exp(cosine / temperature) as in DINO.
 
-    A neighbour's vote weighs exp(cosine / temperature), as in DINO. Every pair is compared; the blocks only bound the
-    memory.
+    Args:
+        train_x: Features (n, d).
+        train_y: Labels (n,).
+        test_x: Features (m, d).
+        classes: Number of classes.
+        k: Neighbours.
+        temperature: Smaller values give near neighbours more weight.
+        device: Where similarities are computed.
+
+    Returns:
+        Each class's share of the votes, (m, classes) float32.
     """
     check_features(train_x, train_y, classes)
     if k < 1 or temperature <= 0:
         raise UserError(f"k must be at least 1 and the temperature above 0, not {k} and {temperature}.")
-    stored, labels = _directions(train_x).to(device), torch.from_numpy(train_y).long().to(device)
-    votes = torch.zeros(len(test_x), classes)
-    for start in range(0, len(test_x), _QUERIES):
-        cosines, places = _nearest(_directions(test_x[start : start + _QUERIES]).to(device), stored, k)
-        # The nearest one's cosine is taken from all: the shares are the same, and no power overflows.
-        weights = ((cosines - cosines[:, :1]) / temperature).exp()
-        block = torch.zeros(len(cosines), classes, device=device).scatter_add_(1, labels[places], weights)
-        votes[start : start + _QUERIES] = (block / block.sum(1, keepdim=True)).cpu()
-    return votes.numpy()
+    stored, labels = unit_vectors(train_x).to(device), torch.from_numpy(train_y).long().to(device)
+    cosines, indices = nearest(unit_vectors(test_x).to(device), stored, k)
+    # Subtracting the highest cosine leaves the shares as they are, and no exponential overflows.
+    weights = ((cosines - cosines[:, :1]) / temperature).exp()
+    votes = torch.zeros(len(cosines), classes, device=device).scatter_add_(1, labels[indices], weights)
+    return votes.div_(votes.sum(1, keepdim=True)).cpu().numpy()
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class LinearProbe:
     std: np.ndarray  # (d,)
     weights: np.ndarray  # (d, classes)
     bias: np.ndarray  # (classes,)
-    strength: float  # what the halved squares of the weights weigh beside the mean loss; the bias is free
+    l2: float  # weight of half the squared weights beside the mean loss; the bias is not regularised
 
     def logits(self, x: np.ndarray) -> np.ndarray:
         """(m, d) -> (m, classes) float32"""
@@ -71,62 +77,68 @@ def linear_probe(
     train_y: np.ndarray,
     *,
     classes: int,
-    strengths: Sequence[float] = STRENGTHS,
+    l2_candidates: Sequence[float] = L2_CANDIDATES,
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> LinearProbe:
-    """(n, d), (n,) -> the probe with the strength that made the fewest mistakes in cross-validation.
+    """Fit a linear probe, with the L2 regularisation that makes the fewest errors in cross-validation.
 
-    Among equals the likeliest wins. The seed deals the images out to the parts; nothing else is random.
+    Args:
+        train_x: Features (n, d).
+        train_y: Labels (n,).
+        classes: Number of classes.
+        l2_candidates: Regularisation strengths to choose from; ties go to the lower loss.
+        seed: Assigns images to folds; nothing else is random.
+        device: Where the probe is fitted.
     """
     check_features(train_x, train_y, classes)
-    if not strengths or min(strengths) <= 0:
-        raise UserError(f"the strengths to choose from must be above 0, not {tuple(strengths)}.")
-    falling = sorted(strengths, reverse=True)
-    strength = falling[0]
-    if len(falling) > 1:
-        strength = _chosen(train_x, train_y, classes, falling, seed, device)
-    until = falling[: falling.index(strength) + 1]
-    return _path(train_x, train_y, classes, until, device)[-1]
+    if not l2_candidates or min(l2_candidates) <= 0:
+        raise UserError(f"l2_candidates must be above 0, not {tuple(l2_candidates)}.")
+    descending = sorted(l2_candidates, reverse=True)
+    l2 = descending[0]
+    if len(descending) > 1:
+        l2 = _choose_l2(train_x, train_y, classes, descending, seed, device)
+    path = descending[: descending.index(l2) + 1]
+    return _fit_path(train_x, train_y, classes, path, device)[-1]
 
 
-def _chosen(
-    x: np.ndarray, labels: np.ndarray, classes: int, strengths: list[float], seed: int, device: torch.device | str
+def _choose_l2(
+    x: np.ndarray, labels: np.ndarray, classes: int, candidates: list[float], seed: int, device: torch.device | str
 ) -> float:
     order = np.random.default_rng(seed).permutation(len(labels))
-    wrong, loss = np.zeros(len(strengths)), np.zeros(len(strengths))
-    held_out = [(order[training], order[held]) for training, held in parts(labels[order], FOLDS)]
-    if not held_out:
-        raise UserError("a strength cannot be chosen with one image of each class: add images, or state one strength.")
-    for training, held in held_out:
-        for place, probe in enumerate(_path(x[training], labels[training], classes, strengths, device)):
+    errors, loss = np.zeros(len(candidates)), np.zeros(len(candidates))
+    folds = [(order[training], order[held]) for training, held in stratified_folds(labels[order], FOLDS)]
+    if not folds:
+        raise UserError("l2 cannot be chosen with one image of each class: add images, or give one candidate.")
+    for training, held in folds:
+        for index, probe in enumerate(_fit_path(x[training], labels[training], classes, candidates, device)):
             logits = torch.from_numpy(probe.logits(x[held])).double()
-            truth = torch.from_numpy(labels[held]).long()
-            wrong[place] += int((logits.argmax(1) != truth).sum())
-            loss[place] += float(F.cross_entropy(logits, truth, reduction="sum"))
-    return strengths[int(np.lexsort((loss, wrong))[0])]
+            target = torch.from_numpy(labels[held]).long()
+            errors[index] += int((logits.argmax(1) != target).sum())
+            loss[index] += float(F.cross_entropy(logits, target, reduction="sum"))
+    return candidates[int(np.lexsort((loss, errors))[0])]
 
 
-def _path(
-    x: np.ndarray, labels: np.ndarray, classes: int, strengths: Sequence[float], device: torch.device | str
+def _fit_path(
+    x: np.ndarray, labels: np.ndarray, classes: int, l2_path: Sequence[float], device: torch.device | str
 ) -> list[LinearProbe]:
-    """A probe for each of the falling strengths."""
+    """One probe per descending L2 strength."""
     mean, std = whitening(x)
     inputs = torch.from_numpy((x - mean) / std).to(device)
-    truth = torch.from_numpy(labels).long().to(device)
+    target = torch.from_numpy(labels).long().to(device)
     weights = torch.zeros(x.shape[1], classes, dtype=torch.float64, device=device, requires_grad=True)
     bias = torch.zeros(classes, dtype=torch.float64, device=device, requires_grad=True)
-    found = []
-    for strength in strengths:
-        _minimise(inputs, truth, weights, bias, strength)
-        now = [tensor.detach().cpu().numpy().copy() for tensor in (weights, bias)]
-        found.append(LinearProbe(mean, std, now[0], now[1], strength))
-    return found
+    probes = []
+    for l2 in l2_path:
+        _minimise(inputs, target, weights, bias, l2)
+        fitted = [tensor.detach().cpu().numpy().copy() for tensor in (weights, bias)]
+        probes.append(LinearProbe(mean, std, fitted[0], fitted[1], l2))
+    return probes
 
 
-def _minimise(inputs: Tensor, truth: Tensor, weights: Tensor, bias: Tensor, strength: float) -> None:
-    """Moves weights and bias, in place, to where mean cross-entropy + strength / 2 |weights|^2 is smallest."""
-    search = torch.optim.LBFGS(
+def _minimise(inputs: Tensor, target: Tensor, weights: Tensor, bias: Tensor, l2: float) -> None:
+    """Minimise mean cross-entropy + l2 / 2 |weights|^2 over weights and bias, in place."""
+    optimizer = torch.optim.LBFGS(
         [weights, bias],
         max_iter=_STEPS,
         tolerance_grad=1e-7,
@@ -136,30 +148,13 @@ def _minimise(inputs: Tensor, truth: Tensor, weights: Tensor, bias: Tensor, stre
     )
 
     def loss() -> Tensor:
-        search.zero_grad()
-        total = strength / 2 * weights.square().sum()
+        optimizer.zero_grad()
+        total = l2 / 2 * weights.square().sum()
         total.backward()
-        for rows, labels in zip(inputs.split(_ROWS), truth.split(_ROWS), strict=True):
-            part = F.cross_entropy(rows @ weights + bias, labels, reduction="sum") / len(truth)
+        for rows, labels in zip(inputs.split(_ROWS), target.split(_ROWS), strict=True):
+            part = F.cross_entropy(rows @ weights + bias, labels, reduction="sum") / len(target)
             part.backward()
             total = total.detach() + part.detach()
         return total
 
-    search.step(loss)
-
-
-def _directions(x: np.ndarray) -> Tensor:
-    """(n, d) -> rows of length one"""
-    return F.normalize(torch.from_numpy(np.ascontiguousarray(x, np.float32)), dim=1)
-
-
-def _nearest(queries: Tensor, stored: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """(b, d), (n, d) -> cosines, highest first, and places of the k nearest, (b, min(k, n)) each"""
-    best = queries.new_zeros(len(queries), 0)
-    places = torch.zeros(len(queries), 0, dtype=torch.long, device=queries.device)
-    for start in range(0, len(stored), _STORED):
-        block = queries @ stored[start : start + _STORED].T
-        values, own = block.topk(min(k, block.shape[1]))
-        best, kept = torch.cat([best, values], 1).topk(min(k, best.shape[1] + values.shape[1]))
-        places = torch.cat([places, own + start], 1).gather(1, kept)
-    return best, places
+    optimizer.step(loss)

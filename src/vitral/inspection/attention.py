@@ -1,4 +1,4 @@
-"""Where a Vision Transformer looks: attention distance (figures 7 and 11), attention maps and rollout (figures 6, 14).
+"""Attention distance (figures 7 and 11), attention maps and attention rollout (figures 6 and 14).
 
 An axial block attends twice, along the rows and then along the columns, and counts as two layers here.
 """
@@ -26,19 +26,25 @@ _OVER_HEADS = {"mean": Tensor.mean, "max": Tensor.amax, "min": Tensor.amin}
 
 
 def mean_attention_distance(model: Model, batches: Iterable[Tensor]) -> Tensor:
-    """Batches of images (b, c, h, w), ready for the model -> (layers, heads): pixels, averaged over all images.
+    """The mean attention distance of every layer and head, averaged over all images.
 
-    Each layer's maps are reduced as soon as they are made, so that those of one layer and one batch are held at a time.
-    An axial block has two rows, its distance along the rows of the image and the one along the columns.
+    Attention is reduced layer by layer, so that only that of one layer and one batch is in memory.
+
+    Args:
+        model: A Vision Transformer.
+        batches: Normalised images (batch, channels, height, width).
+
+    Returns:
+        Pixels (layers, heads). An axial block has two rows: along the rows of the image, then along the columns.
     """
     model = _with_attention(model)
     total, count = torch.zeros((), dtype=torch.float64), 0
     with _evaluating(model):
         for images in batches:
             reduce = partial(_distance_within, model.config, _grid(model, images))
-            with capture(model, rows="all", reduce=reduce) as seen:
+            with capture(model, rows="all", reduce=reduce) as captured:
                 model.encode(model.patchify(images))
-            total = total + len(images) * torch.stack([seen[key].cpu().double() for key in seen.keys])
+            total = total + len(images) * torch.stack([captured[key].cpu().double() for key in captured.keys])
             count += len(images)
     if count == 0:
         raise UserError("there is no image to measure the attention of: give at least one.")
@@ -46,11 +52,18 @@ def mean_attention_distance(model: Model, batches: Iterable[Tensor]) -> Tensor:
 
 
 def attention_distance(attention: Tensor, grid: Size, patch: int) -> Tensor:
-    """(b, heads, tokens, tokens) -> (heads,): how far attention reaches, in pixels; a patch has `patch` of them a side.
+    """The mean distance between a query patch and all patches, weighted by its attention.
 
-    For each patch, the distances to all patches weighted by its attention, its own distance of 0 among them; then the
-    mean over patches and images. The paper does not say what the class token does: tokens before the patches are left
-    out, as queries and as keys, and what is left of a row is scaled to sum to 1 again.
+    The patch itself counts, with a distance of 0. The paper does not say how the class token is treated: here, prefix
+    tokens are left out, as queries and as keys, and the rest of a row is scaled to sum to 1.
+
+    Args:
+        attention: (batch, heads, tokens, tokens).
+        grid: Rows and columns of patches.
+        patch: Pixels per side of a patch.
+
+    Returns:
+        Pixels (heads,), averaged over patches and images.
     """
     n = grid[0] * grid[1]
     patches = _normalised(attention[..., -n:, -n:])
@@ -59,73 +72,106 @@ def attention_distance(attention: Tensor, grid: Size, patch: int) -> Tensor:
 
 
 def attention_maps(model: Model, images: Tensor, *, layer: int = -1) -> Tensor:
-    """(b, c, height, width) -> (b, heads, h, w): how one layer's output, as it is pooled, reads the patches.
+    """The attention of one layer from the pooled output to the patches.
 
-    That is the row of the class token; without one, the mean over the rows of the patches, weighted by the probe's
-    attention where attention pools. In an axial block, through its columns and then its rows, head by head. What goes
-    to the class token and to registers is missing from the sum.
+    This is the row of the class token; without one, the mean over the rows of the patches, weighted by the pooling
+    attention where the model has it (MAP). In an axial block the attention of columns and rows is multiplied, head by
+    head. Attention to the class token and to registers is left out, so maps sum to less than 1.
+
+    Args:
+        model: A Vision Transformer.
+        images: (batch, channels, height, width).
+        layer: Block, counted from 0, or from the end where negative.
+
+    Returns:
+        (batch, heads, h, w).
     """
     model = _with_attention(model)
     grid = _grid(model, images)
-    with _evaluating(model), capture(model, layers=[layer], rows=_pooled_rows(model.config)) as seen:
+    with _evaluating(model), capture(model, layers=[layer], rows=_pooled_rows(model.config)) as captured:
         model.features(images)
     if model.config.pool == "token":
-        weights = seen[layer]
+        weights = captured[layer]
     else:
-        weights = pooling(model, seen, grid)[:, None, None]
-        for matrix in reversed(attention_matrices(seen, grid)):
+        weights = pooling_weights(model, captured, grid)[:, None, None]
+        for matrix in reversed(attention_matrices(captured, grid)):
             weights = weights @ matrix
     return _on_grid(weights.squeeze(2), grid)
 
 
 def rollout_maps(model: Model, images: Tensor, *, residual: float = 0.5, heads: Heads = "mean") -> Tensor:
-    """(b, c, height, width) -> (b, h, w): `rollout` from the pooled output to the patches (figures 6 and 14)."""
+    """Attention rollout from the pooled output to the patches (figures 6 and 14).
+
+    Args:
+        model: A Vision Transformer.
+        images: (batch, channels, height, width).
+        residual: Weight of the residual connection, as in `rollout`.
+        heads: How heads are merged.
+
+    Returns:
+        (batch, h, w).
+    """
     model = _with_attention(model)
     grid = _grid(model, images)
-    with _evaluating(model), capture(model, rows="all", reduce=partial(merge_heads, heads=heads)) as seen:
+    with _evaluating(model), capture(model, rows="all", reduce=partial(merge_heads, heads=heads)) as captured:
         model.features(images)
-    start = pooling(model, seen, grid)
-    return _on_grid(rollout(attention_matrices(seen, grid), start=start, residual=residual), grid)
+    start = pooling_weights(model, captured, grid)
+    return _on_grid(rollout(attention_matrices(captured, grid), start=start, residual=residual), grid)
 
 
 def rollout(
     attentions: Sequence[Tensor], *, start: Tensor | None = None, residual: float = 0.5, heads: Heads = "mean"
 ) -> Tensor:
-    """Each layer's attention (b, heads, n, n), the first layer's first -> (b, n), which sums to 1.
+    """Attention rollout (Abnar & Zuidema 2020): heads are merged and the matrices of all layers multiplied.
 
-    After Abnar & Zuidema (2020): heads are merged, then the matrices of all layers multiplied. A residual path leads
-    past each attention, so a layer is residual * I + (1 - residual) * A, with their 0.5; the paper names no identity.
-    `start` (b, n) or (n,) says how the output tokens are weighted; without it, token 0, the class token, counts alone.
+    With the residual connection a layer is residual * I + (1 - residual) * A. The ViT paper does not mention it.
+
+    Args:
+        attentions: (batch, heads, tokens, tokens) per layer, the first layer first.
+        start: Weights of the output tokens, (batch, tokens) or (tokens,); token 0, the class token, by default.
+        residual: Between 0 and 1.
+        heads: How heads are merged.
+
+    Returns:
+        (batch, tokens); rows sum to 1.
     """
     if not attentions:
-        raise UserError("rollout needs the attention of at least one layer.")
+        raise UserError("rollout needs the attention of at least one layer: none was given.")
     if not 0 <= residual <= 1:
-        raise UserError(f"the residual share of rollout lies between 0 and 1: {residual} does not.")
+        raise UserError(f"residual={residual} is not between 0 and 1: choose a weight such as 0.5.")
     batch, n = len(attentions[0]), attentions[0].shape[-1]
     if start is None:
         start = _class_row(n)
     row = start.to(attentions[0]).expand(batch, n).unsqueeze(1)
-    for attention in reversed(attentions):  # a row times the last matrix, and so on: n^2 a layer, not n^3
+    for attention in reversed(attentions):  # row vector times matrix: n^2 per layer, not n^3
         row = residual * row + (1 - residual) * (row @ merge_heads(attention, heads).squeeze(1))
     return row.squeeze(1)
 
 
 def merge_heads(attention: Tensor, heads: Heads = "mean") -> Tensor:
-    """(b, heads, rows, n) -> (b, 1, rows, n), each row summing to 1; the paper takes the mean."""
+    """(batch, heads, rows, tokens) -> (batch, 1, rows, tokens); rows sum to 1. The paper takes the mean."""
     if heads not in _OVER_HEADS:
         raise UserError(f'heads="{heads}" is not one of {", ".join(_OVER_HEADS)}.')
     return _normalised(_OVER_HEADS[heads](attention, dim=1, keepdim=True))
 
 
-def attention_matrices(seen: AttentionCapture, grid: Size) -> list[Tensor]:
-    """All that was captured with rows="all" as (b, heads, tokens, tokens), the first layer's first."""
-    return [expand_lines(seen[key], grid, key[1]) if isinstance(key, tuple) else seen[key] for key in seen.keys]
+def attention_matrices(captured: AttentionCapture, grid: Size) -> list[Tensor]:
+    """The attention captured with rows="all" as (batch, heads, tokens, tokens) per layer, the first layer first."""
+    return [
+        expand_lines(captured[key], grid, key[1]) if isinstance(key, tuple) else captured[key] for key in captured.keys
+    ]
 
 
 def expand_lines(attention: Tensor, grid: Size, axis: Axis) -> Tensor:
-    """Along rows (b * h, heads, w, w), or along columns (b * w, heads, h, h) -> (b, heads, h * w, h * w)
+    """Axial attention as full matrices, with zeros between patches of different lines.
 
-    Patches of two different lines do not see each other, so that there are zeros between them.
+    Args:
+        attention: Along rows (batch * h, heads, w, w), or along columns (batch * w, heads, h, h).
+        grid: (h, w).
+        axis: Which of the two.
+
+    Returns:
+        (batch, heads, h * w, h * w).
     """
     lines = attention.unflatten(0, (-1, grid[0] if axis == "row" else grid[1]))
     # (b, heads, query, key, line) -> (b, heads, query, key, line of the query, line of the key)
@@ -134,16 +180,22 @@ def expand_lines(attention: Tensor, grid: Size, axis: Axis) -> Tensor:
     return full.permute(order).flatten(4, 5).flatten(2, 3)
 
 
-def pooling(model: ViT, seen: AttentionCapture, grid: Size) -> Tensor:
-    """(b, tokens) or (1, tokens): how the model weights its output tokens where it pools them.
+def pooling_weights(model: ViT, captured: AttentionCapture, grid: Size) -> Tensor:
+    """The weights of the output tokens in the model's pooling.
 
-    `seen` needs to have watched a pass as far as the features, of any layers or of none.
+    Args:
+        model: A Vision Transformer.
+        captured: A capture, of any layers or none, of a forward pass that computed the features.
+        grid: Rows and columns of patches.
+
+    Returns:
+        (batch, tokens), or (1, tokens) where they are the same for all images.
     """
     prefix, n = model.config.prefix, grid[0] * grid[1]
     if model.config.pool == "token":
         return _class_row(prefix + n).unsqueeze(0)
     device = model.embed.weight.device
-    patches = torch.full((1, n), 1 / n, device=device) if model.map is None else seen.pool.mean(dim=(1, 2))
+    patches = torch.full((1, n), 1 / n, device=device) if model.map is None else captured.pool.mean(dim=(1, 2))
     return F.pad(patches, (prefix, 0))
 
 
@@ -161,19 +213,19 @@ def _on_grid(weights: Tensor, grid: Size) -> Tensor:
 
 
 def _distance_within(config: ViTConfig, grid: Size, attention: Tensor) -> Tensor:
-    """`attention_distance` of what a layer shows; an axial one shows lines, each a grid by itself."""
+    """`attention_distance` of one layer; in an axial one every line is a grid."""
     return attention_distance(attention, (1, attention.shape[-1]) if config.axial else grid, config.stride)
 
 
 def _distances(grid: Size) -> Tensor:
-    """(n, n): from each patch to each, counted in patches."""
+    """(n, n): the distance between any two patches, in patches."""
     y, x = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
-    places = torch.stack([y, x], dim=-1).flatten(0, 1).float()
-    return (places[:, None] - places).norm(dim=-1)
+    positions = torch.stack([y, x], dim=-1).flatten(0, 1).float()
+    return (positions[:, None] - positions).norm(dim=-1)
 
 
 def _normalised(rows: Tensor) -> Tensor:
-    """(..., n) -> (..., n), sums of 1; a row of zeros stays."""
+    """(..., n) -> (..., n); rows sum to 1, a row of zeros stays."""
     return rows / rows.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
 
 
@@ -189,11 +241,11 @@ def _with_attention(model: Model) -> ViT:
 
 @contextmanager
 def _evaluating(model: ViT) -> Iterator[None]:
-    """No gradients and no dropout; the model comes back in the mode it came in."""
-    before = model.training
+    """Evaluation mode without gradients; the mode is restored afterwards."""
+    training = model.training
     model.eval()
     try:
         with torch.inference_mode():
             yield
     finally:
-        model.train(before)
+        model.train(training)

@@ -1,4 +1,4 @@
-"""All that a page shows of images, computed together: answers, attention by layer and head, maps over the patches."""
+"""Inspect images with a model: logits, attention by layer and head, attribution maps, colours of patch features."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ import torch
 from torch import Tensor
 
 from vitral.architecture import Size
-from vitral.inspection.attention import expand_lines, pooling, rollout_maps
+from vitral.inspection.attention import expand_lines, pooling_weights, rollout_maps
 from vitral.inspection.attribution import gradient_rollout, occlusion
-from vitral.inspection.embeddings import feature_colours, token_norms
+from vitral.inspection.representations import feature_colours, token_norms
 from vitral.models.build import Model
-from vitral.models.capture import AttentionCapture, capture
+from vitral.models.capture import AttentionCapture, Axis, capture
 from vitral.models.vit import ViT
+
+_AXES: tuple[Axis, Axis] = ("column", "row")
 
 
 @dataclass(frozen=True)
 class ImageInspection:
-    """One image seen by a model, of n = h * w patches. Layers count from 0; the axial block, two attentions, is one."""
+    """The inspection of one image of n = h * w patches. Layers are blocks, counted from 0; an axial block is one."""
 
     grid: Size
-    side: int  # pixels of a patch along a side; what fills no patch at the right and at the bottom is not seen
+    side: int  # pixels per side of a patch; a remainder at the right and at the bottom is not used by the model
     logits: np.ndarray  # (k,); without a head, the features
-    colours: np.ndarray  # (h, w, 3) from 0 to 1
-    maps: dict[str, np.ndarray]  # (h, w): rollout, evidence and norms; of a ResNet, occlusion
-    pooled: np.ndarray | None = None  # (layers, heads, n): how the pooled output reads the patches; None in a ResNet
-    # By layer, (heads, n, n) or the mean over heads (1, n, n).
+    colours: np.ndarray  # (h, w, 3) between 0 and 1: principal components of the patch features
+    maps: dict[str, np.ndarray]  # (h, w): rollout, evidence and norms; occlusion for a ResNet
+    pooled: np.ndarray | None = None  # (layers, heads, n): attention of the pooled output; None for a ResNet
+    # By layer: attention between patches (heads, n, n), or its mean over heads (1, n, n).
     rows: dict[int, np.ndarray] = field(default_factory=dict)
 
 
-def look_at(
+def inspect_images(
     model: Model,
     images: Tensor,
     *,
@@ -41,17 +43,24 @@ def look_at(
     averaged: Sequence[int] = (),
     sigmoid: bool = False,
 ) -> list[ImageInspection]:
-    """(b, c, height, width), normalised, on the model's device -> what each image shows.
+    """Inspect images one by one.
 
-    The rows of single patches are kept by head for the layers `headed`, as a mean over heads for those `averaged`.
-    `sigmoid`: multi-label.
+    Args:
+        model: In evaluation mode.
+        images: (batch, channels, height, width), normalised, on the model's device.
+        headed: Layers whose attention between patches is kept by head.
+        averaged: Layers whose attention between patches is kept as the mean over heads.
+        sigmoid: Whether the model is multi-label.
+
+    Returns:
+        One inspection per image.
     """
-    colours = feature_colours(model, images).cpu().numpy()  # of all images together: one colour, one meaning
-    each = zip(images, colours, strict=True)
-    return [_look(model, image[None], tint, headed, averaged, sigmoid) for image, tint in each]
+    colours = feature_colours(model, images).cpu().numpy()  # components are common to all images
+    pairs = zip(images, colours, strict=True)
+    return [_inspect(model, image[None], colour, headed, averaged, sigmoid) for image, colour in pairs]
 
 
-def _look(
+def _inspect(
     model: Model,
     image: Tensor,
     colours: np.ndarray,
@@ -75,44 +84,48 @@ def _look(
 def _plain(
     model: ViT, image: Tensor, grid: Size, headed: Sequence[int], averaged: Sequence[int]
 ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-    """The class token's row of each layer, or the rows of all patches as another pool weights them."""
+    """Pooled attention of all layers, and attention between patches of the chosen ones."""
     first = model.config.prefix
     token = model.config.pool == "token"
-    wanted = None if token else partial(_merge_rows, _pooling(model, image, grid))
+    reduce = None if token else partial(_merge_rows, _pooling_weights(model, image, grid))
     with (
         torch.inference_mode(),
-        capture(model, rows="cls" if token else "all", reduce=wanted) as pool,
-        capture(model, layers=headed, rows="all") as each,
+        capture(model, rows="cls" if token else "all", reduce=reduce) as pool,
+        capture(model, layers=headed, rows="all") as by_head,
         capture(model, layers=averaged, rows="all", reduce=lambda attention: attention.mean(1, keepdim=True)) as mean,
     ):
         model.encode(model.patchify(image))
     pooled = np.stack([_host(pool[key])[:, 0, first:] for key in pool.keys])
-    return pooled, {layer: _host(seen[layer])[:, first:, first:] for seen in (mean, each) for layer in _layers(seen)}
+    rows = {
+        layer: _host(captured[layer])[:, first:, first:] for captured in (mean, by_head) for layer in _layers(captured)
+    }
+    return pooled, rows
 
 
 def _axial(
     model: ViT, image: Tensor, grid: Size, headed: Sequence[int], averaged: Sequence[int]
 ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-    """A patch looks along its column, and what it finds there has looked along the rows: both as one matrix."""
-    with torch.inference_mode(), capture(model, rows="all") as seen:
+    """As `_plain`; the attention of a block is the product of that along columns and that along rows."""
+    with torch.inference_mode(), capture(model, rows="all") as captured:
         model.features(image)
-    weights = pooling(model, seen, grid)
+    weights = pooling_weights(model, captured, grid)
     pooled, rows = [], {}
     for layer in range(model.config.depth):
-        whole = expand_lines(seen[layer, "column"], grid, "column") @ expand_lines(seen[layer, "row"], grid, "row")
-        pooled.append(_host(_merge_rows(weights, whole))[:, 0])
+        column, row = (expand_lines(captured[layer, axis], grid, axis) for axis in _AXES)
+        attention = column @ row
+        pooled.append(_host(_merge_rows(weights, attention))[:, 0])
         if layer in headed:
-            rows[layer] = _host(whole)
+            rows[layer] = _host(attention)
         elif layer in averaged:
-            rows[layer] = _host(whole.mean(1, keepdim=True))
+            rows[layer] = _host(attention.mean(1, keepdim=True))
     return np.stack(pooled), rows
 
 
-def _pooling(model: ViT, image: Tensor, grid: Size) -> Tensor:
-    """(1, tokens), by a pass of its own: a probe speaks after the layers whose rows it weights."""
-    with torch.inference_mode(), capture(model, layers=[], rows="all") as seen:
+def _pooling_weights(model: ViT, image: Tensor, grid: Size) -> Tensor:
+    """(1, tokens), by a separate pass: pooling comes after the layers whose rows it weights."""
+    with torch.inference_mode(), capture(model, layers=[], rows="all") as captured:
         model.features(image)
-    return pooling(model, seen, grid)
+    return pooling_weights(model, captured, grid)
 
 
 def _merge_rows(weights: Tensor, attention: Tensor) -> Tensor:
@@ -120,8 +133,8 @@ def _merge_rows(weights: Tensor, attention: Tensor) -> Tensor:
     return weights[:, None, None] @ attention
 
 
-def _layers(seen: AttentionCapture) -> list[int]:
-    return [key for key in seen.keys if isinstance(key, int)]
+def _layers(captured: AttentionCapture) -> list[int]:
+    return [key for key in captured.keys if isinstance(key, int)]
 
 
 def _host(tensor: Tensor) -> np.ndarray:

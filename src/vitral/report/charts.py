@@ -15,7 +15,7 @@ from html import escape
 import numpy as np
 
 from vitral.data.images import encode_png
-from vitral.evaluation.calibration import Bin
+from vitral.evaluation.calibration import ReliabilityBin
 
 Points = Sequence[tuple[float, float]]
 
@@ -90,7 +90,7 @@ def dot_chart(rows: np.ndarray, *, x: str, y: str, highest: float, row: str, dot
     return panel.svg(parts, f"{y} by {x}") + _legend([f"one {dot}", f"mean over {dot}s"])
 
 
-def reliability_chart(bins: Sequence[Bin]) -> str:
+def reliability_chart(bins: Sequence[ReliabilityBin]) -> str:
     """Draw accuracy by confidence as bars (SVG); a calibrated model stays on the diagonal."""
     panel = Panel([(0, 0), (1, 1)], "confidence", "accuracy", percent=True, percent_x=True)
     parts = [f'<polyline class="guide" points="{panel.polyline([(0, 0), (1, 1)])}"/>']

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitral.evaluation.calibration import Bin, calibration_error
+from vitral.evaluation.calibration import ReliabilityBin, calibration_error
 from vitral.report.charts import confusion_table, line_chart, reliability_chart
 from vitral.report.inspect_page import LearnedWeights, viewer_section, weights_section
 from vitral.report.page import Section, fact_table, headline_numbers, page, panels
@@ -28,7 +28,7 @@ class RunExamples(NamedTuple):
     images: Sequence[ViewerImage]
     pooled_name: str
     mistakes: int  # how many of `images`, at the front, are wrong
-    bins: tuple[Bin, ...]  # reliability; empty where images have several labels or none
+    bins: tuple[ReliabilityBin, ...]  # reliability; empty where images have several labels or none
     evaluated: int
 
 

@@ -20,8 +20,9 @@ from vitral.data.loader import PADDING, Batch, evaluation_batches
 from vitral.data.preprocess import parse_pipeline
 from vitral.data.sources import Split
 from vitral.errors import UserError
-from vitral.evaluation.colours import LEVELS, colour_class, histogram_entropy, neighbour_loss
+from vitral.evaluation.masked_baselines import LEVELS, colour_class, histogram_entropy, neighbour_loss
 from vitral.evaluation.predict import Predictions, Preprocessing
+from vitral.events import EventHandler, Progress
 from vitral.models.init import zero_bias
 from vitral.models.normalize import normalize
 from vitral.models.position import grid_of
@@ -73,7 +74,7 @@ def masked_outputs(
     world: int,
     workers: int,
     precision: str,
-    on_progress: Callable[[int, int], None],
+    on_event: EventHandler,
 ) -> Predictions:
     """Loss and accuracy (images, 2) of this process's share of the split."""
     pipeline = parse_pipeline(preprocess.pipeline)
@@ -90,7 +91,7 @@ def masked_outputs(
             inputs = normalize(images, preprocess.mean, preprocess.std)
             found = torch.stack(model(inputs, images, part.indices.to(device), _EVAL_STEP), dim=1).float().cpu()
             rows.append((part.indices[real].numpy(), found[real].numpy(), part.valid[real].numpy()))
-            on_progress(sum(len(indices) for indices, _, _ in rows), len(split))
+            on_event(Progress("evaluating", sum(len(indices) for indices, _, _ in rows), len(split)))
     model.train()
     indices, numbers, valid = (np.concatenate(arrays) for arrays in zip(*rows, strict=True))
     return Predictions(indices, numbers, valid)
@@ -99,7 +100,7 @@ def masked_outputs(
 def baselines(
     train: Split, eval_split: Split, pipeline: str, config: ViTConfig, settings: MaskSettings
 ) -> dict[str, float]:
-    """Baselines of the loss, on the first images of each split: see the module of `histogram_entropy`.
+    """Baselines of the loss, on the first images of each split: see `evaluation/masked_baselines.py`.
 
     Only for target "mean", one colour per patch: the other targets have no such simple baselines.
     """

@@ -27,7 +27,7 @@ from vitral.data.sources import DataSet, Split
 from vitral.data.transforms import CallableTransform
 from vitral.errors import UserError
 from vitral.evaluation.predict import Predictions, embed_split, predict_split
-from vitral.events import EventHandler, Note, Progress
+from vitral.events import EventHandler, Note
 from vitral.models.resnet import ResNet
 from vitral.models.vit import ViT
 from vitral.recipe import Recipe
@@ -343,7 +343,7 @@ def _evaluation_options(setup: RunSetup, world: World, on_event: EventHandler) -
         "world": world.size,
         "workers": setup.workers,
         "precision": "bfloat16" if setup.config.autocast is not None else "float32",
-        "on_progress": lambda done, total: on_event(Progress("evaluating", done, total)),
+        "on_event": on_event,
     }
 
 

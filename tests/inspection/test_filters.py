@@ -15,7 +15,7 @@ from torch import Tensor
 import vitral
 from vitral.architecture import Architecture, StemConfig
 from vitral.errors import UserError
-from vitral.inspection.embeddings import embedding_filters, position_similarity
+from vitral.inspection.representations import embedding_filters, position_similarity
 from vitral.models.build import Model, build
 from vitral.models.position import sincos2d
 
@@ -47,8 +47,8 @@ def by_scikit_learn(kernel: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]
 def test_filters_are_the_principal_components(name: str, changes: dict[str, Any]) -> None:
     model = made(replace(ARCHITECTURES[name], **changes))
     kernel = {
-        "hybrid": lambda: model.stem.root.conv.standardised(),
-        "BiT": lambda: model.root.standardised(),
+        "hybrid": lambda: model.stem.root.conv.standardized(),
+        "BiT": lambda: model.root.standardized(),
     }.get(name, lambda: model.embed.weight)()
     found = embedding_filters(model, 12)
     expected, shares = by_scikit_learn(kernel, 12)
@@ -60,7 +60,7 @@ def test_filters_are_the_principal_components(name: str, changes: dict[str, Any]
         assert abs((ours * theirs).sum()) == pytest.approx(1, abs=1e-4)
 
 
-def test_a_hybrid_says_that_its_root_is_shown():
+def test_a_hybrid_shows_its_root():
     assert embedding_filters(build(SMALL)).source == "the patch embedding"
     for config in (HYBRID, replace(HYBRID, patch=2), ARCHITECTURES["BiT"]):
         found = embedding_filters(build(config))
@@ -80,12 +80,12 @@ def test_a_planted_filter_comes_first():
     expected = stripes.permute(1, 2, 0) / stripes.norm()
     torch.testing.assert_close(first.components[0], expected, atol=0.02, rtol=0)
     assert first.explained.item() > 0.95
-    picture = first.pictures()[0]
+    picture = first.images()[0]
     assert picture[0, 0, 1].item() == pytest.approx(1, abs=0.05)
     assert picture[0, 1].tolist() == pytest.approx([0.5] * 3, abs=0.05)
 
 
-def test_small_kernels_give_what_they_have():
+def test_small_kernels_have_fewer_components():
     narrow = replace(SMALL, width=8, heads=2)
     assert embedding_filters(build(narrow)).components.shape == (7, 8, 8, 3)
     tiny = replace(SMALL, patch=2, channels=1)
@@ -94,14 +94,14 @@ def test_small_kernels_give_what_they_have():
     assert found.explained.sum().item() == pytest.approx(1, abs=1e-5)
     flat = made(SMALL)
     torch.nn.init.zeros_(flat.embed.weight)
-    assert embedding_filters(flat).pictures().isfinite().all()
+    assert embedding_filters(flat).images().isfinite().all()
     with pytest.raises(UserError, match="at least 1, not 0"):
         embedding_filters(flat, 0)
 
 
 @pytest.mark.parametrize("position", ["1d", "2d", "sincos2d"])
 @pytest.mark.parametrize("changes", [{}, {"registers": 2}, {"injection": "every"}])
-def test_similarity_is_the_cosine_of_a_loop(position: Any, changes: dict[str, Any]) -> None:
+def test_similarity_equals_the_cosine_of_a_loop(position: Any, changes: dict[str, Any]) -> None:
     config = replace(SMALL, image=(24, 40), position=position, **changes)
     model = made(config)
     if position == "1d":
@@ -121,12 +121,12 @@ def test_similarity_is_the_cosine_of_a_loop(position: Any, changes: dict[str, An
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (replace(SMALL, position="none"), "no positions"),
-        (replace(SMALL, position="relative"), "offsets, not places"),
+        (replace(SMALL, position="none"), "no position embeddings"),
+        (replace(SMALL, position="relative"), "relative position embeddings"),
         (ARCHITECTURES["BiT"], "a ResNet has no position embeddings"),
     ],
 )
-def test_models_without_a_table_say_why(config: Any, reason: str) -> None:
+def test_models_without_position_embeddings_are_errors(config: Any, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         position_similarity(build(config))
 

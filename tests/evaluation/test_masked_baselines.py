@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from vitral.evaluation.colours import BACKOFF, colour_class, colours_around, histogram_entropy, neighbour_loss
+from vitral.evaluation.masked_baselines import (
+    BACKOFF,
+    colour_class,
+    histogram_entropy,
+    neighbour_colours,
+    neighbour_loss,
+)
 
 
 def drawn(seed: int, shape: tuple[int, ...], share: float = 0.5) -> tuple[np.ndarray, np.ndarray]:
@@ -71,7 +77,7 @@ def slow_around(colours: np.ndarray, hidden: np.ndarray) -> list[list[int]]:
 )
 def test_the_colour_around_is_that_of_the_nearest_visible_ring(seed, shape, share):
     colours, hidden = drawn(seed, shape, share)
-    assert colours_around(colours, hidden).tolist() == slow_around(colours, hidden)
+    assert neighbour_colours(colours, hidden).tolist() == slow_around(colours, hidden)
 
 
 def test_the_probabilities_are_counted_on_training_images_only():
