@@ -28,7 +28,7 @@ from vitral.events import Note, StepDone
 from vitral.models.build import build
 from vitral.paper import table9
 from vitral.recipe import Recipe, from_toml
-from vitral.recipe_presets import named
+from vitral.recipe_presets import preset
 from vitral.studies.protocol import Candidate
 from vitral.studies.vtab import follow_suite, for_task, group_scores, mean_score
 from vitral.training.run import Result
@@ -94,7 +94,7 @@ UNCROPPED = {"clevr-count", "clevr-distance", "dmlab", "kitti-distance", "dsprit
 @pytest.mark.parametrize("name", TASKS)
 def test_what_would_change_a_label_is_left_out(name: str) -> None:
     """The lists of BiT's appendix."""
-    recipe = named("paper:finetune/vtab", "ViT-L/16").recipe
+    recipe = preset("paper:finetune/vtab", "ViT-L/16").recipe
     found = for_task(recipe, TASKS[name])
     middle = "resize({size})" if name in UNCROPPED else "resize({wider})|random_crop({size})"
     flip = "" if name in UNFLIPPED else "|flip"

@@ -19,7 +19,7 @@ from vitral.data.check import NEAR_BITS, Pair, check
 from vitral.data.hashes import FARTHEST, dhash, distance, near_pairs, phash
 from vitral.data.sources import narrowed, open_data
 from vitral.errors import UserError
-from vitral.recipe_parts import DataRecipe
+from vitral.recipe_schema import DataRecipe
 
 
 def scene(seed: int, size: tuple[int, int] = (96, 80)) -> Image.Image:

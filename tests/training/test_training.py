@@ -433,7 +433,7 @@ def test_reasons_do_not_contradict_what_is_said(colours, tmp_path):
     assert "cropped" in reasons(init="")
     assert "cropped" not in reasons("data.train_transform=decode|resize({size})", init="")
     assert "Muon" in reasons(init="")
-    assert "Muon" not in reasons("shape.start=paper", init="")
+    assert "Muon" not in reasons("shape.weight_init=paper", init="")
 
 
 def test_few_images_give_no_reason_against_what_is_said(tmp_path):

@@ -19,8 +19,8 @@ from vitral.errors import UserError
 from vitral.events import EventHandler, Note, RunDirChosen, ignore_events
 from vitral.models.device import check_device, default_device
 from vitral.recipe import Recipe, from_toml, with_overrides
-from vitral.recipe_defaults import MIRRORED, default_recipe
-from vitral.recipe_presets import is_name, named
+from vitral.recipe_defaults import FLIP_REASON, default_recipe
+from vitral.recipe_presets import is_preset, preset
 from vitral.studies.protocol import final_runs
 from vitral.training.run import Result, run
 from vitral.training.setup import check_recipe
@@ -123,7 +123,7 @@ def _suited(
         multilabel=opened.train.multilabel,
         pixels=median_short_side(opened.train),
         muon=_takes_muon(said),
-        said=said,
+        overrides=said,
     )
 
 
@@ -138,7 +138,7 @@ def _prepared_as_before(
         as_in_run = (
             f"images are prepared {'' if chosen.trainable == 'head' else 'and augmented '}as in the run it starts from"
         )
-        return chosen, (*(reason for reason in reasons if reason != MIRRORED), as_in_run)
+        return chosen, (*(reason for reason in reasons if reason != FLIP_REASON), as_in_run)
     stated = card.preprocess
     if stated is None:
         return chosen, (*reasons, *assumed_pixels(overrides))
@@ -169,8 +169,8 @@ def _asked(overrides: Sequence[str]) -> tuple[str, ...]:
 
 def read_recipe(path: str | Path, model: str = "") -> Recipe:
     """A recipe by its name (paper:finetune/pets; some need the model's, too), from a TOML file or a run's folder."""
-    if is_name(str(path)):
-        return named(str(path), model).recipe
+    if is_preset(str(path)):
+        return preset(str(path), model).recipe
     file = Path(path).expanduser()
     file = file / "recipe.toml" if file.is_dir() else file
     if not file.is_file():

@@ -6,7 +6,7 @@ import copy
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -171,7 +171,7 @@ def prepare_model(recipe: Recipe, classes: tuple[str, ...]) -> tuple[Model, Card
         if recipe.shape.head_bias and model.head.output is not None:
             torch.nn.init.constant_(model.head.output.bias, recipe.shape.head_bias)
         source = "trained from scratch"
-        if recipe.shape.start == "mimetic" and isinstance(model, ViT):
+        if recipe.shape.weight_init == "mimetic" and isinstance(model, ViT):
             start_mimetic(model)
             source = "trained from scratch, from a mimetic start"
         card = Card(model.config, source=source, format="vitral")
@@ -326,7 +326,8 @@ def _against_rivals(parts: Parts) -> Callable[..., dict[str, Any]]:
 
 
 def _mask_settings(recipe: Recipe) -> MaskSettings:
-    return MaskSettings(**asdict(recipe.masked), seed=recipe.seed)
+    m = recipe.masked
+    return MaskSettings(m.ratio, m.token_ratio, m.random_ratio, m.target, recipe.seed)
 
 
 def _on_features(plain: PlainModel, parts: Parts, world: World, on_event: EventHandler) -> tuple[Evaluator, Batches]:
