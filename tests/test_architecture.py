@@ -36,7 +36,7 @@ ROOMS: dict[str, set[str]] = {
     "kernels": PLAIN,
     "data": PLAIN,
     "models": BELOW_MODELS,
-    "checkpoints": PLAIN | {"models"},
+    "checkpoints": PLAIN | {"data", "models"},  # a card gives its preprocessing as a callable
     "evaluation": MEASURING,
     "inspection": MEASURING,
     "training": TO_LEVEL_3,

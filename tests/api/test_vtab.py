@@ -46,7 +46,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
     torch.manual_seed(0)
     card = Card(TINY, class_names=("a", "b", "c"), preprocess=Preprocess("decode|resize(8)", (0.1,) * 3, (0.3,) * 3))
-    vitral.save(build(TINY), card, path)
+    vitral.save(build(TINY), path, card)
     return path
 
 

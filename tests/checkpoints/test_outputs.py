@@ -44,7 +44,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     card = Card(
         TINY, preprocess=Preprocess("decode|resize(8)", (0.5,) * 3, (0.5,) * 3), class_names=tuple(sorted(COLOURS))
     )
-    vitral.save(build(TINY), card, path)
+    vitral.save(build(TINY), path, card)
     return path
 
 

@@ -60,7 +60,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     tiny: dict[str, Architecture] = {"ViT": replace(TINY_VIT, representation=32), "ResNet": TINY_RESNET}
     for name, config in tiny.items():
         card = Card(config, preprocess=Preprocess("decode|resize(32)", (0.5,) * 3, (0.5,) * 3))
-        vitral.save(build(config), card, folder / f"{name}.safetensors")
+        vitral.save(build(config), folder / f"{name}.safetensors", card)
     return {name: folder / f"{name}.safetensors" for name in tiny}
 
 

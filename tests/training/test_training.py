@@ -377,7 +377,7 @@ TINY = ViTConfig(depth=1, width=16, mlp=32, heads=2, patch=4, image=(8, 8), clas
 
 def bare(folder: Path, preprocess: Preprocess | None = None) -> Path:
     """Weights that have not seen anything, and say how pixels are prepared only where they are told to."""
-    vitral.save(build(TINY), Card(TINY, class_names=("a", "b", "c"), preprocess=preprocess), folder / "w.safetensors")
+    vitral.save(build(TINY), folder / "w.safetensors", Card(TINY, class_names=("a", "b", "c"), preprocess=preprocess))
     return folder / "w.safetensors"
 
 

@@ -363,8 +363,6 @@ def _load_torch(path: Path, device: Literal["cpu", "meta"]) -> tuple[dict[str, t
     for name, tensor in tensors.items():
         if tensor.layout is not torch.strided or tensor.nbytes > size:
             raise UserError(f"{path} claims more of {name!r} than the file holds: save it again as plain tensors.")
-    if all(name.startswith("module.") for name in tensors):
-        tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
     return tensors, {"unwrapped": ".".join(trail)} if trail else {}
 
 

@@ -20,7 +20,7 @@ import struct
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
 import simplejpeg
@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from PIL import ExifTags, Image, UnidentifiedImageError
 
+PILImage = Image.Image
 METHODS = ("bilinear", "bicubic", "nearest", "area")
 
 # What brings each EXIF orientation upright: (h, w, c) -> (h, w, c) or (w, h, c).
@@ -68,8 +69,22 @@ def decode(data: bytes, channels: int = 3) -> np.ndarray:
     if pixels is not None:
         return pixels
     with _opened(data) as image:
+        return pil_pixels(image, channels)
+
+
+def pil_pixels(image: PILImage, channels: int) -> np.ndarray:
+    """A PIL image -> uint8 (h, w, channels), by the same policy; raises UnreadableImage."""
+    try:
         image.load()
         return _upright(_bands(image, channels), _orientation(image))
+    except UnreadableImage:
+        raise
+    except Exception as error:  # Pillow's readers raise nearly anything on damaged bytes
+        raise UnreadableImage(_reason(error)) from error
+
+
+def is_pil_image(value: object) -> TypeGuard[PILImage]:
+    return isinstance(value, Image.Image)
 
 
 class Undecoded:
