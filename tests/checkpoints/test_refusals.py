@@ -248,10 +248,10 @@ def spoilt(value: float) -> Callable[[Tensor], Tensor]:
 
 
 DAMAGE: dict[str, tuple[Callable[[Arrays], Arrays], str]] = {
-    "a key is missing": (without("blocks.1.mlp.fc2.bias"), "no array blocks.1.mlp.fc2.bias"),
+    "a key is missing": (without("blocks.1.mlp.fc2.bias"), "no tensor blocks.1.mlp.fc2.bias"),
     "a key too many": (
         lambda arrays: {**arrays, "blocks.0.attn.q_norm.weight": torch.ones(8)},
-        r"1 of its arrays have no place .* \(blocks.0.attn.q_norm.weight\)",
+        r"1 of its tensors are not part of this format \(blocks.0.attn.q_norm.weight\)",
     ),
     "a wrong shape": (
         changed("norm.weight", lambda a: torch.ones(33)),
@@ -264,10 +264,10 @@ DAMAGE: dict[str, tuple[Callable[[Arrays], Arrays], str]] = {
     ),
     "NaN": (
         changed("blocks.2.attn.qkv.weight", spoilt(float("nan"))),
-        "array blocks.2.attn.qkv.weight holds .* not finite",
+        "tensor blocks.2.attn.qkv.weight has non-finite values",
     ),
-    "infinity": (changed("head.bias", spoilt(float("inf"))), "array head.bias holds .* not finite"),
-    "integers": (changed("cls_token", lambda a: a.long()), "array cls_token"),
+    "infinity": (changed("head.bias", spoilt(float("inf"))), "tensor head.bias has non-finite values"),
+    "integers": (changed("cls_token", lambda a: a.long()), "tensor cls_token has the type torch.int"),
     "no keys of a ViT": (lambda arrays: {"fc.weight": arrays["head.weight"]}, "its tensors are fc.weight"),
     "rows for the registers": (
         lambda arrays: {**arrays, "reg_token": torch.ones(1, 3, 32), "pos_embed": torch.ones(1, 20, 32)},

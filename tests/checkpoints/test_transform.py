@@ -7,6 +7,7 @@ import itertools
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ def card(pipeline: str = PIPELINES[0]) -> Card:
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
-    """A photograph-like JPEG, one turned by its EXIF tag, a grey and a transparent PNG, a 16-bit and a palette image."""
+    """JPEGs with and without an EXIF rotation; PNGs that are grey, transparent, 16-bit and with a palette."""
     rng = np.random.default_rng(0)
     noise = Image.fromarray(rng.integers(0, 256, (12, 16, 3), dtype=np.uint8)).resize(
         (80, 60), Image.Resampling.BICUBIC
@@ -115,7 +116,7 @@ def test_what_cannot_be_transformed_is_refused(tmp_path: Path, files: list[Path]
     transform = card().transform()
     whole = files[0].read_bytes()
     (tmp_path / "cut.jpg").write_bytes(whole[: len(whole) // 3])
-    wrong = [
+    wrong: list[tuple[Any, str]] = [
         (tmp_path / "none.jpg", "none.jpg cannot be read .No such file"),
         (tmp_path / "cut.jpg", "cut.jpg cannot be read .the file is truncated"),
         (b"text", "this image cannot be read .not an image"),

@@ -77,7 +77,7 @@ class Preprocess:
 
 @dataclass(frozen=True)
 class Card:
-    """What is known about a model besides its weights. Fields that the source did not state are empty, never guessed."""
+    """What is known about a model besides its weights. Fields that the source does not state are empty, not guessed."""
 
     architecture: Architecture
     class_names: tuple[str, ...] = ()

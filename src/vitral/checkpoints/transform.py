@@ -63,8 +63,8 @@ def read_pixels(image: ImageInput, channels: int) -> np.ndarray:
     except OSError as error:
         raise UserError(f"{name} cannot be read ({error.strerror}): pass the path of an image file.") from error
     raise UserError(
-        f"a {type(image).__name__} is not an image: pass a PIL image, uint8 pixels (height, width, {channels}), a path, "
-        "or the bytes of a file."
+        f"a {type(image).__name__} is not an image: pass a PIL image, uint8 pixels (height, width, {channels}), "
+        "a path, or the bytes of a file."
     )
 
 

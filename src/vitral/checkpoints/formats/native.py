@@ -125,7 +125,8 @@ def _position(header: CheckpointHeader, width: int) -> Position:
 
 def _grid(header: CheckpointHeader, position: Position, patch: int, stem: StemConfig | None) -> Size:
     if position == "1d":
-        return header.shape("positions.0.table", 3)[:2]
+        rows, columns, _ = header.shape("positions.0.table", 3)
+        return rows, columns
     if position == "2d":
         return header.shape("positions.0.y", 2)[0], header.shape("positions.0.x", 2)[0]
     if position == "relative":  # one row per offset between two of n patches

@@ -181,7 +181,7 @@ def write_entries(entries: list[Entry], state: Mapping[str, Tensor]) -> dict[str
 
 
 def heads_of(header: CheckpointHeader, depth: int, width: int) -> int:
-    """The number of heads, which fused projections do not show: the hint, that of a standard size, or 64 channels each."""
+    """The number of heads, which fused projections hide: the hint, that of a standard size, or 64 channels each."""
     if header.hints.heads:
         return header.hints.heads
     standard = shape_of(depth, width)
@@ -231,10 +231,10 @@ def _checked(entry: Entry, theirs: Mapping[str, Tensor]) -> Tensor:
     # Some writers keep axes of length one, such as (1, 1, 1, channels) for GroupNorm.
     if [n for n in shape if n != 1] != [n for n in expected if n != 1]:
         raise UserError(f"tensor {entry.theirs} has the shape {list(tensor.shape)} where {expected} is expected.")
-    if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
-        raise UserError(
-            f"tensor {entry.theirs} has non-finite values (NaN or Inf) or is not floating-point: download it again."
-        )
+    if not tensor.is_floating_point():
+        raise UserError(f"tensor {entry.theirs} has the type {tensor.dtype} where floating-point weights are expected.")
+    if not bool(torch.isfinite(tensor).all()):
+        raise UserError(f"tensor {entry.theirs} has non-finite values (NaN or Inf): the file is damaged.")
     return tensor
 
 
