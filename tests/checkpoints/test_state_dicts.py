@@ -23,11 +23,17 @@ from vitral.models.adapters import LoraLinear, add_lora, merge_lora
 from vitral.models.build import build
 from vitral.models.vit import ViT
 
+
+
+def compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "plain": lambda model: model,
-    "torch.compile": lambda model: torch.compile(model, backend="eager"),
+    "torch.compile": compiled,
     "DataParallel": nn.DataParallel,
-    "both": lambda model: nn.DataParallel(torch.compile(model, backend="eager")),
+    "both": lambda model: nn.DataParallel(compiled(model)),
 }
 
 
@@ -60,7 +66,7 @@ def test_saving_removes_distributed_data_parallel(tmp_path: Path) -> None:
 def test_compiled_blocks_are_saved_under_their_plain_names(tmp_path: Path) -> None:
     model = small_model()
     expected = model.state_dict()
-    model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+    model.blocks[0] = compiled(model.blocks[0])
     vitral.save(model, tmp_path / "model.safetensors")
     assert same_bits(vitral.load(tmp_path / "model.safetensors")[0].state_dict(), dict(expected))
 

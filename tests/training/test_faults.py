@@ -336,7 +336,7 @@ def test_a_run_folder_that_cannot_be(command, colours, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("not a folder")
     for out in (tmp_path / "file", tmp_path / "file" / "run"):
         said = sentence(train(command, colours, out))
-        assert f"{out / 'recipe.toml'} cannot be written ({tmp_path / 'file'} is no folder): choose another" in said
+        assert f"{out / 'recipe.toml'} cannot be written ({tmp_path / 'file'} is not a folder): choose another" in said
 
     def read_only(**options: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), "aside")
