@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "vitral"
 # Every room and what it may import. A new top-level module or folder starts with a line here.
 PLAIN = {
     *("errors", "version", "atomic", "events", "progress", "architecture", "names", "cost", "paper"),
-    *("recipe", "recipe_parts", "recipe_defaults", "recipe_presets"),
+    *("recipe", "recipe_schema", "recipe_defaults", "recipe_presets"),
 }
 BELOW_MODELS = PLAIN | {"kernels"}
 MEASURING = PLAIN | {"models", "data"}
@@ -29,14 +29,14 @@ ROOMS: dict[str, set[str]] = {
     "names": {"errors", "architecture"},
     "cost": {"errors", "architecture"},
     "paper": {"errors", "architecture", "names"},
-    "recipe_parts": set(),
-    "recipe": {"errors", "architecture", "names", "paper", "recipe_parts"},
+    "recipe_schema": {"errors"},
+    "recipe": {"errors", "architecture", "names", "paper", "recipe_schema"},
     "recipe_defaults": {"errors", "architecture", "names", "recipe"},
     "recipe_presets": {"errors", "architecture", "names", "paper", "recipe"},
     "kernels": PLAIN,
     "data": PLAIN,
     "models": BELOW_MODELS,
-    "checkpoints": PLAIN | {"models"},
+    "checkpoints": PLAIN | {"data", "models"},  # a card gives its preprocessing as a callable
     "evaluation": MEASURING,
     "inspection": MEASURING,
     "training": TO_LEVEL_3,

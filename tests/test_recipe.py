@@ -64,7 +64,7 @@ def test_the_text_holds_every_key_once_with_a_comment():
     flat = {name for name in parsed if name not in sections}
     flat |= {f"{section}.{name}" for section, inside in sections.items() for name in inside}
     parts = {"shape": ShapeRecipe, "data": DataRecipe, "optim": OptimRecipe}
-    parts |= {"schedule": ScheduleRecipe, "regular": RegularizationRecipe, "masked": MaskedRecipe}
+    parts |= {"schedule": ScheduleRecipe, "regularization": RegularizationRecipe, "masked": MaskedRecipe}
     known = {item.name for item in fields(Recipe)} - set(parts)
     known |= {f"{part}.{item.name}" for part, kind in parts.items() for item in fields(kind)}
     assert flat == known == set(keys())
@@ -100,6 +100,20 @@ def test_a_word_sets_a_typed_value(word, key, value):
     assert found == values(Recipe()) | {key: value}
 
 
+def test_overrides_may_be_a_mapping():
+    changes = {"optim.lr": 0.01, "batch": "1e3", "data.mean": [0.1, 0.2, 1], "compile": True, "optim.name": "adam"}
+    recipe = with_overrides(Recipe(), changes)
+    words = ["optim.lr=0.01", "batch=1000", "data.mean=0.1,0.2,1", "compile=true", "optim.name=adam"]
+    assert recipe == with_overrides(Recipe(), words)
+    assert with_overrides(Recipe(), {}) == Recipe()
+    for wrong, expected in (
+        ({"optm.lr": 1}, "did you mean optim.lr"),
+        ({"batch": 2.5}, "batch must be a whole number"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            with_overrides(Recipe(), wrong)
+
+
 def test_one_length_replaces_the_other():
     recipe = with_overrides(Recipe(), ["steps=500"])
     assert (recipe.steps, recipe.epochs) == (500, 0)
@@ -127,7 +141,7 @@ def test_one_length_replaces_the_other():
         ("batch=true", "batch must be a whole number"),
         ("compile=yes", "compile must be true or false"),
         ("precision=float16", "one of auto, float32, bfloat16"),
-        ("data.mean=0.5,x,0.5", "numbers with commas"),
+        ("data.mean=0.5,x,0.5", "numbers separated by commas"),
         ("data.mean=0.5", "one number per channel"),
         ("data.std=0,1,1", "above 0"),
         ("batch=0", "batch must be above 0"),
@@ -142,7 +156,7 @@ def test_one_length_replaces_the_other():
         ("trainable=lora", "lora:8"),
         ("micro_batch=512", "micro_batch=512 is more than batch=256"),
         ("schedule.kind=multistep", "schedule.drops"),
-        ("schedule.drops=0.5", "belong together"),
+        ("schedule.drops=0.5", "must have the same length"),
     ],
 )
 def test_a_wrong_word_gets_one_sentence(word, expected):
@@ -235,9 +249,9 @@ def test_choices_for_the_cases_people_have():
     digits = chosen(1437, 10, pixels=8)
     assert digits.model == "ViT-Ti/2@8"
     assert "flip" not in digits.data.train_transform
-    assert (digits.optim.name, digits.shape.start, digits.epochs) == ("muon", "mimetic", 31)
+    assert (digits.optim.name, digits.shape.weight_init, digits.epochs) == ("muon", "mimetic", 31)
     adam = chosen(1437, 10, pixels=8, muon=False)
-    assert (adam.optim.name, adam.shape.start, adam.epochs) == ("adamw", "paper", 62)
+    assert (adam.optim.name, adam.shape.weight_init, adam.epochs) == ("adamw", "paper", 62)
     assert chosen(480, 12, model="R50x1").optim.name == "adamw"
     assert chosen(1_281_167, 1000).optim.name == "adamw"
     assert chosen(30, 12, "ViT-Ti/16").trainable == "head"
@@ -252,7 +266,7 @@ def fine_tuned(images, classes, trainable="", device="cpu", **said):
     words = {key.replace("_", "."): value for key, value in said.items()} | (
         {"trainable": trainable} if trainable else {}
     )
-    return default_recipe(images=images, classes=classes, pretrained=parse("ViT-Ti/16"), device=device, said=words)
+    return default_recipe(images=images, classes=classes, pretrained=parse("ViT-Ti/16"), device=device, overrides=words)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -262,7 +276,7 @@ def test_a_head_that_is_asked_for_learns_as_one_that_is_chosen(device):
     assert fine_tuned(30, 12, "head", device)[0] == few
     asked, (reason,) = fine_tuned(480, 12, "head", device)
     assert asked == replace(few, epochs=30.0, batch=256)
-    assert "30 epochs at a rate of 0.001" in reason
+    assert "30 epochs at a learning rate of 0.001" in reason
     assert asked.optim.layer_decay == asked.optim.head_lr == 1
     for words in ({"epochs": "3"}, {"steps": "3"}, {"optim_lr": "0.1"}):
         assert fine_tuned(480, 12, "head", device, **words) == (asked, ())
@@ -287,7 +301,7 @@ def test_all_layers_that_are_asked_for_do_not_learn_as_a_head_would():
     few, _ = fine_tuned(30, 12, "full")
     assert (few.optim, few.batch, few.epochs) == (usual.optim, 30, 60)
     long = default_recipe(
-        images=20_000, classes=12, pretrained=parse("ViT-L/16"), device="cpu", said={"trainable": "full"}
+        images=20_000, classes=12, pretrained=parse("ViT-L/16"), device="cpu", overrides={"trainable": "full"}
     )
     assert (long[0].trainable, long[0].epochs, long[0].optim.layer_decay) == ("full", 5, 0.75)
 

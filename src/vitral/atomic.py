@@ -1,4 +1,4 @@
-"""Files that are never half written: made beside their place, then renamed onto it; a bad place is told at once."""
+"""Atomic writes: a temporary file next to the target, renamed when complete; and early checks of output paths."""
 
 from __future__ import annotations
 
@@ -13,18 +13,25 @@ from pathlib import Path
 
 from vitral.errors import UserError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)  # another place on the same disk would not help
+_FULL = (errno.ENOSPC, errno.EDQUOT)  # no space left: another path on the same disk would not help
 
 
 class Unwritable(UserError, OSError):
-    """Nothing can be written there: a user chooses another place; a cache, which expects an OSError, does without."""
+    """A path that cannot be written: an error for users, and an OSError for caches, which then do without."""
 
 
 def checked_output(path: str | Path, suffixes: Sequence[str], option: str) -> Path:
-    """The place of a file that `option` names, before any work is done for it.
+    """Check the path of an output file before any work is done.
 
-    A forgotten value makes the next word the file to write, which may be a photograph: only names that end as the
-    file's kind does are taken.
+    The suffix is checked because a forgotten value makes the next argument the file to write, which may be a photo.
+
+    Args:
+        path: the path to write.
+        suffixes: allowed suffixes, in lower case.
+        option: name of the option, for the error.
+
+    Raises:
+        UserError: if it cannot be written, is a folder, or has another suffix.
     """
     path = Path(path)
     check_writable(path)
@@ -36,18 +43,18 @@ def checked_output(path: str | Path, suffixes: Sequence[str], option: str) -> Pa
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a place where no file or folder could be made; nothing is left behind."""
-    with _told_by_name(path):
+    """Raise if no file or folder can be created at `path`; nothing is left behind."""
+    with _errors_name(path):
         tempfile.TemporaryFile(dir=_existing_folder(path)).close()
 
 
 def check_name(path: Path) -> None:
-    """Refuse a place for weights that neither safetensors nor PyTorch would find again."""
+    """Raise if `path` is not valid UTF-8: neither safetensors nor PyTorch could read weights from there."""
     try:
         str(path).encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"{path} is not valid UTF-8, and no weights can be read under such a name: choose another name."
+            f"{path} is not valid UTF-8, and weights cannot be read from such a path: choose another name."
         ) from error
 
 
@@ -55,38 +62,38 @@ def check_name(path: Path) -> None:
 def atomic_write(path: Path, *, folder: bool = False) -> Generator[Path]:
     """Yield a temporary path beside `path`, moved onto `path` when the block ends and removed when it raises.
 
-    A reader sees the old file or the whole new one, also after a power cut. With `folder=True` the temporary path is
+    A reader sees the old file or the whole new one, even after a power failure. With `folder=True` the temporary path is
     a folder that exists; the target must then be new or empty.
     """
-    with _told_by_name(path):
+    with _errors_name(path):
         _existing_folder(path)
         if path.is_dir() and not folder:
             raise UserError(f"{path} is a folder: name a file inside it.")
         if folder and path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise UserError(f"{path} exists and is not empty: choose another folder, or remove it first.")
-        made = [parent for parent in path.parents if not parent.exists()]
+        created = [parent for parent in path.parents if not parent.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
     try:
-        with _told_by_name(path):
-            aside.mkdir() if folder else aside.touch()
-        yield aside
-        for written in (*aside.rglob("*"), aside):
+        with _errors_name(path):
+            temporary.mkdir() if folder else temporary.touch()
+        yield temporary
+        for written in (*temporary.rglob("*"), temporary):
             _flush(written)
-        with _told_by_name(path):
-            os.replace(aside, path)
+        with _errors_name(path):
+            os.replace(temporary, path)
     except BaseException:
-        _remove(aside)
-        for parent in made:
-            with suppress(OSError):  # somebody else has put something there, and what went wrong is more important
+        _remove(temporary)
+        for parent in created:
+            with suppress(OSError):  # another process has written there; the first error matters more
                 parent.rmdir()
         raise
     _flush(path.parent)
 
 
 @contextmanager
-def _told_by_name(path: Path) -> Generator[None]:
-    """What the system says about a temporary file or a folder above, told of the name that the user knows."""
+def _errors_name(path: Path) -> Generator[None]:
+    """Report errors about temporary files and parent folders with the name that the user gave."""
     try:
         yield
     except OSError as error:
@@ -96,10 +103,10 @@ def _told_by_name(path: Path) -> Generator[None]:
 
 
 def _existing_folder(path: Path) -> Path:
-    """The nearest one above."""
+    """The nearest existing parent."""
     above = next((parent for parent in path.parents if parent.exists()), path)
     if not above.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, f"{above} is no folder")
+        raise NotADirectoryError(errno.ENOTDIR, f"{above} is not a folder")
     return above
 
 
@@ -111,7 +118,7 @@ def _remove(path: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Wait until the disk has it; a folder is flushed for the names in it."""
+    """Flush a file to disk; for a folder, its directory entries."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

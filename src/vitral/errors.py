@@ -1,9 +1,9 @@
-"""What ends a verb early: a mistake that the user can fix, in a single sentence that names the fix, or Ctrl-C."""
+"""Exceptions: errors that a user can fix, and interrupted runs."""
 
 
 class UserError(ValueError):
-    """A mistake of the user's. The command line prints the sentence and exits with code 2; a traceback is for ours."""
+    """An error that the user can fix: one sentence with the problem and the fix. The CLI prints it and exits with 2."""
 
 
 class Interrupted(Exception):
-    """The run was asked to stop; its state is saved."""
+    """A run was stopped by a signal; its state is saved."""

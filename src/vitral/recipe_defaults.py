@@ -1,26 +1,33 @@
-"""Which recipe suits this data: the choices behind `vitral train DATA`, with a sentence for each. No torch here."""
+"""The default recipe of `vitral train DATA`, chosen from the data, with a reason for each choice. No torch here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from vitral.architecture import Architecture, ResNetConfig, ViTConfig
 from vitral.errors import UserError
 from vitral.names import name_of, parse
 from vitral.recipe import Recipe, from_dict
 
-Reason = tuple[str, tuple[str, ...]]  # a sentence, and the keys or key=value words that would make it untrue
-Choice = tuple[dict[str, Any], tuple[Reason, ...]]  # keys of a recipe with their values, and why
-
-MIRRORED = (
-    "random crops and mirror images make epochs differ (drop flip from data.train_transform if left and right matter)"
+FLIP_REASON = (
+    "random crops and horizontal flips vary the epochs (drop flip from data.train_transform if left and right matter)"
 )
-FEW = 4  # images a class below which a whole model would learn them by heart
-SECONDS = 0.07  # to train ViT-Ti/16 on one image, measured on two CPU cores
-SMALL = 100_000  # images from which on optimizer and start are the paper's
-PATIENCE = 2 * 3600  # seconds that fine-tuning on a CPU may take before only the head is worth it
+FEW_IMAGES = 4  # per class; with fewer, only the head is trained, as a whole model would overfit
+SECONDS_PER_IMAGE = 0.07  # to train ViT-Ti/16 on one image, measured on two CPU cores
+SMALL_DATA = 100_000  # images; with more, optimizer and initial weights are the paper's
+CPU_LIMIT = 2 * 3600  # seconds; if fine-tuning on a CPU took longer, only the head is trained
+
+
+class Reason(NamedTuple):
+    """Why a value was chosen. It is not shown if the user sets one of the `overridden_by` keys (or key=value)."""
+
+    text: str
+    overridden_by: tuple[str, ...] = ()
+
+
+Choice = tuple[dict[str, Any], tuple[Reason, ...]]  # recipe keys with their values, and why
 
 
 def default_recipe(
@@ -33,91 +40,105 @@ def default_recipe(
     multilabel: bool = False,
     pixels: int = 224,
     muon: bool = True,
-    said: Mapping[str, str] | None = None,
+    overrides: Mapping[str, str] | None = None,
 ) -> tuple[Recipe, tuple[str, ...]]:
-    """A recipe and the reasons for it.
+    """Choose a recipe for a data set.
 
-    `images` and `classes` count the training data, `pixels` is the short side of a typical image, `pretrained` is what
-    the weights to start from hold, `device` is cpu, cuda or mps. Without `muon` the optimizer is Adam in any case.
-    `said` are keys that the user sets to other values: the recipe does not follow them, but what they contradict is no
-    reason, and how long and how fast it learns suits the `trainable` that is said.
+    Args:
+        images: number of training images.
+        classes: number of classes.
+        pretrained: architecture of the pre-trained weights, None to train from scratch.
+        device: cpu, cuda or mps.
+        model: model name, "" to choose one; with weights it can only ask for another image size.
+        multilabel: whether images have several labels.
+        pixels: shorter side of a typical image.
+        muon: whether the Muon optimizer may be chosen.
+        overrides: keys that the user sets. They are not applied here, but reasons that they contradict are left out,
+            and length and learning rate suit an overridden `trainable`.
+
+    Returns:
+        The recipe, and one reason per choice.
     """
-    said = said or {}
+    overrides = overrides or {}
     if pretrained is None:
         changes, reasons = _from_scratch(images, device, pixels, model, muon)
     else:
-        changes, reasons = _fine_tuning(images, classes, device, pretrained, said.get("trainable", ""))
+        changes, reasons = _fine_tuning(images, classes, device, pretrained, overrides.get("trainable", ""))
         changes |= _resized(pretrained, model)
     if multilabel:
         changes["loss"] = "sigmoid"
-        several = "images have several labels: each class is a yes or no of its own (loss=sigmoid)"
-        reasons = (*reasons, (several, ("loss",)))
+        reasons += (Reason("images have several labels: one sigmoid per class (loss=sigmoid)", ("loss",)),)
     changes["batch"] = min(changes["batch"], images)
-    spoken = {*said, *map("=".join, said.items())}
-    return from_dict(changes), tuple(reason for reason, against in reasons if spoken.isdisjoint(against))
+    overridden = {*overrides, *map("=".join, overrides.items())}
+    return from_dict(changes), tuple(text for text, keys in reasons if overridden.isdisjoint(keys))
 
 
 def _fine_tuning(images: int, classes: int, device: str, pretrained: Architecture, trainable: str) -> Choice:
-    """The paper's recipe (section 4.1) is SGD over 256,000 images or more; Adam needs fewer. `trainable` is what the user
-    says of it, else empty."""
-    small = device != "cuda"
-    epochs = 5.0 if small else 20.0 if images < 100_000 else 8.0
-    hours = images * epochs * SECONDS * _size(pretrained) / 3600
-    few, slow = images < FEW * classes, small and hours * 3600 > PATIENCE
+    """The paper's recipe (section 4.1) is SGD over 256,000 images or more; AdamW needs fewer. `trainable` is the user's
+    override, "" if there is none."""
+    slow_device = device != "cuda"
+    epochs = 5.0 if slow_device else 20.0 if images < SMALL_DATA else 8.0
+    hours = images * epochs * SECONDS_PER_IMAGE * _relative_cost(pretrained) / 3600
+    few, slow = images < FEW_IMAGES * classes, slow_device and hours * 3600 > CPU_LIMIT
     if trainable == "head" or (not trainable and (few or slow)):
-        length, rate = 100.0 if few else 30.0, 1e-3
-        why = (
-            f"{images} images of {classes} classes are few" if few else f"{images} images would take {hours:.0f} hours"
-        )
-        chosen = f"{why}: only a new head learns, on features computed once (trainable=full trains all layers)"
-        asked = f"a head alone learns, on features computed once: {length:.0f} epochs at a rate of {rate}"
-        changes = {"trainable": "head", "epochs": length, "batch": 256, "optim.lr": rate}
-        return changes, ((asked, ("epochs", "steps", "optim.lr")) if trainable else (chosen, ()),)
-    if few:  # a ViT-Ti/16 at 112 pixels, one seed: 12 breeds from 36 pets to 49 % in 5 epochs, 65 % in 60
+        return _head_only(images, classes, hours, few, chosen=not trainable)
+    if few:  # a ViT-Ti/16 at 112 pixels, one seed: 12 breeds from 36 pets reach 49 % in 5 epochs, 65 % in 60
         epochs = 60.0
-    batch = 32 if images < 5_000 else 128 if images < 100_000 else 512
-    rate = 2e-4 * (batch / 32) ** 0.5
+    batch = 32 if images < 5_000 else 128 if images < SMALL_DATA else 512
+    lr = 2e-4 * (batch / 32) ** 0.5
     changes = {"epochs": epochs, "batch": batch, "optim.weight_decay": 0.05}
-    mirrored = (MIRRORED, ("data.train_transform",))
+    flip = Reason(FLIP_REASON, ("data.train_transform",))
     if trainable == "bias" or trainable.startswith("lora"):  # 480 pets, likewise: 93 %, with the rates of all layers 86
-        what = "biases" if trainable == "bias" else "adapters"
-        why = f"{what} learn beside weights that stay: equally fast in every layer, at a rate of {5 * rate:.2g}"
-        return changes | {"optim.lr": 5 * rate}, ((why, ("optim.lr", "optim.layer_decay")), mirrored)
-    changes |= {"optim.lr": rate, "optim.layer_decay": 0.75, "optim.head_lr": 5.0}
-    gently = f"{images} images and pre-trained weights: all layers are fine-tuned, the early ones gently"
-    reasons = [(gently, ("optim.layer_decay",))] if trainable in ("", "full") else []
-    return changes, (*reasons, mirrored)
+        parameters = "biases" if trainable == "bias" else "adapters"
+        why = f"only {parameters} are trained: the same learning rate in every layer, {5 * lr:.2g}"
+        return changes | {"optim.lr": 5 * lr}, (Reason(why, ("optim.lr", "optim.layer_decay")), flip)
+    changes |= {"optim.lr": lr, "optim.layer_decay": 0.75, "optim.head_lr": 5.0}
+    why = f"{images} images and pre-trained weights: all layers are fine-tuned, early ones with lower learning rates"
+    reasons = (Reason(why, ("optim.layer_decay",)),) if trainable in ("", "full") else ()
+    return changes, (*reasons, flip)
+
+
+def _head_only(images: int, classes: int, hours: float, few: bool, chosen: bool) -> Choice:
+    epochs, lr = 100.0 if few else 30.0, 1e-3
+    changes = {"trainable": "head", "epochs": epochs, "batch": 256, "optim.lr": lr}
+    if not chosen:
+        why = f"only the head is trained, on features computed once: {epochs:.0f} epochs at a learning rate of {lr}"
+        return changes, (Reason(why, ("epochs", "steps", "optim.lr")),)
+    why = f"{images} images of {classes} classes are few" if few else f"{images} images would take {hours:.0f} hours"
+    return changes, (
+        Reason(f"{why}: only a new head is trained, on features computed once (trainable=full trains all layers)"),
+    )
 
 
 def _from_scratch(images: int, device: str, pixels: int, model: str, muon: bool) -> Choice:
     changes: dict[str, Any] = {"optim.lr": 1e-3, "optim.weight_decay": 0.1}
-    nothing = f"{images} images and no weights: the model starts from nothing (--init does better on few images)"
-    reasons: list[Reason] = [(nothing, ())]
+    reasons = [Reason(f"{images} images and no weights: training from scratch (--init does better on few images)")]
     if model:
         changes["model"] = model
     else:
-        named, fitting = _model_for(images, device, pixels)
-        changes |= named
-        reasons += fitting
-    seen, most = 90_000, 100  # images and epochs, with Adam on a CPU
-    if muon and images < SMALL and not isinstance(parse(changes["model"]), ResNetConfig):
-        seen, most = 45_000, 50
-        changes |= {"optim.name": "muon", "optim.momentum": 0.95, "optim.lr": 2e-3, "shape.start": "mimetic"}
-        why = "Muon, and weights that start as trained ones look, learn few images in fewer epochs"
-        reasons.append((why, ("optim.name", "shape.start")))
-    changes["batch"] = 64 if images < 10_000 else 256 if images < 100_000 else 1024
-    changes["epochs"] = float(min(max(seen // images, 10), most) if device != "cuda" else 300 if images < 1e6 else 90)
+        shape, why = _model_for(images, device, pixels)
+        changes |= shape
+        reasons += why
+    image_budget, max_epochs = 90_000, 100  # with AdamW on a CPU
+    if muon and images < SMALL_DATA and not isinstance(parse(changes["model"]), ResNetConfig):
+        image_budget, max_epochs = 45_000, 50
+        changes |= {"optim.name": "muon", "optim.momentum": 0.95, "optim.lr": 2e-3, "shape.weight_init": "mimetic"}
+        why = "Muon and mimetic initial weights need fewer epochs on small data"
+        reasons.append(Reason(why, ("optim.name", "shape.weight_init")))
+    changes["batch"] = 64 if images < 10_000 else 256 if images < SMALL_DATA else 1024
+    cpu_epochs = min(max(image_budget // images, 10), max_epochs)
+    changes["epochs"] = float(cpu_epochs if device != "cuda" else 300 if images < 1e6 else 90)
     if pixels > 16:
         changes |= {"data.train_transform": "decode|inception_crop({size})|flip|randaugment(2, 10)", "data.mixup": 0.2}
-        why = "crops, mirror images, RandAugment and mixup stand in for more images"
-        reasons.append((why, ("data.train_transform", "data.mixup")))
+        why = "random crops, flips, RandAugment and mixup make up for few images"
+        reasons.append(Reason(why, ("data.train_transform", "data.mixup")))
     else:
         changes |= {
             "data.train_transform": "decode|inception_crop({size}, 0.75)",
             "data.eval_transform": "decode|resize({size})",
         }
-        why = f"images of {pixels} pixels: cropped a little, never mirrored, since digits and signs have a side"
-        reasons.append((why, ("data.train_transform",)))
+        why = f"images of {pixels} pixels: mild crops and no flips, as digits and signs are not symmetric"
+        reasons.append(Reason(why, ("data.train_transform",)))
     return changes, tuple(reasons)
 
 
@@ -125,13 +146,12 @@ def _model_for(images: int, device: str, pixels: int) -> Choice:
     if pixels <= 16:
         shape = {"shape.depth": 4, "shape.width": 64, "shape.heads": 4, "optim.lr": 2e-3}
         why = f"images of {pixels} pixels: a ViT of 4 layers, 64 wide, with patches of 2 pixels"
-        return {"model": f"ViT-Ti/2@{max(pixels - pixels % 2, 4)}", **shape}, (
-            (why, ("shape.depth", "shape.width", "shape.heads")),
-        )
+        name = f"ViT-Ti/2@{max(pixels - pixels % 2, 4)}"
+        return {"model": name, **shape}, (Reason(why, ("shape.depth", "shape.width", "shape.heads")),)
     patch, side = (4, 32) if pixels <= 40 else (8, 64) if pixels <= 96 else (16, 224)
-    size = "S" if device == "cuda" and images >= 100_000 else "Ti"
+    size = "S" if device == "cuda" and images >= SMALL_DATA else "Ti"
     name = f"ViT-{size}/{patch}" + ("" if side == 224 else f"@{side}")
-    return {"model": name}, ((f"images of {pixels} pixels: {name}", ()),)
+    return {"model": name}, (Reason(f"images of {pixels} pixels: {name}"),)
 
 
 def _resized(pretrained: Architecture, model: str) -> dict[str, Any]:
@@ -139,14 +159,14 @@ def _resized(pretrained: Architecture, model: str) -> dict[str, Any]:
     changes: dict[str, Any] = {"model": name_of(pretrained)}
     if not model:
         return changes
-    asked = parse(model)
-    if name_of(replace(asked, image=pretrained.image)) != name_of(pretrained):
+    named = parse(model)
+    if name_of(replace(named, image=pretrained.image)) != name_of(pretrained):
         raise UserError(f"the weights hold a {name_of(pretrained)}, not a {model}: leave out one of the two.")
-    return changes | ({"image": asked.image[0]} if "@" in model else {})
+    return changes | ({"image": named.image[0]} if "@" in model else {})
 
 
-def _size(architecture: Architecture) -> float:
-    """How many times the work of ViT-Ti/16 at 224 pixels, roughly."""
+def _relative_cost(architecture: Architecture) -> float:
+    """The approximate cost of an image relative to ViT-Ti/16 at 224 pixels."""
     if isinstance(architecture, ResNetConfig):
         return 3.3 * sum(architecture.blocks) / 16 * architecture.width**2
     if not isinstance(architecture, ViTConfig):

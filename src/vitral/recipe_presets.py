@@ -1,7 +1,8 @@
-"""Recipes by name: the tables of the paper and of BiT as recipes, and records of our own. No torch here.
+"""Preset recipes: the tables of the paper and of BiT as recipes, and our own speed runs. No torch here.
 
-`named("paper:pretrain/imagenet21k", "ViT-L/16")` is a row of Table 3, `named("paper:finetune/pets")` one of Table 4.
-What is printed comes from `vitral.paper`, and what is not from its `readings`, each with a sentence that says why.
+`preset("paper:pretrain/imagenet21k", "ViT-L/16")` is a row of Table 3, `preset("paper:finetune/pets")` one of Table 4.
+Printed values come from `vitral.paper`. Values that the paper does not print come from its `readings`: each is our
+interpretation of one gap, with a sentence that says why.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ from vitral.errors import UserError
 from vitral.names import name_of, parse
 from vitral.recipe import Recipe, from_dict
 
-CROPS = {"": "square", ":inception": "inception", ":resmall": "resmall"}  # suffix of a name, and its reading
-SMALL = ("pets", "flowers", "vtab")  # data sets with a short warm-up
-DROPOUT = ("ViT-L/16", "ViT-H/14", "R50+ViT-B/16", "R50+ViT-L/*")  # released with dropout of 0.1
+CROPS = {
+    "": "square",
+    ":inception": "inception",
+    ":resmall": "resmall",
+}  # suffix of a preset's name: name of the reading
+SHORT_WARMUP = ("pets", "flowers", "vtab")  # data sets
+WITH_DROPOUT = ("ViT-L/16", "ViT-H/14", "R50+ViT-B/16", "R50+ViT-L/*")  # models released with a dropout of 0.1
 TITLES = {
     "jft300m": "JFT-300M",
     "imagenet21k": "ImageNet-21k",
@@ -46,19 +51,19 @@ _SPEEDRUNS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 @dataclass(frozen=True)
 class Preset:
-    """A recipe of the book, and the protocol around it."""
+    """A named recipe, and the protocol around it."""
 
     name: str
     recipe: Recipe
-    sweep: dict[str, tuple[Any, ...]]  # keys, and the values that are tried on the dev split
-    dev: float  # share of train that choices are made on; the final run trains on all
-    seeds: int  # 3 where the paper reports mean and spread
-    readings: tuple[str, ...]  # a sentence for each place where the paper is silent or contradicts itself
+    sweep: dict[str, tuple[Any, ...]]  # keys, and the values to compare on the dev split
+    dev: float  # fraction of train held out for the sweep; the final run trains on all of it
+    seeds: int  # 3 where the paper reports mean and standard deviation
+    readings: tuple[str, ...]  # a sentence for each gap or contradiction of the paper
 
 
 @dataclass(frozen=True)
-class Draft:
-    """A recipe as it is printed: its keys, the names of the readings that fill the gaps, and the protocol."""
+class PresetValues:
+    """The printed keys of a preset, the names of the readings that fill the gaps, and the protocol."""
 
     keys: dict[str, Any]
     readings: tuple[str, ...] = ()
@@ -67,61 +72,67 @@ class Draft:
     seeds: int = 1
 
 
-class Page(NamedTuple):
-    """One entry of the book: a line about it, the models it is for (the first by default), and what drafts it."""
+class PresetEntry(NamedTuple):
+    """One line about a preset, the models it is for (the first is the default), and its values for a model."""
 
     about: str
     models: tuple[str, ...]
-    draft: Callable[[str], Draft]
+    values_for: Callable[[str], PresetValues]
 
 
-def is_name(text: str) -> bool:
-    """Whether a text is meant as a name of the book, not as a file's."""
+def is_preset(text: str) -> bool:
+    """Whether a text is meant as the name of a preset, not of a file."""
     return text.partition(":")[0] in ("paper", "bit") or text.startswith("speedrun/")
 
 
-def recipe_names() -> dict[str, str]:
-    """Every name of the book with a line about it."""
-    return {name: page.about for name, page in _book().items()}
+def preset_names() -> dict[str, str]:
+    """The name of every preset with a line about it."""
+    return {name: entry.about for name, entry in _presets().items()}
 
 
-def named(name: str, model: str = "") -> Preset:
-    """A recipe of the book for a model, by default the first that its table lists.
+def preset(name: str, model: str = "") -> Preset:
+    """The preset of this name for a model.
 
-    An image size in the model's name does not pick the row, and the size of fine-tuning comes from its table.
+    Args:
+        name: one of `preset_names`, such as "paper:finetune/pets".
+        model: model name, "" for the first that the table lists. An image size in it does not select the row, and
+            fine-tuning takes its image size from the table.
+
+    Raises:
+        UserError: if there is no such preset, or it has no row for the model.
     """
-    if name not in _book():
-        near = difflib.get_close_matches(name, _book(), n=3, cutoff=0.5) or list(_book())[:3]
+    if name not in _presets():
+        near = difflib.get_close_matches(name, _presets(), n=3, cutoff=0.5) or list(_presets())[:3]
         raise UserError(f'there is no recipe "{name}": did you mean {", ".join(near)}?')
-    page = _book()[name]
-    plain = _model(name, page.models, model)
-    draft = page.draft(plain)
-    readings = [paper.readings()[reading] for reading in draft.readings]
-    keys = {"model": plain + "".join(model.partition("@")[1:]), **draft.keys}
+    entry = _presets()[name]
+    plain = _model(name, entry.models, model)
+    values = entry.values_for(plain)
+    readings = [paper.readings()[reading] for reading in values.readings]
+    keys = {"model": plain + "".join(model.partition("@")[1:]), **values.keys}
     for reading in readings:
         keys.update(reading.keys)
     recipe = from_dict(keys)
-    return Preset(name, recipe, draft.sweep, draft.dev, draft.seeds, tuple(reading.why for reading in readings))
+    return Preset(name, recipe, values.sweep, values.dev, values.seeds, tuple(reading.why for reading in readings))
 
 
 def hyperrule(images: int) -> str:
-    """The name of BiT's recipe for fine-tuning on so many images."""
+    """The name of BiT's preset for fine-tuning on this many images."""
     row = next(row for row in paper.bit_finetuning() if row.below is None or images < row.below)
     return f"bit:finetune/{row.size}"
 
 
-def _model(name: str, models: tuple[str, ...], asked: str) -> str:
-    """vitral's spelling of the model that was asked for, without its image size, if the recipe is for it."""
-    if not asked:
+def _model(name: str, models: tuple[str, ...], requested: str) -> str:
+    """vitral's spelling of the requested model, without its image size, if the preset is for it."""
+    if not requested:
         return models[0]
-    unnamed = "(" in asked  # a shape of its own, as `name_of` spells those of weights
-    model = asked if unnamed else name_of(parse(asked)).partition("@")[0]
+    unnamed = "(" in requested  # a custom shape, as `name_of` writes it for weights
+    model = requested if unnamed else name_of(parse(requested)).partition("@")[0]
     if not any(fnmatchcase(model, pattern) for pattern in models):
         raise UserError(f"{name} has no row for {model}: choose one of {', '.join(models)}.")
     return models[0] if unnamed else model
 
 
-def _pretraining(dataset: str, model: str) -> Draft:
+def _pretraining(dataset: str, model: str) -> PresetValues:
     """Table 3."""
     row = next(row for row in paper.table3() if row.dataset == dataset and row.covers(model))
     resnet, small = isinstance(parse(model), ResNetConfig), dataset == "imagenet"
@@ -144,10 +155,10 @@ def _pretraining(dataset: str, model: str) -> Draft:
         "schedule.warmup": row.warmup,
         "regularization.dropout": row.dropout,
     }
-    return Draft(keys if resnet else keys | {"shape.head": "tanh"}, tuple(readings))
+    return PresetValues(keys if resnet else keys | {"shape.head": "tanh"}, tuple(readings))
 
 
-def _masked(model: str) -> Draft:
+def _masked(model: str) -> PresetValues:
     """Appendix B.1.2."""
     row = paper.masked_training()
     keys = {
@@ -158,19 +169,19 @@ def _masked(model: str) -> Draft:
         "optim.lr": row.lr,
         "schedule.kind": row.decay,
         "schedule.warmup": row.warmup,
-        "masked.share": row.share,
-        "masked.token": row.token,
-        "masked.random": row.random,
+        "masked.ratio": row.ratio,
+        "masked.token_ratio": row.token_ratio,
+        "masked.random_ratio": row.random_ratio,
         "masked.target": row.target,
     }
-    return Draft(keys, ("crops", "decoupled decay", "masked decay"))
+    return PresetValues(keys, ("crops", "decoupled decay", "masked decay"))
 
 
-def _finetuning(dataset: str, crops: str, model: str) -> Draft:
+def _finetuning(dataset: str, crops: str, model: str) -> PresetValues:
     """Table 4."""
     row = next(row for row in paper.table4() if row.dataset == dataset)
-    readings = [crops, "short warm-up" if dataset in SMALL else "warm-up"]
-    readings += ["dropout" if any(fnmatchcase(model, pattern) for pattern in DROPOUT) else "no dropout"]
+    readings = [crops, "short warm-up" if dataset in SHORT_WARMUP else "warm-up"]
+    readings += ["dropout" if any(fnmatchcase(model, pattern) for pattern in WITH_DROPOUT) else "no dropout"]
     readings += ["rate"] if len(row.rates) > 1 else ["vtab sweep", "vtab dev", "vtab crops"]
     readings += ["largest rate"] if dataset == "imagenet" else []
     readings += ["odd grid"] if model == "ViT-H/14" else []
@@ -191,19 +202,19 @@ def _finetuning(dataset: str, crops: str, model: str) -> Draft:
         short = paper.bit_finetuning()[0]
         sweep = {"optim.lr": (short.lr, *row.rates), "steps": (short.steps, row.steps)}
     seeds = 1 if dataset == "imagenet" else 3  # at 384 pixels ImageNet is in Table 5, which prints no spread
-    return Draft(keys, tuple(readings), sweep, row.dev, seeds)
+    return PresetValues(keys, tuple(readings), sweep, row.dev, seeds)
 
 
-def _larger(best: paper.TransferRow, crops: str, model: str) -> Draft:
-    """Table 2's ImageNet runs: Table 4 at more pixels, with averaged weights."""
-    draft = _finetuning("imagenet", crops, model)
-    keys = draft.keys | {"image": best.image, "ema_decay": best.average}
-    readings = [reading for reading in draft.readings if reading != "odd grid"]
+def _high_resolution(best: paper.TransferRow, crops: str, model: str) -> PresetValues:
+    """Table 2's ImageNet runs: Table 4 at a higher resolution, with averaged weights."""
+    base = _finetuning("imagenet", crops, model)
+    keys = base.keys | {"image": best.image, "ema_decay": best.ema_decay}
+    readings = [reading for reading in base.readings if reading != "odd grid"]
     readings += ["ema_decay"] if crops == "inception" else ["size before the crop", "ema_decay"]
-    return Draft(keys, tuple(readings), draft.sweep, draft.dev, seeds=3)
+    return PresetValues(keys, tuple(readings), base.sweep, base.dev, seeds=3)
 
 
-def _bit_pretraining(dataset: str, model: str) -> Draft:
+def _bit_pretraining(dataset: str, model: str) -> PresetValues:
     """BiT-S, BiT-M and BiT-L."""
     row = next(row for row in paper.bit_pretraining() if row.dataset == dataset)
     keys = {
@@ -211,44 +222,44 @@ def _bit_pretraining(dataset: str, model: str) -> Draft:
         "batch": row.batch,
         "optim.lr": row.lr,
         "optim.weight_decay": row.weight_decay,
-        **_stairs(tuple(drop / row.epochs for drop in row.drops), row.momentum, row.warmup),
+        **_multistep_sgd(tuple(drop / row.epochs for drop in row.drops), row.momentum, row.warmup),
     }
     loss = "softmax" if dataset == "imagenet" else "sigmoid"
-    return Draft(keys, ("crops", loss, "bit decay", *(["bit epochs"] if dataset == "jft300m" else [])))
+    return PresetValues(keys, ("crops", loss, "bit decay", *(["bit epochs"] if dataset == "jft300m" else [])))
 
 
-def _bit_finetuning(row: paper.BitFinetuningRow, model: str) -> Draft:
+def _bit_finetuning(row: paper.BitFinetuningRow, model: str) -> PresetValues:
     """BiT's HyperRule."""
     keys = {
         "steps": row.steps,
         "batch": row.batch,
         "data.mixup": row.mixup,
         "optim.lr": row.lr,
-        **_stairs(row.drops, row.momentum, row.warmup),
+        **_multistep_sgd(row.drops, row.momentum, row.warmup),
     }
-    return Draft(keys, ("bit size", "bit flip"))
+    return PresetValues(keys, ("bit size", "bit flip"))
 
 
-def _stairs(drops: tuple[float, ...], momentum: float, warmup: int) -> dict[str, Any]:
-    """SGD whose rate is divided by 10 at shares of the run."""
+def _multistep_sgd(drops: tuple[float, ...], momentum: float, warmup: int) -> dict[str, Any]:
+    """SGD whose learning rate is divided by 10 at fractions of the run."""
     return {
         "optim.name": "sgd",
         "optim.momentum": momentum,
         "schedule.kind": "multistep",
         "schedule.warmup": warmup,
         "schedule.drops": drops,
-        "schedule.factors": tuple(10.0**-place for place, _ in enumerate(drops, 1)),
+        "schedule.factors": tuple(10.0**-count for count, _ in enumerate(drops, 1)),
     }
 
 
-def _speedrun(changes: dict[str, Any], model: str) -> Draft:
-    """A plain ViT on CIFAR-10 from scratch, on one GPU. Found by trying; benchmarks/cifar10_speedrun.py measures it."""
+def _speedrun(changes: dict[str, Any], model: str) -> PresetValues:
+    """A plain ViT on CIFAR-10 from scratch, on one GPU. Tuned by hand; benchmarks/cifar10_speedrun.py measures it."""
     keys: dict[str, Any] = {
         "batch": 512,
-        "evaluate_every": 1_000_000,  # at the end alone
+        "evaluate_every": 1_000_000,  # only at the end
         "shape.depth": 6,
         "shape.pool": "mean",
-        "shape.start": "mimetic",
+        "shape.weight_init": "mimetic",
         "data.train_transform": "decode|resize({size})",
         "data.eval_transform": "decode|resize({size})",
         "data.cutmix": 0.5,
@@ -259,39 +270,60 @@ def _speedrun(changes: dict[str, Any], model: str) -> Draft:
         "schedule.warmup": 0.1,
         "regularization.label_smoothing": 0.1,
     }
-    return Draft(keys | changes, seeds=3)
+    return PresetValues(keys | changes, seeds=3)
 
 
 @cache
-def _book() -> dict[str, Page]:
-    """Every recipe by its name. A recipe of another kind is one more entry."""
-    book = {}
+def _presets() -> dict[str, PresetEntry]:
+    return {**_pretraining_presets(), **_finetuning_presets(), **_bit_presets(), **_speedrun_presets()}
+
+
+def _pretraining_presets() -> dict[str, PresetEntry]:
+    presets = {}
     for dataset in ("jft300m", "imagenet21k", "imagenet"):
         models = (model for row in paper.table3() if row.dataset == dataset for model in row.models)
-        page = Page(f"Table 3: pre-train on {TITLES[dataset]}", _first(*models), partial(_pretraining, dataset))
-        book[f"paper:pretrain/{dataset}"] = page
-    about = "Appendix B.1.2: pre-train ViT-B/16 on JFT-300M without labels; other ViTs by the same values"
-    book["paper:pretrain/jft300m-masked"] = Page(about, (paper.masked_training().model, "ViT-*", "*+ViT-*"), _masked)
+        about = f"Table 3: pre-train on {TITLES[dataset]}"
+        presets[f"paper:pretrain/{dataset}"] = PresetEntry(
+            about, _with_default(*models), partial(_pretraining, dataset)
+        )
+    about = "Appendix B.1.2: pre-train ViT-B/16 on JFT-300M without labels; other ViTs with the same values"
+    models = (paper.masked_training().model, "ViT-*", "*+ViT-*")
+    return presets | {"paper:pretrain/jft300m-masked": PresetEntry(about, models, _masked)}
+
+
+def _finetuning_presets() -> dict[str, PresetEntry]:
+    presets = {}
     for suffix, crops in CROPS.items():
         for row in paper.table4():
             about = f"Table 4: fine-tune on {TITLES[row.dataset]} at {row.image} pixels ({crops} crops)"
-            page = Page(about, _first("*"), partial(_finetuning, row.dataset, crops))
-            book[f"paper:finetune/{row.dataset}{suffix}"] = page
+            entry = PresetEntry(about, _with_default("*"), partial(_finetuning, row.dataset, crops))
+            presets[f"paper:finetune/{row.dataset}{suffix}"] = entry
         for best in (best for best in paper.table2() if best.image):
             about = f"Table 2: fine-tune {best.model} on ImageNet at {best.image} pixels ({crops} crops)"
-            page = Page(about, (best.model,), partial(_larger, best, crops))
-            book[f"paper:finetune/imagenet-{best.image}{suffix}"] = page
-    for start in paper.bit_pretraining():
-        about = f"BiT: pre-train on {TITLES[start.dataset]} with SGD"
-        book[f"bit:pretrain/{start.dataset}"] = Page(about, ("R50x1", "*"), partial(_bit_pretraining, start.dataset))
+            entry = PresetEntry(about, (best.model,), partial(_high_resolution, best, crops))
+            presets[f"paper:finetune/imagenet-{best.image}{suffix}"] = entry
+    return presets
+
+
+def _bit_presets() -> dict[str, PresetEntry]:
+    presets, models = {}, ("R50x1", "*")
+    for row in paper.bit_pretraining():
+        about = f"BiT: pre-train on {TITLES[row.dataset]} with SGD"
+        presets[f"bit:pretrain/{row.dataset}"] = PresetEntry(about, models, partial(_bit_pretraining, row.dataset))
     for rule in paper.bit_finetuning():
-        about = f"BiT-HyperRule: fine-tune on {f'fewer than {rule.below:,} images' if rule.below else 'more images'}"
-        book[f"bit:finetune/{rule.size}"] = Page(about, ("R50x1", "*"), partial(_bit_finetuning, rule))
-    for name, about, changes in _SPEEDRUNS:
-        book[f"speedrun/{name}"] = Page(about, ("ViT-S/4@32",), partial(_speedrun, changes))
-    return book
+        size = f"fewer than {rule.below:,} images" if rule.below else "more images"
+        about = f"BiT-HyperRule: fine-tune on {size}"
+        presets[f"bit:finetune/{rule.size}"] = PresetEntry(about, models, partial(_bit_finetuning, rule))
+    return presets
 
 
-def _first(*models: str) -> tuple[str, ...]:
-    """ViT-B/16 before all others: the one that is meant where none is named."""
+def _speedrun_presets() -> dict[str, PresetEntry]:
+    return {
+        f"speedrun/{name}": PresetEntry(about, ("ViT-S/4@32",), partial(_speedrun, changes))
+        for name, about, changes in _SPEEDRUNS
+    }
+
+
+def _with_default(*models: str) -> tuple[str, ...]:
+    """The models with ViT-B/16, the default, in front."""
     return tuple(dict.fromkeys(("ViT-B/16", *models)))

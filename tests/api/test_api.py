@@ -35,7 +35,7 @@ def card() -> Card:
 
 @pytest.fixture
 def file(model: Model, card: Card, tmp_path: Path) -> Path:
-    vitral.save(model, card, tmp_path / "model.safetensors")
+    vitral.save(model, tmp_path / "model.safetensors", card)
     return tmp_path / "model.safetensors"
 
 
@@ -80,7 +80,7 @@ def test_asking_for_what_is_there_changes_nothing(model: Model, file: Path) -> N
 
 def test_changes_add_up_over_files(file: Path, tmp_path: Path) -> None:
     loaded, card = vitral.load(file, image=24)
-    vitral.save(loaded, card, tmp_path / "second.safetensors")
+    vitral.save(loaded, tmp_path / "second.safetensors", card)
     _, card = vitral.load(tmp_path / "second.safetensors", classes=2)
     assert [change.split()[0] for change in card.changes] == ["image", "head"]
 
@@ -139,12 +139,12 @@ def test_convert_does_not_overwrite(file: Path) -> None:
 
 def test_convert_says_what_the_file_does_not(model: Model, card: Card, tmp_path: Path) -> None:
     erf = replace(TINY, gelu="erf", image=(16, 24), resize="timm")
-    vitral.save(build(erf), replace(card, architecture=erf), tmp_path / "wide.safetensors")
+    vitral.save(build(erf), tmp_path / "wide.safetensors", replace(card, architecture=erf))
     done = vitral.convert(tmp_path / "wide.safetensors", tmp_path / "tv.safetensors", to="torchvision")
     assert "its grid is 4x6" in done.unstated
     assert "it has 2 heads" in done.unstated
     assert any("rule timm" in words for words in done.unstated)
-    assert done.unstated[-2:] == ("the names of its classes", "how its images were prepared")
+    assert done.unstated[-2:] == ("the names of its classes", "its preprocessing")
     assert not vitral.convert(tmp_path / "wide.safetensors", tmp_path / "hf", to="hf").unstated[1:]
     with pytest.raises(vitral.UserError, match="grid="):
         vitral.load(done.target, heads=2)
@@ -183,5 +183,5 @@ def test_saving_never_half_writes(model: Model, card: Card, tmp_path: Path, monk
 
     monkeypatch.setattr(write, "_write_bytes", torn)
     with pytest.raises(OSError, match="disk full"):
-        vitral.save(model, card, target, format="hf")
+        vitral.save(model, target, card, format="hf")
     assert not list(tmp_path.iterdir())

@@ -39,7 +39,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
     card = Card(TINY, preprocess=Preprocess("decode|resize(8)", (0.5,) * 3, (0.5,) * 3))
-    vitral.save(build(TINY), card, path)
+    vitral.save(build(TINY), path, card)
     return path
 
 
@@ -233,7 +233,7 @@ def test_a_models_features_look_too(command, leaky, weights):
 
 def test_weights_that_do_not_say_how_pixels_are_prepared_can_look(command, leaky, tmp_path):
     train, other = leaky
-    vitral.save(build(TINY), Card(TINY), tmp_path / "bare.safetensors")
+    vitral.save(build(TINY), tmp_path / "bare.safetensors", Card(TINY))
     words = ("dedupe", train, "--against", other, "--weights", tmp_path / "bare.safetensors", "--device", "cpu")
     said = command(*words)
     assert said.code == 2

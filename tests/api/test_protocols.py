@@ -390,7 +390,7 @@ def resnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = ResNetConfig(blocks=(1, 1, 1, 1), width=1, image=(32, 32), classes=3)
     card = Card(config, preprocess=Preprocess("decode|resize(32)", (0.4,) * 3, (0.3,) * 3))
     path = tmp_path_factory.mktemp("weights") / "resnet.safetensors"
-    vitral.save(build(config), card, path)
+    vitral.save(build(config), path, card)
     return path
 
 

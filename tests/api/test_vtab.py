@@ -28,7 +28,7 @@ from vitral.events import Note, StepDone
 from vitral.models.build import build
 from vitral.paper import table9
 from vitral.recipe import Recipe, from_toml
-from vitral.recipe_presets import named
+from vitral.recipe_presets import preset
 from vitral.studies.protocol import TrialConfig
 from vitral.studies.vtab import for_task, group_scores, mean_score, run_suite
 from vitral.training.run import RunResult
@@ -46,7 +46,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
     torch.manual_seed(0)
     card = Card(TINY, class_names=("a", "b", "c"), preprocess=Preprocess("decode|resize(8)", (0.1,) * 3, (0.3,) * 3))
-    vitral.save(build(TINY), card, path)
+    vitral.save(build(TINY), path, card)
     return path
 
 
@@ -94,7 +94,7 @@ UNCROPPED = {"clevr-count", "clevr-distance", "dmlab", "kitti-distance", "dsprit
 @pytest.mark.parametrize("name", TASKS)
 def test_what_would_change_a_label_is_left_out(name: str) -> None:
     """The lists of BiT's appendix."""
-    recipe = named("paper:finetune/vtab", "ViT-L/16").recipe
+    recipe = preset("paper:finetune/vtab", "ViT-L/16").recipe
     found = for_task(recipe, TASKS[name])
     middle = "resize({size})" if name in UNCROPPED else "resize({wider})|random_crop({size})"
     flip = "" if name in UNFLIPPED else "|flip"

@@ -23,9 +23,9 @@ import vitral
 from vitral.api.inspection import inspect, write_run_page
 from vitral.architecture import ViTConfig
 from vitral.checkpoints.adapt import Adaptation
-from vitral.checkpoints.card import Brief, Card, Preprocess
+from vitral.checkpoints.card import Card, Preprocess, ResizeAndCrop
 from vitral.checkpoints.formats import FORMATS
-from vitral.checkpoints.formats.table import Contents
+from vitral.checkpoints.formats.table import CheckpointHeader
 from vitral.checkpoints.weights import describe, read_adapted, write
 from vitral.data.preprocess import parse_pipeline
 from vitral.errors import UserError
@@ -89,11 +89,13 @@ def test_loaded_at_another_size_the_stated_crop_counts(tmp_path):
 
 def hf_preprocess(**stated: Any) -> Preprocess | None:
     plain = {"size": {"height": 32, "width": 32}, "resample": 3, **VALUES}
-    return FORMATS["hf"].preprocess(Contents({}, preprocessor={**plain, **stated}), SMALL)
+    return FORMATS["hf"].preprocess(CheckpointHeader({}, preprocessor={**plain, **stated}), SMALL)
 
 
 def timm_preprocess(c: ViTConfig = SMALL, **stated: Any) -> Preprocess | None:
-    return FORMATS["timm"].preprocess(Contents({}, {"pretrained_cfg": {"mean": HALF, "std": HALF, **stated}}), c)
+    return FORMATS["timm"].preprocess(
+        CheckpointHeader({}, {"pretrained_cfg": {"mean": HALF, "std": HALF, **stated}}), c
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,11 +167,11 @@ def test_what_a_file_leaves_out_is_what_transformers_takes_for_it(kind, size):
         {"image_processor_type": f"{kind}ImageProcessor"},
         {"feature_extractor_type": f"{kind}FeatureExtractor"},
     ):
-        how = FORMATS["hf"].preprocess(Contents({}, preprocessor={**written, **named}), SMALL)
-        assert how == FORMATS["hf"].preprocess(Contents({}, {"model_type": model}, preprocessor=written), SMALL)
+        how = FORMATS["hf"].preprocess(CheckpointHeader({}, preprocessor={**written, **named}), SMALL)
+        assert how == FORMATS["hf"].preprocess(CheckpointHeader({}, {"model_type": model}, preprocessor=written), SMALL)
         assert prepared(how).shape == theirs.shape
         assert (prepared(how) - theirs).abs().max() <= 1.5 / 255 / 0.2
-    assert FORMATS["hf"].preprocess(Contents({}, preprocessor=written), SMALL) is None  # nobody's
+    assert FORMATS["hf"].preprocess(CheckpointHeader({}, preprocessor=written), SMALL) is None  # nobody's
 
 
 @pytest.mark.parametrize("pipeline", ["decode|resize(20, 28)", "decode|resize_small(40, bicubic)|central_crop(32, 24)"])
@@ -211,7 +213,7 @@ def test_a_crop_comes_back_from_timms_percent(size, more, method):
     assert config is not None
     stated = config(Card(c, preprocess=how))["pretrained_cfg"]
     assert math.floor(size / stated["crop_pct"]) == size + more
-    assert FORMATS["timm"].preprocess(Contents({}, {"pretrained_cfg": stated}), c) == how
+    assert FORMATS["timm"].preprocess(CheckpointHeader({}, {"pretrained_cfg": stated}), c) == how
 
 
 @pytest.mark.parametrize("format", ["hf", "timm"])
@@ -226,9 +228,11 @@ def test_a_folder_that_cannot_say_it_does_not_say_something_else(format, pipelin
 
 
 def test_in_brief():
-    assert Preprocess(DINO, HALF, HALF).brief() == Brief(256, (224, 224), "bicubic")
-    assert Preprocess("decode|resize(16, 24)", HALF, HALF).brief() == Brief(None, (16, 24), "bilinear")
-    assert Preprocess("decode|resize(32)|central_crop(24)", HALF, HALF).brief() is None
+    assert Preprocess(DINO, HALF, HALF).resize_and_crop() == ResizeAndCrop(256, (224, 224), "bicubic")
+    assert Preprocess("decode|resize(16, 24)", HALF, HALF).resize_and_crop() == ResizeAndCrop(
+        None, (16, 24), "bilinear"
+    )
+    assert Preprocess("decode|resize(32)|central_crop(24)", HALF, HALF).resize_and_crop() is None
 
 
 # --- names that are not UTF-8

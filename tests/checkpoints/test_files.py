@@ -217,7 +217,7 @@ def w(value: float) -> dict[str, torch.Tensor]:
         ({"model": w(1), "ema": {"decay": 0.9, "shadow": w(2)}}, "model", 1),
         ({"student": w(1), "teacher": w(2)}, "teacher", 2),
         ({"model_state": {"module": w(4)}}, "model_state.module", 4),
-        ({"model": {"module.w": torch.tensor([6.0]), "name": "x", 3: torch.ones(1)}}, "model", 6),
+        ({"model": {"w": torch.tensor([6.0]), "name": "x", 3: torch.ones(1)}}, "model", 6),
     ],
 )
 @pytest.mark.parametrize("modern", [True, False])
@@ -226,11 +226,6 @@ def test_the_usual_nestings_are_unwrapped(tmp_path, content, trail, value, moder
     file = open_weights(tmp_path / "a.pth.tar")
     assert file.metadata == ({"unwrapped": trail} if trail else {})
     assert same(read_tensors(file), w(value))
-
-
-def test_a_prefix_that_not_all_share_stays(tmp_path):
-    torch.save({"module.w": torch.ones(1), "head": torch.ones(1)}, tmp_path / "a.pth")
-    assert set(load(tmp_path / "a.pth")) == {"module.w", "head"}
 
 
 class Trap:
@@ -264,7 +259,7 @@ def test_a_file_that_contains_itself_ends(tmp_path):
     loop: dict = {"epoch": 1}
     loop["model"] = loop
     torch.save(loop, tmp_path / "a.pth")
-    with pytest.raises(UserError, match=r"a\.pth holds no named tensors \(but: 'epoch', 'model'\): save"):
+    with pytest.raises(UserError, match=r"a\.pth has no named tensors \(but: 'epoch', 'model'\): save"):
         open_weights(tmp_path / "a.pth")
 
 
@@ -325,21 +320,21 @@ BAD = {
     "a.npz.gz": (gzip.compress(b"x" * 99), "compressed archive: unpack it"),
     "a.7z": (SEVEN_ZIP, "compressed archive: unpack it"),
     "photos.zip": (npz(("cat.jpg", JPEG)), "zip archive without arrays: unpack it"),
-    "hollow.npz": (npz(), "holds no tensors: choose another"),
-    "short.npz": (npz(("w.npy", npy(F4 % b"1", bytes(4))))[:-30], "cut off or damaged: download"),
+    "hollow.npz": (npz(), "has no tensors: choose another"),
+    "short.npz": (npz(("w.npy", npy(F4 % b"1", bytes(4))))[:-30], "truncated or damaged: download"),
     "claim.npz": (npz(("w.npy", npy(F4 % b"2500000000", bytes(8)))), r"claims 10,000,000,\d+ bytes.*download it again"),
     # Python 3.12 sees through this one before we do.
     "lie.npz": (
         lying_zip(4_000_000_000),
-        r"claims 4,000,000,\d+ bytes.*download it again|cut off or damaged: download",
+        r"claims 4,000,000,\d+ bytes.*download it again|truncated or damaged: download",
     ),
     "more.npz": (npz(("w.npy", npy(F4 % b"1", bytes(8)))), "claims .* download it again"),
     "minus.npz": (npz(("w.npy", npy(F4 % b"-1,-1", bytes(4)))), "claims .* download it again"),
-    "text.npz": (npz(("w.npy", b"not an array at all")), "cut off or damaged: download"),
+    "text.npz": (npz(("w.npy", b"not an array at all")), "truncated or damaged: download"),
     "string.npz": (npz(("w.npy", npy((F4 % b"1").replace(b"<f4", b"<U1"), bytes(4)))), "<U1.*plain numbers only"),
     "objects.npz": (npz(("w.npy", npy((F4 % b"1").replace(b"<f4", b"|O"), bytes(8)))), "Python objects.*plain numbers"),
-    "cut.safetensors": (packed({"a": entry(0, 40)}, bytes(39)), "cut off or damaged.*download it again"),
-    "long.safetensors": (packed({"a": entry(0, 4)}, bytes(5)), "cut off or damaged.*download it again"),
+    "cut.safetensors": (packed({"a": entry(0, 40)}, bytes(39)), "truncated or damaged.*download it again"),
+    "long.safetensors": (packed({"a": entry(0, 4)}, bytes(5)), "truncated or damaged.*download it again"),
     "head.safetensors": (
         (10**10).to_bytes(8, "little") + b'{"a":',
         "header of 10,000,000,000 bytes.*download it again",
@@ -348,17 +343,17 @@ BAD = {
     "shape.safetensors": (packed({"a": entry(0, 4, 2)}, bytes(4)), "claims a shape.*download it again"),
     "twins.safetensors": (packed(TWINS, bytes(8)), "two header entries.*write it again"),
     "over.safetensors": (packed({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)), "overlap.*write it again"),
-    "hole.safetensors": (packed({"a": entry(0, 4), "b": entry(8, 12)}, bytes(12)), "overlap or leave a hole"),
+    "hole.safetensors": (packed({"a": entry(0, 4), "b": entry(8, 12)}, bytes(12)), "overlap or leave a gap"),
     "kind.safetensors": (packed({"a": entry(0, 4, 4, "F4")}, bytes(4)), "as 'F4'.*convert it first"),
-    "minus.safetensors": (packed({"a": entry(0, 4, -1)}, bytes(4)), "cut off or damaged: download"),
-    "json.safetensors": (packed(b'{"a": [1, 2'), "cut off or damaged: download"),
-    "deep.safetensors": (packed(b'{"a":' + b"[" * 99999), "cut off or damaged: download"),
-    "list.safetensors": (packed(b'{"a": 3}'), "cut off or damaged: download"),
-    "short.pth": (saved(w(1))[:-200], "cut off or damaged: download"),
-    "new.pth": (b"\x80\x04\x95\x02\0\0\0\0\0\0\0}.", "damaged, or is no plain torch.save file: download it again"),
+    "minus.safetensors": (packed({"a": entry(0, 4, -1)}, bytes(4)), "truncated or damaged: download"),
+    "json.safetensors": (packed(b'{"a": [1, 2'), "truncated or damaged: download"),
+    "deep.safetensors": (packed(b'{"a":' + b"[" * 99999), "truncated or damaged: download"),
+    "list.safetensors": (packed(b'{"a": 3}'), "truncated or damaged: download"),
+    "short.pth": (saved(w(1))[:-200], "truncated or damaged: download"),
+    "new.pth": (b"\x80\x04\x95\x02\0\0\0\0\0\0\0}.", "damaged, or not a plain torch.save file: download it again"),
     "number.pth": (saved(3), r"no named tensors \(but: int\): save"),
     "names.pth": (saved({"net": 1}), r"no named tensors \(but: 'net'\): save"),
-    "wide.pth": (saved({"w": torch.ones(1).expand(10**10)}), "claims more of 'w' than the file holds: save it again"),
+    "wide.pth": (saved({"w": torch.ones(1).expand(10**10)}), "claims more of 'w' than the file has: save it again"),
 }
 
 
@@ -378,7 +373,7 @@ def test_a_bad_file_gives_one_sentence(tmp_path, name):
 def test_two_arrays_of_one_name(tmp_path):
     with pytest.warns(UserWarning, match="Duplicate name"):
         (tmp_path / "a.npz").write_bytes(npz(("w.npy", npy(F4 % b"1", bytes(4))), ("w.npy", npy(F4 % b"0"))))
-    with pytest.raises(UserError, match=r"a\.npz holds two arrays of the same name: write it again"):
+    with pytest.raises(UserError, match=r"a\.npz has two arrays of the same name: write it again"):
         open_weights(tmp_path / "a.npz")
 
 
@@ -388,7 +383,7 @@ def test_a_wrong_checksum_in_an_npz_is_found(tmp_path, method):
     data, checksum = npz(("w.npy", array), method=method), zlib.crc32(array).to_bytes(4, "little")
     assert data.count(checksum) == 2
     (tmp_path / "a.npz").write_bytes(data.replace(checksum, b"sum?"))
-    with pytest.raises(UserError, match=r"a\.npz is cut off or damaged: download"):
+    with pytest.raises(UserError, match=r"a\.npz is truncated or damaged: download"):
         load(tmp_path / "a.npz")
 
 
@@ -480,7 +475,7 @@ def test_memory_that_runs_out_is_no_damage_of_the_file(tmp_path, monkeypatch, ki
 def test_a_file_that_asks_for_more_than_it_holds_is_damaged(tmp_path, monkeypatch):
     path = saved_as("old", tmp_path / "a", {"w": torch.arange(8.0)})
     monkeypatch.setattr("torch.load", failing(RuntimeError(ALLOCATOR.format(1 << 50))))
-    with pytest.raises(UserError, match="cut off or damaged: download"):
+    with pytest.raises(UserError, match="truncated or damaged: download"):
         open_weights(path)
 
 
@@ -540,7 +535,7 @@ def test_bad_indexes(tmp_path):
         ("[]", "not an index of shards.*download it again"),
         ('{"weight_map": {"a": 3}}', "not an index of shards.*download it again"),
         ('{"weight_map": {"a": "../other/one"}}', "outside its folder.*download it again"),
-        ('{"weight_map": {"a": "one", "b": "two"}}', "both hold 'w': download"),
+        ('{"weight_map": {"a": "one", "b": "two"}}', "both have 'w': download"),
     ):
         index.write_text(text)
         with pytest.raises(UserError, match=expected):

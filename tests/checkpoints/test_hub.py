@@ -35,7 +35,7 @@ def put(cache: Path, repository: str, format: str) -> None:
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text(COMMIT)
     torch.manual_seed(0)
-    vitral.save(build(TINY), Card(TINY), folder / "snapshots" / COMMIT, format=format)
+    vitral.save(build(TINY), folder / "snapshots" / COMMIT, Card(TINY), format=format)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_without_the_extra_its_name_is_said(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_path_never_imports_the_hub(tmp_path: Path) -> None:
     """In a process of its own, with sockets taken away: a file is loaded, and huggingface_hub never appears."""
-    vitral.save(build(TINY), Card(TINY), tmp_path / "a.safetensors")
+    vitral.save(build(TINY), tmp_path / "a.safetensors", Card(TINY))
     program = (
         "import socket, sys\n"
         "def refuse(*_): raise AssertionError('a socket was used')\n"

@@ -44,7 +44,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     card = Card(
         TINY, preprocess=Preprocess("decode|resize(8)", (0.5,) * 3, (0.5,) * 3), class_names=tuple(sorted(COLOURS))
     )
-    vitral.save(build(TINY), card, path)
+    vitral.save(build(TINY), path, card)
     return path
 
 
@@ -111,7 +111,7 @@ def test_a_place_that_cannot_be_written_is_told_before_the_work(command, weights
     said = command(*words_of(verb, weights, pictures, target))
     assert (said.code, said.out) == (2, "")
     assert said.err == (
-        f"vitral: {target} cannot be written ({tmp_path / 'answers.csv'} is no folder): choose another place.\n"
+        f"vitral: {target} cannot be written ({tmp_path / 'answers.csv'} is not a folder): choose another place.\n"
     )
     assert os.listdir(tmp_path) == ["answers.csv"]
 
@@ -264,5 +264,5 @@ def test_classes_too_small_for_the_shots_are_told(command, weights, pictures):
 
 def test_the_bench_refuses_before_its_rounds(tmp_path, no_work):
     (tmp_path / "r.json").write_text("[]")
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         benchmark("train", out=tmp_path / "r.json" / "x.json", device="cpu")

@@ -248,10 +248,10 @@ def spoilt(value: float) -> Callable[[Tensor], Tensor]:
 
 
 DAMAGE: dict[str, tuple[Callable[[Arrays], Arrays], str]] = {
-    "a key is missing": (without("blocks.1.mlp.fc2.bias"), "no array blocks.1.mlp.fc2.bias"),
+    "a key is missing": (without("blocks.1.mlp.fc2.bias"), "no tensor blocks.1.mlp.fc2.bias"),
     "a key too many": (
         lambda arrays: {**arrays, "blocks.0.attn.q_norm.weight": torch.ones(8)},
-        r"1 of its arrays have no place .* \(blocks.0.attn.q_norm.weight\)",
+        r"1 of its tensors are not part of this format \(blocks.0.attn.q_norm.weight\)",
     ),
     "a wrong shape": (
         changed("norm.weight", lambda a: torch.ones(33)),
@@ -260,15 +260,15 @@ DAMAGE: dict[str, tuple[Callable[[Arrays], Arrays], str]] = {
     "a wrong rank": (changed("pos_embed", lambda a: a[0]), "pos_embed has the shape"),
     "a layer is missing": (
         lambda arrays: {key: array for key, array in arrays.items() if not key.startswith("blocks.1.")},
-        "number 1 is missing",
+        "layer 1 is missing",
     ),
     "NaN": (
         changed("blocks.2.attn.qkv.weight", spoilt(float("nan"))),
-        "array blocks.2.attn.qkv.weight holds .* not finite",
+        "tensor blocks.2.attn.qkv.weight has non-finite values",
     ),
-    "infinity": (changed("head.bias", spoilt(float("inf"))), "array head.bias holds .* not finite"),
-    "integers": (changed("cls_token", lambda a: a.long()), "array cls_token"),
-    "no keys of a ViT": (lambda arrays: {"fc.weight": arrays["head.weight"]}, "its arrays are called fc.weight"),
+    "infinity": (changed("head.bias", spoilt(float("inf"))), "tensor head.bias has non-finite values"),
+    "integers": (changed("cls_token", lambda a: a.long()), "tensor cls_token has the type torch.int"),
+    "no keys of a ViT": (lambda arrays: {"fc.weight": arrays["head.weight"]}, "its tensors are fc.weight"),
     "rows for the registers": (
         lambda arrays: {**arrays, "reg_token": torch.ones(1, 3, 32), "pos_embed": torch.ones(1, 20, 32)},
         "position rows for its registers",
@@ -342,7 +342,7 @@ def test_a_grid_that_is_not_square_has_to_be_told(tmp_path):
 def test_a_head_count_that_cannot_be_seen_has_to_be_told(tmp_path):
     weights = random_weights(ERF)
     written(weights, tmp_path / "model.safetensors", "torchvision")
-    assert "how many heads share its width of 32" in refusal(lambda: read(tmp_path / "model.safetensors"))
+    assert "does not state its number of heads (width 32)" in refusal(lambda: read(tmp_path / "model.safetensors"))
     assert "5 heads do not divide" in refusal(lambda: read(tmp_path / "model.safetensors", hints=Hints(heads=5)))
     found = read(tmp_path / "model.safetensors", hints=Hints(heads=4)).weights
     assert same_bits(found.state, weights.state)

@@ -36,7 +36,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    vitral.save(build(TINY), Card(TINY, class_names=("a", "b", "c")), tmp_path / "tiny.safetensors")
+    vitral.save(build(TINY), tmp_path / "tiny.safetensors", Card(TINY, class_names=("a", "b", "c")))
     return tmp_path / "tiny.safetensors"
 
 

@@ -22,7 +22,7 @@ from vitral.data.sources import Split, open_data, open_images
 from vitral.data.splits import RawSplit, make_dataset, natural_key, split_name, stratified
 from vitral.errors import UserError
 from vitral.recipe import Recipe
-from vitral.recipe_parts import DataRecipe
+from vitral.recipe_schema import DataRecipe
 
 
 def picture(value: int = 0) -> bytes:

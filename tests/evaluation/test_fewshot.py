@@ -243,5 +243,5 @@ def test_neighbours_and_the_linear_probe_know_pets_too(pets: Pets) -> None:
     test_x, test_y = pets.test.readable()
     votes = knn(*pets.train.readable(), test_x, classes=12)
     assert (votes.argmax(1) == test_y).mean() >= 0.96
-    probe = linear_probe(*pets.train.readable(), classes=12, strengths=(1e-1, 1e-3))
+    probe = linear_probe(*pets.train.readable(), classes=12, l2_candidates=(1e-1, 1e-3))
     assert (probe.logits(test_x).argmax(1) == test_y).mean() >= 0.96

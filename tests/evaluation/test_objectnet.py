@@ -32,7 +32,7 @@ def saved(tmp_path) -> Callable[[Preprocess | None], Path]:
     def save(pixels: Preprocess | None) -> Path:
         torch.manual_seed(0)
         path = tmp_path / "model.safetensors"
-        vitral.save(build(SMALL), Card(SMALL, preprocess=pixels), path)
+        vitral.save(build(SMALL), path, Card(SMALL, preprocess=pixels))
         return path
 
     return save

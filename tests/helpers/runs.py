@@ -59,7 +59,7 @@ def starting_from(path: Path) -> str:
     """The word that names weights of a model as TINY has it, which are written there."""
     torch.manual_seed(0)
     model = build(ViTConfig(depth=2, width=16, mlp=64, heads=2, patch=4, image=(8, 8), classes=3))
-    api.save(model, Card(model.config), path)
+    api.save(model, path, Card(model.config))
     return f"init={path}"
 
 

@@ -66,7 +66,7 @@ def test_digits_are_learnt_faster_than_from_the_paper_s_start(tmp_path):
     losses = {}
     for kind in ("paper", "mimetic"):
         words = ["steps=90", "evaluate_every=90", "workers=0", "optim.name=muon", "optim.momentum=0.95"]
-        done = api.train("digits", overrides=[*words, f"shape.start={kind}"], out=tmp_path / kind, device="cpu")
+        done = api.train("digits", overrides=[*words, f"shape.weight_init={kind}"], out=tmp_path / kind, device="cpu")
         losses[kind] = done.results[0].metrics["nll"]
     assert losses["mimetic"] < 0.7 * losses["paper"]
 
@@ -75,7 +75,7 @@ def test_a_model_begins_by_looking_at_what_is_alike():
     """The mean share that a token gives itself, of 16 tokens with random numbers."""
     shares = []
     for kind in ("paper", "mimetic"):
-        recipe = Recipe(model="ViT-Ti/16@64", shape=ShapeRecipe(depth=2, start=kind))
+        recipe = Recipe(model="ViT-Ti/16@64", shape=ShapeRecipe(depth=2, weight_init=kind))
         model, _ = build_model(recipe, ("a", "b"))
         attention = next(module for module in model.modules() if isinstance(module, Attention))
         tokens = torch.nn.functional.layer_norm(torch.randn(8, 16, 192), (192,))
@@ -86,7 +86,9 @@ def test_a_model_begins_by_looking_at_what_is_alike():
 
 
 def test_nothing_else_changes():
-    kinds = [Recipe(model="ViT-Ti/16@64", shape=ShapeRecipe(depth=2, start=kind)) for kind in ("paper", "mimetic")]
+    kinds = [
+        Recipe(model="ViT-Ti/16@64", shape=ShapeRecipe(depth=2, weight_init=kind)) for kind in ("paper", "mimetic")
+    ]
     (one, _), (other, _) = (build_model(recipe, ("a", "b")) for recipe in kinds)
     changed = {name for name, weight in one.state_dict().items() if not torch.equal(weight, other.state_dict()[name])}
     attention = {f"blocks.{block}.attention.{name}.weight" for block in (0, 1) for name in ("qkv", "out")}
@@ -94,7 +96,7 @@ def test_nothing_else_changes():
 
 
 def test_a_convolutional_network_has_no_attention_to_start():
-    recipe = Recipe(model="R50x1", shape=ShapeRecipe(start="mimetic"))
+    recipe = Recipe(model="R50x1", shape=ShapeRecipe(weight_init="mimetic"))
     with pytest.raises(UserError, match="name a ViT"):
         recipes.architecture_of(recipe, 2)
     assert recipes.architecture_of(Recipe(model="R50x1"), 2) == parse("R50x1", classes=2)
@@ -105,7 +107,7 @@ def test_a_convolutional_network_has_no_attention_to_start():
     [
         ([], "muon", "mimetic"),
         (["optim.name = muon"], "muon", "mimetic"),
-        (["shape.start=paper"], "muon", "paper"),
+        (["shape.weight_init=paper"], "muon", "paper"),
         (["optim.name=adamw"], "adamw", "paper"),
         (["parallel=fsdp"], "adamw", "paper"),
         (["objective=masked", "data.mixup=0"], "adamw", "paper"),
@@ -115,10 +117,10 @@ def test_a_convolutional_network_has_no_attention_to_start():
 def test_the_default_yields_to_what_is_said(words, optimizer, start, tmp_path):
     pictures = make_pictures(tmp_path / "pictures")
     _, recipe, _ = api.choose_recipe(pictures, overrides=words, device="cpu")
-    assert (recipe.optim.name, recipe.shape.start) == (optimizer, start)
+    assert (recipe.optim.name, recipe.shape.weight_init) == (optimizer, start)
 
 
 def test_a_card_says_what_a_model_started_from():
     for kind in ("paper", "mimetic"):
-        _, card = build_model(Recipe(model="ViT-Ti/16@64", shape=ShapeRecipe(depth=1, start=kind)), ("a", "b"))
+        _, card = build_model(Recipe(model="ViT-Ti/16@64", shape=ShapeRecipe(depth=1, weight_init=kind)), ("a", "b"))
         assert ("mimetic" in card.source) == (kind == "mimetic")

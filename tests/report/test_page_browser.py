@@ -54,7 +54,7 @@ def inspected(tmp_path_factory) -> Path:
     torch.nn.init.normal_(model.head.output.weight)
     for block in model.blocks:  # fresh weights look everywhere alike, and a test wants to see a change
         block.attention.qkv.weight.data *= 8
-    api.save(model, Card(model.config), folder / "model.safetensors")
+    api.save(model, folder / "model.safetensors", Card(model.config))
     y, x = np.mgrid[:48, :48]
     pictures = []
     for i in range(2):
@@ -199,7 +199,7 @@ def test_the_overview_chooses_a_layer_and_a_head(browser, inspected):
 def test_the_patch_below_the_pointer_is_found(browser, tmp_path):
     """A picture taller than the window, with pixels at its edges that fill no patch: 150 x 31 for 10 x 2 of 14."""
     model = api.create("ViT-Ti/14@150x31", depth=1, width=24, heads=3, mlp=48, classes=4)
-    api.save(model, Card(model.config), tmp_path / "model.safetensors")
+    api.save(model, tmp_path / "model.safetensors", Card(model.config))
     (tmp_path / "a.png").write_bytes(encode_png(np.zeros((150, 31, 3), np.uint8)))
     words = {"output": tmp_path / "a.html", "preprocess": "decode|resize(150, 31)|value_range(-1, 1)"}
     inspect(tmp_path / "model.safetensors", tmp_path / "a.png", device="cpu", **words)

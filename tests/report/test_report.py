@@ -73,7 +73,7 @@ def saved(tmp_path: Path, name: str, multilabel: bool = False, **shape) -> Path:
     if model.config.classes:
         torch.nn.init.normal_(model.head.output.weight)  # heads start at zero, where all classes are alike
     path = tmp_path / "model.safetensors"
-    api.save(model, Card(model.config, multilabel=multilabel), path)
+    api.save(model, path, Card(model.config, multilabel=multilabel))
     return path
 
 

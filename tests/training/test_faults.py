@@ -195,7 +195,7 @@ def saved(path: Path, architecture: ViTConfig | ResNetConfig, *, poison: float |
     if poison is not None:
         model.state_dict()["norm.weight"].fill_(poison)
     pixels = Preprocess("decode|resize(8)", (0.5,) * 3, (0.5,) * 3)
-    vitral.save(model, Card(architecture, preprocess=pixels), path)
+    vitral.save(model, path, Card(architecture, preprocess=pixels))
     return path
 
 
@@ -338,7 +338,7 @@ def test_a_run_folder_that_cannot_be(command, colours, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("not a folder")
     for out in (tmp_path / "file", tmp_path / "file" / "run"):
         said = sentence(train(command, colours, out))
-        assert f"{out / 'recipe.toml'} cannot be written ({tmp_path / 'file'} is no folder): choose another" in said
+        assert f"{out / 'recipe.toml'} cannot be written ({tmp_path / 'file'} is not a folder): choose another" in said
 
     def read_only(**options: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), "aside")
@@ -387,7 +387,7 @@ def test_memory_for_not_even_one_image(command, colours, tmp_path, monkeypatch):
 
 def test_predictions_need_to_know_how_pixels_are_prepared(command, colours, tmp_path):
     path = tmp_path / "plain.safetensors"
-    vitral.save(build(SMALL), Card(SMALL), path)
+    vitral.save(build(SMALL), path, Card(SMALL))
     assert '--preprocess "decode|' in sentence(command("predict", path, colours))
     words = ["--preprocess", "decode|resize(8)|value_range(-1, 1)", "--json"]
     assert len(json.loads(command("predict", path, colours, *words).out)["predictions"]) == 18

@@ -113,7 +113,7 @@ def test_a_hidden_patch_is_told_by_those_around_it(tmp_path):
     assert found["masked_accuracy"] > 0.5
 
 
-@pytest.mark.parametrize("words", [["masked.target=grid"], ["masked.target=pixels"], ["masked.share=0.15"]])
+@pytest.mark.parametrize("words", [["masked.target=grid"], ["masked.target=pixels"], ["masked.ratio=0.15"]])
 def test_other_targets_and_shares_learn(pictures, tmp_path, words):
     model = "ViT-Ti/4@16"
     first = masked(pictures, tmp_path / "0", *words, "steps=1", "optim.lr=1e-30", model=model).metrics
@@ -138,7 +138,7 @@ def test_a_tanh_head_has_nothing_to_do(pictures, tmp_path):
         (MODEL, ["data.cutmix=1"], "neither mixup, cutmix nor data.augment"),
         (MODEL, ["balance=weights"], 'balance="none"'),
         (MODEL, ["trainable=head"], 'trainable="full"'),
-        (MODEL, ["masked.token=0.8", "masked.random=0.3"], "together at most 1"),
+        (MODEL, ["masked.token_ratio=0.8", "masked.random_ratio=0.3"], "together at most 1"),
         ("ViT-Ti/8@8", [], "an image of one patch has nothing to predict it from"),
         ("ViT-Ti/2@8", ["masked.target=grid"], "cannot be shrunk to 4 x 4"),
     ],

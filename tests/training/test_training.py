@@ -376,7 +376,7 @@ TINY = ViTConfig(depth=1, width=16, mlp=32, heads=2, patch=4, image=(8, 8), clas
 
 def bare(folder: Path, preprocess: Preprocess | None = None) -> Path:
     """Weights that have not seen anything, and say how pixels are prepared only where they are told to."""
-    vitral.save(build(TINY), Card(TINY, class_names=("a", "b", "c"), preprocess=preprocess), folder / "w.safetensors")
+    vitral.save(build(TINY), folder / "w.safetensors", Card(TINY, class_names=("a", "b", "c"), preprocess=preprocess))
     return folder / "w.safetensors"
 
 
@@ -432,7 +432,7 @@ def test_reasons_do_not_contradict_what_is_said(colours, tmp_path):
     assert "cropped" in reasons(init="")
     assert "cropped" not in reasons("data.train_transform=decode|resize({size})", init="")
     assert "Muon" in reasons(init="")
-    assert "Muon" not in reasons("shape.start=paper", init="")
+    assert "Muon" not in reasons("shape.weight_init=paper", init="")
 
 
 def test_few_images_give_no_reason_against_what_is_said(tmp_path):

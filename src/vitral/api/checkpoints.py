@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from vitral.architecture import Architecture, ResizeRule, Size, ViTConfig
 from vitral.atomic import check_writable
@@ -27,6 +28,7 @@ from vitral.checkpoints.weights import (
     read,
     read_adapted,
     unstated,
+    weights_of,
     write,
 )
 from vitral.cost import Cost, cost
@@ -55,22 +57,49 @@ def load(
     grid: Size | None = None,
     heads: int | None = None,
 ) -> tuple[Model, Card]:
-    """Read any checkpoint: a file, a folder, `hf:owner/name` or `timm:name`. `card.changes` lists what was adapted.
+    """Load a checkpoint as a model in evaluation mode, and its card.
 
-    `image`, `classes`, `patch` and `channels` adapt the weights; `resize` names another rule for position tables;
-    `format`, `grid` and `heads` say what the file itself does not.
+    Args:
+        source: a weight file, a folder, `hf:owner/name` or `timm:name`. vitral's own plain state dicts load as well.
+        format: name of the format, None to recognise it.
+        image: adapt the weights to this image size.
+        classes: replace the head by a zero-initialised one for this many classes; 0 removes it.
+        patch: adapt the weights to this patch size.
+        channels: adapt the weights to this many input channels.
+        resize: another interpolation rule for position embeddings.
+        grid: rows and columns of the position embeddings, if the file does not state them.
+        heads: number of attention heads, if the file does not state it.
+
+    Returns:
+        The model, and the card. `card.changes` lists what was adapted or assumed.
+
+    Raises:
+        UserError: if the file cannot be read, or is not in a supported format.
     """
     changes = Adaptation(image, patch, channels, classes, resize)
     checkpoint = read_adapted(source, changes, format, Hints(grid, heads))
     return assemble(checkpoint.weights), checkpoint.card
 
 
-def save(model: Model, card: Card, path: str | Path, format: str = "vitral") -> Card:
-    """Write a model in any format that can say what it computes; all of the file or none of it."""
-    state = {key: array.detach().cpu() for key, array in model.state_dict().items()}
-    return write(
-        Weights(model.config, state, card.changes), replace(card, architecture=model.config), Path(path), format
-    )
+def save(model: nn.Module, path: str | Path, card: Card | None = None, format: str = "vitral") -> Card:
+    """Write a model atomically, in any format that can represent it.
+
+    LoRA adapters are merged in the file; the model itself is not changed.
+
+    Args:
+        model: a model of vitral's, perhaps inside torch.compile, DistributedDataParallel or DataParallel.
+        path: a file or, for formats with a config.json (timm, hf), a folder.
+        card: class names, preprocessing and origin of the weights; None if they are unknown.
+        format: name of the format.
+
+    Returns:
+        The card as written.
+
+    Raises:
+        UserError: if it is not a model of vitral's, or the format cannot represent it.
+    """
+    weights = weights_of(model, card.changes if card else ())
+    return write(weights, card or Card(weights.architecture), Path(path), format)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from vitral.data.sources import DataSet, Split, open_data, open_images, restrict
 from vitral.errors import UserError
 from vitral.evaluation.duplicates import read_exclusions
 from vitral.recipe import Recipe, from_toml, with_dev
-from vitral.recipe_parts import DataRecipe
+from vitral.recipe_schema import DataRecipe
 from vitral.serving.results import Unreadable, unread
 
 

@@ -23,7 +23,7 @@ from vitral.names import name_of
 from vitral.paper import Reported, reported
 from vitral.paper.results import PRETRAININGS
 from vitral.recipe import Recipe, architecture_of, recipe_hash, with_overrides
-from vitral.recipe_presets import Preset, hyperrule, is_name, named
+from vitral.recipe_presets import Preset, hyperrule, is_preset, preset
 from vitral.studies.protocol import (
     ProtocolResult,
     TrialConfig,
@@ -138,8 +138,8 @@ def finetune(
 
 def _book(recipe: str | Path | Recipe, model: str) -> Preset:
     """A recipe of the book, or one's own as if it stood there."""
-    if isinstance(recipe, str) and is_name(recipe):
-        return named(recipe, model)
+    if isinstance(recipe, str) and is_preset(recipe):
+        return preset(recipe, model)
     own = recipe if isinstance(recipe, Recipe) else read_recipe(recipe)
     return Preset("", own, {}, own.data.dev, 1, ())
 
@@ -205,7 +205,7 @@ def _of_bit(
     if not book.name.startswith("paper:finetune/"):
         return None
     name = hyperrule(len(data.train))
-    rule = named(name, base.model).recipe
+    rule = preset(name, base.model).recipe
     rule = replace(rule, init=base.init, data=replace(rule.data, mean=base.data.mean, std=base.data.std))
     return TrialConfig(name, with_overrides(rule, overrides))
 

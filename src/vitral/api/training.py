@@ -22,8 +22,8 @@ from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.device import check_device, default_device
 from vitral.progress import displayed
 from vitral.recipe import Recipe, from_toml, with_overrides
-from vitral.recipe_defaults import MIRRORED, default_recipe
-from vitral.recipe_presets import is_name, named
+from vitral.recipe_defaults import FLIP_REASON, default_recipe
+from vitral.recipe_presets import is_preset, preset
 from vitral.training.build import check_recipe, own_card
 from vitral.training.callbacks import Callback, Loss, OptimizerFactory, OwnParts, Transform
 from vitral.training.run import RunResult, run
@@ -263,7 +263,7 @@ def _suited_recipe(
         multilabel=opened.train.multilabel,
         pixels=median_short_side(opened.train),
         muon=_allows_muon(overrides),
-        said=overrides,
+        overrides=overrides,
     )
 
 
@@ -297,7 +297,7 @@ def _with_preprocessing_of(
         chosen = replace(chosen, data=replace(read_recipe(path).data, **images))
         augmented = "" if chosen.trainable == "head" else " and augmented"
         reason = f"images are preprocessed{augmented} as in the run it starts from"
-        return chosen, (*(other for other in reasons if other != MIRRORED), reason)
+        return chosen, (*(other for other in reasons if other != FLIP_REASON), reason)
     stated = card.preprocess
     if stated is None:
         return chosen, (*reasons, *assumed_pixels(overrides))
@@ -324,8 +324,8 @@ def assumed_pixels(overrides: Sequence[str]) -> tuple[str, ...]:
 
 def read_recipe(path: str | Path, model: str = "") -> Recipe:
     """A recipe by its name (paper:finetune/pets; some need the model's, too), from a TOML file or a run's folder."""
-    if is_name(str(path)):
-        return named(str(path), model).recipe
+    if is_preset(str(path)):
+        return preset(str(path), model).recipe
     file = Path(path).expanduser()
     file = file / "recipe.toml" if file.is_dir() else file
     if not file.is_file():

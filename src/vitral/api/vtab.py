@@ -19,7 +19,7 @@ from vitral.models.device import check_device
 from vitral.names import name_of
 from vitral.paper import VtabRow, table9
 from vitral.recipe import Recipe, recipe_hash, with_overrides
-from vitral.recipe_presets import Preset, named
+from vitral.recipe_presets import Preset, preset
 from vitral.studies.protocol import TrialConfig, choose_search_space, trial_configs
 from vitral.studies.vtab import SuiteResult, for_task, group_scores, mean_score, run_suite
 from vitral.training.build import check_recipe
@@ -142,7 +142,7 @@ def vtab1k(
     check_folder(out, _data_folders(Path(root)), _BEGUN)
     card = describe(located(str(weights))).card
     model = name_of(replace(card.architecture, classes=1000))
-    book = named(recipe, model)
+    book = preset(recipe, model)
     _check_settled((*overrides, *sweep))
     tried = _candidates(_recipe(book, weights, card, overrides), book, overrides, sweep, fixed)
     opened, missing = _opened(tasks, Path(root), train, val)

@@ -1,4 +1,4 @@
-"""Weights for another head, grid, patch size or channel count; each change is told in words."""
+"""Adapt weights to another head, image size, patch size or channel count; every change is recorded as a sentence."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Weights:
-    """An architecture with its arrays, and what was done to them since they were read."""
+    """An architecture with its state dict, and the changes since it was read."""
 
     architecture: Architecture
     state: State
     changes: tuple[str, ...] = ()
 
-    def changed(self, architecture: Architecture, state: State, words: str) -> Weights:
-        """These weights after one more change."""
-        return Weights(architecture, {**self.state, **state}, (*self.changes, words))
+    def changed(self, architecture: Architecture, state: State, change: str) -> Weights:
+        """These weights with some tensors replaced, and the change recorded."""
+        return Weights(architecture, {**self.state, **state}, (*self.changes, change))
 
 
 @dataclass(frozen=True)
 class Adaptation:
-    """What a user asks weights to become; None leaves a thing as it is."""
+    """Requested changes of weights; None keeps a property as it is."""
 
     image: int | Size | None = None
     patch: int | None = None
@@ -50,7 +50,16 @@ def adapt(
     classes: int | None = None,
     resize: ResizeRule | None = None,
 ) -> Weights:
-    """Apply what was asked for and differs; the rest of the weights stays as it is, bit for bit."""
+    """Adapt weights; tensors that need no change stay bit-identical.
+
+    Args:
+        weights: the weights to adapt.
+        image: new image size: position embeddings are resized.
+        patch: new patch size: the patch embedding is resized, too.
+        channels: new number of input channels.
+        classes: new number of classes: the head is replaced by zeros; 0 removes it.
+        resize: another interpolation rule for position embeddings.
+    """
     if resize is not None and isinstance(weights.architecture, ViTConfig):
         weights = replace(weights, architecture=replace(weights.architecture, resize=resize))
     if channels is not None and channels != weights.architecture.channels:
@@ -62,7 +71,7 @@ def adapt(
 
 
 def to_classes(weights: Weights, classes: int) -> Weights:
-    """A zero head of another class count. The tanh layer goes with the old one (section 3.1); 0 removes the head."""
+    """Replace the head by zeros for another number of classes, without a tanh layer (section 3.1); 0 removes it."""
     if classes < 0:
         raise UserError(f"a model cannot have {classes} classes.")
     old = weights.architecture
@@ -75,14 +84,14 @@ def to_classes(weights: Weights, classes: int) -> Weights:
     head = {"head.output.weight": torch.zeros(classes, old.features), "head.output.bias": torch.zeros(classes)}
     kept = {key: array for key, array in weights.state.items() if not key.startswith("head.")}
     tanh = " without its tanh layer" if isinstance(old, ViTConfig) and old.representation else ""
-    words = f"head {old.classes} -> {classes} classes{tanh}" + (", zero-initialised" if classes else "")
-    return Weights(new, {**kept, **(head if classes else {})}, (*weights.changes, words))
+    change = f"head {old.classes} -> {classes} classes{tanh}" + (", zero-initialised" if classes else "")
+    return Weights(new, {**kept, **(head if classes else {})}, (*weights.changes, change))
 
 
 def to_size(weights: Weights, image: Size, patch: int | None = None) -> Weights:
-    """Position tables for another image size or patch, resized once, by the architecture's rule.
+    """Resize position embeddings for another image size or patch size, by the architecture's rule.
 
-    The patch kernel follows FlexiViT's pseudo-inverse resize: a resized patch keeps its embedding.
+    The patch embedding is resized by FlexiViT's pseudo-inverse: a resized patch keeps its embedding.
     """
     old = weights.architecture
     if isinstance(old, ModuleConfig):
@@ -93,21 +102,21 @@ def to_size(weights: Weights, image: Size, patch: int | None = None) -> Weights:
         return _resnet_to_size(weights, old, image, patch)
     patch = old.patch if patch is None else patch
     new = replace(old, image=image, patch=patch)
-    words = [f"patch {old.patch} -> {patch} (pseudo-inverse resize)"] if patch != old.patch else []
-    words += [f"image {_by(old.image)} -> {_by(image)} pixels"] if image != old.image else []
-    if not words:
+    changes = [f"patch {old.patch} -> {patch} (pseudo-inverse resize)"] if patch != old.patch else []
+    changes += [f"image {_by(old.image)} -> {_by(image)} pixels"] if image != old.image else []
+    if not changes:
         return weights
     if old.grid(old.image) != new.grid(image):
         rule = f" (rule {old.resize})" if old.position in ("1d", "2d") else ""
-        words.append(f"grid {_by(old.grid(old.image))} -> {_by(new.grid(image))}{rule}")
+        changes.append(f"grid {_by(old.grid(old.image))} -> {_by(new.grid(image))}{rule}")
     state = _resized(weights.state, _shapes(new), old.resize)
     if patch != old.patch:
         state["embed.weight"] = resize_patch_kernel(weights.state["embed.weight"], patch)
-    return weights.changed(new, state, ", ".join(words))
+    return weights.changed(new, state, ", ".join(changes))
 
 
 def _resnet_to_size(weights: Weights, old: ResNetConfig, image: Size, patch: int | None) -> Weights:
-    """Only the axial variant has tables to fit; a plain ResNet just notes its new size."""
+    """Only the axial variant has position tables to resize; for a plain ResNet, only the size is recorded."""
     if patch is not None:
         raise UserError("a ResNet has no patches: leave patch= out.")
     if image == old.image:
@@ -118,10 +127,10 @@ def _resnet_to_size(weights: Weights, old: ResNetConfig, image: Size, patch: int
 
 
 def to_channels(weights: Weights, channels: int) -> Weights:
-    """Another number of input channels.
+    """Adapt the first convolution to another number of input channels.
 
-    One channel gets the sum, so a grey image gives what its copies in every channel gave, if all were normalised by one
-    mean and std; more are tiled, and scaled so that the sum over channels stays.
+    One channel gets the sum of the kernels: a grey image then gives the same output as its copies in every channel, if
+    all have the same mean and std. More channels are tiled and scaled so that the sum stays the same.
     """
     old = weights.architecture
     if channels < 1:
@@ -143,7 +152,7 @@ def to_channels(weights: Weights, channels: int) -> Weights:
 
 
 def to_table(weights: Weights, allowed: tuple[Position, ...]) -> Weights:
-    """Positions that a format has no slot for, as the learned table that adds the same numbers at the native size."""
+    """Convert positions that a format does not support to a learned table with the same values at the native size."""
     old = weights.architecture
     if (
         not isinstance(old, ViTConfig)
@@ -162,12 +171,12 @@ def to_table(weights: Weights, allowed: tuple[Position, ...]) -> Weights:
     else:
         table = torch.zeros(rows, columns, old.width)
     new = replace(old, position="1d", class_position=old.class_row)
-    words = f'positions "{old.position}" written as a table of {rows}x{columns}'
-    return Weights(new, {**state, "positions.0.table": table}, (*weights.changes, words))
+    change = f'positions "{old.position}" written as a table of {rows}x{columns}'
+    return Weights(new, {**state, "positions.0.table": table}, (*weights.changes, change))
 
 
 def with_class_row(weights: Weights) -> Weights:
-    """A position row of zeros for a class token that had none: the same sum."""
+    """Give a class token without a position row one of zeros, which computes the same."""
     old = weights.architecture
     if not isinstance(old, ViTConfig) or not old.class_token or old.class_row or old.position != "1d":
         return weights
@@ -176,19 +185,18 @@ def with_class_row(weights: Weights) -> Weights:
 
 
 def without_class_row(weights: Weights) -> Weights:
-    """The class token's position row summed into the token: the same sum, made beforehand."""
+    """Fold the class token's position row into the token, which computes the same."""
     old = weights.architecture
     if not isinstance(old, ViTConfig) or not old.class_row or old.injection != "input":
         return weights
     state = dict(weights.state)
     token = state["class_token"] + state.pop("positions.0.class_row")
-    words = "position row of the class token folded into the token"
-    changes = (*weights.changes, words)
+    changes = (*weights.changes, "position row of the class token folded into the token")
     return Weights(replace(old, class_position=False), {**state, "class_token": token}, changes)
 
 
 def resize_patch_kernel(kernel: Tensor, patch: int) -> Tensor:
-    """(d, c, p, p) -> (d, c, p', p') such that <resized image patch, new kernel> = <patch, kernel> when p' >= p."""
+    """(dim, channels, p, p) -> (dim, channels, p', p') such that <resized patch, new kernel> = <patch, kernel> if p' >= p."""
     old = kernel.shape[-1]
     basis = torch.eye(old * old, dtype=torch.float64).reshape(old * old, 1, old, old)
     resized = F.interpolate(basis, size=(patch, patch), mode="bilinear", antialias=True, align_corners=False)
@@ -202,7 +210,7 @@ def _shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def _resized(state: State, shapes: dict[str, tuple[int, ...]], rule: ResizeRule) -> State:
-    """Every position array whose shape the new architecture changes, resized in double precision."""
+    """The position tables whose shape changes, resized in double precision."""
     resized = {}
     for key, array in state.items():
         shape = shapes[key]

@@ -1,4 +1,4 @@
-"""What travels with the weights: enough to use them without asking anyone."""
+"""The card of a model: what is needed to use its weights, stored with them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from vitral.architecture import Architecture, Size, as_dict, from_dict
+from vitral.checkpoints.transform import ImageTransform
+from vitral.data.preprocess import parse_deterministic
 from vitral.errors import UserError
 
-_SIZED = re.compile(r"\s*(?:resize|resize_small|\w+_crop)\s*\(")  # steps whose whole numbers are sides
+_SIZED_STEP = re.compile(r"\s*(?:resize|resize_small|\w+_crop)\s*\(")  # steps whose whole numbers are side lengths
 _SIDE = re.compile(r"(?<=[(, ])\d+(?=[,) ])")
 
 
-class Brief(NamedTuple):
-    """What other libraries say of a pipeline: how it resizes, and the size at its end."""
+class ResizeAndCrop(NamedTuple):
+    """A pipeline as other libraries describe theirs: a resize, perhaps a central crop, and the interpolation."""
 
     short: int | None  # the short side before a central crop; None where both sides are resized to `size`
     size: Size
@@ -24,43 +26,43 @@ class Brief(NamedTuple):
 
 @dataclass(frozen=True)
 class Preprocess:
-    """How pixels become the model's input: a pipeline over uint8 images, then (pixel / 255 - mean) / std."""
+    """How images become the model's input: a pipeline over uint8 pixels, then (pixel / 255 - mean) / std."""
 
-    pipeline: str  # as in "decode|resize_small(248, bicubic)|central_crop(224)"
+    pipeline: str  # such as "decode|resize_small(248, bicubic)|central_crop(224)"
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     def steps(self) -> list[tuple[str, list[str]]]:
         """The pipeline after decode: [("resize_small", ["248", "bicubic"]), ("central_crop", ["224"])]."""
-        found = re.findall(r"(\w+)\s*(?:\(([^)]*)\))?", self.pipeline)
-        return [(name, [part.strip() for part in inside.split(",") if part.strip()]) for name, inside in found][1:]
+        steps = re.findall(r"(\w+)\s*(?:\(([^)]*)\))?", self.pipeline)
+        return [(name, [part.strip() for part in inside.split(",") if part.strip()]) for name, inside in steps][1:]
 
-    def brief(self) -> Brief | None:
-        """The pipeline in the terms of other libraries; None where it takes more than those."""
+    def resize_and_crop(self) -> ResizeAndCrop | None:
+        """The pipeline as other libraries describe theirs; None if it has other steps."""
         steps = self.steps()
-        sides = [[int(word) for word in words if word.isdigit()] for _, words in steps]
+        sides = [[int(argument) for argument in arguments if argument.isdigit()] for _, arguments in steps]
         method = self._method() or "bilinear"
         match [name for name, _ in steps]:
             case ["resize"]:
-                return Brief(None, (sides[0][0], sides[0][-1]), method)
+                return ResizeAndCrop(None, (sides[0][0], sides[0][-1]), method)
             case ["resize_small", "central_crop"]:
-                return Brief(sides[0][0], (sides[1][0], sides[1][-1]), method)
+                return ResizeAndCrop(sides[0][0], (sides[1][0], sides[1][-1]), method)
         return None
 
     def adapted(self, before: Size, after: Size, channels: int) -> Preprocess:
-        """Other image sizes keep the proportions; other channel counts get the average mean and std in each."""
+        """The preprocessing for another image size, in proportion, and channel count, with the average mean and std."""
         mean, std = self.mean, self.std
         if len(mean) != channels:
             mean, std = (sum(mean) / len(mean),) * channels, (sum(std) / len(std),) * channels
-        return Preprocess(self.pipeline if before == after else self._ending_in(after), mean, std)
+        return Preprocess(self.pipeline if before == after else self._pipeline_to(after), mean, std)
 
-    def _ending_in(self, size: Size) -> str:
-        """The pipeline for another size: every side scaled alike or, where a size is not square, one plain resize.
+    def _pipeline_to(self, size: Size) -> str:
+        """The pipeline for another size: all side lengths scaled or, if the size is not square, one plain resize.
 
-        What it ends in now need not be the model's own size: DINOv2's is 518, and its pictures are cut to 224.
+        The current output need not be the model's size: DINOv2's is 518, and its images are cropped to 224.
         """
         steps = self.pipeline.split("|")
-        sized = [step for step in steps if _SIZED.match(step)]
+        sized = [step for step in steps if _SIZED_STEP.match(step)]
         last = {int(side) for step in sized[-1:] for side in _SIDE.findall(step)}
         if size[0] != size[1] or len(last) != 1:
             method = self._method()
@@ -70,31 +72,49 @@ class Preprocess:
         return "|".join(scaled.get(step, step) for step in steps)
 
     def _method(self) -> str:
-        return next((word for _, words in self.steps() for word in words if word.isalpha()), "")
+        return next((argument for _, arguments in self.steps() for argument in arguments if argument.isalpha()), "")
 
 
 @dataclass(frozen=True)
 class Card:
-    """A model's passport. Fields that the source did not state are empty, never guessed."""
+    """What is known about a model besides its weights. Fields that the source does not state are empty, not guessed."""
 
     architecture: Architecture
     class_names: tuple[str, ...] = ()
-    multilabel: bool = False  # outputs are a yes or no each (sigmoid), not shares of one (softmax)
+    multilabel: bool = False  # outputs are independent (sigmoid) instead of exclusive (softmax)
     preprocess: Preprocess | None = None
     source: str = ""  # the file or hub name the weights came from
     format: str = ""  # the format they were read in
     sha256: str = ""  # of that file
     licence: str = ""
-    changes: tuple[str, ...] = field(default=())  # what was adapted since, in words, oldest first
+    changes: tuple[str, ...] = field(default=())  # what was adapted or assumed, in sentences, oldest first
+
+    def transform(self) -> ImageTransform:
+        """The preprocessing as a callable, for a `Dataset` or single images.
+
+        It takes a PIL image, uint8 pixels (height, width, channels), a path, or the bytes of an image file, and returns
+        a float32 tensor (channels, height, width), the same that `vitral.predict` computes from.
+
+        Raises:
+            UserError: if the card does not state the preprocessing.
+        """
+        if self.preprocess is None:
+            height, width = self.architecture.image
+            raise UserError(
+                "the card does not state the preprocessing of these weights: set it, such as "
+                f'replace(card, preprocess=Preprocess("decode|resize({height}, {width})", mean, std)).'
+            )
+        pipeline = parse_deterministic(self.preprocess.pipeline)
+        return ImageTransform(pipeline, self.architecture.channels, self.preprocess.mean, self.preprocess.std)
 
     def to_json(self) -> str:
-        """ASCII: a folder's name need not be valid UTF-8, the text in a weight file must."""
+        """The card as ASCII JSON: file names need not be valid UTF-8, but the metadata of a weight file must be."""
         values = {**asdict(self), "architecture": as_dict(self.architecture)}
         return json.dumps(values, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Card:
-        """The inverse of `to_json`; a card we cannot read is refused, since it says what the weights compute."""
+        """The inverse of `to_json`. A card that cannot be read is an error, as it defines what the weights compute."""
         try:
             values: dict[str, Any] = json.loads(text)
             preprocess = values.pop("preprocess", None)

@@ -1,7 +1,7 @@
-"""Weight files to named tensors, without trusting the file. Containers are known here, models are not.
+"""Read weight files (npz, safetensors, PyTorch) as named tensors, safely; nothing here knows about models.
 
-A file is recognised by its first bytes, never by its suffix. Every size that it claims is compared with the bytes that
-are there before memory is asked for, and nothing in it is ever executed. `write.py` is the way back.
+A file is recognised by its first bytes, never by its suffix. Every size in its header is checked against the bytes in
+the file before memory is allocated, and no code in it is executed. `write.py` is the inverse.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vitral.errors import UserError
 
 Container = Literal["npz", "safetensors", "pickle"]
 
-# What safetensors calls a number type, and what PyTorch (and, but for the last three, NumPy) calls it.
+# safetensors dtype -> PyTorch dtype; except for the last three, also NumPy's.
 SAFETENSORS_DTYPES = {
     **{"BOOL": "bool", "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64"},
     **{"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64"},
@@ -38,7 +38,7 @@ SAFETENSORS_DTYPES = {
 }
 NUMPY_DTYPES = frozenset(SAFETENSORS_DTYPES.values()) - {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
 
-# Where trainers put the weights, most wanted first: averaged weights are the ones that were evaluated and published.
+# Keys under which training scripts store weights. Averaged ones first: those were evaluated and published.
 NESTS = ("state_dict_ema", "ema", "teacher", "state_dict", "model", "model_state", "module", "student")
 
 _HUB_MODEL = re.compile(r"[\w-]+/[\w.-]+")  # owner/name
@@ -53,7 +53,7 @@ _CHUNK = 1 << 24
 
 
 class TensorHeader(NamedTuple):
-    """What a file says about a tensor; `dtype` is PyTorch's name for it, "float32"."""
+    """Shape and dtype of a tensor; `dtype` is PyTorch's name, such as "float32"."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -61,18 +61,18 @@ class TensorHeader(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightFile:
-    """What a file says about itself, read without loading the tensors."""
+    """The header of a weight file and the JSON files next to it, read without loading the tensors."""
 
     path: Path  # the weight file; of a sharded set, its index
     container: Container
     headers: dict[str, TensorHeader]
-    metadata: dict[str, str]  # of a safetensors file; of a PyTorch file, "unwrapped": where in it the weights were
+    metadata: dict[str, str]  # of a safetensors file; of a PyTorch file, "unwrapped": the keys that lead to the weights
     config: dict[str, Any] | None  # config.json in the same folder
     preprocessor: dict[str, Any] | None  # preprocessor_config.json in the same folder
 
 
-class _Part(NamedTuple):
-    """One file of a set, opened."""
+class _ShardHeader(NamedTuple):
+    """The header of one file of a sharded set, or of a single file."""
 
     container: Container
     headers: dict[str, TensorHeader]
@@ -80,30 +80,37 @@ class _Part(NamedTuple):
 
 
 def open_weights(source: Path) -> WeightFile:
-    """Find and check the weight file that `source` (a file or a folder) stands for, without loading its tensors."""
+    """Find and check a weight file without loading its tensors.
+
+    Args:
+        source: a weight file, or a folder that has one.
+
+    Raises:
+        UserError: if there is no weight file, or it is damaged.
+    """
     path = _find(source)
     with _readable(path):
-        parts = [_open_part(part) for part in _parts(path)]
+        shards = [_open_shard(shard) for shard in _shards(path)]
     headers: dict[str, TensorHeader] = {}
     metadata: dict[str, str] = {}
-    for part in parts:
-        if twice := sorted(headers.keys() & part.headers.keys()):
-            raise UserError(f"{path} lists shards that both hold {twice[0]!r}: download the set again.")
-        headers.update(part.headers)
-        metadata.update(part.metadata)
+    for shard in shards:
+        if repeated := sorted(headers.keys() & shard.headers.keys()):
+            raise UserError(f"{path} lists shards that both have {repeated[0]!r}: download the set again.")
+        headers.update(shard.headers)
+        metadata.update(shard.metadata)
     if not headers:
-        raise UserError(f"{path} holds no tensors: choose another weight file.")
-    beside = path.parent
-    config, preprocessor = _json_object(beside / "config.json"), _json_object(beside / "preprocessor_config.json")
-    return WeightFile(path, parts[0].container, headers, metadata, config, preprocessor)
+        raise UserError(f"{path} has no tensors: choose another weight file.")
+    folder = path.parent
+    config, preprocessor = _json_object(folder / "config.json"), _json_object(folder / "preprocessor_config.json")
+    return WeightFile(path, shards[0].container, headers, metadata, config, preprocessor)
 
 
 def read_tensors(file: WeightFile) -> dict[str, torch.Tensor]:
-    """All tensors of a file, on the CPU, in the types they are stored in."""
+    """All tensors of a file, on the CPU, with the dtypes of the file."""
     tensors: dict[str, torch.Tensor] = {}
     with _readable(file.path):
-        for part in _parts(file.path):
-            tensors.update(_read_part(part))
+        for shard in _shards(file.path):
+            tensors.update(_read_shard(shard))
     if {name: _header_of(tensor) for name, tensor in tensors.items()} != file.headers:
         raise UserError(f"{file.path} changed while it was being read: try again.")
     return tensors
@@ -117,48 +124,48 @@ def sha256(path: Path) -> str:
 
 @contextmanager
 def _readable(path: Path) -> Generator[None]:
-    """Turn whatever a reader trips over into one sentence: torn files fail in more ways than can be listed."""
+    """Turn any error of a reader into one sentence: damaged files fail in many ways."""
     try:
         yield
     except (UserError, MemoryError):
         raise
     except PermissionError as error:
-        raise UserError(f"{path} may not be read by you: change its permissions.") from error
+        raise UserError(f"{path} cannot be read: you have no permission; change its permissions.") from error
     except Exception as error:
         if _is_short_of_memory(path, error):
             raise MemoryError(str(error)) from error
-        raise UserError(f"{path} is cut off or damaged: download or copy it again.") from error
+        raise UserError(f"{path} is truncated or damaged: download or copy it again.") from error
 
 
 def _is_short_of_memory(path: Path, error: Exception) -> bool:
-    """Torch only has sentences for it on a CPU. A damaged file is one that asks for more than it holds."""
-    wanted = re.search(r"allocate (\d+) bytes", str(error))
-    return "allocate memory" in str(error) and (wanted is None or int(wanted[1]) <= path.stat().st_size)
+    """On a CPU, torch reports this in a message only. A damaged file requests more memory than it has bytes."""
+    requested = re.search(r"allocate (\d+) bytes", str(error))
+    return "allocate memory" in str(error) and (requested is None or int(requested[1]) <= path.stat().st_size)
 
 
 def _find(source: Path) -> Path:
     if not source.exists():
         hub_like = _HUB_MODEL.fullmatch(str(source)) and not source.parent.exists()
-        hub = f", or write hf:{source} for a model of the Hugging Face hub" if hub_like else ""
+        hub = f", or write hf:{source} for a model on the Hugging Face hub" if hub_like else ""
         raise UserError(f"{source} does not exist: check the path{hub}.")
     if not source.is_dir():
         return source
     for name in _FOLDER_FILES:
         if (source / name).is_file():
             return source / name
-    found = sorted(path for path in source.iterdir() if path.is_file() and path.name.endswith(_SUFFIXES))
-    if not found and (seeds := sorted(source.glob("seed-*/"))):
-        raise UserError(f"{source} holds several runs: name one of them, such as {seeds[0]}.")
-    if not found:
+    files = sorted(path for path in source.iterdir() if path.is_file() and path.name.endswith(_SUFFIXES))
+    if not files and (seeds := sorted(source.glob("seed-*/"))):
+        raise UserError(f"{source} has several runs: name one of them, such as {seeds[0]}.")
+    if not files:
         raise UserError(f"the folder {source} holds no weight file ({', '.join(_SUFFIXES)}): check the path.")
-    if len(found) > 1:
-        names = ", ".join(path.name for path in found)
+    if len(files) > 1:
+        names = ", ".join(path.name for path in files)
         raise UserError(f"the folder {source} holds several weight files: name one of {names}.")
-    return found[0]
+    return files[0]
 
 
-def _parts(path: Path) -> list[Path]:
-    """The files of a set: the shards that an index names, or the file itself."""
+def _shards(path: Path) -> list[Path]:
+    """The files of a sharded set that an index names, or the file itself."""
     if not path.name.endswith(".index.json"):
         return [path]
     index = _json_object(path)
@@ -167,7 +174,7 @@ def _parts(path: Path) -> list[Path]:
         raise UserError(f'{path} is not an index of shards (no "weight_map"): download it again.')
     names = sorted(set(shards.values()))
     for name in names:
-        # An index from elsewhere must not make us open a file outside its own folder.
+        # An index from an untrusted source must not open files outside its folder.
         if Path(name).name != name:
             raise UserError(f"{path} names a shard outside its folder ({name!r}): download it again.")
         if not (path.parent / name).is_file():
@@ -215,18 +222,18 @@ def _json_object(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _open_part(path: Path) -> _Part:
+def _open_shard(path: Path) -> _ShardHeader:
     with _readable(path):
         container = _recognise(path)
         if container == "npz":
-            return _Part(container, {name: header for name, _, header in _npz_members(path)}, {})
+            return _ShardHeader(container, {name: header for name, _, header in _npz_members(path)}, {})
         if container == "safetensors":
-            return _Part(container, *_safetensors_headers(path))
+            return _ShardHeader(container, *_safetensors_headers(path))
         tensors, metadata = _load_torch(path, "meta")
-        return _Part(container, {name: _header_of(tensor) for name, tensor in tensors.items()}, metadata)
+        return _ShardHeader(container, {name: _header_of(tensor) for name, tensor in tensors.items()}, metadata)
 
 
-def _read_part(path: Path) -> dict[str, torch.Tensor]:
+def _read_shard(path: Path) -> dict[str, torch.Tensor]:
     with _readable(path):
         container = _recognise(path)
         if container == "npz":
@@ -248,28 +255,30 @@ def _npz_members(path: Path) -> list[tuple[str, zipfile.ZipInfo, TensorHeader]]:
     with zipfile.ZipFile(path) as archive:
         entries = [entry for entry in archive.infolist() if entry.filename.endswith(".npy")]
         if len({entry.filename for entry in entries}) < len(entries):
-            raise UserError(f"{path} holds two arrays of the same name: write it again.")
+            raise UserError(f"{path} has two arrays of the same name: write it again.")
         return [(entry.filename.removesuffix(".npy"), entry, _npz_header(path, archive, entry)) for entry in entries]
 
 
 def _npz_header(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> TensorHeader:
-    """What an array says about itself, once its size is known to agree with the bytes that are there."""
+    """Shape and dtype of an array, checked against the bytes in the file."""
     with archive.open(entry) as stream:
         shape, _, dtype = _npy_header(stream)
         claimed = stream.tell() + math.prod(shape) * dtype.itemsize
     name = _torch_name(dtype)
     if name is None:
-        kind = "Python objects" if dtype.hasobject else f"numbers of type {dtype}"
-        raise UserError(f"{path} stores {kind} in {entry.filename!r}: write it again with plain numbers only.")
+        values = "Python objects" if dtype.hasobject else f"numbers of type {dtype}"
+        raise UserError(f"{path} stores {values} in {entry.filename!r}: write it again with plain numbers only.")
     growth = 1 if entry.compress_type == zipfile.ZIP_STORED else _DEFLATE_LIMIT
     limit = growth * min(entry.compress_size, path.stat().st_size)
     if claimed != entry.file_size or claimed > limit or min(shape, default=0) < 0:
-        raise UserError(f"{path} claims {claimed:,} bytes for {entry.filename!r} and lacks them: download it again.")
+        raise UserError(
+            f"{path} claims {claimed:,} bytes for {entry.filename!r}, which the file does not have: download it again."
+        )
     return TensorHeader(shape, name)
 
 
 def _npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, whether the first index runs fastest, and type. Version 3 exists for records, which are not weights."""
+    """Shape, whether it is in Fortran order, and dtype. Version 3 is for structured arrays, which are not weights."""
     version = np.lib.format.read_magic(stream)
     if version == (1, 0):
         return np.lib.format.read_array_header_1_0(stream)
@@ -279,14 +288,14 @@ def _npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]
 
 
 def _torch_name(dtype: np.dtype[Any]) -> str | None:
-    """PyTorch's name for NumPy's type. NumPy has no bfloat16: JAX leaves it as two bytes without a meaning."""
+    """PyTorch's name of a NumPy dtype. NumPy has no bfloat16: JAX stores it as two untyped bytes."""
     if dtype == np.dtype("V2"):
         return "bfloat16"
     return dtype.name if dtype.name in NUMPY_DTYPES else None
 
 
 def _read_npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> torch.Tensor:
-    """One array, piece by piece; the zip reader compares its checksum as it meets the end."""
+    """Read one array in chunks; the zip reader verifies the checksum at the end."""
     with archive.open(member) as stream:
         shape, fortran, dtype = _npy_header(stream)
         data = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
@@ -305,25 +314,25 @@ def _safetensors_headers(path: Path) -> tuple[dict[str, TensorHeader], dict[str,
         length = int.from_bytes(stream.read(8), "little")
         if length > size - 8:
             raise UserError(f"{path} claims a header of {length:,} bytes, more than the file has: download it again.")
-        header = json.loads(stream.read(length), object_pairs_hook=lambda pairs: _without_twins(path, pairs))
+        header = json.loads(stream.read(length), object_pairs_hook=lambda pairs: _unique_entries(path, pairs))
     metadata = {str(key): str(value) for key, value in (header.pop("__metadata__", None) or {}).items()}
     headers, spans = {}, []
     for name, entry in header.items():
         shape, dtype, (start, end) = entry["shape"], SAFETENSORS_DTYPES.get(entry["dtype"]), entry["data_offsets"]
         if dtype is None:
-            raise UserError(f"{path} stores {name!r} as {entry['dtype']!r}, which is not read here: convert it first.")
+            raise UserError(f"{path} stores {name!r} as {entry['dtype']!r}, which is not supported: convert it first.")
         if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
             raise ValueError(name)
         if end - start != math.prod(shape) * getattr(torch, dtype).itemsize:
-            raise UserError(f"{path} claims a shape for {name!r} that its bytes do not fill: download it again.")
+            raise UserError(f"{path} claims a shape for {name!r} that does not match its bytes: download it again.")
         headers[name] = TensorHeader(tuple(shape), dtype)
         spans.append((start, end))
     _check_spans(path, sorted(spans), size - 8 - length)
     return headers, metadata
 
 
-def _without_twins(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; of two entries with one name, a reader would silently drop the first."""
+def _unique_entries(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object without repeated names, of which a reader would silently drop the first."""
     entries = dict(pairs)
     if len(entries) < len(pairs):
         raise UserError(f"{path} has two header entries of the same name: download it again or write it again.")
@@ -331,22 +340,22 @@ def _without_twins(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_spans(path: Path, spans: list[tuple[int, int]], size: int) -> None:
-    """The tensors lie end to end and fill the file: no overlap, no hole, nothing beyond the end."""
+    """Check that the tensors fill the file without overlaps or gaps."""
     position = 0
     for start, end in spans:
         if start != position:
-            raise UserError(f"{path} has tensors that overlap or leave a hole: download it again or write it again.")
+            raise UserError(f"{path} has tensors that overlap or leave a gap: download it again or write it again.")
         position = end
     if position != size:
         claim = f"it claims {position:,} bytes of tensors and has {size:,}"
-        raise UserError(f"{path} is cut off or damaged ({claim}): download it again.")
+        raise UserError(f"{path} is truncated or damaged ({claim}): download it again.")
 
 
 def _load_torch(path: Path, device: Literal["cpu", "meta"]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of a `torch.save` file and where in it they were; on "meta" no numbers are read."""
-    mapped = device == "cpu" and zipfile.is_zipfile(path)  # so an optimizer beside the weights costs no memory
+    """The tensors of a `torch.save` file and, as metadata, the keys that lead to them; "meta" reads no values."""
+    mapped = device == "cpu" and zipfile.is_zipfile(path)  # so optimizer state in the file takes no memory
     try:
-        # Trainers keep their options in a Namespace: a plain object, whose making runs nothing.
+        # Training scripts store their options as a Namespace, a plain object that runs no code.
         with torch.serialization.safe_globals([Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             content = torch.load(path, map_location=device, weights_only=True, mmap=mapped)
@@ -354,27 +363,25 @@ def _load_torch(path: Path, device: Literal["cpu", "meta"]) -> tuple[dict[str, t
         if isinstance(error, MemoryError) or _is_short_of_memory(path, error):
             raise
         raise UserError(_refusal(path, str(error))) from error
-    found = _weights_in(content)
-    if found is None:
+    nested = _weights_in(content)
+    if nested is None:
         keys = ", ".join(map(repr, islice(content, 8))) if isinstance(content, Mapping) else type(content).__name__
-        raise UserError(f"{path} holds no named tensors (but: {keys}): save the model.state_dict() alone.")
-    trail, tensors = found
+        raise UserError(f"{path} has no named tensors (but: {keys}): save only model.state_dict().")
+    trail, tensors = nested
     size = path.stat().st_size
     for name, tensor in tensors.items():
         if tensor.layout is not torch.strided or tensor.nbytes > size:
-            raise UserError(f"{path} claims more of {name!r} than the file holds: save it again as plain tensors.")
-    if all(name.startswith("module.") for name in tensors):
-        tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+            raise UserError(f"{path} claims more of {name!r} than the file has: save it again as plain tensors.")
     return tensors, {"unwrapped": ".".join(trail)} if trail else {}
 
 
 def _weights_in(content: Any, depth: int = 4) -> tuple[list[str], dict[str, torch.Tensor]] | None:
-    """The keys that lead to the weights, and the weights. `depth` ends it: a hostile dict may contain itself."""
+    """The keys that lead to the weights, and the weights. `depth` limits the recursion: a dict may contain itself."""
     if not isinstance(content, Mapping) or depth == 0:
         return None
     for key in NESTS:
-        if found := _weights_in(content.get(key), depth - 1):
-            return [key, *found[0]], found[1]
+        if nested := _weights_in(content.get(key), depth - 1):
+            return [key, *nested[0]], nested[1]
     tensors = {
         name: value.detach()
         for name, value in content.items()
@@ -385,13 +392,13 @@ def _weights_in(content: Any, depth: int = 4) -> tuple[list[str], dict[str, torc
 
 def _refusal(path: Path, message: str) -> str:
     trusted = (
-        f'on a machine that trusts it, save the tensors alone, checkpoint = torch.load("{path.name}", '
+        f'on a machine that trusts it, save only the tensors, checkpoint = torch.load("{path.name}", '
         f'weights_only=False) and torch.save(checkpoint["model"], "weights.pth")'
     )
     if "TorchScript" in message:
         return f"{path} is a TorchScript program, not weights: save its model.state_dict() instead."
     if refused := re.search(r"GLOBAL (\w+(?:\.\w+)+)\s", message):
-        return f"{path} holds {refused[1]}, which is refused because unpacking it can run code: {trusted}."
+        return f"{path} has {refused[1]}, which is refused because unpickling it can run code: {trusted}."
     if "weights_only" in message:
-        return f"{path} is damaged, or is no plain torch.save file: download it again or, {trusted}."
-    return f"{path} is cut off or damaged: download or copy it again."
+        return f"{path} is damaged, or not a plain torch.save file: download it again or, {trusted}."
+    return f"{path} is truncated or damaged: download or copy it again."

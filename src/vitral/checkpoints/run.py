@@ -2,8 +2,8 @@
 
     RUN/recipe.toml   RUN/metrics.jsonl   RUN/state/step-00000100...   RUN/model.safetensors   RUN/result.json
 
-A state is one safetensors file or, for sharded training, a folder of torch.distributed.checkpoint. Both are written
-aside and renamed, so that a torn one never has the name of a whole one; what cannot be read all the same is skipped.
+A training state is one safetensors file or, for sharded training, a folder of torch.distributed.checkpoint. Both are
+written under a temporary name and renamed when complete; a state that cannot be read is skipped when resuming.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAME = re.compile(r"step-(\d{8})(\.safetensors|\.shards)")
 
 @dataclass(frozen=True)
 class SavedState:
-    """Where a state lies and what it says about itself."""
+    """A saved training state: its path and its metadata (`facts`), without the tensors."""
 
     step: int
     path: Path
@@ -44,24 +44,24 @@ class SavedState:
         return self.path.is_dir()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of a state in one file."""
+        """The tensors of a state that is one file."""
         return {key: array.clone() for key, array in read_tensors(open_weights(self.path)).items()}
 
     def names(self) -> list[str]:
-        """The names in a sharded state."""
+        """The names of the tensors in a sharded state."""
         return list(sharded.FileSystemReader(str(self.path)).read_metadata().state_dict_metadata)
 
     def load_sharded(self, tensors: dict[str, Tensor]) -> None:
-        """Fill tensors, sharded over any number of processes, from a sharded state."""
+        """Fill tensors, sharded over any number of processes, in place from a sharded state."""
         alone = not dist.is_initialized()
         with warnings.catch_warnings():
             if alone:
-                warnings.simplefilter("ignore")  # torch takes one process for a mistake
+                warnings.simplefilter("ignore")  # torch warns about a single process
             sharded.load(tensors, checkpoint_id=str(self.path), no_dist=alone)
 
 
 class RunFolder:
-    """One run on disk."""
+    """The folder of a training run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -70,7 +70,7 @@ class RunFolder:
         self.best = path / "best.safetensors"
 
     def make(self) -> None:
-        """Create the folder, and remove what an interrupted write left behind."""
+        """Create the folder, and remove temporary files of interrupted writes."""
         check_name(self.path)
         self.states.mkdir(parents=True, exist_ok=True)
         for leftover in (*self.states.glob(".*.part"), *self.path.glob(".*.part")):
@@ -78,28 +78,35 @@ class RunFolder:
 
     @property
     def begun(self) -> bool:
-        """Whether there is anything to go on from; until then the folder is free."""
+        """Whether the run has a state or a result; until then another run may use the folder."""
         return (self.path / "result.json").exists() or any(self.states.glob("step-*"))
 
     def save_state(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], keep: int) -> Path:
-        """Write a state in one file; older ones than the newest `keep` are removed afterwards."""
+        """Write a state as one file, then remove all but the newest `keep` states.
+
+        Args:
+            step: training step of the state.
+            tensors: weights, optimizer state and so on.
+            facts: JSON-ready metadata.
+            keep: number of states to keep.
+        """
         path = self.states / f"step-{step:08d}.safetensors"
         write_safetensors(path, tensors, {_FACTS: json.dumps({"step": step, **facts})})
         self._forget(path, keep)
         return path
 
     def write_shards(self, step: int, tensors: dict[str, Tensor]) -> None:
-        """Write a state in shards, every process its own; `name_shards` makes it one to resume from."""
+        """Write the shards of every process; `name_shards` then makes them a state to resume from."""
         try:
             sharded.save(tensors, checkpoint_id=str(self._shards(step)))
-        except sharded.CheckpointException as error:  # in all processes, whichever it was
+        except sharded.CheckpointException as error:  # raised in all processes
             reason, _ = next(iter(error.failures.values()))
             raise UserError(
-                f"the state of step {step} cannot be written ({reason}): make room in {self.states}."
+                f"the state of step {step} cannot be written ({reason}): free disk space for {self.states}."
             ) from error
 
     def name_shards(self, step: int, facts: Mapping[str, Any], keep: int) -> Path:
-        """Give what all processes have written its name; one process does this."""
+        """Rename the shards that all processes have written to their final name; called by one process."""
         path, aside = self.states / f"step-{step:08d}.shards", self._shards(step)
         write_json(aside / "facts.json", {"step": step, **facts})
         if path.exists():
@@ -112,7 +119,7 @@ class RunFolder:
         return self.states / f".step-{step:08d}.shards.part"
 
     def newest_state(self) -> SavedState | None:
-        """The newest state that is whole; a damaged one is passed over."""
+        """The newest complete state; damaged ones are skipped."""
         for path in sorted(self.states.glob("step-*"), reverse=True):
             match = _NAME.fullmatch(path.name)
             facts = _facts(path) if match else None
@@ -121,11 +128,12 @@ class RunFolder:
         return None
 
     def add_metrics(self, values: Mapping[str, Any]) -> None:
+        """Append a line to metrics.jsonl."""
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(dict(values)) + "\n")
 
     def rewind_metrics(self, step: int) -> None:
-        """Forget lines of steps that a resumed run will make again, and a line that was cut off."""
+        """Remove the lines after a step, which a resumed run writes again, and a truncated line."""
         path = self.path / "metrics.jsonl"
         if not path.exists():
             return
@@ -145,11 +153,11 @@ class RunFolder:
         return path.read_text("utf-8") if path.exists() else None
 
     def forget_states(self) -> None:
-        """At the end of a run the model file holds what matters."""
+        """Remove all states at the end of a run, when the model file is written."""
         shutil.rmtree(self.states, ignore_errors=True)
 
     def _forget(self, newest: Path, keep: int) -> None:
-        """Remove all but the `keep` states up to the newest; a later one is damaged, for it was passed over."""
+        """Remove all but the `keep` states up to the newest; later ones are damaged, as resuming skipped them."""
         states = sorted(path for path in self.states.glob("step-*") if _NAME.fullmatch(path.name))
         last = states.index(newest) + 1
         for path in (*states[: max(last - keep, 0)], *states[last:]):
@@ -157,20 +165,20 @@ class RunFolder:
 
 
 def _facts(path: Path) -> dict[str, Any] | None:
-    """What a state says about itself, or None where it is torn."""
+    """The metadata of a state, None if it is damaged."""
     try:
         if path.is_dir():
-            return json.loads((path / "facts.json").read_text("utf-8")) if _shards_are_whole(path) else None
+            return json.loads((path / "facts.json").read_text("utf-8")) if _shards_are_complete(path) else None
         return json.loads(open_weights(path).metadata[_FACTS])
     except (UserError, KeyError, OSError, ValueError):
         return None
 
 
-def _shards_are_whole(path: Path) -> bool:
-    """Whether every file of a sharded state is as long as its table says."""
+def _shards_are_complete(path: Path) -> bool:
+    """Whether every file of a sharded state has the length that its metadata states."""
     try:
         table = sharded.FileSystemReader(str(path)).read_metadata().storage_data
-    except Exception:  # whatever torch meets in a damaged table
+    except Exception:  # torch raises many types on damaged metadata
         return False
     ends = {(path / part.relative_path, part.offset + part.length) for part in table.values()}
     return all(file.is_file() and file.stat().st_size >= end for file, end in ends)
@@ -180,4 +188,4 @@ def _step_of(line: str) -> int:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return 1 << 62  # cut off or foreign: dropped
+        return 1 << 62  # truncated or not a metrics line: dropped

@@ -1,14 +1,14 @@
-"""Any checkpoint in, any format out: `read` and `write` stand between files, tables and architectures."""
+"""Read any checkpoint into our state dict, and write models in any format."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitral.architecture import Architecture, ViTConfig
 from vitral.atomic import atomic_write
@@ -16,26 +16,35 @@ from vitral.checkpoints.adapt import Adaptation, Weights, adapt, to_table, with_
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.files import WeightFile, open_weights, read_tensors, sha256
 from vitral.checkpoints.formats import FORMATS, format_named
-from vitral.checkpoints.formats.own import CARD, card_of, entries
-from vitral.checkpoints.formats.table import Contents, Format, Hints, heads_of, read_entries, write_entries
+from vitral.checkpoints.formats.native import CARD, NATIVE, card_of, entries
+from vitral.checkpoints.formats.table import (
+    CheckpointHeader,
+    Format,
+    Hints,
+    heads_of,
+    read_entries,
+    strip_wrappers,
+    write_entries,
+)
 from vitral.checkpoints.write import write_json, write_npz, write_safetensors
 from vitral.errors import UserError
+from vitral.models.adapters import LoraLinear
 from vitral.models.build import Model, build
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a file is, from its headers alone."""
+    """A checkpoint without its tensors: the file, its format and its card."""
 
     file: WeightFile
     format: Format
-    contents: Contents
+    header: CheckpointHeader
     card: Card
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a file holds: our arrays, the card, and the foreign keys that have no place in a classifier."""
+    """A checkpoint that was read: our weights, the card, and the keys of the file that a classifier does not use."""
 
     format: str
     weights: Weights
@@ -44,37 +53,55 @@ class Checkpoint:
 
 
 def describe(path: Path, format: str | None = None, hints: Hints | None = None) -> Description:
-    """Recognise a file and derive its architecture without reading its tensors."""
+    """Recognise a checkpoint and derive its architecture without reading its tensors.
+
+    Args:
+        path: a weight file, or a folder that has one.
+        format: name of the format, None to recognise it.
+        hints: what the file does not state.
+    """
     file = open_weights(path)
-    table, contents = _recognise(file, format, hints or Hints())
+    table, header = _recognise(file, format, hints or Hints())
     try:
-        architecture = table.architecture(contents)
+        architecture = table.architecture(header)
     except UserError as error:
         raise UserError(f"{file.path}, read as {table.name}: {error}") from error
-    if CARD in contents.metadata and table.name == "vitral":
-        return Description(file, table, contents, card_of(contents))
-    names = table.class_names(contents)
+    if table is NATIVE and (card := card_of(header)):
+        return Description(file, table, header, card)
+    names = table.class_names(header)
     card = Card(
         architecture=architecture,
         class_names=names if len(names) == architecture.classes else (),
-        preprocess=table.preprocess(contents, architecture),
+        preprocess=table.preprocess(header, architecture),
         source=path.name,
         format=table.name,
+        changes=table.assumptions(header, architecture),
     )
-    return Description(file, table, contents, card)
+    return Description(file, table, header, card)
 
 
 def read(path: Path, format: str | None = None, hints: Hints | None = None) -> Checkpoint:
-    """Read and check every array. A file that is not exactly the architecture it looks like is refused."""
+    """Read a checkpoint and check every tensor.
+
+    Args:
+        path: a weight file, or a folder that has one.
+        format: name of the format, None to recognise it.
+        hints: what the file does not state.
+
+    Raises:
+        UserError: if the file is damaged, or not exactly the architecture that its header indicates.
+    """
     described = describe(path, format, hints)
     table, card = described.format, described.card
     try:
-        foreign, ignored = _foreign(described)
-        ours = {entry.ours: entry.shape for entry in entries(card.architecture)}
-        state, left = read_entries(table.entries(card.architecture), foreign, ours)
-        if left:
-            some = ", ".join(left[:3]) + (", ..." if left[3:] else "")
-            raise UserError(f"{len(left)} of its arrays have no place in this format ({some}): another architecture.")
+        tensors, ignored = _read_used_tensors(described)
+        shapes = {entry.ours: entry.shape for entry in entries(card.architecture)}
+        state, unused = read_entries(table.entries(card.architecture), tensors, shapes)
+        if unused:
+            names = ", ".join(unused[:3]) + (", ..." if unused[3:] else "")
+            raise UserError(
+                f"{len(unused)} of its tensors are not part of this format ({names}): it is of another architecture."
+            )
     except UserError as error:
         raise UserError(f"{described.file.path}, read as {table.name}: {error}") from error
     if not card.sha256:
@@ -86,7 +113,7 @@ def read(path: Path, format: str | None = None, hints: Hints | None = None) -> C
 def read_adapted(
     source: str | Path, changes: Adaptation, format: str | None = None, hints: Hints | None = None
 ) -> Checkpoint:
-    """Read a file, a folder or a hub name and adapt it; the card follows."""
+    """Read a file, a folder or a hub name, adapt the weights, and update the card accordingly."""
     checkpoint = read(located(source), format, hints)
     card, before = checkpoint.card, checkpoint.weights.architecture
     if is_hub_name(str(source)) and checkpoint.format != "vitral":
@@ -100,13 +127,57 @@ def read_adapted(
 
 
 def located(source: str | Path) -> Path:
-    """The file or folder that a source stands for; only a hub name touches the network."""
+    """The local file or folder of a source; hub names are downloaded."""
     text = str(source)
     return fetch(text) if is_hub_name(text) else Path(source).expanduser()
 
 
+def weights_of(model: nn.Module, changes: tuple[str, ...] = ()) -> Weights:
+    """The weights of a model on the CPU; wrappers are removed and LoRA adapters merged, without changing the model.
+
+    Args:
+        model: a model of vitral's, perhaps inside torch.compile, DistributedDataParallel or DataParallel.
+        changes: earlier changes of the weights.
+
+    Raises:
+        UserError: if it is not a model of vitral's, or does not match its `config`.
+    """
+    plain = _unwrapped(model)
+    state = {key: tensor.detach() for key, tensor in plain.state_dict().items()}
+    adapted = {name: module for name, module in plain.named_modules() if isinstance(module, LoraLinear)}
+    for name, module in adapted.items():
+        state[f"{name}.weight"] = module.merged().weight.detach()
+        del state[f"{name}.down"], state[f"{name}.up"]
+    names = strip_wrappers(state)  # parts of the model may be compiled
+    state = {names[key]: tensor.cpu() for key, tensor in state.items()}
+    _check_config(plain, state)
+    return Weights(plain.config, state, (*changes, *(["LoRA adapters merged into the weights"] if adapted else [])))
+
+
+def _unwrapped(model: nn.Module) -> Model:
+    inner: object = model
+    while isinstance(inner, nn.Module) and not isinstance(inner, Model):
+        inner = getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)
+    if not isinstance(inner, Model):
+        raise UserError(
+            f"vitral.save writes vitral's models, not a {type(model).__name__}: write it with torch.save instead."
+        )
+    return inner
+
+
+def _check_config(model: Model, state: Mapping[str, Tensor]) -> None:
+    expected = {entry.ours: entry.shape for entry in entries(model.config)}
+    shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
+    wrong = sorted(key for key in expected.keys() | shapes.keys() if expected.get(key) != shapes.get(key))
+    if wrong:
+        raise UserError(
+            f"the model does not match its config: {wrong[0]} has the shape {shapes.get(wrong[0])} where "
+            f"{expected.get(wrong[0])} is expected; set model.config to what the model computes."
+        )
+
+
 def assemble(weights: Weights) -> Model:
-    """A model that holds these arrays, in evaluation mode."""
+    """Build a model with these weights, in evaluation mode."""
     with torch.device("meta"):
         model = build(weights.architecture)
     model.load_state_dict(weights.state, strict=True, assign=True)
@@ -116,20 +187,30 @@ def assemble(weights: Weights) -> Model:
 
 
 def write(weights: Weights, card: Card, path: Path, format: str) -> Card:
-    """Write a file or, for formats with a config.json, a folder; all of it or nothing. Returns the card as written.
+    """Write weights in a format, atomically.
 
-    `path` ending in .safetensors writes the weights alone where the format allows it.
+    Args:
+        weights: what to write.
+        card: its card; architecture and changes are taken from the weights.
+        path: a file or, for formats with a config.json, a folder. There, a path that ends in .safetensors writes the
+            weights alone if the format can be read without config.json.
+        format: name of the format.
+
+    Returns:
+        The card as written.
     """
     table = format_named(format)
     weights = prepared(weights, table)
     card = replace(card, architecture=weights.architecture, changes=weights.changes)
-    arrays = {table.spelling(key, card.architecture): array for key, array in _arrays(weights, table).items()}
+    arrays = {table.file_key(key, card.architecture): array for key, array in _arrays(weights, table).items()}
     if table.config is None:
         _write_file(path, table, arrays, card)
     elif path.suffix == ".safetensors":
         reason = table.alone(card.architecture)
         if reason:
-            raise UserError(f"{path.name} would be read differently, since {reason}: name a folder instead.")
+            raise UserError(
+                f"{path.name} would be read differently without config.json, as {reason}: name a folder instead."
+            )
         _write_file(path, table, arrays, card)
     else:
         with atomic_write(path, folder=True) as folder:
@@ -142,7 +223,7 @@ def write(weights: Weights, card: Card, path: Path, format: str) -> Card:
 
 
 def prepared(weights: Weights, table: Format) -> Weights:
-    """The same function in the words of a format, or a sentence that says why it has none."""
+    """The same function in a form that the format can represent; UserError if there is none."""
     reason = table.unsupported_reason(weights.architecture)
     if reason:
         raise UserError(f"format {table.name} cannot hold this model: {reason}.")
@@ -155,13 +236,18 @@ def prepared(weights: Weights, table: Format) -> Weights:
 
 
 def unstated(card: Card, back: Card, table: Format) -> list[str]:
-    """What a file of this format, written with one card and read with the other, does not say of itself: its reader has
-    to be told, or will do otherwise at other sizes."""
+    """What a file of this format does not state, so that its reader must be told or behaves differently at other sizes.
+
+    Args:
+        card: the card the file was written with.
+        back: the card it is read with.
+        table: its format.
+    """
     missing = _unstated_shape(card.architecture, back.architecture, table)
     if card.class_names and not back.class_names:
         missing.append("the names of its classes")
     if card.preprocess is not None and back.preprocess is None:
-        missing.append("how its images were prepared")
+        missing.append("its preprocessing")
     return missing
 
 
@@ -174,41 +260,50 @@ def _unstated_shape(written: Architecture, back: Architecture, table: Format) ->
     if alone and table.container == "safetensors" and _guessed_heads(written) != written.heads:
         missing.append(f"it has {written.heads} heads")
     if back.resize != written.resize:
-        missing.append(f"other image sizes resized positions by rule {written.resize}, its readers do by {back.resize}")
+        missing.append(
+            f"positions are resized to other image sizes by rule {written.resize}, its readers use {back.resize}"
+        )
     return missing
 
 
 def _guessed_heads(architecture: ViTConfig) -> int | None:
     try:
-        return heads_of(Contents({}), architecture.depth, architecture.width)
+        return heads_of(CheckpointHeader({}), architecture.depth, architecture.width)
     except UserError:
         return None
 
 
-def _recognise(file: WeightFile, name: str | None, hints: Hints) -> tuple[Format, Contents]:
+def _recognise(file: WeightFile, name: str | None, hints: Hints) -> tuple[Format, CheckpointHeader]:
     tables = [format_named(name)] if name else list(FORMATS.values())
     for table in tables:
-        contents = _contents(file, table, hints)
-        if table.recognises(contents):
-            return table, contents
-    some = ", ".join(list(file.headers)[:3])
-    kind = f"a {name} file" if name else "a checkpoint that vitral knows"
-    raise UserError(f"{file.path} is not {kind}: its arrays are called {some}, ...")
+        header = _header(file, table, hints)
+        if table.recognises(header):
+            return table, header
+    tensors = ", ".join(list(file.headers)[:3])
+    expected = f"a {name} file" if name else "a checkpoint in a supported format"
+    raise UserError(f"{file.path} is not {expected}: its tensors are {tensors}, ...; `vitral list formats` shows them.")
 
 
-def _contents(file: WeightFile, table: Format, hints: Hints) -> Contents:
-    renames = table.renames(file.headers)
+def _header(file: WeightFile, table: Format, hints: Hints) -> CheckpointHeader:
+    renames = _renames(file.headers, table)
     shapes = {renames[key]: header.shape for key, header in file.headers.items()}
-    return Contents(shapes, file.config, file.preprocessor, file.metadata, hints)
+    return CheckpointHeader(shapes, file.config, file.preprocessor, file.metadata, hints)
 
 
-def _foreign(described: Description) -> tuple[dict[str, Tensor], list[str]]:
-    """The arrays under the table's names, and the keys that the format says to leave out."""
+def _renames(keys: Iterable[str], table: Format) -> dict[str, str]:
+    """Map each key of a file to the key of the table."""
+    stripped = strip_wrappers(keys)
+    renamed = table.renames(stripped.values())
+    return {key: renamed[name] for key, name in stripped.items()}
+
+
+def _read_used_tensors(described: Description) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors by the keys of the table, and the keys of the file that the format ignores."""
     tensors = read_tensors(described.file)
-    renames = described.format.renames(tensors)
+    renames = _renames(tensors, described.format)
     pattern = re.compile(described.format.ignored)
-    wanted = {entry.theirs for entry in described.format.entries(described.card.architecture)}
-    ignored = [key for key, new in renames.items() if pattern.match(new) and new not in wanted]
+    used = {entry.theirs for entry in described.format.entries(described.card.architecture)}
+    ignored = [key for key, new in renames.items() if pattern.match(new) and new not in used]
     for key in ignored:
         del tensors[key]
     return {renames[key]: array for key, array in tensors.items()}, ignored
@@ -225,19 +320,20 @@ def _write_file(path: Path, table: Format, arrays: Mapping[str, Tensor], card: C
     if table.container == "npz":
         write_npz(path, arrays)
     else:
-        write_safetensors(path, arrays, {CARD: card.to_json()} if table.name == "vitral" else None)
+        write_safetensors(path, arrays, {CARD: card.to_json()} if table is NATIVE else None)
 
 
 def _dtype_notes(file: WeightFile) -> list[str]:
-    kinds = sorted({header.dtype for header in file.headers.values()} - {"float32"})
-    floats = [kind for kind in kinds if kind in ("float16", "bfloat16", "float64")]
-    exact = {"float16": " (exact)", "bfloat16": " (exact)", "float64": " (rounded)"}
-    return [f"weights {kind} -> float32{exact[kind]}" for kind in floats]
+    exact = {"bfloat16": "exact", "float16": "exact", "float64": "rounded"}
+    dtypes = {header.dtype for header in file.headers.values()}
+    return [f"weights {dtype} -> float32 ({how})" for dtype, how in exact.items() if dtype in dtypes]
 
 
-# One of the first group holds the weights; the second says what they are.
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-_BESIDE = ("config.json", "preprocessor_config.json")
+_HUB_WEIGHTS = (
+    *("model.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+_HUB_CONFIGS = ("config.json", "preprocessor_config.json")
 
 
 def is_hub_name(source: str) -> bool:
@@ -245,9 +341,9 @@ def is_hub_name(source: str) -> bool:
 
 
 def fetch(name: str) -> Path:
-    """The folder in huggingface_hub's cache with the weights of `hf:owner/name[@revision]` or `timm:name[@revision]`.
+    """Download `hf:owner/name[@revision]` or `timm:name[@revision]` and return its folder in huggingface_hub's cache.
 
-    Files that are in the cache are not fetched again; HF_HUB_OFFLINE=1 and HF_HOME are honoured.
+    Cached files are not downloaded again; HF_HUB_OFFLINE=1 and HF_HOME are honoured.
     """
     prefix, _, rest = name.partition(":")
     repository, _, revision = rest.partition("@")
@@ -255,11 +351,11 @@ def fetch(name: str) -> Path:
         repository = f"timm/{repository.removeprefix('timm/')}"
     if repository.count("/") != 1 or repository.endswith("/"):
         raise UserError(f"{name} is not a hub name: write hf:owner/name or timm:name.")
-    patterns = [*_BESIDE, "*.safetensors", "*.safetensors.index.json"]
+    patterns = [*_HUB_CONFIGS, "*.safetensors", "*.safetensors.index.json"]
     folder = _snapshot(name, repository, revision or None, patterns)
-    if not any((folder / file).exists() for file in _WEIGHTS):
-        # Old repositories have pickles alone; they are read without running what is in them.
-        folder = _snapshot(name, repository, revision or None, [*_BESIDE, "*.bin", "*.bin.index.json"])
+    if not any((folder / file).exists() for file in _HUB_WEIGHTS):
+        # Old repositories have pickles only; they are read without running code.
+        folder = _snapshot(name, repository, revision or None, [*_HUB_CONFIGS, "*.bin", "*.bin.index.json"])
     return folder
 
 
@@ -267,10 +363,10 @@ def _snapshot(name: str, repository: str, revision: str | None, patterns: list[s
     try:
         from huggingface_hub import errors, snapshot_download
     except ImportError as error:
-        raise UserError(f"{name} is on the Hugging Face hub: pip install 'vitral[hub]' to fetch it.") from error
+        raise UserError(f"{name} is on the Hugging Face hub: pip install 'vitral[hub]' to download it.") from error
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
-    # Some releases of the hub raise a plain ConnectionError where it is switched to offline.
+    # Some releases of huggingface_hub raise a plain ConnectionError in offline mode.
     except (errors.LocalEntryNotFoundError, ConnectionError) as error:
         raise UserError(
             f"{name} is not in the cache and the hub cannot be reached: go online once, or name a file."

@@ -1,4 +1,4 @@
-"""Named tensors to weight files: npz and safetensors, the same bytes for the same tensors, and never half a file."""
+"""Write named tensors as npz or safetensors: atomically, and the same bytes for the same tensors."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Indented JSON. NaN is refused: other readers do not accept it."""
+    """Write indented JSON. NaN is an error, as other readers do not accept it."""
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
-    with atomic_write(path) as aside:
-        # A file's name need not be valid UTF-8; what Python writes for such a byte is how JSON spells it too.
-        aside.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+    with atomic_write(path) as temporary:
+        # File names need not be valid UTF-8; Python's backslash escapes of such bytes are valid JSON, too.
+        temporary.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
 
 def write_npz(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """What `numpy.load` reads, uncompressed; bfloat16 as two plain bytes, which is how JAX's files hold it."""
+    """Write an uncompressed npz file for `numpy.load`; bfloat16 as two untyped bytes, as JAX does."""
     for name, tensor in tensors.items():
         if _dtype(tensor) not in NUMPY_DTYPES | {"bfloat16"}:
             raise UserError(f'an npz file cannot hold "{name}" as {_dtype(tensor)}: convert it or write safetensors.')
-    with atomic_write(path) as aside, zipfile.ZipFile(aside, "w") as archive:
+    with atomic_write(path) as temporary, zipfile.ZipFile(temporary, "w") as archive:
         for name, tensor in tensors.items():
             member = zipfile.ZipInfo(f"{name}.npy")  # dated 1980: equal tensors make equal files
             member.create_system = 3  # likewise on every operating system
@@ -42,16 +42,16 @@ def write_npz(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 def write_safetensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """A safetensors file, marked as PyTorch's. Tensors may share memory or be strided: each is written out whole.
+    """Write a safetensors file in PyTorch's flavour. Tensors may share memory or be strided; each is written in full.
 
-    The safetensors library does not do this: it orders metadata by chance and refuses tensors that share memory.
+    The safetensors library is not used: its order of metadata is random, and it refuses tensors that share memory.
     """
     for name, tensor in tensors.items():
         if _dtype(tensor) not in _CODES:
             raise UserError(f'a safetensors file cannot hold "{name}" as {_dtype(tensor)}: convert it first.')
-    # Widest numbers first keeps every tensor aligned, as the format asks.
+    # The widest dtypes first keep every tensor aligned, as the format requires.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    with atomic_write(path) as aside, aside.open("wb") as stream:
+    with atomic_write(path) as temporary, temporary.open("wb") as stream:
         stream.write(_safetensors_header(ordered, {"format": "pt", **(metadata or {})}))
         for _, tensor in ordered:
             _write_bytes(stream, tensor)

@@ -13,7 +13,7 @@ from vitral.cost import cost as cost_of
 from vitral.cost import training_flops
 from vitral.errors import UserError
 from vitral.names import NAMES, parse
-from vitral.recipe_presets import recipe_names
+from vitral.recipe_presets import preset_names
 
 
 def list_(
@@ -122,7 +122,7 @@ def _model_rows() -> list[dict[str, Any]]:
 
 
 def _recipe_rows() -> list[dict[str, Any]]:
-    return [{"recipe": name, "about": about} for name, about in recipe_names().items()]
+    return [{"recipe": name, "about": about} for name, about in preset_names().items()]
 
 
 def _data_rows() -> list[dict[str, Any]]:

@@ -130,13 +130,17 @@ def describe(data: bytes) -> ImageFacts:
         )
 
 
-def pil_to_array(image: Any) -> np.ndarray:
-    """A PIL image of any mode -> uint8 (h, w, 1) if it is grey, else (h, w, 3); decoded by the policy above."""
+def pil_to_array(image: Any, channels: int = 0) -> np.ndarray:
+    """A PIL image of any mode -> uint8 (h, w, channels), decoded by the policy above.
+
+    With `channels=0` a grey image has one channel, any other three.
+    """
     grey = image.mode in ("1", "L", "I", "F") or image.mode.startswith("I;16")
+    bands = channels or (1 if grey and not image.has_transparency_data else 3)
     try:
         with warnings.catch_warnings(action="ignore"):
             image.load()
-            return _upright(_bands(image, 1 if grey and not image.has_transparency_data else 3), _orientation(image))
+            return _upright(_bands(image, bands), _orientation(image))
     except ImageError:
         raise
     except Exception as error:  # an opened file is decoded here, see `_opened`

@@ -13,6 +13,7 @@ from vitral.data.loader import PADDING, Batch, evaluation_batches
 from vitral.data.order import evaluation_indices
 from vitral.data.preprocess import parse_deterministic
 from vitral.data.sources import Split
+from vitral.data.transforms import CallableTransform
 from vitral.errors import UserError
 from vitral.events import EventHandler, Progress, ignore_events
 from vitral.models.build import Model
@@ -27,7 +28,7 @@ class Preprocessing(Protocol):
     """The part of a model card that describes its input."""
 
     @property
-    def pipeline(self) -> str: ...
+    def pipeline(self) -> str | CallableTransform: ...
     @property
     def mean(self) -> tuple[float, ...]: ...
     @property
@@ -154,7 +155,7 @@ def _compute(
     model.to(device).eval()
     try:
         with torch.inference_mode(), autocast:
-            for batch in _batches(shard, preprocess.pipeline, model.config.channels, device):
+            for batch in _batches(shard, preprocess, device):
                 count = int((batch.indices != PADDING).sum())  # images come first, padding last
                 # Padding is not computed, except for one row of an empty shard, which tells the width of the outputs.
                 pixels = batch.images[: max(count, 1)].to(device, non_blocking=True)
@@ -168,8 +169,9 @@ def _compute(
     return indices, outputs, valid
 
 
-def _batches(shard: _Shard, pipeline: str, channels: int, device: torch.device) -> Iterator[Batch]:
-    steps = parse_deterministic(pipeline)
+def _batches(shard: _Shard, preprocess: Preprocessing, device: torch.device) -> Iterator[Batch]:
+    pipeline, channels = preprocess.pipeline, len(preprocess.mean)
+    steps = parse_deterministic(pipeline) if isinstance(pipeline, str) else pipeline
     split, batch, rank, world, workers = shard
     pin = device.type == "cuda"
     return evaluation_batches(

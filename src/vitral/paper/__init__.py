@@ -1,6 +1,7 @@
-"""What "An Image is Worth 16x16 Words" (arXiv 2010.11929) prints, as data: one TOML file per table. No torch here.
+"""The tables of "An Image is Worth 16x16 Words" (arXiv 2010.11929) as data: one TOML file per table. No torch here.
 
-Every row carries its `source`, and a `note` where the paper contradicts itself or rounds. No other file quotes them.
+Every row has its `source`, and a `note` where the paper contradicts itself or rounds. A `Reading` is our interpretation
+of a detail that the paper leaves open. No other file quotes numbers of the paper.
 """
 
 from vitral.paper.results import (

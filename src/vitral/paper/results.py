@@ -1,4 +1,4 @@
-"""What the models reached: Tables 2, 5, 6, 7, 8 and 9, ObjectNet, and one question that they all answer."""
+"""Results: Tables 2, 5, 6, 7, 8 and 9, ObjectNet, and a lookup over all of them (`reported`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vitral.paper.setups import PaperRow, masked_training, read_rows
 PRETRAININGS = ("jft300m", "imagenet21k", "imagenet", "jft300m-masked")
 DATASETS = ("imagenet", "real", "cifar10", "cifar100", "pets", "flowers", "vtab", "objectnet")
 
-Mean = tuple[float, ...]  # a mean in percent and, where it is printed, its spread; empty where nothing is printed
+Mean = tuple[float, ...]  # a mean in percent and its standard deviation if printed; empty if nothing is printed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class TransferRow(PaperRow):
     vtab: Mean = ()
     core_days: int
     image: int = 0  # pixels for ImageNet and ReaL, where they are printed; all else is at 384
-    average: float = 0.0  # Polyak factor for the same two; 0: none
+    ema_decay: float = 0.0  # decay of averaged weights (Polyak averaging) for the same two; 0: none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +49,14 @@ class ScoreRow(PaperRow):
 
 @dataclass(frozen=True, kw_only=True)
 class FinetunedRow(ScoreRow):
-    """One model of Table 5, by what it was pre-trained on."""
+    """One model and pre-training set of Table 5."""
 
     pretraining: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingRow(ScoreRow):
-    """One pre-training run of Table 6 on JFT-300M, and its cost. `doubtful` names columns not to rely on."""
+    """One pre-training run of Table 6 on JFT-300M, and its cost. `doubtful` names unreliable columns."""
 
     epochs: int
     exaflops: float
@@ -79,7 +79,7 @@ class OptimizerRow(PaperRow):
 
 @dataclass(frozen=True, kw_only=True)
 class PositionRow(PaperRow):
-    """One position embedding of Table 8: 5-shot accuracy as a share, by where it is added; None: not applicable."""
+    """One position embedding of Table 8: 5-shot accuracy as a fraction, by where it is added; None: not applicable."""
 
     position: str
     input: float
@@ -119,7 +119,7 @@ class DuplicateRow(PaperRow):
 
 @dataclass(frozen=True)
 class Reported:
-    """One number of the paper: in percent, its spread over three runs where it has one, and where it is printed."""
+    """One printed result: in percent, its standard deviation over three runs if printed, and the table."""
 
     value: float
     spread: float | None
@@ -171,29 +171,35 @@ def objectnet() -> tuple[ObjectnetRow, ...]:
 
 @cache
 def near_duplicates() -> tuple[DuplicateRow, ...]:
-    """How many test images the pre-training sets held before they were removed."""
+    """How many test images the pre-training sets contained before deduplication."""
     return read_rows(DuplicateRow, "duplicates.toml")
 
 
 def reported(model: str, pretraining: str, dataset: str) -> tuple[Reported, ...]:
-    """What the paper got with this model, pre-trained on this and fine-tuned on that; empty where it prints nothing.
+    """The results that the paper prints for a model.
 
-    One number for each table that has the model, in the tables' order; the notes say how they differ.
+    Args:
+        model: model name.
+        pretraining: one of `PRETRAININGS`.
+        dataset: one of `DATASETS`, the data set of fine-tuning.
+
+    Returns:
+        One number per table that has the model, in the order of the tables; the notes say how they differ.
     """
-    for word, known in ((pretraining, PRETRAININGS), (dataset, DATASETS)):
-        if word not in known:
-            raise UserError(f'the paper reports nothing about "{word}": use one of {", ".join(known)}.')
+    for name, choices in ((pretraining, PRETRAININGS), (dataset, DATASETS)):
+        if name not in choices:
+            raise UserError(f'the paper reports nothing about "{name}": use one of {", ".join(choices)}.')
     return _numbers().get((_plain(model), pretraining, dataset), ())
 
 
 @cache
 def _numbers() -> dict[tuple[str, str, str], tuple[Reported, ...]]:
     """Every number of every table, by model, pre-training and data set."""
-    found: dict[tuple[str, str, str], tuple[Reported, ...]] = {}
+    numbers: dict[tuple[str, str, str], tuple[Reported, ...]] = {}
     for model, pretraining, dataset, number in _all():
         key = (_plain(model), pretraining, dataset)
-        found[key] = (*found.get(key, ()), number)
-    return found
+        numbers[key] = (*numbers.get(key, ()), number)
+    return numbers
 
 
 def _all() -> Iterator[tuple[str, str, str, Reported]]:
@@ -210,8 +216,8 @@ def _all() -> Iterator[tuple[str, str, str, Reported]]:
         yield from _scores(optimized, "jft300m")
     for tasks in table9():
         yield tasks.model, tasks.pretraining, "vtab", _number(tasks, tasks.mean)
-    for seen in objectnet():
-        yield seen.model, seen.pretraining, "objectnet", _number(seen, seen.top1, about=f"Top-1; {seen.top5} top-5.")
+    for row in objectnet():
+        yield row.model, row.pretraining, "objectnet", _number(row, row.top1, about=f"Top-1; {row.top5} top-5.")
     masked = masked_training()
     yield masked.model, "jft300m-masked", "imagenet", _number(masked, masked.imagenet)
 
@@ -229,7 +235,7 @@ def _number(row: PaperRow, value: float, spread: float | None = None, about: str
 
 
 def _plain(model: str) -> str:
-    """vitral's spelling of a name, without an image size: "ResNet50x1" -> "R50x1". Models of others keep theirs."""
+    """vitral's spelling of a name, without an image size: "ResNet50x1" -> "R50x1". Other names are kept."""
     try:
         return name_of(parse(model)).partition("@")[0]
     except UserError:

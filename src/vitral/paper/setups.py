@@ -1,4 +1,4 @@
-"""What was trained, on what, and how: Tables 1, 3 and 4, appendix B.1.2, VTAB's tasks, BiT's recipe; and readings."""
+"""Models, data and hyper-parameters: Tables 1, 3 and 4, appendix B.1.2, VTAB's tasks, BiT's recipe, and readings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 @dataclass(frozen=True, kw_only=True)
 class PaperRow:
-    """What every row has: where it is printed, and what to know before trusting it."""
+    """Fields of every row: where it is printed, and caveats."""
 
     source: str
     note: str = ""
@@ -23,15 +23,15 @@ class PaperRow:
 R = TypeVar("R", bound=PaperRow)
 
 
-def read_rows(kind: type[R], file: str) -> tuple[R, ...]:
-    """The rows of a data file. Each takes the file's source and its `every` table where it does not say otherwise."""
+def read_rows(row_type: type[R], file: str) -> tuple[R, ...]:
+    """The rows of a data file; `source` and the `every` table of the file are defaults for each row."""
     data = tomllib.loads(files("vitral.paper").joinpath(file).read_text(encoding="utf-8"))
     shared = {"source": data["source"], **data.get("every", {})}
-    return tuple(kind(**{key: _frozen(value) for key, value in (shared | row).items()}) for row in data["rows"])
+    return tuple(row_type(**{key: _frozen(value) for key, value in (shared | row).items()}) for row in data["rows"])
 
 
 def _frozen(value: Any) -> Any:
-    """Lists become tuples and tables read-only, so that rows stay as they are printed."""
+    """Lists as tuples and dicts as read-only mappings, so that rows are immutable."""
     if isinstance(value, list):
         return tuple(value)
     return MappingProxyType(value) if isinstance(value, dict) else value
@@ -62,7 +62,7 @@ class PretrainingSet(PaperRow):
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainingRow(PaperRow):
-    """One row of Table 3. `printed` is its first cell, `models` what that stands for; two `epochs` are two runs."""
+    """One row of Table 3. `printed` is its first cell, `models` the models it stands for; two `epochs` are two runs."""
 
     printed: str
     models: tuple[str, ...]
@@ -81,13 +81,13 @@ class PretrainingRow(PaperRow):
     image: int
 
     def covers(self, model: str) -> bool:
-        """Whether the row is about this model, by vitral's name for it."""
+        """Whether the row covers this model (vitral's name)."""
         return any(fnmatchcase(model, pattern) for pattern in self.models)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuningRow(PaperRow):
-    """One row of Table 4. `rates` are tried on a share `dev` of the training images; the final run trains on all."""
+    """One row of Table 4. `rates` are compared on a fraction `dev` of train; the final run trains on all of it."""
 
     dataset: str
     steps: int
@@ -104,7 +104,7 @@ class FinetuningRow(PaperRow):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedRow(PaperRow):
-    """Masked patch prediction, and the accuracy in percent that it led to on ImageNet."""
+    """Masked patch prediction, and the accuracy on ImageNet after fine-tuning in percent."""
 
     model: str
     dataset: str
@@ -114,16 +114,16 @@ class MaskedRow(PaperRow):
     lr: float
     warmup: int
     decay: str
-    share: float
-    token: float
-    random: float
+    ratio: float
+    token_ratio: float
+    random_ratio: float
     target: str
     imagenet: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class VtabTask(PaperRow):
-    """One task of VTAB-1k. `paper` is its column in Table 9; `val` (200 images) and `test` are splits in TFDS words."""
+    """One task of VTAB-1k. `paper` is its column in Table 9; `val` (200 images) and `test` are TFDS splits."""
 
     name: str
     group: str
@@ -139,7 +139,7 @@ class VtabTask(PaperRow):
 
 @dataclass(frozen=True, kw_only=True)
 class BitPretrainingRow(PaperRow):
-    """BiT's own pre-training; the rate is divided by 10 after each of `drops` epochs."""
+    """BiT's own pre-training; the learning rate is divided by 10 after each of `drops` epochs."""
 
     dataset: str
     epochs: int
@@ -168,7 +168,7 @@ class BitFinetuningRow(PaperRow):
 
 @dataclass(frozen=True, kw_only=True)
 class Reading(PaperRow):
-    """Where the paper is silent or contradicts itself: keys of a recipe with the values that are taken, and why.
+    """Our interpretation where the paper is silent or contradicts itself: the recipe keys it sets, and why.
 
     `source` is where the values come from.
     """
@@ -217,13 +217,13 @@ def bit_pretraining() -> tuple[BitPretrainingRow, ...]:
 
 @cache
 def bit_finetuning() -> tuple[BitFinetuningRow, ...]:
-    """BiT's HyperRule, which the paper also tried for ResNets, from the smallest data to the largest."""
+    """BiT's HyperRule, which the paper also tried for ResNets, from the smallest to the largest data."""
     return read_rows(BitFinetuningRow, "bit_finetuning.toml")
 
 
 @cache
 def readings() -> dict[str, Reading]:
-    """What is taken where the paper leaves something open, by name."""
+    """Every reading by name."""
     return {row.name: row for row in read_rows(Reading, "readings.toml")}
 
 

@@ -136,7 +136,7 @@ def _new_model(recipe: Recipe, classes: int) -> tuple[Model, Card]:
     if recipe.shape.head_bias and model.head.output is not None:
         torch.nn.init.constant_(model.head.output.bias, recipe.shape.head_bias)
     source = "trained from scratch"
-    if recipe.shape.start == "mimetic" and isinstance(model, ViT):
+    if recipe.shape.weight_init == "mimetic" and isinstance(model, ViT):
         mimetic_init(model)
         source = "trained from scratch, with mimetic initialisation"
     return model, Card(model.config, source=source, format="vitral")

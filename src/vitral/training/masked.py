@@ -77,6 +77,7 @@ def masked_outputs(
     on_event: EventHandler,
 ) -> Predictions:
     """Loss and accuracy (images, 2) of this process's share of the split."""
+    assert isinstance(preprocess.pipeline, str)
     pipeline = parse_pipeline(preprocess.pipeline)
     channels = model.model.config.channels
     half = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")

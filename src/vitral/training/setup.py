@@ -6,7 +6,7 @@ import copy
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -298,7 +298,8 @@ def _masked_metrics(setup: RunSetup) -> Callable[..., dict[str, Any]]:
 
 
 def _mask_settings(recipe: Recipe) -> MaskSettings:
-    return MaskSettings(**asdict(recipe.masked), seed=recipe.seed)
+    m = recipe.masked
+    return MaskSettings(m.ratio, m.token_ratio, m.random_ratio, m.target, recipe.seed)
 
 
 def _train_on_features(

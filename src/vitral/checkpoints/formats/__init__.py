@@ -9,7 +9,7 @@ from vitral.checkpoints.formats.bit import BIT
 from vitral.checkpoints.formats.dino import DINO
 from vitral.checkpoints.formats.google import GOOGLE, GOOGLE_LINEN
 from vitral.checkpoints.formats.hugging_face import HUGGING_FACE, HUGGING_FACE_DINO
-from vitral.checkpoints.formats.own import OWN
+from vitral.checkpoints.formats.native import NATIVE
 from vitral.checkpoints.formats.table import Format
 from vitral.checkpoints.formats.timm import TIMM
 from vitral.checkpoints.formats.torchvision import TORCHVISION
@@ -19,7 +19,7 @@ from vitral.errors import UserError
 FORMATS: dict[str, Format] = {
     table.name: table
     for table in (
-        *(OWN, GOOGLE, GOOGLE_LINEN, BIG_VISION, BIT),
+        *(NATIVE, GOOGLE, GOOGLE_LINEN, BIG_VISION, BIT),
         *(TIMM, HUGGING_FACE, HUGGING_FACE_DINO, TORCHVISION, DINO),
     )
 }

@@ -12,7 +12,7 @@ from vitral.architecture import Architecture, Pool, ViTConfig
 from vitral.checkpoints.card import Preprocess
 from vitral.checkpoints.formats import google
 from vitral.checkpoints.formats.google import LINEN
-from vitral.checkpoints.formats.table import Contents, Entry, Format, grid_of_rows, is_square, position_entries
+from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, grid_of_rows, is_square, position_entries
 
 _POSITION = "pos_embedding"
 _MAP = "MAPHead_0"
@@ -24,23 +24,23 @@ def _renames(keys: Iterable[str]) -> dict[str, str]:
     return {key: _POSITION if new in older else new for key, new in renamed.items()}
 
 
-def _recognises(contents: Contents) -> bool:
-    return contents.has(f"Transformer/encoderblock_0/{LINEN.attention}/query/kernel")
+def _recognises(header: CheckpointHeader) -> bool:
+    return header.has(f"Transformer/encoderblock_0/{LINEN.attention}/query/kernel")
 
 
-def _architecture(contents: Contents) -> ViTConfig:
-    sizes = google.read_encoder(contents, LINEN)
-    token = contents.has("cls")
-    pool: Pool = "token" if token else "map" if contents.has(f"{_MAP}/probe") else "mean"
-    if not contents.has(_POSITION):
+def _architecture(header: CheckpointHeader) -> ViTConfig:
+    sizes = google.read_encoder(header, LINEN)
+    token = header.has("cls")
+    pool: Pool = "token" if token else "map" if header.has(f"{_MAP}/probe") else "mean"
+    if not header.has(_POSITION):
         # Nothing in the file tells the grid, and nothing depends on it: 224 pixels unless told.
-        rows, columns = contents.hints.grid or (224 // sizes["patch"], 224 // sizes["patch"])
+        rows, columns = header.hints.grid or (224 // sizes["patch"], 224 // sizes["patch"])
         image = (rows * sizes["patch"], columns * sizes["patch"])
         return ViTConfig(**sizes, image=image, class_token=token, pool=pool, position="sincos2d", class_position=False)
-    rows = contents.shape(_POSITION, 3)[1]
-    told = contents.hints.grid
+    rows = header.shape(_POSITION, 3)[1]
+    told = header.hints.grid
     extra = token and (rows - 1 == told[0] * told[1] if told else not is_square(rows))
-    grid = grid_of_rows(contents, rows - int(extra))
+    grid = grid_of_rows(header, rows - int(extra))
     image = (grid[0] * sizes["patch"], grid[1] * sizes["patch"])
     return ViTConfig(**sizes, image=image, class_token=token, pool=pool, class_position=extra)
 
@@ -66,11 +66,11 @@ def _unsupported_reason(architecture: Architecture) -> str | None:
     return google.unsupported_reason(architecture)
 
 
-def _preprocess(contents: Contents, architecture: Architecture) -> Preprocess:
+def _preprocess(header: CheckpointHeader, architecture: Architecture) -> Preprocess:
     """Short side to 8/7 of the crop, as in 256 and 224; values from -1 to 1."""
     short = min(architecture.image)
     if architecture.image != (short, short):
-        return google.plain_resize(contents, architecture)
+        return google.plain_resize(header, architecture)
     half = (0.5,) * architecture.channels
     return Preprocess(f"decode|resize_small({round(short * 8 / 7)})|central_crop({short})", half, half)
 

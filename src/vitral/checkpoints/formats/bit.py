@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vitral.architecture import Architecture, ResNetConfig
 from vitral.checkpoints.formats.google import plain_resize
-from vitral.checkpoints.formats.table import Contents, Entry, Format
+from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format
 from vitral.errors import UserError
 
 _ROOT = "resnet/root_block/standardized_conv2d/kernel"
@@ -50,15 +50,15 @@ def _entries(c: Architecture) -> list[Entry]:
     return entries
 
 
-def _architecture(contents: Contents) -> ResNetConfig:
-    _, _, channels, wide = contents.shape(_ROOT, 4)
+def _architecture(header: CheckpointHeader) -> ResNetConfig:
+    _, _, channels, wide = header.shape(_ROOT, 4)
     units = [
-        sum(contents.has(f"resnet/block{stage}/unit{unit:02d}/a/group_norm/gamma") for unit in range(1, 100))
+        sum(header.has(f"resnet/block{stage}/unit{unit:02d}/a/group_norm/gamma") for unit in range(1, 100))
         for stage in range(1, 5)
     ]
     if 0 in units or wide % 64:
         raise UserError("the file is not a BiT ResNet of four stages: it is incomplete or of another kind.")
-    classes = contents.shape(f"{_HEAD}/kernel", 4)[3] if contents.has(f"{_HEAD}/kernel") else 0
+    classes = header.shape(f"{_HEAD}/kernel", 4)[3] if header.has(f"{_HEAD}/kernel") else 0
     blocks = (units[0], units[1], units[2], units[3])
     return ResNetConfig(blocks=blocks, width=wide // 64, channels=channels, classes=classes)
 
@@ -77,7 +77,7 @@ BIT = Format(
     name="bit",
     title="BiT npz (big_transfer)",
     container="npz",
-    recognises=lambda contents: contents.has(_ROOT),
+    recognises=lambda header: header.has(_ROOT),
     architecture=_architecture,
     entries=_entries,
     unsupported_reason=_unsupported_reason,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from vitral.architecture import Architecture, ViTConfig
 from vitral.checkpoints.formats import timm
-from vitral.checkpoints.formats.table import Contents, Entry, Format, Shape, grid_of_rows, norm
+from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Shape, grid_of_rows, norm
 
 _WRAPPERS = re.compile(r"^(?:module\.|teacher\.|student\.|backbone\.|_orig_mod\.)+")
 _CHUNK = re.compile(r"^blocks\.\d+\.(\d+)\.")  # sharded training groups the blocks: blocks.CHUNK.NUMBER
@@ -17,11 +17,11 @@ def _renames(keys: Iterable[str]) -> dict[str, str]:
     return {key: _CHUNK.sub(r"blocks.\1.", _WRAPPERS.sub("", key)) for key in keys}
 
 
-def _architecture(contents: Contents) -> ViTConfig:
-    found = timm.read_encoder(contents)
-    rows = contents.shape("pos_embed", 3)[1]
-    grid = grid_of_rows(contents, rows - 1)
-    registers = contents.shape("register_tokens", 3)[1] if contents.has("register_tokens") else 0
+def _architecture(header: CheckpointHeader) -> ViTConfig:
+    found = timm.read_encoder(header)
+    rows = header.shape("pos_embed", 3)[1]
+    grid = grid_of_rows(header, rows - 1)
+    registers = header.shape("register_tokens", 3)[1] if header.has("register_tokens") else 0
     return ViTConfig(
         **found,
         image=(grid[0] * found["patch"], grid[1] * found["patch"]),
@@ -71,7 +71,7 @@ DINO = Format(
     name="dino",
     title="DINO and DINOv2 backbones (safetensors)",
     container="safetensors",
-    recognises=lambda contents: contents.has("blocks.0.attn.qkv.weight") and contents.has("cls_token"),
+    recognises=lambda header: header.has("blocks.0.attn.qkv.weight") and header.has("cls_token"),
     architecture=_architecture,
     entries=_entries,
     unsupported_reason=_unsupported_reason,

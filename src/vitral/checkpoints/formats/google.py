@@ -10,7 +10,7 @@ from typing import Any
 
 from vitral.architecture import Architecture, StemConfig, ViTConfig
 from vitral.checkpoints.card import Preprocess
-from vitral.checkpoints.formats.table import Contents, Entry, Format, grid_of_rows, is_square, position_entries
+from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, grid_of_rows, is_square, position_entries
 
 POSITION = "Transformer/posembed_input/pos_embedding"
 
@@ -81,15 +81,15 @@ def head(c: ViTConfig) -> list[Entry]:
     return entries + (dense("head", "head.output", c.representation or c.width, c.classes) if c.classes else [])
 
 
-def read_encoder(contents: Contents, names: BlockNames) -> dict[str, Any]:
+def read_encoder(header: CheckpointHeader, names: BlockNames) -> dict[str, Any]:
     """The sizes that every generation shows in its shapes."""
-    patch, _, channels, width = contents.shape("embedding/kernel", 4)
+    patch, _, channels, width = header.shape("embedding/kernel", 4)
     first = "Transformer/encoderblock_0"
-    _, heads, _ = contents.shape(f"{first}/{names.attention}/query/kernel", 3)
-    hidden = contents.shape(f"{first}/{names.mlp}/Dense_0/kernel", 2)[1]
-    depth = contents.count(r"Transformer/encoderblock_(\d+)/")
-    representation = contents.shape("pre_logits/kernel", 2)[1] if contents.has("pre_logits/kernel") else 0
-    classes = contents.shape("head/kernel", 2)[1] if contents.has("head/kernel") else 0
+    _, heads, _ = header.shape(f"{first}/{names.attention}/query/kernel", 3)
+    hidden = header.shape(f"{first}/{names.mlp}/Dense_0/kernel", 2)[1]
+    depth = header.count(r"Transformer/encoderblock_(\d+)/")
+    representation = header.shape("pre_logits/kernel", 2)[1] if header.has("pre_logits/kernel") else 0
+    classes = header.shape("head/kernel", 2)[1] if header.has("head/kernel") else 0
     sizes = {"depth": depth, "width": width, "mlp": hidden, "heads": heads, "patch": patch, "channels": channels}
     return {**sizes, "representation": representation, "classes": classes}
 
@@ -114,7 +114,7 @@ def unsupported_reason(architecture: Architecture) -> str | None:
     return None
 
 
-def plain_resize(contents: Contents, architecture: Architecture) -> Preprocess:
+def plain_resize(header: CheckpointHeader, architecture: Architecture) -> Preprocess:
     """Values from -1 to 1 after a plain resize: what the input pipelines of `vision_transformer` and BiT do."""
     height, width = architecture.image
     size = f"{height}" if height == width else f"{height}, {width}"
@@ -149,34 +149,34 @@ def _stem_entries(c: ViTConfig, group_norm: bool) -> list[Entry]:
     return entries
 
 
-def _stem(contents: Contents) -> StemConfig | None:
-    if not contents.has("conv_root/kernel"):
+def _stem(header: CheckpointHeader) -> StemConfig | None:
+    if not header.has("conv_root/kernel"):
         return None
-    width = contents.shape("conv_root/kernel", 4)[3] // 64
+    width = header.shape("conv_root/kernel", 4)[3] // 64
     blocks = []
-    while any(key.startswith(f"block{len(blocks) + 1}/unit") for key in contents.shapes):
+    while any(key.startswith(f"block{len(blocks) + 1}/unit") for key in header.shapes):
         stage = len(blocks) + 1
-        blocks.append(sum(contents.has(f"block{stage}/unit{unit}/conv1/kernel") for unit in range(1, 100)))
+        blocks.append(sum(header.has(f"block{stage}/unit{unit}/conv1/kernel") for unit in range(1, 100)))
     return StemConfig(blocks=tuple(blocks), width=width)
 
 
-def _architecture(contents: Contents, names: BlockNames) -> ViTConfig:
-    sizes = read_encoder(contents, names)
-    token = contents.has("cls")
-    rows = contents.shape(POSITION, 3)[1]
-    grid = grid_of_rows(contents, rows - int(token))
-    stem = _stem(contents)
+def _architecture(header: CheckpointHeader, names: BlockNames) -> ViTConfig:
+    sizes = read_encoder(header, names)
+    token = header.has("cls")
+    rows = header.shape(POSITION, 3)[1]
+    grid = grid_of_rows(header, rows - int(token))
+    stem = _stem(header)
     stride = sizes["patch"] * (stem.stride if stem else 1)
     if stem:
-        sizes["channels"] = contents.shape("conv_root/kernel", 4)[2]
+        sizes["channels"] = header.shape("conv_root/kernel", 4)[2]
     image = (grid[0] * stride, grid[1] * stride)
     return ViTConfig(**sizes, image=image, stem=stem, class_token=token, pool="token" if token else "mean")
 
 
-def _lacks_class_row(contents: Contents) -> bool:
+def _lacks_class_row(header: CheckpointHeader) -> bool:
     """A class token and a table for the patches alone: the oldest files of big_vision, under the same name."""
-    shape, told = contents.shapes[POSITION], contents.hints.grid
-    if len(shape) != 3 or not contents.has("cls"):
+    shape, told = header.shapes[POSITION], header.hints.grid
+    if len(shape) != 3 or not header.has("cls"):
         return False
     return shape[1] == told[0] * told[1] if told else is_square(shape[1]) and not is_square(shape[1] - 1)
 
@@ -196,13 +196,13 @@ def _format(name: str, title: str, names: BlockNames, group_norm: bool) -> Forma
         name=name,
         title=title,
         container="npz",
-        recognises=lambda contents: (
-            contents.has(POSITION)
-            and contents.has(f"Transformer/encoderblock_0/{names.attention}/query/kernel")
-            and not any(key.startswith("MAPHead_0/") for key in contents.shapes)
-            and not _lacks_class_row(contents)
+        recognises=lambda header: (
+            header.has(POSITION)
+            and header.has(f"Transformer/encoderblock_0/{names.attention}/query/kernel")
+            and not any(key.startswith("MAPHead_0/") for key in header.shapes)
+            and not _lacks_class_row(header)
         ),
-        architecture=lambda contents: _architecture(contents, names),
+        architecture=lambda header: _architecture(header, names),
         entries=entries,
         unsupported_reason=refuses,
         ignored=r"opt/",

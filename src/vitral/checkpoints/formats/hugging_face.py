@@ -10,7 +10,7 @@ from vitral.architecture import Architecture, Gelu, Size, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.formats import dino, timm
 from vitral.checkpoints.formats.table import (
-    Contents,
+    CheckpointHeader,
     Entry,
     Format,
     Shape,
@@ -105,20 +105,18 @@ def _dino_entries(c: Architecture) -> list[Entry]:
     return entries + norm("layernorm", "norm", c.width)
 
 
-def _read(contents: Contents, hidden: str, eps: float) -> dict[str, Any]:
+def _read(header: CheckpointHeader, hidden: str, eps: float) -> dict[str, Any]:
     """What both families state, in the shapes and in config.json."""
     projection = "embeddings.patch_embeddings.projection.weight"
-    sizes = read_sizes(contents, projection, f"encoder.layer.0.{hidden}.weight", r"encoder\.layer\.(\d+)\.")
-    config = contents.config or {}
+    sizes = read_sizes(header, projection, f"encoder.layer.0.{hidden}.weight", r"encoder\.layer\.(\d+)\.")
+    config = header.config or {}
     act = config.get("hidden_act", "gelu")
     if act not in _GELUS:
         raise UserError(f'the file\'s activation "{act}" is not a GELU that vitral knows.')
     return {
         **vars(sizes),
-        "heads": contents.hints.heads
-        or config.get("num_attention_heads")
-        or heads_of(contents, sizes.depth, sizes.width),
-        "image": _image(contents, sizes.patch),
+        "heads": header.hints.heads or config.get("num_attention_heads") or heads_of(header, sizes.depth, sizes.width),
+        "image": _image(header, sizes.patch),
         "gelu": _GELUS[act],
         "norm_eps": float(config.get("layer_norm_eps", eps)),
         "dropout": float(config.get("hidden_dropout_prob", 0.0)),
@@ -126,35 +124,35 @@ def _read(contents: Contents, hidden: str, eps: float) -> dict[str, Any]:
     }
 
 
-def _image(contents: Contents, patch: int) -> Size:
-    rows = contents.shape("embeddings.position_embeddings", 3)[1] - 1
-    size = (contents.config or {}).get("image_size")
-    if size and not contents.hints.grid:
+def _image(header: CheckpointHeader, patch: int) -> Size:
+    rows = header.shape("embeddings.position_embeddings", 3)[1] - 1
+    size = (header.config or {}).get("image_size")
+    if size and not header.hints.grid:
         height, width = size if isinstance(size, list | tuple) else (size, size)
         if (height // patch) * (width // patch) == rows:
             return height, width
-    grid = grid_of_rows(contents, rows)
+    grid = grid_of_rows(header, rows)
     return grid[0] * patch, grid[1] * patch
 
 
-def _vit_architecture(contents: Contents) -> ViTConfig:
-    classes = contents.shape("classifier.weight", 2)[0] if contents.has("classifier.weight") else 0
+def _vit_architecture(header: CheckpointHeader) -> ViTConfig:
+    classes = header.shape("classifier.weight", 2)[0] if header.has("classifier.weight") else 0
     # ViTForImageClassification never runs the pooler, even where the file carries one.
-    pooler = contents.has("pooler.dense.weight") and not classes
-    representation = contents.shape("pooler.dense.weight", 2)[0] if pooler else 0
-    act = (contents.config or {}).get("pooler_act", "tanh")
+    pooler = header.has("pooler.dense.weight") and not classes
+    representation = header.shape("pooler.dense.weight", 2)[0] if pooler else 0
+    act = (header.config or {}).get("pooler_act", "tanh")
     if representation and act != "tanh":
         raise UserError(f'the file\'s pooler ends in "{act}" instead of tanh: that is not supported.')
-    found = _read(contents, "intermediate.dense", eps=1e-12)
+    found = _read(header, "intermediate.dense", eps=1e-12)
     return ViTConfig(**found, classes=classes, representation=representation, resize="hf")
 
 
-def _dino_architecture(contents: Contents) -> ViTConfig:
-    if contents.has("classifier.weight"):
+def _dino_architecture(header: CheckpointHeader) -> ViTConfig:
+    if header.has("classifier.weight"):
         raise UserError("the file's classifier reads the class token and the mean together: that is not supported.")
     registers = "embeddings.register_tokens"
-    count = contents.shape(registers, 3)[1] if contents.has(registers) else 0
-    found = _read(contents, "mlp.fc1", eps=1e-6)
+    count = header.shape(registers, 3)[1] if header.has(registers) else 0
+    found = _read(header, "mlp.fc1", eps=1e-6)
     return ViTConfig(**found, classes=0, registers=count, layer_scale=True, resize="timm" if count else "hf")
 
 
@@ -221,9 +219,9 @@ def _dino_config(card: Card) -> dict[str, Any]:
     return {**config, **_shared_config(card), **registers}
 
 
-def _preprocess(contents: Contents, architecture: Architecture) -> Preprocess | None:
+def _preprocess(header: CheckpointHeader, architecture: Architecture) -> Preprocess | None:
     """What preprocessor_config.json states; None where it leaves a part open or asks for what no pipeline does."""
-    written, config = contents.preprocessor or {}, contents.config or {}
+    written, config = header.preprocessor or {}, header.config or {}
     named = str(written.get("image_processor_type") or written.get("feature_extractor_type") or "")
     kind = re.split("ImageProcessor|FeatureExtractor", named)[0] or _PROCESSORS.get(config.get("model_type", ""), "")
     stated = {**_SILENT.get(kind, {}), **written}
@@ -258,8 +256,8 @@ def _sides(stated: Any) -> tuple[int, int] | tuple[()]:
 def _preprocessor(card: Card) -> dict[str, Any] | None:
     """preprocessor_config.json, in the words of ViTImageProcessor or, with a crop, of BitImageProcessor."""
     preprocess, codes = card.preprocess, {name: code for code, name in _RESAMPLE.items()}
-    brief = preprocess.brief() if preprocess else None
-    if preprocess is None or brief is None or brief.method not in codes:
+    resizing = preprocess.resize_and_crop() if preprocess else None
+    if preprocess is None or resizing is None or resizing.method not in codes:
         return None
     stated: dict[str, Any] = {
         "do_resize": True,
@@ -268,17 +266,17 @@ def _preprocessor(card: Card) -> dict[str, Any] | None:
         "do_normalize": True,
         "image_mean": list(preprocess.mean),
         "image_std": list(preprocess.std),
-        "resample": codes[brief.method],
+        "resample": codes[resizing.method],
     }
-    size = {"height": brief.size[0], "width": brief.size[1]}
-    if brief.short is None:
+    size = {"height": resizing.size[0], "width": resizing.size[1]}
+    if resizing.short is None:
         return {**stated, "size": size, "image_processor_type": "ViTImageProcessor"}
-    stated |= {"size": {"shortest_edge": brief.short}, "do_center_crop": True, "crop_size": size}
+    stated |= {"size": {"shortest_edge": resizing.short}, "do_center_crop": True, "crop_size": size}
     return {**stated, "image_processor_type": "BitImageProcessor"}
 
 
-def _class_names(contents: Contents) -> tuple[str, ...]:
-    names = (contents.config or {}).get("id2label")
+def _class_names(header: CheckpointHeader) -> tuple[str, ...]:
+    names = (header.config or {}).get("id2label")
     if not isinstance(names, dict) or all(str(name).startswith("LABEL_") for name in names.values()):
         return ()
     return tuple(str(names[key]) for key in sorted(names, key=int))
@@ -289,7 +287,7 @@ def _zeros(c: Architecture) -> dict[str, Shape]:
     return {"embeddings.mask_token": (1, c.width)}
 
 
-def _spelling(key: str, c: Architecture) -> str:
+def _file_key(key: str, c: Architecture) -> str:
     assert isinstance(c, ViTConfig)
     return f"vit.{key}" if c.classes and not key.startswith("classifier.") else key
 
@@ -298,7 +296,7 @@ HUGGING_FACE = Format(
     name="hf",
     title="Hugging Face ViT (a folder)",
     container="safetensors",
-    recognises=lambda contents: contents.has("encoder.layer.0.layernorm_before.weight"),
+    recognises=lambda header: header.has("encoder.layer.0.layernorm_before.weight"),
     architecture=_vit_architecture,
     entries=_vit_entries,
     unsupported_reason=_vit_unsupported_reason,
@@ -309,14 +307,14 @@ HUGGING_FACE = Format(
     config=_vit_config,
     preprocessor=_preprocessor,
     alone=lambda c: "transformers reads its shape from config.json",
-    spelling=_spelling,
+    file_key=_file_key,
 )
 
 HUGGING_FACE_DINO = Format(
     name="hf-dinov2",
     title="Hugging Face Dinov2 backbones, with and without registers (a folder)",
     container="safetensors",
-    recognises=lambda contents: contents.has("encoder.layer.0.layer_scale1.lambda1"),
+    recognises=lambda header: header.has("encoder.layer.0.layer_scale1.lambda1"),
     architecture=_dino_architecture,
     entries=_dino_entries,
     unsupported_reason=_dino_unsupported_reason,

@@ -1,4 +1,7 @@
-"""A format is a table: each entry names a foreign array, ours, and the layout between them, and is read both ways."""
+"""A format as a table: each entry maps a tensor of the format to one of ours, in both directions.
+
+"Theirs" is the name or tensor in the format's file, "ours" the one in vitral's state dict.
+"""
 
 from __future__ import annotations
 
@@ -17,33 +20,29 @@ from vitral.errors import UserError
 from vitral.names import size_of
 
 Shape = tuple[int, ...]
-# What becomes of the class token's position row: a row of the table, summed into the token, or as the model has it.
+# The class token's position row in a format: a row of the table, folded into the class token, or as in the model.
 ClassRow = Literal["kept", "folded", "either"]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a table.
-
-    `shape` is the foreign array's shape (or that of its rows `rows`, along the last axis but one); `axes` reorders it
-    into ours, None keeping the order. `part` = (k, n) says that it fills the k-th of n equal slices of our array.
-    """
+    """The mapping between one tensor of a format and one of ours."""
 
     theirs: str
     ours: str
-    shape: Shape
-    axes: tuple[int, ...] | None = None
-    rows: tuple[int, int] | None = None
-    part: tuple[int, int] = (0, 1)
+    shape: Shape  # of their tensor, or of its `rows`
+    axes: tuple[int, ...] | None = None  # permutation from their axes to ours
+    rows: tuple[int, int] | None = None  # start and end of the rows to take, along the second to last axis
+    part: tuple[int, int] = (0, 1)  # (k, n): it fills the k-th of n equal slices of our tensor
 
     def to_ours(self, array: Tensor) -> Tensor:
-        """Foreign array, whole -> our array or slice, still to be shaped like ours."""
+        """Their full tensor -> our tensor or slice of it, not yet reshaped to our shape."""
         array = array if self.rows is None else array.narrow(-2, self.rows[0], self.rows[1] - self.rows[0])
         array = array.reshape(self.shape)
         return array if self.axes is None else array.permute(self.axes)
 
     def to_theirs(self, array: Tensor) -> Tensor:
-        """Our array, whole -> the foreign array or its rows."""
+        """Our full tensor -> their tensor or the rows of it."""
         k, n = self.part
         array = array.chunk(n)[k]
         if self.axes is None:
@@ -54,19 +53,19 @@ class Entry:
 
 @dataclass(frozen=True)
 class Hints:
-    """What a user may have to add, because some formats do not hold it."""
+    """What some formats do not store and a user may have to pass."""
 
     grid: Size | None = None
     heads: int | None = None
 
 
 @dataclass(frozen=True)
-class Contents:
-    """What a file says before its tensors are read: names and shapes, and the configuration beside it."""
+class CheckpointHeader:
+    """A checkpoint without its tensors: their names and shapes, the metadata, and the JSON files next to it."""
 
     shapes: Mapping[str, Shape]
-    config: Mapping[str, Any] | None = None
-    preprocessor: Mapping[str, Any] | None = None
+    config: Mapping[str, Any] | None = None  # config.json
+    preprocessor: Mapping[str, Any] | None = None  # preprocessor_config.json
     metadata: Mapping[str, str] = field(default_factory=dict)
     hints: Hints = field(default_factory=Hints)
 
@@ -74,106 +73,134 @@ class Contents:
         return key in self.shapes
 
     def shape(self, key: str, rank: int) -> Shape:
-        """The shape of an array that must be there, with this many axes."""
-        found = self.shapes.get(key)
-        if found is None:
-            raise UserError(f"the file has no array {key}: it is incomplete or of another kind.")
-        if len(found) != rank:
-            raise UserError(f"array {key} has the shape {list(found)}, which is not one of {rank} axes.")
-        return found
+        """The shape of a tensor that must exist and have `rank` axes."""
+        shape = self.shapes.get(key)
+        if shape is None:
+            raise UserError(f"the file has no tensor {key}: it is incomplete or of another kind.")
+        if len(shape) != rank:
+            raise UserError(f"tensor {key} has the shape {list(shape)}, which does not have {rank} axes.")
+        return shape
 
     def count(self, pattern: str) -> int:
-        """How many different numbers stand in the group of `pattern`; they must be 0, 1, 2, ..."""
+        """The number of layers, whose indices are the group of `pattern`; they must be 0, 1, 2, ..."""
         numbers = {int(match[1]) for key in self.shapes if (match := re.match(pattern, key))}
         if numbers != set(range(len(numbers))):
             missing = min(set(range(max(numbers) + 1)) - numbers)
-            raise UserError(f"the file's layers are not complete: number {missing} is missing.")
+            raise UserError(f"the file's layers are not complete: layer {missing} is missing.")
         if not numbers:
             raise UserError("the file has no transformer layers: it is incomplete or of another kind.")
         return len(numbers)
 
 
-def _no_preprocess(contents: Contents, architecture: Architecture) -> Preprocess | None:
+def _no_preprocess(header: CheckpointHeader, architecture: Architecture) -> Preprocess | None:
     return None
 
 
-def _no_names(contents: Contents) -> tuple[str, ...]:
+def _no_names(header: CheckpointHeader) -> tuple[str, ...]:
     return ()
 
 
-def _as_it_is(shapes: Iterable[str]) -> dict[str, str]:
-    return {key: key for key in shapes}
+def _no_assumptions(header: CheckpointHeader, architecture: Architecture) -> tuple[str, ...]:
+    return ()
+
+
+def _same_keys(keys: Iterable[str]) -> dict[str, str]:
+    return {key: key for key in keys}
 
 
 @dataclass(frozen=True)
 class Format:
-    """How one library writes a Vision Transformer (or a ResNet) down."""
+    """How one library stores a Vision Transformer (or a ResNet)."""
 
     name: str
     title: str
     container: Literal["npz", "safetensors"]
-    recognises: Callable[[Contents], bool]
-    architecture: Callable[[Contents], Architecture]
+    recognises: Callable[[CheckpointHeader], bool]
+    architecture: Callable[[CheckpointHeader], Architecture]
     entries: Callable[[Architecture], list[Entry]]
-    unsupported_reason: Callable[
-        [Architecture], str | None
-    ]  # why this format cannot say what the architecture computes
-    # Older and wrapped spellings: every key of a file -> the key of the table.
-    renames: Callable[[Iterable[str]], dict[str, str]] = _as_it_is
-    ignored: str = r"$^"  # keys that belong to no classifier: mask tokens, optimizer state
-    positions: tuple[Position, ...] = ("1d",)  # the kinds it holds as they are; others that are added become a table
+    unsupported_reason: Callable[[Architecture], str | None]  # why the format cannot represent an architecture
+    renames: Callable[[Iterable[str]], dict[str, str]] = _same_keys  # keys of older versions -> keys of the table
+    ignored: str = r"$^"  # pattern of keys that no classifier uses: mask tokens, optimizer state
+    positions: tuple[Position, ...] = ("1d",)  # supported position embeddings; others are written as a learned table
     class_row: Callable[[ViTConfig], ClassRow] = lambda c: "kept"
-    zeros: Callable[[Architecture], dict[str, Shape]] = lambda c: {}  # arrays a strict reader wants and nothing uses
-    preprocess: Callable[[Contents, Architecture], Preprocess | None] = _no_preprocess
-    class_names: Callable[[Contents], tuple[str, ...]] = _no_names
-    config: Callable[[Card], dict[str, Any]] | None = None  # config.json, for formats that are a folder
-    preprocessor: Callable[[Card], dict[str, Any] | None] = lambda card: None  # preprocessor_config.json beside it
-    alone: Callable[[Architecture], str | None] = lambda c: None  # why the weights would mean something else without it
-    spelling: Callable[[str, Architecture], str] = lambda key, c: key  # a key of the table -> the key in the file
+    zeros: Callable[[Architecture], dict[str, Shape]] = lambda c: {}  # unused tensors that strict readers expect
+    assumptions: Callable[[CheckpointHeader, Architecture], tuple[str, ...]] = _no_assumptions  # for `Card.changes`
+    preprocess: Callable[[CheckpointHeader, Architecture], Preprocess | None] = _no_preprocess
+    class_names: Callable[[CheckpointHeader], tuple[str, ...]] = _no_names
+    config: Callable[[Card], dict[str, Any]] | None = None  # config.json, if the format is a folder
+    preprocessor: Callable[[Card], dict[str, Any] | None] = lambda card: None  # preprocessor_config.json
+    alone: Callable[[Architecture], str | None] = lambda c: (
+        None
+    )  # why the weights need config.json to be read correctly
+    file_key: Callable[[str, Architecture], str] = lambda key, c: key  # key of the table -> key in a written file
+
+
+_COMPILED = re.compile(r"(?:^|(?<=\.))_orig_mod\.")
+
+
+def strip_wrappers(keys: Iterable[str]) -> dict[str, str]:
+    """Map each key of a file to the key without the prefixes that wrappers of a module add.
+
+    These are "_orig_mod." of torch.compile, on the whole model or a part of it, and "module." of DataParallel and
+    DistributedDataParallel, if all keys have it.
+    """
+    stripped = {key: _COMPILED.sub("", key) for key in keys}
+    while stripped and all(key.startswith("module.") for key in stripped.values()):
+        stripped = {key: _COMPILED.sub("", name.removeprefix("module.")) for key, name in stripped.items()}
+    return stripped
 
 
 def read_entries(
-    entries: list[Entry], foreign: Mapping[str, Tensor], shapes: Mapping[str, Shape]
+    entries: list[Entry], theirs: Mapping[str, Tensor], shapes: Mapping[str, Shape]
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Our state dict, float32, and the foreign keys that no entry asked for. `shapes` are those of our arrays."""
+    """Convert a format's tensors to ours.
+
+    Args:
+        entries: the format's table.
+        theirs: tensors of the file, by the keys of the table.
+        shapes: shapes of our tensors.
+
+    Returns:
+        Our state dict in float32, and the keys of the file that no entry uses.
+    """
     parts: dict[str, dict[int, Tensor]] = {}
     for entry in entries:
-        array = _checked(entry, foreign)
+        array = _checked(entry, theirs)
         parts.setdefault(entry.ours, {})[entry.part[0]] = entry.to_ours(array)
     state = {key: _joined(key, pieces, shapes[key]) for key, pieces in parts.items()}
     used = {entry.theirs for entry in entries}
-    return state, [key for key in foreign if key not in used]
+    return state, [key for key in theirs if key not in used]
 
 
 def write_entries(entries: list[Entry], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The foreign arrays; rows of one table are joined in the order of the entries."""
+    """Convert our tensors to those of a format; rows of one tensor are joined in the order of the entries."""
     pieces: dict[str, list[Tensor]] = {}
     for entry in entries:
         pieces.setdefault(entry.theirs, []).append(entry.to_theirs(state[entry.ours]))
     return {key: torch.cat(rows, dim=-2) if len(rows) > 1 else rows[0].contiguous() for key, rows in pieces.items()}
 
 
-def heads_of(contents: Contents, depth: int, width: int) -> int:
-    """The head count, which fused projections do not show: told, known by the size, or 64 channels each."""
-    if contents.hints.heads:
-        return contents.hints.heads
-    known = size_of(depth, width)
-    if known:
-        return known.heads
+def heads_of(header: CheckpointHeader, depth: int, width: int) -> int:
+    """The number of heads, which fused projections hide: the hint, that of a standard size, or 64 channels each."""
+    if header.hints.heads:
+        return header.hints.heads
+    standard = size_of(depth, width)
+    if standard:
+        return standard.heads
     if width % 64:
-        raise UserError(f"the file does not say how many heads share its width of {width}: pass heads=.")
+        raise UserError(f"the file does not state its number of heads (width {width}): pass heads=.")
     return width // 64
 
 
-def grid_of_rows(contents: Contents, rows: int) -> Size:
-    """The grid behind a flat table of positions: told, or square."""
-    told = contents.hints.grid
-    if told:
-        if told[0] * told[1] != rows:
+def grid_of_rows(header: CheckpointHeader, rows: int) -> Size:
+    """The grid of a flat table of positions: the hint, or a square."""
+    hint = header.hints.grid
+    if hint:
+        if hint[0] * hint[1] != rows:
             raise UserError(
-                f"a grid of {told[0]}x{told[1]} does not have the {rows} positions of the file: check grid=."
+                f"a grid of {hint[0]}x{hint[1]} does not have the {rows} positions of the file: check grid=."
             )
-        return told
+        return hint
     side = math.isqrt(rows)
     if side * side != rows:
         raise UserError(f"{rows} positions are not a square grid: pass the file's own grid=(rows, columns).")
@@ -192,29 +219,30 @@ def is_square(rows: int) -> bool:
     return math.isqrt(rows) ** 2 == rows
 
 
-def _checked(entry: Entry, foreign: Mapping[str, Tensor]) -> Tensor:
-    if entry.theirs not in foreign:
-        raise UserError(f"the file has no array {entry.theirs}: it is incomplete or of another kind.")
-    array = foreign[entry.theirs]
-    found = list(array.shape)
-    expected = list(entry.shape)
-    if entry.rows is not None and len(found) > 1 and len(expected) > 1:
-        if found[-2] < entry.rows[1]:
-            raise UserError(f"array {entry.theirs} has {found[-2]} rows where {entry.rows[1]} are expected.")
-        found[-2] = expected[-2]
-    # Some writers keep axes of length one (GroupNorm as (1, 1, 1, c)); they carry nothing.
-    if [n for n in found if n != 1] != [n for n in expected if n != 1]:
-        raise UserError(f"array {entry.theirs} has the shape {list(array.shape)} where {expected} is expected.")
-    if not array.is_floating_point() or not bool(torch.isfinite(array).all()):
-        raise UserError(f"array {entry.theirs} holds values that are not finite numbers: the file is damaged.")
-    return array
+def _checked(entry: Entry, theirs: Mapping[str, Tensor]) -> Tensor:
+    if entry.theirs not in theirs:
+        raise UserError(f"the file has no tensor {entry.theirs}: it is incomplete or of another kind.")
+    tensor = theirs[entry.theirs]
+    shape, expected = list(tensor.shape), list(entry.shape)
+    if entry.rows is not None and len(shape) > 1 and len(expected) > 1:
+        if shape[-2] < entry.rows[1]:
+            raise UserError(f"tensor {entry.theirs} has {shape[-2]} rows where {entry.rows[1]} are expected.")
+        shape[-2] = expected[-2]
+    # Some writers keep axes of length one, such as (1, 1, 1, channels) for GroupNorm.
+    if [n for n in shape if n != 1] != [n for n in expected if n != 1]:
+        raise UserError(f"tensor {entry.theirs} has the shape {list(tensor.shape)} where {expected} is expected.")
+    if not tensor.is_floating_point():
+        raise UserError(f"tensor {entry.theirs} has the type {tensor.dtype} where floating-point weights are expected.")
+    if not bool(torch.isfinite(tensor).all()):
+        raise UserError(f"tensor {entry.theirs} has non-finite values (NaN or Inf): the file is damaged.")
+    return tensor
 
 
 def _joined(key: str, pieces: dict[int, Tensor], shape: Shape) -> Tensor:
     ordered = [pieces[k] for k in sorted(pieces)]
     rows = [piece.reshape(shape[0] // len(ordered), *shape[1:]) for piece in ordered] if len(ordered) > 1 else ordered
     array = torch.cat(rows) if len(rows) > 1 else rows[0]
-    # A copy of its own: memory-mapped arrays lie at odd addresses, where matrix products may round differently.
+    # Copied: memory-mapped tensors may be unaligned, where matrix products may round differently.
     return array.reshape(shape).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
@@ -237,7 +265,7 @@ def patches(theirs: str, c: ViTConfig) -> list[Entry]:
 
 
 def separate_qkv(theirs: tuple[str, str, str], ours: str, width: int) -> list[Entry]:
-    """Query, key and value kept apart: each fills a third of our fused projection."""
+    """Separate query, key and value: each fills a third of our fused projection."""
     entries = []
     for k, name in enumerate(theirs):
         entries.append(Entry(f"{name}.weight", f"{ours}.weight", (width, width), part=(k, 3)))
@@ -247,7 +275,7 @@ def separate_qkv(theirs: tuple[str, str, str], ours: str, width: int) -> list[En
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the shapes of any PyTorch ViT show."""
+    """The sizes that the shapes of any PyTorch ViT show."""
 
     width: int
     channels: int
@@ -256,8 +284,8 @@ class Sizes:
     depth: int
 
 
-def read_sizes(contents: Contents, projection: str, hidden: str, block: str) -> Sizes:
-    """From the patch convolution, the first dense layer of block 0, and a pattern that finds the blocks' numbers."""
-    width, channels, patch, _ = contents.shape(projection, 4)
-    mlp = contents.shape(hidden, 2)[0]
-    return Sizes(width, channels, patch, mlp, contents.count(block))
+def read_sizes(header: CheckpointHeader, projection: str, hidden: str, block: str) -> Sizes:
+    """Sizes from the patch embedding, the first MLP layer of block 0, and a pattern whose group is the block index."""
+    width, channels, patch, _ = header.shape(projection, 4)
+    mlp = header.shape(hidden, 2)[0]
+    return Sizes(width, channels, patch, mlp, header.count(block))

@@ -8,8 +8,8 @@ from typing import Any
 from vitral.architecture import Architecture, Gelu, Pool, Size, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.formats.table import (
+    CheckpointHeader,
     ClassRow,
-    Contents,
     Entry,
     Format,
     grid_of_rows,
@@ -46,12 +46,12 @@ def encoder_entries(c: ViTConfig) -> list[Entry]:
     return entries
 
 
-def read_encoder(contents: Contents) -> dict[str, Any]:
+def read_encoder(header: CheckpointHeader) -> dict[str, Any]:
     """Sizes, heads and LayerScale, for timm and DINO."""
-    sizes = read_sizes(contents, "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight", r"blocks\.(\d+)\.")
-    stated = None if contents.hints.heads else _arguments(contents).get("num_heads")
-    heads = stated or heads_of(contents, sizes.depth, sizes.width)
-    return {**vars(sizes), "heads": heads, "layer_scale": contents.has("blocks.0.ls1.gamma")}
+    sizes = read_sizes(header, "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight", r"blocks\.(\d+)\.")
+    stated = None if header.hints.heads else _arguments(header).get("num_heads")
+    heads = stated or heads_of(header, sizes.depth, sizes.width)
+    return {**vars(sizes), "heads": heads, "layer_scale": header.has("blocks.0.ls1.gamma")}
 
 
 def _entries(c: Architecture) -> list[Entry]:
@@ -70,23 +70,23 @@ def _entries(c: Architecture) -> list[Entry]:
     return entries + (linear("head", "head.output", c.width, c.classes) if c.classes else [])
 
 
-def _architecture(contents: Contents) -> ViTConfig:
-    found = read_encoder(contents)
-    arguments = _arguments(contents)
+def _architecture(header: CheckpointHeader) -> ViTConfig:
+    found = read_encoder(header)
+    arguments = _arguments(header)
     gelu = arguments.get("act_layer", "gelu")
     if gelu not in _GELUS:
         raise UserError(f'the file\'s activation "{gelu}" is not a GELU that vitral knows.')
-    token = contents.has("cls_token")
-    registers = contents.shape("reg_token", 3)[1] if contents.has("reg_token") else 0
-    rows = contents.shape("pos_embed", 3)[1]
+    token = header.has("cls_token")
+    registers = header.shape("reg_token", 3)[1] if header.has("reg_token") else 0
+    rows = header.shape("pos_embed", 3)[1]
     patch = found["patch"]
-    height, width = _image(contents, rows, int(token) + registers, patch)
-    after = contents.has("fc_norm.weight")
+    height, width = _image(header, rows, int(token) + registers, patch)
+    after = header.has("fc_norm.weight")
     return ViTConfig(
         **found,
         image=(height, width),
-        classes=contents.shape("head.weight", 2)[0] if contents.has("head.weight") else 0,
-        pool=_pool(contents, token),
+        classes=header.shape("head.weight", 2)[0] if header.has("head.weight") else 0,
+        pool=_pool(header, token),
         class_token=token,
         class_position=rows > (height // patch) * (width // patch),
         registers=registers,
@@ -96,10 +96,10 @@ def _architecture(contents: Contents) -> ViTConfig:
     )
 
 
-def _image(contents: Contents, rows: int, prefix: int, patch: int) -> Size:
+def _image(header: CheckpointHeader, rows: int, prefix: int, patch: int) -> Size:
     """The image size whose patches fill the table; `rows` may count the class token as well."""
-    told = contents.hints.grid
-    for height, width in _stated_sizes(contents) if told is None else []:
+    told = header.hints.grid
+    for height, width in _stated_sizes(header) if told is None else []:
         if (height // patch) * (width // patch) in ((rows, rows - 1) if prefix else (rows,)):
             return height, width
     if prefix > 1 and is_square(rows - prefix):
@@ -107,39 +107,39 @@ def _image(contents: Contents, rows: int, prefix: int, patch: int) -> Size:
             "the file has position rows for its registers (timm without no_embed_class): that is not supported."
         )
     whole = not prefix or (told and told[0] * told[1] == rows) or is_square(rows)
-    grid = grid_of_rows(contents, rows if whole else rows - 1)
+    grid = grid_of_rows(header, rows if whole else rows - 1)
     return grid[0] * patch, grid[1] * patch
 
 
-def _stated_sizes(contents: Contents) -> list[Size]:
+def _stated_sizes(header: CheckpointHeader) -> list[Size]:
     """What the model was built for, then what its recipe states, which timm does not update."""
-    sizes = (_arguments(contents).get("img_size"), _pretrained(contents).get("input_size"))
+    sizes = (_arguments(header).get("img_size"), _pretrained(header).get("input_size"))
     return [(size, size) if isinstance(size, int) else (size[-2], size[-1]) for size in sizes if size]
 
 
-def _pool(contents: Contents, token: bool) -> Pool:
-    arguments = _arguments(contents)
-    stated = arguments.get("global_pool") or (contents.config or {}).get("global_pool")
+def _pool(header: CheckpointHeader, token: bool) -> Pool:
+    arguments = _arguments(header)
+    stated = arguments.get("global_pool") or (header.config or {}).get("global_pool")
     if (stated and stated not in _POOLS) or arguments.get("pool_include_prefix"):
         raise UserError(f'the file\'s pooling "{stated}" over all tokens or by maximum is not one that vitral knows.')
-    if contents.has("attn_pool.latent"):
+    if header.has("attn_pool.latent"):
         return "map"
     if stated:
         return _POOLS[stated]
-    return "token" if token and not contents.has("fc_norm.weight") else "mean"
+    return "token" if token and not header.has("fc_norm.weight") else "mean"
 
 
-def _arguments(contents: Contents) -> dict[str, Any]:
-    return dict((contents.config or {}).get("model_args") or {})
+def _arguments(header: CheckpointHeader) -> dict[str, Any]:
+    return dict((header.config or {}).get("model_args") or {})
 
 
-def _pretrained(contents: Contents) -> dict[str, Any]:
-    return dict((contents.config or {}).get("pretrained_cfg") or {})
+def _pretrained(header: CheckpointHeader) -> dict[str, Any]:
+    return dict((header.config or {}).get("pretrained_cfg") or {})
 
 
-def _preprocess(contents: Contents, architecture: Architecture) -> Preprocess | None:
+def _preprocess(header: CheckpointHeader, architecture: Architecture) -> Preprocess | None:
     """timm's evaluation transform, its defaults included; None where no pipeline does the same."""
-    stated = _pretrained(contents)
+    stated = _pretrained(header)
     method, mode = stated.get("interpolation") or "bicubic", stated.get("crop_mode") or "center"
     if "mean" not in stated or "std" not in stated or method not in _METHODS:
         return None
@@ -157,8 +157,8 @@ def _preprocess(contents: Contents, architecture: Architecture) -> Preprocess | 
     return Preprocess(pipeline, tuple(stated["mean"]), tuple(stated["std"]))
 
 
-def _class_names(contents: Contents) -> tuple[str, ...]:
-    names = (contents.config or {}).get("label_names")
+def _class_names(header: CheckpointHeader) -> tuple[str, ...]:
+    names = (header.config or {}).get("label_names")
     return tuple(names) if isinstance(names, list) else ()
 
 
@@ -238,13 +238,13 @@ def _config(card: Card) -> dict[str, Any]:
 def _crop(card: Card) -> dict[str, Any]:
     """The preprocessing in timm's words, or nothing where they do not reach: there its images have the model's size."""
     (height, width), preprocess = card.architecture.image, card.preprocess
-    brief = preprocess.brief() if preprocess else None
-    if preprocess is None or brief is None or brief.size != (height, width) or brief.method not in _METHODS:
+    resizing = preprocess.resize_and_crop() if preprocess else None
+    if preprocess is None or resizing is None or resizing.size != (height, width) or resizing.method not in _METHODS:
         return {}
-    stated = {"mean": list(preprocess.mean), "std": list(preprocess.std), "interpolation": brief.method}
-    if brief.short is None:
+    stated = {"mean": list(preprocess.mean), "std": list(preprocess.std), "interpolation": resizing.method}
+    if resizing.short is None:
         return {**stated, "crop_pct": 1.0, "crop_mode": "squash"}
-    return {**stated, "crop_pct": _percent(height, brief.short), "crop_mode": "center"} if height == width else {}
+    return {**stated, "crop_pct": _percent(height, resizing.short), "crop_mode": "center"} if height == width else {}
 
 
 def _percent(size: int, short: int) -> float:
@@ -263,11 +263,11 @@ TIMM = Format(
     name="timm",
     title="timm (safetensors, or a folder with its config.json)",
     container="safetensors",
-    recognises=lambda contents: (
-        contents.has("blocks.0.attn.qkv.weight")
-        and contents.has("pos_embed")
-        and not contents.has("mask_token")
-        and not contents.has("register_tokens")
+    recognises=lambda header: (
+        header.has("blocks.0.attn.qkv.weight")
+        and header.has("pos_embed")
+        and not header.has("mask_token")
+        and not header.has("register_tokens")
     ),
     architecture=_architecture,
     entries=_entries,

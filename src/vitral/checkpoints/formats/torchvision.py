@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from vitral.architecture import Architecture, ViTConfig
 from vitral.checkpoints.formats import timm
 from vitral.checkpoints.formats.table import (
-    Contents,
+    CheckpointHeader,
     Entry,
     Format,
     grid_of_rows,
@@ -51,17 +51,17 @@ def _entries(c: Architecture) -> list[Entry]:
     return entries
 
 
-def _architecture(contents: Contents) -> ViTConfig:
+def _architecture(header: CheckpointHeader) -> ViTConfig:
     hidden = f"{_LAYER.format(0)}.mlp.0.weight"
-    sizes = read_sizes(contents, "conv_proj.weight", hidden, r"encoder\.layers\.encoder_layer_(\d+)\.")
-    grid = grid_of_rows(contents, contents.shape("encoder.pos_embedding", 3)[1] - 1)
+    sizes = read_sizes(header, "conv_proj.weight", hidden, r"encoder\.layers\.encoder_layer_(\d+)\.")
+    grid = grid_of_rows(header, header.shape("encoder.pos_embedding", 3)[1] - 1)
     before = "heads.pre_logits.weight"
     return ViTConfig(
         **vars(sizes),
-        heads=heads_of(contents, sizes.depth, sizes.width),
+        heads=heads_of(header, sizes.depth, sizes.width),
         image=(grid[0] * sizes.patch, grid[1] * sizes.patch),
-        classes=contents.shape("heads.head.weight", 2)[0] if contents.has("heads.head.weight") else 0,
-        representation=contents.shape(before, 2)[0] if contents.has(before) else 0,
+        classes=header.shape("heads.head.weight", 2)[0] if header.has("heads.head.weight") else 0,
+        representation=header.shape(before, 2)[0] if header.has(before) else 0,
         gelu="erf",
         resize="torchvision",
     )
@@ -83,7 +83,7 @@ TORCHVISION = Format(
     name="torchvision",
     title="torchvision VisionTransformer (safetensors)",
     container="safetensors",
-    recognises=lambda contents: contents.has("conv_proj.weight") and contents.has("encoder.pos_embedding"),
+    recognises=lambda header: header.has("conv_proj.weight") and header.has("encoder.pos_embedding"),
     architecture=_architecture,
     entries=_entries,
     unsupported_reason=_unsupported_reason,

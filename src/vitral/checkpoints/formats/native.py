@@ -1,0 +1,193 @@
+"""vitral's own format: a safetensors file with our parameter names, and the card in its metadata.
+
+A plain state dict of ours without a card (`torch.save(model.state_dict(), ...)`) is read as well. Its architecture is
+derived from the shapes; what shapes do not show is assumed, and `assumptions` lists it for the card.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from vitral.architecture import Architecture, ModuleConfig, Position, ResNetConfig, Size, StemConfig, ViTConfig
+from vitral.checkpoints.card import Card, Preprocess
+from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, grid_of_rows, heads_of
+from vitral.errors import UserError
+from vitral.models.build import build
+
+CARD = "vitral.card"
+
+_VIT = ("blocks.0.attention.qkv.weight", "blocks.0.row.attention.qkv.weight")  # the second of an axial model
+_RESNET = ("root.weight", "stages.0.0.conv1.weight")
+
+
+def card_of(header: CheckpointHeader) -> Card | None:
+    """The card in the metadata, None for a plain state dict."""
+    return Card.from_json(header.metadata[CARD]) if CARD in header.metadata else None
+
+
+def entries(architecture: Architecture) -> list[Entry]:
+    """Every tensor of the model, under its own name."""
+    with torch.device("meta"):
+        state = build(architecture).state_dict()
+    return [Entry(key, key, tuple(array.shape)) for key, array in state.items()]
+
+
+def _recognises(header: CheckpointHeader) -> bool:
+    vit = header.has("embed.weight") and any(map(header.has, _VIT))
+    return CARD in header.metadata or vit or all(map(header.has, _RESNET))
+
+
+def _architecture(header: CheckpointHeader) -> Architecture:
+    if card := card_of(header):
+        return card.architecture
+    if any(key.endswith((".down", ".up")) for key in header.shapes):
+        raise UserError(
+            "the state dict has LoRA adapters: load it into the model it is from and write that with vitral.save, "
+            "which merges them."
+        )
+    return _resnet(header) if header.has("root.weight") else _vit(header)
+
+
+def _vit(header: CheckpointHeader) -> ViTConfig:
+    width, channels, patch, _ = header.shape("embed.weight", 4)
+    depth, stem = header.count(r"blocks\.(\d+)\."), _stem(header)
+    axial = header.has(_VIT[1])
+    block = "blocks.0.row" if axial else "blocks.0"
+    token, position = header.has("class_token"), _position(header, width)
+    rows, columns = _grid(header, position, patch, stem)
+    stride = patch * (stem.stride if stem else 1)
+    return ViTConfig(
+        depth=depth,
+        width=width,
+        mlp=header.shape(f"{block}.mlp.hidden.weight", 2)[0],
+        heads=_heads(header, depth, width),
+        patch=patch,
+        image=(rows * stride, columns * stride),
+        channels=header.shape("stem.root.conv.weight", 4)[1] if stem else channels,
+        classes=_first_axis(header, "head.output.weight"),
+        pool="map" if header.has("map.probe") else "token" if token else "mean",
+        class_token=token,
+        registers=_first_axis(header, "registers"),
+        position=position,
+        injection="every" if any(key.startswith("positions.1.") for key in header.shapes) else "input",
+        class_position=header.has("positions.0.class_row") or not token or position not in ("1d", "2d"),
+        representation=_first_axis(header, "head.hidden.weight"),
+        layer_scale=header.has(f"{block}.scale1.scale"),
+        stem=stem,
+        axial=axial,
+    )
+
+
+def _resnet(header: CheckpointHeader) -> ResNetConfig:
+    wide, channels, _, _ = header.shape("root.weight", 4)
+    blocks = _stages(header, "stages")
+    if len(blocks) != 4:
+        raise UserError(f"the file has {len(blocks)} stages where a ResNet has 4: it is incomplete or of another kind.")
+    axes = [f"stages.0.0.conv2.{axis}.offsets" for axis in ("height", "width")]
+    axial = header.has(axes[0])
+    # The tables of the first unit cover the offsets of its grid, a quarter of the image.
+    sides = [4 * ((header.shape(key, 2)[0] + 1) // 2) for key in axes] if axial else [224, 224]
+    return ResNetConfig(
+        blocks=(blocks[0], blocks[1], blocks[2], blocks[3]),
+        width=wide // 64,
+        image=(sides[0], sides[1]),
+        channels=channels,
+        classes=_first_axis(header, "head.output.weight"),
+        axial=axial,
+    )
+
+
+def _stem(header: CheckpointHeader) -> StemConfig | None:
+    if not header.has("stem.root.conv.weight"):
+        return None
+    return StemConfig(blocks=_stages(header, "stem.stages"), width=header.shape("stem.root.conv.weight", 4)[0] // 64)
+
+
+def _stages(header: CheckpointHeader, name: str) -> tuple[int, ...]:
+    """How many units each stage has."""
+    units: list[int] = []
+    while any(key.startswith(f"{name}.{len(units)}.") for key in header.shapes):
+        units.append(header.count(rf"{re.escape(name)}\.{len(units)}\.(\d+)\."))
+    return tuple(units)
+
+
+def _position(header: CheckpointHeader, width: int) -> Position:
+    if header.has("positions.0.table"):
+        return "1d"
+    if header.has("positions.0.x"):
+        return "2d"
+    if header.has("blocks.0.attention.relative.table"):
+        return "relative"
+    return "none" if width % 4 else "sincos2d"
+
+
+def _grid(header: CheckpointHeader, position: Position, patch: int, stem: StemConfig | None) -> Size:
+    if position == "1d":
+        rows, columns, _ = header.shape("positions.0.table", 3)
+        return rows, columns
+    if position == "2d":
+        return header.shape("positions.0.y", 2)[0], header.shape("positions.0.x", 2)[0]
+    if position == "relative":  # one row per offset between two of n patches
+        return grid_of_rows(header, (header.shape("blocks.0.attention.relative.table", 2)[0] + 1) // 2)
+    side = max(224 // (patch * (stem.stride if stem else 1)), 1)
+    return header.hints.grid or (side, side)
+
+
+def _heads(header: CheckpointHeader, depth: int, width: int) -> int:
+    relative = "blocks.0.attention.relative.table"  # its rows have the width of a head
+    return width // header.shape(relative, 2)[1] if header.has(relative) else heads_of(header, depth, width)
+
+
+def _first_axis(header: CheckpointHeader, key: str) -> int:
+    """The length of a matrix's first axis, 0 if the file does not have it."""
+    return header.shape(key, 2)[0] if header.has(key) else 0
+
+
+def _assumptions(header: CheckpointHeader, architecture: Architecture) -> tuple[str, ...]:
+    """What the shapes of a plain state dict do not show; nothing where there is a card."""
+    if CARD in header.metadata:
+        return ()
+    c, assumed = architecture, []
+    assert not isinstance(c, ModuleConfig)
+    if isinstance(c, ResNetConfig):
+        assumed += [f"image={c.image[0]}x{c.image[1]}", f"root_pool={c.root_pool}"]
+        return (f"assumed: {', '.join(assumed)}",)
+    if header.hints.heads is None and c.position != "relative":
+        assumed.append(f"heads={c.heads}")
+    if c.position in ("none", "sincos2d"):
+        assumed.append(f"position={c.position}")
+    if c.position in ("1d", "2d", "sincos2d") and c.injection == "input":
+        assumed.append("injection=input")
+    if c.class_token and c.pool == "token":
+        assumed.append("pool=token")
+    assumed += [f"image={c.image[0]}x{c.image[1]}", f"gelu={c.gelu}", f"norm_place={c.norm_place}"]
+    assumed += [f"norm_eps={c.norm_eps:g}", f"resize={c.resize}"]
+    return (f"assumed: {', '.join(assumed)}",)
+
+
+def _preprocess(header: CheckpointHeader, architecture: Architecture) -> Preprocess | None:
+    card = card_of(header)
+    return card.preprocess if card else None
+
+
+def _class_names(header: CheckpointHeader) -> tuple[str, ...]:
+    card = card_of(header)
+    return card.class_names if card else ()
+
+
+NATIVE = Format(
+    name="vitral",
+    title="vitral safetensors with its card",
+    container="safetensors",
+    recognises=_recognises,
+    architecture=_architecture,
+    entries=entries,
+    unsupported_reason=lambda architecture: None,
+    positions=("none", "1d", "2d", "relative", "sincos2d"),
+    class_row=lambda c: "either",
+    preprocess=_preprocess,
+    class_names=_class_names,
+    assumptions=_assumptions,
+)
