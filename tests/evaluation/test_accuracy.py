@@ -75,7 +75,7 @@ def test_counts_equal_those_of_a_loop(seed, n, k, levels):
     assert found.mean_per_class == pytest.approx(sum(recalls) / len(recalls))
 
 
-def test_equal_outputs_go_to_the_lower_index():
+def test_ties_go_to_the_lower_index():
     logits = np.zeros((8, 8), np.float32)
     found = classification_metrics(logits, np.arange(8), names(8))
     assert found.top1 == 1 / 8
@@ -91,7 +91,7 @@ def test_confused_pairs_come_most_frequent_first():
     assert [tuple(pair) for pair in confused_pairs(found.confusion, "abc", most=1)] == expected[:1]
 
 
-def test_many_rows_are_counted_as_few_are():
+def test_counts_do_not_depend_on_the_block_size():
     logits, labels = outputs(0, 9000, 6)
     found = classification_metrics(logits, labels, names(6))
     assert found.top1 == np.mean(logits.argmax(1) == labels)
@@ -122,7 +122,7 @@ def test_metrics_become_json():
         (np.zeros((2, 3)), np.zeros(2, int), "ab", "2 class names do not fit 3 outputs"),
     ],
 )
-def test_what_cannot_be_counted_is_refused(logits, labels, classes, message):
+def test_invalid_outputs_and_labels_are_errors(logits, labels, classes, message):
     with pytest.raises(UserError, match=message):
         classification_metrics(logits, labels, classes)
 
@@ -160,7 +160,7 @@ def test_best_thresholds_beat_every_other_one(seed, n):
         assert limits[i] == max(limit for limit, value in tried.items() if value == pytest.approx(best, abs=1e-12))
 
 
-def test_multilabel_numbers_are_those_of_scikit_learn():
+def test_multilabel_metrics_equal_those_of_scikit_learn():
     metrics = pytest.importorskip("sklearn.metrics")
     rng = np.random.default_rng(3)
     labels = (rng.random((300, 7)) < 0.25).astype(np.uint8)
@@ -186,7 +186,7 @@ def test_multilabel_numbers_are_those_of_scikit_learn():
     assert given_half.macro_f1_at_thresholds == found.macro_f1 < found.macro_f1_at_thresholds
 
 
-def test_multilabel_refuses_what_it_cannot_count():
+def test_invalid_multilabel_arguments_are_errors():
     labels = np.eye(3, dtype=np.uint8)
     with pytest.raises(UserError, match="apply a sigmoid"):
         multilabel_metrics(labels * 2.0, labels, "abc")
@@ -267,7 +267,7 @@ def test_the_temperature_has_the_best_likelihood():
     assert errors[1] < errors[0] / 5
 
 
-def test_a_temperature_known_beforehand_is_found():
+def test_a_known_temperature_is_recovered():
     rng = np.random.default_rng(0)
     logits = rng.normal(scale=2, size=(20000, 5))
     labels = (probabilities(logits).cumsum(axis=1) < rng.random((20000, 1))).sum(axis=1)

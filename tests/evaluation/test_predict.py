@@ -75,7 +75,7 @@ def inputs(split: Split) -> torch.Tensor:
     return torch.tensor((pixels / 255 - PREPROCESS.mean) / PREPROCESS.std).permute(0, 3, 1, 2).float()
 
 
-def test_normalise_is_the_formula(split):
+def test_normalise_equals_its_formula(split):
     assert isinstance(split.reader, Pixels)
     images = torch.from_numpy(split.reader.images.copy()).permute(0, 3, 1, 2)
     found = normalise(images, PREPROCESS.mean, PREPROCESS.std)
@@ -92,7 +92,7 @@ def test_pixels_are_not_rescaled_twice():
         normalise((images * 255).to(torch.uint8), (0.5,), (0.5,))
 
 
-def test_predictions_are_the_models_outputs(model, split):
+def test_predictions_are_the_outputs_of_the_model(model, split):
     model.train()
     events: list[Event] = []
     found = predict_split(model, split, PREPROCESS, batch=10, on_event=events.append)
@@ -119,7 +119,7 @@ def merged(parts: list[Predictions]) -> Predictions:
 
 @pytest.mark.parametrize("batch", [1, 7, 64])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_neither_batch_nor_processes_change_a_prediction(model, split, batch, world):
+def test_predictions_do_not_depend_on_batch_size_and_processes(model, split, batch, world):
     whole = predict_split(model, split, PREPROCESS, batch=5)
     parts = [predict_split(model, split, PREPROCESS, batch=batch, rank=rank, world=world) for rank in range(world)]
     assert sum(len(part.indices) for part in parts) == PICTURES
@@ -139,7 +139,7 @@ def test_more_processes_than_pictures(model, split):
         predict_split(model, split.select(np.array([], np.int64)), PREPROCESS, batch=4)
 
 
-def test_bfloat16_is_near_and_really_used(model, split):
+def test_bfloat16_is_close_but_not_equal(model, split):
     exact, half = (
         predict_split(model, split, PREPROCESS, batch=8, precision=precision).logits
         for precision in ("float32", "bfloat16")
@@ -148,7 +148,7 @@ def test_bfloat16_is_near_and_really_used(model, split):
     assert 1e-6 < np.abs(exact - half).max() < 0.1 * np.abs(exact).max()
 
 
-def test_random_steps_are_refused(model, split):
+def test_random_preprocessing_is_an_error(model, split):
     random = Preprocess("decode|inception_crop(16)", PREPROCESS.mean, PREPROCESS.std)
     with pytest.raises(UserError, match="draws at random"):
         predict_split(model, split, random, batch=8)
@@ -171,7 +171,7 @@ def test_embeddings_leave_prefix_tokens_out_of_the_mean(split, norm_place):
     assert torch.equal(expected["features"], expected["cls"])
 
 
-def test_models_without_a_class_token_say_so(split):
+def test_models_without_a_class_token_are_an_error(split):
     plain = trained(replace(SMALL, class_token=False, pool="mean", registers=0))
     resnet = trained(ResNetConfig(blocks=(1, 1, 1, 1), image=(16, 16), classes=3))
     few = split.select(np.arange(3))
@@ -191,7 +191,7 @@ MODEL = ("tench", "great white shark", "crane", "Goldfish")
     ("folder", "model", "expected", "rule"),
     [
         (("Goldfish", "tench"), MODEL, [3, 0], "by name with the model's classes."),
-        (("goldfish", "Great_White_Shark"), MODEL, [3, 1], "whatever the case"),
+        (("goldfish", "Great_White_Shark"), MODEL, [3, 1], "ignoring case"),
         (("003", "000", "001"), MODEL, [3, 0, 1], '"003" is output 3 ("Goldfish")'),
         (("0", "10", "2"), (), [0, 10, 2], '"0" is output 0.'),
         (("2", "1"), ("1", "2", "10"), [1, 0], "by name"),
@@ -258,11 +258,11 @@ def test_imagenets_names_do_not_hide_its_order():
         (("crane",), ("crane", "crane"), 2, "once each"),
         (("Crane", "crane"), ("CRANE", "tench"), 2, "once each"),
         (WNIDS, MODEL[:3], 3, '"n01443537", "n01440764", ...'),
-        (WNIDS[:2], (), 3, "the 3 outputs of a model that names none"),
+        (WNIDS[:2], (), 3, "the 3 unnamed outputs of the model"),
         ((), MODEL, 4, "0 of 0 classes"),
     ],
 )
-def test_half_a_match_is_none(folder, model, count, message):
+def test_a_partial_match_is_an_error(folder, model, count, message):
     with pytest.raises(UserError, match=message):
         class_mapping(folder, model, count)
 
