@@ -43,9 +43,9 @@ def test_a_clean_data_set_has_no_findings(tmp_path):
     assert report.formats == {"JPEG": 24}
     assert report.widths == {"smallest": 96, "median": 96, "largest": 96}
     assert report.imbalance == 1
-    found = (report.unreadable, report.rotated, report.deep, report.cmyk, report.animated, report.tiny)
+    result = (report.unreadable, report.rotated, report.deep, report.cmyk, report.animated, report.tiny)
     assert not any(
-        (*found, report.empty, report.duplicates, report.contradictions, report.near, report.leaks, report.notes)
+        (*result, report.empty, report.duplicates, report.contradictions, report.near, report.leaks, report.notes)
     )
     assert (report.grey, report.transparent, report.not_compared) == (0, 0, 0)
 
@@ -115,9 +115,9 @@ def test_an_empty_class_folder_is_reported(tmp_path, command, train, test):
     (tmp_path / "data" / train / "a/copy.png").write_bytes((tmp_path / "data" / train / "a/0.png").read_bytes())
     (tmp_path / "data" / train / "teal/deep").mkdir(parents=True)
     (tmp_path / "data" / train / "teal/notes.txt").write_text("no picture")
-    said = command("check", tmp_path / "data", "--json")
-    assert said.code == 0, said.err
-    report = json.loads(said.out)
+    output = command("check", tmp_path / "data", "--json")
+    assert output.code == 0, output.err
+    report = json.loads(output.out)
     assert report["source"] == str(tmp_path / "data")
     assert report["empty"] == ["teal"]
     assert report["classes"]["train"] == {"a": 5, "b": 2, "teal": 0}
@@ -192,9 +192,9 @@ def test_a_single_class_is_reported_and_its_images_are_checked(tmp_path, command
     for number in range(3):
         save(scene(number), tmp_path / "data/cats" / f"{number}.png")
     (tmp_path / "data/cats/empty.jpg").touch()
-    said = command("check", tmp_path / "data", "--json")
-    assert said.code == 0, said.err
-    report = json.loads(said.out)
+    output = command("check", tmp_path / "data", "--json")
+    assert output.code == 0, output.err
+    report = json.loads(output.out)
     assert report["classes"] == {"train": {"cats": 4}}
     assert list(report["unreadable"]) == ["cats/empty.jpg"]
     expected = f'{tmp_path / "data"} has one class, "cats": a classifier needs at least two'

@@ -65,7 +65,7 @@ class Counter:
 
 def test_features_are_the_input_of_the_last_layer(split, tmp_path):
     model = fresh()
-    found = cached_features(model, split, PREPROCESS, folder=tmp_path, batch=4)
+    result = cached_features(model, split, PREPROCESS, folder=tmp_path, batch=4)
     assert isinstance(split.reader, Pixels)
     pixels = torch.from_numpy(split.reader.images).permute(0, 3, 1, 2)
     with torch.no_grad():
@@ -73,12 +73,12 @@ def test_features_are_the_input_of_the_last_layer(split, tmp_path):
         assert model.head.hidden is not None
         expected = torch.tanh(hidden @ model.head.hidden.weight.T + model.head.hidden.bias).numpy()
     keep = np.arange(PICTURES) != BROKEN
-    np.testing.assert_allclose(found.x[keep], expected[keep], atol=1e-5)
-    assert (found.x.shape, found.x.dtype) == ((PICTURES, 12), np.float32)
-    assert found.valid.tolist() == keep.tolist()
-    assert list(found.keys) == list(split.keys)
-    x, labels = found.readable()
-    np.testing.assert_array_equal(x, found.x[keep])
+    np.testing.assert_allclose(result.x[keep], expected[keep], atol=1e-5)
+    assert (result.x.shape, result.x.dtype) == ((PICTURES, 12), np.float32)
+    assert result.valid.tolist() == keep.tolist()
+    assert list(result.keys) == list(split.keys)
+    x, labels = result.readable()
+    np.testing.assert_array_equal(x, result.x[keep])
     np.testing.assert_array_equal(labels, split.labels[keep])
     assert not model.training
 
@@ -176,22 +176,22 @@ def test_damaged_and_mismatched_files_are_computed_again(split, tmp_path, damage
 
 def test_without_a_writable_folder_features_are_returned_uncached(split, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("not a folder")
-    found = cached_features(fresh(), split, PREPROCESS, folder=tmp_path / "file" / "below")
-    assert (found.path, found.x.shape) == (None, (PICTURES, 12))
+    result = cached_features(fresh(), split, PREPROCESS, folder=tmp_path / "file" / "below")
+    assert (result.path, result.x.shape) == (None, (PICTURES, 12))
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(room.np, "savez", full)
+    monkeypatch.setattr(cache.np, "savez", full)
     assert cached_features(fresh(), split, PREPROCESS, folder=tmp_path / "full").path is None
     assert not (tmp_path / "full").exists()  # nothing half written, not even its folder
 
 
 def test_the_default_cache_folder(split, tmp_path, monkeypatch):
     monkeypatch.setenv("VITRAL_CACHE", str(tmp_path / "own"))
-    found = cached_features(fresh(), split, PREPROCESS)
-    assert found.path is not None
-    assert found.path.parent == tmp_path / "own" / "features"
+    result = cached_features(fresh(), split, PREPROCESS)
+    assert result.path is not None
+    assert result.path.parent == tmp_path / "own" / "features"
 
 
 def aged(folder: Path, name: str, days: float, size: int) -> Path:
@@ -273,12 +273,12 @@ def test_concurrent_eviction(tmp_path, monkeypatch):
     for number in range(40):
         aged(tmp_path, f"{number:064x}.npz", 1 + number, 1000)
     new = aged(tmp_path, f"{99:064x}.npz", 0, 1000)
-    start, listed = threading.Barrier(4), room._files
+    start, listed = threading.Barrier(4), cache._files
 
     def together(folder: Path) -> list[tuple[bool, float, int, Path]]:
-        found = listed(folder)
+        result = listed(folder)
         start.wait()
-        return found
+        return result
 
     monkeypatch.setattr(cache, "_files", together)
     threads = [threading.Thread(target=cache._evict, args=(new,)) for _ in range(4)]

@@ -77,9 +77,9 @@ def test_draws_fits_and_predictions_equal_those_of_google(golden: dict[str, np.n
         np.testing.assert_allclose(ridge.weights, expected["weights_f64"], atol=1e-5)
         np.testing.assert_allclose(ridge.scores(one["test_x"]), expected["scores_f64"], atol=1e-4)
         np.testing.assert_array_equal(ridge.predict(one["test_x"]), expected["pred"])
-        found = fewshot(*one.values(), classes=classes, shots=[shots], seeds=seed + 1, l2=l2)[0]
-        assert found.accuracies[seed] == pytest.approx(float(expected["accuracy"]), abs=1e-6)
-        assert found.drawn == len(expected["indices"])
+        result = fewshot(*one.values(), classes=classes, shots=[shots], seeds=seed + 1, l2=l2)[0]
+        assert result.accuracies[seed] == pytest.approx(float(expected["accuracy"]), abs=1e-6)
+        assert result.drawn == len(expected["indices"])
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.integers(1, 6), st.integers(0, 3))

@@ -57,7 +57,7 @@ def test_entropies_of_known_histograms():
 def slow_around(colours: np.ndarray, hidden: np.ndarray) -> list[list[int]]:
     """Ring by ring, in loops."""
     images, height, width, channels = colours.shape
-    found = []
+    result = []
     for m, y, x in itertools.product(range(images), range(height), range(width)):
         if not hidden[m, y, x]:
             continue
@@ -66,8 +66,8 @@ def slow_around(colours: np.ndarray, hidden: np.ndarray) -> list[list[int]]:
             if not hidden[m, v, u]:
                 rings.setdefault(max(abs(v - y), abs(u - x)), []).append(colours[m, v, u])
         nearest = rings[min(rings)] if rings else [np.zeros(channels)]
-        found.append([math.floor(sum(int(one[band]) for one in nearest) / len(nearest)) for band in range(channels)])
-    return found
+        result.append([math.floor(sum(int(one[band]) for one in nearest) / len(nearest)) for band in range(channels)])
+    return result
 
 
 @given(

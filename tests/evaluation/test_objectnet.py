@@ -76,8 +76,8 @@ def test_preprocessing_is_that_of_bit_with_the_mean_and_std_of_the_weights(saved
         lambda model, split, how, **rest: (seen.append(how), real(model, split, how, **rest))[1],
     )
     objectnet(tmp_path / "objectnet-1.0")
-    found = vitral.evaluate(saved(STATED), f"objectnet:{tmp_path}", device="cpu")
-    assert found.metrics["n"] == 2
+    result = vitral.evaluate(saved(STATED), f"objectnet:{tmp_path}", device="cpu")
+    assert result.metrics["n"] == 2
     assert seen == [replace(STATED, pipeline="decode|resize_small(32)|central_crop(30)")]
 
 

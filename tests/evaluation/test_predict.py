@@ -78,10 +78,10 @@ def inputs(split: Split) -> torch.Tensor:
 def test_normalise_equals_its_formula(split):
     assert isinstance(split.reader, Pixels)
     images = torch.from_numpy(split.reader.images.copy()).permute(0, 3, 1, 2)
-    found = normalise(images, PREPROCESS.mean, PREPROCESS.std)
-    assert found.dtype == torch.float32
+    result = normalise(images, PREPROCESS.mean, PREPROCESS.std)
+    assert result.dtype == torch.float32
     keep = [i for i in range(PICTURES) if i != BROKEN]
-    torch.testing.assert_close(found[keep], inputs(split)[keep], rtol=0, atol=1e-6)
+    torch.testing.assert_close(result[keep], inputs(split)[keep], rtol=0, atol=1e-6)
 
 
 def test_pixels_are_not_rescaled_twice():
@@ -95,14 +95,14 @@ def test_pixels_are_not_rescaled_twice():
 def test_predictions_are_the_outputs_of_the_model(model, split):
     model.train()
     events: list[Event] = []
-    found = predict_split(model, split, PREPROCESS, batch=10, on_event=events.append)
+    result = predict_split(model, split, PREPROCESS, batch=10, on_event=events.append)
     assert model.training
     with torch.no_grad():
         expected = model.eval()(inputs(split))
-    assert found.indices.tolist() == list(range(PICTURES))
-    assert found.valid.tolist() == [i != BROKEN for i in range(PICTURES)]
-    assert (found.logits.dtype, found.logits.shape) == (np.float32, (PICTURES, 7))
-    np.testing.assert_allclose(found.logits, expected.numpy(), atol=1e-5)
+    assert result.indices.tolist() == list(range(PICTURES))
+    assert result.valid.tolist() == [i != BROKEN for i in range(PICTURES)]
+    assert (result.logits.dtype, result.logits.shape) == (np.float32, (PICTURES, 7))
+    np.testing.assert_allclose(result.logits, expected.numpy(), atol=1e-5)
     assert events == [Progress("evaluating", done, 23) for done in (10, 20, 23)]
 
 
@@ -123,11 +123,11 @@ def test_predictions_do_not_depend_on_batch_size_and_processes(model, split, bat
     whole = predict_split(model, split, PREPROCESS, batch=5)
     parts = [predict_split(model, split, PREPROCESS, batch=batch, rank=rank, world=world) for rank in range(world)]
     assert sum(len(part.indices) for part in parts) == PICTURES
-    found = merged(parts[::-1])
-    assert found.indices.tolist() == whole.indices.tolist()
-    assert found.valid.tolist() == whole.valid.tolist()
-    assert found.logits.argmax(1).tolist() == whole.logits.argmax(1).tolist()
-    np.testing.assert_allclose(found.logits, whole.logits, atol=1e-5)
+    result = merged(parts[::-1])
+    assert result.indices.tolist() == whole.indices.tolist()
+    assert result.valid.tolist() == whole.valid.tolist()
+    assert result.logits.argmax(1).tolist() == whole.logits.argmax(1).tolist()
+    np.testing.assert_allclose(result.logits, whole.logits, atol=1e-5)
 
 
 def test_more_processes_than_pictures(model, split):
@@ -165,9 +165,9 @@ def test_embeddings_leave_prefix_tokens_out_of_the_mean(split, norm_place):
             expected = {pool: model.norm(values) for pool, values in expected.items()}
         expected["features"] = model.features(inputs(split))
     for pool, values in expected.items():
-        found = embed_split(model, split, PREPROCESS, batch=6, pool=pool)  # type: ignore[arg-type]
-        np.testing.assert_allclose(found.features, values.numpy(), atol=1e-5)
-        assert found.indices.tolist() == list(range(PICTURES))
+        result = embed_split(model, split, PREPROCESS, batch=6, pool=pool)  # type: ignore[arg-type]
+        np.testing.assert_allclose(result.features, values.numpy(), atol=1e-5)
+        assert result.indices.tolist() == list(range(PICTURES))
     assert torch.equal(expected["features"], expected["cls"])
 
 
@@ -198,9 +198,9 @@ MODEL = ("tench", "great white shark", "crane", "Goldfish")
     ],
 )
 def test_classes_are_found_by_rule(folder, model, expected, rule):
-    found, sentence = class_mapping(folder, model, len(model) or 11)
-    assert found.tolist() == expected
-    assert found.dtype == np.int64
+    result, sentence = class_mapping(folder, model, len(model) or 11)
+    assert result.tolist() == expected
+    assert result.dtype == np.int64
     assert rule in sentence
 
 
@@ -208,8 +208,8 @@ WNIDS = ("n01443537", "n01440764", "n01484850")
 
 
 def test_wnid_folders_are_numbered_by_a_table_or_in_sorted_order(tmp_path):
-    found, sentence = class_mapping(WNIDS, (), 3)
-    assert found.tolist() == [1, 0, 2]
+    result, sentence = class_mapping(WNIDS, (), 3)
+    assert result.tolist() == [1, 0, 2]
     assert "sorted order" in sentence
     tables = {
         "a.tsv": "n01484850\twhite shark\nn01440764\ttench, Tinca\nn01443537\tgoldfish\n",
@@ -219,10 +219,10 @@ def test_wnid_folders_are_numbered_by_a_table_or_in_sorted_order(tmp_path):
     for name, text in tables.items():
         path = tmp_path / name
         path.write_text(text)
-        found, sentence = class_mapping(WNIDS, (), 3, path)
-        assert (found.tolist(), f"column 1 of {name}" in sentence) == ([2, 1, 0], True)
-        found, sentence = class_mapping(("Goldfish", "white_shark"), (), 3, path)
-        assert (found.tolist(), f"column 2 of {name}" in sentence) == ([2, 0], True)
+        result, sentence = class_mapping(WNIDS, (), 3, path)
+        assert (result.tolist(), f"column 1 of {name}" in sentence) == ([2, 1, 0], True)
+        result, sentence = class_mapping(("Goldfish", "white_shark"), (), 3, path)
+        assert (result.tolist(), f"column 2 of {name}" in sentence) == ([2, 0], True)
     plain = tmp_path / "names.txt"
     plain.write_text("white shark\ntench, Tinca\ngoldfish\n")
     assert class_mapping(("goldfish", "tench, Tinca"), (), 3, plain)[0].tolist() == [2, 1]
@@ -278,35 +278,35 @@ def pictures(tmp_path: Path) -> Split:
 
 def test_results_name_every_picture_once(model, pictures, tmp_path):
     predictions = predict_split(model, pictures, PREPROCESS, batch=3)
-    found = results(predictions, pictures, tuple("abcdefg"), top=3)
-    assert sorted(os.path.basename(row.path) for row in found.rows) == ["a.jpg", "b, two.png", "é.png"]
-    assert [os.path.basename(one.path) for one in found.unreadable] == ["broken.png"]
-    assert found.unreadable[0].reason
+    result = results(predictions, pictures, tuple("abcdefg"), top=3)
+    assert sorted(os.path.basename(row.path) for row in result.rows) == ["a.jpg", "b, two.png", "é.png"]
+    assert [os.path.basename(one.path) for one in result.unreadable] == ["broken.png"]
+    assert result.unreadable[0].reason
     chances = torch.tensor(predictions.logits).double().softmax(1)
-    for row in found.rows:
+    for row in result.rows:
         best = chances[pictures.keys.index(row.path)].topk(3)
         assert row.names == tuple("abcdefg"[i] for i in best.indices)
         assert row.probabilities == pytest.approx(best.values.tolist())
 
-    write_results(tmp_path / "out" / "x.csv", found)
+    write_results(tmp_path / "out" / "x.csv", result)
     lines = list(csv.DictReader(io.StringIO((tmp_path / "out" / "x.csv").read_text("utf-8"))))
-    assert [line["path"] for line in lines] == [row.path for row in found.rows] + [found.unreadable[0].path]
-    assert [line["class_1"] for line in lines] == [*(row.names[0] for row in found.rows), ""]
-    assert float(lines[0]["probability_3"]) == pytest.approx(found.rows[0].probabilities[2], abs=1e-6)
-    assert [line["error"] for line in lines] == ["", "", "", found.unreadable[0].reason]
+    assert [line["path"] for line in lines] == [row.path for row in result.rows] + [result.unreadable[0].path]
+    assert [line["class_1"] for line in lines] == [*(row.names[0] for row in result.rows), ""]
+    assert float(lines[0]["probability_3"]) == pytest.approx(result.rows[0].probabilities[2], abs=1e-6)
+    assert [line["error"] for line in lines] == ["", "", "", result.unreadable[0].reason]
 
-    write_results(tmp_path / "x.json", found)
-    assert json.loads((tmp_path / "x.json").read_text("utf-8")) == found.as_dict()
-    assert found.as_dict()["predictions"][0]["classes"][0]["name"] == found.rows[0].names[0]
+    write_results(tmp_path / "x.json", result)
+    assert json.loads((tmp_path / "x.json").read_text("utf-8")) == result.as_dict()
+    assert result.as_dict()["predictions"][0]["classes"][0]["name"] == result.rows[0].names[0]
 
 
 def test_results_number_classes_without_names_and_keep_labels_apart(model, pictures):
     predictions = predict_split(model, pictures, PREPROCESS, batch=3)
-    found = results(predictions, pictures, (), top=20, sigmoid=True)
-    assert sorted(found.rows[0].names) == [str(i) for i in range(7)]
-    place = pictures.keys.index(found.rows[0].path)
+    result = results(predictions, pictures, (), top=20, sigmoid=True)
+    assert sorted(result.rows[0].names) == [str(i) for i in range(7)]
+    place = pictures.keys.index(result.rows[0].path)
     expected = torch.tensor(predictions.logits[place]).double().sigmoid()
-    assert found.rows[0].probabilities == pytest.approx(sorted(expected.tolist(), reverse=True))
+    assert result.rows[0].probabilities == pytest.approx(sorted(expected.tolist(), reverse=True))
 
 
 def test_a_folder_of_photographs_with_other_names(model, tmp_path):

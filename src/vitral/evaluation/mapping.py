@@ -102,7 +102,7 @@ def read_table(path: Path, count: int) -> list[tuple[str, list[str]]]:
     rows = rows[1:] if len(rows) == count + 1 else rows
     if len(rows) != count:
         raise UserError(
-            f"the class table {path} has {len(rows)} lines, and the model has {count} outputs: give one line per output."
+            f"the class table {path} has {len(rows)} lines, and the model has {count} outputs: give one line each."
         )
     width = min(len(row) for row in rows)
     return [(f"column {i + 1} of {path.name}", [row[i].strip() for row in rows]) for i in range(width)]
