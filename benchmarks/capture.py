@@ -1,8 +1,8 @@
-"""What watching costs: ViT-B/16 on the CPU, without and with a capture of the class-token row of every layer.
+"""Overhead of `capture`: ViT-B/16 on the CPU, without and with the class-token attention of every layer.
 
     python benchmarks/capture.py
 
-The two take turns, so that a busy machine slows both alike. Read the ratio; the milliseconds are this machine's.
+The two alternate, so that a busy machine slows both. The ratio is the result; milliseconds depend on the machine.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ def main() -> None:
     model = build(parse("ViT-B/16")).eval()
     images = torch.randn(BATCH, 3, 224, 224)
     with torch.inference_mode():
-        same = torch.equal(model(images), watched(model, images))
-        ratios, plain = take_turns(model, images)
+        same = torch.equal(model(images), with_capture(model, images))
+        ratios, plain = alternate(model, images)
     low, median, high = statistics.quantiles(ratios)
     console = Console()
-    console.print(f"ViT-B/16, batch {BATCH}, float32, {ROUNDS} rounds in turns, {torch.get_num_threads()} threads")
+    console.print(f"ViT-B/16, batch {BATCH}, float32, {ROUNDS} alternating rounds, {torch.get_num_threads()} threads")
     console.print(f"a forward pass takes {1e3 * plain:.0f} ms")
     console.print(f"with the capture it takes {median:.3f} of that (quartiles of the rounds {low:.3f} - {high:.3f})")
-    console.print(f"the logits are {'the same, bit for bit' if same else 'different'}")
+    console.print(f"the logits are {'bit-identical' if same else 'different'}")
     console.print(f"vitral {vitral.__version__}, torch {torch.__version__}")
 
 
-def watched(model: nn.Module, images: Tensor) -> Tensor:
+def with_capture(model: nn.Module, images: Tensor) -> Tensor:
     with capture(model, rows="cls"):
         return model(images)
 
 
-def take_turns(model: nn.Module, images: Tensor) -> tuple[list[float], float]:
-    """Watched over plain, for each round; and the median seconds of a plain pass."""
+def alternate(model: nn.Module, images: Tensor) -> tuple[list[float], float]:
+    """The ratio of the times with and without capture, per round; and the median seconds of a plain pass."""
     rounds = [
-        (seconds(lambda: model(images)), seconds(lambda: watched(model, images))) for _ in range(WARM_UP + ROUNDS)
+        (seconds(lambda: model(images)), seconds(lambda: with_capture(model, images))) for _ in range(WARM_UP + ROUNDS)
     ][WARM_UP:]
-    return [with_capture / plain for plain, with_capture in rounds], statistics.median(plain for plain, _ in rounds)
+    return [captured / plain for plain, captured in rounds], statistics.median(plain for plain, _ in rounds)
 
 
-def seconds(work: Callable[[], Tensor]) -> float:
+def seconds(function: Callable[[], Tensor]) -> float:
     start = time.perf_counter()
-    work()
+    function()
     return time.perf_counter() - start
 
 

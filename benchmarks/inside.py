@@ -1,4 +1,4 @@
-"""What the paper's section 4.5 shows of a model, as numbers: positions, attention distance, and a map's worth.
+"""Section 4.5 of the paper in numbers: position embeddings, attention distance, and the deletion area of attribution.
 
 python benchmarks/inside.py WEIGHTS FOLDER --preprocess "decode|resize_small(248, bicubic)|central_crop(224)"
 """
@@ -20,38 +20,38 @@ from vitral.inspection.attribution import deletion_area, deletion_curve, gradien
 from vitral.inspection.representations import position_similarity
 from vitral.models.normalize import normalize
 
-DISTANCE, DELETION = 32, 8  # images
+DISTANCE_IMAGES, DELETION_IMAGES = 32, 8
 STEPS = 14  # of a deletion curve
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("weights")
-    words.add_argument("folder")
-    words.add_argument("--preprocess", required=True)
-    asked = words.parse_args()
-    model, _ = vitral.load(asked.weights)
-    images = _images(asked.folder, asked.preprocess, DISTANCE)
-    same, rest = _same_line(position_similarity(model).detach())
-    print(f"cosine of positions in one row or column {same:.3f}, of all others {rest:.3f}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("weights")
+    parser.add_argument("folder")
+    parser.add_argument("--preprocess", required=True)
+    options = parser.parse_args()
+    model, _ = vitral.load(options.weights)
+    images = _images(options.folder, options.preprocess, DISTANCE_IMAGES)
+    same, others = _same_line(position_similarity(model).detach())
+    print(f"cosine of positions in one row or column {same:.3f}, of all others {others:.3f}")
     with torch.inference_mode():
         distances = mean_attention_distance(model, images.split(8))
     means = distances.mean(dim=1)
-    print(f"attention distance by layer ({len(images)} images), pixels: " + ", ".join(f"{one:.1f}" for one in means))
+    print(f"attention distance by layer ({len(images)} images), pixels: " + ", ".join(f"{mean:.1f}" for mean in means))
     ranks = np.argsort(np.argsort(means.numpy()))
     print(f"rank correlation with depth {np.corrcoef(np.arange(len(ranks)), ranks)[0, 1]:.3f}")
-    print("widest head of layers 1 to 4: " + ", ".join(f"{one:.1f}" for one in distances[:4].amax(dim=1)))
-    some = images[:DELETION]
-    maps = gradient_rollout(model, some)
-    chance = [deletion_area(deletion_curve(model, some, random_maps(model, some, seed), STEPS)) for seed in range(4)]
-    found = deletion_area(deletion_curve(model, some, maps, STEPS))
+    print("widest head of layers 1 to 4: " + ", ".join(f"{widest:.1f}" for widest in distances[:4].amax(dim=1)))
+    few = images[:DELETION_IMAGES]
+    random = [deletion_area(deletion_curve(model, few, random_maps(model, few, seed), STEPS)) for seed in range(4)]
+    area = deletion_area(deletion_curve(model, few, gradient_rollout(model, few), STEPS))
     print(
-        f"deletion area ({len(some)} images): gradient rollout {found:.3f}, chance {min(chance):.3f}-{max(chance):.3f}"
+        f"deletion area ({len(few)} images): gradient rollout {area:.3f}, random maps "
+        f"{min(random):.3f}-{max(random):.3f}"
     )
 
 
 def _images(folder: str, preprocess: str, count: int) -> Tensor:
-    """Every n-th image of a folder, (count, c, height, width), ready for the model."""
+    """Evenly spaced images of a folder, (count, channels, height, width), normalised."""
     split = open_images([folder])
     chosen = split.select(np.arange(count) * len(split) // count)
     pipeline, mean, std = parse_preprocess(preprocess)
@@ -60,7 +60,7 @@ def _images(folder: str, preprocess: str, count: int) -> Tensor:
 
 
 def _same_line(similarity: Tensor) -> tuple[float, float]:
-    """(h, w, h, w) -> the mean over pairs that share a row or a column, and over all others; no place with itself."""
+    """(h, w, h, w) -> the mean over pairs of positions in one row or column, and over all other pairs."""
     h, w = similarity.shape[:2]
     row, column = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
     rows, columns = (each[:, :, None, None] == each[None, None] for each in (row, column))

@@ -18,7 +18,7 @@ from vitral.recipe import DataRecipe
 
 
 def scene(seed: int, size: tuple[int, int] = (96, 80)) -> Image.Image:
-    """A smooth random picture, as photographs are from afar."""
+    """A smooth random picture, similar to a photograph at low resolution."""
     noise = np.random.default_rng(seed).integers(0, 256, (6, 7, 3), dtype=np.uint8)
     return Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC)
 
@@ -36,22 +36,22 @@ def clean(folder: Path) -> Path:
     return folder
 
 
-def test_a_clean_set_is_clean(tmp_path):
+def test_a_clean_data_set_has_no_findings(tmp_path):
     report = check(clean(tmp_path))
     assert report.images == {"train": 16, "test": 8}
     assert report.classes == {"train": {"a": 8, "b": 8}, "test": {"a": 4, "b": 4}}
     assert report.formats == {"JPEG": 24}
     assert report.widths == {"smallest": 96, "median": 96, "largest": 96}
     assert report.imbalance == 1
-    found = (report.unreadable, report.rotated, report.deep, report.cmyk, report.animated, report.tiny)
+    result = (report.unreadable, report.rotated, report.deep, report.cmyk, report.animated, report.tiny)
     assert not any(
-        (*found, report.empty, report.duplicates, report.contradictions, report.near, report.leaks, report.notes)
+        (*result, report.empty, report.duplicates, report.contradictions, report.near, report.leaks, report.notes)
     )
     assert (report.grey, report.transparent, report.not_compared) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_planted_faults_are_found(tmp_path, workers):
+def test_planted_problems_are_found(tmp_path, workers):
     clean(tmp_path)
     train, test = tmp_path / "train", tmp_path / "test"
     turned = Image.Exif()
@@ -107,7 +107,7 @@ def test_planted_faults_are_found(tmp_path, workers):
 
 
 @pytest.mark.parametrize("train, test", [("", ()), ("train/", ()), ("Training/", ("teal",)), ("train/", ("a",))])
-def test_an_empty_class_folder_is_a_finding_and_the_rest_is_looked_at(tmp_path, command, train, test):
+def test_an_empty_class_folder_is_reported(tmp_path, command, train, test):
     for number in range(6):
         save(scene(number), tmp_path / "data" / train / "ab"[number % 3 > 1] / f"{number}.png")
     for number, label in enumerate(test):
@@ -115,9 +115,9 @@ def test_an_empty_class_folder_is_a_finding_and_the_rest_is_looked_at(tmp_path, 
     (tmp_path / "data" / train / "a/copy.png").write_bytes((tmp_path / "data" / train / "a/0.png").read_bytes())
     (tmp_path / "data" / train / "teal/deep").mkdir(parents=True)
     (tmp_path / "data" / train / "teal/notes.txt").write_text("no picture")
-    said = command("check", tmp_path / "data", "--json")
-    assert said.code == 0, said.err
-    report = json.loads(said.out)
+    output = command("check", tmp_path / "data", "--json")
+    assert output.code == 0, output.err
+    report = json.loads(output.out)
     assert report["source"] == str(tmp_path / "data")
     assert report["empty"] == ["teal"]
     assert report["classes"]["train"] == {"a": 5, "b": 2, "teal": 0}
@@ -153,14 +153,14 @@ def test_a_report_is_json_with_its_thresholds(tmp_path):
     assert table["thresholds"] == {"min_correlation": 0.8, "hash_bits": 7, "min_side": 32, "min_std": 2.0}
 
 
-def test_a_folder_without_splits_is_looked_at_whole_and_a_data_set_as_it_is(tmp_path):
+def test_a_folder_is_checked_without_a_split_and_a_data_set_with_its_splits(tmp_path):
     for number in range(6):
         save(scene(number), tmp_path / "ab"[number % 2] / f"{number}.png")
     assert check(tmp_path).images == {"train": 6}
     assert check(open_data(tmp_path)).images == {"train": 4, "test": 2}
 
 
-def test_leaks_of_the_split_that_training_makes_are_told_and_can_be_left_out(tmp_path, command):
+def test_leaks_of_the_default_split_are_reported_and_can_be_excluded(tmp_path, command):
     data = tmp_path / "data"
     for number in range(24):
         save(scene(number), data / "ab"[number % 2] / f"{number}.png")
@@ -188,13 +188,13 @@ def test_leaks_of_the_split_that_training_makes_are_told_and_can_be_left_out(tmp
     assert "--set data.exclude=FILE" in words
 
 
-def test_a_single_class_is_a_finding_and_its_images_are_looked_at(tmp_path, command):
+def test_a_single_class_is_reported_and_its_images_are_checked(tmp_path, command):
     for number in range(3):
         save(scene(number), tmp_path / "data/cats" / f"{number}.png")
     (tmp_path / "data/cats/empty.jpg").touch()
-    said = command("check", tmp_path / "data", "--json")
-    assert said.code == 0, said.err
-    report = json.loads(said.out)
+    output = command("check", tmp_path / "data", "--json")
+    assert output.code == 0, output.err
+    report = json.loads(output.out)
     assert report["classes"] == {"train": {"cats": 4}}
     assert list(report["unreadable"]) == ["cats/empty.jpg"]
     expected = f'{tmp_path / "data"} has one class, "cats": a classifier needs at least two'

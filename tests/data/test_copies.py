@@ -44,10 +44,10 @@ def perceptual_hash(thumbnails: np.ndarray) -> np.ndarray:
 
 def test_the_hash_compares_low_frequencies_with_their_median():
     pictures = np.random.default_rng(0).integers(0, 256, (9, 32, 32)).astype(np.float64)
-    for picture, found in zip(pictures, perceptual_hash(pictures).tolist(), strict=True):
+    for picture, result in zip(pictures, perceptual_hash(pictures).tolist(), strict=True):
         low = dctn(picture)[1:9, 1:9].ravel()
         bits = "".join("1" if value > np.median(low) else "0" for value in low)
-        assert f"{found:064b}" == bits
+        assert f"{result:064b}" == bits
 
 
 @pytest.mark.parametrize(
@@ -88,11 +88,11 @@ def test_blocks_bound_the_memory(monkeypatch):
 def test_a_crop_has_the_hash_of_the_cropped_image():
     pictures = np.random.default_rng(0).integers(0, 256, (20, 64, 64), dtype=np.uint8)
     stretches = ((0.0, 0.5), (0.25, 0.75), (0.5, 1.0))  # of 32 pixels each, which need no averaging
-    found = perceptual_hashes(pictures, stretches).reshape(20, 3, 3)
+    result = perceptual_hashes(pictures, stretches).reshape(20, 3, 3)
     for row, top in enumerate((0, 16, 32)):
         for column, left in enumerate((0, 16, 32)):
             alone = perceptual_hash(pictures[:, top : top + 32, left : left + 32])
-            assert np.bitwise_count(alone ^ found[:, row, column]).max() <= 2  # rounding, next to the median
+            assert np.bitwise_count(alone ^ result[:, row, column]).max() <= 2  # rounding, next to the median
     halved = pictures.reshape(20, 32, 2, 32, 2).mean((2, 4))
     assert np.bitwise_count(perceptual_hash(halved) ^ perceptual_hashes(pictures, ((0.0, 1.0),))[:, 0]).max() <= 2
 
@@ -109,15 +109,15 @@ def test_the_table_finds_all_near_pairs_once(seed, farthest, stored, asked):
         return hashes
 
     table, wanted = drawn(stored), drawn(asked)
-    found = [tuple(pair) for block in HashTable(table).near(wanted, farthest) for pair in block.tolist()]
+    result = [tuple(pair) for block in HashTable(table).near(wanted, farthest) for pair in block.tolist()]
     expected = {
         (i, j)
         for i, one in enumerate(wanted.tolist())
         for j, other in enumerate(table.tolist())
         if (one ^ other).bit_count() <= farthest
     }
-    assert len(found) == len(set(found))
-    assert set(found) == expected
+    assert len(result) == len(set(result))
+    assert set(result) == expected
 
 
 def test_correlation_is_that_of_images_without_their_local_mean():
@@ -131,9 +131,9 @@ def test_correlation_is_that_of_images_without_their_local_mean():
                 around[i, j] = cells[max(i - 2, 0) : i + 3, max(j - 2, 0) : j + 3].mean()
         return (cells - around).ravel()
 
-    found = thumbnail_correlation(first, second, (((0.0, 1.0),),))
+    result = thumbnail_correlation(first, second, (((0.0, 1.0),),))
     ways = (details(second), details(second[:, ::-1]))
-    assert found == pytest.approx(max(np.corrcoef(details(first), way)[0, 1] for way in ways), abs=1e-5)
+    assert result == pytest.approx(max(np.corrcoef(details(first), way)[0, 1] for way in ways), abs=1e-5)
 
 
 @given(st.integers(0, 2**32))

@@ -52,60 +52,60 @@ def sorted_classes(row: np.ndarray) -> list[int]:
 @given(seed=st.integers(0, 999), n=st.integers(1, 40), k=st.integers(2, 9), levels=st.sampled_from([0, 1, 2]))
 def test_counts_equal_those_of_a_loop(seed, n, k, levels):
     logits, labels = outputs(seed, n, k, levels)
-    found = classification_metrics(logits, labels, names(k))
+    result = classification_metrics(logits, labels, names(k))
     order = [sorted_classes(row) for row in logits]
     matrix = [
         [sum(y == t and o[0] == p for y, o in zip(labels, order, strict=True)) for p in range(k)] for t in range(k)
     ]
-    assert found.n == n
-    assert found.top1 == sum(o[0] == y for o, y in zip(order, labels, strict=True)) / n
+    assert result.n == n
+    assert result.top1 == sum(o[0] == y for o, y in zip(order, labels, strict=True)) / n
     expected = sum(y in o[:5] for o, y in zip(order, labels, strict=True)) / n
-    assert found.top5 == (expected if k >= 5 else None)
-    assert {(true, chosen): count for true, chosen, count in found.confusion.tolist()} == {
+    assert result.top5 == (expected if k >= 5 else None)
+    assert {(true, chosen): count for true, chosen, count in result.confusion.tolist()} == {
         (i, j): count for i, row in enumerate(matrix) for j, count in enumerate(row) if count
     }
     recalls = []
-    for i, row in enumerate(found.per_class):
+    for i, row in enumerate(result.per_class):
         support, taken = sum(matrix[i]), sum(line[i] for line in matrix)
         assert row.name == f"class {i}"
         assert row.support == support
         assert row.recall == (matrix[i][i] / support if support else None)
         assert row.precision == (matrix[i][i] / taken if taken else None)
         recalls += [matrix[i][i] / support] if support else []
-    assert found.mean_per_class == pytest.approx(sum(recalls) / len(recalls))
+    assert result.mean_per_class == pytest.approx(sum(recalls) / len(recalls))
 
 
-def test_equal_outputs_go_to_the_lower_index():
+def test_ties_go_to_the_lower_index():
     logits = np.zeros((8, 8), np.float32)
-    found = classification_metrics(logits, np.arange(8), names(8))
-    assert found.top1 == 1 / 8
-    assert found.top5 == 5 / 8
+    result = classification_metrics(logits, np.arange(8), names(8))
+    assert result.top1 == 1 / 8
+    assert result.top5 == 5 / 8
 
 
 def test_confused_pairs_come_most_frequent_first():
     labels = np.array([0] * 5 + [1] * 4 + [2] * 3)
     chosen = np.array([0, 1, 1, 2, 2, 1, 0, 0, 0, 2, 2, 0])
-    found = classification_metrics(np.eye(3, dtype=np.float32)[chosen], labels, ("a", "b", "c"))
+    result = classification_metrics(np.eye(3, dtype=np.float32)[chosen], labels, ("a", "b", "c"))
     expected = [("b", "a", 3, 4), ("a", "b", 2, 5), ("a", "c", 2, 5), ("c", "a", 1, 3)]
-    assert [tuple(pair) for pair in found.confused] == expected
-    assert [tuple(pair) for pair in confused_pairs(found.confusion, "abc", most=1)] == expected[:1]
+    assert [tuple(pair) for pair in result.confused] == expected
+    assert [tuple(pair) for pair in confused_pairs(result.confusion, "abc", most=1)] == expected[:1]
 
 
-def test_many_rows_are_counted_as_few_are():
+def test_counts_do_not_depend_on_the_block_size():
     logits, labels = outputs(0, 9000, 6)
-    found = classification_metrics(logits, labels, names(6))
-    assert found.top1 == np.mean(logits.argmax(1) == labels)
-    assert found.top5 == np.mean([y in sorted_classes(row)[:5] for row, y in zip(logits, labels, strict=True)])
+    result = classification_metrics(logits, labels, names(6))
+    assert result.top1 == np.mean(logits.argmax(1) == labels)
+    assert result.top5 == np.mean([y in sorted_classes(row)[:5] for row, y in zip(logits, labels, strict=True)])
     torch = pytest.importorskip("torch")
     expected = torch.nn.functional.cross_entropy(torch.tensor(logits).double(), torch.tensor(labels))
-    assert found.nll == pytest.approx(float(expected), abs=1e-12)
+    assert result.nll == pytest.approx(float(expected), abs=1e-12)
 
 
 def test_metrics_become_json():
     logits, labels = outputs(1, 20, 6)
-    found = classification_metrics(logits, labels, names(6))
-    back = json.loads(json.dumps(found.as_dict(), allow_nan=False))
-    assert back["top1"] == found.top1
+    result = classification_metrics(logits, labels, names(6))
+    back = json.loads(json.dumps(result.as_dict(), allow_nan=False))
+    assert back["top1"] == result.top1
     assert sum(count for _, _, count in back["confusion"]) == 20
     scores = probabilities(logits, sigmoid=True)
     json.dumps(multilabel_metrics(scores, np.eye(6, dtype=np.uint8)[labels], names(6)).as_dict(), allow_nan=False)
@@ -122,7 +122,7 @@ def test_metrics_become_json():
         (np.zeros((2, 3)), np.zeros(2, int), "ab", "2 class names do not fit 3 outputs"),
     ],
 )
-def test_what_cannot_be_counted_is_refused(logits, labels, classes, message):
+def test_invalid_outputs_and_labels_are_errors(logits, labels, classes, message):
     with pytest.raises(UserError, match=message):
         classification_metrics(logits, labels, classes)
 
@@ -160,33 +160,33 @@ def test_best_thresholds_beat_every_other_one(seed, n):
         assert limits[i] == max(limit for limit, value in tried.items() if value == pytest.approx(best, abs=1e-12))
 
 
-def test_multilabel_numbers_are_those_of_scikit_learn():
+def test_multilabel_metrics_equal_those_of_scikit_learn():
     metrics = pytest.importorskip("sklearn.metrics")
     rng = np.random.default_rng(3)
     labels = (rng.random((300, 7)) < 0.25).astype(np.uint8)
     labels[:, 2] = 0
     scores = np.round(probabilities(rng.normal(size=(300, 7)) + 1.5 * labels, sigmoid=True), 2)
-    found = multilabel_metrics(scores, labels, names(7))
+    result = multilabel_metrics(scores, labels, names(7))
     present = [0, 1, 3, 4, 5, 6]
     expected = metrics.average_precision_score(labels[:, present], scores[:, present], average=None)
-    assert [found.per_class[i].average_precision for i in present] == pytest.approx(list(expected), abs=1e-12)
-    assert found.per_class[2].average_precision is None
-    assert found.mean_average_precision == pytest.approx(expected.mean())
+    assert [result.per_class[i].average_precision for i in present] == pytest.approx(list(expected), abs=1e-12)
+    assert result.per_class[2].average_precision is None
+    assert result.mean_average_precision == pytest.approx(expected.mean())
     half = (scores >= 0.5).astype(int)
-    assert found.micro_f1 == pytest.approx(metrics.f1_score(labels, half, average="micro"))
-    assert found.macro_f1 == pytest.approx(metrics.f1_score(labels, half, average="macro", labels=present))
+    assert result.micro_f1 == pytest.approx(metrics.f1_score(labels, half, average="micro"))
+    assert result.macro_f1 == pytest.approx(metrics.f1_score(labels, half, average="macro", labels=present))
     fitted = (scores >= best_thresholds(scores, labels)).astype(int)
-    assert found.fitted_here
-    assert found.micro_f1_at_thresholds == pytest.approx(metrics.f1_score(labels, fitted, average="micro"))
-    assert found.macro_f1_at_thresholds == pytest.approx(
+    assert result.fitted_here
+    assert result.micro_f1_at_thresholds == pytest.approx(metrics.f1_score(labels, fitted, average="micro"))
+    assert result.macro_f1_at_thresholds == pytest.approx(
         metrics.f1_score(labels, fitted, average="macro", labels=present)
     )
     given_half = multilabel_metrics(scores, labels, names(7), thresholds=[0.5] * 7)
     assert not given_half.fitted_here
-    assert given_half.macro_f1_at_thresholds == found.macro_f1 < found.macro_f1_at_thresholds
+    assert given_half.macro_f1_at_thresholds == result.macro_f1 < result.macro_f1_at_thresholds
 
 
-def test_multilabel_refuses_what_it_cannot_count():
+def test_invalid_multilabel_arguments_are_errors():
     labels = np.eye(3, dtype=np.uint8)
     with pytest.raises(UserError, match="apply a sigmoid"):
         multilabel_metrics(labels * 2.0, labels, "abc")
@@ -258,16 +258,16 @@ def test_probabilities_hold_for_large_outputs():
 
 def test_the_temperature_has_the_best_likelihood():
     logits, labels = outputs(5, 5000, 10)
-    found = fit_temperature(logits * 3, labels)
+    result = fit_temperature(logits * 3, labels)
     tried = {t: negative_log_likelihood(logits * 3 / t, labels) for t in np.geomspace(0.2, 20, 400)}
-    assert found == pytest.approx(min(tried, key=tried.__getitem__), rel=0.012)
-    best = negative_log_likelihood(logits.astype(np.float64) * 3 / found, labels)
+    assert result == pytest.approx(min(tried, key=tried.__getitem__), rel=0.012)
+    best = negative_log_likelihood(logits.astype(np.float64) * 3 / result, labels)
     assert best <= min(tried.values()) + 1e-12
-    errors = [calibration_error(reliability(logits * 3 / t, labels)) for t in (1.0, found)]
+    errors = [calibration_error(reliability(logits * 3 / t, labels)) for t in (1.0, result)]
     assert errors[1] < errors[0] / 5
 
 
-def test_a_temperature_known_beforehand_is_found():
+def test_a_known_temperature_is_recovered():
     rng = np.random.default_rng(0)
     logits = rng.normal(scale=2, size=(20000, 5))
     labels = (probabilities(logits).cumsum(axis=1) < rng.random((20000, 1))).sum(axis=1)

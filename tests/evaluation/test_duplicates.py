@@ -118,19 +118,19 @@ def test_near_copies_are_found_in_both_directions(scenes, kind):
     originals = split([encoded(image) for image in scenes], "original")
     copies = split([COPIES[kind](image) for image in scenes[:20]], "copy")
     for train, test in ((copies, originals), (originals, copies)):
-        found = find_duplicates(train, [test])
+        result = find_duplicates(train, [test])
         expected = [(train.keys[number], test.keys[number]) for number in range(20)]
-        assert [pair[:2] for pair in found.pairs] == expected
-        assert {(pair.kind, pair.method) for pair in found.pairs} == {("near", "hash")}
-        assert min(pair.score for pair in found.pairs) > 0.85
+        assert [pair[:2] for pair in result.pairs] == expected
+        assert {(pair.kind, pair.method) for pair in result.pairs} == {("near", "hash")}
+        assert min(pair.score for pair in result.pairs) > 0.85
 
 
 def test_identical_files_and_pixels_are_exact(scenes):
     originals = [encoded(image) for image in scenes[:6]]
     pixels = [np.asarray(Image.open(io.BytesIO(data))) for data in originals]
     train = split([originals[0], png(Image.fromarray(pixels[1])), pixels[2], originals[5]], "train")
-    found = find_duplicates(train, [split(originals[:5], "test")])
-    assert found.pairs == (
+    result = find_duplicates(train, [split(originals[:5], "test")])
+    assert result.pairs == (
         TrainTestCopy("train 0", "test 0", 0, "exact", "bytes", 1.0),
         TrainTestCopy("train 1", "test 1", 0, "exact", "pixels", 1.0),
         TrainTestCopy("train 2", "test 2", 0, "exact", "pixels", 1.0),
@@ -139,8 +139,8 @@ def test_identical_files_and_pixels_are_exact(scenes):
 
 def test_grey_pixels_equal_a_grey_file(scenes):
     grey = scenes[0].convert("L")
-    found = find_duplicates(split([np.asarray(grey)[:, :, None]], "train"), [split([png(grey)], "test")])
-    assert [pair.method for pair in found.pairs] == ["pixels"]
+    result = find_duplicates(split([np.asarray(grey)[:, :, None]], "train"), [split([png(grey)], "test")])
+    assert [pair.method for pair in result.pairs] == ["pixels"]
 
 
 def test_tiny_and_flat_images_are_compared_by_digest_only():
@@ -148,23 +148,23 @@ def test_tiny_and_flat_images_are_compared_by_digest_only():
     tiny = rng.integers(0, 256, (3, 8, 8, 1), dtype=np.uint8)
     flat = [np.full((64, 64, 3), 100 + shade, np.uint8) for shade in range(3)]
     train = split([tiny[0], flat[0], flat[1], b"no picture", b""], "train")
-    found = find_duplicates(train, [split([tiny[1], tiny[0], flat[2], b"no picture", flat[1]], "test")])
-    assert [pair[:2] for pair in found.pairs] == [("train 0", "test 1"), ("train 2", "test 4")]
-    assert (found.unreadable, found.not_compared) == (3, 7)
+    result = find_duplicates(train, [split([tiny[1], tiny[0], flat[2], b"no picture", flat[1]], "test")])
+    assert [pair[:2] for pair in result.pairs] == [("train 0", "test 1"), ("train 2", "test 4")]
+    assert (result.unreadable, result.not_compared) == (3, 7)
 
 
 def test_pairs_name_their_test_split_and_keys_are_unique(scenes):
     data = [encoded(image) for image in scenes[:4]]
     train = split([encoded(scenes[0], 60), data[3], data[1]], "train")
-    found = find_duplicates(train, [split(data[:2], "one"), split([], "none"), split(data[:1] + data[2:3], "two")])
-    assert [(pair.train, pair.test, pair.split) for pair in found.pairs] == [
+    result = find_duplicates(train, [split(data[:2], "one"), split([], "none"), split(data[:1] + data[2:3], "two")])
+    assert [(pair.train, pair.test, pair.split) for pair in result.pairs] == [
         ("train 0", "one 0", 0),
         ("train 0", "two 0", 2),
         ("train 2", "one 1", 0),
     ]
-    assert found.keys == ["train 0", "train 2"]
-    assert (found.train, found.against) == (3, (2, 0, 2))
-    table = json.loads(json.dumps(found.as_dict()))
+    assert result.keys == ["train 0", "train 2"]
+    assert (result.train, result.against) == (3, (2, 0, 2))
+    table = json.loads(json.dumps(result.as_dict()))
     assert table["pairs"][0]["test"] == "one 0"
     assert table["thresholds"]["min_correlation"] == 0.8
 
@@ -204,9 +204,9 @@ def test_all_copies_of_photographs_are_found_and_no_other_pair(assets):
             truth[f"copy {len(made)}"] = photographs.keys[place]
             made.append(copy)
     copies = split(made, "copy")
-    found = find_duplicates(copies, [photographs])
-    assert {pair[:2] for pair in found.pairs} == set(truth.items())
-    assert [pair.method for pair in found.pairs[:2]] == ["bytes", "pixels"]
+    result = find_duplicates(copies, [photographs])
+    assert {pair[:2] for pair in result.pairs} == set(truth.items())
+    assert [pair.method for pair in result.pairs[:2]] == ["bytes", "pixels"]
     back = find_duplicates(photographs, [copies])
     assert set(back.keys) == {photographs.keys[place] for place in chosen.tolist()}
     halves = [photographs.select(np.arange(half, 1000, 2)) for half in range(2)]
@@ -217,8 +217,8 @@ def test_both_leaks_of_pets_are_found(assets):
     """Verified by eye."""
     pets = open_data(assets / "data" / "pets_mini")
     assert pets.test is not None
-    found = find_duplicates(pets.train, [pets.test])
-    assert [pair[:2] for pair in found.pairs] == [
+    result = find_duplicates(pets.train, [pets.test])
+    assert [pair[:2] for pair in result.pairs] == [
         ("train/great_pyrenees/great_pyrenees_173.jpg", "test/great_pyrenees/great_pyrenees_89.jpg"),
         ("train/newfoundland/newfoundland_172.jpg", "test/newfoundland/newfoundland_2.jpg"),
     ]
@@ -253,7 +253,7 @@ def test_features_find_copies_that_hashes_miss(scenes):
     assert find_duplicates(copies, [originals]).keys == ["copy 27"]
     events: list[Event] = []
     model: Any = Tint()
-    found = find_duplicates(
+    result = find_duplicates(
         copies,
         [originals],
         model=model,
@@ -261,10 +261,10 @@ def test_features_find_copies_that_hashes_miss(scenes):
         batch=8,
         on_event=events.append,
     )
-    by_features = [pair for pair in found.pairs if pair.method == "features"]
+    by_features = [pair for pair in result.pairs if pair.method == "features"]
     assert len(by_features) >= 24  # the mean colour is not quite the same
     assert all(pair.train.split()[1] == pair.test.split()[1] for pair in by_features)
-    assert [pair.method for pair in found.pairs if pair.train == "copy 27"] == ["hash"]
+    assert [pair.method for pair in result.pairs if pair.train == "copy 27"] == ["hash"]
     assert events[-1] == Progress("comparing", 2 * 56, 2 * 56)
     white, black = (split([png(Image.new("RGB", (64, 64), colour))], colour) for colour in ("white", "black"))
     assert find_duplicates(white, [black], model=model, preprocess=PREPROCESS).pairs == ()  # none is proposed
@@ -365,8 +365,8 @@ def test_many_copies_of_one_image_take_few_comparisons(scenes, monkeypatch):
         "vitral.data.copies.thumbnail_correlation", lambda *pair: pairs.append(pair) or thumbnail_correlation(*pair)
     )
     many = [encoded(scenes[0], quality) for quality in range(40, 95)]
-    found = find_duplicates(split(many[:30], "train"), [split(many[30:], "test")])
-    assert len(found.pairs) == 30
+    result = find_duplicates(split(many[:30], "train"), [split(many[30:], "test")])
+    assert len(result.pairs) == 30
     assert len(pairs) <= MAX_CANDIDATES * 30
 
 

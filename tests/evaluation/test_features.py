@@ -1,4 +1,4 @@
-"""Features of a split are computed once, kept whole, and never mistaken for others."""
+"""The cache of features: computed once, complete, and never mistaken for others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vitral.architecture import ViTConfig
 from vitral.atomic import atomic_write
 from vitral.checkpoints.card import Preprocess
 from vitral.data.splits import Split
-from vitral.evaluation import features as room
+from vitral.evaluation import features as cache
 from vitral.evaluation.features import SplitFeatures, cached_features, weights_digest
 from vitral.evaluation.predict import embed_split
 from vitral.events import Event, Progress
@@ -63,9 +63,9 @@ class Counter:
         self.runs += isinstance(event, Progress) and event.done == event.total
 
 
-def test_a_feature_is_what_the_last_layer_reads(split, tmp_path):
+def test_features_are_the_input_of_the_last_layer(split, tmp_path):
     model = fresh()
-    found = cached_features(model, split, PREPROCESS, folder=tmp_path, batch=4)
+    result = cached_features(model, split, PREPROCESS, folder=tmp_path, batch=4)
     assert isinstance(split.reader, Pixels)
     pixels = torch.from_numpy(split.reader.images).permute(0, 3, 1, 2)
     with torch.no_grad():
@@ -73,17 +73,17 @@ def test_a_feature_is_what_the_last_layer_reads(split, tmp_path):
         assert model.head.hidden is not None
         expected = torch.tanh(hidden @ model.head.hidden.weight.T + model.head.hidden.bias).numpy()
     keep = np.arange(PICTURES) != BROKEN
-    np.testing.assert_allclose(found.x[keep], expected[keep], atol=1e-5)
-    assert (found.x.shape, found.x.dtype) == ((PICTURES, 12), np.float32)
-    assert found.valid.tolist() == keep.tolist()
-    assert list(found.keys) == list(split.keys)
-    x, labels = found.readable()
-    np.testing.assert_array_equal(x, found.x[keep])
+    np.testing.assert_allclose(result.x[keep], expected[keep], atol=1e-5)
+    assert (result.x.shape, result.x.dtype) == ((PICTURES, 12), np.float32)
+    assert result.valid.tolist() == keep.tolist()
+    assert list(result.keys) == list(split.keys)
+    x, labels = result.readable()
+    np.testing.assert_array_equal(x, result.x[keep])
     np.testing.assert_array_equal(labels, split.labels[keep])
     assert not model.training
 
 
-def test_without_a_tanh_layer_it_is_what_the_head_reads(split):
+def test_without_a_tanh_layer_features_are_the_input_of_the_head(split):
     model = fresh(replace(SMALL, representation=0))
     own, plain = (
         embed_split(model, split, PREPROCESS, batch=4, pool=pool).features for pool in ("pre_logits", "features")
@@ -91,7 +91,7 @@ def test_without_a_tanh_layer_it_is_what_the_head_reads(split):
     np.testing.assert_array_equal(own, plain)
 
 
-def test_the_second_time_nothing_is_computed(split, tmp_path):
+def test_cached_features_are_not_computed_again(split, tmp_path):
     model, counter = fresh(), Counter()
     first = cached_features(model, split, PREPROCESS, folder=tmp_path, batch=4, on_event=counter)
     second = cached_features(fresh(), split, PREPROCESS, folder=tmp_path, batch=7, on_event=counter)
@@ -102,7 +102,7 @@ def test_the_second_time_nothing_is_computed(split, tmp_path):
         np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
 
 
-def test_whatever_changes_the_numbers_means_another_file(split, tmp_path):
+def test_everything_that_changes_the_features_changes_the_file_name(split, tmp_path):
     relabelled = replace(split, labels=1 - np.minimum(split.labels, 1))
     touched = replace(split, reader=replace(split.reader, version="2"))
     moved = fresh()
@@ -123,7 +123,7 @@ def test_whatever_changes_the_numbers_means_another_file(split, tmp_path):
     assert len({case.path for case in cases}) == len(cases) == len(list(tmp_path.iterdir()))
 
 
-def test_a_digest_reads_every_kind_of_number():
+def test_the_digest_supports_every_dtype():
     digests = {weights_digest(fresh().to(dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float64)}
     assert len(digests) == 3
     assert weights_digest(fresh()) == weights_digest(fresh())
@@ -161,7 +161,7 @@ def of_another_kind(path: Path, good: bytes) -> None:
 
 
 @pytest.mark.parametrize("damage", [torn, flipped, empty, an_array, of_other_images, of_another_name, of_another_kind])
-def test_damaged_and_foreign_files_are_computed_again(split, tmp_path, damage):
+def test_damaged_and_mismatched_files_are_computed_again(split, tmp_path, damage):
     counter = Counter()
     first = cached_features(fresh(), split, PREPROCESS, folder=tmp_path, on_event=counter)
     assert first.path is not None
@@ -174,24 +174,24 @@ def test_damaged_and_foreign_files_are_computed_again(split, tmp_path, damage):
     assert counter.runs == 2
 
 
-def test_a_folder_that_cannot_be_written_costs_only_the_keeping(split, tmp_path, monkeypatch):
+def test_without_a_writable_folder_features_are_returned_uncached(split, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("not a folder")
-    found = cached_features(fresh(), split, PREPROCESS, folder=tmp_path / "file" / "below")
-    assert (found.path, found.x.shape) == (None, (PICTURES, 12))
+    result = cached_features(fresh(), split, PREPROCESS, folder=tmp_path / "file" / "below")
+    assert (result.path, result.x.shape) == (None, (PICTURES, 12))
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(room.np, "savez", full)
+    monkeypatch.setattr(cache.np, "savez", full)
     assert cached_features(fresh(), split, PREPROCESS, folder=tmp_path / "full").path is None
     assert not (tmp_path / "full").exists()  # nothing half written, not even its folder
 
 
-def test_where_features_are_kept(split, tmp_path, monkeypatch):
+def test_the_default_cache_folder(split, tmp_path, monkeypatch):
     monkeypatch.setenv("VITRAL_CACHE", str(tmp_path / "own"))
-    found = cached_features(fresh(), split, PREPROCESS)
-    assert found.path is not None
-    assert found.path.parent == tmp_path / "own" / "features"
+    result = cached_features(fresh(), split, PREPROCESS)
+    assert result.path is not None
+    assert result.path.parent == tmp_path / "own" / "features"
 
 
 def aged(folder: Path, name: str, days: float, size: int) -> Path:
@@ -203,7 +203,7 @@ def aged(folder: Path, name: str, days: float, size: int) -> Path:
     return path
 
 
-def test_what_was_not_used_for_longest_makes_room(split, tmp_path, monkeypatch):
+def test_the_least_recently_used_files_are_removed(split, tmp_path, monkeypatch):
     old = [aged(tmp_path, f"{day:064x}.npz", day, 1000) for day in (1, 2, 3, 4)]
     recent = aged(tmp_path, f"{9:064x}.npz", 0.5 / 24, 50_000)  # within the hour: perhaps another process's
     others = [aged(tmp_path, name, 99, 9000) for name in ("mine.npz", "notes.txt", f"{'A' * 64}.npz")]
@@ -212,22 +212,22 @@ def test_what_was_not_used_for_longest_makes_room(split, tmp_path, monkeypatch):
     assert all(path.exists() for path in (*old, recent, *others, own))  # there is room for all
     second = replace(PREPROCESS, std=(0.5, 0.5, 0.6))
     one = own.stat().st_size
-    monkeypatch.setattr(room, "MAX_BYTES", 50_000 + 2 * one + 2500)
+    monkeypatch.setattr(cache, "MAX_BYTES", 50_000 + 2 * one + 2500)
     kept = cached_features(fresh(), split, second, folder=tmp_path).path
     assert kept is not None
     assert kept.stat().st_size == one
     assert [path.exists() for path in old] == [True, True, False, False]
-    monkeypatch.setattr(room, "MAX_BYTES", 0)
+    monkeypatch.setattr(cache, "MAX_BYTES", 0)
     newest = cached_features(fresh(seed=1), split, PREPROCESS, folder=tmp_path).path
     assert newest is not None
     assert not any(path.exists() for path in old)
     assert all(path.exists() for path in (recent, *others, own, kept, newest))
-    monkeypatch.setattr(room, "IN_USE_SECONDS", -1e9)  # as if the clock of the disk were far behind
+    monkeypatch.setattr(cache, "IN_USE_SECONDS", -1e9)  # as if the clock of the disk were far behind
     last = cached_features(fresh(seed=2), split, PREPROCESS, folder=tmp_path).path
     assert {*tmp_path.iterdir()} == {last, *others}
 
 
-def test_reading_counts_as_a_use(split, tmp_path, monkeypatch):
+def test_reading_counts_as_use(split, tmp_path, monkeypatch):
     first, second = (cached_features(fresh(seed=seed), split, PREPROCESS, folder=tmp_path).path for seed in (0, 1))
     assert first is not None
     assert second is not None
@@ -236,12 +236,12 @@ def test_reading_counts_as_a_use(split, tmp_path, monkeypatch):
     counter = Counter()
     cached_features(fresh(), split, PREPROCESS, folder=tmp_path, on_event=counter)
     assert counter.runs == 0
-    monkeypatch.setattr(room, "MAX_BYTES", 2.5 * first.stat().st_size)
+    monkeypatch.setattr(cache, "MAX_BYTES", 2.5 * first.stat().st_size)
     cached_features(fresh(seed=2), split, PREPROCESS, folder=tmp_path)
     assert (first.exists(), second.exists()) == (True, False)
 
 
-def test_what_killed_processes_left_is_removed(split, tmp_path):
+def test_incomplete_files_of_killed_processes_are_removed(split, tmp_path):
     with atomic_write(tmp_path / f"{1:064x}.npz") as aside:
         unfinished = aside.name
     abandoned = aged(tmp_path, unfinished, 1, 10)
@@ -251,7 +251,7 @@ def test_what_killed_processes_left_is_removed(split, tmp_path):
     assert (abandoned.exists(), growing.exists(), elsewhere.exists()) == (False, True, True)
 
 
-def test_a_file_that_must_stay_costs_the_next_one(split, tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_removed_is_skipped(split, tmp_path, monkeypatch):
     """Another user's file in a folder of many cannot be removed, and room is made with what can be."""
     stuck, loose = (aged(tmp_path, f"{day:064x}.npz", day, 1000) for day in (2, 1))
     unlink = Path.unlink
@@ -262,26 +262,26 @@ def test_a_file_that_must_stay_costs_the_next_one(split, tmp_path, monkeypatch):
         unlink(path, missing_ok)
 
     monkeypatch.setattr(Path, "unlink", refuse)
-    monkeypatch.setattr(room, "MAX_BYTES", 0)
+    monkeypatch.setattr(cache, "MAX_BYTES", 0)
     assert cached_features(fresh(), split, PREPROCESS, folder=tmp_path).path is not None
     assert (stuck.exists(), loose.exists()) == (True, False)
 
 
-def test_many_may_make_room_at_once(tmp_path, monkeypatch):
+def test_concurrent_eviction(tmp_path, monkeypatch):
     """Each starts from the same listing, and none removes more than all of them together should."""
-    monkeypatch.setattr(room, "MAX_BYTES", 20_500)
+    monkeypatch.setattr(cache, "MAX_BYTES", 20_500)
     for number in range(40):
         aged(tmp_path, f"{number:064x}.npz", 1 + number, 1000)
     new = aged(tmp_path, f"{99:064x}.npz", 0, 1000)
-    start, listed = threading.Barrier(4), room._files
+    start, listed = threading.Barrier(4), cache._files
 
     def together(folder: Path) -> list[tuple[bool, float, int, Path]]:
-        found = listed(folder)
+        result = listed(folder)
         start.wait()
-        return found
+        return result
 
-    monkeypatch.setattr(room, "_files", together)
-    threads = [threading.Thread(target=room._evict, args=(new,)) for _ in range(4)]
+    monkeypatch.setattr(cache, "_files", together)
+    threads = [threading.Thread(target=cache._evict, args=(new,)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -60,7 +60,7 @@ def problem_of(n: int, d: int, classes: int, seed: int = 0) -> tuple[np.ndarray,
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_draws_fits_and_predictions_are_googles(golden: dict[str, np.ndarray], problem: str) -> None:
+def test_draws_fits_and_predictions_equal_those_of_google(golden: dict[str, np.ndarray], problem: str) -> None:
     one = {key: golden[f"{problem}/{key}"] for key in ("train_x", "train_y", "test_x", "test_y")}
     classes, l2 = int(golden[f"{problem}/num_classes"]), float(golden[f"{problem}/l2_reg"])
     assert len(runs(golden, problem)) >= 3
@@ -78,13 +78,13 @@ def test_draws_fits_and_predictions_are_googles(golden: dict[str, np.ndarray], p
         np.testing.assert_allclose(ridge.weights, expected["weights_f64"], atol=1e-5)
         np.testing.assert_allclose(ridge.scores(one["test_x"]), expected["scores_f64"], atol=1e-4)
         np.testing.assert_array_equal(ridge.predict(one["test_x"]), expected["pred"])
-        found = fewshot(*one.values(), classes=classes, shots=[shots], seeds=seed + 1, l2=l2)[0]
-        assert found.accuracies[seed] == pytest.approx(float(expected["accuracy"]), abs=1e-6)
-        assert found.drawn == len(expected["indices"])
+        result = fewshot(*one.values(), classes=classes, shots=[shots], seeds=seed + 1, l2=l2)[0]
+        assert result.accuracies[seed] == pytest.approx(float(expected["accuracy"]), abs=1e-6)
+        assert result.drawn == len(expected["indices"])
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.integers(1, 6), st.integers(0, 3))
-def test_a_draw_takes_shots_of_each_class_and_more_shots_include_fewer(labels, shots, seed):
+def test_a_draw_has_shots_of_each_class_and_draws_are_nested(labels, shots, seed):
     y = np.array(labels)
     rows = draw(y, shots, seed)
     assert len(set(rows.tolist())) == len(rows)
@@ -97,7 +97,7 @@ def test_a_draw_takes_shots_of_each_class_and_more_shots_include_fewer(labels, s
 
 @pytest.mark.parametrize(("n", "d"), [(12, 40), (40, 40), (41, 40), (90, 30)])
 @pytest.mark.parametrize("l2", [1.0, L2, 2.0**20])
-def test_both_forms_and_the_textbook_agree(n: int, d: int, l2: float) -> None:
+def test_primal_and_dual_form_equal_the_textbook_solution(n: int, d: int, l2: float) -> None:
     x, labels = problem_of(n, d, 4)
     ridge = Ridge.fit(x, labels, 4, l2)
     mean, std = x.mean(0, dtype=np.float64), x.std(0, dtype=np.float64) + 1e-5
@@ -109,7 +109,7 @@ def test_both_forms_and_the_textbook_agree(n: int, d: int, l2: float) -> None:
     np.testing.assert_allclose(ridge.weights, dual, rtol=0, atol=1e-9)
 
 
-def test_blocks_of_test_images_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predictions_do_not_depend_on_the_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     x, labels = problem_of(60, 10, 3)
     ridge = Ridge.fit(x[:20], labels[:20], 3)
     whole = ridge.predict(x)
@@ -120,14 +120,14 @@ def test_blocks_of_test_images_change_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 10, 29, 30, 199])
-def test_the_interval_is_students(freedom: int) -> None:
+def test_the_interval_is_that_of_students_t(freedom: int) -> None:
     values = np.random.default_rng(freedom).random(freedom + 1).tolist()
     low, high = stats.t.interval(0.95, freedom, loc=np.mean(values), scale=stats.sem(values))
     assert interval(values) == pytest.approx((high - low) / 2, rel=1e-9)
     assert interval(values[:1]) is None
 
 
-def test_a_result_has_its_mean_and_spread() -> None:
+def test_a_result_has_a_mean_and_an_interval() -> None:
     x, labels = problem_of(120, 8, 3)
     one, five = fewshot(x[:60], labels[:60], x[60:], labels[60:], classes=3, shots=(1, 50), seeds=3)
     assert (one.shots, one.drawn, one.n, five.drawn) == (1, 3, 60, 60)
@@ -138,7 +138,7 @@ def test_a_result_has_its_mean_and_spread() -> None:
     assert fewshot(x, labels, x, labels, classes=3, shots=[2], seeds=1)[0].interval is None
 
 
-def test_the_strength_is_the_one_that_brute_force_finds() -> None:
+def test_the_chosen_l2_equals_that_of_brute_force() -> None:
     """Another way through the same search: a fit by inverse for each part and candidate, counted one by one."""
     x, labels = problem_of(40, 60, 4, seed=3)
     x[::3] += np.random.default_rng(1).normal(size=(len(x[::3]), 60)) * 4
@@ -158,7 +158,7 @@ def test_the_strength_is_the_one_that_brute_force_finds() -> None:
     assert choose_l2(x, labels, 4) == min(least, key=lambda l2: abs(np.log2(l2 / L2)))
 
 
-def test_the_test_set_has_no_say_in_the_strength() -> None:
+def test_l2_does_not_depend_on_the_test_set() -> None:
     x, labels = problem_of(200, 30, 5)
     test = problem_of(50, 30, 5, seed=9)
     first = fewshot(x, labels, *test, classes=5, shots=(5,), seeds=2, l2="choose")[0]
@@ -169,7 +169,7 @@ def test_the_test_set_has_no_say_in_the_strength() -> None:
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.integers(2, 6))
-def test_parts_hold_out_each_row_once_and_leave_every_class_to_learn_from(labels, folds):
+def test_folds_hold_out_each_row_once_and_leave_every_class_in_training(labels, folds):
     y = np.array(labels)
     counted = np.zeros(len(y), np.int64)
     for training, held in stratified_folds(y, folds):
@@ -239,7 +239,7 @@ def test_ten_shots_of_pets_give_96_percent_and_cached_features_take_seconds(pets
 
 
 @pytest.mark.xdist_group("pets")
-def test_neighbours_and_the_linear_probe_know_pets_too(pets: Pets) -> None:
+def test_neighbours_and_linear_probe_classify_pets(pets: Pets) -> None:
     test_x, test_y = pets.test.readable()
     votes = knn(*pets.train.readable(), test_x, classes=12)
     assert (votes.argmax(1) == test_y).mean() >= 0.96

@@ -36,13 +36,13 @@ def test_a_class_is_three_bits_of_each_channel():
     assert reached == set(range(512))
 
 
-def test_torch_and_numpy_number_colours_alike():
+def test_torch_and_numpy_give_the_same_classes():
     colours = np.random.default_rng(0).integers(0, 256, (50, 3))
     assert colour_class(torch.from_numpy(colours)).tolist() == colour_class(colours).tolist()
 
 
 @given(st.lists(st.integers(0, 511), min_size=1, max_size=200))
-def test_the_entropy_is_scipys(targets: list[int]):
+def test_the_entropy_equals_that_of_scipy(targets: list[int]):
     counts = np.bincount(targets)
     assert histogram_entropy(np.array(targets)) == pytest.approx(stats.entropy(counts), abs=1e-12)
 
@@ -57,7 +57,7 @@ def test_entropies_of_known_histograms():
 def slow_around(colours: np.ndarray, hidden: np.ndarray) -> list[list[int]]:
     """Ring by ring, in loops."""
     images, height, width, channels = colours.shape
-    found = []
+    result = []
     for m, y, x in itertools.product(range(images), range(height), range(width)):
         if not hidden[m, y, x]:
             continue
@@ -66,8 +66,8 @@ def slow_around(colours: np.ndarray, hidden: np.ndarray) -> list[list[int]]:
             if not hidden[m, v, u]:
                 rings.setdefault(max(abs(v - y), abs(u - x)), []).append(colours[m, v, u])
         nearest = rings[min(rings)] if rings else [np.zeros(channels)]
-        found.append([math.floor(sum(int(one[band]) for one in nearest) / len(nearest)) for band in range(channels)])
-    return found
+        result.append([math.floor(sum(int(one[band]) for one in nearest) / len(nearest)) for band in range(channels)])
+    return result
 
 
 @given(
@@ -75,7 +75,7 @@ def slow_around(colours: np.ndarray, hidden: np.ndarray) -> list[list[int]]:
     shape=st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(1, 6), st.integers(1, 3)),
     share=st.sampled_from([0.0, 0.2, 0.5, 0.9, 1.0]),
 )
-def test_the_colour_around_is_that_of_the_nearest_visible_ring(seed, shape, share):
+def test_neighbour_colours_are_those_of_the_nearest_visible_ring(seed, shape, share):
     colours, hidden = drawn(seed, shape, share)
     assert neighbour_colours(colours, hidden).tolist() == slow_around(colours, hidden)
 
@@ -94,7 +94,7 @@ def test_the_probabilities_are_counted_on_training_images_only():
     assert loss == pytest.approx(sum(costs) / len(costs))
 
 
-def test_plain_images_cost_next_to_nothing_and_noise_costs_its_entropy():
+def test_uniform_images_have_almost_no_loss_and_noise_has_its_entropy():
     rng = np.random.default_rng(0)
     _, hidden = drawn(3, (800, 4, 4, 3))
     plain = np.broadcast_to(32 * rng.integers(0, 8, (800, 1, 1, 1)), (800, 4, 4, 3))
@@ -104,7 +104,7 @@ def test_plain_images_cost_next_to_nothing_and_noise_costs_its_entropy():
     assert neighbour_loss(noise[:400], hidden[:400], noise[400:], hidden[400:]) == pytest.approx(math.log(8), abs=0.05)
 
 
-def test_images_that_show_nothing_cost_the_training_histogram():
+def test_fully_masked_images_have_the_loss_of_the_histogram():
     train, test = 32 * np.random.default_rng(0).integers(0, 3, (2, 40, 3, 3, 1))
     hidden = np.ones((40, 3, 3), bool)
     counts = np.bincount(train.ravel() // 32, minlength=8)

@@ -39,7 +39,7 @@ def saved(tmp_path) -> Callable[[Preprocess | None], Path]:
 
 
 @given(st.integers(0, 10**6), st.integers(1, 30), st.integers(1, 4), st.integers(5, 12), st.sampled_from([0, 1, 8]))
-def test_scores_are_those_of_a_loop(seed, n, classes, outputs, digits):
+def test_scores_equal_those_of_a_loop(seed, n, classes, outputs, digits):
     """Rounded outputs are often equal: the lower index counts as the answer."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(n, outputs)).round(digits).astype(np.float32)
@@ -53,21 +53,21 @@ def test_scores_are_those_of_a_loop(seed, n, classes, outputs, digits):
     assert objectnet_accuracy(logits, labels, mapping) == (first / n, five / n, n)
 
 
-def test_any_output_may_be_the_answer():
+def test_any_mapped_class_is_correct():
     """An output that no ObjectNet class is mapped to takes the first place, and the answer is wrong."""
     logits = np.zeros((1, 1000), np.float32)
     logits[0, [7, 409]] = 2, 1
     assert objectnet_accuracy(logits, np.array([0]), [[409, 530]]) == (0, 1, 1)
 
 
-def test_other_models_and_no_images_are_refused():
+def test_other_models_and_empty_splits_are_errors():
     with pytest.raises(UserError, match="this model has 10"):
         objectnet_accuracy(np.zeros((1, 10), np.float32), np.array([0]), [[409]])
     with pytest.raises(UserError, match="to score"):
         objectnet_accuracy(np.zeros((0, 1000), np.float32), np.zeros(0, np.int64), [[409]])
 
 
-def test_images_are_prepared_by_bits_protocol_with_the_values_that_the_weights_state(saved, tmp_path, monkeypatch):
+def test_preprocessing_is_that_of_bit_with_the_mean_and_std_of_the_weights(saved, tmp_path, monkeypatch):
     seen = []
     real = prediction.predict_split
     monkeypatch.setattr(
@@ -76,12 +76,12 @@ def test_images_are_prepared_by_bits_protocol_with_the_values_that_the_weights_s
         lambda model, split, how, **rest: (seen.append(how), real(model, split, how, **rest))[1],
     )
     objectnet(tmp_path / "objectnet-1.0")
-    found = vitral.evaluate(saved(STATED), f"objectnet:{tmp_path}", device="cpu")
-    assert found.metrics["n"] == 2
+    result = vitral.evaluate(saved(STATED), f"objectnet:{tmp_path}", device="cpu")
+    assert result.metrics["n"] == 2
     assert seen == [replace(STATED, pipeline="decode|resize_small(32)|central_crop(30)")]
 
 
-def test_weights_that_do_not_say_how_pixels_are_prepared_are_not_guessed_at(saved, tmp_path):
+def test_weights_without_preprocessing_are_an_error(saved, tmp_path):
     objectnet(tmp_path / "objectnet-1.0")
     source, data = saved(None), f"objectnet:{tmp_path}"
     with pytest.raises(UserError, match="do not say how their images were prepared"):

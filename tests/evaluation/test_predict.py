@@ -23,7 +23,7 @@ from vitral.evaluation.predict import Predictions, embed_split, predict_split
 from vitral.events import Event, Progress
 from vitral.models.build import Model, build
 from vitral.models.normalize import normalize
-from vitral.serving.results import collect_predictions, write_results
+from vitral.serving.results import results, write_results
 
 PREPROCESS = Preprocess("decode|resize(16, 16)|central_crop(16)", (0.5, 0.4, 0.3), (0.5, 0.25, 0.2))
 SMALL = ViTConfig(depth=2, width=16, mlp=32, heads=2, patch=8, image=(16, 16), classes=7, registers=2, dropout=0.3)
@@ -75,13 +75,13 @@ def inputs(split: Split) -> torch.Tensor:
     return torch.tensor((pixels / 255 - PREPROCESS.mean) / PREPROCESS.std).permute(0, 3, 1, 2).float()
 
 
-def test_normalise_is_the_formula(split):
+def test_normalise_equals_its_formula(split):
     assert isinstance(split.reader, Pixels)
     images = torch.from_numpy(split.reader.images.copy()).permute(0, 3, 1, 2)
-    found = normalize(images, PREPROCESS.mean, PREPROCESS.std)
-    assert found.dtype == torch.float32
+    result = normalize(images, PREPROCESS.mean, PREPROCESS.std)
+    assert result.dtype == torch.float32
     keep = [i for i in range(PICTURES) if i != BROKEN]
-    torch.testing.assert_close(found[keep], inputs(split)[keep], rtol=0, atol=1e-6)
+    torch.testing.assert_close(result[keep], inputs(split)[keep], rtol=0, atol=1e-6)
 
 
 def test_pixels_are_not_rescaled_twice():
@@ -92,17 +92,17 @@ def test_pixels_are_not_rescaled_twice():
         normalize((images * 255).to(torch.uint8), (0.5,), (0.5,))
 
 
-def test_predictions_are_the_models_outputs(model, split):
+def test_predictions_are_the_outputs_of_the_model(model, split):
     model.train()
     events: list[Event] = []
-    found = predict_split(model, split, PREPROCESS, batch=10, on_event=events.append)
+    result = predict_split(model, split, PREPROCESS, batch=10, on_event=events.append)
     assert model.training
     with torch.no_grad():
         expected = model.eval()(inputs(split))
-    assert found.indices.tolist() == list(range(PICTURES))
-    assert found.valid.tolist() == [i != BROKEN for i in range(PICTURES)]
-    assert (found.logits.dtype, found.logits.shape) == (np.float32, (PICTURES, 7))
-    np.testing.assert_allclose(found.logits, expected.numpy(), atol=1e-5)
+    assert result.indices.tolist() == list(range(PICTURES))
+    assert result.valid.tolist() == [i != BROKEN for i in range(PICTURES)]
+    assert (result.logits.dtype, result.logits.shape) == (np.float32, (PICTURES, 7))
+    np.testing.assert_allclose(result.logits, expected.numpy(), atol=1e-5)
     assert events == [Progress("evaluating", done, 23) for done in (10, 20, 23)]
 
 
@@ -119,15 +119,15 @@ def merged(parts: list[Predictions]) -> Predictions:
 
 @pytest.mark.parametrize("batch", [1, 7, 64])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_neither_batch_nor_processes_change_a_prediction(model, split, batch, world):
+def test_predictions_do_not_depend_on_batch_size_and_processes(model, split, batch, world):
     whole = predict_split(model, split, PREPROCESS, batch=5)
     parts = [predict_split(model, split, PREPROCESS, batch=batch, rank=rank, world=world) for rank in range(world)]
     assert sum(len(part.indices) for part in parts) == PICTURES
-    found = merged(parts[::-1])
-    assert found.indices.tolist() == whole.indices.tolist()
-    assert found.valid.tolist() == whole.valid.tolist()
-    assert found.logits.argmax(1).tolist() == whole.logits.argmax(1).tolist()
-    np.testing.assert_allclose(found.logits, whole.logits, atol=1e-5)
+    result = merged(parts[::-1])
+    assert result.indices.tolist() == whole.indices.tolist()
+    assert result.valid.tolist() == whole.valid.tolist()
+    assert result.logits.argmax(1).tolist() == whole.logits.argmax(1).tolist()
+    np.testing.assert_allclose(result.logits, whole.logits, atol=1e-5)
 
 
 def test_more_processes_than_pictures(model, split):
@@ -139,7 +139,7 @@ def test_more_processes_than_pictures(model, split):
         predict_split(model, split.select(np.array([], np.int64)), PREPROCESS, batch=4)
 
 
-def test_bfloat16_is_near_and_really_used(model, split):
+def test_bfloat16_is_close_but_not_equal(model, split):
     exact, half = (
         predict_split(model, split, PREPROCESS, batch=8, precision=precision).logits
         for precision in ("float32", "bfloat16")
@@ -148,7 +148,7 @@ def test_bfloat16_is_near_and_really_used(model, split):
     assert 1e-6 < np.abs(exact - half).max() < 0.1 * np.abs(exact).max()
 
 
-def test_random_steps_are_refused(model, split):
+def test_random_preprocessing_is_an_error(model, split):
     random = Preprocess("decode|inception_crop(16)", PREPROCESS.mean, PREPROCESS.std)
     with pytest.raises(UserError, match="draws at random"):
         predict_split(model, split, random, batch=8)
@@ -165,13 +165,13 @@ def test_embeddings_leave_prefix_tokens_out_of_the_mean(split, norm_place):
             expected = {pool: model.norm(values) for pool, values in expected.items()}
         expected["features"] = model.features(inputs(split))
     for pool, values in expected.items():
-        found = embed_split(model, split, PREPROCESS, batch=6, pool=pool)  # type: ignore[arg-type]
-        np.testing.assert_allclose(found.features, values.numpy(), atol=1e-5)
-        assert found.indices.tolist() == list(range(PICTURES))
+        result = embed_split(model, split, PREPROCESS, batch=6, pool=pool)  # type: ignore[arg-type]
+        np.testing.assert_allclose(result.features, values.numpy(), atol=1e-5)
+        assert result.indices.tolist() == list(range(PICTURES))
     assert torch.equal(expected["features"], expected["cls"])
 
 
-def test_models_without_a_class_token_say_so(split):
+def test_models_without_a_class_token_are_an_error(split):
     plain = trained(replace(SMALL, class_token=False, pool="mean", registers=0))
     resnet = trained(ResNetConfig(blocks=(1, 1, 1, 1), image=(16, 16), classes=3))
     few = split.select(np.arange(3))
@@ -191,16 +191,16 @@ MODEL = ("tench", "great white shark", "crane", "Goldfish")
     ("folder", "model", "expected", "rule"),
     [
         (("Goldfish", "tench"), MODEL, [3, 0], "by name with the model's classes."),
-        (("goldfish", "Great_White_Shark"), MODEL, [3, 1], "whatever the case"),
+        (("goldfish", "Great_White_Shark"), MODEL, [3, 1], "ignoring case"),
         (("003", "000", "001"), MODEL, [3, 0, 1], '"003" is output 3 ("Goldfish")'),
         (("0", "10", "2"), (), [0, 10, 2], '"0" is output 0.'),
         (("2", "1"), ("1", "2", "10"), [1, 0], "by name"),
     ],
 )
 def test_classes_are_found_by_rule(folder, model, expected, rule):
-    found, sentence = class_mapping(folder, model, len(model) or 11)
-    assert found.tolist() == expected
-    assert found.dtype == np.int64
+    result, sentence = class_mapping(folder, model, len(model) or 11)
+    assert result.tolist() == expected
+    assert result.dtype == np.int64
     assert rule in sentence
 
 
@@ -208,8 +208,8 @@ WNIDS = ("n01443537", "n01440764", "n01484850")
 
 
 def test_wnid_folders_are_numbered_by_a_table_or_in_sorted_order(tmp_path):
-    found, sentence = class_mapping(WNIDS, (), 3)
-    assert found.tolist() == [1, 0, 2]
+    result, sentence = class_mapping(WNIDS, (), 3)
+    assert result.tolist() == [1, 0, 2]
     assert "sorted order" in sentence
     tables = {
         "a.tsv": "n01484850\twhite shark\nn01440764\ttench, Tinca\nn01443537\tgoldfish\n",
@@ -219,10 +219,10 @@ def test_wnid_folders_are_numbered_by_a_table_or_in_sorted_order(tmp_path):
     for name, text in tables.items():
         path = tmp_path / name
         path.write_text(text)
-        found, sentence = class_mapping(WNIDS, (), 3, path)
-        assert (found.tolist(), f"column 1 of {name}" in sentence) == ([2, 1, 0], True)
-        found, sentence = class_mapping(("Goldfish", "white_shark"), (), 3, path)
-        assert (found.tolist(), f"column 2 of {name}" in sentence) == ([2, 0], True)
+        result, sentence = class_mapping(WNIDS, (), 3, path)
+        assert (result.tolist(), f"column 1 of {name}" in sentence) == ([2, 1, 0], True)
+        result, sentence = class_mapping(("Goldfish", "white_shark"), (), 3, path)
+        assert (result.tolist(), f"column 2 of {name}" in sentence) == ([2, 0], True)
     plain = tmp_path / "names.txt"
     plain.write_text("white shark\ntench, Tinca\ngoldfish\n")
     assert class_mapping(("goldfish", "tench, Tinca"), (), 3, plain)[0].tolist() == [2, 1]
@@ -258,11 +258,11 @@ def test_imagenets_names_do_not_hide_its_order():
         (("crane",), ("crane", "crane"), 2, "once each"),
         (("Crane", "crane"), ("CRANE", "tench"), 2, "once each"),
         (WNIDS, MODEL[:3], 3, '"n01443537", "n01440764", ...'),
-        (WNIDS[:2], (), 3, "the 3 outputs of a model that names none"),
+        (WNIDS[:2], (), 3, "the 3 unnamed outputs of the model"),
         ((), MODEL, 4, "0 of 0 classes"),
     ],
 )
-def test_half_a_match_is_none(folder, model, count, message):
+def test_a_partial_match_is_an_error(folder, model, count, message):
     with pytest.raises(UserError, match=message):
         class_mapping(folder, model, count)
 
@@ -278,35 +278,35 @@ def pictures(tmp_path: Path) -> Split:
 
 def test_results_name_every_picture_once(model, pictures, tmp_path):
     predictions = predict_split(model, pictures, PREPROCESS, batch=3)
-    found = collect_predictions(predictions, pictures, tuple("abcdefg"), top=3)
-    assert sorted(os.path.basename(row.path) for row in found.rows) == ["a.jpg", "b, two.png", "é.png"]
-    assert [os.path.basename(one.path) for one in found.unreadable] == ["broken.png"]
-    assert found.unreadable[0].reason
+    result = results(predictions, pictures, tuple("abcdefg"), top=3)
+    assert sorted(os.path.basename(row.path) for row in result.rows) == ["a.jpg", "b, two.png", "é.png"]
+    assert [os.path.basename(one.path) for one in result.unreadable] == ["broken.png"]
+    assert result.unreadable[0].reason
     chances = torch.tensor(predictions.logits).double().softmax(1)
-    for row in found.rows:
+    for row in result.rows:
         best = chances[pictures.keys.index(row.path)].topk(3)
         assert row.names == tuple("abcdefg"[i] for i in best.indices)
         assert row.probabilities == pytest.approx(best.values.tolist())
 
-    write_results(tmp_path / "out" / "x.csv", found)
+    write_results(tmp_path / "out" / "x.csv", result)
     lines = list(csv.DictReader(io.StringIO((tmp_path / "out" / "x.csv").read_text("utf-8"))))
-    assert [line["path"] for line in lines] == [row.path for row in found.rows] + [found.unreadable[0].path]
-    assert [line["class_1"] for line in lines] == [*(row.names[0] for row in found.rows), ""]
-    assert float(lines[0]["probability_3"]) == pytest.approx(found.rows[0].probabilities[2], abs=1e-6)
-    assert [line["error"] for line in lines] == ["", "", "", found.unreadable[0].reason]
+    assert [line["path"] for line in lines] == [row.path for row in result.rows] + [result.unreadable[0].path]
+    assert [line["class_1"] for line in lines] == [*(row.names[0] for row in result.rows), ""]
+    assert float(lines[0]["probability_3"]) == pytest.approx(result.rows[0].probabilities[2], abs=1e-6)
+    assert [line["error"] for line in lines] == ["", "", "", result.unreadable[0].reason]
 
-    write_results(tmp_path / "x.json", found)
-    assert json.loads((tmp_path / "x.json").read_text("utf-8")) == found.as_dict()
-    assert found.as_dict()["predictions"][0]["classes"][0]["name"] == found.rows[0].names[0]
+    write_results(tmp_path / "x.json", result)
+    assert json.loads((tmp_path / "x.json").read_text("utf-8")) == result.as_dict()
+    assert result.as_dict()["predictions"][0]["classes"][0]["name"] == result.rows[0].names[0]
 
 
 def test_results_number_classes_without_names_and_keep_labels_apart(model, pictures):
     predictions = predict_split(model, pictures, PREPROCESS, batch=3)
-    found = collect_predictions(predictions, pictures, (), top=20, sigmoid=True)
-    assert sorted(found.rows[0].names) == [str(i) for i in range(7)]
-    place = pictures.keys.index(found.rows[0].path)
+    result = results(predictions, pictures, (), top=20, sigmoid=True)
+    assert sorted(result.rows[0].names) == [str(i) for i in range(7)]
+    place = pictures.keys.index(result.rows[0].path)
     expected = torch.tensor(predictions.logits[place]).double().sigmoid()
-    assert found.rows[0].probabilities == pytest.approx(sorted(expected.tolist(), reverse=True))
+    assert result.rows[0].probabilities == pytest.approx(sorted(expected.tolist(), reverse=True))
 
 
 def test_a_folder_of_photographs_with_other_names(model, tmp_path):

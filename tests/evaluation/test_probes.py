@@ -38,10 +38,10 @@ def test_votes_equal_those_of_scikit_learn(monkeypatch, k, temperature, blocks):
         weights=lambda distance: np.exp((1 - distance) / temperature),
     )
     expected = reference.fit(train_x, train_y).predict_proba(test_x)
-    found = knn(train_x, train_y, test_x, classes=CLASSES + 1, k=k, temperature=temperature)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found[:, :CLASSES], expected, atol=1e-4)
-    assert (found[:, CLASSES] == 0).all()
+    result = knn(train_x, train_y, test_x, classes=CLASSES + 1, k=k, temperature=temperature)
+    assert result.dtype == np.float32
+    np.testing.assert_allclose(result[:, :CLASSES], expected, atol=1e-4)
+    assert (result[:, CLASSES] == 0).all()
 
 
 def test_neighbours_ignore_length_and_small_temperatures_do_not_overflow():
@@ -68,26 +68,26 @@ def test_the_probe_equals_logistic_regression_of_scikit_learn(monkeypatch, l2):
     x[:, 3] = 2.5  # a constant feature
     fresh, _ = problem_of(30, seed=1)
     fresh[:, 3] = 2.5
-    found = linear_probe(x, labels, classes=CLASSES, l2_candidates=[l2])
+    result = linear_probe(x, labels, classes=CLASSES, l2_candidates=[l2])
     mean, std = whitening(x)
     reference = logistic((x - mean) / std, labels, l2)
-    np.testing.assert_allclose(found.weights, reference.coef_.T, atol=2e-4)
-    logits, expected = found.logits(fresh), reference.decision_function((fresh - mean) / std)
+    np.testing.assert_allclose(result.weights, reference.coef_.T, atol=2e-4)
+    logits, expected = result.logits(fresh), reference.decision_function((fresh - mean) / std)
     centred = [
         values - values.mean(1, keepdims=True) for values in (logits, expected)
     ]  # softmax ignores a common shift
     np.testing.assert_allclose(*centred, atol=1e-3)
-    assert found.l2 == l2
+    assert result.l2 == l2
 
 
 def test_l2_is_chosen_by_cross_validation_on_the_training_images():
     x, labels = problem_of(60, d=40, noise=4.0)
     candidates = (100.0, 10.0, 1.0, 1e-1, 1e-2)
-    found = linear_probe(x, labels, classes=CLASSES, l2_candidates=candidates, seed=3)
+    result = linear_probe(x, labels, classes=CLASSES, l2_candidates=candidates, seed=3)
     order = np.random.default_rng(3).permutation(60)
     fold = np.empty(60, np.int64)
-    for place, row in enumerate(order):
-        fold[row] = (labels[order[:place]] == labels[row]).sum() % 5
+    for index, row in enumerate(order):
+        fold[row] = (labels[order[:index]] == labels[row]).sum() % 5
     rating = {}
     for l2 in candidates:
         wrong = loss = 0.0
@@ -101,10 +101,10 @@ def test_l2_is_chosen_by_cross_validation_on_the_training_images():
             wrong += (chances.argmax(1) != labels[~training]).sum()
             loss -= np.log(chances[np.arange(len(chances)), labels[~training]]).sum()
         rating[l2] = (wrong, loss)
-    assert found.l2 == min(candidates, key=rating.__getitem__)
-    assert found.l2 not in (candidates[0], candidates[-1])
-    alone = linear_probe(x, labels, classes=CLASSES, l2_candidates=[found.l2])
-    np.testing.assert_allclose(found.weights, alone.weights, atol=1e-4)
+    assert result.l2 == min(candidates, key=rating.__getitem__)
+    assert result.l2 not in (candidates[0], candidates[-1])
+    alone = linear_probe(x, labels, classes=CLASSES, l2_candidates=[result.l2])
+    np.testing.assert_allclose(result.weights, alone.weights, atol=1e-4)
 
 
 def test_the_probe_is_deterministic():

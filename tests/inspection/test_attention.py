@@ -65,14 +65,14 @@ def random_attention(*shape: int, seed: int = 0) -> Tensor:
 def distance_by_loops(attention: Tensor, grid: Size, patch: int) -> list[float]:
     """(b, heads, n, n), patches only: for each head, the mean over images and queries of the expected distance."""
     height, width = grid
-    places = [(patch * y, patch * x) for y in range(height) for x in range(width)]
+    indices = [(patch * y, patch * x) for y in range(height) for x in range(width)]
     found = []
     for head in range(attention.shape[1]):
         total = 0.0
         for image in attention[:, head].tolist():
-            for place, row in zip(places, image, strict=True):
-                total += sum(w * math.dist(place, other) for w, other in zip(row, places, strict=True)) / sum(row)
-        found.append(total / (len(attention) * len(places)))
+            for index, row in zip(indices, image, strict=True):
+                total += sum(w * math.dist(index, other) for w, other in zip(row, indices, strict=True)) / sum(row)
+        found.append(total / (len(attention) * len(indices)))
     return found
 
 

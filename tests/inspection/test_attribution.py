@@ -106,10 +106,10 @@ def test_rollout_equals_a_loop_over_explicit_attention(changes: dict[str, Any], 
         row = relevance[0] if config.pool == "token" else read[image].clamp(min=0).detach().numpy() @ relevance
         return row[config.prefix :].reshape(3, 5)
 
-    found = gradient_rollout(model, images, classes, sigmoid=sigmoid)
+    result = gradient_rollout(model, images, classes, sigmoid=sigmoid)
     for image in range(2):
         expected = loop(gradients, image)
-        np.testing.assert_allclose(found[image], expected, rtol=1e-3, atol=1e-6 * expected.max())
+        np.testing.assert_allclose(result[image], expected, rtol=1e-3, atol=1e-6 * expected.max())
         wrong = loop(gradients[::-1], image)  # each layer with the gradient of its mirror image, a well-known mistake
         assert np.abs(wrong - expected).max() > 0.03 * expected.max()
 
@@ -123,7 +123,7 @@ def test_axial_relevance_propagates_along_rows_and_columns():
         score = (logits[torch.arange(2), classes] - logits.mean(1)).sum()
     gradients = seen.gradients(score)
     read = (tokens * torch.autograd.grad(score, tokens)[0]).sum(-1).clamp(min=0).detach().numpy()
-    found = gradient_rollout(model, images, classes)
+    result = gradient_rollout(model, images, classes)
     for image in range(2):
         relevance = np.eye(15)
         for layer in range(config.depth):
@@ -137,7 +137,7 @@ def test_axial_relevance_propagates_along_rows_and_columns():
                         step[i * 5 + j, h * 5 + w] = small[image * 5 + j, i, h]
                 relevance = relevance + step / step.sum(1).max() @ relevance
         expected = (read[image] @ relevance).reshape(3, 5)
-        np.testing.assert_allclose(found[image], expected, rtol=1e-3, atol=1e-6 * expected.max())
+        np.testing.assert_allclose(result[image], expected, rtol=1e-3, atol=1e-6 * expected.max())
     with pytest.raises(UserError, match="use gradient_rollout"):
         attention_gradient(model, images)
 
@@ -149,18 +149,18 @@ def test_occlusion_equals_a_loop_over_occluded_images(name: str, window: int, si
     model, side = made(ARCHITECTURES[name]), {"tanh": 8, "hybrid": 8, "BiT": 32}[name]
     images, classes = pictures(2, 3, 2 * side + 3, side + 5), torch.tensor([2, 2])
     chances = Tensor.sigmoid if sigmoid else partial(torch.softmax, dim=1)
-    found = occlusion(model, images, classes, window=window, batch=5, sigmoid=sigmoid)
-    assert found.shape[1:] == ((2, 1) if name == "tanh" else (3, 2))
+    result = occlusion(model, images, classes, window=window, batch=5, sigmoid=sigmoid)
+    assert result.shape[1:] == ((2, 1) if name == "tanh" else (3, 2))
     with torch.no_grad():
         before = chances(model(images))[:, 2]
-        for i, row, column in np.ndindex(*found.shape):
+        for i, row, column in np.ndindex(*result.shape):
             painted = images[i : i + 1].clone()
-            top, left = (max((place - window // 2) * side, 0) for place in (row, column))
-            bottom = min((row + window // 2 + 1) * side, found.shape[1] * side)
-            right = min((column + window // 2 + 1) * side, found.shape[2] * side)
+            top, left = (max((index - window // 2) * side, 0) for index in (row, column))
+            bottom = min((row + window // 2 + 1) * side, result.shape[1] * side)
+            right = min((column + window // 2 + 1) * side, result.shape[2] * side)
             painted[..., top:bottom, left:right] = images[i].mean((1, 2))[:, None, None]
             drop = before[i] - chances(model(painted))[0, 2]
-            assert found[i, row, column].item() == pytest.approx(drop.item(), abs=1e-5)
+            assert result[i, row, column].item() == pytest.approx(drop.item(), abs=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if "DINOv2" not in name])
@@ -169,10 +169,10 @@ def test_every_architecture_has_maps(name: str) -> None:
     model, images = made(config), pictures(2, config.channels, 33, 48)
     for method in METHODS.values():
         if isinstance(model, ViT) and not (method is attention_gradient and config.axial):
-            found = method(model, images)
-            assert found.shape == (2, *config.grid((33, 48)))
-            assert found.isfinite().all()
-            assert found.abs().max() > 0
+            result = method(model, images)
+            assert result.shape == (2, *config.grid((33, 48)))
+            assert result.isfinite().all()
+            assert result.abs().max() > 0
         elif method is not occlusion:
             with pytest.raises(UserError, match=r"a ResNet has no attention|use gradient_rollout"):
                 method(model, images)
@@ -203,9 +203,9 @@ def test_a_single_class_uses_its_sigmoid():
     """The softmax of a single logit is always 1."""
     model, images = made(replace(SMALL, classes=1)), pictures(2, 3, 32, 40)
     for method in METHODS.values():
-        found = method(model, images)
-        assert found.abs().max() > 0
-        assert torch.equal(found, method(model, images, sigmoid=True))
+        result = method(model, images)
+        assert result.abs().max() > 0
+        assert torch.equal(result, method(model, images, sigmoid=True))
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -215,14 +215,14 @@ def test_a_map_depends_on_its_image_and_class_only_and_leaves_the_model_unchange
     model.requires_grad_(False)
     images.requires_grad_()
     with torch.no_grad():
-        found = method(model, images)
+        result = method(model, images)
         predicted = model(images).argmax(1)
-    assert not found.requires_grad
-    torch.testing.assert_close(method(model, images, predicted), found)
+    assert not result.requires_grad
+    torch.testing.assert_close(method(model, images, predicted), result)
     for i in range(3):
-        torch.testing.assert_close(method(model, images[i : i + 1])[0], found[i], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(method(model, images[i : i + 1])[0], result[i], rtol=1e-4, atol=1e-6)
     other = method(model, images, (predicted + 1) % 5)
-    assert all((other[i] - found[i]).abs().max() > 0.05 * found[i].abs().max() for i in range(3))
+    assert all((other[i] - result[i]).abs().max() > 0.05 * result[i].abs().max() for i in range(3))
     assert images.grad is None
     assert not any(block.attention.observers for block in model.blocks)
 
@@ -253,21 +253,21 @@ def test_a_deletion_curve_equals_a_loop():
     assert maps.shape == (3, 2, 4)
     assert torch.equal(maps, random_maps(model, images, seed=1))
     assert not torch.equal(maps, random_maps(model, images, seed=2))
-    found = deletion_curve(model, images, maps, 4)
-    assert found.shape == (5,)
+    result = deletion_curve(model, images, maps, 4)
+    assert result.shape == (5,)
     with torch.no_grad():
         chosen = model(images).argmax(1)
         expected = torch.zeros(5)
         for i in range(3):
-            order = sorted(np.ndindex(2, 4), key=lambda place: -maps[i][place])
+            order = sorted(np.ndindex(2, 4), key=lambda index: -maps[i][index])
             for step in range(5):
                 painted = images[i : i + 1].clone()
                 for row, column in order[: 2 * step]:
                     cell = (..., slice(8 * row, 8 * row + 8), slice(8 * column, 8 * column + 8))
                     painted[cell] = images[i].mean((1, 2))[:, None, None]
                 expected[step] += model(painted).softmax(1)[0, chosen[i]] / 3
-    torch.testing.assert_close(found, expected)
-    assert deletion_area(found) == pytest.approx(np.trapezoid(expected.numpy(), np.linspace(0, 1, 5)), abs=1e-6)
+    torch.testing.assert_close(result, expected)
+    assert deletion_area(result) == pytest.approx(np.trapezoid(expected.numpy(), np.linspace(0, 1, 5)), abs=1e-6)
 
 
 TOY = ViTConfig(depth=2, width=32, mlp=32, heads=2, patch=4, image=(16, 24), classes=3)
@@ -289,11 +289,11 @@ def planted(count: int, seed: int, first: int = 0) -> tuple[Tensor, Tensor, Tens
     draw = torch.Generator().manual_seed(seed)
     images = 0.3 * torch.randn(count, 3, 16, 24, generator=draw)
     images += 0.4 * torch.randn(count, 3, 4, 6, generator=draw).repeat_interleave(4, 2).repeat_interleave(4, 3)
-    labels, places = torch.randint(first, 3, (count,), generator=draw), torch.randint(24, (count,), generator=draw)
-    for image, label, place in zip(images, labels, places, strict=True):
-        row, column = 4 * (place // 6), 4 * (place % 6)
+    labels, indices = torch.randint(first, 3, (count,), generator=draw), torch.randint(24, (count,), generator=draw)
+    for image, label, index in zip(images, labels, indices, strict=True):
+        row, column = 4 * (index // 6), 4 * (index % 6)
         image[label, row : row + 4, column : column + 4] += 2.0 * (label > 0)
-    return images, labels, places
+    return images, labels, indices
 
 
 @pytest.fixture(scope="module", params=TOYS)
@@ -311,15 +311,15 @@ def toy(request: pytest.FixtureRequest) -> Model:
 
 
 def test_a_planted_patch_is_found(toy: Model) -> None:
-    images, labels, places = planted(60, 1000, first=1)
+    images, labels, indices = planted(60, 1000, first=1)
     with torch.no_grad():
         right = toy(images).argmax(1) == labels
     assert right.float().mean() > 0.8
-    images, places = images[right], places[right]
+    images, indices = images[right], indices[right]
     chance = deletion_area(deletion_curve(toy, images, random_maps(toy, images), 12))
     for name, method in METHODS.items():
         maps = method(toy, images)
-        assert (maps.flatten(1).argmax(1) == places).float().mean() >= 0.85, name
+        assert (maps.flatten(1).argmax(1) == indices).float().mean() >= 0.85, name
         assert deletion_area(deletion_curve(toy, images, maps, 12)) < 0.7 * chance, name
 
 
@@ -335,22 +335,22 @@ def released(assets: Path) -> tuple[Model, Tensor]:
 def test_deletion_beats_chance_on_photographs(released: tuple[Model, Tensor]) -> None:
     """Areas measured in 14 steps: chance 0.52 to 0.56 (four seeds), both methods 0.28."""
     model, images = released
-    chance, *found = (
+    chance, *result = (
         deletion_area(deletion_curve(model, images, maps, 3))
         for maps in (random_maps(model, images), gradient_rollout(model, images), attention_gradient(model, images))
     )
-    assert max(found) < chance - 0.15
+    assert max(result) < chance - 0.15
 
 
 def test_occlusion_beats_chance_on_small_photographs(released: tuple[Model, Tensor]) -> None:
     """At half the side, since occlusion takes one pass per patch."""
     model, images = released
     small = F.interpolate(images[:3], size=(112, 112), mode="bilinear", antialias=True)
-    chance, found = (
+    chance, result = (
         deletion_area(deletion_curve(model, small, maps, 7))
         for maps in (random_maps(model, small), occlusion(model, small))
     )
-    assert found < chance
+    assert result < chance
 
 
 @pytest.mark.parametrize("method", [gradient_rollout, attention_gradient])
@@ -361,6 +361,6 @@ def test_random_weights_give_another_map(released: tuple[Model, Tensor], method:
     torch.manual_seed(0)
     fresh = made(model.config)
     pairs = zip(method(model, images[:4]), method(fresh, images[:4]), strict=True)
-    found = [spearman(real.flatten(), random.flatten()).statistic for real, random in pairs]
-    assert abs(np.mean(found)) < 0.3
-    assert max(found) < 0.6
+    result = [spearman(real.flatten(), random.flatten()).statistic for real, random in pairs]
+    assert abs(np.mean(result)) < 0.3
+    assert max(result) < 0.6

@@ -36,9 +36,9 @@ def made(architecture: Architecture) -> Any:
 def by_scikit_learn(kernel: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Kernel (d, c, p, p) -> components (count, p, p, c) of either sign, and their shares"""
     rows = kernel.detach().double().permute(0, 2, 3, 1).flatten(1).numpy()
-    found = outside("sklearn.decomposition").PCA(n_components=count, svd_solver="full").fit(rows)
+    result = outside("sklearn.decomposition").PCA(n_components=count, svd_solver="full").fit(rows)
     shape = (count, *kernel.shape[2:], kernel.shape[1])
-    return found.components_.reshape(shape), found.explained_variance_ratio_
+    return result.components_.reshape(shape), result.explained_variance_ratio_
 
 
 @pytest.mark.parametrize(
@@ -50,11 +50,11 @@ def test_filters_are_the_principal_components(name: str, changes: dict[str, Any]
         "hybrid": lambda: model.stem.root.conv.standardized(),
         "BiT": lambda: model.root.standardized(),
     }.get(name, lambda: model.embed.weight)()
-    found = embedding_filters(model, 12)
+    result = embedding_filters(model, 12)
     expected, shares = by_scikit_learn(kernel, 12)
-    assert found.components.shape == expected.shape
-    np.testing.assert_allclose(found.explained, shares, atol=1e-6)
-    for ours, theirs in zip(found.components.numpy(), expected, strict=True):
+    assert result.components.shape == expected.shape
+    np.testing.assert_allclose(result.explained, shares, atol=1e-6)
+    for ours, theirs in zip(result.components.numpy(), expected, strict=True):
         assert np.linalg.norm(ours) == pytest.approx(1, abs=1e-5)
         assert ours.max() == np.abs(ours).max()  # the sign that we promise
         assert abs((ours * theirs).sum()) == pytest.approx(1, abs=1e-4)
@@ -63,9 +63,9 @@ def test_filters_are_the_principal_components(name: str, changes: dict[str, Any]
 def test_a_hybrid_shows_its_root():
     assert embedding_filters(build(SMALL)).source == "the patch embedding"
     for config in (HYBRID, replace(HYBRID, patch=2), ARCHITECTURES["BiT"]):
-        found = embedding_filters(build(config))
-        assert found.components.shape == (28, 7, 7, 3)
-        assert "7x7 convolution of the ResNet's root" in found.source
+        result = embedding_filters(build(config))
+        assert result.components.shape == (28, 7, 7, 3)
+        assert "7x7 convolution of the ResNet's root" in result.source
 
 
 def test_a_planted_filter_comes_first():
@@ -89,9 +89,9 @@ def test_small_kernels_have_fewer_components():
     narrow = replace(SMALL, width=8, heads=2)
     assert embedding_filters(build(narrow)).components.shape == (7, 8, 8, 3)
     tiny = replace(SMALL, patch=2, channels=1)
-    found = embedding_filters(build(tiny))
-    assert found.components.shape == (4, 2, 2, 1)
-    assert found.explained.sum().item() == pytest.approx(1, abs=1e-5)
+    result = embedding_filters(build(tiny))
+    assert result.components.shape == (4, 2, 2, 1)
+    assert result.explained.sum().item() == pytest.approx(1, abs=1e-5)
     flat = made(SMALL)
     torch.nn.init.zeros_(flat.embed.weight)
     assert embedding_filters(flat).images().isfinite().all()
@@ -111,11 +111,11 @@ def test_similarity_equals_the_cosine_of_a_loop(position: Any, changes: dict[str
         rows = torch.stack([torch.stack([torch.cat([x[j], y[i]]) for j in range(5)]) for i in range(3)])
     else:
         rows = sincos2d((3, 5), 32)
-    found = position_similarity(model)
-    assert found.shape == (3, 5, 3, 5)
+    result = position_similarity(model)
+    assert result.shape == (3, 5, 3, 5)
     for i, j, h, w in np.ndindex(3, 5, 3, 5):
         expected = torch.cosine_similarity(rows[i, j], rows[h, w], dim=0)
-        assert found[i, j, h, w].item() == pytest.approx(expected.item(), abs=1e-5)
+        assert result[i, j, h, w].item() == pytest.approx(expected.item(), abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -137,23 +137,23 @@ def test_released_positions_are_alike_in_rows_and_columns(released: Model) -> No
     Measured: 0.466 within rows and columns, -0.064 elsewhere. Not only since near patches are alike: at the same
     distance the lines are ahead by 0.16 (two patches) to 0.51 (six).
     """
-    found = position_similarity(released).numpy()
-    assert found.shape == (14, 14, 14, 14)
-    i, j, h, w = np.indices(found.shape)
+    result = position_similarity(released).numpy()
+    assert result.shape == (14, 14, 14, 14)
+    i, j, h, w = np.indices(result.shape)
     distance, straight = np.hypot(i - h, j - w), (i == h) | (j == w)
-    np.testing.assert_allclose(found[distance == 0], 1, atol=1e-5)
-    assert found[straight & (distance > 0)].mean() > found[~straight].mean() + 0.4
+    np.testing.assert_allclose(result[distance == 0], 1, atol=1e-5)
+    assert result[straight & (distance > 0)].mean() > result[~straight].mean() + 0.4
     for length in range(2, 10):
         slanted = ~straight & (np.abs(distance - length) < 0.5)
-        assert found[straight & (distance == length)].mean() > found[slanted].mean() + 0.1
+        assert result[straight & (distance == length)].mean() > result[slanted].mean() + 0.1
 
 
 def test_released_filters_are_few_and_smooth(released: Model) -> None:
     """Figure 7, left: "plausible basis functions". Measured: 28 explain 0.42 (chance 0.27), roughness 1.02 (1.87)."""
-    found, chance = embedding_filters(released), embedding_filters(build(released.config))
-    assert found.components.shape == (28, 16, 16, 3)
-    assert found.explained.sum() > chance.explained.sum() + 0.1
-    assert roughness(found.components) < 0.75 * roughness(chance.components)
+    result, chance = embedding_filters(released), embedding_filters(build(released.config))
+    assert result.components.shape == (28, 16, 16, 3)
+    assert result.explained.sum() > chance.explained.sum() + 0.1
+    assert roughness(result.components) < 0.75 * roughness(chance.components)
 
 
 def roughness(components: Tensor) -> float:

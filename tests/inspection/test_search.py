@@ -50,9 +50,9 @@ def test_neighbours_equal_those_of_scikit_learn():
     features, queries = rng.normal(size=(50, 12)) * rng.uniform(0.1, 9, (50, 1)), rng.normal(size=(8, 12))
     oracle = outside("sklearn.neighbors").NearestNeighbors(n_neighbors=10, metric="cosine", algorithm="brute")
     distances, expected = oracle.fit(features).kneighbors(queries)
-    scores, places = nearest_images(index_images(names(50), features), queries, 10)
-    assert (scores.dtype, places.dtype) == (np.float32, np.int64)
-    assert places.tolist() == expected.tolist()
+    scores, indices = nearest_images(index_images(names(50), features), queries, 10)
+    assert (scores.dtype, indices.dtype) == (np.float32, np.int64)
+    assert indices.tolist() == expected.tolist()
     np.testing.assert_allclose(scores, 1 - distances, atol=1e-6)
 
 
@@ -67,18 +67,18 @@ def test_equal_scores_are_in_index_order_for_any_block_size(n: int, q: int, k: i
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nearest, "STORED_BLOCK", rows)
         patch.setattr(nearest, "QUERY_BLOCK", 2)
-        scores, places = nearest_images(index_images(names(n), features), queries, k)
-    for query, found, where in zip(queries, scores, places, strict=True):
+        scores, indices = nearest_images(index_images(names(n), features), queries, k)
+    for query, result, where in zip(queries, scores, indices, strict=True):
         length = np.linalg.norm(query) or 1.0
         expected = sorted((-float(features[i] @ query / length), i) for i in range(n))[:k]
-        assert list(zip((-found).tolist(), where.tolist(), strict=True)) == expected
-    assert scores.shape == places.shape == (q, min(k, n))
+        assert list(zip((-result).tolist(), where.tolist(), strict=True)) == expected
+    assert scores.shape == indices.shape == (q, min(k, n))
 
 
 def test_a_zero_vector_has_similarity_zero():
     index = index_images(names(3), np.array([[0.0, 0.0], [3.0, 4.0], [-1.0, 0.0]]))
-    scores, places = nearest_images(index, np.array([[2.0, 0.0]]), 3)
-    assert places.tolist() == [[1, 0, 2]]
+    scores, indices = nearest_images(index, np.array([[2.0, 0.0]]), 3)
+    assert indices.tolist() == [[1, 0, 2]]
     assert scores[0].tolist() == pytest.approx([0.6, 0.0, -1.0])
 
 
@@ -182,11 +182,11 @@ def test_patch_neighbours_equal_those_of_a_loop(name: str) -> None:
     ]
     for skip in (None, 3):
         expected = dict((place, score) for score, place in sorted(loop, reverse=True) if place[0] != skip)
-        found = nearest_patches(index, index.features[3, 1, 0], 6, skip=skip)
-        assert len(found) == 6
+        result = nearest_patches(index, index.features[3, 1, 0], 6, skip=skip)
+        assert len(result) == 6
         best = list(expected.values())[:6]
-        assert [match.score for match in found] == pytest.approx(best, abs=2e-3)
-        for match in found:
+        assert [match.score for match in result] == pytest.approx(best, abs=2e-3)
+        for match in result:
             assert expected[match[:3]] == pytest.approx(match.score, abs=2e-3)
     assert nearest_patches(index, index.features[3, 1, 0], 1)[0][:3] == (3, 1, 0)
 

@@ -69,15 +69,15 @@ def test_norms_are_taken_before_the_last_layer_norm(name: str) -> None:
     config = ARCHITECTURES[name]
     assert isinstance(config, ViTConfig)
     model, images = made(config), pictures(2, 3, 32, 48)
-    found = token_norms(model, images)
+    result = token_norms(model, images)
     model.norm = torch.nn.Identity()
     with torch.no_grad():
         tokens = model.encode(model.patchify(images))
     rows, columns = config.grid((32, 48))
     for i, row, column in np.ndindex(2, rows, columns):
         expected = np.sqrt((tokens[i, config.prefix + row * columns + column].numpy() ** 2).sum())
-        assert found[i, row, column].item() == pytest.approx(expected, rel=1e-5)
-    assert found.std() > 1e-3 * found.mean()
+        assert result[i, row, column].item() == pytest.approx(expected, rel=1e-5)
+    assert result.std() > 1e-3 * result.mean()
     assert not model.blocks[-1]._forward_hooks
 
 
@@ -94,7 +94,7 @@ def features(*shape: int, seed: int = 0) -> Tensor:
 
 def test_colours_are_three_principal_components():
     given_features = features(3, 5, 6, 10)
-    found = pca_colours(given_features)
+    result = pca_colours(given_features)
     rows = given_features.flatten(0, 2).double().numpy()
     scores = outside("sklearn.decomposition").PCA(n_components=3, svd_solver="full").fit_transform(rows)
     for channel in range(3):
@@ -104,7 +104,7 @@ def test_colours_are_three_principal_components():
         if score[inside].mean() < score[~inside].mean():
             score = -score
         low, high = np.quantile(score, 0.01), np.quantile(score, 0.99)
-        np.testing.assert_allclose(found[..., channel], np.clip((score - low) / (high - low), 0, 1), atol=1e-5)
+        np.testing.assert_allclose(result[..., channel], np.clip((score - low) / (high - low), 0, 1), atol=1e-5)
 
 
 @given(rows=st.integers(1, 5), columns=st.integers(1, 5), count=st.integers(1, 3), seed=st.integers(0, 50))
@@ -112,15 +112,15 @@ def test_colours_are_three_principal_components():
 def test_colours_are_invariant_to_rotated_and_shifted_features(rows: int, columns: int, count: int, seed: int) -> None:
     """A rotation and a shift of all features are invisible: no sign or order is left to chance."""
     given_features = features(count, rows, columns, 6, seed=seed).double()
-    found = pca_colours(given_features)
-    assert found.shape == (count, rows, columns, 3)
-    assert found.min() >= 0
-    assert found.max() <= 1
-    assert torch.equal(found, pca_colours(given_features))
+    result = pca_colours(given_features)
+    assert result.shape == (count, rows, columns, 3)
+    assert result.min() >= 0
+    assert result.max() <= 1
+    assert torch.equal(result, pca_colours(given_features))
     if min(rows, columns) < 3 or count * rows * columns < 12:
         return  # without an inside the sign is that of the largest weight, which a rotation moves
     turn = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))).Q
-    torch.testing.assert_close(pca_colours(given_features @ turn + 3), found, rtol=0, atol=1e-4)
+    torch.testing.assert_close(pca_colours(given_features @ turn + 3), result, rtol=0, atol=1e-4)
 
 
 def test_the_foreground_is_bright_and_equal_patches_have_one_colour():

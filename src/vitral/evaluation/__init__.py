@@ -1,1 +1,1 @@
-"""A plain model and batches to numbers: predictions, accuracy, calibration, and whose classes are whose."""
+"""Evaluation of models: predictions and embeddings of a split, metrics, probes, duplicates."""

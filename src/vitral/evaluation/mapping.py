@@ -81,7 +81,15 @@ def _by_sorted_wnid(folder_classes: Sequence[str], model_classes: Sequence[str],
 
 
 def read_table(path: Path, count: int) -> list[tuple[str, list[str]]]:
-    """Each column of the file with a title: names in the order of the outputs. A heading line may stand in front."""
+    """Read a class table.
+
+    Args:
+        path: Text file with one line per output, optionally after a header line.
+        count: Number of outputs.
+
+    Returns:
+        A description and the names, in the order of the outputs, of each column.
+    """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -93,7 +101,9 @@ def read_table(path: Path, count: int) -> list[tuple[str, list[str]]]:
         rows = [re.split(r"[\s,]+", line, maxsplit=1) if _WNID.match(line) else [line] for line in lines]
     rows = rows[1:] if len(rows) == count + 1 else rows
     if len(rows) != count:
-        raise UserError(f"the class table {path} has {len(rows)} lines, and the model has {count} outputs.")
+        raise UserError(
+            f"the class table {path} has {len(rows)} lines, and the model has {count} outputs: give one line each."
+        )
     width = min(len(row) for row in rows)
     return [(f"column {i + 1} of {path.name}", [row[i].strip() for row in rows]) for i in range(width)]
 
@@ -114,8 +124,8 @@ def _mismatch(
     candidates = [f"{title} ({_examples(names)})" for title, names in lists]
     outputs_text = " or ".join(candidates) if candidates else f"the {count} unnamed outputs of the model"
     return (
-        f"{unmatched_text} do not match {outputs_text}: name all folders as there, once each, or by output number from 0 to "
-        f"{count - 1}, or give a table with one line for each output (--classes)."
+        f"{unmatched_text} do not match {outputs_text}: name all folders like the outputs, once each, or by output "
+        f"number from 0 to {count - 1}, or give a table with one line per output (--classes)."
     )
 
 

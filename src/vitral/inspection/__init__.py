@@ -1,1 +1,1 @@
-"""A plain model and images to arrays: where it looks, what it has learned, what an answer rests on."""
+"""Inspection of models: attention, attribution, learned representations and image search, as arrays."""
