@@ -195,7 +195,7 @@ def test_damaged_cifar_is_refused(tmp_path):
     put(folder / "train_lables.json", json.dumps(cifar.train_labels[:-1]))
     assert "10 train images and 9 labels" in refusal(source)
     put(folder / "train_lables.json", "[1, 2")
-    assert "train_lables.json is no JSON" in refusal(source)
+    assert "train_lables.json is not valid JSON" in refusal(source)
     put(folder / "data_batch_2.png", png(cifar.train[2]))
     assert "32 pixels wide, not 1024" in refusal(source)
     put(folder / "data_batch_1.png", b"no picture")
@@ -458,4 +458,4 @@ def test_faulty_objectnet_is_refused(tmp_path):
     with pytest.raises(UserError, match="lacks mappings/objectnet_to_imagenet_1k"):
         imagenet_outputs(f"objectnet:{folder}", ("Alarm clock",))
     put(folder / "mappings/objectnet_to_imagenet_1k.json", "{")
-    assert "objectnet_to_imagenet_1k.json is no JSON" in refusal(f"objectnet:{folder}")
+    assert "objectnet_to_imagenet_1k.json is not valid JSON" in refusal(f"objectnet:{folder}")

@@ -132,7 +132,7 @@ def test_absurd_sizes_are_refused_before_memory_is_taken():
     data = bytearray(saved(photo(20, 20)))
     frame = images.jpeg_header(bytes(data)).frame
     assert frame is not None
-    data[frame.place : frame.place + 4] = b"\xff\xff\xff\xff"
+    data[frame.offset : frame.offset + 4] = b"\xff\xff\xff\xff"
     with pytest.raises(ImageError, match="too many pixels"):
         open_lazily(bytes(data), 3)
 

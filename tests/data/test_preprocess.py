@@ -63,8 +63,8 @@ def test_a_pipeline_states_its_size_and_whether_it_is_random(text, size, random)
         ("decode|decode|resize(224)", "decode must be the first step"),
         ("decode|resize_smal(256)|central_crop(224)", "did you mean resize_small?"),
         ("decode|center_crop(224)", "did you mean central_crop?"),
-        ("decode|random_resized_crop(224)", "called inception_crop(h[, w][, min_area][, method])"),
-        ("decode|resize(224)|flip_lr", "called flip"),
+        ("decode|random_resized_crop(224)", "use inception_crop(h[, w][, min_area][, method])"),
+        ("decode|resize(224)|flip_lr", "use flip"),
         ("decode|wobble(3)", "the steps are decode, resize,"),
         ("decode|resize(224, bicubik)", "did you mean bicubic?"),
         ("decode|resize()", "write resize(h[, w][, method])"),
@@ -82,8 +82,8 @@ def test_a_pipeline_states_its_size_and_whether_it_is_random(text, size, random)
         ("decode", "add a step such as resize(224)"),
         ("decode|resize_small(256)", "add a step such as central_crop(256)"),
         ("decode|resize_small(256)|flip", "different sizes"),
-        ("decode|resize_small(224)|central_crop(256)", "larger than the 224 x 224 pixels"),
-        ("decode|resize(100, 300)|random_crop(200)", "larger than the 100 x 300 pixels"),
+        ("decode|resize_small(224)|central_crop(256)", "larger than its input of 224 x 224 pixels"),
+        ("decode|resize(100, 300)|random_crop(200)", "larger than its input of 100 x 300 pixels"),
         ("decode|value_range(-1, 1)|resize(224)", "only be the last step"),
     ],
 )
@@ -117,8 +117,8 @@ def test_a_number_is_a_finite_one(word):
 
 def test_a_number_is_taken_within_its_ends_and_whole_where_it_must_be():
     layers, chance = NumberArgument("layers", 1, 16, whole=True), NumberArgument("chance", 0, 1)
-    assert [layers.takes(value) for value in (0, 1, 1.5, 16, 16.5, 17)] == [False, True, False, True, False, False]
-    assert [chance.takes(value) for value in (-0.1, 0, 0.5, 1, 1.1)] == [False, True, True, True, False]
+    assert [layers.accepts(value) for value in (0, 1, 1.5, 16, 16.5, 17)] == [False, True, False, True, False, False]
+    assert [chance.accepts(value) for value in (-0.1, 0, 0.5, 1, 1.1)] == [False, True, True, True, False]
     with pytest.raises(UserError, match=r"layers must be whole and from 1 to 16, not 2\.5\."):
         parse_pipeline("decode|resize(8)|randaugment(2.5, 10)")
 

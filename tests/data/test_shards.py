@@ -18,7 +18,7 @@ from vitral.data import shards
 from vitral.data.cache import cache_folder
 from vitral.data.check import check
 from vitral.data.images import ImageError
-from vitral.data.shards import expand, index_shard
+from vitral.data.shards import expand_pattern, index_shard
 from vitral.data.sources import DataSet, Split, open_data
 from vitral.errors import UserError
 
@@ -149,12 +149,12 @@ def test_braces_and_patterns(tmp_path):
     names = [f"{kind}-{number:02d}.tar" for kind in ("a", "b") for number in (8, 9, 10)]
     for name in names:
         (tmp_path / name).touch()
-    assert [path.name for path in expand(f"{tmp_path}/{{a,b}}-{{08..10}}.tar")] == names
-    assert [path.name for path in expand(f"{tmp_path}/a-*.tar")] == names[:3]
+    assert [path.name for path in expand_pattern(f"{tmp_path}/{{a,b}}-{{08..10}}.tar")] == names
+    assert [path.name for path in expand_pattern(f"{tmp_path}/a-*.tar")] == names[:3]
     with pytest.raises(UserError, match=r"no shard .*a-11.tar: check the numbers"):
-        expand(f"{tmp_path}/a-{{08..11}}.tar")
+        expand_pattern(f"{tmp_path}/a-{{08..11}}.tar")
     with pytest.raises(UserError, match="counts down"):
-        expand(f"{tmp_path}/a-{{10..08}}.tar")
+        expand_pattern(f"{tmp_path}/a-{{10..08}}.tar")
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_several_files_in_any_order_and_by_any_process(tmp_path, monkeypatch):
     for number in range(3):
         labels = ["even" if row % 2 == 0 else "odd" for row in range(10 * number, 10 * number + 10)]
         parquet(tmp_path / f"train-{number}.parquet", rows(10 * number, 10 * number + 10), labels, group=3)
-    monkeypatch.setattr("vitral.data.parquet._KEPT_BYTES", 40)
+    monkeypatch.setattr("vitral.data.parquet._CACHED_BYTES", 40)
     split = open_data(tmp_path, held_out=0).train
     assert split.keys[13] == "train-1.parquet:3"
     split.reader.read(0)
@@ -343,7 +343,7 @@ def test_a_data_set_of_the_hub(tmp_path, monkeypatch):
     assert asked == [
         ("owner/name", {"repo_type": "dataset", "revision": "v2", "allow_patterns": ["small/*.parquet"]}),
     ]
-    with pytest.raises(UserError, match="several forms: name one of them, such as hf:owner/name/large"):
+    with pytest.raises(UserError, match="several configurations: name one of them, such as hf:owner/name/large"):
         open_data("hf:owner/name")
 
 

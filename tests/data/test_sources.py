@@ -386,7 +386,7 @@ def test_test_images_need_no_training_images_that_are_missing(tmp_path):
         ("m.csv", "path,label\nx.png,a\n", "None of the files"),
         ("m.csv", "path,label\n", "lists no images"),
         ("m.tsv", "path,label\n", 'no column "path"'),
-        ("m.jsonl", '{"path": "0.png", "label": "a"}\n{"path"\n', "line 2 is no JSON"),
+        ("m.jsonl", '{"path": "0.png", "label": "a"}\n{"path"\n', "line 2 is not valid JSON"),
         ("m.jsonl", '["0.png"]\n', "line 1: write"),
         ("m.jsonl", '{"path": "0.png", "label": null}\n', "line 1 has an empty label"),
         ("m.csv", "path,label\n0.png,a\nx.png,b\n", "1 of 2 files in m.csv is missing, such as x.png. "),

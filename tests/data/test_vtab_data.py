@@ -49,7 +49,7 @@ def test_examples_are_read_as_protobuf_writes_them(features):
         arrays[name] = value if isinstance(value, bytes) else np.array(value, np.float32 if is_float else np.int64)
     data = b"before" + encode(arrays) + b"after"
     found = parse(data, 6, len(data) - 5)
-    assert {name: data[slice(*place)] for name, place in found.places.items()} == {
+    assert {name: data[slice(*place)] for name, place in found.spans.items()} == {
         name: value for name, value in features.items() if isinstance(value, bytes)
     }
     assert found.numbers == {name: value for name, value in features.items() if not isinstance(value, bytes)}

@@ -1,8 +1,8 @@
-"""Random changes of uint8 images (h, w, c), each a function of the generator it is given.
+"""Augmentations of uint8 images (h, w, c), each a function of the generator it is given.
 
-RandAugment is AugReg's: sixteen operations, each equally likely, with that code's strengths. Its scale has odd ends,
-kept so that its settings mean the same here: magnitude 10 is the scale's unit, larger is allowed, 0 is not "nothing",
-and posterize and solarize get weaker as the magnitude grows.
+RandAugment is AugReg's: sixteen operations, each equally likely, with that code's strengths. Its scale is kept so that
+settings mean the same here: magnitude 10 is the unit, larger values are allowed, 0 is not the identity, and posterize
+and solarize get weaker as the magnitude grows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from vitral.data.images import as_tensor
 
-FILL = 128  # what stands where an operation leaves nothing
+FILL = 128  # the value of pixels that an operation leaves empty
 LUMINANCE = 19595, 38470, 7471  # of red, green and blue: ITU-R 601 in 1/65536, as Pillow rounds it
 
 Operation = Callable[[np.ndarray, float, np.random.Generator], np.ndarray]
@@ -47,7 +47,7 @@ def erase(image: np.ndarray, rng: np.random.Generator, chance: float) -> np.ndar
 
 
 def randaugment(image: np.ndarray, rng: np.random.Generator, layers: int, magnitude: float) -> np.ndarray:
-    """(h, w, c) -> the same after `layers` operations drawn with replacement; 10 is the usual magnitude."""
+    """(h, w, c) -> the same after `layers` operations drawn with replacement; magnitude 10 is common."""
     for _ in range(layers):
         operation = OPERATIONS[rng.integers(len(OPERATIONS))]
         image = operation(image, magnitude / 10, rng)
@@ -56,12 +56,12 @@ def randaugment(image: np.ndarray, rng: np.random.Generator, layers: int, magnit
 
 def autocontrast(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
     """Each channel is stretched to 0..255."""
-    return _each_channel(image, _stretched)
+    return _each_channel(image, _autocontrast_table)
 
 
 def equalize(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
     """Each channel's histogram is made flat."""
-    return _each_channel(image, _flattened)
+    return _each_channel(image, _equalize_table)
 
 
 def invert(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
@@ -77,28 +77,28 @@ def posterize(image: np.ndarray, level: float, rng: np.random.Generator) -> np.n
 def solarize(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
     """Inverts what is at or above 256 * level."""
     values = np.arange(256)
-    return _mapped(image, np.where(values < int(256 * level), values, 255 - values))
+    return _apply_table(image, np.where(values < int(256 * level), values, 255 - values))
 
 
 def solarize_add(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
     """Brightens the darker half by 110 * level."""
     values = np.arange(256)
-    return _mapped(image, np.where(values < 128, values + int(110 * level), values))
+    return _apply_table(image, np.where(values < 128, values + int(110 * level), values))
 
 
 def brightness(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
-    return _mapped(image, np.arange(256) * strength(level))
+    return _apply_table(image, np.arange(256) * strength(level))
 
 
 def contrast(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
     """Away from the mean grey, or towards it."""
     mean = int(_grey(image).mean() + 0.5)
-    return _mapped(image, mean + strength(level) * (np.arange(256) - mean))
+    return _apply_table(image, mean + strength(level) * (np.arange(256) - mean))
 
 
 def color(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
     """Away from each pixel's own grey, or towards it."""
-    return _blended(_grey(image)[:, :, None], image, strength(level))
+    return _blend(_grey(image)[:, :, None], image, strength(level))
 
 
 def sharpness(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
@@ -110,7 +110,7 @@ def sharpness(image: np.ndarray, level: float, rng: np.random.Generator) -> np.n
     sums = sum(wide[y : y + height - 2, x : x + width - 2] for y in range(3) for x in range(3))
     smooth = (sums + 4 * wide[1:-1, 1:-1] + 6) // 13
     sharp = image.copy()
-    sharp[1:-1, 1:-1] = _blended(smooth, image[1:-1, 1:-1], strength(level))
+    sharp[1:-1, 1:-1] = _blend(smooth, image[1:-1, 1:-1], strength(level))
     return sharp
 
 
@@ -121,21 +121,21 @@ def rotate(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndar
     x, y = np.arange(width) - (width - 1) / 2, np.arange(height)[:, None] - (height - 1) / 2
     column = np.cos(angle) * x + np.sin(angle) * y + (width - 1) / 2
     row = np.cos(angle) * y - np.sin(angle) * x + (height - 1) / 2
-    return _looked_up(image, row, column)
+    return _sample_nearest(image, row, column)
 
 
 def shear_x(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
     """Row y moves by 0.3 * level * y to either side."""
     height, width = image.shape[:2]
     row = np.arange(height)[:, None]
-    return _looked_up(image, row, np.arange(width) + 0.3 * level * _sign(rng) * row)
+    return _sample_nearest(image, row, np.arange(width) + 0.3 * level * _sign(rng) * row)
 
 
 def shear_y(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
     """Column x moves by 0.3 * level * x up or down."""
     height, width = image.shape[:2]
     column = np.arange(width)
-    return _looked_up(image, np.arange(height)[:, None] + 0.3 * level * _sign(rng) * column, column)
+    return _sample_nearest(image, np.arange(height)[:, None] + 0.3 * level * _sign(rng) * column, column)
 
 
 def translate_x(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
@@ -198,36 +198,36 @@ def _grey(image: np.ndarray) -> np.ndarray:
     return (weighted[0] + weighted[1] + weighted[2] + 0x8000) >> 16
 
 
-def _blended(plain: np.ndarray, image: np.ndarray, factor: float) -> np.ndarray:
+def _blend(plain: np.ndarray, image: np.ndarray, factor: float) -> np.ndarray:
     """From `plain` (factor 0) through `image` (1) and beyond."""
     start = plain.astype(np.float32)
     return (start + np.float32(factor) * (image - start)).clip(0, 255).astype(np.uint8)
 
 
-def _mapped(image: np.ndarray, values: np.ndarray) -> np.ndarray:
+def _apply_table(image: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Every pixel value v becomes values[v]."""
     return np.take(values.clip(0, 255).astype(np.uint8), image)
 
 
 def _each_channel(image: np.ndarray, table: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """As `_mapped`, by a table for each channel, made from that channel's histogram (256,)."""
+    """As `_apply_table`, by a table for each channel, made from that channel's histogram (256,)."""
     channels = [image[:, :, band] for band in range(image.shape[2])]
-    return np.stack([_mapped(one, table(np.bincount(one.ravel(), minlength=256))) for one in channels], axis=2)
+    return np.stack([_apply_table(one, table(np.bincount(one.ravel(), minlength=256))) for one in channels], axis=2)
 
 
-def _stretched(histogram: np.ndarray) -> np.ndarray:
+def _autocontrast_table(histogram: np.ndarray) -> np.ndarray:
     present = histogram.nonzero()[0]
     low, high = present[0], present[-1]
     return np.arange(256) if low == high else (np.arange(256) - low) * (255 / (high - low))
 
 
-def _flattened(histogram: np.ndarray) -> np.ndarray:
+def _equalize_table(histogram: np.ndarray) -> np.ndarray:
     step = (histogram.sum() - histogram[histogram.nonzero()[0][-1]]) // 255
     return np.arange(256) if step == 0 else (step // 2 + histogram.cumsum() - histogram) // step
 
 
-def _looked_up(image: np.ndarray, row: np.ndarray, column: np.ndarray) -> np.ndarray:
-    """The nearest pixel at each place: row and column broadcast to (h, w); outside the image stands FILL."""
+def _sample_nearest(image: np.ndarray, row: np.ndarray, column: np.ndarray) -> np.ndarray:
+    """The nearest pixel at each position: row and column broadcast to (h, w); outside the image it is FILL."""
     height, width, channels = image.shape
     y, x = np.floor(row + 0.5).astype(np.int32), np.floor(column + 0.5).astype(np.int32)
     inside = (y >= 0) & (y < height) & (x >= 0) & (x < width)

@@ -1,14 +1,14 @@
 """Bytes to pixels: one decode policy, for training, evaluation and prediction alike.
 
 - The EXIF orientation is applied. EXIF that cannot be read counts as upright.
-- Grey is copied to as many channels as are asked for; one channel of a colour picture is its luminance (ITU-R 601).
+- Grey is copied to as many channels as are requested; one channel of a colour image is its luminance (ITU-R 601).
 - 16 bits become 8 by keeping the high byte (value >> 8), which is what Pillow does to colour; nothing is clipped.
   32-bit integers must lie in 0..65535 and count as 16 bits; floats must lie in 0..1 and are multiplied by 255.
-  The scale of any other range is not in the file, so such a picture is refused rather than guessed at.
-- Transparency, also of palettes and colour keys, is laid over white. CMYK is converted by Pillow.
-- An animation or a document with several pages gives its first picture.
-- Counts other than 1 and 3 channels are given only where the file has exactly that many bands, and then as stored.
-- A damaged, truncated or far too large picture (Pillow's limit, 179 million pixels) is unreadable.
+  The scale of any other range is not in the file, so such an image is refused.
+- Transparency, also of palettes and colour keys, is composited over white. CMYK is converted by Pillow.
+- An animation or a document with several pages gives its first image.
+- Channel counts other than 1 and 3 are returned only if the file has exactly that many bands, and then as stored.
+- A damaged, truncated or far too large image (Pillow's limit, 179 million pixels) is unreadable.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 METHODS = ("bilinear", "bicubic", "nearest", "area")
 
-# What brings each EXIF orientation upright: (h, w, c) -> (h, w, c) or (w, h, c).
+# Brings each EXIF orientation upright: (h, w, c) -> (h, w, c) or (w, h, c).
 _TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     1: lambda pixels: pixels,
     2: lambda pixels: pixels[:, ::-1],
@@ -59,16 +59,16 @@ class UnreadableImage:
 
 
 class ImageFacts(NamedTuple):
-    """What a file's header says."""
+    """The content of an image file's header."""
 
     format: str
     width: int  # upright, as `decode` gives it
     height: int
-    mode: str  # Pillow's word: L, RGB, RGBA, CMYK, P, I;16, ...
-    bits: int  # of one channel
+    mode: str  # Pillow's: L, RGB, RGBA, CMYK, P, I;16, ...
+    bits: int  # per channel
     channels: int
     rotated: bool  # turned or mirrored by its EXIF orientation
-    frames: int  # pictures of an animation, or pages
+    frames: int  # images of an animation, or pages
 
 
 def decode(data: bytes, channels: int = 3) -> np.ndarray:
@@ -82,39 +82,39 @@ def decode(data: bytes, channels: int = 3) -> np.ndarray:
 
 
 class LazyJpeg:
-    """A picture in a file whose parts can be asked for; it costs less to decode a part than all."""
+    """A JPEG that is decoded when it is indexed, and only down to the last row that is needed."""
 
     def __init__(self, data: bytes, frame: JpegFrame) -> None:
         self.data, self.frame = data, frame
         self.shape = (frame.height, frame.width, 3)
 
-    def __getitem__(self, part: tuple[slice, slice]) -> np.ndarray:
+    def __getitem__(self, region: tuple[slice, slice]) -> np.ndarray:
         """Rows and columns -> uint8 (h, w, 3); raises ImageError."""
-        rows = decode_upper_rows(self.data, self.frame, part[0].stop)
-        return (decode(self.data) if rows is None else rows)[part]
+        rows = decode_upper_rows(self.data, self.frame, region[0].stop)
+        return (decode(self.data) if rows is None else rows)[region]
 
 
 def open_lazily(data: bytes, channels: int) -> np.ndarray | LazyJpeg:
-    """What `decode` gives, yet to be decoded where a part of it may do; raises ImageError.
+    """As `decode`, but lazy where a part of the image can be decoded alone; raises ImageError.
 
-    Damage below the part goes unseen where Pillow would let it pass, too; that the end is missing is seen.
+    Damage below that part is not noticed where Pillow would tolerate it too; a missing end is noticed.
     """
     if channels == 3 and data.startswith(_JPEG):
         frame, tagged = jpeg_header(data)
-        readable = frame is not None and 0 < frame.height * frame.width <= _largest()
+        readable = frame is not None and 0 < frame.height * frame.width <= _max_pixels()
         if readable and (not tagged or _jpeg_orientation(data) == 1):
             return LazyJpeg(data, frame)
     return decode(data, channels)
 
 
 def describe(data: bytes) -> ImageFacts:
-    """What the header says, without decoding the pixels; raises ImageError."""
+    """Read the header without decoding the pixels; raises ImageError."""
     with _opened(data) as image:
         bits, mode, (width, height) = _bits(image), image.mode, image.size
-        # Asked for EXIF, Pillow decodes a PNG to its end, as the EXIF may stand there.
+        # To read EXIF, Pillow decodes a PNG to its end, as the EXIF may be there.
         plain = image.format == "PNG" and not any(word in data for word in _PNG_EXIF)
         orientation = 1 if plain else _orientation(image)
-        if orientation >= 5 and image.format != "TIFF":  # of a TIFF, Pillow states the upright size
+        if orientation >= 5 and image.format != "TIFF":  # for a TIFF, Pillow gives the upright size
             width, height = height, width
         # A phone's MPO is a JPEG with previews or depth maps behind it, not an animation.
         single = image.format in ("JPEG", "MPO")
@@ -157,16 +157,16 @@ def is_pil(value: Any) -> bool:
 
 
 def encode_png(image: np.ndarray) -> bytes:
-    """uint8 (h, w, 1, 3 or 4) -> the bytes of a PNG file, without loss; the fourth channel is opacity"""
+    """uint8 (h, w, 1, 3 or 4) -> the bytes of a PNG file; the fourth channel is opacity."""
     stream = io.BytesIO()
     array_to_pil(image).save(stream, "PNG")
     return stream.getvalue()
 
 
 def resize(image: np.ndarray, size: tuple[int, int], method: str = "bilinear") -> np.ndarray:
-    """uint8 (h, w, c) -> (*size, c). Shrinking averages (antialias), as Pillow does; a crop may be handed in uncopied.
+    """uint8 (h, w, c) -> (*size, c), with antialiasing as in Pillow; `image` may be a view.
 
-    `area` is the exact mean of what each pixel covers, TensorFlow's method of that name.
+    `area` is the exact mean of what each pixel covers, as TensorFlow's method of that name.
     """
     if image.shape[:2] == size:
         return image
@@ -175,25 +175,25 @@ def resize(image: np.ndarray, size: tuple[int, int], method: str = "bilinear") -
     if method == "nearest":
         rows, columns = (_nearest(before, after) for before, after in zip(image.shape, size, strict=False))
         return image.take(rows, 0).take(columns, 1)
-    # Torch recognises "channels last", twice as fast, only in contiguous memory with the batch added before the turn.
+    # Torch recognises channels_last, which is twice as fast, only if the batch axis is added before the permutation.
     batch = as_tensor(image)[None].permute(0, 3, 1, 2)
-    # Antialias when enlarging, too: there it costs nothing, and without it bicubic is another kernel than Pillow's.
+    # Antialias when enlarging, too: it costs nothing there, and bicubic would use another kernel than Pillow's.
     resized = F.interpolate(batch, size, mode=method, antialias=True)
     return resized[0].permute(1, 2, 0).numpy()
 
 
 def as_tensor(image: np.ndarray) -> torch.Tensor:
-    """uint8 (h, w, c), shared where the memory allows it; a memory map is read-only, and torch warns of such."""
+    """uint8 (h, w, c), sharing memory where possible; read-only memory is copied, as torch warns about it."""
     return torch.from_numpy(np.require(image, requirements=["C", "W"]))
 
 
 def _nearest(before: int, after: int) -> np.ndarray:
-    """(after,): the pixels in which the centres of the new ones fall."""
+    """(after,): the source pixels that contain the centres of the new pixels."""
     return ((np.arange(after) + 0.5) * before / after).astype(int)
 
 
 def _area(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Means over cells whose borders may cut through pixels, one axis after the other."""
+    """Means over cells with fractional borders, one axis after the other."""
     means = image.astype(np.float32)
     for axis, length in enumerate(size):
         means = _cell_means(means, length, axis)
@@ -214,10 +214,10 @@ def _cell_means(image: np.ndarray, length: int, axis: int) -> np.ndarray:
 
 
 def _fast_jpeg(data: bytes, channels: int) -> np.ndarray | None:
-    """A JPEG's pixels in most cases; None for all that Pillow shall decide on."""
+    """The pixels of a common JPEG; None for those that Pillow has to decode."""
     if channels not in (1, 3) or not data.startswith(_JPEG):
         return None
-    pixels = decode_jpeg(data, channels, _largest())
+    pixels = decode_jpeg(data, channels, _max_pixels())
     if pixels is None:
         return None
     if pixels.shape[2] != channels:
@@ -232,7 +232,7 @@ def _jpeg_orientation(data: bytes) -> int:
 
 @contextmanager
 def _opened(data: bytes) -> Iterator[Image.Image]:
-    """The picture with its pixels yet to be read; whatever goes wrong inside becomes ImageError."""
+    """The opened image, not yet decoded; any error inside the block becomes ImageError."""
     if not data:
         raise ImageError("the file is empty")
     try:
@@ -256,12 +256,12 @@ def _reason(error: Exception) -> str:
 
 
 def _bands(image: Image.Image, channels: int) -> np.ndarray:
-    """A loaded picture -> uint8 (h, w, channels), not yet turned."""
+    """A loaded image -> uint8 (h, w, channels), EXIF orientation not yet applied."""
     image = _eight_bits(image)
     if channels not in (1, 3):
         bands = len(image.getbands())
         if bands != channels:
-            raise ImageError(f"{channels} channels are asked for, the file has {bands}")
+            raise ImageError(f"the file has {bands} channels, not {channels}")
         return _array(image)
     if image.has_transparency_data:
         over = image.convert("RGBA")
@@ -293,84 +293,90 @@ def _array(image: Image.Image) -> np.ndarray:
 def _orientation(image: Image.Image) -> int:
     try:
         value = image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # damaged EXIF raises nearly anything, and the pixels are none the worse for it
+    except Exception:  # damaged EXIF raises nearly anything, and does not affect the pixels
         return 1
     return value if value in _TURNS else 1
 
 
 def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    return pixels if orientation == 1 else _TURNS[orientation](pixels).copy()  # a turned row may pass for contiguous
+    return pixels if orientation == 1 else _TURNS[orientation](pixels).copy()  # contiguous
 
 
 def _bits(image: Image.Image) -> int:
-    """Bits of one channel in the file; a 16-bit colour picture shows them only in the decoder's raw mode."""
+    """Bits per channel in the file; of a 16-bit colour image only the decoder's raw mode tells."""
     tiles = getattr(image, "tile", ())  # (codec, box, offset, arguments with the raw mode among them)
     if image.mode.startswith("I;16") or any(";16" in str(tile[3]) for tile in tiles):
         return 16
     return {"1": 1, "I": 32, "F": 32}.get(image.mode, 8)
 
 
-def _largest() -> float:
-    """Pillow warns from its limit on and refuses at twice that."""
+def _max_pixels() -> float:
+    """Pillow warns above its limit and refuses above twice that."""
     return 2 * (Image.MAX_IMAGE_PIXELS or float("inf"))
 
 
-_SEGMENTS = frozenset((*range(0xC0, 0xD0), *range(0xDA, 0xFF)))  # the markers that a length follows
+_SEGMENTS = frozenset((*range(0xC0, 0xD0), *range(0xDA, 0xFF)))  # markers that are followed by a length
 _END = b"\xff\xd9"
-_LEFT_OVER = re.compile(r"Corrupt JPEG data: \d+ extraneous bytes before marker 0xd[0-79]")  # the end, or a restart
-_BLOCKS = 16  # pixels, the height of a row of blocks where colours have half the resolution
+_LEFT_OVER = re.compile(
+    r"Corrupt JPEG data: \d+ extraneous bytes before marker 0xd[0-79]"
+)  # end of image, or a restart
+_MCU_HEIGHT = 16  # pixels: of a row of blocks where chroma is subsampled
 
 
 class JpegHeader(NamedTuple):
-    """What stands before the pixels."""
+    """The part of a JPEG before its pixels."""
 
-    frame: JpegFrame | None  # None unless rows come in order, of 8 bits and 1 or 3 colours
-    tagged: bool  # has a segment that may hold EXIF or XMP, or is an odd one
+    frame: JpegFrame | None  # None unless baseline, with 8 bits and 1 or 3 channels
+    tagged: bool  # has a segment that may hold EXIF or XMP, or an unknown structure
 
 
 class JpegFrame(NamedTuple):
-    place: int  # in the file, where the height is written
+    offset: int  # of the height field in the file
     height: int
     width: int
 
 
 def jpeg_header(jpeg: bytes) -> JpegHeader:
-    place, frame, tagged = 2, None, False
-    while place + 10 < len(jpeg) and jpeg[place] == 0xFF and jpeg[place + 1] in _SEGMENTS:
-        marker = jpeg[place + 1]
-        if marker == 0xDA:  # the scan
+    """Parse the segments up to the start of the scan."""
+    offset, frame, tagged = 2, None, False
+    while offset + 10 < len(jpeg) and jpeg[offset] == 0xFF and jpeg[offset + 1] in _SEGMENTS:
+        marker = jpeg[offset + 1]
+        if marker == 0xDA:  # start of scan
             return JpegHeader(frame, tagged)
         if marker == 0xE1:
             tagged = True
-        elif marker in (0xC0, 0xC1) and jpeg[place + 4] == 8 and jpeg[place + 9] in (1, 3):
-            frame = JpegFrame(place + 5, *struct.unpack_from(">HH", jpeg, place + 5))
-        place += 2 + int.from_bytes(jpeg[place + 2 : place + 4])
+        elif marker in (0xC0, 0xC1) and jpeg[offset + 4] == 8 and jpeg[offset + 9] in (1, 3):
+            frame = JpegFrame(offset + 5, *struct.unpack_from(">HH", jpeg, offset + 5))
+        offset += 2 + int.from_bytes(jpeg[offset + 2 : offset + 4])
     return JpegHeader(None, tagged=True)
 
 
 def decode_upper_rows(jpeg: bytes, frame: JpegFrame, rows: int) -> np.ndarray | None:
-    """uint8 (rows + 1, w, 3), of which all but the last row are those of the picture; None where all has to be
-    decoded."""
-    if not jpeg.endswith(_END):  # only the first complaint is told, which may be one of a restart left over
+    """Decode the first rows of a JPEG by writing a smaller height into its header.
+
+    Returns:
+        uint8 (rows + 1, w, 3), of which all but the last row are correct; None if the whole image has to be decoded.
+    """
+    if not jpeg.endswith(_END):  # the decoder reports its first warning alone, which may be about a restart marker
         return None
-    end = rows + 1  # colours at half the resolution are blended with those of the next row
-    if end > (frame.height - 1) // _BLOCKS * _BLOCKS:  # the last row of blocks: nothing would be left over
+    end = rows + 1  # subsampled chroma is blended with that of the next row
+    if end > (frame.height - 1) // _MCU_HEIGHT * _MCU_HEIGHT:  # in the last row of blocks: nothing to skip
         return None
-    shorter = b"".join((jpeg[: frame.place], end.to_bytes(2), jpeg[frame.place + 2 :]))
+    shorter = b"".join((jpeg[: frame.offset], end.to_bytes(2), jpeg[frame.offset + 2 :]))
     pixels = np.empty((end, frame.width, 3), np.uint8)
     try:
         simplejpeg.decode_jpeg(shorter, "RGB", buffer=pixels)
-    except ValueError as complaint:
-        return pixels if _LEFT_OVER.fullmatch(str(complaint)) else None
-    return None  # nothing was left over: the file ends too soon
+    except ValueError as warning:
+        return pixels if _LEFT_OVER.fullmatch(str(warning)) else None
+    return None  # no data was left over: the file is truncated
 
 
-def decode_jpeg(jpeg: bytes, channels: int, most_pixels: float) -> np.ndarray | None:
-    """uint8 (h, w, 1 or 3), as the file has it where it can be `channels`; None for all that Pillow shall decide on."""
+def decode_jpeg(jpeg: bytes, channels: int, max_pixels: float) -> np.ndarray | None:
+    """uint8 (h, w, 1 or 3), grey only if the file is and `channels` is 1; None for what Pillow has to decode."""
     try:
         height, width, space, _ = simplejpeg.decode_jpeg_header(jpeg)
-        if space not in ("Gray", "YCbCr", "RGB") or int(height) * int(width) > most_pixels:
+        if space not in ("Gray", "YCbCr", "RGB") or int(height) * int(width) > max_pixels:
             return None
         return simplejpeg.decode_jpeg(jpeg, "GRAY" if space == "Gray" and channels == 1 else "RGB")
-    except (KeyError, ValueError):  # a subsampling without a name there; warnings too, some of which Pillow lets pass
+    except (KeyError, ValueError):  # unknown subsampling; warnings too, some of which Pillow tolerates
         return None

@@ -1,8 +1,8 @@
-"""Manifests: CSV, TSV or JSON lines with a path, one or several labels, and perhaps a split, in each line.
+"""Manifests: CSV, TSV or JSON lines with a path, one or several labels, and optionally a split in each line.
 
 CSV begins with the names of its columns. Several labels are separated by "|" in CSV and are a list in JSON lines; one
-such line makes the whole manifest multi-label. Paths are relative to the manifest's own folder. Where no image is of
-the split train the data is for testing, and train has no images.
+such line makes the whole manifest multi-label. Paths are relative to the manifest's folder. Where no line is of the
+split train, the data is for testing only and train is empty.
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ class ManifestRow(NamedTuple):
 
 
 def read_manifest(path: Path, *, seed: int, held_out: float) -> DataSet:
+    """Read a manifest; `seed` and `held_out` as in `make_dataset`."""
     rows = []
-    several = False
+    multilabel = False
     for line, entry in _entries(path):
-        row, listed = _row(path, line, entry)
+        row, has_list = _row(path, line, entry)
         rows.append(row)
-        several |= listed
+        multilabel |= has_list
     if not rows:
         raise UserError(f"{path} lists no images: it needs a path and a label in each line.")
     _refuse_negative(path, rows)
     present, notes = _present(path, rows)
-    if held_out:  # else nobody trains on it
+    if held_out:  # else the data is not opened for training
         _refuse_without_training(path, rows, present)
-    rows, repeated = _once(path, present)
+    rows, repeated = _deduplicate(path, present)
     if repeated:
         notes.append(f"{repeated} repeated line{'s' * (repeated > 1)} of {path.name} {_is(repeated)} left out.")
     parts: dict[str, RawSplit] = {}
     for split in _splits(path, rows):
         names = [row.path for row in rows if row.split == split]
         labels = [row.labels for row in rows if row.split == split]
-        plain = labels if several else [label for (label,) in labels]
+        plain = labels if multilabel else [label for (label,) in labels]
         parts[split or "train"] = RawSplit(names, plain, FileReader(str(path.parent), names))
     classes = None
     if "train" not in parts:
@@ -62,19 +63,21 @@ def read_manifest(path: Path, *, seed: int, held_out: float) -> DataSet:
         notes.append("No image is of the split train: this is for testing only.")
     try:
         return make_dataset(str(path), parts, seed=seed, held_out=held_out, classes=classes, notes=notes)
-    except UserError as mistake:  # what was left out may be its cause
-        raise UserError(" ".join([*notes, str(mistake)])) from mistake
+    except UserError as error:  # the lines left out may be its cause
+        raise UserError(" ".join([*notes, str(error)])) from error
 
 
 def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers, and what each line says by our names of the columns."""
+    """Line numbers, and each line's values by our column names."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as stream:
             if path.suffix.lower() in (".csv", ".tsv"):
                 header = stream.readline()
                 stream.seek(0)
-                tab = "\t" if path.suffix.lower() == ".tsv" else ";" if header.count(";") > header.count(",") else ","
-                rows = csv.DictReader(stream, delimiter=tab, strict=True)
+                delimiter = (
+                    "\t" if path.suffix.lower() == ".tsv" else ";" if header.count(";") > header.count(",") else ","
+                )
+                rows = csv.DictReader(stream, delimiter=delimiter, strict=True)
                 _require_columns(path, rows.fieldnames or ())
                 yield from ((rows.line_num, _renamed(row)) for row in rows)
             else:
@@ -88,9 +91,9 @@ def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _require_columns(path: Path, names: Any) -> None:
-    known = {_COLUMNS.get(str(name).strip().lower()) for name in names}
+    columns = {_COLUMNS.get(str(name).strip().lower()) for name in names}
     for column in ("path", "label"):
-        if column not in known:
+        if column not in columns:
             has = ", ".join(map(str, names)) or "nothing"
             raise UserError(
                 f'{path} has no column "{column}": its first line names {has}, and must be as "path,label".'
@@ -101,7 +104,7 @@ def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}, line {number} is no JSON: {error.msg}.") from error
+        raise UserError(f"{path}, line {number} is not valid JSON: {error.msg}.") from error
     if not isinstance(entry, dict):
         raise UserError(f'{path}, line {number}: write {{"path": ..., "label": ...}} in each line.')
     return _renamed(entry)
@@ -112,12 +115,12 @@ def _renamed(entry: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _row(path: Path, line: int, entry: dict[str, Any]) -> tuple[ManifestRow, bool]:
-    """A checked row, and whether it may have several labels."""
+    """A checked row, and whether its labels are a list."""
     where = f"{path}, line {line}"
     name, label = entry.get("path"), entry.get("label")
     if not isinstance(name, str) or not name.strip():
         raise UserError(f"{where} has no path: name the image file.")
-    listed = isinstance(label, list) or (isinstance(label, str) and "|" in label)
+    has_list = isinstance(label, list) or (isinstance(label, str) and "|" in label)
     labels = label if isinstance(label, list) else str("" if label is None else label).split("|")
     plain = tuple(str(item).strip() for item in labels)
     if any(not item or isinstance(raw, dict | list) for item, raw in zip(plain, labels, strict=True)):
@@ -125,11 +128,11 @@ def _row(path: Path, line: int, entry: dict[str, Any]) -> tuple[ManifestRow, boo
     split = str(entry.get("split") or "").strip().lower()
     if split and split not in SPLIT_NAMES:
         raise UserError(f'{where} has the split "{split}": write train, val or test.')
-    return ManifestRow(line, name.strip(), tuple(dict.fromkeys(plain)), SPLIT_NAMES.get(split, "")), listed
+    return ManifestRow(line, name.strip(), tuple(dict.fromkeys(plain)), SPLIT_NAMES.get(split, "")), has_list
 
 
 def _refuse_negative(path: Path, rows: list[ManifestRow]) -> None:
-    """Where every label is a number it is a class index, and -1 is somebody's mark for "unknown"."""
+    """Where all labels are numbers they are class indices, and -1 commonly stands for "unknown"."""
     if all(label.removeprefix("-").isdecimal() for row in rows for label in row.labels):
         for row in rows:
             if any(label.startswith("-") for label in row.labels):
@@ -153,18 +156,18 @@ def _present(path: Path, rows: list[ManifestRow]) -> tuple[list[ManifestRow], li
 
 
 def _refuse_without_training(path: Path, rows: list[ManifestRow], present: list[ManifestRow]) -> None:
-    """Lines of the split train whose files are all missing are a mistake; to have no such line is not."""
-    wanted = [path.parent / row.path for row in rows if row.split == "train"]
-    if wanted and all(row.split != "train" for row in present):
-        raise UserError(f"None of the training files that {path} names exists, such as {wanted[0]}: correct the paths.")
+    """Refuse training lines whose files are all missing; to have no training line is no mistake."""
+    listed = [path.parent / row.path for row in rows if row.split == "train"]
+    if listed and all(row.split != "train" for row in present):
+        raise UserError(f"None of the training files that {path} names exists, such as {listed[0]}: correct the paths.")
 
 
 def _is(count: int) -> str:
     return "is" if count == 1 else "are"
 
 
-def _once(path: Path, rows: list[ManifestRow]) -> tuple[list[ManifestRow], int]:
-    """Each file once in a split, and how many lines were left out; two opinions about one file are an error."""
+def _deduplicate(path: Path, rows: list[ManifestRow]) -> tuple[list[ManifestRow], int]:
+    """Each file once per split, and the number of repeated lines; different labels for one file are an error."""
     first: dict[tuple[str, str], ManifestRow] = {}
     for row in rows:
         earlier = first.setdefault((row.split, row.path), row)

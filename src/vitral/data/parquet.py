@@ -1,11 +1,11 @@
 """Parquet files with image bytes and labels, in the layout of the Hugging Face hub.
 
-One column holds images (bytes, or a struct of bytes and path), one the labels: class indices whose names stand in the
-file's own description, plain numbers, or text; a list of them is multi-label. Files belong to a split by their name
-(train-00000-of-00005.parquet) or by their folder (train/0000.parquet).
+One column holds images (bytes, or a struct of bytes and path), one the labels: class indices whose names are in the
+file's metadata, plain numbers, or text; a list of them is multi-label. A file's split is in its name
+(train-00000-of-00005.parquet) or its folder's (train/0000.parquet).
 
-Reading one image means reading its row group, so a reader keeps the latest groups. Small data sets are soon in memory;
-on large ones random order is slow, because the format has no smaller unit to ask for.
+Reading one image means reading its row group, so a reader caches the latest groups. Small data sets are soon in memory;
+on large ones random order is slow, because the format has no smaller unit of access.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from vitral.data.splits import (
 )
 from vitral.errors import UserError
 
-_KEPT_BYTES = 256_000_000  # a process; the hub's groups of 100 photographs have about 10 MB
-# What pyarrow raises over damaged files, the last two where the damage is in their description.
+_CACHED_BYTES = 256_000_000  # per process; the hub's groups of 100 photographs have about 10 MB
+# What pyarrow raises for damaged files, the last two where the damage is in the metadata.
 _DAMAGE = (OSError, ValueError, IndexError, NotImplementedError)
 
 
 class ParquetReader:
-    """The images of a few files, by row; `rows` states those of each row group of each file."""
+    """The images of some files, by row; `rows` has the number of rows of each row group of each file."""
 
     def __init__(self, files: Sequence[Path], rows: Sequence[Sequence[int]], column: str) -> None:
         self.files = tuple(map(str, files))
@@ -46,17 +46,17 @@ class ParquetReader:
         self.groups = [(file, group) for file, counts in enumerate(rows) for group in range(len(counts))]
         # The first row of each group.
         self.starts = np.cumsum([0, *(count for counts in rows for count in counts)])[:-1]
-        self._kept: dict[int, Any] = {}
+        self._cached: dict[int, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": {}}  # another process reads for itself
+        return {**self.__dict__, "_cached": {}}  # each process has its own cache
 
     def read(self, index: int) -> bytes:
         group = self._group_of(index)
         try:
             value = self._group(group)[index - int(self.starts[group])].as_py()
         except _DAMAGE as error:
-            raise ImageError(f"{self.files[self.groups[group][0]]} cannot be read ({_said(error)})") from error
+            raise ImageError(f"{self.files[self.groups[group][0]]} cannot be read ({_message(error)})") from error
         data = value["bytes"] if isinstance(value, dict) else value
         if not data:
             raise ImageError("the row holds no image")
@@ -64,32 +64,32 @@ class ParquetReader:
 
     def mark(self, index: int) -> str:
         file = self.files[self.groups[self._group_of(index)][0]]
-        facts = os.stat(file)
-        return f"{os.path.abspath(file)} {facts.st_size} {facts.st_mtime_ns} {index}"
+        stat = os.stat(file)
+        return f"{os.path.abspath(file)} {stat.st_size} {stat.st_mtime_ns} {index}"
 
     def _group_of(self, index: int) -> int:
         return int(np.searchsorted(self.starts, index, "right")) - 1
 
     def _group(self, group: int) -> Any:
         """The image column of a row group, the latest groups from memory."""
-        found = self._kept.pop(group, None)
-        if found is None:
-            file, place = self.groups[group]
+        column = self._cached.pop(group, None)
+        if column is None:
+            file, number = self.groups[group]
             with _arrow().ParquetFile(self.files[file]) as table:
-                found = table.read_row_group(place, [self.column], use_threads=False).column(0)
-        self._kept[group] = found
-        while len(self._kept) > 1 and sum(column.nbytes for column in self._kept.values()) > _KEPT_BYTES:
-            self._kept.pop(next(iter(self._kept)))
-        return found
+                column = table.read_row_group(number, [self.column], use_threads=False).column(0)
+        self._cached[group] = column
+        while len(self._cached) > 1 and sum(cached.nbytes for cached in self._cached.values()) > _CACHED_BYTES:
+            self._cached.pop(next(iter(self._cached)))
+        return column
 
 
 def read_parquet(source: str, files: list[Path], *, seed: int, held_out: float) -> DataSet:
-    """The data set in these files; `source` is what to call it."""
+    """Read the data set in these files; `source` is its name in messages."""
     notes: list[str] = []
     parts: dict[str, RawSplit] = {}
     classes: tuple[str, ...] | None = None
     for split, members in files_by_split(source, files).items():
-        part, names = _part(members)
+        part, names = _read_split(members)
         if part is None:
             notes.append(f"Left out {split}: its labels are all -1, which stands for unknown.")
             continue
@@ -100,19 +100,19 @@ def read_parquet(source: str, files: list[Path], *, seed: int, held_out: float) 
     return make_dataset(source, parts, seed=seed, held_out=held_out, classes=classes, notes=notes)
 
 
-def fetch(name: str) -> tuple[Path, list[Path]]:
-    """The Parquet files of `hf:owner/name[/folder][@revision]`, from the hub's cache or the network."""
-    words, _, revision = name.removeprefix("hf:").partition("@")
-    owner, _, rest = words.partition("/")
+def download(name: str) -> tuple[Path, list[Path]]:
+    """The folder and the Parquet files of `hf:owner/name[/folder][@revision]`, from the hub's cache or the network."""
+    path, _, revision = name.removeprefix("hf:").partition("@")
+    owner, _, rest = path.partition("/")
     repository, _, folder = rest.partition("/")
     identity = f"{owner}/{repository}" if repository else owner
     try:
         from huggingface_hub import errors, snapshot_download
     except ImportError as error:
-        raise UserError(f"{name} is on the Hugging Face hub: pip install 'vitral[hub]' to fetch it.") from error
+        raise UserError(f"{name} is on the Hugging Face hub: pip install 'vitral[hub]' to download it.") from error
     pattern = f"{folder}/*.parquet" if folder else "*.parquet"  # "*" goes through folders here
     try:
-        found = snapshot_download(identity, repo_type="dataset", revision=revision or None, allow_patterns=[pattern])
+        snapshot = snapshot_download(identity, repo_type="dataset", revision=revision or None, allow_patterns=[pattern])
     # Some releases of the hub raise a plain ConnectionError where it is switched to offline.
     except (errors.LocalEntryNotFoundError, ConnectionError) as error:
         raise UserError(f"{name} is not in the cache and the hub cannot be reached: go online once.") from error
@@ -120,30 +120,30 @@ def fetch(name: str) -> tuple[Path, list[Path]]:
         raise UserError(f"{name}: the hub has no such data set, or it needs `hf auth login`.") from error
     except errors.HfHubHTTPError as error:
         raise UserError(f"{name}: the hub answered with an error ({error}).") from error
-    root = Path(found) / folder
+    root = Path(snapshot) / folder
     files = sorted(root.rglob("*.parquet"))
     if not files:
         raise UserError(f"{name} has no Parquet files: download it as a folder of images instead.")
-    settings = sorted({file.parent.relative_to(root).parts[0] for file in files if _is_setting(root, file)})
-    if len(settings) > 1:
-        raise UserError(f"{name} has several forms: name one of them, such as {name}/{settings[0]}.")
+    configs = sorted({file.parent.relative_to(root).parts[0] for file in files if _in_config_folder(root, file)})
+    if len(configs) > 1:
+        raise UserError(f"{name} has several configurations: name one of them, such as {name}/{configs[0]}.")
     return root, files
 
 
-def _is_setting(root: Path, file: Path) -> bool:
-    """Whether the file lies in a folder that is neither a split's nor the hub's usual data/."""
+def _in_config_folder(root: Path, file: Path) -> bool:
+    """Whether the file is in a folder that is neither a split's nor the hub's usual data/."""
     parts = file.parent.relative_to(root).parts
     return bool(parts) and parts[0] != "data" and split_name(parts[0]) is None
 
 
-def _part(files: list[Path]) -> tuple[RawSplit | None, tuple[str, ...] | None]:
-    """One split, or None where no row has a label; and the class names, where the files state them."""
+def _read_split(files: list[Path]) -> tuple[RawSplit | None, tuple[str, ...] | None]:
+    """One split, or None if no row has a label; and the class names, if the files have them."""
     labels: list[Any] = []
     rows: list[list[int]] = []
     names: tuple[str, ...] | None = None
     image = ""
     for file in files:
-        with opened(file) as table:
+        with open_parquet(file) as table:
             image, label = _columns(file, table.schema_arrow)
             _refuse_paths(file, table, image)
             names = _class_names(table.schema_arrow, label)
@@ -162,24 +162,24 @@ def _label(key: str, label: Any, names: tuple[str, ...] | None) -> Any:
     if label is None or label == "":
         raise UserError(f"{key} has no label: fill it in or remove the row.")
     if isinstance(label, int) and not 0 <= label < (len(names) if names else label + 1):
-        top = f"0 to {len(names) - 1}" if names else "0 and up"
-        raise UserError(f"{key} has the label {label}, which is out of range: classes are {top}.")
+        expected = f"0 to {len(names) - 1}" if names else "0 and up"
+        raise UserError(f"{key} has the label {label}, which is out of range: classes are {expected}.")
     return names[label] if names and isinstance(label, int) else str(label)
 
 
 def _columns(file: Path, schema: Any) -> tuple[str, str]:
     import pyarrow as pa
 
-    def holds_bytes(kind: Any) -> bool:
-        if pa.types.is_struct(kind):
-            return any(kind.field(place).name == "bytes" for place in range(kind.num_fields))
-        return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    def holds_bytes(column: Any) -> bool:
+        if pa.types.is_struct(column):
+            return any(column.field(index).name == "bytes" for index in range(column.num_fields))
+        return pa.types.is_binary(column) or pa.types.is_large_binary(column)
 
     images = [name for name in schema.names if holds_bytes(schema.field(name).type)]
     image = _pick(file, "image bytes", [name for name in IMAGE_COLUMNS if name in images] or images, schema)
     labels = [name for name in LABEL_COLUMNS if name in schema.names and name != image]
-    stated = [name for name in schema.names if _class_names(schema, name)]
-    return image, _pick(file, "labels", labels[:1] or stated, schema)
+    class_labels = [name for name in schema.names if _class_names(schema, name)]
+    return image, _pick(file, "labels", labels[:1] or class_labels, schema)
 
 
 def _pick(file: Path, what: str, names: list[str], schema: Any) -> str:
@@ -189,7 +189,7 @@ def _pick(file: Path, what: str, names: list[str], schema: Any) -> str:
 
 
 def _refuse_paths(file: Path, table: Any, column: str) -> None:
-    """`datasets` writes paths in place of the bytes unless told otherwise: say it before every image is unreadable."""
+    """`datasets` writes paths instead of bytes by default: refuse them before every image is unreadable."""
     if table.metadata.num_rows == 0:
         return
     first = None
@@ -200,7 +200,7 @@ def _refuse_paths(file: Path, table: Any, column: str) -> None:
 
 
 def _class_names(schema: Any, column: str) -> tuple[str, ...] | None:
-    """The names in the hub's description of a ClassLabel column, alone or in a list."""
+    """The names in the hub's metadata of a ClassLabel column, alone or in a list."""
     text = (schema.metadata or {}).get(b"huggingface")
     feature: Any = json.loads(text).get("info", {}).get("features", {}).get(column) if text else None
     if isinstance(feature, list) and feature:
@@ -212,8 +212,8 @@ def _class_names(schema: Any, column: str) -> tuple[str, ...] | None:
 
 
 @contextmanager
-def opened(file: Path) -> Generator[Any]:
-    """The file as pyarrow has it; damage that shows while it is open is told with the file's name."""
+def open_parquet(file: Path) -> Generator[Any]:
+    """The opened file; damage that is found while it is open becomes a UserError with the file's name."""
     arrow = _arrow()
     try:
         with arrow.ParquetFile(file) as table:
@@ -221,7 +221,7 @@ def opened(file: Path) -> Generator[Any]:
     except UserError:
         raise
     except _DAMAGE as error:
-        raise UserError(f"{file} is no readable Parquet file ({_said(error)}): copy it again.") from error
+        raise UserError(f"{file} is no readable Parquet file ({_message(error)}): copy it again.") from error
 
 
 def row_group_sizes(table: Any) -> list[int]:
@@ -229,12 +229,12 @@ def row_group_sizes(table: Any) -> list[int]:
 
 
 def row_keys(files: Sequence[Path], rows: Sequence[Sequence[int]]) -> list[str]:
-    """What a person calls the rows, such as "train-0.parquet:3"."""
+    """Readable names of the rows, such as "train-0.parquet:3"."""
     return [f"{file.name}:{row}" for file, counts in zip(files, rows, strict=True) for row in range(sum(counts))]
 
 
-def _said(error: Exception) -> str:
-    """On one line; pyarrow takes several, and quotes what it did not understand."""
+def _message(error: Exception) -> str:
+    """On one line: pyarrow uses several, and quotes bytes that it did not understand."""
     plain = (letter if letter.isprintable() else " " for letter in str(error))
     return " ".join("".join(plain).split()).rstrip(".")
 
@@ -243,5 +243,5 @@ def _arrow() -> Any:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise UserError("Parquet needs pyarrow: pip install 'vitral[data]' to have it.") from error
+        raise UserError("Parquet needs pyarrow: pip install 'vitral[data]'.") from error
     return pyarrow.parquet

@@ -1,16 +1,16 @@
-"""How an image becomes the model's input, as a short string: "decode|resize_small(256)|central_crop(224)".
+"""Preprocessing as a short string: "decode|resize_small(256)|central_crop(224)".
 
     decode                                          always first: bytes become uint8 pixels
     resize(h[, w][, method])                        to exactly that size
     resize_small(s[, method])                       the short side to s, the proportions kept
-    central_crop(h[, w])  random_crop(h[, w])       an image too small for it is first enlarged until it fits
+    central_crop(h[, w])  random_crop(h[, w])       an image that is too small is enlarged first
     inception_crop(h[, w][, min_area][, method])    5 to 100 % of the area, 3:4 to 4:3, resized
     flip                                            left to right, half of the time
     randaugment(layers, magnitude)                  AugReg's operations; (2, 10) is usual
     erase(chance)                                   a rectangle of noise
 
-Methods: bilinear (the default), bicubic, nearest, area. On command lines a last step may state the values that the
-model sees: value_range(-1, 1), which is the default, value_range(0, 1), imagenet_norm, or normalise(mean, std).
+Methods: bilinear (the default), bicubic, nearest, area. On command lines a last step may give the normalisation:
+value_range(-1, 1), which is the default, value_range(0, 1), imagenet_norm, or normalise(mean, std).
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from vitral.errors import UserError
 
 EXAMPLE = '"decode|resize_small(256)|central_crop(224)"'
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-# Longer pictures lose their ends before they are enlarged: one of 1 x 10,000 pixels would otherwise take gigabytes.
-LONGEST = 16
+# Longer images are cropped before they are enlarged: one of 1 x 10,000 pixels would otherwise take gigabytes.
+MAX_ASPECT = 16
 
-_VALUES = ("value_range", "imagenet_norm", "normalise", "normalize")
-_ELSEWHERE = {
+_NORMALISATIONS = ("value_range", "imagenet_norm", "normalise", "normalize")
+_OTHER_NAMES = {
     **{"random_resized_crop": "inception_crop", "flip_lr": "flip", "hflip": "flip", "horizontal_flip": "flip"},
     **{"randaug": "randaugment", "random_erasing": "erase"},
 }
 
 
-ImageInput = np.ndarray | LazyJpeg  # uint8 (h, w, c); a step that needs a part of it has no more decoded
+ImageInput = np.ndarray | LazyJpeg  # uint8 (h, w, c); of a lazy one only what a crop needs is decoded
 
 
 _STEP = re.compile(r"(\w+)\s*(?:\(([^()]*)\))?")
 
 
 class NumberArgument(NamedTuple):
-    """A number that a step takes, from `low` to `high`."""
+    """A numeric argument of a step, from `low` to `high`."""
 
     name: str
     low: float
@@ -56,27 +56,27 @@ class NumberArgument(NamedTuple):
     default: float | None = None
     whole: bool = False
 
-    def takes(self, value: float) -> bool:
+    def accepts(self, value: float) -> bool:
         return self.low <= value <= self.high and (value == int(value) or not self.whole)
 
     @property
-    def wanted(self) -> str:
+    def expected(self) -> str:
         return f"a {'whole number' if self.whole else 'number'} from {self.low} to {self.high}"
 
 
 def split_step(text: str) -> tuple[str, list[str]] | None:
-    """ "name(word, word)" to its name and its words; None where the text is no step."""
+    """ "name(argument, argument)" to its name and its arguments; None if the text has another form."""
     match = _STEP.fullmatch(text)
     if not match:
         return None
-    inside = (match[2] or "").strip()
-    return match[1], [word.strip() for word in inside.split(",")] if inside else []
+    arguments = (match[2] or "").strip()
+    return match[1], [argument.strip() for argument in arguments.split(",")] if arguments else []
 
 
-def as_number(word: str) -> float | None:
-    """None where the word is no finite number."""
+def as_number(text: str) -> float | None:
+    """The finite number that a text stands for, or None."""
     try:
-        value = float(word)
+        value = float(text)
     except ValueError:
         return None
     return value if math.isfinite(value) else None
@@ -84,7 +84,7 @@ def as_number(word: str) -> float | None:
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """One step as it was written, defaults filled in."""
+    """One parsed step, defaults filled in."""
 
     name: str
     sides: tuple[int, ...] = ()
@@ -98,7 +98,14 @@ class PipelineStep:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """uint8 images of any size to uint8 images of one size. Only `random` ones draw from the generator."""
+    """uint8 images of any size to uint8 images of one size.
+
+    Attributes:
+        text: the string that was parsed.
+        steps: in the order they are applied.
+        size: height and width of the results.
+        random: whether a step draws from the generator.
+    """
 
     text: str
     steps: tuple[PipelineStep, ...]
@@ -112,42 +119,46 @@ class Pipeline:
         if rng is None:
             if self.random:
                 raise ValueError(f"{self.text} is random and needs a generator")
-            rng = _UNUSED
+            rng = _UNUSED_RNG
         for step in self.steps:
             image = _STEP_TYPES[step.name].run(image, step, rng)
         return np.ascontiguousarray(whole_image(image))
 
     @property
     def ends_in_random_crop(self) -> bool:
-        """Whether it ends in the bilinear resize of a random part, flipped or not, and so has a `part`."""
-        step = self.steps[-self._left]
+        """Whether it ends in the bilinear resize of a random crop, flipped or not: `crop_region` can then be used."""
+        step = self.steps[-self._final_steps]
         return step.name == "inception_crop" and step.method == "bilinear"
 
     def crop_region(self, image: ImageInput, rng: np.random.Generator) -> CropRegion:
-        """(h, w, c) -> what a call would resize, and whether it would mirror that."""
-        for step in self.steps[: -self._left]:
+        """(h, w, c) -> the region that a call would resize, and whether it would mirror it."""
+        for step in self.steps[: -self._final_steps]:
             image = _STEP_TYPES[step.name].run(image, step, rng)
-        pixels = _random_region(image, self.steps[-self._left], rng)
-        return CropRegion(pixels, mirrored=self._left == 2 and draw_flip(rng))
+        pixels = _random_region(image, self.steps[-self._final_steps], rng)
+        return CropRegion(pixels, mirrored=self._final_steps == 2 and draw_flip(rng))
 
     @property
-    def _left(self) -> int:
-        """The steps that a part leaves to others."""
+    def _final_steps(self) -> int:
+        """The number of steps that `crop_region` leaves out: the resize of the crop, and perhaps a flip."""
         return 2 if self.steps[-1].name == "flip" else 1
 
 
 class CropRegion(NamedTuple):
-    """pixels uint8 (h, w, c), perhaps a view"""
+    """pixels: uint8 (h, w, c), perhaps a view."""
 
     pixels: np.ndarray
     mirrored: bool
 
 
-_UNUSED = np.random.default_rng(0)
+_UNUSED_RNG = np.random.default_rng(0)
 
 
 def parse_pipeline(text: str) -> Pipeline:
-    """The pipeline a string stands for; UserError where it is not one, or has no fixed size at its end."""
+    """Parse a preprocessing string.
+
+    Raises:
+        UserError: a step is unknown or has wrong arguments, or the results have no fixed size.
+    """
     steps = tuple(_step(part.strip()) for part in text.split("|"))
     if steps[0].name != "decode" or any(step.name == "decode" for step in steps[1:]):
         raise UserError(f'"{text}": decode must be the first step, and only the first, as in {EXAMPLE}.')
@@ -156,7 +167,7 @@ def parse_pipeline(text: str) -> Pipeline:
 
 
 def parse_deterministic(text: str) -> Pipeline:
-    """The same, for pixels that must be equal each time."""
+    """As `parse_pipeline`, for evaluation: raises UserError if a step is random."""
     pipeline = parse_pipeline(text)
     if pipeline.random:
         raise UserError(f'"{text}" draws at random: use steps that give the same pixels each time.')
@@ -164,11 +175,15 @@ def parse_deterministic(text: str) -> Pipeline:
 
 
 def parse_preprocess(text: str, channels: int = 3) -> tuple[str, tuple[float, ...], tuple[float, ...]]:
-    """A pipeline whose last step may state the values: (pipeline, mean, std) for (pixel / 255 - mean) / std."""
+    """Parse a pipeline whose last step may be a normalisation.
+
+    Returns:
+        The pipeline without it, and mean and std for (pixel / 255 - mean) / std.
+    """
     *steps, last = text.split("|")
     split = split_step(last.strip())
-    if split and split[0] in _VALUES:
-        mean, std = _values(last.strip(), *split, channels)
+    if split and split[0] in _NORMALISATIONS:
+        mean, std = _normalisation(last.strip(), *split, channels)
         text = "|".join(steps)
     else:
         mean = std = (0.5,) * channels
@@ -196,12 +211,12 @@ def _random_crop(image: ImageInput, step: PipelineStep, rng: np.random.Generator
 
 
 def _inception_crop(image: ImageInput, step: PipelineStep, rng: np.random.Generator) -> np.ndarray:
-    """A random part, then the resize of that part alone."""
+    """A random crop, resized."""
     return resize(_random_region(image, step, rng), step.size, step.method)
 
 
 def _random_region(image: ImageInput, step: PipelineStep, rng: np.random.Generator) -> np.ndarray:
-    """The whole image where ten tries gave none that fits."""
+    """A crop of random area and aspect ratio; the whole image after ten tries without one that fits."""
     height, width = image.shape[:2]
     for _ in range(10):
         area = height * width * rng.uniform(step.numbers[0], 1)
@@ -236,7 +251,7 @@ def _covering(image: ImageInput, size: Size, method: str) -> np.ndarray:
 
 
 def _trimmed(image: Size) -> Size:
-    longest = LONGEST * min(image)
+    longest = MAX_ASPECT * min(image)
     return min(image[0], longest), min(image[1], longest)
 
 
@@ -248,12 +263,12 @@ def _covering_size(image: Size, size: Size) -> Size:
 
 
 class _StepType(NamedTuple):
-    """What a step's name stands for. It takes from `fewest` to `most` side lengths, then numbers, then a method."""
+    """A kind of step. Its arguments are `min_sides` to `max_sides` side lengths, then numbers, then a method."""
 
     usage: str
     run: Callable[[ImageInput, PipelineStep, np.random.Generator], ImageInput]
-    fewest: int = 0
-    most: int = 0
+    min_sides: int = 0
+    max_sides: int = 0
     numbers: tuple[NumberArgument, ...] = ()
     method: bool = False
     random: bool = False
@@ -289,44 +304,44 @@ _STEP_TYPES = {
 
 
 def _step(text: str) -> PipelineStep:
-    split = split_step(text)
-    if not split:
+    parsed = split_step(text)
+    if not parsed:
         raise UserError(f'"{text}" is not a step of a pipeline: write steps like those of {EXAMPLE}.')
-    name, words = split
+    name, arguments = parsed
     if name not in _STEP_TYPES:
         raise UserError(_unknown(name))
-    kind = _STEP_TYPES[name]
+    step_type = _STEP_TYPES[name]
     sides: list[int] = []
-    while words and len(sides) < kind.most and words[0].isdecimal():
-        if sides and kind.numbers and words[0] in ("0", "1"):  # inception_crop(224, 1): an area, not a width
+    while arguments and len(sides) < step_type.max_sides and arguments[0].isdecimal():
+        if sides and step_type.numbers and arguments[0] in ("0", "1"):  # inception_crop(224, 1): an area, not a width
             break
-        sides.append(int(words.pop(0)))
-    numbers = [_number(text, number, words) for number in kind.numbers]
-    method = words.pop(0) if kind.method and words and words[0] in METHODS else "bilinear"
-    if words or len(sides) < kind.fewest:
-        near = _near(words[0], METHODS) if words and kind.method else ""
-        raise UserError(f'"{text}": write {kind.usage}{near or "."}')
+        sides.append(int(arguments.pop(0)))
+    numbers = [_number(text, number, arguments) for number in step_type.numbers]
+    method = arguments.pop(0) if step_type.method and arguments and arguments[0] in METHODS else "bilinear"
+    if arguments or len(sides) < step_type.min_sides:
+        suggestion = _suggestion(arguments[0], METHODS) if arguments and step_type.method else ""
+        raise UserError(f'"{text}": write {step_type.usage}{suggestion or "."}')
     if 0 in sides:
         raise UserError(f'"{text}": a side must be at least 1 pixel.')
     return PipelineStep(name, tuple(sides), tuple(numbers), method)
 
 
-def _number(text: str, number: NumberArgument, words: list[str]) -> float:
-    """Takes the number off the front of `words`, or its default where there is one."""
-    value = as_number(words[0]) if words else None
+def _number(text: str, number: NumberArgument, arguments: list[str]) -> float:
+    """Takes the number off the front of `arguments`, or its default where there is one."""
+    value = as_number(arguments[0]) if arguments else None
     if value is None:
         if number.default is None:
-            raise UserError(f'"{text}" needs {number.name}, {number.wanted}.')
+            raise UserError(f'"{text}" needs {number.name}, {number.expected}.')
         return number.default
-    words.pop(0)
-    if not number.takes(value):
+    arguments.pop(0)
+    if not number.accepts(value):
         whole = "whole and " if number.whole else ""
         raise UserError(f'"{text}": {number.name} must be {whole}from {number.low} to {number.high}, not {value:g}.')
     return value
 
 
 def _final_size(text: str, steps: tuple[PipelineStep, ...]) -> Size:
-    """The size at the end. On the way `least` is what an image has at least, and `fixed` whether exactly that."""
+    """The size of the results. `least` is the smallest size at each step, and `fixed` whether all have exactly that."""
     least, fixed = (0, 0), False
     for step in steps:
         if step.name == "resize_small":
@@ -334,8 +349,8 @@ def _final_size(text: str, steps: tuple[PipelineStep, ...]) -> Size:
         elif step.sides:
             crop = step.name in ("central_crop", "random_crop")
             if crop and least != (0, 0) and (step.size[0] > least[0] or step.size[1] > least[1]):
-                least_words = f"{least[0]} x {least[1]}"
-                raise UserError(f'"{text}": {step.name} is larger than the {least_words} pixels that come to it.')
+                pixels = f"{least[0]} x {least[1]}"
+                raise UserError(f'"{text}": {step.name} is larger than its input of {pixels} pixels: crop less.')
             least, fixed = step.size, True
     if not fixed:
         crop = f"central_crop({min(least)})" if min(least) else "resize(224)"
@@ -343,17 +358,19 @@ def _final_size(text: str, steps: tuple[PipelineStep, ...]) -> Size:
     return least
 
 
-def _values(text: str, name: str, words: list[str], channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and std, one number for each channel."""
-    stated = [number for word in words if (number := as_number(word)) is not None]
-    half = len(stated) // 2
-    if name == "imagenet_norm" and not words:
+def _normalisation(
+    text: str, name: str, arguments: list[str], channels: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and std, one number per channel."""
+    numbers = [number for argument in arguments if (number := as_number(argument)) is not None]
+    half = len(numbers) // 2
+    if name == "imagenet_norm" and not arguments:
         mean, std = IMAGENET_MEAN, IMAGENET_STD
-    elif name == "value_range" and len(words) == len(stated) == 2 and stated[0] < stated[1]:
-        low, high = stated
+    elif name == "value_range" and len(arguments) == len(numbers) == 2 and numbers[0] < numbers[1]:
+        low, high = numbers
         mean, std = (-low / (high - low),), (1 / (high - low),)
-    elif name.startswith("normali") and half and len(words) == len(stated) == 2 * half and min(stated[half:]) > 0:
-        mean, std = tuple(stated[:half]), tuple(stated[half:])
+    elif name.startswith("normali") and half and len(arguments) == len(numbers) == 2 * half and min(numbers[half:]) > 0:
+        mean, std = tuple(numbers[:half]), tuple(numbers[half:])
     else:
         raise UserError(f'"{text}": write value_range(low, high), imagenet_norm, or normalise(mean, std).')
     if len(mean) == 1:
@@ -364,14 +381,14 @@ def _values(text: str, name: str, words: list[str], channels: int) -> tuple[tupl
 
 
 def _unknown(name: str) -> str:
-    if name in _VALUES:
-        return f"{name} can only be the last step, and only on command lines: a pipeline keeps to uint8 pixels."
-    if name in _ELSEWHERE:
-        return f'unknown step "{name}": here it is called {_STEP_TYPES[_ELSEWHERE[name]].usage}.'
-    known = f": the steps are {', '.join(_STEP_TYPES)}, and at the end value_range, imagenet_norm or normalise."
-    return f'unknown step "{name}"{_near(name, tuple(_STEP_TYPES)) or known}'
+    if name in _NORMALISATIONS:
+        return f"{name} can only be the last step, and only on command lines: a pipeline gives uint8 pixels."
+    if name in _OTHER_NAMES:
+        return f'unknown step "{name}": use {_STEP_TYPES[_OTHER_NAMES[name]].usage}.'
+    listing = f": the steps are {', '.join(_STEP_TYPES)}, and at the end value_range, imagenet_norm or normalise."
+    return f'unknown step "{name}"{_suggestion(name, tuple(_STEP_TYPES)) or listing}'
 
 
-def _near(word: str, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(word.lower(), known, 1, 0.5)
-    return f": did you mean {near[0]}?" if near else ""
+def _suggestion(name: str, options: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(name.lower(), options, 1, 0.5)
+    return f": did you mean {close[0]}?" if close else ""

@@ -1,7 +1,7 @@
 """WebDataset tar shards: key.jpg beside key.cls, key.json or key.txt, read in place and in any order.
 
-A shard is indexed once: where each image lies and its label go into SHARD.index.json beside it, or into the cache
-folder where that place is read-only. A changed shard is indexed again. Samples without a label file take the folder in
+A shard is indexed once: the offset and label of each image go into SHARD.index.json beside it, or into the cache folder
+if the shard's folder is read-only. A changed shard is indexed again. Samples without a label file have the folder in
 their key as the class.
 """
 
@@ -33,7 +33,7 @@ _LABELS = ("label", "labels", "class", "cls")
 
 
 class ShardSample(NamedTuple):
-    """An image in a shard. A label is text, or a list of texts where there may be several."""
+    """An image in a shard; a list of labels means multi-label."""
 
     name: str
     offset: int
@@ -43,13 +43,13 @@ class ShardSample(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardReader:
-    """Byte ranges of files; `places` is (n, 3) int64: shard, offset, size."""
+    """Byte ranges of files; `spans` is (n, 3) int64: shard, offset, size."""
 
     shards: tuple[str, ...]
-    places: np.ndarray
+    spans: np.ndarray
 
     def read(self, index: int) -> bytes:
-        shard, offset, size = self.places[index].tolist()
+        shard, offset, size = self.spans[index].tolist()
         try:
             # Opened for each read: nothing to share between processes or threads, and cheap beside a decode.
             with open(self.shards[shard], "rb") as stream:
@@ -62,25 +62,25 @@ class ShardReader:
         return data
 
     def mark(self, index: int) -> str:
-        shard, offset, size = self.places[index].tolist()
+        shard, offset, size = self.spans[index].tolist()
         return f"{os.path.abspath(self.shards[shard])} {os.stat(self.shards[shard]).st_mtime_ns} {offset} {size}"
 
 
-def expand(pattern: str) -> list[Path]:
-    """The files of "shards-{000..099}.tar" or "{train,val}-*.tar", in natural order; each must exist."""
+def expand_pattern(pattern: str) -> list[Path]:
+    """Expand "shards-{000..099}.tar" or "{train,val}-*.tar" to files in natural order; each must exist."""
     files: list[str] = []
     for text in _braces(pattern):
-        found = glob.glob(text) if glob.has_magic(text) else [text]
-        missing = [name for name in found if not os.path.isfile(name)]
-        if missing or not found:
+        matches = glob.glob(text) if glob.has_magic(text) else [text]
+        missing = [name for name in matches if not os.path.isfile(name)]
+        if missing or not matches:
             raise UserError(f"There is no shard {(missing or [text])[0]}: check the numbers in {pattern}.")
-        files += found
+        files += matches
     return [Path(name) for name in sorted(dict.fromkeys(files), key=natural_key)]
 
 
 def read_shards(source: str, files: list[Path], *, seed: int, held_out: float) -> DataSet:
-    """The data set in these shards; `source` is what to call it."""
-    parts = {split: _part(members) for split, members in files_by_split(source, files).items()}
+    """Read the data set in these shards; `source` is its name in messages."""
+    parts = {split: _read_split(members) for split, members in files_by_split(source, files).items()}
     return make_dataset(source, parts, seed=seed, held_out=held_out)
 
 
@@ -106,18 +106,18 @@ def index_shard(file: Path) -> list[ShardSample]:
     return samples
 
 
-def _part(files: list[Path]) -> RawSplit:
+def _read_split(files: list[Path]) -> RawSplit:
     keys: list[str] = []
     labels: list[Any] = []
-    places: list[tuple[int, int, int]] = []
+    spans: list[tuple[int, int, int]] = []
     for number, file in enumerate(files):
         for sample in index_shard(file):
             keys.append(f"{file.name}/{sample.name}")
             labels.append(tuple(sample.label) if isinstance(sample.label, list) else sample.label)
-            places.append((number, sample.offset, sample.size))
+            spans.append((number, sample.offset, sample.size))
     if not keys:
         raise UserError(f"{files[0]} holds no labelled image: it needs pairs such as 0001.jpg and 0001.cls.")
-    reader = ShardReader(tuple(map(str, files)), np.array(places, np.int64))
+    reader = ShardReader(tuple(map(str, files)), np.array(spans, np.int64))
     return RawSplit(keys, labels, reader)
 
 
@@ -173,7 +173,7 @@ def _checked(where: str, label: Any) -> str:
 
 def _braces(pattern: str) -> list[str]:
     pieces = re.split(r"\{([^{}]*)\}", pattern)
-    choices = [[piece] if place % 2 == 0 else _choices(piece) for place, piece in enumerate(pieces)]
+    choices = [[piece] if index % 2 == 0 else _choices(piece) for index, piece in enumerate(pieces)]
     return ["".join(parts) for parts in itertools.product(*choices)]
 
 

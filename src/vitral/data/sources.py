@@ -28,7 +28,7 @@ from vitral.data.folders import FileReader, find_images, read_folder, sub_folder
 from vitral.data.images import ImageError, describe
 from vitral.data.objects import open_objects
 from vitral.data.order import permute
-from vitral.data.shards import expand, read_shards
+from vitral.data.shards import expand_pattern, read_shards
 from vitral.data.splits import HELD_OUT, SPLIT_NAMES, DataSet, Reader, Split, strata, stratified
 from vitral.errors import UserError
 from vitral.events import EventHandler, ignore_events
@@ -59,15 +59,15 @@ def open_data(
     if isinstance(source, str) and in_catalog(text):
         return open_from_catalog(text, held_out=held_out)
     if text.startswith("hf:"):
-        folder, files = parquet.fetch(text)
+        folder, files = parquet.download(text)
         return replace(parquet.read_parquet(str(folder), files, seed=seed, held_out=held_out), source=text)
     path = Path(text).expanduser()
     if os.path.isdir(path):
         return _open_folder(path, seed, held_out)
     if path.suffix.lower() == ".tar":
-        return read_shards(text, expand(str(path)), seed=seed, held_out=held_out)
+        return read_shards(text, expand_pattern(str(path)), seed=seed, held_out=held_out)
     if path.suffix.lower() == ".parquet":
-        return parquet.read_parquet(text, expand(str(path)), seed=seed, held_out=held_out)
+        return parquet.read_parquet(text, expand_pattern(str(path)), seed=seed, held_out=held_out)
     if path.suffix.lower() in manifests.SUFFIXES and os.path.isfile(path):
         return manifests.read_manifest(path, seed=seed, held_out=held_out)
     close = difflib.get_close_matches(text.partition(":")[0], CATALOG, 1)

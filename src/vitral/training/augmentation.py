@@ -132,9 +132,9 @@ def _step(text: str) -> tuple[str, tuple[float, ...]]:
     name, words = split
     known = _KINDS[name].numbers
     read = [(number, as_number(word)) for number, word in zip(known, words, strict=False)]
-    values = [value for number, value in read if value is not None and number.takes(value)]
+    values = [value for number, value in read if value is not None and number.accepts(value)]
     if not len(words) == len(known) == len(values):
-        wanted = " and ".join(f"{number.name} {number.wanted}" for number in known)
+        wanted = " and ".join(f"{number.name} {number.expected}" for number in known)
         raise UserError(f'"{text}": write {_usage(name)}{", with " if known else ""}{wanted}.')
     return name, tuple(values)
 

@@ -1,7 +1,7 @@
 """Data sets known by name, one row each: `cifar10:FOLDER`, or `cifar10` for the folder $VITRAL_DATA/cifar10.
 
-Nothing is downloaded. A copy may have the layout of the makers' archive, of the hub (Parquet), or class folders; a copy
-with other counts than the real data set opens too, and the notes say so.
+Nothing is downloaded. A copy may have the layout of the original archive, of the Hugging Face hub (Parquet), or class
+folders; a copy with other image counts than the original opens too, with a note.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CATALOG: dict[str, CatalogEntry] = {
         sizes={"train": 1_020, "val": 1_020, "test": 6_149},
     ),
     "imagenet": CatalogEntry(
-        "ImageNet (ILSVRC-2012): 1.28 million photographs; measured on its validation split",
+        "ImageNet (ILSVRC-2012): 1.28 million photographs; evaluated on its validation split",
         read_imagenet,
         layout="train/WNID/ and val/WNID/, val/ with all images beside val.txt or LOC_val_solution.csv, or the hub's "
         "Parquet files",
@@ -67,30 +67,30 @@ CATALOG: dict[str, CatalogEntry] = {
 
 
 def in_catalog(source: str) -> bool:
-    """Whether this is a name of the catalogue, with or without a place behind a colon."""
+    """Whether the source is a name of the catalog, with or without ":FOLDER"."""
     return source.partition(":")[0] in CATALOG
 
 
 def open_from_catalog(source: str, *, held_out: float) -> DataSet:
-    """The data set of a row; `held_out` of each class is drawn where a copy has no test split, always with seed 0."""
+    """Open a data set of the catalog; where it has no test split, `held_out` of each class is drawn with seed 0."""
     name = source.partition(":")[0]
-    known = CATALOG[name]
-    copy = find_copy(source, known.layout, held_out)
-    data = known.read(copy)
+    entry = CATALOG[name]
+    copy = find_copy(source, entry.layout, held_out)
+    data = entry.read(copy)
     if data is None:
         what = "is a single file: unpack it and name the folder, which" if copy.path.is_file() else f"is no {name}: it"
-        raise UserError(f"{copy.path} {what} should have {known.layout}.")
-    return replace(data, notes=(*data.notes, *_differences(name, known, data)))
+        raise UserError(f"{copy.path} {what} should have {entry.layout}.")
+    return replace(data, notes=(*data.notes, *_differences(name, entry, data)))
 
 
-def _differences(name: str, known: CatalogEntry, data: DataSet) -> list[str]:
-    """What a copy has otherwise than the real data set: numbers measured on it are no numbers of the paper's."""
+def _differences(name: str, entry: CatalogEntry, data: DataSet) -> list[str]:
+    """Notes on how a copy differs from the original: results on it cannot be compared with published ones."""
     notes = []
     count = len(data.train.classes)
-    if known.classes and count != known.classes:
-        notes.append(f"This copy has {count} classes; {name} has {known.classes:,}.")
+    if entry.classes and count != entry.classes:
+        notes.append(f"This copy has {count} classes; {name} has {entry.classes:,}.")
     for split in data.splits:
-        size = known.sizes.get(split.name)
+        size = entry.sizes.get(split.name)
         if size and len(split) not in (0, size):
             notes.append(f"A copy of {len(split):,} {split.name} images, not of {size:,}.")
     return notes

@@ -34,11 +34,11 @@ def read_imagenet(copy: LocalCopy) -> DataSet | None:
     if (data := read_parquet_copy(copy)) is not None:
         return data
     kaggle = copy.path / KAGGLE
-    place = kaggle if kaggle.is_dir() else copy.find_folder("train") or copy.find_folder("val")
-    if place is None:
+    root = kaggle if kaggle.is_dir() else copy.find_folder("train") or copy.find_folder("val")
+    if root is None:
         return None
-    train = _by_folder(place, "train") if (place / "train").is_dir() else None
-    val = _val(place, (place, copy.path)) if (place / "val").is_dir() else None
+    train = _by_folder(root, "train") if (root / "train").is_dir() else None
+    val = _val(root, (root, copy.path)) if (root / "val").is_dir() else None
     if train is not None:
         return copy.build({"train": train} if val is None else {"train": train, "val": val})
     if val is not None:
@@ -46,69 +46,69 @@ def read_imagenet(copy: LocalCopy) -> DataSet | None:
     return None
 
 
-def _val(place: Path, tables: Sequence[Path]) -> RawSplit:
-    return _by_folder(place, "val") if sub_folders(place / "val") else _by_table(place, tables)
+def _val(root: Path, folders: Sequence[Path]) -> RawSplit:
+    return _by_folder(root, "val") if sub_folders(root / "val") else _by_table(root, folders)
 
 
-def _by_folder(place: Path, split: str) -> RawSplit:
+def _by_folder(root: Path, split: str) -> RawSplit:
     names: list[str] = []
     labels: list[str] = []
-    for folder in sub_folders(place / split):
-        if not _ID.fullmatch(folder):
+    for wnid in sub_folders(root / split):
+        if not _ID.fullmatch(wnid):
             raise UserError(
-                f"{place / split / folder} is not named by a WordNet id such as n01440764: rename it, or open {place} "
+                f"{root / split / wnid} is not named by a WordNet id such as n01440764: rename it, or open {root} "
                 "as an ordinary folder."
             )
-        inside = find_images(place, f"{split}/{folder}/").names
-        names += inside
-        labels += [folder] * len(inside)
-    return RawSplit(names, labels, FileReader(str(place), names))
+        images = find_images(root, f"{split}/{wnid}/").names
+        names += images
+        labels += [wnid] * len(images)
+    return RawSplit(names, labels, FileReader(str(root), names))
 
 
-def _by_table(place: Path, tables: Sequence[Path]) -> RawSplit:
+def _by_table(root: Path, folders: Sequence[Path]) -> RawSplit:
     """The images of a flat val folder, in the order of their numbers."""
-    found = [folder / name for folder in tables for name in TABLES if (folder / name).is_file()]
-    if not found:
+    table = next((folder / name for folder in folders for name in TABLES if (folder / name).is_file()), None)
+    if table is None:
         raise UserError(
-            f"{place / 'val'} has no class folders: put {' or '.join(TABLES)} beside it (the kit's own ground truth "
+            f"{root / 'val'} has no class folders: put {' or '.join(TABLES)} beside it (the kit's own ground truth "
             "numbers the classes otherwise)."
         )
-    listed = _read_table(found[0])
-    names = find_images(place, "val/").names
+    listed = _read_table(table)
+    names = find_images(root, "val/").names
     labels = [listed.get(Path(name).stem, "") for name in names]
     if "" in labels:
-        raise UserError(f"{found[0]} does not name {names[labels.index('')]}: it belongs to other images.")
+        raise UserError(f"{table} does not name {names[labels.index('')]}: it belongs to other images.")
     if not all(map(_ID.fullmatch, labels)):
-        labels = _ids_of(found[0], labels, _synsets(place, tables))
-    return RawSplit(names, labels, FileReader(str(place), names))
+        labels = _ids_of(table, labels, _synsets(root, folders))
+    return RawSplit(names, labels, FileReader(str(root), names))
 
 
 def _read_table(table: Path) -> dict[str, str]:
-    """What follows an image's name, by the name without its ending."""
+    """The second column by the image's name without its extension."""
     rows = [re.split(r"[\s,]+", line.strip()) for line in table.read_text("utf-8").splitlines()]
     return {Path(row[0]).stem: row[1] for row in rows if len(row) > 1}
 
 
 def _ids_of(table: Path, labels: Sequence[str], ids: Sequence[str]) -> list[str]:
-    """Numbers count all classes, so some of the ids will not do: they would give wrong ones quietly."""
+    """The ids of class numbers. These count all classes, so an incomplete list of ids would give wrong labels."""
     if len(ids) != CLASSES:
         raise UserError(f"{table} numbers {CLASSES:,} classes: have all of them in train/, or {SYNSETS} beside it.")
-    strange = next((label for label in labels if not label.isdecimal() or int(label) >= CLASSES), None)
-    if strange is not None:
-        raise UserError(f'{table} has the class "{strange}": it should be a WordNet id or a number below {CLASSES:,}.')
+    invalid = next((label for label in labels if not label.isdecimal() or int(label) >= CLASSES), None)
+    if invalid is not None:
+        raise UserError(f'{table} has the class "{invalid}": it should be a WordNet id or a number below {CLASSES:,}.')
     return [ids[int(label)] for label in labels]
 
 
-def _synsets(place: Path, tables: Sequence[Path]) -> list[str]:
+def _synsets(root: Path, folders: Sequence[Path]) -> list[str]:
     """The sorted ids of the file that comes with Kaggle's copy, else of the training folders."""
-    for file in (folder / SYNSETS for folder in tables):
+    for file in (folder / SYNSETS for folder in folders):
         if file.is_file():
             return sorted(line.split()[0] for line in file.read_text("utf-8").splitlines() if line)
-    return sub_folders(place / "train") if (place / "train").is_dir() else []
+    return sub_folders(root / "train") if (root / "train").is_dir() else []
 
 
-# The makers speak of a red border of 1 pixel, and their own loader (objectnet-template-pytorch) cuts off 2, as have
-# those who published results since: a pixel of the photograph is lost, and no red is left.
+# The documentation describes a red border of 1 pixel; the official loader (objectnet-template-pytorch) crops 2, and
+# published results follow it: one pixel of the photograph is lost, and no red is left.
 BORDER = 2
 FOLDERS, OVERLAP = "mappings/folder_to_objectnet_label.json", "mappings/objectnet_to_imagenet_1k.json"
 NAMES, OUTPUTS = "mappings/imagenet_to_label_2012_v2", "mappings/pytorch_to_imagenet_2012_id.json"
@@ -116,7 +116,7 @@ NAMES, OUTPUTS = "mappings/imagenet_to_label_2012_v2", "mappings/pytorch_to_imag
 
 @dataclass(frozen=True)
 class BorderlessReader:
-    """Photographs without their red border, uint8 (h, w, 3)."""
+    """ObjectNet photographs without their red border, uint8 (h, w, 3)."""
 
     files: FileReader
 
@@ -129,38 +129,38 @@ class BorderlessReader:
 
 
 def read_objectnet(copy: LocalCopy) -> DataSet | None:
-    place = copy.find_folder("images", FOLDERS, OVERLAP)
-    if place is None:
+    root = copy.find_folder("images", FOLDERS, OVERLAP)
+    if root is None:
         return None
-    overlap, called = _json(place / OVERLAP), _json(place / FOLDERS)
-    folders = sub_folders(place / "images")
+    overlap, folder_labels = _json(root / OVERLAP), _json(root / FOLDERS)
+    folders = sub_folders(root / "images")
     names: list[str] = []
     labels: list[str] = []
     for folder in folders:
-        if called.get(folder) in overlap:
-            inside = find_images(place, f"images/{folder}/").names
-            names += inside
-            labels += [called[folder]] * len(inside)
-    left_out = sum(called.get(folder) not in overlap for folder in folders)
+        if folder_labels.get(folder) in overlap:
+            images = find_images(root, f"images/{folder}/").names
+            names += images
+            labels += [folder_labels[folder]] * len(images)
+    left_out = sum(folder_labels.get(folder) not in overlap for folder in folders)
     notes = ["ObjectNet is for testing only: its licence forbids training on it."]
     notes += [f"Left out {left_out} of {len(folders)} classes, which ImageNet does not have."] if left_out else []
-    part = RawSplit(names, labels, BorderlessReader(FileReader(str(place), names)))
+    part = RawSplit(names, labels, BorderlessReader(FileReader(str(root), names)))
     return test_only(copy, "test", part, notes)
 
 
 def imagenet_outputs(source: str, classes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """The outputs of an ImageNet model that are right for each of these classes, by the mappings of the copy."""
-    place = find_copy(source, "the mappings of objectnet-1.0.zip", held_out=0).find_folder(OVERLAP, NAMES, OUTPUTS)
-    if place is None:
+    """The outputs of an ImageNet model that are correct for each of these classes, by the copy's mappings."""
+    root = find_copy(source, "the mappings of objectnet-1.0.zip", held_out=0).find_folder(OVERLAP, NAMES, OUTPUTS)
+    if root is None:
         raise UserError(f"{source} lacks {OVERLAP}, {NAMES} or {OUTPUTS}: unpack the whole of objectnet-1.0.zip.")
-    names = [line.strip() for line in (place / NAMES).read_text("utf-8").splitlines()]
-    overlap, lines = _json(place / OVERLAP), _json(place / OUTPUTS)
+    names = [line.strip() for line in (root / NAMES).read_text("utf-8").splitlines()]
+    overlap, lines = _json(root / OVERLAP), _json(root / OUTPUTS)
     try:
         output = {names[int(line)]: int(number) for number, line in lines.items()}
         return tuple(tuple(output[name] for name in overlap[label].split("; ")) for label in classes)
     except (KeyError, IndexError, ValueError) as error:
         raise UserError(
-            f"{place / 'mappings'} has files that do not belong together ({error}): unpack it again."
+            f"{root / 'mappings'} has files that do not belong together ({error}): unpack it again."
         ) from error
 
 
@@ -168,4 +168,4 @@ def _json(file: Path) -> dict[str, Any]:
     try:
         return json.loads(file.read_text("utf-8"))
     except ValueError as error:
-        raise UserError(f"{file} is no JSON: unpack it again.") from error
+        raise UserError(f"{file} is not valid JSON: unpack it again.") from error

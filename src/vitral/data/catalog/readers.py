@@ -1,4 +1,9 @@
-"""Data sets whose pixels fit in memory."""
+"""Readers of the small data sets: digits and CIFAR, whose pixels fit in memory, and Oxford's flowers and pets.
+
+Flowers-102 comes as jpg/, imagelabels.mat and setid.mat, which give class and split by number: train is `trnid` (1,020
+images), val is `valid` (1,020) and test is `tstid` (6,149), as in TFDS. The paper's fine-tuning code trains on train
+alone. The files number the classes and do not name them.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +38,7 @@ def read_digits(copy: LocalCopy) -> DataSet:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise UserError("The digits come with scikit-learn: pip install 'vitral[demo]' to have them.") from error
+        raise UserError("The digits come with scikit-learn: pip install 'vitral[demo]'.") from error
     pixels, labels = load_digits(return_X_y=True)
     # The scans have 17 levels of grey.
     images = np.rint(pixels.reshape(-1, 8, 8, 1) * (255 / 16)).astype(np.uint8)
@@ -48,18 +53,18 @@ BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
 
 
 def read_cifar10(copy: LocalCopy) -> DataSet | None:
-    if place := copy.find_folder("test_batch.bin"):
-        train = [place / f"{name}.bin" for name in BATCHES]
+    if folder := copy.find_folder("test_batch.bin"):
+        train = [folder / f"{name}.bin" for name in BATCHES]
         parts = {
             "train": _records("train", train, CIFAR10, head=1),
-            "test": _records("test", [place / "test_batch.bin"], CIFAR10, head=1),
+            "test": _records("test", [folder / "test_batch.bin"], CIFAR10, head=1),
         }
         return copy.build(parts, CIFAR10)
-    if place := copy.find_folder("test_lables.json"):
-        train = [place / f"{name}.png" for name in BATCHES]
+    if folder := copy.find_folder("test_lables.json"):
+        train = [folder / f"{name}.png" for name in BATCHES]
         parts = {
-            "train": _pictures("train", train, place / "train_lables.json"),
-            "test": _pictures("test", [place / "test_batch.png"], place / "test_lables.json"),
+            "train": _image_strips("train", train, folder / "train_lables.json"),
+            "test": _image_strips("test", [folder / "test_batch.png"], folder / "test_lables.json"),
         }
         return copy.build(parts, CIFAR10)
     _refuse_python_version(copy, "batches.meta", "cifar-10-binary.tar.gz")
@@ -67,16 +72,16 @@ def read_cifar10(copy: LocalCopy) -> DataSet | None:
 
 
 def read_cifar100(copy: LocalCopy) -> DataSet | None:
-    if place := copy.find_folder("train.bin", "test.bin"):
-        classes = _fine_names(place / "fine_label_names.txt")
-        parts = {name: _records(name, [place / f"{name}.bin"], classes, head=2) for name in ("train", "test")}
+    if folder := copy.find_folder("train.bin", "test.bin"):
+        classes = _fine_names(folder / "fine_label_names.txt")
+        parts = {name: _records(name, [folder / f"{name}.bin"], classes, head=2) for name in ("train", "test")}
         return copy.build(parts, classes)
     _refuse_python_version(copy, "meta", "cifar-100-binary.tar.gz")
     return read_generic(copy)
 
 
 def _records(split: str, files: Sequence[Path], classes: tuple[str, ...], head: int) -> RawSplit:
-    """One split of the binary version; `head` bytes stand before the pixels, the last of them the label."""
+    """One split of the binary version; `head` bytes precede the pixels, the last of them the label."""
     length = head + 3 * SIDE * SIDE
     data = [_bytes(file) for file in files]
     for file, content in zip(files, data, strict=True):
@@ -87,8 +92,8 @@ def _records(split: str, files: Sequence[Path], classes: tuple[str, ...], head: 
     return _part(split, np.ascontiguousarray(images), records[:, head - 1].tolist(), classes, files)
 
 
-def _pictures(split: str, files: Sequence[Path], listing: Path) -> RawSplit:
-    """One split of the npm package."""
+def _image_strips(split: str, files: Sequence[Path], listing: Path) -> RawSplit:
+    """One split of the npm package: PNG files with one image per row."""
     images = []
     for file in files:
         try:
@@ -101,7 +106,7 @@ def _pictures(split: str, files: Sequence[Path], listing: Path) -> RawSplit:
     try:
         labels = json.loads(_bytes(listing))
     except ValueError as error:
-        raise UserError(f"{listing} is no JSON: unpack the package again.") from error
+        raise UserError(f"{listing} is not valid JSON: unpack the package again.") from error
     return _part(split, np.concatenate(images), labels, CIFAR10, files)
 
 
@@ -115,8 +120,8 @@ def _part(
     if not 0 <= min(labels) <= max(labels) < len(classes):
         raise UserError(f"{folder} has a {split} label outside 0 to {len(classes) - 1}: it is another data set.")
     keys = [f"{split}-{row:05d}" for row in range(len(images))]
-    facts = [(file, file.stat()) for file in files]
-    version = " ".join(f"{file.absolute()} {fact.st_size} {fact.st_mtime_ns}" for file, fact in facts)
+    stats = [(file, file.stat()) for file in files]
+    version = " ".join(f"{file.absolute()} {stat.st_size} {stat.st_mtime_ns}" for file, stat in stats)
     return RawSplit(keys, [classes[label] for label in labels], ArrayReader(images, version))
 
 
@@ -132,26 +137,26 @@ def _fine_names(file: Path) -> tuple[str, ...]:
 
 
 def _refuse_python_version(copy: LocalCopy, mark: str, binary: str) -> None:
-    if place := copy.find_folder(mark):
-        raise UserError(f"{place} is the Python version, which runs code when it is read: unpack {binary} instead.")
+    if folder := copy.find_folder(mark):
+        raise UserError(f"{folder} is the Python version, a pickle that can run code: unpack {binary} instead.")
 
 
 SPLITS = {"train": "trnid", "val": "valid", "test": "tstid"}
 
 
 def read_flowers(copy: LocalCopy) -> DataSet | None:
-    place = copy.find_folder("jpg", "imagelabels.mat", "setid.mat")
-    if place is None:
+    folder = copy.find_folder("jpg", "imagelabels.mat", "setid.mat")
+    if folder is None:
         return read_generic(copy)
-    labels = _numbers(place / "imagelabels.mat", "labels")
+    labels = _numbers(folder / "imagelabels.mat", "labels")
     parts = {}
     for split, variable in SPLITS.items():
-        images = _numbers(place / "setid.mat", variable)
+        images = _numbers(folder / "setid.mat", variable)
         if images.max() > len(labels):
-            raise UserError(f"{place} has labels for {len(labels)} images and image {images.max()}: unpack it again.")
+            raise UserError(f"{folder} has labels for {len(labels)} images and image {images.max()}: unpack it again.")
         names = [f"jpg/image_{image:05d}.jpg" for image in images]
         classes = [str(label) for label in labels[images - 1]]
-        parts[split] = RawSplit(names, classes, listed_files(place, names, "setid.mat"))
+        parts[split] = RawSplit(names, classes, listed_files(folder, names, "setid.mat"))
     return copy.build(parts, tuple(str(label) for label in np.unique(labels)))
 
 
@@ -174,22 +179,22 @@ LISTS = {"train": "annotations/trainval.txt", "test": "annotations/test.txt"}
 
 
 def read_pets(copy: LocalCopy) -> DataSet | None:
-    place = copy.find_folder("images", *LISTS.values())
-    if place is None:
+    folder = copy.find_folder("images", *LISTS.values())
+    if folder is None:
         return read_generic(copy)
     breeds: dict[int, str] = {}
     parts = {}
     for split, listing in LISTS.items():
-        rows = _rows(place / listing)
+        rows = _rows(folder / listing)
         for name, number in rows:
             breed = name.rpartition("_")[0]
             if breeds.setdefault(number, breed) != breed:
                 raise UserError(
-                    f"{place / listing} has {breeds[number]} and {breed} as class {number}: fetch it again."
+                    f"{folder / listing} has {breeds[number]} and {breed} as class {number}: download it again."
                 )
         files = [f"images/{name}.jpg" for name, _ in rows]
-        parts[split] = RawSplit(files, [breeds[number] for _, number in rows], listed_files(place, files, listing))
-    # The makers number the breeds by the alphabet, whatever the case; other data of theirs relies on the numbers.
+        parts[split] = RawSplit(files, [breeds[number] for _, number in rows], listed_files(folder, files, listing))
+    # Breeds are numbered alphabetically, ignoring case; other files of the data set rely on the numbers.
     return copy.build(parts, tuple(breeds[number] for number in sorted(breeds)))
 
 
@@ -197,10 +202,10 @@ def _rows(listing: Path) -> list[tuple[str, int]]:
     """Lines such as "Abyssinian_100 1 1 1": the image, its class from 1, its species, its breed within the species."""
     rows = []
     for number, line in enumerate(listing.read_text("utf-8", "replace").splitlines(), start=1):
-        words = line.split()
-        if not words or line.startswith("#"):
+        fields = line.split()
+        if not fields or line.startswith("#"):
             continue
-        if len(words) < 2 or not words[1].isdecimal():
-            raise UserError(f'{listing} has no class in line {number} ("{line}"): fetch it again.')
-        rows.append((words[0], int(words[1])))
+        if len(fields) < 2 or not fields[1].isdecimal():
+            raise UserError(f'{listing} has no class in line {number} ("{line}"): download it again.')
+        rows.append((fields[0], int(fields[1])))
     return rows

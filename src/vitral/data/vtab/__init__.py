@@ -1,7 +1,7 @@
-"""VTAB-1k's data: 19 tasks of 1,000 training images each, from files that lie under one folder.
+"""VTAB-1k's data: 19 tasks of 1,000 training images each, from files in one folder.
 
-`tasks` has the tasks and their label rules, `splits` the TFDS split expressions and the lists of chosen images, `files`
-finds and reads the data sets, `records` reads TFRecord files; `open_task` puts them together.
+`tasks` has the tasks and their label rules, `splits` the TFDS split expressions, `files` finds and reads the data sets,
+`tfrecord` reads TFRecord files; `open_task` combines them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from vitral.data.vtab.files import (
     SplitStore,
     TaskFiles,
     TFRecordReader,
+    concat_splits,
     find_files,
-    joined,
-    read_whole,
+    load_splits,
 )
 from vitral.data.vtab.splits import fairly_drawn, hashed_order, positions, stored_split
 from vitral.data.vtab.tasks import TASKS, TaskSpec, find_task
@@ -36,7 +36,10 @@ _ORDERS = {"parquet": "order of the Parquet rows", "tar": "order of the tar memb
 
 @dataclass(frozen=True, eq=False)
 class VtabTask:
-    """A task's splits; `train1000` is `train800` and `val200` together. `order` says whether TFDS chose the images."""
+    """A task's splits; `train1000` is `train800` and `val200` together.
+
+    `order` says whether the images are those that TFDS would select.
+    """
 
     task: TaskSpec
     root: Path  # the folder of all tasks
@@ -48,81 +51,93 @@ class VtabTask:
     notes: tuple[str, ...]
 
     def with_dev_split(self) -> DataSet:
-        """What hyper-parameters are chosen on: trained on 800 images, measured on 200."""
+        """The data to choose hyper-parameters on: 800 images to train on, 200 to evaluate."""
         return DataSet(self.task.name, self.train800, val=self.val200, notes=self.notes)
 
     def with_test_split(self) -> DataSet:
-        """What is reported: trained on all 1,000 images, measured on the test split."""
+        """The data for reported results: all 1,000 images to train on, and the test split."""
         return DataSet(self.task.name, self.train1000, test=self.test, notes=self.notes)
 
 
 class _Selection(NamedTuple):
     stored: str
-    places: range
+    indices: range
 
 
 def open_task(name: str, root: str | Path, *, train: int = 800, val: int = 200) -> VtabTask:
-    """A task whose files lie under `root`. `train` and `val` are how many images train800 and val200 have."""
+    """Open a task.
+
+    Args:
+        name: of the task.
+        root: the folder of all tasks.
+        train: the number of images of train800.
+        val: the number of images of val200.
+    """
     task = find_task(name)
     folder = Path(root).expanduser()
-    found = find_files(task, folder)
-    wanted = {"train800": train, "val200": val}
-    stored, order, notes = _stored(task, found, wanted)
-    chosen = _chosen(task, found, stored, wanted)
-    splits = {key: stored.take(part.stored, np.array(part.places), key) for key, part in chosen.items()}
+    files = find_files(task, folder)
+    counts = {"train800": train, "val200": val}
+    stored, order, notes = _open_store(task, files, counts)
+    selections = _select(task, files, stored, counts)
+    splits = {key: stored.take(part.stored, np.array(part.indices), key) for key, part in selections.items()}
     if task.dataset == "dsprites":
         splits = {key: replace(split, reader=BinaryMaskReader(split.reader)) for key, split in splits.items()}
-    both = joined(splits["train800"], splits["val200"], "train1000")
+    both = concat_splits(splits["train800"], splits["val200"], "train1000")
     return VtabTask(task, folder, train1000=both, order=order, notes=tuple(notes), **splits)
 
 
-def _stored(task: TaskSpec, found: TaskFiles, wanted: Mapping[str, int]) -> tuple[SplitStore, str, list[str]]:
-    """The data set, the order of its images in words, and what to know of it."""
-    if found.layout == "tfrecord":
-        return TFRecordReader(task, found), "tfds order: yes (tfrecord files read in shard order)", []
-    splits, notes = read_whole(task, found)
-    whole = LoadedSplits(splits)
-    chosen = _chosen(task, found, whole, wanted)
-    if all(_fair(splits[part.stored], part.places) for part in chosen.values()):
-        return whole, f"tfds order: not verified ({_ORDERS[found.layout]})", notes
+def _open_store(task: TaskSpec, files: TaskFiles, counts: Mapping[str, int]) -> tuple[SplitStore, str, list[str]]:
+    """The data set, a description of the order of its images, and notes."""
+    if files.layout == "tfrecord":
+        return TFRecordReader(task, files), "tfds order: yes (tfrecord files read in shard order)", []
+    splits, notes = load_splits(task, files)
+    loaded = LoadedSplits(splits)
+    selections = _select(task, files, loaded, counts)
+    if all(_is_fair(splits[part.stored], part.indices) for part in selections.values()):
+        return loaded, f"tfds order: not verified ({_ORDERS[files.layout]})", notes
     notes.append(f"{task.name} is not stored in random order: its images are taken by the hashes of their keys.")
     mixed = {key: split.select(hashed_order(split.keys)) for key, split in splits.items()}
     order = "tfds order: no (not stored in random order, taken by key hashes)"
     return LoadedSplits(mixed), order, notes
 
 
-def _chosen(task: TaskSpec, found: TaskFiles, stored: SplitStore, wanted: Mapping[str, int]) -> dict[str, _Selection]:
-    """Which images each of our splits takes. Too few of them, or one taken twice, is refused."""
-    chosen: dict[str, _Selection] = {}
-    for key, expression in task.expressions(*wanted.values()).items():
+def _select(task: TaskSpec, files: TaskFiles, stored: SplitStore, counts: Mapping[str, int]) -> dict[str, _Selection]:
+    """Which images each split consists of; raises UserError for too few, or for an image in two splits."""
+    selections: dict[str, _Selection] = {}
+    for key, expression in task.expressions(*counts.values()).items():
         split = stored_split(expression)
-        places = positions(expression, stored.count(split))
-        if len(places) < wanted.get(key, 1):
+        indices = positions(expression, stored.count(split))
+        if len(indices) < counts.get(key, 1):
             raise UserError(
-                f"{found.folder} has {len(places)} images in {expression}, which is too few: "
-                f"{task.name} needs {wanted.get(key, 1)}, so complete the data."
+                f"{files.folder} has {len(indices)} images in {expression}, which is too few: "
+                f"{task.name} needs {counts.get(key, 1)}, so complete the data."
             )
-        if any(split == part.stored and set(places) & set(part.places) for part in chosen.values()):
-            raise UserError(f"{found.folder} is too small: {key} of {task.name} would share images, so complete it.")
-        chosen[key] = _Selection(split, places)
-    return chosen
+        if any(split == part.stored and set(indices) & set(part.indices) for part in selections.values()):
+            raise UserError(f"{files.folder} is too small: {key} of {task.name} would share images, so complete it.")
+        selections[key] = _Selection(split, indices)
+    return selections
 
 
-def _fair(split: Split, places: range) -> bool:
-    some = np.bincount(split.labels[np.array(places)], minlength=len(split.classes))
-    return fairly_drawn(some, split.counts())
+def _is_fair(split: Split, indices: range) -> bool:
+    counts = np.bincount(split.labels[np.array(indices)], minlength=len(split.classes))
+    return fairly_drawn(counts, split.counts())
 
 
 FOLDER = "vtab-ids"
 
 
 def write_ids(task: VtabTask, folder: str | Path | None = None) -> str:
-    """Writes the list, or compares with the one that is there, and says which. Reads every image of the task.
+    """Write the list of a task's images, or compare them with an existing list; every image is read.
 
-    `folder` is where lists are kept, `vtab-ids` beside the tasks' folders unless given.
+    Args:
+        task: the opened task.
+        folder: of the lists; by default `vtab-ids` beside the tasks' folders.
+
+    Returns:
+        A message that says which was done.
     """
-    place = Path(folder) if folder is not None else task.root / FOLDER
-    file = place / f"{task.task.name}.txt"
+    lists = Path(folder) if folder is not None else task.root / FOLDER
+    file = lists / f"{task.task.name}.txt"
     lines = list(_lines(task))
     if file.is_file():
         _compare(file, file.read_text(encoding="utf-8", errors="surrogateescape").split("\n"), lines)

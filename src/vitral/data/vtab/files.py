@@ -1,4 +1,4 @@
-"""Where a task's files lie: ROOT/TASK or ROOT/DATASET, with TFDS's own files, Parquet, tar shards or class folders."""
+"""The files of a task, in ROOT/TASK or ROOT/DATASET: TFDS's own, Parquet, tar shards or class folders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from vitral.data.folders import read_folder, sub_folders
 from vitral.data.images import decode
-from vitral.data.parquet import ParquetReader, opened, read_parquet, row_group_sizes, row_keys
+from vitral.data.parquet import ParquetReader, open_parquet, read_parquet, row_group_sizes, row_keys
 from vitral.data.shards import ShardReader, read_shards
 from vitral.data.splits import SPLIT_NAMES, DataSet, Reader, Split, files_by_split, natural_key, split_name
 from vitral.data.vtab.splits import stored_split
@@ -26,7 +26,7 @@ _RECORDS = re.compile(r".+-([a-z_]+)\.tfrecord-([0-9]+)-of-([0-9]+)")
 
 @dataclass(frozen=True)
 class TaskFiles:
-    """A task's files by split, in TFDS's words; of class folders the splits alone."""
+    """A task's files by TFDS's split names; for class folders the lists are empty."""
 
     folder: Path
     layout: str  # tfrecord, parquet, tar or folders
@@ -34,37 +34,39 @@ class TaskFiles:
 
 
 def find_files(task: TaskSpec, root: Path) -> TaskFiles:
-    """The task's files with all the splits it needs; the task's own folder goes before the data set's."""
+    """Find the task's files, with all the splits it needs; a folder named after the task takes precedence."""
     names = tuple(dict.fromkeys((task.name, task.dataset)))
     folder = next((root / name for name in names if (root / name).is_dir()), None)
     if folder is None:
         raise UserError(f"{root} has no folder {' or '.join(names)}: put the files of {task.builder} there.")
-    found = _records(task, folder) or _parquet(folder) or _tar(folder) or _folders(folder)
+    task_files = _records(task, folder) or _parquet(folder) or _tar(folder) or _folders(folder)
     needed = {stored_split(expression): None for expression in task.expressions().values()}
-    missing = [split for split in needed if split not in found.files]
+    missing = [split for split in needed if split not in task_files.files]
     if missing:
-        raise UserError(f"{found.folder} has no {' and no '.join(missing)} split: {task.name} needs it, so add it.")
-    return found
+        raise UserError(
+            f"{task_files.folder} has no {' and no '.join(missing)} split: {task.name} needs it, so add it."
+        )
+    return task_files
 
 
 def _records(task: TaskSpec, folder: Path) -> TaskFiles | None:
-    """TFDS's files, which lie in folders for the setting and the version; a split must have all its shards."""
+    """TFDS's files, in folders for the configuration and the version; a split must have all its shards."""
     matches = [(file, _RECORDS.fullmatch(file.name)) for file in sorted(folder.rglob("*.tfrecord-*"))]
-    places = {file.parent for file, match in matches if match}
+    folders = {file.parent for file, match in matches if match}
     if task.setting:
-        places = {place for place in places if task.setting in place.relative_to(folder).parts} or places
-    if not places:
+        folders = {path for path in folders if task.setting in path.relative_to(folder).parts} or folders
+    if not folders:
         return None
-    place = _only(folder, places)
+    source = _only(folder, folders)
     files: dict[str, list[Path]] = {}
     for file, match in matches:
-        if match and file.parent == place:
+        if match and file.parent == source:
             files.setdefault(match[1], []).append(file)
     for split, members in files.items():
-        stated = int(members[0].name.rpartition("-")[2])
-        if len(members) != stated:
-            raise UserError(f"{place} has {len(members)} of the {stated} files of {split}: copy the others too.")
-    return TaskFiles(place, "tfrecord", files)
+        expected = int(members[0].name.rpartition("-")[2])
+        if len(members) != expected:
+            raise UserError(f"{source} has {len(members)} of the {expected} files of {split}: copy the others too.")
+    return TaskFiles(source, "tfrecord", files)
 
 
 def _parquet(folder: Path) -> TaskFiles | None:
@@ -81,31 +83,31 @@ def _tar(folder: Path) -> TaskFiles | None:
 def _by_split(folder: Path, layout: str, files: list[Path]) -> TaskFiles | None:
     if not files:
         return None
-    place = _only(folder, {file.parent.parent if split_name(file.parent.name) else file.parent for file in files})
-    splits = files_by_split(str(place), files)
-    return TaskFiles(place, layout, {_word(split): members for split, members in splits.items()})
+    source = _only(folder, {file.parent.parent if split_name(file.parent.name) else file.parent for file in files})
+    splits = files_by_split(str(source), files)
+    return TaskFiles(source, layout, {_tfds_name(split): members for split, members in splits.items()})
 
 
 def _folders(folder: Path) -> TaskFiles:
-    splits = {_word(SPLIT_NAMES[name.lower()]): [] for name in sub_folders(folder) if name.lower() in SPLIT_NAMES}
+    splits = {_tfds_name(SPLIT_NAMES[name.lower()]): [] for name in sub_folders(folder) if name.lower() in SPLIT_NAMES}
     if not sub_folders(folder):
         raise UserError(f"{folder} is empty: put TFRecord or Parquet files, tar shards or class folders there.")
     return TaskFiles(folder, "folders", splits or {"train": []})
 
 
-def _only(folder: Path, places: set[Path]) -> Path:
-    if len(places) > 1:
-        names = sorted((str(place.relative_to(folder)) for place in places), key=natural_key)
+def _only(folder: Path, candidates: set[Path]) -> Path:
+    if len(candidates) > 1:
+        names = sorted((str(path.relative_to(folder)) for path in candidates), key=natural_key)
         raise UserError(f"{folder} has several forms of the data ({', '.join(names)}): keep one of them.")
-    return next(iter(places))
+    return next(iter(candidates))
 
 
-def _word(split: str) -> str:
+def _tfds_name(split: str) -> str:
     return "validation" if split == "val" else split
 
 
-def stated_lengths(folder: Path) -> dict[str, list[int]]:
-    """Records of each file by split, as TFDS's dataset_info.json states them; empty where there is none."""
+def recorded_lengths(folder: Path) -> dict[str, list[int]]:
+    """The number of records of each file by split, from TFDS's dataset_info.json; empty if there is none."""
     file = folder / "dataset_info.json"
     if not file.is_file():
         return {}
@@ -120,7 +122,7 @@ _IMAGE = "image"
 
 
 class ParquetColumns(NamedTuple):
-    """Rows of some files: a key, the wanted fields as lists of numbers, and a reader of the images."""
+    """Rows of some files: keys, the requested fields as lists of numbers, and a reader of the images."""
 
     keys: list[str]
     values: list[list[list[Any]]]  # of each row, of each field
@@ -128,12 +130,12 @@ class ParquetColumns(NamedTuple):
 
 
 def read_columns(files: list[Path], fields: tuple[str, ...]) -> ParquetColumns | None:
-    """The fields with these last words in their names; None where a file lacks one."""
+    """Read fields by the last part of their names; None if a file lacks one."""
     values: list[list[list[Any]]] = []
     rows: list[list[int]] = []
     for file in files:
-        with opened(file) as table:
-            leaves = {last_word(table.schema.column(place).path): place for place in range(len(table.schema.names))}
+        with open_parquet(file) as table:
+            leaves = {field_name(table.schema.column(index).path): index for index in range(len(table.schema.names))}
             if _IMAGE not in table.schema_arrow.names or not leaves.keys() >= set(fields):
                 return None
             paths = [table.schema.column(leaves[field]).path for field in fields]
@@ -143,8 +145,8 @@ def read_columns(files: list[Path], fields: tuple[str, ...]) -> ParquetColumns |
     return ParquetColumns(row_keys(files, rows), values, ParquetReader(files, rows, _IMAGE))
 
 
-def last_word(path: str) -> str:
-    """The field's own name in "objects.list.element.location.list.element" and in TFDS's "objects/location"."""
+def field_name(path: str) -> str:
+    """The last part of "objects.list.element.location.list.element" and in TFDS's "objects/location"."""
     return [word for word in re.split("[./]", path) if word not in ("list", "element", "item")][-1]
 
 
@@ -165,7 +167,7 @@ class ConcatReader:
 
 @dataclass(frozen=True)
 class BinaryMaskReader:
-    """Pictures of zeros and ones as black and white ones in colour, uint8 (h, w, 3); others as they are."""
+    """Images of zeros and ones as black and white, uint8 (h, w, 3); other images unchanged."""
 
     stored: Reader
 
@@ -178,23 +180,23 @@ class BinaryMaskReader:
         return self.stored.mark(index)
 
 
-def joined(first: Split, second: Split, name: str) -> Split:
-    """One split of both, whose keys say from which each image came."""
+def concat_splits(first: Split, second: Split, name: str) -> Split:
+    """Concatenate two splits; the keys begin with the name of the original split."""
     keys = [f"{split.name}/{key}" for split in (first, second) for key in split.keys]
     labels = np.concatenate([first.labels, second.labels])
     return Split(name, keys, labels, first.classes, ConcatReader(first.reader, len(first), second.reader))
 
 
 class SplitStore(Protocol):
-    """Splits by TFDS's names, of which images are taken by place."""
+    """Splits by TFDS's names, from which images are taken by index."""
 
     def count(self, split: str) -> int: ...
 
-    def take(self, split: str, places: np.ndarray, name: str) -> Split: ...
+    def take(self, split: str, indices: np.ndarray, name: str) -> Split: ...
 
 
 class LoadedSplits:
-    """Splits that are known from end to end."""
+    """Splits whose labels are all loaded."""
 
     def __init__(self, splits: Mapping[str, Split]) -> None:
         self.splits = splits
@@ -202,69 +204,72 @@ class LoadedSplits:
     def count(self, split: str) -> int:
         return len(self.splits[split])
 
-    def take(self, split: str, places: np.ndarray, name: str) -> Split:
-        return self.splits[split].select(places, name)
+    def take(self, split: str, indices: np.ndarray, name: str) -> Split:
+        return self.splits[split].select(indices, name)
 
 
 class TFRecordReader:
-    """TFDS's files: all records are counted, and only those that are taken are read."""
+    """TFDS's files: all records are counted, and only the requested ones are read."""
 
-    def __init__(self, task: TaskSpec, found: TaskFiles) -> None:
+    def __init__(self, task: TaskSpec, task_files: TaskFiles) -> None:
         self.task = task
-        self.files = {split: TFRecordFiles(files) for split, files in found.files.items()}
-        for split, lengths in stated_lengths(found.folder).items():
+        self.files = {split: TFRecordFiles(files) for split, files in task_files.files.items()}
+        for split, lengths in recorded_lengths(task_files.folder).items():
             if split in self.files and self.files[split].lengths() != lengths:
-                stated = f"{split} that dataset_info.json states"
-                raise UserError(f"{found.folder} lacks records of {stated}: copy the data again.")
-        self.classes = task.rule.names or _stated_names(task, found.folder) or _numbers(task)
+                raise UserError(
+                    f"{task_files.folder} lacks records of {split} that dataset_info.json counts: copy the data again."
+                )
+        self.classes = task.rule.names or _recorded_names(task, task_files.folder) or _numbers(task)
 
     def count(self, split: str) -> int:
         return len(self.files[split])
 
-    def take(self, split: str, places: np.ndarray, name: str) -> Split:
+    def take(self, split: str, indices: np.ndarray, name: str) -> Split:
         files = self.files[split]
         starts = np.cumsum([0, *files.lengths()])
         keys: list[str] = []
         labels: list[int] = []
         spans: list[tuple[int, int, int]] = []
-        for place, example in zip(places.tolist(), files.examples(places.tolist()), strict=True):
-            file = int(files.frames[place, 0])
-            key = f"{files.files[file].name}:{place - int(starts[file])}"
-            if "image" not in example.places:
+        for index, example in zip(indices.tolist(), files.examples(indices.tolist()), strict=True):
+            file = int(files.frames[index, 0])
+            key = f"{files.files[file].name}:{index - int(starts[file])}"
+            if "image" not in example.spans:
                 raise UserError(f"{key} has no image: take the files of {self.task.builder}.")
-            fields = {last_word(field): values for field, values in example.numbers.items()}
-            # A picture without objects has empty lists, which need not be stored.
+            fields = {field_name(field): values for field, values in example.numbers.items()}
+            # An image without objects has empty lists, which need not be stored.
             labels.append(_label(self.task, key, [fields.get(field, []) for field in self.task.rule.fields]))
             keys.append(key)
-            first, last = example.places["image"]
+            first, last = example.spans["image"]
             spans.append((file, first, last - first))
         reader = ShardReader(tuple(map(str, files.files)), np.array(spans, np.int64).reshape(-1, 3))
         return Split(name, keys, np.array(labels, np.int64), self.classes, reader)
 
 
-def read_whole(task: TaskSpec, found: TaskFiles) -> tuple[dict[str, Split], list[str]]:
-    """The splits of a layout other than TFDS's, in its own order; and what to know of their labels."""
+def load_splits(task: TaskSpec, task_files: TaskFiles) -> tuple[dict[str, Split], list[str]]:
+    """The splits of a layout other than TFDS's, in its own order; and notes about their labels."""
     notes: list[str] = []
     if task.rule is not CLASS:
-        computed = _computed(task, found) if found.layout == "parquet" else None
+        computed = _with_computed_labels(task, task_files) if task_files.layout == "parquet" else None
         if computed is not None:
             return computed, notes
         fields = " and ".join(task.rule.fields)
-        if found.layout != "parquet" or found.folder.name != task.name:
-            raise UserError(f"{found.folder} does not state {fields}: {task.name} needs Parquet or TFRecord with it.")
+        if task_files.layout != "parquet" or task_files.folder.name != task.name:
+            raise UserError(
+                f"{task_files.folder} does not state {fields}: {task.name} needs Parquet or TFRecord with it."
+            )
         notes.append(f"The label column is taken as {task.name}'s own, since the files do not state {fields}.")
-    data = _labelled(found)
+    data = _with_stored_labels(task_files)
     if len(data.train.classes) != task.classes:
         raise UserError(
-            f"{found.folder} has {len(data.train.classes)} classes, {task.name} {task.classes}: complete it."
+            f"{task_files.folder} has {len(data.train.classes)} classes, {task.name} {task.classes}: complete it."
         )
     splits = {split.name: split for split in data.splits}
     return {"validation" if name == "val" else name: split for name, split in splits.items()}, notes
 
 
-def _computed(task: TaskSpec, found: TaskFiles) -> dict[str, Split] | None:
+def _with_computed_labels(task: TaskSpec, task_files: TaskFiles) -> dict[str, Split] | None:
     splits: dict[str, Split] = {}
-    for split, files in found.files.items():
+    for split, files in task_files.files.items():
         columns = read_columns(files, task.rule.fields)
         if columns is None:
             return None
@@ -274,12 +279,12 @@ def _computed(task: TaskSpec, found: TaskFiles) -> dict[str, Split] | None:
     return splits
 
 
-def _labelled(found: TaskFiles) -> DataSet:
-    if found.layout == "folders":
-        return read_folder(found.folder, seed=0, held_out=0)
-    files = [file for members in found.files.values() for file in members]
-    read = read_parquet if found.layout == "parquet" else read_shards
-    return read(str(found.folder), files, seed=0, held_out=0)
+def _with_stored_labels(task_files: TaskFiles) -> DataSet:
+    if task_files.layout == "folders":
+        return read_folder(task_files.folder, seed=0, held_out=0)
+    files = [file for members in task_files.files.values() for file in members]
+    read = read_parquet if task_files.layout == "parquet" else read_shards
+    return read(str(task_files.folder), files, seed=0, held_out=0)
 
 
 def _label(task: TaskSpec, key: str, values: list[list[Any]]) -> int:
@@ -293,8 +298,8 @@ def _label(task: TaskSpec, key: str, values: list[list[Any]]) -> int:
     return label
 
 
-def _stated_names(task: TaskSpec, folder: Path) -> tuple[str, ...]:
-    """The class names that TFDS writes beside the records, one a line."""
+def _recorded_names(task: TaskSpec, folder: Path) -> tuple[str, ...]:
+    """The class names that TFDS writes beside the records, one per line."""
     file = folder / f"{task.rule.fields[0]}.labels.txt"
     names = tuple(file.read_text(encoding="utf-8").splitlines()) if file.is_file() else ()
     return names if len(names) == task.classes else ()

@@ -1,8 +1,8 @@
-"""Which images "train[60%:80%][:200]" means, in TFDS's words, and whether they are a fair part of the whole.
+"""TFDS split expressions such as "train[60%:80%][:200]", and a test whether a slice is a random sample.
 
 A boundary is a count or a percentage; percentages are rounded to the closest count, as TFDS does (at .5 to the even
 one). task_adaptation rounds them down: at the sizes of VTAB's data sets both give the same images. A second slice
-counts within the first, as in Python; TFDS itself knows no second one.
+counts within the first, as in Python; TFDS itself has no second one.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import numpy as np
 
 _EXPRESSION = re.compile(r"([a-z_]+)((?:\[[^\[\]]*\])*)")
 _SLICE = re.compile(r"\[(-?[0-9]+%?)?:(-?[0-9]+%?)?\]")
-_FARTHEST = 10.0  # standard deviations
+_MAX_DEVIATIONS = 10.0  # standard deviations
 
 
 def stored_split(expression: str) -> str:
-    """The data set's own split that an expression takes from."""
+    """The data set's split that an expression selects from."""
     return _parsed(expression)[0]
 
 
 def positions(expression: str, count: int) -> range:
-    """The places in a split of `count` images, in ascending order."""
-    places = range(count)
+    """The indices that an expression selects in a split of `count` images, in ascending order."""
+    indices = range(count)
     for first, last in _parsed(expression)[1]:
-        places = places[_boundary(first, len(places)) : _boundary(last, len(places))]
-    return places
+        indices = indices[_boundary(first, len(indices)) : _boundary(last, len(indices))]
+    return indices
 
 
 def _parsed(expression: str) -> tuple[str, list[tuple[str, str]]]:
@@ -46,16 +46,16 @@ def _boundary(text: str, count: int) -> int | None:
 
 
 def fairly_drawn(chosen: np.ndarray, stored: np.ndarray) -> bool:
-    """Whether images of each class, (k,) and (k,), may be a random draw: chi-square, within 10 standard deviations.
+    """Whether class counts, (k,) of (k,), may be a random sample: chi-square, within 10 standard deviations.
 
-    Files that hold class after class fail this by far: their first 800 images are of one class or a few.
+    Files that are sorted by class fail this by far: their first 800 images are of one class or a few.
     """
     share = stored[stored > 0] / stored.sum()
     drawn, classes = chosen.sum(), len(share)
     expected = share * drawn
     distance = ((chosen[stored > 0] - expected) ** 2 / expected).sum()
     variance = 2 * (classes - 1) + ((1 / share).sum() - classes**2 - 2 * classes + 2) / drawn
-    return bool(distance <= classes - 1 + _FARTHEST * np.sqrt(max(variance, 0)))
+    return bool(distance <= classes - 1 + _MAX_DEVIATIONS * np.sqrt(max(variance, 0)))
 
 
 def hashed_order(keys: Sequence[str]) -> np.ndarray:

@@ -16,7 +16,7 @@ from vitral.paper import vtab_tasks
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """One task. `train`, `val` and `test` are splits in TFDS's words, before the first 800 and 200 are taken."""
+    """One task; `train`, `val` and `test` are TFDS split expressions, before the first 800 and 200 are taken."""
 
     name: str
     group: str  # natural, specialized or structured
@@ -37,11 +37,11 @@ class TaskSpec:
 
     @property
     def setting(self) -> str:
-        """TFDS's form of the data set, such as rgb of eurosat; empty where it has one form only."""
+        """TFDS's configuration, such as rgb of eurosat; empty if there is only one."""
         return self.builder.split(":")[0].partition("/")[2]
 
     def expressions(self, train: int = 800, val: int = 200) -> dict[str, str]:
-        """Our split's name to the images it takes."""
+        """Expressions by the names of our splits."""
         return {"train800": f"{self.train}[:{train}]", "val200": f"{self.val}[:{val}]", "test": self.test}
 
 
@@ -51,7 +51,7 @@ _NO_VEHICLE = 1000.0  # metres
 
 @dataclass(frozen=True)
 class LabelRule:
-    """The fields a label is made of, by the last word of their names, and how. `names` are the classes, where known."""
+    """The fields that a label is computed from, by the last part of their names, the function, and class names."""
 
     fields: tuple[str, ...]
     label: Callable[..., int]
@@ -71,9 +71,9 @@ def nearest_object(coordinates: Sequence[float]) -> int:
     return bin_of(min(coordinates[2::3]), (0, 8, 8.5, 9, 9.5, 10, 100))
 
 
-def nearest_vehicle(kinds: Sequence[int | str], locations: Sequence[float]) -> int:
-    """The z coordinate of the nearest car, van or truck, in metres before the camera; a picture may have none."""
-    depths = [depth for kind, depth in zip(kinds, locations[2::3], strict=True) if kind in _VEHICLES]
+def nearest_vehicle(types: Sequence[int | str], locations: Sequence[float]) -> int:
+    """The z coordinate of the nearest car, van or truck, in metres before the camera; an image may have none."""
+    depths = [depth for type_, depth in zip(types, locations[2::3], strict=True) if type_ in _VEHICLES]
     return bin_of(min([*depths, _NO_VEHICLE]), (-100, 8, 20, 999))
 
 
@@ -108,7 +108,7 @@ RULES: dict[str, LabelRule] = {
 
 
 def flattened(value: Any) -> list[Any]:
-    """Numbers and words in nested lists and tables, in their order."""
+    """The values of nested lists and mappings, in order."""
     if isinstance(value, dict):
         return [item for inner in value.values() for item in flattened(inner)]
     if isinstance(value, list):
@@ -136,10 +136,10 @@ TASKS: dict[str, TaskSpec] = {
 
 def find_task(name: str) -> TaskSpec:
     if name not in TASKS:
-        near = difflib.get_close_matches(name, TASKS, 1)
-        hint = f"did you mean {near[0]}?" if near else f"name one of {', '.join(TASKS)}."
+        close = difflib.get_close_matches(name, TASKS, 1)
+        hint = f"did you mean {close[0]}?" if close else f"name one of {', '.join(TASKS)}."
         raise UserError(f"{name} is no task of VTAB: {hint}")
     return TASKS[name]
 
 
-# TFDS numbers KITTI's kinds Car 0, Van 1, Truck 2, then people, trams and the rest; KITTI's own files name them.
+# TFDS numbers KITTI's types Car 0, Van 1, Truck 2, then people, trams and the rest; KITTI's own files name them.

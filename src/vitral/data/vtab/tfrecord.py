@@ -1,4 +1,4 @@
-"""TFRecord files with tf.train.TFExample records, which is how TFDS stores a data set; read in place, in any order.
+"""TFRecord files with tf.train.Example records, which is how TFDS stores a data set; read in place, in any order.
 
 A record is its length (8 bytes), a checksum of that, the message, and a checksum of the message, all little-endian.
 The length's checksum is verified, so that a damaged or cut file is refused. The message's is not: that would mean
@@ -19,15 +19,15 @@ import numpy as np
 from vitral.errors import UserError
 
 Buffer = bytes | mmap.mmap
-_VARINT, _EIGHT, _SIZED, _FOUR = 0, 1, 2, 5  # how a protocol buffer's field is stored
+_VARINT, _EIGHT, _SIZED, _FOUR = 0, 1, 2, 5  # wire types of protocol buffers
 
 
 @dataclass
 class TFExample:
-    """A record's features by name: numbers in lists, and where the first of its byte strings begins and ends."""
+    """A record's features by name: lists of numbers, and start and end of the first byte string."""
 
     numbers: dict[str, list[int] | list[float]] = field(default_factory=dict)
-    places: dict[str, tuple[int, int]] = field(default_factory=dict)
+    spans: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class TFRecordFiles:
@@ -35,8 +35,8 @@ class TFRecordFiles:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = tuple(files)
-        found = [(number, *frame) for number, file in enumerate(files) for frame in _frames(file)]
-        self.frames = np.array(found, np.int64).reshape(-1, 3)
+        frames = [(number, *frame) for number, file in enumerate(files) for frame in _frames(file)]
+        self.frames = np.array(frames, np.int64).reshape(-1, 3)
 
     def __len__(self) -> int:
         return len(self.frames)
@@ -66,81 +66,81 @@ def parse(data: Buffer, start: int, end: int) -> TFExample:
         for _, entry in _sized(data, *features):
             parts = dict(_sized(data, *entry))
             name = data[slice(*parts[1])].decode()
-            for kind, values in _sized(data, *parts[2]) if 2 in parts else ():
-                _keep(example, name, kind, data, values)
+            for field_number, values in _sized(data, *parts[2]) if 2 in parts else ():
+                _keep(example, name, field_number, data, values)
     return example
 
 
-def _keep(example: TFExample, name: str, kind: int, data: Buffer, values: tuple[int, int]) -> None:
+def _keep(example: TFExample, name: str, field_number: int, data: Buffer, values: tuple[int, int]) -> None:
     """The list in a feature: byte strings (1), floats (2) or integers (3), numbers packed together or each alone."""
-    if kind == 1:
+    if field_number == 1:
         first = next(_sized(data, *values), None)
         if first is not None:
-            example.places[name] = first[1]
-    elif kind == 2:
+            example.spans[name] = first[1]
+    elif field_number == 2:
         spans = [span for _, _, span in _fields(data, *values)]
         example.numbers[name] = [value for a, b in spans for value in struct.unpack(f"<{(b - a) // 4}f", data[a:b])]
-    elif kind == 3:
-        found: list[int] = []
+    elif field_number == 3:
+        numbers: list[int] = []
         for _, _, (a, b) in _fields(data, *values):
             while a < b:
                 value, a = _varint(data, a)
-                found.append(value - (1 << 64) if value >> 63 else value)
-        example.numbers[name] = found
+                numbers.append(value - (1 << 64) if value >> 63 else value)
+        example.numbers[name] = numbers
 
 
 def _sized(data: Buffer, start: int, end: int) -> Iterator[tuple[int, tuple[int, int]]]:
-    """The fields of a message that are byte strings or messages: their number, and where they begin and end."""
-    return ((number, span) for number, way, span in _fields(data, start, end) if way == _SIZED)
+    """The fields of a message that are byte strings or messages: number, and start and end."""
+    return ((number, span) for number, wire_type, span in _fields(data, start, end) if wire_type == _SIZED)
 
 
 def _fields(data: Buffer, start: int, end: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
-    """A message's fields: number, way of storing, and where the value begins and ends."""
+    """A message's fields: number, wire type, and start and end of the value."""
     while start < end:
         key, start = _varint(data, start)
-        way = key & 7
-        if way == _VARINT:
+        wire_type = key & 7
+        if wire_type == _VARINT:
             last = _varint(data, start)[1]
-        elif way == _SIZED:
+        elif wire_type == _SIZED:
             size, start = _varint(data, start)
             last = start + size
-        elif way in (_EIGHT, _FOUR):
-            last = start + (8 if way == _EIGHT else 4)
+        elif wire_type in (_EIGHT, _FOUR):
+            last = start + (8 if wire_type == _EIGHT else 4)
         else:
-            raise ValueError(f"no field is stored in way {way}")
+            raise ValueError(f"unknown wire type {wire_type}")
         if last > end:
             raise ValueError("a field ends after its message")
-        yield key >> 3, way, (start, last)
+        yield key >> 3, wire_type, (start, last)
         start = last
 
 
-def _varint(data: Buffer, place: int) -> tuple[int, int]:
+def _varint(data: Buffer, offset: int) -> tuple[int, int]:
     value = shift = 0
     while True:
-        byte = data[place]
+        byte = data[offset]
         value |= (byte & 0x7F) << shift
-        place, shift = place + 1, shift + 7
+        offset, shift = offset + 1, shift + 7
         if byte < 0x80:
-            return value, place
+            return value, offset
 
 
 def _frames(file: Path) -> list[tuple[int, int]]:
-    """Where each record's message begins, and its size."""
-    found: list[tuple[int, int]] = []
+    """The offset and the size of each record's message."""
+    frames: list[tuple[int, int]] = []
     if file.stat().st_size == 0:  # a shard may be empty, and a memory map may not
-        return found
+        return frames
     with _mapped(file) as data:
-        place = 0
-        while place < len(data):
-            head = data[place : place + 12]
+        offset = 0
+        while offset < len(data):
+            head = data[offset : offset + 12]
             size = int.from_bytes(head[:8], "little")
             if len(head) < 12 or checksum(head[:8]) != int.from_bytes(head[8:], "little"):
-                raise UserError(f"{file} is damaged at byte {place}: copy it again.")
-            found.append((place + 12, size))
-            place += 16 + size
-        if place > len(data):
+                raise UserError(f"{file} is damaged at byte {offset}: copy it again.")
+            frames.append((offset + 12, size))
+            offset += 16 + size
+        if offset > len(data):
             raise UserError(f"{file} ends within a record: copy it again.")
-    return found
+    return frames
 
 
 def _mapped(file: Path) -> mmap.mmap:
@@ -162,7 +162,7 @@ _CRC = _crc_table()
 
 
 def checksum(data: bytes) -> int:
-    """CRC-32C, then turned by 15 bits and moved by a constant: a checksum of checksums would be weak otherwise."""
+    """The masked CRC-32C of TFRecord: rotated by 15 bits, plus a constant."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = crc >> 8 ^ _CRC[(crc ^ byte) & 0xFF]
