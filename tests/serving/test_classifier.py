@@ -147,9 +147,9 @@ def test_threads_share_a_classifier(tmp_path):
         (noise(9, 9)[..., 0], "these pixels are uint8 (9, 9): hand over"),
         (noise(9, 9) / 255, "these pixels are float64 (9, 9, 3): hand over"),
         (noise(9, 0), "these pixels are uint8 (9, 0, 3): hand over"),
-        (Image.new("RGB", (9, 9)), "convert this Image to one"),
+        (torch.zeros(3, 9, 9), "an image is a path, a PIL image or an array of uint8 pixels, not Tensor"),
     ],
-    ids=["missing", "empty", "text", "truncated", "channels", "flat", "rescaled", "nothing", "pillow"],
+    ids=["missing", "empty", "text", "truncated", "channels", "flat", "rescaled", "nothing", "tensor"],
 )
 def test_what_is_no_picture_is_one_sentence(picture, says, tmp_path):
     classify = vitral.classifier(saved(tmp_path / "model.safetensors"), device="cpu")

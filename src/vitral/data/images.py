@@ -28,6 +28,9 @@ import torch
 import torch.nn.functional as F
 from PIL import ExifTags, Image, UnidentifiedImageError
 
+from vitral.errors import UserError
+
+PILImage = Image.Image
 METHODS = ("bilinear", "bicubic", "nearest", "area")
 
 # What brings each EXIF orientation upright: (h, w, c) -> (h, w, c) or (w, h, c).
@@ -150,6 +153,35 @@ def resize(image: np.ndarray, size: tuple[int, int], method: str = "bilinear") -
 def as_tensor(image: np.ndarray) -> torch.Tensor:
     """uint8 (h, w, c), shared where the memory allows it; a memory map is read-only, and torch warns of such."""
     return torch.from_numpy(np.require(image, requirements=["C", "W"]))
+
+
+def pixels_of(image: Image.Image | np.ndarray) -> np.ndarray:
+    """An image in memory as if it had been decoded from a file.
+
+    Args:
+        image: a PIL image, or uint8 pixels (height, width) or (height, width, channels).
+
+    Returns:
+        uint8 pixels (height, width, channels); a grey PIL image has one channel, others have three.
+
+    Raises:
+        UserError: where it is neither.
+    """
+    if isinstance(image, Image.Image):
+        grey = image.mode in ("1", "L", "I", "F") or image.mode.startswith("I;16")
+        try:
+            return _upright(_bands(image, 1 if grey and not image.has_transparency_data else 3), _orientation(image))
+        except (OSError, ValueError) as error:
+            raise UserError(f"this PIL image cannot be used ({error}): convert it to RGB.") from error
+    if not isinstance(image, np.ndarray):
+        name = type(image).__name__
+        raise UserError(f"an image is a path, a PIL image or an array of uint8 pixels, not {name}: convert it.")
+    pixels = image[:, :, None] if image.ndim == 2 else image
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.size == 0:
+        raise UserError(
+            f"these pixels are {image.dtype} {image.shape}: pass uint8 (height, width, channels) of 0 to 255."
+        )
+    return pixels
 
 
 def _nearest(before: int, after: int) -> np.ndarray:

@@ -10,20 +10,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from typing import overload
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from vitral.architecture import Size
-from vitral.data.images import UnreadableImage, decode
+from vitral.data.images import PILImage, UnreadableImage, decode, pixels_of
 from vitral.data.preprocess import Pipeline
 from vitral.errors import UserError
 from vitral.kernels.cuda_graph import CudaGraph
 from vitral.kernels.packed import pack
 from vitral.models.normalise import normalise
 
-Picture = np.ndarray | bytes | str | Path  # uint8 pixels (h, w, c), the bytes of an image file, or its path
+Picture = np.ndarray | PILImage | bytes | str | Path  # uint8 pixels (h, w, c), the bytes of an image file, its path
 
 _BEFORE_RECORDING = 3  # calls
 
@@ -110,8 +111,16 @@ class NamedClassifier:
     channels: int
     names: Sequence[str]
 
-    def __call__(self, picture: Picture) -> list[tuple[str, float]]:
-        """The likeliest classes and their probabilities, likeliest first."""
+    @overload
+    def __call__(self, picture: Picture) -> list[tuple[str, float]]: ...
+
+    @overload
+    def __call__(self, picture: list[Picture]) -> list[list[tuple[str, float]]]: ...
+
+    def __call__(self, picture: Picture | list[Picture]) -> list[tuple[str, float]] | list[list[tuple[str, float]]]:
+        """The likeliest classes and their probabilities, likeliest first; of each picture where there is a list."""
+        if isinstance(picture, list):
+            return [self(each) for each in picture]
         indices, shares = self.classifier(self.pipeline(_pixels(picture, self.channels)))
         return [(self.names[index], share) for index, share in zip(indices.tolist(), shares.tolist(), strict=True)]
 
@@ -123,10 +132,7 @@ def _pixels(picture: Picture, channels: int) -> np.ndarray:
     if isinstance(picture, bytes):
         return _decoded(picture, channels, "this picture")
     if not isinstance(picture, str | Path):
-        kind = type(picture).__name__
-        raise UserError(
-            f"a picture is an array of uint8 pixels, a path, or a file's bytes: convert this {kind} to one."
-        )
+        return _checked(pixels_of(picture), channels)
     try:
         data = Path(picture).expanduser().read_bytes()
     except OSError as error:
