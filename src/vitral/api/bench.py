@@ -1,11 +1,11 @@
-"""`benchmark`, the verb bench: how fast this machine computes, beside other libraries, in a file and on a page."""
+"""`benchmark`: the speed of this machine beside other libraries, in a file and on a page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from vitral.atomic import checked_output
 from vitral.bench import start, sweep
@@ -28,7 +28,10 @@ from vitral.bench.results import (
 )
 from vitral.data.loader import cores, default_workers
 from vitral.errors import UserError
+from vitral.events import EventHandler, Note
 from vitral.models.device import check_device, default_device
+from vitral.progress import displayed
+from vitral.reprs import SummaryRepr
 
 Work = Literal[Raced, "growth"]
 
@@ -44,15 +47,27 @@ _BATCHES = {
 }
 
 
-@dataclass(frozen=True)
-class Benchmark:
-    """What a call measured, and what it was added to."""
+@dataclass(frozen=True, repr=False)
+class BenchmarkResult(SummaryRepr):
+    """The rows of a call, and the file that they were added to."""
 
     rows: list[Row]  # of this call
     known: list[Row]  # of the file, these among them, on the same hardware
     notes: tuple[str, ...]  # who was left out, how ours compares, and what grows too fast
     results: Path
     page: Path
+
+    def summary(self) -> dict[str, str]:
+        ratios = ", ".join(f"{value:.2f}" for _, value in self.ratios())
+        return {
+            "speed over the best peer": ratios or "not compared",
+            "n": f"{len(self.rows):,}",
+            "page": str(self.page),
+        }
+
+    def as_dict(self) -> list[dict[str, Any]]:
+        """JSON-ready: the rows of this call."""
+        return [asdict(row) for row in self.rows]
 
     def table(self) -> tuple[tuple[str, ...], list[list[str]]]:
         """Columns and cells: the rows of this call, and older ones that they may be compared with."""
@@ -66,7 +81,7 @@ class Benchmark:
 
 
 def benchmark(
-    work: Work,
+    work: Work = "train",
     *,
     model: str = "",
     batch: int | None = None,
@@ -78,13 +93,67 @@ def benchmark(
     workers: int | None = None,
     out: str | Path = "benchmarks/results.json",
     device: str = "",
-    tell: Tell = lambda sentence: None,
-) -> Benchmark:
-    """Measure one kind of work; `out` keeps every row, and a page beside it shows those of this hardware.
+    on_event: EventHandler | None = None,
+) -> BenchmarkResult:
+    """Measure the speed of this machine beside other libraries.
 
-    "train" times whole steps, "infer" batches on the device, "latency" single answers, "data" the way from files to
-    the device, "predict" whole predictions of files, "start" a command's first answer, "growth" larger and larger work.
+    Each library runs in a process of its own, in turns, after a check that its outputs agree with ours.
+
+    Args:
+        work: train (whole steps), infer (batches on the device), latency (one image in, five names out), data (files to
+            the device), predict (files to predictions), start (the first answer of a command) or growth (larger images,
+            batches and depths).
+        model: name of the model; ViT-B/16 on a GPU and ViT-Ti/16 on a CPU when not given.
+        batch: images per step; chosen when not given.
+        against: timm, transformers, torchvision, onnxruntime, or none; all that are installed when not given.
+        settings: eager, compile, graphs (compiled, with CUDA graphs); usually the fastest when not given.
+        attention: attention backends to try on an NVIDIA GPU: auto, flash, cudnn, efficient.
+        rounds: turns of each library.
+        data: folder of class folders, for data and predict.
+        workers: processes that read images; chosen when not given.
+        out: .json file that keeps all rows; a page for this hardware is written beside it.
+        device: cpu or cuda; chosen when not given.
+        on_event: handler of notes about the progress.
+
+    Returns:
+        The rows of this call, those of the file for the same hardware, and notes that compare them.
+
+    Raises:
+        UserError: where an argument is wrong, or nothing can be timed.
     """
+    if against is not None:
+        against = [name for name in against if name != "none"]
+    with displayed(on_event) as handler:
+        return _benchmark(
+            work,
+            model,
+            batch,
+            against,
+            settings,
+            attention,
+            rounds,
+            data,
+            workers,
+            out,
+            device,
+            lambda text: handler(Note(text)),
+        )
+
+
+def _benchmark(
+    work: Work,
+    model: str,
+    batch: int | None,
+    against: Sequence[str] | None,
+    settings: Sequence[str],
+    attention: Sequence[str],
+    rounds: int,
+    data: str | Path,
+    workers: int | None,
+    out: str | Path,
+    device: str,
+    tell: Tell,
+) -> BenchmarkResult:
     check_device(device)
     if device not in ("", "cpu", "cuda"):
         raise UserError("the bench runs on cpu or cuda; CUDA_VISIBLE_DEVICES chooses one of several GPUs.")
@@ -102,7 +171,7 @@ def benchmark(
     known = [row for row in everything if row.facts.get("hardware") == rows[0].facts.get("hardware")]
     races = {row.race for row in rows}
     said = (*notes, *_remarks([row for row in known if row.race in races]))
-    return Benchmark(rows, known, said, out, _write_page(out.parent, known))
+    return BenchmarkResult(rows, known, said, out, _write_page(out.parent, known))
 
 
 def _measured(work: Work, task: Task, starting: Field, rounds: int, tell: Tell) -> tuple[list[Row], tuple[str, ...]]:

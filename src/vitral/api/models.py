@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from vitral import paper
@@ -109,7 +109,7 @@ def cost(
     _check_positive(images=images, epochs=epochs)
     flops = training_flops(architecture, images=images, epochs=epochs, image=size)
     row = _paper_row(architecture, size, images, epochs)
-    return CostResult(**{**vars(result), "images": images, "epochs": epochs, "training_flops": flops, "paper": row})
+    return replace(result, images=images, epochs=epochs, training_flops=flops, paper=row)
 
 
 def _paper_row(architecture: Architecture, size: Size, images: float, epochs: float) -> str | None:

@@ -131,12 +131,12 @@ def run_verb(name: str, words: list[str]) -> None:
 
 
 def _help() -> str:
-    from vitral.cli.signatures import read_signature
+    from vitral.cli.signatures import read_summary
 
     lines = ["vitral: Vision Transformers as the paper describes them, for every checkpoint.", ""]
     lines += ["  vitral VERB ...           `vitral VERB --help` explains a verb", ""]
     for name, verb in VERBS.items():
-        summary = read_signature(f"vitral.api.{verb.module}", verb.function).summary
+        summary = read_summary(f"vitral.api.{verb.module}", verb.function)
         lines.append(f"  {name:<9} {summary.rstrip('.')}")
     return "\n".join([*lines, "", _EXAMPLES])
 

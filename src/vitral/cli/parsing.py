@@ -116,6 +116,9 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
 
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        return f"{action.metavar} ..." if action.nargs in ("+", "*") else super()._format_args(action, default_metavar)
+
     def _expand_help(self, action: argparse.Action) -> str:
         default = action.default
         if default in (None, "", (), False, argparse.SUPPRESS):

@@ -47,8 +47,7 @@ class Parameter:
 class VerbSignature:
     """A verb's function as the command line presents it."""
 
-    summary: str  # the first line of the docstring
-    description: str  # the whole docstring up to its sections
+    description: str  # the docstring up to its sections
     parameters: tuple[Parameter, ...]
     takes_events: bool  # whether it has the parameter on_event
 
@@ -64,24 +63,28 @@ def read_signature(module: str, function: str) -> VerbSignature:
     Returns:
         Its parameters in order, without those that have no place on a command line.
     """
-    node = next(node for node in _tree(module).body if isinstance(node, ast.FunctionDef) and node.name == function)
+    node = _function(module, function)
     docstring = inspect.cleandoc(ast.get_docstring(node) or "")
     description = re.split(r"\n\n(?:Args|Returns|Raises):\n", f"{docstring}\n")[0].strip()
     helps = parameter_helps(docstring)
     arguments = node.args
     missing = [None] * (len(arguments.args) - len(arguments.defaults))
-    given = [
-        *((argument, default, True) for argument, default in zip(arguments.args, [*missing, *arguments.defaults])),
-        *((argument, default, False) for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults)),
-    ]
+    positional = zip(arguments.args, [*missing, *arguments.defaults], strict=True)
+    keyword = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    given = [*((*pair, True) for pair in positional), *((*pair, False) for pair in keyword)]
     parameters = []
-    for argument, default, positional in given:
+    for argument, default, is_positional in given:
         value_type = None if argument.annotation is None else _value_type(argument.annotation, module)
         if value_type is not None:
             value = REQUIRED if default is None else ast.literal_eval(default)
-            parameters.append(Parameter(argument.arg, positional, value_type, value, helps.get(argument.arg, "")))
+            parameters.append(Parameter(argument.arg, is_positional, value_type, value, helps.get(argument.arg, "")))
     takes_events = any(argument.arg == "on_event" for argument in arguments.kwonlyargs)
-    return VerbSignature(description.splitlines()[0], description, tuple(parameters), takes_events)
+    return VerbSignature(description, tuple(parameters), takes_events)
+
+
+def read_summary(module: str, function: str) -> str:
+    """The first line of a function's docstring."""
+    return (ast.get_docstring(_function(module, function)) or "").partition("\n")[0]
 
 
 def parameter_helps(docstring: str) -> dict[str, str]:
@@ -98,6 +101,10 @@ def parameter_helps(docstring: str) -> dict[str, str]:
         elif inside and name:
             helps[name] += f" {line.strip()}"
     return helps
+
+
+def _function(module: str, name: str) -> ast.FunctionDef:
+    return next(node for node in _tree(module).body if isinstance(node, ast.FunctionDef) and node.name == name)
 
 
 @cache
