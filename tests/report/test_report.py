@@ -278,12 +278,12 @@ def test_mistakes_of_the_user_are_one_sentence(run, pictures, tmp_path):
         assert not (tmp_path / "a.html").exists()
 
 
-def test_the_command_line_counts_layers_from_one(run, pictures, tmp_path, command):
+def test_the_command_line_counts_layers_from_zero(run, pictures, tmp_path, command):
     words = ("inspect", run, pictures / "red" / "0.png", "-o", tmp_path / "a.html", "--layers")
-    for layer in ("3", "0"):
+    for layer in ("2", "-1"):
         said = command(*words, layer)
-        assert (said.code, said.err) == (2, f"vitral: there is no layer {layer}: the model has 2, counted from 1.\n")
-    assert command(*words, "2").code == 0
+        assert (said.code, said.err) == (2, f"vitral: there is no layer {layer}: the model has 2, counted from 0.\n")
+    assert command(*words, "1").code == 0
 
 
 def test_pixels_that_are_drawn_at_random_are_refused(run, pictures, tmp_path, command):
@@ -445,9 +445,9 @@ def test_a_search_tells_how_far_it_is(run, pictures, tmp_path, patch):
     for number in range(16):  # a whole batch that cannot be read, the first one
         (folder / "blue" / f"+{number}.png").write_bytes(b"no picture")
     words = {"query": pictures / "green" / "2.png", "patch": patch, "index": tmp_path / "index.npz"}
-    found = search(run, folder, **words, on_progress=lambda done, total: heard.append((done, total)))
+    found = search(run, folder, **words, on_event=lambda event: heard.append((event.done, event.total)))
     assert heard == [(16, 34), (32, 34), (34, 34)]
-    again = search(run, folder, **words, on_progress=lambda done, total: heard.append((done, total)))
+    again = search(run, folder, **words, on_event=lambda event: heard.append((event.done, event.total)))
     assert [one.path for one in again] == [one.path for one in found]
     assert len(heard) == 3  # the second time nothing is computed
 
@@ -465,17 +465,17 @@ def test_a_folder_without_an_image_has_no_neighbours(run, pictures, tmp_path, pa
 def test_the_verbs(run, pictures, tmp_path, monkeypatch, capsys):
     command = Command(monkeypatch, capsys)
     target = tmp_path / "a.html"
-    said = command("inspect", run, pictures / "red" / "0.png", "-o", target, "--layers", "2", "--json")
+    said = command("inspect", run, pictures / "red" / "0.png", "-o", target, "--layers", "1", "--json")
     assert said.code == 0
     assert json.loads(said.out)["bytes"] == target.stat().st_size
     assert list(embedded(target)["images"][0]["rows"]) == ["0", "1"]
     assert "open it in a browser" in command("inspect", run, "-o", target).out
     words = ("search", run, pictures, "--query", pictures / "red" / "0.png", "--top", "2")
-    (first, _) = json.loads(command(*words, "--patch", "1", "2", "--json").out)
-    assert first["row"] in (1, 2)
+    (first, _) = json.loads(command(*words, "--patch", "0", "1", "--json").out)["neighbours"]
+    assert first["row"] in (0, 1)
     assert "similarity" in command(*words).out
     monkeypatch.setenv("FORCE_COLOR", "1")  # for rich, a terminal
-    assert "100%" in command(*words, "--patch", "1", "2").err
+    assert "18 of 18 images" in command(*words, "--patch", "0", "1").err
 
 
 def test_real_weights_make_a_page_in_time(assets, tmp_path):

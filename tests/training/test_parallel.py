@@ -154,7 +154,7 @@ def protocol(world: World, data: str, out: str, words: list[str]) -> Any:
     """A sweep, and a run of what was chosen; to all but the first process the folder seems taken."""
     place = out if world.first else f"{out}-2"
     sweep = ("optim.lr=0.001,0.01",)
-    found = api.pretrain(data, model=MODEL, overrides=[*TINY, *words], sweep=sweep, out=place, device="cpu")
+    found = api.pretrain(data, model=MODEL, set=[*TINY, *words], sweep=sweep, out=place, device="cpu")
     return [found.folder, found.as_dict()["devices"]]
 
 
@@ -467,7 +467,7 @@ def test_a_signal_to_torchrun_saves_and_the_run_goes_on(pictures: Path, tmp_path
         _, said = process.communicate(timeout=60)
     assert process.returncode != 0
     assert said.count("stopping after this step") == 1
-    assert said.count(f"is saved; go on with: torchrun ... -m vitral train {pictures} ") == 1
+    assert said.count(f"is saved; resume with: torchrun ... -m vitral train {pictures} ") == 1
     (state,) = states(run)
     assert 5 <= int(state.stem.split("-")[1]) < 400
     train(pictures, run, *more)

@@ -403,7 +403,7 @@ def test_finetuning_says_what_it_guesses_too(colours, tmp_path):
         weights,
         colours,
         recipe="paper:finetune/pets",
-        overrides=words,
+        set=words,
         seeds=1,
         out=tmp_path / "run",
         device="cpu",

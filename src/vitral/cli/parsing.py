@@ -66,9 +66,9 @@ class VerbParser(argparse.ArgumentParser):
             self.error(f"not understood: {', '.join(unknown)}")
         values = vars(parsed)
         missing = [
-            _metavar(parameter) if parameter.positional else _option(parameter.name)
+            f"{_metavar(parameter) if parameter.positional else _option(parameter.name)} ({parameter.help.rstrip('.')})"
             for parameter in self.signature.parameters
-            if values.get(parameter.name, REQUIRED) in (REQUIRED, []) and parameter.default is REQUIRED
+            if parameter.default is REQUIRED and values.get(parameter.name, []) == []
         ]
         if missing:
             self.error(f"missing: {', '.join(missing)}")
