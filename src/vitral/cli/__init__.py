@@ -103,13 +103,14 @@ def run_verb(name: str, words: list[str]) -> None:
         raise UserError(f'there is no verb "{name}": {_nearest_verb(name)}')
     from vitral.cli.parsing import CLI_OPTIONS, VerbParser, swapped_order
     from vitral.cli.signatures import read_signature
-    from vitral.progress import Display, TensorBoard, all_handlers
 
     verb = VERBS[name]
     signature = read_signature(f"vitral.api.{verb.module}", verb.function)
     values = VerbParser(name, signature, verb.cli_options).parse_values(words)
     keywords = {key: value for key, value in values.items() if key not in CLI_OPTIONS}
     positional = [keywords.pop(parameter.name) for parameter in signature.parameters if parameter.positional]
+    from vitral.progress import Display, TensorBoard, all_handlers
+
     rank = int(os.environ.get("RANK", 0))  # of a torchrun: only the first process reports
     with Display(quiet=rank > 0 or not signature.takes_events) as display, _resume_hint(display):
         function = getattr(importlib.import_module(f"vitral.api.{verb.module}"), verb.function)
