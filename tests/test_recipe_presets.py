@@ -23,7 +23,7 @@ from vitral.errors import UserError
 from vitral.models.build import build
 from vitral.names import name_of, parse
 from vitral.recipe import Recipe, architecture_of, from_toml, keys, pipelines, to_toml, values, with_overrides
-from vitral.recipe_presets import hyperrule, preset, preset_names
+from vitral.recipe_presets import get_preset, hyperrule, preset_names
 from vitral.training.build import build_model
 from vitral.training.objective import LossSettings, Objective
 from vitral.training.optimizer import build_optimizer, learning_rate, parameter_groups
@@ -105,7 +105,7 @@ def check_pretraining(
     dataset: str, model: str, epochs: int, lr: float, decay: str, weight_decay: float, dropout: float
 ) -> None:
     """One row of Table 3, by what its recipe builds."""
-    recipe = preset(f"paper:pretrain/{dataset}", model).recipe
+    recipe = get_preset(f"paper:pretrain/{dataset}", model).recipe
     images = {"jft300m": 303e6, "imagenet21k": 14.2e6, "imagenet": 1_281_167}[dataset]
     assert (recipe.model, recipe.epochs, recipe.batch) == (model, epochs, 4096)
     architecture = architecture_of(recipe, 10)
@@ -131,7 +131,7 @@ def check_pretraining(
 
 def check_finetuning(dataset: str, steps: int, rates: tuple[float, ...], dev: float) -> None:
     """One row of Table 4, by what its recipe builds."""
-    entry = preset(f"paper:finetune/{dataset}", "ViT-B/16")
+    entry = get_preset(f"paper:finetune/{dataset}", "ViT-B/16")
     recipe = entry.recipe
     assert (recipe.steps, recipe.epochs, recipe.batch, recipe.image) == (steps, 0, 512, 384)
     assert entry.sweep == {"optim.lr": rates}
@@ -157,7 +157,7 @@ PRINTED = [name for name in preset_names() if not name.startswith("speedrun/")]
 @pytest.mark.parametrize("name", PRINTED)
 def test_every_name_makes_a_recipe_for_every_model(name: str) -> None:
     for model in models_of(name):
-        entry = preset(name, model)
+        entry = get_preset(name, model)
         assert entry.name == name
         assert from_toml(to_toml(entry.recipe)) == entry.recipe
         architecture = architecture_of(entry.recipe, 10)
@@ -173,14 +173,14 @@ def test_every_name_makes_a_recipe_for_every_model(name: str) -> None:
 
 
 def test_every_reading_is_used() -> None:
-    said = {sentence for name in PRINTED for model in models_of(name) for sentence in preset(name, model).readings}
+    said = {sentence for name in PRINTED for model in models_of(name) for sentence in get_preset(name, model).readings}
     assert said == {reading.why for reading in paper.readings().values()}
     assert {key for reading in paper.readings().values() for key in reading.keys} <= set(keys())
 
 
 def test_speedruns_are_plain_vits_from_scratch() -> None:
     """No convolutional stem, no pre-training; what is drawn at random is drawn on the device."""
-    runs = [preset(name) for name in preset_names() if name.startswith("speedrun/")]
+    runs = [get_preset(name) for name in preset_names() if name.startswith("speedrun/")]
     assert {run.name for run in runs} == {"speedrun/cifar10", "speedrun/cifar10-94"}
     for run in runs:
         architecture = architecture_of(run.recipe, 10)
@@ -227,12 +227,12 @@ def test_finetuning_builds_every_printed_row_of_table4(assets: Path) -> None:
         rates = tuple(map(float, line["base LR grid"].strip("{}").split(",")))
         check_finetuning(dataset, steps, rates, devs.pop(dataset))
     assert not devs
-    recipe = preset("paper:finetune/vtab").recipe
+    recipe = get_preset("paper:finetune/vtab").recipe
     assert (recipe.steps, recipe.optim.lr) == (int(vtab["steps"].replace(",", "")), float(vtab["base LR grid"]))
 
 
 def test_vtab_chooses_among_two_rates_and_two_lengths() -> None:
-    entry = preset("paper:finetune/vtab")
+    entry = get_preset("paper:finetune/vtab")
     assert {key: len(tried) for key, tried in entry.sweep.items()} == {"optim.lr": 2, "steps": 2}
     assert (entry.recipe.optim.lr, entry.recipe.steps, entry.recipe.batch, entry.recipe.image) == (0.01, 2500, 512, 384)
     assert entry.dev * 1000 == 200
@@ -244,7 +244,7 @@ def test_vtab_chooses_among_two_rates_and_two_lengths() -> None:
     [("jft300m", "sigmoid", -10), ("imagenet21k", "sigmoid", -10), ("imagenet", "softmax", 0)],
 )
 def test_pretraining_has_a_tanh_head_and_the_loss_of_its_labels(dataset: str, loss: str, bias: float) -> None:
-    recipe = preset(f"paper:pretrain/{dataset}").recipe
+    recipe = get_preset(f"paper:pretrain/{dataset}").recipe
     assert (recipe.shape.head, recipe.shape.head_bias, recipe.loss) == ("tanh", bias, loss)
     built, card = build_model(with_overrides(recipe, TINY), tuple("abcde"))
     model: Any = built
@@ -264,7 +264,7 @@ def test_pretraining_has_a_tanh_head_and_the_loss_of_its_labels(dataset: str, lo
 
 def test_finetuning_has_one_linear_layer_and_softmax() -> None:
     for dataset in DATASETS:
-        recipe = preset(f"paper:finetune/{dataset}").recipe
+        recipe = get_preset(f"paper:finetune/{dataset}").recipe
         assert recipe.loss == "softmax"
         model: Any = build_model(with_overrides(recipe, TINY), tuple("abcde"))[0]
         assert model.head.hidden is None
@@ -273,7 +273,7 @@ def test_finetuning_has_one_linear_layer_and_softmax() -> None:
 
 def test_a_resnet_keeps_its_shape() -> None:
     for name in ("paper:pretrain/jft300m", "paper:finetune/pets", "bit:pretrain/jft300m", "bit:finetune/small"):
-        assert preset(name, "R50x1").recipe.shape == Recipe().shape
+        assert get_preset(name, "R50x1").recipe.shape == Recipe().shape
 
 
 @pytest.mark.parametrize(
@@ -288,14 +288,14 @@ def test_a_resnet_keeps_its_shape() -> None:
     ],
 )
 def test_finetuning_has_the_dropout_that_was_released(model: str, dropout: float) -> None:
-    recipe = preset("paper:finetune/imagenet", model).recipe
+    recipe = get_preset("paper:finetune/imagenet", model).recipe
     architecture = architecture_of(recipe, 1000)
     assert isinstance(architecture, ViTConfig)
     assert architecture.dropout == dropout
 
 
 def test_masked_prediction_is_that_of_the_appendix() -> None:
-    recipe = preset("paper:pretrain/jft300m-masked").recipe
+    recipe = get_preset("paper:pretrain/jft300m-masked").recipe
     assert (recipe.model, recipe.objective, recipe.steps, recipe.batch) == ("ViT-B/16", "masked", 1_000_000, 4096)
     assert (recipe.masked.ratio, recipe.masked.token_ratio, recipe.masked.random_ratio) == (0.5, 0.8, 0.1)
     assert recipe.masked.target == "mean"
@@ -305,14 +305,14 @@ def test_masked_prediction_is_that_of_the_appendix() -> None:
 
 def test_the_best_imagenet_results_take_more_pixels_and_an_average() -> None:
     for pixels, model in ((512, "ViT-L/16"), (518, "ViT-H/14")):
-        entry = preset(f"paper:finetune/imagenet-{pixels}")
-        plain = preset("paper:finetune/imagenet", model)
+        entry = get_preset(f"paper:finetune/imagenet-{pixels}")
+        plain = get_preset("paper:finetune/imagenet", model)
         changed = {key for key, value in values(entry.recipe).items() if value != values(plain.recipe)[key]}
         assert changed == {"image", "ema_decay"}
         assert (entry.recipe.model, entry.recipe.image, entry.recipe.ema_decay) == (model, pixels, 0.9999)
         assert (entry.seeds, plain.seeds, entry.sweep) == (3, 1, plain.sweep)
         with pytest.raises(UserError, match=f"choose one of {model}"):
-            preset(f"paper:finetune/imagenet-{pixels}", "ViT-B/16")
+            get_preset(f"paper:finetune/imagenet-{pixels}", "ViT-B/16")
 
 
 def test_a_suffix_changes_the_crops_alone() -> None:
@@ -322,9 +322,9 @@ def test_a_suffix_changes_the_crops_alone() -> None:
         ":resmall": ("decode|resize_small(448)|random_crop(384)|flip", "decode|resize_small(448)|central_crop(384)"),
     }
     for dataset in DATASETS:
-        base = preset(f"paper:finetune/{dataset}")
+        base = get_preset(f"paper:finetune/{dataset}")
         for suffix, expected in text.items():
-            entry = preset(f"paper:finetune/{dataset}{suffix}")
+            entry = get_preset(f"paper:finetune/{dataset}{suffix}")
             assert pipelines(entry.recipe, (384, 384)) == expected
             changed = {key for key, value in values(entry.recipe).items() if value != values(base.recipe)[key]}
             assert changed <= {"data.train_transform", "data.eval_transform"}
@@ -335,7 +335,7 @@ def test_a_suffix_changes_the_crops_alone() -> None:
     [("imagenet", 90, (30, 60, 80)), ("imagenet21k", 90, (30, 60, 80)), ("jft300m", 40, (10, 23, 30, 37))],
 )
 def test_bits_pretraining_divides_the_rate_by_ten(dataset: str, epochs: int, drops: tuple[int, ...]) -> None:
-    recipe = preset(f"bit:pretrain/{dataset}", "R50x1").recipe
+    recipe = get_preset(f"bit:pretrain/{dataset}", "R50x1").recipe
     assert recipe.epochs == (7 if dataset == "jft300m" else epochs)  # Table 7's length, with BiT's drops
     optimizer = optimizer_of(recipe, model := tiny(recipe))
     assert isinstance(optimizer, torch.optim.SGD)
@@ -365,7 +365,7 @@ def test_the_hyperrule_goes_by_the_number_of_images(
     images: int, size: str, steps: int, warmup: int, mixup: float
 ) -> None:
     assert hyperrule(images) == f"bit:finetune/{size}"
-    recipe = preset(hyperrule(images)).recipe
+    recipe = get_preset(hyperrule(images)).recipe
     assert (recipe.steps, recipe.batch, recipe.data.mixup, recipe.image) == (steps, 512, mixup, 384)
     rates = [rate_at(recipe, round(share * steps), steps) for share in (0.25, 0.3, 0.6, 0.9)]
     assert rates == pytest.approx([3e-3, 3e-4, 3e-5, 3e-6])
@@ -375,21 +375,21 @@ def test_the_hyperrule_goes_by_the_number_of_images(
 
 def test_two_printed_lengths_are_one_choice_that_is_said() -> None:
     lengths = paper.readings()["lengths"].why
-    said = {row for row in TABLE3 if lengths in preset(f"paper:pretrain/{row[0]}", row[1]).readings}
+    said = {row for row in TABLE3 if lengths in get_preset(f"paper:pretrain/{row[0]}", row[1]).readings}
     assert said == {("jft300m", "ViT-L/16"), ("imagenet21k", "ViT-L/16")}
 
 
 def test_table2_has_three_seeds_where_it_prints_a_spread() -> None:
     for dataset in DATASETS:
-        assert preset(f"paper:finetune/{dataset}").seeds == (1 if dataset == "imagenet" else 3)
-    assert preset("paper:pretrain/imagenet").seeds == 1
+        assert get_preset(f"paper:finetune/{dataset}").seeds == (1 if dataset == "imagenet" else 3)
+    assert get_preset("paper:pretrain/imagenet").seeds == 1
 
 
 def test_names_may_be_spelt_as_people_do() -> None:
-    spelt = [preset("paper:pretrain/jft300m", model).recipe.model for model in ("ResNet50x1", "L/16@384")]
+    spelt = [get_preset("paper:pretrain/jft300m", model).recipe.model for model in ("ResNet50x1", "L/16@384")]
     assert spelt == ["R50x1", "ViT-L/16@384"]
     unnamed = name_of(parse("ViT-Ti/16@32", depth=3))
-    assert [preset("paper:finetune/pets", model).recipe.image for model in ("L/16@224", unnamed)] == [384, 384]
+    assert [get_preset("paper:finetune/pets", model).recipe.image for model in ("L/16@224", unnamed)] == [384, 384]
 
 
 @pytest.mark.parametrize(
@@ -407,7 +407,7 @@ def test_names_may_be_spelt_as_people_do() -> None:
 )
 def test_what_the_book_does_not_hold_is_refused(name: str, model: str, expected: str) -> None:
     with pytest.raises(UserError, match=expected):
-        preset(name, model)
+        get_preset(name, model)
 
 
 def test_the_book_opens_without_torch() -> None:

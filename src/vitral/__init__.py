@@ -2,70 +2,135 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from vitral.version import __version__
 
 if TYPE_CHECKING:
-    from vitral.api import (
-        capture,
-        check,
-        classifier,
-        convert,
-        create,
-        dedupe,
-        embed,
-        evaluate,
-        fewshot,
-        finetune,
-        info,
-        inspect,
-        load,
-        predict,
-        pretrain,
-        save,
-        search,
-        train,
-        vtab1k,
-    )
-    from vitral.errors import UserError
+    from vitral.api.bench import BenchmarkReport, benchmark
+    from vitral.api.checkpoints import CheckpointInfo, ConvertResult, Source, convert, create, info, load, save
+    from vitral.api.data import Images
+    from vitral.api.demonstration import DemoResult, demo
+    from vitral.api.evaluation import EvalResult, evaluate
+    from vitral.api.inspection import InspectResult, inspect
+    from vitral.api.models import CostResult, list_available
+    from vitral.api.neighbours import Neighbour, SearchResult, search
+    from vitral.api.prediction import EmbedResult, check, classifier, embed, predict
+    from vitral.api.probes import ProbeResult, dedupe, fewshot
+    from vitral.api.protocols import ProtocolResult, finetune, pretrain
+    from vitral.api.training import TrainResult, show_recipe, train
+    from vitral.api.vtab import VtabResult, vtab1k
+    from vitral.architecture import ModuleConfig, ResNetConfig, ViTConfig
+    from vitral.checkpoints.card import Card, Preprocess
+    from vitral.errors import Interrupted, UserError
+    from vitral.events import Evaluated, Event, EventHandler, Note, Progress, RunDirChosen, RunStarted, Saved, StepDone
+    from vitral.models.capture import capture
+    from vitral.progress import Display, TensorBoard
+    from vitral.recipe import Recipe
+    from vitral.serving.results import PredictionResults
+    from vitral.training.callbacks import Callback, RunHandle
+    from vitral.training.run import RunResult
+
+_MODULES = {
+    "vitral.api.bench": "BenchmarkReport benchmark",
+    "vitral.api.checkpoints": "CheckpointInfo ConvertResult Source convert create info load save",
+    "vitral.api.data": "Images",
+    "vitral.api.demonstration": "DemoResult demo",
+    "vitral.api.evaluation": "EvalResult evaluate",
+    "vitral.api.inspection": "InspectResult inspect",
+    "vitral.api.models": "CostResult list_available",
+    "vitral.api.neighbours": "Neighbour SearchResult search",
+    "vitral.api.prediction": "EmbedResult check classifier embed predict",
+    "vitral.api.probes": "ProbeResult dedupe fewshot",
+    "vitral.api.protocols": "ProtocolResult finetune pretrain",
+    "vitral.api.training": "TrainResult show_recipe train",
+    "vitral.api.vtab": "VtabResult vtab1k",
+    "vitral.architecture": "ModuleConfig ResNetConfig ViTConfig",
+    "vitral.checkpoints.card": "Card Preprocess",
+    "vitral.errors": "Interrupted UserError",
+    "vitral.events": "Evaluated Event EventHandler Note Progress RunDirChosen RunStarted Saved StepDone",
+    "vitral.models.capture": "capture",
+    "vitral.progress": "Display TensorBoard",
+    "vitral.recipe": "Recipe",
+    "vitral.serving.results": "PredictionResults",
+    "vitral.training.callbacks": "Callback RunHandle",
+    "vitral.training.run": "RunResult",
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
+    "BenchmarkReport",
+    "Callback",
+    "Card",
+    "CheckpointInfo",
+    "ConvertResult",
+    "CostResult",
+    "DemoResult",
+    "Display",
+    "EmbedResult",
+    "EvalResult",
+    "Evaluated",
+    "Event",
+    "EventHandler",
+    "Images",
+    "InspectResult",
+    "Interrupted",
+    "ModuleConfig",
+    "Neighbour",
+    "Note",
+    "PredictionResults",
+    "Preprocess",
+    "ProbeResult",
+    "Progress",
+    "ProtocolResult",
+    "Recipe",
+    "ResNetConfig",
+    "RunDirChosen",
+    "RunHandle",
+    "RunResult",
+    "RunStarted",
+    "Saved",
+    "SearchResult",
+    "Source",
+    "StepDone",
+    "TensorBoard",
+    "TrainResult",
     "UserError",
+    "ViTConfig",
+    "VtabResult",
     "__version__",
+    "benchmark",
     "capture",
     "check",
     "classifier",
     "convert",
     "create",
     "dedupe",
+    "demo",
     "embed",
     "evaluate",
     "fewshot",
     "finetune",
     "info",
     "inspect",
+    "list_available",
     "load",
     "predict",
     "pretrain",
     "save",
     "search",
+    "show_recipe",
     "train",
     "vtab1k",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Names are imported when they are used, so that `import vitral` and `vitral --help` stay instant."""
-    if name == "UserError":
-        from vitral.errors import UserError
-
-        return UserError
-    if name in __all__:
-        from vitral import api
-
-        return getattr(api, name)
-    raise AttributeError(f"module 'vitral' has no attribute '{name}'")
+    """Import a name when it is first used, so that `import vitral` and `vitral --help` stay fast."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'vitral' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

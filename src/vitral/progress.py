@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
@@ -179,47 +180,59 @@ def displayed(on_event: EventHandler | None) -> Iterator[EventHandler]:
 
 
 class TensorBoard:
-    """Event handler that writes scalars into FOLDER/tensorboard; an extra: pip install 'vitral[track]'."""
+    """Event handler that writes scalars into RUN/tensorboard; an extra: pip install 'vitral[track]'."""
 
-    def __init__(self, folder: str | Path) -> None:
-        if not folder:
-            raise UserError("tensorboard needs a folder to write into: name it with --out.")
+    def __init__(self) -> None:
         try:
             from tensorboardX import SummaryWriter
         except ImportError as error:
             raise UserError("tensorboard needs an extra: pip install 'vitral[track]'.") from error
-        self.writer = SummaryWriter(str(Path(folder) / "tensorboard"))
+        self._open = SummaryWriter
+        self.writer: SummaryWriter | None = None
 
     def __call__(self, event: Event) -> None:
         """Write the numbers of a step or an evaluation."""
-        if isinstance(event, StepDone):
-            values = {
-                "loss": event.loss,
-                "lr": event.lr,
-                "data_seconds": event.data_seconds,
-                "accuracy": event.accuracy,
-            }
-            for name, value in values.items():
-                if value is not None:
-                    self.writer.add_scalar(f"train/{name}", value, event.step)
+        if isinstance(event, RunDirChosen):
+            self.close()
+            self.writer = self._open(str(Path(event.folder) / "tensorboard"))
+        elif isinstance(event, StepDone):
+            self._add(
+                "train",
+                event.step,
+                {"loss": event.loss, "lr": event.lr, "data_seconds": event.data_seconds, "accuracy": event.accuracy},
+            )
         elif isinstance(event, Evaluated):
-            for name, value in event.metrics.items():
-                if isinstance(value, int | float):
-                    self.writer.add_scalar(f"eval/{name}", value, event.step)
-            self.writer.flush()
+            self._add("eval", event.step, event.metrics)
+
+    def _add(self, group: str, step: int, values: Mapping[str, Any]) -> None:
+        assert self.writer is not None  # a run begins with its folder
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self.writer.add_scalar(f"{group}/{name}", value, step)
 
     def close(self) -> None:
         """Write out what is still buffered."""
-        self.writer.close()
+        if self.writer is not None:
+            self.writer.close()
 
 
-def headline(metrics: dict) -> str:
-    """The numbers of an evaluation that a person wants first."""
+def all_handlers(*handlers: EventHandler) -> EventHandler:
+    """A handler that passes each event to several others."""
+
+    def handle(event: Event) -> None:
+        for handler in handlers:
+            handler(event)
+
+    return handle
+
+
+def headline(metrics: dict[str, Any]) -> str:
+    """The main numbers of an evaluation, in one line."""
     n = f"(n = {metrics['n']:,})"
     if "masked_loss" in metrics:
-        rivals = {"neighbour_loss": "mean of neighbours", "histogram_entropy": "histogram"}
-        known = ", ".join(f"{words} {metrics[key]:.3f}" for key, words in rivals.items() if key in metrics)
-        return f"loss of hidden patches {metrics['masked_loss']:.4f} ({known}) {n}"
+        baselines = {"neighbour_loss": "mean of neighbours", "histogram_entropy": "histogram"}
+        compared = ", ".join(f"{name} {metrics[key]:.3f}" for key, name in baselines.items() if key in metrics)
+        return f"masked loss {metrics['masked_loss']:.4f} ({compared}) {n}"
     if "mean_average_precision" in metrics:
         return f"mAP {metrics['mean_average_precision']:.2%}, macro F1 {metrics['macro_f1']:.2%} {n}"
     return f"accuracy {metrics['top1']:.2%}, mean per class {metrics['mean_per_class']:.2%} {n}"

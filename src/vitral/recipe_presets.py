@@ -1,6 +1,6 @@
 """Preset recipes: the tables of the paper and of BiT as recipes, and our own speed runs. No torch here.
 
-`preset("paper:pretrain/imagenet21k", "ViT-L/16")` is a row of Table 3, `preset("paper:finetune/pets")` one of Table 4.
+`get_preset("paper:pretrain/imagenet21k", "ViT-L/16")` is a row of Table 3, `get_preset("paper:finetune/pets")` one of Table 4.
 Printed values come from `vitral.paper`. Values that the paper does not print come from its `readings`: each is our
 interpretation of one gap, with a sentence that says why.
 """
@@ -90,7 +90,7 @@ def preset_names() -> dict[str, str]:
     return {name: entry.about for name, entry in _presets().items()}
 
 
-def preset(name: str, model: str = "") -> Preset:
+def get_preset(name: str, model: str = "") -> Preset:
     """The preset of this name for a model.
 
     Args:

@@ -95,7 +95,7 @@ def test_other_sizes_at_run_time_equal_the_adapted_model(file: Path) -> None:
 
 @pytest.mark.parametrize("to", ["google", "google-linen", "big_vision", "hf", "vitral"])
 def test_convert_keeps_what_agrees(file: Path, tmp_path: Path, to: str) -> None:
-    done = vitral.convert(file, tmp_path / "out" / "new", to=to)
+    done = vitral.convert(file, tmp_path / "out" / "new", format=to)
     assert done.difference == 0
     assert (done.source_format, done.target_format) == ("vitral", to)
     assert done.target.exists()
@@ -107,7 +107,7 @@ def test_convert_keeps_what_agrees(file: Path, tmp_path: Path, to: str) -> None:
 
 def test_convert_refuses_and_leaves_nothing(file: Path, tmp_path: Path) -> None:
     with pytest.raises(vitral.UserError, match="tanh"):
-        vitral.convert(file, tmp_path / "out" / "tv.safetensors", to="torchvision")
+        vitral.convert(file, tmp_path / "out" / "tv.safetensors", format="torchvision")
     assert not list(tmp_path.glob("out/*"))
 
 
@@ -126,26 +126,26 @@ def test_convert_that_would_compute_something_else_is_not_kept(
 
     monkeypatch.setattr(weights, "write_entries", slip)
     with pytest.raises(vitral.UserError, match="compute something else"):
-        vitral.convert(file, tmp_path / "out" / "x.npz", to="google")
+        vitral.convert(file, tmp_path / "out" / "x.npz", format="google")
     assert not list(tmp_path.glob("out/*"))
 
 
 def test_convert_does_not_overwrite(file: Path) -> None:
     before = file.read_bytes()
     with pytest.raises(vitral.UserError, match="exists"):
-        vitral.convert(file, file, to="google")
+        vitral.convert(file, file, format="google")
     assert file.read_bytes() == before
 
 
 def test_convert_says_what_the_file_does_not(model: Model, card: Card, tmp_path: Path) -> None:
     erf = replace(TINY, gelu="erf", image=(16, 24), resize="timm")
     vitral.save(build(erf), tmp_path / "wide.safetensors", replace(card, architecture=erf))
-    done = vitral.convert(tmp_path / "wide.safetensors", tmp_path / "tv.safetensors", to="torchvision")
+    done = vitral.convert(tmp_path / "wide.safetensors", tmp_path / "tv.safetensors", format="torchvision")
     assert "its grid is 4x6" in done.unstated
     assert "it has 2 heads" in done.unstated
     assert any("rule timm" in words for words in done.unstated)
-    assert done.unstated[-2:] == ("the names of its classes", "its preprocessing")
-    assert not vitral.convert(tmp_path / "wide.safetensors", tmp_path / "hf", to="hf").unstated[1:]
+    assert done.unstated[-2:] == ("the names of its classes", "how its images were prepared")
+    assert not vitral.convert(tmp_path / "wide.safetensors", tmp_path / "hf", format="hf").unstated[1:]
     with pytest.raises(vitral.UserError, match="grid="):
         vitral.load(done.target, heads=2)
     loaded, _ = vitral.load(done.target, heads=2, grid=(4, 6))

@@ -54,7 +54,7 @@ def test_a_table_of_shots_and_a_line_for_each_classifier(command, weights, colou
     assert said.code == 0
     rows = re.findall(r"^ *(\d+) +([\d.]+)% +\+- ([\d.]+)% +(\d+)", said.out, re.MULTILINE)
     assert [(row[0], row[3]) for row in rows] == [("1", "3"), ("5", "15")]
-    assert "24 images to learn from, 6 (test) to test on" in said.out
+    assert "24 training images, 6 (test) to test on" in said.out
     assert "No test split was given: 6 of 30 images" in said.out
     assert re.search(r"nearest neighbours +100\.00% \(k = 20, all of train\)", said.out)
     assert re.search(r"linear probe +[\d.]+% \(all of train\)", said.out)
@@ -143,11 +143,11 @@ def for_testing_only(folder: Path) -> str:
 @pytest.mark.parametrize(
     "words, says",
     [
-        (["WEIGHTS", "MANY", "--shots", "1"], "few-shot classification needs one label an image."),
+        (["WEIGHTS", "MANY", "--shots", "1"], "few-shot classification needs one label per image."),
         (["WEIGHTS", "TESTING"], "has no images to learn from, or none to test on"),
         (["nowhere.npz", "COLOURS"], "nowhere.npz does not exist"),
-        (["WEIGHTS", "nowhere"], "nowhere is not a data set"),
-        (["WEIGHTS", "COLOURS", "--l2", "strong"], '--l2 takes a number or "choose", not "strong".'),
+        (["WEIGHTS", "nowhere"], "nowhere is no data set"),
+        (["WEIGHTS", "COLOURS", "--l2", "strong"], '--l2 takes a number or choose, not "strong"'),
         (["WEIGHTS", "COLOURS", "--seeds", "0"], "shots, seeds and batch must be at least 1."),
         (["WEIGHTS", "COLOURS", "--shots", "0"], "shots, seeds and batch must be at least 1."),
         (["WEIGHTS", "COLOURS", "--device", "abacus"], "abacus"),

@@ -18,7 +18,7 @@ from runs import make_pictures
 import vitral
 from vitral import api, events
 from vitral.api.data import open_to_choose
-from vitral.api.protocols import printed
+from vitral.api.protocols import paper_numbers
 from vitral.architecture import ResNetConfig, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.run import RunFolder
@@ -30,7 +30,7 @@ from vitral.errors import UserError
 from vitral.models.build import build
 from vitral.recipe import Recipe, from_toml, recipe_hash, with_overrides
 from vitral.studies import protocol
-from vitral.studies.protocol import ProtocolResult, evaluated_once, parse_search_space, run_protocol, trial_configs
+from vitral.studies.protocol import ProtocolRuns, evaluated_once, parse_search_space, run_protocol, trial_configs
 from vitral.training.run import RunResult
 
 
@@ -135,7 +135,7 @@ def followed(
     grid: Sequence[str] = ("optim.lr=0.1,0.2,0.3",),
     dev: float = 0.25,
     seeds: int = 3,
-) -> ProtocolResult:
+) -> ProtocolRuns:
     monkeypatch.setattr(protocol, "run", runs)
     recipe = with_overrides(Recipe(), words)
     opened, choosing = open_to_choose(pictures, recipe, dev)
@@ -235,7 +235,7 @@ SWEPT: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def swept(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> api.Protocol:
+def swept(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> api.ProtocolRuns:
     """Two rates tried on dev, two seeds on test."""
     out = tmp_path_factory.mktemp("runs") / "swept"
     return api.pretrain(pictures, out=out, **SWEPT)
@@ -318,11 +318,11 @@ def test_the_row_names_the_model_that_was_chosen(pictures, tmp_path, monkeypatch
     ],
 )
 def test_the_papers_numbers_are_those_of_the_recipes_data_set(recipe, model, numbers):
-    assert [entry.number.value for entry in printed(recipe, model)] == numbers
+    assert [entry.number.value for entry in paper_numbers(recipe, model)] == numbers
 
 
 def test_the_result_stands_beside_the_papers(swept, pictures, monkeypatch, capsys):
-    monkeypatch.setattr("vitral.api.protocols.printed", lambda *_: printed("paper:finetune/pets", "ViT-L/16"))
+    monkeypatch.setattr("vitral.api.protocols.printed", lambda *_: paper_numbers("paper:finetune/pets", "ViT-L/16"))
     words = ["--out", swept.folder, "--seeds", "2", "--device", "cpu", "--sweep", *SWEPT["sweep"]]
     said = Command(monkeypatch, capsys)("pretrain", pictures, "--model", MODEL, *words, "--set", *SWEPT["overrides"])
     assert said.code == 0
@@ -370,14 +370,14 @@ def test_finetuning_keeps_the_weights_pixels_and_the_papers_rates(pictures, swep
     monkeypatch.setattr(protocol, "run", runs)
     weights = Path(swept.folder) / "seed-0"
     words = ["steps=2", "batch=6", "image=16", "data.held_out=0.2"]
-    found = api.finetune(weights, pictures, recipe="paper:finetune/pets", overrides=words, out=tmp_path / "ft")
+    found = api.finetune(weights, pictures, recipe="paper:finetune/pets", set=words, out=tmp_path / "ft")
     assert [trial.name for trial in found.outcome.trials] == [f"optim.lr={r}" for r in (0.001, 0.003, 0.01, 0.03)]
     assert found.outcome.chosen.name == "optim.lr=0.001"
     assert [result.seed for result in found.outcome.results] == [0, 1, 2]
     assert {recipe.init for recipe, _, _ in runs.calls} == {str(weights)}
     assert found.readings
     fixed = api.finetune(
-        weights, pictures, recipe="paper:finetune/vtab", overrides=[*words[1:], "epochs=1"], out=tmp_path / "vtab"
+        weights, pictures, recipe="paper:finetune/vtab", set=[*words[1:], "epochs=1"], out=tmp_path / "vtab"
     )
     assert {(recipe.steps, recipe.epochs) for recipe, data, path in runs.calls[7:]} == {(0, 1.0)}
     assert len(fixed.outcome.trials) == 2  # rates alone: the length was given
@@ -399,7 +399,7 @@ def test_a_resnet_tries_bits_recipe_too(pictures, resnet, tmp_path, monkeypatch,
     runs = Runs(lambda recipe, split: float((recipe.schedule.kind == "multistep") == winner.startswith("bit")))
     monkeypatch.setattr(protocol, "run", runs)
     words = ["optim.lr=0.01", "batch=6", "steps=2"]
-    found = api.finetune(resnet, pictures, recipe="paper:finetune/pets", overrides=words, out=tmp_path / "run")
+    found = api.finetune(resnet, pictures, recipe="paper:finetune/pets", set=words, out=tmp_path / "run")
     assert [trial.name for trial in found.outcome.trials] == ["paper:finetune/pets", "bit:finetune/small"]
     assert found.outcome.chosen.name == winner
     assert {path.relative_to(tmp_path / "run").as_posix() for _, _, path in runs.calls[:2]} == {

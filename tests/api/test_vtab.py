@@ -16,7 +16,7 @@ from vtab_files import write_parquet
 from vtab_stand_ins import write_real_counts, write_real_locations, write_stand_in
 
 import vitral
-from vitral.api.vtab import VtabScore, paper_rows, vtab1k
+from vitral.api.vtab import VtabResult, paper_rows, vtab1k
 from vitral.architecture import ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.cli import main
@@ -28,14 +28,14 @@ from vitral.events import Note, StepDone
 from vitral.models.build import build
 from vitral.paper import table9
 from vitral.recipe import Recipe, from_toml
-from vitral.recipe_presets import preset
+from vitral.recipe_presets import get_preset
 from vitral.studies.protocol import TrialConfig
 from vitral.studies.vtab import for_task, group_scores, mean_score, run_suite
 from vitral.training.run import RunResult
 
 TINY = ViTConfig(depth=1, width=16, mlp=32, heads=2, patch=4, image=(8, 8), classes=3)
 WEIGHTS = "data/vit_tiny_patch16_224.augreg_in21k_ft_in1k.safetensors"
-FEW: dict[str, Any] = {"train": 40, "val": 10}
+FEW: dict[str, Any] = {"train_size": 40, "val_size": 10}
 QUICK = ("image=16", "batch=512", "schedule.warmup=0", "workers=0")
 FOUR = ("optim.lr=0.01,0.1", "steps=1,2")
 
@@ -60,14 +60,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(weights: Path, root: Path, tmp_path_factory: pytest.TempPathFactory) -> VtabScore:
+def whole(weights: Path, root: Path, tmp_path_factory: pytest.TempPathFactory) -> VtabResult:
     """Every task, four candidates and the chosen one: 95 runs of one or two steps, about ten seconds."""
     out = tmp_path_factory.mktemp("runs") / "whole"
-    return vtab1k(weights, root, sweep=FOUR, overrides=QUICK, out=out, device="cpu", **FEW)
+    return vtab1k(weights, root, sweep=FOUR, set=QUICK, out=out, device="cpu", **FEW)
 
 
-def quick(weights: Path, root: Path, out: Path, *tasks: str, **options: Any) -> VtabScore:
-    settings: dict[str, Any] = {"fixed": True, "overrides": (*QUICK, "steps=1"), "out": out, "device": "cpu", **FEW}
+def quick(weights: Path, root: Path, out: Path, *tasks: str, **options: Any) -> VtabResult:
+    settings: dict[str, Any] = {"fixed": True, "set": (*QUICK, "steps=1"), "out": out, "device": "cpu", **FEW}
     return vtab1k(weights, root, tasks=tasks, **(settings | options))
 
 
@@ -94,7 +94,7 @@ UNCROPPED = {"clevr-count", "clevr-distance", "dmlab", "kitti-distance", "dsprit
 @pytest.mark.parametrize("name", TASKS)
 def test_what_would_change_a_label_is_left_out(name: str) -> None:
     """The lists of BiT's appendix."""
-    recipe = preset("paper:finetune/vtab", "ViT-L/16").recipe
+    recipe = get_preset("paper:finetune/vtab", "ViT-L/16").recipe
     found = for_task(recipe, TASKS[name])
     middle = "resize({size})" if name in UNCROPPED else "resize({wider})|random_crop({size})"
     flip = "" if name in UNFLIPPED else "|flip"
@@ -116,7 +116,7 @@ def test_exclusions_hold_for_pipelines_of_ones_own() -> None:
     assert for_task(recipe, TASKS["pets"]).data.train_transform == mine.replace(" | ", "|")
 
 
-def test_all_tasks_from_choice_to_score(whole: VtabScore) -> None:
+def test_all_tasks_from_choice_to_score(whole: VtabResult) -> None:
     """The numbers again, from what the runs left on disk."""
     folder = Path(whole.folder)
     tried = {}
@@ -138,10 +138,10 @@ def test_all_tasks_from_choice_to_score(whole: VtabScore) -> None:
     assert json.loads((folder / "vtab.json").read_text()) == values
 
 
-def test_each_final_run_sees_all_images_and_measures_test_once(whole: VtabScore, root: Path) -> None:
+def test_each_final_run_sees_all_images_and_measures_test_once(whole: VtabResult, root: Path) -> None:
     for name in TASKS:
         run = Path(whole.folder) / name / "seed-0"
-        task = open_task(name, root, **FEW)
+        task = open_task(name, root, train=40, val=10)
         stated = json.loads((run / "data.json").read_text())
         assert stated["train"] == task.train1000.fingerprint()
         assert stated["test"] == task.test.fingerprint()
@@ -152,12 +152,12 @@ def test_each_final_run_sees_all_images_and_measures_test_once(whole: VtabScore,
         assert (recipe.data.mean, recipe.data.std) == ((0.1,) * 3, (0.3,) * 3)  # what the weights know
 
 
-def test_only_final_weights_are_kept(whole: VtabScore) -> None:
+def test_only_final_weights_are_kept(whole: VtabResult) -> None:
     kept = sorted(path.relative_to(whole.folder).parts[0] for path in Path(whole.folder).rglob("*.safetensors"))
     assert kept == sorted(TASKS)
 
 
-def test_what_is_not_vtab_is_said(whole: VtabScore) -> None:
+def test_what_is_not_vtab_is_said(whole: VtabResult) -> None:
     notes = " ".join(whole.as_dict()["notes"])
     assert "A batch of 512 is more than 40 training images" in notes
     assert "40 + 10 images, not on VTAB-1k's 800 + 200" in notes
@@ -175,10 +175,10 @@ def test_what_is_to_know_of_the_data_is_said(weights: Path, tmp_path: Path) -> N
     assert f"# {said}" in (tmp_path / "run" / "vtab-ids" / "svhn.txt").read_text().splitlines()
 
 
-def test_a_second_call_trains_nothing(whole: VtabScore, weights: Path, root: Path) -> None:
+def test_a_second_call_trains_nothing(whole: VtabResult, weights: Path, root: Path) -> None:
     heard: list[Any] = []
     out = Path(whole.folder)
-    again = vtab1k(weights, root, sweep=FOUR, overrides=QUICK, out=out, device="cpu", on_event=heard.append, **FEW)
+    again = vtab1k(weights, root, sweep=FOUR, set=QUICK, out=out, device="cpu", on_event=heard.append, **FEW)
     assert not [event for event in heard if isinstance(event, StepDone)]
     assert again.as_dict() == whole.as_dict()
 
@@ -218,10 +218,10 @@ def test_mistakes_are_told_before_anything_runs(weights: Path, root: Path, tmp_p
         ("did you mean pets", {"tasks": ["petz"]}),
         ("seeds must be at least 1", {"seeds": 0}),
         ("ask for one of the two", {"fixed": True, "sweep": ("steps=1,2",)}),
-        ("patience is settled", {"overrides": ("patience=3",)}),
-        ("data.dev is settled", {"overrides": ("data.dev=0.1",)}),
+        ("patience is settled", {"set": ("patience=3",)}),
+        ("data.dev is settled", {"set": ("data.dev=0.1",)}),
         ("patience is settled", {"sweep": ("patience=1,2",)}),
-        ("draws at random", {"overrides": (*QUICK, "data.eval_transform=decode|random_crop({size})")}),
+        ("draws at random", {"set": (*QUICK, "data.eval_transform=decode|random_crop({size})")}),
         ("no recipe", {"recipe": "paper:finetune/vtb"}),
     ]
     for words, options in cases:
@@ -251,7 +251,7 @@ def test_a_suite_lies_neither_among_images_nor_among_other_files(
         vtab1k(weights, root, tasks=["svhn"], device="cpu", **FEW)
 
 
-@pytest.mark.parametrize("options", [{}, {"fixed": False, "sweep": ("steps=1,2",), "overrides": QUICK}])
+@pytest.mark.parametrize("options", [{}, {"fixed": False, "sweep": ("steps=1,2",), "set": QUICK}])
 def test_a_suite_that_was_stopped_goes_on_in_its_folder(
     weights: Path, root: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -308,7 +308,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 def test_one_recipe_is_chosen_by_the_mean_over_tasks(runs: Runs, root: Path, tmp_path: Path) -> None:
     """Alone, svhn would take one step; together two are better."""
     tried = [TrialConfig(f"steps={steps}", Recipe(steps=steps, epochs=0)) for steps in (1, 2)]
-    tasks = [open_task(name, root, **FEW) for name in ("svhn", "dmlab")]
+    tasks = [open_task(name, root, train=40, val=10) for name in ("svhn", "dmlab")]
     suite = run_suite(tried, tasks, tmp_path, seeds=2, on_event=lambda event: None)
     assert suite.chosen is tried[1]
     assert [trial.score for trial in suite.trials] == pytest.approx([0.5, 0.55])
@@ -347,7 +347,7 @@ def test_the_papers_four_candidates_and_its_choice(
     assert asked("b", fixed=True) == [("test", 0.01, 2500)]
     # A key that is set is not tried.
     two = [("val200", lr, 500) for lr in (0.003, 0.01)]
-    assert asked("c", overrides=["steps=500"]) == [*two, ("test", 0.003, 500)]
+    assert asked("c", set=["steps=500"]) == [*two, ("test", 0.003, 500)]
     assert (tmp_path / "c" / "vtab-ids" / "svhn.txt").is_file()
 
 
@@ -416,11 +416,11 @@ def test_three_tasks_of_real_photographs(assets: Path, tmp_path: Path) -> None:
         assets / WEIGHTS,
         tmp_path / "data",
         fixed=True,
-        overrides=["image=64", "steps=16", "batch=32", "schedule.warmup=2", "optim.lr=0.06", "workers=0"],
+        set=["image=64", "steps=16", "batch=32", "schedule.warmup=2", "optim.lr=0.06", "workers=0"],
         out=tmp_path / "run",
         device="cpu",
-        train=300,
-        val=50,
+        train_size=300,
+        val_size=50,
     )
     tasks = found.as_dict()["tasks"]
     assert {name: task["n"] for name, task in tasks.items()} == {

@@ -257,7 +257,7 @@ def test_a_class_whose_name_is_not_utf_8_goes_all_the_way(tmp_path, monkeypatch)
     monkeypatch.setenv("VITRAL_CACHE", str(tmp_path / "cache"))
     data = colour_folder(tmp_path / "data", 5, {"red": LATIN, "green": "crème"})
     out = tmp_path / "run"
-    vitral.train(data, model=MODEL, out=out, overrides=[*QUICK, "steps=2", "evaluate_every=2"])
+    vitral.train(data, model=MODEL, out=out, set=[*QUICK, "steps=2", "evaluate_every=2"])
     found = vitral.predict(out, [paint(data / LATIN / "new.png", COLOURS["red"])])
     assert {*found.rows[0].names} == {LATIN, "crème", "blue"}
     result = vitral.evaluate(out, data)
@@ -276,7 +276,7 @@ def test_a_class_whose_name_is_not_utf_8_goes_all_the_way(tmp_path, monkeypatch)
 def test_a_place_that_no_library_reads_weights_from_is_refused_before_the_work(tmp_path):
     data = colour_folder(tmp_path / "data", 5)
     with pytest.raises(UserError, match=r"not valid UTF-8, .*: choose another name"):
-        vitral.train(data, model=MODEL, out=tmp_path / LATIN, overrides=QUICK)
+        vitral.train(data, model=MODEL, out=tmp_path / LATIN, set=QUICK)
     assert not (tmp_path / LATIN).exists()
     write(random_weights(SMALL), Card(SMALL), tmp_path / LATIN / "model.safetensors", "vitral")
     with pytest.raises(UserError, match=r"not valid UTF-8, .*: choose another name"):

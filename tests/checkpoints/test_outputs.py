@@ -56,7 +56,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail("the work began")
 
     for module in (prediction, inspection, neighbours, probes):
-        monkeypatch.setattr(module, "load", late)
+        monkeypatch.setattr(module, "load_source", late)
     monkeypatch.setattr(probes, "find_duplicates", late)
     monkeypatch.setattr("vitral.api.checkpoints.read_adapted", late)
     monkeypatch.setattr("vitral.api.bench._measure", late)

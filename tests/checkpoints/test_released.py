@@ -9,12 +9,12 @@ import pytest
 from released import PREPROCESS, WEIGHTS
 
 import vitral
-from vitral.api import Evaluation
+from vitral.api import EvalResult
 from vitral.evaluation.mapping import class_mapping
 
 
 @pytest.fixture(scope="module")
-def evaluation(assets: Path) -> Evaluation:
+def evaluation(assets: Path) -> EvalResult:
     """`vitral evaluate` over one photograph of each of the 1,000 classes, in folders called 000 to 999."""
     data = assets / "data"
     real = data / "imagenet_real.json"
@@ -30,12 +30,12 @@ def test_it_loads_by_itself(assets: Path) -> None:
     assert card.sha256 == "bacee59cf95f20e8f5c24108883cdbfefc20562abbda912bf83c29e28970b0dc"
 
 
-def test_folders_are_output_numbers(evaluation: Evaluation) -> None:
+def test_folders_are_output_numbers(evaluation: EvalResult) -> None:
     assert any("output numbers" in note for note in evaluation.notes)
     assert [row["name"] for row in evaluation.metrics["per_class"]] == [f"{number:03d}" for number in range(1000)]
 
 
-def test_top_1_is_72_4_and_top_5_is_91_9_percent(evaluation: Evaluation) -> None:
+def test_top_1_is_72_4_and_top_5_is_91_9_percent(evaluation: EvalResult) -> None:
     found = evaluation.metrics
     assert (found["n"], evaluation.unreadable) == (1000, ())
     assert found["top1"] == pytest.approx(0.724, abs=0.002)
@@ -43,7 +43,7 @@ def test_top_1_is_72_4_and_top_5_is_91_9_percent(evaluation: Evaluation) -> None
     assert found["mean_per_class"] == pytest.approx(found["top1"])
 
 
-def test_real_accuracy_is_80_2_percent(evaluation: Evaluation) -> None:
+def test_real_accuracy_is_80_2_percent(evaluation: EvalResult) -> None:
     assert evaluation.real is not None
     accuracy, scored = evaluation.real
     assert scored == 940
@@ -58,7 +58,7 @@ def test_without_a_word_on_preprocessing_nothing_is_guessed(assets: Path) -> Non
 def test_a_head_on_pets_reaches_96_percent(assets: Path, tmp_path: Path) -> None:
     """480 photographs of 12 breeds, 300 to test on, the defaults but for --tune head."""
     done = vitral.train(
-        assets / "data" / "pets_mini", init=assets / WEIGHTS, out=tmp_path / "run", overrides=["trainable=head"]
+        assets / "data" / "pets_mini", init=assets / WEIGHTS, out=tmp_path / "run", set=["trainable=head"]
     )
     assert done.results[0].metrics["n"] == 300
     assert done.mean >= 0.96

@@ -17,9 +17,9 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from vitral.api.prediction import open_images
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.transform import ImageTransform
+from vitral.data.sources import open_images
 from vitral.errors import UserError
 from vitral.evaluation.predict import predict_split
 from vitral.models.build import build

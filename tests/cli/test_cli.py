@@ -1,4 +1,4 @@
-"""The command line as a person meets it: tables, JSON, one-sentence mistakes, exit codes."""
+"""The command line: tables, JSON, one-sentence errors, exit codes."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_every_verb_explains_itself(
 ) -> None:
     assert run(monkeypatch, verb, "--help") == 0
     shown = capsys.readouterr().out
-    assert "--json" in shown or verb == "demo"
-    assert "None" not in shown  # python's words do not belong in a person's help
+    assert "--json" in shown
+    assert "None" not in shown  # no Python values in the help
 
 
 def test_models_are_listed_with_their_costs(
@@ -70,7 +70,7 @@ def test_models_are_listed_with_their_costs(
     assert {key: base[key] for key in expected} == expected
 
 
-def test_a_cost_stands_beside_the_papers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cost_prints_the_papers_number(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "cost", "R50+ViT-B/16", "--images", "303e6", "--epochs", "7") == 0
     shown = capsys.readouterr().out
     assert "98,659,112" in shown
@@ -82,7 +82,7 @@ def test_a_cost_stands_beside_the_papers(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 @pytest.mark.parametrize("words", [["--epochs", "6"], ["--image", "384"], ["--images", "1e6"]])
-def test_another_run_is_not_compared_with_the_papers(
+def test_cost_of_another_run_has_no_number_of_the_paper(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
     assert run(monkeypatch, "cost", "ViT-B/16", "--images", "303e6", "--epochs", "7", *words) == 0
@@ -122,22 +122,22 @@ def test_convert_prints_its_certificate(
         torch.OutOfMemoryError("CUDA out of memory."),
     ],
 )
-def test_memory_that_runs_out_is_one_sentence(
+def test_running_out_of_memory_is_one_sentence(
     error: Exception, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vitral.cli.models.cost_of", Mock(side_effect=error))
-    said = command("cost", "ViT-B/16")
-    assert said.code == 2
-    assert said.err == "vitral: there is not enough memory for this: choose a smaller batch, image or model.\n"
+    monkeypatch.setattr("vitral.api.models.cost_of", Mock(side_effect=error))
+    result = command("cost", "ViT-B/16")
+    assert result.code == 2
+    assert result.err == "vitral: there is not enough memory for this: choose a smaller batch, image or model.\n"
 
 
-def test_other_errors_of_ours_are_not_hidden(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitral.cli.models.cost_of", Mock(side_effect=RuntimeError("a fault")))
+def test_other_errors_are_not_hidden(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitral.api.models.cost_of", Mock(side_effect=RuntimeError("a fault")))
     with pytest.raises(RuntimeError, match="a fault"):
         command("cost", "ViT-B/16")
 
 
-def test_a_reader_who_has_seen_enough_is_no_mistake() -> None:
+def test_a_closed_pipe_exits_with_code_0() -> None:
     script = f"{sys.executable} -m vitral list models | head -1; echo code ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     assert done.stdout.endswith("code 0\n")
@@ -188,16 +188,24 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
         ),
         (("train", "digits", "--batch", "32"), "`train` has no option --batch: write --set batch=VALUE."),
         (("train", "digits", "--lr=3"), "`train` has no option --lr: write --set optim.lr=VALUE."),
-        (("dedupe", "digits"), "missing: --against"),
-        (("bench", "trian"), '"trian" is none of train, infer, latency'),
+        (("dedupe", "digits"), "missing: --against (data sets whose test images"),
+        (
+            ("bench", "trian"),
+            'WORK takes train or infer or latency or data or predict or start or growth, not "trian": see',
+        ),
         (("train", "digits", "--seeds", "x"), '--seeds takes a whole number, not "x": see `vitral train --help`.'),
         (("train", "digits", "--seed", "1.5"), '--seed takes a whole number, not "1.5"'),
         (("train", "digits", "--epochs", "three"), '--epochs takes a number, not "three"'),
-        (("train", "digits", "--epochs"), "--epochs needs a value"),
+        (("train", "digits", "--epochs"), "--epochs needs a value."),
+        (("train", "digits", "--epochs", "--json"), "--epochs needs a value."),
+        (("train", "digits", "--ou", "x"), "`train` has no option --ou: did you mean --out?"),  # no abbreviations
+        (("fewshot", "a", "b", "--l2", "x"), '--l2 takes a number or choose, not "x"'),
+        (("search", "a", "b", "--query", "c", "--patch", "1"), "--patch expected 2 arguments: see"),
         (("train", "digits", "more", "words"), "not understood: more, words"),
-        (("cost", "ViT-B/16", "--image", "x"), '--image does not take "x"'),
-        (("fewshot", "a", "b", "--shots", "x"), '--shots does not take "x"'),
-        (("inspect",), "missing: SOURCE"),
+        (("cost", "ViT-B/16", "--image", "x"), '--image takes a whole number, not "x"'),
+        (("fewshot", "a", "b", "--shots", "x"), '--shots takes a whole number, not "x"'),
+        (("inspect",), "missing: SOURCE (a run folder, weights, hf:owner/name or timm:name)"),
+        (("predict", "a"), "missing: IMAGES (image files, and folders of them)"),
         (("vtab", "weights", "nowhere"), "weights does not exist"),
         (("train", "digits", "--set"), "--set needs KEY=VALUE."),
         (("train", "digits", "--set", "--json"), "--set needs KEY=VALUE."),
@@ -206,28 +214,31 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
         (("finetune", "a", "b", "--recipe", "c", "--set", "--json"), "--set needs KEY=VALUE."),
         (("vtab", "a", "b", "--sweep", "--set", "steps=1"), "--sweep needs KEY=VALUE,VALUE."),
         (("train", "digits", "--set", "seed=1", "--set", "batch=2"), "--set is given twice: write it once"),
-        (("train", "digits", "--set", "epochs=1", "--epochs", "2"), "epochs is given twice, by its own option and as"),
+        (
+            ("train", "digits", "--set", "epochs=1", "--epochs", "2"),
+            "epochs is given twice, as an option and as --set epochs=...",
+        ),
         (("train", "digits", "--seed", "0", "--set", "batch=2", "seed = 1"), "seed is given twice"),
         (("train", "digits", "--init", "a", "--set", "init=b"), "init is given twice"),
-        (("show", "model=ViT-B/16", "--model", "ViT-L/16"), "model is given twice"),
+        (("show", "--set", "model=ViT-B/16", "--model", "ViT-L/16"), "model is given twice"),
         (("pretrain", "digits", "--model", "Ti/16", "--set", "model=B/16"), "model is given twice"),
         (("finetune", "a", "b", "--recipe", "c", "--set", "init=d"), "init is given twice"),
     ],
 )
-def test_misspelt_words_are_one_sentence_too(
+def test_a_wrong_option_is_one_sentence(
     words: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sys.stderr
     assert run(monkeypatch, *words) == 2
     assert sys.stderr is before
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith(f"vitral: {expected}")
-    assert said.err.count("\n") == 1
+    result = capsys.readouterr()
+    assert result.out == ""
+    assert result.err.startswith(f"vitral: {expected}")
+    assert result.err.count("\n") == 1
 
 
-# Verbs that take a model and then what it looks at, and the options that they need.
-BEHIND_A_MODEL = {
+# Verbs that take a model and then images or data, and the options that they need.
+AFTER_A_MODEL = {
     "predict": ("images", ["--top", "2"]),
     "evaluate": ("data", ["--split", "test"]),
     "embed": ("images", ["-o", "out.npz"]),
@@ -240,8 +251,8 @@ BEHIND_A_MODEL = {
 
 
 @pytest.fixture
-def beside(file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a model in a file and in a run folder, beside one of pictures."""
+def model_and_photos(file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model in a file, one in a run folder, and a folder of pictures."""
     folder = file.parent
     colour_folder(folder / "photos", 2)
     (folder / "run").mkdir()
@@ -251,21 +262,25 @@ def beside(file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("model", ["tiny.safetensors", "run"])
-@pytest.mark.parametrize("verb", BEHIND_A_MODEL)
-def test_a_model_in_the_second_place_is_put_first(command: Command, beside: Path, verb: str, model: str) -> None:
-    behind, options = BEHIND_A_MODEL[verb]
-    said = command(verb, "photos", model, *options)
-    order = f"`{verb}` takes the model first and the {behind} behind it"
+@pytest.mark.parametrize("verb", AFTER_A_MODEL)
+def test_a_model_given_second_is_suggested_first(
+    command: Command, model_and_photos: Path, verb: str, model: str
+) -> None:
+    second, options = AFTER_A_MODEL[verb]
+    result = command(verb, "photos", model, *options)
+    order = f"`{verb}` takes the model first, then the {second}"
     right = shlex.join(["vitral", verb, model, "photos", *options])
-    assert said == (2, "", f"vitral: {order}: write `{right}`.\n")
+    assert result == (2, "", f"vitral: {order}: write `{right}`.\n")
 
 
-def test_the_command_that_is_given_back_works(command: Command, beside: Path) -> None:
-    (beside / "my photos").mkdir()
-    pictures = [paint(beside / "my photos" / f"{number}.png", COLOURS["red"], number).name for number in range(5)]
+def test_the_suggested_command_works(command: Command, model_and_photos: Path) -> None:
+    (model_and_photos / "my photos").mkdir()
+    pictures = [
+        paint(model_and_photos / "my photos" / f"{number}.png", COLOURS["red"], number).name for number in range(5)
+    ]
     words = ["--preprocess", "decode|resize(8)|value_range(-1, 1)", *(f"my photos/{name}" for name in pictures[:3])]
-    told = command("predict", *words, "tiny.safetensors").err
-    again = shlex.split(told[told.index("`vitral ") :].strip("`.\n"))
+    message = command("predict", *words, "tiny.safetensors").err
+    again = shlex.split(message[message.index("`vitral ") :].strip("`.\n"))
     assert again == ["vitral", "predict", "tiny.safetensors", *words[2:], *words[:2]]
     assert command(*again[1:]).code == 0
     many = command("predict", *(f"my photos/{name}" for name in pictures), "tiny.safetensors").err
@@ -288,16 +303,16 @@ def test_the_command_that_is_given_back_works(command: Command, beside: Path) ->
         (("convert", "photos", "tiny.safetensors", "--format", "timm"), "tiny.safetensors exists"),
     ],
 )
-def test_an_order_is_told_only_where_it_is_known_to_be_wrong(
-    command: Command, beside: Path, words: tuple[str, ...], says: str
+def test_an_order_is_suggested_only_where_it_is_certain(
+    command: Command, model_and_photos: Path, words: tuple[str, ...], says: str
 ) -> None:
-    said = command(*words)
-    assert said.code == 2
-    assert says in said.err
-    assert ("first and the" in said.err) == says.startswith("write")
+    result = command(*words)
+    assert result.code == 2
+    assert says in result.err
+    assert ("the model first" in result.err) == says.startswith("write")
 
 
-def test_a_folder_that_cannot_be_written(file: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_writable(file: Path, tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("a file, not a folder")
     target = tmp_path / "plain" / "x.npz"
     source = Path(vitral.__file__).parents[1]
@@ -308,7 +323,7 @@ def test_a_folder_that_cannot_be_written(file: Path, tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_a_reader_that_stops_early_is_no_error() -> None:
+def test_a_closed_pipe_prints_no_error() -> None:
     source = Path(vitral.__file__).parents[1]
     words = f"{sys.executable} -m vitral list models | head -n 1"
     done = subprocess.run(
@@ -321,7 +336,7 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere file names are text")
-def test_a_name_that_is_no_text_can_be_told(tmp_path: Path) -> None:
+def test_a_file_name_that_is_not_utf8_can_be_printed(tmp_path: Path) -> None:
     folder = colour_folder(tmp_path / "colours", 6)
     (folder / next(iter(COLOURS))).rename(folder / b"caf\xe9".decode("utf-8", "surrogateescape"))
     source = Path(vitral.__file__).parents[1]
@@ -349,7 +364,7 @@ main()
 
 
 @pytest.mark.parametrize("words", [("train", "digits"), ("finetune", "weights", "digits", "--recipe", "mine.toml")])
-def test_an_early_end_is_silent(words: tuple[str, ...]) -> None:
+def test_an_early_interrupt_is_silent(words: tuple[str, ...]) -> None:
     done = subprocess.run([sys.executable, "-c", STOPPED, *words], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 

@@ -1,4 +1,4 @@
-"""A folder of everything in, a model out, and the model used: the command line from end to end."""
+"""The command line from end to end: train on a folder of every kind of file, then use the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from journeys import BROKEN, COLOURS, MODEL, ODD, QUICK, SHAPE, colour_folder, m
 from PIL import Image
 
 import vitral
-from vitral.api import prediction
+from vitral.api import evaluation
 from vitral.data.preprocess import parse_pipeline
 from vitral.recipe import Recipe, from_toml, recipe_hash
 from vitral.training import setup
@@ -28,7 +28,7 @@ def bag(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Journey:
-    """What was said and computed while a run was trained on everything, without a split and without a recipe."""
+    """Notes and logits of a run that was trained on every kind of file, without a split and without a recipe."""
 
     def __init__(self, folder: Path, bag: Path) -> None:
         self.run = folder / "run"
@@ -38,7 +38,7 @@ class Journey:
             patch.setattr(setup, "measure", self._measure)
             began = time.perf_counter()
             overrides = [*SHAPE, "shape.depth=1", "optim.lr=0.01", "evaluate_every=100"]
-            vitral.train(bag, out=self.run, overrides=overrides, device="cpu", on_event=self._hear)
+            vitral.train(bag, out=self.run, set=overrides, device="cpu", on_event=self._hear)
             self.seconds = time.perf_counter() - began
 
     def _hear(self, event: Any) -> None:
@@ -48,7 +48,7 @@ class Journey:
         self, logits: np.ndarray, labels: np.ndarray, classes: tuple[str, ...], *, sigmoid: bool
     ) -> dict[str, Any]:
         self.logits.append(logits)
-        counted = prediction.classification_metrics(logits, labels, classes, sigmoid=sigmoid)
+        counted = evaluation.classification_metrics(logits, labels, classes, sigmoid=sigmoid)
         return {"score": counted.top1, **counted.as_dict()}
 
 
@@ -57,7 +57,7 @@ def journey(bag: Path, tmp_path_factory: pytest.TempPathFactory) -> Journey:
     return Journey(tmp_path_factory.mktemp("runs"), bag)
 
 
-def test_everything_in_a_folder_trains_and_what_is_skipped_is_named(journey):
+def test_training_skips_unreadable_files_and_names_them(journey):
     said = "\n".join(journey.notes)
     assert journey.seconds < 60
     assert "Left out 1 file that is no image (.txt 1)." in said
@@ -71,17 +71,17 @@ def test_everything_in_a_folder_trains_and_what_is_skipped_is_named(journey):
     assert any("training images are left: that is the batch" in note for note in journey.notes)
 
 
-def test_training_evaluation_and_prediction_see_the_same_pixels(journey, bag, monkeypatch):
+def test_training_evaluation_and_prediction_use_the_same_pixels(journey, bag, monkeypatch):
     model, card = vitral.load(journey.run)
     assert card.preprocess is not None
     seen: list[np.ndarray] = []
-    real = prediction.classification_metrics
+    real = evaluation.classification_metrics
 
     def heard(logits: np.ndarray, *rest: Any, **options: Any) -> Any:
         seen.append(logits)
         return real(logits, *rest, **options)
 
-    monkeypatch.setattr(prediction, "classification_metrics", heard)
+    monkeypatch.setattr(evaluation, "classification_metrics", heard)
     evaluated = vitral.evaluate(journey.run, bag)
     np.testing.assert_array_equal(seen[0], journey.logits[-1])
     trained = json.loads((journey.run / "result.json").read_text())["metrics"]
@@ -131,7 +131,7 @@ def test_predict_as_json_and_as_a_table(command, journey, bag):
     assert " ".join(lines[1]) == "not read: the file is empty"
 
 
-def test_evaluate_scores_what_the_run_has_not_seen(command, journey, bag, tmp_path):
+def test_evaluate_scores_the_held_out_images_of_a_run(command, journey, bag, tmp_path):
     trained = json.loads((journey.run / "result.json").read_text())["metrics"]
     for source in (journey.run, journey.run / "model.safetensors"):
         found = json.loads(command("evaluate", source, bag, "--json").out)
@@ -173,10 +173,10 @@ def test_evaluate_names_the_best_temperature_and_says_what_it_was_fitted_on(comm
     assert found["tempered_ece"] != pytest.approx(found["metrics"]["ece"], abs=1e-3)
     shown = " ".join(command("evaluate", journey.run, data).out.split())
     assert f"{found['temperature']:.3g} (calibration error {found['tempered_ece']:.2%} with it" in shown
-    assert "fitted on these very images" in shown
+    assert "fitted on these same images" in shown
 
 
-def test_evaluate_names_what_it_cannot_read(command, journey, bag, tmp_path):
+def test_evaluate_lists_unreadable_images(command, journey, bag, tmp_path):
     """Each with the reason that `predict` gives."""
     data = colour_folder(tmp_path / "data", 4)
     assert "cannot be read" not in command("evaluate", journey.run, data).out
@@ -215,7 +215,7 @@ def test_a_manifest_of_test_images_alone_is_scored_and_not_trained_on(command, j
     assert refused.err == f"vitral: {said}\n"
 
 
-def test_one_of_the_models_classes_is_enough_to_be_scored(command, journey, tmp_path):
+def test_data_with_one_of_the_models_classes_is_scored(command, journey, tmp_path):
     for folder in (tmp_path / "one", tmp_path / "tests" / "test"):
         for number in range(3):
             paint(folder / "green" / f"{number}.png", COLOURS["green"], number)
@@ -226,7 +226,7 @@ def test_one_of_the_models_classes_is_enough_to_be_scored(command, journey, tmp_
         assert (found["metrics"]["n"], found["metrics"]["top1"]) == (3, 1)
 
 
-def test_evaluate_maps_classes_by_name_or_number_and_never_by_luck(command, journey, tmp_path):
+def test_evaluate_maps_classes_by_name_or_number_only(command, journey, tmp_path):
     order = vitral.load(journey.run)[1].class_names
     assert order == ("blue", "green", "red")
     numbered = colour_folder(tmp_path / "numbered", 3, {name: str(order.index(name)) for name in COLOURS})
@@ -266,18 +266,20 @@ def test_embeddings_are_what_the_head_reads(command, journey, bag, tmp_path):
         assert chances[0] == pytest.approx(rows[path]["blue"], abs=1e-6)
 
 
-def test_embed_and_search_name_what_they_cannot_read(command, journey, bag, tmp_path):
+def test_embed_and_search_list_unreadable_images(command, journey, bag, tmp_path):
     """Each with the reason that `predict` gives."""
     unread = {one.path: one.reason for one in vitral.predict(journey.run, bag).unreadable}
     assert {Path(path).name for path in unread} == BROKEN.keys()
     read = sum(path.suffix != ".txt" for path in bag.rglob("*.*")) - len(unread)
     target, index = tmp_path / "features.npz", tmp_path / "index.npz"
     search = ("search", journey.run, bag, "--query", bag / "blue" / "0.png", "--top", "2")
-    spoken = [command("embed", journey.run, bag, "-o", target).out, command(*search, "--patch", "1", "1").out]
+    spoken = [command("embed", journey.run, bag, "-o", target).out, command(*search, "--patch", "0", "0").out]
     spoken += [command(*search, "--index", index).out for _ in range(2)]  # made, then read from its file
     answer = command(*search, "--json")
-    assert len(json.loads(answer.out)) == 2
-    for words in (*spoken, answer.err):
+    found = json.loads(answer.out)
+    assert len(found["neighbours"]) == 2
+    assert {one["path"]: one["reason"] for one in found["unreadable"]} == unread
+    for words in spoken:
         words = "".join(words.split())
         assert "3imagesthatcannotberead:" in words
         assert all("".join(f"{path} ({reason})".split()) in words for path, reason in unread.items())
@@ -317,20 +319,22 @@ def test_check_prints_what_is_wrong(command, bag):
 def test_show_prints_a_recipe_that_reads_back(command, bag, journey, tmp_path):
     default = command("show")
     assert from_toml(default.out) == Recipe()
-    assert from_toml(command("show", "optim.lr=0.25", "--model", "ViT-B/16").out).optim.lr == 0.25
-    chosen = command("show", "--data", bag, "batch=7")
+    assert from_toml(command("show", "--model", "ViT-B/16", "--set", "optim.lr=0.25").out).optim.lr == 0.25
+    chosen = command("show", "--data", bag, "--set", "batch=7")
     recipe = from_toml(chosen.out)
     assert recipe.batch == 7
-    assert recipe == vitral.api.choose_recipe(bag, overrides=["batch=7"])[1]
+    assert recipe == vitral.api.choose_recipe(bag, set=["batch=7"])[1]
     assert json.loads(command("show", "--data", bag, "--json").out)["data"]["held_out"] == 0.2
     again = from_toml(command("show", journey.run).out)
     assert recipe_hash(again) == json.loads((journey.run / "result.json").read_text())["recipe"]
     file = tmp_path / "mine.toml"
     file.write_text('batch = 5\n[optim]\nname = "sgd"\n')
-    assert from_toml(command("show", file, "seed=3").out) == from_toml('batch = 5\nseed = 3\n[optim]\nname = "sgd"\n')
+    assert from_toml(command("show", file, "--set", "seed=3").out) == from_toml(
+        'batch = 5\nseed = 3\n[optim]\nname = "sgd"\n'
+    )
 
 
-def test_train_prints_its_way_and_its_result(command, tmp_path):
+def test_train_prints_progress_and_result(command, tmp_path):
     data = colour_folder(tmp_path / "colours", 6)
     words = ["--model", MODEL, "--out", tmp_path / "run", "--set", *QUICK, "steps=20"]
     said = command("train", data, *words)
@@ -371,10 +375,10 @@ def test_tensorboard_events_are_written(command, tmp_path):
     assert len(events) == 1
     written = events[0].read_bytes()
     assert b"train/loss" in written
-    assert b"test/top1" in written
+    assert b"eval/top1" in written
 
 
 @pytest.mark.parametrize("verb", ["train", "predict", "evaluate", "embed", "check", "show"])
-def test_help_is_for_people(command, verb):
+def test_help_has_no_python_values(command, verb):
     shown = command(verb, "--help").out
-    assert not [word for word in ("None", "tyro", "default: )", "False", "STR", "{None") if word in shown]
+    assert not [word for word in ("None", "default: )", "False", "STR", "{None") if word in shown]

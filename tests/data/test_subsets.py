@@ -15,7 +15,7 @@ from journeys import MODEL, PLAIN, SHAPE, Command
 from runs import make_pictures, train
 
 from vitral import api
-from vitral.api import prediction
+from vitral.api import evaluation
 from vitral.api.data import open_narrowed, open_to_choose
 from vitral.data.catalog.readers import ArrayReader
 from vitral.data.order import SMALL
@@ -237,9 +237,9 @@ def test_the_command_line_says_what_is_left(pictures, tmp_path, monkeypatch, cap
 @pytest.mark.parametrize("split", ["", "dev", "test"])
 def test_evaluation_never_scores_what_the_run_has_seen(pictures, small_run, monkeypatch, split):
     scored: list[set[str]] = []
-    real = prediction.predict_split
+    real = evaluation.predict_split
     monkeypatch.setattr(
-        prediction,
+        evaluation,
         "predict_split",
         lambda model, images, *rest, **named: scored.append(set(images.keys)) or real(model, images, *rest, **named),
     )

@@ -23,7 +23,7 @@ from vitral.evaluation.predict import Predictions, embed_split, predict_split
 from vitral.events import Event, Progress
 from vitral.models.build import Model, build
 from vitral.models.normalize import normalize
-from vitral.serving.results import results, write_results
+from vitral.serving.results import collect_predictions, write_results
 
 PREPROCESS = Preprocess("decode|resize(16, 16)|central_crop(16)", (0.5, 0.4, 0.3), (0.5, 0.25, 0.2))
 SMALL = ViTConfig(depth=2, width=16, mlp=32, heads=2, patch=8, image=(16, 16), classes=7, registers=2, dropout=0.3)
@@ -278,7 +278,7 @@ def pictures(tmp_path: Path) -> Split:
 
 def test_results_name_every_picture_once(model, pictures, tmp_path):
     predictions = predict_split(model, pictures, PREPROCESS, batch=3)
-    result = results(predictions, pictures, tuple("abcdefg"), top=3)
+    result = collect_predictions(predictions, pictures, tuple("abcdefg"), top=3)
     assert sorted(os.path.basename(row.path) for row in result.rows) == ["a.jpg", "b, two.png", "é.png"]
     assert [os.path.basename(one.path) for one in result.unreadable] == ["broken.png"]
     assert result.unreadable[0].reason
@@ -302,7 +302,7 @@ def test_results_name_every_picture_once(model, pictures, tmp_path):
 
 def test_results_number_classes_without_names_and_keep_labels_apart(model, pictures):
     predictions = predict_split(model, pictures, PREPROCESS, batch=3)
-    result = results(predictions, pictures, (), top=20, sigmoid=True)
+    result = collect_predictions(predictions, pictures, (), top=20, sigmoid=True)
     assert sorted(result.rows[0].names) == [str(i) for i in range(7)]
     place = pictures.keys.index(result.rows[0].path)
     expected = torch.tensor(predictions.logits[place]).double().sigmoid()

@@ -156,7 +156,7 @@ def test_a_new_classifier_starts_at_zero(name: str) -> None:
     model, images = random_model(config).double(), images_for(config).double()
     features = model.features(images)
     model.reset_classifier(9)
-    changes = {"representation": 0} if isinstance(config, ViTConfig) else {}
+    changes: dict[str, Any] = {"representation": 0} if isinstance(config, ViTConfig) else {}
     assert model.config == replace(config, classes=9, **changes)
     assert model.state_dict().keys() == build(model.config).state_dict().keys()
     assert not model.head.training
@@ -250,7 +250,7 @@ class LowRankConv(nn.Module):
     def __init__(self, conv: nn.Conv2d) -> None:
         super().__init__()
         self.conv = conv.requires_grad_(False)
-        self.down = nn.Conv2d(conv.in_channels, 2, conv.kernel_size, conv.stride)
+        self.down = nn.Conv2d(conv.in_channels, 2, conv.kernel_size, conv.stride)  # type: ignore[arg-type]
         self.up = nn.Conv2d(2, conv.out_channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -326,4 +326,5 @@ BAD_MODULES: Sequence[dict[str, Any]] = [{"image": (0, 8)}, {"channels": 0}, {"c
 @pytest.mark.parametrize("changes", BAD_MODULES, ids=str)
 def test_a_description_of_nothing_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(UserError):
-        ModuleConfig(**{"name": "MyNet", "image": (8, 8), "channels": 3, "classes": 2, **changes})
+        settings: dict[str, Any] = {"name": "MyNet", "image": (8, 8), "channels": 3, "classes": 2, **changes}
+        ModuleConfig(**settings)

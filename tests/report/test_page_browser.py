@@ -223,7 +223,7 @@ def test_names_stay_text(browser, tmp_path):
     folder = tmp_path / evil
     for i, name in enumerate([evil, turned, odd] * 6):  # all of one kind, so that there are mistakes
         paint(folder / name / f"{i}.png", COLOURS["red"], i)
-    vitral.train(folder, model=MODEL, out=tmp_path / "run", overrides=[*QUICK, "steps=4"], device="cpu")
+    vitral.train(folder, model=MODEL, out=tmp_path / "run", set=[*QUICK, "steps=4"], device="cpu")
     path = write_run_page(tmp_path / "run", folder, device="cpu")
     with Tab(browser, path, NARROW) as tab:
         assert tab.page.evaluate("document.documentElement.scrollWidth") <= NARROW[0]
@@ -258,7 +258,7 @@ def test_light_and_dark_wide_and_narrow(browser, inspected, shots):
 
 def test_the_page_of_a_run(browser, tmp_path, shots):
     pictures = colour_folder(tmp_path / "pictures", images=6)
-    vitral.train(pictures, model=MODEL, out=tmp_path / "run", overrides=[*QUICK, "steps=12"], device="cpu")
+    vitral.train(pictures, model=MODEL, out=tmp_path / "run", set=[*QUICK, "steps=12"], device="cpu")
     path = write_run_page(tmp_path / "run", pictures, device="cpu")
     with Tab(browser, path) as tab:
         tab.page.screenshot(path=shots / "run.png", full_page=True)

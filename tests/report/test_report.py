@@ -24,7 +24,6 @@ from vitral.api.inspection import inspect, write_run_page
 from vitral.api.neighbours import search
 from vitral.checkpoints.card import Card
 from vitral.errors import UserError
-from vitral.events import Progress
 from vitral.inspection.attention import attention_maps, rollout_maps
 from vitral.inspection.attribution import gradient_rollout, occlusion
 from vitral.inspection.image_inspection import inspect_images
@@ -63,7 +62,7 @@ def pictures(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def run(pictures, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "run"
-    vitral.train(pictures, model=MODEL, out=folder, overrides=[*QUICK, "steps=12"], device="cpu")
+    vitral.train(pictures, model=MODEL, out=folder, set=[*QUICK, "steps=12"], device="cpu")
     return folder
 
 
@@ -277,12 +276,12 @@ def test_usage_errors_are_one_sentence(run, pictures, tmp_path):
         assert not (tmp_path / "a.html").exists()
 
 
-def test_the_command_line_counts_layers_from_one(run, pictures, tmp_path, command):
+def test_the_command_line_counts_layers_from_zero(run, pictures, tmp_path, command):
     words = ("inspect", run, pictures / "red" / "0.png", "-o", tmp_path / "a.html", "--layers")
-    for layer in ("3", "0"):
+    for layer in ("2", "-1"):
         said = command(*words, layer)
-        assert (said.code, said.err) == (2, f"vitral: there is no layer {layer}: the model has 2, counted from 1.\n")
-    assert command(*words, "2").code == 0
+        assert (said.code, said.err) == (2, f"vitral: there is no layer {layer}: the model has 2, counted from 0.\n")
+    assert command(*words, "1").code == 0
 
 
 def test_random_preprocessing_is_refused(run, pictures, tmp_path, command):
@@ -328,7 +327,7 @@ def test_a_multi_label_run_shows_the_true_classes(pictures, tmp_path):
         for path, labels in names.items()
     ]
     table.write_text("\n".join(map(json.dumps, lines)))
-    vitral.train(table, model=MODEL, out=tmp_path / "run", overrides=[*QUICK, "steps=4"], device="cpu")
+    vitral.train(table, model=MODEL, out=tmp_path / "run", set=[*QUICK, "steps=4"], device="cpu")
     path = write_run_page(tmp_path / "run", table, device="cpu")
     text, images = path.read_text("utf-8"), embedded(path)["images"]
     truths = {tuple(sorted(image["truth"])) for image in images}
@@ -341,7 +340,7 @@ def test_a_multi_label_run_shows_the_true_classes(pictures, tmp_path):
 def test_a_sigmoid_run_is_calibrated_per_class(pictures, tmp_path):
     """One label per image, but trained with a sigmoid loss: its confidences are sigmoid outputs."""
     words = [*QUICK, "steps=4", "loss=sigmoid", "regularization.label_smoothing=0"]
-    vitral.train(pictures, model=MODEL, out=tmp_path / "run", overrides=words, device="cpu")
+    vitral.train(pictures, model=MODEL, out=tmp_path / "run", set=words, device="cpu")
     path = write_run_page(tmp_path / "run", pictures, device="cpu")
     text = path.read_text("utf-8")
     assert "by itself (sigmoid)" in text
@@ -369,9 +368,7 @@ def test_the_page_of_a_run_counts_the_images_that_can_be_read(pictures, tmp_path
     shutil.copytree(pictures, tmp_path / "data/train")
     shutil.copytree(pictures, tmp_path / "data/test")
     next((tmp_path / "data/test").rglob("*.png")).write_bytes(b"no picture")
-    done = vitral.train(
-        tmp_path / "data", model=MODEL, out=tmp_path / "run", overrides=[*QUICK, "steps=4"], device="cpu"
-    )
+    done = vitral.train(tmp_path / "data", model=MODEL, out=tmp_path / "run", set=[*QUICK, "steps=4"], device="cpu")
     text = write_run_page(tmp_path / "run", tmp_path / "data", device="cpu").read_text("utf-8")
     assert {int(n) for n in re.findall(r"of (?:these )?(\d+) (?:held-out )?images", text)} == {
         done.results[0].metrics["n"]
@@ -380,7 +377,7 @@ def test_the_page_of_a_run_counts_the_images_that_can_be_read(pictures, tmp_path
 
 def test_a_run_without_classes_shows_losses_not_percents(pictures, tmp_path):
     words = ["objective=masked", "steps=4", "batch=6", "evaluate_every=2", "data.mixup=0", "schedule.warmup=0", *SHAPE]
-    result = vitral.train(pictures, model=MODEL, out=tmp_path / "run", overrides=words, device="cpu").results[0]
+    result = vitral.train(pictures, model=MODEL, out=tmp_path / "run", set=words, device="cpu").results[0]
     path = write_run_page(tmp_path / "run", pictures, device="cpu")
     text, data = path.read_text("utf-8"), embedded(path)
     assert f"<dt>held-out loss</dt><dd>{result.metrics['masked_loss']:.3f}</dd>" in text
@@ -445,9 +442,9 @@ def test_a_search_reports_its_progress(run, pictures, tmp_path, patch):
     for number in range(16):  # a whole batch that cannot be read, the first one
         (folder / "blue" / f"+{number}.png").write_bytes(b"no picture")
     words = {"query": pictures / "green" / "2.png", "patch": patch, "index": tmp_path / "index.npz"}
-    found = search(run, folder, **words, on_event=heard.append)
-    assert heard == [Progress("embedding", done, 34) for done in (16, 32, 34)]
-    again = search(run, folder, **words, on_event=heard.append)
+    found = search(run, folder, **words, on_event=lambda event: heard.append((event.done, event.total))  # type: ignore[union-attr])
+    assert heard == [(16, 34), (32, 34), (34, 34)]
+    again = search(run, folder, **words, on_event=lambda event: heard.append((event.done, event.total))  # type: ignore[union-attr])
     assert [one.path for one in again] == [one.path for one in found]
     assert len(heard) == 3  # the second time nothing is computed
 
@@ -465,17 +462,17 @@ def test_a_folder_without_an_image_has_no_neighbours(run, pictures, tmp_path, pa
 def test_inspect_and_search_commands(run, pictures, tmp_path, monkeypatch, capsys):
     command = Command(monkeypatch, capsys)
     target = tmp_path / "a.html"
-    said = command("inspect", run, pictures / "red" / "0.png", "-o", target, "--layers", "2", "--json")
+    said = command("inspect", run, pictures / "red" / "0.png", "-o", target, "--layers", "1", "--json")
     assert said.code == 0
     assert json.loads(said.out)["bytes"] == target.stat().st_size
     assert list(embedded(target)["images"][0]["rows"]) == ["0", "1"]
     assert "open it in a browser" in command("inspect", run, "-o", target).out
     words = ("search", run, pictures, "--query", pictures / "red" / "0.png", "--top", "2")
-    (first, _) = json.loads(command(*words, "--patch", "1", "2", "--json").out)
-    assert first["row"] in (1, 2)
+    (first, _) = json.loads(command(*words, "--patch", "0", "1", "--json").out)["neighbours"]
+    assert first["row"] in (0, 1)
     assert "similarity" in command(*words).out
     monkeypatch.setenv("FORCE_COLOR", "1")  # for rich, a terminal
-    assert "100%" in command(*words, "--patch", "1", "2").err
+    assert "18 of 18 images" in command(*words, "--patch", "0", "1").err
 
 
 def test_real_weights_make_a_page_in_time(assets, tmp_path):

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from oracles import ARCHITECTURES, SMALL, random_weights, randomised
-from PIL import Image
 from released import PREPROCESS, WEIGHTS
 from scipy.special import expit, softmax
 
@@ -139,17 +138,17 @@ def test_threads_share_a_classifier(tmp_path):
 @pytest.mark.parametrize(
     "picture, says",
     [
-        ("nowhere.jpg", "cannot read nowhere.jpg (No such file or directory): pass the path of an image file."),
-        (b"", "cannot read the image (the file is empty): pass a complete image file."),
-        (b"no picture", "cannot read the image (not an image in a known format)"),
-        (encode_png(noise(60, 60))[:999], "cannot read the image (the file is truncated)"),
-        (noise(9, 9, 4), "the pixels are uint8 (9, 9, 4): pass uint8 (height, width, 3)"),
-        (noise(9, 9)[..., 0], "the pixels are uint8 (9, 9): pass"),
-        (noise(9, 9) / 255, "the pixels are float64 (9, 9, 3): pass"),
-        (noise(9, 0), "the pixels are uint8 (9, 0, 3): pass"),
-        (Image.new("RGB", (9, 9)), "cannot predict a Image: pass uint8 pixels"),
+        ("nowhere.jpg", "nowhere.jpg cannot be read (No such file or directory): name an image file."),
+        (b"", "this picture cannot be read (the file is empty): hand over a whole image file."),
+        (b"no picture", "this picture cannot be read (not an image in a known format)"),
+        (encode_png(noise(60, 60))[:999], "this picture cannot be read (the file is truncated)"),
+        (noise(9, 9, 4), "these pixels are uint8 (9, 9, 4): hand over uint8 (height, width, 3)"),
+        (noise(9, 9)[..., 0], "these pixels are uint8 (9, 9): hand over"),
+        (noise(9, 9) / 255, "these pixels are float64 (9, 9, 3): hand over"),
+        (noise(9, 0), "these pixels are uint8 (9, 0, 3): hand over"),
+        (torch.zeros(3, 9, 9), "an image is a path, a PIL image or an array of uint8 pixels, not Tensor"),
     ],
-    ids=["missing", "empty", "text", "truncated", "channels", "flat", "rescaled", "nothing", "pillow"],
+    ids=["missing", "empty", "text", "truncated", "channels", "flat", "rescaled", "nothing", "tensor"],
 )
 def test_invalid_images_raise_one_sentence(picture, says, tmp_path):
     classify = vitral.classifier(saved(tmp_path / "model.safetensors"), device="cpu")

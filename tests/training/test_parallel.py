@@ -467,7 +467,7 @@ def test_a_signal_to_torchrun_saves_and_the_run_goes_on(pictures: Path, tmp_path
         _, said = process.communicate(timeout=60)
     assert process.returncode != 0
     assert said.count("stopping after this step") == 1
-    assert said.count(f"is saved; go on with: torchrun ... -m vitral train {pictures} ") == 1
+    assert said.count(f"is saved; resume with: torchrun ... -m vitral train {pictures} ") == 1
     (state,) = states(run)
     assert 5 <= int(state.stem.split("-")[1]) < 400
     train(pictures, run, *more)

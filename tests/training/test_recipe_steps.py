@@ -22,7 +22,7 @@ from vitral.errors import UserError
 from vitral.models.build import build
 from vitral.names import parse
 from vitral.recipe import Recipe, architecture_of, with_overrides
-from vitral.recipe_presets import Preset, preset, preset_names
+from vitral.recipe_presets import Preset, get_preset, preset_names
 from vitral.training.build import check_recipe
 from vitral.training.run import RunResult, run
 
@@ -100,7 +100,7 @@ def test_every_recipe_and_every_row_is_here():
 
 @pytest.mark.parametrize("name", SPEEDRUNS)
 def test_a_speedrun_takes_two_steps(pictures, tmp_path, name):
-    recipe = with_overrides(preset(name).recipe, [*SHORT, *SHAPE])
+    recipe = with_overrides(get_preset(name).recipe, [*SHORT, *SHAPE])
     result, steps = two_steps(recipe, pictures, tmp_path / "run")
     architecture = check_finished(result, steps, tmp_path / "run", test=3)
     assert architecture == architecture_of(recipe, 3)
@@ -108,7 +108,7 @@ def test_a_speedrun_takes_two_steps(pictures, tmp_path, name):
 
 @pytest.mark.parametrize("name, model", SCRATCH)
 def test_pretraining_takes_two_steps(pictures, tmp_path, name, model):
-    recipe = small(preset(name, model))
+    recipe = small(get_preset(name, model))
     result, steps = two_steps(recipe, pictures, tmp_path / "run")
     architecture = check_finished(result, steps, tmp_path / "run", test=3)
     if recipe.objective == "masked":
@@ -126,17 +126,17 @@ def test_pretraining_takes_two_steps(pictures, tmp_path, name, model):
 @pytest.mark.parametrize("model", LARGE)
 def test_larger_resnets_are_built_without_memory(pictures, model):
     """Their rows differ from that of R50x1 in rates and lengths alone; two steps would take gigabytes."""
-    book = preset("paper:pretrain/jft300m", model)
+    book = get_preset("paper:pretrain/jft300m", model)
     recipe = small(book)
     check_recipe(recipe, pictures, None)
     assert with_overrides(recipe, ["optim.lr=1", "optim.weight_decay=0"]) == with_overrides(
-        small(preset("paper:pretrain/jft300m", "R50x1")), [f"model={model}", "optim.lr=1", "optim.weight_decay=0"]
+        small(get_preset("paper:pretrain/jft300m", "R50x1")), [f"model={model}", "optim.lr=1", "optim.weight_decay=0"]
     )
 
 
 @pytest.mark.parametrize("name, kind", TUNED)
 def test_finetuning_takes_two_steps(pictures, weights, tmp_path, name, kind):
-    recipe = replace(preset(name).recipe, init=str(weights[kind]))
+    recipe = replace(get_preset(name).recipe, init=str(weights[kind]))
     recipe = with_overrides(recipe, [*SHORT, "image=48"])
     result, steps = two_steps(recipe, pictures, tmp_path / "run")
     architecture = check_finished(result, steps, tmp_path / "run", test=3)
@@ -148,7 +148,7 @@ def test_finetuning_takes_two_steps(pictures, weights, tmp_path, name, kind):
 
 @pytest.mark.parametrize("key", ["dropout", "attention_dropout", "stochastic_depth"])
 def test_what_a_resnet_does_not_have_is_refused(pictures, key):
-    recipe = with_overrides(small(preset("bit:pretrain/imagenet", "R50x1")), [f"regularization.{key}=0.1"])
+    recipe = with_overrides(small(get_preset("bit:pretrain/imagenet", "R50x1")), [f"regularization.{key}=0.1"])
     with pytest.raises(UserError, match=f"regularization.{key} does nothing in a ResNet"):
         check_recipe(recipe, pictures, None)
     check_recipe(with_overrides(recipe, [f"regularization.{key}=0"]), pictures, None)
@@ -158,4 +158,4 @@ def test_what_a_resnet_does_not_have_is_refused(pictures, key):
 
 def test_a_recipe_that_is_not_made_small_says_what_is_missing(pictures, tmp_path):
     with pytest.raises(UserError, match="batch=4096 is more than the 12 training images"):
-        check_recipe(preset("paper:pretrain/imagenet", "ViT-B/16").recipe, pictures, None)
+        check_recipe(get_preset("paper:pretrain/imagenet", "ViT-B/16").recipe, pictures, None)

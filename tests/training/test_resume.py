@@ -238,7 +238,7 @@ def test_signals_to_a_program_save_and_the_same_command_goes_on(pictures, tmp_pa
         saved = int(states(run)[-1].stem.removeprefix("step-"))
         assert saved == metrics(run)[-1]["step"]
         assert saved % 100, "the signal should have come between two checkpoints"
-        assert f"stopped; the state of step {saved} is saved; go on with: vitral train {pictures} " in last
+        assert f"stopped; the state of step {saved} is saved; resume with: vitral train {pictures} " in last
     program = start(pictures, run, words)
     _, errors = program.communicate(timeout=60)
     assert program.returncode == 0, errors
@@ -385,7 +385,7 @@ def test_what_is_said_at_the_end_is_the_way_on(verb, pictures, tmp_path, monkeyp
     monkeypatch.setattr(Display, "_show_step", step)
     said = command(verb, pictures, "--model", MODEL, "--device", "cpu", "--set", *TINY)
     assert said.code == 130
-    before, _, words = said.err.splitlines()[-1].partition("; go on with: vitral ")
+    before, _, words = said.err.splitlines()[-1].partition("; resume with: vitral ")
     assert before == "stopped; the state of step 6 is saved"
     assert shlex.split(words)[-2] == "--out"
     again = command(*shlex.split(words))
@@ -400,4 +400,4 @@ def test_the_way_on_is_said_before_the_first_step_too(pictures, tmp_path, monkey
     said = Command(monkeypatch, capsys)("train", pictures, f"--out={out}", "--set", *TINY)
     assert said.code == 130
     words = shlex.join(["train", str(pictures), f"--out={out}", "--set", *TINY])
-    assert said.err.splitlines()[-1] == f"stopped; go on with: vitral {words}"
+    assert said.err.splitlines()[-1] == f"stopped; resume with: vitral {words}"

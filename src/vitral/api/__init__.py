@@ -1,4 +1,4 @@
-"""The verbs as Python functions: the whole public surface. The command line prints what these return.
+"""The verbs as Python functions. The command line is generated from these, and prints what they return.
 
 Each name is imported when it is first used, so that no verb waits for the libraries of another.
 """
@@ -9,61 +9,67 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vitral.api.bench import Benchmark, benchmark
-    from vitral.api.checkpoints import FORMATS, Conversion, Info, convert, create, info, load, save
-    from vitral.api.data import known_data
-    from vitral.api.inspection import Inspection, inspect, write_run_page
-    from vitral.api.neighbours import Neighbour, search
-    from vitral.api.prediction import Evaluation, check, classifier, embed, evaluate, predict, write_pictures
-    from vitral.api.probes import Probing, dedupe, fewshot
-    from vitral.api.protocols import Protocol, finetune, pretrain
-    from vitral.api.training import (
-        TrainResult,
-        choose_recipe,
-        read_recipe,
-        train,
-    )
-    from vitral.api.vtab import VtabScore, vtab1k
+    from vitral.api.bench import BenchmarkReport, benchmark
+    from vitral.api.checkpoints import FORMATS, CheckpointInfo, ConvertResult, Source, convert, create, info, load, save
+    from vitral.api.data import Images, known_data
+    from vitral.api.demonstration import DemoResult, demo
+    from vitral.api.evaluation import EvalResult, evaluate
+    from vitral.api.inspection import InspectResult, inspect, write_run_page
+    from vitral.api.models import CostResult, cost, list_available
+    from vitral.api.neighbours import Neighbour, SearchResult, search
+    from vitral.api.prediction import EmbedResult, check, classifier, embed, predict
+    from vitral.api.probes import ProbeResult, dedupe, fewshot
+    from vitral.api.protocols import ProtocolResult, finetune, pretrain
+    from vitral.api.training import TrainResult, choose_recipe, read_recipe, show_recipe, train
+    from vitral.api.vtab import VtabResult, vtab1k
     from vitral.models.capture import capture
 
-_CHECKPOINTS = ("FORMATS", "Conversion", "Info", "convert", "create", "info", "load", "save")
-_PREDICTION = ("Evaluation", "check", "classifier", "embed", "evaluate", "predict", "write_pictures")
-_TRAINING = ("TrainResult", "choose_recipe", "read_recipe", "train")
-_PROTOCOLS = ("Protocol", "finetune", "pretrain")
-_HOMES = {
-    "capture": "vitral.models.capture",
-    **dict.fromkeys(("VtabScore", "vtab1k"), "vitral.api.vtab"),
-    **dict.fromkeys(("Benchmark", "benchmark"), "vitral.api.bench"),
-    **dict.fromkeys(("Inspection", "inspect", "write_run_page"), "vitral.api.inspection"),
-    **dict.fromkeys(("Neighbour", "search"), "vitral.api.neighbours"),
-    **dict.fromkeys(("Probing", "dedupe", "fewshot"), "vitral.api.probes"),
-    "known_data": "vitral.api.data",
-    **dict.fromkeys(_CHECKPOINTS, "vitral.api.checkpoints"),
-    **dict.fromkeys(_PREDICTION, "vitral.api.prediction"),
-    **dict.fromkeys(_PROTOCOLS, "vitral.api.protocols"),
-    **dict.fromkeys(_TRAINING, "vitral.api.training"),
+_MODULES = {
+    "vitral.api.bench": "BenchmarkReport benchmark",
+    "vitral.api.checkpoints": "FORMATS CheckpointInfo ConvertResult Source convert create info load save",
+    "vitral.api.data": "Images known_data",
+    "vitral.api.demonstration": "DemoResult demo",
+    "vitral.api.evaluation": "EvalResult evaluate",
+    "vitral.api.inspection": "InspectResult inspect write_run_page",
+    "vitral.api.models": "CostResult cost list_available",
+    "vitral.api.neighbours": "Neighbour SearchResult search",
+    "vitral.api.prediction": "EmbedResult check classifier embed predict",
+    "vitral.api.probes": "ProbeResult dedupe fewshot",
+    "vitral.api.protocols": "ProtocolResult finetune pretrain",
+    "vitral.api.training": "TrainResult choose_recipe read_recipe show_recipe train",
+    "vitral.api.vtab": "VtabResult vtab1k",
+    "vitral.models.capture": "capture",
 }
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
     "FORMATS",
-    "Benchmark",
-    "Conversion",
-    "Evaluation",
-    "Info",
-    "Inspection",
+    "BenchmarkReport",
+    "CheckpointInfo",
+    "ConvertResult",
+    "CostResult",
+    "DemoResult",
+    "EmbedResult",
+    "EvalResult",
+    "Images",
+    "InspectResult",
     "Neighbour",
-    "Probing",
-    "Protocol",
+    "ProbeResult",
+    "ProtocolResult",
+    "SearchResult",
+    "Source",
     "TrainResult",
-    "VtabScore",
+    "VtabResult",
     "benchmark",
     "capture",
     "check",
     "choose_recipe",
     "classifier",
     "convert",
+    "cost",
     "create",
     "dedupe",
+    "demo",
     "embed",
     "evaluate",
     "fewshot",
@@ -71,15 +77,16 @@ __all__ = [
     "info",
     "inspect",
     "known_data",
+    "list_available",
     "load",
     "predict",
     "pretrain",
     "read_recipe",
     "save",
     "search",
+    "show_recipe",
     "train",
     "vtab1k",
-    "write_pictures",
     "write_run_page",
 ]
 

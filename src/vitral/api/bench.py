@@ -1,11 +1,11 @@
-"""`benchmark`: how fast this machine computes with vitral and with other libraries, in a JSON file and on a page."""
+"""`benchmark`: the speed of this machine beside other libraries, in a file and on a page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from vitral.atomic import atomic_write, checked_output
 from vitral.bench.backends import BackendSelection, Work, Workload, default_modes, select_backends
@@ -26,8 +26,10 @@ from vitral.bench.start import measure_cold_start
 from vitral.bench.sweep import newest_sweep, run_sweep, summarize_sweep, sweep_chart
 from vitral.data.loader import cores, default_workers
 from vitral.errors import UserError
-from vitral.events import EventHandler, Note, ignore_events
+from vitral.events import EventHandler, Note
 from vitral.models.device import check_device, default_device
+from vitral.progress import displayed
+from vitral.reprs import SummaryRepr
 
 _MODELS = {"cuda": "ViT-B/16", "cpu": "ViT-Ti/16"}
 _TORCH_PEERS = ("timm", "transformers", "torchvision")
@@ -41,15 +43,27 @@ _BATCHES = {
 }
 
 
-@dataclass(frozen=True)
-class Benchmark:
-    """What a benchmark measured, and the file it was added to."""
+@dataclass(frozen=True, repr=False)
+class BenchmarkReport(SummaryRepr):
+    """The rows of a call, and the file that they were added to."""
 
     rows: list[BenchmarkRow]
     hardware_rows: list[BenchmarkRow]  # all rows of the file on the same hardware, these included
     notes: tuple[str, ...]  # excluded backends, comparisons, and where time grows faster than the arithmetic
     results: Path
     page: Path
+
+    def summary(self) -> dict[str, str]:
+        ratios = ", ".join(f"{value:.2f}" for _, value in self.speedups())
+        return {
+            "speed over the best peer": ratios or "not compared",
+            "n": f"{len(self.rows):,}",
+            "page": str(self.page),
+        }
+
+    def as_dict(self) -> list[dict[str, Any]]:
+        """JSON-ready: the rows of this call."""
+        return [asdict(row) for row in self.rows]
 
     def table(self) -> tuple[tuple[str, ...], list[list[str]]]:
         """Columns and cells: the rows of this benchmark, and older ones that they may be compared with."""
@@ -62,7 +76,7 @@ class Benchmark:
 
 
 def benchmark(
-    work: Work,
+    work: Work = "train",
     *,
     model: str = "",
     batch: int | None = None,
@@ -74,32 +88,67 @@ def benchmark(
     workers: int | None = None,
     out: str | Path = "benchmarks/results.json",
     device: str = "",
-    on_event: EventHandler = ignore_events,
-) -> Benchmark:
-    """Measure speed, and compare it with that of other libraries.
+    on_event: EventHandler | None = None,
+) -> BenchmarkReport:
+    """Measure the speed of this machine beside other libraries.
+
+    Each library runs in a process of its own, in turns, after a check that its outputs agree with ours.
 
     Args:
-        work: "train" times training steps, "infer" batches on the device, "latency" single predictions, "data" loading
-            of files to the device, "predict" predictions of files, "start" the first prediction of a command, and
-            "growth" training steps with growing image size, batch and depth.
-        model: name of the model; by default ViT-B/16 on a GPU and ViT-Ti/16 on a CPU.
-        batch: images per step; by default chosen for the work and the device.
-        against: timm, transformers, torchvision, onnxruntime; by default all that are installed.
-        settings: eager, compile, graphs (compiled, with CUDA graphs); by default the ones that are usually fastest.
-        attention: auto, flash, cudnn, efficient: attention kernels to try on an NVIDIA GPU.
-        rounds: turns of each backend.
-        data: a folder with one sub-folder of images per class, for "data" and "predict".
-        workers: processes that load images; by default chosen for the work and the device.
-        out: JSON file that keeps all rows; a page about this hardware is written beside it.
-        device: cpu or cuda; by default a GPU where there is one.
-        on_event: called with notes about the progress.
+        work: train (whole steps), infer (batches on the device), latency (one image in, five names out), data (files to
+            the device), predict (files to predictions), start (the first answer of a command) or growth (larger images,
+            batches and depths).
+        model: name of the model; ViT-B/16 on a GPU and ViT-Ti/16 on a CPU when not given.
+        batch: images per step; chosen when not given.
+        against: timm, transformers, torchvision, onnxruntime, or none; all that are installed when not given.
+        settings: eager, compile, graphs (compiled, with CUDA graphs); usually the fastest when not given.
+        attention: attention backends to try on an NVIDIA GPU: auto, flash, cudnn, efficient.
+        rounds: turns of each library.
+        data: folder of class folders, for data and predict.
+        workers: processes that read images; chosen when not given.
+        out: .json file that keeps all rows; a page for this hardware is written beside it.
+        device: cpu or cuda; chosen when not given.
+        on_event: handler of notes about the progress.
 
     Returns:
-        The rows, with older ones for comparison.
+        The rows of this call, those of the file for the same hardware, and notes that compare them.
 
     Raises:
-        UserError: if an argument is wrong or no backend could be timed.
+        UserError: where an argument is wrong, or nothing can be timed.
     """
+    if against is not None:
+        against = [name for name in against if name != "none"]
+    with displayed(on_event) as handler:
+        return _benchmark(
+            work,
+            model,
+            batch,
+            against,
+            settings,
+            attention,
+            rounds,
+            data,
+            workers,
+            out,
+            device,
+            handler,
+        )
+
+
+def _benchmark(
+    work: Work,
+    model: str,
+    batch: int | None,
+    against: Sequence[str] | None,
+    settings: Sequence[str],
+    attention: Sequence[str],
+    rounds: int,
+    data: str | Path,
+    workers: int | None,
+    out: str | Path,
+    device: str,
+    on_event: EventHandler,
+) -> BenchmarkReport:
     check_device(device)
     if device not in ("", "cpu", "cuda"):
         raise UserError("bench runs on cpu or cuda: choose one of several GPUs with CUDA_VISIBLE_DEVICES.")
@@ -118,7 +167,7 @@ def benchmark(
     hardware_rows = [row for row in all_rows if row.hardware == rows[0].hardware]
     comparable = _comparable(rows, hardware_rows)
     notes = (*failures, *summarize(comparable), *summarize_sweep(comparable))
-    return Benchmark(rows, hardware_rows, notes, out, write_page(out.parent, hardware_rows))
+    return BenchmarkReport(rows, hardware_rows, notes, out, write_page(out.parent, hardware_rows))
 
 
 def write_page(folder: Path, rows: Sequence[BenchmarkRow]) -> Path:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from vitral.architecture import Architecture, ResizeRule, Size, ViTConfig
+from vitral.architecture import Architecture, ResizeRule, Size, ViTConfig, as_dict
 from vitral.atomic import check_writable
 from vitral.checkpoints.adapt import Adaptation, Weights
 from vitral.checkpoints.card import Card
@@ -20,6 +20,7 @@ from vitral.checkpoints.formats import FORMATS as FORMATS
 from vitral.checkpoints.formats import format_named
 from vitral.checkpoints.formats.table import Hints
 from vitral.checkpoints.weights import (
+    Checkpoint,
     assemble,
     describe,
     is_hub_name,
@@ -35,13 +36,24 @@ from vitral.cost import Cost, cost
 from vitral.errors import UserError
 from vitral.models.build import Model, build
 from vitral.names import name_of, parse
+from vitral.reprs import SummaryRepr
+
+Source = str | Path | tuple[Model, Card]  # what `load` takes, or what it returns
 
 # Both models compute in float32; a written file may differ by the rounding of a sum that was made beforehand.
-_SAME = 1e-5
+_TOLERANCE = 1e-5
 
 
-def create(name: str, **changes: Any) -> Model:
-    """A model with fresh weights by name: `create("ViT-B/16@384", classes=10)`."""
+def create(name: str, **changes: object) -> Model:
+    """Build a model with fresh weights.
+
+    Args:
+        name: such as ViT-B/16, R50+ViT-B/16 or R152x4; @384 sets the image size.
+        **changes: fields of its configuration to change, such as classes=10.
+
+    Returns:
+        The model in training mode.
+    """
     return build(parse(name, **changes))
 
 
@@ -57,53 +69,73 @@ def load(
     grid: Size | None = None,
     heads: int | None = None,
 ) -> tuple[Model, Card]:
-    """Load a checkpoint as a model in evaluation mode, and its card.
+    """Load a checkpoint of any supported format.
 
     Args:
-        source: a weight file, a folder, `hf:owner/name` or `timm:name`. vitral's own plain state dicts load as well.
-        format: name of the format, None to recognise it.
-        image: adapt the weights to this image size.
-        classes: replace the head by a zero-initialised one for this many classes; 0 removes it.
-        patch: adapt the weights to this patch size.
-        channels: adapt the weights to this many input channels.
-        resize: another interpolation rule for position embeddings.
-        grid: rows and columns of the position embeddings, if the file does not state them.
-        heads: number of attention heads, if the file does not state it.
+        source: a file, a run folder, hf:owner/name or timm:name.
+        format: format of the checkpoint, where it is not recognised (`vitral list formats`).
+        image: adapt the position embeddings to this image size, one number or height and width.
+        classes: replace the head by a zero head with this many classes; 0 removes it.
+        patch: change the patch size.
+        channels: change the number of input channels.
+        resize: resize position embeddings by the rule of google, timm, hf, torchvision or dino.
+        grid: rows and columns of the checkpoint's position embeddings, where they are not square.
+        heads: number of attention heads, where the file does not state it.
 
     Returns:
-        The model, and the card. `card.changes` lists what was adapted or assumed.
+        The model in evaluation mode and its card; `card.changes` lists what was adapted.
 
     Raises:
-        UserError: if the file cannot be read, or is not in a supported format.
+        UserError: where there is no such checkpoint, or it cannot be read.
     """
     changes = Adaptation(image, patch, channels, classes, resize)
     checkpoint = read_adapted(source, changes, format, Hints(grid, heads))
     return assemble(checkpoint.weights), checkpoint.card
 
 
+def load_source(source: Source) -> tuple[Model, Card]:
+    """Load a source; a model that is loaded already is returned as it is.
+
+    Args:
+        source: whatever `load` takes, or the model and card that it returns.
+
+    Returns:
+        The model and its card.
+    """
+    return source if isinstance(source, tuple) else load(source)
+
+
+def source_name(source: Source) -> str:
+    """A source as results name it."""
+    if not isinstance(source, tuple):
+        return str(source)
+    _, card = source
+    return card.source or name_of(card.architecture)
+
+
 def save(model: nn.Module, path: str | Path, card: Card | None = None, format: str = "vitral") -> Card:
-    """Write a model atomically, in any format that can represent it.
+    """Write a model to a file or folder, completely or not at all.
 
     LoRA adapters are merged in the file; the model itself is not changed.
 
     Args:
-        model: a model of vitral's, perhaps inside torch.compile, DistributedDataParallel or DataParallel.
-        path: a file or, for formats with a config.json (timm, hf), a folder.
-        card: class names, preprocessing and origin of the weights; None if they are unknown.
-        format: name of the format.
+        model: a model of vitral, perhaps inside torch.compile, DistributedDataParallel or DataParallel.
+        path: the file or, for hf and timm, the folder to write.
+        card: class names, preprocessing and origin of the weights; None where they are unknown.
+        format: format to write (`vitral list formats`).
 
     Returns:
         The card as written.
 
     Raises:
-        UserError: if it is not a model of vitral's, or the format cannot represent it.
+        UserError: where it is not a model of vitral, or the format cannot express what it computes.
     """
     weights = weights_of(model, card.changes if card else ())
     return write(weights, card or Card(weights.architecture), Path(path), format)
 
 
-@dataclass(frozen=True)
-class Conversion:
+@dataclass(frozen=True, repr=False)
+class ConvertResult(SummaryRepr):
     """The certificate of a conversion."""
 
     source: str
@@ -115,48 +147,82 @@ class Conversion:
     difference: float  # largest |difference| of the outputs for the same image
     changes: tuple[str, ...]
     unmapped: tuple[str, ...]  # arrays of the source that no classifier uses
-    unstated: tuple[str, ...]  # what the written file does not say about itself
+    unstated: tuple[str, ...]  # what the written file does not state about itself
+
+    def summary(self) -> dict[str, str]:
+        return {
+            "difference": f"{self.difference:.3g}",
+            "target": str(self.target),
+            "format": self.target_format,
+            "model": self.model,
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {**asdict(self), "target": str(self.target)}
 
 
 def convert(
-    source: str | Path,
+    source: Source,
     target: str | Path,
     *,
-    to: str,
-    format: str | None = None,
+    format: str,
     image: int | Size | None = None,
     classes: int | None = None,
     patch: int | None = None,
     channels: int | None = None,
     resize: ResizeRule | None = None,
+    source_format: str | None = None,
     grid: Size | None = None,
     heads: int | None = None,
-) -> Conversion:
-    """Rewrite a checkpoint in the format `to`; read it back, run both on one image, and keep it only if they agree."""
+) -> ConvertResult:
+    """Convert a checkpoint to another format, verified on an image.
+
+    The written file is read back and both models are run on the same image; it is kept only where they agree.
+
+    Args:
+        source: a file, a run folder, hf:owner/name or timm:name.
+        target: the file or, for hf and timm, the folder to write.
+        format: format to write (`vitral list formats`).
+        image: adapt the position embeddings to this image size, one number or height and width.
+        classes: replace the head by a zero head with this many classes; 0 removes it.
+        patch: change the patch size.
+        channels: change the number of input channels.
+        resize: resize position embeddings by the rule of google, timm, hf, torchvision or dino.
+        source_format: format of the source, where it is not recognised.
+        grid: rows and columns of the source's position embeddings, where they are not square.
+        heads: number of attention heads of the source, where the file does not state it.
+
+    Returns:
+        What was written, and the largest difference of the outputs.
+
+    Raises:
+        UserError: where the target exists, or the format cannot express what the model computes.
+    """
     target = Path(target)
     if target.exists():
         raise UserError(f"{target} exists: choose another name, or remove it first.")
     check_writable(target)
-    table = format_named(to)
+    table = format_named(format)
     changes = Adaptation(image, patch, channels, classes, resize)
-    checkpoint = read_adapted(source, changes, format, Hints(grid, heads))
+    checkpoint = _checkpoint(source, changes, source_format, Hints(grid, heads))
     written = prepared(checkpoint.weights, table).architecture
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".vitral-", dir=target.parent) as folder:
-        aside = Path(folder) / target.name
-        card = write(checkpoint.weights, checkpoint.card, aside, to)
-        back = read(aside, to, _hints(written))
+        temporary = Path(folder) / target.name
+        card = write(checkpoint.weights, checkpoint.card, temporary, format)
+        back = read(temporary, format, _hints(written))
         difference = _difference(checkpoint.weights, back.weights)
-        if not difference <= _SAME:
+        if not difference <= _TOLERANCE:
             raise UserError(
-                f"the {to} file would compute something else (difference {difference:.2g}): nothing was written."
+                f"the {format} file would compute something else (difference {difference:.2g}): nothing was written."
             )
-        os.replace(aside, target)
-    return Conversion(
-        source=str(source),
+        os.replace(temporary, target)
+    return ConvertResult(
+        source=source_name(source),
         source_format=checkpoint.format,
         target=target,
-        target_format=to,
+        target_format=format,
         model=name_of(card.architecture),
         image=card.architecture.image,
         difference=difference,
@@ -166,9 +232,9 @@ def convert(
     )
 
 
-@dataclass(frozen=True)
-class Info:
-    """What a file is, from its headers and its bytes; no tensor is loaded."""
+@dataclass(frozen=True, repr=False)
+class CheckpointInfo(SummaryRepr):
+    """A checkpoint's description, from its headers and its bytes; no tensor is loaded."""
 
     path: Path
     format: str
@@ -179,12 +245,40 @@ class Info:
     cost: Cost
     card: Card
 
+    def summary(self) -> dict[str, str]:
+        return {
+            "model": self.model,
+            "parameters": f"{self.cost.params:,}",
+            "format": self.format,
+            "file": f"{self.path} ({self.bytes / 1e6:,.1f} MB)",
+        }
 
-def info(source: str | Path, *, format: str | None = None, grid: Size | None = None, heads: int | None = None) -> Info:
-    """Describe a checkpoint without loading its weights."""
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        card = {**asdict(self.card), "architecture": as_dict(self.card.architecture)}
+        return {**asdict(self), "path": str(self.path), "card": card}
+
+
+def info(
+    source: str | Path, *, format: str | None = None, grid: Size | None = None, heads: int | None = None
+) -> CheckpointInfo:
+    """Describe a checkpoint without loading its weights.
+
+    Args:
+        source: a file, a run folder, hf:owner/name or timm:name.
+        format: format of the checkpoint, where it is not recognised (`vitral list formats`).
+        grid: rows and columns of its position embeddings, where they are not square.
+        heads: number of attention heads, where the file does not state it.
+
+    Returns:
+        Architecture, classes, preprocessing, origin, size and sha256.
+
+    Raises:
+        UserError: where there is no such checkpoint, or it is not recognised.
+    """
     described = describe(located(source), format, Hints(grid, heads))
     path, card = described.file.path, described.card
-    return Info(
+    return CheckpointInfo(
         path=path,
         format=described.format.name,
         container=described.file.container,
@@ -197,7 +291,7 @@ def info(source: str | Path, *, format: str | None = None, grid: Size | None = N
 
 
 def is_model(source: str) -> bool:
-    """Whether this is something to `load`, by its headers; a name of the hub is believed, and nothing is fetched."""
+    """Whether `load` takes this, by its headers; a name of the hub is taken for a model, and nothing is fetched."""
     if is_hub_name(source):
         return True
     try:
@@ -205,6 +299,15 @@ def is_model(source: str) -> bool:
     except (UserError, OSError):
         return False
     return True
+
+
+def _checkpoint(source: Source, changes: Adaptation, format: str | None, hints: Hints) -> Checkpoint:
+    if not isinstance(source, tuple):
+        return read_adapted(source, changes, format, hints)
+    model, card = source
+    if changes != Adaptation():
+        raise UserError("a loaded model is converted as it is: pass the changes to `load`.")
+    return Checkpoint(card.format, weights_of(model, card.changes), replace(card, architecture=model.config), ())
 
 
 def _hints(architecture: Architecture) -> Hints:

@@ -1,17 +1,27 @@
-"""A data set as a recipe sees it."""
+"""Data sets as a recipe narrows them, and images to predict on."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
+
+import numpy as np
 
 from vitral.data.catalog import CATALOG
+from vitral.data.folders import FileReader
+from vitral.data.images import PILImage, pixels_of
 from vitral.data.sources import DataSet, Split, open_data, open_images, restrict_train, with_test_split
 from vitral.errors import UserError
 from vitral.evaluation.duplicates import read_exclusions
 from vitral.recipe import Recipe, from_toml, with_dev
 from vitral.recipe_schema import DataRecipe
 from vitral.serving.results import Unreadable, unread
+
+ImageLike = str | Path | PILImage | np.ndarray  # a file or folder, a PIL image, uint8 pixels (height, width, channels)
+Images = ImageLike | Sequence[ImageLike]
 
 
 def open_narrowed(data: str | Path, recipe: Recipe) -> DataSet:
@@ -45,11 +55,12 @@ def open_as_trained(data: str | Path, recipe: Recipe, train: str) -> DataSet | N
     return opened if opened.train.fingerprint() == train else None
 
 
-def open_to_probe(data: str | Path, source: Path) -> DataSet:
-    """All of the data, measured on its test split. The weights of a run that held out images of its own are not to be
-    tested on what they were trained on, so its share decides where the data has no split."""
-    recipe = (source if source.is_dir() else source.parent) / "recipe.toml"
-    share = from_toml(recipe.read_text("utf-8")).data.held_out if recipe.is_file() else 0.0
+def open_to_probe(data: str | Path, source: Path | None) -> DataSet:
+    """All of the data with its test split. Where the data has no splits, a run's share of held-out images is used, so
+    that its weights are not tested on images that they were trained on."""
+    folder = source if source is None or source.is_dir() else source.parent
+    recipe = None if folder is None else folder / "recipe.toml"
+    share = from_toml(recipe.read_text("utf-8")).data.held_out if recipe is not None and recipe.is_file() else 0.0
     return with_test_split(open_data(data, held_out=share or DataRecipe().held_out))
 
 
@@ -73,15 +84,59 @@ def _to_train(data: str | Path, opened: DataSet) -> DataSet:
     return opened
 
 
-def unread_files(images: Sequence[str | Path], read: Collection[str]) -> tuple[Unreadable, ...]:
-    """Those of image files, and of all in folders, that are not among the ones that were read; with the reason."""
-    return unread_of(open_images(images), read)
+@dataclass(frozen=True)
+class MixedReader:
+    """Images in memory and image files, in one list."""
+
+    images: Sequence[str | np.ndarray]  # a path, or uint8 pixels (height, width, channels)
+
+    def read(self, index: int) -> bytes | np.ndarray:
+        image = self.images[index]
+        return image if isinstance(image, np.ndarray) else FileReader("", [image]).read(0)
+
+    def mark(self, index: int) -> str:
+        image = self.images[index]
+        if isinstance(image, np.ndarray):
+            return hashlib.sha256(image.tobytes()).hexdigest()
+        return FileReader("", [image]).mark(0)
 
 
-def unread_of(split: Split, read: Collection[str]) -> tuple[Unreadable, ...]:
-    """The images of a split that are not among the keys of those that were read; with the reason."""
-    known = set(read)
-    return tuple(unread(split, place, channels=3) for place, key in enumerate(split.keys) if key not in known)
+def open_any_images(images: Images) -> Split:
+    """Open images to predict on.
+
+    Args:
+        images: paths of image files and of folders of them, PIL images, and arrays of uint8 pixels (height, width,
+            channels); one or several.
+
+    Returns:
+        A split without labels; images in memory are called "image 0", "image 1", ... by their position.
+
+    Raises:
+        UserError: where there is no image, or one of them is of another type.
+    """
+    several: Sequence[ImageLike] = (
+        images if isinstance(images, Sequence) and not isinstance(images, str) else [cast(ImageLike, images)]
+    )
+    paths = [image for image in several if isinstance(image, str | Path)]
+    if len(paths) == len(several):
+        return open_images(paths)
+    keys: list[str] = []
+    opened: list[str | np.ndarray] = []
+    for position, image in enumerate(several):
+        if isinstance(image, str | Path):
+            files = open_images([image]).keys
+            keys += files
+            opened += files
+        else:
+            keys.append(f"image {position}")
+            opened.append(pixels_of(image))
+    return Split("images", keys, np.full(len(keys), -1, np.int64), (), MixedReader(opened))
+
+
+def unread_images(split: Split, read: Collection[str]) -> tuple[Unreadable, ...]:
+    """The images of a split whose keys are not among those that were read, with the reasons."""
+    keys = frozenset(read)
+    return tuple(unread(split, index, channels=3) for index, key in enumerate(split.keys) if key not in keys)
 
 
 def known_data() -> dict[str, str]:

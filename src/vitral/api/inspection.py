@@ -1,20 +1,21 @@
-"""`inspect` and the page of a run: a model and images to something a person looks at."""
+"""`inspect` and the page of a run: attention maps, filters and embeddings as HTML."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vitral.api.checkpoints import load
-from vitral.api.data import open_narrowed
-from vitral.api.prediction import none_read, prepared
+from vitral.api.checkpoints import Source, load, load_source
+from vitral.api.data import Images, open_any_images, open_narrowed
+from vitral.api.prediction import compute_device, none_read, prepared
 from vitral.architecture import ViTConfig
 from vitral.atomic import atomic_write, check_writable, checked_output
 from vitral.checkpoints.card import Card, Preprocess
@@ -22,11 +23,12 @@ from vitral.checkpoints.run import RunFolder
 from vitral.cost import cost
 from vitral.data.loader import evaluation_batches
 from vitral.data.preprocess import parse_deterministic
-from vitral.data.sources import DataSet, Split, open_images
+from vitral.data.sources import DataSet, Split
 from vitral.errors import UserError
 from vitral.evaluation.calibration import probabilities, reliability
 from vitral.evaluation.mapping import read_table
 from vitral.evaluation.predict import predict_split
+from vitral.events import EventHandler, Progress
 from vitral.inspection.attention import mean_attention_distance
 from vitral.inspection.image_inspection import inspect_images
 from vitral.inspection.representations import embedding_filters, position_similarity
@@ -35,30 +37,24 @@ from vitral.models.device import resolve_device
 from vitral.models.normalize import normalize
 from vitral.models.vit import ViT
 from vitral.names import name_of
+from vitral.progress import displayed
 from vitral.recipe import from_toml
 from vitral.report.figures import write_figures
 from vitral.report.inspect_page import AttentionDistance, LearnedWeights, inspect_page
 from vitral.report.run_page import RunExamples, run_page
 from vitral.report.viewer import ViewerImage, choose_layers
+from vitral.reprs import SummaryRepr
 from vitral.serving.results import unread
 
-MOST = 64  # images of a page: what a person looks through, and a browser opens at once
-ASKED = 2000  # held-out images that a run's page asks the model about again
+MOST = 64  # images per page: what a person looks through, and a browser opens at once
+ASKED = 2000  # held-out images that a run's page predicts
 ANSWERS = 5
 EXAMPLES = 8
 
 
-class NoLayer(UserError):
-    """A layer, counted from 0, that the model does not have. The command line counts from 1, and says it so."""
-
-    def __init__(self, layer: int, depth: int) -> None:
-        super().__init__(f"there is no layer {layer}: the model has {depth}, counted from 0.")
-        self.layer, self.depth = layer, depth
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """What was written."""
+@dataclass(frozen=True, repr=False)
+class InspectResult(SummaryRepr):
+    """The files that were written."""
 
     page: Path
     bytes: int
@@ -66,10 +62,17 @@ class Inspection:
     unreadable: tuple[str, ...]
     figures: tuple[Path, ...]
 
+    def summary(self) -> dict[str, str]:
+        return {"page": str(self.page), "images": f"{self.images:,}", "size": f"{self.bytes / 1e6:.1f} MB"}
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {**asdict(self), "page": str(self.page), "figures": [str(path) for path in self.figures]}
+
 
 def inspect(
-    source: str | Path,
-    images: str | Path | Sequence[str | Path] = (),
+    source: Source,
+    images: Images = (),
     *,
     output: str | Path = "inspect.html",
     figures: str | Path = "",
@@ -77,53 +80,78 @@ def inspect(
     classes: str | Path = "",
     preprocess: str = "",
     device: str = "",
-) -> Inspection:
-    """One HTML page about a model, and about what it sees in images; the paper's figures to the folder `figures` too.
+    on_event: EventHandler | None = None,
+) -> InspectResult:
+    """Inspect a model: attention maps, filters, embeddings, as one HTML page.
 
-    `layers`, counted from 0, are those whose single patches can be asked about head by head; chosen by what fits into
-    the page without it. `classes` is a file that names the model's outputs in order.
+    Args:
+        source: a run folder, weights, hf:owner/name or timm:name.
+        images: image files, and folders of them; without any, the page is about the model alone.
+        output: the page to write, a .html file.
+        figures: folder to write the paper's figures to, as PNG and SVG.
+        layers: layers, counted from 0, whose attention is kept per patch and head; chosen when not given.
+        classes: file that names the model's outputs in order, one line each.
+        preprocess: how pixels are prepared, where the weights do not state it.
+        device: cpu, cuda or mps; chosen when not given.
+        on_event: handler of progress events.
+
+    Returns:
+        The page, and the figures where a folder was given.
+
+    Raises:
+        UserError: where an argument is wrong, or no image can be read.
     """
     path = checked_output(output, (".html",), "--output")
     if figures:
         check_writable(Path(figures) / "filters.png")
-    model, card = load(source)
-    model.to(resolve_device(device))
-    names = tuple(read_table(Path(classes), card.architecture.classes)[-1][1]) if classes else card.class_names
-    learned, shown, reach, unreadable = _learned(model), [], None, ()
-    if images:
-        split = open_images([images] if isinstance(images, str | Path) else images)
-        if len(split) > MOST:
-            raise UserError(f"a page shows at most {MOST} images, not {len(split):,}: name fewer.")
-        how = prepared(card, preprocess)
-        card = replace(card, preprocess=how)
-        kept, pixels = readable_pixels(split, how.pipeline, card.architecture.channels)
-        unreadable = tuple(split.keys[i] for i in range(len(split)) if i not in kept)
-        shown = _shown(model, [Path(split.keys[i]).name for i in kept], pixels, how, card, names, layers)
-        reach = _reach(model, normalize(pixels, how.mean, how.std))
-    title = f"Inside {_short_name(card)}"
-    attends = isinstance(model, ViT)
-    page = inspect_page(title, model_facts(card), learned, shown, _pooled_name(model), reach, attends)
-    with atomic_write(path) as aside:
-        aside.write_text(page, encoding="utf-8")
-    written = write_figures(Path(figures), learned, shown, reach) if figures else ()
-    return Inspection(path, path.stat().st_size, len(shown), unreadable, written)
+    split = open_any_images(images) if not isinstance(images, Sequence) or len(images) else None
+    if split is not None and len(split) > MOST:
+        raise UserError(f"a page shows at most {MOST} images, not {len(split):,}: name fewer.")
+    with displayed(on_event) as handler:
+        handler(Progress("drawing the page", 0, 0 if split is None else len(split)))
+        model, card = load_source(source)
+        model.to(compute_device(source, device))
+        names = tuple(read_table(Path(classes), card.architecture.classes)[-1][1]) if classes else card.class_names
+        learned, shown, reach, unreadable = _learned(model), [], None, ()
+        if split is not None:
+            how = prepared(card, preprocess)
+            card = replace(card, preprocess=how)
+            kept, pixels = readable_pixels(split, how.pipeline, card.architecture.channels)
+            unreadable = tuple(split.keys[i] for i in range(len(split)) if i not in kept)
+            shown = _shown(model, [Path(split.keys[i]).name for i in kept], pixels, how, card, names, layers)
+            reach = _reach(model, normalize(pixels, how.mean, how.std))
+        title = f"Inside {_short_name(card)}"
+        attends = isinstance(model, ViT)
+        page = inspect_page(title, model_facts(card), learned, shown, _pooled_name(model), reach, attends)
+        with atomic_write(path) as temporary:
+            temporary.write_text(page, encoding="utf-8")
+        written = write_figures(Path(figures), learned, shown, reach) if figures else ()
+    return InspectResult(path, path.stat().st_size, len(shown), unreadable, written)
 
 
 def write_run_page(folder: str | Path, data: str | Path | DataSet, *, device: str = "") -> Path:
-    """page.html in a run's folder: its curves, mistakes, calibration, and what the model has learned.
+    """Write page.html into a run folder: its curves, mistakes, calibration, and what the model has learned.
 
-    The tables are those of result.json. Mistakes and calibration are asked for anew, of at most 2,000 held-out images.
+    The tables are those of result.json. Mistakes and calibration are computed anew, on at most 2,000 held-out images.
+
+    Args:
+        folder: the run folder.
+        data: the data of the run.
+        device: cpu, cuda or mps; chosen when not given.
+
+    Returns:
+        The page.
     """
     run = RunFolder(Path(folder))
     model, card = load(run.path)
-    place = resolve_device(device)
-    model.to(place)
+    resolved = resolve_device(device)
+    model.to(resolved)
     recipe = run.read_text("recipe.toml") or ""
     opened = data if isinstance(data, DataSet) else open_narrowed(data, from_toml(recipe))
     result = json.loads(run.read_text("result.json") or "{}")
     examples = None
     if opened.eval_split is not None and card.preprocess is not None:
-        examples = _examples(model, card, opened.eval_split, card.preprocess, place)
+        examples = _examples(model, card, opened.eval_split, card.preprocess, resolved)
     title = f"{_short_name(card)} on {Path(opened.source).name}"
     page = run_page(title, result, run.metrics(), model_facts(card), recipe, _learned(model), examples)
     run.write_text("page.html", page)
@@ -137,7 +165,7 @@ def model_facts(card: Card) -> dict[str, str]:
     facts = {
         "model": name_of(config),
         "parameters": f"{counted.params:,}",
-        "multiply-accumulates an image": _large(counted.macs),
+        "multiply-accumulates per image": _large(counted.macs),
         "image": f"{config.image[0]} x {config.image[1]} pixels, {config.channels} channels",
         "classes": f"{config.classes:,}" if config.classes else "none: features only",
         "answers": _meaning(card),
@@ -145,7 +173,7 @@ def model_facts(card: Card) -> dict[str, str]:
     if isinstance(config, ViTConfig):
         facts |= {
             "patches": f"{counted.grid[0]} x {counted.grid[1]}, each of {config.patch} x {config.patch}"
-            + (" places of the stem's map" if config.stem else " pixels"),
+            + (" positions of the stem's feature map" if config.stem else " pixels"),
             "layers, heads, width": f"{config.depth}, {config.heads}, {config.width}",
             "pool": config.pool,
             "positions": config.position,
@@ -157,16 +185,16 @@ def model_facts(card: Card) -> dict[str, str]:
 
 
 def _meaning(card: Card) -> str:
-    """What the numbers beside a page's classes are; nothing where there are none."""
+    """What the numbers beside the classes are; empty for a model without a head."""
     if not card.architecture.classes:
         return ""
     if card.multilabel:
-        return "the probability of each class by itself (sigmoid): several may be likely, or none"
+        return "independent probabilities of the classes (sigmoid): several may be likely, or none"
     return "probabilities of the classes, which sum to 1 (softmax)"
 
 
 def _short_name(card: Card) -> str:
-    """A title: dimensions that no name covers stand in the table of the model."""
+    """The model's name without its dimensions, which are in the table of the model."""
     return re.sub(r"-\([^)]* layers, [^)]*\)", "", name_of(card.architecture))
 
 
@@ -179,7 +207,7 @@ def _large(number: int) -> str:
 
 
 def readable_pixels(split: Split, pipeline: str, channels: int) -> tuple[list[int], Tensor]:
-    """Places of the images that can be read, and their pixels as the model sees them, uint8 (b, c, h, w)."""
+    """Indices of the images that can be read, and their preprocessed pixels, uint8 (batch, channels, height, width)."""
     batches = list(evaluation_batches(split, parse_deterministic(pipeline), batch=1, channels=channels))
     kept = [int(batch.indices[0]) for batch in batches if batch.valid[0]]
     if not kept:
@@ -203,7 +231,7 @@ def _shown(
     if isinstance(config, ViTConfig):
         for layer in layers:
             if not 0 <= layer < config.depth:
-                raise NoLayer(layer, config.depth)
+                raise UserError(f"there is no layer {layer}: the model has {config.depth}, counted from 0.")
         rows, columns = config.grid((ready.shape[2], ready.shape[3]))
         headed, averaged = choose_layers(config.depth, config.heads, rows * columns, len(ready), layers)
     looks = inspect_images(model, ready, headed=headed, averaged=averaged, sigmoid=card.multilabel)
@@ -244,18 +272,19 @@ def _pooled_name(model: Model) -> str:
     return names.get(pool, "the average of all patches")
 
 
-def _examples(model: Model, card: Card, test: Split, preprocess: Preprocess, place: str) -> RunExamples:
-    """Mistakes, the surest first, then right answers, the least sure first; some images where nothing can be wrong."""
+def _examples(model: Model, card: Card, test: Split, preprocess: Preprocess, device: str) -> RunExamples:
+    """Mistakes, the most confident first, then correct predictions, the least confident first; evenly drawn images for
+    multi-label data and models without a head."""
     sample = test.select(_evenly(len(test), ASKED))
     if test.multilabel or not card.architecture.classes:
         order, mistakes, bins, asked = _evenly(len(sample), EXAMPLES), 0, (), len(sample)
     else:
-        found = predict_split(model, sample, preprocess, batch=64, device=place)
-        places, logits = found.indices[found.valid], found.logits[found.valid]
-        labels = sample.labels[places]
+        predictions = predict_split(model, sample, preprocess, batch=64, device=device)
+        indices, logits = predictions.indices[predictions.valid], predictions.logits[predictions.valid]
+        labels = sample.labels[indices]
         wrong, confidence = logits.argmax(1) != labels, probabilities(logits, sigmoid=card.multilabel).max(1)
-        order = places[np.argsort(np.where(wrong, -confidence, 1 + confidence), kind="stable")]
-        mistakes, bins, asked = int(wrong.sum()), reliability(logits, labels, sigmoid=card.multilabel), len(places)
+        order = indices[np.argsort(np.where(wrong, -confidence, 1 + confidence), kind="stable")]
+        mistakes, bins, asked = int(wrong.sum()), reliability(logits, labels, sigmoid=card.multilabel), len(indices)
     few = sample.select(order[:EXAMPLES])
     kept, pixels = readable_pixels(few, preprocess.pipeline, card.architecture.channels)
     truths = [_truth(few, i) if card.architecture.classes else () for i in kept]
@@ -270,5 +299,5 @@ def _evenly(count: int, most: int) -> np.ndarray:
 
 def _truth(split: Split, index: int) -> tuple[str, ...]:
     """The classes of an image."""
-    there = np.flatnonzero(split.labels[index]) if split.multilabel else [split.labels[index]]
-    return tuple(split.classes[number] for number in there)
+    labels = np.flatnonzero(split.labels[index]) if split.multilabel else [split.labels[index]]
+    return tuple(split.classes[label] for label in labels)

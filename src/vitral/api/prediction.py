@@ -1,71 +1,92 @@
-"""`predict`, `classifier`, `evaluate`, `embed` and `check`: a model and images to answers; the card says all else."""
+"""`predict`, `classifier`, `embed` and `check`."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import copy
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from vitral.api.checkpoints import load
-from vitral.api.data import open_as_trained
+from vitral.api.checkpoints import Source, load_source, source_name
+from vitral.api.data import Images, open_any_images, unread_images
 from vitral.atomic import atomic_write, checked_output
 from vitral.checkpoints.card import Card, Preprocess
-from vitral.data.catalog.imagenet import imagenet_outputs
 from vitral.data.check import CheckReport
 from vitral.data.check import check as check_data
 from vitral.data.images import encode_png
 from vitral.data.loader import default_workers, read_pixels
 from vitral.data.preprocess import parse_deterministic, parse_preprocess
-from vitral.data.sources import DataSet, Split, open_data, open_images
+from vitral.data.sources import open_data
 from vitral.errors import UserError
-from vitral.evaluation.accuracy import classification_metrics, multilabel_metrics, objectnet_accuracy, real_accuracy
-from vitral.evaluation.calibration import (
-    MAX_TEMPERATURE,
-    MIN_TEMPERATURE,
-    calibration_error,
-    fit_temperature,
-    probabilities,
-    reliability,
-)
-from vitral.evaluation.mapping import class_mapping
-from vitral.evaluation.predict import EmbeddingPool, Predictions, embed_split, predict_split
-from vitral.events import EventHandler, ignore_events
+from vitral.evaluation.predict import EmbeddingPool, embed_split, predict_split
+from vitral.events import EventHandler
 from vitral.kernels.packed import pack
 from vitral.models.build import Model
 from vitral.models.device import resolve_device
-from vitral.recipe import from_toml
-from vitral.serving.classifier import Classifier, NamedClassifier
-from vitral.serving.results import Results, Unreadable, results, unread, write_results
+from vitral.progress import displayed
+from vitral.reprs import SummaryRepr
+from vitral.serving.classifier import ImageClassifier, NamedClassifier
+from vitral.serving.results import PredictionResults, Unreadable, collect_predictions, unread, write_results
 
 
 def predict(
-    source: str | Path,
-    images: str | Path | Sequence[str | Path],
+    source: Source,
+    images: Images,
     *,
     output: str | Path = "",
     top: int = 5,
     preprocess: str = "",
     batch: int = 32,
     device: str = "",
-    on_event: EventHandler = ignore_events,
-) -> Results:
-    """The likeliest classes of image files, or of all images in folders; to `output` as CSV or JSON too.
+    on_event: EventHandler | None = None,
+) -> PredictionResults:
+    """Predict the classes of images.
 
-    Images that cannot be read are listed with the reason; nothing is written where that is all of them.
+    Args:
+        source: a run folder, weights, hf:owner/name or timm:name.
+        images: image files, and folders of them.
+        output: .csv or .json file to write the predictions to.
+        top: number of classes per image.
+        preprocess: how pixels are prepared, where the weights do not state it.
+        batch: images per batch.
+        device: cpu, cuda or mps; chosen when not given.
+        on_event: handler of progress events.
+
+    Returns:
+        The most likely classes of each image with their probabilities, and the reason for each image that cannot be
+        read.
+
+    Raises:
+        UserError: where an argument is wrong, or there is an `output` and no image can be read.
     """
-    _check_numbers(batch=batch, top=top)
+    check_numbers(batch=batch, top=top)
     target = checked_output(output, (".csv", ".json"), "--output") if output else None
-    split = open_images([images] if isinstance(images, str | Path) else images)
-    model, card = _predictor(source, device)
-    _check_head(source, card)
-    found = _predictions(model, split, prepared(card, preprocess), batch, device, on_event)
-    kind = {"sigmoid": card.multilabel, "channels": card.architecture.channels}
-    named = results(found, split, card.class_names, top=top, **kind)
+    split = open_any_images(images)
+    model, card, resolved, workers = _predictor(source, device)
+    check_head(source, card)
+    with displayed(on_event) as handler:
+        predictions = predict_split(
+            model,
+            split,
+            prepared(card, preprocess),
+            batch=batch,
+            device=resolved,
+            workers=workers,
+            task="predicting",
+            on_event=handler,
+        )
+    named = collect_predictions(
+        predictions,
+        split,
+        card.class_names,
+        top=top,
+        sigmoid=card.multilabel,
+        channels=card.architecture.channels,
+    )
     if target is not None:
         if not named.rows:
             raise UserError(f"{none_read(named.unreadable[0])}: nothing was written.")
@@ -78,285 +99,215 @@ def none_read(first: Unreadable) -> str:
     return f"none of these images can be read, {first.path} first ({first.reason})"
 
 
-def classifier(source: str | Path, *, top: int = 5, preprocess: str = "", device: str = "") -> NamedClassifier:
-    """For programs that see one picture at a time: `classify = classifier(source)`, then `classify(picture)` gives the
-    likeliest classes and their probabilities. A picture is uint8 pixels (h, w, c), a path, or the bytes of a file.
+def classifier(source: Source, *, top: int = 5, preprocess: str = "", device: str = "") -> NamedClassifier:
+    """Build a function that classifies single images with low latency.
 
-    On an NVIDIA GPU it computes in half precision, where `predict` does not.
+    `classify = classifier(source)`, then `classify(image)` returns the most likely classes and their probabilities; an
+    image is a path, a PIL image, uint8 pixels (height, width, channels) or the bytes of a file. A list of images gives
+    a list of answers. On an NVIDIA GPU it computes in half precision, unlike `predict`.
+
+    Args:
+        source: a run folder, weights, hf:owner/name or timm:name.
+        top: number of classes per image.
+        preprocess: how pixels are prepared, where the weights do not state it.
+        device: cpu, cuda or mps; chosen when not given.
+
+    Returns:
+        The function.
     """
-    _check_numbers(top=top)
-    place, _ = _place(device)
-    model, card = load(source)
-    _check_head(source, card)
-    wish, channels, classes = prepared(card, preprocess), card.architecture.channels, card.architecture.classes
-    pipeline = parse_deterministic(wish.pipeline)
-    likeliest = Classifier(
+    check_numbers(top=top)
+    model, card = load_source(source)
+    if isinstance(source, tuple):
+        model = copy.deepcopy(model)  # a classifier changes the weights of its model
+    resolved = compute_device(source, device)
+    check_head(source, card)
+    how, channels, classes = prepared(card, preprocess), card.architecture.channels, card.architecture.classes
+    pipeline = parse_deterministic(how.pipeline)
+    likeliest = ImageClassifier(
         model,
-        torch.device(place),
+        torch.device(resolved),
         size=pipeline.size,
         channels=channels,
-        mean=wish.mean,
-        std=wish.std,
+        mean=how.mean,
+        std=how.std,
         top=min(top, classes),
         sigmoid=card.multilabel,
     )
     return NamedClassifier(likeliest, pipeline, channels, card.class_names or tuple(map(str, range(classes))))
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """How a model did on a data set."""
+@dataclass(frozen=True, repr=False)
+class EmbedResult(SummaryRepr):
+    """The features of images, in their order."""
 
-    source: str
-    data: str
-    metrics: dict[str, Any]
-    real: tuple[float, int] | None  # accuracy by the ReaL labels, and how many images have one
+    paths: list[str]  # or "image 0", ... for images in memory
+    features: np.ndarray  # (n, dim) float32
     unreadable: tuple[Unreadable, ...]
-    notes: tuple[str, ...]
-    # Logits divided by it would have the best likelihood on these very images. None where none is best, as if every
-    # answer is right, and for models whose classes are a yes or no each.
-    temperature: float | None = None
-    tempered_ece: float | None = None  # the calibration error after it; fitted on the same images, it is optimistic
+    output: str  # the file they were written to
 
+    def __iter__(self) -> Iterator[Any]:
+        """Unpack as `paths, features`."""
+        return iter((self.paths, self.features))
 
-def evaluate(
-    source: str | Path,
-    data: str | Path,
-    *,
-    split: str = "",
-    classes: str | Path = "",
-    real: str | Path = "",
-    preprocess: str = "",
-    batch: int = 32,
-    device: str = "",
-    on_event: EventHandler = ignore_events,
-) -> Evaluation:
-    """Accuracy of a run or of weights on the test split of a data set, or on all of it where it has no split.
+    def summary(self) -> dict[str, str]:
+        unreadable = {"unreadable": f"{len(self.unreadable):,}"} if self.unreadable else {}
+        return {"n": f"{len(self.paths):,}", "dim": f"{self.features.shape[1]:,}", **unreadable}
 
-    `split` names another one of its splits (test, where val is there too), `classes` is a file that names the model's
-    outputs in order, `real` holds the ReaL labels of ImageNet.
-    """
-    _check_numbers(batch=batch)
-    model, card = load(source)
-    _check_head(source, card)
-    scored, notes = _test_split(Path(source).expanduser(), data, split)
-    if str(data).partition(":")[0] == "objectnet":
-        wish = prepared(card, preprocess) if preprocess else _objectnet_preprocess(card)
-        found = _predictions(model, scored, wish, batch, device, on_event)
-        return _objectnet(str(source), str(data), scored, found, _left_out(scored, found, card), notes)
-    table = Path(classes) if classes else None
-    mapping, rule = class_mapping(scored.classes, card.class_names, card.architecture.classes, table)
-    found = _predictions(model, scored, prepared(card, preprocess), batch, device, on_event)
-    lost = _left_out(scored, found, card)
-    logits, places = found.logits[found.valid], found.indices[found.valid]
-    names = card.class_names or tuple(_output_names(scored.classes, mapping, card.architecture.classes))
-    tempered: dict[str, float] = {}
-    if scored.multilabel:
-        labels = np.zeros((len(places), len(names)), np.uint8)
-        labels[:, mapping] = scored.labels[places]
-        metrics = multilabel_metrics(probabilities(logits, sigmoid=True), labels, names).as_dict()
-    else:
-        labels = mapping[scored.labels[places]]
-        metrics = classification_metrics(logits, labels, names, sigmoid=card.multilabel).as_dict()
-        tempered = {} if card.multilabel else _tempered(logits, labels)
-    keys = [scored.keys[place] for place in places]
-    return Evaluation(
-        source=str(source),
-        data=str(data),
-        metrics=metrics,
-        real=real_accuracy(logits, keys, _read_real(Path(real))) if real else None,
-        unreadable=lost,
-        notes=(*notes, rule),
-        **tempered,
-    )
-
-
-def _tempered(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """(n, k), (n,) -> the fields of an `Evaluation` about the temperature; none where it lies at a bound."""
-    temperature = fit_temperature(logits, labels)
-    if not MIN_TEMPERATURE < temperature < MAX_TEMPERATURE:
-        return {}
-    error = calibration_error(reliability(logits / temperature, labels))
-    return {"temperature": temperature, "tempered_ece": error}
-
-
-def _objectnet_preprocess(card: Card) -> Preprocess:
-    """BiT's protocol, at the model's own size: short side to 512 and a crop of 480 where the model takes 480; mean and
-    std are what the weights state."""
-    side = card.architecture.image[0]
-    pipeline = f"decode|resize_small({round(side * 512 / 480)})|central_crop({side})"
-    return replace(prepared(card, ""), pipeline=pipeline)
-
-
-def _objectnet(
-    source: str, data: str, split: Split, found: Predictions, lost: tuple[Unreadable, ...], notes: tuple[str, ...]
-) -> Evaluation:
-    mapping = imagenet_outputs(data, split.classes)
-    places = found.indices[found.valid]
-    score = objectnet_accuracy(found.logits[found.valid], split.labels[places], mapping)
-    rule = "An answer is right where it is one of the ImageNet classes that the object stands for."
-    metrics = {"top1": score.top1, "top5": score.top5, "n": score.n}
-    return Evaluation(source, data, metrics, None, lost, (*notes, rule))
-
-
-def _left_out(split: Split, found: Predictions, card: Card) -> tuple[Unreadable, ...]:
-    """The images that could not be read, with the reasons; there must be others."""
-    lost = tuple(unread(split, int(place), card.architecture.channels) for place in found.indices[~found.valid])
-    if not found.valid.any():
-        raise UserError(f"{none_read(lost[0])}: see `vitral check`.")
-    return lost
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready: the features themselves where they were not written to a file."""
+        values = {"output": self.output, "images": len(self.paths), "features": self.features.shape[1]}
+        if not self.output:
+            values |= {"paths": self.paths, "features": self.features.tolist()}
+        return {**values, "unreadable": [asdict(image) for image in self.unreadable]}
 
 
 def embed(
-    source: str | Path,
-    images: str | Path | Sequence[str | Path],
+    source: Source,
+    images: Images,
     *,
     output: str | Path = "",
     pool: EmbeddingPool = "features",
     preprocess: str = "",
     batch: int = 32,
     device: str = "",
-    on_event: EventHandler = ignore_events,
-) -> tuple[list[str], np.ndarray]:
-    """Paths and their features (n, d), without images that cannot be read; to `output` as npz (paths, features) too."""
-    _check_numbers(batch=batch)
+    on_event: EventHandler | None = None,
+) -> EmbedResult:
+    """Compute the features of images.
+
+    Args:
+        source: a run folder, weights, hf:owner/name or timm:name.
+        images: image files, and folders of them.
+        output: .npz file to write, with the arrays paths and features (n, dim).
+        pool: the input of the head (features) or of its last layer (pre_logits), the class token (cls), or the mean of
+            the patch tokens (mean).
+        preprocess: how pixels are prepared, where the weights do not state it.
+        batch: images per batch.
+        device: cpu, cuda or mps; chosen when not given.
+        on_event: handler of progress events.
+
+    Returns:
+        Paths and features (n, dim) of the images that can be read; `paths, features = embed(...)` unpacks them.
+
+    Raises:
+        UserError: where an argument is wrong, or no image can be read.
+    """
+    check_numbers(batch=batch)
     target = checked_output(output, (".npz",), "--output") if output else None
-    split = open_images([images] if isinstance(images, str | Path) else images)
-    model, card = _predictor(source, device)
-    place, workers = _place(device)
-    found = embed_split(
-        model,
-        split,
-        prepared(card, preprocess),
-        batch=batch,
-        pool=pool,
-        device=place,
-        workers=workers,
-        on_event=on_event,
-    )
-    paths = [split.keys[place] for place in found.indices[found.valid]]
+    split = open_any_images(images)
+    model, card, resolved, workers = _predictor(source, device)
+    with displayed(on_event) as handler:
+        embeddings = embed_split(
+            model,
+            split,
+            prepared(card, preprocess),
+            batch=batch,
+            pool=pool,
+            device=resolved,
+            workers=workers,
+            on_event=handler,
+        )
+    paths = [split.keys[index] for index in embeddings.indices[embeddings.valid]]
     if not paths:
         raise UserError(f"{none_read(unread(split, 0, card.architecture.channels))}: nothing was written.")
-    features = found.features[found.valid]
+    features = embeddings.features[embeddings.valid]
     if target is not None:
-        with atomic_write(target) as aside, aside.open("wb") as stream:
+        with atomic_write(target) as temporary, temporary.open("wb") as stream:
             np.savez(stream, paths=np.array(paths), features=features)
-    return paths, features
+    return EmbedResult(paths, features, unread_images(split, paths), str(output))
 
 
-def check(data: str | Path, *, on_event: EventHandler = ignore_events) -> CheckReport:
-    """What is wrong with a data set: unreadable and odd files, duplicates, leaks, uneven classes."""
-    return check_data(data, workers=default_workers("cuda"), on_event=on_event)
+def check(data: str | Path, *, on_event: EventHandler | None = None) -> CheckReport:
+    """Check a data set: unreadable files, duplicates, leaks, uneven classes.
+
+    Args:
+        data: what `vitral train` takes.
+        on_event: handler of progress events.
+
+    Returns:
+        Counts per class and split, and every problem with the images concerned.
+
+    Raises:
+        UserError: where there is no such data set.
+    """
+    with displayed(on_event) as handler:
+        return check_data(data, workers=default_workers("cuda"), on_event=handler)
 
 
-def write_pictures(data: str | Path, folder: Path, *, count: int) -> list[Path]:
-    """Some held-out images as PNG files, one after the other through the classes, named by their class."""
+def write_sample_images(data: str | Path, folder: Path, *, count: int) -> list[Path]:
+    """Write held-out images as PNG files named by their class, taking one of each class in turn.
+
+    Args:
+        data: what `vitral train` takes.
+        folder: where to write them.
+        count: number of images.
+
+    Returns:
+        The paths of the files.
+    """
     split = open_data(data).eval_split
     if split is None or split.multilabel:
         raise UserError(f"{data} has no held-out images with one label each.")
-    places = [np.flatnonzero(split.labels == label) for label in range(len(split.classes))]
-    chosen = [int(own[turn]) for turn in range(count) for own in places if turn < len(own)][:count]
+    per_class = [np.flatnonzero(split.labels == label) for label in range(len(split.classes))]
+    chosen = [int(indices[turn]) for turn in range(count) for indices in per_class if turn < len(indices)][:count]
     paths = []
-    for number, place in enumerate(chosen):
-        path = folder / f"{split.classes[split.labels[place]]}-{number}.png"
-        with atomic_write(path) as aside:
-            aside.write_bytes(encode_png(read_pixels(split, place, 3)))
+    for number, index in enumerate(chosen):
+        path = folder / f"{split.classes[split.labels[index]]}-{number}.png"
+        with atomic_write(path) as temporary:
+            temporary.write_bytes(encode_png(read_pixels(split, index, 3)))
         paths.append(path)
     return paths
 
 
-def _predictions(
-    model: Model, split: Split, preprocess: Preprocess, batch: int, device: str, on_event: EventHandler
-) -> Predictions:
-    place, workers = _place(device)
-    return predict_split(model, split, preprocess, batch=batch, device=place, workers=workers, on_event=on_event)
+def _predictor(source: Source, device: str) -> tuple[Model, Card, str, int]:
+    """A model to predict with, its card, its device, and the number of processes that read images.
 
-
-def _predictor(source: str | Path, device: str) -> tuple[Model, Card]:
-    """A model that only answers, and its card. A CPU gets it packed, which changes the last bits of a float32: a run's
-    own numbers, which `evaluate` repeats exactly, come from a plain one."""
-    model, card = load(source)
-    place, _ = _place(device)
-    if place.split(":")[0] == "cpu":
+    On a CPU a model that was loaded here is packed, which changes the last bits of a float32: `evaluate`, which repeats
+    a run's own numbers exactly, uses a plain one.
+    """
+    model, card = load_source(source)
+    resolved = compute_device(source, device)
+    if resolved.split(":")[0] == "cpu" and not isinstance(source, tuple):
         pack(model)
-    return model, card
+    return model, card, resolved, reading_workers(resolved)
 
 
-def _place(device: str) -> tuple[str, int]:
-    """Where to compute, and how many processes read images for it."""
-    place = resolve_device(device)
-    return place, default_workers(place.split(":")[0])
+def compute_device(source: Source, device: str) -> str:
+    """The device to compute on: where a loaded model already is, unless `device` names another."""
+    if isinstance(source, tuple) and not device:
+        return str(next(source[0].parameters()).device)
+    return resolve_device(device)
 
 
-def _check_head(source: str | Path, card: Card) -> None:
+def reading_workers(resolved: str) -> int:
+    """The number of processes that read images for a device."""
+    return default_workers(resolved.split(":")[0])
+
+
+def check_head(source: Source, card: Card) -> None:
+    """Refuse a model without a classification head."""
     if not card.architecture.classes:
         raise UserError(
-            f"{source} has no head that classifies: fine-tune it first, or measure its features with `vitral fewshot`."
+            f"{source_name(source)} has no classification head: fine-tune it first, or evaluate its features with "
+            "`vitral fewshot`."
         )
 
 
-def _check_numbers(**numbers: int) -> None:
+def check_numbers(**numbers: int) -> None:
+    """Refuse numbers below 1."""
     for name, number in numbers.items():
         if number < 1:
             raise UserError(f"{name} must be at least 1, not {number}.")
 
 
 def prepared(card: Card, text: str) -> Preprocess:
-    """What the user says, else what the card says; a guess would be silently wrong."""
+    """The preprocessing that the user gives, else the card's; a guess would be silently wrong."""
     if text:
         return Preprocess(*parse_preprocess(text, card.architecture.channels))
     if card.preprocess is None:
         side = card.architecture.image[0]
         example = f"decode|resize_small({round(side * 8 / 7)})|central_crop({side})|value_range(-1, 1)"
         raise UserError(
-            "these weights do not say how their images were prepared: add what their makers say, such as "
+            "these weights do not state how their images were prepared: add their authors' preprocessing, such as "
             f'--preprocess "{example}".'
         )
     return card.preprocess
-
-
-def _test_split(source: Path, data: str | Path, split: str) -> tuple[Split, tuple[str, ...]]:
-    """The images to score: never those that a run was trained on, where its folder tells."""
-    folder = source if source.is_dir() else source.parent
-    recipe, facts = folder / "recipe.toml", folder / "data.json"
-    if recipe.is_file() and facts.is_file():
-        stated = json.loads(facts.read_text("utf-8"))
-        same = open_as_trained(data, from_toml(recipe.read_text("utf-8")), stated["train"])
-        scored = _scored(same, split, stated["evaluated"]) if same is not None else None
-        if scored is not None:
-            held = f"the {len(scored):,} held-out images of its {scored.name} split"
-            return scored, (f"The model was trained on this data: only {held} are scored.",)
-    opened = open_data(data, held_out=0.0)
-    scored = _scored(opened, split)
-    if scored is None:
-        return opened.train, (f"All {len(opened.train):,} images are scored.",)
-    return scored, (f"The {len(scored):,} images of the {scored.name} split are scored.",)
-
-
-def _scored(data: DataSet, split: str, measured: str = "") -> Split | None:
-    """The split asked for; without a wish the one with the fingerprint that a run measured, else the first."""
-    parts = list(data.splits[1:])
-    found = [part for part in parts if split in ("", part.name)]
-    if split and not found:
-        known = " or ".join(f"--split {part.name}" for part in parts)
-        raise UserError(
-            f'{data.source} has no split "{split}" to score: {f"use {known}" if known else "leave it out"}.'
-        )
-    if not split and measured:
-        found = [part for part in parts if part.fingerprint() == measured] or found
-    return found[0] if found else None
-
-
-def _output_names(classes: Sequence[str], mapping: np.ndarray, count: int) -> list[str]:
-    """Names for outputs of a model that has none: the data's, and numbers where the data has no such class."""
-    names = [str(i) for i in range(count)]
-    for name, place in zip(classes, mapping, strict=True):
-        names[place] = name
-    return names
-
-
-def _read_real(path: Path) -> list[list[int]]:
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} does not hold ReaL labels, a JSON list of lists: check the path.") from error

@@ -1,4 +1,4 @@
-"""`fewshot` and `dedupe`: what frozen features and hashes tell, without training."""
+"""`fewshot` and `dedupe`: evaluation of frozen features, and copies of test images."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vitral.api.checkpoints import load
+from vitral.api.checkpoints import Source, load_source, source_name
 from vitral.api.data import open_to_probe
+from vitral.api.prediction import compute_device, prepared, reading_workers
 from vitral.atomic import checked_output
 from vitral.checkpoints.weights import located
 from vitral.cost import cost
@@ -22,19 +23,20 @@ from vitral.evaluation.features import SplitFeatures, cached_features
 from vitral.evaluation.fewshot import FewShotResult
 from vitral.evaluation.fewshot import fewshot as ridge_fewshot
 from vitral.evaluation.probes import knn, linear_probe
-from vitral.events import EventHandler, ignore_events
-from vitral.models.device import resolve_device
+from vitral.events import EventHandler
+from vitral.progress import displayed
+from vitral.reprs import SummaryRepr
 
-Method = Literal["ridge", "knn", "linear"]
+ProbeMethod = Literal["ridge", "knn", "linear"]
 
 
-@dataclass(frozen=True)
-class Probing:
-    """How far frozen features go: few-shot rows, and classifiers on all of train where they were asked for."""
+@dataclass(frozen=True, repr=False)
+class ProbeResult(SummaryRepr):
+    """Accuracy of classifiers on frozen features: few-shot rows, and those trained on all of train where asked for."""
 
     source: str
     data: str
-    split: str  # what was tested on
+    split: str  # the split that was tested on
     features: int
     train: int
     test: int
@@ -42,51 +44,75 @@ class Probing:
     knn: float | None
     linear: float | None
     flops: float  # of the features, in one forward pass of each image
-    kept: str  # where the features are, for the next time
-    notes: tuple[str, ...]  # what to know of the data, and the shots that some classes are too small for
+    kept: str  # the file of cached features
+    notes: tuple[str, ...]  # about the data, and the shots that some classes have too few images for
+    seeds: int = 1
+    l2: float | Literal["choose"] = 1024.0
+
+    def summary(self) -> dict[str, str]:
+        rows = {f"{row.shots}-shot": f"{row.mean:.2%}" for row in self.shots}
+        rows |= {} if self.knn is None else {"knn": f"{self.knn:.2%}"}
+        rows |= {} if self.linear is None else {"linear": f"{self.linear:.2%}"}
+        return {"n": f"{self.test:,}", **rows, "data": self.data}
 
     def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
         rows = [{**asdict(row), "mean": row.mean, "interval": row.interval} for row in self.shots]
         return {**asdict(self), "shots": rows}
 
 
 def fewshot(
-    source: str | Path,
+    source: Source,
     data: str | Path,
     *,
     shots: Sequence[int] = (1, 5, 10, 25),
     seeds: int = 5,
     l2: float | Literal["choose"] = 1024.0,
-    methods: Sequence[Method] = ("ridge",),
+    methods: Sequence[ProbeMethod] = ("ridge",),
     preprocess: str = "",
     batch: int = 32,
     device: str = "",
-    on_event: EventHandler = ignore_events,
-) -> Probing:
-    """The paper's few-shot accuracy: least squares on the features of a few images a class, in closed form.
+    on_event: EventHandler | None = None,
+) -> ProbeResult:
+    """Evaluate frozen features with a few images per class, as the paper does.
 
-    `l2="choose"` takes the strength by cross-validation on the few training images. "knn" and "linear" classify with
-    all of train instead. Images are prepared as the weights say unless `preprocess` says otherwise.
+    The classifier is ridge regression in closed form. SplitFeatures are computed once and cached.
+
+    Args:
+        source: a run folder, weights, hf:owner/name or timm:name.
+        data: what `vitral train` takes.
+        shots: numbers of training images per class.
+        seeds: draws of those images, over which mean and 95 % interval are computed.
+        l2: strength of the regularisation, or choose: by cross-validation on the few images.
+        methods: ridge (few-shot); knn and linear use all of train.
+        preprocess: how pixels are prepared, where it differs from what the weights state.
+        batch: images per batch.
+        device: cpu, cuda or mps; chosen when not given.
+        on_event: handler of progress events.
+
+    Returns:
+        The accuracy for each number of shots and by each method.
+
+    Raises:
+        UserError: where an argument is wrong, or the data has no images to train or to test on.
     """
-    from vitral.api.prediction import prepared
-
     if seeds < 1 or batch < 1 or not shots or min(shots) < 1:
         raise UserError("shots, seeds and batch must be at least 1.")
-    place = resolve_device(device)
-    opened = open_to_probe(data, located(str(source)))
+    opened = open_to_probe(data, None if isinstance(source, tuple) else located(source))
     held_out = opened.eval_split
     if held_out is None or not len(opened.train):
         raise UserError(f"{data} has no images to learn from, or none to test on: name a data set with both.")
     if opened.train.multilabel:
-        raise UserError("few-shot classification needs one label an image.")
-    model, card = load(source)
-    wish = prepared(card, preprocess)
+        raise UserError("few-shot classification needs one label per image.")
+    model, card = load_source(source)
+    how, resolved = prepared(card, preprocess), compute_device(source, device)
 
-    def features(split: Split) -> SplitFeatures:
-        workers = default_workers(place.split(":")[0])
-        return cached_features(model, split, wish, batch=batch, device=place, workers=workers, on_event=on_event)
+    def features(split: Split, handler: EventHandler) -> SplitFeatures:
+        workers = reading_workers(resolved)
+        return cached_features(model, split, how, batch=batch, device=resolved, workers=workers, on_event=handler)
 
-    train, test = features(opened.train), features(held_out)
+    with displayed(on_event) as handler:
+        train, test = features(opened.train, handler), features(held_out, handler)
     (train_x, train_y), (test_x, test_y) = train.readable(), test.readable()
     classes = len(opened.train.classes)
     few: list[FewShotResult] = []
@@ -94,8 +120,8 @@ def fewshot(
         few = ridge_fewshot(train_x, train_y, test_x, test_y, classes=classes, shots=tuple(shots), seeds=seeds, l2=l2)
     near = knn(train_x, train_y, test_x, classes=classes).argmax(1) if "knn" in methods else None
     lines = linear_probe(train_x, train_y, classes=classes).logits(test_x).argmax(1) if "linear" in methods else None
-    return Probing(
-        source=str(source),
+    return ProbeResult(
+        source=source_name(source),
         data=str(data),
         split=held_out.name,
         features=train_x.shape[1],
@@ -110,54 +136,70 @@ def fewshot(
             *opened.messages,
             *(_too_few(train_y, classes, row.shots) for row in few if row.drawn < row.shots * classes),
         ),
+        seeds=seeds,
+        l2=l2,
     )
 
 
 def dedupe(
     train: str | Path,
-    against: Sequence[str | Path],
     *,
+    against: Sequence[str | Path],
     output: str | Path = "",
-    weights: str | Path = "",
+    weights: Source = "",
     preprocess: str = "",
     device: str = "",
-    on_event: EventHandler = ignore_events,
+    on_event: EventHandler | None = None,
 ) -> DedupeResult:
-    """Images of `train` that test images of other data sets are copies of; to `output` as a list to leave out.
+    """Find training images that are copies of test images.
 
-    Perceptual hashes and a closer look find copies; with `weights` the model's features look, too, at images prepared
-    as the weights say unless `preprocess` says otherwise. `data.exclude` of a recipe takes the list.
+    Re-encoded, resized, slightly cropped and mirrored copies are found by perceptual hashes and a comparison of pixels.
+    `vitral train ... --set data.exclude=FILE` excludes the images listed in a file.
+
+    Args:
+        train: the training images: what `vitral train` takes.
+        against: data sets whose test images must not be trained on.
+        output: .txt file to list the copies in.
+        weights: a model whose features find copies that the hashes miss; slower.
+        preprocess: how pixels are prepared for it, where it differs from what the weights state.
+        device: cpu, cuda or mps for the model; chosen when not given.
+        on_event: handler of progress events.
+
+    Returns:
+        The pairs of training and test images that are copies.
+
+    Raises:
+        UserError: where an argument is wrong.
     """
-    from vitral.api.prediction import prepared
-
-    place = resolve_device(device)
     if preprocess and not weights:
         raise UserError("preprocess is for the images of a model: name its weights, too, or leave it out.")
+    resolved = compute_device(weights, device)
     target = checked_output(output, (".txt",), "--output") if output else None
     opened = open_data(train, held_out=0.0)
     others = [_tested(name) for name in against]
-    model, card = load(weights) if weights else (None, None)
-    wish = prepared(card, preprocess) if card is not None else None
-    found = find_duplicates(
-        opened.train,
-        others,
-        model=model,
-        preprocess=wish,
-        device=place,
-        workers=default_workers("cuda"),
-        on_event=on_event,
-    )
+    model, card = load_source(weights) if weights else (None, None)
+    how = prepared(card, preprocess) if card is not None else None
+    with displayed(on_event) as handler:
+        duplicates = find_duplicates(
+            opened.train,
+            others,
+            model=model,
+            preprocess=how,
+            device=resolved,
+            workers=default_workers("cuda"),
+            on_event=handler,
+        )
     if target is not None:
-        write_exclusions(target, found)
-    return found
+        write_exclusions(target, duplicates)
+    return duplicates
 
 
 def _too_few(labels: np.ndarray, classes: int, shots: int) -> str:
     short = int((np.bincount(labels, minlength=classes) < shots).sum())
-    return f"{short:,} of {classes:,} classes have fewer than {shots:,} images to learn from: all of theirs were taken."
+    return f"{short:,} of {classes:,} classes have fewer than {shots:,} training images: all of these were used."
 
 
 def _tested(name: str | Path) -> Split:
-    """What a data set is tested on; all of it where it has one split."""
+    """The images that a data set is tested on; all of them where it has one split."""
     opened = with_test_split(open_data(name, held_out=0.0))
     return opened.train if opened.eval_split is None else opened.eval_split

@@ -1,4 +1,4 @@
-"""`pretrain` and `finetune`: the paper's protocols, from a recipe to one row beside the paper's own number."""
+"""`pretrain` and `finetune`: the paper's protocols, each result beside the paper's own number."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from vitral.api.data import open_to_choose
-from vitral.api.run_folder import check_out, new_folder
-from vitral.api.training import assumed_pixels, read_recipe
+from vitral.api.overrides import Overrides, Sweep, check_given_once, override_words
+from vitral.api.training import assumed_pixels, check_out, new_folder, read_recipe
 from vitral.architecture import ResNetConfig
 from vitral.atomic import atomic_write
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.weights import describe, located
 from vitral.data.sources import DataSet
 from vitral.errors import UserError
-from vitral.events import EventHandler, Note, RunDirChosen, ignore_events
+from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.device import check_device
 from vitral.names import name_of
 from vitral.paper import Reported, reported
 from vitral.paper.results import PRETRAININGS
+from vitral.progress import displayed
 from vitral.recipe import Recipe, architecture_of, recipe_hash, with_overrides
-from vitral.recipe_presets import Preset, hyperrule, is_preset, preset
+from vitral.recipe_presets import Preset, get_preset, hyperrule, is_preset
+from vitral.reprs import SummaryRepr
 from vitral.studies.protocol import (
-    ProtocolResult,
+    ProtocolRuns,
     TrialConfig,
     choose_search_space,
     run_protocol,
@@ -37,8 +39,8 @@ from vitral.version import __version__
 
 
 @dataclass(frozen=True)
-class Printed:
-    """A number of the paper, with the data set and the pre-training that it is for."""
+class PaperNumber:
+    """A number of the paper, with its data set and pre-training."""
 
     data: str
     pretraining: str
@@ -48,19 +50,27 @@ class Printed:
         return {"data": self.data, "pretraining": self.pretraining, **asdict(self.number)}
 
 
-@dataclass(frozen=True)
-class Protocol:
-    """One row: what came out, at what cost, and what the paper got."""
+@dataclass(frozen=True, repr=False)
+class ProtocolResult(SummaryRepr):
+    """The result of a protocol: scores, cost, and the paper's own numbers."""
 
     model: str
     data: str
     folder: str
-    outcome: ProtocolResult
-    reported: tuple[Printed, ...]
+    outcome: ProtocolRuns
+    reported: tuple[PaperNumber, ...]
     readings: tuple[str, ...]  # where the paper is silent or contradicts itself
 
+    def summary(self) -> dict[str, str]:
+        outcome = self.outcome
+        spread = f" +- {outcome.spread:.2%}" if outcome.spread is not None else ""
+        metrics = outcome.results[-1].metrics
+        score = f"{-outcome.mean:.4f}" if "masked_loss" in metrics else f"{outcome.mean:.2%}{spread}"
+        runs = {"seeds": f"{len(outcome.results):,}", "model": self.model, "data": self.data, "folder": self.folder}
+        return {"masked_loss" if "masked_loss" in metrics else "score": score, "n": f"{metrics['n']:,}", **runs}
+
     def as_dict(self) -> dict[str, Any]:
-        """One JSON line: the value with everything that is needed to trust or repeat it."""
+        """JSON-ready: the score with everything that is needed to trust or repeat it."""
         outcome, last = self.outcome, self.outcome.results[-1]
         return {
             "model": self.model,
@@ -95,57 +105,98 @@ def pretrain(
     data: str | Path,
     *,
     model: str,
-    recipe: str | Path | Recipe = "",
-    overrides: Sequence[str] = (),
-    sweep: Sequence[str] = (),
+    recipe: str | Path | Recipe = "paper:pretrain/imagenet",
+    sweep: Sweep = (),
     seeds: int = 1,
     out: str | Path = "",
     device: str = "",
-    on_event: EventHandler = ignore_events,
-) -> Protocol:
-    """Pre-train from scratch by a recipe of the paper, or by your own; a sweep and early stopping choose on data.dev.
+    set: Overrides = (),
+    on_event: EventHandler | None = None,
+) -> ProtocolResult:
+    """Pre-train from scratch as the paper does: Table 3, masked patches, sweeps.
 
-    Without a recipe it is the paper's for ImageNet: Adam, warm-up, cosine decay, clipping, the head with a tanh layer.
+    A sweep and early stopping use the dev split of the recipe, data.dev.
+
+    Args:
+        data: what `vitral train` takes, cifar10:FOLDER, imagenet:FOLDER, ...
+        model: name of the model, such as ViT-B/16; with the recipe's name it selects the row of the table.
+        recipe: name of a recipe (`vitral list recipes`), or a TOML file.
+        sweep: values to choose from on the dev split, such as regularization.dropout=0,0.1 optim.weight_decay=0.03,0.1.
+        seeds: number of runs of the chosen recipe.
+        out: the run folder; a run that was interrupted resumes when its folder is given again.
+        device: cpu, cuda, cuda:1 or mps; chosen when not given.
+        set: keys of the recipe to change, such as data.subset=9000000 data.exclude=FILE data.dev=0.01 patience=3.
+        on_event: handler of the events of the runs.
+
+    Returns:
+        Scores, cost, and the paper's own numbers.
+
+    Raises:
+        UserError: where an argument is wrong, or the data cannot be trained on.
     """
-    book = _book(recipe or "paper:pretrain/imagenet", model)
-    base = replace(book.recipe, model=model)
-    return _followed(book, base, data, overrides, sweep, seeds, out, device, on_event)
+    overrides = override_words(set)
+    check_given_once({"model": model}, overrides)
+    preset = _preset(recipe, model)
+    base = replace(preset.recipe, model=model)
+    with displayed(on_event) as handler:
+        return _follow(preset, base, data, overrides, override_words(sweep), seeds, out, device, handler)
 
 
 def finetune(
-    weights: str | Path,
+    source: str | Path,
     data: str | Path,
     *,
     recipe: str | Path | Recipe,
-    overrides: Sequence[str] = (),
-    sweep: Sequence[str] = (),
+    sweep: Sweep = (),
     seeds: int | None = None,
     out: str | Path = "",
     device: str = "",
-    on_event: EventHandler = ignore_events,
-) -> Protocol:
-    """Fine-tune by the paper's protocol: the rate chosen on a dev split, then all of train, several seeds, test once.
+    set: Overrides = (),
+    on_event: EventHandler | None = None,
+) -> ProtocolResult:
+    """Fine-tune as the paper does: learning-rate sweep, several seeds, test once.
 
-    A ResNet also tries BiT's own recipe, and the better of the two on the dev split is kept (section 4.1). Without
-    `seeds` there are as many as the recipe says.
+    The learning rate is chosen on a dev split, then all of train is used. A ResNet also tries BiT's own recipe, and the
+    better of the two on the dev split is kept (section 4.1).
+
+    Args:
+        source: weights to start from: a file, a run folder, hf:owner/name or timm:name.
+        data: what `vitral train` takes, pets:FOLDER, cifar100:FOLDER, ...
+        recipe: name of a recipe (`vitral list recipes`), such as paper:finetune/pets, or a TOML file.
+        sweep: values to choose from instead of the recipe's own, such as optim.lr=0.003,0.01.
+        seeds: number of runs of the chosen recipe; the recipe's own number when not given.
+        out: the run folder; a run that was interrupted resumes when its folder is given again.
+        device: cpu, cuda, cuda:1 or mps; chosen when not given.
+        set: keys of the recipe to change, such as steps=100 image=224.
+        on_event: handler of the events of the runs.
+
+    Returns:
+        Scores, cost, and the paper's own numbers.
+
+    Raises:
+        UserError: where an argument is wrong, or the data cannot be trained on.
     """
-    card = describe(located(str(weights))).card
-    book = _book(recipe, name_of(replace(card.architecture, classes=1000)))
-    seen = card.preprocess or book.recipe.data  # pixels go on as the weights know them
-    base = replace(book.recipe, init=str(weights), data=replace(book.recipe.data, mean=seen.mean, std=seen.std))
-    return _followed(book, base, data, overrides, sweep, seeds, out, device, on_event)
+    overrides = override_words(set)
+    check_given_once({"init": source}, overrides)
+    card = describe(located(str(source))).card
+    preset = _preset(recipe, name_of(replace(card.architecture, classes=1000)))
+    pixels = card.preprocess or preset.recipe.data  # pixels are normalised as in the pre-training
+    data_recipe = replace(preset.recipe.data, mean=pixels.mean, std=pixels.std)
+    base = replace(preset.recipe, init=str(source), data=data_recipe)
+    with displayed(on_event) as handler:
+        return _follow(preset, base, data, overrides, override_words(sweep), seeds, out, device, handler)
 
 
-def _book(recipe: str | Path | Recipe, model: str) -> Preset:
-    """A recipe of the book, or one's own as if it stood there."""
+def _preset(recipe: str | Path | Recipe, model: str) -> Preset:
+    """A preset by its name, or the user's recipe as one."""
     if isinstance(recipe, str) and is_preset(recipe):
-        return preset(recipe, model)
-    own = recipe if isinstance(recipe, Recipe) else read_recipe(recipe)
-    return Preset("", own, {}, own.data.dev, 1, ())
+        return get_preset(recipe, model)
+    given = recipe if isinstance(recipe, Recipe) else read_recipe(recipe)
+    return Preset("", given, {}, given.data.dev, 1, ())
 
 
-def _followed(
-    book: Preset,
+def _follow(
+    preset: Preset,
     base: Recipe,
     data: str | Path,
     overrides: Sequence[str],
@@ -154,66 +205,67 @@ def _followed(
     out: str | Path,
     device: str,
     on_event: EventHandler,
-) -> Protocol:
+) -> ProtocolResult:
     check_device(device)
     if seeds is not None and seeds < 1:
         raise UserError(f"seeds must be at least 1, not {seeds}.")
     check_out(out, data)
     base = with_overrides(base, overrides)
-    dev = base.data.dev or book.dev
+    dev = base.data.dev or preset.dev
     opened, choosing = open_to_choose(data, base, dev)
-    tried = trial_configs(base, choose_search_space(sweep, book.sweep, overrides))
+    tried = trial_configs(base, choose_search_space(sweep, preset.sweep, overrides))
     card = describe(located(base.init)).card if base.init else None
-    rule = _of_bit(book, base, opened, card, sweep, overrides)
-    if rule is not None:
-        tried = [*(replace(one, name=one.name or book.name) for one in tried), rule]
+    bit = _bit_candidate(preset, base, opened, card, sweep, overrides)
+    if bit is not None:
+        tried = [*(replace(candidate, name=candidate.name or preset.name) for candidate in tried), bit]
     for candidate in tried:
         check_recipe(candidate.recipe, opened, card)
     world = init_distributed(device)
     folder = on_rank0(lambda: Path(out) if out else new_folder(data, base), world)
-    assumed = assumed_pixels(overrides) if book.name and card and card.preprocess is None else ()
-    for sentence in (*opened.messages, *book.readings, *assumed):
-        on_event(Note(sentence))
+    assumed = assumed_pixels(overrides) if preset.name and card and card.preprocess is None else ()
+    for text in (*opened.messages, *preset.readings, *assumed):
+        on_event(Note(text))
     on_event(RunDirChosen(str(folder)))
     outcome = run_protocol(
-        tried, opened, folder, choosing=choosing, dev=dev, seeds=seeds or book.seeds, device=device, on_event=on_event
+        tried, opened, folder, choosing=choosing, dev=dev, seeds=seeds or preset.seeds, device=device, on_event=on_event
     )
-    followed = outcome.chosen.recipe
-    architecture = card.architecture if card else architecture_of(followed, len(opened.train.classes))
+    recipe = outcome.chosen.recipe
+    architecture = card.architecture if card else architecture_of(recipe, len(opened.train.classes))
     model = name_of(replace(architecture, classes=1000))
-    found = Protocol(model, str(data), str(folder), outcome, printed(book.name, model), book.readings)
-    on_rank0(lambda: write_row(folder / "protocol.json", found.as_dict()), world)
-    return found
+    result = ProtocolResult(model, str(data), str(folder), outcome, paper_numbers(preset.name, model), preset.readings)
+    on_rank0(lambda: write_row(folder / "protocol.json", result.as_dict()), world)
+    return result
 
 
 def write_row(path: Path, row: dict[str, Any]) -> None:
-    with atomic_write(path) as aside:
-        aside.write_text(json.dumps(row, indent=2) + "\n", "utf-8")
+    """Write a result as JSON."""
+    with atomic_write(path) as temporary:
+        temporary.write_text(json.dumps(row, indent=2) + "\n", "utf-8")
 
 
-def _of_bit(
-    book: Preset,
+def _bit_candidate(
+    preset: Preset,
     base: Recipe,
     data: DataSet,
     card: Card | None,
     sweep: Sequence[str],
     overrides: Sequence[str],
 ) -> TrialConfig | None:
-    """BiT's recipe for transfer, beside the paper's, where a ResNet is fine-tuned."""
+    """BiT's transfer recipe, tried beside the paper's where a ResNet is fine-tuned."""
     if card is None or not isinstance(card.architecture, ResNetConfig) or sweep:
         return None
-    if not book.name.startswith("paper:finetune/"):
+    if not preset.name.startswith("paper:finetune/"):
         return None
     name = hyperrule(len(data.train))
-    rule = preset(name, base.model).recipe
-    rule = replace(rule, init=base.init, data=replace(rule.data, mean=base.data.mean, std=base.data.std))
-    return TrialConfig(name, with_overrides(rule, overrides))
+    recipe = get_preset(name, base.model).recipe
+    recipe = replace(recipe, init=base.init, data=replace(recipe.data, mean=base.data.mean, std=base.data.std))
+    return TrialConfig(name, with_overrides(recipe, overrides))
 
 
-def printed(recipe: str, model: str) -> tuple[Printed, ...]:
-    """What the paper got with this model on the data set that the recipe is for, from each pre-training."""
+def paper_numbers(recipe: str, model: str) -> tuple[PaperNumber, ...]:
+    """The paper's numbers for this model on the recipe's data set, from each pre-training."""
     data = recipe.partition("paper:finetune/")[2].partition(":")[0].partition("-")[0]
-    if data in ("", "vtab"):  # VTAB's number is a mean over tasks, and here there is one
+    if data in ("", "vtab"):  # VTAB's number is a mean over tasks, and this is one task
         return ()
     plain = model.partition("@")[0]
-    return tuple(Printed(data, source, row) for source in PRETRAININGS for row in reported(plain, source, data))
+    return tuple(PaperNumber(data, source, row) for source in PRETRAININGS for row in reported(plain, source, data))

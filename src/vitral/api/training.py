@@ -1,9 +1,9 @@
-"""`train` and `show`: a folder of images in, a run folder with a model out; and the recipe it would follow."""
+"""`train` and `show_recipe`: a folder of images in, a run folder with a model out; and the recipe it would follow."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from torch import nn
 
 from vitral.api.checkpoints import load
 from vitral.api.data import open_to_train
+from vitral.api.overrides import Overrides, check_given_once, override_words
 from vitral.api.run_folder import check_out, new_folder
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.weights import describe, located
@@ -23,7 +24,7 @@ from vitral.models.device import check_device, default_device
 from vitral.progress import displayed
 from vitral.recipe import Recipe, from_toml, with_overrides
 from vitral.recipe_defaults import FLIP_REASON, default_recipe
-from vitral.recipe_presets import is_preset, preset
+from vitral.recipe_presets import get_preset, is_preset
 from vitral.training.build import check_recipe, own_card
 from vitral.training.callbacks import Callback, Loss, OptimizerFactory, OwnParts, Transform
 from vitral.training.run import RunResult, run
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 _DATA_KEYS = ("held_out", "dev", "subset", "subset_seed", "exclude")  # of recipe.data: which images there are
 _EARLY = tuple(f"{key}=" for key in ("init", *(f"data.{name}" for name in _DATA_KEYS)))
-
-Overrides = Sequence[str] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -85,23 +84,25 @@ def train(
     callbacks: Sequence[Callback] = (),
     on_event: EventHandler | None = None,
 ) -> TrainResult:
-    """Train a model on images, or fine-tune one. Choices that are not given are made, and explained.
+    """Train a model on images, or fine-tune one.
+
+    What is not given is chosen to suit the data and the weights, and the reasons are printed.
 
     Args:
-        data: a folder with one sub-folder per class, a CSV or JSONL manifest, Parquet, tar shards, or `digits`. In
-            Python also a torch Dataset, a pair (train, test) of them, a datasets.Dataset, or a list of (image or path,
-            label).
-        model: the model to train from scratch, such as ViT-Ti/16. In Python also an nn.Module that maps images (batch,
-            channels, height, width) to logits (batch, classes).
+        data: a folder with one sub-folder per class, a CSV or JSONL manifest, Parquet, tar shards, or a known name
+            (`vitral list data`). In Python also a torch Dataset, a pair (train, test) of them, a datasets.Dataset, or a
+            list of (image or path, label).
+        model: name of the model to train from scratch, such as ViT-Ti/16. In Python also an nn.Module that maps images
+            (batch, channels, height, width) to logits (batch, classes).
         init: weights to start from: a file, a run folder, hf:owner/name or timm:name.
-        out: the run folder; the same folder again resumes the run.
-        recipe: a TOML file, a run folder or a preset's name; `vitral show` prints one to start from.
-        epochs: how often each image is seen.
-        trainable: what is trained: full, head, last:K, bias or lora:R.
-        balance: against uneven classes: none, weights, sampler or logit-adjust.
-        seed: seed of weights, order, augmentation and dropout.
-        seeds: train this many times, from seed on, and report mean and standard deviation.
-        device: cpu, cuda, cuda:1 or mps; the best one by default.
+        out: the run folder; a run that was interrupted resumes when its folder is given again.
+        recipe: name of a recipe (`vitral list recipes`) or a TOML file; `vitral show` prints one to start from.
+        epochs: passes over the training images.
+        trainable: which parameters are trained: full, head, last:K, bias or lora:R.
+        balance: how uneven classes are balanced: none, weights, sampler or logit-adjust.
+        seed: seed of weights, data order, augmentation and dropout.
+        seeds: number of runs, with seeds counted up from `seed`; the result is their mean and standard deviation.
+        device: cpu, cuda, cuda:1 or mps; chosen when not given.
         set: other keys of the recipe, such as optim.lr=0.01 data.mixup=0.2.
         loss: a function of logits and targets that gives one loss per image, or their mean.
         optimizer: a function of parameter groups that gives a torch.optim.Optimizer; its learning rates are the peaks of
@@ -109,7 +110,7 @@ def train(
         transform: a function of a PIL image, for training and evaluation, or a pair of them; it gives a uint8 image that
             is then normalised, or a float tensor (channels, height, width) that is used as it is.
         callbacks: objects derived from vitral.Callback; they can add metrics and stop the run.
-        on_event: receives progress, notes and metrics; by default they are displayed in terminals and notebooks.
+        on_event: handler of the events of the run; they are displayed in terminals and notebooks when not given.
 
     Returns:
         The results, the recipe that was followed, and the run folder.
@@ -125,8 +126,10 @@ def train(
     own = _own_parts(model, loss, optimizer, transform, callbacks)
     if own.model is not None and seeds > 1:
         raise UserError("seeds trains new models, and model= is one module: call train once for each module.")
-    options = {"epochs": epochs, "trainable": trainable or None, "balance": balance or None, "seed": seed}
-    overrides = merged_overrides(options, {"model": model or None, "init": init or None}, set)
+    words = override_words(set)
+    parameters = {"epochs": epochs, "trainable": trainable or None, "balance": balance or None, "seed": seed}
+    check_given_once({**parameters, "model": model, "init": str(init)}, words)
+    overrides = [*(f"{key}={value}" for key, value in parameters.items() if value is not None), *words]
     with displayed(on_event) as handler:
         opened, chosen, reasons = choose_recipe(
             data, model=model, init=init, recipe=recipe, set=overrides, device=device, own=own
@@ -146,54 +149,36 @@ def train(
     return TrainResult(tuple(results), chosen, own.model)
 
 
-def show(
-    recipe: str | Path = "",
+def show_recipe(
+    recipe: str | Path | Recipe = "",
     *,
     data: str | Path = "",
     model: str = "",
     init: str | Path = "",
+    device: str = "",
     set: Overrides = (),
 ) -> Recipe:
-    """Show a recipe, every key with its meaning: the defaults, a file's, or what would be chosen for data.
+    """Show a training recipe, every key with its meaning.
+
+    Without arguments it has the default values; with `data` it is the recipe that `vitral train DATA` would follow.
 
     Args:
-        recipe: a TOML file, a run folder or a preset's name.
-        data: show the recipe that `vitral train DATA` would follow.
-        model: the model to train from scratch.
-        init: the weights to start from.
-        set: keys to change, such as optim.lr=0.01.
+        recipe: name of a recipe (`vitral list recipes`), a TOML file or a run folder.
+        data: data set to choose a recipe for.
+        model: name of the model to train from scratch.
+        init: weights to start from.
+        device: device to choose a recipe for; chosen when not given.
+        set: keys of the recipe to change, such as optim.lr=0.01.
 
     Returns:
-        The recipe; `vitral.recipe.to_toml` writes it.
+        The complete recipe.
     """
-    options = {"model": model or None, "init": str(init) or None}
+    words = override_words(set)
+    check_given_once({"model": model, "init": str(init)}, words)
     if data:
-        overrides = merged_overrides({}, options, set)
-        return choose_recipe(data, model=model, init=init, recipe=recipe, set=overrides)[1]
-    return with_overrides(read_recipe(recipe) if recipe else Recipe(), merged_overrides(options, {}, set))
-
-
-def merged_overrides(options: Mapping[str, Any], others: Mapping[str, Any], set: Overrides) -> list[str]:
-    """The options that are keys of the recipe, and `set`, as key=value; a key that is given twice is refused.
-
-    Args:
-        options: keys with an option of their own; None was not given.
-        others: the same, but not to be added: they are handled apart.
-        set: the other keys.
-    """
-    pairs = set.items() if isinstance(set, Mapping) else ()
-    words = [f"{key}={_text(value)}" for key, value in pairs] if isinstance(set, Mapping) else list(set)
-    given = {**options, **others}
-    for key in (word.partition("=")[0].strip() for word in words):
-        if given.get(key) is not None:
-            raise UserError(f"{key} is given twice, by its own option and as {key}=...: leave one of them out.")
-    return [*(f"{key}={value}" for key, value in options.items() if value is not None), *words]
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return ",".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
+        return choose_recipe(data, model=model, init=init, recipe=recipe, set=words, device=device)[1]
+    chosen = recipe if isinstance(recipe, Recipe) else read_recipe(recipe, model) if recipe else Recipe()
+    return with_overrides(replace(chosen, model=model or chosen.model, init=str(init) or chosen.init), words)
 
 
 def _own_parts(
@@ -325,7 +310,7 @@ def assumed_pixels(overrides: Sequence[str]) -> tuple[str, ...]:
 def read_recipe(path: str | Path, model: str = "") -> Recipe:
     """A recipe by its name (paper:finetune/pets; some need the model's, too), from a TOML file or a run's folder."""
     if is_preset(str(path)):
-        return preset(str(path), model).recipe
+        return get_preset(str(path), model).recipe
     file = Path(path).expanduser()
     file = file / "recipe.toml" if file.is_dir() else file
     if not file.is_file():

@@ -8,46 +8,54 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vitral.api.overrides import Overrides, Sweep, override_words
 from vitral.api.protocols import write_row
 from vitral.api.run_folder import check_folder, new_folder
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.weights import describe, located
 from vitral.data.vtab import TASKS, VtabTask, find_task, open_task, write_ids
 from vitral.errors import UserError
-from vitral.events import EventHandler, Note, RunDirChosen, ignore_events
+from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.device import check_device
 from vitral.names import name_of
 from vitral.paper import VtabRow, table9
+from vitral.progress import displayed
 from vitral.recipe import Recipe, recipe_hash, with_overrides
-from vitral.recipe_presets import Preset, preset
+from vitral.recipe_presets import Preset, get_preset
+from vitral.reprs import SummaryRepr
 from vitral.studies.protocol import TrialConfig, choose_search_space, trial_configs
 from vitral.studies.vtab import SuiteResult, for_task, group_scores, mean_score, run_suite
 from vitral.training.build import check_recipe
 from vitral.training.parallel import init_distributed, on_rank0
 from vitral.version import __version__
 
-# What the protocol itself decides: these keys would do nothing here, or something else than they say.
-_SETTLED = {
+# Keys that the protocol fixes: they would have no effect, or another one than documented.
+_FIXED_KEYS = {
     *("init", "model", "objective", "patience", "evaluate_every"),
     *("data.dev", "data.subset", "data.subset_seed", "data.exclude", "data.held_out"),
 }
-_COUNTS = (800, 200)  # images to train on and to choose on
-_BEGUN = ("vtab.json", "sweep", *(f"{name}/seed-*" for name in TASKS))  # what a suite leaves in its folder
+_COUNTS = (800, 200)  # training and validation images
+_BEGUN = ("vtab.json", "sweep", *(f"{name}/seed-*" for name in TASKS))  # files that mark the folder of a suite
 
 
-@dataclass(frozen=True)
-class VtabScore:
-    """The suite's result with the tasks it was measured on, those that are missing, and the paper's rows."""
+@dataclass(frozen=True, repr=False)
+class VtabResult(SummaryRepr):
+    """The scores of the suite, the tasks that were evaluated, those that are missing, and the paper's rows."""
 
     model: str
     data: str
     folder: str
     tasks: tuple[VtabTask, ...]
-    missing: dict[str, str]  # tasks that were asked for and cannot be opened, and why
+    missing: dict[str, str]  # tasks that cannot be opened, with the reasons
     suite: SuiteResult
-    paper: tuple[VtabRow, ...]  # the model's own first
+    paper: tuple[VtabRow, ...]  # the rows of the model first
     readings: tuple[str, ...]  # where the paper is silent
-    notes: tuple[str, ...]  # what to know before the numbers are trusted
+    notes: tuple[str, ...]  # caveats about the numbers
+
+    def summary(self) -> dict[str, str]:
+        spread = f" +- {self.suite.spread:.2%}" if self.suite.spread is not None else ""
+        groups = {name: f"{score:.2%}" for name, score in group_scores(self.suite.scores).items()}
+        return {"score": f"{self.suite.mean:.2%}{spread}", "tasks": self.coverage, **groups, "model": self.model}
 
     @property
     def coverage(self) -> str:
@@ -56,7 +64,7 @@ class VtabScore:
         return f"{len(self.tasks)} of {len(TASKS)} tasks{missing}"
 
     def as_dict(self) -> dict[str, Any]:
-        """One JSON object: the score with everything that is needed to trust or repeat it."""
+        """JSON-ready: the score with everything that is needed to trust or repeat it."""
         suite, scores = self.suite, self.suite.scores
         first = next(iter(suite.results.values()))
         return {
@@ -116,92 +124,114 @@ class VtabScore:
 
 
 def vtab1k(
-    weights: str | Path,
+    source: str | Path,
     root: str | Path,
     *,
     tasks: Sequence[str] = (),
     recipe: str = "paper:finetune/vtab",
-    overrides: Sequence[str] = (),
-    sweep: Sequence[str] = (),
+    sweep: Sweep = (),
     fixed: bool = False,
     seeds: int = 1,
     out: str | Path = "",
     device: str = "",
-    train: int = _COUNTS[0],
-    val: int = _COUNTS[1],
-    on_event: EventHandler = ignore_events,
-) -> VtabScore:
-    """Fine-tune on each task of VTAB-1k whose data lies under `root`, with one recipe for all, and measure test once.
+    train_size: int = 800,
+    val_size: int = 200,
+    set: Overrides = (),
+    on_event: EventHandler | None = None,
+) -> VtabResult:
+    """Evaluate a model on the 19 tasks of VTAB-1k, as the paper does.
 
-    What of the recipe is used is chosen by the mean accuracy on the tasks' validation images: two rates by two lengths,
-    or `sweep`; `fixed` takes what the paper chose. Other counts than 800 and 200 images are for trying things out.
+    One recipe is used for all tasks: that of two learning rates by two lengths with the highest mean accuracy on the
+    validation images of the tasks. Each test split is evaluated once per seed.
+
+    Args:
+        source: weights to start from: a file, a run folder, hf:owner/name or timm:name.
+        root: folder with the data of each task, ROOT/TASK or ROOT/DATASET; missing tasks are skipped and listed.
+        tasks: names of the tasks to run, such as pets clevr-count; all that are found when not given.
+        recipe: name of a recipe (`vitral list recipes`), such as paper:finetune/vtab:inception or bit:finetune/small.
+        sweep: values to choose from instead of the recipe's own, such as optim.lr=0.003,0.01 steps=500,2500.
+        fixed: use the learning rate and the length that the paper chose, without a sweep.
+        seeds: number of runs of the chosen recipe on each task.
+        out: the run folder; a run that was interrupted resumes when its folder is given again.
+        device: cpu, cuda, cuda:1 or mps; chosen when not given.
+        train_size: training images per task; with another number the scores are not VTAB-1k's.
+        val_size: validation images per task; with another number the scores are not VTAB-1k's.
+        set: keys of the recipe to change, such as steps=100 image=224.
+        on_event: handler of the events of the runs.
+
+    Returns:
+        The score of each task, their mean, the cost, and the paper's own numbers.
+
+    Raises:
+        UserError: where an argument is wrong, or no task can be opened.
     """
+    overrides, swept = override_words(set), override_words(sweep)
     check_device(device)
     if seeds < 1:
         raise UserError(f"seeds must be at least 1, not {seeds}.")
     check_folder(out, _data_folders(Path(root)), _BEGUN)
-    card = describe(located(str(weights))).card
+    card = describe(located(str(source))).card
     model = name_of(replace(card.architecture, classes=1000))
-    book = preset(recipe, model)
-    _check_settled((*overrides, *sweep))
-    tried = _candidates(_recipe(book, weights, card, overrides), book, overrides, sweep, fixed)
-    opened, missing = _opened(tasks, Path(root), train, val)
+    preset = get_preset(recipe, model)
+    _check_fixed_keys((*overrides, *swept))
+    tried = _candidates(_recipe(preset, source, card, overrides), preset, overrides, swept, fixed)
+    opened, missing = _open_tasks(tasks, Path(root), train_size, val_size)
     _check(tried, opened, card)
     world = init_distributed(device)
     folder = on_rank0(lambda: Path(out) if out else new_folder(root, tried[0].recipe), world)
     notes = _notes(opened, tried)
-    for sentence in (*missing.values(), *notes, *book.readings):
-        on_event(Note(sentence))
-    on_event(RunDirChosen(str(folder)))
-    for task in opened:
-        on_event(Note(on_rank0(partial(_listed, task, folder, beside=(train, val) == _COUNTS), world)))
-    suite = run_suite(tried, opened, folder, seeds=seeds, device=device, on_event=on_event)
-    found = VtabScore(
-        model, str(root), str(folder), tuple(opened), missing, suite, paper_rows(model), book.readings, notes
-    )
-    on_rank0(lambda: write_row(folder / "vtab.json", found.as_dict()), world)
-    return found
+    with displayed(on_event) as handler:
+        for text in (*missing.values(), *notes, *preset.readings):
+            handler(Note(text))
+        handler(RunDirChosen(str(folder)))
+        for task in opened:
+            handler(Note(on_rank0(partial(_listed, task, folder, beside=(train_size, val_size) == _COUNTS), world)))
+        suite = run_suite(tried, opened, folder, seeds=seeds, device=device, on_event=handler)
+    rows = paper_rows(model)
+    result = VtabResult(model, str(root), str(folder), tuple(opened), missing, suite, rows, preset.readings, notes)
+    on_rank0(lambda: write_row(folder / "vtab.json", result.as_dict()), world)
+    return result
 
 
 def _data_folders(root: Path) -> list[Path]:
-    """Where the tasks' images are looked for; beside these folders a run is in nobody's way."""
+    """The folders that may hold images of the tasks; a run folder must not lie in one of them."""
     return [
         root / name for name in dict.fromkeys(name for task in TASKS.values() for name in (task.name, task.dataset))
     ]
 
 
-def _check_settled(words: Sequence[str]) -> None:
+def _check_fixed_keys(words: Sequence[str]) -> None:
     for key in (word.partition("=")[0].strip() for word in words):
-        if key in _SETTLED:
-            raise UserError(f"{key} is settled by VTAB's protocol: leave it out.")
+        if key in _FIXED_KEYS:
+            raise UserError(f"{key} is fixed by VTAB's protocol: leave it out.")
 
 
-def _recipe(book: Preset, weights: str | Path, card: Card, overrides: Sequence[str]) -> Recipe:
-    """The paper's, over these weights and the pixel values they know."""
-    data = book.recipe.data
+def _recipe(preset: Preset, source: str | Path, card: Card, overrides: Sequence[str]) -> Recipe:
+    """The preset with these weights and their normalisation."""
+    data = preset.recipe.data
     if card.preprocess is not None:
         data = replace(data, mean=card.preprocess.mean, std=card.preprocess.std)
-    return with_overrides(replace(book.recipe, init=str(weights), data=data), overrides)
+    return with_overrides(replace(preset.recipe, init=str(source), data=data), overrides)
 
 
 def _candidates(
-    recipe: Recipe, book: Preset, overrides: Sequence[str], sweep: Sequence[str], fixed: bool
+    recipe: Recipe, preset: Preset, overrides: Sequence[str], sweep: Sequence[str], fixed: bool
 ) -> list[TrialConfig]:
-    """What is tried: the sweep that was asked for, else the book's without the keys that overrides set."""
+    """The recipes to try: those of the sweep, else of the preset's without the keys that overrides set."""
     if fixed and sweep:
-        raise UserError("fixed takes the paper's choice and a sweep makes another: ask for one of the two.")
-    return trial_configs(recipe, {} if fixed else choose_search_space(sweep, book.sweep, overrides))
+        raise UserError("fixed uses the paper's choice instead of a sweep: leave out one of the two.")
+    return trial_configs(recipe, {} if fixed else choose_search_space(sweep, preset.sweep, overrides))
 
 
-def _opened(names: Sequence[str], root: Path, train: int, val: int) -> tuple[list[VtabTask], dict[str, str]]:
-    """The tasks whose data is there, in the paper's order, and why the others are not."""
+def _open_tasks(names: Sequence[str], root: Path, train: int, val: int) -> tuple[list[VtabTask], dict[str, str]]:
+    """The tasks whose data is found, in the paper's order, and the reasons for the others."""
     if not root.is_dir():
-        raise UserError(f"{root} is no folder: name the one that holds the tasks' data.")
-    asked = {find_task(name).name for name in names} if names else set(TASKS)
+        raise UserError(f"{root} is not a folder: name the one that holds the data of the tasks.")
+    selected = {find_task(name).name for name in names} if names else set(TASKS)
     opened: list[VtabTask] = []
     missing: dict[str, str] = {}
     for name in TASKS:
-        if name not in asked:
+        if name not in selected:
             continue
         try:
             opened.append(open_task(name, root, train=train, val=val))
@@ -214,11 +244,11 @@ def _opened(names: Sequence[str], root: Path, train: int, val: int) -> tuple[lis
 
 
 def _check(tried: Sequence[TrialConfig], tasks: Sequence[VtabTask], card: Card) -> None:
-    """What cannot work is said before there is a run folder; tasks differ in their pipelines alone."""
+    """Refuse recipes that cannot work before there is a run folder; tasks differ in their pipelines alone."""
     for task in {(task.task.flip, task.task.crop): task for task in tasks}.values():
         for candidate in tried:
             recipe = for_task(candidate.recipe, task.task)
-            # A batch shrinks to the images there are, and that is told.
+            # A batch shrinks to the number of images, which is noted.
             batch = min(recipe.batch, len(task.train800))
             check_recipe(replace(recipe, batch=batch, micro_batch=0), task.with_dev_split(), card)
 
@@ -228,7 +258,7 @@ def _notes(tasks: Sequence[VtabTask], tried: Sequence[TrialConfig]) -> tuple[str
     batch = max(candidate.recipe.batch for candidate in tried)
     images = min(len(task.train800 if len(tried) > 1 else task.train1000) for task in tasks)
     if batch > images:
-        notes.append(f"A batch of {batch} is more than {images} training images: a step sees as many as there are.")
+        notes.append(f"A batch of {batch} is more than {images} training images: the batch is as many as there are.")
     counts = {(len(task.train800), len(task.val200)) for task in tasks}
     if counts != {_COUNTS}:
         few = " and ".join(f"{train} + {val}" for train, val in sorted(counts))
@@ -237,16 +267,16 @@ def _notes(tasks: Sequence[VtabTask], tried: Sequence[TrialConfig]) -> tuple[str
 
 
 def _listed(task: VtabTask, folder: Path, beside: bool) -> str:
-    """Which images the task takes, listed beside the data; in the run folder where that cannot be, or is not VTAB's."""
-    own = folder / "vtab-ids"
+    """List the images of a task beside the data, or in the run folder where that is not writable or not VTAB's."""
+    in_run = folder / "vtab-ids"
     if beside:
         try:
             return f"{write_ids(task)} {task.order}"
         except OSError:
-            return f"{write_ids(task, own)} {task.order} ({task.root} cannot be written)"
-    return f"{write_ids(task, own)} {task.order}"
+            return f"{write_ids(task, in_run)} {task.order} ({task.root} is not writable)"
+    return f"{write_ids(task, in_run)} {task.order}"
 
 
 def paper_rows(model: str) -> tuple[VtabRow, ...]:
-    """Table 9, the model's own rows first."""
+    """Table 9, the rows of the model first."""
     return tuple(sorted(table9(), key=lambda row: row.model != model.partition("@")[0]))

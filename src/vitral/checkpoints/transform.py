@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
-from vitral.data.images import ImageError, as_tensor, decode, is_pil, pil_to_array
+from vitral.data.images import ImageError, PILImage, as_tensor, decode, is_pil, pil_to_array
 from vitral.data.preprocess import Pipeline
 from vitral.errors import UserError
 from vitral.models.normalize import normalize
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    ImageInput = np.ndarray | Image | str | Path | bytes
+ImageInput = np.ndarray | PILImage | str | Path | bytes
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""`vitral VERB ...`: find the verb, import it, run it. Nothing heavy is imported before a verb runs."""
+"""`vitral VERB ...`: parse the words, call the verb's Python function, print its result.
+
+Nothing heavy is imported before a verb runs: names, types and help texts are read from the source of `vitral.api`.
+"""
 
 from __future__ import annotations
 
@@ -6,57 +9,78 @@ import errno
 import importlib
 import io
 import os
+import shlex
 import sys
 import time
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
 
 from vitral.errors import Interrupted, UserError
 from vitral.version import __version__
 
+if TYPE_CHECKING:
+    from vitral.progress import Display
+
 
 class Verb(NamedTuple):
-    module: str
+    """Where a verb's function and the renderer of its result are."""
+
+    module: str  # of vitral.api
     function: str
-    help: str
+    renderer: str  # "module.function" of vitral.cli
+    cli_options: tuple[str, ...] = ("json",)
 
 
 VERBS = {
-    "demo": Verb("vitral.cli.demo", "demo", "train, fine-tune and predict in two minutes, on handwritten digits"),
-    "train": Verb("vitral.cli.train", "train", "a folder of images in, a model out"),
-    "predict": Verb("vitral.cli.predict", "predict", "name what is in images"),
-    "evaluate": Verb("vitral.cli.predict", "evaluate", "measure a model on labelled images"),
-    "embed": Verb("vitral.cli.predict", "embed", "features of images, to a file"),
-    "inspect": Verb("vitral.cli.inspect", "inspect", "a page to see through a model: where it looks, what it learned"),
-    "search": Verb("vitral.cli.inspect", "search", "images, or patches, that look like one"),
-    "check": Verb("vitral.cli.predict", "check", "what is wrong with a data set"),
-    "pretrain": Verb("vitral.cli.protocols", "pretrain", "the paper's pre-training: Table 3, masked patches, sweeps"),
-    "finetune": Verb(
-        "vitral.cli.protocols", "finetune", "the paper's fine-tuning: swept rate, several seeds, test once"
-    ),
-    "fewshot": Verb("vitral.cli.probes", "fewshot", "frozen features and a few images a class, in closed form"),
-    "vtab": Verb("vitral.cli.vtab", "vtab", "the 19 tasks of VTAB-1k"),
-    "dedupe": Verb("vitral.cli.probes", "dedupe", "training images that test images are copies of"),
-    "bench": Verb("vitral.cli.bench", "bench", "how fast this machine is, beside other libraries"),
-    "show": Verb("vitral.cli.train", "show", "a training recipe, every key with its meaning"),
-    "list": Verb("vitral.cli.models", "list_", "the models, formats, recipes and data sets that vitral knows"),
-    "cost": Verb("vitral.cli.models", "cost", "parameters, compute and training FLOPs of a model, without building it"),
-    "info": Verb("vitral.cli.checkpoints", "info", "what a checkpoint is, without loading it"),
-    "convert": Verb("vitral.cli.checkpoints", "convert", "rewrite a checkpoint in another format, with proof"),
+    "demo": Verb("demonstration", "demo", "training.show_demo"),
+    "train": Verb("training_verbs", "train", "training.show_training", ("json", "tensorboard")),
+    "predict": Verb("prediction", "predict", "results.show_predictions"),
+    "evaluate": Verb("evaluation", "evaluate", "results.show_evaluation"),
+    "embed": Verb("prediction", "embed", "results.show_embeddings"),
+    "inspect": Verb("inspection", "inspect", "results.show_inspection"),
+    "search": Verb("neighbours", "search", "results.show_neighbours"),
+    "check": Verb("prediction", "check", "results.show_check"),
+    "pretrain": Verb("protocols", "pretrain", "training.show_protocol"),
+    "finetune": Verb("protocols", "finetune", "training.show_protocol"),
+    "fewshot": Verb("probes", "fewshot", "results.show_probes"),
+    "vtab": Verb("vtab", "vtab1k", "training.show_vtab"),
+    "dedupe": Verb("probes", "dedupe", "results.show_duplicates"),
+    "bench": Verb("bench", "benchmark", "models.show_benchmark"),
+    "show": Verb("training_verbs", "show_recipe", "training.show_recipe"),
+    "list": Verb("models", "list_available", "models.show_available"),
+    "cost": Verb("models", "cost", "models.show_cost"),
+    "info": Verb("checkpoints", "info", "models.show_info"),
+    "convert": Verb("checkpoints", "convert", "models.show_conversion"),
 }
+_EXAMPLES = """Examples:
+  vitral train photos/ --init timm:vit_tiny_patch16_224.augreg_in21k_ft_in1k
+  vitral train photos/ --model ViT-Ti/16 --epochs 50 --set optim.lr=0.001 data.mixup=0.2
+  vitral predict runs/photos new/*.jpg
+  vitral cost R50+ViT-B/16 --images 303e6 --epochs 7
+  vitral convert ViT-B_16.npz vit-b16/ --format hf"""
 
 
 def main() -> None:
-    """The entry point. A user's mistake is one sentence and exit code 2; a traceback is for ours."""
+    """Run the command line: a user's mistake is one sentence and exit code 2, a traceback means a bug of ours."""
     # Before torch loads: threads of GNU OpenMP that wait spinning slow a small model tenfold on a busy machine.
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that a terminal cannot show is spelt out, as on stderr
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what the terminal's encoding lacks is escaped, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")
+    words = sys.argv[1:]
     try:
-        _run(sys.argv[1:])
+        if words[:1] == ["help"] and words[1:]:
+            words = [*words[1:], "--help"]
+        if not words or words[0] in ("-h", "--help", "help"):
+            print(_help())
+        elif words[0] in ("-V", "--version"):
+            print(f"vitral {__version__}")
+        else:
+            run_verb(words[0], words[1:])
     except UserError as mistake:
         _fail(str(mistake))
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has closed the pipe
         sys.exit(0)
     except OSError as error:
         _fail(_explained(error))
@@ -68,57 +92,108 @@ def main() -> None:
         sys.exit(130)
 
 
-def _run(words: list[str]) -> None:
-    if words[:1] == ["help"] and words[1:]:
-        words = [*words[1:], "--help"]
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(_help())
-    elif words[0] in ("-V", "--version"):
-        print(f"vitral {__version__}")
-    elif words[0] in VERBS:
-        _call(words[0], words[1:])
-    else:
-        import difflib
+def run_verb(name: str, words: list[str]) -> None:
+    """Parse the words after a verb, call its function of `vitral.api` under a progress display, and print the result.
 
-        near = difflib.get_close_matches(words[0], VERBS, n=1)
-        hint = f"did you mean `vitral {near[0]}`?" if near else "`vitral --help` lists the verbs."
-        raise UserError(f'there is no verb "{words[0]}": {hint}')
-
-
-def _call(name: str, words: list[str]) -> None:
-    from vitral.cli.parsing import run_words
+    Args:
+        name: the verb.
+        words: its positional arguments and options.
+    """
+    if name not in VERBS:
+        raise UserError(f'there is no verb "{name}": {_nearest_verb(name)}')
+    from vitral.cli.parsing import CLI_OPTIONS, VerbParser, swapped_order
+    from vitral.cli.signatures import read_signature
 
     verb = VERBS[name]
-    run_words(name, getattr(importlib.import_module(verb.module), verb.function), words)
+    signature = read_signature(f"vitral.api.{verb.module}", verb.function)
+    values = VerbParser(name, signature, verb.cli_options).parse_values(words)
+    keywords = {key: value for key, value in values.items() if key not in CLI_OPTIONS}
+    positional = [keywords.pop(parameter.name) for parameter in signature.parameters if parameter.positional]
+    from vitral.progress import Display, TensorBoard, all_handlers
+
+    rank = int(os.environ.get("RANK", 0))  # of a torchrun: only the first process reports
+    with Display(quiet=rank > 0 or not signature.takes_events) as display, _resume_hint(display):
+        function = getattr(importlib.import_module(f"vitral.api.{verb.module}"), verb.function)
+        board = TensorBoard() if values.get("tensorboard") and not rank else None
+        if signature.takes_events:
+            keywords["on_event"] = display if board is None else all_handlers(display, board)
+        try:
+            result = function(*positional, **keywords)
+        except UserError as mistake:
+            if hint := swapped_order(name, signature, values, words):
+                raise UserError(hint) from mistake
+            raise
+        finally:
+            if board is not None:
+                board.close()
+    if not rank:
+        module, _, renderer = verb.renderer.partition(".")
+        getattr(importlib.import_module(f"vitral.cli.{module}"), renderer)(result, values)
 
 
 def _help() -> str:
+    from vitral.cli.signatures import read_summary
+
     lines = ["vitral: Vision Transformers as the paper describes them, for every checkpoint.", ""]
     lines += ["  vitral VERB ...           `vitral VERB --help` explains a verb", ""]
-    lines += [f"  {name:<9} {verb.help}" for name, verb in VERBS.items()]
-    lines += ["", "Examples:", "  vitral train photos/ --init timm:vit_tiny_patch16_224.augreg_in21k_ft_in1k"]
-    lines += ["  vitral predict runs/photos new/*.jpg", "  vitral cost R50+ViT-B/16 --images 303e6 --epochs 7"]
-    lines += ["  vitral convert ViT-B_16.npz vit-b16/ --format hf"]
-    return "\n".join(lines)
+    for name, verb in VERBS.items():
+        summary = read_summary(f"vitral.api.{verb.module}", verb.function)
+        lines.append(f"  {name:<9} {summary.rstrip('.')}")
+    return "\n".join([*lines, "", _EXAMPLES])
+
+
+def _nearest_verb(name: str) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, VERBS, n=1)
+    return f"did you mean `vitral {near[0]}`?" if near else "`vitral --help` lists the verbs."
+
+
+@contextmanager
+def _resume_hint(display: Display) -> Iterator[None]:
+    """Where a run is interrupted or the disk is full, say how to resume it."""
+    try:
+        yield
+    except (Interrupted, KeyboardInterrupt):
+        if display.folder:  # otherwise the run has not begun
+            saved = f"; the state of step {display.saved_step:,} is saved" if display.saved_step else ""
+            display.print(f"stopped{saved}; resume with: {_same_command(display.folder)}")
+        sys.exit(130)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not display.folder:
+            raise
+        raise UserError(
+            "the disk is full: free some space; earlier checkpoints are complete, and the run resumes with "
+            f"`{_same_command(display.folder)}`."
+        ) from error
+
+
+def _same_command(folder: str) -> str:
+    """What the user typed, with the run folder where that was not given."""
+    words = sys.argv[1:]
+    if not any(word.partition("=")[0] == "--out" for word in words):
+        words = [*words, "--out", folder]
+    return f"{'torchrun ... -m vitral' if 'RANK' in os.environ else 'vitral'} {shlex.join(words)}"
 
 
 def _explained(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "the disk is full: free some space and give the same command again; what was saved before is whole."
+        return "the disk is full: free some space and run the same command again; files written before are complete."
     where = f"{error.filename}: " if error.filename else ""
-    fix = ": choose another place" if error.errno in (errno.EFBIG, errno.EROFS, errno.EACCES) else ""
+    fix = ": choose another path" if error.errno in (errno.EFBIG, errno.EROFS, errno.EACCES) else ""
     return f"{where}{error.strerror or error}{fix}."
 
 
 def _ran_out_of_memory(error: Exception) -> bool:
-    """Torch has an error of its own for GPUs (not named here: nothing heavy is imported) and a sentence for CPUs."""
-    text, kinds = str(error), [kind.__name__ for kind in type(error).__mro__]
-    return isinstance(error, MemoryError) or "OutOfMemoryError" in kinds or "can't allocate memory" in text
+    """Whether an error means that memory ran out: torch's class for GPUs (by name: torch is not imported here), or its
+    message for CPUs, for which it has no class."""
+    classes = [base.__name__ for base in type(error).__mro__]
+    return isinstance(error, MemoryError) or "OutOfMemoryError" in classes or "can't allocate memory" in str(error)
 
 
 def _fail(sentence: str) -> None:
-    """One sentence. Under torchrun the first process speaks for all, which is the end of the others before they speak;
-    another one is heard where the mistake is its own."""
+    """Print one sentence and exit with code 2. Under torchrun the exit of the first process ends the others before they
+    print the same sentence; one that fails alone is still heard."""
     if int(os.environ.get("RANK", 0)):
         time.sleep(3)
     print(f"vitral: {sentence}", file=sys.stderr)

@@ -1,140 +1,118 @@
-"""`vitral list` and `vitral cost`: what the models are and what they take. The models need no torch for this."""
+"""Results of list, cost, info, convert and bench as tables or JSON."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-import tyro
+from vitral.architecture import Architecture, ResNetConfig, ViTConfig
+from vitral.cli.output import by, print_facts, print_json, print_table
 
-from vitral import paper
-from vitral.architecture import Architecture, ResNetConfig, Size, ViTConfig
-from vitral.cli.output import Count, Flag, Image, by, image_size, print_facts, print_json, print_table
-from vitral.cost import cost as cost_of
-from vitral.cost import training_flops
-from vitral.errors import UserError
-from vitral.names import NAMES, parse
-from vitral.recipe_presets import preset_names
+if TYPE_CHECKING:
+    from vitral.api.bench import BenchmarkReport
+    from vitral.api.checkpoints import CheckpointInfo, ConvertResult
+    from vitral.api.models import CostResult
 
 
-def list_(
-    what: tyro.conf.Positional[Literal["models", "formats", "recipes", "data"]] = "models", /, *, json: Flag = False
-) -> None:
-    """List the models with their sizes and costs at 224 pixels, the checkpoint formats, recipes or known data sets.
-
-    Args:
-        what: what to list.
-        json: print JSON instead of a table.
-    """
-    rows = _ROWS[what]()
-    if json:
-        print_json(rows)
-    elif what == "models":
+def show_available(result: list[dict[str, Any]], values: Mapping[str, Any]) -> None:
+    """Print what was listed."""
+    if values["json"]:
+        print_json(result)
+        return
+    cells = [[_cell(cell) for cell in row.values()] for row in result]
+    if values["what"] == "models":
         note = "1,000 classes, 224 pixels. Other sizes, patches and ResNets work too: ViT-S/8, B/16@384, R101+ViT-L/32."
-        print_table(list(rows[0]), [[_cell(cell) for cell in row.values()] for row in rows], note=note)
+        print_table(list(result[0]), cells, note=note)
     else:
-        print_table(list(rows[0]), [[_cell(cell) for cell in row.values()] for row in rows], left=2)
+        print_table(list(result[0]), cells, left=2)
 
 
-def cost(
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
-    /,
-    *,
-    image: Image = None,
-    classes: Count = None,
-    images: Annotated[float | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
-    epochs: Annotated[float | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
-    json: Flag = False,
-) -> None:
-    """Count what a model costs, without building it.
-
-    Args:
-        model: a name such as ViT-B/16, R50+ViT-B/16@384 or R152x4.
-        image: pixels, one number or height and width; without it, what the name says, else 224.
-        classes: outputs of the head; without it 1000, and 0 means no head.
-        images: training images, to count the FLOPs of training.
-        epochs: how often each training image is seen; without it once.
-        json: print JSON instead of a table.
-    """
-    if epochs is not None and images is None:
-        raise UserError("epochs are of training images: add --images N.")
-    epochs = 1.0 if epochs is None else epochs
-    architecture = parse(model) if classes is None else parse(model, classes=classes)
-    size = image_size(image) or architecture.image
-    found = cost_of(architecture, size)
-    values: dict[str, Any] = {
-        "model": model,
-        "image": size,
-        "grid": found.grid,
-        "tokens": found.tokens,
-        "parameters": found.params,
-        "macs": found.macs,
-    }
-    if images is not None:
-        _positive(images=images, epochs=epochs)
-        values |= {"images": images, "epochs": epochs}
-        values["training_flops"] = training_flops(architecture, images=images, epochs=epochs, image=size)
-        values["paper"] = _printed(architecture, size, images, epochs)
-    if json:
-        print_json(values)
+def show_cost(result: CostResult, values: Mapping[str, Any]) -> None:
+    """Print parameters and FLOPs."""
+    if values["json"]:
+        print_json(result.as_dict())
         return
     facts = {
-        "model": f"{model}{_dimensions(architecture)}",
-        "image": f"{by(size)} pixels, grid {by(found.grid)}, {found.tokens:,} tokens",
-        "parameters": f"{found.params:,}",
-        "compute": f"{found.macs / 1e9:,.2f} GMACs an image",
+        "model": f"{result.model}{_dimensions(result.architecture)}",
+        "image": f"{by(result.image)} pixels, grid {by(result.grid)}, {result.tokens:,} tokens",
+        "parameters": f"{result.parameters:,}",
+        "compute": f"{result.macs / 1e9:,.2f} GMACs per image",
     }
-    if images is not None:
-        seen = f"{images:,.0f} images, {epochs:g} epoch{'s' * (epochs != 1)}"
-        facts["training"] = f"{values['training_flops'] / 1e18:,.4g} exaFLOPs ({seen})"
-        facts["the paper"] = values["paper"] or ""
+    if result.training_flops is not None and result.images is not None and result.epochs is not None:
+        run = f"{result.images:,.0f} images, {result.epochs:g} epoch{'s' * (result.epochs != 1)}"
+        facts["training"] = f"{result.training_flops / 1e18:,.4g} exaFLOPs ({run})"
+        facts["the paper"] = result.paper or ""
     print_facts(facts)
 
 
-def _printed(architecture: Architecture, size: Size, images: float, epochs: float) -> str | None:
-    """What Table 6 prints for this run, if it is one of its rows."""
-    if images != paper.pretraining_sets()["JFT-300M"].images or size != (224, 224):
-        return None
-    for row in paper.table6():
-        if row.epochs == epochs and parse(row.model, classes=architecture.classes) == architecture:
-            doubt = f"; {row.note}" if "exaflops" in row.doubtful else ""
-            return f"{row.exaflops:,} exaFLOPs for this model and these epochs on JFT-300M ({row.source}{doubt})"
-    return None
-
-
-def _model_row(name: str) -> dict[str, str | int | float | None]:
-    architecture = parse(name)
-    found = cost_of(architecture)
-    vit = architecture if isinstance(architecture, ViTConfig) else None
-    return {
-        "model": name,
-        "layers": vit.depth if vit else None,
-        "width": vit.width if vit else None,
-        "MLP": vit.mlp if vit else None,
-        "heads": vit.heads if vit else None,
-        "parameters": found.params,
-        "tokens": found.tokens,
-        "GMACs": round(found.macs / 1e9, 2),
+def show_info(result: CheckpointInfo, values: Mapping[str, Any]) -> None:
+    """Print the description of a checkpoint."""
+    if values["json"]:
+        print_json(result.as_dict())
+        return
+    card, architecture = result.card, result.card.architecture
+    facts = {
+        "file": f"{result.path} ({result.bytes / 1e6:,.1f} MB)",
+        "format": f"{result.format} ({result.container})",
+        "model": result.model,
+        "parameters": f"{result.cost.params:,}",
+        "image": f"{by(architecture.image)} pixels, {architecture.channels} channels",
     }
+    if isinstance(architecture, ViTConfig):
+        facts |= _vit_facts(architecture)
+    pixels = card.preprocess
+    prepared = f"{pixels.pipeline}, mean {_plain(pixels.mean)}, std {_plain(pixels.std)}" if pixels else "not stated"
+    names = ", ".join(card.class_names[:3]) + (", ..." if card.class_names[3:] else "")
+    facts |= {
+        "classes": f"{architecture.classes:,} ({names or 'names not stated'})" if architecture.classes else "none",
+        "preprocess": prepared,
+        "from": f"{card.source} ({card.format})" if card.format != result.format else "",
+        "licence": card.licence or "not stated",
+        "changes": "; ".join(card.changes),
+        "sha256": result.sha256,
+    }
+    print_facts(facts)
 
 
-def _model_rows() -> list[dict[str, Any]]:
-    return [_model_row(name) for name in NAMES]
+def show_conversion(result: ConvertResult, values: Mapping[str, Any]) -> None:
+    """Print the certificate of a conversion."""
+    if values["json"]:
+        print_json(result.as_dict())
+        return
+    outputs = f"of the outputs, same image of {by(result.image)} pixels"
+    print_facts(
+        {
+            "read": f"{result.source} ({result.source_format})",
+            "wrote": f"{result.target} ({result.target_format})",
+            "model": result.model,
+            "changes": "; ".join(result.changes) or "none",
+            "unmapped": ", ".join(result.unmapped) or "none",
+            "not in the file": "; ".join(result.unstated),
+            "difference": f"max |difference| {result.difference:.3g} {outputs}",
+        }
+    )
 
 
-def _recipe_rows() -> list[dict[str, Any]]:
-    return [{"recipe": name, "about": about} for name, about in preset_names().items()]
+def show_benchmark(result: BenchmarkReport, values: Mapping[str, Any]) -> None:
+    """Print the rows of a benchmark."""
+    if values["json"]:
+        print_json(result.as_dict())
+        return
+    columns, cells = result.table()
+    print_table(columns, cells, left=5, note="\n".join(result.notes))
+    print_facts({"written to": f"{result.results} (all rows), {result.page} (a page)"})
 
 
-def _data_rows() -> list[dict[str, Any]]:
-    from vitral import api
-
-    return [{"data": name, "about": about} for name, about in api.known_data().items()]
-
-
-def _format_rows() -> list[dict[str, str]]:
-    from vitral.api import FORMATS
-
-    return [{"format": name, "what it is": table.title} for name, table in FORMATS.items()]
+def _vit_facts(c: ViTConfig) -> dict[str, str]:
+    sizes = f"{c.depth} layers, width {c.width}, MLP {c.mlp}, {c.heads} heads"
+    parts = [f"{c.pool} pooling", f"{c.registers} registers" * bool(c.registers), "LayerScale" * c.layer_scale]
+    parts += [f"tanh layer of {c.representation}" * bool(c.representation)]
+    row = "with" if c.class_row else "without"
+    return {
+        "layers": f"{sizes}, {c.gelu} GELU, LayerNorm eps {c.norm_eps:g}",
+        "parts": ", ".join(part for part in parts if part),
+        "positions": f"{c.position}, grid {by(c.grid(c.image))}, {row} a class row, resized by rule {c.resize}",
+    }
 
 
 def _dimensions(architecture: Architecture) -> str:
@@ -147,16 +125,11 @@ def _dimensions(architecture: Architecture) -> str:
     return f"  ({a.depth} layers, width {a.width}, MLP {a.mlp}, {a.heads} heads{stem})"
 
 
-def _positive(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 < value < float("inf"):
-            raise UserError(f"--{name} must be a number above 0, not {value:g}.")
-
-
 def _cell(value: str | int | float | None) -> str:
     if value is None:
         return "-"
     return value if isinstance(value, str) else f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
 
 
-_ROWS = {"models": _model_rows, "formats": _format_rows, "recipes": _recipe_rows, "data": _data_rows}
+def _plain(values: tuple[float, ...]) -> str:
+    return f"{values[0]:g}" if len(set(values)) == 1 else "(" + ", ".join(f"{value:g}" for value in values) + ")"

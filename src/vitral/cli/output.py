@@ -1,81 +1,55 @@
-"""Types of options that several verbs take, with the words that stand for their values in the help."""
+"""Tables, lists of facts and JSON on standard output."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text as RichText
-
-from vitral.architecture import Size
-from vitral.errors import UserError
-
-Data = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-Source = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
-Count = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
-Grid = Annotated[tuple[int, int] | None, tyro.conf.arg(metavar="ROWS COLUMNS", help_behavior_hint="")]
-Image = Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="PIXELS [WIDTH]", help_behavior_hint="")]
-Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
-Folder = Annotated[str, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
-Words = Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...", help_behavior_hint="")]
-Tried = Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE,VALUE ...", help_behavior_hint="")]
-Number = Annotated[int, tyro.conf.arg(metavar="N")]
-Times = Annotated[int, tyro.conf.arg(metavar="N", help_behavior_hint="")]  # its help says what none means
-Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
-FormatName = Annotated[str | None, tyro.conf.arg(metavar="FORMAT", help_behavior_hint="")]
-
-
-def image_size(image: tuple[int, ...] | None) -> Size | None:
-    """`--image 384` or `--image 384 512`, as (height, width)."""
-    if image is None:
-        return None
-    if len(image) not in (1, 2) or min(image) < 1:
-        raise UserError("--image takes one number of pixels, or a height and a width.")
-    return image[0], image[-1]
+from rich.text import Text
 
 
 class _Output(Console):
     def on_broken_pipe(self) -> None:
-        """The reader (head, less) has seen enough, which is no mistake of anybody's."""
+        """Let `main` handle a reader (head, less) that has closed the pipe."""
         raise BrokenPipeError
 
 
 def console() -> Console:
-    """A console that never cuts a table short because its output goes to a file."""
+    """A console that does not cut tables where the output is not a terminal."""
     return _Output(width=None if sys.stdout.isatty() else 200, highlight=False)
 
 
 def print_json(value: Any) -> None:
+    """Print a value as indented JSON."""
     print(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, note: str = "") -> None:
-    """Columns after the first `left` hold numbers and are aligned to the right."""
+    """Print a table; columns after the first `left` hold numbers and are aligned to the right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < left else "right", no_wrap=i == 0 or i >= left, overflow="fold")
     for row in rows:
-        table.add_row(*(RichText(cell) for cell in row))
+        table.add_row(*(Text(cell) for cell in row))
     out = console()
     out.print(table)
     if note:
-        out.print(RichText(note))
+        out.print(Text(note))
 
 
 def print_facts(facts: Mapping[str, str]) -> None:
-    """Names and values, one a line; empty ones are left out."""
+    """Print names and values, one per line, without those that are empty."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in facts.items():
         if value:
-            table.add_row(name, RichText(value))
+            table.add_row(name, Text(value))
     console().print(table)
 
 
@@ -85,4 +59,10 @@ def counted(number: int, thing: str) -> str:
 
 
 def by(size: tuple[int, int]) -> str:
+    """(3, 4) -> "3x4" """
     return f"{size[0]}x{size[1]}"
+
+
+def percent(value: float | None, missing: str = "-") -> str:
+    """0.5 -> "50.00%" """
+    return missing if value is None else f"{value:.2%}"

@@ -1,140 +1,228 @@
-"""What a person typed wrongly, in one sentence; tyro alone would answer with a box of several lines."""
+"""The parser of a verb, generated from its Python function, and one sentence for each mistake."""
 
 from __future__ import annotations
 
+import argparse
 import difflib
-import inspect
-import io
 import os
-import re
 import shlex
-import sys
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
-import tyro
-
+from vitral.cli.signatures import REQUIRED, Parameter, ValueType, VerbSignature
 from vitral.errors import UserError
-from vitral.recipe import keys
 
-# Tyro's sentences, and ours.
-_SENTENCES = (
-    (r"Error parsing (--\S+): .*\bint\(\).*: '(.*)'", r'\1 takes a whole number, not "\2"'),
-    (r"Error parsing (--\S+): .*\bto float: '(.*)'", r'\1 takes a number, not "\2"'),
-    (r"Error parsing (--\S+): .* (?:from|arguments:) \['(.*?)'\].*", r'\1 does not take "\2"'),
-    (r"Missing value for argument '(.*)'\. .*", r"\1 needs a value"),
-    (r"Missing from vitral \w+: (.*)", r"missing: \1"),
-    (r"Unrecognized options: (.*)", r"not understood: \1"),
-    (r"invalid choice '(.*)' for argument .* one of \((.*)\)", r'"\1" is none of \2'),
-)
+# Options of the command line alone; all others are parameters of the verbs' functions.
+CLI_OPTIONS = {
+    "json": "print the result as JSON",
+    "tensorboard": "write TensorBoard event files into the run folder",
+}
+_SHORT = {"output": "-o"}
+_AFTER_MODEL = ("images", "data", "folder", "root")  # parameters that follow a model on the command line
+_SHOWN = 3  # images in a suggested command
 
 
-# Options that take several words. Tyro also takes none, and of two such options the last.
-_SEVERAL = {"--set": "KEY=VALUE", "--sweep": "KEY=VALUE,VALUE"}
+class VerbParser(argparse.ArgumentParser):
+    """A parser whose mistakes are `UserError`s."""
 
-_BEHIND = ("images", "data", "folder", "root")  # what verbs take behind a model
-_SHOWN = 3  # images of a command that is given back
+    def __init__(self, verb: str, signature: VerbSignature, cli_options: Sequence[str] = ("json",)) -> None:
+        self.verb, self.signature = verb, signature
+        positionals = " ".join(_usage(parameter) for parameter in signature.parameters if parameter.positional)
+        super().__init__(
+            prog=f"vitral {verb}",
+            usage=f"vitral {verb} {positionals} [options]".replace("  ", " "),
+            description=signature.description,
+            formatter_class=_HelpFormatter,
+            allow_abbrev=False,
+            exit_on_error=False,
+        )
+        for parameter in signature.parameters:
+            _add(self, parameter)
+        for name in cli_options:
+            self.add_argument(f"--{name}", action="store_true", help=CLI_OPTIONS[name])
 
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print."""
+        raise UserError(f"{message}: see `vitral {self.verb} --help`.")
 
-def run_words(name: str, function: Callable[..., None], words: Sequence[str]) -> None:
-    """Call a verb with the words behind it."""
-    _check_options(name, function, words)
-    real, heard = sys.stderr, io.StringIO()
+    def parse_values(self, words: Sequence[str]) -> dict[str, Any]:
+        """Parse the words after a verb.
 
-    @wraps(function)
-    def started(*values: Any, **options: Any) -> None:
-        sys.stderr = real
+        Args:
+            words: positional arguments and options in any order.
+
+        Returns:
+            The value of each parameter and of each option of the command line.
+
+        Raises:
+            UserError: where the words are not what the verb takes.
+        """
+        self._check_options(words)
         try:
-            function(*values, **options)
-        except UserError as mistake:
-            if hint := _swapped(name, function, values, words):
-                raise UserError(hint) from mistake
-            raise
+            parsed, unknown = self.parse_known_intermixed_args(words)
+        except argparse.ArgumentError as error:
+            raise UserError(f"{error.argument_name} {error.message}: see `vitral {self.verb} --help`.") from error
+        if unknown:
+            self.error(f"not understood: {', '.join(unknown)}")
+        values = vars(parsed)
+        missing = [
+            f"{_metavar(parameter) if parameter.positional else _option(parameter.name)} ({parameter.help.rstrip('.')})"
+            for parameter in self.signature.parameters
+            if parameter.default is REQUIRED and values.get(parameter.name, []) == []
+        ]
+        if missing:
+            self.error(f"missing: {', '.join(missing)}")
+        for parameter in self.signature.parameters:
+            if isinstance(values[parameter.name], list):
+                values[parameter.name] = _collected(parameter, values[parameter.name])
+        return values
 
-    sys.stderr = heard
-    try:
-        tyro.cli(started, prog=f"vitral {name}", args=words, config=(tyro.conf.FlagCreatePairsOff,))
-    except SystemExit as end:
-        if sys.stderr is heard and end.code:
-            raise UserError(f"{_told(heard.getvalue())}: see `vitral {name} --help`.") from end
-        raise
-    finally:
-        sys.stderr = real
+    def _check_options(self, words: Sequence[str]) -> None:
+        """Refuse options that do not exist, lack a value, or take several values and are given twice."""
+        options = {option: action for action in self._actions for option in action.option_strings}
+        given = [word.partition("=")[0] for word in words]
+        for index, option in enumerate(given):
+            if option.startswith("--") and option != "--" and option not in options:
+                raise UserError(f"`{self.verb}` has no option {option}: {self._nearest(option, options)}")
+            action = options.get(option)
+            if action is None or action.nargs == 0:
+                continue
+            if action.nargs == "+" and given.count(option) > 1:
+                raise UserError(f"{option} is given twice: write it once, followed by all its values.")
+            value = words[index].partition("=")[2] if "=" in words[index] else "".join(words[index + 1 : index + 2])
+            if (
+                (not value and action.nargs == "+")
+                or (words[index] == option and index + 1 == len(words))
+                or (words[index] == option and value.startswith("--"))
+            ):
+                assignment = str(action.metavar).removesuffix(" ...")
+                raise UserError(f"{option} needs {assignment if '=' in assignment else 'a value'}.")
+
+    def _nearest(self, option: str, options: Mapping[str, argparse.Action]) -> str:
+        """The recipe's key that the option spells, such as --lr, or else the nearest option."""
+        from vitral.recipe import keys
+
+        wanted = option.removeprefix("--").replace("-", "_")
+        matches = [key for key in keys() if wanted in (key, key.rpartition(".")[2])] if "--set" in options else []
+        if matches:
+            return f"write {' or '.join(f'--set {key}=VALUE' for key in matches)}."
+        near = difflib.get_close_matches(option, options, n=1)
+        return f"did you mean {near[0]}?" if near else f"`vitral {self.verb} --help` lists the options."
 
 
-def _check_options(name: str, function: Callable[..., None], words: Sequence[str]) -> None:
-    """Refuse an option that the verb does not have, naming the nearest that it has."""
-    parameters = inspect.signature(function).parameters.values()
-    known = [f"--{each.name.replace('_', '-')}" for each in parameters if each.kind is each.KEYWORD_ONLY]
-    for word in words:
-        option = word.partition("=")[0].replace("_", "-")
-        if option.startswith("--") and option not in ("--", "--help", *known):
-            raise UserError(f"`{name}` has no option {option}: {_hint(name, option, known)}")
-    for option, needed in _SEVERAL.items():
-        _check_several(option, needed, words)
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Help texts as the docstrings have them, each followed by the default where that says something."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        return f"{action.metavar} ..." if action.nargs in ("+", "*") else super()._format_args(action, default_metavar)
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        default = action.default
+        if default in (None, "", (), False, argparse.SUPPRESS):
+            return action.help or ""
+        text = " ".join(map(str, default)) if isinstance(default, tuple) else f"{default}"
+        return f"{action.help} (default: {text})"
 
 
-def _check_several(option: str, needed: str, words: Sequence[str]) -> None:
-    places = [at for at, word in enumerate(words) if word.partition("=")[0] == option]
-    if len(places) > 1:
-        raise UserError(f"{option} is given twice: write it once, with all its words behind it.")
-    for at in places:
-        after = words[at + 1 : at + 2]
-        if words[at] == f"{option}=" or (words[at] == option and (not after or after[0].startswith("--"))):
-            raise UserError(f"{option} needs {needed}.")
+def _add(parser: argparse.ArgumentParser, parameter: Parameter) -> None:
+    """Add a parameter's argument; a required one has no default, and is checked after parsing."""
+    value_type = parameter.type
+    several = value_type.many or bool(value_type.assignment) or (value_type.pair and value_type.number)
+    options: dict[str, Any] = {"help": parameter.help, "default": parameter.default}
+    if parameter.default is REQUIRED:
+        options["default"] = argparse.SUPPRESS
+    if value_type.flag:
+        parser.add_argument(_option(parameter.name), action="store_true", help=parameter.help)
+        return
+    options |= {"type": _reader(value_type), "metavar": _metavar(parameter)}
+    if parameter.positional:
+        parser.add_argument(parameter.name, nargs="*" if several else "?", **options)
+        return
+    names = [_option(parameter.name), *([_SHORT[parameter.name]] if parameter.name in _SHORT else [])]
+    if value_type.pair and not value_type.number:
+        options |= {"nargs": 2, "metavar": ("ROW", "COLUMN") if parameter.name == "patch" else ("ROWS", "COLUMNS")}
+    elif several:
+        options["nargs"] = "+"
+    parser.add_argument(*names, **options)
 
 
-def _swapped(name: str, function: Callable[..., None], values: Sequence[Any], words: Sequence[str]) -> str:
-    """The right order, where a model stands behind what should stand behind it; else nothing."""
-    places = list(inspect.signature(function).parameters)[: len(values)]
-    if len(places) != 2 or places[0] != "source" or places[1] not in _BEHIND:
+def _reader(value_type: ValueType) -> Callable[[str], Any]:
+    """The function from a word to a value."""
+
+    def read(word: str) -> Any:
+        if value_type.text or value_type.assignment or word in value_type.choices:
+            return word
+        number = int if value_type.pair else value_type.number
+        if number is not None:
+            try:
+                return number(word)
+            except ValueError:
+                pass
+        expected = {None: "", int: "a whole number", float: "a number"}[number]
+        choices = " or ".join([*filter(None, [expected]), *value_type.choices])
+        raise argparse.ArgumentTypeError(f'takes {choices}, not "{word}"')
+
+    return read
+
+
+def _collected(parameter: Parameter, values: list[Any]) -> Any:
+    """Several values as the function takes them."""
+    if parameter.type.pair and parameter.type.number:
+        if len(values) > 2 or min(values) < 1:
+            raise UserError(f"{_option(parameter.name)} takes one number of pixels, or a height and a width.")
+        return values[0] if len(values) == 1 else tuple(values)
+    return tuple(values)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _metavar(parameter: Parameter) -> str:
+    value_type = parameter.type
+    if parameter.positional:
+        return parameter.name.upper()
+    if value_type.assignment:
+        return value_type.assignment
+    if value_type.pair:
+        return "PIXELS"
+    if value_type.text:
+        return "PATH" if value_type.path else "NAME"
+    return "|".join([*(["N"] if value_type.number else []), *value_type.choices])
+
+
+def _usage(parameter: Parameter) -> str:
+    text = _metavar(parameter) + " ..." * parameter.type.many
+    return text if parameter.default is REQUIRED else f"[{text}]"
+
+
+def swapped_order(verb: str, signature: VerbSignature, values: Mapping[str, Any], words: Sequence[str]) -> str:
+    """The command with the model first, where a model follows what should follow it; else an empty text."""
+    names = [parameter.name for parameter in signature.parameters if parameter.positional]
+    if len(names) != 2 or names[0] != "source" or names[1] not in _AFTER_MODEL:
         return ""
-    given = [values[0], *([values[1]] if isinstance(values[1], str) else values[1])]
-    model = _model_behind(given, places[1])
+    first, second = values[names[0]], values[names[1]]
+    given = [first, *([second] if isinstance(second, str) else second)]
+    model = _model_after_data(given, names[1])
     if not model:
         return ""
     rest, options = [word for word in given if word != model], list(words)
     for word in given:
         options.remove(word)
     shown = shlex.join([model, *rest[:_SHOWN], *["..."] * (len(rest) > _SHOWN), *options])
-    return f"`{name}` takes the model first and the {places[1]} behind it: write `vitral {name} {shown}`."
+    return f"`{verb}` takes the model first, then the {names[1]}: write `vitral {verb} {shown}`."
 
 
-def _model_behind(given: Sequence[str], behind: str) -> str:
-    """The model among the later words where the first is there and is none."""
+def _model_after_data(given: Sequence[str], second: str) -> str:
+    """The model among the later words, where the first word exists and is not a model."""
     from vitral.api.checkpoints import is_model
     from vitral.api.data import known_data
 
-    there = os.path.exists(os.path.expanduser(given[0])) or given[0].partition(":")[0] in known_data()
-    if not there or is_model(given[0]):
+    exists = os.path.exists(os.path.expanduser(given[0])) or given[0].partition(":")[0] in known_data()
+    if not exists or is_model(given[0]):
         return ""
-    maybe_data = ("hf:",) if behind == "data" else ()  # the hub has both under such names
+    maybe_data = ("hf:",) if second == "data" else ()  # the hub has models and data sets under such names
     return next((word for word in given[1:] if not word.startswith(maybe_data) and is_model(word)), "")
-
-
-def _hint(name: str, option: str, known: Sequence[str]) -> str:
-    """A key of the recipe by its last word, as --lr, or else the nearest option."""
-    wanted = option.removeprefix("--").replace("-", "_")
-    found = [key for key in keys() if wanted in (key, key.rpartition(".")[2])] if "--set" in known else []
-    if found:
-        return f"write {' or '.join(f'--set {key}=VALUE' for key in found)}."
-    near = difflib.get_close_matches(option, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"`vitral {name} --help` lists the options."
-
-
-def _told(box: str) -> str:
-    """What tyro's box says as one line. Its title stands in the frame, or where that is plain ASCII above a rule."""
-    parts: list[list[str]] = [[]]
-    for line in box.splitlines():
-        text = line.strip("│| \t")
-        if re.match("[╭╰─]|-{3,}", text):
-            parts.append([])
-        elif text:
-            parts[-1].append(text.replace("(required)", "").strip())
-    written = [" ".join(part) for part in parts if part]
-    told = written[0 if "╭" in box else 1].rstrip(".: ")
-    for pattern, sentence in _SENTENCES:
-        if match := re.fullmatch(pattern, told):
-            return re.sub(r"(?<!\w)'([^']*)'", r"\1", match.expand(sentence))
-    return told

@@ -62,6 +62,7 @@ def predict_split(
     world: int = 1,
     workers: int = 0,
     precision: Precision = "float32",
+    task: str = "evaluating",
     on_event: EventHandler = ignore_events,
 ) -> Predictions:
     """Compute the logits of this process's shard of a split.
@@ -76,15 +77,14 @@ def predict_split(
         world: Number of processes.
         workers: Processes that load images; 0 loads them in this one.
         precision: "bfloat16" runs under autocast.
-        on_event: Receives `Progress("evaluating", ...)` over this process's shard.
+        task: What the progress is called.
+        on_event: Receives `Progress(task, ...)` over this process's shard.
 
     Raises:
         UserError: The split is empty.
     """
     shard = _Shard(split, batch, rank, world, workers)
-    return Predictions(
-        *_compute(model, model, shard, preprocess, torch.device(device), precision, "evaluating", on_event)
-    )
+    return Predictions(*_compute(model, model, shard, preprocess, torch.device(device), precision, task, on_event))
 
 
 def embed_split(

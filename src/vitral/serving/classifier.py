@@ -8,22 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Lock
+from typing import overload
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from vitral.architecture import Size
-from vitral.data.images import ImageError, decode
+from vitral.checkpoints.transform import ImageInput, read_pixels
 from vitral.data.preprocess import Pipeline
-from vitral.errors import UserError
 from vitral.kernels.cuda_graph import CudaGraph
 from vitral.kernels.packed import pack
 from vitral.models.normalize import normalize
-
-ImageInput = np.ndarray | bytes | str | Path  # uint8 pixels (h, w, c), the bytes of an image file, or its path
 
 _WARM_UP = 3  # calls before the CUDA graph is captured
 
@@ -120,52 +117,28 @@ class NamedClassifier:
     channels: int
     names: Sequence[str]
 
-    def __call__(self, image: ImageInput) -> list[tuple[str, float]]:
-        """Predict an image.
+    @overload
+    def __call__(self, image: ImageInput) -> list[tuple[str, float]]: ...
+
+    @overload
+    def __call__(self, image: list[ImageInput]) -> list[list[tuple[str, float]]]: ...
+
+    def __call__(self, image: ImageInput | list[ImageInput]) -> list[tuple[str, float]] | list[list[tuple[str, float]]]:
+        """Predict an image, or each of a list.
 
         Args:
-            image: uint8 pixels (height, width, channels), the path of an image file, or its bytes.
+            image: a PIL image, uint8 pixels (height, width, channels), the path of an image file, or its bytes; or a
+                list of them.
 
         Returns:
-            The top classes and their probabilities, highest first.
+            The top classes and their probabilities, highest first; a list of these for a list.
 
         Raises:
             UserError: if the image cannot be read or has the wrong type or shape.
         """
-        indices, probabilities = self.classifier(self.pipeline(_read_pixels(image, self.channels)))
+        if isinstance(image, list):
+            return [self(each) for each in image]
+        indices, probabilities = self.classifier(self.pipeline(read_pixels(image, self.channels)))
         return [
             (self.names[index], value) for index, value in zip(indices.tolist(), probabilities.tolist(), strict=True)
         ]
-
-
-def _read_pixels(image: ImageInput, channels: int) -> np.ndarray:
-    """-> uint8 (height, width, channels)"""
-    if isinstance(image, np.ndarray):
-        return _check_pixels(image, channels)
-    if isinstance(image, bytes):
-        return _decode(image, channels, "the image")
-    if not isinstance(image, str | Path):
-        raise UserError(
-            f"cannot predict a {type(image).__name__}: pass uint8 pixels, the path of an image file, or its bytes."
-        )
-    try:
-        data = Path(image).expanduser().read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {image} ({error.strerror}): pass the path of an image file.") from error
-    return _decode(data, channels, str(image))
-
-
-def _decode(data: bytes, channels: int, name: str) -> np.ndarray:
-    try:
-        return decode(data, channels)
-    except ImageError as error:
-        raise UserError(f"cannot read {name} ({error}): pass a complete image file.") from error
-
-
-def _check_pixels(pixels: np.ndarray, channels: int) -> np.ndarray:
-    """Check type and shape; grey is copied to all channels, as it is from a file."""
-    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.size == 0 or pixels.shape[2] not in (1, channels):
-        raise UserError(
-            f"the pixels are {pixels.dtype} {pixels.shape}: pass uint8 (height, width, {channels}), 0 to 255."
-        )
-    return pixels if pixels.shape[2] == channels else np.repeat(pixels, channels, axis=2)

@@ -51,7 +51,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class ProtocolResult:
+class ProtocolRuns:
     """The selected configuration, its trials, and one final run per seed."""
 
     chosen: TrialConfig
@@ -150,7 +150,7 @@ def run_protocol(
     seeds: int = 1,
     device: str = "",
     on_event: EventHandler,
-) -> ProtocolResult:
+) -> ProtocolRuns:
     """Select a configuration on the dev split, then train it on all of train, once per seed.
 
     The test split is evaluated at the end of a final run and never before. A recipe with patience stops by the dev
@@ -193,7 +193,7 @@ def run_protocol(
         final, recipe = _final_data(data), evaluated_once(with_dev(chosen.recipe, 0.0))
     results = final_runs(recipe, final, folder, seeds=seeds, device=device, on_event=on_event)
     assert final.eval_split is not None
-    return ProtocolResult(chosen, trials, results, final.eval_split.name, dev_split, diverged)
+    return ProtocolRuns(chosen, trials, results, final.eval_split.name, dev_split, diverged)
 
 
 def _final_data(data: DataSet) -> DataSet:

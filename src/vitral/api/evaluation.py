@@ -1,0 +1,227 @@
+"""`evaluate`: the metrics of a model on labelled images."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vitral.api.checkpoints import Source, load_source, source_name
+from vitral.api.data import open_as_trained
+from vitral.api.prediction import check_head, check_numbers, compute_device, none_read, prepared, reading_workers
+from vitral.checkpoints.card import Card, Preprocess
+from vitral.data.catalog.imagenet import imagenet_outputs
+from vitral.data.sources import DataSet, Split, open_data
+from vitral.errors import UserError
+from vitral.evaluation.accuracy import classification_metrics, multilabel_metrics, objectnet_accuracy, real_accuracy
+from vitral.evaluation.calibration import (
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
+    calibration_error,
+    fit_temperature,
+    probabilities,
+    reliability,
+)
+from vitral.evaluation.mapping import class_mapping
+from vitral.evaluation.predict import Predictions, predict_split
+from vitral.events import EventHandler
+from vitral.progress import displayed
+from vitral.recipe import from_toml
+from vitral.reprs import SummaryRepr, score_summary
+from vitral.serving.results import Unreadable, unread
+
+
+@dataclass(frozen=True, repr=False)
+class EvalResult(SummaryRepr):
+    """The metrics of a model on a data set."""
+
+    source: str
+    data: str
+    metrics: dict[str, Any]
+    real: tuple[float, int] | None  # accuracy by the ReaL labels, and how many images have one
+    unreadable: tuple[Unreadable, ...]
+    notes: tuple[str, ...]
+    # The softmax temperature of the lowest loss on these same images; None where there is none (as if every answer is
+    # right), and for multi-label models.
+    temperature: float | None = None
+    tempered_ece: float | None = (
+        None  # calibration error at that temperature; optimistic, since fitted on the same images
+    )
+
+    def summary(self) -> dict[str, str]:
+        return {**score_summary(self.metrics), "data": self.data, "source": self.source}
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+
+def evaluate(
+    source: Source,
+    data: str | Path,
+    *,
+    split: str = "",
+    classes: str | Path = "",
+    real: str | Path = "",
+    preprocess: str = "",
+    batch: int = 32,
+    device: str = "",
+    on_event: EventHandler | None = None,
+) -> EvalResult:
+    """Evaluate a model on labelled images: accuracy, per class, calibration.
+
+    Args:
+        source: a run folder, weights, hf:owner/name or timm:name.
+        data: what `vitral train` takes; its val or test split is evaluated, or all of it where it has neither.
+        split: name of the split to evaluate, such as test where there is val as well.
+        classes: file that names the model's outputs in order, one line each.
+        real: file of ImageNet's ReaL labels (real.json).
+        preprocess: how pixels are prepared, where the weights do not state it.
+        batch: images per batch.
+        device: cpu, cuda or mps; chosen when not given.
+        on_event: handler of progress events.
+
+    Returns:
+        The metrics, which images were evaluated, and those that cannot be read.
+
+    Raises:
+        UserError: where an argument is wrong, or the classes of the data and the model do not match.
+    """
+    check_numbers(batch=batch)
+    model, card = load_source(source)
+    check_head(source, card)
+    scored, notes = _eval_split(source, data, split)
+    objectnet = str(data).partition(":")[0] == "objectnet"
+    how = _objectnet_preprocess(card) if objectnet and not preprocess else prepared(card, preprocess)
+    mapping, rule = np.empty(0, np.int64), ""
+    if not objectnet:
+        table = Path(classes) if classes else None
+        mapping, rule = class_mapping(scored.classes, card.class_names, card.architecture.classes, table)
+    resolved = compute_device(source, device)
+    with displayed(on_event) as handler:
+        predictions = predict_split(
+            model,
+            scored,
+            how,
+            batch=batch,
+            device=resolved,
+            workers=reading_workers(resolved),
+            on_event=handler,
+        )
+    unreadable = _unreadable(scored, predictions, card)
+    if objectnet:
+        return _objectnet(source_name(source), str(data), scored, predictions, unreadable, notes)
+    logits, indices = predictions.logits[predictions.valid], predictions.indices[predictions.valid]
+    names = card.class_names or tuple(_output_names(scored.classes, mapping, card.architecture.classes))
+    tempered: dict[str, float] = {}
+    if scored.multilabel:
+        labels = np.zeros((len(indices), len(names)), np.uint8)
+        labels[:, mapping] = scored.labels[indices]
+        metrics = multilabel_metrics(probabilities(logits, sigmoid=True), labels, names).as_dict()
+    else:
+        labels = mapping[scored.labels[indices]]
+        metrics = classification_metrics(logits, labels, names, sigmoid=card.multilabel).as_dict()
+        tempered = {} if card.multilabel else _tempered(logits, labels)
+    keys = [scored.keys[index] for index in indices]
+    return EvalResult(
+        source=source_name(source),
+        data=str(data),
+        metrics=metrics,
+        real=real_accuracy(logits, keys, _read_real(Path(real))) if real else None,
+        unreadable=unreadable,
+        notes=(*notes, rule),
+        **tempered,
+    )
+
+
+def _tempered(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """The temperature fields of an `EvalResult`, from logits (n, classes) and labels (n,); none at a bound."""
+    temperature = fit_temperature(logits, labels)
+    if not MIN_TEMPERATURE < temperature < MAX_TEMPERATURE:
+        return {}
+    error = calibration_error(reliability(logits / temperature, labels))
+    return {"temperature": temperature, "tempered_ece": error}
+
+
+def _objectnet_preprocess(card: Card) -> Preprocess:
+    """BiT's protocol scaled to the model's image size (short side 512, crop 480 at 480), the weights' mean and std."""
+    side = card.architecture.image[0]
+    pipeline = f"decode|resize_small({round(side * 512 / 480)})|central_crop({side})"
+    return replace(prepared(card, ""), pipeline=pipeline)
+
+
+def _objectnet(
+    source: str,
+    data: str,
+    split: Split,
+    predictions: Predictions,
+    unreadable: tuple[Unreadable, ...],
+    notes: tuple[str, ...],
+) -> EvalResult:
+    mapping = imagenet_outputs(data, split.classes)
+    indices = predictions.indices[predictions.valid]
+    score = objectnet_accuracy(predictions.logits[predictions.valid], split.labels[indices], mapping)
+    rule = "A prediction is correct where it is one of the ImageNet classes of the object."
+    metrics = {"top1": score.top1, "top5": score.top5, "n": score.n}
+    return EvalResult(source, data, metrics, None, unreadable, (*notes, rule))
+
+
+def _unreadable(split: Split, predictions: Predictions, card: Card) -> tuple[Unreadable, ...]:
+    """The images that cannot be read, with the reasons; raises where that is all of them."""
+    missing = predictions.indices[~predictions.valid]
+    unreadable = tuple(unread(split, int(index), card.architecture.channels) for index in missing)
+    if not predictions.valid.any():
+        raise UserError(f"{none_read(unreadable[0])}: see `vitral check`.")
+    return unreadable
+
+
+def _eval_split(source: Source, data: str | Path, name: str) -> tuple[Split, tuple[str, ...]]:
+    """The images to evaluate: never those that a run was trained on, where its folder states them."""
+    path = None if isinstance(source, tuple) else Path(source).expanduser()
+    folder = path if path is None or path.is_dir() else path.parent
+    if folder is not None and (folder / "recipe.toml").is_file() and (folder / "data.json").is_file():
+        recipe, run_data = folder / "recipe.toml", folder / "data.json"
+        fingerprints = json.loads(run_data.read_text("utf-8"))
+        same = open_as_trained(data, from_toml(recipe.read_text("utf-8")), fingerprints["train"])
+        split = _split_named(same, name, fingerprints["evaluated"]) if same is not None else None
+        if split is not None:
+            held_out = f"the {len(split):,} held-out images of its {split.name} split"
+            return split, (f"The model was trained on this data: only {held_out} are scored.",)
+    opened = open_data(data, held_out=0.0)
+    split = _split_named(opened, name)
+    if split is None:
+        return opened.train, (f"All {len(opened.train):,} images are scored.",)
+    return split, (f"The {len(split):,} images of the {split.name} split are scored.",)
+
+
+def _split_named(data: DataSet, name: str, evaluated: str = "") -> Split | None:
+    """The split with this name; without a name the one with the fingerprint that a run evaluated, else the first."""
+    held_out = list(data.splits[1:])
+    matching = [split for split in held_out if name in ("", split.name)]
+    if name and not matching:
+        choices = " or ".join(f"--split {split.name}" for split in held_out)
+        raise UserError(
+            f'{data.source} has no split "{name}" to score: {f"use {choices}" if choices else "leave it out"}.'
+        )
+    if not name and evaluated:
+        matching = [split for split in held_out if split.fingerprint() == evaluated] or matching
+    return matching[0] if matching else None
+
+
+def _output_names(classes: Sequence[str], mapping: np.ndarray, count: int) -> list[str]:
+    """Names for the outputs of a model without names: the data's, and numbers where the data has no such class."""
+    names = [str(i) for i in range(count)]
+    for name, output in zip(classes, mapping, strict=True):
+        names[output] = name
+    return names
+
+
+def _read_real(path: Path) -> list[list[int]]:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} does not hold ReaL labels, a JSON list of lists: check the path.") from error

@@ -1,0 +1,226 @@
+"""Results of predict, evaluate, embed, inspect, search, check, fewshot and dedupe as tables or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vitral.cli.output import counted, percent, print_facts, print_json, print_table
+from vitral.errors import UserError
+
+if TYPE_CHECKING:
+    from vitral.api.evaluation import EvalResult
+    from vitral.api.inspection import InspectResult
+    from vitral.api.neighbours import SearchResult
+    from vitral.api.prediction import EmbedResult
+    from vitral.api.probes import ProbeResult
+
+_CLASSES = 30  # rows of a table of classes
+_UNREADABLE = 20  # names in a line
+_PAIRS = 20  # rows of a table of copies
+
+
+def show_predictions(result: Any, values: Mapping[str, Any]) -> None:
+    """Print the classes of each image, or the reason why it cannot be read."""
+    if values["json"]:
+        print_json(result.as_dict())
+    elif values["output"]:
+        unread = f", {len(result.unreadable):,} that cannot be read" if result.unreadable else ""
+        print_facts({"wrote": f"{values['output']} ({counted(len(result.rows), 'image')}{unread})"})
+    else:
+        print_table(["image", "classes"], [[image.path, _classes(image)] for image in result.pictures], left=2)
+    if not result.rows:
+        from vitral.api.prediction import none_read
+
+        raise UserError(f"{none_read(result.unreadable[0])}: name whole image files.")
+
+
+def show_evaluation(result: EvalResult, values: Mapping[str, Any]) -> None:
+    """Print the metrics."""
+    if values["json"]:
+        print_json(result.as_dict())
+        return
+    metrics = result.metrics
+    facts = {"data": f"{result.data} (n = {metrics['n']:,})", "how": " ".join(result.notes)}
+    if "mean_average_precision" in metrics:
+        facts |= {"mAP": f"{metrics['mean_average_precision']:.2%}", "macro F1": f"{metrics['macro_f1']:.2%}"}
+    else:
+        facts |= {"top-1": f"{metrics['top1']:.2%}", "top-5": percent(metrics["top5"], missing="")}
+        if "mean_per_class" in metrics:
+            facts |= {
+                "mean per class": f"{metrics['mean_per_class']:.2%}",
+                "calibration error": f"{metrics['ece']:.2%}",
+            }
+        if result.temperature is not None:
+            after = f"{result.tempered_ece:.2%} with it, fitted on these same images"
+            facts["best temperature"] = f"{result.temperature:.3g} (calibration error {after})"
+        pairs = metrics.get("confused", [])[:3]
+        facts["often confused"] = "; ".join(f"{p['true']} taken for {p['predicted']} ({p['count']})" for p in pairs)
+    if result.real is not None:
+        facts["ReaL"] = f"{result.real[0]:.2%} ({result.real[1]:,} images have such a label)"
+    print_facts({**facts, "left out": _left_out(result.unreadable)})
+
+
+def show_embeddings(result: EmbedResult, values: Mapping[str, Any]) -> None:
+    """Print the shape of the features, and the features where they were not written to a file."""
+    if values["json"]:
+        print_json(result.as_dict())
+        return
+    if not result.output:
+        numbers = [", ".join(f"{number:.4g}" for number in row[:4].tolist()) for row in result.features]
+        note = "The first numbers of each; -o FILE.npz writes all of them."
+        print_table(["image", "features"], [list(row) for row in zip(result.paths, numbers, strict=True)], note=note)
+    counts = {"images": f"{len(result.paths):,}", "features": f"{result.features.shape[1]:,}"}
+    print_facts({"wrote": result.output, **counts, "left out": _left_out(result.unreadable)})
+
+
+def show_inspection(result: InspectResult, values: Mapping[str, Any]) -> None:
+    """Print which files were written."""
+    if values["json"]:
+        print_json(result.as_dict())
+        return
+    size = f"{result.bytes / 1e6:.1f} MB, {counted(result.images, 'image')}"
+    print_facts(
+        {
+            "wrote": f"{result.page} ({size}): open it in a browser",
+            "figures": ", ".join(map(str, result.figures)),
+            "left out": f"{', '.join(result.unreadable)}: cannot be read" if result.unreadable else "",
+        }
+    )
+
+
+def show_neighbours(result: SearchResult, values: Mapping[str, Any]) -> None:
+    """Print the nearest images or patches."""
+    if values["json"]:
+        print_json(result.as_dict())
+        return
+    columns = ["path", "score"] if values["patch"] is None else ["path", "row", "column", "score"]
+    rows = [neighbour._asdict() for neighbour in result.neighbours]
+    cells = [[f"{row[name]:.3f}" if name == "score" else str(row[name]) for name in columns] for row in rows]
+    unread = f"Left out {_left_out(result.unreadable)}." if result.unreadable else ""
+    print_table(["image", *columns[1:-1], "similarity"], cells, note=unread)
+
+
+def show_check(result: Any, values: Mapping[str, Any]) -> None:
+    """Print the problems of a data set and the size of its classes."""
+    if values["json"]:
+        print_json(result.as_dict())
+        return
+    print_facts(_check_facts(result))
+    counts = result.classes
+    cells = [[name, *(f"{counts[split][name]:,}" for split in result.images)] for name in counts["train"]]
+    more = f"and {len(cells) - _CLASSES:,} more classes" if cells[_CLASSES:] else ""
+    print_table(["class", *result.images], cells[:_CLASSES], note=more)
+
+
+def show_probes(result: ProbeResult, values: Mapping[str, Any]) -> None:
+    """Print few-shot accuracies, and those of the other probes."""
+    if values["json"]:
+        print_json(result.as_dict())
+        return
+    rows = [
+        [str(row.shots), f"{row.mean:.2%}", "" if row.interval is None else f"+- {row.interval:.2%}", str(row.drawn)]
+        for row in result.shots
+    ]
+    if rows:
+        spread = "; +- is half of the 95 % interval of the mean" if result.seeds > 1 else ""
+        l2 = result.l2 if isinstance(result.l2, str) else f"{result.l2:g}"
+        note = f"{counted(result.seeds, 'draw')}{spread}; l2 {l2}; n = {result.test:,}."
+        print_table(["shots", "accuracy", "", "training images"], rows, note=note)
+    cached = f"cached in {result.kept}" if result.kept else "not cached"
+    print_facts(
+        {
+            "data": f"{result.data}: {result.train:,} training images, {result.test:,} ({result.split}) to test on",
+            "how": " ".join(result.notes),
+            "nearest neighbours": "" if result.knn is None else f"{result.knn:.2%} (k = 20, all of train)",
+            "linear probe": "" if result.linear is None else f"{result.linear:.2%} (all of train)",
+            "features": f"{result.features:,} per image, {result.flops:.3g} FLOPs; {cached}",
+        }
+    )
+
+
+def show_duplicates(result: Any, values: Mapping[str, Any]) -> None:
+    """Print the training images that are copies of test images."""
+    if values["json"]:
+        print_json(result.as_dict())
+        return
+    cells = [
+        [pair.train, pair.test, values["against"][pair.split], f"{pair.kind} ({pair.how})", f"{pair.score:.3f}"]
+        for pair in result.pairs[:_PAIRS]
+    ]
+    more = f"and {len(result.pairs) - _PAIRS:,} more pairs" if result.pairs[_PAIRS:] else ""
+    if cells:
+        print_table(["training image", "test image", "of", "how", "score"], cells, left=4, note=more)
+    print_facts(
+        {
+            "copies": f"{len(result.keys):,} of {counted(result.train, 'training image')}",
+            "compared with": counted(sum(result.against), "test image"),
+            "unreadable": f"{result.unreadable:,}" if result.unreadable else "",
+            "not compared": f"{result.not_compared:,} tiny or of one colour" if result.not_compared else "",
+            "wrote": values["output"],
+        }
+    )
+
+
+def _classes(image: Any) -> str:
+    if hasattr(image, "reason"):
+        return f"not read: {image.reason}"
+    pairs = zip(image.names, image.probabilities, strict=True)
+    return "  ".join(f"{name} {probability:.1%}" for name, probability in pairs)
+
+
+def _check_facts(report: Any) -> dict[str, str]:
+    uneven = f"; the largest has {report.imbalance:.1f} times the smallest"
+    leaks = [f"{pair.first} ~ {pair.second}" for pair in report.leaks]
+    return {
+        "data": f"{report.source}: {_per_split(report.images)}",
+        "notes": " ".join(report.notes),
+        "classes": f"{len(report.classes['train']):,}" + uneven * (report.imbalance > 1),
+        "classes without images": _count_and_first(report.empty),
+        "formats": ", ".join(f"{count:,} {name}" for name, count in report.formats.items()),
+        "widths": _quantiles(report.widths),
+        "heights": _quantiles(report.heights),
+        "unreadable": _count_and_first([f"{key}: {reason}" for key, reason in report.unreadable.items()]),
+        "rotated (EXIF)": _count_and_first(report.rotated),
+        "over 8 bits": _count_and_first(report.deep),
+        "CMYK": _count_and_first(report.cmyk),
+        "animated": _count_and_first(report.animated),
+        "tiny": _count_and_first(report.tiny),
+        "identical": _count_and_first([" = ".join(group) for group in report.duplicates]),
+        "identical, other label": _count_and_first([" = ".join(group) for group in report.contradictions]),
+        "nearly identical": _count_and_first([f"{pair.first} ~ {pair.second}" for pair in report.near]),
+        "in train and test": _count_and_first(leaks) + _leak_advice(report) * bool(leaks),
+    }
+
+
+def _leak_advice(report: Any) -> str:
+    """How leaks come about, and what to do about them."""
+    split = f"test is the {counted(report.held_out, 'image')} that training holds out by itself; "
+    fix = "remove the copies, or list those before ~ (--json names all) in a text file, one per line, and train with"
+    return f" ({split * bool(report.held_out)}{fix} --set data.exclude=FILE)"
+
+
+def _left_out(unreadable: Sequence[Any]) -> str:
+    """How many images cannot be read, and which; empty where all can."""
+    if not unreadable:
+        return ""
+    named = _first([f"{image.path} ({image.reason})" for image in unreadable], _UNREADABLE)
+    return f"{counted(len(unreadable), 'image')} that cannot be read: {named}"
+
+
+def _per_split(images: Mapping[str, int]) -> str:
+    if len(images) == 1:
+        return counted(images["train"], "image")
+    return ", ".join(f"{counted(count, 'image')} in {name}" for name, count in images.items())
+
+
+def _count_and_first(items: Sequence[str]) -> str:
+    return f"{len(items):,}: {_first(items, 4)}" if items else ""
+
+
+def _first(items: Sequence[str], most: int) -> str:
+    return ", ".join(items[:most]) + (", ..." if len(items) > most else "")
+
+
+def _quantiles(values: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {value:,}" for name, value in values.items()) + " pixels" if values else ""
