@@ -442,9 +442,13 @@ def test_a_search_reports_its_progress(run, pictures, tmp_path, patch):
     for number in range(16):  # a whole batch that cannot be read, the first one
         (folder / "blue" / f"+{number}.png").write_bytes(b"no picture")
     words = {"query": pictures / "green" / "2.png", "patch": patch, "index": tmp_path / "index.npz"}
-    found = search(run, folder, **words, on_event=lambda event: heard.append((event.done, event.total))  # type: ignore[union-attr])
+
+    def progress(event: Any) -> None:
+        heard.append((event.done, event.total))
+
+    found = search(run, folder, **words, on_event=progress)
     assert heard == [(16, 34), (32, 34), (34, 34)]
-    again = search(run, folder, **words, on_event=lambda event: heard.append((event.done, event.total))  # type: ignore[union-attr])
+    again = search(run, folder, **words, on_event=progress)
     assert [one.path for one in again] == [one.path for one in found]
     assert len(heard) == 3  # the second time nothing is computed
 

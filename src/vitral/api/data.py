@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -22,6 +22,16 @@ from vitral.serving.results import Unreadable, unread
 
 ImageLike = str | Path | PILImage | np.ndarray  # a file or folder, a PIL image, uint8 pixels (height, width, channels)
 Images = ImageLike | Sequence[ImageLike]
+
+
+class Examples(Protocol):
+    """Labelled images in memory: a torch Dataset, a datasets.Dataset, a list of (image or path, label), or a pair
+    (train, test) of these."""
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+Data = str | Path | Examples
 
 
 def open_narrowed(data: str | Path, recipe: Recipe) -> DataSet:

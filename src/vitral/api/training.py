@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from vitral.api.checkpoints import load
-from vitral.api.data import open_to_train
+from vitral.api.data import Data, open_to_train
 from vitral.api.overrides import Overrides, check_given_once, override_words
 from vitral.api.run_folder import check_out, new_folder
 from vitral.checkpoints.card import Card
@@ -65,7 +65,7 @@ class TrainResult:
 
 
 def train(
-    data: Any,
+    data: Data,
     *,
     model: str | nn.Module = "",
     init: str | Path = "",
@@ -200,7 +200,7 @@ def _own_parts(
 
 
 def choose_recipe(
-    data: Any,
+    data: Data,
     *,
     model: str | nn.Module = "",
     init: str | Path = "",

@@ -34,7 +34,7 @@ class Verb(NamedTuple):
 
 VERBS = {
     "demo": Verb("demonstration", "demo", "training.show_demo"),
-    "train": Verb("training_verbs", "train", "training.show_training", ("json", "tensorboard")),
+    "train": Verb("training", "train", "training.show_training", ("json", "tensorboard")),
     "predict": Verb("prediction", "predict", "results.show_predictions"),
     "evaluate": Verb("evaluation", "evaluate", "results.show_evaluation"),
     "embed": Verb("prediction", "embed", "results.show_embeddings"),
@@ -47,7 +47,7 @@ VERBS = {
     "vtab": Verb("vtab", "vtab1k", "training.show_vtab"),
     "dedupe": Verb("probes", "dedupe", "results.show_duplicates"),
     "bench": Verb("bench", "benchmark", "models.show_benchmark"),
-    "show": Verb("training_verbs", "show_recipe", "training.show_recipe"),
+    "show": Verb("training", "show_recipe", "training.show_recipe"),
     "list": Verb("models", "list_available", "models.show_available"),
     "cost": Verb("models", "cost", "models.show_cost"),
     "info": Verb("checkpoints", "info", "models.show_info"),
