@@ -109,13 +109,13 @@ class Runs:
         self.calls: list[tuple[Recipe, DataSet, Path]] = []
 
     def __call__(self, recipe: Recipe, data: DataSet, path: Path, *, device: str, on_event: Any) -> Result:
-        assert data.test is not None
+        assert data.eval_split is not None
         self.calls.append((recipe, data, path))
-        score = self.score(recipe, data.test.name)
+        score = self.score(recipe, data.eval_split.name)
         numbers = {"seconds": 3600.0, "images_per_second": 1.0, "flops": 10.0, "device_hours": 1.0, "devices": 1}
         return Result(
             folder=str(path),
-            metrics={"score": score, "n": len(data.test)},
+            metrics={"score": score, "n": len(data.eval_split)},
             step=1,
             device="cpu",
             predicted_peak_bytes=0,
@@ -156,7 +156,7 @@ def test_dev_chooses_and_test_is_measured_once_a_seed(pictures, monkeypatch):
     assert found.spread == pytest.approx(statistics.stdev([0.7, 0.71, 0.72]))
     assert (found.split, found.dev) == ("test", "dev")
     assert (found.flops, found.all_flops, found.device_hours) == (10, 60, 6)
-    assert [data.test.name for _, data, _ in runs.calls if data.test] == ["dev"] * 3 + ["test"] * 3
+    assert [data.eval_split.name for _, data, _ in runs.calls if data.eval_split] == ["dev"] * 3 + ["test"] * 3
     assert [path.as_posix() for _, _, path in runs.calls] == [
         *(f"out/sweep/optim.lr={rate}" for rate in (0.1, 0.2, 0.3)),
         *(f"out/seed-{seed}" for seed in range(3)),
@@ -169,30 +169,30 @@ def test_final_runs_train_on_all_of_train(pictures, monkeypatch):
     whole = open_data(pictures)
     assert whole.test is not None
     for recipe, data, _ in runs.calls[:3]:
-        assert data.test is not None
+        assert data.eval_split is not None
         assert recipe.data.dev == 0.25
-        assert set(data.train.keys) | set(data.test.keys) == set(whole.train.keys)
-        assert set(data.train.keys).isdisjoint(data.test.keys)
+        assert set(data.train.keys) | set(data.eval_split.keys) == set(whole.train.keys)
+        assert set(data.train.keys).isdisjoint(data.eval_split.keys)
     for recipe, data, _ in runs.calls[3:]:
         assert recipe.data.dev == 0
         assert recipe.evaluate_every > 1_000_000
         assert data.train.keys == whole.train.keys
-        assert data.test is not None
-        assert data.test.keys == whole.test.keys
+        assert data.eval_split is not None
+        assert data.eval_split.keys == whole.test.keys
 
 
 def test_patience_never_sees_test(pictures, monkeypatch):
     runs = Runs(lambda recipe, split: recipe.optim.lr)
     found = followed(runs, monkeypatch, pictures, "patience=2", "data.subset=20")
     assert found.split == "dev"
-    assert {data.test.name for _, data, _ in runs.calls if data.test} == {"dev"}
+    assert {data.eval_split.name for _, data, _ in runs.calls if data.eval_split} == {"dev"}
     assert {(recipe.data.dev, recipe.evaluate_every, len(data.train)) for recipe, data, _ in runs.calls} == {
         (0.25, 0, 20)
     }
 
 
 def test_what_diverges_is_out_and_the_others_go_on(pictures, tmp_path):
-    words = SWEPT | {"overrides": [*SWEPT["overrides"], "optim.name=sgd", "optim.clip=0"], "seeds": 1}
+    words = SWEPT | {"set": [*SWEPT["set"], "optim.name=sgd", "optim.clip=0"], "seeds": 1}
     rates = ("optim.lr=1e30,0.001",)
     found = api.pretrain(pictures, out=tmp_path / "run", **(words | {"sweep": rates}))
     assert found.as_dict()["diverged"] == ["optim.lr=1e30"]
@@ -225,7 +225,7 @@ def test_there_must_be_images_to_choose_on(pictures, monkeypatch, words, grid):
 TINY = (*SHAPE, *PLAIN, "steps=3", "batch=6")
 SWEPT: dict[str, Any] = {
     "model": MODEL,
-    "overrides": [*TINY, "data.dev=0.2"],
+    "set": [*TINY, "data.dev=0.2"],
     "sweep": ("optim.lr=1e-30,0.01",),
     "seeds": 2,
     "device": "cpu",
@@ -320,9 +320,11 @@ def test_the_papers_numbers_are_those_of_the_recipes_data_set(recipe, model, num
 
 
 def test_the_result_stands_beside_the_papers(swept, pictures, monkeypatch, capsys):
-    monkeypatch.setattr("vitral.api.protocols.printed", lambda *_: paper_numbers("paper:finetune/pets", "ViT-L/16"))
+    monkeypatch.setattr(
+        "vitral.api.protocols.paper_numbers", lambda *_: paper_numbers("paper:finetune/pets", "ViT-L/16")
+    )
     words = ["--out", swept.folder, "--seeds", "2", "--device", "cpu", "--sweep", *SWEPT["sweep"]]
-    said = Command(monkeypatch, capsys)("pretrain", pictures, "--model", MODEL, *words, "--set", *SWEPT["overrides"])
+    said = Command(monkeypatch, capsys)("pretrain", pictures, "--model", MODEL, *words, "--set", *SWEPT["set"])
     assert said.code == 0
     row = swept.as_dict()
     n = row["trials"][0]["n"]
@@ -331,7 +333,7 @@ def test_the_result_stands_beside_the_papers(swept, pictures, monkeypatch, capsy
     mean = f"{row['score']:.2%} +- {row['spread']:.2%}"
     assert facts["result"] == f"{mean} on test (n = 12; mean and standard deviation of 2 seeds)"
     assert facts["the paper"].startswith("97.32 +- 0.11 % on pets from jft300m (Table 2")
-    assert facts["FLOPs"] == f"{row['training_flops']:.3g} a run, {row['all_flops']:.3g} in all"
+    assert facts["FLOPs"] == f"{row['training_flops']:.3g} per run, {row['all_flops']:.3g} in all"
     assert facts["run folders"] == f"{swept.folder}/seed-0, {swept.folder}/seed-1"
     paper = json.loads((Path(swept.folder) / "protocol.json").read_text())["paper"]
     assert [(entry["data"], entry["pretraining"]) for entry in paper][3:5] == [
@@ -412,7 +414,7 @@ def test_a_resnet_tries_bits_recipe_too(pictures, resnet, tmp_path, monkeypatch,
 def test_only_the_papers_finetuning_of_a_resnet_has_a_rival(pictures, resnet, swept, tmp_path, monkeypatch):
     runs = Runs(lambda recipe, split: 0.5)
     monkeypatch.setattr(protocol, "run", runs)
-    words = {"overrides": ["batch=6", "steps=2"], "sweep": ("optim.lr=0.1,0.2",), "seeds": 1}
+    words = {"set": ["batch=6", "steps=2"], "sweep": ("optim.lr=0.1,0.2",), "seeds": 1}
     plain: dict[str, Any] = {"recipe": "paper:finetune/pets", "out": tmp_path / "run", **words}
     for weights in (resnet, Path(swept.folder) / "seed-0"):
         assert len(api.finetune(weights, pictures, **plain).outcome.trials) == 2

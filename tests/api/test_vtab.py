@@ -144,7 +144,7 @@ def test_each_final_run_sees_all_images_and_measures_test_once(whole: VtabResult
         task = open_task(name, root, train=40, val=10)
         stated = json.loads((run / "data.json").read_text())
         assert stated["train"] == task.train1000.fingerprint()
-        assert stated["test"] == task.test.fingerprint()
+        assert stated["evaluated"] == task.test.fingerprint()
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert [line["evaluation"]["n"] for line in lines if "evaluation" in line] == [len(task.test)]
         recipe = from_toml((run / "recipe.toml").read_text())
@@ -278,10 +278,10 @@ class Runs:
 
     def __call__(self, recipe: Recipe, data: Any, path: Path, **options: Any) -> Result:
         score = self.scores[data.source, recipe.steps] + recipe.seed / 100
-        self.asked.append((data.source, data.test.name, recipe))
+        self.asked.append((data.source, data.eval_split.name, recipe))
         return Result(
             folder=str(path),
-            metrics={"score": score, "n": len(data.test)},
+            metrics={"score": score, "n": len(data.eval_split)},
             step=recipe.steps,
             seconds=1.0,
             images_per_second=1.0,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from vitral.api import training
 from vitral.api.overrides import Overrides, check_given_once, override_words
@@ -29,7 +29,7 @@ def train(
     device: str = "",
     set: Overrides = (),
     on_event: EventHandler | None = None,
-    **old: Any,
+    **old: Sequence[str],
 ) -> Training:
     """Train a model on images, or fine-tune one.
 
