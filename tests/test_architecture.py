@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "vitral"
 
 # Every room and what it may import. A new top-level module or folder starts with a line here.
 PLAIN = {
-    *("errors", "version", "atomic", "events", "progress", "architecture", "names", "cost", "paper"),
+    *("errors", "version", "atomic", "events", "progress", "reprs", "architecture", "names", "cost", "paper"),
     *("recipe", "recipe_parts", "recipe_defaults", "recipe_presets"),
 }
 BELOW_MODELS = PLAIN | {"kernels"}
@@ -25,6 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "atomic": {"errors"},
     "events": set(),
     "progress": {"errors", "events"},
+    "reprs": set(),
     "architecture": {"errors"},
     "names": {"errors", "architecture"},
     "cost": {"errors", "architecture"},

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vitral.version import __version__
 
 if TYPE_CHECKING:
+    from vitral.api import Card, Preprocess, Results, capture
     from vitral.api.bench import BenchmarkResult, benchmark
     from vitral.api.checkpoints import CheckpointInfo, ConvertResult, Source, convert, create, info, load, save
     from vitral.api.data import Images
@@ -23,15 +24,13 @@ if TYPE_CHECKING:
     from vitral.api.training_verbs import show_recipe, train
     from vitral.api.vtab import VtabResult, vtab1k
     from vitral.architecture import ResNetConfig, ViTConfig
-    from vitral.checkpoints.card import Card, Preprocess
     from vitral.errors import Interrupted, UserError
     from vitral.events import Evaluated, Event, EventHandler, Note, Progress, RunDirChosen, RunStarted, Saved, StepDone
-    from vitral.models.capture import capture
     from vitral.progress import Display, TensorBoard
     from vitral.recipe import Recipe
-    from vitral.serving.results import Results
 
 _MODULES = {
+    "vitral.api": "Card Preprocess Results capture",
     "vitral.api.bench": "BenchmarkResult benchmark",
     "vitral.api.checkpoints": "CheckpointInfo ConvertResult Source convert create info load save",
     "vitral.api.data": "Images",
@@ -47,13 +46,10 @@ _MODULES = {
     "vitral.api.training_verbs": "show_recipe train",
     "vitral.api.vtab": "VtabResult vtab1k",
     "vitral.architecture": "ResNetConfig ViTConfig",
-    "vitral.checkpoints.card": "Card Preprocess",
     "vitral.errors": "Interrupted UserError",
     "vitral.events": "Evaluated Event EventHandler Note Progress RunDirChosen RunStarted Saved StepDone",
-    "vitral.models.capture": "capture",
     "vitral.progress": "Display TensorBoard",
     "vitral.recipe": "Recipe",
-    "vitral.serving.results": "Results",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 

@@ -36,7 +36,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     card = Card(TINY, tuple(sorted(COLOURS)), preprocess=Preprocess("decode|resize(8)", (0.5,) * 3, (0.5,) * 3))
     model = build(TINY)
     with torch.no_grad():
-        model.head.output.weight.normal_()
+        model.get_parameter("head.output.weight").normal_()
     path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
     vitral.save(model, card, path)
     return path

@@ -286,8 +286,10 @@ def test_a_run_is_evaluated_on_what_it_was_measured_on(tmp_path):
     found = api.pretrain(tmp_path / "data", out=tmp_path / "run", **SWEPT)
     assert found.as_dict()["chosen_on"] == "val"
     assert [trial["n"] for trial in found.as_dict()["trials"]] == [6, 6]
-    notes = json.loads((tmp_path / "run" / "seed-1" / "data.json").read_text())["notes"]
-    assert notes == ["Measured on test, 9 images."]
+    test = open_data(tmp_path / "data").test
+    assert test is not None
+    stated = json.loads((tmp_path / "run" / "seed-1" / "data.json").read_text())
+    assert (len(test), stated["evaluated"]) == (9, test.fingerprint())
     for run, split, score in (
         ("seed-1", "test", found.outcome.scores[1]),
         ("sweep/optim.lr=0.01", "val", found.outcome.trials[1].score),

@@ -280,7 +280,7 @@ def test_a_race_end_to_end_and_a_later_call_completes_it(tmp_path: Path, monkeyp
         rounds=2,
         out=out,
         device="cpu",
-        on_event=lambda event: told.append(event.text),
+        on_event=lambda event: told.append(getattr(event, "text", "")),
     )
     assert {one.library for one in found.rows} == {"vitral", "torchvision"}
     for one in found.rows:

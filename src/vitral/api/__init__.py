@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from vitral.api.training import Training, choose_recipe, read_recipe
     from vitral.api.training_verbs import show_recipe, train
     from vitral.api.vtab import VtabResult, vtab1k
+    from vitral.checkpoints.card import Card, Preprocess
     from vitral.models.capture import capture
+    from vitral.serving.results import Results
 
 _MODULES = {
     "vitral.api.bench": "BenchmarkResult benchmark",
@@ -40,13 +42,16 @@ _MODULES = {
     "vitral.api.training": "Training choose_recipe read_recipe",
     "vitral.api.training_verbs": "show_recipe train",
     "vitral.api.vtab": "VtabResult vtab1k",
+    "vitral.checkpoints.card": "Card Preprocess",
     "vitral.models.capture": "capture",
+    "vitral.serving.results": "Results",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
     "FORMATS",
     "BenchmarkResult",
+    "Card",
     "CheckpointInfo",
     "ConvertResult",
     "CostResult",
@@ -56,8 +61,10 @@ __all__ = [
     "Images",
     "InspectResult",
     "Neighbour",
+    "Preprocess",
     "ProbeResult",
     "ProtocolResult",
+    "Results",
     "SearchResult",
     "Source",
     "Training",
