@@ -25,6 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "atomic": {"errors"},
     "events": set(),
     "progress": {"errors", "events"},
+    "reprs": set(),
     "architecture": {"errors"},
     "names": {"errors", "architecture"},
     "cost": {"errors", "architecture"},

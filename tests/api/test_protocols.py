@@ -194,7 +194,7 @@ def test_patience_never_sees_test(pictures, monkeypatch):
 
 
 def test_what_diverges_is_out_and_the_others_go_on(pictures, tmp_path):
-    words = SWEPT | {"overrides": [*SWEPT["overrides"], "optim.name=sgd", "optim.clip=0"], "seeds": 1}
+    words = SWEPT | {"set": [*SWEPT["set"], "optim.name=sgd", "optim.clip=0"], "seeds": 1}
     rates = ("optim.lr=1e30,0.001",)
     found = api.pretrain(pictures, out=tmp_path / "run", **(words | {"sweep": rates}))
     assert found.as_dict()["diverged"] == ["optim.lr=1e30"]
@@ -227,7 +227,7 @@ def test_there_must_be_images_to_choose_on(pictures, monkeypatch, words, grid):
 TINY = (*SHAPE, *PLAIN, "steps=3", "batch=6")
 SWEPT: dict[str, Any] = {
     "model": MODEL,
-    "overrides": [*TINY, "data.dev=0.2"],
+    "set": [*TINY, "data.dev=0.2"],
     "sweep": ("optim.lr=1e-30,0.01",),
     "seeds": 2,
     "device": "cpu",
@@ -322,9 +322,11 @@ def test_the_papers_numbers_are_those_of_the_recipes_data_set(recipe, model, num
 
 
 def test_the_result_stands_beside_the_papers(swept, pictures, monkeypatch, capsys):
-    monkeypatch.setattr("vitral.api.protocols.printed", lambda *_: paper_numbers("paper:finetune/pets", "ViT-L/16"))
+    monkeypatch.setattr(
+        "vitral.api.protocols.paper_numbers", lambda *_: paper_numbers("paper:finetune/pets", "ViT-L/16")
+    )
     words = ["--out", swept.folder, "--seeds", "2", "--device", "cpu", "--sweep", *SWEPT["sweep"]]
-    said = Command(monkeypatch, capsys)("pretrain", pictures, "--model", MODEL, *words, "--set", *SWEPT["overrides"])
+    said = Command(monkeypatch, capsys)("pretrain", pictures, "--model", MODEL, *words, "--set", *SWEPT["set"])
     assert said.code == 0
     row = swept.as_dict()
     n = row["trials"][0]["n"]
@@ -333,7 +335,7 @@ def test_the_result_stands_beside_the_papers(swept, pictures, monkeypatch, capsy
     mean = f"{row['score']:.2%} +- {row['spread']:.2%}"
     assert facts["result"] == f"{mean} on test (n = 12; mean and standard deviation of 2 seeds)"
     assert facts["the paper"].startswith("97.32 +- 0.11 % on pets from jft300m (Table 2")
-    assert facts["FLOPs"] == f"{row['training_flops']:.3g} a run, {row['all_flops']:.3g} in all"
+    assert facts["FLOPs"] == f"{row['training_flops']:.3g} per run, {row['all_flops']:.3g} in all"
     assert facts["run folders"] == f"{swept.folder}/seed-0, {swept.folder}/seed-1"
     paper = json.loads((Path(swept.folder) / "protocol.json").read_text())["paper"]
     assert [(entry["data"], entry["pretraining"]) for entry in paper][3:5] == [
@@ -414,7 +416,7 @@ def test_a_resnet_tries_bits_recipe_too(pictures, resnet, tmp_path, monkeypatch,
 def test_only_the_papers_finetuning_of_a_resnet_has_a_rival(pictures, resnet, swept, tmp_path, monkeypatch):
     runs = Runs(lambda recipe, split: 0.5)
     monkeypatch.setattr(protocol, "run", runs)
-    words = {"overrides": ["batch=6", "steps=2"], "sweep": ("optim.lr=0.1,0.2",), "seeds": 1}
+    words = {"set": ["batch=6", "steps=2"], "sweep": ("optim.lr=0.1,0.2",), "seeds": 1}
     plain: dict[str, Any] = {"recipe": "paper:finetune/pets", "out": tmp_path / "run", **words}
     for weights in (resnet, Path(swept.folder) / "seed-0"):
         assert len(api.finetune(weights, pictures, **plain).outcome.trials) == 2

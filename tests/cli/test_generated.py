@@ -160,8 +160,8 @@ def run(
         **{"first": "x", "rest": (), "number": 3, "maybe": None, "either": "auto", "kind": "a", "kinds": ("a",)},
         **{"rule": None, "size": None, "grid": None, "fast": False, "set": ()},
     }
-    numbers = "--number -4 y --maybe 1e3 --either 2 --size 7 --grid 2 3".split()
-    names = "--kind c --kinds a b --rule timm --fast --set a=1 b=2,3".split()
+    numbers = ["--number", "-4", "y", "--maybe", "1e3", "--either", "2", "--size", "7", "--grid", "2", "3"]
+    names = ["--kind", "c", "--kinds", "a", "b", "--rule", "timm", "--fast", "--set", "a=1", "b=2,3"]
     values = parser.parse_values(["x", *numbers, *names])
     assert values == {
         **{

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from vitral.api.protocols import ProtocolResult, finetune, pretrain
     from vitral.api.training import TrainResult, choose_recipe, read_recipe, show_recipe, train
     from vitral.api.vtab import VtabResult, vtab1k
+    from vitral.checkpoints.card import Card, Preprocess
     from vitral.models.capture import capture
+    from vitral.serving.results import PredictionResults
 
 _MODULES = {
     "vitral.api.bench": "BenchmarkReport benchmark",
@@ -38,7 +40,9 @@ _MODULES = {
     "vitral.api.protocols": "ProtocolResult finetune pretrain",
     "vitral.api.training": "TrainResult choose_recipe read_recipe show_recipe train",
     "vitral.api.vtab": "VtabResult vtab1k",
+    "vitral.checkpoints.card": "Card Preprocess",
     "vitral.models.capture": "capture",
+    "vitral.serving.results": "PredictionResults",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
@@ -54,8 +58,10 @@ __all__ = [
     "Images",
     "InspectResult",
     "Neighbour",
+    "Preprocess",
     "ProbeResult",
     "ProtocolResult",
+    "PredictionResults",
     "SearchResult",
     "Source",
     "TrainResult",
