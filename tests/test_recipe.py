@@ -106,7 +106,7 @@ def test_overrides_may_be_a_mapping():
     words = ["optim.lr=0.01", "batch=1000", "data.mean=0.1,0.2,1", "compile=true", "optim.name=adam"]
     assert recipe == with_overrides(Recipe(), words)
     assert with_overrides(Recipe(), {}) == Recipe()
-    for wrong, expected in (({"optm.lr": 1}, "did you mean optim.lr"), ({"batch": 2.5}, "batch must be a whole number")):
+    for wrong, expected in (({"optm.lr": 1}, "did you mean optim.lr"), ({"batch": 2.5}, "must be a whole number")):
         with pytest.raises(UserError, match=expected):
             with_overrides(Recipe(), wrong)
 

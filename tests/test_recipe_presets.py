@@ -409,6 +409,6 @@ def test_what_the_book_does_not_hold_is_refused(name: str, model: str, expected:
 
 
 def test_the_book_opens_without_torch() -> None:
-    code = "import sys, vitral.recipe_presets as book; book.preset('paper:finetune/pets'); sys.exit('torch' in sys.modules)"
+    code = "import sys, vitral.recipe_presets as p; p.preset('paper:finetune/pets'); sys.exit('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

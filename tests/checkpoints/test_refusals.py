@@ -171,7 +171,7 @@ UNSAYABLE: list[tuple[str, Architecture, str]] = [
     ("google", ERF, "tanh GELU"),
     ("google", replace(SMALL, pool="map", class_token=False), "attention pooling"),
     ("google", replace(SMALL, norm_eps=1e-12), "epsilon of 1e-6, not 1e-12"),
-    ("google", replace(SMALL, pool="mean"), "count the class token"),
+    ("google", replace(SMALL, pool="mean"), "include the class token"),
     ("google", replace(SMALL, pool="mean", norm_place="features", class_token=False), "before pooling"),
     ("google", replace(SMALL, injection="shared"), "once, at the input"),
     ("google", ARCHITECTURES["BiT"], "not ResNets"),
@@ -187,7 +187,7 @@ UNSAYABLE: list[tuple[str, Architecture, str]] = [
     ("hf", replace(SMALL, registers=2), "registers"),
     ("hf", replace(SMALL, representation=32), "tanh layer"),
     ("hf-dinov2", replace(SMALL, classes=0), "LayerScale"),
-    ("hf-dinov2", replace(SMALL, classes=0, layer_scale=True), "whole multiple"),
+    ("hf-dinov2", replace(SMALL, classes=0, layer_scale=True), "a multiple of"),
     ("dino", replace(ERF, layer_scale=True), "classes=0"),
     ("dino", replace(SMALL, classes=0), "exact .erf. GELU"),
 ]

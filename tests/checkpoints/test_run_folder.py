@@ -145,7 +145,7 @@ def test_changed_images_are_another_run(split, tmp_path):
     with pytest.raises(Crash):
         train(data, tmp_path / "run", on_event=crash_at(3))
     (data / split / "class-0" / "7.png").rename(data / split / "class-0" / "8.png")
-    with pytest.raises(UserError, match=f"its {split} images were others"):
+    with pytest.raises(UserError, match=f"its {'train' if split == 'train' else 'eval'}"):
         train(data, tmp_path / "run")
     shutil.move(data / split / "class-0" / "8.png", data / split / "class-0" / "7.png")
     data.rename(tmp_path / "moved")

@@ -24,7 +24,6 @@ from vitral.models.build import build
 from vitral.models.vit import ViT
 
 
-
 def compiled(module: nn.Module) -> Any:
     return torch.compile(module, backend="eager")
 

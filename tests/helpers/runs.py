@@ -72,7 +72,7 @@ def outcome(run: Path) -> tuple[bytes, list[dict[str, Any]], Any, int]:
 def metrics(run: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without what a clock says."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in ("seconds", "waited")} for line in lines]
+    return [{key: value for key, value in line.items() if key not in ("seconds", "data_seconds")} for line in lines]
 
 
 def states(run: Path) -> Sequence[Path]:

@@ -271,7 +271,9 @@ def _npz_header(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) ->
     growth = 1 if entry.compress_type == zipfile.ZIP_STORED else _DEFLATE_LIMIT
     limit = growth * min(entry.compress_size, path.stat().st_size)
     if claimed != entry.file_size or claimed > limit or min(shape, default=0) < 0:
-        raise UserError(f"{path} claims {claimed:,} bytes for {entry.filename!r}, which the file does not have: download it again.")
+        raise UserError(
+            f"{path} claims {claimed:,} bytes for {entry.filename!r}, which the file does not have: download it again."
+        )
     return TensorHeader(shape, name)
 
 
