@@ -100,7 +100,7 @@ def table_of(weights: Weights) -> Tensor:
     return table if row is None else torch.cat([row[None], table])
 
 
-def test_every_step_inside_is_that_of_google(assets):
+def test_intermediate_activations_are_those_of_google(assets):
     truth = expected(assets, "vit_token_p16", "64")
     model = assemble(loaded(checkpoint(assets, "vit_token_p16")).weights)
     assert isinstance(model, ViT)
@@ -208,7 +208,7 @@ def test_names_change_to_linen_and_back(assets, case, tmp_path):
     assert all(np.array_equal(back[key], original[key]) for key in original)
 
 
-def test_big_vision_takes_the_class_row_into_the_token(assets, tmp_path):
+def test_big_vision_folds_the_class_row_into_the_token(assets, tmp_path):
     source = loaded(checkpoint(assets, "vit_token_p16")).weights
     card = written(source, tmp_path / "bv.npz", "big_vision")
     found = read(tmp_path / "bv.npz")
@@ -227,7 +227,7 @@ GENERATIONS = ["pos_embedding", "Transformer/pos_embedding", "Transformer/posemb
 @pytest.mark.parametrize("name", GENERATIONS)
 @pytest.mark.parametrize("prefix", ["", "params/"])
 @pytest.mark.parametrize(("case", "row"), [("bv_learn_tok", False), ("bv_learn_tok", True), ("bv_learn_gap", False)])
-def test_three_generations_of_big_vision_are_one_model(assets, case, row, name, prefix, tmp_path):
+def test_three_versions_of_big_vision_names_are_one_model(assets, case, row, name, prefix, tmp_path):
     """`row`: with a position for the class token, which later code adds and the golden's does not."""
     arrays = arrays_of(checkpoint(assets, case))
     table = arrays.pop("pos_embedding")
@@ -310,7 +310,7 @@ def test_a_patch_alone_changes_the_grid():
     assert adapted.changes == ("patch 8 -> 4 (pseudo-inverse resize), grid 4x4 -> 8x8 (rule google)",)
 
 
-def test_a_grey_image_gives_what_its_copies_gave():
+def test_one_channel_gives_the_output_of_repeated_channels():
     weights = random_weights(SMALL)
     grey = pictures(2, 1, 32, 32)
     one = adapt(weights, channels=1)
@@ -332,7 +332,7 @@ def test_more_channels_repeat_the_old_ones(channels):
 
 
 @pytest.mark.parametrize("name", ["hybrid", "BiT"])
-def test_a_standardised_root_says_that_it_is_approximate(name):
+def test_channels_of_a_standardised_root_are_noted_as_approximate(name):
     adapted = adapt(random_weights(ARCHITECTURES[name]), channels=1)
     assert run(adapted, pictures(1, 1, 32, 32)).shape == (1, 5)
     assert "approximate" in adapted.changes[0]
@@ -352,7 +352,7 @@ def test_other_classes_get_a_zero_head_on_the_same_encoder(name):
     assert bare.changes == (f"head 5 -> 0 classes{tanh}",)
 
 
-def test_several_changes_at_once_are_told_one_by_one():
+def test_several_changes_are_recorded_one_by_one():
     weights = random_weights(SMALL)
     adapted = adapt(weights, image=(40, 24), channels=1, classes=3, resize="hf")
     step = adapt(adapt(adapt(weights, channels=1), image=(40, 24), resize="hf"), classes=3)
@@ -374,6 +374,6 @@ IMPOSSIBLE: list[tuple[dict[str, int], str]] = [
 
 
 @pytest.mark.parametrize(("wish", "words"), IMPOSSIBLE)
-def test_an_impossible_wish_is_refused(wish, words):
+def test_impossible_adaptations_are_refused(wish, words):
     with pytest.raises(UserError, match=words):
         adapt(random_weights(SMALL), **wish)
