@@ -52,13 +52,13 @@ OTHER = Recipe(
 
 
 @pytest.mark.parametrize("recipe", [Recipe(), OTHER, Recipe(shape=ShapeRecipe(width=96, pool="mean"))])
-def test_text_and_json_bring_a_recipe_back(recipe):
+def test_recipes_survive_toml_and_json(recipe):
     assert from_toml(to_toml(recipe)) == recipe
     assert from_dict(json.loads(json.dumps(asdict(recipe)))) == recipe
     assert recipe_hash(from_toml(to_toml(recipe))) == recipe_hash(recipe)
 
 
-def test_the_text_holds_every_key_once_with_a_comment():
+def test_toml_has_every_key_once_with_a_comment():
     parsed = tomllib.loads(to_toml(Recipe()))
     sections = {name: kind for name, kind in parsed.items() if isinstance(kind, dict)}
     flat = {name for name in parsed if name not in sections}
@@ -72,7 +72,7 @@ def test_the_text_holds_every_key_once_with_a_comment():
     assert all(len(line.split("  # ", 1)[1]) > 2 for line in lines)
 
 
-def test_a_recipe_cannot_hold_a_name_that_is_no_text():
+def test_paths_that_are_not_utf_8_are_refused():
     with pytest.raises(UserError, match="not valid UTF-8, which recipes are written in: rename it"):
         to_toml(Recipe(init=b"caf\xe9".decode("utf-8", "surrogateescape")))
 
@@ -94,7 +94,7 @@ def test_a_recipe_cannot_hold_a_name_that_is_no_text():
         ("workers=-1", "workers", -1),
     ],
 )
-def test_a_word_sets_a_typed_value(word, key, value):
+def test_an_override_sets_a_typed_value(word, key, value):
     found = values(with_overrides(Recipe(), [word]))
     assert found[key] == value
     assert found == values(Recipe()) | {key: value}
@@ -159,7 +159,7 @@ def test_one_length_replaces_the_other():
         ("schedule.drops=0.5", "must have the same length"),
     ],
 )
-def test_a_wrong_word_gets_one_sentence(word, expected):
+def test_a_wrong_override_gets_one_sentence(word, expected):
     with pytest.raises(UserError) as error:
         with_overrides(Recipe(), [word])
     assert expected in str(error.value)
@@ -190,7 +190,7 @@ def test_the_hash_changes_with_every_value_and_with_nothing_else():
 
 
 @given(st.floats(1e-12, 1e12), st.integers(1, 10**9), st.text(max_size=20))
-def test_any_value_survives_text(rate, batch, name):
+def test_any_value_survives_toml(rate, batch, name):
     name = name.encode("utf-8", "ignore").decode()
     recipe = Recipe(optim=OptimRecipe(lr=rate), batch=batch, init=name)
     assert from_toml(to_toml(recipe)) == recipe
@@ -224,7 +224,7 @@ def test_pipelines_take_the_size_of_the_model():
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
 @pytest.mark.parametrize("weights", ["", "ViT-Ti/16", "ViT-L/16@384", "R50+ViT-B/16", "R101x3"])
-def test_every_choice_is_a_recipe_that_fits_the_data(device, weights):
+def test_every_default_recipe_fits_the_data(device, weights):
     start = parse(weights) if weights else None
     for images, pixels in product([3, 24, 480, 1437, 50_000, 1_281_167], [5, 8, 28, 64, 256]):
         recipe, reasons = default_recipe(images=images, classes=3, pretrained=start, device=device, pixels=pixels)
@@ -243,7 +243,7 @@ def chosen(images, classes, weights="", device="cpu", **settings):
     return default_recipe(images=images, classes=classes, pretrained=start, device=device, **settings)[0]
 
 
-def test_choices_for_the_cases_people_have():
+def test_default_recipes_for_common_cases():
     pets = chosen(480, 12, "ViT-Ti/16")
     assert (pets.trainable, pets.batch, pets.epochs) == ("full", 32, 5)
     digits = chosen(1437, 10, pixels=8)
@@ -270,7 +270,7 @@ def fine_tuned(images, classes, trainable="", device="cpu", **said):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_head_that_is_asked_for_learns_as_one_that_is_chosen(device):
+def test_a_requested_head_trains_like_a_chosen_one(device):
     few, _ = fine_tuned(30, 12, device=device)
     assert few.trainable == "head"
     assert fine_tuned(30, 12, "head", device)[0] == few
@@ -284,7 +284,7 @@ def test_a_head_that_is_asked_for_learns_as_one_that_is_chosen(device):
 
 @pytest.mark.parametrize("images", [30, 480])
 @pytest.mark.parametrize("trainable", ["lora:8", "bias"])
-def test_what_is_added_to_frozen_weights_learns_faster_than_they_would(trainable, images):
+def test_adapters_and_biases_get_a_higher_learning_rate(trainable, images):
     whole, said = fine_tuned(images, 12, "full")
     found, reasons = fine_tuned(images, 12, trainable)
     assert found.trainable == "full"  # what is said is not followed here
@@ -295,7 +295,7 @@ def test_what_is_added_to_frozen_weights_learns_faster_than_they_would(trainable
     assert "all layers" not in "".join(reasons)
 
 
-def test_all_layers_that_are_asked_for_do_not_learn_as_a_head_would():
+def test_requested_full_training_does_not_use_the_head_recipe():
     usual, reasons = fine_tuned(480, 12)
     assert fine_tuned(480, 12, "full") == (usual, reasons)
     few, _ = fine_tuned(30, 12, "full")

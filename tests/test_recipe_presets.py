@@ -155,7 +155,7 @@ PRINTED = [name for name in preset_names() if not name.startswith("speedrun/")]
 
 
 @pytest.mark.parametrize("name", PRINTED)
-def test_every_name_makes_a_recipe_for_every_model(name: str) -> None:
+def test_every_preset_makes_a_recipe_for_every_model(name: str) -> None:
     for model in models_of(name):
         entry = get_preset(name, model)
         assert entry.name == name
@@ -315,7 +315,7 @@ def test_the_best_imagenet_results_take_more_pixels_and_an_average() -> None:
             get_preset(f"paper:finetune/imagenet-{pixels}", "ViT-B/16")
 
 
-def test_a_suffix_changes_the_crops_alone() -> None:
+def test_a_suffix_changes_only_the_crops() -> None:
     text = {
         "": ("decode|resize(448)|random_crop(384)|flip", "decode|resize(384)"),
         ":inception": ("decode|inception_crop(384)|flip", "decode|resize(384)"),
@@ -373,13 +373,13 @@ def test_the_hyperrule_goes_by_the_number_of_images(
     assert recipe.optim.weight_decay == recipe.optim.clip == 0.0
 
 
-def test_two_printed_lengths_are_one_choice_that_is_said() -> None:
+def test_two_printed_lengths_are_noted() -> None:
     lengths = paper.readings()["lengths"].why
     said = {row for row in TABLE3 if lengths in get_preset(f"paper:pretrain/{row[0]}", row[1]).readings}
     assert said == {("jft300m", "ViT-L/16"), ("imagenet21k", "ViT-L/16")}
 
 
-def test_table2_has_three_seeds_where_it_prints_a_spread() -> None:
+def test_table2_has_three_seeds_where_it_prints_a_deviation() -> None:
     for dataset in DATASETS:
         assert get_preset(f"paper:finetune/{dataset}").seeds == (1 if dataset == "imagenet" else 3)
     assert get_preset("paper:pretrain/imagenet").seeds == 1
@@ -405,12 +405,12 @@ def test_names_may_be_spelt_as_people_do() -> None:
         ("paper:pretrain/imagenet:inception", "", "did you mean paper:"),
     ],
 )
-def test_what_the_book_does_not_hold_is_refused(name: str, model: str, expected: str) -> None:
+def test_unknown_presets_and_models_are_refused(name: str, model: str, expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         get_preset(name, model)
 
 
-def test_the_book_opens_without_torch() -> None:
-    code = "import sys, vitral.recipe_presets as book; book.preset('paper:finetune/pets'); sys.exit('torch' in sys.modules)"
+def test_presets_need_no_torch() -> None:
+    code = "import sys, vitral.recipe_presets as p; p.preset('paper:finetune/pets'); sys.exit('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

@@ -60,10 +60,10 @@ def check_name(path: Path) -> None:
 
 @contextmanager
 def atomic_write(path: Path, *, folder: bool = False) -> Generator[Path]:
-    """Yield a temporary path beside `path`, moved onto `path` when the block ends and removed when it raises.
+    """Yield a temporary path beside `path`, moved onto `path` when the block ends and removed if it raises.
 
-    A reader sees the old file or the whole new one, even after a power failure. With `folder=True` the temporary path is
-    a folder that exists; the target must then be new or empty.
+    A reader sees the old file or the whole new one, even after a power failure. With `folder=True` the temporary path
+    is an existing folder; the target must then be new or empty.
     """
     with _errors_name(path):
         _existing_folder(path)

@@ -1,4 +1,4 @@
-"""The schema of a recipe: every key with its type, default and description, and the checks on its values. No torch here.
+"""The schema of a recipe: every key with its type, default and description, and checks of values. No torch here.
 
 A `Recipe` that exists is valid: types, ranges and contradictions are checked when it is made. The descriptions are
 printed as comments by `recipe.to_toml`. Reading and writing recipes is in `recipe.py`.
@@ -45,7 +45,7 @@ class ShapeRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class DataRecipe:
-    """Data and its transforms. In a transform, {size} is the model's image size, {larger} is 8/7 and {wider} 7/6 of it."""
+    """Data and transforms. In a transform, {size} is the model's image size, {larger} 8/7 and {wider} 7/6 of it."""
 
     train_transform: Annotated[str, "transform of training images"] = "decode|inception_crop({size})|flip"
     eval_transform: Annotated[str, "transform for evaluation and prediction"] = (

@@ -108,13 +108,13 @@ def timm_preprocess(c: ViTConfig = SMALL, **stated: Any) -> Preprocess | None:
     ],
     ids=str,
 )
-def test_what_no_pipeline_does_is_not_guessed(stated):
+def test_preprocessing_that_no_pipeline_expresses_stays_unknown(stated):
     assert hf_preprocess() == Preprocess("decode|resize(32, 32, bicubic)", (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
     assert hf_preprocess(**stated) is None
 
 
 @pytest.mark.parametrize("stated", [{"interpolation": "lanczos"}, {"interpolation": "random"}, {"crop_mode": "border"}])
-def test_what_no_pipeline_does_is_not_guessed_of_timm_either(stated):
+def test_timm_preprocessing_that_no_pipeline_expresses_stays_unknown(stated):
     assert timm_preprocess() is not None
     assert timm_preprocess(**stated) is None
     assert timm_preprocess(replace(SMALL, image=(32, 48))) is None  # timm keeps the proportions and covers it
@@ -157,7 +157,7 @@ def test_pixels_are_those_of_transformers(case, tmp_path):
 
 @pytest.mark.parametrize("size", [{}, {"size": 40}])
 @pytest.mark.parametrize("kind", ["ViT", "DeiT", "Bit"])
-def test_what_a_file_leaves_out_is_what_transformers_takes_for_it(kind, size):
+def test_missing_keys_take_the_defaults_of_transformers(kind, size):
     written = {**VALUES, **size, **({} if kind == "ViT" else {"crop_size": 32})}
     with quiet():
         processor = getattr(outside("transformers"), f"{kind}ImageProcessor")(**written)
@@ -175,7 +175,7 @@ def test_what_a_file_leaves_out_is_what_transformers_takes_for_it(kind, size):
 
 
 @pytest.mark.parametrize("pipeline", ["decode|resize(20, 28)", "decode|resize_small(40, bicubic)|central_crop(32, 24)"])
-def test_transformers_prepares_pixels_as_our_folder_says(pipeline, tmp_path):
+def test_transformers_preprocesses_as_our_folder_states(pipeline, tmp_path):
     how = Preprocess(pipeline, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
     write(random_weights(SMALL), Card(SMALL, preprocess=how), tmp_path / "model", "hf")
     with quiet():
@@ -220,14 +220,14 @@ def test_a_crop_comes_back_from_timms_percent(size, more, method):
 @pytest.mark.parametrize(
     "pipeline", ["decode|resize(32, area)", "decode|resize(40)|resize(32)", "decode|random_crop(32)"]
 )
-def test_a_folder_that_cannot_say_it_does_not_say_something_else(format, pipeline, tmp_path):
+def test_preprocessing_that_a_format_cannot_express_is_left_out(format, pipeline, tmp_path):
     card = Card(replace(SMALL, gelu="erf"), preprocess=Preprocess(pipeline, HALF, HALF))
     assert card.preprocess is not None
     write(random_weights(card.architecture), card, tmp_path / "model", format)
     assert describe(tmp_path / "model").card.preprocess is None
 
 
-def test_in_brief():
+def test_resize_and_crop_of_a_pipeline():
     assert Preprocess(DINO, HALF, HALF).resize_and_crop() == ResizeAndCrop(256, (224, 224), "bicubic")
     assert Preprocess("decode|resize(16, 24)", HALF, HALF).resize_and_crop() == ResizeAndCrop(
         None, (16, 24), "bilinear"
@@ -253,7 +253,7 @@ def test_a_card_holds_any_name(tmp_path):
 
 
 @bytewise
-def test_a_class_whose_name_is_not_utf_8_goes_all_the_way(tmp_path, monkeypatch):
+def test_class_names_that_are_not_utf_8_survive_a_round_trip(tmp_path, monkeypatch):
     monkeypatch.setenv("VITRAL_CACHE", str(tmp_path / "cache"))
     data = colour_folder(tmp_path / "data", 5, {"red": LATIN, "green": "crème"})
     out = tmp_path / "run"
@@ -273,7 +273,7 @@ def test_a_class_whose_name_is_not_utf_8_goes_all_the_way(tmp_path, monkeypatch)
 
 
 @bytewise
-def test_a_place_that_no_library_reads_weights_from_is_refused_before_the_work(tmp_path):
+def test_output_paths_that_are_not_utf_8_are_refused_early(tmp_path):
     data = colour_folder(tmp_path / "data", 5)
     with pytest.raises(UserError, match=r"not valid UTF-8, .*: choose another name"):
         vitral.train(data, model=MODEL, out=tmp_path / LATIN, set=QUICK)

@@ -160,7 +160,7 @@ def test_equal_tensors_make_equal_files_with_ordinary_permissions(tmp_path):
         assert {member.date_time for member in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
 
 
-def test_shared_strided_and_trained_tensors_are_written_whole(tmp_path):
+def test_shared_strided_and_trainable_tensors_are_written_in_full(tmp_path):
     whole = torch.arange(12.0).reshape(3, 4)
     values = {"whole": whole, "again": whole, "column": whole[:, 1], "wide": torch.ones(1).expand(5)}
     write_safetensors(tmp_path / "a.safetensors", values | {"learned": torch.nn.Parameter(whole.t())})
@@ -178,7 +178,7 @@ def test_safetensors_are_aligned(tmp_path):
 
 
 @pytest.mark.parametrize("write", [write_npz, write_safetensors])
-def test_a_type_that_the_container_lacks_is_refused_before_anything_is_written(tmp_path, write):
+def test_unsupported_dtypes_are_refused_before_writing(tmp_path, write):
     with pytest.raises(UserError, match='"w" as complex64: convert'):
         write(tmp_path / "a", {"w": torch.ones(2, dtype=torch.complex64)})
     assert list(tmp_path.iterdir()) == []
@@ -239,23 +239,23 @@ class Trap:
 
 
 @pytest.mark.parametrize("modern", [True, False])
-def test_code_in_a_file_is_named_and_not_run(tmp_path, modern):
+def test_code_in_a_pickle_is_reported_and_not_run(tmp_path, modern):
     witness, path = tmp_path / "it-ran", tmp_path / "evil.pth"
     torch.save({"model": w(1), "trap": Trap(witness)}, path, _use_new_zipfile_serialization=modern)
-    with pytest.raises(UserError, match=r"evil\.pth holds (posix|nt)\.mkdir.*torch\.save\(checkpoint"):
+    with pytest.raises(UserError, match=r"evil\.pth has (posix|nt)\.mkdir.*torch\.save\(checkpoint"):
         open_weights(path)
     assert not witness.exists()
     torch.load(path, weights_only=False)
     assert witness.exists()  # the trap works: only our reader stopped it
 
 
-def test_objects_that_trainers_store_are_named(tmp_path):
+def test_python_objects_in_a_pickle_are_reported(tmp_path):
     torch.save({"model": w(1), "best": np.float64(0.9)}, tmp_path / "a.pth")
-    with pytest.raises(UserError, match=r"a\.pth holds numpy\S*\.scalar.*torch\.save\(checkpoint"):
+    with pytest.raises(UserError, match=r"a\.pth has numpy\S*\.scalar.*torch\.save\(checkpoint"):
         open_weights(tmp_path / "a.pth")
 
 
-def test_a_file_that_contains_itself_ends(tmp_path):
+def test_recursive_dicts_end(tmp_path):
     loop: dict = {"epoch": 1}
     loop["model"] = loop
     torch.save(loop, tmp_path / "a.pth")
@@ -409,7 +409,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path, kind):
 
 @settings(max_examples=150)
 @given(st.sampled_from(["npz", "safetensors", "pth", "old"]), st.data())
-def test_a_file_with_wrong_bytes_never_fails_otherwise(tmp_path_factory, kind, data):
+def test_corrupt_bytes_raise_only_user_errors(tmp_path_factory, kind, data):
     folder = tmp_path_factory.mktemp("bytes")
     path = saved_as(kind, folder / "whole", {"w": torch.arange(8.0), "b": torch.ones(3)})
     content = bytearray(path.read_bytes())
@@ -465,14 +465,14 @@ def failing(error):
         ("old", "torch.load", MemoryError()),
     ],
 )
-def test_memory_that_runs_out_is_no_damage_of_the_file(tmp_path, monkeypatch, kind, call, error):
+def test_running_out_of_memory_is_not_reported_as_damage(tmp_path, monkeypatch, kind, call, error):
     file = open_weights(saved_as(kind, tmp_path / "a", {"w": torch.arange(8.0)}))
     monkeypatch.setattr(call, failing(error))
     with pytest.raises(MemoryError):
         read_tensors(file)
 
 
-def test_a_file_that_asks_for_more_than_it_holds_is_damaged(tmp_path, monkeypatch):
+def test_a_file_that_claims_more_than_it_has_is_damaged(tmp_path, monkeypatch):
     path = saved_as("old", tmp_path / "a", {"w": torch.arange(8.0)})
     monkeypatch.setattr("torch.load", failing(RuntimeError(ALLOCATOR.format(1 << 50))))
     with pytest.raises(UserError, match="truncated or damaged: download"):
@@ -501,7 +501,7 @@ def test_a_folder_with_one_or_several_files(tmp_path):
     assert same(load(tmp_path), w(3))
 
 
-def test_the_descriptions_beside_a_file(tmp_path):
+def test_json_files_next_to_the_weights_are_read(tmp_path):
     write_safetensors(tmp_path / "model.safetensors", w(1))
     file = open_weights(tmp_path)
     assert (file.config, file.preprocessor) == (None, None)
@@ -562,7 +562,7 @@ def test_a_crash_leaves_the_old_file_and_nothing_else(tmp_path, error):
     assert os.listdir(tmp_path) == ["a.json"]
 
 
-def test_what_went_wrong_is_told_although_others_use_the_folder(tmp_path):
+def test_the_first_error_is_raised_although_others_use_the_folder(tmp_path):
     with pytest.raises(KeyError, match="real"), atomic_write(tmp_path / "new" / "deep" / "a.json"):
         (tmp_path / "new" / "theirs.txt").touch()
         raise KeyError("real")
@@ -578,7 +578,7 @@ def test_json_holds_any_name_of_a_file(tmp_path_factory, name):
     assert json.loads(content) == {"é": name}
 
 
-def test_bytes_reach_the_disk_before_the_name_does(tmp_path, monkeypatch):
+def test_bytes_are_flushed_before_the_rename(tmp_path, monkeypatch):
     calls = []
     for name in ("fsync", "replace"):
         real = getattr(os, name)
@@ -587,7 +587,7 @@ def test_bytes_reach_the_disk_before_the_name_does(tmp_path, monkeypatch):
     assert calls == ["fsync", "replace", "fsync"]
 
 
-def test_a_folder_appears_whole(tmp_path):
+def test_a_folder_is_written_atomically(tmp_path):
     target = tmp_path / "runs" / "one"
     with atomic_write(target, folder=True) as aside:
         write_json(aside / "deep" / "a.json", {"b": 1})

@@ -314,7 +314,7 @@ def test_a_patch_alone_changes_the_grid():
     assert adapted.changes == ("patch 8 -> 4 (pseudo-inverse resize), grid 4x4 -> 8x8 (rule google)",)
 
 
-def test_a_grey_image_gives_what_its_copies_gave():
+def test_one_channel_gives_the_output_of_repeated_channels():
     weights = random_weights(SMALL)
     grey = pictures(2, 1, 32, 32)
     one = adapt(weights, channels=1)
@@ -336,7 +336,7 @@ def test_more_channels_repeat_the_old_ones(channels):
 
 
 @pytest.mark.parametrize("name", ["hybrid", "BiT"])
-def test_a_standardised_root_says_that_it_is_approximate(name):
+def test_channels_of_a_standardised_root_are_noted_as_approximate(name):
     adapted = adapt(random_weights(ARCHITECTURES[name]), channels=1)
     assert run(adapted, pictures(1, 1, 32, 32)).shape == (1, 5)
     assert "approximate" in adapted.changes[0]
@@ -356,7 +356,7 @@ def test_other_classes_get_a_zero_head_on_the_same_encoder(name):
     assert bare.changes == (f"head 5 -> 0 classes{tanh}",)
 
 
-def test_several_changes_at_once_are_told_one_by_one():
+def test_several_changes_are_recorded_one_by_one():
     weights = random_weights(SMALL)
     adapted = adapt(weights, image=(40, 24), channels=1, classes=3, resize="hf")
     step = adapt(adapt(adapt(weights, channels=1), image=(40, 24), resize="hf"), classes=3)
@@ -378,6 +378,6 @@ IMPOSSIBLE: list[tuple[dict[str, int], str]] = [
 
 
 @pytest.mark.parametrize(("wish", "words"), IMPOSSIBLE)
-def test_an_impossible_wish_is_refused(wish, words):
+def test_impossible_adaptations_are_refused(wish, words):
     with pytest.raises(UserError, match=words):
         adapt(random_weights(SMALL), **wish)

@@ -128,7 +128,7 @@ def test_class_names_are_those_of_the_config(tmp_path):
 @pytest.mark.parametrize(
     ("dtype", "words"), [(torch.float16, "float16 -> float32 (exact)"), (torch.float64, "float64 -> float32 (rounded)")]
 )
-def test_other_precisions_become_float32_and_it_is_told(dtype, words, tmp_path):
+def test_other_precisions_become_float32_and_are_recorded(dtype, words, tmp_path):
     model = hf_model("ViTForImageClassification").to(dtype)
     found = read(hf_saved(model, tmp_path))
     images = pictures(2, 3, 32, 32)
@@ -287,7 +287,7 @@ def test_timm_reads_our_dino_names(registers, tmp_path):
     assert gap(outcome(model, images), run(weights, images)) <= LIMIT
 
 
-def test_dino_in_the_wrappings_of_its_training_is_read(tmp_path):
+def test_dino_training_checkpoints_are_read(tmp_path):
     c = replace(SMALL, depth=4, classes=0, layer_scale=True, gelu="erf", resize="dino")
     weights = random_weights(c)
     written(weights, tmp_path / "plain.safetensors", "dino")

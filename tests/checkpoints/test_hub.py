@@ -69,18 +69,18 @@ def test_an_old_repository_with_a_pickle_alone(cache: Path) -> None:
     assert card.format == "hf"
 
 
-def test_what_is_not_cached_is_one_sentence(cache: Path) -> None:
+def test_an_uncached_model_offline_gives_one_sentence(cache: Path) -> None:
     with pytest.raises(vitral.UserError, match=r"hf:google/absent is not in the cache"):
         vitral.load("hf:google/absent")
 
 
 @pytest.mark.parametrize("name", ["hf:", "hf:nameonly", "hf:a/b/c", "timm:", "hf:a/"])
-def test_a_name_that_is_none(name: str) -> None:
+def test_invalid_hub_names_are_refused(name: str) -> None:
     with pytest.raises(vitral.UserError, match="hub name"):
         vitral.load(name)
 
 
-def test_without_the_extra_its_name_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_hub_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = builtins.__import__
 
     def without(name: str, *rest: object, **options: object) -> object:

@@ -105,7 +105,7 @@ def test_a_file_of_another_kind_is_not_overwritten(command, weights, pictures, t
 
 
 @pytest.mark.parametrize("verb", NAMES)
-def test_a_place_that_cannot_be_written_is_told_before_the_work(command, weights, pictures, tmp_path, no_work, verb):
+def test_unwritable_outputs_are_reported_before_the_work(command, weights, pictures, tmp_path, no_work, verb):
     (tmp_path / "answers.csv").write_text("an earlier answer")
     target = tmp_path / "answers.csv" / NAMES[verb]
     said = command(*words_of(verb, weights, pictures, target))
@@ -117,7 +117,7 @@ def test_a_place_that_cannot_be_written_is_told_before_the_work(command, weights
 
 
 @pytest.mark.parametrize("verb", NAMES)
-def test_a_locked_folder_is_told_by_the_name_of_the_file(
+def test_a_locked_folder_is_reported_with_the_name_of_the_file(
     command, weights, pictures, tmp_path, no_work, verb, monkeypatch
 ):
     (tmp_path / "locked").mkdir()
@@ -134,14 +134,14 @@ def test_a_locked_folder_is_told_by_the_name_of_the_file(
     assert said.err == f"vitral: {told} cannot be written (Permission denied): choose another place.\n"
 
 
-def test_looking_leaves_nothing_behind(tmp_path):
+def test_checking_a_path_leaves_nothing_behind(tmp_path):
     check_writable(tmp_path / "new" / "deep" / "a.csv")
     check_writable(tmp_path / "a.csv")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("call", ["touch", "mkdir"])
-def test_a_file_that_cannot_be_made_later_is_told_by_its_own_name(tmp_path, monkeypatch, call):
+def test_a_file_that_becomes_unwritable_is_reported_by_its_name(tmp_path, monkeypatch, call):
     def refused(self: Path, **options: Any) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
 
@@ -154,7 +154,7 @@ def test_a_file_that_cannot_be_made_later_is_told_by_its_own_name(tmp_path, monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_stays_one(tmp_path, monkeypatch):
+def test_a_full_disk_stays_an_os_error(tmp_path, monkeypatch):
     """It has a sentence of its own."""
 
     def full(self: Path, **options: Any) -> None:
@@ -182,7 +182,7 @@ def bad(tmp_path: Path) -> list[Path]:
     return [tmp_path / "empty.png", tmp_path / "notes.txt"]
 
 
-def test_no_answer_at_all_is_an_error(command, weights, bad, tmp_path):
+def test_no_readable_image_is_an_error(command, weights, bad, tmp_path):
     expected = f"vitral: none of these images can be read, {bad[0]} first (the file is empty): "
     said = command("predict", weights, *bad)
     assert (said.code, said.err) == (2, f"{expected}name whole image files.\n")
@@ -216,13 +216,13 @@ def test_inspect_and_search_say_why_an_image_cannot_be_read(command, weights, pi
 
 
 @pytest.mark.parametrize("verb", ["predict", "embed"])
-def test_missing_images_are_called_so(command, weights, tmp_path, no_work, verb):
+def test_missing_images_are_reported_as_missing(command, weights, tmp_path, no_work, verb):
     said = command(verb, weights, *(["-o", tmp_path / "a.npz"] if verb == "embed" else []))
     assert (said.code, said.err) == (2, "vitral: IMAGES are missing: name image files, or folders that have some.\n")
 
 
 @pytest.mark.parametrize(("splits", "fix"), [(["test"], "use --split test"), ([], "leave it out")])
-def test_a_misspelt_split_is_answered_with_what_to_write(command, weights, pictures, tmp_path, splits, fix):
+def test_a_misspelt_split_suggests_the_right_one(command, weights, pictures, tmp_path, splits, fix):
     data = tmp_path / "data"
     for split in ["train", *splits] if splits else [""]:
         colour_folder(data / split, 2)
@@ -240,12 +240,12 @@ def test_a_misspelt_split_is_answered_with_what_to_write(command, weights, pictu
         ("googel", "google"),
     ],
 )
-def test_a_format_is_known_by_what_people_call_it(name, meant):
+def test_aliases_of_formats_are_suggested(name, meant):
     with pytest.raises(UserError, match=rf"did you mean {meant}\?"):
         format_named(name)
 
 
-def test_classes_too_small_for_the_shots_are_told(command, weights, pictures):
+def test_classes_with_too_few_images_for_the_shots_are_reported(command, weights, pictures):
     words = ("fewshot", weights, pictures, "--seeds", "1", "--device", "cpu")
     found = json.loads(command(*words, "--shots", "1", "5", "99", "--json").out)
     opened = vitral.api.prediction.open_data(pictures).train

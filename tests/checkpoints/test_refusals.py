@@ -171,7 +171,7 @@ UNSAYABLE: list[tuple[str, Architecture, str]] = [
     ("google", ERF, "tanh GELU"),
     ("google", replace(SMALL, pool="map", class_token=False), "attention pooling"),
     ("google", replace(SMALL, norm_eps=1e-12), "epsilon of 1e-6, not 1e-12"),
-    ("google", replace(SMALL, pool="mean"), "count the class token"),
+    ("google", replace(SMALL, pool="mean"), "include the class token"),
     ("google", replace(SMALL, pool="mean", norm_place="features", class_token=False), "before pooling"),
     ("google", replace(SMALL, injection="shared"), "once, at the input"),
     ("google", ARCHITECTURES["BiT"], "not ResNets"),
@@ -187,14 +187,14 @@ UNSAYABLE: list[tuple[str, Architecture, str]] = [
     ("hf", replace(SMALL, registers=2), "registers"),
     ("hf", replace(SMALL, representation=32), "tanh layer"),
     ("hf-dinov2", replace(SMALL, classes=0), "LayerScale"),
-    ("hf-dinov2", replace(SMALL, classes=0, layer_scale=True), "whole multiple"),
+    ("hf-dinov2", replace(SMALL, classes=0, layer_scale=True), "a multiple of"),
     ("dino", replace(ERF, layer_scale=True), "classes=0"),
     ("dino", replace(SMALL, classes=0), "exact .erf. GELU"),
 ]
 
 
 @pytest.mark.parametrize(("format", "architecture", "words"), UNSAYABLE)
-def test_what_a_format_cannot_say_is_not_written(format, architecture, words, tmp_path):
+def test_unsupported_architectures_are_not_written(format, architecture, words, tmp_path):
     weights = random_weights(architecture)
     text = refusal(lambda: written(weights, place(tmp_path, format), format))
     assert re.search(words, text), text
@@ -220,7 +220,7 @@ def test_weights_that_need_their_config_are_not_written_alone(format, architectu
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unknown_format_is_answered_with_a_near_one(tmp_path):
+def test_an_unknown_format_suggests_a_similar_one(tmp_path):
     text = refusal(lambda: written(random_weights(SMALL), tmp_path / "model", "torchvison"))
     assert "did you mean torchvision?" in text
 
@@ -277,7 +277,7 @@ DAMAGE: dict[str, tuple[Callable[[Arrays], Arrays], str]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_a_damaged_file_is_refused_by_the_name_of_the_array(case, tmp_path):
+def test_damaged_files_are_refused_with_the_name_of_the_tensor(case, tmp_path):
     damage, words = DAMAGE[case]
     path = tmp_path / "model.safetensors"
     written(random_weights(replace(ERF, depth=3)), path, "timm")
@@ -312,7 +312,7 @@ EXHAUSTED = [
 
 
 @pytest.mark.parametrize(("format", "name", "step"), EXHAUSTED)
-def test_no_array_may_be_missing_or_longer(format, name, step, tmp_path):
+def test_every_tensor_must_exist_with_its_shape(format, name, step, tmp_path):
     architecture = ARCHITECTURES[name]
     path, hints = place(tmp_path, format), hints_for(architecture, format)
     written(random_weights(architecture), path, format)
@@ -329,7 +329,7 @@ def test_no_array_may_be_missing_or_longer(format, name, step, tmp_path):
     assert accepted <= OPTIONAL.get(format, set())
 
 
-def test_a_grid_that_is_not_square_has_to_be_told(tmp_path):
+def test_a_grid_that_is_not_square_needs_a_hint(tmp_path):
     weights = random_weights(replace(SMALL, image=(16, 40)))
     written(weights, tmp_path / "model.npz", "google")
     assert "10 positions are not a square grid: pass" in refusal(lambda: read(tmp_path / "model.npz"))
@@ -339,7 +339,7 @@ def test_a_grid_that_is_not_square_has_to_be_told(tmp_path):
     assert run(read(tmp_path / "model.npz", hints=Hints(grid=(5, 2))).weights, pictures(1, 3, 40, 16)).shape == (1, 5)
 
 
-def test_a_head_count_that_cannot_be_seen_has_to_be_told(tmp_path):
+def test_an_unknown_number_of_heads_needs_a_hint(tmp_path):
     weights = random_weights(ERF)
     written(weights, tmp_path / "model.safetensors", "torchvision")
     assert "does not state its number of heads (width 32)" in refusal(lambda: read(tmp_path / "model.safetensors"))

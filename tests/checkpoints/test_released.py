@@ -50,7 +50,7 @@ def test_real_accuracy_is_80_2_percent(evaluation: EvalResult) -> None:
     assert accuracy == pytest.approx(0.802, abs=0.003)
 
 
-def test_without_a_word_on_preprocessing_nothing_is_guessed(assets: Path) -> None:
+def test_unknown_preprocessing_is_not_guessed(assets: Path) -> None:
     with pytest.raises(vitral.UserError, match="do not say how their images were prepared"):
         vitral.evaluate(assets / WEIGHTS, assets / "data" / "imagenet_val_1000")
 

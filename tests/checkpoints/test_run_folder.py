@@ -83,13 +83,13 @@ DAMAGES = (
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_torn_state_is_passed_over(damage, pictures, whole, stopped):
+def test_a_damaged_state_is_skipped(damage, pictures, whole, stopped):
     damage(states(stopped)[-1])
     assert "going on from step 6" in said(pictures, stopped, "keep=3")
     assert outcome(stopped) == outcome(whole)
 
 
-def test_what_an_interrupted_write_left_is_removed(pictures, whole, stopped):
+def test_temporary_files_of_interrupted_writes_are_removed(pictures, whole, stopped):
     for name in ("state/.step-00000010.safetensors.1234abcd.part", ".best.safetensors.1234abcd.part", ".x.part"):
         (stopped / name).write_bytes(b"half")
     (stopped / "state" / ".step-00000010.shards.part").mkdir()
@@ -101,14 +101,14 @@ def test_what_an_interrupted_write_left_is_removed(pictures, whole, stopped):
     assert names == {"recipe.toml", "data.json", "metrics.jsonl", "model.safetensors", "result.json"}
 
 
-def test_with_all_states_torn_the_run_begins_again_and_says_so(pictures, whole, stopped):
+def test_with_all_states_damaged_the_run_restarts_with_a_note(pictures, whole, stopped):
     for state, damage in zip(states(stopped), (empty, garbage, cut_in_the_tensors), strict=True):
         damage(state)
     assert "none of the saved states can be read: starting from the beginning" in said(pictures, stopped, "keep=3")
     assert outcome(stopped) == outcome(whole)
 
 
-def test_a_torn_state_does_not_outlive_the_ones_saved_after_it(pictures, whole, stopped):
+def test_a_damaged_state_is_removed_by_later_saves(pictures, whole, stopped):
     words = ("keep=1", "save_every=100")
     for state in states(stopped)[1:]:
         empty(state)
@@ -131,7 +131,7 @@ def test_a_changed_recipe_is_another_run(word, pictures, stopped):
     assert len(states(stopped)) == 3
 
 
-def test_what_only_costs_memory_time_or_disk_may_change(pictures, whole, stopped):
+def test_keys_that_do_not_affect_results_may_change(pictures, whole, stopped):
     words = ("keep=2", "workers=1", "grad_checkpointing=true", "save_every=5")
     assert "going on from step 8" in said(pictures, stopped, *words)
     assert outcome(stopped) == outcome(whole)
@@ -145,14 +145,14 @@ def test_changed_images_are_another_run(split, tmp_path):
     with pytest.raises(Crash):
         train(data, tmp_path / "run", on_event=crash_at(3))
     (data / split / "class-0" / "7.png").rename(data / split / "class-0" / "8.png")
-    with pytest.raises(UserError, match=f"its {split} images were others"):
+    with pytest.raises(UserError, match=f"its {'train' if split == 'train' else 'eval'}"):
         train(data, tmp_path / "run")
     shutil.move(data / split / "class-0" / "8.png", data / split / "class-0" / "7.png")
     data.rename(tmp_path / "moved")
     assert "going on from step 2" in said(tmp_path / "moved", tmp_path / "run")
 
 
-def test_until_a_state_is_saved_another_recipe_may_have_the_folder(pictures, tmp_path):
+def test_without_a_state_another_recipe_may_use_the_folder(pictures, tmp_path):
     with pytest.raises(UserError, match="batch=600"):
         train(pictures, tmp_path / "run", "batch=600")
     with pytest.raises(Crash):

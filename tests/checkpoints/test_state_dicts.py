@@ -180,7 +180,7 @@ def test_wrappers_are_removed_only_where_they_wrap() -> None:
     assert strip_wrappers([]) == {}
 
 
-def test_a_plain_state_dict_that_is_not_whole_is_refused(tmp_path: Path) -> None:
+def test_an_incomplete_plain_state_dict_is_refused(tmp_path: Path) -> None:
     state = random_weights(ERF).state
     with pytest.raises(UserError, match=r"does not state its number of heads \(width 32\): pass heads="):
         vitral.load(write_plain(state, tmp_path / "a.pt"))

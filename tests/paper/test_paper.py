@@ -265,7 +265,7 @@ def test_table7_averages_its_columns_and_repeats_table6_for_adam() -> None:
         assert (five == {word: getattr(again, word) for word in five}) == (row.optimizer == "adam")
 
 
-def test_table8_learns_positions_better_than_none_wherever_they_are_added() -> None:
+def test_table8_positions_beat_none_wherever_they_are_added() -> None:
     none, *others = paper.table8()
     assert none.position == "none"
     assert [row.position for row in others] == ["1d", "2d", "relative"]
@@ -340,17 +340,17 @@ def test_steps_per_run_are_those_of_the_schedules() -> None:
         (("EfficientNet-L2", "jft300m", "real"), [(90.55, None, "Table 2")]),
     ],
 )
-def test_what_the_paper_got(question: tuple[str, str, str], answer: list[tuple[float, float | None, str]]) -> None:
+def test_reported_results(question: tuple[str, str, str], answer: list[tuple[float, float | None, str]]) -> None:
     assert [(number.value, number.spread, number.source) for number in paper.reported(*question)] == answer
 
 
-def test_what_the_paper_got_knows_its_words() -> None:
+def test_reported_results_refuse_unknown_names() -> None:
     for question in (("ViT-B/16", "jft", "pets"), ("ViT-B/16", "jft300m", "mnist")):
         with pytest.raises(UserError, match="use one of"):
             paper.reported(*question)
 
 
-def test_rows_say_where_they_are_printed_and_cannot_be_changed() -> None:
+def test_rows_have_a_source_and_are_immutable() -> None:
     tables = (paper.table1, paper.table2, paper.table3, paper.table4, paper.table5, paper.table6, paper.table7)
     for number, table in enumerate(tables, 1):
         assert {row.source for row in table()} == {f"Table {number}, arXiv v2"}

@@ -196,7 +196,7 @@ def without_class_row(weights: Weights) -> Weights:
 
 
 def resize_patch_kernel(kernel: Tensor, patch: int) -> Tensor:
-    """(dim, channels, p, p) -> (dim, channels, p', p') such that <resized patch, new kernel> = <patch, kernel> if p' >= p."""
+    """(dim, channels, p, p) -> (dim, channels, p', p'); if p' >= p, <resized patch, new kernel> = <patch, kernel>."""
     old = kernel.shape[-1]
     basis = torch.eye(old * old, dtype=torch.float64).reshape(old * old, 1, old, old)
     resized = F.interpolate(basis, size=(patch, patch), mode="bilinear", antialias=True, align_corners=False)

@@ -80,14 +80,7 @@ class _ShardHeader(NamedTuple):
 
 
 def open_weights(source: Path) -> WeightFile:
-    """Find and check a weight file without loading its tensors.
-
-    Args:
-        source: a weight file, or a folder that has one.
-
-    Raises:
-        UserError: if there is no weight file, or it is damaged.
-    """
+    """Find and check a weight file, given by its path or its folder, without loading its tensors."""
     path = _find(source)
     with _readable(path):
         shards = [_open_shard(shard) for shard in _shards(path)]

@@ -1,4 +1,4 @@
-"""The formats that vitral reads and writes, one table each."""
+"""The checkpoint formats that vitral reads and writes, one table each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vitral.checkpoints.formats.timm import TIMM
 from vitral.checkpoints.formats.torchvision import TORCHVISION
 from vitral.errors import UserError
 
-# In the order in which they are tried: a wrapped timm file looks like DINO's, a Linen file like big_vision's.
+# In the order of recognition: a wrapped timm file resembles DINO's, a Linen file big_vision's.
 FORMATS: dict[str, Format] = {
     table.name: table
     for table in (
@@ -24,14 +24,13 @@ FORMATS: dict[str, Format] = {
     )
 }
 
-# What people call some of them.
-_CALLED = {"huggingface": "hf", "transformers": "hf"}
+_ALIASES = {"huggingface": "hf", "transformers": "hf"}
 
 
 def format_named(name: str) -> Format:
-    """The format of this name; a wrong one is answered with a near one."""
+    """The format of this name; UserError with a suggestion if there is none."""
     if name not in FORMATS:
-        near = difflib.get_close_matches(name.lower(), (*FORMATS, *_CALLED), n=1, cutoff=0.4)
-        hint = f"did you mean {_CALLED.get(near[0], near[0])}? " if near else ""
+        near = difflib.get_close_matches(name.lower(), (*FORMATS, *_ALIASES), n=1, cutoff=0.4)
+        hint = f"did you mean {_ALIASES.get(near[0], near[0])}? " if near else ""
         raise UserError(f'unknown format "{name}": {hint}There are {", ".join(FORMATS)}.')
     return FORMATS[name]

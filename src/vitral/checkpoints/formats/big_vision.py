@@ -1,6 +1,6 @@
-"""big_vision npz: positions are added before the class token joins, so that token has no row of its own.
+"""big_vision npz: positions are added before the class token is prepended, so it has no position row.
 
-Three generations of the table's name are read: `Transformer/posembed_input/pos_embedding` (shared with Google's Linen
+Three versions of the table's name are read: `Transformer/posembed_input/pos_embedding` (shared with Google's Linen
 files), `Transformer/pos_embedding` and `pos_embedding`; the last is written. Fixed sin-cos positions are not stored.
 """
 
@@ -33,16 +33,16 @@ def _architecture(header: CheckpointHeader) -> ViTConfig:
     token = header.has("cls")
     pool: Pool = "token" if token else "map" if header.has(f"{_MAP}/probe") else "mean"
     if not header.has(_POSITION):
-        # Nothing in the file tells the grid, and nothing depends on it: 224 pixels unless told.
+        # The file does not show the grid, and nothing depends on it: 224 pixels without a hint.
         rows, columns = header.hints.grid or (224 // sizes["patch"], 224 // sizes["patch"])
         image = (rows * sizes["patch"], columns * sizes["patch"])
         return ViTConfig(**sizes, image=image, class_token=token, pool=pool, position="sincos2d", class_position=False)
     rows = header.shape(_POSITION, 3)[1]
-    told = header.hints.grid
-    extra = token and (rows - 1 == told[0] * told[1] if told else not is_square(rows))
-    grid = grid_of_rows(header, rows - int(extra))
+    hint = header.hints.grid
+    class_row = token and (rows - 1 == hint[0] * hint[1] if hint else not is_square(rows))
+    grid = grid_of_rows(header, rows - int(class_row))
     image = (grid[0] * sizes["patch"], grid[1] * sizes["patch"])
-    return ViTConfig(**sizes, image=image, class_token=token, pool=pool, class_position=extra)
+    return ViTConfig(**sizes, image=image, class_token=token, pool=pool, class_position=class_row)
 
 
 def _map_entries(c: ViTConfig) -> list[Entry]:
@@ -62,12 +62,12 @@ def _entries(c: Architecture) -> list[Entry]:
 
 def _unsupported_reason(architecture: Architecture) -> str | None:
     if isinstance(architecture, ViTConfig) and architecture.stem:
-        return "it has no place for a hybrid's ResNet"
+        return "it does not support a hybrid's ResNet"
     return google.unsupported_reason(architecture)
 
 
 def _preprocess(header: CheckpointHeader, architecture: Architecture) -> Preprocess:
-    """Short side to 8/7 of the crop, as in 256 and 224; values from -1 to 1."""
+    """Short side resized to 8/7 of the crop, as 256 is of 224; values from -1 to 1."""
     short = min(architecture.image)
     if architecture.image != (short, short):
         return google.plain_resize(header, architecture)

@@ -65,11 +65,11 @@ def _architecture(header: CheckpointHeader) -> ResNetConfig:
 
 def _unsupported_reason(architecture: Architecture) -> str | None:
     if not isinstance(architecture, ResNetConfig):
-        return "it holds BiT ResNets, not Vision Transformers"
+        return "it is for BiT ResNets, not Vision Transformers"
     if architecture.axial:
-        return "it has no place for axial attention"
+        return "it does not support axial attention"
     if architecture.root_pool != "zero":
-        return "it means a first max-pool padded with zeros, not with minus infinity"
+        return "its first max-pool is padded with zeros, not with minus infinity"
     return None
 
 

@@ -1,4 +1,4 @@
-"""DINO and DINOv2 in the names of Meta's own code; backbones without a classifier."""
+"""DINO and DINOv2 backbones without a classifier, with the names of Meta's code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vitral.checkpoints.formats import timm
 from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Shape, grid_of_rows, norm
 
 _WRAPPERS = re.compile(r"^(?:module\.|teacher\.|student\.|backbone\.|_orig_mod\.)+")
-_CHUNK = re.compile(r"^blocks\.\d+\.(\d+)\.")  # sharded training groups the blocks: blocks.CHUNK.NUMBER
+_CHUNK = re.compile(r"^blocks\.\d+\.(\d+)\.")  # sharded training groups the blocks: blocks.CHUNK.INDEX
 
 
 def _renames(keys: Iterable[str]) -> dict[str, str]:
@@ -18,13 +18,13 @@ def _renames(keys: Iterable[str]) -> dict[str, str]:
 
 
 def _architecture(header: CheckpointHeader) -> ViTConfig:
-    found = timm.read_encoder(header)
+    sizes = timm.read_encoder(header)
     rows = header.shape("pos_embed", 3)[1]
     grid = grid_of_rows(header, rows - 1)
     registers = header.shape("register_tokens", 3)[1] if header.has("register_tokens") else 0
     return ViTConfig(
-        **found,
-        image=(grid[0] * found["patch"], grid[1] * found["patch"]),
+        **sizes,
+        image=(grid[0] * sizes["patch"], grid[1] * sizes["patch"]),
         classes=0,
         registers=registers,
         gelu="erf",
@@ -40,13 +40,13 @@ def _entries(c: Architecture) -> list[Entry]:
 
 
 def unsupported_reason(architecture: Architecture) -> str | None:
-    """What DINO's backbones cannot say, here and at Hugging Face."""
+    """Why DINO's backbones, here and in Hugging Face's format, cannot represent an architecture."""
     general = timm.unsupported_reason(architecture)
     if general or not isinstance(architecture, ViTConfig):
         return general
     c = architecture
     if c.classes or c.representation:
-        return "it holds a backbone without a classifier: load with classes=0 first"
+        return "it is for backbones without a classifier: load with classes=0 first"
     if c.pool != "token":
         return "its feature is the class token"
     return None
@@ -57,12 +57,12 @@ def _unsupported_reason(architecture: Architecture) -> str | None:
     if reason or not isinstance(architecture, ViTConfig):
         return reason
     if architecture.gelu != "erf" or architecture.norm_eps != 1e-6:
-        return "it means the exact (erf) GELU and a LayerNorm epsilon of 1e-6"
+        return "it implies the exact (erf) GELU and a LayerNorm epsilon of 1e-6"
     return None
 
 
 def _zeros(c: Architecture) -> dict[str, Shape]:
-    """DINOv2's model always has a mask token, which only its pre-training reads."""
+    """DINOv2's model always has a mask token, which only its pre-training uses."""
     assert isinstance(c, ViTConfig)
     return {"mask_token": (1, c.width)} if c.layer_scale or c.registers else {}
 

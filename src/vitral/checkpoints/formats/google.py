@@ -1,6 +1,6 @@
-"""Google's `vision_transformer` npz files: names of the released files (before Linen) and of Flax Linen; hybrids too.
+"""Google's `vision_transformer` npz files, hybrids included: names of the released files and of Flax Linen.
 
-A Linen file with `posembed_input` is also the oldest generation of big_vision.
+The released files are older than Linen. A Linen file with `posembed_input` is also the oldest version of big_vision.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ POSITION = "Transformer/posembed_input/pos_embedding"
 
 @dataclass(frozen=True)
 class BlockNames:
-    """How the parts of a block are called."""
+    """Names of the modules of a block."""
 
     norm1: str
     attention: str
@@ -42,13 +42,13 @@ def norm(theirs: str, ours: str, shape: tuple[int, ...]) -> list[Entry]:
 
 
 def attention(theirs: str, ours: dict[str, tuple[str, tuple[int, int]]], out: str, c: ViTConfig) -> list[Entry]:
-    """Flax attention: kernels (d, heads, d / heads). `ours` places query, key and value in our projections."""
+    """Flax attention: kernels (dim, heads, dim / heads). `ours` maps query, key and value to parts of our projections."""
     head = c.width // c.heads
     entries = []
-    for name, (place, part) in ours.items():
+    for name, (projection, part) in ours.items():
         shape = (c.width, c.heads, head)
-        entries.append(Entry(f"{theirs}/{name}/kernel", f"{place}.weight", shape, axes=(1, 2, 0), part=part))
-        entries.append(Entry(f"{theirs}/{name}/bias", f"{place}.bias", (c.heads, head), part=part))
+        entries.append(Entry(f"{theirs}/{name}/kernel", f"{projection}.weight", shape, axes=(1, 2, 0), part=part))
+        entries.append(Entry(f"{theirs}/{name}/bias", f"{projection}.bias", (c.heads, head), part=part))
     entries.append(Entry(f"{theirs}/out/kernel", f"{out}.weight", (c.heads, head, c.width), axes=(2, 0, 1)))
     entries.append(Entry(f"{theirs}/out/bias", f"{out}.bias", (c.width,)))
     return entries
@@ -60,7 +60,7 @@ def mlp(theirs: str, ours: str, c: ViTConfig) -> list[Entry]:
 
 
 def encoder(c: ViTConfig, names: BlockNames) -> list[Entry]:
-    """Patch embedding, class token, blocks, last norm: the same in every generation."""
+    """Patch embedding, class token, blocks and final norm: the same in every version."""
     channels = c.stem.channels if c.stem else c.channels
     kernel = (c.patch, c.patch, channels, c.width)
     entries = [Entry("embedding/kernel", "embed.weight", kernel, axes=(3, 2, 0, 1))]
@@ -82,7 +82,7 @@ def head(c: ViTConfig) -> list[Entry]:
 
 
 def read_encoder(header: CheckpointHeader, names: BlockNames) -> dict[str, Any]:
-    """The sizes that every generation shows in its shapes."""
+    """The sizes that the shapes of every version show."""
     patch, _, channels, width = header.shape("embedding/kernel", 4)
     first = "Transformer/encoderblock_0"
     _, heads, _ = header.shape(f"{first}/{names.attention}/query/kernel", 3)
@@ -100,22 +100,22 @@ def unsupported_reason(architecture: Architecture) -> str | None:
         return "it holds Vision Transformers, not ResNets"
     c = architecture
     if c.gelu != "tanh":
-        return "it means the tanh GELU, and these weights were made for the exact (erf) one"
+        return "it implies the tanh GELU, and these weights use the exact (erf) one"
     if c.norm_eps != 1e-6:
-        return f"it means a LayerNorm epsilon of 1e-6, not {c.norm_eps:g}"
+        return f"it implies a LayerNorm epsilon of 1e-6, not {c.norm_eps:g}"
     if c.registers or c.layer_scale or c.axial:
-        return "it has no place for registers, LayerScale or axial blocks"
+        return "it does not support registers, LayerScale or axial blocks"
     if c.position == "relative" or c.injection != "input":
-        return "it adds positions once, at the input, and has no place for relative ones"
+        return "it adds positions once, at the input, and does not support relative ones"
     if c.norm_place != "tokens":
-        return "it means a last LayerNorm before pooling, not after"
+        return "its last LayerNorm is before pooling, not after"
     if c.pool == "mean" and c.class_token:
-        return "its mean would count the class token"
+        return "its mean would include the class token"
     return None
 
 
 def plain_resize(header: CheckpointHeader, architecture: Architecture) -> Preprocess:
-    """Values from -1 to 1 after a plain resize: what the input pipelines of `vision_transformer` and BiT do."""
+    """Plain resize and values from -1 to 1, as in the input pipelines of `vision_transformer` and BiT."""
     height, width = architecture.image
     size = f"{height}" if height == width else f"{height}, {width}"
     half = (0.5,) * architecture.channels
@@ -174,11 +174,11 @@ def _architecture(header: CheckpointHeader, names: BlockNames) -> ViTConfig:
 
 
 def _lacks_class_row(header: CheckpointHeader) -> bool:
-    """A class token and a table for the patches alone: the oldest files of big_vision, under the same name."""
-    shape, told = header.shapes[POSITION], header.hints.grid
+    """Whether there is a class token but only rows for patches: the oldest files of big_vision, with the same name."""
+    shape, hint = header.shapes[POSITION], header.hints.grid
     if len(shape) != 3 or not header.has("cls"):
         return False
-    return shape[1] == told[0] * told[1] if told else is_square(shape[1]) and not is_square(shape[1] - 1)
+    return shape[1] == hint[0] * hint[1] if hint else is_square(shape[1]) and not is_square(shape[1] - 1)
 
 
 def _format(name: str, title: str, names: BlockNames, group_norm: bool) -> Format:
@@ -187,9 +187,9 @@ def _format(name: str, title: str, names: BlockNames, group_norm: bool) -> Forma
         stem = _stem_entries(c, group_norm) if c.stem else []
         return stem + encoder(c, names) + position_entries(POSITION, c) + head(c)
 
-    def refuses(architecture: Architecture) -> str | None:
+    def reason(architecture: Architecture) -> str | None:
         if isinstance(architecture, ViTConfig) and architecture.pool == "map":
-            return "it has no place for attention pooling (big_vision has)"
+            return "it does not support attention pooling (big_vision does)"
         return unsupported_reason(architecture)
 
     return Format(
@@ -204,7 +204,7 @@ def _format(name: str, title: str, names: BlockNames, group_norm: bool) -> Forma
         ),
         architecture=lambda header: _architecture(header, names),
         entries=entries,
-        unsupported_reason=refuses,
+        unsupported_reason=reason,
         ignored=r"opt/",
         preprocess=plain_resize,
     )

@@ -1,4 +1,4 @@
-"""Hugging Face: a folder that `from_pretrained` reads, config.json and model.safetensors; ViT, Dinov2 backbones."""
+"""Hugging Face ViT and Dinov2 backbones: a folder for `from_pretrained` with config.json and model.safetensors."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from vitral.checkpoints.formats.table import (
 from vitral.errors import UserError
 
 _GELUS: dict[str, Gelu] = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh"}
-_RESAMPLE = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers; pipelines know no others of its methods
-# What the processors of transformers do where their file is silent, as older ones are about how they resize.
-_SILENT: dict[str, dict[str, Any]] = {
+_RESAMPLE = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # Pillow's codes of the interpolations that pipelines have
+# Defaults of the image processors of transformers, for keys that older files leave out.
+_PROCESSOR_DEFAULTS: dict[str, dict[str, Any]] = {
     "ViT": {"resample": 2, "size": 224},
     "DeiT": {"resample": 3, "size": 256, "do_center_crop": True, "crop_size": 224},
     "Bit": {"resample": 3, "size": {"shortest_edge": 224}, "do_center_crop": True, "crop_size": 224},
 }
-_PROCESSORS = {"vit": "ViT", "deit": "DeiT", "dinov2": "Bit", "dinov2_with_registers": "Bit"}  # by the type of model
+_PROCESSORS = {"vit": "ViT", "deit": "DeiT", "dinov2": "Bit", "dinov2_with_registers": "Bit"}  # by model_type
 _PREFIX = re.compile(r"^(?:vit|dinov2|dinov2_with_registers)\.")
-# transformers 5 renames the layers in memory; files keep the older names, but a plain state dict may not.
+# transformers 5 renames the layers in memory; its files keep the older names, but a plain state dict may not.
 _LAYER = re.compile(r"^(?:layers|encoder\.layer)\.(?=\d+\.)")
 _MEMORY = {
     "attention.q_proj.": "attention.attention.query.",
@@ -48,7 +48,7 @@ _MEMORY_MLP = {"mlp.fc1.": "intermediate.dense.", "mlp.fc2.": "output.dense."}
 
 def _renames(keys: Iterable[str]) -> dict[str, str]:
     renamed = {key: _PREFIX.sub("", key) for key in keys}
-    plain = any("layernorm_before" in key for key in renamed)  # Dinov2's files say mlp.fc1, ViT's do not
+    plain = any("layernorm_before" in key for key in renamed)  # Dinov2's files have mlp.fc1, ViT's do not
     memory = {**_MEMORY, **_MEMORY_MLP} if plain else _MEMORY
     return {key: _in_file(new, memory) for key, new in renamed.items()}
 
@@ -106,13 +106,13 @@ def _dino_entries(c: Architecture) -> list[Entry]:
 
 
 def _read(header: CheckpointHeader, hidden: str, eps: float) -> dict[str, Any]:
-    """What both families state, in the shapes and in config.json."""
+    """The settings of both families, from shapes and config.json."""
     projection = "embeddings.patch_embeddings.projection.weight"
     sizes = read_sizes(header, projection, f"encoder.layer.0.{hidden}.weight", r"encoder\.layer\.(\d+)\.")
     config = header.config or {}
     act = config.get("hidden_act", "gelu")
     if act not in _GELUS:
-        raise UserError(f'the file\'s activation "{act}" is not a GELU that vitral knows.')
+        raise UserError(f'the file\'s activation "{act}" is not supported: only GELU is.')
     return {
         **vars(sizes),
         "heads": header.hints.heads or config.get("num_attention_heads") or heads_of(header, sizes.depth, sizes.width),
@@ -137,14 +137,14 @@ def _image(header: CheckpointHeader, patch: int) -> Size:
 
 def _vit_architecture(header: CheckpointHeader) -> ViTConfig:
     classes = header.shape("classifier.weight", 2)[0] if header.has("classifier.weight") else 0
-    # ViTForImageClassification never runs the pooler, even where the file carries one.
+    # ViTForImageClassification never runs the pooler, even if the file has one.
     pooler = header.has("pooler.dense.weight") and not classes
     representation = header.shape("pooler.dense.weight", 2)[0] if pooler else 0
     act = (header.config or {}).get("pooler_act", "tanh")
     if representation and act != "tanh":
         raise UserError(f'the file\'s pooler ends in "{act}" instead of tanh: that is not supported.')
-    found = _read(header, "intermediate.dense", eps=1e-12)
-    return ViTConfig(**found, classes=classes, representation=representation, resize="hf")
+    settings = _read(header, "intermediate.dense", eps=1e-12)
+    return ViTConfig(**settings, classes=classes, representation=representation, resize="hf")
 
 
 def _dino_architecture(header: CheckpointHeader) -> ViTConfig:
@@ -152,8 +152,8 @@ def _dino_architecture(header: CheckpointHeader) -> ViTConfig:
         raise UserError("the file's classifier reads the class token and the mean together: that is not supported.")
     registers = "embeddings.register_tokens"
     count = header.shape(registers, 3)[1] if header.has(registers) else 0
-    found = _read(header, "mlp.fc1", eps=1e-6)
-    return ViTConfig(**found, classes=0, registers=count, layer_scale=True, resize="timm" if count else "hf")
+    settings = _read(header, "mlp.fc1", eps=1e-6)
+    return ViTConfig(**settings, classes=0, registers=count, layer_scale=True, resize="timm" if count else "hf")
 
 
 def _vit_unsupported_reason(architecture: Architecture) -> str | None:
@@ -162,7 +162,7 @@ def _vit_unsupported_reason(architecture: Architecture) -> str | None:
         return general
     c = architecture
     if c.pool != "token" or c.registers or c.layer_scale:
-        return "it means a class token, and has no place for registers or LayerScale"
+        return "it needs a class token, and does not support registers or LayerScale"
     if c.representation and c.classes:
         return "its classifier does not run the tanh layer of the pre-training head"
     return None
@@ -173,7 +173,7 @@ def _dino_unsupported_reason(architecture: Architecture) -> str | None:
     if reason or not isinstance(architecture, ViTConfig):
         return reason
     if not architecture.layer_scale or architecture.mlp % architecture.width:
-        return "it means LayerScale and an MLP of a whole multiple of the width"
+        return "it needs LayerScale and an MLP width that is a multiple of the embedding width"
     return None
 
 
@@ -206,60 +206,79 @@ def _vit_config(card: Card) -> dict[str, Any]:
     c = card.architecture
     assert isinstance(c, ViTConfig)
     pooler = {"pooler_output_size": c.representation, "pooler_act": "tanh"} if c.representation else {}
-    kind = "ViTForImageClassification" if c.classes else "ViTModel"
-    return {"architectures": [kind], "model_type": "vit", "intermediate_size": c.mlp, **_shared_config(card), **pooler}
+    model = "ViTForImageClassification" if c.classes else "ViTModel"
+    return {"architectures": [model], "model_type": "vit", "intermediate_size": c.mlp, **_shared_config(card), **pooler}
 
 
 def _dino_config(card: Card) -> dict[str, Any]:
     c = card.architecture
     assert isinstance(c, ViTConfig)
-    kind, model = ("dinov2_with_registers", "Dinov2WithRegistersModel") if c.registers else ("dinov2", "Dinov2Model")
+    model_type, model = (
+        ("dinov2_with_registers", "Dinov2WithRegistersModel") if c.registers else ("dinov2", "Dinov2Model")
+    )
     registers = {"num_register_tokens": c.registers} if c.registers else {}
-    config = {"architectures": [model], "model_type": kind, "mlp_ratio": c.mlp // c.width, "use_swiglu_ffn": False}
+    config = {
+        "architectures": [model],
+        "model_type": model_type,
+        "mlp_ratio": c.mlp // c.width,
+        "use_swiglu_ffn": False,
+    }
     return {**config, **_shared_config(card), **registers}
 
 
 def _preprocess(header: CheckpointHeader, architecture: Architecture) -> Preprocess | None:
-    """What preprocessor_config.json states; None where it leaves a part open or asks for what no pipeline does."""
+    """The preprocessing of preprocessor_config.json; None if it is incomplete or no pipeline is equivalent."""
     written, config = header.preprocessor or {}, header.config or {}
-    named = str(written.get("image_processor_type") or written.get("feature_extractor_type") or "")
-    kind = re.split("ImageProcessor|FeatureExtractor", named)[0] or _PROCESSORS.get(config.get("model_type", ""), "")
-    stated = {**_SILENT.get(kind, {}), **written}
-    if kind == "Bit" and isinstance(stated["size"], int):  # to the others a number is both sides
-        stated["size"] = {"shortest_edge": stated["size"]}
-    done = all(stated.get(f"do_{step}", True) for step in ("resize", "rescale", "normalize"))
-    usual = abs(255 * (stated.get("rescale_factor") or 1 / 255) - 1) < 1e-3
-    pipeline = _pipeline(stated)
-    if not done or not usual or pipeline is None or "image_mean" not in stated or "image_std" not in stated:
+    class_name = str(written.get("image_processor_type") or written.get("feature_extractor_type") or "")
+    processor = re.split("ImageProcessor|FeatureExtractor", class_name)[0] or _PROCESSORS.get(
+        config.get("model_type", ""), ""
+    )
+    settings = {**_PROCESSOR_DEFAULTS.get(processor, {}), **written}
+    if processor == "Bit" and isinstance(settings["size"], int):  # for the others, a number is both sides
+        settings["size"] = {"shortest_edge": settings["size"]}
+    complete = all(settings.get(f"do_{step}", True) for step in ("resize", "rescale", "normalize"))
+    standard_scale = abs(255 * (settings.get("rescale_factor") or 1 / 255) - 1) < 1e-3
+    pipeline = _pipeline(settings)
+    if (
+        not complete
+        or not standard_scale
+        or pipeline is None
+        or "image_mean" not in settings
+        or "image_std" not in settings
+    ):
         return None
-    return Preprocess(pipeline, tuple(stated["image_mean"]), tuple(stated["image_std"]))
+    return Preprocess(pipeline, tuple(settings["image_mean"]), tuple(settings["image_std"]))
 
 
-def _pipeline(stated: Mapping[str, Any]) -> str | None:
-    method, size, cropped = _RESAMPLE.get(stated.get("resample", -1)), stated.get("size"), stated.get("do_center_crop")
+def _pipeline(settings: Mapping[str, Any]) -> str | None:
+    method, size, cropped = (
+        _RESAMPLE.get(settings.get("resample", -1)),
+        settings.get("size"),
+        settings.get("do_center_crop"),
+    )
     short = size.get("shortest_edge") if isinstance(size, dict) else None
-    sides, crop = _sides(short or size), _sides(stated.get("crop_size"))
-    # A short side alone leaves the other open.
+    sides, crop = _sides(short or size), _sides(settings.get("crop_size"))
+    # A short side without a crop does not fix the other side.
     if method is None or not sides or (cropped and not crop) or (short and not cropped):
         return None
     resize = f"resize_small({short}, {method})" if short else f"resize({sides[0]}, {sides[1]}, {method})"
     return f"decode|{resize}" + (f"|central_crop({', '.join(map(str, dict.fromkeys(crop)))})" if cropped else "")
 
 
-def _sides(stated: Any) -> tuple[int, int] | tuple[()]:
-    """Height and width, which may be one number; nothing where they are not stated."""
-    height, width = (stated.get("height"), stated.get("width")) if isinstance(stated, dict) else (stated, stated)
-    known = isinstance(height, int) and isinstance(width, int) and min(height, width) > 0
-    return (height, width) if known else ()
+def _sides(size: Any) -> tuple[int, int] | tuple[()]:
+    """Height and width, which may be one number; empty if they are not stated."""
+    height, width = (size.get("height"), size.get("width")) if isinstance(size, dict) else (size, size)
+    valid = isinstance(height, int) and isinstance(width, int) and min(height, width) > 0
+    return (height, width) if valid else ()
 
 
 def _preprocessor(card: Card) -> dict[str, Any] | None:
-    """preprocessor_config.json, in the words of ViTImageProcessor or, with a crop, of BitImageProcessor."""
+    """preprocessor_config.json of a ViTImageProcessor or, with a crop, of a BitImageProcessor."""
     preprocess, codes = card.preprocess, {name: code for code, name in _RESAMPLE.items()}
     resizing = preprocess.resize_and_crop() if preprocess else None
     if preprocess is None or resizing is None or resizing.method not in codes:
         return None
-    stated: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "do_resize": True,
         "do_rescale": True,
         "rescale_factor": 1 / 255,
@@ -270,9 +289,9 @@ def _preprocessor(card: Card) -> dict[str, Any] | None:
     }
     size = {"height": resizing.size[0], "width": resizing.size[1]}
     if resizing.short is None:
-        return {**stated, "size": size, "image_processor_type": "ViTImageProcessor"}
-    stated |= {"size": {"shortest_edge": resizing.short}, "do_center_crop": True, "crop_size": size}
-    return {**stated, "image_processor_type": "BitImageProcessor"}
+        return {**settings, "size": size, "image_processor_type": "ViTImageProcessor"}
+    settings |= {"size": {"shortest_edge": resizing.short}, "do_center_crop": True, "crop_size": size}
+    return {**settings, "image_processor_type": "BitImageProcessor"}
 
 
 def _class_names(header: CheckpointHeader) -> tuple[str, ...]:

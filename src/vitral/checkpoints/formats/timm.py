@@ -1,4 +1,4 @@
-"""timm's ViT: a safetensors file, alone or beside timm's config.json (`timm.create_model("local-dir:FOLDER")`)."""
+"""timm's ViT: a safetensors file, alone or with timm's config.json (`timm.create_model("local-dir:FOLDER")`)."""
 
 from __future__ import annotations
 
@@ -25,11 +25,15 @@ from vitral.errors import UserError
 
 _POOLS: dict[str, Pool] = {"token": "token", "avg": "mean", "map": "map"}
 _GELUS: dict[str, Gelu] = {"gelu": "erf", "gelu_erf": "erf", "gelu_tanh": "tanh"}
-_METHODS = ("nearest", "bilinear", "bicubic")  # what pipelines know by the same name; timm also has lanczos, ...
+_METHODS = (
+    "nearest",
+    "bilinear",
+    "bicubic",
+)  # interpolations of pipelines, with the same names; timm has more, such as lanczos
 
 
 def encoder_entries(c: ViTConfig) -> list[Entry]:
-    """The names that timm and DINO share."""
+    """The entries that timm and DINO share."""
     entries = patches("patch_embed.proj", c)
     entries += [Entry("cls_token", "class_token", (1, 1, c.width))] if c.class_token else []
     entries += position_entries("pos_embed", c)
@@ -49,8 +53,8 @@ def encoder_entries(c: ViTConfig) -> list[Entry]:
 def read_encoder(header: CheckpointHeader) -> dict[str, Any]:
     """Sizes, heads and LayerScale, for timm and DINO."""
     sizes = read_sizes(header, "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight", r"blocks\.(\d+)\.")
-    stated = None if header.hints.heads else _arguments(header).get("num_heads")
-    heads = stated or heads_of(header, sizes.depth, sizes.width)
+    configured = None if header.hints.heads else _arguments(header).get("num_heads")
+    heads = configured or heads_of(header, sizes.depth, sizes.width)
     return {**vars(sizes), "heads": heads, "layer_scale": header.has("blocks.0.ls1.gamma")}
 
 
@@ -71,61 +75,60 @@ def _entries(c: Architecture) -> list[Entry]:
 
 
 def _architecture(header: CheckpointHeader) -> ViTConfig:
-    found = read_encoder(header)
+    sizes = read_encoder(header)
     arguments = _arguments(header)
     gelu = arguments.get("act_layer", "gelu")
     if gelu not in _GELUS:
-        raise UserError(f'the file\'s activation "{gelu}" is not a GELU that vitral knows.')
+        raise UserError(f'the file\'s activation "{gelu}" is not supported: only GELU is.')
     token = header.has("cls_token")
     registers = header.shape("reg_token", 3)[1] if header.has("reg_token") else 0
     rows = header.shape("pos_embed", 3)[1]
-    patch = found["patch"]
+    patch = sizes["patch"]
     height, width = _image(header, rows, int(token) + registers, patch)
-    after = header.has("fc_norm.weight")
     return ViTConfig(
-        **found,
+        **sizes,
         image=(height, width),
         classes=header.shape("head.weight", 2)[0] if header.has("head.weight") else 0,
         pool=_pool(header, token),
         class_token=token,
         class_position=rows > (height // patch) * (width // patch),
         registers=registers,
-        norm_place="features" if after else "tokens",
+        norm_place="features" if header.has("fc_norm.weight") else "tokens",
         gelu=_GELUS[gelu],
         resize="timm",
     )
 
 
 def _image(header: CheckpointHeader, rows: int, prefix: int, patch: int) -> Size:
-    """The image size whose patches fill the table; `rows` may count the class token as well."""
-    told = header.hints.grid
-    for height, width in _stated_sizes(header) if told is None else []:
+    """The image size whose patches fill the position table; `rows` may include the class token."""
+    hint = header.hints.grid
+    for height, width in _configured_sizes(header) if hint is None else []:
         if (height // patch) * (width // patch) in ((rows, rows - 1) if prefix else (rows,)):
             return height, width
     if prefix > 1 and is_square(rows - prefix):
         raise UserError(
             "the file has position rows for its registers (timm without no_embed_class): that is not supported."
         )
-    whole = not prefix or (told and told[0] * told[1] == rows) or is_square(rows)
-    grid = grid_of_rows(header, rows if whole else rows - 1)
+    patches_only = not prefix or (hint and hint[0] * hint[1] == rows) or is_square(rows)
+    grid = grid_of_rows(header, rows if patches_only else rows - 1)
     return grid[0] * patch, grid[1] * patch
 
 
-def _stated_sizes(header: CheckpointHeader) -> list[Size]:
-    """What the model was built for, then what its recipe states, which timm does not update."""
+def _configured_sizes(header: CheckpointHeader) -> list[Size]:
+    """The model's image size, then that of its pre-training, which timm does not update."""
     sizes = (_arguments(header).get("img_size"), _pretrained(header).get("input_size"))
     return [(size, size) if isinstance(size, int) else (size[-2], size[-1]) for size in sizes if size]
 
 
 def _pool(header: CheckpointHeader, token: bool) -> Pool:
     arguments = _arguments(header)
-    stated = arguments.get("global_pool") or (header.config or {}).get("global_pool")
-    if (stated and stated not in _POOLS) or arguments.get("pool_include_prefix"):
-        raise UserError(f'the file\'s pooling "{stated}" over all tokens or by maximum is not one that vitral knows.')
+    pool = arguments.get("global_pool") or (header.config or {}).get("global_pool")
+    if (pool and pool not in _POOLS) or arguments.get("pool_include_prefix"):
+        raise UserError(f'the file\'s pooling "{pool}" (over all tokens or by maximum) is not supported.')
     if header.has("attn_pool.latent"):
         return "map"
-    if stated:
-        return _POOLS[stated]
+    if pool:
+        return _POOLS[pool]
     return "token" if token and not header.has("fc_norm.weight") else "mean"
 
 
@@ -138,23 +141,23 @@ def _pretrained(header: CheckpointHeader) -> dict[str, Any]:
 
 
 def _preprocess(header: CheckpointHeader, architecture: Architecture) -> Preprocess | None:
-    """timm's evaluation transform, its defaults included; None where no pipeline does the same."""
-    stated = _pretrained(header)
-    method, mode = stated.get("interpolation") or "bicubic", stated.get("crop_mode") or "center"
-    if "mean" not in stated or "std" not in stated or method not in _METHODS:
+    """timm's evaluation transform with its defaults; None if no pipeline is equivalent."""
+    pretrained = _pretrained(header)
+    method, mode = pretrained.get("interpolation") or "bicubic", pretrained.get("crop_mode") or "center"
+    if "mean" not in pretrained or "std" not in pretrained or method not in _METHODS:
         return None
     height, width = architecture.image
     size = f"{height}" if height == width else f"{height}, {width}"
-    high, wide = (math.floor(side / (stated.get("crop_pct") or 0.875)) for side in architecture.image)
+    high, wide = (math.floor(side / (pretrained.get("crop_pct") or 0.875)) for side in architecture.image)
     if mode == "squash" and (high, wide) == (height, width):
         pipeline = f"decode|resize({size}, {method})"
     elif mode == "squash":
         pipeline = f"decode|resize({high}, {wide}, {method})|central_crop({size})"
     elif mode == "center" and height == width:
         pipeline = f"decode|resize_small({high}, {method})|central_crop({size})"
-    else:  # borders, or a picture that just covers what is not square
+    else:  # padding, or an image that just covers a size that is not square
         return None
-    return Preprocess(pipeline, tuple(stated["mean"]), tuple(stated["std"]))
+    return Preprocess(pipeline, tuple(pretrained["mean"]), tuple(pretrained["std"]))
 
 
 def _class_names(header: CheckpointHeader) -> tuple[str, ...]:
@@ -163,14 +166,14 @@ def _class_names(header: CheckpointHeader) -> tuple[str, ...]:
 
 
 def unsupported_reason(architecture: Architecture) -> str | None:
-    """What neither timm nor the other PyTorch libraries can say."""
+    """Why neither timm nor the other PyTorch libraries can represent an architecture."""
     if not isinstance(architecture, ViTConfig):
-        return "it holds Vision Transformers, not ResNets"
+        return "it is for Vision Transformers, not ResNets"
     c = architecture
     if c.stem or c.axial:
-        return "it has no place for a hybrid's ResNet or for axial blocks"
+        return "it does not support a hybrid's ResNet or axial blocks"
     if c.position == "relative" or c.injection != "input":
-        return "it adds positions once, at the input, and has no place for relative ones"
+        return "it adds positions once, at the input, and does not support relative ones"
     return None
 
 
@@ -179,16 +182,16 @@ def _unsupported_reason(architecture: Architecture) -> str | None:
     if general or not isinstance(architecture, ViTConfig):
         return general
     if architecture.representation:
-        return "it has no place for the tanh layer of the pre-training head"
+        return "it does not support the tanh layer of the pre-training head"
     if architecture.norm_eps != 1e-6:
-        return f"it means a LayerNorm epsilon of 1e-6, not {architecture.norm_eps:g}"
+        return f"it implies a LayerNorm epsilon of 1e-6, not {architecture.norm_eps:g}"
     if architecture.pool == "map" and (architecture.prefix or architecture.norm_place == "features"):
         return "its attention pooling reads all tokens after the last LayerNorm"
     return None
 
 
 def _class_row(c: ViTConfig) -> ClassRow:
-    """With registers timm wants a row for every token in front or for none."""
+    """With registers, timm has a position row for every prefix token or for none."""
     return "folded" if c.registers else "either"
 
 
@@ -236,15 +239,15 @@ def _config(card: Card) -> dict[str, Any]:
 
 
 def _crop(card: Card) -> dict[str, Any]:
-    """The preprocessing in timm's words, or nothing where they do not reach: there its images have the model's size."""
+    """The preprocessing in timm's keys, empty if they cannot express it or its size is not the model's."""
     (height, width), preprocess = card.architecture.image, card.preprocess
     resizing = preprocess.resize_and_crop() if preprocess else None
     if preprocess is None or resizing is None or resizing.size != (height, width) or resizing.method not in _METHODS:
         return {}
-    stated = {"mean": list(preprocess.mean), "std": list(preprocess.std), "interpolation": resizing.method}
+    keys = {"mean": list(preprocess.mean), "std": list(preprocess.std), "interpolation": resizing.method}
     if resizing.short is None:
-        return {**stated, "crop_pct": 1.0, "crop_mode": "squash"}
-    return {**stated, "crop_pct": _percent(height, resizing.short), "crop_mode": "center"} if height == width else {}
+        return {**keys, "crop_pct": 1.0, "crop_mode": "squash"}
+    return {**keys, "crop_pct": _percent(height, resizing.short), "crop_mode": "center"} if height == width else {}
 
 
 def _percent(size: int, short: int) -> float:

@@ -1,4 +1,4 @@
-"""torchvision's VisionTransformer. Its files are pickles, which are only read; what is written is safetensors."""
+"""torchvision's VisionTransformer. Its pickles are read; written files are safetensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LAYER = "encoder.layers.encoder_layer_{}"
 
 
 def _renames(keys: Iterable[str]) -> dict[str, str]:
-    """Releases before 0.13 called the MLP's layers linear_1 and linear_2."""
+    """Releases before 0.13 named the layers of the MLP linear_1 and linear_2."""
     older = {"linear_1": "0", "linear_2": "3"}
     return {key: re.sub(r"\.mlp\.(linear_[12])\.", lambda m: f".mlp.{older[m[1]]}.", key) for key in keys}
 
@@ -36,9 +36,9 @@ def _entries(c: Architecture) -> list[Entry]:
     for i in range(c.depth):
         theirs, ours = _LAYER.format(i), f"blocks.{i}"
         entries += norm(f"{theirs}.ln_1", f"{ours}.norm1", c.width)
-        qkv, place = f"{theirs}.self_attention.in_proj", f"{ours}.attention.qkv"
-        entries += [Entry(f"{qkv}_weight", f"{place}.weight", (3 * c.width, c.width))]
-        entries += [Entry(f"{qkv}_bias", f"{place}.bias", (3 * c.width,))]
+        qkv, target = f"{theirs}.self_attention.in_proj", f"{ours}.attention.qkv"
+        entries += [Entry(f"{qkv}_weight", f"{target}.weight", (3 * c.width, c.width))]
+        entries += [Entry(f"{qkv}_bias", f"{target}.bias", (3 * c.width,))]
         entries += linear(f"{theirs}.self_attention.out_proj", f"{ours}.attention.out", c.width, c.width)
         entries += norm(f"{theirs}.ln_2", f"{ours}.norm2", c.width)
         entries += linear(f"{theirs}.mlp.0", f"{ours}.mlp.hidden", c.width, c.mlp)
@@ -55,13 +55,13 @@ def _architecture(header: CheckpointHeader) -> ViTConfig:
     hidden = f"{_LAYER.format(0)}.mlp.0.weight"
     sizes = read_sizes(header, "conv_proj.weight", hidden, r"encoder\.layers\.encoder_layer_(\d+)\.")
     grid = grid_of_rows(header, header.shape("encoder.pos_embedding", 3)[1] - 1)
-    before = "heads.pre_logits.weight"
+    pre_logits = "heads.pre_logits.weight"
     return ViTConfig(
         **vars(sizes),
         heads=heads_of(header, sizes.depth, sizes.width),
         image=(grid[0] * sizes.patch, grid[1] * sizes.patch),
         classes=header.shape("heads.head.weight", 2)[0] if header.has("heads.head.weight") else 0,
-        representation=header.shape(before, 2)[0] if header.has(before) else 0,
+        representation=header.shape(pre_logits, 2)[0] if header.has(pre_logits) else 0,
         gelu="erf",
         resize="torchvision",
     )
@@ -73,10 +73,10 @@ def _unsupported_reason(architecture: Architecture) -> str | None:
         return general
     c = architecture
     if c.pool != "token" or c.registers or c.layer_scale:
-        return "it means a class token, and has no place for registers or LayerScale"
+        return "it needs a class token, and does not support registers or LayerScale"
     if c.gelu != "erf":
-        return "it means the exact (erf) GELU, and these weights were made for the tanh one"
-    return None if c.norm_eps == 1e-6 else f"it means a LayerNorm epsilon of 1e-6, not {c.norm_eps:g}"
+        return "it implies the exact (erf) GELU, and these weights use the tanh one"
+    return None if c.norm_eps == 1e-6 else f"it implies a LayerNorm epsilon of 1e-6, not {c.norm_eps:g}"
 
 
 TORCHVISION = Format(
