@@ -38,7 +38,7 @@ ORACLES = {
 
 @pytest.mark.parametrize("level", [0, 0.3, 1, 1.5, 3])
 @pytest.mark.parametrize("name", ORACLES)
-def test_colour_operations_are_pillows(name, level):
+def test_colour_operations_match_pillow(name, level):
     got = getattr(augment, name)(IMAGE, level, generator())
     difference = np.abs(got.astype(int) - ORACLES[name](level))
     assert difference.max() <= 1  # where a product is a whole number, but for the last bit
@@ -67,12 +67,12 @@ def affine(*matrix: float) -> np.ndarray:
     return np.asarray(PILLOW.transform(PILLOW.size, Image.Transform.AFFINE, matrix, fillcolor=(FILL,) * 3))
 
 
-def test_rotation_is_pillows():
+def test_rotation_matches_pillow():
     got = signs(lambda rng: augment.rotate(IMAGE, 0.5, rng))
     matched(got, [np.asarray(PILLOW.rotate(angle, fillcolor=(FILL,) * 3)) for angle in (15, -15)])
 
 
-def test_shears_are_pillows():
+def test_shears_match_pillow():
     got = signs(lambda rng: augment.shear_x(IMAGE, 0.9, rng))
     # Pillow looks at the centres of pixels, half a pixel off.
     matched(got, [affine(1, shear, -shear / 2, 0, 1, 0) for shear in (0.27, -0.27)])
@@ -80,7 +80,7 @@ def test_shears_are_pillows():
     matched(got, [affine(1, 0, 0, shear, 1, -shear / 2) for shear in (0.27, -0.27)])
 
 
-def test_translations_are_pillows():
+def test_translations_match_pillow():
     got = signs(lambda rng: augment.translate_x(IMAGE, 1, rng))
     matched(got, [affine(1, 0, move, 0, 1, 0) for move in (43, -43)])  # 100 / 224 of 96
     got = signs(lambda rng: augment.translate_y(IMAGE, 1, rng))

@@ -156,7 +156,7 @@ def test_a_name_alone_is_looked_up_in_one_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [name for name, known in CATALOG.items() if known.layout])
-def test_without_a_copy_both_ways_to_name_one_are_said(name, tmp_path, monkeypatch):
+def test_a_missing_copy_is_refused_with_both_ways_to_name_one(name, tmp_path, monkeypatch):
     monkeypatch.delenv("VITRAL_DATA", raising=False)
     for source in (name, f"{name}:{tmp_path / 'nowhere'}"):
         said = refusal(source)
@@ -167,7 +167,7 @@ def test_without_a_copy_both_ways_to_name_one_are_said(name, tmp_path, monkeypat
     assert "is a single file: unpack it" in refusal(f"{name}:{archive}")
 
 
-def test_names_that_are_nearly_known(tmp_path):
+def test_a_misspelt_name_is_answered_with_the_closest(tmp_path):
     assert "did you mean cifar10?" in refusal(f"cifar1:{tmp_path}")
     assert "write digits alone" in refusal(f"digits:{tmp_path}")
 
@@ -221,7 +221,7 @@ def pets(folder: Path) -> tuple[Path, dict[str, np.ndarray]]:
     return folder, images
 
 
-def test_pets_go_by_the_makers_lists_and_numbers(tmp_path):
+def test_pets_follow_the_original_lists_and_numbers(tmp_path):
     folder, images = pets(tmp_path)
     put(folder / "images/Abyssinian_100.mat", b"beside the pictures")
     data = open_data(f"pets:{folder}")
@@ -358,7 +358,7 @@ def wnids(folder: Path, split: str, ids: list[str], each: int = 2) -> Path:
     return folder
 
 
-def test_imagenet_is_measured_on_val_and_sorted_by_id(tmp_path):
+def test_imagenet_is_evaluated_on_val_and_sorted_by_id(tmp_path):
     ids = ["n02000001", "n01000002", "n01000010"]
     wnids(wnids(tmp_path, "train", ids), "val", ids, each=1)
     data = open_data(f"imagenet:{tmp_path}")

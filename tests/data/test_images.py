@@ -45,20 +45,20 @@ def png(width: int, height: int, bits: int, colour: int, rows: bytes) -> bytes:
 
 @pytest.mark.parametrize("progressive", [False, True])
 @pytest.mark.parametrize("subsampling", [0, 1, 2])
-def test_jpeg_pixels_are_pillows(subsampling, progressive):
+def test_jpeg_pixels_match_pillow(subsampling, progressive):
     data = saved(PHOTO, "JPEG", subsampling=subsampling, progressive=progressive, quality=85)
     np.testing.assert_array_equal(decode(data), np.asarray(opened(data)))
     np.testing.assert_array_equal(decode(data, 1)[:, :, 0], np.asarray(opened(data).convert("L")))
 
 
 @pytest.mark.parametrize("options", [{"quality": 85}, {"keep_rgb": True}, {"optimize": True, "restart_marker_rows": 1}])
-def test_other_jpegs_are_pillows(options):
+def test_other_jpegs_match_pillow(options):
     data = saved(PHOTO, "JPEG", **options)
     np.testing.assert_array_equal(decode(data), np.asarray(opened(data)))
 
 
 @pytest.mark.parametrize("form", ["PNG", "WEBP", "BMP", "TIFF", "PPM", "GIF", "TGA"])
-def test_every_format_gives_pillows_pixels(form):
+def test_every_format_matches_pillow(form):
     data = saved(PHOTO, form)
     got = decode(data)
     np.testing.assert_array_equal(got, np.asarray(opened(data).convert("RGB")))
@@ -68,7 +68,7 @@ def test_every_format_gives_pillows_pixels(form):
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "TIFF"])
-def test_grey_is_copied_to_the_channels_asked_for(form):
+def test_grey_is_copied_to_all_channels(form):
     data = saved(PHOTO.convert("L"), form)
     grey = np.asarray(opened(data))
     np.testing.assert_array_equal(decode(data), np.stack([grey] * 3, axis=2))
@@ -120,7 +120,7 @@ def test_wide_integers_count_as_sixteen_bits_or_are_refused():
             decode(saved(Image.fromarray(wrong), "TIFF"))
 
 
-def test_transparency_is_laid_over_white():
+def test_transparency_is_composited_over_white():
     alpha = RNG.integers(0, 256, PIXELS.shape[:2], dtype=np.uint8)
     share = alpha[:, :, None] / 255
     expected = PIXELS * share + 255 * (1 - share)
@@ -151,7 +151,7 @@ def test_a_colour_key_is_transparent():
     assert got[1, 1].tolist() == [0, 0, 0]
 
 
-def test_cmyk_jpeg_is_pillows():
+def test_cmyk_jpeg_matches_pillow():
     data = saved(PHOTO.convert("CMYK"), "JPEG", quality=95)
     assert describe(data).mode == "CMYK"
     np.testing.assert_array_equal(decode(data), np.asarray(opened(data).convert("RGB")))
@@ -168,7 +168,7 @@ def test_an_animation_gives_its_first_frame(form):
     np.testing.assert_array_equal(decode(data), np.asarray(first))
 
 
-def test_a_phones_jpeg_with_a_second_picture_is_one_jpeg():
+def test_an_mpo_file_counts_as_one_jpeg():
     data = saved(PHOTO, "MPO", save_all=True, append_images=[PHOTO])
     facts = describe(data)
     assert (facts.format, facts.frames) == ("JPEG", 1)
@@ -205,7 +205,7 @@ def test_describing_reads_the_header_alone(form, monkeypatch):
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("size", [(1, 9), (9, 1), (1, 1)])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_a_turned_line_can_be_resized(size, orientation, channels):
+def test_a_rotated_row_can_be_resized(size, orientation, channels):
     """NumPy takes a line for contiguous whichever way it runs, torch does not."""
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -273,7 +273,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_no_picture_has_a_short_reason(name):
+def test_files_that_are_no_images_have_a_short_reason(name):
     data, reason = BAD[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -344,7 +344,7 @@ PILLOW = {
     "size, equal", [((20, 30), 0.99), ((43, 20), 0.99), ((100, 120), 0.99), ((17, 90), 0.85), ((1, 1), 1)]
 )
 @pytest.mark.parametrize("method", PILLOW)
-def test_resizing_is_pillows(method, size, equal):
+def test_resizing_matches_pillow(method, size, equal):
     expected = np.asarray(PHOTO.resize(size[::-1], PILLOW[method])).astype(int)
     got = resize(PIXELS, size, method)
     assert np.abs(got - expected).max() <= 1

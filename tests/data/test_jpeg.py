@@ -74,7 +74,7 @@ def test_upper_rows_are_those_of_the_whole_picture(subsampling, height, width, s
 
 
 @pytest.mark.parametrize("options", [{}, {"optimize": True}, {"restart_marker_rows": 1}, {"keep_rgb": True}])
-def test_what_lies_below_is_not_decoded(options, decoded_rows):
+def test_rows_below_the_region_are_not_decoded(options, decoded_rows):
     data = saved(photo(96, 80), **options)
     picture = open_lazily(data, 3)
     assert not decoded_rows
@@ -90,26 +90,26 @@ def test_all_is_decoded_at_once_where_the_last_row_of_blocks_is_needed(decoded_r
 
 
 @pytest.mark.parametrize("options", [{"progressive": True}, {"exif": tags(0x0112, 6)}])
-def test_progressive_and_turned_files_are_decoded_as_ever(options):
+def test_progressive_and_rotated_files_are_decoded_whole(options):
     data = saved(photo(96, 80), **options)
     picture = open_lazily(data, 3)
     assert isinstance(picture, np.ndarray)
     np.testing.assert_array_equal(picture, decode(data))
 
 
-def test_a_tag_that_turns_nothing_changes_nothing(decoded_rows):
+def test_an_orientation_tag_of_1_changes_nothing(decoded_rows):
     data = saved(photo(96, 80), exif=tags(0x0131, "a camera's software"))
     open_lazily(data, 3)[:20, :]
     assert decoded_rows == [21]
 
 
-def test_one_channel_of_colours_and_other_formats_are_decoded_as_ever():
+def test_grey_output_and_other_formats_are_decoded_whole():
     pixels = photo(50, 40)
     np.testing.assert_array_equal(open_lazily(saved(pixels), 1), decode(saved(pixels), 1))
     np.testing.assert_array_equal(open_lazily(images.encode_png(pixels), 3), pixels)
 
 
-def test_scans_of_one_colour_each_are_seen_through(decoded_rows):
+def test_separate_scans_per_channel_are_decoded(decoded_rows):
     """Rows in order, and yet the colours come one after the other: the early end shows as another complaint."""
     planes = photo(64, 48)
     data = one_scan_a_colour(planes)
@@ -121,14 +121,14 @@ def test_scans_of_one_colour_each_are_seen_through(decoded_rows):
 
 @pytest.mark.parametrize("options", [{}, {"restart_marker_rows": 1}])
 @pytest.mark.parametrize("kept", [0.3, 0.6, 0.9, 0.99])
-def test_a_missing_end_is_seen_from_above_it(kept, options):
+def test_a_truncated_file_is_detected_from_its_upper_rows(kept, options):
     data = saved(photo(96, 80), **options)
     picture = open_lazily(data[: int(kept * len(data))], 3)
     with pytest.raises(ImageError, match="truncated"):
         picture[:16, :]
 
 
-def test_absurd_sizes_are_refused_before_memory_is_taken():
+def test_absurd_sizes_are_refused_before_memory_is_allocated():
     data = bytearray(saved(photo(20, 20)))
     frame = images.jpeg_header(bytes(data)).frame
     assert frame is not None
@@ -137,7 +137,7 @@ def test_absurd_sizes_are_refused_before_memory_is_taken():
         open_lazily(bytes(data), 3)
 
 
-def test_markers_without_a_length_do_not_lead_astray():
+def test_markers_without_a_length_are_handled():
     data = saved(photo(96, 80))
     odd = data[:2] + b"\xff\xd0\0\2\xff\xd1\0\2" + data[2:]
     np.testing.assert_array_equal(open_lazily(odd, 3)[:20, :], decode(data)[:20])
@@ -157,7 +157,7 @@ def test_a_subsampling_without_a_name_is_left_to_pillow():
     changes=st.lists(st.tuples(st.floats(0, 0.999), st.integers(0, 255)), min_size=1, max_size=12),
     end=st.integers(1, 43),
 )
-def test_damage_gives_what_the_whole_gives_or_nothing(seed, changes, end):
+def test_damage_gives_the_pixels_of_a_full_decode_or_an_error(seed, changes, end):
     """The whole may be refused for damage below the part; where it is not, the part is the same."""
     data = bytearray(seed)
     for place, value in changes:
@@ -182,7 +182,7 @@ def test_damage_gives_what_the_whole_gives_or_nothing(seed, changes, end):
         "erase(1)|inception_crop(24)",
     ],
 )
-def test_pipelines_give_the_same_of_a_file_as_of_its_pixels(steps):
+def test_pipelines_give_equal_results_for_files_and_pixels(steps):
     pipeline, data = parse_pipeline(f"decode|{steps}"), saved(photo(96, 80))
     for seed in range(20):
         found, expected = (

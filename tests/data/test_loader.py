@@ -146,7 +146,7 @@ def test_workers_change_nothing(workers: int, no_child_is_left: None):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_workers_far_ahead_leave_alone_what_is_being_read(workers: int, monkeypatch: pytest.MonkeyPatch):
+def test_workers_that_prefetch_do_not_overwrite_the_current_batch(workers: int, monkeypatch: pytest.MonkeyPatch):
     def late(items: Sized, workers: int) -> Iterator[Any]:
         for item in iterate_in_workers(items, workers):
             time.sleep(0.01)  # the workers have made by now all that they were asked for
@@ -173,7 +173,7 @@ def test_workers_may_be_forked_or_spawned(method: str, no_child_is_left: None):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_later_start_reads_what_the_whole_run_reads_there(workers: int):
+def test_a_resumed_run_reads_what_the_whole_run_reads(workers: int):
     split = a_split()
     whole = list(training_batches(split, RANDOM, **SETTINGS))
     later = training_batches(split, RANDOM, **{**SETTINGS, "first_step": 4}, workers=workers)
@@ -182,7 +182,7 @@ def test_a_later_start_reads_what_the_whole_run_reads_there(workers: int):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_partners_put_the_row_before_the_slice_in_front(world: int):
+def test_mix_partner_puts_the_row_before_the_slice_first(world: int):
     split = a_split()
     whole = list(training_batches(split, RANDOM, **SETTINGS))
     for rank in range(world):
@@ -194,7 +194,7 @@ def test_partners_put_the_row_before_the_slice_in_front(world: int):
             assert equal(extra, joined([front, rows]))
 
 
-def test_an_order_narrows_or_repeats_the_examples():
+def test_an_order_selects_or_repeats_examples():
     split = a_split(12)
     order = np.array([2, 2, 5, 11])
     drawn = joined(list(training_batches(split, RANDOM, batch=4, seed=0, first_step=0, last_step=3, order=order)))
@@ -245,7 +245,7 @@ def test_several_labels_and_grey_pixels():
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_mistake_is_one_sentence_also_from_a_worker(workers: int):
+def test_a_user_error_in_a_worker_is_one_sentence(workers: int):
     coloured = split_of((np.zeros((12, 12, 3), np.uint8),))
     with pytest.raises(UserError, match=r"^[^\n]* has 3 channels and the model takes 1[^\n]*$"):
         list(evaluation_batches(coloured, PLAIN, batch=1, channels=1, workers=workers))
@@ -274,7 +274,7 @@ def test_batches_are_the_same_however_workers_start(start: str, monkeypatch):
         multiprocessing.set_start_method(usual, force=True)
 
 
-def test_no_memory_is_taken_for_images_that_are_not_there():
+def test_small_splits_allocate_small_batches():
     (batch,) = evaluation_batches(a_split(5), PLAIN, batch=10**9)
     assert batch.images.shape == (5, 3, 12, 12)
     parts = [list(evaluation_batches(a_split(5), PLAIN, batch=10**9, rank=rank, world=2)) for rank in range(2)]
@@ -301,7 +301,7 @@ def test_each_worker_keeps_to_its_own_buffers():
         assert writer == writers[item % loader.buffer_count(3)]
 
 
-def test_who_stops_early_leaves_no_process(no_child_is_left: None):
+def test_stopping_early_leaves_no_process(no_child_is_left: None):
     batches = training_batches(a_split(), RANDOM, **{**SETTINGS, "last_step": 1000}, workers=2)
     next(batches)
     assert len(children()) == 2
@@ -401,7 +401,7 @@ def test_a_damaged_file_is_written_again(damage: str, tmp_path: Path):
     assert pixels.read_bytes() == sound
 
 
-def test_what_a_reader_changes_stays_out_of_the_file(tmp_path: Path):
+def test_changes_to_read_pixels_do_not_reach_the_file(tmp_path: Path):
     split = a_split()
     kept, _ = decode_once(split, tmp_path)
     np.asarray(kept.reader.read(0))[:] = 0

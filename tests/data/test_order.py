@@ -39,7 +39,7 @@ def test_every_epoch_is_a_permutation(n: int, seed: int, epoch: int):
 
 @settings(deadline=None)
 @given(n=st.integers(1, 10**12), seed=SEEDS, data=st.data())
-def test_a_place_does_not_depend_on_what_else_is_asked(n: int, seed: int, data: st.DataObject):
+def test_a_position_does_not_depend_on_the_other_positions(n: int, seed: int, data: st.DataObject):
     if n <= SMALL:
         n += SMALL
     places = np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=2, max_size=20, unique=True)))
@@ -60,7 +60,7 @@ def test_every_order_of_a_few_examples_is_equally_likely(n: int):
 
 
 @pytest.mark.parametrize("n", [SMALL - 7, SMALL + 1, 2**14, 50_000])
-def test_two_places_of_an_order_are_uniform_and_independent(n: int):
+def test_two_positions_of_an_order_are_uniform_and_independent(n: int):
     """Over many seeds the examples at two places fill a 12 x 12 table evenly, and so do their differences and xors."""
     seeds, cells = 3000, 12
     for first, second in ((0, 1), (7, 4000)):
@@ -74,7 +74,7 @@ def test_two_places_of_an_order_are_uniform_and_independent(n: int):
 
 
 @pytest.mark.parametrize("n", [1000, 20_000])
-def test_orders_are_unlike_each_other_and_unlike_the_files(n: int):
+def test_orders_differ_from_each_other_and_from_the_files(n: int):
     """A random order keeps one example in its place on average (Poisson), and correlates like 1 / sqrt(n)."""
     base = permute(np.arange(n), n, 1, 0)
     others = (np.arange(n), permute(np.arange(n), n, 1, 1), permute(np.arange(n), n, 2, 0), np.roll(base, 1))

@@ -98,24 +98,24 @@ WORDS = st.text("abc019._-", min_size=1, max_size=4)
 
 
 @given(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), st.lists(WORDS, max_size=4), st.sampled_from(["", " ", "  "]))
-def test_a_step_is_split_into_what_it_was_written_of(name, words, space):
+def test_a_step_is_split_into_name_and_arguments(name, words, space):
     inside = f"{space},{space}".join(words)
     assert split_step(f"{name}{space}({space}{inside}{space})") == (name, words)
     assert split_step(name) == (name, [])
 
 
 @pytest.mark.parametrize("text", ["", "flip(", "flip)", "flip(1)(2)", "flip((1))", "flip flip", "(1)", " flip"])
-def test_what_is_no_step_is_not_split(text):
+def test_invalid_steps_are_not_split(text):
     assert split_step(text) is None
 
 
 @pytest.mark.parametrize("word", ["", "x", "nan", "inf", "-inf", "1e999", "1 2"])
-def test_a_number_is_a_finite_one(word):
+def test_only_finite_numbers_are_numbers(word):
     assert as_number(word) is None
     assert as_number("-2.5e1") == -25
 
 
-def test_a_number_is_taken_within_its_ends_and_whole_where_it_must_be():
+def test_a_number_argument_checks_range_and_wholeness():
     layers, chance = NumberArgument("layers", 1, 16, whole=True), NumberArgument("chance", 0, 1)
     assert [layers.accepts(value) for value in (0, 1, 1.5, 16, 16.5, 17)] == [False, True, False, True, False, False]
     assert [chance.accepts(value) for value in (-0.1, 0, 0.5, 1, 1.1)] == [False, True, True, True, False]
@@ -135,7 +135,7 @@ def test_a_number_is_taken_within_its_ends_and_whole_where_it_must_be():
         ("|normalize(0.1, 0.2, 0.3, 1, 2, 3)", (0.1, 0.2, 0.3), (1, 2, 3)),
     ],
 )
-def test_the_values_a_model_sees(last, mean, std):
+def test_normalisation_of_the_last_step(last, mean, std):
     text, got_mean, got_std = parse_preprocess(f"decode|resize(224){last}")
     assert text == "decode|resize(224)"
     np.testing.assert_allclose(got_mean, np.broadcast_to(mean, 3))
@@ -151,12 +151,12 @@ def test_value_range_ends_where_it_says():
 @pytest.mark.parametrize(
     "last", ["value_range(1, 0)", "value_range(1)", "imagenet_norm(3)", "normalize(0.5, 0)", "normalize(a, b)"]
 )
-def test_values_that_make_no_sense_are_refused(last):
+def test_invalid_normalisations_are_refused(last):
     with pytest.raises(UserError, match="write value_range"):
         parse_preprocess(f"decode|resize(8)|{last}")
 
 
-def test_values_for_another_number_of_channels_are_refused():
+def test_normalisations_for_another_number_of_channels_are_refused():
     with pytest.raises(UserError, match="for 3 channels, the images have 1"):
         parse_preprocess("decode|resize(8)|imagenet_norm", channels=1)
 
@@ -170,7 +170,7 @@ def close_to(got: np.ndarray, expected: np.ndarray) -> None:
 @pytest.mark.parametrize(
     ("method", "filter"), [("bilinear", Image.Resampling.BILINEAR), ("bicubic", Image.Resampling.BICUBIC)]
 )
-def test_evaluation_pixels_are_pillows(method, filter):
+def test_evaluation_pixels_match_pillow(method, filter):
     photo = Image.fromarray(PHOTO)
     square = photo.resize((224, 224), filter)
     close_to(parse_pipeline(f"decode|resize(224, {method})")(PHOTO), np.asarray(square))
@@ -179,7 +179,7 @@ def test_evaluation_pixels_are_pillows(method, filter):
     close_to(parse_pipeline(f"decode|resize_small(248, {method})|central_crop(224)")(PHOTO), np.asarray(cropped))
 
 
-def test_real_photographs_are_pillows(assets):
+def test_real_photographs_match_pillow(assets):
     pipeline = parse_pipeline("decode|resize_small(248, bicubic)|central_crop(224)")
     files = sorted(Path(assets, "data", "imagenet_val_1000").glob("*/*"))[::50]
     assert files
@@ -312,18 +312,18 @@ def test_inception_crops_have_the_stated_areas_and_shapes():
     assert (top / (200 - high + 1)).mean() == pytest.approx(0.5, abs=0.03)
 
 
-def test_the_least_area_can_be_stated():
+def test_the_minimum_area_can_be_set():
     top, left, bottom, right = crops("decode|inception_crop(200, 0.5, nearest)", 300).T
     assert ((bottom - top + 1) * (right - left + 1)).min() / (200 * 250) > 0.48
 
 
-def test_an_image_no_shape_fits_is_taken_whole():
+def test_an_image_that_fits_no_crop_is_used_whole():
     line = np.arange(250, dtype=np.uint8).reshape(1, 250, 1)
     got = parse_pipeline("decode|inception_crop(2, 250, 1, nearest)")(line, generator())
     np.testing.assert_array_equal(got[0], line[0])
 
 
-def test_random_crops_reach_every_place_alike():
+def test_random_crops_are_uniform():
     top, left, bottom, right = crops("decode|random_crop(198, 249)", 600).T
     assert (bottom - top == 197).all()
     assert (right - left == 248).all()

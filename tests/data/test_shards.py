@@ -65,7 +65,7 @@ def test_shards_are_read_in_any_order_and_by_any_process(tmp_path):
         assert open_data(same).train.fingerprint() == data.train.fingerprint()
 
 
-def test_names_of_shards_tell_the_split(tmp_path):
+def test_the_split_is_read_from_shard_names(tmp_path):
     tar(tmp_path / "set-train-0.tar", pairs(0, 9))
     tar(tmp_path / "set-val-0.tar", pairs(9, 12))
     data = open_data(f"{tmp_path}/set-{{train,val}}-0.tar")
@@ -106,7 +106,7 @@ def test_the_index_is_made_once_and_again_when_the_shard_changes(tmp_path, monke
     assert len(scans) == 2
 
 
-def test_a_read_only_place_is_indexed_in_the_cache(tmp_path, monkeypatch):
+def test_a_read_only_folder_is_indexed_in_the_cache(tmp_path, monkeypatch):
     shard = tar(tmp_path / "data/x.tar", pairs(0, 5))
     monkeypatch.setenv("VITRAL_CACHE", str(tmp_path / "cache"))
     write = Path.write_text
@@ -124,7 +124,7 @@ def test_a_read_only_place_is_indexed_in_the_cache(tmp_path, monkeypatch):
     assert index_shard(shard) == first
 
 
-def test_the_cache_lies_where_the_user_says(tmp_path, monkeypatch):
+def test_the_cache_folder_follows_the_environment(tmp_path, monkeypatch):
     monkeypatch.delenv("VITRAL_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert cache_folder("shards") == Path(os.path.expanduser("~")) / ".cache/vitral/shards"
@@ -173,7 +173,7 @@ def test_faulty_shards_say_what_to_do(tmp_path, members, said):
     assert said in str(caught.value)
 
 
-def test_no_tar_and_a_shard_cut_short(tmp_path):
+def test_other_files_and_truncated_shards(tmp_path):
     shard = tar(tmp_path / "x.tar", pairs(0, 6))
     split = open_data(shard, held_out=0).train
     whole = shard.read_bytes()
@@ -236,7 +236,7 @@ def test_several_files_in_any_order_and_by_any_process(tmp_path, monkeypatch):
         for row in np.random.default_rng(0).permutation(30).tolist():
             assert reader.read(row) == f"image {row}".encode()
             assert split.classes[split.labels[row]] == ("even" if row % 2 == 0 else "odd")
-    assert len(split.reader._kept) < 3  # type: ignore[attr-defined]
+    assert len(split.reader._cached) < 3  # type: ignore[attr-defined]
 
 
 def test_lists_of_labels_and_plain_bytes(tmp_path):

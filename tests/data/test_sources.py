@@ -62,7 +62,7 @@ def test_any_texts_have_a_natural_order(texts):
     assert sorted(reversed(texts), key=natural_key) == found
 
 
-def test_words_in_names_tell_the_split():
+def test_the_split_is_read_from_words_in_names():
     names = {"train-00000-of-00002": "train", "imagenet1k-validation-03": "val", "Testing": "test", "contest": None}
     assert {name: split_name(name) for name in names} == names
 
@@ -86,7 +86,7 @@ def test_held_out_share_of_each_class_and_independence_of_order(labels, share, s
     np.testing.assert_array_equal(again, held[order])
 
 
-def test_a_made_split_is_disjoint_complete_and_told(tmp_path):
+def test_a_held_out_split_is_disjoint_complete_and_noted(tmp_path):
     names = [f"{label}/{number}.png" for label in "ab" for number in range(10)]
     data = open_data(plant(tmp_path, *names), seed=3)
     assert data.test is not None
@@ -152,7 +152,7 @@ def test_fingerprint_and_stamp(tmp_path):
 # Folders
 
 
-def test_folder_with_splits_links_and_strangers(tmp_path):
+def test_folder_with_splits_links_and_other_files(tmp_path):
     folder = plant(tmp_path / "set", *(f"Train/{label}/x.png" for label in ("10", "2", "1")), "val/2/deep/er/y.png")
     plant(folder, "Train/1/.hidden.png", "Train/1/noext", "Train/__MACOSX/z.png", "extra/a/b.png", "val/loose.png")
     (folder / "Train/1/notes.txt").write_text("no picture")
@@ -249,7 +249,7 @@ def test_a_folder_with_test_alone_is_for_testing(tmp_path, held_out):
         open_to_train(folder, Recipe())
 
 
-def test_no_such_source_and_no_rights(tmp_path, monkeypatch):
+def test_missing_sources_and_missing_permissions(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="did you mean digits"):
         open_data("digit")
     with pytest.raises(UserError, match="is not a data set: name a folder"):

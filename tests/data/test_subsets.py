@@ -91,7 +91,7 @@ def test_other_seeds_draw_others_and_one_seed_the_same():
 
 
 @given(counts=st.tuples(*[st.integers(4, 30)] * 3), size=st.integers(1, 8), seed=st.integers(0, 99))
-def test_subsets_of_any_size_are_measured_on_the_same_images(counts, size, seed):
+def test_subsets_of_any_size_are_evaluated_on_the_same_images(counts, size, seed):
     whole = restrict_train(data(train=counts), dev=0.25)
     few = restrict_train(data(train=counts), dev=0.25, subset=size, subset_seed=seed)
     assert keys(few.val) == keys(whole.val)
@@ -122,7 +122,7 @@ def test_dev_has_its_share_of_each_class_and_nothing_of_train(counts, share):
     assert f"Evaluated on dev ({len(chosen.val):,} images)" in chosen.messages[-1]
 
 
-def test_a_val_split_is_what_choices_are_made_on():
+def test_a_val_split_is_used_as_the_dev_split():
     whole = data(train=(9, 9, 9), val=(3, 3, 3), test=(4, 4, 4))
     chosen = restrict_train(whole, dev=0.3)
     assert chosen is whole
@@ -144,7 +144,7 @@ def test_data_with_a_test_split_only_is_left_as_it_is():
 # Lists
 
 
-def test_what_a_list_names_is_left_out_of_train_alone():
+def test_excluded_images_are_left_out_of_train_alone():
     whole = data(train=(5, 5, 5), test=(2, 2, 2))
     names = {"train/ant/0.png", "train/cat/14.png", "test/ant/0.png", "another/set.png"}
     left = restrict_train(whole, exclude=names)
@@ -160,7 +160,7 @@ def test_a_list_whose_images_were_all_held_out_is_no_mistake():
     assert keys(left.train) == keys(whole.train)
 
 
-def test_what_is_left_out_is_neither_drawn_nor_chosen_on():
+def test_excluded_images_are_in_no_subset_and_no_dev_split():
     whole = data(train=(12, 12, 12), test=(2, 2, 2))
     names = set(list(whole.train.keys)[::3])
     left = restrict_train(whole, exclude=names, dev=0.3, subset=10)
@@ -208,7 +208,7 @@ def seen(pictures: Path, run: Path) -> set[str]:
     return keys(opened.train)
 
 
-def test_a_run_trains_on_its_draw_and_is_measured_on_dev(pictures, small_run):
+def test_a_run_trains_on_its_subset_and_is_evaluated_on_dev(pictures, small_run):
     used = seen(pictures, small_run)
     assert len(used) == 9
     assert used.isdisjoint({"class-0/3.png", "class-2/7.png"})
@@ -220,7 +220,7 @@ def test_a_run_trains_on_its_draw_and_is_measured_on_dev(pictures, small_run):
     assert json.loads((small_run / "result.json").read_text())["metrics"]["n"] == 6
 
 
-def test_the_command_line_says_what_is_left(pictures, tmp_path, monkeypatch, capsys):
+def test_the_command_line_prints_subset_and_dev_split(pictures, tmp_path, monkeypatch, capsys):
     words = [*SHAPE, *PLAIN, "steps=1", "batch=4", "data.subset=7", "data.dev=0.25"]
     said = Command(monkeypatch, capsys)("train", pictures, "--model", MODEL, "--out", tmp_path / "run", "--set", *words)
     assert said.code == 0
@@ -235,7 +235,7 @@ def test_the_command_line_says_what_is_left(pictures, tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize("split", ["", "dev", "test"])
-def test_evaluation_never_scores_what_the_run_has_seen(pictures, small_run, monkeypatch, split):
+def test_evaluation_never_uses_training_images(pictures, small_run, monkeypatch, split):
     scored: list[set[str]] = []
     real = evaluation.predict_split
     monkeypatch.setattr(
@@ -274,7 +274,7 @@ def test_what_protocols_choose_on_does_not_depend_on_the_subset(pictures):
 
 
 @pytest.mark.parametrize("words", [["data.subset=20"], ["data.exclude=LIST"], ["data.dev=0.3"]])
-def test_a_narrow_run_is_scored_on_other_data(pictures, tmp_path, words):
+def test_a_run_on_a_subset_is_evaluated_on_other_data(pictures, tmp_path, words):
     (tmp_path / "LIST").write_text("class-0/3.png\nclass-2/7.png\n")
     words = [word.replace("LIST", str(tmp_path / "LIST")) for word in words]
     train(pictures, tmp_path / "run", *words, "steps=1")
@@ -286,7 +286,7 @@ def test_a_narrow_run_is_scored_on_other_data(pictures, tmp_path, words):
     assert "All 6 images are scored." in found.notes[0]
 
 
-def test_a_lost_list_is_told_rather_than_training_images_scored(pictures, tmp_path):
+def test_a_missing_exclusion_list_is_an_error(pictures, tmp_path):
     (tmp_path / "list").write_text("class-0/3.png\nclass-2/7.png\n")
     train(pictures, tmp_path / "run", f"data.exclude={tmp_path / 'list'}", "steps=1")
     (tmp_path / "list").unlink()
@@ -294,6 +294,6 @@ def test_a_lost_list_is_told_rather_than_training_images_scored(pictures, tmp_pa
         api.evaluate(tmp_path / "run", pictures, device="cpu")
 
 
-def test_a_run_is_scored_on_data_with_one_image_a_class(small_run, tmp_path):
+def test_a_run_is_evaluated_on_data_with_one_image_per_class(small_run, tmp_path):
     other = make_pictures(tmp_path / "single", images=1)
     assert api.evaluate(small_run, other, device="cpu").metrics["n"] == 3

@@ -190,7 +190,7 @@ def test_the_first_images_and_those_after_ninety_percent_are_taken(tmp_path, lay
 
 
 @pytest.mark.parametrize("layout", ["parquet", "folders"])
-def test_class_after_class_is_not_taken_from_the_front(tmp_path, layout):
+def test_files_sorted_by_class_are_sampled_by_hash(tmp_path, layout):
     splits = {"train": pictures(200, 10), "test": pictures(30, 10, seed=1)}
     splits["train"].sort(key=lambda record: int(record["label"]))
     write_layout(layout, tmp_path, splits)
@@ -367,13 +367,13 @@ def test_two_versions_are_not_mixed(tmp_path):
         open_task("svhn", tmp_path, **FEW)
 
 
-def test_the_wanted_form_is_found_among_others(tmp_path):
+def test_the_right_configuration_is_found_among_others(tmp_path):
     write_stand_in("eurosat", tmp_path, train=200, layout="tfrecord", shrink=2)
     write_records(tmp_path / "eurosat" / "all" / "2.0.0", "eurosat", {"train": pictures(3, 10)})
     assert len(open_task("eurosat", tmp_path, **FEW).test) == 40
 
 
-def test_an_extra_split_stays_outside(tmp_path):
+def test_an_extra_split_is_ignored(tmp_path):
     splits = {"train": pictures(200, 10), "test": pictures(30, 10, seed=1), "extra": pictures(500, 10, seed=2)}
     write_layout("parquet", tmp_path, splits)
     task = open_task("svhn", tmp_path, **FEW)

@@ -63,7 +63,7 @@ def test_a_part_and_the_rest_are_the_whole():
 
 
 @pytest.mark.parametrize("text", ["", "train[", "train[:]x", "train[5]", "train[a:b]", "train[:10.5%]", "train[::2]"])
-def test_other_words_are_refused(text):
+def test_invalid_expressions_are_refused(text):
     with pytest.raises(ValueError, match="is no split expression"):
         positions(text, 10)
 
@@ -190,7 +190,7 @@ def test_nested_values_are_flattened_in_order():
 
 
 @pytest.mark.parametrize("classes", [2, 10, 100, 397])
-def test_a_draw_is_told_from_class_after_class(classes):
+def test_a_random_sample_is_distinguished_from_sorted_classes(classes):
     rng = np.random.default_rng(classes)
     labels = np.sort(rng.choice(classes, 20_000, p=rng.dirichlet(np.full(classes, 5.0))))
     stored = np.bincount(labels, minlength=classes)
@@ -201,7 +201,7 @@ def test_a_draw_is_told_from_class_after_class(classes):
             assert fairly_drawn(np.bincount(some, minlength=classes), stored)
 
 
-def test_the_sprites_in_their_own_order_are_told_from_a_draw():
+def test_the_stored_order_of_sprites_is_not_a_random_sample():
     """y runs fastest, then x: the first 800 images have 25 of 32 x positions, all with one orientation."""
     across = np.arange(32 * 32 * 40) // 32 % 32 // 2
     assert not fairly_drawn(np.bincount(across[:800], minlength=16), np.bincount(across))
