@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vitral.architecture import ResizeRule, Size, ViTConfig
 from vitral.models import position
 from vitral.models.position import (
-    FactorisedPosition,
+    FactorizedPosition,
     LearnedPosition,
     RelativePosition,
     resize_offsets,
@@ -120,7 +120,7 @@ def test_the_same_grid_gives_the_table_itself(rule: ResizeRule) -> None:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("grid", [(3, 4), (5, 2), (1, 9)])
 def test_a_2d_table_resizes_each_axis(rule: ResizeRule, grid: Size) -> None:
-    module = FactorisedPosition(replace(SMALL, position="2d", resize=rule)).double()
+    module = FactorizedPosition(replace(SMALL, position="2d", resize=rule)).double()
     table = module.table_for(torch.empty(1, *grid, 16))
     x = resize_table(module.x.unsqueeze(0), (1, grid[1]), rule)
     y = resize_table(module.y.unsqueeze(1), (grid[0], 1), rule)

@@ -1,4 +1,4 @@
-"""LoRA (Hu et al. 2021): a frozen linear layer plus a product of two thin matrices that learn."""
+"""LoRA (Hu et al. 2021): a frozen linear layer plus a trained product of two low-rank matrices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vitral.models.vit import ViT
 
 
 class LoraLinear(nn.Linear):
-    """y = x W' + b + x down' up'. The frozen parts keep their names, so the weights of the plain model still load."""
+    """y = x W' + b + x down' up'. The frozen parameters keep their names, so weights of the plain model still load."""
 
     def __init__(self, linear: nn.Linear, rank: int) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
@@ -26,14 +26,14 @@ class LoraLinear(nn.Linear):
         nn.init.uniform_(self.down, -bound, bound)
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., inputs) -> (..., outputs)"""
+        """(..., in) -> (..., out)"""
         return super().forward(input) + F.linear(F.linear(input, self.down), self.up)
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
-        """A plain layer that computes the same."""
+        """A plain linear layer that computes the same."""
         plain = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        # The product is summed in double precision: merging should cost one rounding, not rank of them.
+        # In double precision, so that merging costs one rounding instead of `rank` of them.
         product = self.up.double() @ self.down.double()
         plain.weight = nn.Parameter((self.weight.double() + product).to(self.weight.dtype))
         if self.bias is not None:
@@ -42,9 +42,16 @@ class LoraLinear(nn.Linear):
 
 
 def add_lora(model: nn.Module, rank: int) -> None:
-    """Puts adapters on every linear layer of the blocks, in place; from then on only they and the head learn.
+    """Put adapters on every linear layer of the blocks, in place, and freeze all but these and the head.
 
-    `up` starts at zero, so the model computes what it did. No factor alpha / rank: the learning rate does its work.
+    `up` starts at zero, so that the outputs do not change. There is no factor alpha / rank: tune the learning rate.
+
+    Args:
+        model: a ViT.
+        rank: of the low-rank product, at least 1.
+
+    Raises:
+        UserError: not a ViT, a rank below 1, or a model that has adapters already.
     """
     if not isinstance(model, ViT):
         raise UserError(
@@ -57,18 +64,18 @@ def add_lora(model: nn.Module, rank: int) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith("head."))
     for block in model.blocks:
-        _swap_layers(block, nn.Linear, lambda linear: LoraLinear(linear, rank))
+        _replace_layers(block, nn.Linear, lambda linear: LoraLinear(linear, rank))
 
 
 def merge_lora(model: nn.Module) -> None:
-    """Adds every adapter into the layer it adapts, in place: the plain model again, and all of it may learn."""
-    _swap_layers(model, LoraLinear, LoraLinear.merged)
+    """Add every adapter to its layer's weight, in place, and make all parameters trainable: a plain model again."""
+    _replace_layers(model, LoraLinear, LoraLinear.merged)
     model.requires_grad_(True)
 
 
-def _swap_layers(module: nn.Module, kind: type[nn.Module], change: Callable[[Any], nn.Module]) -> None:
+def _replace_layers(module: nn.Module, layer_type: type[nn.Module], change: Callable[[Any], nn.Module]) -> None:
     for name, child in list(module.named_children()):
-        if isinstance(child, kind):
+        if isinstance(child, layer_type):
             setattr(module, name, change(child))
         else:
-            _swap_layers(child, kind, change)
+            _replace_layers(child, layer_type, change)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vitral.architecture import Architecture, ModuleConfig, ResNetConfig, ViTConfig
 from vitral.errors import UserError
 from vitral.models.layers import Attention
-from vitral.models.position import FactorisedPosition, LearnedPosition, sincos2d
+from vitral.models.position import FactorizedPosition, LearnedPosition, sincos2d
 from vitral.models.resnet import ResNet
 from vitral.models.vit import ViT
 
@@ -51,11 +51,11 @@ def mimetic_init(model: ViT) -> None:
         if isinstance(module, Attention):
             _init_attention(module)
     for position in model.positions[:1]:
-        if isinstance(position, LearnedPosition | FactorisedPosition):
+        if isinstance(position, LearnedPosition | FactorizedPosition):
             _init_position(position, model.config)
 
 
-def _init_position(position: LearnedPosition | FactorisedPosition, config: ViTConfig) -> None:
+def _init_position(position: LearnedPosition | FactorizedPosition, config: ViTConfig) -> None:
     """Sines and cosines, without their mean over the grid, which distinguishes no position."""
     table = sincos2d(config.grid(config.image), config.width)
     table -= table.mean(dim=(0, 1))

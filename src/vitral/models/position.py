@@ -1,4 +1,4 @@
-"""Where a patch is: the position embeddings of Table 8, and how a table fits another grid."""
+"""Position embeddings (Table 8), and how their tables are resized to another grid."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vitral.models.init import normal
 
 
 class Position(nn.Module):
-    """What is added to the tokens: a table over the grid, a row for the class token where it has one, else zeros."""
+    """What is added to the tokens: a table over the grid; for prefix tokens zeros, or a row for the class token."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -22,11 +22,11 @@ class Position(nn.Module):
         self.class_row = nn.Parameter(_small_normal(config.width)) if config.class_row else None
 
     def table_for(self, patches: Tensor) -> Tensor:
-        """(b, h, w, d) -> (h, w, d), the table for the grid of these patches."""
+        """The table for the grid of the patches: (batch, h, w, dim) -> (h, w, dim)"""
         raise NotImplementedError
 
     def forward(self, patches: Tensor) -> Tensor:
-        """(b, h, w, d) -> (prefix + h * w, d)"""
+        """(batch, h, w, dim) -> (prefix + h * w, dim)"""
         table = self.table_for(patches).flatten(0, 1)
         if self.class_row is None:
             return F.pad(table, (0, 0, self.prefix, 0))
@@ -35,7 +35,7 @@ class Position(nn.Module):
 
 
 class LearnedPosition(Position):
-    """ "1-D" in the paper: one learned row per patch in raster order. The grid is kept, so any size can be derived."""
+    """ "1-D" in the paper: one learned row per patch in raster order. Stored as a grid, so that it can be resized."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__(config)
@@ -45,7 +45,7 @@ class LearnedPosition(Position):
         return resize_table(self.table, grid_of(patches), self.rule)
 
 
-class FactorisedPosition(Position):
+class FactorizedPosition(Position):
     """ "2-D" in the paper: a learned X and a learned Y table of half the width each, concatenated (D.4)."""
 
     def __init__(self, config: ViTConfig) -> None:
@@ -63,7 +63,7 @@ class FactorisedPosition(Position):
 
 
 class SinCosPosition(Position):
-    """Fixed sines and cosines of the column and the row, as in big_vision; computed for the grid at hand."""
+    """Fixed sines and cosines of the column and the row, as in big_vision, computed for the grid of the patches."""
 
     def table_for(self, patches: Tensor) -> Tensor:
         return sincos2d(grid_of(patches), patches.shape[-1], patches.device)
@@ -82,24 +82,24 @@ class RelativePosition(nn.Module):
         self.table = nn.Parameter(_small_normal(2 * height * width - 1, config.width // config.heads))
 
     def forward(self, q: Tensor, grid: Size) -> Tensor:
-        """Queries (b, heads, prefix + n, d / heads) -> attention bias (b, heads, prefix + n, prefix + n)"""
+        """Queries (batch, heads, prefix + n, dim) -> attention bias (batch, heads, prefix + n, prefix + n)"""
         n = grid[0] * grid[1]
         table = resize_offsets(self.table, 2 * n - 1)
-        logits = q[:, :, self.prefix :] @ (table * q.shape[-1] ** -0.5).to(q.dtype).T  # (b, heads, n, 2n - 1)
-        place = torch.arange(n, device=q.device)
-        offset = place[:, None] - place[None, :] + n - 1  # (n, n), of query minus key
+        logits = q[:, :, self.prefix :] @ (table * q.shape[-1] ** -0.5).to(q.dtype).T  # (batch, heads, n, 2n - 1)
+        index = torch.arange(n, device=q.device)
+        offset = index[:, None] - index[None, :] + n - 1  # (n, n), query minus key
         bias = logits.gather(-1, offset.expand(*logits.shape[:2], -1, -1))
         return F.pad(bias, (self.prefix, 0, self.prefix, 0))
 
 
 def build_position(config: ViTConfig) -> Position | None:
-    """The module whose output is added to the tokens, or None where nothing is."""
-    kinds = {"1d": LearnedPosition, "2d": FactorisedPosition, "sincos2d": SinCosPosition}
-    return kinds[config.position](config) if config.position in kinds else None
+    """The module whose output is added to the tokens; None where nothing is added."""
+    classes = {"1d": LearnedPosition, "2d": FactorizedPosition, "sincos2d": SinCosPosition}
+    return classes[config.position](config) if config.position in classes else None
 
 
 def grid_of(patches: Tensor) -> Size:
-    """(b, h, w, d) -> h, w"""
+    """Height and width of patches (batch, h, w, dim)."""
     return patches.shape[1], patches.shape[2]
 
 
@@ -115,52 +115,52 @@ def sincos2d(grid: Size, width: int, device: torch.device | None = None) -> Tens
 
 
 def resize_table(table: Tensor, grid: Size, rule: ResizeRule) -> Tensor:
-    """(h, w, d) -> (h', w', d) by a named rule; the same grid gives the table itself, bit for bit."""
+    """(h, w, dim) -> (h', w', dim) by a named rule; the same grid returns the table itself."""
     height, width, _ = table.shape
     if (height, width) == grid:
         return table
     with _full_precision(table):
-        exact = _wide(table)
+        exact = _at_least_float32(table)
         rows = _resize_matrix(height, grid[0], rule, exact)
         columns = _resize_matrix(width, grid[1], rule, exact)
         return torch.einsum("ih,jw,hwd->ijd", rows, columns, exact).to(table.dtype)
 
 
 def resize_offsets(table: Tensor, length: int) -> Tensor:
-    """(2n - 1, d) -> (2n' - 1, d), linear with the ends and offset 0 in place; n' = 1 has offset 0 alone."""
+    """(2n - 1, dim) -> (2n' - 1, dim), linear, ends and offset 0 aligned; n' = 1 has offset 0 alone."""
     if len(table) == length:
         return table
     if length == 1:
         return table[len(table) // 2 :][:1]
     with _full_precision(table):
-        exact = _wide(table)
+        exact = _at_least_float32(table)
         return (_resize_matrix(len(table), length, "google", exact) @ exact).to(table.dtype)
 
 
 def _resize_matrix(old: int, new: int, rule: ResizeRule, like: Tensor) -> Tensor:
-    """(new, old): how much of each old row goes into each new one. All the rules are linear and separable.
+    """(new, old): the weight of each old row in each new one. All rules are linear and separable.
 
     google       linear, corners aligned (scipy.ndimage.zoom of order 1)
     torchvision  cubic (a = -3/4), corners aligned
-    hf           cubic (a = -3/4), pixel centres aligned
-    dino         as hf, but with DINO's scale of (new + 0.1) / old
-    timm         cubic (a = -1/2), pixel centres aligned, widened against aliasing when it shrinks
+    hf           cubic (a = -3/4), pixel centers aligned
+    dino         as hf, but with DINO's scale factor (new + 0.1) / old
+    timm         cubic (a = -1/2), pixel centers aligned, widened against aliasing when it shrinks
     """
-    index = torch.arange(new, dtype=like.dtype, device=like.device)
+    row = torch.arange(new, dtype=like.dtype, device=like.device)
     if rule in ("google", "torchvision"):
-        centre = index * ((old - 1) / (new - 1) if new > 1 else 0.0)
+        center = row * ((old - 1) / (new - 1) if new > 1 else 0.0)
     else:
-        centre = (index + 0.5) * (old / (new + 0.1) if rule == "dino" else old / new) - 0.5
+        center = (row + 0.5) * (old / (new + 0.1) if rule == "dino" else old / new) - 0.5
     if rule == "timm":
-        distance = (torch.arange(old, dtype=like.dtype, device=like.device) - centre[:, None]) / max(old / new, 1.0)
+        distance = (torch.arange(old, dtype=like.dtype, device=like.device) - center[:, None]) / max(old / new, 1.0)
         weights = _cubic(distance, -0.5)
         return weights / weights.sum(dim=1, keepdim=True)
     taps = torch.arange(-1, 3, device=like.device)
-    place = centre.floor()[:, None] + taps  # (new, 4)
-    distance = place - centre[:, None]
+    index = center.floor()[:, None] + taps  # (new, 4)
+    distance = index - center[:, None]
     weights = (1 - distance.abs()).clamp(min=0) if rule == "google" else _cubic(distance, -0.75)
-    edge = F.one_hot(place.long().clamp(0, old - 1), old).to(like.dtype)  # what falls outside repeats the edge
-    return torch.einsum("nt,nto->no", weights, edge)
+    one_hot = F.one_hot(index.long().clamp(0, old - 1), old).to(like.dtype)  # clamping repeats the edge
+    return torch.einsum("nt,nto->no", weights, one_hot)
 
 
 def _cubic(x: Tensor, a: float) -> Tensor:
@@ -172,13 +172,13 @@ def _cubic(x: Tensor, a: float) -> Tensor:
 
 
 def _full_precision(table: Tensor) -> AbstractContextManager[object]:
-    """Half precision is too coarse to interpolate in, and autocast would multiply the matrices in it."""
-    kind = table.device.type
-    on = kind != "meta" and torch.is_autocast_enabled(kind)
-    return torch.autocast(kind, enabled=False) if on else nullcontext()
+    """Switch autocast off: half precision is too coarse to interpolate in."""
+    device = table.device.type
+    enabled = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if enabled else nullcontext()
 
 
-def _wide(table: Tensor) -> Tensor:
+def _at_least_float32(table: Tensor) -> Tensor:
     return table if table.dtype == torch.float64 else table.float()
 
 
