@@ -227,3 +227,23 @@ def test_pets_have_two_near_leaks(assets):
     }
     assert len(report.leaks) == 2
     assert report.unreadable == {}
+
+
+def test_large_train_splits_are_searched_without_crops(tmp_path, monkeypatch):
+    clean(tmp_path)
+    image = Image.open(tmp_path / "train/a/4.jpg")
+    save(image.resize((60, 50)), tmp_path / "train/a/smaller.png")
+    cropped = image.crop((8, 0, 96, 80))
+    save(cropped, tmp_path / "train/a/cropped.png")
+    save(Image.open(tmp_path / "train/b/5.jpg").crop((8, 0, 96, 80)), tmp_path / "test/b/cropped.png")
+    leak = ("train/b/5.jpg", "test/b/cropped.png")
+    uncropped, crops = {("train/a/4.jpg", "train/a/smaller.png"), leak}, "train/a/cropped.png"
+    report = check(tmp_path)
+    assert uncropped < {pair[:2] for pair in report.near}
+    assert any(crops in pair for pair in report.near)
+    assert report.notes == ()
+    monkeypatch.setattr("vitral.data.check.MAX_CROP_SEARCH", 17)
+    report = check(tmp_path)
+    assert {pair[:2] for pair in report.near} == uncropped
+    assert [pair[:2] for pair in report.leaks] == [leak]
+    assert "not searched for above 17 images" in report.notes[-1]
