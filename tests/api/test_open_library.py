@@ -38,7 +38,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.no_grad():
         model.get_parameter("head.output.weight").normal_()
     path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
-    vitral.save(model, card, path)
+    vitral.save(model, path, card)
     return path
 
 

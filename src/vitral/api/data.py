@@ -34,7 +34,7 @@ class Examples(Protocol):
 Data = str | Path | Examples
 
 
-def open_narrowed(data: str | Path, recipe: Recipe) -> DataSet:
+def open_narrowed(data: Data, recipe: Recipe) -> DataSet:
     """The data with what the recipe leaves out of it; held-out images are always drawn with seed 0, so that runs with
     other seeds are tested on the same images."""
     return _narrowed(open_data(data, held_out=recipe.data.held_out), recipe)
@@ -74,7 +74,7 @@ def open_to_probe(data: str | Path, source: Path | None) -> DataSet:
     return with_test_split(open_data(data, held_out=share or DataRecipe().held_out))
 
 
-def open_to_train(data: str | Path, recipe: Recipe) -> DataSet:
+def open_to_train(data: Data, recipe: Recipe) -> DataSet:
     """The same, with images to train on."""
     return _to_train(data, open_narrowed(data, recipe))
 
@@ -88,7 +88,7 @@ def open_to_choose(data: str | Path, recipe: Recipe, dev: float) -> tuple[DataSe
     ) else None
 
 
-def _to_train(data: str | Path, opened: DataSet) -> DataSet:
+def _to_train(data: Data, opened: DataSet) -> DataSet:
     if not len(opened.train):
         raise UserError(f"{data} has no images to train on: it is for testing only, so name one with a train split.")
     return opened
