@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vitral.checkpoints.card import Card, Preprocess
     from vitral.errors import Interrupted, UserError
     from vitral.events import Evaluated, Event, EventHandler, Note, Progress, RunDirChosen, RunStarted, Saved, StepDone
+    from vitral.models.capture import capture
     from vitral.progress import Display, TensorBoard
     from vitral.recipe import Recipe
     from vitral.serving.results import PredictionResults
@@ -49,6 +50,7 @@ _MODULES = {
     "vitral.checkpoints.card": "Card Preprocess",
     "vitral.errors": "Interrupted UserError",
     "vitral.events": "Evaluated Event EventHandler Note Progress RunDirChosen RunStarted Saved StepDone",
+    "vitral.models.capture": "capture",
     "vitral.progress": "Display TensorBoard",
     "vitral.recipe": "Recipe",
     "vitral.serving.results": "PredictionResults",
