@@ -445,9 +445,9 @@ def test_a_search_tells_how_far_it_is(run, pictures, tmp_path, patch):
     for number in range(16):  # a whole batch that cannot be read, the first one
         (folder / "blue" / f"+{number}.png").write_bytes(b"no picture")
     words = {"query": pictures / "green" / "2.png", "patch": patch, "index": tmp_path / "index.npz"}
-    found = search(run, folder, **words, on_event=lambda event: heard.append((getattr(event, "done", 0), getattr(event, "total", 0))))
-    assert heard == [(16, 34), (32, 34), (34, 34)]
-    again = search(run, folder, **words, on_event=lambda event: heard.append((getattr(event, "done", 0), getattr(event, "total", 0))))
+    found = search(run, folder, **words, on_event=heard.append)
+    assert [(event.done, event.total) for event in heard] == [(16, 34), (32, 34), (34, 34)]
+    again = search(run, folder, **words, on_event=heard.append)
     assert [one.path for one in again] == [one.path for one in found]
     assert len(heard) == 3  # the second time nothing is computed
 

@@ -16,6 +16,7 @@ from vitral.data.images import UnreadableImage, decode
 from vitral.data.sources import Split
 from vitral.evaluation.calibration import probabilities
 from vitral.evaluation.predict import Predictions
+from vitral.reprs import SummaryRepr
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,16 @@ class Unreadable:
     reason: str
 
 
-@dataclass(frozen=True)
-class Results:
+@dataclass(frozen=True, repr=False)
+class Results(SummaryRepr):
     """All pictures that were asked for, in the order they were named."""
 
     pictures: tuple[Row | Unreadable, ...]
+
+    def summary(self) -> dict[str, str]:
+        first = {row.path: f"{row.names[0]} ({row.probabilities[0]:.1%})" for row in self.rows[:1]}
+        unreadable = {"unreadable": f"{len(self.unreadable):,}"} if self.unreadable else {}
+        return {"n": f"{len(self.rows):,}", **unreadable, **first}
 
     @property
     def rows(self) -> tuple[Row, ...]:
