@@ -218,9 +218,9 @@ def test_mistakes_are_told_before_anything_runs(weights: Path, root: Path, tmp_p
         ("did you mean pets", {"tasks": ["petz"]}),
         ("seeds must be at least 1", {"seeds": 0}),
         ("leave out one of the two", {"fixed": True, "sweep": ("steps=1,2",)}),
-        ("patience is settled", {"set": ("patience=3",)}),
-        ("data.dev is settled", {"set": ("data.dev=0.1",)}),
-        ("patience is settled", {"sweep": ("patience=1,2",)}),
+        ("patience is fixed", {"set": ("patience=3",)}),
+        ("data.dev is fixed", {"set": ("data.dev=0.1",)}),
+        ("patience is fixed", {"sweep": ("patience=1,2",)}),
         ("draws at random", {"set": (*QUICK, "data.eval_transform=decode|random_crop({size})")}),
         ("no recipe", {"recipe": "paper:finetune/vtb"}),
     ]

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from oracles import ARCHITECTURES, SMALL, random_weights, randomised
-from PIL import Image
 from released import PREPROCESS, WEIGHTS
 from scipy.special import expit, softmax
 
