@@ -84,7 +84,7 @@ def test_images_are_prepared_by_bits_protocol_with_the_values_that_the_weights_s
 def test_weights_that_do_not_say_how_pixels_are_prepared_are_not_guessed_at(saved, tmp_path):
     objectnet(tmp_path / "objectnet-1.0")
     source, data = saved(None), f"objectnet:{tmp_path}"
-    with pytest.raises(UserError, match="do not say how their images were prepared"):
+    with pytest.raises(UserError, match="do not state how their images were prepared"):
         vitral.evaluate(source, data, device="cpu")
     said = "decode|resize(30)|value_range(0, 1)"
     assert vitral.evaluate(source, data, preprocess=said, device="cpu").metrics["n"] == 2
