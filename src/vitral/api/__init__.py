@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vitral.api.training_verbs import show_recipe, train
     from vitral.api.vtab import VtabResult, vtab1k
     from vitral.checkpoints.card import Card, Preprocess
+    from vitral.errors import Interrupted
     from vitral.models.capture import capture
     from vitral.serving.results import Results
 
@@ -43,6 +44,7 @@ _MODULES = {
     "vitral.api.training_verbs": "show_recipe train",
     "vitral.api.vtab": "VtabResult vtab1k",
     "vitral.checkpoints.card": "Card Preprocess",
+    "vitral.errors": "Interrupted",
     "vitral.models.capture": "capture",
     "vitral.serving.results": "Results",
 }
@@ -60,6 +62,7 @@ __all__ = [
     "EvalResult",
     "Images",
     "InspectResult",
+    "Interrupted",
     "Neighbour",
     "Preprocess",
     "ProbeResult",
