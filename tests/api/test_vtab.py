@@ -217,10 +217,10 @@ def test_mistakes_are_told_before_anything_runs(weights: Path, root: Path, tmp_p
     cases: list[tuple[str, dict[str, Any]]] = [
         ("did you mean pets", {"tasks": ["petz"]}),
         ("seeds must be at least 1", {"seeds": 0}),
-        ("ask for one of the two", {"fixed": True, "sweep": ("steps=1,2",)}),
-        ("patience is settled", {"set": ("patience=3",)}),
-        ("data.dev is settled", {"set": ("data.dev=0.1",)}),
-        ("patience is settled", {"sweep": ("patience=1,2",)}),
+        ("leave out one of the two", {"fixed": True, "sweep": ("steps=1,2",)}),
+        ("patience is fixed", {"set": ("patience=3",)}),
+        ("data.dev is fixed", {"set": ("data.dev=0.1",)}),
+        ("patience is fixed", {"sweep": ("patience=1,2",)}),
         ("draws at random", {"set": (*QUICK, "data.eval_transform=decode|random_crop({size})")}),
         ("no recipe", {"recipe": "paper:finetune/vtb"}),
     ]
@@ -377,7 +377,7 @@ def test_the_command_line_at_full_count(
     assert all(len(line) <= 80 for line in shown[: shown.index("\nscore ")].splitlines())
     assert "1 of 19 tasks; missing: caltech101, cifar100" in shown
     assert "over 2 seeds" in shown
-    assert "those of TFDS's own order in 1 of 1 tasks" in shown
+    assert "in TFDS's own order in 1 of 1 tasks" in shown
     ids = tmp_path / "data" / "vtab-ids"
     listed = (ids / "camelyon.txt").read_text()
     assert "# tfds order: yes" in listed
@@ -385,7 +385,7 @@ def test_the_command_line_at_full_count(
     (ids / "camelyon.txt").unlink()
     ids.rmdir()
     ids.write_text("in the way")
-    values = json.loads(call("b", "--json", "--tasks", "camelyon, pets"))
+    values = json.loads(call("b", "--json", "--tasks", "camelyon", "pets"))
     assert list(values["missing"]) == ["pets"]
     assert values["tasks"]["camelyon"]["train"] == 800
     assert (tmp_path / "b" / "vtab-ids" / "camelyon.txt").read_text() == listed

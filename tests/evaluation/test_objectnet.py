@@ -84,7 +84,7 @@ def test_preprocessing_is_that_of_bit_with_the_mean_and_std_of_the_weights(saved
 def test_weights_without_preprocessing_are_an_error(saved, tmp_path):
     objectnet(tmp_path / "objectnet-1.0")
     source, data = saved(None), f"objectnet:{tmp_path}"
-    with pytest.raises(UserError, match="do not say how their images were prepared"):
+    with pytest.raises(UserError, match="do not state how their images were prepared"):
         vitral.evaluate(source, data, device="cpu")
     said = "decode|resize(30)|value_range(0, 1)"
     assert vitral.evaluate(source, data, preprocess=said, device="cpu").metrics["n"] == 2

@@ -1,4 +1,4 @@
-"""Pictures to train on, and the command line as a function, for the tests that go the way a user goes."""
+"""Pictures to train on, and the command line as a function, for end-to-end tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLOURS = {"red": (210, 40, 40), "green": (40, 210, 40), "blue": (40, 40, 210)}
 
 
 def paint(path: Path, colour: tuple[int, int, int], seed: int = 0, side: int = 8) -> Path:
-    """A picture of one colour with some noise, each seed another one."""
+    """Write a picture of one colour with noise that depends on the seed."""
     noise = np.random.default_rng(seed).integers(-30, 31, (side, side, 3))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(encode_png((np.array(colour) + noise).clip(0, 255).astype(np.uint8)))
@@ -31,10 +31,10 @@ def paint(path: Path, colour: tuple[int, int, int], seed: int = 0, side: int = 8
 
 
 def colour_folder(folder: Path, images: int = 10, names: Mapping[str, str] | None = None) -> Path:
-    """One class per colour, by its own name or another."""
-    for place, (colour, values) in enumerate(COLOURS.items()):
+    """Write one class folder per colour, renamed by `names`."""
+    for index, (colour, values) in enumerate(COLOURS.items()):
         for number in range(images):
-            paint(folder / (names or {}).get(colour, colour) / f"{number}.png", values, 100 * place + number)
+            paint(folder / (names or {}).get(colour, colour) / f"{number}.png", values, 100 * index + number)
     return folder
 
 
@@ -43,29 +43,31 @@ BROKEN = {"cut.jpg": "truncated", "empty.jpg": "empty", "text.png": "not an imag
 
 
 def mixed_bag(folder: Path) -> Path:
-    """Three colours, one of them also in every odd kind of file, in broken ones and in one that is no image."""
+    """Write three class folders; one of them also holds unusual formats, broken files and a text file."""
     colour_folder(folder)
     red = Image.new("RGB", (10, 8), COLOURS["red"])
     turned = Image.Exif()
     turned[0x0112] = 6
-    place = folder / "red"
-    red.save(place / "moving.gif", save_all=True, append_images=[Image.new("RGB", (10, 8), "white")])
-    red.convert("L").save(place / "grey.jpg")
-    Image.fromarray(np.full((8, 10), 40_000, np.uint16)).save(place / "deep.png")
-    red.convert("RGBA").save(place / "clear.png")
-    red.convert("CMYK").save(place / "cmyk.jpg")
-    red.save(place / "turned.jpg", exif=turned)
-    red.save(place / "plain.webp")
+    red_folder = folder / "red"
+    red.save(red_folder / "moving.gif", save_all=True, append_images=[Image.new("RGB", (10, 8), "white")])
+    red.convert("L").save(red_folder / "grey.jpg")
+    Image.fromarray(np.full((8, 10), 40_000, np.uint16)).save(red_folder / "deep.png")
+    red.convert("RGBA").save(red_folder / "clear.png")
+    red.convert("CMYK").save(red_folder / "cmyk.jpg")
+    red.save(red_folder / "turned.jpg", exif=turned)
+    red.save(red_folder / "plain.webp")
     whole = io.BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(whole, "JPEG")
-    (place / "cut.jpg").write_bytes(whole.getvalue()[:700])
-    (place / "empty.jpg").touch()
-    (place / "text.png").write_text("no picture")
-    (place / "notes.txt").write_text("no picture either")
+    (red_folder / "cut.jpg").write_bytes(whole.getvalue()[:700])
+    (red_folder / "empty.jpg").touch()
+    (red_folder / "text.png").write_text("no picture")
+    (red_folder / "notes.txt").write_text("no picture either")
     return folder
 
 
-class Said(NamedTuple):
+class CommandResult(NamedTuple):
+    """Exit code and output of a command."""
+
     code: int
     out: str
     err: str
@@ -77,11 +79,11 @@ class Command:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self.monkeypatch, self.capsys = monkeypatch, capsys
 
-    def __call__(self, *words: str | Path) -> Said:
+    def __call__(self, *words: str | Path) -> CommandResult:
         self.monkeypatch.setattr(sys, "argv", ["vitral", *map(str, words)])
         code = 0
         try:
             main()
         except SystemExit as end:
             code = int(end.code or 0)
-        return Said(code, *self.capsys.readouterr())
+        return CommandResult(code, *self.capsys.readouterr())

@@ -176,9 +176,9 @@ def test_what_cannot_classify_is_refused_at_once(tmp_path):
     for says, options in wrong.items():
         with pytest.raises(vitral.UserError, match=says):
             vitral.classifier(source, **options)
-    with pytest.raises(vitral.UserError, match=r"headless.safetensors has no head that classifies: fine-tune it first"):
+    with pytest.raises(vitral.UserError, match=r"headless.safetensors has no classification head: fine-tune it first"):
         vitral.classifier(headless, device="cpu")
-    with pytest.raises(vitral.UserError, match="has no head that classifies"):
+    with pytest.raises(vitral.UserError, match="has no classification head"):
         vitral.predict(headless, painted(tmp_path), device="cpu")
 
 

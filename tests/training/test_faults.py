@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from journeys import COLOURS, MODEL, QUICK, Command, Said, colour_folder, paint
+from journeys import COLOURS, MODEL, QUICK, Command, CommandResult, colour_folder, paint
 
 import vitral
 from vitral.architecture import ResNetConfig, ViTConfig
@@ -30,7 +30,7 @@ def colours(tmp_path: Path) -> Path:
     return colour_folder(tmp_path / "colours", 6)
 
 
-def sentence(said: Said) -> str:
+def sentence(said: CommandResult) -> str:
     """The last line on standard error, where a mistake stands alone."""
     assert said.code == 2
     assert "Traceback" not in said.err
@@ -232,7 +232,7 @@ def test_poisoned_weights_are_found_before_the_first_step(command, colours, tmp_
     assert not list((tmp_path / "run").rglob("step-*"))
 
 
-def train(command: Command, data: Path, out: Path, *words: str) -> Said:
+def train(command: Command, data: Path, out: Path, *words: str) -> CommandResult:
     return command("train", data, "--model", MODEL, "--out", out, "--set", *QUICK, *words)
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vitral.api.training import TrainResult, choose_recipe, read_recipe, show_recipe, train
     from vitral.api.vtab import VtabResult, vtab1k
     from vitral.checkpoints.card import Card, Preprocess
+    from vitral.errors import Interrupted
     from vitral.models.capture import capture
     from vitral.serving.results import PredictionResults
 
@@ -41,6 +42,7 @@ _MODULES = {
     "vitral.api.training": "TrainResult choose_recipe read_recipe show_recipe train",
     "vitral.api.vtab": "VtabResult vtab1k",
     "vitral.checkpoints.card": "Card Preprocess",
+    "vitral.errors": "Interrupted",
     "vitral.models.capture": "capture",
     "vitral.serving.results": "PredictionResults",
 }
@@ -58,6 +60,7 @@ __all__ = [
     "EvalResult",
     "Images",
     "InspectResult",
+    "Interrupted",
     "Neighbour",
     "PredictionResults",
     "Preprocess",

@@ -56,8 +56,8 @@ def _excluded(recipe: Recipe) -> list[str]:
 
 
 def open_as_trained(data: str | Path, recipe: Recipe, train: str) -> DataSet | None:
-    """The data as a run saw it that was trained on images with this fingerprint; None where they are others."""
-    _excluded(recipe)  # with a list that is lost, the images that were trained on would look like others
+    """The data as in a run whose training images have this fingerprint; None where it is other data."""
+    _excluded(recipe)  # raises where the list is missing: without it the training images would seem to be others
     try:
         opened = open_narrowed(data, recipe)
     except UserError:  # too few images for what the recipe draws, or none of those listed: another data set
@@ -80,12 +80,12 @@ def open_to_train(data: Data, recipe: Recipe) -> DataSet:
 
 
 def open_to_choose(data: str | Path, recipe: Recipe, dev: float) -> tuple[DataSet, DataSet | None]:
-    """All to train on, and the same with images to choose on: a share `dev` of train, or the source's val split."""
+    """The data to train on, and the same with a split to choose on: a share `dev` of train, or the source's val."""
     whole = open_data(data, held_out=recipe.data.held_out)
     opened = _to_train(data, _narrowed(whole, with_dev(recipe, 0.0)))
-    return opened, _narrowed(whole, with_dev(recipe, dev)) if dev or (
-        opened.val is not None and opened.test is not None
-    ) else None
+    if not dev and (opened.val is None or opened.test is None):
+        return opened, None
+    return opened, _narrowed(whole, with_dev(recipe, dev))
 
 
 def _to_train(data: Data, opened: DataSet) -> DataSet:
@@ -150,5 +150,5 @@ def unread_images(split: Split, read: Collection[str]) -> tuple[Unreadable, ...]
 
 
 def known_data() -> dict[str, str]:
-    """The catalogue: names of data sets, and what each is."""
-    return {name: known.about for name, known in CATALOG.items()}
+    """Names and descriptions of the data sets in the catalogue."""
+    return {name: entry.about for name, entry in CATALOG.items()}

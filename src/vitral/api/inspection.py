@@ -189,7 +189,7 @@ def _meaning(card: Card) -> str:
     if not card.architecture.classes:
         return ""
     if card.multilabel:
-        return "independent probabilities of the classes (sigmoid): several may be likely, or none"
+        return "the probability of each class by itself (sigmoid): several may be likely, or none"
     return "probabilities of the classes, which sum to 1 (softmax)"
 
 

@@ -16,6 +16,7 @@ from vitral.data.images import ImageError, decode
 from vitral.data.sources import Split
 from vitral.evaluation.calibration import probabilities
 from vitral.evaluation.predict import Predictions
+from vitral.reprs import SummaryRepr
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class PredictionResults:
     """The results of all requested images, in their order."""
 
     images: tuple[ImagePrediction | Unreadable, ...]
+
+    def summary(self) -> dict[str, str]:
+        first = {row.path: f"{row.names[0]} ({row.probabilities[0]:.1%})" for row in self.rows[:1]}
+        unreadable = {"unreadable": f"{len(self.unreadable):,}"} if self.unreadable else {}
+        return {"n": f"{len(self.rows):,}", **unreadable, **first}
 
     @property
     def rows(self) -> tuple[ImagePrediction, ...]:
