@@ -122,7 +122,7 @@ class MaskedRow(PaperRow):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VtabTask(PaperRow):
+class VtabTaskRow(PaperRow):
     """One task of VTAB-1k. `paper` is its column in Table 9; `val` (200 images) and `test` are TFDS splits."""
 
     name: str
@@ -204,9 +204,9 @@ def masked_training() -> MaskedRow:
 
 
 @cache
-def vtab_tasks() -> tuple[VtabTask, ...]:
+def vtab_tasks() -> tuple[VtabTaskRow, ...]:
     """The 19 tasks of VTAB-1k, in the order of Table 9."""
-    return read_rows(VtabTask, "vtab.toml")
+    return read_rows(VtabTaskRow, "vtab.toml")
 
 
 @cache

@@ -42,7 +42,7 @@ def norm(theirs: str, ours: str, shape: tuple[int, ...]) -> list[Entry]:
 
 
 def attention(theirs: str, ours: dict[str, tuple[str, tuple[int, int]]], out: str, c: ViTConfig) -> list[Entry]:
-    """Flax attention: kernels (dim, heads, dim / heads). `ours` maps query, key and value to parts of our projections."""
+    """Flax attention: kernels (dim, heads, dim / heads). `ours` maps q, k and v to parts of our projections."""
     head = c.width // c.heads
     entries = []
     for name, (projection, part) in ours.items():
