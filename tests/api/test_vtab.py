@@ -144,7 +144,7 @@ def test_each_final_run_sees_all_images_and_measures_test_once(whole: VtabScore,
         task = open_task(name, root, **FEW)
         stated = json.loads((run / "data.json").read_text())
         assert stated["train"] == task.train1000.fingerprint()
-        assert stated["test"] == task.test.fingerprint()
+        assert stated["evaluated"] == task.test.fingerprint()
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert [line["evaluation"]["n"] for line in lines if "evaluation" in line] == [len(task.test)]
         recipe = from_toml((run / "recipe.toml").read_text())
