@@ -159,9 +159,9 @@ def test_invalid_images_raise_one_sentence(picture, says, tmp_path):
     assert classify(noise(9, 9))  # it goes on
 
 
-def test_a_folder_is_no_picture(tmp_path):
+def test_a_folder_is_not_an_image(tmp_path):
     classify = vitral.classifier(saved(tmp_path / "model.safetensors"), device="cpu")
-    with pytest.raises(vitral.UserError, match="name an image file"):
+    with pytest.raises(vitral.UserError, match="pass the path of an image file"):
         classify(tmp_path)
 
 
