@@ -1,4 +1,4 @@
-"""A step that is recorded as a CUDA graph and replayed is the step that is computed each time. Needs a GPU."""
+"""CUDA graphs: a replayed step computes the same as an eager one. Needs a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_pictures(tmp_path_factory.mktemp("pictures"))
 
 
-def test_a_recording_takes_new_inputs_and_keeps_old_outputs():
+def test_replay_takes_new_inputs_and_keeps_old_outputs():
     weight = torch.ones(3, device="cuda")
 
     def scaled(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -34,8 +34,8 @@ def test_a_recording_takes_new_inputs_and_keeps_old_outputs():
     assert [tensor.tolist() for tensor in second] == [[8, 10, 12], 15]
 
 
-def test_what_cannot_be_recorded_says_why_and_random_numbers_go_on():
-    """Without inputs, as a classifier records."""
+def test_a_failed_capture_raises_and_restores_the_generator():
+    """Without inputs, as in serving."""
     with pytest.raises(RuntimeError, match="captur"):
         CudaGraph(lambda: (torch.rand(3, device="cuda").cpu(),), [])
     torch.manual_seed(0)
@@ -54,7 +54,7 @@ def test_what_cannot_be_recorded_says_why_and_random_numbers_go_on():
         ("optim.name=sgd", "precision=float32"),
     ],
 )
-def test_a_run_on_a_graph_is_the_run_without(words, pictures, tmp_path):
+def test_a_run_with_cuda_graph_matches_one_without(words, pictures, tmp_path):
     for name in ("true", "false"):
         train(pictures, tmp_path / name, *words, f"graph={name}", "evaluate_every=4", device="cuda")
     losses = [[row["loss"] for row in metrics(tmp_path / name) if "loss" in row] for name in ("true", "false")]

@@ -27,14 +27,14 @@ EXACT: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
 CLOSE: dict[str, Any] = {"rtol": 1e-2, "atol": 1e-2} if DEVICE == "cuda" else EXACT
 
 
-def wide(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def as_double(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """In double precision, with gradients."""
     return [tensor.detach().double().requires_grad_() for tensor in tensors]
 
 
 @pytest.fixture
-def anywhere(monkeypatch):
-    """Kernels are chosen for float32 on any device, so that they can be held against plain PyTorch closely."""
+def kernels_on_any_device(monkeypatch):
+    """Kernels are raise_used for float32 on any device, so that they can be held against plain PyTorch closely."""
     monkeypatch.setattr(dispatch, "HALF_DTYPES", (torch.float32,))
     monkeypatch.setattr(dispatch, "_has_kernels", lambda device: True)
 
@@ -54,7 +54,7 @@ def pictures(batch: int = 2) -> torch.Tensor:
     return torch.randn(batch, 3, 48, 48, device=DEVICE)
 
 
-def learned(model: ViT, images: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def logits_and_gradients(model: ViT, images: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model.zero_grad()
     logits = model(images)
     logits.square().sum().backward()
@@ -62,19 +62,19 @@ def learned(model: ViT, images: torch.Tensor) -> tuple[torch.Tensor, dict[str, t
 
 
 @given(st.integers(1, 256), st.sampled_from([16, 32, 64, 128]))
-def test_parts_cover_a_sequence_with_little_padding(n, most):
-    found = attention.split_sequence(n, most)
+def test_split_sequences_cover_all_tokens_with_little_padding(n, max_size):
+    found = attention.split_sequence(n, max_size)
     ends = [first + size for first, size in found]
     assert [first for first, _ in found] == [0, *ends[:-1]]
     assert n <= ends[-1] < n + 16
-    assert all(size in (16, 32, 64, 128) and size <= most for _, size in found)
+    assert all(size in (16, 32, 64, 128) and size <= max_size for _, size in found)
 
 
 @pytest.mark.parametrize(
     ("n", "heads", "d"), [(1, 1, 16), (5, 2, 16), (16, 1, 32), (50, 2, 16), (130, 1, 16), (197, 1, 16)]
 )
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_attention_and_its_gradients(n, heads, d, has_bias):
+def test_attention_matches_the_reference_with_gradients(n, heads, d, has_bias):
     torch.manual_seed(n)
     qkv = torch.randn(2, n, 3, heads, d, device=DEVICE, requires_grad=True)
     bias = torch.randn(2, heads, n, n, device=DEVICE, requires_grad=True) if has_bias else None
@@ -82,17 +82,17 @@ def test_attention_and_its_gradients(n, heads, d, has_bias):
     grad = torch.randn_like(out)
     inputs = [tensor for tensor in (qkv, bias) if tensor is not None]
     found = torch.autograd.grad(out, inputs, grad)
-    leaves = wide(*inputs)
+    leaves = as_double(*inputs)
     expected = attention.reference(*leaves)
     torch.testing.assert_close(out.double(), expected, **CLOSE)
-    slopes = torch.autograd.grad(expected, leaves, grad.double())
-    for one, other in zip(found, slopes, strict=True):
+    gradients = torch.autograd.grad(expected, leaves, grad.double())
+    for one, other in zip(found, gradients, strict=True):
         torch.testing.assert_close(one.double(), other, **CLOSE)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="cuBLAS needs an NVIDIA GPU")
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(8, 16, 32), (197, 192, 768), (1000, 384, 1536)])
-def test_a_product_that_ends_in_a_gelu(rows, inputs, outputs):
+def test_cublas_linear_gelu_matches_the_reference(rows, inputs, outputs):
     x, weight = (torch.randn(n, inputs, device=DEVICE, dtype=HALF) for n in (rows, outputs))
     bias = torch.randn(outputs, device=DEVICE, dtype=HALF)
     assert cublas.is_available(x.device, HALF)
@@ -105,7 +105,7 @@ def test_a_product_that_ends_in_a_gelu(rows, inputs, outputs):
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # 1 / (1 + inf) is 0, as it should be
 @pytest.mark.parametrize("kind", ["tanh", "none"])
 @pytest.mark.parametrize("shape", [(1, 8), (70, 96), (65, 1030), (3, 2048)])
-def test_the_gradient_of_gelu_its_output_and_the_sums(kind, shape):
+def test_gelu_backward_matches_the_reference(kind, shape):
     torch.manual_seed(0)
     h, grad = torch.randn(2, *shape, device=DEVICE) * 3
     expected = fused_ops.gelu_backward_reference(h.double(), grad.double(), kind)
@@ -116,13 +116,13 @@ def test_the_gradient_of_gelu_its_output_and_the_sums(kind, shape):
 
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (70, 48), (9, 192), (130, 20)])
-def test_a_sum_with_its_norm_and_the_gradients(rows, width, affine):
+def test_add_norm_matches_the_reference_with_gradients(rows, width, affine):
     torch.manual_seed(0)
     x, y, dtotal, dnormed = torch.randn(4, rows, width, device=DEVICE) + 0.5
     bias, weight, shift = torch.randn(3, width, device=DEVICE)
     how = NormWeights(weight, shift, 1e-6) if affine else NonAffineNorm(1e-6)
     found = fused_ops.add_norm(x, y, bias, how)
-    leaves = wide(x, y, bias, weight, shift)
+    leaves = as_double(x, y, bias, weight, shift)
     used = leaves if affine else leaves[:3]
     wide_norm = NormWeights(leaves[3], leaves[4], 1e-6) if affine else NonAffineNorm(1e-6)
 
@@ -132,10 +132,10 @@ def test_a_sum_with_its_norm_and_the_gradients(rows, width, affine):
     total, normed = expected()
     torch.testing.assert_close(found.total.double(), total, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found.normed.double(), normed, rtol=1e-4, atol=1e-5)
-    slopes = torch.autograd.grad([total, normed], used, [dtotal.double(), dnormed.double()])
+    gradients = torch.autograd.grad([total, normed], used, [dtotal.double(), dnormed.double()])
     kept = found.total if affine else found.normed
     dx, sums = fused_ops.add_norm_backward(kept, found.moments, how.weight, dtotal, dnormed)
-    for one, other in zip((dx, dx, *sums), slopes, strict=True):
+    for one, other in zip((dx, dx, *sums), gradients, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-4)
     # Alone: nothing is added, and nobody else uses the sum.
     torch.testing.assert_close(fused_ops.add_norm(found.total, None, None, how).normed, found.normed)
@@ -145,7 +145,7 @@ def test_a_sum_with_its_norm_and_the_gradients(rows, width, affine):
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (70, 48), (33, 20)])
-def test_a_norm_folded_into_a_layer_and_its_gradient_unfolded(rows, width):
+def test_fold_and_unfold_norm_match_the_unfolded_layers(rows, width):
     """By what it is for, and by the chain rule: the layer after the norm computes the same, with the same gradients."""
     torch.manual_seed(0)
     weight, z = torch.randn(rows, width, device=DEVICE), torch.randn(7, width, device=DEVICE)
@@ -153,15 +153,15 @@ def test_a_norm_folded_into_a_layer_and_its_gradient_unfolded(rows, width):
     scale, shift = torch.randn(2, width, device=DEVICE)
     dense, how = LinearWeights(weight, bias), NormWeights(scale, shift, 1e-6)
     folded = fused_ops.fold_norm(dense, how, torch.float32)
-    leaves = wide(weight, bias, scale, shift)
+    leaves = as_double(weight, bias, scale, shift)
     out = F.linear(z.double() * leaves[2] + leaves[3], leaves[0], leaves[1])
     torch.testing.assert_close(F.linear(z, *folded).double(), out, rtol=1e-3, atol=1e-4)
     for one, other in zip(folded, fused_ops.fold_norm_reference(dense, how), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     dweight, dbias, dscale, dshift = torch.autograd.grad(out, leaves, grad.double())
-    slope = grad.t() @ z
-    by_formula = fused_ops.unfold_norm_reference(slope, grad.sum(0), dense, how)
-    found = fused_ops.unfold_norm(slope, grad.sum(0), dense, how)
+    gradient = grad.t() @ z
+    by_formula = fused_ops.unfold_norm_reference(gradient, grad.sum(0), dense, how)
+    found = fused_ops.unfold_norm(gradient, grad.sum(0), dense, how)
     for one, other, truth in zip(found, by_formula, (dweight, dscale, dshift), strict=True):
         torch.testing.assert_close(one.double(), truth, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(other.double(), truth, rtol=1e-3, atol=1e-3)
@@ -171,53 +171,53 @@ def test_a_norm_folded_into_a_layer_and_its_gradient_unfolded(rows, width):
 @pytest.mark.parametrize(
     "changes", [{}, {"gelu": "erf"}, {"pool": "mean", "class_token": False}, {"position": "relative"}, {"registers": 2}]
 )
-def test_a_model_on_kernels_is_the_same_model(changes, anywhere, monkeypatch):
+def test_a_model_on_kernels_matches_plain_pytorch(changes, kernels_on_any_device, monkeypatch):
     model, images = small_vit(**changes), pictures()
-    fast, found = learned(model, images)
+    fast, found = logits_and_gradients(model, images)
     with torch.no_grad():
         quick = model(images)
     monkeypatch.setattr(dispatch, "_has_kernels", lambda device: False)
-    logits, slopes = learned(model, images)
+    logits, gradients = logits_and_gradients(model, images)
     torch.testing.assert_close(fast, logits, rtol=10 * CLOSE["rtol"], atol=10 * CLOSE["atol"])
     torch.testing.assert_close(quick, logits, rtol=10 * CLOSE["rtol"], atol=10 * CLOSE["atol"])
-    for name, slope in slopes.items():
-        assert (found[name] - slope).norm() <= CLOSE["rtol"] * slope.norm() + 1e-6, name
+    for name, gradient in gradients.items():
+        assert (found[name] - gradient).norm() <= CLOSE["rtol"] * gradient.norm() + 1e-6, name
 
 
-def test_in_half_precision_gradients_keep_to_its_rounding(anywhere, monkeypatch):
+def test_half_precision_gradients_are_within_rounding(kernels_on_any_device, monkeypatch):
     monkeypatch.setattr(dispatch, "HALF_DTYPES", (HALF,))
     model, images = small_vit(), pictures()
     with torch.autocast(DEVICE, HALF):
-        _, found = learned(model, images)
+        _, found = logits_and_gradients(model, images)
     monkeypatch.setattr(dispatch, "_has_kernels", lambda device: False)
-    _, slopes = learned(model, images)
-    whole = torch.stack([slope.norm() for slope in slopes.values()]).norm()
-    apart = torch.stack([(found[name] - slope).norm() for name, slope in slopes.items()]).norm()
+    _, gradients = logits_and_gradients(model, images)
+    whole = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    apart = torch.stack([(found[name] - gradient).norm() for name, gradient in gradients.items()]).norm()
     assert apart < (2e-2 if torch.bfloat16 == HALF else 5e-3) * whole
-    assert all(slope.dtype == torch.float32 for slope in found.values())
+    assert all(gradient.dtype == torch.float32 for gradient in found.values())
 
 
-class Chosen(Exception):
+class KernelsUsed(Exception):
     pass
 
 
 @pytest.fixture
-def telling(anywhere, monkeypatch):
-    """`encode` of the kernels raises Chosen."""
+def raising_kernels(kernels_on_any_device, monkeypatch):
+    """`blocks.encode` raises KernelsUsed."""
 
-    def chosen(*_: object, **__: object) -> None:
-        raise Chosen
+    def raise_used(*_: object, **__: object) -> None:
+        raise KernelsUsed
 
-    monkeypatch.setattr(blocks, "encode", chosen)
+    monkeypatch.setattr(blocks, "encode", raise_used)
 
 
-def test_plain_blocks_are_chosen_and_unusual_ones_are_not(telling):
+def test_only_plain_blocks_use_the_kernels(raising_kernels):
     images = pictures(1)
-    with pytest.raises(Chosen):
+    with pytest.raises(KernelsUsed):
         small_vit()(images)
     dropped = small_vit(dropout=0.1)
     dropped.train()(images)
-    with pytest.raises(Chosen):
+    with pytest.raises(KernelsUsed):
         dropped.eval()(images)
     small_vit(stochastic_depth=0.2).train()(images)
     small_vit(axial=True, pool="mean", class_token=False)(images)
@@ -227,24 +227,27 @@ def test_plain_blocks_are_chosen_and_unusual_ones_are_not(telling):
     adapted = small_vit()
     add_lora(adapted, 2)
     adapted.to(DEVICE)(images)
-    partly = small_vit()
-    partly.blocks[0].requires_grad_(False)
-    partly(images)
-    with pytest.raises(Chosen), torch.no_grad():
-        partly(images)
+    half_frozen = small_vit()
+    half_frozen.blocks[0].requires_grad_(False)
+    half_frozen(images)
+    with pytest.raises(KernelsUsed), torch.no_grad():
+        half_frozen(images)
     hooked = small_vit()
     hooked.blocks[1].register_forward_hook(lambda *_: None)
     hooked(images)
-    asked = []
+    calls = []
     hooked = small_vit()
-    hooked.norm.register_forward_hook(lambda *_: asked.append(1))
+    hooked.norm.register_forward_hook(lambda *_: calls.append(1))
     hooked(images)
-    assert asked == [1]
-    turned = small_vit()
-    linear = turned.get_submodule("blocks.0.mlp.hidden")
+    assert calls == [1]
+    transposed = small_vit()
+    linear = transposed.get_submodule("blocks.0.mlp.hidden")
     assert isinstance(linear, nn.Linear)
     linear.weight = nn.Parameter(linear.weight.detach().t().contiguous().t())
-    turned(images)
+    transposed(images)
+    swapped = small_vit()
+    swapped.blocks[0].norm1 = nn.Identity()
+    swapped(images)
     assert small_vit()(pictures(1)[:0]).shape == (0, small_vit().config.classes)
     recomputed = small_vit()
     recomputed.set_grad_checkpointing()
@@ -255,16 +258,16 @@ def test_plain_blocks_are_chosen_and_unusual_ones_are_not(telling):
     assert seen[0].shape == (1, 3, 1, 10)
 
 
-def test_a_gradient_of_the_pixels_goes_the_plain_way_when_the_weights_are_frozen(telling):
+def test_pixel_gradients_with_frozen_weights_use_plain_pytorch(raising_kernels):
     model = small_vit().requires_grad_(False)
     images = pictures(1).requires_grad_()
     model(images).sum().backward()
     assert images.grad is not None
 
 
-def test_what_does_not_fit_goes_the_plain_way(monkeypatch):
+def test_unsupported_shapes_use_plain_pytorch(monkeypatch):
     def refuse(*_: object) -> None:
-        raise AssertionError("a kernel was chosen")
+        raise AssertionError("a kernel was raise_used")
 
     monkeypatch.setattr(attention, "short_attention", refuse)
     monkeypatch.setattr(dispatch, "_has_kernels", lambda device: True)
@@ -277,15 +280,15 @@ def test_what_does_not_fit_goes_the_plain_way(monkeypatch):
     dispatch.attention(torch.randn(1, 8, 3, 1, 128, **half), torch.zeros(1, 1, 8, 8, **half), 0.0)
 
 
-def test_second_derivatives_are_refused_and_not_wrong(anywhere):
+def test_second_derivatives_raise_an_error(kernels_on_any_device):
     model, images = small_vit(), pictures(1).requires_grad_()
-    [slope] = torch.autograd.grad(model(images).sum(), images, create_graph=True)
+    [gradient] = torch.autograd.grad(model(images).sum(), images, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
-        slope.square().sum().backward()
+        gradient.square().sum().backward()
 
 
 @pytest.mark.parametrize(("capability", "fits"), [((9, 0), True), ((10, 0), True), ((12, 0), False), ((8, 0), False)])
-def test_gpus_are_chosen_by_their_kind(capability, fits, monkeypatch):
+def test_kernels_run_on_supported_compute_capabilities(capability, fits, monkeypatch):
     """Blackwell's consumer cards are newer than Hopper, and a row of 197 tokens does not fit on their chip."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert dispatch._has_kernels.__wrapped__(torch.device("cuda", 0)) is fits

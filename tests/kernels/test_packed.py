@@ -1,4 +1,4 @@
-"""Prediction on a CPU: packed layers compute what plain ones do, every model keeps its logits, padding is skipped."""
+"""Inference on a CPU: packed layers and models compute the same as plain ones, and padding is skipped."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def trained(config: ViTConfig | ResNetConfig, dtype: torch.dtype = torch.float32
     return model.to(dtype).eval()
 
 
-def kinds(model: nn.Module, kind: type[nn.Module]) -> list[str]:
+def layers_of_type(model: nn.Module, kind: type[nn.Module]) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, kind)]
 
 
@@ -74,7 +74,7 @@ def apart(found: Tensor, expected: Tensor) -> float:
     cut=st.booleans(),
     gelu=st.sampled_from(["", "tanh", "none"]),
 )
-def test_a_packed_layer_is_the_formula(shape, widths, bias, cut, gelu):
+def test_a_packed_layer_matches_the_formula(shape, widths, bias, cut, gelu):
     rng = np.random.default_rng([*shape, *widths])
     x, weight = rng.normal(size=(*shape, widths[0])), rng.normal(size=widths[::-1])
     x = x[:, ::2] if cut else x  # rows that do not lie together
@@ -97,17 +97,17 @@ def test_a_packed_layer_is_the_formula(shape, widths, bias, cut, gelu):
 @pytest.mark.parametrize("config", [*MODELS.values(), RESNET], ids=[*MODELS, "resnet"])
 def test_a_packed_model_keeps_its_logits(config):
     model = trained(config)
-    expected, linears = logits(model), kinds(model, nn.Linear)
+    expected, linears = logits(model), layers_of_type(model, nn.Linear)
     pack(model)
-    assert kinds(model, PackedLinear) == linears
-    assert kinds(model, nn.Linear) == []
+    assert layers_of_type(model, PackedLinear) == linears
+    assert layers_of_type(model, nn.Linear) == []
     assert apart(logits(model), expected) < NEAR
     assert apart(logits(model, images=1), expected[:1]) < NEAR
 
 
 @onednn
 @pytest.mark.parametrize("gelu", ["tanh", "erf"])
-def test_the_gelu_is_the_models_own(gelu):
+def test_the_gelu_variant_of_the_model_is_used(gelu):
     other = "tanh" if gelu == "erf" else "erf"
     model = trained(replace(TINY, gelu=gelu))
     expected, wrong = logits(model), logits(trained(replace(TINY, gelu=other)))
@@ -116,29 +116,29 @@ def test_the_gelu_is_the_models_own(gelu):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_other_precisions_are_left_alone(dtype):
+def test_other_dtypes_are_not_packed(dtype):
     model = trained(TINY, dtype)
     pack(model)
-    assert kinds(model, PackedLinear) == []
+    assert layers_of_type(model, PackedLinear) == []
 
 
 @onednn
-def test_adapted_layers_keep_their_adapters():
+def test_lora_layers_are_not_packed():
     model = trained(TINY)
     add_lora(model, rank=2)
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, LoraLinear):
                 module.up.normal_()
-    expected, adapted = logits(model), kinds(model, LoraLinear)
+    expected, adapted = logits(model), layers_of_type(model, LoraLinear)
     pack(model)
-    assert kinds(model, LoraLinear) == adapted != []
-    assert kinds(model, PackedLinear) == ["head.output"]
+    assert layers_of_type(model, LoraLinear) == adapted != []
+    assert layers_of_type(model, PackedLinear) == ["head.output"]
     assert apart(logits(model), expected) < NEAR
 
 
 @pytest.mark.parametrize("missing", ["oneDNN", "an operator"])
-def test_without_onednn_or_its_operators_a_model_stays_plain(missing, monkeypatch):
+def test_without_onednn_nothing_is_packed(missing, monkeypatch):
     if missing == "oneDNN":
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     else:
@@ -146,7 +146,7 @@ def test_without_onednn_or_its_operators_a_model_stays_plain(missing, monkeypatc
     model = trained(TINY)
     expected = logits(model)
     pack(model)
-    assert kinds(model, PackedLinear) == []
+    assert layers_of_type(model, PackedLinear) == []
     assert torch.equal(logits(model), expected)
 
 
@@ -164,8 +164,8 @@ def saved(tmp_path: Path) -> tuple[Path, Path]:
     return weights, folder
 
 
-class Seen:
-    """Whether models were packed, and how many rows each batch had, where a verb hands them on."""
+class CallRecorder:
+    """Whether models were packed, and how many rows each batch had, in calls of a function."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         self.packed: list[bool] = []
@@ -173,7 +173,7 @@ class Seen:
         real = getattr(prediction, name)
 
         def watched(model: Model, *arguments: Any, **options: Any) -> Any:
-            self.packed.append(bool(kinds(model, PackedLinear)))
+            self.packed.append(bool(layers_of_type(model, PackedLinear)))
             model.norm.register_forward_pre_hook(lambda _, values: self.rows.append(len(values[0])))
             return real(model, *arguments, **options)
 
@@ -181,9 +181,9 @@ class Seen:
 
 
 @onednn
-def test_the_verbs_pack_and_answer_as_before(saved, monkeypatch):
+def test_predict_and_embed_pack_and_return_the_same(saved, monkeypatch):
     weights, folder = saved
-    seen = Seen(monkeypatch, "embed_split")
+    seen = CallRecorder(monkeypatch, "embed_split")
     _, fast = prediction.embed(weights, folder, batch=2, device="cpu")
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     _, plain = prediction.embed(weights, folder, batch=2, device="cpu")
@@ -193,7 +193,7 @@ def test_the_verbs_pack_and_answer_as_before(saved, monkeypatch):
 
 def test_padding_is_not_computed(saved, monkeypatch):
     weights, folder = saved
-    seen = Seen(monkeypatch, "predict_split")
+    seen = CallRecorder(monkeypatch, "predict_split")
     found = prediction.predict(weights, folder, batch=4, device="cpu")
     assert seen.packed == [torch.backends.mkldnn.is_available()]
     assert seen.rows == [4, 1]

@@ -90,7 +90,7 @@ def relative_bias(model: ViT, layer: int) -> Callable[[Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("config", PLAIN.values(), ids=PLAIN.keys())
-def test_rows_are_those_of_the_equations_and_logits_keep_their_bits(config: ViTConfig) -> None:
+def test_rows_match_the_equations_and_logits_are_unchanged(config: ViTConfig) -> None:
     model, images = random_model(config), images_for(config)
     truth = Projections(model)
     with torch.no_grad():
@@ -122,7 +122,7 @@ def test_google_has_the_same_probabilities(golden_file: Callable[[str], Path]) -
     heads=st.lists(st.integers(-2, 1), min_size=1, max_size=3),
     rows=st.lists(st.integers(-7, 6), min_size=1, max_size=4),
 )
-def test_a_part_is_a_part_of_the_whole(layers: list[int], heads: list[int], rows: list[int]) -> None:
+def test_chosen_layers_heads_and_rows_are_slices_of_all(layers: list[int], heads: list[int], rows: list[int]) -> None:
     model, images = random_model(SMALL), images_for(SMALL)
     with (
         torch.no_grad(),
@@ -304,7 +304,7 @@ def test_gradients_of_chosen_rows_and_of_several_scores() -> None:
     assert gap(part.gradients(logits[:, 2].sum())[1], both[1][:, 1:, :1]) <= 1e-6
 
 
-def test_gradients_that_cannot_be_had() -> None:
+def test_unavailable_gradients_are_refused() -> None:
     model, images = random_model(replace(SMALL, attention_dropout=0.1)), images_for(SMALL)
     assert model.class_token is not None
     with capture(model, gradients=True) as seen, capture(model) as without:
@@ -337,7 +337,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
-def test_rows_of_the_class_token_need_no_square() -> None:
+def test_class_token_rows_need_no_quadratic_memory() -> None:
     model = random_model(replace(SMALL, depth=1, width=4, mlp=4, heads=1, patch=1, image=(32, 32)))
     images, n = pictures(1, 3, 32, 32), 1 + 32 * 32
     largest = {}
@@ -363,7 +363,7 @@ def observers(model: ViT) -> int:
     return sum(len(module.observers) for module in model.modules() if isinstance(module, Attention))
 
 
-def test_the_latest_pass_counts_and_stays() -> None:
+def test_the_latest_pass_is_kept() -> None:
     model = random_model(SMALL)
     first, second = pictures(1, 3, 12, 8, seed=1), pictures(3, 3, 16, 8, seed=2)
     with torch.no_grad():
@@ -392,7 +392,7 @@ def test_captures_overlap_and_end_in_any_order() -> None:
     assert observers(model) == 0
 
 
-def test_a_fault_inside_ends_the_capture() -> None:
+def test_an_exception_ends_the_capture() -> None:
     model = random_model(SMALL)
     with pytest.raises(UserError, match="3-channel"), capture(model):
         assert observers(model) == 3
@@ -419,7 +419,7 @@ REFUSED: list[tuple[dict[str, Any], ViTConfig, str]] = [
 
 
 @pytest.mark.parametrize(("options", "config", "message"), REFUSED)
-def test_what_is_not_there_is_refused(options: dict[str, Any], config: ViTConfig, message: str) -> None:
+def test_unknown_layers_heads_and_rows_are_refused(options: dict[str, Any], config: ViTConfig, message: str) -> None:
     model = random_model(config)
     with pytest.raises(UserError, match=message), capture(model, **options):
         model(images_for(config))
@@ -434,7 +434,7 @@ def test_a_resnet_has_no_attention() -> None:
         pass
 
 
-def test_what_was_not_asked_for_is_named() -> None:
+def test_layers_not_captured_are_refused() -> None:
     model = random_model(SMALL)
     with torch.no_grad(), capture(model, layers=[1]) as seen:
         model(images_for(SMALL))

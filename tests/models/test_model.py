@@ -128,7 +128,7 @@ def test_a_resnets_intermediates_are_timms() -> None:
     resnetv2 = outside("timm.models.resnetv2")
     config = ResNetConfig(blocks=(1, 2, 1, 1), classes=5)
     ours = random_model(config)
-    options = {"stem_type": "fixed", "conv_layer": partial(resnetv2.StdConv2d, eps=1e-8)}
+    options = {"stem_type": "fixed", "conv_layer": partial(resnetv2.StdConv2d, eps=1e-10)}
     theirs = resnetv2.ResNetV2([1, 2, 1, 1], num_classes=5, **options).eval()
     state = theirs.state_dict()
     assert len(state) == len(ours.state_dict())
@@ -143,11 +143,11 @@ def test_a_resnets_intermediates_are_timms() -> None:
         other = names.get(name, other.replace("projection", "downsample.conv"))
         state[other] = tensor.reshape(state[other].shape)
     theirs.load_state_dict(state)
-    images = pictures(2, 3, 45, 70)
+    ours, theirs, images = ours.double(), theirs.double(), pictures(2, 3, 45, 70).double()
     with torch.no_grad():
         expected = theirs.forward_intermediates(images, [1, 2, 3, 4], norm=False, intermediates_only=True)
         for found, other in zip(ours.intermediates(images), expected, strict=True):
-            torch.testing.assert_close(found, other, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(found, other, rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["tanh layer", "hybrid", "BiT"])

@@ -279,7 +279,7 @@ TIMM: Renames = (
 )
 
 
-def test_resnet_is_timms() -> None:
+def test_resnet_matches_timm() -> None:
     """Several units a stage and twice the width, which the golden case has not; timm's epsilon differs, by 1e-8."""
     resnetv2 = pytest.importorskip("timm.models.resnetv2")
     ours = random_resnet(ResNetConfig(blocks=(2, 1, 1, 1), width=2, classes=7))

@@ -197,7 +197,7 @@ def referenced(model: ViT, images: Tensor, drop: Drop = lambda x: x) -> Tensor:
 
 
 @each_variant
-def test_forward_is_the_equations(changes: dict[str, Any]) -> None:
+def test_forward_matches_the_equations(changes: dict[str, Any]) -> None:
     config = replace(SMALL, **changes)
     model, images = random_model(config).double(), random_images(config).double()
     # The library computes its sines in single precision.
@@ -207,7 +207,7 @@ def test_forward_is_the_equations(changes: dict[str, Any]) -> None:
 
 
 @each_variant
-def test_the_verbs_compose(changes: dict[str, Any]) -> None:
+def test_the_four_steps_compose(changes: dict[str, Any]) -> None:
     config = replace(SMALL, **changes)
     model, images = random_model(config), random_images(config)
     patches = model.patchify(images)
@@ -298,7 +298,7 @@ def test_evaluation_is_deterministic_and_training_is_not() -> None:
     assert not torch.equal(model(images), model(images))
 
 
-def test_bad_images_are_refused_in_a_sentence() -> None:
+def test_bad_images_are_refused() -> None:
     model = ViT(SMALL)
     with pytest.raises(UserError, match=r"batch of 3-channel images .* not a tensor of shape \(2, 4, 12, 8\)\.$"):
         model(torch.zeros(2, 4, 12, 8))
@@ -311,17 +311,17 @@ def test_bad_images_are_refused_in_a_sentence() -> None:
 @each_variant
 @pytest.mark.parametrize("size", [(12, 8), (8, 16)], ids=["native", "other size"])
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "bfloat16 weights"])
-def test_bfloat16_is_near(changes: dict[str, Any], size: tuple[int, int], autocast: bool) -> None:
+def test_bfloat16_is_close(changes: dict[str, Any], size: tuple[int, int], autocast: bool) -> None:
     config = replace(SMALL, **changes)
     model, images = random_model(config), torch.randn(4, config.channels, *size)
     expected = model(images)
     if autocast:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            found = model(images)
+            output = model(images)
     else:
-        found = model.bfloat16()(images.bfloat16())
-    assert found.dtype == torch.bfloat16 or config.classes == 0
-    torch.testing.assert_close(found.float(), expected, rtol=0, atol=0.06 * expected.abs().max().item())
+        output = model.bfloat16()(images.bfloat16())
+    assert output.dtype == torch.bfloat16 or config.classes == 0
+    torch.testing.assert_close(output.float(), expected, rtol=0, atol=0.06 * expected.abs().max().item())
 
 
 @each_variant
@@ -351,7 +351,7 @@ def assert_xavier_uniform(weight: Tensor) -> None:
     assert 0.99 * bound < weight.abs().max().item() <= bound
 
 
-def test_start_values_are_googles() -> None:
+def test_initial_values_match_googles() -> None:
     torch.manual_seed(0)
     config = replace(SMALL, width=192, mlp=256, heads=3, image=(64, 64), registers=20, representation=150)
     w = ViT(replace(config, pool="map", layer_scale=True)).state_dict()
