@@ -36,7 +36,9 @@ class ShapeRecipe:
     heads: Annotated[int, "number of attention heads"] = 0
     pool: Annotated[str, "pooling: token (class token), mean or map (attention pooling)"] = ""
     position: Annotated[str, "position embedding: none, 1d, 2d, relative or sincos2d"] = ""
-    injection: Annotated[str, "where positions are added: input, every (a table per layer) or shared (one for all)"] = ""
+    injection: Annotated[str, "where positions are added: input, every (a table per layer) or shared (one for all)"] = (
+        ""
+    )
     head: Annotated[str, "linear, or tanh: one hidden layer with tanh, the paper's pre-training head"] = ""
     head_bias: Annotated[float, "initial bias of the logits; -10 for a sigmoid loss with many classes"] = 0.0
     weight_init: Annotated[

@@ -16,7 +16,6 @@ from vitral.data.images import ImageError, decode
 from vitral.data.sources import Split
 from vitral.evaluation.calibration import probabilities
 from vitral.evaluation.predict import Predictions
-from vitral.reprs import SummaryRepr
 
 
 @dataclass(frozen=True)
