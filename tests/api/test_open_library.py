@@ -154,7 +154,7 @@ def test_results_show_their_headline(weights: Path, colours: Path, tmp_path: Pat
     results = {
         f"EvalResult(top1={evaluated.metrics['top1']:.2%}, n=12, ": evaluated,
         "EmbedResult(n=12, dim=16)": vitral.embed(weights, colours),
-        "Results(n=12, ": vitral.predict(weights, colours),
+        "PredictionResults(n=12, ": vitral.predict(weights, colours),
         "SearchResult(best=": vitral.search(weights, colours, query=colours / "red" / "0.png"),
         "ProbeResult(n=3, 1-shot=": vitral.fewshot(weights, colours, shots=(1,), seeds=1),
         "InspectResult(page=": vitral.inspect(weights, output=tmp_path / "a.html"),

@@ -313,7 +313,7 @@ def test_check_prints_what_is_wrong(command, bag):
     counts = [line.split() for line in said.out.splitlines() if line.split()[:1] in (["red"], ["green"], ["blue"])]
     assert counts == [["blue", "10"], ["green", "10"], ["red", "20"]]
     found = json.loads(command("check", bag, "--json").out)
-    assert {key.removeprefix("red/") for key in found["unreadable"]} == BROKEN.keys()
+    assert {image["path"].removeprefix("red/") for image in found["unreadable"]} == BROKEN.keys()
 
 
 def test_show_prints_a_recipe_that_reads_back(command, bag, journey, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -92,3 +93,34 @@ def test_a_folder_that_cannot_be_written_raises_an_os_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError), DiskCache(tmp_path / "file", ".json").write(KEYS[0]):
         pass
+
+
+def aged(folder: Path, name: str, days: float, size: int) -> Path:
+    """A file that was last used some days ago."""
+    path = folder / name
+    path.write_bytes(bytes(size))
+    used = time.time() - 86400 * days
+    os.utime(path, (used, used))
+    return path
+
+
+def test_concurrent_eviction(tmp_path, monkeypatch):
+    """Each starts from the same listing, and none removes more than all of them together should."""
+    cache = DiskCache(tmp_path, ".npz", limit_bytes=20_500)
+    for number in range(40):
+        aged(tmp_path, f"{number:064x}.npz", 1 + number, 1000)
+    new = aged(tmp_path, f"{99:064x}.npz", 0, 1000)
+    start, listed = threading.Barrier(4), DiskCache._entries
+
+    def together(self: DiskCache) -> list[tuple[bool, float, int, Path]]:
+        result = listed(self)
+        start.wait()
+        return result
+
+    monkeypatch.setattr(DiskCache, "_entries", together)
+    threads = [threading.Thread(target=cache._evict, args=(new,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(tmp_path.iterdir()) == sorted([new, *(tmp_path / f"{number:064x}.npz" for number in range(19))])

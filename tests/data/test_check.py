@@ -82,8 +82,8 @@ def test_planted_problems_are_found(tmp_path, workers):
     assert report.animated == ("train/b/moving.gif",)
     assert report.tiny == ("train/b/tiny.png",)
     assert (report.grey, report.transparent) == (2, 1)  # the deep one is grey too
-    assert set(report.unreadable) == {"train/a/empty.jpg", "train/a/text.jpg", "train/b/cut.jpg"}
-    assert all(report.unreadable.values())
+    assert {image.path for image in report.unreadable} == {"train/a/empty.jpg", "train/a/text.jpg", "train/b/cut.jpg"}
+    assert all(image.reason for image in report.unreadable)
     assert report.not_compared == 3 + 1 + 2
     assert set(report.duplicates) == {
         ("train/a/0.jpg", "train/a/copy.jpg"),
@@ -196,7 +196,7 @@ def test_a_single_class_is_reported_and_its_images_are_checked(tmp_path, command
     assert output.code == 0, output.err
     report = json.loads(output.out)
     assert report["classes"] == {"train": {"cats": 4}}
-    assert list(report["unreadable"]) == ["cats/empty.jpg"]
+    assert [image["path"] for image in report["unreadable"]] == ["cats/empty.jpg"]
     expected = f'{tmp_path / "data"} has one class, "cats": a classifier needs at least two'
     assert report["notes"][0].startswith(expected)
     shown = command("check", tmp_path / "data").out
@@ -226,7 +226,7 @@ def test_pets_have_two_near_leaks(assets):
         ("train/Bombay/Bombay_130.jpg", "train/Bombay/Bombay_166.jpg"),
     }
     assert len(report.leaks) == 2
-    assert report.unreadable == {}
+    assert report.unreadable == ()
 
 
 def test_large_train_splits_are_searched_without_crops(tmp_path, monkeypatch):

@@ -309,7 +309,7 @@ def test_a_damaged_page_costs_its_own_images_alone(tmp_path, group):
         assert str(told.value).startswith(f"{path} cannot be read (")
         assert str(told.value).isprintable()
     report = check(path)
-    assert [key for key, why in report.unreadable.items() if str(path) in why] == [
+    assert [image.path for image in report.unreadable if str(path) in image.reason] == [
         f"x.parquet:{row}" for row in range(11) if row // 4 == group
     ]
 

@@ -12,13 +12,13 @@ import numpy as np
 
 from vitral.data.catalog import CATALOG
 from vitral.data.folders import FileReader
-from vitral.data.images import PILImage, pixels_of
+from vitral.data.images import PILImage, UnreadableImage, pixels_of
 from vitral.data.sources import DataSet, Split, open_data, open_images, restrict_train, with_test_split
 from vitral.errors import UserError
 from vitral.evaluation.duplicates import read_exclusions
 from vitral.recipe import Recipe, from_toml, with_dev
 from vitral.recipe_schema import DataRecipe
-from vitral.serving.results import Unreadable, unread
+from vitral.serving.results import unread
 
 ImageLike = str | Path | PILImage | np.ndarray  # a file or folder, a PIL image, uint8 pixels (height, width, channels)
 Images = ImageLike | Sequence[ImageLike]
@@ -143,7 +143,7 @@ def open_any_images(images: Images) -> Split:
     return Split("images", keys, np.full(len(keys), -1, np.int64), (), MixedReader(opened))
 
 
-def unread_images(split: Split, read: Collection[str]) -> tuple[Unreadable, ...]:
+def unread_images(split: Split, read: Collection[str]) -> tuple[UnreadableImage, ...]:
     """The images of a split whose keys are not among those that were read, with the reasons."""
     keys = frozenset(read)
     return tuple(unread(split, index, channels=3) for index, key in enumerate(split.keys) if key not in keys)

@@ -15,6 +15,7 @@ from vitral.api.data import open_as_trained
 from vitral.api.prediction import check_head, check_numbers, compute_device, none_read, prepared, reading_workers
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.data.catalog.imagenet import imagenet_outputs
+from vitral.data.images import UnreadableImage
 from vitral.data.sources import DataSet, Split, open_data
 from vitral.errors import UserError
 from vitral.evaluation.accuracy import classification_metrics, multilabel_metrics, objectnet_accuracy, real_accuracy
@@ -32,7 +33,7 @@ from vitral.events import EventHandler
 from vitral.progress import displayed
 from vitral.recipe import from_toml
 from vitral.reprs import SummaryRepr, score_summary
-from vitral.serving.results import Unreadable, unread
+from vitral.serving.results import unread
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,7 +44,7 @@ class EvalResult(SummaryRepr):
     data: str
     metrics: dict[str, Any]
     real: tuple[float, int] | None  # accuracy by the ReaL labels, and how many images have one
-    unreadable: tuple[Unreadable, ...]
+    unreadable: tuple[UnreadableImage, ...]
     notes: tuple[str, ...]
     # The softmax temperature of the lowest loss on these same images; None where there is none (as if every answer is
     # right), and for multi-label models.
@@ -159,7 +160,7 @@ def _objectnet(
     data: str,
     split: Split,
     predictions: Predictions,
-    unreadable: tuple[Unreadable, ...],
+    unreadable: tuple[UnreadableImage, ...],
     notes: tuple[str, ...],
 ) -> EvalResult:
     mapping = imagenet_outputs(data, split.classes)
@@ -170,7 +171,7 @@ def _objectnet(
     return EvalResult(source, data, metrics, None, unreadable, (*notes, rule))
 
 
-def _unreadable(split: Split, predictions: Predictions, card: Card) -> tuple[Unreadable, ...]:
+def _unreadable(split: Split, predictions: Predictions, card: Card) -> tuple[UnreadableImage, ...]:
     """The images that cannot be read, with the reasons; raises where that is all of them."""
     missing = predictions.indices[~predictions.valid]
     unreadable = tuple(unread(split, int(index), card.architecture.channels) for index in missing)

@@ -17,6 +17,7 @@ from vitral.api.prediction import compute_device, none_read, prepared
 from vitral.architecture import Size
 from vitral.atomic import check_writable
 from vitral.checkpoints.card import Preprocess
+from vitral.data.images import UnreadableImage
 from vitral.data.loader import PADDING, evaluation_batches
 from vitral.data.preprocess import parse_deterministic
 from vitral.data.sources import Split, open_images
@@ -38,7 +39,7 @@ from vitral.models.build import Model
 from vitral.models.normalize import normalize
 from vitral.progress import displayed
 from vitral.reprs import SummaryRepr
-from vitral.serving.results import Unreadable, unread
+from vitral.serving.results import unread
 
 BATCH = 16
 
@@ -58,7 +59,7 @@ class SearchResult(SummaryRepr):
 
     query: str
     neighbours: tuple[Neighbour, ...]
-    unreadable: tuple[Unreadable, ...]  # images of the folder
+    unreadable: tuple[UnreadableImage, ...]  # images of the folder
 
     def __iter__(self) -> Iterator[Neighbour]:
         return iter(self.neighbours)

@@ -17,7 +17,7 @@ from vitral.atomic import atomic_write, checked_output
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.data.check import CheckReport
 from vitral.data.check import check as check_data
-from vitral.data.images import encode_png
+from vitral.data.images import UnreadableImage, encode_png
 from vitral.data.loader import default_workers, read_pixels
 from vitral.data.preprocess import parse_deterministic, parse_preprocess
 from vitral.data.sources import open_data
@@ -30,7 +30,7 @@ from vitral.models.device import resolve_device
 from vitral.progress import displayed
 from vitral.reprs import SummaryRepr
 from vitral.serving.classifier import ImageClassifier, NamedClassifier
-from vitral.serving.results import PredictionResults, Unreadable, collect_predictions, unread, write_results
+from vitral.serving.results import PredictionResults, collect_predictions, unread, write_results
 
 
 def predict(
@@ -94,7 +94,7 @@ def predict(
     return named
 
 
-def none_read(first: Unreadable) -> str:
+def none_read(first: UnreadableImage) -> str:
     """The beginning of a sentence about images of which not one could be read."""
     return f"none of these images can be read, {first.path} first ({first.reason})"
 
@@ -142,7 +142,7 @@ class EmbedResult(SummaryRepr):
 
     paths: list[str]  # or "image 0", ... for images in memory
     features: np.ndarray  # (n, dim) float32
-    unreadable: tuple[Unreadable, ...]
+    unreadable: tuple[UnreadableImage, ...]
     output: str  # the file they were written to
 
     def __iter__(self) -> Iterator[Any]:

@@ -25,6 +25,7 @@ from vitral.progress import displayed
 from vitral.recipe import Recipe, from_toml, with_overrides
 from vitral.recipe_defaults import FLIP_REASON, default_recipe
 from vitral.recipe_presets import get_preset, is_preset
+from vitral.reprs import SummaryRepr, score_summary
 from vitral.training.build import check_recipe, own_card
 from vitral.training.callbacks import Callback, Loss, OptimizerFactory, OwnParts, Transform
 from vitral.training.run import RunResult, run
@@ -36,13 +37,20 @@ _DATA_KEYS = ("held_out", "dev", "subset", "subset_seed", "exclude")  # of recip
 _EARLY = tuple(f"{key}=" for key in ("init", *(f"data.{name}" for name in _DATA_KEYS)))
 
 
-@dataclass(frozen=True)
-class TrainResult:
+@dataclass(frozen=True, repr=False)
+class TrainResult(SummaryRepr):
     """One run, or several that differ in their seed."""
 
     results: tuple[RunResult, ...]
     recipe: Recipe
     module: nn.Module | None = None  # the user's own module, with the weights that were kept
+
+    def summary(self) -> dict[str, str]:
+        score = score_summary(self.results[-1].metrics)
+        if self.spread is not None:
+            score |= {"score": f"{self.mean:.2%} +- {self.spread:.2%}", "seeds": f"{len(self.results)}"}
+        seconds = sum(result.seconds for result in self.results)
+        return {**score, "seconds": f"{seconds:.0f}", "folder": str(self.folder)}
 
     @property
     def mean(self) -> float:

@@ -180,7 +180,7 @@ def _check_facts(report: Any) -> dict[str, str]:
         "formats": ", ".join(f"{count:,} {name}" for name, count in report.formats.items()),
         "widths": _quantiles(report.widths),
         "heights": _quantiles(report.heights),
-        "unreadable": _count_and_first([f"{key}: {reason}" for key, reason in report.unreadable.items()]),
+        "unreadable": _count_and_first([f"{image.path}: {image.reason}" for image in report.unreadable]),
         "rotated (EXIF)": _count_and_first(report.rotated),
         "over 8 bits": _count_and_first(report.deep),
         "CMYK": _count_and_first(report.cmyk),

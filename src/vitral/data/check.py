@@ -25,7 +25,7 @@ from vitral.data.copies import (
     signature,
 )
 from vitral.data.folders import EmptyClass, read_folder
-from vitral.data.images import ImageError, ImageFacts, describe
+from vitral.data.images import ImageError, ImageFacts, UnreadableImage, describe
 from vitral.data.loader import iterate_in_workers
 from vitral.data.sources import DataSet, Split, open_data
 from vitral.data.splits import HELD_OUT, strata, stratified, too_few_classes
@@ -57,7 +57,7 @@ class CheckReport:
     formats: dict[str, int]
     widths: dict[str, int]  # smallest, median, largest
     heights: dict[str, int]
-    unreadable: dict[str, str]  # image -> reason
+    unreadable: tuple[UnreadableImage, ...]
     rotated: tuple[str, ...]
     deep: tuple[str, ...]  # more than 8 bits per channel
     cmyk: tuple[str, ...]
@@ -179,7 +179,9 @@ def _report(data: DataSet, images: list[_Image]) -> CheckReport:
         formats=dict(Counter(fact.format for _, fact in facts).most_common()),
         widths=_range([fact.width for _, fact in facts]),
         heights=_range([fact.height for _, fact in facts]),
-        unreadable={key: image.reason for key, image in zip(keys, images, strict=True) if not image.facts},
+        unreadable=tuple(
+            UnreadableImage(key, image.reason) for key, image in zip(keys, images, strict=True) if not image.facts
+        ),
         rotated=select(lambda fact: fact.rotated),
         deep=select(lambda fact: fact.bits > 8),
         cmyk=select(lambda fact: fact.mode == "CMYK"),

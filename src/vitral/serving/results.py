@@ -12,10 +12,11 @@ import numpy as np
 
 from vitral.atomic import atomic_write
 from vitral.checkpoints.write import write_json
-from vitral.data.images import ImageError, decode
+from vitral.data.images import ImageError, UnreadableImage, decode
 from vitral.data.sources import Split
 from vitral.evaluation.calibration import probabilities
 from vitral.evaluation.predict import Predictions
+from vitral.reprs import SummaryRepr
 
 
 @dataclass(frozen=True)
@@ -27,19 +28,11 @@ class ImagePrediction:
     probabilities: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class Unreadable:
-    """An image without a prediction."""
-
-    path: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class PredictionResults:
+@dataclass(frozen=True, repr=False)
+class PredictionResults(SummaryRepr):
     """The results of all requested images, in their order."""
 
-    images: tuple[ImagePrediction | Unreadable, ...]
+    images: tuple[ImagePrediction | UnreadableImage, ...]
 
     def summary(self) -> dict[str, str]:
         first = {row.path: f"{row.names[0]} ({row.probabilities[0]:.1%})" for row in self.rows[:1]}
@@ -52,9 +45,9 @@ class PredictionResults:
         return tuple(image for image in self.images if isinstance(image, ImagePrediction))
 
     @property
-    def unreadable(self) -> tuple[Unreadable, ...]:
+    def unreadable(self) -> tuple[UnreadableImage, ...]:
         """The images that could not be read."""
-        return tuple(image for image in self.images if isinstance(image, Unreadable))
+        return tuple(image for image in self.images if isinstance(image, UnreadableImage))
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready values."""
@@ -96,7 +89,7 @@ def collect_predictions(
         One result per image.
     """
     names = classes or tuple(map(str, range(predictions.logits.shape[1])))
-    images: list[ImagePrediction | Unreadable] = []
+    images: list[ImagePrediction | UnreadableImage] = []
     for index, logits, valid in zip(*predictions, strict=True):
         path = split.keys[index]
         if valid:
@@ -134,7 +127,7 @@ def _write_csv(path: Path, results: PredictionResults) -> None:
             writer.writerow([image.path, *[""] * len(columns), image.reason])
 
 
-def unread(split: Split, index: int, channels: int) -> Unreadable:
+def unread(split: Split, index: int, channels: int) -> UnreadableImage:
     """Read an image once more to find the reason why it is unreadable, which batches do not carry."""
     reason = "it was unreadable the first time"
     try:
@@ -143,4 +136,4 @@ def unread(split: Split, index: int, channels: int) -> Unreadable:
             decode(data, channels)
     except (ImageError, OSError) as error:
         reason = str(error)
-    return Unreadable(split.keys[index], reason)
+    return UnreadableImage(split.keys[index], reason)

@@ -5,8 +5,8 @@
 | part | is called with | returns |
 |---|---|---|
 | loss | logits (batch, classes), targets (batch,) or (batch, classes) | (batch,) losses, or their mean () |
-| optimizer | parameter groups, as `torch.optim` takes them | a `torch.optim.Optimizer`; its rates are the peaks of the schedule |
-| transform | a PIL image | uint8 (h, w, c) or a PIL image, normalised by vitral; or a float tensor (c, h, w), used as it is |
+| optimizer | parameter groups, as `torch.optim` takes them | a `torch.optim.Optimizer`; its rates are the schedule's peaks |
+| transform | a PIL image | a uint8 image, normalised by vitral, or a float tensor (c, h, w), used as it is |
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitral.data.images import PILImage
 from vitral.events import Event, StepDone
 from vitral.training.metrics import MetricsLogger
 from vitral.training.parallel import World, all_ranks
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-Transform = Callable[[Any], Any]
+OptimizerFactory = Callable[[list[dict[str, object]]], torch.optim.Optimizer]
+Transform = Callable[[PILImage], object]
 
 
 class RunHandle:

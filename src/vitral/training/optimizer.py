@@ -128,7 +128,7 @@ def build_optimizer(
 
 
 def own_optimizer(
-    factory: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], groups: list[dict[str, Any]], peak_lr: float
+    factory: Callable[[list[dict[str, object]]], torch.optim.Optimizer], groups: list[dict[str, Any]], peak_lr: float
 ) -> torch.optim.Optimizer:
     """A user's optimizer over our parameter groups. The rates it sets are the peaks that the schedule scales."""
     optimizer = factory([{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups])
