@@ -102,7 +102,7 @@ def test_scikit_learn_check_with_fit(check):
 def digits() -> tuple[np.ndarray, np.ndarray]:
     """The digits 0 to 3, (n, 8, 8) uint8, and their labels."""
     pixels, labels = load_digits(n_class=4, return_X_y=True)
-    return np.rint(pixels.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)[:200], labels[:200]
+    return np.rint(pixels.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)[:200], np.asarray(labels)[:200]
 
 
 @pytest.fixture(scope="module")
