@@ -47,6 +47,7 @@ ROOMS: dict[str, set[str]] = {
     "bench": TO_LEVEL_4,
     "api": TO_LEVEL_4 | {"studies", "bench"},
     "cli": PLAIN | {"api"},
+    "sklearn": PLAIN | {"api"},
     "__init__": PLAIN | {"api"},
     "__main__": {"cli"},
 }
@@ -63,6 +64,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "simplejpeg": ("data/images.py",),
     "matplotlib": (),
     "triton": ("kernels/",),
+    "sklearn": ("sklearn.py", "data/catalog/readers.py"),
     "print": ("cli/",),
     "sys.argv": ("cli/",),
     "pickle": (),

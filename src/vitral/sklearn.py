@@ -1,55 +1,76 @@
-"""A scikit-learn estimator: `ImageClassifier().fit(paths, labels).predict(paths)`; an extra: pip install 'vitral[demo]'."""
+"""A scikit-learn estimator: `ImageClassifier().fit(paths, labels).predict(paths)`.
+
+An extra: pip install 'vitral[demo]'.
+"""
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from sklearn.base import BaseEstimator, ClassifierMixin
-from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted
 
-from vitral.api.prediction import predict
+from vitral.api.data import ImageLike, open_any_images
+from vitral.api.overrides import Overrides
+from vitral.api.prediction import compute_device, predict
 from vitral.api.training import train
 from vitral.errors import UserError
 from vitral.events import ignore_events
 
-Images = Sequence[Any] | np.ndarray
+try:
+    from sklearn.base import BaseEstimator, ClassifierMixin
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import check_is_fitted, column_or_1d
+except ImportError as error:
+    raise ImportError("vitral.sklearn needs scikit-learn: pip install 'vitral[demo]'.") from error
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+    from sklearn.utils import Tags  # type: ignore[missing-module-attribute]
+
+Images = Sequence[ImageLike] | np.ndarray
 
 
 class ImageClassifier(ClassifierMixin, BaseEstimator):
     """A Vision Transformer as a scikit-learn classifier of images.
 
-    Images are paths, PIL images, or arrays of uint8 pixels (h, w, c), as a sequence or one array (n, h, w, c). A fifth of
-    them is held out while training to report an accuracy; `fit` keeps the model in memory.
+    Images are a sequence of paths, PIL images or arrays (height, width) or (height, width, channels), or one array
+    (n, height, width) or (n, height, width, channels). Pixels are integers from 0 to 255 or floats from 0 to 1.
+
+    `fit` holds out a fifth of the images of each class (`data.held_out` in `set`) to compute `held_out_score_`. The
+    trained model stays in memory: `vitral.save(estimator.model_, path, estimator.card_)` writes it.
 
     Args:
-        model: the model to train from scratch, such as ViT-Ti/16; chosen by default.
+        model: name of the model to train from scratch, such as ViT-Ti/16; chosen when not given.
         init: weights to start from: a file, a run folder, hf:owner/name or timm:name.
-        epochs: how often each image is seen; chosen by default.
-        trainable: what is trained: full, head, last:K, bias or lora:R.
-        balance: against uneven classes: none, weights, sampler or logit-adjust.
-        seed: seed of weights, order, augmentation and dropout.
-        device: cpu, cuda, cuda:1 or mps; the best one by default.
-        out: the run folder to keep; a temporary one by default.
+        epochs: passes over the training images; chosen when not given.
+        trainable: which parameters are trained: full, head, last:K, bias or lora:R.
+        balance: how uneven classes are balanced: none, weights, sampler or logit-adjust.
+        seed: seed of weights, data order, augmentation and dropout.
+        device: cpu, cuda, cuda:1 or mps; chosen when not given.
         set: other keys of the recipe, such as {"optim.lr": 0.01}.
-        verbose: show progress.
+        verbose: whether to display progress.
+
+    Attributes:
+        classes_: the labels, sorted (classes,).
+        model_: the trained model, on the CPU.
+        card_: its card: class names, preprocessing and origin of the weights.
+        held_out_score_: accuracy on the held-out images.
     """
 
     def __init__(
         self,
         model: str = "",
-        init: str = "",
+        init: str | Path = "",
         epochs: float | None = None,
         trainable: str = "",
         balance: str = "",
         seed: int = 0,
         device: str = "",
-        out: str = "",
-        set: Mapping[str, Any] | Sequence[str] = (),
+        set: Overrides = (),
         verbose: bool = False,
     ) -> None:
         self.model = model
@@ -59,24 +80,34 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
         self.balance = balance
         self.seed = seed
         self.device = device
-        self.out = out
         self.set = set
         self.verbose = verbose
 
-    def fit(self, X: Images, y: Sequence[Any] | np.ndarray) -> ImageClassifier:
+    def fit(self, X: Images, y: ArrayLike) -> ImageClassifier:
         """Train on images and their labels.
 
         Args:
-            X: images: paths, PIL images or uint8 pixels.
+            X: the images.
             y: one label per image, of any type that sorts.
+
+        Returns:
+            The estimator itself.
+
+        Raises:
+            UserError: where images and labels do not match, or a parameter is wrong.
         """
-        if len(X) != len(y):
-            raise UserError(f"{len(X)} images have {len(y)} labels: give one label per image.")
-        check_classification_targets(y)
-        self.classes_, labels = np.unique(np.asarray(y), return_inverse=True)
+        labels = np.asarray(column_or_1d(np.asarray(y), warn=True))
+        check_classification_targets(labels)
+        images = _checked_images(X)
+        if len(images) != len(labels):
+            raise UserError(f"X has {len(images)} images and y has {len(labels)} labels: give one label per image.")
+        classes = np.unique(labels)
+        if len(classes) < 2:
+            raise UserError(f"y has one class, {classes[0]!r}: a classifier needs at least two.")
+        open_any_images(images)  # raises where a file is missing or an image is of another type
         with tempfile.TemporaryDirectory() as folder:
             result = train(
-                list(zip(X, labels.tolist(), strict=True)),
+                [(image, str(label)) for image, label in zip(images, labels, strict=True)],
                 model=self.model,
                 init=self.init,
                 epochs=self.epochs,
@@ -84,41 +115,101 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
                 balance=self.balance,
                 seed=self.seed,
                 device=self.device,
-                out=self.out or Path(folder) / "run",
+                out=Path(folder) / "run",
                 set=self.set,
                 on_event=None if self.verbose else ignore_events,
             )
+            self.held_out_score_ = result.mean
             self.model_, self.card_ = result.load()
-        self.held_out_score_ = result.mean
+        self.classes_ = classes
         return self
 
     def predict_proba(self, X: Images) -> np.ndarray:
-        """The probability of each class (n, classes), in the order of `classes_`.
+        """Predict the probability of each class.
 
         Args:
-            X: images: paths, PIL images or uint8 pixels.
+            X: the images.
+
+        Returns:
+            Probabilities (n, classes), in the order of `classes_`.
+
+        Raises:
+            NotFittedError: before `fit`.
+            UserError: where an image cannot be read.
         """
-        check_is_fitted(self)
+        check_is_fitted(self, "classes_")
+        images = _checked_images(X)
         predictions = predict(
             (self.model_, self.card_),
-            list(X),
+            images,
             top=len(self.classes_),
-            device=self.device,
+            device=compute_device("", self.device),  # the model itself waits on the CPU
             on_event=None if self.verbose else ignore_events,
         )
+        self.model_.cpu()  # so that a pickle can be read on machines without this device
         if predictions.unreadable:
             first = predictions.unreadable[0]
             raise UserError(f"cannot read image {first.path}: {first.reason}; leave it out.")
-        probabilities = np.zeros((len(predictions.rows), len(self.classes_)))
-        for index, row in enumerate(predictions.rows):
-            probabilities[index, [int(name) for name in row.names]] = row.probabilities
-        return probabilities
+        # By path, since `predict` gives a file that is named twice one row.
+        by_path = {row.path: dict(zip(row.names, row.probabilities, strict=True)) for row in predictions.rows}
+        rows = [by_path[image if isinstance(image, str) else f"image {index}"] for index, image in enumerate(images)]
+        return np.array([[row[str(label)] for label in self.classes_] for row in rows])
 
     def predict(self, X: Images) -> np.ndarray:
-        """The likeliest label of each image.
+        """Predict the most likely label of each image.
 
         Args:
-            X: images: paths, PIL images or uint8 pixels.
+            X: the images.
+
+        Returns:
+            Labels (n,).
         """
-        probabilities = self.predict_proba(X)
+        probabilities = self.predict_proba(X)  # raises NotFittedError before `classes_` is read
         return self.classes_[probabilities.argmax(axis=1)]
+
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()  # type: ignore[missing-attribute]
+        tags.input_tags.two_d_array = False
+        tags.input_tags.three_d_array = True
+        tags.input_tags.string = True
+        return tags
+
+
+def _checked_images(X: Images) -> list[ImageLike]:
+    """The images as a list of paths (str), PIL images and uint8 pixels."""
+    if isinstance(X, str | Path) or not hasattr(X, "__len__"):
+        raise UserError(f"X is a {type(X).__name__}: pass a sequence of images, or an array of them.")
+    if isinstance(X, np.ndarray) and X.ndim not in (1, 3, 4):
+        raise UserError(f"X has the shape {X.shape}: reshape it to (n, height, width) or (n, height, width, channels).")
+    if not len(X):
+        raise UserError("X is empty: add images.")
+    if isinstance(X, np.ndarray) and X.ndim > 1:
+        return list(_pixels(X))
+    return [_checked_image(image) for image in X]
+
+
+def _checked_image(image: ImageLike) -> ImageLike:
+    if isinstance(image, np.ndarray):
+        return _pixels(image)
+    if not isinstance(image, str | Path):
+        return image
+    path = os.path.expanduser(image)
+    if os.path.isdir(path):
+        raise UserError(f"{image} is a folder: list the image files in it.")
+    return str(Path(path))
+
+
+def _pixels(array: np.ndarray) -> np.ndarray:
+    """Integers from 0 to 255, or floats from 0 to 1, as uint8."""
+    if array.dtype == np.uint8 or not array.size:
+        return array
+    floating = np.issubdtype(array.dtype, np.floating)
+    highest = 1 if floating else 255
+    if not (floating or np.issubdtype(array.dtype, np.integer)):
+        raise UserError(f"these pixels are {array.dtype}: pass integers from 0 to 255, or floats from 0 to 1.")
+    if not (array.min() >= 0 and array.max() <= highest):  # false for NaN, too
+        raise UserError(
+            f"these pixels are {array.dtype} from {array.min():g} to {array.max():g}: "
+            "pass integers from 0 to 255, or floats from 0 to 1."
+        )
+    return (np.rint(array * 255) if floating else array).astype(np.uint8)
