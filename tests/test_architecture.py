@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "vitral"
 
 # Every room and what it may import. A new top-level module or folder starts with a line here.
 PLAIN = {
-    *("errors", "version", "atomic", "events", "progress", "architecture", "names", "cost", "paper"),
+    *("errors", "version", "atomic", "events", "progress", "reprs", "architecture", "names", "cost", "paper"),
     *("recipe", "recipe_schema", "recipe_defaults", "recipe_presets"),
 }
 BELOW_MODELS = PLAIN | {"kernels"}
@@ -48,7 +48,7 @@ ROOMS: dict[str, set[str]] = {
     "api": TO_LEVEL_4 | {"studies", "bench"},
     "cli": PLAIN | {"api"},
     "sklearn": PLAIN | {"api"},
-    "__init__": PLAIN | {"api"},
+    "__init__": TO_LEVEL_4 | {"api"},
     "__main__": {"cli"},
 }
 
@@ -56,7 +56,14 @@ ROOMS: dict[str, set[str]] = {
 # A place is a file, or a folder with its slash, below src/vitral.
 HOMES: dict[str, tuple[str, ...]] = {
     "vitral.recipe": (
-        *("recipe.py", "recipe_defaults.py", "recipe_presets.py", "training/run.py", "training/setup.py"),
+        *(
+            "recipe.py",
+            "recipe_defaults.py",
+            "recipe_presets.py",
+            "training/run.py",
+            "training/setup.py",
+            "training/build.py",
+        ),
         *("studies/", "api/", "cli/", "__init__.py"),
     ),
     "torch.distributed": ("training/parallel.py", "checkpoints/run.py"),

@@ -20,7 +20,7 @@ from vitral.architecture import Architecture
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.weights import write
 from vitral.data.images import encode_png
-from vitral.serving.classifier import ImageClassifier
+from vitral.serving.classifier import TopKClassifier
 
 NAMES = ("ant", "bee", "cat", "dog", "été")
 MODELS = {name: model for name, model in ARCHITECTURES.items() if model.classes}
@@ -221,7 +221,7 @@ class TestOnAGpu:
     def test_answers_are_copies(self):
         values = (0.5,) * 3
         model, device = randomised(vitral.create("ViT-Ti/4@8", classes=9)), torch.device("cuda")
-        classify = ImageClassifier(model, device, size=(8, 8), channels=3, mean=values, std=values, top=9)
+        classify = TopKClassifier(model, device, size=(8, 8), channels=3, mean=values, std=values, top=9)
         _, before = classify(noise(8, 8))
         kept = before.copy()
         _, after = classify(noise(8, 8, seed=1))

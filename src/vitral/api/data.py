@@ -12,8 +12,9 @@ import numpy as np
 
 from vitral.data.catalog import CATALOG
 from vitral.data.folders import FileReader
-from vitral.data.images import PILImage, UnreadableImage, pixels_of
+from vitral.data.images import ImageError, PILImage, UnreadableImage
 from vitral.data.sources import DataSet, Split, open_data, open_images, restrict_train, with_test_split
+from vitral.data.transforms import eight_bit_array
 from vitral.errors import UserError
 from vitral.evaluation.duplicates import read_exclusions
 from vitral.recipe import Recipe, from_toml, with_dev
@@ -115,8 +116,8 @@ def open_any_images(images: Images) -> Split:
     """Open images to predict on.
 
     Args:
-        images: paths of image files and of folders of them, PIL images, and arrays of uint8 pixels (height, width,
-            channels); one or several.
+        images: paths of image files and of folders of them, PIL images, and arrays (height, width, channels) of uint8
+            pixels or of values from 0 to 1; one, several, or an array (n, height, width, channels).
 
     Returns:
         A split without labels; images in memory are called "image 0", "image 1", ... by their position.
@@ -125,7 +126,11 @@ def open_any_images(images: Images) -> Split:
         UserError: where there is no image, or one of them is of another type.
     """
     several: Sequence[ImageLike] = (
-        images if isinstance(images, Sequence) and not isinstance(images, str) else [cast(ImageLike, images)]
+        list(images)
+        if isinstance(images, np.ndarray) and images.ndim == 4
+        else images
+        if isinstance(images, Sequence) and not isinstance(images, str)
+        else [cast(ImageLike, images)]
     )
     paths = [image for image in several if isinstance(image, str | Path)]
     if len(paths) == len(several):
@@ -139,8 +144,15 @@ def open_any_images(images: Images) -> Split:
             opened += files
         else:
             keys.append(f"image {position}")
-            opened.append(pixels_of(image))
+            opened.append(_pixels(image, keys[-1]))
     return Split("images", keys, np.full(len(keys), -1, np.int64), (), MixedReader(opened))
+
+
+def _pixels(image: PILImage | np.ndarray, name: str) -> np.ndarray:
+    try:
+        return eight_bit_array(image, name)
+    except ImageError as error:
+        raise UserError(f"cannot read {name}: {error}; pass a complete image.") from error
 
 
 def unread_images(split: Split, read: Collection[str]) -> tuple[UnreadableImage, ...]:

@@ -29,7 +29,7 @@ from vitral.models.build import Model
 from vitral.models.device import resolve_device
 from vitral.progress import displayed
 from vitral.reprs import SummaryRepr
-from vitral.serving.classifier import ImageClassifier, NamedClassifier
+from vitral.serving.classifier import NamedClassifier, TopKClassifier
 from vitral.serving.results import PredictionResults, collect_predictions, unread, write_results
 
 
@@ -123,7 +123,7 @@ def classifier(source: Source, *, top: int = 5, preprocess: str = "", device: st
     check_head(source, card)
     how, channels, classes = prepared(card, preprocess), card.architecture.channels, card.architecture.classes
     pipeline = parse_deterministic(how.pipeline)
-    likeliest = ImageClassifier(
+    likeliest = TopKClassifier(
         model,
         torch.device(resolved),
         size=pipeline.size,

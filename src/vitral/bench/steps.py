@@ -19,7 +19,7 @@ from vitral.bench.backends import OURS, Backend, Workload, build_model
 from vitral.kernels.cuda_graph import CudaGraph
 from vitral.kernels.packed import pack
 from vitral.models.normalize import normalize
-from vitral.serving.classifier import ImageClassifier
+from vitral.serving.classifier import TopKClassifier
 
 _SEED = 0
 _CLIP_NORM = 1.0
@@ -215,13 +215,13 @@ class LatencyStep:
 
 
 class VitralLatencyStep(LatencyStep):
-    """The same with vitral's `ImageClassifier`."""
+    """The same with vitral's `TopKClassifier`."""
 
     def __init__(self, backend: Backend, workload: Workload) -> None:
         super().__init__(backend, workload)
         config = workload.architecture
         half = (0.5,) * config.channels
-        self.classifier = ImageClassifier(
+        self.classifier = TopKClassifier(
             self.model.model,
             self.images.device,
             size=config.image,

@@ -46,7 +46,7 @@ def show_training(result: Any, values: Mapping[str, Any]) -> None:
             "time": f"{duration(sum(run.seconds for run in result.results))}{rate}",
             "cost": f"{flops}, {hours:.2g} device-hours ({last.devices} x {last.device})",
             "memory": f"{last.peak_bytes / 1e9:.2f} GB peak ({last.predicted_peak_bytes / 1e9:.2f} GB estimated)",
-            "left out": f"{counted(len(last.skipped), 'image')} that cannot be read" if last.skipped else "",
+            "left out": f"{counted(len(last.unreadable), 'image')} that cannot be read" if last.unreadable else "",
             "often confused": "; ".join(confused),
             _run_folders(result.results): ", ".join(run.folder for run in result.results),
         }

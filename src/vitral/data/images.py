@@ -29,8 +29,6 @@ import torch
 import torch.nn.functional as F
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from vitral.errors import UserError
-
 PILImage = Image.Image
 METHODS = ("bilinear", "bicubic", "nearest", "area")
 
@@ -188,34 +186,6 @@ def resize(image: np.ndarray, size: tuple[int, int], method: str = "bilinear") -
 def as_tensor(image: np.ndarray) -> torch.Tensor:
     """uint8 (h, w, c), sharing memory where possible; read-only memory is copied, as torch warns about it."""
     return torch.from_numpy(np.require(image, requirements=["C", "W"]))
-
-
-def pixels_of(image: Image.Image | np.ndarray) -> np.ndarray:
-    """An image in memory as if it had been decoded from a file.
-
-    Args:
-        image: a PIL image, or uint8 pixels (height, width) or (height, width, channels).
-
-    Returns:
-        uint8 pixels (height, width, channels); a grey PIL image has one channel, others have three.
-
-    Raises:
-        UserError: where it is neither.
-    """
-    if is_pil(image):
-        try:
-            return pil_to_array(image)
-        except ImageError as error:
-            raise UserError(f"this PIL image cannot be read ({error}): pass a complete image.") from error
-    if not isinstance(image, np.ndarray):
-        name = type(image).__name__
-        raise UserError(f"an image is a path, a PIL image or an array of uint8 pixels, not {name}: convert it.")
-    pixels = image[:, :, None] if image.ndim == 2 else image
-    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.size == 0:
-        raise UserError(
-            f"these pixels are {image.dtype} {image.shape}: pass uint8 (height, width, channels) of 0 to 255."
-        )
-    return pixels
 
 
 def _nearest(before: int, after: int) -> np.ndarray:

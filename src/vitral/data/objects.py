@@ -66,7 +66,7 @@ class ObjectReader:
     def read(self, index: int) -> bytes | np.ndarray:
         value = self._value(index)
         if isinstance(value, str | Path):
-            return FileReader("", [str(value)]).read(0)
+            return FileReader("", [os.path.expanduser(value)]).read(0)
         if isinstance(value, bytes):
             return value
         return eight_bit_array(value, f"the image of {self.keys[index]}")
@@ -74,7 +74,7 @@ class ObjectReader:
     def mark(self, index: int) -> str:
         value = self._value(index)
         if isinstance(value, str | Path):
-            return FileReader("", [str(value)]).mark(0)
+            return FileReader("", [os.path.expanduser(value)]).mark(0)
         try:
             data = self.read(index)
         except ImageError as error:

@@ -25,7 +25,7 @@ from vitral.models.normalize import normalize
 _WARM_UP = 3  # calls before the CUDA graph is captured
 
 
-class ImageClassifier:
+class TopKClassifier:
     """A model that predicts one image of a fixed size at a time. Thread-safe: calls share buffers and run in turn."""
 
     def __init__(
@@ -112,7 +112,7 @@ class ImageClassifier:
 class NamedClassifier:
     """A classifier of images of any size that returns class names."""
 
-    classifier: ImageClassifier
+    classifier: TopKClassifier
     pipeline: Pipeline
     channels: int
     names: Sequence[str]

@@ -94,19 +94,14 @@ class Objective(nn.Module):
         logits = self.model(inputs)
         if self.loss is not None:
             loss = own_loss(self.loss, logits, targets, valid)
+        elif s.kind == "sigmoid":
+            loss = torch.where(valid, sigmoid_loss(logits, targets, weights=self.weights), 0.0).sum()
         else:
-            loss = torch.where(valid, self._losses(logits, targets), 0.0).sum()
+            losses = softmax_loss(logits, targets, smoothing=s.smoothing, weights=self.weights, log_priors=self.priors)
+            loss = torch.where(valid, losses, 0.0).sum()
         if s.mixes or labels.ndim > 1:
             return loss, torch.full_like(loss, -1.0).detach()
         return loss, ((logits.argmax(dim=1) == labels) & valid).sum()
-
-    def _losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """(batch, classes), (batch,) or (batch, classes) -> (batch,)"""
-        if self.settings.kind == "sigmoid":
-            return sigmoid_loss(logits, targets, weights=self.weights)
-        return softmax_loss(
-            logits, targets, smoothing=self.settings.smoothing, weights=self.weights, log_priors=self.priors
-        )
 
 
 def own_loss(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: Tensor, valid: Tensor) -> Tensor:
