@@ -56,7 +56,7 @@ def test_a_failed_capture_raises_and_restores_the_generator():
 )
 def test_a_run_with_cuda_graph_matches_one_without(words, pictures, tmp_path):
     for name in ("true", "false"):
-        train(pictures, tmp_path / name, *words, f"graph={name}", "evaluate_every=4", device="cuda")
+        train(pictures, tmp_path / name, *words, f"cuda_graph={name}", "evaluate_every=4", device="cuda")
     losses = [[row["loss"] for row in metrics(tmp_path / name) if "loss" in row] for name in ("true", "false")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert losses[0][0] != losses[0][-1]
