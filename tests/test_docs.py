@@ -11,9 +11,11 @@ import contextlib
 import functools
 import importlib
 import io
+import json
 import re
 import shlex
 import shutil
+import statistics
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -279,7 +281,10 @@ def test_python_names_exist(page):
     assert not faults
 
 
-OTHER_LIBRARIES = {"ImageFolder", "DataLoader", "once_differentiable", "onnxruntime", "onnxscript", "pre_logits"}
+OTHER_LIBRARIES = {
+    *("ImageFolder", "DataLoader", "DistributedDataParallel", "once_differentiable", "onnxruntime", "onnxscript"),
+    *("pre_logits", "cross_val_score"),
+}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -331,6 +336,24 @@ def test_paths_exist(page):
         if "://" not in target and not (page.parent / target).exists():
             faults.append(f"the link {target} leads nowhere")
     assert not faults
+
+
+@pytest.mark.parametrize("study", ["positions", "heads"])
+def test_study_results_are_those_of_the_files(study):
+    """Mean, standard deviation and FLOPs of each cell, computed from the runs, are in a row of docs/studies.md."""
+    cells: dict[str, list[dict]] = {}
+    for line in (ROOT / "results" / f"{study}.jsonl").read_text(encoding="utf-8").splitlines():
+        run = json.loads(line)
+        cells.setdefault(str(run["changes"] | {"seed": None}), []).append(run)
+    rows = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8").splitlines()
+    for cell, runs in cells.items():
+        accuracies = [100 * run["top1"] for run in runs]
+        score = f"{statistics.fmean(accuracies):.2f} %"
+        score += f" +- {statistics.stdev(accuracies):.2f} %" if len(runs) > 1 else ""
+        seconds = f"{statistics.median(run['seconds'] for run in runs):.1f}"
+        flops = f"{runs[0]['flops']:.2e}".replace("e+", "e")
+        expected = {score, seconds, flops}
+        assert any(expected <= {value.strip() for value in row.split("|")} for row in rows), (cell, expected)
 
 
 @pytest.fixture(scope="module")
@@ -410,7 +433,7 @@ def test_python_blocks_run(page, workspace, monkeypatch):
             continue
         tree = ast.parse(block.text)
         tree.body = [node for node in tree.body if not re.search(r"['\"](hf|timm):", ast.unparse(node))]
-        with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()):
             exec(compile(tree, str(block), "exec"), names)
 
 
