@@ -411,6 +411,8 @@ def test_unknown_presets_and_models_are_refused(name: str, model: str, expected:
 
 
 def test_presets_need_no_torch() -> None:
-    code = "import sys, vitral.recipe_presets as p; p.preset('paper:finetune/pets'); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, vitral.recipe_presets as p; p.get_preset('paper:finetune/pets'); sys.exit('torch' in sys.modules)"
+    )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

@@ -237,7 +237,6 @@ WRONG = [
     ("folder", [0, 1], "X is a str"),
     (["missing.png", "other.png"], [0, 1], r"missing\.png does not exist"),
     ([Path(__file__).parent] * 2, [0, 1], "is a folder: list the image files"),
-    ([torch.zeros(3, 8, 8)] * 2, [0, 1], "not Tensor: convert it"),
 ]
 
 

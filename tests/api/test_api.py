@@ -144,7 +144,7 @@ def test_convert_says_what_the_file_does_not(model: Model, card: Card, tmp_path:
     assert "its grid is 4x6" in done.unstated
     assert "it has 2 heads" in done.unstated
     assert any("rule timm" in words for words in done.unstated)
-    assert done.unstated[-2:] == ("the names of its classes", "how its images were prepared")
+    assert done.unstated[-2:] == ("the names of its classes", "its preprocessing")
     assert not vitral.convert(tmp_path / "wide.safetensors", tmp_path / "hf", format="hf").unstated[1:]
     with pytest.raises(vitral.UserError, match="grid="):
         vitral.load(done.target, heads=2)

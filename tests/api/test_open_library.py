@@ -130,9 +130,9 @@ def test_grey_arrays_have_one_channel(weights: Path) -> None:
 @pytest.mark.parametrize(
     ("image", "message"),
     [
-        (np.zeros((8, 8, 3)), "these pixels are float64 (8, 8, 3): pass uint8"),
-        (np.zeros((2, 8, 8, 3), np.uint8), "these pixels are uint8 (2, 8, 8, 3): pass uint8"),
-        (torch.zeros(3, 8, 8), "not Tensor: convert it"),
+        (np.full((8, 8, 3), 7.0), "image 0 has values from 7 to 7, not 0 to 1"),
+        (np.zeros((8, 8, 3), np.int64), "image 0 is of dtype int64"),
+        (7, "image 0 is a int"),
         ([], "IMAGES are missing"),
     ],
 )

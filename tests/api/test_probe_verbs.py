@@ -146,7 +146,7 @@ def for_testing_only(folder: Path) -> str:
         (["WEIGHTS", "MANY", "--shots", "1"], "few-shot classification needs one label per image."),
         (["WEIGHTS", "TESTING"], "has no images to learn from, or none to test on"),
         (["nowhere.npz", "COLOURS"], "nowhere.npz does not exist"),
-        (["WEIGHTS", "nowhere"], "nowhere is no data set"),
+        (["WEIGHTS", "nowhere"], "nowhere is not a data set"),
         (["WEIGHTS", "COLOURS", "--l2", "strong"], '--l2 takes a number or choose, not "strong"'),
         (["WEIGHTS", "COLOURS", "--seeds", "0"], "shots, seeds and batch must be at least 1."),
         (["WEIGHTS", "COLOURS", "--shots", "0"], "shots, seeds and batch must be at least 1."),

@@ -279,7 +279,7 @@ def test_the_same_call_again_trains_nothing(pictures, swept):
     assert again.as_dict() == swept.as_dict()
     assert not any(isinstance(event, events.StepDone) for event in heard)
     said = [event.text for event in heard if isinstance(event, events.Note)]
-    assert sum(text.startswith("already done: ") for text in said) == 4
+    assert sum(text.startswith("already finished: ") for text in said) == 4
 
 
 def test_a_run_is_evaluated_on_what_it_was_measured_on(tmp_path):

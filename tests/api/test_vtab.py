@@ -236,8 +236,8 @@ def test_a_suite_lies_neither_among_images_nor_among_other_files(
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "dear.txt").touch()
     cases = {
-        tmp_path / "letters": "holds other files and no run to go on with",
-        root: "holds other files and no run to go on with",
+        tmp_path / "letters": "holds other files and no run to resume",
+        root: "holds other files and no run to resume",
         root / "svhn": "lies in the data folder",  # not there, and it would be taken for the data, before svhn_cropped
         root / "clevr" / "run": "lies in the data folder",
     }
@@ -325,7 +325,12 @@ def test_one_recipe_is_chosen_by_the_mean_over_tasks(runs: Runs, root: Path, tmp
 
 def test_a_single_candidate_is_taken_without_a_trial(runs: Runs, root: Path, tmp_path: Path) -> None:
     only = [TrialConfig("", Recipe(steps=1, epochs=0))]
-    suite = run_suite(only, [open_task("svhn", root, **FEW)], tmp_path, on_event=lambda event: None)
+    suite = run_suite(
+        only,
+        [open_task("svhn", root, train=FEW["train_size"], val=FEW["val_size"])],
+        tmp_path,
+        on_event=lambda event: None,
+    )
     assert [split for _, split, _ in runs.asked] == ["test"]
     assert (suite.trials, suite.spread) == ((), None)
 

@@ -51,7 +51,7 @@ def test_real_accuracy_is_80_2_percent(evaluation: EvalResult) -> None:
 
 
 def test_unknown_preprocessing_is_not_guessed(assets: Path) -> None:
-    with pytest.raises(vitral.UserError, match="do not say how their images were prepared"):
+    with pytest.raises(vitral.UserError, match="do not state how their images were prepared"):
         vitral.evaluate(assets / WEIGHTS, assets / "data" / "imagenet_val_1000")
 
 

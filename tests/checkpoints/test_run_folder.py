@@ -85,7 +85,7 @@ DAMAGES = (
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_state_is_skipped(damage, pictures, whole, stopped):
     damage(states(stopped)[-1])
-    assert "going on from step 6" in said(pictures, stopped, "keep=3")
+    assert "resuming from step 6" in said(pictures, stopped, "keep=3")
     assert outcome(stopped) == outcome(whole)
 
 
@@ -95,7 +95,7 @@ def test_temporary_files_of_interrupted_writes_are_removed(pictures, whole, stop
     (stopped / "state" / ".step-00000010.shards.part").mkdir()
     with (stopped / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 10, "lo')
-    assert "going on from step 8" in said(pictures, stopped, "keep=3")
+    assert "resuming from step 8" in said(pictures, stopped, "keep=3")
     assert outcome(stopped) == outcome(whole)
     names = {path.name for path in stopped.iterdir()}
     assert names == {"recipe.toml", "data.json", "metrics.jsonl", "model.safetensors", "result.json"}
@@ -115,7 +115,7 @@ def test_a_damaged_state_is_removed_by_later_saves(pictures, whole, stopped):
     with pytest.raises(Interrupted):  # a step is told when the next one is computed
         train(pictures, stopped, *words, on_event=interrupt_at(5))
     assert [path.stem for path in states(stopped)] == ["step-00000006"]
-    assert "going on from step 6" in said(pictures, stopped, *words)
+    assert "resuming from step 6" in said(pictures, stopped, *words)
     assert outcome(stopped) == outcome(whole)
 
 
@@ -133,7 +133,7 @@ def test_a_changed_recipe_is_another_run(word, pictures, stopped):
 
 def test_keys_that_do_not_affect_results_may_change(pictures, whole, stopped):
     words = ("keep=2", "workers=1", "grad_checkpointing=true", "save_every=5")
-    assert "going on from step 8" in said(pictures, stopped, *words)
+    assert "resuming from step 8" in said(pictures, stopped, *words)
     assert outcome(stopped) == outcome(whole)
 
 
@@ -149,7 +149,7 @@ def test_changed_images_are_another_run(split, tmp_path):
         train(data, tmp_path / "run")
     shutil.move(data / split / "class-0" / "8.png", data / split / "class-0" / "7.png")
     data.rename(tmp_path / "moved")
-    assert "going on from step 2" in said(tmp_path / "moved", tmp_path / "run")
+    assert "resuming from step 2" in said(tmp_path / "moved", tmp_path / "run")
 
 
 def test_without_a_state_another_recipe_may_use_the_folder(pictures, tmp_path):

@@ -61,7 +61,7 @@ def test_training_skips_unreadable_files_and_names_them(journey):
     said = "\n".join(journey.notes)
     assert journey.seconds < 60
     assert "Left out 1 file that is no image (.txt 1)." in said
-    assert "left out 3 images that cannot be read" in said
+    assert "left out 3 unreadable images" in said
     assert all(f"red/{name}: " in said for name in BROKEN)
     assert "are held out for testing" in said
     result = json.loads((journey.run / "result.json").read_text())
@@ -345,7 +345,7 @@ def test_train_prints_progress_and_result(command, tmp_path):
     assert f"vitral predict {tmp_path / 'run'}" in said.out
     assert [line.split()[0] for line in said.out.splitlines() if "%" in line][1:] == ["blue", "green", "red"]
     again = command("train", data, *words[:4], "--json", "--set", *QUICK, "steps=20")
-    assert "already done" in again.err
+    assert "already finished" in again.err
     found = json.loads(again.out)
     assert found["seeds"] == 1
     assert found["runs"][0]["metrics"]["top1"] == found["score"]

@@ -451,7 +451,7 @@ def test_a_full_disk_leaves_the_split_as_it_is(tmp_path: Path, monkeypatch: pyte
         assert (tmp_path / "not-there-yet").exists() is kept
     assert sum(isinstance(event, Note) for event in notes) == 1
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="file is no folder"):
+    with pytest.raises(UserError, match="file is not a folder"):
         decode_once(a_split(), tmp_path / "file")
 
 

@@ -154,7 +154,7 @@ def test_a_folder_without_rights(command, colours, monkeypatch):
         (["--set", "epochs=3", "steps=3"], "one length"),
         (["--epochs", "0"], "one length"),
         (["--trainable", "most"], "is not one of full, head"),
-        (["--trainable", "head"], "trainable=head learns on top of trained weights, and none are named: add --init"),
+        (["--trainable", "head"], "trainable=head needs trained weights to start from: add --init"),
         (["--trainable", "lora:4"], "add --init, or leave out trainable"),
         (["--set", "trainable=bias"], "add --init, or leave out trainable"),
         (["--recipe", "speedrun/cifar10", "--trainable", "last:1"], "add --init, or leave out trainable"),
@@ -167,7 +167,6 @@ def test_a_folder_without_rights(command, colours, monkeypatch):
         (["--seeds", "0"], "seeds must be at least 1"),
         (["--device", "gpu"], "is not a device"),
         (["--device", "cuda:97"], "no device"),
-        (["--tensorboard"], "needs --out"),
     ],
 )
 def test_faults_of_the_recipe_come_before_any_work(command, colours, tmp_path, monkeypatch, words, says):
@@ -209,7 +208,7 @@ def test_weights_that_do_not_fit(command, colours, tmp_path):
     resnet = saved(tmp_path / "resnet.safetensors", RESNET)
     for words, says in {
         ("--init", resnet, "--trainable", "lora:2"): "for a ResNet use trainable=last:1 or bias",
-        ("--init", resnet, "--set", "regularization.dropout=0.1"): "regularization.dropout does nothing in a ResNet",
+        ("--init", resnet, "--set", "regularization.dropout=0.1"): "regularization.dropout has no effect in",
         ("--init", init, "--model", "ViT-B/4"): "leave out one of the two",
         ("--init", init, "--set", "shape.depth=3"): "have a shape already",
         ("--init", init, "--trainable", "last:3"): "does not fit a model of 2 layers: use last:1 to last:2",
@@ -224,7 +223,9 @@ def test_weights_that_do_not_fit(command, colours, tmp_path):
     assert "holds no weight file" in sentence(command("predict", colours, colours))
 
 
-@pytest.mark.parametrize("poison, says", [(float("nan"), "not finite numbers"), (3e38, "check the weights in init")])
+@pytest.mark.parametrize(
+    "poison, says", [(float("nan"), "non-finite values (NaN or Inf)"), (3e38, "check the weights in init")]
+)
 def test_poisoned_weights_are_found_before_the_first_step(command, colours, tmp_path, poison, says):
     init = saved(tmp_path / "bad.safetensors", MEAN, poison=poison)
     said = command("train", colours, "--init", init, "--out", tmp_path / "run", "--set", "batch=4", "workers=0")
@@ -373,7 +374,7 @@ def test_where_memory_runs_out_pieces_get_smaller_and_the_result_stays(
     small_memory(monkeypatch, rows=4, from_call=from_call)
     said = train(command, colours, tmp_path / "small", *words)
     assert said.code == 0
-    told = "4 pieces of 3" if from_call == 0 else "going on with 3 images at a time"
+    told = "4 microbatches of 3" if from_call == 0 else "continuing with microbatches of 3 images"
     assert told in said.err
     plain, small = (vitral.load(tmp_path / name)[0].state_dict() for name in ("plain", "small"))
     for name in plain:
@@ -393,4 +394,4 @@ def test_predictions_need_to_know_how_pixels_are_prepared(command, colours, tmp_
     assert len(json.loads(command("predict", path, colours, *words).out)["predictions"]) == 18
     assert "batch must be at least 1" in sentence(command("evaluate", path, colours, "--batch", "0"))
     assert "top must be at least 1" in sentence(command("predict", path, colours, "--top", "0"))
-    assert "name image files, or folders" in sentence(command("predict", path))
+    assert "missing: IMAGES (image files, and folders of them)" in sentence(command("predict", path))

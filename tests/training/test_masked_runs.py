@@ -120,7 +120,7 @@ def test_other_targets_and_shares_learn(pictures, tmp_path, words):
     last = masked(pictures, tmp_path / "1", *words, "steps=60", "optim.lr=0.01", model=model).metrics
     assert last["masked_loss"] < 0.9 * first["masked_loss"]
     assert ("masked_accuracy" in last) == ("pixels" not in words[0])
-    assert ("neighbour_loss" in last) == ("share" in words[0])
+    assert ("neighbour_loss" in last) == ("ratio" in words[0])
 
 
 def test_a_tanh_head_has_nothing_to_do(pictures, tmp_path):
@@ -133,7 +133,7 @@ def test_a_tanh_head_has_nothing_to_do(pictures, tmp_path):
 @pytest.mark.parametrize(
     "model, words, says",
     [
-        ("R50x1@32", [], "R50x1@32 has no patches to hide: objective=masked needs a ViT or a hybrid."),
+        ("R50x1@32", [], "R50x1@32 has no patches to mask: objective=masked needs a ViT or a hybrid."),
         (MODEL, ["data.mixup=0.1"], "neither mixup, cutmix nor data.augment"),
         (MODEL, ["data.cutmix=1"], "neither mixup, cutmix nor data.augment"),
         (MODEL, ["balance=weights"], 'balance="none"'),

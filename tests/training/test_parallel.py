@@ -260,7 +260,7 @@ def legs(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Legs:
         "room-2": job("room-2", *SGD, room=4),  # 4 rows and a mixing partner do not fit
         "shards-2": job("shards-2", *SGD, FSDP, late=True),
         "shards-uneven-2": job("shards-uneven-2", *SGD, FSDP, "micro_batch=1"),
-        "adam-2": job("adam-2"),
+        "adamw-2": job("adamw-2"),
         "head-2": job("head-2", FSDP, *head),
         "lora-2": job("lora-2", FSDP, *lora),
         "best-2": job("best-2", FSDP, *PATIENT),
@@ -356,7 +356,7 @@ def test_a_run_goes_on_with_another_number_of_processes(legs: Legs, name: str) -
 
 
 @pytest.mark.parametrize(
-    "name, step, folder, whole", [("halted", 10, "halted", "adam-2"), ("halted, shards", 2, "halted-shards", "best-2")]
+    "name, step, folder, whole", [("halted", 10, "halted", "adamw-2"), ("halted, shards", 2, "halted-shards", "best-2")]
 )
 def test_an_evaluation_ends_in_all_processes_where_one_is_stopped(
     legs: Legs, name: str, step: int, folder: str, whole: str

@@ -149,7 +149,7 @@ def test_finetuning_takes_two_steps(pictures, weights, tmp_path, name, kind):
 @pytest.mark.parametrize("key", ["dropout", "attention_dropout", "stochastic_depth"])
 def test_what_a_resnet_does_not_have_is_refused(pictures, key):
     recipe = with_overrides(small(get_preset("bit:pretrain/imagenet", "R50x1")), [f"regularization.{key}=0.1"])
-    with pytest.raises(UserError, match=f"regularization.{key} does nothing in a ResNet"):
+    with pytest.raises(UserError, match=f"regularization.{key} has no effect in R50x1"):
         check_recipe(recipe, pictures, None)
     check_recipe(with_overrides(recipe, [f"regularization.{key}=0"]), pictures, None)
     hybrid = with_overrides(recipe, ["model=R26+ViT-S/32", *SHAPE])

@@ -66,7 +66,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_run_killed_at_twenty_moments_ends_as_the_run_that_was_not(pictures, tmp_path):
-    script = "import sys, test_resume; test_resume.kill_often(*sys.argv[1:])"
+    script = f"import runpy, sys; runpy.run_path({str(Path(__file__))!r})['kill_often'](*sys.argv[1:])"
     command = [sys.executable, "-c", script, str(pictures), str(tmp_path)]
     with (tmp_path / "errors").open("wb") as errors:  # not a pipe, which a process left behind would keep open
         done = subprocess.run(command, env=environment(), stdout=errors, stderr=errors, timeout=300)
@@ -232,7 +232,7 @@ def test_signals_to_a_program_save_and_the_same_command_goes_on(pictures, tmp_pa
         program.send_signal(name)
         _, errors = program.communicate(timeout=60)
         assert program.returncode == 130, errors
-        assert errors.count("stopping after this step; Ctrl-C again stops at once\n") == 1
+        assert errors.count("stopping after this step; press Ctrl-C again to stop at once\n") == 1
         last = errors.splitlines()[-1]
         assert "Traceback" not in errors
         saved = int(states(run)[-1].stem.removeprefix("step-"))
@@ -242,7 +242,7 @@ def test_signals_to_a_program_save_and_the_same_command_goes_on(pictures, tmp_pa
     program = start(pictures, run, words)
     _, errors = program.communicate(timeout=60)
     assert program.returncode == 0, errors
-    assert f"going on from step {saved}" in errors
+    assert f"resuming from step {saved}" in errors
     assert outcome(run) == outcome(tmp_path / "whole")
 
 
@@ -289,7 +289,7 @@ def test_a_signal_that_is_repeated_within_a_moment_counts_once(monkeypatch):
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         assert stopping()
-        monkeypatch.setattr(signals, "_ECHO", 0.0)
+        monkeypatch.setattr(signals, "_REPEATED", 0.0)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert told == [1]
@@ -336,7 +336,7 @@ def test_a_stop_is_acknowledged_at_once(pictures, tmp_path):
         press_at_2(event)
         if event == heard[-1] and isinstance(event, events.StepDone) and event.step == 2:
             _wait(lambda: isinstance(heard[-1], events.Note), 10)
-            assert heard[-1] == events.Note("stopping after this step; Ctrl-C again stops at once")
+            assert heard[-1] == events.Note("stopping after this step; press Ctrl-C again to stop at once")
 
     with pytest.raises(Interrupted):
         train(pictures, tmp_path / "run", on_event=on_event)
@@ -390,12 +390,12 @@ def test_what_is_said_at_the_end_is_the_way_on(verb, pictures, tmp_path, monkeyp
     assert shlex.split(words)[-2] == "--out"
     again = command(*shlex.split(words))
     assert again.code == 0
-    assert "going on from step 6\n" in again.err
+    assert "resuming from step 6\n" in again.err
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
 def test_the_way_on_is_said_before_the_first_step_too(pictures, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("vitral.training.run.preflight", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("vitral.training.run.estimate_resources", lambda *_: signal.raise_signal(signal.SIGINT))
     out = str(tmp_path / "my run")
     said = Command(monkeypatch, capsys)("train", pictures, f"--out={out}", "--set", *TINY)
     assert said.code == 130

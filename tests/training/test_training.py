@@ -1,4 +1,4 @@
-"""Training does what the recipe says: it learns, changes only what it may, and keeps what it should."""
+"""TrainResult does what the recipe says: it learns, changes only what it may, and keeps what it should."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from journeys import COLOURS, MODEL, QUICK, colour_folder, paint
 from torch import Tensor
 
 import vitral
-from vitral.api import Event, Note, Training, choose_recipe
+from vitral.api import TrainResult, choose_recipe
 from vitral.architecture import ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.data.images import encode_png
 from vitral.errors import UserError
+from vitral.events import Event, Note
 from vitral.models.build import build
 from vitral.recipe import from_toml
 from vitral.training.evaluator import measure
 
 
-def train(data: Path, out: Path, *words: str, seeds: int = 1, heard: list[Event] | None = None) -> Training:
+def train(data: Path, out: Path, *words: str, seeds: int = 1, heard: list[Event] | None = None) -> TrainResult:
     on_event = (lambda event: None) if heard is None else heard.append
     overrides = [*QUICK, *words]
     return vitral.train(data, model=MODEL, out=out, set=overrides, device="cpu", seeds=seeds, on_event=on_event)
 
 
-def trainable(data: Path, init: Path, out: Path, *words: str, heard: list[Event] | None = None) -> Training:
+def trainable(data: Path, init: Path, out: Path, *words: str, heard: list[Event] | None = None) -> TrainResult:
     """From weights, with what belongs to a model from scratch left out."""
     on_event = (lambda event: None) if heard is None else heard.append
     quick = [word for word in QUICK if not word.startswith("shape")]

@@ -76,7 +76,7 @@ def fewshot(
 ) -> ProbeResult:
     """Evaluate frozen features with a few images per class, as the paper does.
 
-    The classifier is ridge regression in closed form. SplitFeatures are computed once and cached.
+    The classifier is ridge regression in closed form. Features are computed once and cached.
 
     Args:
         source: a run folder, weights, hf:owner/name or timm:name.

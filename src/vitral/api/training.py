@@ -230,7 +230,8 @@ def choose_recipe(
     elif own.model is not None:
         chosen, reasons = _recipe_for_module(opened, own.model, _keys(set), device)
     else:
-        chosen, reasons = _suited_recipe(opened, card, name, _keys(set), device)
+        fixed = {} if own.optimizer is None else {"optim.name": "adamw"}  # lengths that suit an optimizer unlike Muon
+        chosen, reasons = _suited_recipe(opened, card, name, {**fixed, **_keys(set)}, device)
         chosen = replace(chosen, init=start)
         if path is not None and card is not None:
             chosen, reasons = _with_preprocessing_of(chosen, reasons, path, card, early, set)

@@ -28,7 +28,7 @@ def show_predictions(result: Any, values: Mapping[str, Any]) -> None:
         unread = f", {len(result.unreadable):,} that cannot be read" if result.unreadable else ""
         print_facts({"wrote": f"{values['output']} ({counted(len(result.rows), 'image')}{unread})"})
     else:
-        print_table(["image", "classes"], [[image.path, _classes(image)] for image in result.pictures], left=2)
+        print_table(["image", "classes"], [[image.path, _classes(image)] for image in result.images], left=2)
     if not result.rows:
         from vitral.api.prediction import none_read
 
@@ -145,7 +145,7 @@ def show_duplicates(result: Any, values: Mapping[str, Any]) -> None:
         print_json(result.as_dict())
         return
     cells = [
-        [pair.train, pair.test, values["against"][pair.split], f"{pair.kind} ({pair.how})", f"{pair.score:.3f}"]
+        [pair.train, pair.test, values["against"][pair.split], f"{pair.kind} ({pair.method})", f"{pair.score:.3f}"]
         for pair in result.pairs[:_PAIRS]
     ]
     more = f"and {len(result.pairs) - _PAIRS:,} more pairs" if result.pairs[_PAIRS:] else ""

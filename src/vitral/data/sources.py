@@ -104,6 +104,7 @@ def open_images(sources: Sequence[str | Path]) -> Split:
             names.append(str(path))
         else:
             raise UserError(f"{source} does not exist: name image files, or folders that have some.")
+    names = list(dict.fromkeys(names))
     if not names:
         raise UserError(f"There is no image in {', '.join(map(str, sources))}: name files or folders.")
     return Split("images", names, np.full(len(names), -1, np.int64), (), FileReader("", names))
