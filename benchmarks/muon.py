@@ -3,8 +3,8 @@
     python benchmarks/muon.py --model ViT-S/16 --device cuda
 
 Both update the same weights: matrices of the blocks by Muon (vitral's splits queries, keys and values), the rest by
-AdamW. Gradients are random and stay; the medians are over 20 steps after 5. "captured" replays the step as a CUDA graph,
-which is how vitral trains on one GPU; torch.optim.Muon's attempt is reported as it ends.
+AdamW. Gradients are random and stay; the medians are over 20 steps after 5. "captured" replays the step as a CUDA
+graph, which is how vitral trains on one GPU; torch.optim.Muon's attempt is reported as it ends.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python benchmarks/small_studies.py heads cifar100:FOLDER --out results/heads.jsonl
 
 A run that the file has already is not repeated, so a study that was stopped continues. Every run trains a ViT-Ti/4 at
-32 pixels from scratch and is evaluated once, on the 10,000 test images; nothing is selected on them, and each rate's runs
-are all listed.
+32 pixels from scratch and is evaluated once, on the 10,000 test images; nothing is selected on them, and the
+runs of each rate are all listed.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def faults(source: Path) -> list[str]:
 def _room(place: str, tree: ast.Module) -> Iterator[str]:
     room = place.split("/")[0].removesuffix(".py")
     if room not in ROOMS:
-        yield f'the room "{room}" is unknown: move the code to its room, or give ROOMS in test_architecture.py a line for it'
+        yield f'the room "{room}" is unknown: move the code, or give ROOMS in test_architecture.py a line'
         return
     for name in sorted(_imports(place, tree)):
         package, _, rest = name.partition(".")

@@ -1,8 +1,8 @@
 """Preset recipes: the tables of the paper and of BiT as recipes, and our own speed runs. No torch here.
 
-`get_preset("paper:pretrain/imagenet21k", "ViT-L/16")` is a row of Table 3, `get_preset("paper:finetune/pets")` one of Table 4.
-Printed values come from `vitral.paper`. Values that the paper does not print come from its `readings`: each is our
-interpretation of one gap, with a sentence that says why.
+`get_preset("paper:pretrain/imagenet21k", "ViT-L/16")` is a row of Table 3, `get_preset("paper:finetune/pets")` one of
+Table 4. Printed values come from `vitral.paper`. Values that the paper does not print come from its `readings`: each is
+our interpretation of one gap, with a sentence that says why.
 """
 
 from __future__ import annotations

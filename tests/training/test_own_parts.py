@@ -234,7 +234,7 @@ def test_a_resumed_run_with_own_parts_is_the_uninterrupted_one(kind, killed_at, 
 def test_a_run_is_not_resumed_with_other_parts(tmp_path):
     with pytest.raises(Killed):
         fit(Colours(), tmp_path / "run", loss=half_l1, on_event=crash_at(5))
-    with pytest.raises(UserError, match="its loss was .*half_l1 and is vitral"):
+    with pytest.raises(UserError, match=r"its loss was .*half_l1 and is vitral"):
         fit(Colours(), tmp_path / "run")
 
 

@@ -113,10 +113,10 @@ def train(
         device: cpu, cuda, cuda:1 or mps; chosen when not given.
         set: other keys of the recipe, such as optim.lr=0.01 data.mixup=0.2.
         loss: a function of logits and targets that gives one loss per image, or their mean.
-        optimizer: a function of parameter groups that gives a torch.optim.Optimizer; its learning rates are the peaks of
-            the recipe's schedule.
-        transform: a function of a PIL image, for training and evaluation, or a pair of them; it gives a uint8 image that
-            is then normalised, or a float tensor (channels, height, width) that is used as it is.
+        optimizer: a function of parameter groups that gives a torch.optim.Optimizer; its learning rates are the peaks
+            of the recipe's schedule.
+        transform: a function of a PIL image, for training and evaluation, or a pair of them; it gives a uint8 image
+            that is then normalised, or a float tensor (channels, height, width) that is used as it is.
         callbacks: objects derived from vitral.Callback; they can add metrics and stop the run.
         on_event: handler of the events of the run; they are displayed in terminals and notebooks when not given.
 

@@ -162,8 +162,8 @@ def own_card(model: nn.Module, recipe: Recipe, classes: int) -> Card:
             output = model.eval()(torch.zeros(1, channels, side, side, device=parameter.device))
     except Exception as error:
         raise UserError(
-            f"{config.name} fails on a batch of shape (1, {channels}, {side}, {side}) ({error}): set image= to the size "
-            "it takes."
+            f"{config.name} fails on a batch of shape (1, {channels}, {side}, {side}) ({error}): set image= to the "
+            "size it takes."
         ) from error
     finally:
         model.train(training)

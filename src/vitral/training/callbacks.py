@@ -5,7 +5,7 @@
 | part | is called with | returns |
 |---|---|---|
 | loss | logits (batch, classes), targets (batch,) or (batch, classes) | (batch,) losses, or their mean () |
-| optimizer | parameter groups, as `torch.optim` takes them | a `torch.optim.Optimizer`; its rates are the schedule's peaks |
+| optimizer | parameter groups of `torch.optim` | a `torch.optim.Optimizer`; its rates are the schedule's peaks |
 | transform | a PIL image | a uint8 image, normalised by vitral, or a float tensor (c, h, w), used as it is |
 """
 

@@ -1,7 +1,7 @@
 """The training loop and its step: pre-training, fine-tuning, masked pre-training and every study run through these.
 
-`train_step` is one optimizer step: forward, backward, clip, update, EMA. `TrainStep` calls it, and on one GPU replays it
-as a CUDA graph. `train_loop` feeds it batches, and evaluates and saves on the way.
+`train_step` is one optimizer step: forward, backward, clip, update, EMA. `TrainStep` calls it, and on one GPU
+replays it as a CUDA graph. `train_loop` feeds it batches, and evaluates and saves on the way.
 
 A step's batch, augmentation and dropout are functions of (seed, step), and the whole state is saved, so a run that was
 stopped and resumed equals the uninterrupted run bit for bit.

@@ -47,7 +47,7 @@ class MaskedObjective(nn.Module):
         return torch.tensor(step)
 
     def forward(self, images: Tensor, keys: Tensor, valid: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """uint8 (batch, channels, height, width), the images' indices (batch,), valid (batch,) -> loss (), correct ()"""
+        """uint8 (batch, channels, height, width), image indices (batch,), valid (batch,) -> loss (), correct ()"""
         losses, accuracies = self.model(normalize(images, self.mean, self.std), images, keys, int(draws))
         correct = torch.where(valid, accuracies, 0.0).sum()
         counted = torch.full_like(correct, -1.0) if self.model.settings.target == "pixels" else correct

@@ -14,7 +14,7 @@ _LINES = 1000  # about as many steps are logged, however long the run
 
 
 class StepMetrics(NamedTuple):
-    """The numbers of a step, on the device: mean loss (), correct predictions () (-1: not counted), gradient norm ()."""
+    """The numbers of a step, on the device: mean loss (), correct predictions (), or -1, and gradient norm ()."""
 
     loss: Tensor
     correct: Tensor

@@ -40,7 +40,8 @@ def freeze(model: nn.Module, trainable: str) -> None:
     first = {"full": 0, "last": last - int(amount or 0)}.get(kind, last + 1)
     if kind == "last" and not 1 <= first < last:
         raise UserError(
-            f'trainable="{trainable}" does not fit a model of {last - 1} layers: use last:1 to last:{last - 1}, or full.'
+            f'trainable="{trainable}" does not fit a model of {last - 1} layers: use last:1 to '
+            f"last:{last - 1}, or full."
         )
     if kind == "full" and _depth(model) == 0:
         return  # what the user froze in their own module stays frozen

@@ -68,8 +68,8 @@ def init_distributed(device: str = "") -> World:
 
 
 def _leave() -> None:
-    """Leave the group. Whoever releases it last joins its threads, which may wait for the GIL to free a tensor; a wrapped
-    objective would hold the GIL and wait for ever, so it must not be the last."""
+    """Leave the group. Whoever releases it last joins its threads, which may wait for the GIL to free a tensor; a
+    wrapped objective would hold the GIL and wait for ever, so it must not be the last."""
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The resource estimate: one step and part of an evaluation before training, to know what fits and how long it takes."""
+"""The resource estimate: one step and part of an evaluation before training show what fits and how long."""
 
 from __future__ import annotations
 
