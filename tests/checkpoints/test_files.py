@@ -135,7 +135,14 @@ def test_bfloat16_as_jax_writes_it(tmp_path):
     assert values["w"].tolist() == [1.5, -2.0, 3.0]
 
 
-@pytest.mark.parametrize("case", ["vit_token_p16", "hybrid3_p1", "bv_learn_tok", "bv_learn_map_rep", "bit_r1111_x1"])
+GOLDEN = (
+    *("bit_r1111_x1", "bv_learn_gap", "bv_learn_map_rep", "bv_learn_tok", "bv_sincos2d_gap_rep", "hybrid3_p1"),
+    *("hybrid4_p1", "vit_gap_p8", "vit_gap_rep_p14_drop", "vit_token_p14_224", "vit_token_p16"),
+    "vit_token_rep_p16_224",
+)
+
+
+@pytest.mark.parametrize("case", GOLDEN)
 def test_golden_checkpoints_read_as_numpy_reads_them(golden_file, case):
     path = golden_file(f"{case}.ckpt.npz")
     ours = load(path)

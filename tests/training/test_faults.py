@@ -252,7 +252,7 @@ def test_a_loss_that_is_not_finite_names_step_and_images_and_keeps_the_state(com
     said = train(command, colours, out, *EXPLODING, "batch=4", "save_every=3", "steps=20", "evaluate_every=20")
     last = sentence(said)
     assert "at step 8" in last
-    assert "state, of step 6, stays" in last
+    assert "state, of step 6, is kept" in last
     assert "lower optim.lr" in last
     named = last.split("images ")[1].split(";")[0].split(", ")
     assert len(named) == 4

@@ -225,7 +225,7 @@ def test_early_stopping_keeps_the_best(colours, tmp_path):
     done = train(colours, tmp_path / "early", *steady, "steps=400", "patience=3", heard=heard).results[0]
     lasted = max(line["step"] for line in lines(tmp_path / "early"))
     assert lasted == done.step + 3 * 4
-    assert "no better value in 3 evaluations" in notes(heard)
+    assert "no improvement in 3 evaluations" in notes(heard)
     scores = {line["step"]: line["evaluation"]["score"] for line in lines(tmp_path / "early") if "evaluation" in line}
     assert done.step == min(step for step, score in scores.items() if score == max(scores.values()))
     train(colours, tmp_path / "short", *steady, f"steps={done.step}")
@@ -341,7 +341,7 @@ def test_a_run_does_not_lie_among_other_files(colours, tmp_path):
     (tmp_path / "letters" / "dear.txt").touch()
     for folder in (tmp_path, tmp_path / "letters", colours.parent):
         before = listing(folder)
-        with pytest.raises(UserError, match="holds other files and no run to go on with"):
+        with pytest.raises(UserError, match="holds other files and no run to resume"):
             train(colours, folder)
         assert listing(folder) == before
 
@@ -362,14 +362,14 @@ def test_a_run_goes_on_where_its_data_lies_too(tmp_path):
     train(data, tmp_path / "run", *words)
     heard: list[Event] = []
     train(data, tmp_path / "run", *words, heard=heard)
-    assert "already done" in notes(heard)
+    assert "already finished" in notes(heard)
 
 
 def test_seeds_go_on_in_their_folder(colours, tmp_path):
     train(colours, tmp_path, "steps=1", seeds=2)
     heard: list[Event] = []
     train(colours, tmp_path, "steps=1", seeds=2, heard=heard)
-    assert notes(heard).count("already done") == 2
+    assert notes(heard).count("already finished") == 2
 
 
 TINY = ViTConfig(depth=1, width=16, mlp=32, heads=2, patch=4, image=(8, 8), classes=3)
@@ -391,7 +391,7 @@ def bare(folder: Path, preprocess: Preprocess | None = None) -> Path:
 )
 def test_pixels_that_are_guessed_are_said(colours, tmp_path, words, says):
     _, recipe, reasons = choose_recipe(colours, init=bare(tmp_path), set=words)
-    said = [reason for reason in reasons if "the weights do not say how their pixels were prepared" in reason]
+    said = [reason for reason in reasons if "the weights do not state their preprocessing" in reason]
     assert [reason.partition(": ")[2] for reason in said] == ([says] if says else [])
     assert "data.mean=0,0,0" in words or recipe.data.mean == (0.5, 0.5, 0.5)
 
@@ -420,18 +420,18 @@ def test_reasons_do_not_contradict_what_is_said(colours, tmp_path):
 
     plain = reasons()
     assert "all layers" in plain
-    assert "mirror" in plain
+    assert "horizontal flips" in plain
     assert "mean (0.1" in plain
     assert "all layers" not in reasons("trainable=head")
-    assert "mirror" not in reasons("trainable=head")
+    assert "horizontal flips" not in reasons("trainable=head")
     assert "all layers" not in reasons("trainable=bias")
-    assert "mirror" in reasons("trainable=bias")
-    assert "mirror" not in reasons("data.train_transform=decode|resize({size})")
+    assert "horizontal flips" in reasons("trainable=bias")
+    assert "horizontal flips" not in reasons("data.train_transform=decode|resize({size})")
     assert "mean (0.1" not in reasons("data.mean=0,0,0")
     assert "4 layers" in reasons(init="")
     assert "4 layers" not in reasons("shape.depth=2", init="")
-    assert "cropped" in reasons(init="")
-    assert "cropped" not in reasons("data.train_transform=decode|resize({size})", init="")
+    assert "mild crops" in reasons(init="")
+    assert "mild crops" not in reasons("data.train_transform=decode|resize({size})", init="")
     assert "Muon" in reasons(init="")
     assert "Muon" not in reasons("shape.weight_init=paper", init="")
 
@@ -444,9 +444,9 @@ def test_few_images_give_no_reason_against_what_is_said(tmp_path):
 
 
 def test_what_a_run_did_is_said_without_what_a_head_leaves_out(started, pastels):
-    assert "prepared and augmented as in the run" in "\n".join(choose_recipe(pastels, init=started)[2])
+    assert "preprocessed and augmented as in the run" in "\n".join(choose_recipe(pastels, init=started)[2])
     alone = "\n".join(choose_recipe(pastels, init=started, set=["trainable=head"])[2])
-    assert "prepared as in the run" in alone
+    assert "preprocessed as in the run" in alone
     assert "augment" not in alone
 
 
