@@ -66,7 +66,7 @@ class VerbParser(argparse.ArgumentParser):
             self.error(f"not understood: {', '.join(unknown)}")
         values = vars(parsed)
         missing = [
-            f"{_metavar(parameter) if parameter.positional else _option(parameter.name)} ({parameter.help.rstrip('.')})"
+            f"{_shown_name(parameter)} ({_first_sentence(parameter.help)})"
             for parameter in self.signature.parameters
             if parameter.default is REQUIRED and values.get(parameter.name, []) == []
         ]
@@ -125,6 +125,14 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
             return action.help or ""
         text = " ".join(map(str, default)) if isinstance(default, tuple) else f"{default}"
         return f"{action.help} (default: {text})"
+
+
+def _shown_name(parameter: Parameter) -> str:
+    return _metavar(parameter) if parameter.positional else _option(parameter.name)
+
+
+def _first_sentence(text: str) -> str:
+    return text.partition(". ")[0].rstrip(".")
 
 
 def _add(parser: argparse.ArgumentParser, parameter: Parameter) -> None:
