@@ -112,7 +112,8 @@ def run_verb(name: str, words: list[str]) -> None:
     from vitral.progress import Display, TensorBoard, all_handlers
 
     rank = int(os.environ.get("RANK", 0))  # of a torchrun: only the first process reports
-    with Display(quiet=rank > 0 or not signature.takes_events) as display, _resume_hint(display):
+    resumes = any(parameter.name == "out" for parameter in signature.parameters)
+    with Display(quiet=rank > 0 or not signature.takes_events) as display, _resume_hint(display, resumes):
         function = getattr(importlib.import_module(f"vitral.api.{verb.module}"), verb.function)
         board = TensorBoard() if values.get("tensorboard") and not rank else None
         if signature.takes_events:
@@ -150,17 +151,17 @@ def _nearest_verb(name: str) -> str:
 
 
 @contextmanager
-def _resume_hint(display: Display) -> Iterator[None]:
-    """Where a run is interrupted or the disk is full, say how to resume it."""
+def _resume_hint(display: Display, resumes: bool) -> Iterator[None]:
+    """Where a run is interrupted or the disk is full, say how to resume it; `resumes`: the verb takes --out."""
     try:
         yield
     except (Interrupted, KeyboardInterrupt):
-        if display.folder:  # otherwise the run has not begun
+        if display.folder and resumes:  # otherwise the run has not begun
             saved = f"; the state of step {display.saved_step:,} is saved" if display.saved_step else ""
             display.print(f"stopped{saved}; resume with: {_same_command(display.folder)}")
         sys.exit(130)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not display.folder:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not (display.folder and resumes):
             raise
         raise UserError(
             "the disk is full: free some space; earlier checkpoints are complete, and the run resumes with "
