@@ -16,7 +16,7 @@ from runs import make_pictures, train
 
 from vitral import api
 from vitral.api import evaluation
-from vitral.api.data import open_narrowed, open_to_choose
+from vitral.api.data import open_restricted, open_to_choose
 from vitral.data.catalog.readers import ArrayReader
 from vitral.data.order import SMALL
 from vitral.data.sources import nested_subset, open_data, restrict_train, with_dev_split, with_test_split
@@ -203,7 +203,7 @@ def small_run(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def seen(pictures: Path, run: Path) -> set[str]:
     """The images that a run was trained on, by its own folder."""
-    opened = open_narrowed(pictures, from_toml((run / "recipe.toml").read_text()))
+    opened = open_restricted(pictures, from_toml((run / "recipe.toml").read_text()))
     assert opened.train.fingerprint() == json.loads((run / "data.json").read_text())["train"]
     return keys(opened.train)
 

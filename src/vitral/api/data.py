@@ -35,20 +35,20 @@ class Examples(Protocol):
 Data = str | Path | Examples
 
 
-def open_narrowed(data: Data, recipe: Recipe) -> DataSet:
+def open_restricted(data: Data, recipe: Recipe) -> DataSet:
     """The data with what the recipe leaves out of it; held-out images are always drawn with seed 0, so that runs with
     other seeds are tested on the same images."""
-    return _narrowed(open_data(data, held_out=recipe.data.held_out), recipe)
+    return _restricted(open_data(data, held_out=recipe.data.held_out), recipe)
 
 
-def _narrowed(opened: DataSet, recipe: Recipe) -> DataSet:
-    wish = recipe.data
+def _restricted(opened: DataSet, recipe: Recipe) -> DataSet:
+    settings = recipe.data
     return restrict_train(
         opened,
         exclude=_excluded(recipe),
-        subset=wish.subset,
-        subset_seed=wish.subset_seed,
-        dev=wish.dev,
+        subset=settings.subset,
+        subset_seed=settings.subset_seed,
+        dev=settings.dev,
     )
 
 
@@ -60,7 +60,7 @@ def open_as_trained(data: str | Path, recipe: Recipe, train: str) -> DataSet | N
     """The data as in a run whose training images have this fingerprint; None where it is other data."""
     _excluded(recipe)  # raises where the list is missing: without it the training images would seem to be others
     try:
-        opened = open_narrowed(data, recipe)
+        opened = open_restricted(data, recipe)
     except UserError:  # too few images for what the recipe draws, or none of those listed: another data set
         return None
     return opened if opened.train.fingerprint() == train else None
@@ -77,16 +77,16 @@ def open_to_probe(data: str | Path, source: Path | None) -> DataSet:
 
 def open_to_train(data: Data, recipe: Recipe) -> DataSet:
     """The same, with images to train on."""
-    return _to_train(data, open_narrowed(data, recipe))
+    return _to_train(data, open_restricted(data, recipe))
 
 
 def open_to_choose(data: str | Path, recipe: Recipe, dev: float) -> tuple[DataSet, DataSet | None]:
     """The data to train on, and the same with a split to choose on: a share `dev` of train, or the source's val."""
     whole = open_data(data, held_out=recipe.data.held_out)
-    opened = _to_train(data, _narrowed(whole, with_dev(recipe, 0.0)))
+    opened = _to_train(data, _restricted(whole, with_dev(recipe, 0.0)))
     if not dev and (opened.val is None or opened.test is None):
         return opened, None
-    return opened, _narrowed(whole, with_dev(recipe, dev))
+    return opened, _restricted(whole, with_dev(recipe, dev))
 
 
 def _to_train(data: Data, opened: DataSet) -> DataSet:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vitral.api.checkpoints import Source, load, load_source
-from vitral.api.data import Images, open_any_images, open_narrowed
+from vitral.api.data import Images, open_any_images, open_restricted
 from vitral.api.prediction import compute_device, none_read, prepared
 from vitral.architecture import ViTConfig
 from vitral.atomic import atomic_write, check_writable, checked_output
@@ -147,7 +147,7 @@ def write_run_page(folder: str | Path, data: str | Path | DataSet, *, device: st
     resolved = resolve_device(device)
     model.to(resolved)
     recipe = run.read_text("recipe.toml") or ""
-    opened = data if isinstance(data, DataSet) else open_narrowed(data, from_toml(recipe))
+    opened = data if isinstance(data, DataSet) else open_restricted(data, from_toml(recipe))
     result = json.loads(run.read_text("result.json") or "{}")
     examples = None
     if opened.eval_split is not None and card.preprocess is not None:
