@@ -10,12 +10,12 @@ from vitral.errors import UserError
 
 Size = tuple[int, int]  # (height, width), in pixels or in patches
 
-Pool = Literal["token", "mean", "map"]
-Position = Literal["none", "1d", "2d", "relative", "sincos2d"]
+Pool = Literal["token", "mean", "map", "token+mean", "token+register"]
+Position = Literal["none", "1d", "2d", "relative", "bias", "sincos2d"]
 Injection = Literal["input", "every", "shared"]
-Gelu = Literal["tanh", "erf"]
+Gelu = Literal["tanh", "erf", "quick"]
 ResizeRule = Literal["google", "timm", "hf", "torchvision", "dino"]
-NormPlace = Literal["tokens", "features"]
+NormPlace = Literal["tokens", "features", "none"]
 RootPool = Literal["zero", "-inf"]
 
 AXIAL_HEADS = 8  # of an AxialResNet of any width, as in Axial-DeepLab
@@ -44,6 +44,25 @@ class StemConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embeddings: queries and keys are rotated, by angles that grow with a patch's coordinates.
+
+    Half of the channel pairs of a head turn with each of the two coordinates, at frequencies temperature^-(i/n).
+    """
+
+    temperature: float = 100.0
+    pairs: Literal["adjacent", "halves"] = "halves"  # channels 2i and 2i + 1 (EVA), or i and i + dim/2 (DINOv3)
+    # The row and column, 0, 1, 2, ... (EVA), or 2 pi times the patch's center, from -1 to 1 (DINOv3).
+    coordinates: Literal["index", "center"] = "center"
+    axes: Literal["yx", "xy"] = "yx"  # the coordinate of the first pairs, then that of the others
+    offset: float = 0.0  # added to an index
+    reference: Size | None = None  # indices are scaled to this grid, that of the pre-training
+    learned: bool = False  # each head of each block learns its frequencies for both coordinates ("mixed" RoPE)
+    # DINOv3's own code rounds the periods to bfloat16 where its weights are; timm and transformers do not.
+    periods: Literal["float32", "bfloat16"] = "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ViTConfig:
     """A Vision Transformer, its hybrids (`stem`) and its axial variant (`axial`)."""
 
@@ -63,10 +82,26 @@ class ViTConfig:
     class_position: bool = True  # the class token has its own position row (Google: yes, big_vision: no)
     resize: ResizeRule = "google"
     representation: int = 0  # width of the tanh layer of the pre-training head; 0: none
-    norm_place: NormPlace = "tokens"  # final LayerNorm before pooling (the paper) or after it (MAE's fine-tuning)
+    # The final LayerNorm comes before pooling (the paper) or after it (MAE's fine-tuning); some encoders have none.
+    norm_place: NormPlace = "tokens"
     norm_eps: float = 1e-6
     gelu: Gelu = "tanh"
     layer_scale: bool = False
+    # What later Vision Transformers changed; the defaults are the paper's.
+    rope: RopeConfig | None = None  # besides `position`
+    swiglu: bool = False  # MLP of silu(gate) * value; `mlp` is the width of each
+    qkv_bias: bool = True
+    key_bias: bool = True  # False: only queries and values have a bias (BEiT, EVA, DINOv3)
+    patch_bias: bool = True
+    head_bias: bool = True
+    qk_norm: bool = False  # LayerNorm of every head's queries and keys
+    pre_norm: bool = False  # LayerNorm before the first block (CLIP)
+    post_norm: bool = False  # z' = LN(MSA(z)) + z instead of MSA(LN(z)) + z
+    attention_norm: bool = False  # LayerNorm before the attention's output projection (EVA-02, BEiT-3)
+    mlp_norm: bool = False  # LayerNorm before the MLP's second layer
+    map_heads: int = 0  # of pool="map"; 0: as many as the blocks have
+    map_mlp: int = 0  # of pool="map"; 0: as wide as that of the blocks
+    map_prefix: bool = False  # pool="map" reads class token and registers, too
     stem: StemConfig | None = None
     axial: bool = False
     dropout: float = 0.0
@@ -85,13 +120,28 @@ class ViTConfig:
             raise UserError(f'position="sincos2d" needs a width that 4 divides, not {self.width}.')
         if self.position == "2d" and self.width % 2:
             raise UserError(f'position="2d" needs an even width, not {self.width}.')
-        if self.injection != "input" and self.position in ("none", "relative"):
+        if self.injection != "input" and self.position in ("none", "relative", "bias"):
             raise UserError(f'position="{self.position}" is not added to tokens: leave injection at "input".')
-        if self.axial and (self.prefix or self.position == "relative"):
+        self._check_parts()
+        if self.axial and (self.prefix or self.position in ("relative", "bias") or self.rope):
             raise UserError(
                 "axial attention works on a grid: set class_token=False, registers=0 and a position that is added."
             )
         self.grid(self.image)
+
+    def _check_parts(self) -> None:
+        if self.rope and self.width // self.heads % 4:
+            raise UserError(f"RoPE needs heads whose width 4 divides, not {self.width // self.heads}.")
+        if self.pool == "token+mean" and not self.class_token:
+            raise UserError('pool="token+mean" needs a class token: set class_token=True or pool="mean".')
+        if self.pool == "token+register" and not (self.class_token and self.registers == 1):
+            raise UserError('pool="token+register" needs a class token and one register, the distillation token.')
+        if self.post_norm and self.layer_scale:
+            raise UserError("post_norm=True has no LayerScale: its norms scale the branches already.")
+        if self.swiglu and self.gelu == "quick":
+            raise UserError('swiglu=True has no GELU in its blocks: leave gelu at "tanh" or "erf".')
+        if self.pool == "map" and self.width % (self.map_heads or self.heads):
+            raise UserError(f"{self.map_heads} heads do not divide a width of {self.width}: choose a divisor.")
 
     @property
     def prefix(self) -> int:
@@ -106,7 +156,7 @@ class ViTConfig:
     @property
     def features(self) -> int:
         """Width of the pooled features."""
-        return self.width
+        return 2 * self.width if self.pool.startswith("token+") else self.width
 
     @property
     def stride(self) -> int:
@@ -221,9 +271,18 @@ def from_dict(description: Mapping[str, Any]) -> Architecture:
         if key in values:
             values[key] = tuple(values[key])
     try:
+        if values.get("rope") is not None:
+            values["rope"] = _rope_from_dict(values["rope"])
         return config(**values)
     except TypeError as error:
         raise UserError(f"the architecture is incomplete ({error}).") from error
+
+
+def _rope_from_dict(description: Mapping[str, Any]) -> RopeConfig:
+    values = dict(description)
+    if values.get("reference") is not None:
+        values["reference"] = tuple(values["reference"])
+    return RopeConfig(**values)
 
 
 def as_size(image: int | Size) -> Size:

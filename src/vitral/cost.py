@@ -100,8 +100,8 @@ def _times(part: _LayerCost, count: int) -> _LayerCost:
     return _LayerCost(part.params * count, part.macs * count)
 
 
-def _linear(inputs: int, outputs: int, rows: int) -> _LayerCost:
-    return _LayerCost((inputs + 1) * outputs, rows * inputs * outputs)
+def _linear(inputs: int, outputs: int, rows: int, *, bias: bool = True) -> _LayerCost:
+    return _LayerCost((inputs + bias) * outputs, rows * inputs * outputs)
 
 
 def _convolution(inputs: int, outputs: int, kernel: int, size: Size) -> _LayerCost:
@@ -123,25 +123,26 @@ def _vit(config: ViTConfig, image: Size) -> _LayerCost:
     channels = config.stem.channels if config.stem else config.channels
     parts = [
         _convolution(channels, config.width, config.patch, (rows, columns)),
-        _LayerCost(params=config.width),  # the bias of that convolution
+        _LayerCost(params=config.width * config.patch_bias),
         _LayerCost(params=config.prefix * config.width),
         _positions(config, rows, columns),
         *_layers(config, rows, columns),
-        _norm(config.width),
+        *[_norm(config.width)] * (config.pre_norm + (config.norm_place != "none")),
         _head(config),
     ]
     if config.stem:
         parts.append(_stem(config.stem, config.channels, image))
     if config.pool == "map":
-        parts.append(_probe(config, rows * columns))
+        parts.append(_probe(config, rows * columns + config.prefix * config.map_prefix))
     return _total(parts)
 
 
 def _positions(config: ViTConfig, rows: int, columns: int) -> _LayerCost:
-    """The tables that are added to tokens; relative positions count with the layers."""
+    """The tables that are added to tokens, and learned RoPE; relative positions count with the layers."""
+    learned_rope = config.depth * config.width if config.rope and config.rope.learned else 0
     entries = {"1d": rows * columns * config.width, "2d": (rows + columns) * config.width // 2}.get(config.position, 0)
     tables = config.depth if config.injection == "every" else 1
-    return _LayerCost(params=tables * (entries + config.class_row * config.width))
+    return _LayerCost(params=learned_rope + tables * (entries + config.class_row * config.width))
 
 
 def _layers(config: ViTConfig, rows: int, columns: int) -> Iterator[_LayerCost]:
@@ -157,6 +158,9 @@ def _layers(config: ViTConfig, rows: int, columns: int) -> Iterator[_LayerCost]:
         # Every query is multiplied with every offset; all heads share a table, and their widths add up to the model's.
         offset_logits = _LayerCost(offsets * (config.width // config.heads), patches * offsets * config.width)
         yield _times(offset_logits, config.depth)
+    if config.position == "bias":
+        offsets = (2 * rows - 1) * (2 * columns - 1) + 3 * config.class_token
+        yield _LayerCost(params=config.depth * config.heads * offsets)
 
 
 def _block(config: ViTConfig, *, sequences: int, length: int) -> _LayerCost:
@@ -165,12 +169,15 @@ def _block(config: ViTConfig, *, sequences: int, length: int) -> _LayerCost:
     return _total(
         (
             _norm(width),
-            _linear(width, 3 * width, tokens),
+            _linear(width, 3 * width, tokens, bias=False),
+            _LayerCost(params=width * (2 + config.key_bias) * config.qkv_bias),
             _attention(width, tokens, length),
             _linear(width, width, tokens),
             _norm(width),
             _mlp(config, tokens),
             _LayerCost(params=2 * width * config.layer_scale),
+            _LayerCost(params=4 * width // config.heads * config.qk_norm),
+            _LayerCost(params=2 * (width * config.attention_norm + config.mlp * config.mlp_norm)),
         )
     )
 
@@ -181,7 +188,12 @@ def _attention(width: int, queries: int, keys: int) -> _LayerCost:
 
 
 def _mlp(config: ViTConfig, rows: int) -> _LayerCost:
-    return _total((_linear(config.width, config.mlp, rows), _linear(config.mlp, config.width, rows)))
+    return _two_layers(config.width, config.mlp * (2 if config.swiglu else 1), config.mlp, rows)
+
+
+def _two_layers(width: int, hidden: int, inner: int, rows: int) -> _LayerCost:
+    """width -> hidden, which an activation may halve to inner, -> width"""
+    return _total((_linear(width, hidden, rows), _linear(inner, width, rows)))
 
 
 def _probe(config: ViTConfig, patches: int) -> _LayerCost:
@@ -195,14 +207,14 @@ def _probe(config: ViTConfig, patches: int) -> _LayerCost:
             _attention(width, 1, patches),
             _linear(width, width, 1),
             _norm(width),
-            _mlp(config, 1),
+            _two_layers(width, config.map_mlp or config.mlp, config.map_mlp or config.mlp, 1),
         )
     )
 
 
 def _head(config: ViTConfig) -> _LayerCost:
-    hidden = _linear(config.width, config.representation, 1)
-    logits = _linear(config.representation or config.width, config.classes, 1)
+    hidden = _linear(config.features, config.representation, 1)
+    logits = _linear(config.representation or config.features, config.classes, 1, bias=config.head_bias)
     return _total((hidden, logits))
 
 

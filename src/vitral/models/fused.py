@@ -18,7 +18,8 @@ def fused_blocks(x: Tensor, blocks: nn.ModuleList, final_norm: nn.LayerNorm) -> 
 
     Returns:
         None where the kernels would leave something out, so that the blocks must be called one by one: dropout,
-        adapters, layer scale, relative positions, observers, hooks, weights partly frozen or not contiguous.
+        adapters, layer scale, SwiGLU, further norms, relative positions, observers, hooks, weights that are partly
+        frozen or not contiguous.
     """
     plain = [block for block in blocks if isinstance(block, Block) and _is_fusible(block)]
     if len(plain) < len(blocks) or not _is_fusible_norm(final_norm):
@@ -41,6 +42,10 @@ def _is_fusible(block: Block) -> bool:
         and all(map(_is_fusible_linear, (attention.qkv, attention.out, mlp.hidden, mlp.output)))
         and all(map(_is_fusible_norm, (block.norm1, block.norm2)))
         and isinstance(block.scale1, nn.Identity)
+        and not (block.post_norm or mlp.gated or mlp.gelu == "quick")
+        and attention.q_norm is None
+        and isinstance(attention.norm, nn.Identity)
+        and isinstance(mlp.norm, nn.Identity)
         and attention.relative is None
         and not attention.observers
         and all(is_plain(module) for module in block.modules())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -15,7 +16,7 @@ from vitral.architecture import AXIAL_HEADS, Size, ViTConfig
 from vitral.kernels.dispatch import attention
 from vitral.kernels.packed import linear_gelu
 from vitral.models.init import lecun_normal, normal, xavier_uniform
-from vitral.models.position import RelativePosition, resize_offsets
+from vitral.models.position import RelativeBias, RelativePosition, Rotation, resize_offsets
 
 
 class AttentionObserver(Protocol):
@@ -41,35 +42,66 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = config.heads
         self.attention_dropout = config.attention_dropout
-        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.qkv_bias and config.key_bias)
+        separate = config.qkv_bias and not config.key_bias
+        self.qv_bias = nn.Parameter(torch.zeros(2, config.width)) if separate else None
+        dim = config.width // config.heads
+        self.q_norm = nn.LayerNorm(dim, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.LayerNorm(dim, eps=config.norm_eps) if config.qk_norm else None
+        self.norm = _optional_norm(config.width, config, config.attention_norm)
         self.out = nn.Linear(config.width, config.width)
         self.dropout = nn.Dropout(config.dropout)
-        self.relative = RelativePosition(config) if config.position == "relative" else None
+        relative = {"relative": RelativePosition, "bias": RelativeBias}.get(config.position)
+        self.relative = None if relative is None else relative(config)
         self.observers: list[AttentionObserver] = []
         xavier_uniform(self.qkv.weight, parts=3)
         xavier_uniform(self.out.weight)
-        nn.init.zeros_(self.qkv.bias)
+        if self.qkv.bias is not None:
+            nn.init.zeros_(self.qkv.bias)
         nn.init.zeros_(self.out.bias)
 
-    def forward(self, x: Tensor, grid: Size) -> Tensor:
+    def forward(self, x: Tensor, grid: Size, rotation: Rotation | None = None) -> Tensor:
         """Tokens attend to each other along the last axis but one: (..., tokens, dim) -> (..., tokens, dim)"""
         shape = x.shape
-        x = x.reshape(-1, *shape[-2:])
-        batch, tokens, width = x.shape
-        qkv = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads)
+        qkv = self._project(x.reshape(-1, *shape[-2:]), rotation)
         bias = None if self.relative is None else self.relative(qkv[:, :, 0].transpose(1, 2), grid)
         dropout = self.attention_dropout if self.training else 0.0
         x = attend(qkv, self.observers, bias, dropout).transpose(1, 2).reshape(shape)
-        return self.dropout(self.out(x))
+        return self.dropout(self.out(self.norm(x)))
+
+    def full_bias(self) -> Tensor:
+        """The bias of queries, keys (zero) and values where keys have none: (3 * dim,)"""
+        assert self.qv_bias is not None
+        q, v = self.qv_bias
+        return torch.cat([q, torch.zeros_like(q), v])
+
+    def _project(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+        """(batch, tokens, dim) -> queries, keys and values (batch, tokens, 3, heads, dim)"""
+        batch, tokens, width = x.shape
+        qkv = self.qkv(x)
+        if self.qv_bias is not None:
+            qkv = qkv + self.full_bias().to(qkv.dtype)
+        qkv = qkv.view(batch, tokens, 3, self.heads, width // self.heads)
+        if rotation is None and self.q_norm is None:
+            return qkv
+        q, k, v = qkv.unbind(2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotation is not None:
+            q, k = rotation.apply(q), rotation.apply(k)
+        return torch.stack([q.to(v.dtype), k.to(v.dtype), v], dim=2)
 
 
 class Mlp(nn.Module):
-    """Linear, GELU, linear, with dropout after each linear layer."""
+    """Linear, GELU (or SwiGLU), linear, with dropout after each linear layer."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
+        self.gelu = config.gelu
         self.approximate = "tanh" if config.gelu == "tanh" else "none"
-        self.hidden = nn.Linear(config.width, config.mlp)
+        self.gated = config.swiglu
+        self.hidden = nn.Linear(config.width, config.mlp * (2 if config.swiglu else 1))
+        self.norm = _optional_norm(config.mlp, config, config.mlp_norm)
         self.output = nn.Linear(config.mlp, config.width)
         self.dropout = nn.Dropout(config.dropout)
         for layer in (self.hidden, self.output):
@@ -78,8 +110,20 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., dim)"""
-        x = self.dropout(linear_gelu(self.hidden, x, self.approximate))
-        return self.dropout(self.output(x))
+        return self.dropout(self.output(self.norm(self.dropout(self._activate(x)))))
+
+    def _activate(self, x: Tensor) -> Tensor:
+        if self.gated:
+            gate, value = self.hidden(x).chunk(2, dim=-1)
+            return F.silu(gate) * value
+        if self.gelu == "quick":
+            x = self.hidden(x)
+            return x * torch.sigmoid(1.702 * x)
+        return linear_gelu(self.hidden, x, self.approximate)
+
+
+def _optional_norm(width: int, config: ViTConfig, present: bool) -> nn.Module:
+    return nn.LayerNorm(width, eps=config.norm_eps) if present else nn.Identity()
 
 
 class StochasticDepth(nn.Module):
@@ -111,7 +155,10 @@ class LayerScale(nn.Module):
 
 
 class Block(nn.Module):
-    """z' = MSA(LN(z)) + z;  z'' = MLP(LN(z')) + z'  (equations 2 and 3)."""
+    """z' = MSA(LN(z)) + z;  z'' = MLP(LN(z')) + z'  (equations 2 and 3).
+
+    With `post_norm`, the branches are LN(MSA(z)) and LN(MLP(z')) instead.
+    """
 
     def __init__(self, config: ViTConfig, drop_rate: float) -> None:
         super().__init__()
@@ -122,10 +169,14 @@ class Block(nn.Module):
         self.mlp = Mlp(config)
         self.scale2 = LayerScale(config.width) if config.layer_scale else nn.Identity()
         self.drop = StochasticDepth(drop_rate)
+        self.post_norm = config.post_norm
 
-    def forward(self, x: Tensor, grid: Size) -> Tensor:
+    def forward(self, x: Tensor, grid: Size, rotation: Rotation | None = None) -> Tensor:
         """(batch, ..., tokens, dim) -> (batch, ..., tokens, dim)"""
-        x = x + self.drop(self.scale1(self.attention(self.norm1(x), grid)))
+        if self.post_norm:
+            x = x + self.drop(self.norm1(self.attention(x, grid, rotation)))
+            return x + self.drop(self.norm2(self.mlp(x)))
+        x = x + self.drop(self.scale1(self.attention(self.norm1(x), grid, rotation)))
         return x + self.drop(self.scale2(self.mlp(self.norm2(x))))
 
 
@@ -137,7 +188,7 @@ class AxialBlock(nn.Module):
         self.row = Block(config, drop_rate)
         self.column = Block(config, drop_rate)
 
-    def forward(self, x: Tensor, grid: Size) -> Tensor:
+    def forward(self, x: Tensor, grid: Size, rotation: None = None) -> Tensor:
         """(batch, h * w, dim) -> (batch, h * w, dim)"""
         x = x.unflatten(1, grid)
         x = self.row(x, grid)
@@ -150,13 +201,13 @@ class MapPool(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.heads = config.map_heads or config.heads
         self.probe = nn.Parameter(torch.empty(1, config.width))
         self.q = nn.Linear(config.width, config.width)
         self.kv = nn.Linear(config.width, 2 * config.width)
         self.out = nn.Linear(config.width, config.width)
         self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
-        self.mlp = Mlp(config)
+        self.mlp = Mlp(replace(config, mlp=config.map_mlp or config.mlp, swiglu=False, mlp_norm=False))
         self.observers: list[AttentionObserver] = []
         xavier_uniform(self.probe)
         xavier_uniform(self.kv.weight, parts=2)

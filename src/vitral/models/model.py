@@ -22,16 +22,16 @@ ConfigT = TypeVar("ConfigT", ViTConfig, ResNetConfig)
 class Head(nn.Module):
     """Features to logits: in pre-training a tanh layer (section 3.1), then a zero-initialized linear layer."""
 
-    def __init__(self, features: int, classes: int, representation: int = 0) -> None:
+    def __init__(self, features: int, classes: int, representation: int = 0, *, bias: bool = True) -> None:
         super().__init__()
         self.hidden = nn.Linear(features, representation) if representation else None
-        self.output = nn.Linear(representation or features, classes) if classes else None
+        self.output = nn.Linear(representation or features, classes, bias=bias) if classes else None
         if self.hidden is not None:
             lecun_normal(self.hidden.weight)
             nn.init.zeros_(self.hidden.bias)
         if self.output is not None:
-            nn.init.zeros_(self.output.weight)
-            nn.init.zeros_(self.output.bias)
+            for parameter in self.output.parameters():
+                nn.init.zeros_(parameter)
 
     def represent(self, features: Tensor) -> Tensor:
         """(batch, dim) -> (batch, representation): the input of the last linear layer, Google's `pre_logits`."""
@@ -99,7 +99,7 @@ class VisionModel(nn.Module, Generic[ConfigT]):
             raise UserError(f"a model cannot have {classes} classes: use 0 to remove the head.")
         changes: dict[str, Any] = {"classes": classes}
         if isinstance(self.config, ViTConfig):
-            changes["representation"] = 0
+            changes |= {"representation": 0, "head_bias": True}
         self.config = replace(self.config, **changes)
         like = next(self.parameters())
         self.head = Head(self.config.features, classes).to(like.device, like.dtype).train(self.training)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitral.architecture import ResizeRule, Size, ViTConfig
+from vitral.architecture import ResizeRule, RopeConfig, Size, ViTConfig
 from vitral.models.init import normal
 
 
@@ -90,6 +92,109 @@ class RelativePosition(nn.Module):
         offset = index[:, None] - index[None, :] + n - 1  # (n, n), query minus key
         bias = logits.gather(-1, offset.expand(*logits.shape[:2], -1, -1))
         return F.pad(bias, (self.prefix, 0, self.prefix, 0))
+
+
+class RelativeBias(nn.Module):
+    """A learned number per head for every offset (rows, columns) between two patches, added to the logits (BEiT).
+
+    The class token has three more: as query, as key, and for itself. Registers get no bias.
+    """
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        height, width = config.grid(config.image)
+        self.rule: ResizeRule = config.resize
+        self.registers = config.registers
+        self.table = nn.Parameter(torch.zeros(2 * height - 1, 2 * width - 1, config.heads))
+        self.class_table = nn.Parameter(torch.zeros(3, config.heads)) if config.class_token else None
+
+    def forward(self, q: Tensor, grid: Size) -> Tensor:
+        """Queries (batch, heads, prefix + n, dim) -> attention bias (batch, heads, prefix + n, prefix + n)"""
+        height, width = grid
+        table = resize_table(self.table, (2 * height - 1, 2 * width - 1), self.rule)
+        row, column = (torch.arange(side, device=q.device) for side in grid)
+        rows = (row[:, None] - row[None, :] + height - 1)[:, None, :, None]  # query minus key
+        columns = (column[:, None] - column[None, :] + width - 1)[None, :, None, :]
+        bias = table[rows, columns].reshape(height * width, height * width, -1).permute(2, 0, 1)  # (heads, n, n)
+        bias = F.pad(bias, (self.registers, 0, self.registers, 0))
+        if self.class_table is not None:
+            as_query, as_key, itself = self.class_table.unsqueeze(-1).unsqueeze(-1)  # (heads, 1, 1) each
+            tokens = bias.shape[-1]
+            bias = torch.cat([as_key.expand(-1, tokens, 1), bias], dim=2)
+            bias = torch.cat([torch.cat([itself, as_query.expand(-1, 1, tokens)], dim=2), bias], dim=1)
+        return bias.to(q.dtype).expand(q.shape[0], -1, -1, -1)
+
+
+class Rotation(NamedTuple):
+    """What RoPE does to the queries and keys of one block."""
+
+    cos: Tensor  # (tokens, 1 or heads, dim / 2)
+    sin: Tensor
+    adjacent: bool  # whether channels 2i and 2i + 1 are a pair, not i and i + dim / 2
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Rotate every pair of channels: (batch, tokens, heads, dim) -> (batch, tokens, heads, dim), float32"""
+        first, second = x.unflatten(-1, (-1, 2)).unbind(-1) if self.adjacent else x.chunk(2, dim=-1)
+        turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
+        return torch.stack(turned, dim=-1).flatten(-2) if self.adjacent else torch.cat(turned, dim=-1)
+
+
+class RotaryPosition(nn.Module):
+    """RoPE in two dimensions: how queries and keys are rotated. Tokens before the patches are not."""
+
+    def __init__(self, config: ViTConfig, rope: RopeConfig) -> None:
+        super().__init__()
+        self.rope = rope
+        self.depth, self.prefix, self.dim = config.depth, config.prefix, config.width // config.heads
+        shape = (2, config.depth, config.heads, self.dim // 2)
+        self.frequencies = nn.Parameter(_mixed_frequencies(shape, rope.temperature)) if rope.learned else None
+
+    def forward(self, patches: Tensor) -> list[Rotation]:
+        """(batch, h, w, dim) -> the rotation of each block"""
+        device = patches.device
+        y, x = (self._coordinates(side, axis, device) for axis, side in enumerate(grid_of(patches)))
+        grids = torch.meshgrid(y, x, indexing="ij")
+        first, second = (grid.flatten() for grid in (grids if self.rope.axes == "yx" else grids[::-1]))
+        if self.frequencies is None:
+            bands = self._bands(device)
+            angles = torch.cat([first[:, None] * bands, second[:, None] * bands], dim=-1).unsqueeze(1)
+            return [self._rotation(angles)] * self.depth
+        with _full_precision(self.frequencies):
+            exact = self.frequencies.float()
+            angles = first[:, None, None, None] * exact[0] + second[:, None, None, None] * exact[1]
+        return [self._rotation(angles[:, i]) for i in range(self.depth)]
+
+    def _rotation(self, angles: Tensor) -> Rotation:
+        """(n, 1 or heads, dim / 2) -> the rotation of all tokens: those before the patches turn by 0."""
+        angles = F.pad(angles, (0, 0, 0, 0, self.prefix, 0))
+        return Rotation(angles.cos(), angles.sin(), self.rope.pairs == "adjacent")
+
+    def _coordinates(self, side: int, axis: int, device: torch.device) -> Tensor:
+        index = torch.arange(side, dtype=torch.float32, device=device)
+        if self.rope.coordinates == "center":
+            return 2 * math.pi * (2 * (index + 0.5) / side - 1)
+        index = index + self.rope.offset
+        return index if self.rope.reference is None else index / side * self.rope.reference[axis]
+
+    def _bands(self, device: torch.device) -> Tensor:
+        """The frequency of each pair that turns with one coordinate: (dim / 4,)"""
+        quarter = self.dim // 4
+        periods = self.rope.temperature ** (torch.arange(quarter, dtype=torch.float32, device=device) / quarter)
+        if self.rope.periods == "bfloat16":
+            periods = periods.bfloat16().float()
+        return 1 / periods
+
+
+def _mixed_frequencies(shape: tuple[int, int, int, int], temperature: float) -> Tensor:
+    """Frequencies of both coordinates, (2, depth, heads, dim / 2): every head turns in a random direction."""
+    if torch.get_default_device().type == "meta":
+        return torch.empty(shape)
+    _, depth, heads, half = shape
+    size = temperature ** -(torch.arange(half // 2) / (half // 2))
+    direction = 2 * math.pi * torch.rand(depth, heads, 1)
+    x = torch.cat([size * direction.cos(), -size * direction.sin()], dim=-1)
+    y = torch.cat([size * direction.sin(), size * direction.cos()], dim=-1)
+    return torch.stack([x, y])
 
 
 def build_position(config: ViTConfig) -> Position | None:

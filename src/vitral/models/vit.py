@@ -13,7 +13,7 @@ from vitral.kernels.dispatch import fits_blocks, is_plain
 from vitral.models.init import lecun_normal, normal, zero_bias
 from vitral.models.layers import AxialBlock, Block, MapPool
 from vitral.models.model import Head, VisionModel, check_images, layer_indices
-from vitral.models.position import build_position, grid_of
+from vitral.models.position import RotaryPosition, Rotation, build_position, grid_of
 from vitral.models.resnet import ResNetStem
 
 
@@ -25,22 +25,27 @@ class ViT(VisionModel[ViTConfig]):
         self.config = config
         self.stem = ResNetStem(config.stem, config.channels) if config.stem else nn.Identity()
         channels = config.stem.channels if config.stem else config.channels
-        self.embed = nn.Conv2d(channels, config.width, kernel_size=config.patch, stride=config.patch)
+        patch = {"kernel_size": config.patch, "stride": config.patch}
+        self.embed = nn.Conv2d(channels, config.width, **patch, bias=config.patch_bias)
         self.class_token = nn.Parameter(torch.zeros(config.width)) if config.class_token else None
         registers = normal(torch.empty(config.registers, config.width), std=1e-6)
         self.registers = nn.Parameter(registers) if config.registers else None
         tables = config.depth if config.injection == "every" else 1
         positions = [build_position(config) for _ in range(tables)]
         self.positions = nn.ModuleList([position for position in positions if position is not None])
+        self.rope = RotaryPosition(config, config.rope) if config.rope else None
         self.dropout = nn.Dropout(config.dropout)
+        self.pre_norm = nn.LayerNorm(config.width, eps=config.norm_eps) if config.pre_norm else nn.Identity()
         block = AxialBlock if config.axial else Block
         last = max(config.depth - 1, 1)
         self.blocks = nn.ModuleList([block(config, config.stochastic_depth * i / last) for i in range(config.depth)])
-        self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
+        has_norm = config.norm_place != "none"
+        self.norm = nn.LayerNorm(config.width, eps=config.norm_eps) if has_norm else nn.Identity()
         self.map = MapPool(config) if config.pool == "map" else None
-        self.head = Head(config.width, config.classes, config.representation)
+        self.head = Head(config.features, config.classes, config.representation, bias=config.head_bias)
         lecun_normal(self.embed.weight)
-        zero_bias(self.embed)
+        if config.patch_bias:
+            zero_bias(self.embed)
 
     def patchify(self, images: Tensor) -> Tensor:
         """Embed patches; pixels at the right and bottom that fill no patch are dropped.
@@ -69,9 +74,9 @@ class ViT(VisionModel[ViTConfig]):
 
         (batch, h, w, dim) -> (batch, prefix + h * w, dim)
         """
-        grid, positions = grid_of(patches), self._position_rows(patches)
+        grid, positions, rotations = grid_of(patches), self._position_rows(patches), self._rotations(patches)
         x = self._input_tokens(patches, positions)
-        fusible = self.config.injection == "input" and self.config.norm_place == "tokens"
+        fusible = self.config.injection == "input" and self.config.norm_place == "tokens" and self.rope is None
         if fusible and fits_blocks(x, self.config.heads):
             from vitral.models.fused import fused_blocks  # imports torch's compiler, which few runs need
 
@@ -79,7 +84,7 @@ class ViT(VisionModel[ViTConfig]):
             if tokens is not None:
                 return tokens
         for i in range(len(self.blocks)):
-            x = self._apply_block(i, x, positions, grid)
+            x = self._apply_block(i, x, positions, grid, rotations[i])
         return self._final_norm(x)
 
     def intermediates(
@@ -103,11 +108,11 @@ class ViT(VisionModel[ViTConfig]):
         """
         indices = layer_indices(layers, self.config.depth)
         patches = self.patchify(images)
-        grid, positions = grid_of(patches), self._position_rows(patches)
+        grid, positions, rotations = grid_of(patches), self._position_rows(patches), self._rotations(patches)
         x = self._input_tokens(patches, positions)
         outputs: dict[int, Tensor] = {}
         for i in range(max(indices, default=-1) + 1):
-            x = self._apply_block(i, x, positions, grid)
+            x = self._apply_block(i, x, positions, grid, rotations[i])
             if i in indices:
                 tokens = self._final_norm(x) if norm else x
                 outputs[i] = self._as_map(tokens, grid) if reshape else tokens
@@ -119,18 +124,23 @@ class ViT(VisionModel[ViTConfig]):
         dtype = next(self.embed.parameters()).dtype
         return [position(patches).to(dtype) for position in self.positions]
 
+    def _rotations(self, patches: Tensor) -> Sequence[Rotation | None]:
+        return [None] * self.config.depth if self.rope is None else self.rope(patches)
+
     def _input_tokens(self, patches: Tensor, positions: list[Tensor]) -> Tensor:
         """(batch, h, w, dim) -> (batch, prefix + h * w, dim): what the first block reads"""
         x = self._with_prefix(patches.flatten(1, 2))
-        x = self.dropout(x + positions[0] if positions else x)
+        x = self.pre_norm(self.dropout(x + positions[0] if positions else x))
         # The residual stream, too, is in half precision: every block reads and writes it.
         half = _autocast_dtype(x.device.type)
         return x.to(half) if half else x
 
-    def _apply_block(self, index: int, x: Tensor, positions: list[Tensor], grid: Size) -> Tensor:
+    def _apply_block(
+        self, index: int, x: Tensor, positions: list[Tensor], grid: Size, rotation: Rotation | None
+    ) -> Tensor:
         if index > 0 and self.config.injection != "input":
             x = x + positions[index % len(positions)]
-        return self.blocks[index](x, grid)
+        return self.blocks[index](x, grid, rotation)
 
     def _final_norm(self, tokens: Tensor) -> Tensor:
         return self.norm(tokens) if self.config.norm_place == "tokens" else tokens
@@ -140,12 +150,19 @@ class ViT(VisionModel[ViTConfig]):
         return tokens[:, self.config.prefix :].unflatten(1, grid).permute(0, 3, 1, 2)
 
     def pool(self, tokens: Tensor) -> Tensor:
-        """The class token, the mean of the patches, or attention over them: (batch, prefix + n, dim) -> (batch, dim)"""
-        if self.config.pool == "token":
-            features = tokens[:, 0]
-        else:
-            patches = tokens[:, self.config.prefix :]
-            features = patches.mean(dim=1) if self.map is None else self.map(patches)
+        """The class token, the mean of the patches, both, or attention: (batch, tokens, dim) -> (batch, features)"""
+        patches = tokens[:, self.config.prefix :]
+        match self.config.pool:
+            case "token":
+                features = tokens[:, 0]
+            case "token+register":
+                features = tokens[:, :2].flatten(1)
+            case "token+mean":
+                features = torch.cat([tokens[:, 0], patches.mean(dim=1)], dim=1)
+            case _ if self.map is not None:
+                features = self.map(tokens if self.config.map_prefix else patches)
+            case _:
+                features = patches.mean(dim=1)
         return self.norm(features) if self.config.norm_place == "features" else features
 
     def _with_prefix(self, x: Tensor) -> Tensor:
