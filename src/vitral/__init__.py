@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vitral.api.data import Images
     from vitral.api.demonstration import DemoResult, demo
     from vitral.api.evaluation import EvalResult, evaluate
+    from vitral.api.hub import PushResult, push
     from vitral.api.inspection import InspectResult, inspect
     from vitral.api.models import CostResult, list_available
     from vitral.api.neighbours import Neighbour, SearchResult, search
@@ -38,6 +39,7 @@ _MODULES = {
     "vitral.api.data": "Images",
     "vitral.api.demonstration": "DemoResult demo",
     "vitral.api.evaluation": "EvalResult evaluate",
+    "vitral.api.hub": "PushResult push",
     "vitral.api.inspection": "InspectResult inspect",
     "vitral.api.models": "CostResult list_available",
     "vitral.api.neighbours": "Neighbour SearchResult search",
@@ -84,6 +86,7 @@ __all__ = [
     "ProbeResult",
     "Progress",
     "ProtocolResult",
+    "PushResult",
     "Recipe",
     "ResNetConfig",
     "RunDirChosen",
@@ -118,6 +121,7 @@ __all__ = [
     "load",
     "predict",
     "pretrain",
+    "push",
     "save",
     "search",
     "show_recipe",

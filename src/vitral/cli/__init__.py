@@ -52,6 +52,7 @@ VERBS = {
     "cost": Verb("models", "cost", "models.show_cost"),
     "info": Verb("checkpoints", "info", "models.show_info"),
     "convert": Verb("checkpoints", "convert", "models.show_conversion"),
+    "push": Verb("hub", "push", "models.show_push"),
 }
 _EXAMPLES = """Examples:
   vitral train photos/ --init timm:vit_tiny_patch16_224.augreg_in21k_ft_in1k

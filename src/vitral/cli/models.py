@@ -1,4 +1,4 @@
-"""Results of list, cost, info, convert and bench as tables or JSON."""
+"""Results of list, cost, info, convert, push and bench as tables or JSON."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from vitral.cli.output import by, print_facts, print_json, print_table
 if TYPE_CHECKING:
     from vitral.api.bench import BenchmarkReport
     from vitral.api.checkpoints import CheckpointInfo, ConvertResult
+    from vitral.api.hub import PushResult
     from vitral.api.models import CostResult
 
 
@@ -91,6 +92,14 @@ def show_conversion(result: ConvertResult, values: Mapping[str, Any]) -> None:
             "difference": f"max |difference| {result.difference:.3g} {outputs}",
         }
     )
+
+
+def show_push(result: PushResult, values: Mapping[str, Any]) -> None:
+    """Print the repository that was written, and what loads it."""
+    if values["json"]:
+        print_json(result.as_dict())
+        return
+    print_facts({**result.summary(), "not for others": "; ".join(result.refusals)})
 
 
 def show_benchmark(result: BenchmarkReport, values: Mapping[str, Any]) -> None:

@@ -1,0 +1,129 @@
+"""`push`: publish a model on the Hugging Face hub, in a repository that vitral, timm and transformers all load."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from vitral.api.checkpoints import convert, load_source
+from vitral.checkpoints.card import Card
+from vitral.checkpoints.hub import model_card, repository_of, upload
+from vitral.checkpoints.run import RunFolder
+from vitral.cost import cost
+from vitral.errors import UserError
+from vitral.names import name_of
+from vitral.reprs import SummaryRepr
+
+Layout = Literal["timm", "hf", "vitral"]
+
+# In this order: transformers reads timm's folders, too.
+_LAYOUTS: tuple[Layout, ...] = ("timm", "hf", "vitral")
+_READERS: dict[Layout, tuple[str, ...]] = {
+    "timm": ("vitral", "timm", "transformers"),
+    "hf": ("vitral", "transformers"),
+    "vitral": ("vitral",),
+}
+
+
+@dataclass(frozen=True, repr=False)
+class PushResult(SummaryRepr):
+    """A repository that was written."""
+
+    url: str
+    commit: str
+    layout: Layout
+    readers: tuple[str, ...]  # the libraries that load it
+    refusals: tuple[str, ...]  # why the others do not
+    files: tuple[str, ...]
+    bytes: int
+
+    def summary(self) -> dict[str, str]:
+        return {
+            "repository": self.url,
+            "loads with": ", ".join(self.readers),
+            "files": f"{', '.join(self.files)} ({self.bytes / 1e6:,.1f} MB)",
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+
+def push(
+    source: str | Path,
+    target: str,
+    *,
+    private: bool = False,
+    message: str = "Upload a model with vitral",
+    licence: str = "",
+    dry_run: str | Path = "",
+) -> PushResult:
+    """Publish a model on the Hugging Face hub, with a model card.
+
+    The weights are written once, in timm's layout, which vitral, timm (`hf-hub:`) and transformers (through its timm
+    models) read; a model that timm cannot express is written in transformers' layout or in vitral's own. The files are
+    read back and compared before anything is uploaded. Log in with `hf auth login`, or set HF_TOKEN.
+
+    Args:
+        source: a run folder, a file, hf:owner/name or timm:name.
+        target: hf:owner/name, the repository to create or to update.
+        private: create the repository as a private one.
+        message: of the commit.
+        licence: of the weights, such as apache-2.0; the card's where it states one.
+        dry_run: write the repository into this new folder, and upload nothing.
+
+    Returns:
+        The repository, its files, and the libraries that load it.
+
+    Raises:
+        UserError: where there is no such model, or the hub refuses the upload.
+    """
+    repository = repository_of(target)
+    model, card = load_source(source)
+    if not card.architecture.classes:
+        raise UserError("the model has no head, so it classifies nothing: push a model that was trained or fine-tuned.")
+    with tempfile.TemporaryDirectory(prefix="vitral-push-") as temporary:
+        folder = Path(dry_run) if dry_run else Path(temporary) / "repository"
+        layout, refusals = _write((model, card), folder)
+        text = model_card(
+            repository,
+            card,
+            name=name_of(card.architecture),
+            cost=cost(card.architecture),
+            readers=_READERS[layout],
+            licence=licence or card.licence,
+            run=_run_facts(Path(str(source))),
+        )
+        (folder / "README.md").write_text(text, encoding="utf-8")
+        files = sorted(folder.iterdir())
+        size, names = sum(path.stat().st_size for path in files), tuple(path.name for path in files)
+        url, commit = (str(folder), "") if dry_run else upload(folder, repository, private=private, message=message)
+    return PushResult(url, commit, layout, _READERS[layout], refusals, names, size)
+
+
+def _write(source: tuple[Any, Card], folder: Path) -> tuple[Layout, tuple[str, ...]]:
+    """Write the first layout that can express the model, verified; and why those before it cannot."""
+    refusals: list[str] = []
+    for layout in _LAYOUTS:
+        target = folder if layout != "vitral" else folder / "model.safetensors"
+        try:
+            convert(source, target, format=layout)
+        except UserError as error:
+            refusals.append(str(error))
+            continue
+        return layout, tuple(refusals)
+    raise UserError(refusals[-1])
+
+
+def _run_facts(source: Path) -> dict[str, Any]:
+    """Results, data and recipe of a run folder; empty for other sources."""
+    run = RunFolder(source)
+    facts: dict[str, Any] = {}
+    for key, path in (("result", source / "result.json"), ("data", source / "data.json")):
+        if run.model.is_file() and path.is_file():
+            facts[key] = json.loads(path.read_text(encoding="utf-8"))
+    recipe = source / "recipe.toml"
+    return {**facts, "recipe": recipe.read_text(encoding="utf-8")} if facts and recipe.is_file() else facts

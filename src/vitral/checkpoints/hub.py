@@ -1,0 +1,179 @@
+"""The Hugging Face hub: names of repositories, uploads, and the model card of a published model (README.md)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vitral.checkpoints.card import Card
+from vitral.cost import Cost
+from vitral.errors import UserError
+
+_REPOSITORY = re.compile(r"hf:([\w][\w.-]*/[\w][\w.-]*)")
+_LOAD = {
+    "vitral": """vitral predict hf:{repository} photo.jpg""",
+    "timm": """import timm
+model = timm.create_model("hf-hub:{repository}", pretrained=True).eval()
+transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))""",
+    "transformers": """from transformers import pipeline
+classify = pipeline("image-classification", model="{repository}")
+classify("photo.jpg")""",
+}
+_LANGUAGES = {"vitral": "bash", "timm": "python", "transformers": "python"}
+_MAX_NAMES = 50  # class names that are listed
+
+
+def repository_of(name: str) -> str:
+    """ "hf:owner/name" -> "owner/name"; UserError for anything else."""
+    match = _REPOSITORY.fullmatch(name)
+    if match is None:
+        raise UserError(f"{name} does not name a repository of the hub: write hf:owner/name.")
+    return match[1]
+
+
+def upload(folder: Path, repository: str, *, private: bool, message: str) -> tuple[str, str]:
+    """Create the repository where it does not exist, and upload a folder in one commit.
+
+    Args:
+        folder: its files are uploaded; others in the repository stay.
+        repository: owner/name.
+        private: of a new repository.
+        message: of the commit.
+
+    Returns:
+        The address of the repository, and the commit.
+
+    Raises:
+        UserError: huggingface_hub is not installed, or the hub refuses.
+    """
+    try:
+        from huggingface_hub import HfApi, errors
+    except ImportError as error:
+        raise UserError("uploading needs huggingface_hub: pip install 'vitral[hub]'.") from error
+    api = HfApi(library_name="vitral")
+    try:
+        url = api.create_repo(repository, private=private, exist_ok=True)
+        commit = api.upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
+    except (errors.OfflineModeIsEnabled, ConnectionError) as error:
+        raise UserError(f"the hub cannot be reached, so hf:{repository} was not written: go online.") from error
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        raise UserError(f"hf:{repository}: the hub has no such owner, or it needs `hf auth login`.") from error
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else 0
+        if status in (401, 403):
+            raise UserError(
+                f"the hub does not let you write hf:{repository}: run `hf auth login` with a token that may do so."
+            ) from error
+        raise UserError(f"hf:{repository}: the hub answered with an error ({error}).") from error
+    return str(url), commit.oid
+
+
+def model_card(
+    repository: str,
+    card: Card,
+    *,
+    name: str,
+    cost: Cost,
+    readers: Sequence[str],
+    licence: str,
+    run: Mapping[str, Any],
+) -> str:
+    """The text of README.md, with the hub's metadata in front.
+
+    Args:
+        repository: owner/name.
+        card: of the model.
+        name: of its architecture.
+        cost: its parameters and multiply-accumulates.
+        readers: the libraries that load it.
+        licence: of the weights; empty if unknown.
+        run: of the training: "result", "data" and "recipe"; empty if unknown.
+    """
+    height, width = card.architecture.image
+    parts = [
+        _front_matter(readers, licence, repository, run),
+        f"# {repository.partition('/')[2]}",
+        f"{name} for images of {height} x {width} pixels, {card.architecture.classes:,} classes: "
+        f"{cost.params / 1e6:,.1f} million parameters, {cost.macs / 1e9:,.2f} billion multiply-accumulates per image.",
+        _results(run),
+        "## Use\n\n" + "\n\n".join(f"```{_LANGUAGES[reader]}\n{_LOAD[reader]}\n```" for reader in readers),
+        _preprocessing(card),
+        _classes(card),
+        _origin(card),
+        _recipe(run),
+    ]
+    return "\n\n".join(part for part in parts if part).replace("{repository}", repository) + "\n"
+
+
+def _front_matter(readers: Sequence[str], licence: str, repository: str, run: Mapping[str, Any]) -> str:
+    library = "timm" if "timm" in readers else "transformers" if "transformers" in readers else "vitral"
+    lines = ["---", f"library_name: {library}", "pipeline_tag: image-classification"]
+    lines += ["tags:", "- image-classification", "- vitral", *([f"- {library}"] if library != "vitral" else [])]
+    lines += [f"license: {licence}"] if licence else []
+    accuracy = run.get("result", {}).get("metrics", {}).get("top1")
+    if accuracy is not None:
+        lines += ["model-index:", f"- name: {repository.partition('/')[2]}", "  results:", "  - task:"]
+        lines += ["      type: image-classification", "    dataset:", f"      name: {_quoted(_data_name(run))}"]
+        lines += ["      type: custom", "    metrics:", "    - type: accuracy", f"      value: {accuracy:.4f}"]
+    return "\n".join([*lines, "---"])
+
+
+def _results(run: Mapping[str, Any]) -> str:
+    result = run.get("result", {})
+    metrics = result.get("metrics", {})
+    rows = [(label, metrics.get(key)) for key, label in (("top1", "top-1"), ("top5", "top-5"))]
+    rows += [("mean over classes", metrics.get("mean_per_class")), ("calibration error", metrics.get("ece"))]
+    cells = [f"| {label} | {100 * value:.2f} % |" for label, value in rows if value is not None]
+    if not cells:
+        return ""
+    where = f"On {metrics['n']:,} held-out images of {_data_name(run)}, seed {result.get('seed', 0)}:"
+    notes = "\n".join(f"- {note}" for note in run.get("data", {}).get("notes", []))
+    return "\n\n".join(part for part in ("## Results", where, "\n".join(["| | |", "|---|--:|", *cells]), notes) if part)
+
+
+def _data_name(run: Mapping[str, Any]) -> str:
+    """The last part of the data's name: a path on somebody's machine tells nobody anything."""
+    return str(run.get("data", {}).get("source", "")).rstrip("/").rpartition("/")[2] or "the data"
+
+
+def _preprocessing(card: Card) -> str:
+    if card.preprocess is None:
+        return ""
+    p = card.preprocess
+    numbers = [", ".join(f"{value:g}" for value in values) for values in (p.mean, p.std)]
+    return (
+        f"## Preprocessing\n\n`{p.pipeline}`, then (pixel / 255 - mean) / std with mean {numbers[0]}, std {numbers[1]}."
+    )
+
+
+def _classes(card: Card) -> str:
+    if not card.class_names:
+        return ""
+    names = [_plain(name) for name in card.class_names[:_MAX_NAMES]]
+    more = len(card.class_names) - len(names)
+    return "## Classes\n\n" + ", ".join(names) + (f" and {more:,} more" if more else "") + "."
+
+
+def _origin(card: Card) -> str:
+    lines = [f"- weights from {_plain(card.source)} ({card.format})"] if card.source and card.format else []
+    lines += [f"- {_plain(change)}" for change in card.changes]
+    return "## Origin and changes\n\n" + "\n".join(lines) if lines else ""
+
+
+def _recipe(run: Mapping[str, Any]) -> str:
+    if "recipe" not in run:
+        return ""
+    return (
+        f"## Recipe\n\n<details><summary>recipe.toml</summary>\n\n```toml\n{run['recipe'].strip()}\n```\n\n</details>"
+    )
+
+
+def _plain(text: str) -> str:
+    """A name as Markdown shows it, not as it would interpret it."""
+    return "".join(f"\\{char}" if char in r"\`*_[]<>|#" else char for char in " ".join(text.split()))
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
