@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitral.architecture import ResNetConfig, ViTConfig
+from vitral.architecture import ResNetConfig, RopeConfig, ViTConfig
 from vitral.data.preprocess import parse_pipeline
 from vitral.errors import UserError
 from vitral.names import parse
@@ -312,3 +312,12 @@ def test_with_weights_a_name_only_asks_for_an_image_size():
     assert chosen(480, 12, "ViT-Ti/16@384", model="ViT-Ti/16@224").image == 224
     with pytest.raises(UserError, match="hold a ViT-Ti/16, not a ViT-B/16"):
         chosen(480, 12, "ViT-Ti/16", model="ViT-B/16")
+
+
+def test_the_parts_of_later_transformers_are_keys_of_the_shape():
+    words = ["swiglu=true", "qk_norm=true", "registers=4", "layer_scale=true", "rope=true"]
+    config = architecture_of(with_overrides(Recipe(model="ViT-Ti/16"), [f"shape.{word}" for word in words]), 10)
+    plain = parse("ViT-Ti/16", classes=10)
+    assert isinstance(plain, ViTConfig)
+    assert config == replace(plain, rope=RopeConfig(), swiglu=True, qk_norm=True, registers=4, layer_scale=True)
+    assert architecture_of(Recipe(model="ViT-Ti/16"), 10) == plain

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, get_args, get_origin, get_type_hints
 
-from vitral.architecture import ModelConfig, ResNetConfig, Size, as_size
+from vitral.architecture import ModelConfig, ResNetConfig, RopeConfig, Size, as_size
 from vitral.errors import UserError
 from vitral.names import parse
 from vitral.recipe_schema import (
@@ -142,6 +142,8 @@ def architecture_of(recipe: Recipe, classes: int) -> ModelConfig:
     changes.pop("head_bias", None)  # an initial value, not a shape
     weight_init = changes.pop("weight_init")
     head = changes.pop("head", "linear")
+    if changes.pop("rope", False):
+        changes["rope"] = RopeConfig()
     if recipe.image:
         changes["image"] = as_size(recipe.image)
     if isinstance(named, ResNetConfig):

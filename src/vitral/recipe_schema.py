@@ -35,10 +35,15 @@ class ShapeRecipe:
     mlp: Annotated[int, "hidden dimension of the MLPs; 4 * width if only width is set"] = 0
     heads: Annotated[int, "number of attention heads"] = 0
     pool: Annotated[str, "pooling: token (class token), mean or map (attention pooling)"] = ""
-    position: Annotated[str, "position embedding: none, 1d, 2d, relative or sincos2d"] = ""
+    position: Annotated[str, "position embedding: none, 1d, 2d, relative, bias (BEiT's) or sincos2d"] = ""
     injection: Annotated[str, "where positions are added: input, every (a table per layer) or shared (one for all)"] = (
         ""
     )
+    rope: Annotated[bool, "rotary position embeddings of DINOv3, besides `position`"] = False
+    registers: Annotated[int, "register tokens beside the class token"] = 0
+    layer_scale: Annotated[bool, "a learned factor per channel on every residual branch"] = False
+    swiglu: Annotated[bool, "SwiGLU instead of GELU in the MLPs; mlp is the width of gate and value each"] = False
+    qk_norm: Annotated[bool, "LayerNorm of every head's queries and keys"] = False
     head: Annotated[str, "linear, or tanh: one hidden layer with tanh, the paper's pre-training head"] = ""
     head_bias: Annotated[float, "initial bias of the logits; -10 for a sigmoid loss with many classes"] = 0.0
     weight_init: Annotated[

@@ -17,7 +17,7 @@ from oracles import gap, outside, pictures
 from torch import Tensor, nn
 
 import vitral
-from vitral.architecture import ResNetConfig, Size, StemConfig, ViTConfig
+from vitral.architecture import ResNetConfig, RopeConfig, Size, StemConfig, ViTConfig
 from vitral.data.loader import evaluation_batches
 from vitral.data.preprocess import parse_pipeline
 from vitral.data.sources import Split, open_data
@@ -27,6 +27,7 @@ from vitral.inspection.attention import (
     attention_maps,
     expand_lines,
     mean_attention_distance,
+    pooling_weights,
     rollout,
     rollout_maps,
 )
@@ -45,6 +46,9 @@ MODELS: dict[str, ViTConfig] = {
     "map": replace(SMALL, pool="map", registers=1),
     "axial": replace(SMALL, axial=True, **GRID),
     "hybrid": replace(SMALL, stem=StemConfig(blocks=(1,)), patch=1),
+    "rope": replace(SMALL, rope=RopeConfig(), registers=1, key_bias=False, position="none"),
+    "relative bias": replace(SMALL, position="bias", qk_norm=True, swiglu=True),
+    "token and mean": replace(SMALL, pool="token+mean"),
 }
 each_model = pytest.mark.parametrize("config", MODELS.values(), ids=MODELS.keys())
 IMAGE: Size = (21, 16)  # five by four patches of 4 pixels, six by four with the stem; a row is left over
@@ -297,3 +301,32 @@ def test_early_layers_have_local_and_global_heads(real_distances: Tensor) -> Non
     first = real_distances[:3]
     assert 80 < first.max() < 112 < real_distances[3].max()
     assert first.max() > 3 * first.min()
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({"pool": "token+mean"}, [0.5, 0.0, *[0.125] * 4]),
+        ({"pool": "token+register"}, [0.5, 0.5, *[0.0] * 4]),
+        ({"pool": "mean"}, [0.0, 0.0, *[0.25] * 4]),
+    ],
+)
+def test_pooling_weights_are_the_shares_of_the_tokens(changes: dict[str, Any], expected: list[float]) -> None:
+    config = ViTConfig(depth=1, width=16, mlp=32, heads=2, patch=4, image=(8, 8), classes=3, registers=1, **changes)
+    model = ViT(config).eval()
+    images = torch.randn(2, 3, 8, 8)
+    with torch.inference_mode(), capture(model, rows="all") as captured:
+        model(images)
+    torch.testing.assert_close(pooling_weights(model, captured, (2, 2)).float(), torch.tensor([expected]))
+
+
+def test_attention_pooling_may_read_the_tokens_before_the_patches() -> None:
+    config = ViTConfig(
+        depth=1, width=16, mlp=32, heads=2, patch=4, image=(8, 8), classes=3, pool="map", map_prefix=True, map_heads=4
+    )
+    model = ViT(config).eval()
+    with torch.inference_mode(), capture(model, rows="all") as captured:
+        model(torch.randn(2, 3, 8, 8))
+    weights = pooling_weights(model, captured, (2, 2))
+    assert weights.shape == (2, 5)
+    torch.testing.assert_close(weights.sum(dim=1), torch.ones(2))

@@ -79,7 +79,7 @@ def to_classes(weights: Weights, classes: int) -> Weights:
         raise UserError(f'vitral cannot change the head of "{old.name}", a module of your own: change it in your code.')
     changes: dict[str, Any] = {"classes": classes}
     if isinstance(old, ViTConfig):
-        changes["representation"] = 0
+        changes |= {"representation": 0, "head_bias": True}
     new = replace(old, **changes)
     head = {"head.output.weight": torch.zeros(classes, old.features), "head.output.bias": torch.zeros(classes)}
     kept = {key: array for key, array in weights.state.items() if not key.startswith("head.")}
@@ -157,7 +157,7 @@ def to_table(weights: Weights, allowed: tuple[Position, ...]) -> Weights:
     if (
         not isinstance(old, ViTConfig)
         or old.position in allowed
-        or old.position == "relative"
+        or old.position in ("relative", "bias")
         or old.injection != "input"
     ):
         return weights

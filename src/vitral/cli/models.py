@@ -116,11 +116,18 @@ def _vit_facts(c: ViTConfig) -> dict[str, str]:
     sizes = f"{c.depth} layers, width {c.width}, MLP {c.mlp}, {c.heads} heads"
     parts = [f"{c.pool} pooling", f"{c.registers} registers" * bool(c.registers), "LayerScale" * c.layer_scale]
     parts += [f"tanh layer of {c.representation}" * bool(c.representation)]
+    norms = {"norm before the blocks": c.pre_norm, "post-norm": c.post_norm, "QK norm": c.qk_norm}
+    norms |= {"norm in the attention": c.attention_norm, "norm in the MLP": c.mlp_norm}
+    norms |= {"no final norm": c.norm_place == "none", "final norm after pooling": c.norm_place == "features"}
+    biases = {"no bias of queries, keys and values": not c.qkv_bias, "no bias of keys": not c.key_bias}
+    biases |= {"no bias of patches": not c.patch_bias, "no bias of the head": not c.head_bias}
+    parts += [name for name, present in {**norms, **biases}.items() if present]
     row = "with" if c.class_row else "without"
     return {
-        "layers": f"{sizes}, {c.gelu} GELU, LayerNorm eps {c.norm_eps:g}",
+        "layers": f"{sizes}, {'SwiGLU' if c.swiglu else f'{c.gelu} GELU'}, LayerNorm eps {c.norm_eps:g}",
         "parts": ", ".join(part for part in parts if part),
-        "positions": f"{c.position}, grid {by(c.grid(c.image))}, {row} a class row, resized by rule {c.resize}",
+        "positions": f"{c.position}, grid {by(c.grid(c.image))}, {row} a class row, resized by rule {c.resize}"
+        + (f"; RoPE of temperature {c.rope.temperature:g}" if c.rope else ""),
     }
 
 

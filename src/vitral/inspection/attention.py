@@ -195,8 +195,13 @@ def pooling_weights(model: ViT, captured: AttentionCapture, grid: Size) -> Tenso
     if model.config.pool == "token":
         return _class_row(prefix + n).unsqueeze(0)
     device = model.embed.weight.device
-    patches = torch.full((1, n), 1 / n, device=device) if model.map is None else captured.pool.mean(dim=(1, 2))
-    return F.pad(patches, (prefix, 0))
+    if model.map is not None:
+        probe = captured.pool.mean(dim=(1, 2))
+        return probe if model.config.map_prefix else F.pad(probe, (prefix, 0))
+    if model.config.pool == "token+register":
+        return F.one_hot(torch.tensor([0, 1], device=device), prefix + n).float().mean(dim=0, keepdim=True)
+    mean = F.pad(torch.full((1, n), 1 / n, device=device), (prefix, 0))
+    return mean if model.config.pool == "mean" else (mean + _class_row(prefix + n).to(device)) / 2
 
 
 def _class_row(tokens: int) -> Tensor:

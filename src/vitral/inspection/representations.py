@@ -63,7 +63,7 @@ def position_similarity(model: Model) -> Tensor:
     if not isinstance(model, ViT):
         raise UserError("a ResNet has no position embeddings: choose a Vision Transformer.")
     if not len(model.positions):
-        reason = "relative" if model.config.position == "relative" else "no"
+        reason = "relative" if model.config.position in ("relative", "bias") else "no"
         raise UserError(f"this model has {reason} position embeddings: choose a model with position=1d or 2d.")
     grid = model.config.grid(model.config.image)
     patches = torch.empty(1, *grid, model.config.width, device=model.embed.weight.device)

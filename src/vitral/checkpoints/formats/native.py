@@ -7,10 +7,21 @@ derived from the shapes; what shapes do not show is assumed, and `assumptions` l
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
 
-from vitral.architecture import Architecture, ModuleConfig, Position, ResNetConfig, Size, StemConfig, ViTConfig
+from vitral.architecture import (
+    Architecture,
+    ModuleConfig,
+    Pool,
+    Position,
+    ResNetConfig,
+    RopeConfig,
+    Size,
+    StemConfig,
+    ViTConfig,
+)
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, grid_of_rows, heads_of
 from vitral.errors import UserError
@@ -61,13 +72,13 @@ def _vit(header: CheckpointHeader) -> ViTConfig:
     return ViTConfig(
         depth=depth,
         width=width,
-        mlp=header.shape(f"{block}.mlp.hidden.weight", 2)[0],
+        mlp=header.shape(f"{block}.mlp.output.weight", 2)[1],
         heads=_heads(header, depth, width),
         patch=patch,
         image=(rows * stride, columns * stride),
         channels=header.shape("stem.root.conv.weight", 4)[1] if stem else channels,
         classes=_first_axis(header, "head.output.weight"),
-        pool="map" if header.has("map.probe") else "token" if token else "mean",
+        pool=_pool(header, width),
         class_token=token,
         registers=_first_axis(header, "registers"),
         position=position,
@@ -77,7 +88,44 @@ def _vit(header: CheckpointHeader) -> ViTConfig:
         layer_scale=header.has(f"{block}.scale1.scale"),
         stem=stem,
         axial=axial,
+        **_parts(header, block),
     )
+
+
+def _pool(header: CheckpointHeader, width: int) -> Pool:
+    if header.has("map.probe"):
+        return "map"
+    if not header.has("class_token"):
+        return "mean"
+    weight = next((key for key in ("head.hidden.weight", "head.output.weight") if header.has(key)), None)
+    if weight is None or header.shape(weight, 2)[1] == width:
+        return "token"
+    raise UserError(
+        "its head reads two tokens, the mean of the patches or a register beside the class token, and the file does "
+        "not say which: write it with vitral.save."
+    )
+
+
+def _parts(header: CheckpointHeader, block: str) -> dict[str, Any]:
+    """What later Vision Transformers changed, where names and shapes show it."""
+    separate = header.has(f"{block}.attention.qv_bias")
+    mlp = header.shape(f"{block}.mlp.output.weight", 2)[1]
+    return {
+        "swiglu": header.shape(f"{block}.mlp.hidden.weight", 2)[0] == 2 * mlp,
+        "qkv_bias": separate or header.has(f"{block}.attention.qkv.bias"),
+        "key_bias": not separate,
+        "patch_bias": header.has("embed.bias"),
+        "head_bias": header.has("head.output.bias") or not header.has("head.output.weight"),
+        "qk_norm": header.has(f"{block}.attention.q_norm.weight"),
+        "attention_norm": header.has(f"{block}.attention.norm.weight"),
+        "mlp_norm": header.has(f"{block}.mlp.norm.weight"),
+        "pre_norm": header.has("pre_norm.weight"),
+        "norm_place": "tokens" if header.has("norm.weight") else "none",
+        "map_mlp": _first_axis(header, "map.mlp.hidden.weight"),
+        "rope": RopeConfig(pairs="adjacent", coordinates="index", learned=True)
+        if header.has("rope.frequencies")
+        else None,
+    }
 
 
 def _resnet(header: CheckpointHeader) -> ResNetConfig:
@@ -118,9 +166,10 @@ def _position(header: CheckpointHeader, width: int) -> Position:
         return "1d"
     if header.has("positions.0.x"):
         return "2d"
-    if header.has("blocks.0.attention.relative.table"):
-        return "relative"
-    return "none" if width % 4 else "sincos2d"
+    relative = header.shapes.get("blocks.0.attention.relative.table")
+    if relative is not None:
+        return "bias" if len(relative) == 3 else "relative"
+    return "none" if width % 4 or header.has("rope.frequencies") else "sincos2d"
 
 
 def _grid(header: CheckpointHeader, position: Position, patch: int, stem: StemConfig | None) -> Size:
@@ -129,6 +178,9 @@ def _grid(header: CheckpointHeader, position: Position, patch: int, stem: StemCo
         return rows, columns
     if position == "2d":
         return header.shape("positions.0.y", 2)[0], header.shape("positions.0.x", 2)[0]
+    if position == "bias":  # one row and column per offset between two patches
+        rows, columns, _ = header.shape("blocks.0.attention.relative.table", 3)
+        return (rows + 1) // 2, (columns + 1) // 2
     if position == "relative":  # one row per offset between two of n patches
         return grid_of_rows(header, (header.shape("blocks.0.attention.relative.table", 2)[0] + 1) // 2)
     side = max(224 // (patch * (stem.stride if stem else 1)), 1)
@@ -136,8 +188,16 @@ def _grid(header: CheckpointHeader, position: Position, patch: int, stem: StemCo
 
 
 def _heads(header: CheckpointHeader, depth: int, width: int) -> int:
-    relative = "blocks.0.attention.relative.table"  # its rows have the width of a head
-    return width // header.shape(relative, 2)[1] if header.has(relative) else heads_of(header, depth, width)
+    relative = header.shapes.get("blocks.0.attention.relative.table", ())
+    if len(relative) == 3:  # (rows, columns, heads)
+        return relative[2]
+    if len(relative) == 2:  # its rows have the width of a head
+        return width // relative[1]
+    if header.has("rope.frequencies"):
+        return header.shape("rope.frequencies", 4)[2]
+    if header.has("blocks.0.attention.q_norm.weight"):
+        return width // header.shape("blocks.0.attention.q_norm.weight", 1)[0]
+    return heads_of(header, depth, width)
 
 
 def _first_axis(header: CheckpointHeader, key: str) -> int:
@@ -154,10 +214,14 @@ def _assumptions(header: CheckpointHeader, architecture: Architecture) -> tuple[
     if isinstance(c, ResNetConfig):
         assumed += [f"image={c.image[0]}x{c.image[1]}", f"root_pool={c.root_pool}"]
         return (f"assumed: {', '.join(assumed)}",)
-    if header.hints.heads is None and c.position != "relative":
+    if header.hints.heads is None and c.position not in ("relative", "bias") and not (c.rope or c.qk_norm):
         assumed.append(f"heads={c.heads}")
     if c.position in ("none", "sincos2d"):
         assumed.append(f"position={c.position}")
+    assumed.append("rope=mixed, of adjacent channels" if c.rope else "rope=none")
+    if c.pool == "map":
+        assumed += ["map_heads=heads", "map_prefix=False"]
+    assumed.append("post_norm=False")
     if c.position in ("1d", "2d", "sincos2d") and c.injection == "input":
         assumed.append("injection=input")
     if c.class_token and c.pool == "token":
@@ -185,7 +249,7 @@ NATIVE = Format(
     architecture=_architecture,
     entries=entries,
     unsupported_reason=lambda architecture: None,
-    positions=("none", "1d", "2d", "relative", "sincos2d"),
+    positions=("none", "1d", "2d", "relative", "bias", "sincos2d"),
     class_row=lambda c: "either",
     preprocess=_preprocess,
     class_names=_class_names,
