@@ -121,8 +121,7 @@ def from_transformers(preprocessor: Mapping[str, Any], model_type: str) -> Prepr
     processor = _processor(preprocessor, model_type)
     if not preprocessor or processor not in _PROCESSORS:
         return None
-    stated = {key: value for key, value in preprocessor.items() if value is not None}  # null is the default, too
-    settings = {**_PROCESSORS[processor], **stated}
+    settings = {**_PROCESSORS[processor], **preprocessor}
     required = all(settings.get(f"do_{step}", True) for step in ("resize", "rescale"))
     if not required or settings.get("do_pad") or settings.get("use_square_size"):
         return None
@@ -230,8 +229,8 @@ def _normalisation(settings: Mapping[str, Any]) -> tuple[tuple[float, ...], tupl
     mean, std = settings["image_mean"], settings["image_std"]
     if not settings.get("do_normalize", True):
         mean, std = [0.0] * 3, [1.0] * 3
-    scale = 255 * settings.get("rescale_factor", 1 / 255)
-    if not isinstance(mean, list | tuple) or not isinstance(std, list | tuple) or not scale > 0 or not min(std) > 0:
+    scale = 255 * (settings.get("rescale_factor", 1 / 255) or 0)
+    if not isinstance(mean, list | tuple) or not isinstance(std, list | tuple) or scale <= 0 or min(std) <= 0:
         return None
     scale = 1.0 if math.isclose(scale, 1, rel_tol=1e-6) else scale
     return tuple(value / scale for value in mean), tuple(value / scale for value in std)
