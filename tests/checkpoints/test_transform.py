@@ -25,7 +25,10 @@ from vitral.evaluation.predict import predict_split
 from vitral.models.build import build
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-PIPELINES = ("decode|resize_small(36, bicubic)|central_crop(32)", "decode|resize(32)", "decode|resize(32, 32, area)")
+PIPELINES = (
+    *("decode|resize_small(36, bicubic)|central_crop(32)", "decode|resize(32)", "decode|resize(32, 32, area)"),
+    "decode|resize_short(36, pil_bicubic)|center_crop(32)",
+)
 
 
 def card(pipeline: str = PIPELINES[0]) -> Card:

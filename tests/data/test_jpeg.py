@@ -179,6 +179,12 @@ def test_damage_gives_the_pixels_of_a_full_decode_or_an_error(seed, changes, end
     [
         *("inception_crop(24)|flip", "random_crop(24)|flip", "central_crop(24)", "random_crop(200)", "resize(24)"),
         *("resize_small(30)|central_crop(24)", "flip|inception_crop(24, 30)", "randaugment(2, 10)|resize(24)"),
+        *(
+            "resize_short(30, pil_bicubic)|center_crop(24)",
+            "center_crop(24)",
+            "center_crop(400)",
+            "pad(300, 9, 7)|resize(24)",
+        ),
         "erase(1)|inception_crop(24)",
     ],
 )

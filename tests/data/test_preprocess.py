@@ -38,6 +38,12 @@ def generator(seed: int = 0) -> np.random.Generator:
         ("decode|inception_crop(96, 128, 0.08, bicubic)", (96, 128), True),
         ("decode|flip()|resize(8)", (8, 8), True),
         ("decode|resize(50, 100)|resize_small(20)", (20, 40), False),
+        ("decode|resize_short(248, pil_bicubic)|center_crop(224)", (224, 224), False),
+        ("decode|resize_short(160)|center_crop(224)", (224, 224), False),
+        ("decode|resize_cover(96, 161, pil_lanczos)|center_crop(96, 161)", (96, 161), False),
+        ("decode|resize_fit(96, 161)|pad(96, 161, 124, 116, 104)|center_crop(96, 161)", (96, 161), False),
+        ("decode|resize(50, 99)|resize_short(20)", (20, 39), False),
+        ("decode|resize(50, 100)|resize_fit(40)|pad(30, 30, 7)", (30, 40), False),
     ],
 )
 def test_a_pipeline_states_its_size_and_whether_it_is_random(text, size, random):
@@ -62,7 +68,11 @@ def test_a_pipeline_states_its_size_and_whether_it_is_random(text, size, random)
         ("resize(224)|decode", "decode must be the first step"),
         ("decode|decode|resize(224)", "decode must be the first step"),
         ("decode|resize_smal(256)|central_crop(224)", "did you mean resize_small?"),
-        ("decode|center_crop(224)", "did you mean central_crop?"),
+        ("decode|centre_crop(224)", "did you mean center_crop?"),
+        ("decode|resize_fit(224)", "different sizes"),
+        ("decode|resize_fit(224)|pad(224, 224)", "add a step such as central_crop(224)"),
+        ("decode|pad(224)", "write pad(h, w[, red, green, blue])"),
+        ("decode|pad(24, 24, 256)|center_crop(24)", "red must be whole and from 0 to 255"),
         ("decode|random_resized_crop(224)", "use inception_crop(h[, w][, min_area][, method])"),
         ("decode|resize(224)|flip_lr", "use flip"),
         ("decode|wobble(3)", "the steps are decode, resize,"),
@@ -205,17 +215,21 @@ def test_a_crop_enlarges_a_small_image_until_it_fits():
     assert np.abs(got.astype(int) - np.asarray(expected)).max() <= 2
 
 
-def test_an_absurdly_long_image_stays_small(monkeypatch):
+@pytest.mark.parametrize(
+    "steps",
+    ["resize_small(64)|central_crop(64)", "resize_short(64)|center_crop(64)", "resize_cover(64)|center_crop(64)"],
+)
+def test_an_absurdly_long_image_stays_small(steps, monkeypatch):
     sizes = []
 
     def noted(image, size, method):
         sizes.append(size)
         return resize(image, size, method)
 
-    monkeypatch.setattr("vitral.data.preprocess.resize", noted)
+    monkeypatch.setattr("vitral.data.geometry.resize", noted)
     line = np.zeros((1, 60_000, 3), np.uint8)
     line[:, 30_000 - 8 : 30_000 + 8] = 200
-    got = parse_pipeline("decode|resize_small(64)|central_crop(64)")(line)
+    got = parse_pipeline(f"decode|{steps}")(line)
     assert sizes == [(64, 16 * 64)]
     assert got.shape == (64, 64, 3)
     assert (got == 200).all()
@@ -230,6 +244,9 @@ STEPS = st.sampled_from(
         "resize_small({c})|central_crop({a}, {b})",
         "resize_small({c})|random_crop({a}, {b})",
         "central_crop({a}, {b})",
+        "resize_short({c}, pil_bicubic)|center_crop({a}, {b})",
+        "resize_cover({a}, {b}, float_bilinear)|center_crop({b}, {a})",
+        "resize_fit({a}, {b}, pil_lanczos)|pad({a}, {b}, 124, 116, 104)|center_crop({a}, {b})",
         "random_crop({a}, {b})",
         "inception_crop({a}, {b})",
         "inception_crop({a})|flip|randaugment(2, 10)|erase(0.5)",

@@ -5,23 +5,16 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from vitral.architecture import Architecture, Size, as_dict, from_dict
 from vitral.checkpoints.transform import ImageTransform
+from vitral.data.images import METHODS
 from vitral.data.preprocess import parse_deterministic
 from vitral.errors import UserError
 
-_SIZED_STEP = re.compile(r"\s*(?:resize|resize_small|\w+_crop)\s*\(")  # steps whose whole numbers are side lengths
+_SIZED_STEP = re.compile(r"\s*(?:resize|resize_\w+|pad|\w+_crop)\s*\(")  # steps that begin with one or two sides
 _SIDE = re.compile(r"(?<=[(, ])\d+(?=[,) ])")
-
-
-class ResizeAndCrop(NamedTuple):
-    """A pipeline as other libraries describe theirs: a resize, perhaps a central crop, and the interpolation."""
-
-    short: int | None  # the short side before a central crop; None where both sides are resized to `size`
-    size: Size
-    method: str
 
 
 @dataclass(frozen=True)
@@ -31,23 +24,6 @@ class Preprocess:
     pipeline: str  # such as "decode|resize_small(248, bicubic)|central_crop(224)"
     mean: tuple[float, ...]
     std: tuple[float, ...]
-
-    def steps(self) -> list[tuple[str, list[str]]]:
-        """The pipeline after decode: [("resize_small", ["248", "bicubic"]), ("central_crop", ["224"])]."""
-        steps = re.findall(r"(\w+)\s*(?:\(([^)]*)\))?", self.pipeline)
-        return [(name, [part.strip() for part in inside.split(",") if part.strip()]) for name, inside in steps][1:]
-
-    def resize_and_crop(self) -> ResizeAndCrop | None:
-        """The pipeline as other libraries describe theirs; None if it has other steps."""
-        steps = self.steps()
-        sides = [[int(argument) for argument in arguments if argument.isdigit()] for _, arguments in steps]
-        method = self._method() or "bilinear"
-        match [name for name, _ in steps]:
-            case ["resize"]:
-                return ResizeAndCrop(None, (sides[0][0], sides[0][-1]), method)
-            case ["resize_small", "central_crop"]:
-                return ResizeAndCrop(sides[0][0], (sides[1][0], sides[1][-1]), method)
-        return None
 
     def adapted(self, before: Size, after: Size, channels: int) -> Preprocess:
         """The preprocessing for another image size, in proportion, and channel count, with the average mean and std."""
@@ -63,16 +39,16 @@ class Preprocess:
         """
         steps = self.pipeline.split("|")
         sized = [step for step in steps if _SIZED_STEP.match(step)]
-        last = {int(side) for step in sized[-1:] for side in _SIDE.findall(step)}
+        last = {int(side) for step in sized[-1:] for side in _SIDE.findall(step)[:2]}
         if size[0] != size[1] or len(last) != 1:
             method = self._method()
             return f"decode|resize({size[0]}, {size[1]}" + (f", {method})" if method else ")")
         scale = size[0] / last.pop()
-        scaled = {step: _SIDE.sub(lambda side: str(round(int(side[0]) * scale)), step) for step in sized}
+        scaled = {step: _SIDE.sub(lambda side: str(round(int(side[0]) * scale)), step, count=2) for step in sized}
         return "|".join(scaled.get(step, step) for step in steps)
 
     def _method(self) -> str:
-        return next((argument for _, arguments in self.steps() for argument in arguments if argument.isalpha()), "")
+        return next((word for word in re.findall(r"\w+", self.pipeline) if word in METHODS), "")
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitral.data.geometry import ImageInput
 from vitral.data.images import resize
-from vitral.data.preprocess import ImageInput, Pipeline
+from vitral.data.preprocess import Pipeline
 from vitral.data.transforms import CallableTransform
 
 MAX_SHRINK = 4  # the factor by which a GPU may shrink a crop: a larger crop is resized by the worker

@@ -30,7 +30,8 @@ import torch.nn.functional as F
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 PILImage = Image.Image
-METHODS = ("bilinear", "bicubic", "nearest", "area")
+_PILLOW = {f"pil_{filter.name.lower()}": filter for filter in Image.Resampling}
+METHODS = ("bilinear", "bicubic", "nearest", "area", "float_bilinear", *_PILLOW)
 
 # Brings each EXIF orientation upright: (h, w, c) -> (h, w, c) or (w, h, c).
 _TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
@@ -165,12 +166,16 @@ def encode_png(image: np.ndarray) -> bytes:
 
 
 def resize(image: np.ndarray, size: tuple[int, int], method: str = "bilinear") -> np.ndarray:
-    """uint8 (h, w, c) -> (*size, c), with antialiasing as in Pillow; `image` may be a view.
+    """uint8 (h, w, c) -> (*size, c), with antialiasing; `image` may be a view.
 
-    `area` is the exact mean of what each pixel covers, as TensorFlow's method of that name.
+    `bilinear` and `bicubic` are PyTorch's for bytes, close to Pillow's but not equal; `pil_...` are Pillow's own.
+    `float_bilinear` is PyTorch's in float32, rounded at the end. `area` is the exact mean of what each pixel covers, as
+    TensorFlow's method of that name.
     """
     if image.shape[:2] == size:
         return image
+    if method in _PILLOW:
+        return _pillow(image, size, _PILLOW[method])
     if method == "area":
         return _area(image, size)
     if method == "nearest":
@@ -178,9 +183,18 @@ def resize(image: np.ndarray, size: tuple[int, int], method: str = "bilinear") -
         return image.take(rows, 0).take(columns, 1)
     # Torch recognises channels_last, which is twice as fast, only if the batch axis is added before the permutation.
     batch = as_tensor(image)[None].permute(0, 3, 1, 2)
+    if method == "float_bilinear":
+        exact = F.interpolate(batch.float(), size, mode="bilinear", antialias=True)
+        return exact[0].permute(1, 2, 0).round().byte().numpy()
     # Antialias when enlarging, too: it costs nothing there, and bicubic would use another kernel than Pillow's.
     resized = F.interpolate(batch, size, mode=method, antialias=True)
     return resized[0].permute(1, 2, 0).numpy()
+
+
+def _pillow(image: np.ndarray, size: tuple[int, int], filter: Image.Resampling) -> np.ndarray:
+    """By Pillow; other channel counts than 1 and 3 one by one, as it would take a fourth for opacity."""
+    bands = [image] if image.shape[2] in (1, 3) else np.split(image, image.shape[2], axis=2)
+    return np.concatenate([_array(array_to_pil(band).resize(size[::-1], filter)) for band in bands], axis=2)
 
 
 def as_tensor(image: np.ndarray) -> torch.Tensor:

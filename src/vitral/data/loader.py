@@ -25,9 +25,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from vitral.data.batch_buffers import BufferLayout, PackedCrops, ResizeCrops, copy_buffer, new_buffer
+from vitral.data.geometry import ImageInput
 from vitral.data.images import ImageError, decode, open_lazily
 from vitral.data.order import batch_indices, evaluation_indices, example_rng, rank_positions
-from vitral.data.preprocess import ImageInput, Pipeline
+from vitral.data.preprocess import Pipeline
 from vitral.data.sources import Split
 from vitral.data.transforms import CallableTransform
 from vitral.errors import UserError

@@ -4,13 +4,19 @@
     resize(h[, w][, method])                        to exactly that size
     resize_small(s[, method])                       the short side to s, the proportions kept
     central_crop(h[, w])  random_crop(h[, w])       an image that is too small is enlarged first
+    resize_short(s[, method])                       as resize_small, with torchvision's rounding
+    resize_cover(h[, w][, method])  resize_fit      timm's: just covers that size, or just fits into it
+    pad(h, w[, red, green, blue])                   to at least that size, black unless stated
+    center_crop(h[, w])                             torchvision's: one that is too small is padded with black
     inception_crop(h[, w][, min_area][, method])    5 to 100 % of the area, 3:4 to 4:3, resized
     flip                                            left to right, half of the time
     randaugment(layers, magnitude)                  AugReg's operations; (2, 10) is usual
     erase(chance)                                   a rectangle of noise
 
-Methods: bilinear (the default), bicubic, nearest, area. On command lines a last step may give the normalisation:
-value_range(-1, 1), which is the default, value_range(0, 1), imagenet_norm, or normalise(mean, std).
+Methods: bilinear (the default), bicubic, nearest: as torchvision resizes uint8 tensors; float_bilinear: rounded once;
+area; Pillow's own: pil_bilinear, pil_bicubic, pil_nearest, pil_lanczos, pil_box, pil_hamming. On command lines a last
+step may give the normalisation: value_range(-1, 1), the default, value_range(0, 1), imagenet_norm, or
+normalise(mean, std).
 """
 
 from __future__ import annotations
@@ -26,22 +32,32 @@ import numpy as np
 
 from vitral.architecture import Size
 from vitral.data.augment import draw_flip, erase, flip, randaugment
-from vitral.data.images import METHODS, LazyJpeg, resize
+from vitral.data.geometry import (
+    ImageInput,
+    center_crop,
+    central_crop,
+    cut,
+    fitting,
+    padded,
+    ratio_cover,
+    ratio_fit,
+    resized_to,
+    rounded_cover,
+    trimmed,
+    truncated_cover,
+    whole_image,
+)
+from vitral.data.images import METHODS, resize
 from vitral.errors import UserError
 
 EXAMPLE = '"decode|resize_small(256)|central_crop(224)"'
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-# Longer images are cropped before they are enlarged: one of 1 x 10,000 pixels would otherwise take gigabytes.
-MAX_ASPECT = 16
 
 _NORMALISATIONS = ("value_range", "imagenet_norm", "normalise", "normalize")
 _OTHER_NAMES = {
     **{"random_resized_crop": "inception_crop", "flip_lr": "flip", "hflip": "flip", "horizontal_flip": "flip"},
     **{"randaug": "randaugment", "random_erasing": "erase"},
 }
-
-
-ImageInput = np.ndarray | LazyJpeg  # uint8 (h, w, c); of a lazy one only what a crop needs is decoded
 
 
 _STEP = re.compile(r"(\w+)\s*(?:\(([^()]*)\))?")
@@ -194,20 +210,14 @@ def _resize(image: ImageInput, step: PipelineStep, rng: np.random.Generator) -> 
     return resize(whole_image(image), step.size, step.method)
 
 
-def _resize_small(image: ImageInput, step: PipelineStep, rng: np.random.Generator) -> np.ndarray:
-    return _covering(image, step.size, step.method)
-
-
-def _central_crop(image: ImageInput, step: PipelineStep, rng: np.random.Generator) -> np.ndarray:
-    image = _fitting(image, step.size)
-    (height, width), (high, wide) = image.shape[:2], step.size
-    return _cut(image, (height - high) // 2, (width - wide) // 2, step.size)
+def _resize_in_proportion(image: ImageInput, step: PipelineStep, rng: np.random.Generator) -> np.ndarray:
+    return resized_to(image, _SIDE_RULES[step.name], step.size, step.method)
 
 
 def _random_crop(image: ImageInput, step: PipelineStep, rng: np.random.Generator) -> np.ndarray:
-    image = _fitting(image, step.size)
+    image = fitting(image, step.size)
     (height, width), (high, wide) = image.shape[:2], step.size
-    return _cut(image, int(rng.integers(height - high + 1)), int(rng.integers(width - wide + 1)), step.size)
+    return cut(image, int(rng.integers(height - high + 1)), int(rng.integers(width - wide + 1)), step.size)
 
 
 def _inception_crop(image: ImageInput, step: PipelineStep, rng: np.random.Generator) -> np.ndarray:
@@ -224,42 +234,8 @@ def _random_region(image: ImageInput, step: PipelineStep, rng: np.random.Generat
         high, wide = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
         if 0 < high <= height and 0 < wide <= width:
             top, left = int(rng.integers(height - high + 1)), int(rng.integers(width - wide + 1))
-            return _cut(image, top, left, (high, wide))
+            return cut(image, top, left, (high, wide))
     return whole_image(image)
-
-
-def whole_image(image: ImageInput) -> np.ndarray:
-    """All pixels of an image, decoded if they are not yet."""
-    return image if isinstance(image, np.ndarray) else _cut(image, 0, 0, image.shape[:2])
-
-
-def _cut(image: ImageInput, top: int, left: int, size: Size) -> np.ndarray:
-    """A view of what is decoded: nothing is copied."""
-    return image[top : top + size[0], left : left + size[1]]
-
-
-def _fitting(image: ImageInput, size: Size) -> ImageInput:
-    """The image, enlarged where it is smaller than the crop to come: a border would be no picture."""
-    return image if image.shape[0] >= size[0] and image.shape[1] >= size[1] else _covering(image, size, "bilinear")
-
-
-def _covering(image: ImageInput, size: Size, method: str) -> np.ndarray:
-    """Resized in proportion to the smallest image that covers `size`; the longer side is rounded."""
-    (height, width), (high, wide) = image.shape[:2], _trimmed(image.shape[:2])
-    middle = _cut(image, (height - high) // 2, (width - wide) // 2, (high, wide))
-    return resize(middle, _covering_size((height, width), size), method)
-
-
-def _trimmed(image: Size) -> Size:
-    longest = MAX_ASPECT * min(image)
-    return min(image[0], longest), min(image[1], longest)
-
-
-def _covering_size(image: Size, size: Size) -> Size:
-    (height, width), (high, wide) = _trimmed(image), size
-    if high * width >= wide * height:
-        return high, max(wide, round(width * high / height))
-    return max(high, round(height * wide / width)), wide
 
 
 class _StepType(NamedTuple):
@@ -274,12 +250,28 @@ class _StepType(NamedTuple):
     random: bool = False
 
 
+_SIDE_RULES: dict[str, Callable[[Size, Size], Size]] = {
+    "resize_small": rounded_cover,
+    "resize_short": truncated_cover,
+    "resize_cover": ratio_cover,
+    "resize_fit": ratio_fit,
+}
 _MIN_AREA = NumberArgument("min_area", 0, 1, 0.05)  # the paper's code; elsewhere 0.08 is common
 _STEP_TYPES = {
     "decode": _StepType("decode", lambda image, step, rng: image),
     "resize": _StepType("resize(h[, w][, method])", _resize, 1, 2, method=True),
-    "resize_small": _StepType("resize_small(s[, method])", _resize_small, 1, 1, method=True),
-    "central_crop": _StepType("central_crop(h[, w])", _central_crop, 1, 2),
+    "resize_small": _StepType("resize_small(s[, method])", _resize_in_proportion, 1, 1, method=True),
+    "resize_short": _StepType("resize_short(s[, method])", _resize_in_proportion, 1, 1, method=True),
+    "resize_cover": _StepType("resize_cover(h[, w][, method])", _resize_in_proportion, 1, 2, method=True),
+    "resize_fit": _StepType("resize_fit(h[, w][, method])", _resize_in_proportion, 1, 2, method=True),
+    "pad": _StepType(
+        "pad(h, w[, red, green, blue])",
+        lambda image, step, rng: padded(image, step.size, step.numbers),
+        *(2, 2),
+        numbers=tuple(NumberArgument(colour, 0, 255, 0, whole=True) for colour in ("red", "green", "blue")),
+    ),
+    "central_crop": _StepType("central_crop(h[, w])", lambda image, step, rng: central_crop(image, step.size), 1, 2),
+    "center_crop": _StepType("center_crop(h[, w])", lambda image, step, rng: center_crop(image, step.size), 1, 2),
     "random_crop": _StepType("random_crop(h[, w])", _random_crop, 1, 2, random=True),
     "inception_crop": _StepType(
         *("inception_crop(h[, w][, min_area][, method])", _inception_crop, 1, 2),
@@ -344,8 +336,11 @@ def _final_size(text: str, steps: tuple[PipelineStep, ...]) -> Size:
     """The size of the results. `least` is the smallest size at each step, and `fixed` whether all have exactly that."""
     least, fixed = (0, 0), False
     for step in steps:
-        if step.name == "resize_small":
-            least = _covering_size(least, step.size) if fixed else step.size
+        if step.name in _SIDE_RULES:
+            unknown = (0, 0) if step.name == "resize_fit" else step.size
+            least = _SIDE_RULES[step.name](trimmed(least), step.size) if fixed else unknown
+        elif step.name == "pad":
+            least = max(least[0], step.size[0]), max(least[1], step.size[1])
         elif step.sides:
             crop = step.name in ("central_crop", "random_crop")
             if crop and least != (0, 0) and (step.size[0] > least[0] or step.size[1] > least[1]):

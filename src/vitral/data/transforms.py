@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from vitral.architecture import Size
+from vitral.data.geometry import ImageInput, whole_image
 from vitral.data.images import array_to_pil, is_pil, pil_to_array
-from vitral.data.preprocess import ImageInput, whole_image
 from vitral.errors import UserError
 
 _TRIAL_SIZE = (256, 320)  # of the blank image that a function is tried on

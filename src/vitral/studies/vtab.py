@@ -14,7 +14,7 @@ from vitral.recipe import Recipe
 from vitral.studies.protocol import TrialConfig, evaluated_once, final_runs, select_best, trial_folder
 from vitral.training.run import RunResult, run
 
-_CROPS = re.compile(r"(resize|resize_small|random_crop|central_crop|inception_crop)\(.*\)")
+_CROPS = re.compile(r"(resize|resize_\w+|pad|\w+_crop)\(.*\)")
 
 
 @dataclass(frozen=True)

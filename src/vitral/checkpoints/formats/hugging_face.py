@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from vitral.architecture import Architecture, Gelu, Size, ViTConfig
@@ -23,17 +23,10 @@ from vitral.checkpoints.formats.table import (
     read_sizes,
     separate_qkv,
 )
+from vitral.checkpoints.processors import from_transformers, to_transformers
 from vitral.errors import UserError
 
 _GELUS: dict[str, Gelu] = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh"}
-_RESAMPLE = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # Pillow's codes of the interpolations that pipelines have
-# Defaults of the image processors of transformers, for keys that older files leave out.
-_PROCESSOR_DEFAULTS: dict[str, dict[str, Any]] = {
-    "ViT": {"resample": 2, "size": 224},
-    "DeiT": {"resample": 3, "size": 256, "do_center_crop": True, "crop_size": 224},
-    "Bit": {"resample": 3, "size": {"shortest_edge": 224}, "do_center_crop": True, "crop_size": 224},
-}
-_PROCESSORS = {"vit": "ViT", "deit": "DeiT", "dinov2": "Bit", "dinov2_with_registers": "Bit"}  # by model_type
 _PREFIX = re.compile(r"^(?:vit|dinov2|dinov2_with_registers)\.")
 # transformers 5 renames the layers in memory; its files keep the older names, but a plain state dict may not.
 _LAYER = re.compile(r"^(?:layers|encoder\.layer)\.(?=\d+\.)")
@@ -227,71 +220,7 @@ def _dino_config(card: Card) -> dict[str, Any]:
 
 
 def _preprocess(header: CheckpointHeader, architecture: Architecture) -> Preprocess | None:
-    """The preprocessing of preprocessor_config.json; None if it is incomplete or no pipeline is equivalent."""
-    written, config = header.preprocessor or {}, header.config or {}
-    class_name = str(written.get("image_processor_type") or written.get("feature_extractor_type") or "")
-    processor = re.split("ImageProcessor|FeatureExtractor", class_name)[0] or _PROCESSORS.get(
-        config.get("model_type", ""), ""
-    )
-    settings = {**_PROCESSOR_DEFAULTS.get(processor, {}), **written}
-    if processor == "Bit" and isinstance(settings["size"], int):  # for the others, a number is both sides
-        settings["size"] = {"shortest_edge": settings["size"]}
-    complete = all(settings.get(f"do_{step}", True) for step in ("resize", "rescale", "normalize"))
-    standard_scale = abs(255 * (settings.get("rescale_factor") or 1 / 255) - 1) < 1e-3
-    pipeline = _pipeline(settings)
-    if (
-        not complete
-        or not standard_scale
-        or pipeline is None
-        or "image_mean" not in settings
-        or "image_std" not in settings
-    ):
-        return None
-    return Preprocess(pipeline, tuple(settings["image_mean"]), tuple(settings["image_std"]))
-
-
-def _pipeline(settings: Mapping[str, Any]) -> str | None:
-    method, size, cropped = (
-        _RESAMPLE.get(settings.get("resample", -1)),
-        settings.get("size"),
-        settings.get("do_center_crop"),
-    )
-    short = size.get("shortest_edge") if isinstance(size, dict) else None
-    sides, crop = _sides(short or size), _sides(settings.get("crop_size"))
-    # A short side without a crop does not fix the other side.
-    if method is None or not sides or (cropped and not crop) or (short and not cropped):
-        return None
-    resize = f"resize_small({short}, {method})" if short else f"resize({sides[0]}, {sides[1]}, {method})"
-    return f"decode|{resize}" + (f"|central_crop({', '.join(map(str, dict.fromkeys(crop)))})" if cropped else "")
-
-
-def _sides(size: Any) -> tuple[int, int] | tuple[()]:
-    """Height and width, which may be one number; empty if they are not stated."""
-    height, width = (size.get("height"), size.get("width")) if isinstance(size, dict) else (size, size)
-    valid = isinstance(height, int) and isinstance(width, int) and min(height, width) > 0
-    return (height, width) if valid else ()
-
-
-def _preprocessor(card: Card) -> dict[str, Any] | None:
-    """preprocessor_config.json of a ViTImageProcessor or, with a crop, of a BitImageProcessor."""
-    preprocess, codes = card.preprocess, {name: code for code, name in _RESAMPLE.items()}
-    resizing = preprocess.resize_and_crop() if preprocess else None
-    if preprocess is None or resizing is None or resizing.method not in codes:
-        return None
-    settings: dict[str, Any] = {
-        "do_resize": True,
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": list(preprocess.mean),
-        "image_std": list(preprocess.std),
-        "resample": codes[resizing.method],
-    }
-    size = {"height": resizing.size[0], "width": resizing.size[1]}
-    if resizing.short is None:
-        return {**settings, "size": size, "image_processor_type": "ViTImageProcessor"}
-    settings |= {"size": {"shortest_edge": resizing.short}, "do_center_crop": True, "crop_size": size}
-    return {**settings, "image_processor_type": "BitImageProcessor"}
+    return from_transformers(header.preprocessor or {}, (header.config or {}).get("model_type", ""))
 
 
 def _class_names(header: CheckpointHeader) -> tuple[str, ...]:
@@ -324,7 +253,7 @@ HUGGING_FACE = Format(
     preprocess=_preprocess,
     class_names=_class_names,
     config=_vit_config,
-    preprocessor=_preprocessor,
+    preprocessor=lambda card: to_transformers(card.preprocess),
     alone=lambda c: "transformers reads its shape from config.json",
     file_key=_file_key,
 )
@@ -342,7 +271,7 @@ HUGGING_FACE_DINO = Format(
     preprocess=_preprocess,
     class_names=_class_names,
     config=_dino_config,
-    preprocessor=_preprocessor,
+    preprocessor=lambda card: to_transformers(card.preprocess),
     alone=lambda c: "transformers reads its shape from config.json",
     zeros=_zeros,
 )

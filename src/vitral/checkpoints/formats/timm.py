@@ -21,15 +21,11 @@ from vitral.checkpoints.formats.table import (
     position_entries,
     read_sizes,
 )
+from vitral.checkpoints.processors import from_timm, to_timm
 from vitral.errors import UserError
 
 _POOLS: dict[str, Pool] = {"token": "token", "avg": "mean", "map": "map"}
 _GELUS: dict[str, Gelu] = {"gelu": "erf", "gelu_erf": "erf", "gelu_tanh": "tanh"}
-_METHODS = (
-    "nearest",
-    "bilinear",
-    "bicubic",
-)  # interpolations of pipelines, with the same names; timm has more, such as lanczos
 
 
 def encoder_entries(c: ViTConfig) -> list[Entry]:
@@ -141,23 +137,7 @@ def _pretrained(header: CheckpointHeader) -> dict[str, Any]:
 
 
 def _preprocess(header: CheckpointHeader, architecture: Architecture) -> Preprocess | None:
-    """timm's evaluation transform with its defaults; None if no pipeline is equivalent."""
-    pretrained = _pretrained(header)
-    method, mode = pretrained.get("interpolation") or "bicubic", pretrained.get("crop_mode") or "center"
-    if "mean" not in pretrained or "std" not in pretrained or method not in _METHODS:
-        return None
-    height, width = architecture.image
-    size = f"{height}" if height == width else f"{height}, {width}"
-    high, wide = (math.floor(side / (pretrained.get("crop_pct") or 0.875)) for side in architecture.image)
-    if mode == "squash" and (high, wide) == (height, width):
-        pipeline = f"decode|resize({size}, {method})"
-    elif mode == "squash":
-        pipeline = f"decode|resize({high}, {wide}, {method})|central_crop({size})"
-    elif mode == "center" and height == width:
-        pipeline = f"decode|resize_small({high}, {method})|central_crop({size})"
-    else:  # padding, or an image that just covers a size that is not square
-        return None
-    return Preprocess(pipeline, tuple(pretrained["mean"]), tuple(pretrained["std"]))
+    return from_timm(_pretrained(header), architecture.image)
 
 
 def _class_names(header: CheckpointHeader) -> tuple[str, ...]:
@@ -233,27 +213,13 @@ def _config(card: Card) -> dict[str, Any]:
         "num_features": c.width,
         "global_pool": pools[c.pool],
         "model_args": arguments,
-        "pretrained_cfg": {"input_size": [c.channels, *c.image], "num_classes": c.classes, **_crop(card)},
+        "pretrained_cfg": {
+            "input_size": [c.channels, *c.image],
+            "num_classes": c.classes,
+            **to_timm(card.preprocess, c.image),
+        },
     }
     return {**config, "label_names": list(card.class_names)} if card.class_names else config
-
-
-def _crop(card: Card) -> dict[str, Any]:
-    """The preprocessing in timm's keys, empty if they cannot express it or its size is not the model's."""
-    (height, width), preprocess = card.architecture.image, card.preprocess
-    resizing = preprocess.resize_and_crop() if preprocess else None
-    if preprocess is None or resizing is None or resizing.size != (height, width) or resizing.method not in _METHODS:
-        return {}
-    keys = {"mean": list(preprocess.mean), "std": list(preprocess.std), "interpolation": resizing.method}
-    if resizing.short is None:
-        return {**keys, "crop_pct": 1.0, "crop_mode": "squash"}
-    return {**keys, "crop_pct": _percent(height, resizing.short), "crop_mode": "center"} if height == width else {}
-
-
-def _percent(size: int, short: int) -> float:
-    """timm takes floor(size / percent): the quotient, or the float before where rounding would lose a pixel."""
-    percent = size / short
-    return percent if math.floor(size / percent) == short else math.nextafter(percent, 0)
 
 
 def _ratio(c: ViTConfig) -> float:

@@ -1,0 +1,101 @@
+"""Sides and crops of images, by two conventions of rounding.
+
+big_vision's, which the paper's pipelines have: the longer side is rounded, an odd margin is larger at the bottom and
+right, and an image that is too small is enlarged. That of torchvision and timm: the longer side is truncated, halves of
+an odd margin are rounded to even, and an image that is too small is padded.
+
+In both, an image of more than `MAX_ASPECT` times its shorter side is cut before it is enlarged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from vitral.architecture import Size
+from vitral.data.images import LazyJpeg, resize
+
+ImageInput = np.ndarray | LazyJpeg  # uint8 (h, w, c); of a lazy one only what a crop needs is decoded
+MAX_ASPECT = 16  # an image of 1 x 10,000 pixels would otherwise take gigabytes
+
+
+def whole_image(image: ImageInput) -> np.ndarray:
+    """All pixels of an image, decoded if they are not yet."""
+    return image if isinstance(image, np.ndarray) else cut(image, 0, 0, image.shape[:2])
+
+
+def cut(image: ImageInput, top: int, left: int, size: Size) -> np.ndarray:
+    """A view of what is decoded: nothing is copied."""
+    return image[top : top + size[0], left : left + size[1]]
+
+
+def central_crop(image: ImageInput, size: Size) -> np.ndarray:
+    """(h, w, c) -> the middle (*size, c), enlarged first if it does not fit."""
+    image = fitting(image, size)
+    return cut(image, (image.shape[0] - size[0]) // 2, (image.shape[1] - size[1]) // 2, size)
+
+
+def fitting(image: ImageInput, size: Size) -> ImageInput:
+    """The image, enlarged where it is smaller than the crop to come: a border would be no picture."""
+    small = image.shape[0] < size[0] or image.shape[1] < size[1]
+    return resized_to(image, rounded_cover, size, "bilinear") if small else image
+
+
+def center_crop(image: ImageInput, size: Size) -> np.ndarray:
+    """(h, w, c) -> the middle (*size, c), with black borders if it does not fit: torchvision's CenterCrop."""
+    image = padded(image, size)
+    return cut(image, round((image.shape[0] - size[0]) / 2), round((image.shape[1] - size[1]) / 2), size)
+
+
+def padded(image: ImageInput, size: Size, fill: Sequence[float] = (0,)) -> ImageInput:
+    """(h, w, c) -> the image in the middle of a canvas of at least `size`; `fill` is its colour, cycled."""
+    height, width, channels = image.shape
+    canvas = max(height, size[0]), max(width, size[1])
+    if canvas == (height, width):
+        return image
+    pixels = np.empty((*canvas, channels), np.uint8)
+    pixels[:] = np.resize(fill, channels)
+    cut(pixels, (canvas[0] - height) // 2, (canvas[1] - width) // 2, (height, width))[:] = whole_image(image)
+    return pixels
+
+
+def resized_to(image: ImageInput, rule: Callable[[Size, Size], Size], size: Size, method: str) -> np.ndarray:
+    """Resized to `rule(the image's size, size)`; a very long image is cut to its middle before."""
+    (height, width), (high, wide) = image.shape[:2], trimmed(image.shape[:2])
+    middle = cut(image, (height - high) // 2, (width - wide) // 2, (high, wide))
+    return resize(middle, rule((high, wide), size), method)
+
+
+def trimmed(image: Size) -> Size:
+    """The size of what is left of a very long image."""
+    longest = MAX_ASPECT * min(image)
+    return min(image[0], longest), min(image[1], longest)
+
+
+def rounded_cover(image: Size, size: Size) -> Size:
+    """big_vision's: in proportion, the smallest that covers `size`."""
+    (height, width), (high, wide) = image, size
+    if high * width >= wide * height:
+        return high, max(wide, round(width * high / height))
+    return max(high, round(height * wide / width)), wide
+
+
+def truncated_cover(image: Size, size: Size) -> Size:
+    """torchvision's Resize of the shorter side, to a square `size`."""
+    (height, width), short = image, size[0]
+    return (int(short * height / width), short) if width <= height else (short, int(short * width / height))
+
+
+def ratio_cover(image: Size, size: Size) -> Size:
+    """timm's ResizeKeepRatio: as big_vision's, but computed from the ratio."""
+    return _by_ratio(image, min(image[0] / size[0], image[1] / size[1]))
+
+
+def ratio_fit(image: Size, size: Size) -> Size:
+    """timm's ResizeKeepRatio with longest=1: in proportion, the largest that fits into `size`."""
+    return _by_ratio(image, max(image[0] / size[0], image[1] / size[1]))
+
+
+def _by_ratio(image: Size, ratio: float) -> Size:
+    return max(round(image[0] / ratio), 1), max(round(image[1] / ratio), 1)
