@@ -1,8 +1,9 @@
-"""Small-scale runs of the paper's studies on CIFAR-100, one JSON line per run: heads (Figure 9), positions (Table 8).
+"""Small-scale runs of the paper's studies on CIFAR-100, one JSON line per run: heads (Figure 9), positions (Table 8),
+shape (Figure 8).
 
     python benchmarks/small_studies.py heads cifar100:FOLDER --out results/heads.jsonl
 
-A run that the file has already is not repeated, so a study that was stopped continues. Every run trains a ViT-Ti/4 at
+A run that the file has already is not repeated, so a study that was stopped continues. Every run trains a small ViT at
 32 pixels from scratch and is evaluated once, on the 10,000 test images; nothing is selected on them, and the
 runs of each rate are all listed.
 """
@@ -59,7 +60,25 @@ def positions() -> Iterator[dict[str, Any]]:
         yield {"shape.position": position, "shape.injection": injection, "optim.lr": 1e-3, "seed": seed}
 
 
-STUDIES = {"heads": heads, "positions": positions}
+def shape() -> Iterator[dict[str, Any]]:
+    """Depth, width, MLP width and patch size, each by itself, and the first three together; heads of 32 channels."""
+    base = {"depth": 6, "width": 192, "mlp": 384, "patch": 4}
+    axes = {
+        "depth": [{"depth": depth} for depth in (2, 6, 12, 24)],
+        "width": [{"width": width} for width in (96, 192, 384, 768)],
+        "mlp": [{"mlp": mlp} for mlp in (192, 384, 768, 1536)],
+        "patch": [{"patch": patch} for patch in (16, 8, 4, 2)],
+        "all": [{"depth": 6 * k // 2, "width": 96 * k, "mlp": 192 * k} for k in (1, 2, 4, 6)],
+    }
+    for seed, points in itertools.product(SEEDS[:2], axes.values()):
+        for point in points:
+            sizes = {**base, **point}
+            changes = {f"shape.{name}": sizes[name] for name in ("depth", "width", "mlp")}
+            changes |= {"model": f"ViT-Ti/{sizes['patch']}@32", "shape.heads": sizes["width"] // 32}
+            yield {**changes, "optim.lr": 1e-3, "seed": seed}
+
+
+STUDIES = {"heads": heads, "positions": positions, "shape": shape}
 
 
 def main() -> None:
@@ -78,6 +97,7 @@ def main() -> None:
         if changes not in done:
             with options.out.open("a") as file:
                 file.write(json.dumps(_run(options, changes)) + "\n")
+            done.append(changes)  # the base of the shape study is a point of every axis
 
 
 def _run(options: argparse.Namespace, changes: dict[str, Any]) -> dict[str, Any]:
