@@ -182,6 +182,8 @@ def pooling_by_hand(model: ViT, images: Tensor) -> Tensor:
         weights[:, 0] = 1
     elif model.config.pool == "mean":
         weights[:, prefix:] = 1 / (tokens - prefix)
+    elif model.config.pool == "token+mean":
+        weights[:, 0], weights[:, prefix:] = 1 / 2, 1 / 2 / (tokens - prefix)
     else:
         with torch.no_grad(), capture(model) as seen:
             model(images)
