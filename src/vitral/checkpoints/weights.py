@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from vitral.architecture import Architecture, ViTConfig
 from vitral.atomic import atomic_write
-from vitral.checkpoints.adapt import Adaptation, Weights, adapt, to_table, with_class_row, without_class_row
+from vitral.checkpoints.adapt import (
+    Adaptation,
+    Weights,
+    adapt,
+    to_epsilons,
+    to_table,
+    with_class_row,
+    without_class_row,
+)
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.files import WeightFile, open_weights, read_tensors, sha256
 from vitral.checkpoints.formats import FORMATS, format_named
@@ -229,6 +237,7 @@ def prepared(weights: Weights, table: Format) -> Weights:
     if reason:
         raise UserError(f"format {table.name} cannot hold this model: {reason}.")
     weights = to_table(weights, table.positions)
+    weights = to_epsilons(weights, table.epsilons) if table.epsilons else weights
     if isinstance(weights.architecture, ViTConfig):
         row = table.class_row(weights.architecture)
         weights = {"kept": with_class_row, "folded": without_class_row, "either": lambda same: same}[row](weights)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vitral.architecture import Architecture, Position, Size, ViTConfig
+from vitral.architecture import Architecture, Epsilons, Position, Size, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.errors import UserError
 from vitral.names import size_of
@@ -134,6 +134,7 @@ class Format:
     ignored: str = r"$^"  # pattern of keys that no classifier uses: mask tokens, optimizer state
     positions: tuple[Position, ...] = ("1d",)  # supported position embeddings; others are written as a learned table
     class_row: Callable[[ViTConfig], ClassRow] = lambda c: "kept"
+    epsilons: Epsilons | None = "google"  # of ResNets and stems; None: any
     zeros: Callable[[Architecture], dict[str, Shape]] = lambda c: {}  # unused tensors that strict readers expect
     assumptions: Callable[[CheckpointHeader, Architecture], tuple[str, ...]] = _no_assumptions  # for `Card.changes`
     preprocess: Callable[[CheckpointHeader, Architecture], Preprocess | None] = _no_preprocess
@@ -271,7 +272,7 @@ def norm(theirs: str, ours: str, width: int) -> list[Entry]:
 
 
 def patches(theirs: str, c: ViTConfig) -> list[Entry]:
-    kernel = (c.width, c.channels, c.patch, c.patch)
+    kernel = (c.width, c.stem.channels if c.stem else c.channels, c.patch, c.patch)
     return [Entry(f"{theirs}.weight", "embed.weight", kernel), *bias(theirs, "embed", c.width)]
 
 
