@@ -114,7 +114,10 @@ def test_heads_of_different_shapes_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"registers": 2, "pool": "token"}, {"classes": 0}, {"representation": 8}, {"pool": "token"}, {"pool": "mean"}],
+    [
+        *({"registers": 2, "pool": "token"}, {"classes": 0}, {"representation": 8}, {"pool": "token"}),
+        *({"pool": "mean"}, {"swiglu": True}, {"gelu": "quick"}, {"qkv_bias": False}),
+    ],
 )
 def test_models_that_timm_deit_cannot_hold(changes, tmp_path):
     with pytest.raises(UserError, match="format timm-deit cannot hold this model"):

@@ -16,7 +16,7 @@ from torch import Tensor
 from vitral.architecture import Architecture, ViTConfig
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.formats.hugging_face import HUGGING_FACE
-from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Tensors, linear
+from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Tensors, later_parts, linear
 from vitral.checkpoints.formats.timm import TIMM
 from vitral.errors import UserError
 
@@ -58,13 +58,13 @@ def _without_token(header: CheckpointHeader, names: Names) -> CheckpointHeader:
 
 
 def _architecture(header: CheckpointHeader, names: Names) -> ViTConfig:
+    two = header.has(f"{names.heads[1]}.weight")
+    if names is _TIMM and not two:
+        raise UserError("the file has a distillation token without its head (head_dist): its features are no logits.")
     plain = names.plain.architecture(_without_token(header, names))
     assert isinstance(plain, ViTConfig)
     if plain.registers or not plain.class_row:
         raise UserError("the file has a distillation token beside registers or without position rows: not supported.")
-    two = header.has(f"{names.heads[1]}.weight")
-    if names is _TIMM and not two:
-        raise UserError("the file has a distillation token without its head (head_dist): its features are no logits.")
     return replace(plain, registers=1, pool="token+register" if two else plain.pool)
 
 
@@ -139,13 +139,13 @@ def _unsupported_reason(architecture: Architecture, names: Names) -> str | None:
     c = architecture
     if not isinstance(c, ViTConfig) or c.registers != 1 or not c.class_token:
         return "it is for a ViT with a class token and one register, the distillation token"
-    if c.pool == "token+register" and not (c.classes and c.head_bias and not c.representation):
-        return "it needs a head with a bias, and no tanh layer, on class and distillation token"
+    if c.pool == "token+register" and (not c.classes or c.representation):
+        return "it needs a head without a tanh layer on class and distillation token"
     if c.pool not in ("token", "token+register") or c.norm_place != "tokens" or c.stem:
         return "its heads read the class token and the distillation token after the last LayerNorm"
     if names is _TIMM and c.pool == "token":
         return "it has a head on the distillation token, and this model has none"
-    return names.plain.unsupported_reason(_plain(c))
+    return later_parts(c) or names.plain.unsupported_reason(_plain(c))
 
 
 def _plain_card(card: Card) -> Card:

@@ -12,7 +12,7 @@ from typing import Any
 
 from vitral.architecture import Architecture, ResizeRule, Size, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
-from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Shape, Tensors
+from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Shape, Tensors, later_parts
 from vitral.checkpoints.formats.timm import TIMM
 from vitral.errors import UserError
 
@@ -105,10 +105,9 @@ def _architecture(header: CheckpointHeader) -> ViTConfig:
     )
     if way not in _RULES:
         raise UserError(f"the file's positions are resized in a way that is not supported ({way[0]} interpolation).")
-    # The class token has no position row, and no block but its shapes says whether it has biases.
-    return replace(
-        vit, resize=_RULES[way], class_position=False, qkv_bias=header.has("blocks.0.attn.qkv.bias"), key_bias=True
-    )
+    # Unlike timm's plain ViT, this one has position rows for patches alone, and pools them alone.
+    biased = header.has("blocks.0.attn.qkv.bias")
+    return replace(vit, resize=_RULES[way], class_position=False, qkv_bias=biased, map_prefix=False)
 
 
 def _entries(c: Architecture) -> list[Entry]:
@@ -156,10 +155,15 @@ def _preprocess(header: CheckpointHeader, architecture: Architecture) -> Preproc
 
 
 def _unsupported_reason(architecture: Architecture) -> str | None:
-    reason = TIMM.unsupported_reason(architecture)
-    if reason or not isinstance(architecture, ViTConfig):
-        return reason
-    if architecture.image != _whole(architecture):
+    c = architecture
+    if not isinstance(c, ViTConfig):
+        return TIMM.unsupported_reason(c)
+    if c.pool == "map":  # which reads patches alone here
+        c = replace(c, class_token=False, registers=0)
+    reason = later_parts(c, "qkv_bias") or TIMM.unsupported_reason(c)
+    if reason or c.pool.startswith("token+"):
+        return reason or "its features are one token's, or the patches'"
+    if c.image != _whole(c):
         return "its positions are a grid, and this image size is not a multiple of the patch size"
     return None
 

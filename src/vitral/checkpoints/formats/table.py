@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -256,6 +256,23 @@ def _joined(key: str, pieces: dict[int, Tensor], shape: Shape) -> Tensor:
     array = torch.cat(rows) if len(rows) > 1 else rows[0]
     # Copied: memory-mapped tensors may be unaligned, where matrix products may round differently.
     return array.reshape(shape).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+
+_LATER_PARTS = (
+    *("rope", "swiglu", "qkv_bias", "key_bias", "patch_bias", "head_bias", "qk_norm", "pre_norm", "post_norm"),
+    *("attention_norm", "mlp_norm", "map_heads", "map_mlp", "map_prefix"),
+)
+
+
+def later_parts(c: ViTConfig, *allowed: str) -> str | None:
+    """Why a format of the paper's ViT cannot represent an architecture: a part of later ones that is not `allowed`."""
+    defaults = {field.name: field.default for field in fields(ViTConfig)}
+    for name in _LATER_PARTS:
+        if name not in allowed and getattr(c, name) != defaults[name]:
+            return f"it does not support {name}={getattr(c, name)}"
+    if c.gelu == "quick" or c.position == "bias":
+        return "it does not support the quick GELU or a relative bias"
+    return None
 
 
 def linear(theirs: str, ours: str, inputs: int, outputs: int) -> list[Entry]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from vitral.architecture import Architecture, Size, StemConfig, ViTConfig
 from vitral.checkpoints.card import Card
-from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, norm
+from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, later_parts, norm
 from vitral.checkpoints.formats.timm import TIMM
 from vitral.errors import UserError
 
@@ -82,9 +82,8 @@ def _architecture(header: CheckpointHeader) -> ViTConfig:
     # To the ViT, the stem's feature map is the image.
     vit = TIMM.architecture(header)
     assert isinstance(vit, ViTConfig)
-    return replace(
-        vit, stem=stem, channels=channels, image=image or (vit.image[0] * stem.stride, vit.image[1] * stem.stride)
-    )
+    image = image or (vit.image[0] * stem.stride, vit.image[1] * stem.stride)
+    return replace(vit, stem=stem, channels=channels, image=image)
 
 
 def _stated_image(header: CheckpointHeader, stem: StemConfig, patch: int) -> Size | None:
@@ -107,7 +106,7 @@ def _unsupported_reason(architecture: Architecture) -> str | None:
     stem = architecture.stem
     if stem.blocks not in _FACTORIES or stem.width != 1:
         return "timm's hybrids have the root alone, an R26 or an R50, of one width, in front"
-    return TIMM.unsupported_reason(_without_stem(architecture))
+    return later_parts(architecture) or TIMM.unsupported_reason(_without_stem(architecture))
 
 
 def _without_stem(c: ViTConfig) -> ViTConfig:
