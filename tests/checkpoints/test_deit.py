@@ -245,3 +245,28 @@ def test_timm_reads_our_naflex(resize, tmp_path):
     for size in ((16, 40), (48, 24)):
         images = pictures(2, 3, *size)
         assert gap(outcome(model, images), run(weights, images)) <= LIMIT
+
+
+DAMAGED = [("timm-deit", DISTILLED), ("hf-deit", DISTILLED), ("timm-naflex", replace(SMALL, registers=2))]
+
+
+@pytest.mark.parametrize(("format", "architecture"), DAMAGED)
+def test_every_tensor_must_exist_with_its_shape(format, architecture, tmp_path):
+    written(random_weights(architecture), tmp_path / "model", format)
+    file = tmp_path / "model" / "model.safetensors"
+    whole = load_file(file)
+    for key in whole.keys() - {"embeds.reg_token"}:  # a NaFlexVit without it is another one
+        without = {name: array for name, array in whole.items() if name != key}
+        for damaged in (without, *({**whole, key: torch.cat([whole[key]] * 2, axis)} for axis in (0, -1))):
+            save_file(damaged, file)
+            with pytest.raises(UserError):
+                read(tmp_path / "model")
+
+
+def test_factors_of_different_widths_are_refused(tmp_path):
+    model = created("naflexvit_base_patch16_parfac_gap", **NAFLEX)
+    saved(model, tmp_path, NAFLEX)
+    state = load_file(tmp_path / "model.safetensors")
+    save_file({**state, "embeds.pos_embed_x": torch.zeros(1, 4, 63)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="different widths, 64 and 63"):
+        read(tmp_path)

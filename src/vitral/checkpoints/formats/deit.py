@@ -46,6 +46,8 @@ def _without_token(header: CheckpointHeader, names: Names) -> CheckpointHeader:
     """The header of the plain ViT: one head and no distillation token."""
     shapes = dict(header.shapes)
     batch, rows, width = header.shape(names.positions, 3)
+    if header.shape(names.token, 3)[2] != width:
+        raise UserError(f"tensor {names.token} has the shape {list(shapes[names.token])}, not {[1, 1, width]}.")
     del shapes[names.token]
     shapes[names.positions] = (batch, rows - 1, width)
     if header.has(f"{names.heads[1]}.weight"):

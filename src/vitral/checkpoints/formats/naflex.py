@@ -70,7 +70,10 @@ def _arguments(header: CheckpointHeader) -> dict[str, Any]:
 
 def _grid(header: CheckpointHeader) -> Size:
     if header.has(_ROWS):
-        return header.shape(_ROWS, 3)[1], header.shape(_COLUMNS, 3)[1]
+        (_, rows, height), (_, columns, width) = header.shape(_ROWS, 3), header.shape(_COLUMNS, 3)
+        if height != width:
+            raise UserError(f"the file's positions of rows and columns have different widths, {height} and {width}.")
+        return rows, columns
     _, rows, columns, _ = header.shape(_POSITIONS, 4)
     return rows, columns
 
