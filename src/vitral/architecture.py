@@ -14,9 +14,13 @@ Pool = Literal["token", "mean", "map", "token+mean", "token+register"]
 Position = Literal["none", "1d", "2d", "relative", "bias", "sincos2d"]
 Injection = Literal["input", "every", "shared"]
 Gelu = Literal["tanh", "erf", "quick"]
-ResizeRule = Literal["google", "timm", "hf", "torchvision", "dino"]
+ResizeRule = Literal["google", "timm", "hf", "torchvision", "dino", "siglip", "naflex-par", "naflex-parfac"]
 NormPlace = Literal["tokens", "features", "none"]
 RootPool = Literal["zero", "-inf"]
+# Of weight standardization and GroupNorm in a ResNet. timm and transformers changed those of Google's code:
+#   stem of a hybrid  google: (w - mean) / (std + 1e-5), GroupNorm 1e-6  timm: (w - mean) / sqrt(var + 1e-8), 1e-5
+#   BiT               google: (w - mean) / sqrt(var + 1e-10), 1e-5       timm: (w - mean) / sqrt(var + 1e-8), 1e-5
+Epsilons = Literal["google", "timm"]
 
 AXIAL_HEADS = 8  # of an AxialResNet of any width, as in Axial-DeepLab
 
@@ -27,6 +31,10 @@ class StemConfig:
 
     blocks: tuple[int, ...]  # bottlenecks of each stage; () is the root alone (7x7 convolution and max-pool)
     width: int = 1  # a multiple of 64 channels
+    epsilons: Epsilons = "google"
+
+    def __post_init__(self) -> None:
+        _check_choices(self, epsilons=Epsilons)
 
     @property
     def channels(self) -> int:
@@ -192,10 +200,11 @@ class ResNetConfig:
     channels: int = 3
     classes: int = 1000
     root_pool: RootPool = "zero"  # big_transfer pads the first max-pool with zeros, big_vision with minus infinity
+    epsilons: Epsilons = "google"
     axial: bool = False
 
     def __post_init__(self) -> None:
-        _check_choices(self, root_pool=RootPool)
+        _check_choices(self, root_pool=RootPool, epsilons=Epsilons)
         _check_positive(self, "width", "channels")
         self.grid(self.image)
 
@@ -264,18 +273,23 @@ def from_dict(description: Mapping[str, Any]) -> Architecture:
     unknown = sorted(set(values) - {field.name for field in fields(config)})
     if unknown:
         raise UserError(f"the architecture has unknown keys ({', '.join(unknown)}): update vitral to read this file.")
-    stem = values.get("stem")
-    if stem is not None:
-        values["stem"] = StemConfig(blocks=tuple(stem["blocks"]), width=stem["width"])
     for key in ("image", "blocks"):
         if key in values:
             values[key] = tuple(values[key])
     try:
+        if values.get("stem") is not None:
+            values["stem"] = _stem_from_dict(values["stem"])
         if values.get("rope") is not None:
             values["rope"] = _rope_from_dict(values["rope"])
         return config(**values)
     except TypeError as error:
         raise UserError(f"the architecture is incomplete ({error}).") from error
+
+
+def _stem_from_dict(description: Mapping[str, Any]) -> StemConfig:
+    values = dict(description)
+    values["blocks"] = tuple(values["blocks"])
+    return StemConfig(**values)
 
 
 def _rope_from_dict(description: Mapping[str, Any]) -> RopeConfig:

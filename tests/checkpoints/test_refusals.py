@@ -73,22 +73,22 @@ def put(arrays: Arrays, path: Path) -> None:
 
 # What each format can say of each architecture. "=": as it is, "~": the same function in the format's words.
 HOLDS = {
-    "tanh": "google= google-linen= big_vision~ timm= hf=",
-    "erf": "timm= hf= torchvision=",
+    "tanh": "google= google-linen= big_vision~ timm= timm-naflex~ hf=",
+    "erf": "timm= timm-naflex~ hf= torchvision=",
     "tanh layer": "google= google-linen= big_vision~",
     "erf, tanh layer": "torchvision=",
-    "mean": "google= google-linen= big_vision= timm=",
-    "no class row, not square": "google~ google-linen~ big_vision= timm= hf~",
-    "map, fixed positions": "big_vision= timm~",
-    "mean beside a class token, norm after": "timm=",
-    "mean beside a class token, norm before": "timm=",
+    "mean": "google= google-linen= big_vision= timm= timm-naflex=",
+    "no class row, not square": "google~ google-linen~ big_vision= timm= timm-naflex= hf~",
+    "map, fixed positions": "big_vision= timm~ timm-naflex~",
+    "mean beside a class token, norm after": "timm= timm-naflex~",
+    "mean beside a class token, norm before": "timm= timm-naflex~",
     "eps 1e-12, one channel": "hf=",
-    "DINOv2 with registers": "timm~ hf-dinov2= dino=",
+    "DINOv2 with registers": "timm~ timm-naflex~ hf-dinov2= dino=",
     "2d, every block": "",
     "relative": "",
     "axial": "",
     "hybrid": "google= google-linen=",
-    "BiT": "bit=",
+    "BiT": "bit= hf-bit~",
     "AxialResNet": "",
 }
 
@@ -121,7 +121,9 @@ def test_a_round_trip_is_exact_or_refused(name, format, tmp_path):
     else:
         assert len(card.changes) >= 1
         images = pictures(2, architecture.channels, *architecture.image)
-        assert gap(run(found.weights, images), run(weights, images)) <= 1e-6
+        # All filters of a ResNet are multiplied by 10 and rounded; other formats change a sum or two.
+        limit = 1e-5 if isinstance(architecture, ResNetConfig) else 1e-6
+        assert gap(run(found.weights, images), run(weights, images)) <= limit
         again = place(tmp_path, format, "again")
         written(found.weights, again, format)
         assert same_bits(read(again, hints=hints).weights.state, found.weights.state)
@@ -140,6 +142,11 @@ REAL_REFUSED = {
     "google-linen": "tanh GELU",
     "big_vision": "tanh GELU",
     "bit": "BiT ResNets",
+    "timm-hybrid": "it is for hybrids",
+    "timm-bit": "BiT ResNets",
+    "timm-deit": "one register, the distillation token",
+    "hf-deit": "one register, the distillation token",
+    "hf-bit": "BiT ResNets",
     "hf-dinov2": "without a classifier",
     "dino": "without a classifier",
 }
@@ -161,6 +168,10 @@ def test_a_released_model_goes_through_every_format_that_can_hold_it(assets, for
     written(source.weights, path, format)
     found = read(path)
     assert describe(path).format.name == format
+    if format == "timm-naflex":  # folds the position row of the class token into the token
+        image = pictures(1, 3, 224, 224)
+        assert gap(run(found.weights, image), run(source.weights, image)) <= 1e-5
+        return
     assert same_bits(found.weights.state, source.weights.state)
     assert without_resize(found.weights.architecture) == without_resize(source.weights.architecture)
 

@@ -9,7 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitral.architecture import Architecture, ModuleConfig, Position, ResizeRule, ResNetConfig, Size, ViTConfig, as_size
+from vitral.architecture import (
+    Architecture,
+    Epsilons,
+    ModuleConfig,
+    Position,
+    ResizeRule,
+    ResNetConfig,
+    Size,
+    ViTConfig,
+    as_size,
+)
 from vitral.errors import UserError
 from vitral.models.build import build
 from vitral.models.position import resize_offsets, resize_table, sincos2d
@@ -193,6 +203,43 @@ def without_class_row(weights: Weights) -> Weights:
     token = state["class_token"] + state.pop("positions.0.class_row")
     changes = (*weights.changes, "position row of the class token folded into the token")
     return Weights(replace(old, class_position=False), {**state, "class_token": token}, changes)
+
+
+def to_epsilons(weights: Weights, epsilons: Epsilons) -> Weights:
+    """Scale the filters of a ResNet so that weight standardization with other epsilons gives the same filters.
+
+    The GroupNorms of a hybrid's stem have another epsilon, too, and no weights make up for that: where activations are
+    large, as those of trained stems are, the difference is below float32.
+    """
+    old = weights.architecture
+    if isinstance(old, ResNetConfig) and old.epsilons != epsilons:
+        new: Architecture = replace(old, epsilons=epsilons)
+        change = "filters scaled"
+    elif isinstance(old, ViTConfig) and old.stem is not None and old.stem.epsilons != epsilons:
+        new = replace(old, stem=replace(old.stem, epsilons=epsilons))
+        change = "filters of the stem scaled, the epsilon of its GroupNorms changed"
+    else:
+        return weights
+    # Every convolution with more than two axes but the patch embedding standardizes its filters.
+    filters = {key: array for key, array in weights.state.items() if array.ndim == 4 and key != "embed.weight"}
+    additive = isinstance(old, ViTConfig)
+    scaled = {key: array * _filter_scales(array, epsilons, additive) for key, array in filters.items()}
+    return weights.changed(new, scaled, f"{change}: weight standardization with the epsilons of {epsilons}")
+
+
+def _filter_scales(filters: Tensor, epsilons: Epsilons, additive: bool) -> Tensor:
+    """The factor of each filter, (outputs, 1, 1, 1), from the other epsilons to these; see `Epsilons`.
+
+    `additive` states that Google's divisor is std + 1e-5 (a stem), not sqrt(var + 1e-10) (BiT).
+    """
+    std = filters.double().std((1, 2, 3), correction=0, keepdim=True)
+    if not additive:
+        factor = torch.full_like(std, 10.0 if epsilons == "timm" else 0.1)
+    elif epsilons == "timm":  # a / sqrt(a^2 var + 1e-8) = 1 / (std + 1e-5)
+        factor = (1e-8 / (2e-5 * std + 1e-10)).sqrt()
+    else:  # a / (a std + 1e-5) = 1 / sqrt(var + 1e-8)
+        factor = 1e-5 * ((std.square() + 1e-8).sqrt() + std) / 1e-8
+    return factor.to(filters.dtype)
 
 
 def resize_patch_kernel(kernel: Tensor, patch: int) -> Tensor:

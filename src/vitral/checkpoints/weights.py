@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from vitral.architecture import Architecture, ViTConfig
 from vitral.atomic import atomic_write
-from vitral.checkpoints.adapt import Adaptation, Weights, adapt, to_table, with_class_row, without_class_row
+from vitral.checkpoints.adapt import (
+    Adaptation,
+    Weights,
+    adapt,
+    to_epsilons,
+    to_table,
+    with_class_row,
+    without_class_row,
+)
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.files import WeightFile, open_weights, read_tensors, sha256
 from vitral.checkpoints.formats import FORMATS, format_named
@@ -96,6 +104,7 @@ def read(path: Path, format: str | None = None, hints: Hints | None = None) -> C
     try:
         tensors, ignored = _read_used_tensors(described)
         shapes = {entry.ours: entry.shape for entry in entries(card.architecture)}
+        tensors = table.unpack(tensors, card.architecture)
         state, unused = read_entries(table.entries(card.architecture), tensors, shapes)
         if unused:
             names = ", ".join(unused[:3]) + (", ..." if unused[3:] else "")
@@ -228,11 +237,11 @@ def prepared(weights: Weights, table: Format) -> Weights:
     if reason:
         raise UserError(f"format {table.name} cannot hold this model: {reason}.")
     weights = to_table(weights, table.positions)
-    architecture = weights.architecture
-    if not isinstance(architecture, ViTConfig):
-        return weights
-    row = table.class_row(architecture)
-    return {"kept": with_class_row, "folded": without_class_row, "either": lambda same: same}[row](weights)
+    weights = to_epsilons(weights, table.epsilons) if table.epsilons else weights
+    if isinstance(weights.architecture, ViTConfig):
+        row = table.class_row(weights.architecture)
+        weights = {"kept": with_class_row, "folded": without_class_row, "either": lambda same: same}[row](weights)
+    return replace(weights, changes=(*weights.changes, *table.pack_changes(weights.architecture)))
 
 
 def unstated(card: Card, back: Card, table: Format) -> list[str]:
@@ -310,7 +319,7 @@ def _read_used_tensors(described: Description) -> tuple[dict[str, Tensor], list[
 
 
 def _arrays(weights: Weights, table: Format) -> Mapping[str, Tensor]:
-    arrays = write_entries(table.entries(weights.architecture), weights.state)
+    arrays = table.pack(write_entries(table.entries(weights.architecture), weights.state), weights.architecture)
     for key, shape in table.zeros(weights.architecture).items():
         arrays[key] = torch.zeros(shape)
     return arrays

@@ -224,10 +224,12 @@ def resize_table(table: Tensor, grid: Size, rule: ResizeRule) -> Tensor:
     height, width, _ = table.shape
     if (height, width) == grid:
         return table
+    # NaFlexVit's aspect-ratio preserving rules: what a square of the longer side has at the top and left.
+    sides = (max(grid),) * 2 if rule.startswith("naflex") else grid
     with _full_precision(table):
         exact = _at_least_float32(table)
-        rows = _resize_matrix(height, grid[0], rule, exact)
-        columns = _resize_matrix(width, grid[1], rule, exact)
+        rows = _resize_matrix(height, sides[0], rule, exact)[: grid[0]]
+        columns = _resize_matrix(width, sides[1], rule, exact)[: grid[1]]
         return torch.einsum("ih,jw,hwd->ijd", rows, columns, exact).to(table.dtype)
 
 
@@ -249,23 +251,30 @@ def _resize_matrix(old: int, new: int, rule: ResizeRule, like: Tensor) -> Tensor
     torchvision  cubic (a = -3/4), corners aligned
     hf           cubic (a = -3/4), pixel centers aligned
     dino         as hf, but with DINO's scale factor (new + 0.1) / old
-    timm         cubic (a = -1/2), pixel centers aligned, widened against aliasing when it shrinks
+    timm         cubic (a = -1/2), pixel centers aligned, widened against aliasing when it shrinks; also naflex-par
+    siglip       linear, pixel centers aligned, widened against aliasing when it shrinks
+    naflex-parfac  linear, pixel centers aligned
     """
     row = torch.arange(new, dtype=like.dtype, device=like.device)
     if rule in ("google", "torchvision"):
         center = row * ((old - 1) / (new - 1) if new > 1 else 0.0)
     else:
         center = (row + 0.5) * (old / (new + 0.1) if rule == "dino" else old / new) - 0.5
-    if rule == "timm":
+    if rule in ("timm", "naflex-par", "siglip"):
         distance = (torch.arange(old, dtype=like.dtype, device=like.device) - center[:, None]) / max(old / new, 1.0)
-        weights = _cubic(distance, -0.5)
+        weights = _linear(distance) if rule == "siglip" else _cubic(distance, -0.5)
         return weights / weights.sum(dim=1, keepdim=True)
     taps = torch.arange(-1, 3, device=like.device)
     index = center.floor()[:, None] + taps  # (new, 4)
     distance = index - center[:, None]
-    weights = (1 - distance.abs()).clamp(min=0) if rule == "google" else _cubic(distance, -0.75)
+    weights = _linear(distance) if rule in ("google", "naflex-parfac") else _cubic(distance, -0.75)
     one_hot = F.one_hot(index.long().clamp(0, old - 1), old).to(like.dtype)  # clamping repeats the edge
     return torch.einsum("nt,nto->no", weights, one_hot)
+
+
+def _linear(x: Tensor) -> Tensor:
+    """The triangle, non-zero for |x| < 1."""
+    return (1 - x.abs()).clamp(min=0)
 
 
 def _cubic(x: Tensor, a: float) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitral.architecture import ResNetConfig, Size, StemConfig
+from vitral.architecture import Epsilons, ResNetConfig, Size, StemConfig
 from vitral.models.init import lecun_normal
 from vitral.models.layers import AxialAttention2d
 from vitral.models.model import Head, VisionModel, check_images, layer_indices
@@ -30,14 +30,26 @@ class StdConv2d(nn.Conv2d):
 
     - `"hybrid"` (section 3.1, the stem of R50+ViT): (w - mean) / (std + 1e-5), SAME padding;
     - `"bit"` (the baseline ResNets): (w - mean) / sqrt(var + 1e-10), `kernel // 2` zeros on every side.
+
+    With timm's `epsilons`, it is (w - mean) / sqrt(var + 1e-8) in both.
     """
 
-    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, *, convention: Convention) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        kernel: int,
+        stride: int = 1,
+        *,
+        convention: Convention,
+        epsilons: Epsilons = "google",
+    ) -> None:
         # At stride 1 SAME padding is symmetric for any size, so only a strided hybrid pads explicitly.
         pads_same = convention == "hybrid" and stride > 1
         padding = 0 if pads_same else kernel // 2
         super().__init__(inputs, outputs, kernel, stride=stride, padding=padding, bias=False)
-        self.convention = convention
+        self.additive = convention == "hybrid" and epsilons == "google"  # the epsilon is added to std, not to var
+        self.eps = 1e-5 if self.additive else 1e-10 if epsilons == "google" else 1e-8
         self.pads_same = pads_same
 
     def reset_parameters(self) -> None:
@@ -47,13 +59,13 @@ class StdConv2d(nn.Conv2d):
         """(outputs, inputs, kernel, kernel): the filters as they are applied, in the dtype of the weight."""
         # The epsilons vanish in half precision.
         weight = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
-        if self.convention == "bit":
-            weight = F.layer_norm(weight, weight.shape[1:], eps=1e-10)  # the same formula, in one kernel
+        if not self.additive:
+            weight = F.layer_norm(weight, weight.shape[1:], eps=self.eps)  # the same formula, in one kernel
         else:
             weight = weight - weight.mean((1, 2, 3), keepdim=True)
             variance = weight.square().mean((1, 2, 3), keepdim=True)
             # The floor is far below the epsilon; it keeps the gradient of a constant filter finite.
-            weight = weight / (variance.clamp_min(1e-30).sqrt() + 1e-5)
+            weight = weight / (variance.clamp_min(1e-30).sqrt() + self.eps)
         return weight.to(self.weight.dtype)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -83,15 +95,15 @@ class ResNet(VisionModel[ResNetConfig]):
         super().__init__()
         self.config = config
         width = 64 * config.width
-        self.root = _conv_v2(config.channels, width, 7, 2)
+        self.root = _conv_v2(config.channels, width, 7, 2, config.epsilons)
         self.stages = nn.ModuleList()
         inputs = width
         for stage, depth in enumerate(config.blocks):
             hidden, stride = width * 2**stage, 1 if stage == 0 else 2
             # An axial bottleneck attends before it strides, so the first of a stage has the grid of the stage before.
             before, after = (config.stage_grid(config.image, at) if config.axial else None for at in (stage - 1, stage))
-            first = BottleneckV2(inputs, hidden, stride, grid=before, project=True)
-            rest = (BottleneckV2(4 * hidden, hidden, grid=after) for _ in range(depth - 1))
+            first = BottleneckV2(inputs, hidden, stride, grid=before, project=True, epsilons=config.epsilons)
+            rest = (BottleneckV2(4 * hidden, hidden, grid=after, epsilons=config.epsilons) for _ in range(depth - 1))
             self.stages.append(nn.Sequential(first, *rest))
             inputs = 4 * hidden
         self.norm = _norm_v2(inputs)
@@ -155,16 +167,23 @@ class BottleneckV2(nn.Module):
     """A pre-activation bottleneck; with a `grid`, axial attention built for that grid replaces the 3x3 convolution."""
 
     def __init__(
-        self, inputs: int, hidden: int, stride: int = 1, *, grid: Size | None = None, project: bool = False
+        self,
+        inputs: int,
+        hidden: int,
+        stride: int = 1,
+        *,
+        grid: Size | None = None,
+        project: bool = False,
+        epsilons: Epsilons = "google",
     ) -> None:
         super().__init__()
         self.norm1 = _norm_v2(inputs)
-        self.conv1 = _conv_v2(inputs, hidden, 1)
+        self.conv1 = _conv_v2(inputs, hidden, 1, 1, epsilons)
         self.norm2 = _norm_v2(hidden)
-        self.conv2 = AxialAttention2d(hidden, grid, stride) if grid else _conv_v2(hidden, hidden, 3, stride)
+        self.conv2 = AxialAttention2d(hidden, grid, stride) if grid else _conv_v2(hidden, hidden, 3, stride, epsilons)
         self.norm3 = _norm_v2(hidden)
-        self.conv3 = _conv_v2(hidden, 4 * hidden, 1)
-        self.projection = _conv_v2(inputs, 4 * hidden, 1, stride) if project else None
+        self.conv3 = _conv_v2(hidden, 4 * hidden, 1, 1, epsilons)
+        self.projection = _conv_v2(inputs, 4 * hidden, 1, stride, epsilons) if project else None
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, inputs, h, w) -> (batch, 4 * hidden, ceil(h / stride), ceil(w / stride))"""
@@ -183,13 +202,14 @@ class ResNetStem(nn.Module):
     def __init__(self, config: StemConfig, channels: int) -> None:
         super().__init__()
         width = 64 * config.width
-        self.root = StemRoot(channels, width)
+        self.root = StemRoot(channels, width, config.epsilons)
         self.stages = nn.ModuleList()
         inputs = width
         for stage, depth in enumerate(config.blocks):
             hidden, stride = width * 2**stage, 1 if stage == 0 else 2
-            first = StemBottleneck(inputs, hidden, stride, project=True)
-            self.stages.append(nn.Sequential(first, *(StemBottleneck(4 * hidden, hidden) for _ in range(depth - 1))))
+            first = StemBottleneck(inputs, hidden, stride, project=True, epsilons=config.epsilons)
+            rest = (StemBottleneck(4 * hidden, hidden, epsilons=config.epsilons) for _ in range(depth - 1))
+            self.stages.append(nn.Sequential(first, *rest))
             inputs = 4 * hidden
 
     def forward(self, images: Tensor) -> Tensor:
@@ -203,10 +223,10 @@ class ResNetStem(nn.Module):
 class StemRoot(nn.Module):
     """7x7 convolution and max-pool: a quarter of the height and of the width."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, epsilons: Epsilons) -> None:
         super().__init__()
-        self.conv = _stem_conv(inputs, outputs, 7, 2)
-        self.norm = _stem_norm(outputs)
+        self.conv = _stem_conv(inputs, outputs, 7, 2, epsilons)
+        self.norm = _stem_norm(outputs, epsilons)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, inputs, h, w) -> (batch, outputs, ceil(h / 4), ceil(w / 4))"""
@@ -217,17 +237,17 @@ class StemRoot(nn.Module):
 class StemBottleneck(nn.Module):
     """A post-activation bottleneck: 1x1, 3x3 (with the stride) and 1x1 convolutions beside a shortcut."""
 
-    def __init__(self, inputs: int, hidden: int, stride: int = 1, *, project: bool = False) -> None:
+    def __init__(self, inputs: int, hidden: int, stride: int = 1, *, project: bool = False, epsilons: Epsilons) -> None:
         super().__init__()
-        self.conv1 = _stem_conv(inputs, hidden, 1)
-        self.norm1 = _stem_norm(hidden)
-        self.conv2 = _stem_conv(hidden, hidden, 3, stride)
-        self.norm2 = _stem_norm(hidden)
-        self.conv3 = _stem_conv(hidden, 4 * hidden, 1)
-        self.norm3 = _stem_norm(4 * hidden)
+        self.conv1 = _stem_conv(inputs, hidden, 1, 1, epsilons)
+        self.norm1 = _stem_norm(hidden, epsilons)
+        self.conv2 = _stem_conv(hidden, hidden, 3, stride, epsilons)
+        self.norm2 = _stem_norm(hidden, epsilons)
+        self.conv3 = _stem_conv(hidden, 4 * hidden, 1, 1, epsilons)
+        self.norm3 = _stem_norm(4 * hidden, epsilons)
         nn.init.zeros_(self.norm3.weight)  # starts as its shortcut alone
-        self.projection = _stem_conv(inputs, 4 * hidden, 1, stride) if project else None
-        self.projection_norm = _stem_norm(4 * hidden) if project else None
+        self.projection = _stem_conv(inputs, 4 * hidden, 1, stride, epsilons) if project else None
+        self.projection_norm = _stem_norm(4 * hidden, epsilons) if project else None
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, inputs, h, w) -> (batch, 4 * hidden, ceil(h / stride), ceil(w / stride))"""
@@ -239,17 +259,17 @@ class StemBottleneck(nn.Module):
         return F.relu(x + y)
 
 
-def _conv_v2(inputs: int, outputs: int, kernel: int, stride: int = 1) -> StdConv2d:
-    return StdConv2d(inputs, outputs, kernel, stride, convention="bit")
+def _conv_v2(inputs: int, outputs: int, kernel: int, stride: int, epsilons: Epsilons) -> StdConv2d:
+    return StdConv2d(inputs, outputs, kernel, stride, convention="bit", epsilons=epsilons)
 
 
 def _norm_v2(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(32, channels, eps=1e-5)
 
 
-def _stem_conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> StdConv2d:
-    return StdConv2d(inputs, outputs, kernel, stride, convention="hybrid")
+def _stem_conv(inputs: int, outputs: int, kernel: int, stride: int, epsilons: Epsilons) -> StdConv2d:
+    return StdConv2d(inputs, outputs, kernel, stride, convention="hybrid", epsilons=epsilons)
 
 
-def _stem_norm(channels: int) -> nn.GroupNorm:
-    return nn.GroupNorm(32, channels, eps=1e-6)
+def _stem_norm(channels: int, epsilons: Epsilons) -> nn.GroupNorm:
+    return nn.GroupNorm(32, channels, eps=1e-6 if epsilons == "google" else 1e-5)

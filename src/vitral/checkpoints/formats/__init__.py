@@ -6,12 +6,16 @@ import difflib
 
 from vitral.checkpoints.formats.big_vision import BIG_VISION
 from vitral.checkpoints.formats.bit import BIT
+from vitral.checkpoints.formats.deit import HUGGING_FACE_DEIT, TIMM_DEIT
 from vitral.checkpoints.formats.dino import DINO
 from vitral.checkpoints.formats.google import GOOGLE, GOOGLE_LINEN
 from vitral.checkpoints.formats.hugging_face import HUGGING_FACE, HUGGING_FACE_DINO
+from vitral.checkpoints.formats.naflex import NAFLEX
 from vitral.checkpoints.formats.native import NATIVE
 from vitral.checkpoints.formats.table import Format
 from vitral.checkpoints.formats.timm import TIMM
+from vitral.checkpoints.formats.timm_bit import HUGGING_FACE_BIT, TIMM_BIT
+from vitral.checkpoints.formats.timm_hybrid import TIMM_HYBRID
 from vitral.checkpoints.formats.torchvision import TORCHVISION
 from vitral.errors import UserError
 
@@ -20,6 +24,8 @@ FORMATS: dict[str, Format] = {
     table.name: table
     for table in (
         *(NATIVE, GOOGLE, GOOGLE_LINEN, BIG_VISION, BIT),
+        # Before the plain ViTs, which they resemble.
+        *(TIMM_HYBRID, TIMM_BIT, TIMM_DEIT, NAFLEX, HUGGING_FACE_DEIT, HUGGING_FACE_BIT),
         *(TIMM, HUGGING_FACE, HUGGING_FACE_DINO, TORCHVISION, DINO),
     )
 }

@@ -251,6 +251,7 @@ NATIVE = Format(
     unsupported_reason=lambda architecture: None,
     positions=("none", "1d", "2d", "relative", "bias", "sincos2d"),
     class_row=lambda c: "either",
+    epsilons=None,
     preprocess=_preprocess,
     class_names=_class_names,
     assumptions=_assumptions,

@@ -8,18 +8,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from vitral.architecture import Architecture, Position, Size, ViTConfig
+from vitral.architecture import Architecture, Epsilons, Position, Size, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.errors import UserError
 from vitral.names import size_of
 
 Shape = tuple[int, ...]
+Tensors = dict[str, Tensor]
 # The class token's position row in a format: a row of the table, folded into the class token, or as in the model.
 ClassRow = Literal["kept", "folded", "either"]
 
@@ -104,6 +105,10 @@ def _no_assumptions(header: CheckpointHeader, architecture: Architecture) -> tup
     return ()
 
 
+def _same_tensors(tensors: Tensors, architecture: Architecture) -> Tensors:
+    return tensors
+
+
 def _same_keys(keys: Iterable[str]) -> dict[str, str]:
     return {key: key for key in keys}
 
@@ -120,9 +125,16 @@ class Format:
     entries: Callable[[Architecture], list[Entry]]
     unsupported_reason: Callable[[Architecture], str | None]  # why the format cannot represent an architecture
     renames: Callable[[Iterable[str]], dict[str, str]] = _same_keys  # keys of older versions -> keys of the table
+    # For what no entry expresses, such as two heads whose outputs are averaged: `unpack` turns the tensors of a file,
+    # by the keys of the table, into those of the table, and `pack` is its inverse. What `unpack` changes is known from
+    # the header, so `assumptions` states it; `pack_changes` states what `pack` does.
+    unpack: Callable[[Tensors, Architecture], Tensors] = _same_tensors
+    pack: Callable[[Tensors, Architecture], Tensors] = _same_tensors
+    pack_changes: Callable[[Architecture], tuple[str, ...]] = lambda c: ()  # for `Card.changes`
     ignored: str = r"$^"  # pattern of keys that no classifier uses: mask tokens, optimizer state
     positions: tuple[Position, ...] = ("1d",)  # supported position embeddings; others are written as a learned table
     class_row: Callable[[ViTConfig], ClassRow] = lambda c: "kept"
+    epsilons: Epsilons | None = "google"  # of ResNets and stems; None: any
     zeros: Callable[[Architecture], dict[str, Shape]] = lambda c: {}  # unused tensors that strict readers expect
     assumptions: Callable[[CheckpointHeader, Architecture], tuple[str, ...]] = _no_assumptions  # for `Card.changes`
     preprocess: Callable[[CheckpointHeader, Architecture], Preprocess | None] = _no_preprocess
@@ -246,6 +258,23 @@ def _joined(key: str, pieces: dict[int, Tensor], shape: Shape) -> Tensor:
     return array.reshape(shape).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
+_LATER_PARTS = (
+    *("rope", "swiglu", "qkv_bias", "key_bias", "patch_bias", "head_bias", "qk_norm", "pre_norm", "post_norm"),
+    *("attention_norm", "mlp_norm", "map_heads", "map_mlp", "map_prefix"),
+)
+
+
+def later_parts(c: ViTConfig, *allowed: str) -> str | None:
+    """Why a format of the paper's ViT cannot represent an architecture: a part of later ones that is not `allowed`."""
+    defaults = {field.name: field.default for field in fields(ViTConfig)}
+    for name in _LATER_PARTS:
+        if name not in allowed and getattr(c, name) != defaults[name]:
+            return f"it does not support {name}={getattr(c, name)}"
+    if c.gelu == "quick" or c.position == "bias":
+        return "it does not support the quick GELU or a relative bias"
+    return None
+
+
 def linear(theirs: str, ours: str, inputs: int, outputs: int) -> list[Entry]:
     """A torch linear layer: weight (out, in), as ours."""
     return [Entry(f"{theirs}.weight", f"{ours}.weight", (outputs, inputs)), *bias(theirs, ours, outputs)]
@@ -260,7 +289,7 @@ def norm(theirs: str, ours: str, width: int) -> list[Entry]:
 
 
 def patches(theirs: str, c: ViTConfig) -> list[Entry]:
-    kernel = (c.width, c.channels, c.patch, c.patch)
+    kernel = (c.width, c.stem.channels if c.stem else c.channels, c.patch, c.patch)
     return [Entry(f"{theirs}.weight", "embed.weight", kernel), *bias(theirs, "embed", c.width)]
 
 

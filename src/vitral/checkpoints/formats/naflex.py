@@ -1,0 +1,211 @@
+"""timm's NaFlexVit: a plain ViT whose patch embedding is a linear layer and whose positions are a grid.
+
+Images are given whole here; timm's batches of patches from images of several sizes are not needed for that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from vitral.architecture import Architecture, ResizeRule, Size, ViTConfig
+from vitral.checkpoints.card import Card, Preprocess
+from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Shape, Tensors, later_parts
+from vitral.checkpoints.formats.timm import TIMM
+from vitral.errors import UserError
+
+_PROJECTION, _POSITIONS = "patch_embed.proj.weight", "pos_embed"
+_ROWS, _COLUMNS = "embeds.pos_embed_y", "embeds.pos_embed_x"  # of factorized positions
+_KEYS = {
+    "embeds.proj.weight": _PROJECTION,
+    "embeds.proj.bias": "patch_embed.proj.bias",
+    "embeds.pos_embed": _POSITIONS,
+    "embeds.cls_token": "cls_token",
+    "embeds.reg_token": "reg_token",
+}
+_SIGLIP = {"act_layer": "gelu_tanh", "global_pool": "map", "pos_embed_interp_mode": "bilinear"}
+# What the factories of timm set and the shapes do not show.
+_FACTORIES: dict[str, dict[str, Any]] = {
+    "naflexvit_base_patch16_gap": {"global_pool": "avg"},
+    "naflexvit_base_patch16_par_gap": {"global_pool": "avg", "pos_embed_ar_preserving": True},
+    "naflexvit_base_patch16_parfac_gap": {"global_pool": "avg", "pos_embed_ar_preserving": True},
+    "naflexvit_base_patch16_map": {"global_pool": "map"},
+    "naflexvit_so150m2_patch16_reg1_gap": {"global_pool": "avg"},
+    "naflexvit_so150m2_patch16_reg1_map": {"global_pool": "map"},
+    "naflexvit_base_patch16_siglip": _SIGLIP,
+    "naflexvit_so400m_patch16_siglip": {**_SIGLIP, "num_heads": 16},
+}
+# Arguments that another network would need.
+_PLAIN = {
+    **{"rope_type": ("", "none"), "attn_type": ("standard",), "patchify_channels_last": (True,)},
+    **{"dynamic_img_pad": (False,), "input_norm_layer": (None,), "embed_norm_layer": (None,), "norm_layer": (None,)},
+    **{"pool_include_prefix": (False,), "final_norm": (True,), "embed_proj_type": ("linear",)},
+}
+_RULES: dict[tuple[str, bool, bool], ResizeRule] = {  # interpolation, aspect ratio preserved, factorized
+    ("bicubic", False, False): "timm",
+    ("bilinear", False, False): "siglip",
+    ("bicubic", True, False): "naflex-par",
+    ("bicubic", True, True): "naflex-parfac",
+}
+
+
+def _arguments(header: CheckpointHeader) -> dict[str, Any]:
+    """The arguments of the factory that config.json names, with those of the file."""
+    config = header.config or {}
+    name = str(config.get("architecture") or "")
+    if name not in _FACTORIES:
+        raise UserError(
+            f'timm\'s NaFlexVit "{name}" is not supported: it needs a config.json that names {", ".join(_FACTORIES)}.'
+            if name
+            else "a NaFlexVit of timm is not defined by its weights alone: put its config.json next to them."
+        )
+    arguments = {**_FACTORIES[name], **(config.get("model_args") or {})}
+    for key, plain in _PLAIN.items():
+        if arguments.get(key, plain[0]) not in plain:
+            raise UserError(f"timm's {name} with {key}={arguments[key]!r} is not supported.")
+    return arguments
+
+
+def _grid(header: CheckpointHeader) -> Size:
+    if header.has(_ROWS):
+        (_, rows, height), (_, columns, width) = header.shape(_ROWS, 3), header.shape(_COLUMNS, 3)
+        if height != width:
+            raise UserError(f"the file's positions of rows and columns have different widths, {height} and {width}.")
+        return rows, columns
+    _, rows, columns, _ = header.shape(_POSITIONS, 4)
+    return rows, columns
+
+
+def _classic(header: CheckpointHeader) -> CheckpointHeader:
+    """The header of the plain ViT with the same weights."""
+    arguments = _arguments(header)
+    pretrained = (header.config or {}).get("pretrained_cfg") or {}
+    channels = arguments.get("in_chans") or (pretrained.get("input_size") or (3,))[0]
+    width, inputs = header.shape(_PROJECTION, 2)
+    patch = math.isqrt(inputs // channels)
+    if channels * patch * patch != inputs:
+        raise UserError(f"the file's patches have {inputs} values, which are no square of {channels} channels.")
+    grid = _grid(header)
+    shapes: dict[str, Shape] = {key: shape for key, shape in header.shapes.items() if key not in (_ROWS, _COLUMNS)}
+    shapes |= {_PROJECTION: (width, channels, patch, patch), _POSITIONS: (1, grid[0] * grid[1], width)}
+    known = ("num_heads", "act_layer", "global_pool")
+    config = {"model_args": {key: arguments[key] for key in known if key in arguments}, "pretrained_cfg": pretrained}
+    return replace(header, shapes=shapes, config=config, hints=replace(header.hints, grid=grid))
+
+
+def _architecture(header: CheckpointHeader) -> ViTConfig:
+    arguments = _arguments(header)
+    if header.has("norm.weight") and header.has("fc_norm.weight"):
+        raise UserError("the file has a LayerNorm before and after pooling: that is not supported.")
+    vit = TIMM.architecture(_classic(header))
+    assert isinstance(vit, ViTConfig)
+    way = (
+        arguments.get("pos_embed_interp_mode", "bicubic"),
+        bool(arguments.get("pos_embed_ar_preserving")),
+        header.has(_ROWS),
+    )
+    if way not in _RULES:
+        raise UserError(f"the file's positions are resized in a way that is not supported ({way[0]} interpolation).")
+    # Unlike timm's plain ViT, this one has position rows for patches alone, and pools them alone.
+    biased = header.has("blocks.0.attn.qkv.bias")
+    return replace(vit, resize=_RULES[way], class_position=False, qkv_bias=biased, map_prefix=False)
+
+
+def _entries(c: Architecture) -> list[Entry]:
+    assert isinstance(c, ViTConfig)
+    entries = TIMM.entries(c)
+    return entries if c.qkv_bias else [entry for entry in entries if not entry.theirs.endswith("attn.qkv.bias")]
+
+
+def _unpack(tensors: Tensors, c: Architecture) -> Tensors:
+    assert isinstance(c, ViTConfig)
+    tensors = dict(tensors)
+    if _ROWS in tensors and _COLUMNS in tensors:
+        tensors[_POSITIONS] = tensors.pop(_ROWS).float().unsqueeze(2) + tensors.pop(_COLUMNS).float().unsqueeze(1)
+    if _POSITIONS in tensors:
+        tensors[_POSITIONS] = tensors[_POSITIONS].flatten(1, 2)
+    if _PROJECTION in tensors:  # the channel varies fastest
+        shape = (c.width, c.patch, c.patch, c.channels)
+        tensors[_PROJECTION] = tensors[_PROJECTION].reshape(shape).permute(0, 3, 1, 2)
+    return tensors
+
+
+def _pack(tensors: Tensors, c: Architecture) -> Tensors:
+    assert isinstance(c, ViTConfig)
+    projection = tensors[_PROJECTION].permute(0, 2, 3, 1).flatten(1).contiguous()
+    positions = tensors[_POSITIONS].unflatten(1, c.grid(c.image))
+    return {**tensors, _PROJECTION: projection, _POSITIONS: positions}
+
+
+def _renames(keys: Iterable[str]) -> dict[str, str]:
+    return {key: _KEYS.get(key, key) for key in keys}
+
+
+def _file_key(key: str, c: Architecture) -> str:
+    return {theirs: file for file, theirs in _KEYS.items()}.get(key, key)
+
+
+def _assumptions(header: CheckpointHeader, architecture: Architecture) -> tuple[str, ...]:
+    return ("factorized positions added up to a table",) if header.has(_ROWS) else ()
+
+
+def _preprocess(header: CheckpointHeader, architecture: Architecture) -> Preprocess | None:
+    """For the size that timm evaluates at, which is not that of the position table."""
+    size = ((header.config or {}).get("pretrained_cfg") or {}).get("input_size") or (0, *architecture.image)
+    return TIMM.preprocess(header, replace(architecture, image=(size[-2], size[-1])))
+
+
+def _unsupported_reason(architecture: Architecture) -> str | None:
+    c = architecture
+    if not isinstance(c, ViTConfig):
+        return TIMM.unsupported_reason(c)
+    if c.pool == "map":  # which reads patches alone here
+        c = replace(c, class_token=False, registers=0)
+    reason = later_parts(c, "qkv_bias") or TIMM.unsupported_reason(c)
+    if reason or c.pool.startswith("token+"):
+        return reason or "its features are one token's, or the patches'"
+    if c.image != _whole(c):
+        return "its positions are a grid, and this image size is not a multiple of the patch size"
+    return None
+
+
+def _whole(c: ViTConfig) -> Size:
+    rows, columns = c.grid(c.image)
+    return rows * c.patch, columns * c.patch
+
+
+def _config(card: Card) -> dict[str, Any]:
+    c = card.architecture
+    assert isinstance(c, ViTConfig)
+    assert TIMM.config is not None
+    config = TIMM.config(card)
+    arguments = {key: value for key, value in config["model_args"].items() if key not in ("img_size", "no_embed_class")}
+    mode = "bilinear" if c.resize == "siglip" else "bicubic"
+    arguments |= {"pos_embed_grid_size": list(c.grid(c.image)), "pos_embed_interp_mode": mode}
+    arguments |= {"pos_embed_ar_preserving": c.resize.startswith("naflex"), "qkv_bias": c.qkv_bias}
+    return {**config, "architecture": "naflexvit_base_patch16_gap", "model_args": arguments}
+
+
+NAFLEX = Format(
+    name="timm-naflex",
+    title="timm's NaFlexVit (a folder with its config.json)",
+    container="safetensors",
+    recognises=lambda header: (
+        header.has("blocks.0.attn.qkv.weight") and (header.has(_ROWS) or len(header.shapes.get(_POSITIONS, ())) == 4)
+    ),
+    architecture=_architecture,
+    entries=_entries,
+    unsupported_reason=_unsupported_reason,
+    renames=_renames,
+    unpack=_unpack,
+    pack=_pack,
+    class_row=lambda c: "folded",
+    assumptions=_assumptions,
+    preprocess=_preprocess,
+    class_names=TIMM.class_names,
+    config=_config,
+    alone=lambda c: "timm needs config.json to know how positions are resized",
+    file_key=_file_key,
+)
