@@ -147,7 +147,7 @@ def _unsupported_reason(architecture: Architecture, names: Names) -> str | None:
         return "its heads read the class token and the distillation token after the last LayerNorm"
     if names is _TIMM and c.pool == "token":
         return "it has a head on the distillation token, and this model has none"
-    return later_parts(c) or names.plain.unsupported_reason(_plain(c))
+    return later_parts(c, "pool") or names.plain.unsupported_reason(_plain(c))
 
 
 def _plain_card(card: Card) -> Card:

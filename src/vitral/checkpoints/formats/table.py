@@ -270,8 +270,11 @@ def later_parts(c: ViTConfig, *allowed: str) -> str | None:
     for name in _LATER_PARTS:
         if name not in allowed and getattr(c, name) != defaults[name]:
             return f"it does not support {name}={getattr(c, name)}"
-    if c.gelu == "quick" or c.position == "bias":
-        return "it does not support the quick GELU or a relative bias"
+    for name, value in {"gelu": "quick", "position": "bias", "norm_place": "none"}.items():
+        if name not in allowed and getattr(c, name) == value:
+            return f"it does not support {name}={value}"
+    if c.pool.startswith("token+") and "pool" not in allowed:
+        return f"it does not support pool={c.pool}"
     return None
 
 

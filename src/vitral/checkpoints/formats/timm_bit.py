@@ -11,7 +11,8 @@ from vitral.checkpoints.card import Card
 from vitral.checkpoints.formats.bit import BIT
 from vitral.checkpoints.formats.hugging_face import HUGGING_FACE
 from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, norm
-from vitral.checkpoints.formats.timm import TIMM, _crop
+from vitral.checkpoints.formats.timm import TIMM
+from vitral.checkpoints.processors import to_timm
 from vitral.errors import UserError
 
 
@@ -128,7 +129,7 @@ def _timm_config(card: Card) -> dict[str, Any]:
         "model_args": {"in_chans": c.channels},
         "pretrained_cfg": {
             **{"input_size": [c.channels, *c.image], "num_classes": c.classes, "pool_size": None},
-            **_crop(card),
+            **to_timm(card.preprocess, card.architecture.image),
         },
     }
     return {**config, "label_names": list(card.class_names)} if card.class_names else config

@@ -13,6 +13,7 @@ from vitral.checkpoints.formats.table import (
     Format,
     grid_of_rows,
     heads_of,
+    later_parts,
     linear,
     norm,
     patches,
@@ -72,6 +73,8 @@ def _unsupported_reason(architecture: Architecture) -> str | None:
     if general or not isinstance(architecture, ViTConfig):
         return general
     c = architecture
+    if reason := later_parts(c):
+        return reason
     if c.pool != "token" or c.registers or c.layer_scale:
         return "it needs a class token, and does not support registers or LayerScale"
     if c.gelu != "erf":
