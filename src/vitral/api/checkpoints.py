@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitral.architecture import Architecture, ResizeRule, Size, ViTConfig, as_dict
+from vitral.architecture import Architecture, Gelu, Pool, ResizeRule, Size, ViTConfig, as_dict
 from vitral.atomic import check_writable
 from vitral.checkpoints.adapt import Adaptation, Weights
 from vitral.checkpoints.card import Card
@@ -68,6 +68,9 @@ def load(
     resize: ResizeRule | None = None,
     grid: Size | None = None,
     heads: int | None = None,
+    gelu: Gelu | None = None,
+    pool: Pool | None = None,
+    part: str | None = None,
 ) -> tuple[Model, Card]:
     """Load a checkpoint of any supported format.
 
@@ -81,6 +84,9 @@ def load(
         resize: resize position embeddings by the rule of google, timm, hf, torchvision or dino.
         grid: rows and columns of the checkpoint's position embeddings, where they are not square.
         heads: number of attention heads, where the file does not state it.
+        gelu: GELU of the MLPs, where the file does not state it.
+        pool: pooling of the tokens, where the file does not state it.
+        part: which model to read of a file with several, such as teacher.
 
     Returns:
         The model in evaluation mode and its card; `card.changes` lists what was adapted.
@@ -89,7 +95,7 @@ def load(
         UserError: where there is no such checkpoint, or it cannot be read.
     """
     changes = Adaptation(image, patch, channels, classes, resize)
-    checkpoint = read_adapted(source, changes, format, Hints(grid, heads))
+    checkpoint = read_adapted(source, changes, format, Hints(grid, heads, gelu, pool, part))
     return assemble(checkpoint.weights), checkpoint.card
 
 
@@ -175,6 +181,9 @@ def convert(
     source_format: str | None = None,
     grid: Size | None = None,
     heads: int | None = None,
+    gelu: Gelu | None = None,
+    pool: Pool | None = None,
+    part: str | None = None,
 ) -> ConvertResult:
     """Convert a checkpoint to another format, verified on an image.
 
@@ -192,6 +201,9 @@ def convert(
         source_format: format of the source, where it is not recognised.
         grid: rows and columns of the source's position embeddings, where they are not square.
         heads: number of attention heads of the source, where the file does not state it.
+        gelu: GELU of the MLPs, where the file does not state it.
+        pool: pooling of the tokens, where the file does not state it.
+        part: which model to read of a file with several, such as teacher.
 
     Returns:
         What was written, and the largest difference of the outputs.
@@ -205,7 +217,7 @@ def convert(
     check_writable(target)
     table = format_named(format)
     changes = Adaptation(image, patch, channels, classes, resize)
-    checkpoint = _checkpoint(source, changes, source_format, Hints(grid, heads))
+    checkpoint = _checkpoint(source, changes, source_format, Hints(grid, heads, gelu, pool, part))
     written = prepared(checkpoint.weights, table).architecture
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".vitral-", dir=target.parent) as folder:
@@ -260,7 +272,14 @@ class CheckpointInfo(SummaryRepr):
 
 
 def info(
-    source: str | Path, *, format: str | None = None, grid: Size | None = None, heads: int | None = None
+    source: str | Path,
+    *,
+    format: str | None = None,
+    grid: Size | None = None,
+    heads: int | None = None,
+    gelu: Gelu | None = None,
+    pool: Pool | None = None,
+    part: str | None = None,
 ) -> CheckpointInfo:
     """Describe a checkpoint without loading its weights.
 
@@ -269,6 +288,9 @@ def info(
         format: format of the checkpoint, where it is not recognised (`vitral list formats`).
         grid: rows and columns of its position embeddings, where they are not square.
         heads: number of attention heads, where the file does not state it.
+        gelu: GELU of the MLPs, where the file does not state it.
+        pool: pooling of the tokens, where the file does not state it.
+        part: which model to read of a file with several, such as teacher.
 
     Returns:
         Architecture, classes, preprocessing, origin, size and sha256.
@@ -276,7 +298,7 @@ def info(
     Raises:
         UserError: where there is no such checkpoint, or it is not recognised.
     """
-    described = describe(located(source), format, Hints(grid, heads))
+    described = describe(located(source), format, Hints(grid, heads, gelu, pool, part))
     path, card = described.file.path, described.card
     return CheckpointInfo(
         path=path,

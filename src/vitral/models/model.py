@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -15,6 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from vitral.architecture import ResNetConfig, ViTConfig
 from vitral.errors import UserError
 from vitral.models.init import lecun_normal
+
+# State dicts have no place for what their tensors do not show; `state_dict()._metadata` has, and torch.save keeps it.
+CONFIG = "vitral.config"
+_HIDDEN = ("heads", "gelu", "pool", "norm_eps", "norm_place", "position", "injection", "root_pool")
 
 ConfigT = TypeVar("ConfigT", ViTConfig, ResNetConfig)
 
@@ -104,6 +109,21 @@ class VisionModel(nn.Module, Generic[ConfigT]):
         like = next(self.parameters())
         self.head = Head(self.config.features, classes).to(like.device, like.dtype).train(self.training)
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):
+            destination._metadata[prefix[:-1]][CONFIG] = _hidden_fields(self.config)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Mapping[str, Any], *more: Any, **named: Any
+    ) -> None:
+        own, theirs = _hidden_fields(self.config), local_metadata.get(CONFIG, {})
+        differing = [field for field in own if theirs.get(field, own[field]) != own[field]]
+        if differing:
+            pairs = ", ".join(f"{field}={theirs[field]} (here {own[field]})" for field in differing)
+            warnings.warn(f"these weights are of a model with {pairs}: it computes other outputs.", stacklevel=2)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *more, **named)
+
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Keep only the inputs of blocks (ViT) or bottlenecks (ResNet), and recompute the rest in the backward pass.
 
@@ -116,6 +136,11 @@ class VisionModel(nn.Module, Generic[ConfigT]):
             if enable:
                 # The instance's forward, not a call of the layer: hooks (FSDP's among them) stay outside of it.
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
+
+
+def _hidden_fields(config: ViTConfig | ResNetConfig) -> dict[str, Any]:
+    """The fields of a configuration that change the outputs but not the shapes of the tensors."""
+    return {field: value for field in _HIDDEN if (value := getattr(config, field, None)) is not None}
 
 
 def _is_checkpointed(layer: nn.Module) -> bool:
