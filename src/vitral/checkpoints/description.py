@@ -21,6 +21,11 @@ from vitral.errors import UserError
 
 _SUFFIX = re.compile(r"\.(?:safetensors|pth|pt|bin|ckpt|tar|npz)$")
 _PLAIN_FILES = ("model", "pytorch_model")  # their folder has the model's name
+# Counts in config.json that a file without some of its tensors would contradict.
+_COUNTS = {
+    **{"num_hidden_layers": "depth", "num_register_tokens": "registers"},
+    **{"depth": "depth", "reg_tokens": "registers"},
+}
 # Modules beside a backbone: the first are classifiers, the second projections of self-supervised pre-training.
 _CLASSIFIER = re.compile(r"(?:^|(?<=\.))(heads?|fc|classifier|linear|cls_head|classification_head|linear_head)\.(.+)")
 _PROJECTION = re.compile(r"(mlp|last_layer|proj|prototypes)\b")
@@ -115,6 +120,7 @@ def _architecture(file: WeightFile, path: Path, model: FoundModel) -> tuple[Arch
     if "heads" in known and header.hints.heads is None:
         header = replace(header, hints=replace(header.hints, heads=known["heads"]))
     architecture = table.architecture(header)
+    _check_counts(table, header, architecture)
     shape = {field: value for field, value in known.items() if field in ("depth", "width", "mlp", "patch")}
     if any(getattr(architecture, field, value) != value for field, value in shape.items()):
         known, header = {}, model.header
@@ -152,6 +158,16 @@ def _is_stated(table: Format, header: CheckpointHeader) -> bool:
     return ("model_args" if table.name == "timm" else "model_type") in (header.config or {})
 
 
+def _check_counts(table: Format, header: CheckpointHeader, architecture: Architecture) -> None:
+    if not _is_stated(table, header) or header.config is None:
+        return
+    stated = header.config["model_args"] if table.name == "timm" else header.config
+    for key, field in _COUNTS.items():
+        count, found = stated.get(key), getattr(architecture, field, None)
+        if isinstance(count, int) and found is not None and count != found:
+            raise UserError(f"config.json states {key}={count} and the tensors are of {found}: the file is incomplete.")
+
+
 def _named(file: WeightFile, path: Path) -> tuple[str, dict[str, Any]]:
     """The name of a released model, from config.json, the file or its folder, and what it implies."""
     names = [str((file.config or {}).get("architecture", "")), _stem(file.path), _stem(path)]
@@ -178,7 +194,7 @@ def _classifier(file: WeightFile, model: FoundModel, architecture: Architecture)
     """
     heads: dict[str, dict[str, str]] = {}  # name of the module -> its key in the file -> rest of the key
     for key, plain in model.outside.items():
-        match = _CLASSIFIER.search(plain)
+        match = None if plain.startswith(model.others) else _CLASSIFIER.search(plain)
         parent = plain[: match.start()] if match else ""
         if match and model.prefix.startswith(parent) and not _PROJECTION.match(match[2]):
             heads.setdefault(parent + match[1], {})[key] = match[2]

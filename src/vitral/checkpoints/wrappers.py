@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vitral.checkpoints.files import WeightFile
 from vitral.checkpoints.formats.native import CARD
@@ -33,6 +33,7 @@ class FoundModel:
     names: Mapping[str, str]  # key in the file -> key in the format's table
     outside: Mapping[str, str]  # all other keys of the file -> without the wrappers' parts
     notes: tuple[str, ...]  # what was removed from the keys, for `Card.changes`
+    others: tuple[str, ...] = ()  # the prefixes of other models in the file
 
     @property
     def part(self) -> str:
@@ -83,7 +84,7 @@ def find_model(file: WeightFile, tables: Iterable[Format], hints: Hints) -> Foun
     model = _recognised(file, plain, keys, chosen.prefix, tables, hints)
     assert model is not None
     _check_unique(model.names)
-    return model
+    return replace(model, others=tuple(others))
 
 
 def ignored_sentences(keys: Collection[str], prefix: str = "") -> list[str]:

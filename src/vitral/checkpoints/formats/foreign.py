@@ -46,11 +46,11 @@ _FAMILIES = (
     ),
     _Family(
         f"a Swin Transformer, whose attention has windows: {_TIMM}",
-        (r"(layers\.\d\.blocks|features\.\d)\.\d+\.(attn|attention\.self)\.relative_position_bias_table$",),
+        (r"(layers\.\d\.blocks|features\.\d)\.\d+\.(attn|attention)\..*relative_position_bias_table$",),
     ),
     _Family(
         "{size} of BEiT, which has relative positions in every block: {use}",
-        (r"(blocks|layer|encoder\.layer)\.0\..*relative_position_bias_table$",),
+        (r"(blocks|layers?)\.0\..*relative_position_bias_table$",),
     ),
     _Family("{size} of EVA, which has rotary positions or gated MLPs: {use}", (r"blocks\.0\.attn\.(q_bias|q_proj\.)",)),
     _Family("{size} of EVA, which has rotary positions or gated MLPs: {use}", (r"blocks\.0\.attn\.qkv\.", r"gamma_1$")),
@@ -74,7 +74,7 @@ _FAMILIES = (
     ),
     _Family(
         "the text tower of a CLIP model, without its vision tower: use the whole model",
-        (r"(text_model\.encoder\.layers\.0\.|transformer\.resblocks\.0\.)", r"token_embedding\.weight$"),
+        (r"(encoder\.layers\.0\.self_attn\.|transformer\.resblocks\.0\.)", r"token_embedding\.weight$"),
     ),
     _Family(
         f"a language model, not a vision model: {_TRANSFORMERS}",
