@@ -34,6 +34,7 @@ from vitral.checkpoints.weights import (
 )
 from vitral.cost import Cost, cost
 from vitral.errors import UserError
+from vitral.events import EventHandler, Note
 from vitral.models.build import Model, build
 from vitral.names import name_of, parse
 from vitral.reprs import SummaryRepr
@@ -99,16 +100,23 @@ def load(
     return assemble(checkpoint.weights), checkpoint.card
 
 
-def load_source(source: Source) -> tuple[Model, Card]:
+def load_source(source: Source, on_event: EventHandler | None = None) -> tuple[Model, Card]:
     """Load a source; a model that is loaded already is returned as it is.
 
     Args:
         source: whatever `load` takes, or the model and card that it returns.
+        on_event: handler of a note for each assumption about the weights.
 
     Returns:
         The model and its card.
     """
-    return source if isinstance(source, tuple) else load(source)
+    if isinstance(source, tuple):
+        return source
+    model, card = load(source)
+    for change in card.changes:
+        if on_event is not None and change.startswith(("assumed: ", "ignored: ")):
+            on_event(Note(f"{source}: {change}"))
+    return model, card
 
 
 def source_name(source: Source) -> str:

@@ -14,18 +14,13 @@ from vitral.checkpoints.files import WeightFile, open_weights
 from vitral.checkpoints.formats import FORMATS, format_named
 from vitral.checkpoints.formats.foreign import family_of
 from vitral.checkpoints.formats.native import NATIVE, card_of
-from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Hints, linear
+from vitral.checkpoints.formats.table import CONFIG_COUNTS, CheckpointHeader, Entry, Format, Hints, linear
 from vitral.checkpoints.known_names import named_architecture
 from vitral.checkpoints.wrappers import FoundModel, find_model, ignored_sentences, unused_keys
 from vitral.errors import UserError
 
 _SUFFIX = re.compile(r"\.(?:safetensors|pth|pt|bin|ckpt|tar|npz)$")
 _PLAIN_FILES = ("model", "pytorch_model")  # their folder has the model's name
-# Counts in config.json that a file without some of its tensors would contradict.
-_COUNTS = {
-    **{"num_hidden_layers": "depth", "num_register_tokens": "registers"},
-    **{"depth": "depth", "reg_tokens": "registers"},
-}
 # Modules beside a backbone: the first are classifiers, the second projections of self-supervised pre-training.
 _CLASSIFIER = re.compile(r"(?:^|(?<=\.))(heads?|fc|classifier|linear|cls_head|classification_head|linear_head)\.(.+)")
 _PROJECTION = re.compile(r"(mlp|last_layer|proj|prototypes)\b")
@@ -132,8 +127,9 @@ def _architecture(file: WeightFile, path: Path, model: FoundModel) -> tuple[Arch
         return architecture, [*table.assumptions(header, architecture), *header.assumed]
     if architecture.norm_place == "features" or architecture.pool == "map":
         known = {field: value for field, value in known.items() if field != "pool"}  # the tensors show another one
-    by_name = {field: known[field] for field in ("heads", "gelu", "pool", "norm_eps") if field in known}
     passed = {field: value for field in ("gelu", "pool") if (value := getattr(header.hints, field))}
+    chosen = {*passed, *(["heads"] if model.header.hints.heads else [])}
+    by_name = {f: known[f] for f in ("heads", "gelu", "pool", "norm_eps") if f in known and f not in chosen}
     before, architecture = architecture, replace(architecture, **{**by_name, **passed})
     changed = {field: value for field, value in passed.items() if getattr(before, field) != value}
     sentences = [*table.assumptions(header, architecture), *header.assumed]
@@ -161,8 +157,8 @@ def _is_stated(table: Format, header: CheckpointHeader) -> bool:
 def _check_counts(table: Format, header: CheckpointHeader, architecture: Architecture) -> None:
     if not _is_stated(table, header) or header.config is None:
         return
-    stated = header.config["model_args"] if table.name == "timm" else header.config
-    for key, field in _COUNTS.items():
+    stated = (header.config["model_args"] or {}) if table.name == "timm" else header.config
+    for key, field in CONFIG_COUNTS.items():
         count, found = stated.get(key), getattr(architecture, field, None)
         if isinstance(count, int) and found is not None and count != found:
             raise UserError(f"config.json states {key}={count} and the tensors are of {found}: the file is incomplete.")

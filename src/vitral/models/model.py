@@ -112,7 +112,7 @@ class VisionModel(nn.Module, Generic[ConfigT]):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if hasattr(destination, "_metadata"):
-            destination._metadata[prefix[:-1]][CONFIG] = _hidden_fields(self.config)
+            destination._metadata.setdefault(prefix[:-1], {})[CONFIG] = _hidden_fields(self.config)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Mapping[str, Any], *more: Any, **named: Any

@@ -23,6 +23,12 @@ Shape = tuple[int, ...]
 # The class token's position row in a format: a row of the table, folded into the class token, or as in the model.
 ClassRow = Literal["kept", "folded", "either"]
 
+# Counts in the config.json of transformers and timm, which a file without some of its tensors contradicts.
+CONFIG_COUNTS = {
+    **{"num_hidden_layers": "depth", "num_register_tokens": "registers"},
+    **{"depth": "depth", "reg_tokens": "registers"},
+}
+
 
 @dataclass(frozen=True)
 class Entry:
