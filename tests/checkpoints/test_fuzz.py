@@ -3,8 +3,8 @@
 What no reader can detect is left out:
 
 - values: two tensors of the same shape swapped, a square matrix transposed;
-- a complete file of another model: without all tensors of the head, without the registers where no config.json counts
-  them, or with one row of positions less, for the patches alone.
+- a complete file of another model: without all tensors of the head, or with one row of positions less, for the patches
+  alone; where no config.json or card counts them, also without registers, with fewer layers or more channels.
 
 `VITRAL_FUZZ=5000 pytest tests/checkpoints/test_fuzz.py` tries that many random changes of each format.
 """
@@ -239,11 +239,18 @@ def is_recorded(changes: set[str], touched: set[str]) -> bool:
 
 
 def is_another_model(case: Case, found: Architecture, touched: set[str], arrays: Arrays) -> bool:
-    """A complete file of a model without the head, the registers or the class token's position."""
-    headless = case.architecture.classes > 0 and found.classes == 0
-    rowless = getattr(case.architecture, "class_row", False) and not getattr(found, "class_row", False)
-    lacks_registers = any(OPTIONAL.search(key) for key in touched) and not any(map(OPTIONAL.search, arrays))
-    return headless or rowless or lacks_registers
+    """A complete file of a model without the head or the class token's position, or that nothing counts."""
+    original = case.architecture
+    headless = original.classes > 0 and found.classes == 0
+    rowless = getattr(original, "class_row", False) and not getattr(found, "class_row", False)
+    if FORMATS[case.format].config is not None or case.format == "vitral":
+        return headless or rowless
+    fewer_layers = getattr(found, "depth", 0) < getattr(original, "depth", 0)
+    return headless or rowless or fewer_layers or found.channels != original.channels or lost_registers(touched, arrays)
+
+
+def lost_registers(touched: set[str], arrays: Arrays) -> bool:
+    return any(map(OPTIONAL.search, touched)) and not any(map(OPTIONAL.search, arrays))
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,8 @@ ClassRow = Literal["kept", "folded", "either"]
 
 # Counts in the config.json of transformers and timm, which a file without some of its tensors contradicts.
 CONFIG_COUNTS = {
-    **{"num_hidden_layers": "depth", "num_register_tokens": "registers"},
-    **{"depth": "depth", "reg_tokens": "registers"},
+    **{"num_hidden_layers": "depth", "num_register_tokens": "registers", "num_channels": "channels"},
+    **{"depth": "depth", "reg_tokens": "registers", "in_chans": "channels"},
 }
 
 
