@@ -277,6 +277,23 @@ def test_ignored_tensors_of_a_format_are_listed(tmp_path):
         vitral.load(save(state, tmp_path / "b.safetensors"), heads=4)
 
 
+def test_two_names_of_one_tensor_are_refused(tmp_path):
+    state = hf_model("ViTForImageClassification").state_dict()
+    state["embeddings.cls_token"] = state["vit.embeddings.cls_token"] + 1
+    with pytest.raises(UserError, match=r"embeddings\.cls_token, which are both embeddings\.cls_token: remove one"):
+        vitral.load(save(state, tmp_path / "a.safetensors"), heads=4)
+
+
+@pytest.mark.parametrize(("missing", "words"), [(r"reg_token", "reg_tokens=3"), (r"blocks\.1\.", "depth=2")])
+def test_a_config_that_counts_more_than_the_file_has_is_refused(tmp_path, missing, words):
+    settings = {"reg_tokens": 3, "no_embed_class": True}
+    folder = timm_saved(timm_model(**settings), tmp_path / "a", **settings)
+    state = load_file(folder / "model.safetensors")
+    save({key: array for key, array in state.items() if not re.match(missing, key)}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=rf"config\.json states {words} and the tensors are of .*incomplete"):
+        vitral.load(folder)
+
+
 def test_sentences_are_grouped_by_branch():
     keys = ["a.head.w", "a.head.b", "queue", "b.x.y", "a.other"]
     assert ignored_sentences(keys, "a.backbone.") == [
