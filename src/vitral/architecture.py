@@ -280,7 +280,7 @@ def from_dict(description: Mapping[str, Any]) -> Architecture:
         if values.get("stem") is not None:
             values["stem"] = _stem_from_dict(values["stem"])
         if values.get("rope") is not None:
-            values["rope"] = _rope_from_dict(values["rope"])
+            values["rope"] = rope_from_dict(values["rope"])
         return config(**values)
     except TypeError as error:
         raise UserError(f"the architecture is incomplete ({error}).") from error
@@ -292,7 +292,8 @@ def _stem_from_dict(description: Mapping[str, Any]) -> StemConfig:
     return StemConfig(**values)
 
 
-def _rope_from_dict(description: Mapping[str, Any]) -> RopeConfig:
+def rope_from_dict(description: Mapping[str, Any]) -> RopeConfig:
+    """The inverse of `asdict`; its values may come from JSON."""
     values = dict(description)
     if values.get("reference") is not None:
         values["reference"] = tuple(values["reference"])

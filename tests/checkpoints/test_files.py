@@ -214,25 +214,38 @@ def w(value: float) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("content", "trail", "value"),
+    ("content", "names"),
     [
-        (w(1), None, 1),
-        ({"state_dict": w(1), "epoch": 3, "optimizer": {"model": w(5)}}, "state_dict", 1),
-        ({"model": w(1), "args": argparse.Namespace(lr=0.1), "step": torch.tensor(3)}, "model", 1),
-        ({"state_dict": w(1), "state_dict_ema": w(2)}, "state_dict_ema", 2),
-        ({"state_dict": w(1), "state_dict_ema": None}, "state_dict", 1),
-        ({"model": w(1), "ema": {"decay": 0.9, "shadow": w(2)}}, "model", 1),
-        ({"student": w(1), "teacher": w(2)}, "teacher", 2),
-        ({"model_state": {"module": w(4)}}, "model_state.module", 4),
-        ({"model": {"w": torch.tensor([6.0]), "name": "x", 3: torch.ones(1)}}, "model", 6),
+        (w(1), ["w"]),
+        ({"state_dict": w(1), "epoch": 3, "optimizer": {"state": {0: w(5)}}}, ["state_dict.w", "optimizer.state.0.w"]),
+        ({"model": w(1), "args": argparse.Namespace(lr=0.1), "step": torch.tensor(3)}, ["model.w", "step"]),
+        ({"state_dict": w(1), "state_dict_ema": w(2)}, ["state_dict.w", "state_dict_ema.w"]),
+        ({"state_dict": w(1), "state_dict_ema": None}, ["state_dict.w"]),
+        ({"model": [w(1), {"ema": {"decay": 0.9, "shadow": (w(2),)}}]}, ["model.0.w", "model.1.ema.shadow.0.w"]),
     ],
 )
 @pytest.mark.parametrize("modern", [True, False])
-def test_the_usual_nestings_are_unwrapped(tmp_path, content, trail, value, modern):
+def test_nested_tensors_have_dotted_names(tmp_path, content, names, modern):
+    """Nothing in a file is left out: `wrappers.py` decides which of the tensors are the model."""
     torch.save(content, tmp_path / "a.pth.tar", _use_new_zipfile_serialization=modern)
     file = open_weights(tmp_path / "a.pth.tar")
-    assert file.metadata == ({"unwrapped": trail} if trail else {})
-    assert same(read_tensors(file), w(value))
+    assert list(file.headers) == names
+    assert file.metadata == {}
+    assert float(read_tensors(file)[names[0]]) == 1
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path):
+    torch.save({"model": w(1), "model.w": torch.ones(1)}, tmp_path / "a.pth")
+    with pytest.raises(UserError, match=r"two tensors that are both called 'model\.w': save"):
+        open_weights(tmp_path / "a.pth")
+
+
+def test_repeated_dicts_do_not_multiply(tmp_path):
+    content: dict = w(1)
+    for _ in range(60):
+        content = {"a": content, "b": content}
+    torch.save(content, tmp_path / "a.pth")
+    assert len(open_weights(tmp_path / "a.pth").headers) == 1
 
 
 class Trap:
@@ -327,6 +340,10 @@ BAD = {
     "a.npz.gz": (gzip.compress(b"x" * 99), "compressed archive: unpack it"),
     "a.7z": (SEVEN_ZIP, "compressed archive: unpack it"),
     "photos.zip": (npz(("cat.jpg", JPEG)), "zip archive without arrays: unpack it"),
+    "model.gguf": (b"GGUF\x03" + bytes(60), "GGUF file .* load the checkpoint that it was made from"),
+    "model.onnx": (b"\x08\x08\x12\x07pytorch\x1a\x052.1.0" + bytes(60), "an ONNX program"),
+    "model.tflite": (b"\x1c\0\0\0TFL3" + bytes(60), "a TensorFlow Lite program"),
+    "model.h5": (b"\x89HDF\r\n\x1a\n" + bytes(60), "HDF5 file"),
     "hollow.npz": (npz(), "has no tensors: choose another"),
     "short.npz": (npz(("w.npy", npy(F4 % b"1", bytes(4))))[:-30], "truncated or damaged: download"),
     "claim.npz": (npz(("w.npy", npy(F4 % b"2500000000", bytes(8)))), r"claims 10,000,000,\d+ bytes.*download it again"),

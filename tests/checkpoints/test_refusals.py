@@ -353,7 +353,8 @@ def test_a_grid_that_is_not_square_needs_a_hint(tmp_path):
 def test_an_unknown_number_of_heads_needs_a_hint(tmp_path):
     weights = random_weights(ERF)
     written(weights, tmp_path / "model.safetensors", "torchvision")
-    assert "does not state its number of heads (width 32)" in refusal(lambda: read(tmp_path / "model.safetensors"))
+    text = refusal(lambda: read(tmp_path / "model.safetensors"))
+    assert "does not state its number of heads, and 2 layers of width 32 are no standard size: pass heads=" in text
     assert "5 heads do not divide" in refusal(lambda: read(tmp_path / "model.safetensors", hints=Hints(heads=5)))
     found = read(tmp_path / "model.safetensors", hints=Hints(heads=4)).weights
     assert same_bits(found.state, weights.state)

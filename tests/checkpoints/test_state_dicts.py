@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +18,8 @@ from torch import Tensor, nn
 import vitral
 from vitral.architecture import Architecture, ResNetConfig, ViTConfig
 from vitral.checkpoints.card import Card
-from vitral.checkpoints.formats.table import strip_wrappers
 from vitral.checkpoints.weights import assemble
+from vitral.checkpoints.wrappers import strip_wrappers
 from vitral.errors import UserError
 from vitral.models.adapters import LoraLinear, add_lora, merge_lora
 from vitral.models.build import build
@@ -103,6 +105,45 @@ def test_saving_refuses_what_it_cannot_describe(tmp_path: Path) -> None:
     assert vitral.load(tmp_path / "model.safetensors")[1].architecture.classes == 7
 
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "gelu": {"gelu": "erf"},
+    "norm_eps": {"norm_eps": 1e-12},
+    "heads": {"heads": 2},
+    "pool": {"pool": "mean"},
+    "position": {"position": "none"},
+}
+
+
+@pytest.mark.parametrize("field", OTHERS)
+def test_weights_of_a_model_that_computes_something_else_warn(field: str) -> None:
+    first = replace(SMALL, position="sincos2d") if field == "position" else SMALL
+    other = replace(first, **OTHERS[field])
+    state = build(other).state_dict()
+    message = rf"are of a model with {field}={getattr(other, field)} \(here {getattr(first, field)}\): it computes"
+    with pytest.warns(UserWarning, match=message):
+        build(first).load_state_dict(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build(other).load_state_dict(state)
+        build(first).load_state_dict(dict(state))  # without metadata nothing is known
+        nn.Sequential(build(other)).load_state_dict(nn.Sequential(build(other)).state_dict())
+        build(replace(other, dropout=0.5)).load_state_dict(state)
+    assert state.keys() == dict(build(other).named_parameters()).keys()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_state_dict_of_torch_save_states_what_its_tensors_do_not(tmp_path: Path, name: str) -> None:
+    """The metadata of a state dict survive torch.save: the model computes the same without a hint."""
+    model = build(ARCHITECTURES[name])
+    randomised(model)
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    loaded, card = vitral.load(tmp_path / "weights.pt", grid=(4, 4) if name == "relative" else None)
+    images = pictures(1, model.config.channels, *model.config.image)
+    with torch.no_grad():
+        assert torch.equal(loaded(images), model(images))
+    assert not re.search("gelu|heads|pool=token|norm", " ".join(card.changes)), card.changes
+
+
 def write_plain(state: dict[str, Tensor], path: Path) -> Path:
     save_file(state, path) if path.suffix == ".safetensors" else torch.save(state, path)
     return path
@@ -136,21 +177,20 @@ def test_a_plain_state_dict_loads(tmp_path: Path, name: str, suffix: str) -> Non
     ("architecture", "hints", "expected"),
     [
         (
-            replace(SMALL, width=64, heads=1),
-            {},
-            "heads=1, injection=input, pool=token, image=32x32, gelu=tanh, norm_place=tokens, norm_eps=1e-06, "
-            "resize=google",
+            SMALL,
+            {"heads": 4},
+            "image=32x32, gelu=tanh, norm_place=tokens, norm_eps=1e-06, resize=google, injection=input, pool=token",
         ),
         (
             replace(SMALL, pool="map", class_token=False, position="sincos2d"),
             {"heads": 4, "grid": (2, 3)},
-            "position=sincos2d, injection=input, image=16x24, gelu=tanh, norm_place=tokens, norm_eps=1e-06, "
-            "resize=google",
+            "image=16x24, gelu=tanh, norm_place=tokens, norm_eps=1e-06, resize=google, position=sincos2d, "
+            "injection=input",
         ),
         (
             replace(SMALL, position="relative", image=(16, 24)),
-            {"grid": (2, 3)},
-            "pool=token, image=16x24, gelu=tanh, norm_place=tokens, norm_eps=1e-06, resize=google",
+            {"grid": (2, 3), "gelu": "tanh", "pool": "token"},
+            "image=16x24, norm_place=tokens, norm_eps=1e-06, resize=google",
         ),
         (ResNetConfig(blocks=(1, 1, 1, 1), classes=2), {}, "image=224x224, root_pool=zero"),
     ],
@@ -173,16 +213,17 @@ def test_prefixes_of_wrappers_are_removed(tmp_path: Path, prefix: str) -> None:
 
 
 def test_wrappers_are_removed_only_where_they_wrap() -> None:
-    assert strip_wrappers(["module.a", "b"]) == {"module.a": "module.a", "b": "b"}
     assert strip_wrappers(["blocks.0._orig_mod.norm", "a"]) == {"blocks.0._orig_mod.norm": "blocks.0.norm", "a": "a"}
-    assert strip_wrappers(["module.module.a"]) == {"module.module.a": "a"}
+    assert strip_wrappers(["_fsdp_wrapped_module._orig_mod.a"]) == {"_fsdp_wrapped_module._orig_mod.a": "a"}
     assert strip_wrappers(["my_orig_mod.a"]) == {"my_orig_mod.a": "my_orig_mod.a"}
     assert strip_wrappers([]) == {}
+    with pytest.raises(UserError, match=r"has _orig_mod\.a and a, which are both a: remove one"):
+        strip_wrappers(["_orig_mod.a", "a"])
 
 
 def test_an_incomplete_plain_state_dict_is_refused(tmp_path: Path) -> None:
     state = random_weights(ERF).state
-    with pytest.raises(UserError, match=r"does not state its number of heads \(width 32\): pass heads="):
+    with pytest.raises(UserError, match=r"2 layers of width 32 are no standard size: pass heads="):
         vitral.load(write_plain(state, tmp_path / "a.pt"))
     missing = {key: tensor for key, tensor in state.items() if key != "norm.bias"}
     with pytest.raises(UserError, match=r"read as vitral: the file has no tensor norm\.bias"):

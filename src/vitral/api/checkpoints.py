@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitral.architecture import Architecture, ResizeRule, Size, ViTConfig, as_dict
+from vitral.architecture import Architecture, Gelu, Pool, ResizeRule, Size, ViTConfig, as_dict
 from vitral.atomic import check_writable
 from vitral.checkpoints.adapt import Adaptation, Weights
 from vitral.checkpoints.card import Card
@@ -34,6 +34,7 @@ from vitral.checkpoints.weights import (
 )
 from vitral.cost import Cost, cost
 from vitral.errors import UserError
+from vitral.events import EventHandler, Note
 from vitral.models.build import Model, build
 from vitral.names import name_of, parse
 from vitral.reprs import SummaryRepr
@@ -68,6 +69,9 @@ def load(
     resize: ResizeRule | None = None,
     grid: Size | None = None,
     heads: int | None = None,
+    gelu: Gelu | None = None,
+    pool: Pool | None = None,
+    part: str | None = None,
 ) -> tuple[Model, Card]:
     """Load a checkpoint of any supported format.
 
@@ -81,6 +85,9 @@ def load(
         resize: resize position embeddings by the rule of google, timm, hf, torchvision or dino.
         grid: rows and columns of the checkpoint's position embeddings, where they are not square.
         heads: number of attention heads, where the file does not state it.
+        gelu: GELU of the MLPs, where the file does not state it.
+        pool: pooling of the tokens, where the file does not state it.
+        part: which model to read of a file with several, such as teacher.
 
     Returns:
         The model in evaluation mode and its card; `card.changes` lists what was adapted.
@@ -89,20 +96,27 @@ def load(
         UserError: where there is no such checkpoint, or it cannot be read.
     """
     changes = Adaptation(image, patch, channels, classes, resize)
-    checkpoint = read_adapted(source, changes, format, Hints(grid, heads))
+    checkpoint = read_adapted(source, changes, format, Hints(grid, heads, gelu, pool, part))
     return assemble(checkpoint.weights), checkpoint.card
 
 
-def load_source(source: Source) -> tuple[Model, Card]:
+def load_source(source: Source, on_event: EventHandler | None = None) -> tuple[Model, Card]:
     """Load a source; a model that is loaded already is returned as it is.
 
     Args:
         source: whatever `load` takes, or the model and card that it returns.
+        on_event: handler of a note for each assumption about the weights.
 
     Returns:
         The model and its card.
     """
-    return source if isinstance(source, tuple) else load(source)
+    if isinstance(source, tuple):
+        return source
+    model, card = load(source)
+    for change in card.changes:
+        if on_event is not None and change.startswith(("assumed: ", "ignored: ")):
+            on_event(Note(f"{source}: {change}"))
+    return model, card
 
 
 def source_name(source: Source) -> str:
@@ -175,6 +189,9 @@ def convert(
     source_format: str | None = None,
     grid: Size | None = None,
     heads: int | None = None,
+    gelu: Gelu | None = None,
+    pool: Pool | None = None,
+    part: str | None = None,
 ) -> ConvertResult:
     """Convert a checkpoint to another format, verified on an image.
 
@@ -192,6 +209,9 @@ def convert(
         source_format: format of the source, where it is not recognised.
         grid: rows and columns of the source's position embeddings, where they are not square.
         heads: number of attention heads of the source, where the file does not state it.
+        gelu: GELU of the MLPs, where the file does not state it.
+        pool: pooling of the tokens, where the file does not state it.
+        part: which model to read of a file with several, such as teacher.
 
     Returns:
         What was written, and the largest difference of the outputs.
@@ -205,7 +225,7 @@ def convert(
     check_writable(target)
     table = format_named(format)
     changes = Adaptation(image, patch, channels, classes, resize)
-    checkpoint = _checkpoint(source, changes, source_format, Hints(grid, heads))
+    checkpoint = _checkpoint(source, changes, source_format, Hints(grid, heads, gelu, pool, part))
     written = prepared(checkpoint.weights, table).architecture
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".vitral-", dir=target.parent) as folder:
@@ -260,7 +280,14 @@ class CheckpointInfo(SummaryRepr):
 
 
 def info(
-    source: str | Path, *, format: str | None = None, grid: Size | None = None, heads: int | None = None
+    source: str | Path,
+    *,
+    format: str | None = None,
+    grid: Size | None = None,
+    heads: int | None = None,
+    gelu: Gelu | None = None,
+    pool: Pool | None = None,
+    part: str | None = None,
 ) -> CheckpointInfo:
     """Describe a checkpoint without loading its weights.
 
@@ -269,6 +296,9 @@ def info(
         format: format of the checkpoint, where it is not recognised (`vitral list formats`).
         grid: rows and columns of its position embeddings, where they are not square.
         heads: number of attention heads, where the file does not state it.
+        gelu: GELU of the MLPs, where the file does not state it.
+        pool: pooling of the tokens, where the file does not state it.
+        part: which model to read of a file with several, such as teacher.
 
     Returns:
         Architecture, classes, preprocessing, origin, size and sha256.
@@ -276,7 +306,7 @@ def info(
     Raises:
         UserError: where there is no such checkpoint, or it is not recognised.
     """
-    described = describe(located(source), format, Hints(grid, heads))
+    described = describe(located(source), format, Hints(grid, heads, gelu, pool, part))
     path, card = described.file.path, described.card
     return CheckpointInfo(
         path=path,

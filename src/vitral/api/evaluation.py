@@ -93,7 +93,7 @@ def evaluate(
         UserError: where an argument is wrong, or the classes of the data and the model do not match.
     """
     check_numbers(batch=batch)
-    model, card = load_source(source)
+    model, card = load_source(source, on_event)
     check_head(source, card)
     scored, notes = _eval_split(source, data, split)
     objectnet = str(data).partition(":")[0] == "objectnet"

@@ -109,7 +109,7 @@ def inspect(
         raise UserError(f"a page shows at most {MOST} images, not {len(split):,}: name fewer.")
     with displayed(on_event) as handler:
         handler(Progress("drawing the page", 0, 0 if split is None else len(split)))
-        model, card = load_source(source)
+        model, card = load_source(source, handler)
         model.to(compute_device(source, device))
         names = tuple(read_table(Path(classes), card.architecture.classes)[-1][1]) if classes else card.class_names
         learned, shown, reach, unreadable = _learned(model), [], None, ()

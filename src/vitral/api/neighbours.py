@@ -114,7 +114,7 @@ def search(
     kept = Path(index) if index else None
     if kept is not None and not kept.exists():
         check_writable(kept)
-    model, card = load_source(source)
+    model, card = load_source(source, on_event)
     model.to(compute_device(source, device))
     how = prepared(card, preprocess)
     asked = open_any_images(query)

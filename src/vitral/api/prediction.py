@@ -66,7 +66,7 @@ def predict(
     check_numbers(batch=batch, top=top)
     target = checked_output(output, (".csv", ".json"), "--output") if output else None
     split = open_any_images(images)
-    model, card, resolved, workers = _predictor(source, device)
+    model, card, resolved, workers = _predictor(source, device, on_event)
     check_head(source, card)
     with displayed(on_event) as handler:
         predictions = predict_split(
@@ -194,7 +194,7 @@ def embed(
     check_numbers(batch=batch)
     target = checked_output(output, (".npz",), "--output") if output else None
     split = open_any_images(images)
-    model, card, resolved, workers = _predictor(source, device)
+    model, card, resolved, workers = _predictor(source, device, on_event)
     with displayed(on_event) as handler:
         embeddings = embed_split(
             model,
@@ -258,13 +258,13 @@ def write_sample_images(data: str | Path, folder: Path, *, count: int) -> list[P
     return paths
 
 
-def _predictor(source: Source, device: str) -> tuple[Model, Card, str, int]:
+def _predictor(source: Source, device: str, on_event: EventHandler | None) -> tuple[Model, Card, str, int]:
     """A model to predict with, its card, its device, and the number of processes that read images.
 
     On a CPU a model that was loaded here is packed, which changes the last bits of a float32: `evaluate`, which repeats
     a run's own numbers exactly, uses a plain one.
     """
-    model, card = load_source(source)
+    model, card = load_source(source, on_event)
     resolved = compute_device(source, device)
     if resolved.split(":")[0] == "cpu" and not isinstance(source, tuple):
         pack(model)

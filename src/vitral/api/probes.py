@@ -104,7 +104,7 @@ def fewshot(
         raise UserError(f"{data} has no images to learn from, or none to test on: name a data set with both.")
     if opened.train.multilabel:
         raise UserError("few-shot classification needs one label per image.")
-    model, card = load_source(source)
+    model, card = load_source(source, on_event)
     how, resolved = prepared(card, preprocess), compute_device(source, device)
 
     def features(split: Split, handler: EventHandler) -> SplitFeatures:
@@ -177,7 +177,7 @@ def dedupe(
     target = checked_output(output, (".txt",), "--output") if output else None
     opened = open_data(train, held_out=0.0)
     others = [_tested(name) for name in against]
-    model, card = load_source(weights) if weights else (None, None)
+    model, card = load_source(weights, on_event) if weights else (None, None)
     how = prepared(card, preprocess) if card is not None else None
     with displayed(on_event) as handler:
         duplicates = find_duplicates(

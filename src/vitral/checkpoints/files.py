@@ -10,13 +10,10 @@ import hashlib
 import json
 import math
 import re
-import warnings
 import zipfile
-from argparse import Namespace
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
@@ -25,6 +22,7 @@ import safetensors.torch
 import torch
 
 from vitral.atomic import check_name
+from vitral.checkpoints.torch_files import is_short_of_memory, load_torch
 from vitral.errors import UserError
 
 Container = Literal["npz", "safetensors", "pickle"]
@@ -38,9 +36,6 @@ SAFETENSORS_DTYPES = {
 }
 NUMPY_DTYPES = frozenset(SAFETENSORS_DTYPES.values()) - {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
 
-# Keys under which training scripts store weights. Averaged ones first: those were evaluated and published.
-NESTS = ("state_dict_ema", "ema", "teacher", "state_dict", "model", "model_state", "module", "student")
-
 _HUB_MODEL = re.compile(r"[\w-]+/[\w.-]+")  # owner/name
 _FOLDER_FILES = (
     *("model.safetensors", "model.safetensors.index.json"),
@@ -48,6 +43,13 @@ _FOLDER_FILES = (
 )
 _SUFFIXES = (".npz", ".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".pth.tar")
 _ARCHIVES = (b"\x1f\x8b", b"7z\xbc\xaf\x27\x1c", b"\xfd7zXZ\0", b"BZh", b"\x28\xb5\x2f\xfd", b"Rar!")
+# Files of programs and of other frameworks, by their first bytes.
+_OTHER_FILES = (
+    (rb"GGUF", "a GGUF file (quantised weights of llama.cpp)"),
+    (rb"\x08.\x12.(pytorch|tf2onnx|onnx|skl2onnx|keras2onnx)", "an ONNX program"),
+    (rb"....TFL3", "a TensorFlow Lite program"),
+    (rb"\x89HDF", "an HDF5 file (weights of Keras)"),
+)
 _DEFLATE_LIMIT = 1032  # no deflate stream grows by more than this factor
 _CHUNK = 1 << 24
 
@@ -66,7 +68,7 @@ class WeightFile:
     path: Path  # the weight file; of a sharded set, its index
     container: Container
     headers: dict[str, TensorHeader]
-    metadata: dict[str, str]  # of a safetensors file; of a PyTorch file, "unwrapped": the keys that lead to the weights
+    metadata: dict[str, str]  # of a safetensors file; the configuration in a plain state dict of ours
     config: dict[str, Any] | None  # config.json in the same folder
     preprocessor: dict[str, Any] | None  # preprocessor_config.json in the same folder
 
@@ -125,15 +127,9 @@ def _readable(path: Path) -> Generator[None]:
     except PermissionError as error:
         raise UserError(f"{path} cannot be read: you have no permission; change its permissions.") from error
     except Exception as error:
-        if _is_short_of_memory(path, error):
+        if is_short_of_memory(path, error):
             raise MemoryError(str(error)) from error
         raise UserError(f"{path} is truncated or damaged: download or copy it again.") from error
-
-
-def _is_short_of_memory(path: Path, error: Exception) -> bool:
-    """On a CPU, torch reports this in a message only. A damaged file requests more memory than it has bytes."""
-    requested = re.search(r"allocate (\d+) bytes", str(error))
-    return "allocate memory" in str(error) and (requested is None or int(requested[1]) <= path.stat().st_size)
 
 
 def _find(source: Path) -> Path:
@@ -184,6 +180,9 @@ def _recognise(path: Path) -> Container:
         raise UserError(f"{path} is a git-lfs pointer, not the weights: run `git lfs pull` in its repository.")
     if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return _recognise_zip(path)
+    for pattern, what in _OTHER_FILES:
+        if re.match(pattern, head, re.DOTALL):
+            raise UserError(f"{path} is {what}, which is not supported: load the checkpoint that it was made from.")
     if head.startswith(_ARCHIVES) or head[257:262] == b"ustar":
         raise UserError(f"{path} is a compressed archive: unpack it and name the weight file inside.")
     if not re.search(rb"[\x00-\x08\x0e-\x1f]", head):
@@ -222,7 +221,7 @@ def _open_shard(path: Path) -> _ShardHeader:
             return _ShardHeader(container, {name: header for name, _, header in _npz_members(path)}, {})
         if container == "safetensors":
             return _ShardHeader(container, *_safetensors_headers(path))
-        tensors, metadata = _load_torch(path, "meta")
+        tensors, metadata = load_torch(path, "meta")
         return _ShardHeader(container, {name: _header_of(tensor) for name, tensor in tensors.items()}, metadata)
 
 
@@ -236,7 +235,7 @@ def _read_shard(path: Path) -> dict[str, torch.Tensor]:
         if container == "safetensors":
             _safetensors_headers(path)
             return safetensors.torch.load_file(path)
-        return _load_torch(path, "cpu")[0]
+        return load_torch(path, "cpu")[0]
 
 
 def _header_of(tensor: torch.Tensor) -> TensorHeader:
@@ -342,56 +341,3 @@ def _check_spans(path: Path, spans: list[tuple[int, int]], size: int) -> None:
     if position != size:
         claim = f"it claims {position:,} bytes of tensors and has {size:,}"
         raise UserError(f"{path} is truncated or damaged ({claim}): download it again.")
-
-
-def _load_torch(path: Path, device: Literal["cpu", "meta"]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of a `torch.save` file and, as metadata, the keys that lead to them; "meta" reads no values."""
-    mapped = device == "cpu" and zipfile.is_zipfile(path)  # so optimizer state in the file takes no memory
-    try:
-        # Training scripts store their options as a Namespace, a plain object that runs no code.
-        with torch.serialization.safe_globals([Namespace]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            content = torch.load(path, map_location=device, weights_only=True, mmap=mapped)
-    except Exception as error:
-        if isinstance(error, MemoryError) or _is_short_of_memory(path, error):
-            raise
-        raise UserError(_refusal(path, str(error))) from error
-    nested = _weights_in(content)
-    if nested is None:
-        keys = ", ".join(map(repr, islice(content, 8))) if isinstance(content, Mapping) else type(content).__name__
-        raise UserError(f"{path} has no named tensors (but: {keys}): save only model.state_dict().")
-    trail, tensors = nested
-    size = path.stat().st_size
-    for name, tensor in tensors.items():
-        if tensor.layout is not torch.strided or tensor.nbytes > size:
-            raise UserError(f"{path} claims more of {name!r} than the file has: save it again as plain tensors.")
-    return tensors, {"unwrapped": ".".join(trail)} if trail else {}
-
-
-def _weights_in(content: Any, depth: int = 4) -> tuple[list[str], dict[str, torch.Tensor]] | None:
-    """The keys that lead to the weights, and the weights. `depth` limits the recursion: a dict may contain itself."""
-    if not isinstance(content, Mapping) or depth == 0:
-        return None
-    for key in NESTS:
-        if nested := _weights_in(content.get(key), depth - 1):
-            return [key, *nested[0]], nested[1]
-    tensors = {
-        name: value.detach()
-        for name, value in content.items()
-        if isinstance(name, str) and isinstance(value, torch.Tensor)
-    }
-    return ([], tensors) if tensors else None
-
-
-def _refusal(path: Path, message: str) -> str:
-    trusted = (
-        f'on a machine that trusts it, save only the tensors, checkpoint = torch.load("{path.name}", '
-        f'weights_only=False) and torch.save(checkpoint["model"], "weights.pth")'
-    )
-    if "TorchScript" in message:
-        return f"{path} is a TorchScript program, not weights: save its model.state_dict() instead."
-    if refused := re.search(r"GLOBAL (\w+(?:\.\w+)+)\s", message):
-        return f"{path} has {refused[1]}, which is refused because unpickling it can run code: {trusted}."
-    if "weights_only" in message:
-        return f"{path} is damaged, or not a plain torch.save file: download it again or, {trusted}."
-    return f"{path} is truncated or damaged: download or copy it again."

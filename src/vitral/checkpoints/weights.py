@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from vitral.architecture import Architecture, ViTConfig
+from vitral.architecture import Architecture, ResNetConfig, ViTConfig
 from vitral.atomic import atomic_write
 from vitral.checkpoints.adapt import (
     Adaptation,
@@ -22,32 +21,23 @@ from vitral.checkpoints.adapt import (
     without_class_row,
 )
 from vitral.checkpoints.card import Card
-from vitral.checkpoints.files import WeightFile, open_weights, read_tensors, sha256
-from vitral.checkpoints.formats import FORMATS, format_named
-from vitral.checkpoints.formats.native import CARD, NATIVE, card_of, entries
+from vitral.checkpoints.description import Description, describe
+from vitral.checkpoints.files import read_tensors, sha256
+from vitral.checkpoints.formats import format_named
+from vitral.checkpoints.formats.native import CARD, NATIVE, entries
 from vitral.checkpoints.formats.table import (
     CheckpointHeader,
     Format,
     Hints,
     heads_of,
     read_entries,
-    strip_wrappers,
     write_entries,
 )
+from vitral.checkpoints.wrappers import strip_wrappers
 from vitral.checkpoints.write import write_json, write_npz, write_safetensors
 from vitral.errors import UserError
 from vitral.models.adapters import LoraLinear
 from vitral.models.build import Model, build
-
-
-@dataclass(frozen=True)
-class Description:
-    """A checkpoint without its tensors: the file, its format and its card."""
-
-    file: WeightFile
-    format: Format
-    header: CheckpointHeader
-    card: Card
 
 
 @dataclass(frozen=True)
@@ -58,34 +48,6 @@ class Checkpoint:
     weights: Weights
     card: Card
     unmapped: tuple[str, ...]
-
-
-def describe(path: Path, format: str | None = None, hints: Hints | None = None) -> Description:
-    """Recognise a checkpoint and derive its architecture without reading its tensors.
-
-    Args:
-        path: a weight file, or a folder that has one.
-        format: name of the format, None to recognise it.
-        hints: what the file does not state.
-    """
-    file = open_weights(path)
-    table, header = _recognise(file, format, hints or Hints())
-    try:
-        architecture = table.architecture(header)
-    except UserError as error:
-        raise UserError(f"{file.path}, read as {table.name}: {error}") from error
-    if table is NATIVE and (card := card_of(header)):
-        return Description(file, table, header, card)
-    names = table.class_names(header)
-    card = Card(
-        architecture=architecture,
-        class_names=names if len(names) == architecture.classes else (),
-        preprocess=table.preprocess(header, architecture),
-        source=path.name,
-        format=table.name,
-        changes=table.assumptions(header, architecture),
-    )
-    return Description(file, table, header, card)
 
 
 def read(path: Path, format: str | None = None, hints: Hints | None = None) -> Checkpoint:
@@ -102,10 +64,11 @@ def read(path: Path, format: str | None = None, hints: Hints | None = None) -> C
     described = describe(path, format, hints)
     table, card = described.format, described.card
     try:
-        tensors, ignored = _read_used_tensors(described)
+        tensors = read_tensors(described.file)
+        used = {name: tensors[key] for key, name in described.names.items()}
         shapes = {entry.ours: entry.shape for entry in entries(card.architecture)}
-        tensors = table.unpack(tensors, card.architecture)
-        state, unused = read_entries(table.entries(card.architecture), tensors, shapes)
+        used = table.unpack(used, card.architecture)
+        state, unused = read_entries(described.entries, used, shapes)
         if unused:
             names = ", ".join(unused[:3]) + (", ..." if unused[3:] else "")
             raise UserError(
@@ -113,16 +76,19 @@ def read(path: Path, format: str | None = None, hints: Hints | None = None) -> C
             )
     except UserError as error:
         raise UserError(f"{described.file.path}, read as {table.name}: {error}") from error
+    if isinstance(card.architecture, ResNetConfig) and card.architecture.classes:  # a classifier may have none
+        state.setdefault("head.output.bias", torch.zeros(shapes["head.output.bias"]))
     if not card.sha256:
         card = replace(card, sha256=sha256(described.file.path))
-    notes = _dtype_notes(described.file)
-    return Checkpoint(table.name, Weights(card.architecture, state, (*card.changes, *notes)), card, tuple(ignored))
+    changes = (*card.changes, *_dtype_notes(described))
+    return Checkpoint(table.name, Weights(card.architecture, state, changes), card, described.ignored)
 
 
 def read_adapted(
     source: str | Path, changes: Adaptation, format: str | None = None, hints: Hints | None = None
 ) -> Checkpoint:
     """Read a file, a folder or a hub name, adapt the weights, and update the card accordingly."""
+    hints = replace(hints or Hints(), replaces_head=changes.classes is not None)
     checkpoint = read(located(source), format, hints)
     card, before = checkpoint.card, checkpoint.weights.architecture
     if is_hub_name(str(source)) and checkpoint.format != "vitral":
@@ -282,42 +248,6 @@ def _guessed_heads(architecture: ViTConfig) -> int | None:
         return None
 
 
-def _recognise(file: WeightFile, name: str | None, hints: Hints) -> tuple[Format, CheckpointHeader]:
-    tables = [format_named(name)] if name else list(FORMATS.values())
-    for table in tables:
-        header = _header(file, table, hints)
-        if table.recognises(header):
-            return table, header
-    tensors = ", ".join(list(file.headers)[:3])
-    expected = f"a {name} file" if name else "a checkpoint in a supported format"
-    raise UserError(f"{file.path} is not {expected}: its tensors are {tensors}, ...; `vitral list formats` shows them.")
-
-
-def _header(file: WeightFile, table: Format, hints: Hints) -> CheckpointHeader:
-    renames = _renames(file.headers, table)
-    shapes = {renames[key]: header.shape for key, header in file.headers.items()}
-    return CheckpointHeader(shapes, file.config, file.preprocessor, file.metadata, hints)
-
-
-def _renames(keys: Iterable[str], table: Format) -> dict[str, str]:
-    """Map each key of a file to the key of the table."""
-    stripped = strip_wrappers(keys)
-    renamed = table.renames(stripped.values())
-    return {key: renamed[name] for key, name in stripped.items()}
-
-
-def _read_used_tensors(described: Description) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors by the keys of the table, and the keys of the file that the format ignores."""
-    tensors = read_tensors(described.file)
-    renames = _renames(tensors, described.format)
-    pattern = re.compile(described.format.ignored)
-    used = {entry.theirs for entry in described.format.entries(described.card.architecture)}
-    ignored = [key for key, new in renames.items() if pattern.match(new) and new not in used]
-    for key in ignored:
-        del tensors[key]
-    return {renames[key]: array for key, array in tensors.items()}, ignored
-
-
 def _arrays(weights: Weights, table: Format) -> Mapping[str, Tensor]:
     arrays = table.pack(write_entries(table.entries(weights.architecture), weights.state), weights.architecture)
     for key, shape in table.zeros(weights.architecture).items():
@@ -332,9 +262,9 @@ def _write_file(path: Path, table: Format, arrays: Mapping[str, Tensor], card: C
         write_safetensors(path, arrays, {CARD: card.to_json()} if table is NATIVE else None)
 
 
-def _dtype_notes(file: WeightFile) -> list[str]:
+def _dtype_notes(described: Description) -> list[str]:
     exact = {"bfloat16": "exact", "float16": "exact", "float64": "rounded"}
-    dtypes = {header.dtype for header in file.headers.values()}
+    dtypes = {described.file.headers[key].dtype for key in described.names}
     return [f"weights {dtype} -> float32 ({how})" for dtype, how in exact.items() if dtype in dtypes]
 
 

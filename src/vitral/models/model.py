@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -15,6 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from vitral.architecture import ResNetConfig, ViTConfig
 from vitral.errors import UserError
 from vitral.models.init import lecun_normal
+
+# State dicts have no place for what their tensors do not show; `state_dict()._metadata` has, and torch.save keeps it.
+CONFIG = "vitral.config"
+_HIDDEN = (
+    *("heads", "gelu", "pool", "norm_eps", "norm_place", "position", "injection", "post_norm"),
+    *("map_heads", "map_prefix", "root_pool", "epsilons"),
+)
 
 ConfigT = TypeVar("ConfigT", ViTConfig, ResNetConfig)
 
@@ -104,6 +112,21 @@ class VisionModel(nn.Module, Generic[ConfigT]):
         like = next(self.parameters())
         self.head = Head(self.config.features, classes).to(like.device, like.dtype).train(self.training)
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):
+            destination._metadata.setdefault(prefix[:-1], {})[CONFIG] = _hidden_fields(self.config)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Mapping[str, Any], *more: Any, **named: Any
+    ) -> None:
+        own, theirs = _hidden_fields(self.config), local_metadata.get(CONFIG, {})
+        differing = [field for field in own if theirs.get(field, own[field]) != own[field]]
+        if differing:
+            pairs = ", ".join(f"{field}={theirs[field]} (here {own[field]})" for field in differing)
+            warnings.warn(f"these weights are of a model with {pairs}: it computes other outputs.", stacklevel=2)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *more, **named)
+
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Keep only the inputs of blocks (ViT) or bottlenecks (ResNet), and recompute the rest in the backward pass.
 
@@ -116,6 +139,15 @@ class VisionModel(nn.Module, Generic[ConfigT]):
             if enable:
                 # The instance's forward, not a call of the layer: hooks (FSDP's among them) stay outside of it.
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
+
+
+def _hidden_fields(config: ViTConfig | ResNetConfig) -> dict[str, Any]:
+    """The fields of a configuration that change the outputs but not the shapes of the tensors."""
+    fields = {field: value for field in _HIDDEN if (value := getattr(config, field, None)) is not None}
+    if isinstance(config, ViTConfig):
+        fields["rope"] = asdict(config.rope) if config.rope else {}
+        fields |= {"epsilons": config.stem.epsilons} if config.stem else {}
+    return fields
 
 
 def _is_checkpointed(layer: nn.Module) -> bool:

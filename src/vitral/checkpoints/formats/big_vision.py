@@ -33,6 +33,7 @@ def _architecture(header: CheckpointHeader) -> ViTConfig:
     token = header.has("cls")
     pool: Pool = "token" if token else "map" if header.has(f"{_MAP}/probe") else "mean"
     if not header.has(_POSITION):
+        header.assume("assumed: fixed sin-cos positions, as the file has no table of positions")
         # The file does not show the grid, and nothing depends on it: 224 pixels without a hint.
         rows, columns = header.hints.grid or (224 // sizes["patch"], 224 // sizes["patch"])
         image = (rows * sizes["patch"], columns * sizes["patch"])

@@ -9,12 +9,11 @@ from vitral.architecture import Architecture, ViTConfig
 from vitral.checkpoints.formats import timm
 from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Shape, grid_of_rows, norm
 
-_WRAPPERS = re.compile(r"^(?:module\.|teacher\.|student\.|backbone\.|_orig_mod\.)+")
 _CHUNK = re.compile(r"^blocks\.\d+\.(\d+)\.")  # sharded training groups the blocks: blocks.CHUNK.INDEX
 
 
 def _renames(keys: Iterable[str]) -> dict[str, str]:
-    return {key: _CHUNK.sub(r"blocks.\1.", _WRAPPERS.sub("", key)) for key in keys}
+    return {key: _CHUNK.sub(r"blocks.\1.", key) for key in keys}
 
 
 def _architecture(header: CheckpointHeader) -> ViTConfig:
@@ -71,11 +70,11 @@ DINO = Format(
     name="dino",
     title="DINO and DINOv2 backbones (safetensors)",
     container="safetensors",
-    recognises=lambda header: header.has("blocks.0.attn.qkv.weight") and header.has("cls_token"),
+    recognises=lambda header: all(map(header.has, ("blocks.0.attn.qkv.weight", "cls_token", "pos_embed"))),
     architecture=_architecture,
     entries=_entries,
     unsupported_reason=_unsupported_reason,
     renames=_renames,
-    ignored=r"mask_token$|(dino_|ibot_)?head\.",
+    ignored=r"mask_token$|(dino_|ibot_)head\.|head\.(mlp|last_layer)\.",  # projection heads of the pre-training
     zeros=_zeros,
 )

@@ -1,19 +1,21 @@
 """vitral's own format: a safetensors file with our parameter names, and the card in its metadata.
 
 A plain state dict of ours without a card (`torch.save(model.state_dict(), ...)`) is read as well. Its architecture is
-derived from the shapes; what shapes do not show is assumed, and `assumptions` lists it for the card.
+derived from the shapes; what shapes do not show is in the metadata that torch.save keeps or, where that is lost,
+assumed, and `assumptions` lists it for the card.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from vitral.architecture import (
     Architecture,
-    ModuleConfig,
     Pool,
     Position,
     ResNetConfig,
@@ -21,11 +23,13 @@ from vitral.architecture import (
     Size,
     StemConfig,
     ViTConfig,
+    rope_from_dict,
 )
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, grid_of_rows, heads_of
 from vitral.errors import UserError
 from vitral.models.build import build
+from vitral.models.model import CONFIG
 
 CARD = "vitral.card"
 
@@ -58,7 +62,26 @@ def _architecture(header: CheckpointHeader) -> Architecture:
             "the state dict has LoRA adapters: load it into the model it is from and write that with vitral.save, "
             "which merges them."
         )
-    return _resnet(header) if header.has("root.weight") else _vit(header)
+    derived = _resnet(header) if header.has("root.weight") else _vit(header)
+    stated = _stated(header)
+    if "rope" in stated:
+        stated["rope"] = rope_from_dict(stated["rope"]) if stated["rope"] else None
+    if "epsilons" in stated and isinstance(derived, ViTConfig) and derived.stem:
+        derived = replace(derived, stem=replace(derived.stem, epsilons=stated["epsilons"]))
+    return replace(derived, **{field: value for field, value in stated.items() if hasattr(derived, field)})
+
+
+def _stated(header: CheckpointHeader) -> dict[str, Any]:
+    """The fields in the metadata of a state dict, but for those that a user has passed or that tensors show."""
+    stated = json.loads(header.metadata.get(CONFIG, "{}"))
+    shown = {field for field in ("heads", "gelu", "pool") if getattr(header.hints, field)}
+    if header.has("map.probe") or not header.has("class_token") or stated.get("pool") == "map":
+        shown.add("pool")
+    if any(key.startswith("positions.") or ".relative." in key for key in header.shapes):
+        shown |= {"position"} | ({"injection"} if stated.get("injection") == "every" else set())
+    if any(key.startswith("positions.1.") for key in header.shapes):
+        shown.add("injection")
+    return {field: value for field, value in stated.items() if field not in shown}
 
 
 def _vit(header: CheckpointHeader) -> ViTConfig:
@@ -197,7 +220,7 @@ def _heads(header: CheckpointHeader, depth: int, width: int) -> int:
         return header.shape("rope.frequencies", 4)[2]
     if header.has("blocks.0.attention.q_norm.weight"):
         return width // header.shape("blocks.0.attention.q_norm.weight", 1)[0]
-    return heads_of(header, depth, width)
+    return _stated(header).get("heads") or heads_of(header, depth, width)
 
 
 def _first_axis(header: CheckpointHeader, key: str) -> int:
@@ -209,26 +232,20 @@ def _assumptions(header: CheckpointHeader, architecture: Architecture) -> tuple[
     """What the shapes of a plain state dict do not show; nothing where there is a card."""
     if CARD in header.metadata:
         return ()
-    c, assumed = architecture, []
-    assert not isinstance(c, ModuleConfig)
+    c, assumed = architecture, {"image": f"{architecture.image[0]}x{architecture.image[1]}"}
     if isinstance(c, ResNetConfig):
-        assumed += [f"image={c.image[0]}x{c.image[1]}", f"root_pool={c.root_pool}"]
-        return (f"assumed: {', '.join(assumed)}",)
-    if header.hints.heads is None and c.position not in ("relative", "bias") and not (c.rope or c.qk_norm):
-        assumed.append(f"heads={c.heads}")
-    if c.position in ("none", "sincos2d"):
-        assumed.append(f"position={c.position}")
-    assumed.append("rope=mixed, of adjacent channels" if c.rope else "rope=none")
-    if c.pool == "map":
-        assumed += ["map_heads=heads", "map_prefix=False"]
-    assumed.append("post_norm=False")
-    if c.position in ("1d", "2d", "sincos2d") and c.injection == "input":
-        assumed.append("injection=input")
-    if c.class_token and c.pool == "token":
-        assumed.append("pool=token")
-    assumed += [f"image={c.image[0]}x{c.image[1]}", f"gelu={c.gelu}", f"norm_place={c.norm_place}"]
-    assumed += [f"norm_eps={c.norm_eps:g}", f"resize={c.resize}"]
-    return (f"assumed: {', '.join(assumed)}",)
+        assumed |= {"root_pool": c.root_pool, "epsilons": c.epsilons}
+    elif isinstance(c, ViTConfig):
+        assumed |= {"gelu": c.gelu, "norm_place": c.norm_place, "norm_eps": f"{c.norm_eps:g}", "resize": c.resize}
+        assumed |= {"position": c.position} if c.position in ("none", "sincos2d") else {}
+        adds = c.position in ("1d", "2d", "sincos2d") and c.injection == "input"
+        assumed |= {"injection": c.injection} if adds else {}
+        assumed |= {"pool": c.pool} if c.class_token and c.pool == "token" else {}
+        assumed |= {"rope": "mixed, of adjacent channels" if c.rope else "none", "post_norm": str(c.post_norm)}
+        assumed |= {"map_heads": str(c.heads), "map_prefix": str(c.map_prefix)} if c.pool == "map" else {}
+        assumed |= {"epsilons": c.stem.epsilons} if c.stem else {}
+    known = {*_stated(header), *(field for field in ("gelu", "pool") if getattr(header.hints, field))}
+    return (f"assumed: {', '.join(f'{field}={value}' for field, value in assumed.items() if field not in known)}",)
 
 
 def _preprocess(header: CheckpointHeader, architecture: Architecture) -> Preprocess | None:

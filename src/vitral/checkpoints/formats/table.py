@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vitral.architecture import Architecture, Epsilons, Position, Size, ViTConfig
+from vitral.architecture import Architecture, Epsilons, Gelu, Pool, Position, Size, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.errors import UserError
 from vitral.names import size_of
@@ -23,6 +23,12 @@ Shape = tuple[int, ...]
 Tensors = dict[str, Tensor]
 # The class token's position row in a format: a row of the table, folded into the class token, or as in the model.
 ClassRow = Literal["kept", "folded", "either"]
+
+# Counts in the config.json of transformers and timm, which a file without some of its tensors contradicts.
+CONFIG_COUNTS = {
+    **{"num_hidden_layers": "depth", "num_register_tokens": "registers", "num_channels": "channels"},
+    **{"depth": "depth", "reg_tokens": "registers", "in_chans": "channels"},
+}
 
 
 @dataclass(frozen=True)
@@ -54,10 +60,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Hints:
-    """What some formats do not store and a user may have to pass."""
+    """What some files do not state and a user may have to pass."""
 
     grid: Size | None = None
     heads: int | None = None
+    gelu: Gelu | None = None
+    pool: Pool | None = None
+    part: str | None = None  # which of several models in a file
+    replaces_head: bool = False  # the classifier of the file will not be used
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,12 @@ class CheckpointHeader:
     preprocessor: Mapping[str, Any] | None = None  # preprocessor_config.json
     metadata: Mapping[str, str] = field(default_factory=dict)
     hints: Hints = field(default_factory=Hints)
+    assumed: list[str] = field(default_factory=list)  # for `Card.changes`; formats add to it with `assume`
+
+    def assume(self, sentence: str) -> None:
+        """Record what the file does not state and a format takes for granted."""
+        if sentence not in self.assumed:
+            self.assumed.append(sentence)
 
     def has(self, key: str) -> bool:
         return key in self.shapes
@@ -147,21 +163,6 @@ class Format:
     file_key: Callable[[str, Architecture], str] = lambda key, c: key  # key of the table -> key in a written file
 
 
-_COMPILED = re.compile(r"(?:^|(?<=\.))_orig_mod\.")
-
-
-def strip_wrappers(keys: Iterable[str]) -> dict[str, str]:
-    """Map each key of a file to the key without the prefixes that wrappers of a module add.
-
-    These are "_orig_mod." of torch.compile, on the whole model or a part of it, and "module." of DataParallel and
-    DistributedDataParallel, if all keys have it.
-    """
-    stripped = {key: _COMPILED.sub("", key) for key in keys}
-    while stripped and all(key.startswith("module.") for key in stripped.values()):
-        stripped = {key: _COMPILED.sub("", name.removeprefix("module.")) for key, name in stripped.items()}
-    return stripped
-
-
 def read_entries(
     entries: list[Entry], theirs: Mapping[str, Tensor], shapes: Mapping[str, Shape]
 ) -> tuple[dict[str, Tensor], list[str]]:
@@ -193,15 +194,23 @@ def write_entries(entries: list[Entry], state: Mapping[str, Tensor]) -> dict[str
 
 
 def heads_of(header: CheckpointHeader, depth: int, width: int) -> int:
-    """The number of heads, which fused projections hide: the hint, that of a standard size, or 64 channels each."""
+    """The number of heads, which fused projections hide: the hint, or that of the standard size, which is recorded.
+
+    Raises:
+        UserError: no standard size has this depth and width, so that any number would be a guess.
+    """
     if header.hints.heads:
         return header.hints.heads
     standard = size_of(depth, width)
-    if standard:
-        return standard.heads
-    if width % 64:
-        raise UserError(f"the file does not state its number of heads (width {width}): pass heads=.")
-    return width // 64
+    if standard is None:
+        usual = f", such as heads={width // 64} for 64 channels each" if width % 64 == 0 else ""
+        raise UserError(
+            f"the file does not state its number of heads, and {depth} layers of width {width} are no standard size: "
+            f"pass heads={usual}."
+        )
+    size = f"{depth} layers and width {width}"
+    header.assume(f"assumed: {standard.heads} heads, as every standard ViT of {size}; pass heads= if not")
+    return standard.heads
 
 
 def grid_of_rows(header: CheckpointHeader, rows: int) -> Size:

@@ -1,0 +1,229 @@
+"""Describe a checkpoint from its header: which model it holds, its architecture, and all that is assumed or ignored."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vitral.architecture import Architecture, ModelConfig, ModuleConfig, ViTConfig
+from vitral.checkpoints.card import Card
+from vitral.checkpoints.files import WeightFile, open_weights
+from vitral.checkpoints.formats import FORMATS, format_named
+from vitral.checkpoints.formats.foreign import family_of
+from vitral.checkpoints.formats.native import NATIVE, card_of
+from vitral.checkpoints.formats.table import CONFIG_COUNTS, CheckpointHeader, Entry, Format, Hints, linear
+from vitral.checkpoints.known_names import named_architecture
+from vitral.checkpoints.wrappers import FoundModel, find_model, ignored_sentences, unused_keys
+from vitral.errors import UserError
+
+_SUFFIX = re.compile(r"\.(?:safetensors|pth|pt|bin|ckpt|tar|npz)$")
+_PLAIN_FILES = ("model", "pytorch_model")  # their folder has the model's name
+# Modules beside a backbone: the first are classifiers, the second projections of self-supervised pre-training.
+_CLASSIFIER = re.compile(r"(?:^|(?<=\.))(heads?|fc|classifier|linear|cls_head|classification_head|linear_head)\.(.+)")
+_PROJECTION = re.compile(r"(mlp|last_layer|proj|prototypes)\b")
+
+
+@dataclass(frozen=True)
+class Description:
+    """A checkpoint without its tensors: the file, its format and its card."""
+
+    file: WeightFile
+    format: Format
+    header: CheckpointHeader
+    card: Card
+    names: Mapping[str, str]  # key in the file -> key of an entry, of the tensors to read
+    entries: list[Entry]
+    ignored: tuple[str, ...]  # keys in the file of all other tensors; `card.changes` lists them
+
+
+@dataclass(frozen=True)
+class _Classifier:
+    """A linear layer outside of the backbone that reads its features."""
+
+    name: str
+    names: Mapping[str, str]  # key in the file -> key of an entry
+    classes: int
+    bias: bool
+
+    def entries(self, features: int) -> list[Entry]:
+        layer = linear(f"outside {self.name}", "head.output", features, self.classes)
+        return layer if self.bias else layer[:1]
+
+
+def describe(path: Path, format: str | None = None, hints: Hints | None = None) -> Description:
+    """Recognise a checkpoint and derive its architecture without reading its tensors.
+
+    Args:
+        path: a weight file, or a folder that has one.
+        format: name of the format, None to recognise it.
+        hints: what the file does not state.
+    """
+    file = open_weights(path)
+    try:
+        model = find_model(file, [format_named(format)] if format else FORMATS.values(), hints or Hints())
+    except UserError as error:
+        raise error if str(file.path) in str(error) else UserError(f"{file.path}: {error}") from error
+    if model is None:
+        raise UserError(_unknown_file(file, format))
+    try:
+        return _described(file, path, model)
+    except UserError as error:
+        raise UserError(f"{file.path}, read as {model.format.name}: {error}") from error
+
+
+def _described(file: WeightFile, path: Path, model: FoundModel) -> Description:
+    table = model.format
+    card = card_of(model.header) if table is NATIVE else None
+    architecture, assumed = (card.architecture, []) if card else _architecture(file, path, model)
+    entries = table.entries(architecture)
+    names, outside = dict(model.names), dict(model.outside)
+    ignored, _ = unused_keys(model, {entry.theirs for entry in entries})
+    notes = [*model.notes, *ignored_sentences(ignored)]
+    if (classifier := _classifier(file, model, architecture)) and not isinstance(architecture, ModuleConfig):
+        entries += classifier.entries(architecture.features)
+        names |= classifier.names
+        outside = {key: name for key, name in outside.items() if key not in classifier.names}
+        architecture = _with_classes(architecture, classifier)
+        missing = "" if classifier.bias else ", without a bias"
+        notes.append(
+            f'assumed: the classifier "{classifier.name}." ({classifier.classes} classes{missing}) reads the '
+            "backbone's features; pass classes=0 to leave it out"
+        )
+    notes += ignored_sentences(list(outside.values()), model.prefix)
+    unmapped = [key for key, name in model.names.items() if name in set(ignored)]
+    kept = {key: name for key, name in names.items() if key not in set(unmapped)}
+    if card is None:
+        classes = table.class_names(model.header)
+        card = Card(
+            architecture=architecture,
+            class_names=classes if len(classes) == architecture.classes else (),
+            preprocess=table.preprocess(model.header, architecture),
+            source=path.name,
+            format=table.name,
+            changes=(*notes, *assumed),
+        )
+    return Description(file, table, model.header, card, kept, entries, (*unmapped, *outside))
+
+
+def _with_classes(architecture: ModelConfig, classifier: _Classifier) -> ModelConfig:
+    if isinstance(architecture, ViTConfig):
+        return replace(architecture, classes=classifier.classes, head_bias=classifier.bias)
+    return replace(architecture, classes=classifier.classes)
+
+
+def _architecture(file: WeightFile, path: Path, model: FoundModel) -> tuple[Architecture, list[str]]:
+    """The architecture by the header, the hints and the name of the file, and what was assumed."""
+    table, header = model.format, model.header
+    name, known = ("", {}) if table.config is None or _is_stated(table, header) else _named(file, path)
+    if "heads" in known and header.hints.heads is None:
+        header = replace(header, hints=replace(header.hints, heads=known["heads"]))
+    architecture = table.architecture(header)
+    _check_counts(table, header, architecture)
+    shape = {field: value for field, value in known.items() if field in ("depth", "width", "mlp", "patch")}
+    if any(getattr(architecture, field, value) != value for field, value in shape.items()):
+        known, header = {}, model.header
+        header.assume(f"the name {name} is not used: the file has other sizes")
+        architecture = table.architecture(header)
+    if not isinstance(architecture, ViTConfig):
+        if header.hints.gelu or header.hints.pool:
+            raise UserError("a ResNet has neither GELU nor a choice of pooling: leave out gelu= and pool=.")
+        return architecture, [*table.assumptions(header, architecture), *header.assumed]
+    if architecture.norm_place == "features" or architecture.pool == "map":
+        known = {field: value for field, value in known.items() if field != "pool"}  # the tensors show another one
+    passed = {field: value for field in ("gelu", "pool") if (value := getattr(header.hints, field))}
+    chosen = {*passed, *(["heads"] if model.header.hints.heads else [])}
+    by_name = {f: known[f] for f in ("heads", "gelu", "pool", "norm_eps") if f in known and f not in chosen}
+    before, architecture = architecture, replace(architecture, **{**by_name, **passed})
+    changed = {field: value for field, value in passed.items() if getattr(before, field) != value}
+    sentences = [*table.assumptions(header, architecture), *header.assumed]
+    sentences += [f"by the name {name}: {_fields(by_name)}"] if by_name else []
+    sentences += [f"as passed: {_fields(changed)}"] if changed else []
+    return architecture, sentences + _unstated(table, header, architecture, {*by_name, *passed})
+
+
+def _unstated(table: Format, header: CheckpointHeader, c: ViTConfig, stated: set[str]) -> list[str]:
+    """What a file without its config.json does not state, in formats that have one."""
+    if table.config is None or _is_stated(table, header):
+        return []
+    hidden = ["gelu", "norm_eps", *(["pool"] if c.class_token and c.pool != "map" else [])]
+    assumed = {field: getattr(c, field) for field in hidden if field not in stated}
+    options = " or ".join(f"{field}=" for field in ("gelu", "pool") if field in assumed)
+    usual = f"assumed: {_fields(assumed)}, as is usual for {table.name}"
+    return [usual + (f"; pass {options} if not" if options else "")] if assumed else []
+
+
+def _is_stated(table: Format, header: CheckpointHeader) -> bool:
+    """Whether config.json is that of the format and states more than the name of the model."""
+    return ("model_args" if table.name == "timm" else "model_type") in (header.config or {})
+
+
+def _check_counts(table: Format, header: CheckpointHeader, architecture: Architecture) -> None:
+    if not _is_stated(table, header) or header.config is None:
+        return
+    stated = (header.config["model_args"] or {}) if table.name == "timm" else header.config
+    for key, field in CONFIG_COUNTS.items():
+        count, found = stated.get(key), getattr(architecture, field, None)
+        if isinstance(count, int) and found is not None and count != found:
+            raise UserError(f"config.json states {key}={count} and the tensors are of {found}: the file is incomplete.")
+
+
+def _named(file: WeightFile, path: Path) -> tuple[str, dict[str, Any]]:
+    """The name of a released model, from config.json, the file or its folder, and what it implies."""
+    names = [str((file.config or {}).get("architecture", "")), _stem(file.path), _stem(path)]
+    if _stem(file.path) in _PLAIN_FILES:
+        names.append(file.path.absolute().parent.name)
+    for name in filter(None, names):
+        if (known := named_architecture(name)) is not None:
+            return name, known
+    return "", {}
+
+
+def _stem(path: Path) -> str:
+    name = path.name
+    while (shorter := _SUFFIX.sub("", name)) != name:
+        name = shorter
+    return name
+
+
+def _classifier(file: WeightFile, model: FoundModel, architecture: Architecture) -> _Classifier | None:
+    """The classifier beside a backbone, such as "fc.weight" beside "backbone.blocks.0...".
+
+    Raises:
+        UserError: there is a head that is not one linear layer on the features, and nobody asked to replace it.
+    """
+    heads: dict[str, dict[str, str]] = {}  # name of the module -> its key in the file -> rest of the key
+    for key, plain in model.outside.items():
+        match = None if plain.startswith(model.others) else _CLASSIFIER.search(plain)
+        parent = plain[: match.start()] if match else ""
+        if match and model.prefix.startswith(parent) and not _PROJECTION.match(match[2]):
+            heads.setdefault(parent + match[1], {})[key] = match[2]
+    if not heads or model.header.hints.replaces_head or isinstance(architecture, ModuleConfig):
+        return None
+    (name, keys), *more = heads.items()
+    weight = next((key for key, rest in keys.items() if rest == "weight"), "")
+    shape = file.headers[weight].shape if weight else ()
+    fits = len(shape) == 2 and shape[1] == architecture.features and set(keys.values()) <= {"weight", "bias"}
+    if more or not fits or architecture.classes or getattr(architecture, "representation", 0):
+        raise UserError(
+            f'the file has a head outside of its backbone ("{name}.") that is not one linear layer on its '
+            f"{architecture.features} features: pass classes=0 to load the backbone alone."
+        )
+    names = {key: f"outside {name}.{rest}" for key, rest in keys.items()}
+    return _Classifier(name, names, shape[0], "bias" in keys.values())
+
+
+def _fields(values: Mapping[str, Any]) -> str:
+    texts = {field: f"{value:g}" if isinstance(value, float) else str(value) for field, value in values.items()}
+    return ", ".join(f"{field}={text}" for field, text in texts.items())
+
+
+def _unknown_file(file: WeightFile, format: str | None) -> str:
+    family = None if format else family_of({key: header.shape for key, header in file.headers.items()})
+    if family:
+        return f"{file.path} is {family}."
+    tensors = ", ".join(list(file.headers)[:3])
+    expected = f"a {format} file" if format else "a checkpoint in a supported format"
+    return f"{file.path} is not {expected}: its tensors are {tensors}, ...; `vitral list formats` shows them."

@@ -1,0 +1,205 @@
+"""Find the model in a weight file: under the prefixes that wrappers and training scripts add, alone or among others.
+
+The prefixes are not a list: any path is one under which some format recognises its keys. What is outside of it is
+either another model, of which the user chooses one, or returned as the keys that the model does not use.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from vitral.checkpoints.files import WeightFile
+from vitral.checkpoints.formats.native import CARD
+from vitral.checkpoints.formats.table import CheckpointHeader, Format, Hints
+from vitral.errors import UserError
+
+# torch.compile, FSDP and activation checkpointing wrap a whole model or any part of it.
+_MODULE_WRAPPER = re.compile(r"(?:^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_LAYER = re.compile(r"(?:^|[./_])\d+[./]")  # the index of a layer, which the keys of every model have
+_FEWEST = 10  # tensors of a model; a model of one layer has more
+ROOT = "."  # the `part` of keys without a prefix
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """One model in a file, recognised by its keys."""
+
+    format: Format
+    header: CheckpointHeader
+    prefix: str  # in front of all its keys, such as "module.backbone."
+    names: Mapping[str, str]  # key in the file -> key in the format's table
+    outside: Mapping[str, str]  # all other keys of the file -> without the wrappers' parts
+    notes: tuple[str, ...]  # what was removed from the keys, for `Card.changes`
+    others: tuple[str, ...] = ()  # the prefixes of other models in the file
+
+    @property
+    def part(self) -> str:
+        """The prefix as an error prints it."""
+        return self.prefix.rstrip("./") or ROOT
+
+
+def strip_wrappers(keys: Iterable[str]) -> dict[str, str]:
+    """Map each key to the key without the parts that torch.compile, FSDP and activation checkpointing add.
+
+    Raises:
+        UserError: two keys would be the same.
+    """
+    plain = {key: _MODULE_WRAPPER.sub("", key) for key in keys}
+    _check_unique(plain)
+    return plain
+
+
+def find_model(file: WeightFile, tables: Iterable[Format], hints: Hints) -> FoundModel | None:
+    """The model of a file, None if no format recognises one.
+
+    Args:
+        file: the file.
+        tables: the formats, in the order of recognition.
+        hints: `hints.part` chooses one of several models.
+
+    Raises:
+        UserError: there are several models, or none is the chosen part.
+    """
+    plain, tables = strip_wrappers(file.headers), list(tables)
+    prefixes = [""] if CARD in file.metadata else _prefixes(plain.values())
+    models: list[list[FoundModel]] = []
+    for prefix in prefixes:
+        keys = [key for key, name in plain.items() if name.startswith(prefix)]
+        found = _recognised(file, plain, keys, prefix, tables, hints)
+        if found is None:
+            continue
+        around = next((group for group in models if prefix.startswith(group[0].prefix)), None)
+        if around is None or _is_separate(file, plain, around[0], prefix, tables, hints):
+            models.append([found])
+        else:  # the same model, as the format allows a prefix of its own
+            around.append(found)
+    if not models:
+        return None
+    chosen = _chosen(file, [_complete(group) for group in models], hints.part)
+    others = [group[0].prefix for group in models if group[0].prefix != chosen.prefix and chosen not in group]
+    keys = [key for key, name in plain.items() if _is_inside(name, chosen.prefix, others)]
+    model = _recognised(file, plain, keys, chosen.prefix, tables, hints)
+    assert model is not None
+    _check_unique(model.names)
+    return replace(model, others=tuple(others))
+
+
+def ignored_sentences(keys: Collection[str], prefix: str = "") -> list[str]:
+    """What is not used of a file, as sentences for `Card.changes`: one for each branch outside of `prefix`."""
+    counts = Counter(_branch(key, prefix) for key in keys)
+    return [
+        f'ignored: {count} tensor{"s" * (count > 1)} under "{branch}"'
+        if branch.endswith((".", "/"))
+        else f'ignored: tensor "{branch}"'
+        for branch, count in counts.items()
+    ]
+
+
+def unused_keys(model: FoundModel, used: Collection[str]) -> tuple[list[str], list[str]]:
+    """The keys of a model, as in the table, that its format ignores, and those that it does not know."""
+    pattern = re.compile(model.format.ignored)
+    rest = [name for name in model.names.values() if name not in used]
+    ignored = [name for name in rest if pattern.match(name)]
+    return ignored, [name for name in rest if not pattern.match(name)]
+
+
+def _prefixes(keys: Iterable[str]) -> list[str]:
+    """Paths of which the keys have layers, the shortest first; always the empty one."""
+    counts: Counter[str] = Counter()
+    for key in keys:
+        ends = [match.end() for match in re.finditer(r"[./]", key)]
+        counts.update(key[:end] for end in ends if _LAYER.search(key[end:]))
+    sizes = Counter({prefix: 0 for prefix in counts})
+    for key in keys:
+        sizes.update(key[: match.end()] for match in re.finditer(r"[./]", key) if key[: match.end()] in counts)
+    return ["", *sorted((prefix for prefix in counts if sizes[prefix] >= _FEWEST), key=len)]
+
+
+def _recognised(
+    file: WeightFile, plain: Mapping[str, str], keys: Collection[str], prefix: str, tables: list[Format], hints: Hints
+) -> FoundModel | None:
+    """The model that these keys, less the prefix, are in the first format that recognises them."""
+    for table in tables:
+        renamed = table.renames([plain[key].removeprefix(prefix) for key in keys])
+        names = {key: renamed[plain[key].removeprefix(prefix)] for key in keys}
+        shapes = {name: file.headers[key].shape for key, name in names.items()}
+        header = CheckpointHeader(shapes, file.config, file.preprocessor, file.metadata, hints)
+        if table.recognises(header):
+            outside = {key: name for key, name in plain.items() if key not in names}
+            return FoundModel(table, header, prefix, names, outside, _notes(keys, prefix))
+    return None
+
+
+def _notes(keys: Collection[str], prefix: str) -> tuple[str, ...]:
+    wrappers = {match[1]: None for key in keys for match in _MODULE_WRAPPER.finditer(key)}
+    notes = [f'keys: "{wrapper}." removed' for wrapper in wrappers]
+    return (*notes, *([f'keys: prefix "{prefix}" removed'] if prefix else []))
+
+
+def _is_separate(
+    file: WeightFile, plain: Mapping[str, str], outer: FoundModel, prefix: str, tables: list[Format], hints: Hints
+) -> bool:
+    """Whether the outer keys are still a model without those under the prefix."""
+    keys = [key for key in outer.names if not plain[key].startswith(prefix)]
+    return _recognised(file, plain, keys, outer.prefix, tables, hints) is not None
+
+
+def _complete(group: list[FoundModel]) -> FoundModel:
+    """The widest view of a model in which its format knows every key; else the widest, for the error it leads to."""
+    return next((model for model in group if len(group) == 1 or _knows_every_key(model)), group[0])
+
+
+def _knows_every_key(model: FoundModel) -> bool:
+    try:
+        entries = model.format.entries(model.format.architecture(model.header))
+    except UserError:
+        return False
+    return not unused_keys(model, {entry.theirs for entry in entries})[1]
+
+
+def _chosen(file: WeightFile, models: list[FoundModel], part: str | None) -> FoundModel:
+    names = " and ".join(f'"{model.part}"' for model in models)
+    if part is None and len(models) > 1:
+        options = " or ".join(f'part="{_shortest_part(model, models)}"' for model in models)
+        raise UserError(f"{file.path} holds {len(models)} models, {names}: pass {options}.")
+    matching = models if part is None else _matching(models, part)
+    if len(matching) != 1:
+        count = "no model" if not matching else "more than one model"
+        raise UserError(f'{file.path} has {count} for part="{part}": it holds {names}.')
+    return matching[0]
+
+
+def _matching(models: list[FoundModel], part: str) -> list[FoundModel]:
+    """The models whose prefix is the part, starts with it or has it as a component."""
+    part = part.rstrip("./") or ROOT
+    exact = [model for model in models if model.part == part]
+    inside = [model for model in models if part in re.split("[./]", model.part) or model.part.startswith(f"{part}.")]
+    return exact or inside
+
+
+def _shortest_part(model: FoundModel, models: list[FoundModel]) -> str:
+    words = [word for word in re.split("[./]", model.part) if word]
+    return next((word for word in words if _matching(models, word) == [model]), model.part)
+
+
+def _is_inside(name: str, prefix: str, others: list[str]) -> bool:
+    nested = [other for other in others if other.startswith(prefix)]
+    return name.startswith(prefix) and not name.startswith(tuple(nested))
+
+
+def _branch(key: str, prefix: str) -> str:
+    """The shortest start of a key, up to a separator, that the prefix does not share."""
+    for match in re.finditer(r"[./]", key):
+        if not prefix.startswith(key[: match.end()]):
+            return key[: match.end()]
+    return key
+
+
+def _check_unique(names: Mapping[str, str]) -> None:
+    if len(set(names.values())) < len(names):
+        twice = next(name for name, count in Counter(names.values()).items() if count > 1)
+        first, second = [key for key, name in names.items() if name == twice][:2]
+        raise UserError(f"the file has {first} and {second}, which are both {twice}: remove one of them.")

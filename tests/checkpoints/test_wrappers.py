@@ -1,0 +1,452 @@
+"""Files as training scripts leave them: wrapped, nested, with two models or other tensors beside the model.
+
+The judge is the wrapped model itself (timm's, transformers'): a file loads with its outputs, or is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracles import (
+    ERF,
+    SMALL,
+    gap,
+    hf_model,
+    outcome,
+    outside,
+    pictures,
+    quiet,
+    random_weights,
+    randomised,
+    timm_model,
+    timm_saved,
+    written,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import vitral
+from vitral.api.checkpoints import load_source
+from vitral.checkpoints import description
+from vitral.checkpoints.formats.foreign import family_of
+from vitral.checkpoints.wrappers import ignored_sentences
+from vitral.cli import main
+from vitral.errors import UserError
+from vitral.events import Note
+
+LIMIT = 1e-5
+IMAGES = pictures(2, 3, 32, 32)
+State = dict[str, Tensor]
+
+
+def save(content: Any, path: Path) -> Path:
+    if path.suffix == ".safetensors":
+        save_file({key: tensor.clone() for key, tensor in content.items()}, path)
+    else:
+        torch.save(content, path)
+    return path
+
+
+def prefixed(prefix: str, state: State) -> State:
+    return {f"{prefix}{key}": tensor for key, tensor in state.items()}
+
+
+def loads_as(model: nn.Module, path: Path, **options: Any) -> tuple[str, ...]:
+    """Load a file, compare the outputs with the model's in float64, and return what the card says."""
+    loaded, card = vitral.load(path, heads=4, **options)
+    with torch.no_grad():
+        assert gap(loaded.double()(IMAGES.double()), outcome(deepcopy(model).double(), IMAGES.double())) <= 1e-9
+    return tuple(change for change in card.changes if not change.startswith("assumed: gelu"))
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_a_compiled_model_of_timm_keeps_its_classifier(tmp_path, suffix):
+    model = timm_model()
+    compiled: Any = torch.compile(model, backend="eager")
+    path = save(compiled.state_dict(), tmp_path / f"a.{suffix}")
+    assert loads_as(model, path) == ('keys: "_orig_mod." removed',)
+    assert vitral.info(path, heads=4).card.format == "timm"
+
+
+PREFIXES = [
+    *("module.", "model.", "backbone.", "encoder.", "net.", "network.", "timm_model.", "student.", "teacher."),
+    *("trunk.", "visual.", "vision_model.", "ema_model.", "0.", "visual.trunk.", "model.encoder.", "x/y."),
+    *("module.model.backbone.", "state_dict.model.net.", "blocks.", "vit."),
+]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("family", ["timm", "hf"])
+def test_any_prefix_is_removed_and_recorded(tmp_path, prefix, family):
+    model = timm_model() if family == "timm" else hf_model("ViTForImageClassification")
+    path = save(prefixed(prefix, model.state_dict()), tmp_path / "a.safetensors")
+    loaded, card = vitral.load(path, heads=4)
+    expected = outcome(model, IMAGES)
+    with torch.no_grad():
+        assert gap(loaded(IMAGES), expected if family == "timm" else expected.logits) <= LIMIT
+    assert f'keys: prefix "{prefix}" removed' in card.changes
+
+
+@pytest.mark.parametrize(
+    "prefix", ["module._orig_mod.", "_orig_mod.module.", "model._orig_mod.", "_fsdp_wrapped_module.net._orig_mod."]
+)
+def test_wrappers_combine_in_any_order(tmp_path, prefix):
+    model = timm_model()
+    changes = loads_as(model, save(prefixed(prefix, model.state_dict()), tmp_path / "a.pt"))
+    assert len(changes) >= 2
+    assert all(change.startswith("keys: ") and change.endswith("removed") for change in changes)
+
+
+def test_a_file_of_lightning_lists_its_other_tensors(tmp_path):
+    model = timm_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(IMAGES).sum().backward()
+    optimizer.step()
+    model.eval()
+    content = {
+        "state_dict": {**prefixed("model.", model.state_dict()), "criterion.weight": torch.ones(5)},
+        "optimizer_states": [optimizer.state_dict()],
+        "hyper_parameters": {"lr": 0.1},
+        "epoch": 3,
+    }
+    count = 3 * len(list(model.parameters()))
+    assert loads_as(model, save(content, tmp_path / "last.ckpt")) == (
+        'keys: prefix "state_dict.model." removed',
+        'ignored: 1 tensor under "state_dict.criterion."',
+        f'ignored: {count} tensors under "optimizer_states."',
+    )
+
+
+def test_a_file_of_distributed_training_loads(tmp_path):
+    model = timm_model()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        path = save({"model": wrapped.state_dict(), "step": torch.tensor(3)}, tmp_path / "a.pt")
+    finally:
+        torch.distributed.destroy_process_group()
+    assert loads_as(model, path) == ('keys: prefix "model.module." removed', 'ignored: tensor "step"')
+
+
+PAIRS = [
+    ("student.", "teacher."),
+    ("student.backbone.", "teacher.backbone."),
+    ("module.base_encoder.", "module.momentum_encoder."),
+    ("model.", "model_ema.module."),
+    ("state_dict.", "state_dict_ema."),
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("nested", [False, True])
+def test_of_two_models_one_is_chosen(tmp_path, pair, nested):
+    models = [randomised(timm_model(), seed) for seed in (1, 2)]
+    states = [model.state_dict() for model in models]
+    if nested:  # in a pickle, the first word is the key of a dict
+        content = {}
+        for prefix, state in zip(pair, states, strict=True):
+            first, _, rest = prefix.partition(".")
+            content.setdefault(first, {}).update(prefixed(rest, state))
+        path = save(content, tmp_path / "a.pt")
+    else:
+        path = save({**prefixed(pair[0], states[0]), **prefixed(pair[1], states[1])}, tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match="holds 2 models") as caught:
+        vitral.load(path, heads=4)
+    text = str(caught.value)
+    assert all(f'"{prefix[:-1]}"' in text for prefix in pair)
+    parts = re.findall(r'part="([^"]+)"', text)
+    for model, prefix, part in zip(models, pair, parts, strict=True):
+        for choice in {part, prefix}:
+            changes = loads_as(model, path, part=choice)
+            assert f'keys: prefix "{prefix}" removed' in changes
+            assert sum(change.startswith(f"ignored: {len(states[0])} tensors under") for change in changes) == 1
+    with pytest.raises(UserError, match=r'no model for part="other": it holds'):
+        vitral.info(path, part="other")
+
+
+def test_equal_copies_and_a_copy_beside_plain_keys_are_two_models(tmp_path):
+    model = timm_model()
+    state = model.state_dict()
+    path = save({**state, **prefixed("ema.", state)}, tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match=r'holds 2 models, "\." and "ema": pass part="\." or part="ema"\.'):
+        vitral.load(path, heads=4)
+    for part in (".", "ema"):
+        loads_as(model, path, part=part)
+
+
+def test_convert_and_the_command_take_a_part(tmp_path, capsys, monkeypatch):
+    states = [prefixed(name, timm_model().state_dict()) for name in ("student.", "teacher.")]
+    path = save({**states[0], **states[1]}, tmp_path / "a.safetensors")
+    result = vitral.convert(path, tmp_path / "b.safetensors", format="vitral", heads=4, part="teacher")
+    assert 'keys: prefix "teacher." removed' in result.changes
+    assert set(result.unmapped) == set(states[0])
+    monkeypatch.setattr(
+        "sys.argv", ["vitral", "info", f"{path}", *["--heads", "4", "--part", "student", "--gelu", "tanh"]]
+    )
+    main()
+    printed = " ".join(capsys.readouterr().out.split())
+    assert 'prefix "student." removed' in printed
+    assert "as passed: gelu=tanh" in printed
+
+
+def test_a_text_tower_is_ignored_and_listed(tmp_path):
+    """OpenCLIP with a tower of timm's: the text tower has layers, too, but is no second model."""
+    model = timm_model(num_classes=0)
+    text = {f"text.transformer.resblocks.{i}.attn.in_proj_weight": torch.ones(24, 8) for i in range(12)}
+    state = {**prefixed("visual.trunk.", model.state_dict()), **text, "logit_scale": torch.ones(())}
+    state["visual.head.proj.weight"] = torch.ones(16, 32)
+    assert loads_as(model, save(state, tmp_path / "a.safetensors")) == (
+        'keys: prefix "visual.trunk." removed',
+        'ignored: tensor "logit_scale"',
+        'ignored: 12 tensors under "text."',
+        'ignored: 1 tensor under "visual.head."',
+    )
+
+
+class Classifier(nn.Module):
+    """A backbone with a classifier beside it, as many training scripts write it."""
+
+    def __init__(self, name: str, bias: bool = True) -> None:
+        super().__init__()
+        self.backbone, self.name = timm_model(num_classes=0), name
+        self.add_module(name, nn.Linear(32, 7, bias=bias))
+        randomised(self)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.get_submodule(self.name)(self.backbone(images))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", ["head", "fc", "classifier", "linear"])
+@pytest.mark.parametrize("outer", ["", "module.", "state_dict.model."])
+def test_a_classifier_beside_the_backbone_is_used(tmp_path, name, bias, outer):
+    model = Classifier(name, bias).eval()
+    path = save(prefixed(outer, model.state_dict()), tmp_path / "a.safetensors")
+    changes = loads_as(model, path)
+    assert any(f'classifier "{outer}{name}." (7 classes' in change for change in changes), changes
+    assert vitral.info(path, heads=4).card.architecture.classes == 7
+    changes = loads_as(model.backbone, path, classes=0)
+    assert any(change.startswith("ignored: ") and f'"{outer}{name}."' in change for change in changes)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"head.0.weight": torch.ones(9, 32), "head.2.weight": torch.ones(5, 9)},
+        {"fc.weight": torch.ones(5, 64), "fc.bias": torch.ones(5)},
+        {"head.weight": torch.ones(5, 32), "fc.weight": torch.ones(5, 32)},
+        {"head.weight": torch.ones(32), "head.bias": torch.ones(32)},
+    ],
+)
+def test_a_head_of_another_kind_is_refused_and_may_be_left_out(tmp_path, head):
+    model = timm_model(num_classes=0)
+    path = save({**prefixed("backbone.", model.state_dict()), **head}, tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match=r"a head outside of its backbone .* pass classes=0"):
+        vitral.load(path, heads=4)
+    loads_as(model, path, classes=0)
+
+
+def test_a_second_head_is_refused(tmp_path):
+    state = {**prefixed("backbone.", timm_model().state_dict()), "fc.weight": torch.ones(5, 32)}
+    with pytest.raises(UserError, match="a head outside of its backbone"):
+        vitral.load(save(state, tmp_path / "a.safetensors"), heads=4)
+
+
+def test_the_backbone_of_a_dinov2_classifier_loads_without_its_head(tmp_path):
+    model = hf_model("Dinov2ForImageClassification", mlp_ratio=2)
+    path = save(model.state_dict(), tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match=r"a head outside of its backbone|class token and the mean together"):
+        vitral.load(path, heads=4)
+    loaded, card = vitral.load(path, heads=4, classes=0)
+    with torch.no_grad():
+        assert gap(loaded(IMAGES), outcome(model.dinov2, IMAGES).pooler_output) <= LIMIT
+    assert 'ignored: 2 tensors under "classifier."' in card.changes
+
+
+def test_ignored_tensors_of_a_format_are_listed(tmp_path):
+    c = replace(ERF, classes=0, layer_scale=True, mlp=64)
+    written(random_weights(c), tmp_path / "a.safetensors", "dino")
+    assert 'ignored: tensor "mask_token"' in vitral.load(tmp_path / "a.safetensors", heads=4)[1].changes
+    state = {**load_file(tmp_path / "a.safetensors"), "head.weight": torch.ones(5, 32), "head.bias": torch.ones(5)}
+    with pytest.raises(UserError, match="2 of its tensors are not part of this format"):
+        vitral.load(save(state, tmp_path / "b.safetensors"), heads=4)
+
+
+def test_two_names_of_one_tensor_are_refused(tmp_path):
+    state = hf_model("ViTForImageClassification").state_dict()
+    state["embeddings.cls_token"] = state["vit.embeddings.cls_token"] + 1
+    with pytest.raises(UserError, match=r"embeddings\.cls_token, which are both embeddings\.cls_token: remove one"):
+        vitral.load(save(state, tmp_path / "a.safetensors"), heads=4)
+
+
+@pytest.mark.parametrize(("missing", "words"), [(r"reg_token", "reg_tokens=3"), (r"blocks\.1\.", "depth=2")])
+def test_a_config_that_counts_more_than_the_file_has_is_refused(tmp_path, missing, words):
+    settings = {"reg_tokens": 3, "no_embed_class": True}
+    folder = timm_saved(timm_model(**settings), tmp_path / "a", **settings)
+    state = load_file(folder / "model.safetensors")
+    save({key: array for key, array in state.items() if not re.match(missing, key)}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=rf"config\.json states {words} and the tensors are of .*incomplete"):
+        vitral.load(folder)
+
+
+def test_sentences_are_grouped_by_branch():
+    keys = ["a.head.w", "a.head.b", "queue", "b.x.y", "a.other"]
+    assert ignored_sentences(keys, "a.backbone.") == [
+        'ignored: 2 tensors under "a.head."',
+        'ignored: tensor "queue"',
+        'ignored: 1 tensor under "b."',
+        'ignored: tensor "a.other"',
+    ]
+
+
+# --- what the tensors do not show
+
+
+def test_a_file_without_config_says_what_is_assumed(tmp_path):
+    path = save(timm_model().state_dict(), tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match="does not state its number of heads"):
+        vitral.load(path)
+    assert vitral.load(path, heads=4)[1].changes == (
+        "assumed: gelu=erf, norm_eps=1e-06, pool=token, as is usual for timm; pass gelu= or pool= if not",
+    )
+    assert vitral.load(path, heads=4, gelu="erf", pool="token")[1].changes == (
+        "assumed: norm_eps=1e-06, as is usual for timm",
+    )
+
+
+def test_a_standard_size_has_standard_heads_and_says_so(tmp_path):
+    weights = random_weights(replace(ERF, depth=12, width=192, heads=3))
+    written(weights, tmp_path / "a.safetensors", "torchvision")
+    _, card = vitral.load(tmp_path / "a.safetensors")
+    assert card.changes == ("assumed: 3 heads, as every standard ViT of 12 layers and width 192; pass heads= if not",)
+    assert vitral.load(tmp_path / "a.safetensors", heads=3)[1].changes == ()
+
+
+def test_verbs_print_what_is_assumed(tmp_path):
+    weights = random_weights(replace(ERF, depth=12, width=192, heads=3))
+    written(weights, tmp_path / "a.safetensors", "torchvision")
+    events: list[Any] = []
+    load_source(tmp_path / "a.safetensors", events.append)
+    assert [type(event) for event in events] == [Note]
+    assert "a.safetensors: assumed: 3 heads, as every standard ViT" in events[0].text
+
+
+@pytest.mark.parametrize(
+    ("settings", "passed"),
+    [
+        ({"act_layer": "gelu_tanh"}, {"gelu": "tanh"}),
+        ({"global_pool": "avg", "fc_norm": False}, {"pool": "mean"}),
+    ],
+)
+def test_what_is_passed_is_computed(tmp_path, settings, passed):
+    model = timm_model(**settings)
+    path = save(model.state_dict(), tmp_path / "a.safetensors")
+    changes = loads_as(model, path, **passed)
+    (field, value), *_ = passed.items()
+    assert f"as passed: {field}={value}" in changes
+    assert gap(vitral.load(path, heads=4)[0](IMAGES), outcome(model, IMAGES)) > 1e-4  # and matters
+
+
+def test_a_known_name_states_what_the_tensors_do_not(tmp_path, monkeypatch):
+    model = timm_model(act_layer="gelu_tanh")
+    known = {"heads": 4, "gelu": "tanh", "pool": "token", "norm_eps": 1e-6, "depth": 2, "width": 32}
+    names = {"vit_mini.tag": known, "vit_other": {**known, "width": 64}}
+    monkeypatch.setattr(description, "named_architecture", names.get)
+    path = save(model.state_dict(), tmp_path / "vit_mini.tag.safetensors")
+    loaded, card = vitral.load(path)
+    assert card.changes == ("by the name vit_mini.tag: heads=4, gelu=tanh, pool=token, norm_eps=1e-06",)
+    assert gap(loaded(IMAGES), outcome(model, IMAGES)) <= LIMIT
+    assert "gelu=tanh" not in str(vitral.load(path, gelu="erf")[1].changes)
+    with pytest.raises(UserError, match="does not state its number of heads"):
+        vitral.load(save(model.state_dict(), tmp_path / "vit_other.pth.tar"))
+    _, card = vitral.load(tmp_path / "vit_other.pth.tar", heads=4)
+    assert "the name vit_other is not used: the file has other sizes" in card.changes
+    folder = timm_saved(timm_model(), tmp_path / "vit_mini.tag")  # its config.json states everything
+    assert vitral.load(folder)[1].changes == ()
+
+
+# --- what a file is, if it is none of ours
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+
+
+def of_timm(name: str) -> dict[str, tuple[int, ...]]:
+    with quiet(), torch.device("meta"):
+        return shapes_of(outside("timm").create_model(name))
+
+
+def of_transformers(model: str, **settings: Any) -> dict[str, tuple[int, ...]]:
+    library = outside("transformers")
+    with quiet(), torch.device("meta"):
+        return shapes_of(getattr(library, f"{model}Model")(getattr(library, f"{model}Config")(**settings)))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("swin_tiny_patch4_window7_224", "a Swin Transformer"),
+        ("convnext_atto", "a ConvNeXt"),
+        ("resnet18", "a ResNet with BatchNorm"),
+        ("resnetv2_50x1_bit", "a BiT ResNet in timm's names"),
+        ("efficientnet_b0", "an EfficientNet or MobileNet"),
+        ("mixer_s32_224", "an MLP-Mixer"),
+        ("beit_base_patch16_224", "a ViT-B/16 of BEiT"),
+        ("eva02_tiny_patch14_224", "a ViT-Ti/14 of EVA"),
+    ],
+)
+def test_models_of_timm_are_named(name, words):
+    assert str(family_of(of_timm(name))).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("Bert", "a language model"),
+        ("GPT2", "a language model"),
+        ("CLIPText", "the text tower of a CLIP model"),
+        ("Swin", "a Swin Transformer"),
+        ("ConvNext", "a ConvNeXt"),
+        ("DINOv3ViT", "a ViT-S/16 of DINOv3"),
+    ],
+)
+def test_models_of_transformers_are_named(model, words):
+    settings = {"DINOv3ViT": {"hidden_size": 384, "num_hidden_layers": 12, "num_register_tokens": 4}}
+    assert str(family_of(of_transformers(model, **settings.get(model, {})))).startswith(words)
+
+
+KEYS = {
+    "DETR": (["query_embed.weight", "transformer.decoder.layers.0.norm1.weight"], "a DETR detector"),
+    "SAM": (["image_encoder.blocks.0.attn.rel_pos_h", "mask_decoder.x"], "a Segment Anything model"),
+    "UNet": (["down_blocks.0.resnets.0.conv1.weight", "up_blocks.0.x"], "a diffusion model"),
+    "LLaMA": (["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"], "a language model"),
+    "DINOv3": (["cls_token", "storage_tokens", "blocks.0.attn.qkv.weight"], "a ViT of DINOv3"),
+    "LoRA": (["base_model.model.blocks.0.attn.qkv.lora_A.weight"], "LoRA adapters without their model"),
+    "optimizer": (["state.0.exp_avg", "state.0.exp_avg_sq", "state.0.step"], "the state of an optimizer"),
+    "CLIP": (["visual.transformer.resblocks.0.x", "token_embedding.weight"], "a CLIP model"),
+}
+
+
+@pytest.mark.parametrize("case", KEYS)
+def test_a_refusal_names_the_file(tmp_path, case):
+    keys, words = KEYS[case]
+    path = save({key: torch.ones(2) for key in keys}, tmp_path / "a.safetensors")
+    with pytest.raises(UserError) as caught:
+        vitral.load(path)
+    text = str(caught.value).removeprefix(str(path))
+    assert text.startswith(f" is {words}")
+    assert ": " in text
+    assert text.endswith(".")
+    assert len(text) < 200
+
+
+def test_a_model_of_ours_is_no_foreign_family():
+    for state in (random_weights(SMALL).state, timm_model().state_dict(), hf_model("ViTModel").state_dict()):
+        assert family_of({key: tuple(tensor.shape) for key, tensor in state.items()}) is None
