@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from vitral.api.vtab import VtabResult, vtab1k
     from vitral.architecture import ModuleConfig, ResNetConfig, ViTConfig
     from vitral.checkpoints.card import Card, Preprocess
+    from vitral.display import Display, TensorBoard
     from vitral.errors import Interrupted, UserError
     from vitral.events import Evaluated, Event, EventHandler, Note, Progress, RunDirChosen, RunStarted, Saved, StepDone
     from vitral.models.capture import capture
-    from vitral.progress import Display, TensorBoard
     from vitral.recipe import Recipe
-    from vitral.serving.results import PredictionResults
+    from vitral.serving import PredictionResults
     from vitral.training.callbacks import Callback, RunHandle
     from vitral.training.run import RunResult
 
@@ -51,9 +51,9 @@ _MODULES = {
     "vitral.errors": "Interrupted UserError",
     "vitral.events": "Evaluated Event EventHandler Note Progress RunDirChosen RunStarted Saved StepDone",
     "vitral.models.capture": "capture",
-    "vitral.progress": "Display TensorBoard",
+    "vitral.display": "Display TensorBoard",
     "vitral.recipe": "Recipe",
-    "vitral.serving.results": "PredictionResults",
+    "vitral.serving": "PredictionResults",
     "vitral.training.callbacks": "Callback RunHandle",
     "vitral.training.run": "RunResult",
 }

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import vitral
 from vitral.api.bench import benchmark
-from vitral.bench import backends, loading, parity, start, sweep
+from vitral.bench import backends, loading, parity, sweep
 from vitral.bench import benchmark as runner
 from vitral.bench.backends import Backend, Workload, build_model, default_modes, select_backends
 from vitral.bench.loading import LoadingStep, PredictionStep, feed, time_training_from_files
@@ -720,19 +720,19 @@ def test_starts_are_timed_in_turns_after_a_warm_up(tmp_path: Path) -> None:
     events: list[Any] = []
     log = f"open({str(tmp_path / 'log')!r}, 'a').write"
     commands = {name: [sys.executable, "-S", "-c", f"{log}({name[0]!r})"] for name in ("ours", "theirs")}
-    times = start._run_rounds(commands, 2, events.append)
+    times = runner._run_starts(commands, 2, events.append)
     assert (tmp_path / "log").read_text() == "ot" * 3
     assert {name: len(seconds) for name, seconds in times.items()} == {"ours": 2, "theirs": 2}
     commands["theirs"] = [sys.executable, "-S", "-c", "raise SystemExit('boom')"]
-    assert list(start._run_rounds(commands, 1, events.append)) == ["ours"]
+    assert list(runner._run_starts(commands, 1, events.append)) == ["ours"]
     assert events[-2] == Note("theirs failed to predict (boom): leave it out of --against.")
     with pytest.raises(UserError, match=r"vitral failed to predict .*boom"):
-        start._run_rounds({"vitral": commands["theirs"]}, 1, events.append)
+        runner._run_starts({"vitral": commands["theirs"]}, 1, events.append)
 
 
 def test_both_start_commands_predict_the_same(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    commands = start._prepare_commands(tmp_path, "ViT-Ti/16@32")
+    commands = runner._prepare_commands(tmp_path, "ViT-Ti/16@32")
     weights, picture, folder = *map(Path, commands["vitral"][4:6]), commands["transformers"][3]
     ours = vitral.predict(weights, picture, top=1).rows[0]
     theirs = transformers.pipeline("image-classification", model=folder)(str(picture))

@@ -18,20 +18,21 @@ from vitral.checkpoints.card import Preprocess
 from vitral.data.preprocess import parse_preprocess
 from vitral.data.sources import open_data
 from vitral.errors import UserError
-from vitral.evaluation import fewshot as room
+from vitral.evaluation import probes as room
 from vitral.evaluation.features import SplitFeatures, cached_features
-from vitral.evaluation.fewshot import (
+from vitral.evaluation.probes import (
     L2,
-    L2_CANDIDATES,
+    RIDGE_L2_CANDIDATES,
     Ridge,
     choose_l2,
     draw,
     fewshot,
     interval,
+    knn,
+    linear_probe,
     stratified_folds,
     whitening,
 )
-from vitral.evaluation.probes import knn, linear_probe
 
 PROBLEMS = ("large_d", "small_d", "small_l2")
 
@@ -113,7 +114,7 @@ def test_predictions_do_not_depend_on_the_block_size(monkeypatch: pytest.MonkeyP
     x, labels = problem_of(60, 10, 3)
     ridge = Ridge.fit(x[:20], labels[:20], 3)
     whole = ridge.predict(x)
-    monkeypatch.setattr(room, "_ROWS", 7)
+    monkeypatch.setattr(room, "_RIDGE_ROWS", 7)
     np.testing.assert_array_equal(ridge.predict(x), whole)
     assert whole.tolist() == ridge.scores(x).argmax(1).tolist()
     assert ridge.predict(x[:0]).shape == (0,)
@@ -142,7 +143,7 @@ def test_the_chosen_l2_equals_that_of_brute_force() -> None:
     """Another way through the same search: a fit by inverse for each part and candidate, counted one by one."""
     x, labels = problem_of(40, 60, 4, seed=3)
     x[::3] += np.random.default_rng(1).normal(size=(len(x[::3]), 60)) * 4
-    mistakes = dict.fromkeys(L2_CANDIDATES, 0)
+    mistakes = dict.fromkeys(RIDGE_L2_CANDIDATES, 0)
     for part in range(5):
         held = np.array([(labels[:row] == labels[row]).sum() % 5 == part for row in range(40)])
         mean, std = whitening(x[~held])
@@ -150,10 +151,10 @@ def test_the_chosen_l2_equals_that_of_brute_force() -> None:
             np.hstack([(rows - mean) / std, np.full((len(rows), 1), 100.0)]) for rows in (x[~held], x[held])
         )
         targets = np.where(labels[~held][:, None] == np.arange(4), 1.0, -1.0)
-        for l2 in L2_CANDIDATES:
+        for l2 in RIDGE_L2_CANDIDATES:
             weights = np.linalg.inv(design.T @ design + l2 * np.eye(61)) @ design.T @ targets
             mistakes[l2] += int(((queries @ weights).argmax(1) != labels[held]).sum())
-    least = [l2 for l2 in L2_CANDIDATES if mistakes[l2] == min(mistakes.values())]
+    least = [l2 for l2 in RIDGE_L2_CANDIDATES if mistakes[l2] == min(mistakes.values())]
     assert len(set(mistakes.values())) > 2
     assert choose_l2(x, labels, 4) == min(least, key=lambda l2: abs(np.log2(l2 / L2)))
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from vitral.atomic import atomic_write, checked_output
 from vitral.bench.backends import BackendSelection, Work, Workload, default_modes, select_backends
-from vitral.bench.benchmark import run_benchmark
+from vitral.bench.benchmark import measure_cold_start, run_benchmark
 from vitral.bench.results import (
     COLUMNS,
     BenchmarkRow,
@@ -22,14 +22,12 @@ from vitral.bench.results import (
     table,
     write_rows,
 )
-from vitral.bench.start import measure_cold_start
 from vitral.bench.sweep import newest_sweep, run_sweep, summarize_sweep, sweep_chart
 from vitral.data.loader import cores, default_workers
+from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note
 from vitral.models.device import check_device, default_device
-from vitral.progress import displayed
-from vitral.reprs import SummaryRepr
 
 _MODELS = {"cuda": "ViT-B/16", "cpu": "ViT-Ti/16"}
 _TORCH_PEERS = ("timm", "transformers", "torchvision")

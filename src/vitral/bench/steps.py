@@ -19,7 +19,7 @@ from vitral.bench.backends import OURS, Backend, Workload, build_model
 from vitral.kernels.cuda_graph import CudaGraph
 from vitral.kernels.packed import pack
 from vitral.models.normalize import normalize
-from vitral.serving.classifier import TopKClassifier
+from vitral.serving import TopKClassifier
 
 _SEED = 0
 _CLIP_NORM = 1.0

@@ -20,7 +20,7 @@ from vitral.errors import Interrupted, UserError
 from vitral.version import __version__
 
 if TYPE_CHECKING:
-    from vitral.progress import Display
+    from vitral.display import Display
 
 
 class Verb(NamedTuple):
@@ -109,7 +109,7 @@ def run_verb(name: str, words: list[str]) -> None:
     values = VerbParser(name, signature, verb.cli_options).parse_values(words)
     keywords = {key: value for key, value in values.items() if key not in CLI_OPTIONS}
     positional = [keywords.pop(parameter.name) for parameter in signature.parameters if parameter.positional]
-    from vitral.progress import Display, TensorBoard, all_handlers
+    from vitral.display import Display, TensorBoard, all_handlers
 
     rank = int(os.environ.get("RANK", 0))  # of a torchrun: only the first process reports
     resumes = any(parameter.name == "out" for parameter in signature.parameters)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vitral.architecture import Architecture, ResNetConfig, ViTConfig
-from vitral.cli.output import by, print_facts, print_json, print_table
+from vitral.cli.results import by, print_facts, print_json, print_table
 
 if TYPE_CHECKING:
     from vitral.api.bench import BenchmarkReport

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitral.cli.output import counted, percent, print_facts, print_json, print_table
+from vitral.cli.results import counted, percent, print_facts, print_json, print_table
+from vitral.display import duration, headline
 from vitral.errors import UserError
-from vitral.progress import duration, headline
 from vitral.recipe import Recipe, to_toml
 
 if TYPE_CHECKING:
@@ -151,10 +151,10 @@ def show_vtab(result: VtabResult, values: Mapping[str, Any]) -> None:
 
 def _run_page(folder: str, data: str, device: str) -> str:
     """The page of a run; a run whose page cannot be written is still a result."""
-    from vitral import api
+    from vitral.api.inspection import write_run_page
 
     try:
-        return str(api.write_run_page(folder, data, device=device))
+        return str(write_run_page(folder, data, device=device))
     except (UserError, OSError) as error:
         return f"none ({error})"
 
