@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -48,27 +48,9 @@ print(pipeline("image-classification", model=sys.argv[1])(sys.argv[2]))
 _SETTINGS = {OURS: "predict", "transformers": "pipeline"}
 
 
-class BenchmarkResult(NamedTuple):
-    """The rows of a benchmark, and one sentence for each backend that failed."""
-
-    rows: list[BenchmarkRow]
-    failures: list[str]
-
-
-class WarmWorker(NamedTuple):
-    """A worker after its first steps, with what was measured of it."""
-
-    worker: Worker
-    environment: dict[str, str]
-    startup_seconds: float
-    peak_bytes: int
-    steps: int  # per turn
-    seconds: list[float]
-
-
 def run_benchmark(
     workload: Workload, backends: Sequence[Backend], *, rounds: int, on_event: EventHandler
-) -> BenchmarkResult:
+) -> tuple[list[BenchmarkRow], list[str]]:
     """Time every backend in every round.
 
     Args:
@@ -78,7 +60,7 @@ def run_benchmark(
         on_event: called with notes about the progress.
 
     Returns:
-        A row for each backend that finished.
+        A row for each backend that finished, and one sentence for each that failed.
 
     Raises:
         ParityError: if our outputs differ from those of the float32 model; nobody gets a row then.
@@ -86,23 +68,25 @@ def run_benchmark(
     failures: list[str] = []
     started_at = now()
     with ExitStack() as stack:
-        workers = []
+        workers: list[Worker] = []
         for backend in backends:
             try:
                 if backend.library == OURS and workload.work in _COMPUTING:
                     _check_parity(backend, workload, on_event)
                 on_event(Note(f"{backend.label}: starting"))
-                workers.append(warm_up(stack.enter_context(Worker(backend)), workload, rounds))
+                worker = stack.enter_context(Worker(backend))
+                warm_up(worker, workload, rounds)
+                workers.append(worker)
             except WorkerFailed as failure:
                 _raise_ours(failure, backend)
                 failures.append(f"{backend.label} is excluded: {failure}.")
         rates = _run_rounds(workers, workload, rounds, failures, on_event)
         rate = statistics.median(rates or [0.0])
         rows = [
-            replace(worker_row(warm, workload, started_at, rate), details=_details(warm, workload, failures))
-            for warm in workers
+            replace(worker_row(worker, workload, started_at, rate), details=_details(worker, workload, failures))
+            for worker in workers
         ]
-    return BenchmarkResult(rows, failures)
+    return rows, failures
 
 
 def _check_parity(backend: Backend, workload: Workload, on_event: EventHandler) -> None:
@@ -126,13 +110,13 @@ def _raise_ours(failure: WorkerFailed, backend: Backend) -> None:
         raise UserError(str(failure)) from failure
 
 
-def warm_up(worker: Worker, workload: Workload, rounds: int) -> WarmWorker:
+def warm_up(worker: Worker, workload: Workload, rounds: int) -> None:
     """Run the first steps, which compile and allocate, and choose how many steps fill a turn."""
-    environment = worker.call("build", workload)["environment"]
+    worker.environment = worker.call("build", workload)
     worker.run(1)
-    startup = time.perf_counter() - worker.started
-    steps = _steps_per_turn(worker, workload, rounds)
-    return WarmWorker(worker, environment, startup, worker.call("memory")["bytes"], steps, [])
+    worker.startup_seconds = time.perf_counter() - worker.started
+    worker.steps, worker.seconds = _steps_per_turn(worker, workload, rounds), []
+    worker.peak_bytes = worker.call("memory")
 
 
 def _steps_per_turn(worker: Worker, workload: Workload, rounds: int) -> int:
@@ -153,35 +137,35 @@ def _batches_per_turn(worker: Worker) -> int:
 
 
 def _run_rounds(
-    workers: list[WarmWorker], workload: Workload, rounds: int, failures: list[str], on_event: EventHandler
+    workers: list[Worker], workload: Workload, rounds: int, failures: list[str], on_event: EventHandler
 ) -> list[float]:
     """Add times to the workers and return matmul FLOP/s. Every other round is reversed, against a drift of clocks."""
     rates = []
     for number in range(rounds):
         on_event(Note(f"round {number + 1} of {rounds}"))
-        for warm in list(workers) if number % 2 == 0 else workers[::-1]:
+        for worker in list(workers) if number % 2 == 0 else workers[::-1]:
             try:
-                if warm is workers[0] and workload.work in _COMPUTING:
-                    rates.append(warm.worker.call("matmul_flops")["flops"])
-                warm.seconds.extend(warm.worker.run(warm.steps))
+                if worker is workers[0] and workload.work in _COMPUTING:
+                    rates.append(worker.call("matmul_flops"))
+                worker.seconds += worker.run(worker.steps)
             except WorkerFailed as failure:
-                failures.append(f"{warm.worker.backend.label} did not finish: {failure}.")
-                workers.remove(warm)
+                failures.append(f"{worker.backend.label} did not finish: {failure}.")
+                workers.remove(worker)
     return rates
 
 
-def worker_row(warm: WarmWorker, workload: Workload, started_at: str, matmul_flops: float) -> BenchmarkRow:
+def worker_row(worker: Worker, workload: Workload, started_at: str, matmul_flops: float) -> BenchmarkRow:
     """The row of what a worker measured."""
     return timed_row(
-        warm.worker.backend,
+        worker.backend,
         workload,
-        warm.seconds,
+        worker.seconds,
         started_at,
         macs=step_macs(workload),
         matmul_flops=matmul_flops,
-        peak_bytes=warm.peak_bytes,
-        startup_seconds=warm.startup_seconds,
-        environment=warm.environment,
+        peak_bytes=worker.peak_bytes,
+        startup_seconds=worker.startup_seconds,
+        environment=worker.environment,
     )
 
 
@@ -192,14 +176,14 @@ def step_macs(workload: Workload) -> int:
     return cost(workload.architecture).macs * workload.batch * (3 if workload.work == "train" else 1)
 
 
-def _details(warm: WarmWorker, workload: Workload, failures: list[str]) -> dict[str, Any]:
+def _details(worker: Worker, workload: Workload, failures: list[str]) -> dict[str, Any]:
     """Further measurements; a worker that fails here keeps its times."""
     if workload.work == "latency":
-        return percentiles_ms(warm.seconds)
+        return percentiles_ms(worker.seconds)
     try:
-        return warm.worker.call("details")
+        return worker.call("details")
     except WorkerFailed as failure:
-        failures.append(f"{warm.worker.backend.label} has no details: {failure}.")
+        failures.append(f"{worker.backend.label} has no details: {failure}.")
         return {}
 
 

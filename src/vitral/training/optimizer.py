@@ -24,7 +24,7 @@ from vitral.models.adapters import add_lora
 from vitral.training.parallel import local_shard
 
 _BEFORE_BLOCKS = ("stem", "embed", "class_token", "registers", "root", "mask_token")
-_STEPS = 5
+_MUON_STEPS = 5
 # Jordan's quintic: steep at 0, so that five steps lift small singular values too; it ends near 1, not at it.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _UPDATE_RMS = 0.2  # root mean square of Adam's usual update, so that both kinds share one learning rate
@@ -320,7 +320,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     upright = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if upright else matrices  # the products are then of the shorter side
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=_TINY)
-    for _ in range(_STEPS):
+    for _ in range(_MUON_STEPS):
         gram = torch.bmm(x, x.mT)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if upright else x
