@@ -368,12 +368,14 @@ def test_the_command_line_at_full_count(
     write_stand_in("camelyon", tmp_path / "data", train=800, others=200, layout="tfrecord", shrink=8)
 
     def call(out: str, *words: str) -> str:
-        given = [str(weights), str(tmp_path / "data"), "--fixed", "--device", "cpu", "--out", str(tmp_path / out)]
+        given = [str(weights), str(tmp_path / "data"), "--device", "cpu", "--out", str(tmp_path / out)]
         monkeypatch.setattr(sys, "argv", ["vitral", "vtab", *given, "--set", *QUICK, "steps=1", *words])
         main()
         return capsys.readouterr().out
 
-    shown = call("a", "--seeds", "2")
+    shown = call("a", "--seeds", "2", "--sweep", "optim.lr=0.01,0.03")
+    tried = [line.split()[0] for line in shown.splitlines() if "optim.lr" in line]
+    assert tried[:2] == ["optim.lr=0.01", "optim.lr=0.03"]
     score, cost = (line.split() for line in shown.splitlines() if line.strip().startswith("camelyon "))
     assert (score[:2], score[3:]) == (["camelyon", "200"], ["83.3", "83.6", "82.5"])
     row = json.loads((tmp_path / "a" / "vtab.json").read_text())["tasks"]["camelyon"]
@@ -389,7 +391,7 @@ def test_the_command_line_at_full_count(
     (ids / "camelyon.txt").unlink()
     ids.rmdir()
     ids.write_text("in the way")
-    values = json.loads(call("b", "--json", "--tasks", "camelyon", "pets"))
+    values = json.loads(call("b", "--fixed", "--json", "--tasks", "camelyon", "pets"))
     assert list(values["missing"]) == ["pets"]
     assert values["tasks"]["camelyon"]["train"] == 800
     assert (tmp_path / "b" / "vtab-ids" / "camelyon.txt").read_text() == listed

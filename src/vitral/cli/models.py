@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vitral.architecture import Architecture, ResNetConfig, ViTConfig
-from vitral.cli.results import by, print_facts, print_json, print_table
+from vitral.cli.results import by, print_facts, print_table
 
 if TYPE_CHECKING:
     from vitral.api.bench import BenchmarkReport
@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
 def show_available(result: list[dict[str, Any]], values: Mapping[str, Any]) -> None:
     """Print what was listed."""
-    if values["json"]:
-        print_json(result)
-        return
     cells = [[_cell(cell) for cell in row.values()] for row in result]
     if values["what"] == "models":
         note = "1,000 classes, 224 pixels. Other sizes, patches and ResNets work too: ViT-S/8, B/16@384, R101+ViT-L/32."
@@ -29,9 +26,6 @@ def show_available(result: list[dict[str, Any]], values: Mapping[str, Any]) -> N
 
 def show_cost(result: CostResult, values: Mapping[str, Any]) -> None:
     """Print parameters and FLOPs."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     facts = {
         "model": f"{result.model}{_dimensions(result.architecture)}",
         "image": f"{by(result.image)} pixels, grid {by(result.grid)}, {result.tokens:,} tokens",
@@ -47,9 +41,6 @@ def show_cost(result: CostResult, values: Mapping[str, Any]) -> None:
 
 def show_info(result: CheckpointInfo, values: Mapping[str, Any]) -> None:
     """Print the description of a checkpoint."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     card, architecture = result.card, result.card.architecture
     facts = {
         "file": f"{result.path} ({result.bytes / 1e6:,.1f} MB)",
@@ -76,9 +67,6 @@ def show_info(result: CheckpointInfo, values: Mapping[str, Any]) -> None:
 
 def show_conversion(result: ConvertResult, values: Mapping[str, Any]) -> None:
     """Print the certificate of a conversion."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     outputs = f"of the outputs, same image of {by(result.image)} pixels"
     print_facts(
         {
@@ -95,9 +83,6 @@ def show_conversion(result: ConvertResult, values: Mapping[str, Any]) -> None:
 
 def show_benchmark(result: BenchmarkReport, values: Mapping[str, Any]) -> None:
     """Print the rows of a benchmark."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     columns, cells = result.table()
     print_table(columns, cells, left=5, note="\n".join(result.notes))
     print_facts({"written to": f"{result.results} (all rows), {result.page} (a page)"})

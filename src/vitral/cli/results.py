@@ -43,9 +43,6 @@ def show_predictions(result: Any, values: Mapping[str, Any]) -> None:
 
 def show_evaluation(result: EvalResult, values: Mapping[str, Any]) -> None:
     """Print the metrics."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     metrics = result.metrics
     facts = {"data": f"{result.data} (n = {metrics['n']:,})", "how": " ".join(result.notes)}
     if "mean_average_precision" in metrics:
@@ -69,9 +66,6 @@ def show_evaluation(result: EvalResult, values: Mapping[str, Any]) -> None:
 
 def show_embeddings(result: EmbedResult, values: Mapping[str, Any]) -> None:
     """Print the shape of the features, and the features where they were not written to a file."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     if not result.output:
         numbers = [", ".join(f"{number:.4g}" for number in row[:4].tolist()) for row in result.features]
         note = "The first numbers of each; -o FILE.npz writes all of them."
@@ -82,9 +76,6 @@ def show_embeddings(result: EmbedResult, values: Mapping[str, Any]) -> None:
 
 def show_inspection(result: InspectResult, values: Mapping[str, Any]) -> None:
     """Print which files were written."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     size = f"{result.bytes / 1e6:.1f} MB, {counted(result.images, 'image')}"
     print_facts(
         {
@@ -97,9 +88,6 @@ def show_inspection(result: InspectResult, values: Mapping[str, Any]) -> None:
 
 def show_neighbours(result: SearchResult, values: Mapping[str, Any]) -> None:
     """Print the nearest images or patches."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     columns = ["path", "score"] if values["patch"] is None else ["path", "row", "column", "score"]
     rows = [neighbour._asdict() for neighbour in result.neighbours]
     cells = [[f"{row[name]:.3f}" if name == "score" else str(row[name]) for name in columns] for row in rows]
@@ -109,9 +97,6 @@ def show_neighbours(result: SearchResult, values: Mapping[str, Any]) -> None:
 
 def show_check(result: Any, values: Mapping[str, Any]) -> None:
     """Print the problems of a data set and the size of its classes."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     print_facts(_check_facts(result))
     counts = result.classes
     cells = [[name, *(f"{counts[split][name]:,}" for split in result.images)] for name in counts["train"]]
@@ -121,9 +106,6 @@ def show_check(result: Any, values: Mapping[str, Any]) -> None:
 
 def show_probes(result: ProbeResult, values: Mapping[str, Any]) -> None:
     """Print few-shot accuracies, and those of the other probes."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     rows = [
         [str(row.shots), f"{row.mean:.2%}", "" if row.interval is None else f"+- {row.interval:.2%}", str(row.drawn)]
         for row in result.shots
@@ -147,9 +129,6 @@ def show_probes(result: ProbeResult, values: Mapping[str, Any]) -> None:
 
 def show_duplicates(result: Any, values: Mapping[str, Any]) -> None:
     """Print the training images that are copies of test images."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     cells = [
         [pair.train, pair.test, values["against"][pair.split], f"{pair.kind} ({pair.method})", f"{pair.score:.3f}"]
         for pair in result.pairs[:_PAIRS]

@@ -66,9 +66,6 @@ def show_recipe(result: Recipe, values: Mapping[str, Any]) -> None:
 
 def show_demo(result: DemoResult, values: Mapping[str, Any]) -> None:
     """Print the predictions and what to do next, and open the page where a person watches."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     cells = [
         [Path(row.path).name, *(f"{name} ({p:.0%})" for name, p in zip(row.names, row.probabilities, strict=True))]
         for row in result.predictions.rows
@@ -92,9 +89,6 @@ def show_demo(result: DemoResult, values: Mapping[str, Any]) -> None:
 
 def show_protocol(result: ProtocolResult, values: Mapping[str, Any]) -> None:
     """Print one value per line: a table of all this would be wider than most windows."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     outcome = result.outcome
     last = outcome.results[-1]
     if outcome.trials:
@@ -124,11 +118,8 @@ def show_protocol(result: ProtocolResult, values: Mapping[str, Any]) -> None:
 def show_vtab(result: VtabResult, values: Mapping[str, Any]) -> None:
     """Print the tasks beside the paper's rows, and the cost."""
     row = result.as_dict()
-    if values["json"]:
-        print_json(row)
-        return
     if row["trials"]:
-        cells = [[trial["words"], f"{trial['score']:.2%}"] for trial in row["trials"]]
+        cells = [[trial["name"], f"{trial['score']:.2%}"] for trial in row["trials"]]
         print_table(["tried", "mean on validation"], cells)
     paper = row["paper"]
     heads = [f"{theirs['model'].removeprefix('ViT-')} {_SHORT[theirs['pretraining']]}" for theirs in paper]
