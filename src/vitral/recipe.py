@@ -17,39 +17,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 from vitral.architecture import ModelConfig, ResNetConfig, Size, as_size
 from vitral.errors import UserError
 from vitral.names import parse
-from vitral.recipe_schema import (
-    DataRecipe,
-    Key,
-    MaskedRecipe,
-    OptimRecipe,
-    Recipe,
-    RegularizationRecipe,
-    ScheduleRecipe,
-    ShapeRecipe,
-    keys,
-    values,
-)
+from vitral.recipe_schema import Recipe, keys, values
 
-__all__ = [
-    "DataRecipe",
-    "Key",
-    "MaskedRecipe",
-    "OptimRecipe",
-    "Recipe",
-    "RegularizationRecipe",
-    "ScheduleRecipe",
-    "ShapeRecipe",
-    "architecture_of",
-    "from_dict",
-    "from_toml",
-    "keys",
-    "pipelines",
-    "recipe_hash",
-    "to_toml",
-    "values",
-    "with_dev",
-    "with_overrides",
-]
 Overrides = Sequence[str] | Mapping[str, Any]  # ["optim.lr=0.01"] or {"optim.lr": 0.01}
 Sweep = Sequence[str] | Mapping[str, Sequence[Any]]  # ["optim.lr=0.003,0.01"] or {"optim.lr": [0.003, 0.01]}
 

@@ -14,7 +14,7 @@ from vitral.models.build import build, mimetic_init
 from vitral.models.layers import Attention
 from vitral.models.vit import ViT
 from vitral.names import parse
-from vitral.recipe import Recipe, ShapeRecipe
+from vitral.recipe_schema import Recipe, ShapeRecipe
 from vitral.training.build import build_model
 
 HEADS, WIDTH = 4, 64
