@@ -165,15 +165,9 @@ def _with_random_head(model: nn.Module) -> nn.Module:
 def _timm(config: ViTConfig) -> nn.Module:
     from timm.models.vision_transformer import VisionTransformer
 
-    return VisionTransformer(
-        img_size=config.image,
-        patch_size=config.patch,
-        embed_dim=config.width,
-        depth=config.depth,
-        num_heads=config.heads,
-        mlp_ratio=config.mlp / config.width,
-        num_classes=config.classes,
-    )
+    sizes = {"embed_dim": config.width, "depth": config.depth, "num_heads": config.heads}
+    ratio = config.mlp / config.width
+    return VisionTransformer(config.image, config.patch, num_classes=config.classes, mlp_ratio=ratio, **sizes)
 
 
 class _Logits(nn.Module):
@@ -192,34 +186,20 @@ def _transformers(config: ViTConfig) -> nn.Module:
     from transformers import ViTConfig as HFViTConfig
     from transformers import ViTForImageClassification
 
-    options: dict[str, Any] = {"num_labels": config.classes, "attn_implementation": "sdpa"}
-    hf_config = HFViTConfig(
-        hidden_size=config.width,
-        num_hidden_layers=config.depth,
-        num_attention_heads=config.heads,
-        intermediate_size=config.mlp,
-        image_size=config.image,
-        patch_size=config.patch,
-        **options,
-    )
-    return _Logits(ViTForImageClassification(hf_config))
+    options: dict[str, Any] = {"hidden_size": config.width, "num_hidden_layers": config.depth}
+    options |= {"num_attention_heads": config.heads, "intermediate_size": config.mlp, "attn_implementation": "sdpa"}
+    options |= {"image_size": config.image, "patch_size": config.patch, "num_labels": config.classes}
+    return _Logits(ViTForImageClassification(HFViTConfig(**options)))
 
 
 def _torchvision(config: ViTConfig) -> nn.Module:
     from torchvision.models import VisionTransformer
 
-    if config.image[0] != config.image[1]:
+    side, width = config.image
+    if side != width:
         raise UserError("torchvision takes square images only: choose one side, or leave it out of --against.")
-    model = VisionTransformer(
-        image_size=config.image[0],
-        patch_size=config.patch,
-        num_layers=config.depth,
-        num_heads=config.heads,
-        hidden_dim=config.width,
-        mlp_dim=config.mlp,
-        num_classes=config.classes,
-    )
-    return _with_random_head(model)
+    sizes = {"num_layers": config.depth, "num_heads": config.heads, "hidden_dim": config.width, "mlp_dim": config.mlp}
+    return _with_random_head(VisionTransformer(side, config.patch, num_classes=config.classes, **sizes))
 
 
 class _OnnxSession(nn.Module):

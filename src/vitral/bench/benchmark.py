@@ -112,11 +112,11 @@ def _raise_ours(failure: WorkerFailed, backend: Backend) -> None:
 
 def warm_up(worker: Worker, workload: Workload, rounds: int) -> None:
     """Run the first steps, which compile and allocate, and choose how many steps fill a turn."""
-    worker.environment = worker.call("build", workload)
+    worker.measured = {"environment": worker.call("build", workload)}
     worker.run(1)
-    worker.startup_seconds = time.perf_counter() - worker.started
+    worker.measured["startup_seconds"] = time.perf_counter() - worker.started
     worker.steps, worker.seconds = _steps_per_turn(worker, workload, rounds), []
-    worker.peak_bytes = worker.call("memory")
+    worker.measured["peak_bytes"] = worker.call("memory")
 
 
 def _steps_per_turn(worker: Worker, workload: Workload, rounds: int) -> int:
@@ -156,17 +156,8 @@ def _run_rounds(
 
 def worker_row(worker: Worker, workload: Workload, started_at: str, matmul_flops: float) -> BenchmarkRow:
     """The row of what a worker measured."""
-    return timed_row(
-        worker.backend,
-        workload,
-        worker.seconds,
-        started_at,
-        macs=step_macs(workload),
-        matmul_flops=matmul_flops,
-        peak_bytes=worker.peak_bytes,
-        startup_seconds=worker.startup_seconds,
-        environment=worker.environment,
-    )
+    measured = {"macs": step_macs(workload), "matmul_flops": matmul_flops, **worker.measured}
+    return timed_row(worker.backend, workload, worker.seconds, started_at, **measured)
 
 
 def step_macs(workload: Workload) -> int:
@@ -206,17 +197,11 @@ def measure_cold_start(
         commands = _prepare_commands(Path(folder), workload.model)
         chosen = {name: command for name, command in commands.items() if name in libraries}
         times = _run_starts(chosen, rounds, on_event)
-    return [
-        timed_row(
-            Backend(name, _SETTINGS[name]),
-            workload,
-            seconds,
-            started_at,
-            startup_seconds=float(np.median(seconds)),
-            environment=environment_info(name, "cpu"),
-        )
-        for name, seconds in times.items()
-    ]
+    rows = []
+    for name, seconds in times.items():
+        measured = {"startup_seconds": statistics.median(seconds), "environment": environment_info(name, "cpu")}
+        rows.append(timed_row(Backend(name, _SETTINGS[name]), workload, seconds, started_at, **measured))
+    return rows
 
 
 def _prepare_commands(folder: Path, model: str) -> dict[str, list[str]]:

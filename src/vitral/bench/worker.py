@@ -26,6 +26,7 @@ import torch
 from vitral.bench import loading, steps
 from vitral.bench.backends import Backend, Workload
 from vitral.errors import UserError
+from vitral.training.resources import peak_bytes
 
 
 class WorkerFailed(RuntimeError):
@@ -41,8 +42,7 @@ class Worker:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.environment: dict[str, str] = {}
-        self.startup_seconds, self.peak_bytes = 0.0, 0
+        self.measured: dict[str, Any] = {}  # entries of its row that are not times of steps
         self.steps = 0  # per turn
         self.seconds: list[float] = []  # of the timed steps
         self.started = time.perf_counter()
@@ -197,25 +197,12 @@ def peak_memory_counter(device: str) -> Callable[[], int]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.max_memory_allocated
-    before = _resident_bytes()
-    return lambda: max(_peak_resident_bytes() - before, 0)
-
-
-def _resident_bytes() -> int:
-    """Bytes of this process now; where the system does not tell, the peak so far."""
-    status = Path("/proc/self/status")
+    status = Path("/proc/self/status")  # where the system does not tell the bytes now, the peak so far stands for them
     lines = status.read_text().splitlines() if status.exists() else []
     sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")]
-    return sizes[0] if sizes else _peak_resident_bytes()
-
-
-def _peak_resident_bytes() -> int:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    cpu = torch.device("cpu")
+    before = sizes[0] if sizes else peak_bytes(cpu)
+    return lambda: max(peak_bytes(cpu) - before, 0)
 
 
 def _serve() -> None:
