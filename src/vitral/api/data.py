@@ -51,11 +51,7 @@ def open_restricted(data: Data, recipe: Recipe) -> DataSet:
 def _restricted(opened: DataSet, recipe: Recipe) -> DataSet:
     settings = recipe.data
     return restrict_train(
-        opened,
-        exclude=_excluded(recipe),
-        subset=settings.subset,
-        subset_seed=settings.subset_seed,
-        dev=settings.dev,
+        opened, exclude=_excluded(recipe), subset=settings.subset, subset_seed=settings.subset_seed, dev=settings.dev
     )
 
 

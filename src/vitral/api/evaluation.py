@@ -104,13 +104,7 @@ def evaluate(
     resolved = compute_device(source, device)
     with displayed(on_event) as handler:
         predictions = predict_split(
-            model,
-            scored,
-            how,
-            batch=batch,
-            device=resolved,
-            workers=reading_workers(resolved),
-            on_event=handler,
+            model, scored, how, batch=batch, device=resolved, workers=reading_workers(resolved), on_event=handler
         )
     unreadable = _unreadable(scored, predictions, card)
     if objectnet:

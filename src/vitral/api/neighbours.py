@@ -144,12 +144,7 @@ def search(
 
 
 def _index(
-    model: Model,
-    split: Split,
-    how: Preprocess,
-    patches: bool,
-    path: Path | None,
-    on_event: EventHandler,
+    model: Model, split: Split, how: Preprocess, patches: bool, path: Path | None, on_event: EventHandler
 ) -> FeatureIndex:
     """The index from its file, or computed and written there."""
     origin = _origin(model, split, how) if path is not None else ""

@@ -85,12 +85,7 @@ def predict(
             on_event=handler,
         )
     named = collect_predictions(
-        predictions,
-        split,
-        card.class_names,
-        top=top,
-        sigmoid=card.multilabel,
-        channels=card.architecture.channels,
+        predictions, split, card.class_names, top=top, sigmoid=card.multilabel, channels=card.architecture.channels
     )
     if target is not None:
         if not named.rows:

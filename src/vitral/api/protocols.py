@@ -33,13 +33,7 @@ from vitral.recipe import (
     with_overrides,
 )
 from vitral.recipe_presets import Preset, get_preset, hyperrule, is_preset
-from vitral.studies import (
-    ProtocolRuns,
-    TrialConfig,
-    choose_search_space,
-    run_protocol,
-    trial_configs,
-)
+from vitral.studies import ProtocolRuns, TrialConfig, choose_search_space, run_protocol, trial_configs
 from vitral.training.build import check_recipe
 from vitral.training.parallel import init_distributed, on_rank0
 from vitral.version import __version__
@@ -251,12 +245,7 @@ def write_row(path: Path, row: dict[str, Any]) -> None:
 
 
 def _bit_candidate(
-    preset: Preset,
-    base: Recipe,
-    data: DataSet,
-    card: Card | None,
-    sweep: Sequence[str],
-    overrides: Sequence[str],
+    preset: Preset, base: Recipe, data: DataSet, card: Card | None, sweep: Sequence[str], overrides: Sequence[str]
 ) -> TrialConfig | None:
     """BiT's transfer recipe, tried beside the paper's where a ResNet is fine-tuned."""
     if card is None or not isinstance(card.architecture, ResNetConfig) or sweep:

@@ -30,12 +30,7 @@ MIN_CORRELATION = 0.8  # 540,000 pairs of different photographs with near hashes
 MIN_SIDE = 32  # pixels of the shorter side; smaller images are compared by digest only
 MIN_STD = 2.0  # grey levels; flatter images are compared by digest only
 MAX_CANDIDATES = 4  # images of one index that are compared with one query, those with the nearest hashes first
-THRESHOLDS = {
-    "min_correlation": MIN_CORRELATION,
-    "hash_bits": MAX_BITS,
-    "min_side": MIN_SIDE,
-    "min_std": MIN_STD,
-}
+THRESHOLDS = {"min_correlation": MIN_CORRELATION, "hash_bits": MAX_BITS, "min_side": MIN_SIDE, "min_std": MIN_STD}
 
 THUMBNAIL = 64  # pixels per side
 CHUNK = 64  # images per work item

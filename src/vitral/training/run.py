@@ -176,10 +176,7 @@ def _interruptible(on_event: EventHandler, stopping: StopRequests, world: World)
 def _claim(folder: RunFolder, recipe: Recipe, data: DataSet, own: OwnParts) -> RunResult | None:
     """Make the folder this run's, or check that it holds this very run; a finished one comes back as its result."""
     folder.make()
-    images = {
-        "train": data.train.fingerprint(),
-        "evaluated": data.eval_split.fingerprint() if data.eval_split else "",
-    }
+    images = {"train": data.train.fingerprint(), "evaluated": data.eval_split.fingerprint() if data.eval_split else ""}
     if folder.begun:
         _check_same(folder, recipe, images, own)
     elif folder.model.exists():
