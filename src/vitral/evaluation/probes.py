@@ -1,8 +1,7 @@
 """Probes of frozen features: few-shot ridge regression, k-nearest-neighbour classifier, linear probe.
 
 The few-shot algorithm is that of the paper's authors (section 4.1 and their later code): features are standardised by
-the N drawn images per class, a constant feature of 100 is a bias that is hardly regularised, and the targets are -1 and
-+1.
+the drawn images, a constant feature of 100 is a bias that is hardly regularised, and the targets are -1 and +1.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ NEIGHBOURS, TEMPERATURE = 20, 0.07  # those of DINO (Caron et al. 2021)
 L2_CANDIDATES = tuple(10.0**power for power in range(1, -7, -1))  # largest first: each fit starts from the last one
 _ROWS = 65536  # images whose logits are in memory at a time
 _STEPS = 500  # of L-BFGS at most
-L2 = 1024.0  # of the authors' later code; the paper does not state it
+RIDGE_L2 = 1024.0  # of the authors' later code; the paper does not state it
 RIDGE_L2_CANDIDATES = tuple(2.0**power for power in range(-10, 21, 2))
 BIAS = 100.0
 FOLDS = 5
@@ -203,7 +202,7 @@ def fewshot(
     classes: int,
     shots: Sequence[int] = (1, 5, 10, 25),
     seeds: int = 5,
-    l2: float | Literal["choose"] = L2,
+    l2: float | Literal["choose"] = RIDGE_L2,
 ) -> list[FewShotResult]:
     """Measure few-shot accuracy.
 
@@ -254,7 +253,7 @@ class Ridge:
     l2: float
 
     @classmethod
-    def fit(cls, x: np.ndarray, labels: np.ndarray, classes: int, l2: float = L2) -> Ridge:
+    def fit(cls, x: np.ndarray, labels: np.ndarray, classes: int, l2: float = RIDGE_L2) -> Ridge:
         """(n, d), (n,) -> the minimum of |XW - Y|^2 + l2 |W|^2"""
         return _NormalEquations.of(x, labels, classes).solve(l2)
 
@@ -306,13 +305,13 @@ def choose_l2(x: np.ndarray, labels: np.ndarray, classes: int) -> float:
     """
     folds = list(stratified_folds(labels, FOLDS))
     if not folds:
-        return L2
+        return RIDGE_L2
     errors = np.zeros(len(RIDGE_L2_CANDIDATES), np.int64)
     for training, held in folds:
         system = _NormalEquations.of(x[training], labels[training], classes)
         for index, candidate in enumerate(RIDGE_L2_CANDIDATES):
             errors[index] += (system.solve(candidate).predict(x[held]) != labels[held]).sum()
-    distance = np.abs(np.log2(RIDGE_L2_CANDIDATES) - np.log2(L2))
+    distance = np.abs(np.log2(RIDGE_L2_CANDIDATES) - np.log2(RIDGE_L2))
     return RIDGE_L2_CANDIDATES[int(np.lexsort((distance, errors))[0])]
 
 
@@ -363,7 +362,7 @@ def _check_settings(shots: Sequence[int], seeds: int, l2: float | Literal["choos
     if not shots or min(shots) < 1 or seeds < 1:
         raise UserError(f"shots and seeds must be at least 1, not {tuple(shots)} and {seeds}.")
     if l2 != "choose" and not 0 < l2 < math.inf:
-        raise UserError(f'l2 must be a number above 0, such as {L2:.0f}, or "choose", not {l2}.')
+        raise UserError(f'l2 must be a number above 0, such as {RIDGE_L2:.0f}, or "choose", not {l2}.')
 
 
 def _fit(x: np.ndarray, labels: np.ndarray, classes: int, l2: float | Literal["choose"]) -> Ridge:
