@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from vitral import api, events
+import vitral
+from vitral import events
 
 GOALS = {"speedrun/cifar10": (0.909, 60.0), "speedrun/cifar10-94": (0.94, 300.0)}
 _FIRST_STEPS = 10
@@ -75,7 +76,7 @@ def _train(args: argparse.Namespace, recipe: str, seed: int) -> RunTiming:
     folder = args.out / f"{recipe.replace('/', '-')}-{seed}"
     clock, began = StepClock(), time.perf_counter()
     overrides = [f"seed={seed}", *args.set]
-    result = api.train(args.data, recipe=recipe, set=overrides, out=folder, on_event=clock).results[0]
+    result = vitral.train(args.data, recipe=recipe, set=overrides, out=folder, on_event=clock).results[0]
     total = time.perf_counter() - began
     first_steps, steps = clock.captured - clock.began, clock.ended - clock.captured
     run = RunTiming(result.metrics["top1"], steps, first_steps, total - steps - first_steps)

@@ -14,7 +14,8 @@ import math
 import statistics
 from pathlib import Path
 
-from vitral import api, events
+import vitral
+from vitral import events
 
 MODEL = "ViT-Ti/4@32"
 IMAGES = ("data.train_transform=decode|inception_crop({size}, 0.3)|flip", "data.eval_transform=decode|resize({size})")
@@ -36,7 +37,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     overrides = [*PRETRAINING, f"steps={args.steps}", f"evaluate_every={max(args.steps // 8, 1)}"]
-    start = api.train(
+    start = vitral.train(
         args.data,
         model=MODEL,
         recipe="paper:pretrain/jft300m-masked",
@@ -72,7 +73,7 @@ def _fine_tune(args: argparse.Namespace, labels: int, rate: float, seed: int, na
         f"evaluate_every={args.tuning}",
     ]
     overrides += [f"data.subset={labels}", f"data.subset_seed={seed}"]
-    training = api.train(
+    training = vitral.train(
         args.data,
         model="" if init else MODEL,
         init=init,

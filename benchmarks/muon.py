@@ -18,8 +18,7 @@ import torch
 
 import vitral
 from vitral.kernels.cuda_graph import CudaGraph
-from vitral.training.muon import Muon
-from vitral.training.optimizer import parameter_groups
+from vitral.training.optimizer import Muon, parameter_groups
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "vitral"
 
 # Every room and what it may import. A new top-level module or folder starts with a line here.
 PLAIN = {
-    *("errors", "version", "atomic", "events", "progress", "reprs", "architecture", "names", "cost", "paper"),
+    *("errors", "version", "atomic", "events", "display", "architecture", "names", "cost", "paper"),
     *("recipe", "recipe_schema", "recipe_defaults", "recipe_presets"),
 }
 BELOW_MODELS = PLAIN | {"kernels"}
@@ -24,8 +24,7 @@ ROOMS: dict[str, set[str]] = {
     "version": set(),
     "atomic": {"errors"},
     "events": set(),
-    "progress": {"errors", "events"},
-    "reprs": set(),
+    "display": {"errors", "events"},
     "architecture": {"errors"},
     "names": {"errors", "architecture"},
     "cost": {"errors", "architecture"},
@@ -64,7 +63,7 @@ HOMES: dict[str, tuple[str, ...]] = {
             "training/setup.py",
             "training/build.py",
         ),
-        *("studies/", "api/", "cli/", "__init__.py"),
+        *("studies.py", "api/", "cli/", "sklearn.py", "__init__.py"),
     ),
     "torch.distributed": ("training/parallel.py", "checkpoints/run.py"),
     "PIL": ("data/images.py",),

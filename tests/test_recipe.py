@@ -16,13 +16,7 @@ from vitral.data.preprocess import parse_pipeline
 from vitral.errors import UserError
 from vitral.names import parse
 from vitral.recipe import (
-    DataRecipe,
-    MaskedRecipe,
-    OptimRecipe,
     Recipe,
-    RegularizationRecipe,
-    ScheduleRecipe,
-    ShapeRecipe,
     architecture_of,
     from_dict,
     from_toml,
@@ -34,6 +28,14 @@ from vitral.recipe import (
     with_overrides,
 )
 from vitral.recipe_defaults import default_recipe
+from vitral.recipe_schema import (
+    DataRecipe,
+    MaskedRecipe,
+    OptimRecipe,
+    RegularizationRecipe,
+    ScheduleRecipe,
+    ShapeRecipe,
+)
 
 OTHER = Recipe(
     model="B/16",

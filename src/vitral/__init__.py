@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from vitral.api.vtab import VtabResult, vtab1k
     from vitral.architecture import ModuleConfig, ResNetConfig, ViTConfig
     from vitral.checkpoints.card import Card, Preprocess
+    from vitral.display import Display, TensorBoard
     from vitral.errors import Interrupted, UserError
     from vitral.events import Evaluated, Event, EventHandler, Note, Progress, RunDirChosen, RunStarted, Saved, StepDone
     from vitral.models.capture import capture
-    from vitral.progress import Display, TensorBoard
     from vitral.recipe import Recipe
-    from vitral.serving.results import PredictionResults
+    from vitral.serving import PredictionResults
     from vitral.training.callbacks import Callback, RunHandle
     from vitral.training.run import RunResult
 
@@ -53,81 +53,24 @@ _MODULES = {
     "vitral.errors": "Interrupted UserError",
     "vitral.events": "Evaluated Event EventHandler Note Progress RunDirChosen RunStarted Saved StepDone",
     "vitral.models.capture": "capture",
-    "vitral.progress": "Display TensorBoard",
+    "vitral.display": "Display TensorBoard",
     "vitral.recipe": "Recipe",
-    "vitral.serving.results": "PredictionResults",
+    "vitral.serving": "PredictionResults",
     "vitral.training.callbacks": "Callback RunHandle",
     "vitral.training.run": "RunResult",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
-    "BenchmarkReport",
-    "Callback",
-    "Card",
-    "CheckpointInfo",
-    "ConvertResult",
-    "CostResult",
-    "DemoResult",
-    "Display",
-    "EmbedResult",
-    "EvalResult",
-    "Evaluated",
-    "Event",
-    "EventHandler",
-    "Images",
-    "InspectResult",
-    "Interrupted",
-    "ModuleConfig",
-    "Neighbour",
-    "Note",
-    "PredictionResults",
-    "Preprocess",
-    "ProbeResult",
-    "Progress",
-    "ProtocolResult",
-    "PushResult",
-    "Recipe",
-    "ResNetConfig",
-    "RunDirChosen",
-    "RunHandle",
-    "RunResult",
-    "RunStarted",
-    "Saved",
-    "SearchResult",
-    "Source",
-    "StepDone",
-    "TensorBoard",
-    "TrainResult",
-    "UserError",
-    "ViTConfig",
-    "VtabResult",
-    "__version__",
-    "benchmark",
-    "capture",
-    "check",
-    "classifier",
-    "convert",
-    "create",
-    "dedupe",
-    "demo",
-    "embed",
-    "evaluate",
-    "fewshot",
-    "finetune",
-    "info",
-    "inspect",
-    "list_available",
-    "load",
-    "predict",
-    "pretrain",
-    "push",
-    "save",
-    "search",
-    "show_recipe",
-    "train",
-    "vtab1k",
-]
+    "BenchmarkReport", "Callback", "Card", "CheckpointInfo", "ConvertResult", "CostResult", "DemoResult", "Display",
+    "EmbedResult", "EvalResult", "Evaluated", "Event", "EventHandler", "Images", "InspectResult", "Interrupted",
+    "ModuleConfig", "Neighbour", "Note", "PredictionResults", "Preprocess", "ProbeResult", "Progress",
+    "ProtocolResult", "PushResult", "Recipe", "ResNetConfig", "RunDirChosen", "RunHandle", "RunResult", "RunStarted",
+    "Saved", "SearchResult", "Source", "StepDone", "TensorBoard", "TrainResult", "UserError", "ViTConfig", "VtabResult",
+    "__version__", "benchmark", "capture", "check", "classifier", "convert", "create", "dedupe", "demo", "embed",
+    "evaluate", "fewshot", "finetune", "info", "inspect", "list_available", "load", "predict", "pretrain", "push",
+    "save", "search", "show_recipe", "train", "vtab1k",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ import difflib
 import hashlib
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, get_args, get_origin, get_type_hints
@@ -17,39 +17,10 @@ from typing import Any, get_args, get_origin, get_type_hints
 from vitral.architecture import ModelConfig, ResNetConfig, RopeConfig, Size, as_size
 from vitral.errors import UserError
 from vitral.names import parse
-from vitral.recipe_schema import (
-    DataRecipe,
-    Key,
-    MaskedRecipe,
-    OptimRecipe,
-    Recipe,
-    RegularizationRecipe,
-    ScheduleRecipe,
-    ShapeRecipe,
-    keys,
-    values,
-)
+from vitral.recipe_schema import Recipe, keys, values
 
-__all__ = [
-    "DataRecipe",
-    "Key",
-    "MaskedRecipe",
-    "OptimRecipe",
-    "Recipe",
-    "RegularizationRecipe",
-    "ScheduleRecipe",
-    "ShapeRecipe",
-    "architecture_of",
-    "from_dict",
-    "from_toml",
-    "keys",
-    "pipelines",
-    "recipe_hash",
-    "to_toml",
-    "values",
-    "with_dev",
-    "with_overrides",
-]
+Overrides = Sequence[str] | Mapping[str, Any]  # ["optim.lr=0.01"] or {"optim.lr": 0.01}
+Sweep = Sequence[str] | Mapping[str, Sequence[Any]]  # ["optim.lr=0.003,0.01"] or {"optim.lr": [0.003, 0.01]}
 
 
 def from_dict(settings: Mapping[str, Any]) -> Recipe:
@@ -227,3 +198,37 @@ def _check_key(key: str) -> None:
     near = near or [name for name in keys() if name.startswith(f"{key.split('.')[0]}.")]
     hint = f"did you mean {' or '.join(near)}?" if near else "`vitral show` prints every key."
     raise UserError(f'unknown key "{key}" in the recipe: {hint}')
+
+
+def override_words(overrides: Overrides | Sweep) -> tuple[str, ...]:
+    """Overrides as "key=value" texts.
+
+    Args:
+        overrides: texts, or a mapping from keys to values; a sequence of values is joined by commas.
+
+    Returns:
+        One text per key.
+    """
+    if isinstance(overrides, str):
+        raise UserError(f'set and sweep take a list: write ["{overrides}"].')
+    if isinstance(overrides, Mapping):
+        return tuple(f"{key}={_text(value)}" for key, value in overrides.items())
+    return tuple(overrides)
+
+
+def check_given_once(parameters: Mapping[str, Any], words: Sequence[str]) -> None:
+    """Refuse a recipe key that is given both as a parameter of its own and in `set`.
+
+    Args:
+        parameters: values by recipe key; None and "" mean that the parameter was not given.
+        words: the overrides as "key=value" texts.
+    """
+    for key in (word.partition("=")[0].strip() for word in words):
+        if parameters.get(key) not in (None, ""):
+            raise UserError(f"{key} is given twice, as an option and as --set {key}=...: leave one of them out.")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ",".join(map(_text, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

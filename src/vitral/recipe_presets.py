@@ -20,11 +20,7 @@ from vitral.errors import UserError
 from vitral.names import name_of, parse
 from vitral.recipe import Recipe, from_dict
 
-CROPS = {
-    "": "square",
-    ":inception": "inception",
-    ":resmall": "resmall",
-}  # suffix of a preset's name: name of the reading
+CROPS = {"": "square", ":inception": "inception", ":resmall": "resmall"}  # suffix of a preset: name of the reading
 SHORT_WARMUP = ("pets", "flowers", "vtab")  # data sets
 WITH_DROPOUT = ("ViT-L/16", "ViT-H/14", "R50+ViT-B/16", "R50+ViT-L/*")  # models released with a dropout of 0.1
 TITLES = {
@@ -143,17 +139,9 @@ def _pretraining(dataset: str, model: str) -> PresetValues:
     readings += ["lengths"] if len(row.epochs) > 1 else []
     readings += ["hybrid rate"] if model == "R50+ViT-L/32" else []
     keys = {
-        "epochs": row.epochs[0],
-        "batch": row.batch,
-        "optim.name": row.optimizer,
-        "optim.lr": row.lr,
-        "optim.beta1": row.beta1,
-        "optim.beta2": row.beta2,
-        "optim.weight_decay": row.weight_decay,
-        "optim.clip": row.clip,
-        "schedule.kind": row.decay,
-        "schedule.warmup": row.warmup,
-        "regularization.dropout": row.dropout,
+        **{"epochs": row.epochs[0], "batch": row.batch, "regularization.dropout": row.dropout},
+        **{"optim.name": row.optimizer, "schedule.kind": row.decay, "schedule.warmup": row.warmup},
+        **{f"optim.{key}": getattr(row, key) for key in ("lr", "beta1", "beta2", "weight_decay", "clip")},
     }
     return PresetValues(keys if resnet else keys | {"shape.head": "tanh"}, tuple(readings))
 
@@ -162,17 +150,10 @@ def _masked(model: str) -> PresetValues:
     """Appendix B.1.2."""
     row = paper.masked_training()
     keys = {
-        "objective": "masked",
-        "steps": row.steps,
-        "batch": row.batch,
-        "optim.name": row.optimizer,
-        "optim.lr": row.lr,
-        "schedule.kind": row.decay,
-        "schedule.warmup": row.warmup,
-        "masked.ratio": row.ratio,
-        "masked.token_ratio": row.token_ratio,
-        "masked.random_ratio": row.random_ratio,
-        "masked.target": row.target,
+        **{"objective": "masked", "steps": row.steps, "batch": row.batch},
+        **{"optim.name": row.optimizer, "optim.lr": row.lr},
+        **{"schedule.kind": row.decay, "schedule.warmup": row.warmup},
+        **{f"masked.{key}": getattr(row, key) for key in ("ratio", "token_ratio", "random_ratio", "target")},
     }
     return PresetValues(keys, ("crops", "decoupled decay", "masked decay"))
 
@@ -187,15 +168,9 @@ def _finetuning(dataset: str, crops: str, model: str) -> PresetValues:
     readings += ["odd grid"] if model == "ViT-H/14" else []
     readings += ["bit for resnets"] if isinstance(parse(model), ResNetConfig) else []
     keys = {
-        "steps": row.steps,
-        "batch": row.batch,
-        "image": row.image,
-        "loss": "softmax",
-        "optim.name": row.optimizer,
-        "optim.momentum": row.momentum,
-        "optim.weight_decay": row.weight_decay,
-        "optim.clip": row.clip,
-        "schedule.kind": row.decay,
+        **{"steps": row.steps, "batch": row.batch, "image": row.image, "loss": "softmax"},
+        **{"optim.name": row.optimizer, "schedule.kind": row.decay},
+        **{f"optim.{key}": getattr(row, key) for key in ("momentum", "weight_decay", "clip")},
     }
     sweep: dict[str, tuple[Any, ...]] = {"optim.lr": row.rates}
     if dataset == "vtab":

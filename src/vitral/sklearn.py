@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vitral.api.data import ImageLike, open_any_images
-from vitral.api.overrides import Overrides
 from vitral.api.prediction import compute_device, predict
 from vitral.api.training import train
 from vitral.errors import UserError
 from vitral.events import ignore_events
+from vitral.recipe import Overrides
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin

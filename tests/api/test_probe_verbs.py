@@ -22,7 +22,7 @@ from vitral.data.images import encode_png
 from vitral.data.sources import Split, open_data
 from vitral.evaluation import features
 from vitral.evaluation.duplicates import read_exclusions
-from vitral.evaluation.fewshot import fewshot
+from vitral.evaluation.probes import fewshot
 from vitral.models.build import build
 
 TINY = ViTConfig(depth=1, width=16, mlp=32, heads=2, patch=4, image=(8, 8), classes=3, representation=16)

@@ -16,7 +16,7 @@ from journeys import MODEL, PLAIN, SHAPE, Command
 from runs import make_pictures
 
 import vitral
-from vitral import api, events
+from vitral import events, studies
 from vitral.api.data import open_to_choose
 from vitral.api.protocols import paper_numbers
 from vitral.architecture import ResNetConfig, ViTConfig
@@ -29,8 +29,7 @@ from vitral.data.sources import DataSet, open_data
 from vitral.errors import UserError
 from vitral.models.build import build
 from vitral.recipe import Recipe, from_toml, recipe_hash, with_overrides
-from vitral.studies import protocol
-from vitral.studies.protocol import ProtocolRuns, evaluated_once, parse_search_space, run_protocol, trial_configs
+from vitral.studies import ProtocolRuns, evaluated_once, parse_search_space, run_protocol, trial_configs
 from vitral.training.run import RunResult
 
 
@@ -136,7 +135,7 @@ def followed(
     dev: float = 0.25,
     seeds: int = 3,
 ) -> ProtocolRuns:
-    monkeypatch.setattr(protocol, "run", runs)
+    monkeypatch.setattr(studies, "run", runs)
     recipe = with_overrides(Recipe(), words)
     opened, choosing = open_to_choose(pictures, recipe, dev)
     tried = trial_configs(recipe, parse_search_space(grid))
@@ -151,7 +150,7 @@ def test_dev_chooses_and_test_is_measured_once_a_seed(pictures, monkeypatch):
     found = followed(runs, monkeypatch, pictures)
     assert found.chosen.name == "optim.lr=0.3"
     assert [trial.score for trial in found.trials] == [0.1, 0.2, 0.3]
-    assert found.scores == pytest.approx((0.7, 0.71, 0.72))
+    assert found.seed_scores == pytest.approx((0.7, 0.71, 0.72))
     assert found.mean == pytest.approx(0.71)
     assert found.spread == pytest.approx(statistics.stdev([0.7, 0.71, 0.72]))
     assert (found.split, found.dev) == ("test", "dev")
@@ -196,11 +195,11 @@ def test_patience_never_sees_test(pictures, monkeypatch):
 def test_what_diverges_is_out_and_the_others_go_on(pictures, tmp_path):
     words = SWEPT | {"set": [*SWEPT["set"], "optim.name=sgd", "optim.clip=0"], "seeds": 1}
     rates = ("optim.lr=1e30,0.001",)
-    found = api.pretrain(pictures, out=tmp_path / "run", **(words | {"sweep": rates}))
+    found = vitral.pretrain(pictures, out=tmp_path / "run", **(words | {"sweep": rates}))
     assert found.as_dict()["diverged"] == ["optim.lr=1e30"]
     assert (found.outcome.chosen.name, len(found.outcome.trials)) == ("optim.lr=0.001", 1)
     with pytest.raises(UserError, match="all trials diverged"):
-        api.pretrain(pictures, out=tmp_path / "none", **(words | {"sweep": ("optim.lr=1e30,1e31",)}))
+        vitral.pretrain(pictures, out=tmp_path / "none", **(words | {"sweep": ("optim.lr=1e30,1e31",)}))
 
 
 def test_equals_go_to_the_first(pictures, monkeypatch):
@@ -235,10 +234,10 @@ SWEPT: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def swept(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> api.ProtocolRuns:
+def swept(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> vitral.ProtocolResult:
     """Two rates tried on dev, two seeds on test."""
     out = tmp_path_factory.mktemp("runs") / "swept"
-    return api.pretrain(pictures, out=out, **SWEPT)
+    return vitral.pretrain(pictures, out=out, **SWEPT)
 
 
 def shape_of(run: str) -> ViTConfig:
@@ -275,7 +274,7 @@ def test_test_images_are_measured_once_a_run(swept):
 
 def test_the_same_call_again_trains_nothing(pictures, swept):
     heard: list[events.Event] = []
-    again = api.pretrain(pictures, out=swept.folder, on_event=heard.append, **SWEPT)
+    again = vitral.pretrain(pictures, out=swept.folder, on_event=heard.append, **SWEPT)
     assert again.as_dict() == swept.as_dict()
     assert not any(isinstance(event, events.StepDone) for event in heard)
     said = [event.text for event in heard if isinstance(event, events.Note)]
@@ -285,23 +284,23 @@ def test_the_same_call_again_trains_nothing(pictures, swept):
 def test_a_run_is_evaluated_on_what_it_was_measured_on(tmp_path):
     for split, images in (("train", 4), ("val", 2), ("test", 3)):
         make_pictures(tmp_path / "data" / split, images=images)
-    found = api.pretrain(tmp_path / "data", out=tmp_path / "run", **SWEPT)
+    found = vitral.pretrain(tmp_path / "data", out=tmp_path / "run", **SWEPT)
     assert found.as_dict()["chosen_on"] == "val"
     assert [trial["n"] for trial in found.as_dict()["trials"]] == [6, 6]
     notes = json.loads((tmp_path / "run" / "seed-1" / "data.json").read_text())["notes"]
     assert notes == ["Evaluated on test (9 images)."]
     for run, split, score in (
-        ("seed-1", "test", found.outcome.scores[1]),
+        ("seed-1", "test", found.outcome.seed_scores[1]),
         ("sweep/optim.lr=0.01", "val", found.outcome.trials[1].score),
     ):
-        again = api.evaluate(tmp_path / "run" / run, tmp_path / "data", device="cpu")
+        again = vitral.evaluate(tmp_path / "run" / run, tmp_path / "data", device="cpu")
         assert (again.metrics["n"], again.metrics["top1"]) == ({"test": 9, "val": 6}[split], score)
         assert f"held-out images of its {split} split" in again.notes[0]
 
 
 def test_the_row_names_the_model_that_was_chosen(pictures, tmp_path, monkeypatch):
-    monkeypatch.setattr(protocol, "run", Runs(lambda recipe, split: float(recipe.shape.depth)))
-    found = api.pretrain(pictures, out=tmp_path / "run", **(SWEPT | {"sweep": ("shape.depth=1,3",)}))
+    monkeypatch.setattr(studies, "run", Runs(lambda recipe, split: float(recipe.shape.depth)))
+    found = vitral.pretrain(pictures, out=tmp_path / "run", **(SWEPT | {"sweep": ("shape.depth=1,3",)}))
     assert found.outcome.chosen.name == "shape.depth=3"
     assert "3 layers" in found.model
 
@@ -345,7 +344,7 @@ def test_the_result_stands_beside_the_papers(swept, pictures, monkeypatch, capsy
 
 
 def test_an_early_end_is_said_to_be_the_best_value(pictures, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(protocol, "run", Runs(lambda recipe, split: 0.5))
+    monkeypatch.setattr(studies, "run", Runs(lambda recipe, split: 0.5))
     said = Command(monkeypatch, capsys)(
         *("pretrain", pictures, "--model", MODEL, "--out", tmp_path / "run", "--device", "cpu"),
         *("--set", *TINY, "patience=1", "data.dev=0.2"),
@@ -361,24 +360,24 @@ def test_a_run_that_was_interrupted_goes_on(pictures, swept, tmp_path):
 
     heard: list[events.Event] = []
     with pytest.raises(InterruptedError):
-        api.pretrain(pictures, out=tmp_path / "run", on_event=crash, **SWEPT)
-    found = api.pretrain(pictures, out=tmp_path / "run", on_event=heard.append, **SWEPT)
+        vitral.pretrain(pictures, out=tmp_path / "run", on_event=crash, **SWEPT)
+    found = vitral.pretrain(pictures, out=tmp_path / "run", on_event=heard.append, **SWEPT)
     assert sum(isinstance(event, events.RunStarted) for event in heard) == 1
     assert found.as_dict()["scores"] == swept.as_dict()["scores"]
 
 
 def test_finetuning_keeps_the_weights_pixels_and_the_papers_rates(pictures, swept, tmp_path, monkeypatch):
     runs = Runs(lambda recipe, split: -recipe.optim.lr)
-    monkeypatch.setattr(protocol, "run", runs)
+    monkeypatch.setattr(studies, "run", runs)
     weights = Path(swept.folder) / "seed-0"
     words = ["steps=2", "batch=6", "image=16", "data.held_out=0.2"]
-    found = api.finetune(weights, pictures, recipe="paper:finetune/pets", set=words, out=tmp_path / "ft")
+    found = vitral.finetune(weights, pictures, recipe="paper:finetune/pets", set=words, out=tmp_path / "ft")
     assert [trial.name for trial in found.outcome.trials] == [f"optim.lr={r}" for r in (0.001, 0.003, 0.01, 0.03)]
     assert found.outcome.chosen.name == "optim.lr=0.001"
     assert [result.seed for result in found.outcome.results] == [0, 1, 2]
     assert {recipe.init for recipe, _, _ in runs.calls} == {str(weights)}
     assert found.readings
-    fixed = api.finetune(
+    fixed = vitral.finetune(
         weights, pictures, recipe="paper:finetune/vtab", set=[*words[1:], "epochs=1"], out=tmp_path / "vtab"
     )
     assert {(recipe.steps, recipe.epochs) for recipe, data, path in runs.calls[7:]} == {(0, 1.0)}
@@ -399,9 +398,9 @@ def resnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("winner", ["bit:finetune/small", "paper:finetune/pets"])
 def test_a_resnet_tries_bits_recipe_too(pictures, resnet, tmp_path, monkeypatch, winner):
     runs = Runs(lambda recipe, split: float((recipe.schedule.kind == "multistep") == winner.startswith("bit")))
-    monkeypatch.setattr(protocol, "run", runs)
+    monkeypatch.setattr(studies, "run", runs)
     words = ["optim.lr=0.01", "batch=6", "steps=2"]
-    found = api.finetune(resnet, pictures, recipe="paper:finetune/pets", set=words, out=tmp_path / "run")
+    found = vitral.finetune(resnet, pictures, recipe="paper:finetune/pets", set=words, out=tmp_path / "run")
     assert [trial.name for trial in found.outcome.trials] == ["paper:finetune/pets", "bit:finetune/small"]
     assert found.outcome.chosen.name == winner
     assert {path.relative_to(tmp_path / "run").as_posix() for _, _, path in runs.calls[:2]} == {
@@ -415,23 +414,23 @@ def test_a_resnet_tries_bits_recipe_too(pictures, resnet, tmp_path, monkeypatch,
 
 def test_only_the_papers_finetuning_of_a_resnet_has_a_rival(pictures, resnet, swept, tmp_path, monkeypatch):
     runs = Runs(lambda recipe, split: 0.5)
-    monkeypatch.setattr(protocol, "run", runs)
+    monkeypatch.setattr(studies, "run", runs)
     words = {"set": ["batch=6", "steps=2"], "sweep": ("optim.lr=0.1,0.2",), "seeds": 1}
     plain: dict[str, Any] = {"recipe": "paper:finetune/pets", "out": tmp_path / "run", **words}
     for weights in (resnet, Path(swept.folder) / "seed-0"):
-        assert len(api.finetune(weights, pictures, **plain).outcome.trials) == 2
+        assert len(vitral.finetune(weights, pictures, **plain).outcome.trials) == 2
     own: dict[str, Any] = {**plain, "recipe": "bit:finetune/small", "sweep": ()}
-    assert api.finetune(resnet, pictures, **own).outcome.trials == ()
+    assert vitral.finetune(resnet, pictures, **own).outcome.trials == ()
 
 
 def test_a_mistake_is_said_before_there_is_a_folder(pictures, swept, tmp_path):
     weights = Path(swept.folder) / "seed-0"
     with pytest.raises(UserError, match="batch=512 is more than the 48 training images"):
-        api.finetune(weights, pictures, recipe="paper:finetune/pets", out=tmp_path / "run")
+        vitral.finetune(weights, pictures, recipe="paper:finetune/pets", out=tmp_path / "run")
     with pytest.raises(UserError, match="seeds must be at least 1"):
-        api.finetune(weights, pictures, recipe="paper:finetune/pets", seeds=0, out=tmp_path / "run")
+        vitral.finetune(weights, pictures, recipe="paper:finetune/pets", seeds=0, out=tmp_path / "run")
     with pytest.raises(UserError, match='there is no recipe "paper:finetune/cats"'):
-        api.finetune(weights, pictures, recipe="paper:finetune/cats", out=tmp_path / "run")
+        vitral.finetune(weights, pictures, recipe="paper:finetune/cats", out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

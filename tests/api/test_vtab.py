@@ -29,8 +29,7 @@ from vitral.models.build import build
 from vitral.paper import table9
 from vitral.recipe import Recipe, from_toml
 from vitral.recipe_presets import get_preset
-from vitral.studies.protocol import TrialConfig
-from vitral.studies.vtab import for_task, group_scores, mean_score, run_suite
+from vitral.studies import TrialConfig, for_task, group_scores, mean_score, run_suite
 from vitral.training.run import RunResult
 
 TINY = ViTConfig(depth=1, width=16, mlp=32, heads=2, patch=4, image=(8, 8), classes=3)
@@ -300,8 +299,8 @@ class Runs:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     fake = Runs({("svhn", 1): 0.9, ("dmlab", 1): 0.1, ("svhn", 2): 0.6, ("dmlab", 2): 0.5})
-    monkeypatch.setattr("vitral.studies.vtab.run", fake)
-    monkeypatch.setattr("vitral.studies.protocol.run", fake)
+    monkeypatch.setattr("vitral.studies.run", fake)
+    monkeypatch.setattr("vitral.studies.run", fake)
     return fake
 
 
@@ -339,8 +338,8 @@ def test_the_papers_four_candidates_and_its_choice(
     weights: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = Runs({("svhn", 500): 0.2, ("svhn", 2500): 0.3})
-    monkeypatch.setattr("vitral.studies.vtab.run", fake)
-    monkeypatch.setattr("vitral.studies.protocol.run", fake)
+    monkeypatch.setattr("vitral.studies.run", fake)
+    monkeypatch.setattr("vitral.studies.run", fake)
 
     def asked(out: str, **options: Any) -> list[tuple[str, float, int]]:
         fake.asked.clear()
@@ -369,12 +368,14 @@ def test_the_command_line_at_full_count(
     write_stand_in("camelyon", tmp_path / "data", train=800, others=200, layout="tfrecord", shrink=8)
 
     def call(out: str, *words: str) -> str:
-        given = [str(weights), str(tmp_path / "data"), "--fixed", "--device", "cpu", "--out", str(tmp_path / out)]
+        given = [str(weights), str(tmp_path / "data"), "--device", "cpu", "--out", str(tmp_path / out)]
         monkeypatch.setattr(sys, "argv", ["vitral", "vtab", *given, "--set", *QUICK, "steps=1", *words])
         main()
         return capsys.readouterr().out
 
-    shown = call("a", "--seeds", "2")
+    shown = call("a", "--seeds", "2", "--sweep", "optim.lr=0.01,0.03")
+    tried = [line.split()[0] for line in shown.splitlines() if "optim.lr" in line]
+    assert tried[:2] == ["optim.lr=0.01", "optim.lr=0.03"]
     score, cost = (line.split() for line in shown.splitlines() if line.strip().startswith("camelyon "))
     assert (score[:2], score[3:]) == (["camelyon", "200"], ["83.3", "83.6", "82.5"])
     row = json.loads((tmp_path / "a" / "vtab.json").read_text())["tasks"]["camelyon"]
@@ -390,7 +391,7 @@ def test_the_command_line_at_full_count(
     (ids / "camelyon.txt").unlink()
     ids.rmdir()
     ids.write_text("in the way")
-    values = json.loads(call("b", "--json", "--tasks", "camelyon", "pets"))
+    values = json.loads(call("b", "--fixed", "--json", "--tasks", "camelyon", "pets"))
     assert list(values["missing"]) == ["pets"]
     assert values["tasks"]["camelyon"]["train"] == 800
     assert (tmp_path / "b" / "vtab-ids" / "camelyon.txt").read_text() == listed

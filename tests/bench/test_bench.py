@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 
 import vitral
 from vitral.api.bench import benchmark
-from vitral.bench import backends, loading, parity, start, sweep
+from vitral.bench import backends, loading, sweep
 from vitral.bench import benchmark as runner
 from vitral.bench.backends import Backend, Workload, build_model, default_modes, select_backends
-from vitral.bench.loading import LoadingStep, PredictionStep, feed, time_training_from_files
+from vitral.bench.loading import LoadingStep, PredictionStep, time_feeding, time_training_from_files
 from vitral.bench.results import (
     COLUMNS,
     BenchmarkRow,
@@ -41,12 +41,16 @@ from vitral.bench.results import (
     write_rows,
 )
 from vitral.bench.steps import (
+    TOLERANCES,
     InferenceStep,
     ParityError,
     StepOutputs,
     TrainingStep,
+    check_parity,
+    compare,
     float32_model,
     parameters_with_gradient,
+    reference_outputs,
 )
 from vitral.bench.worker import RequestHandler, Worker, WorkerFailed, handle_request, make_step
 from vitral.cost import training_flops
@@ -90,14 +94,13 @@ def test_every_setting_of_every_installed_library_is_selected(monkeypatch: pytes
     installed = {"timm", "transformers"}
     monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: name if name in installed else None)
     cuda = replace(WORKLOAD, device="cuda")
-    selection = select_backends(
-        cuda, ("timm", "torchvision", "transformers"), ("compile", "graphs"), ("flash", "cudnn")
-    )
-    assert len(selection.backends) == 1 + 2 * 2 * 2  # ours has one mode
-    assert selection.backends[0] == Backend("vitral", "graphs")
-    assert [sentence.split()[0] for sentence in selection.excluded] == ["torchvision"]
-    assert "pip install torchvision" in selection.excluded[0]
-    compiled = select_backends(cuda, ("timm",), ("eager", "compile"), ("flash", "cudnn")).backends
+    peers = ("timm", "torchvision", "transformers")
+    selected, excluded = select_backends(cuda, peers, ("compile", "graphs"), ("flash", "cudnn"))
+    assert len(selected) == 1 + 2 * 2 * 2  # ours has one mode
+    assert selected[0] == Backend("vitral", "graphs")
+    assert [sentence.split()[0] for sentence in excluded] == ["torchvision"]
+    assert "pip install torchvision" in excluded[0]
+    compiled, _ = select_backends(cuda, ("timm",), ("eager", "compile"), ("flash", "cudnn"))
     assert [backend.label for backend in compiled if backend.library == "vitral"] == [
         "vitral (eager)",
         "vitral (compile)",
@@ -120,9 +123,9 @@ def test_unknown_or_unsupported_settings_are_refused(against, modes, attentions,
 
 def test_a_peer_without_the_model_is_excluded() -> None:
     hybrid = replace(WORKLOAD, model="R50+ViT-B/16", depth=0, image=0)
-    selection = select_backends(hybrid, ("transformers",), ("eager",), ("auto",))
-    assert [backend.library for backend in selection.backends] == ["vitral"]
-    assert "R50+ViT-B/16" in selection.excluded[0]
+    selected, excluded = select_backends(hybrid, ("transformers",), ("eager",), ("auto",))
+    assert [backend.library for backend in selected] == ["vitral"]
+    assert "R50+ViT-B/16" in excluded[0]
 
 
 def test_models_are_compiled_on_a_gpu_only() -> None:
@@ -207,7 +210,7 @@ def test_images_are_random_and_only_ours_are_uint8() -> None:
 @pytest.mark.parametrize("make", [TrainingStep, InferenceStep])
 def test_the_model_itself_passes_the_parity_check(make) -> None:
     workload = WORKLOAD if make is TrainingStep else replace(WORKLOAD, work="infer")
-    result = parity.check_parity(make(OURS, workload), OURS, workload)
+    result = check_parity(make(OURS, workload))
     assert result.logits < 1e-5
     assert result.gradients < 1e-5
     assert result.worst_gradient < 1e-4
@@ -215,16 +218,16 @@ def test_the_model_itself_passes_the_parity_check(make) -> None:
 
 def test_the_parity_check_tolerates_bfloat16_but_not_as_float32() -> None:
     step = TrainingStep(OURS, WORKLOAD)
-    plain = parity.reference_outputs(float32_model(OURS, WORKLOAD), step, training=True)
+    plain = reference_outputs(step)
     model = float32_model(OURS, WORKLOAD)
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(step.images)
     F.cross_entropy(logits.float(), step.labels).backward()
     half = StepOutputs(logits.detach(), {name: weight.grad for name, weight in parameters_with_gradient(model)})
-    result = parity.compare(half, plain, parity.TOLERANCES["bfloat16"], "half")
+    result = compare(half, plain, TOLERANCES["bfloat16"], "half")
     assert result.logits > 1e-4
     with pytest.raises(ParityError, match="half differs from the float32 model"):
-        parity.compare(half, plain, parity.TOLERANCES["float32"], "half")
+        compare(half, plain, TOLERANCES["float32"], "half")
 
 
 def _scaled(outputs: StepOutputs) -> StepOutputs:
@@ -248,9 +251,9 @@ def _not_a_number(outputs: StepOutputs) -> StepOutputs:
 @pytest.mark.parametrize("plant", [_scaled, _one_gradient_lost, _one_gradient_missing, _not_a_number])
 def test_the_parity_check_finds_planted_errors(plant) -> None:
     step = TrainingStep(OURS, WORKLOAD)
-    plain = parity.reference_outputs(float32_model(OURS, WORKLOAD), step, training=True)
+    plain = reference_outputs(step)
     with pytest.raises(ParityError):
-        parity.compare(plant(step.outputs()), plain, parity.TOLERANCES["bfloat16"], "planted")
+        compare(plant(step.outputs()), plain, TOLERANCES["bfloat16"], "planted")
 
 
 def test_a_failed_parity_check_ends_a_benchmark_without_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -259,7 +262,7 @@ def test_a_failed_parity_check_ends_a_benchmark_without_rows(monkeypatch: pytest
         raise WorkerFailed("parity", "vitral (eager) differs from the float32 model")
 
     monkeypatch.setattr(Worker, "__init__", lambda self, backend: None)
-    monkeypatch.setattr(Worker, "close", lambda self: None)
+    monkeypatch.setattr(Worker, "__exit__", lambda self, *error: None)
     monkeypatch.setattr(Worker, "call", fail)
     with pytest.raises(ParityError, match="differs from the float32 model"):
         benchmark("train", model="ViT-Ti/16@32", batch=2, against=(), out=tmp_path / "r.json", device="cpu")
@@ -352,18 +355,18 @@ def _alive(pid: int) -> bool:
 def test_requests_are_handled() -> None:
     handler = RequestHandler()
 
-    def result(method: str, **arguments: Any) -> dict[str, Any]:
+    def result(method: str, **arguments: Any) -> Any:
         return handle_request(handler, json.dumps({"method": method, "arguments": arguments}))["result"]
 
     built = result("build", backend={"library": "vitral"}, workload={**vars(WORKLOAD), "work": "infer"})
-    assert built["environment"]["torch"] == torch.__version__
-    assert len(result("run", count=3)["seconds"]) == 3
-    assert result("matmul_flops")["flops"] > 1e8
+    assert built["torch"] == torch.__version__
+    assert len(result("run", count=3)) == 3
+    assert result("matmul_flops") > 1e8
     assert result("details") == {}
-    assert result("memory")["bytes"] >= 0
+    assert result("memory") >= 0
 
 
-class FakeWorker:
+class FakeWorker(Worker):
     """A worker without a process that logs its turns."""
 
     log: list[str]
@@ -371,17 +374,14 @@ class FakeWorker:
     def __init__(self, backend: Backend) -> None:
         self.backend, self.started = backend, time.perf_counter()
 
-    def __enter__(self):
-        return self
-
     def __exit__(self, *rest: object) -> None: ...
 
-    def call(self, method: str, workload: Workload | None = None) -> dict[str, Any]:
+    def call(self, method: str, workload: Workload | None = None, **arguments: Any) -> Any:
         return {
             "check_parity": {"logits": 0.0, "gradients": 0.0, "tolerance": 1.0},
-            "build": {"environment": {"hardware": "none"}},
-            "memory": {"bytes": 1},
-            "matmul_flops": {"flops": 1e9},
+            "build": {"hardware": "none"},
+            "memory": 1,
+            "matmul_flops": 1e9,
             "details": {},
         }[method]
 
@@ -396,12 +396,12 @@ def test_backends_take_turns_and_a_failure_does_not_stop_the_others(monkeypatch:
     FakeWorker.log = []
     monkeypatch.setattr(runner, "Worker", FakeWorker)
     names = ("vitral", "timm", "torchvision")
-    result = runner.run_benchmark(WORKLOAD, [Backend(name) for name in names], rounds=3, on_event=ignore_events)
+    rows, failures = runner.run_benchmark(WORKLOAD, [Backend(name) for name in names], rounds=3, on_event=ignore_events)
     warm_up = 2 * len(names)
     # The second round is reversed; timm runs out of memory there.
     assert FakeWorker.log[warm_up:] == [*names, "torchvision", "vitral", "vitral", "torchvision"]
-    assert result.failures == ["timm (eager) did not finish: out of memory."]
-    assert {measured.library: measured.samples for measured in result.rows} == {"vitral": 12, "torchvision": 12}
+    assert failures == ["timm (eager) did not finish: out of memory."]
+    assert {measured.library: measured.samples for measured in rows} == {"vitral": 12, "torchvision": 12}
 
 
 def test_loaders_fill_their_turn_and_steps_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,28 +413,30 @@ def test_loaders_fill_their_turn_and_steps_have_a_limit(monkeypatch: pytest.Monk
         def run(self, count: int) -> list[float]:
             return [0.01] * count if self.work == "train" else [(0.5 + 0.01 * count) / count]
 
-        def call(self, method: str, workload: Workload | None = None) -> dict[str, Any]:
+        def call(self, method: str, workload: Workload | None = None, **arguments: Any) -> Any:
             self.work = workload.work if workload else self.work
             return super().call(method)
 
     monkeypatch.setattr(runner, "Worker", Loader)
-    steps = runner.warm_up(Loader(OURS), replace(WORKLOAD, work="data"), rounds=3).steps  # type: ignore[arg-type]
-    assert 3.0 < 0.5 + 0.01 * steps < 5.5
-    assert runner.warm_up(Loader(OURS), WORKLOAD, rounds=3).steps == 50  # type: ignore[arg-type]
+    loader, trainer = Loader(OURS), Loader(OURS)
+    runner.warm_up(loader, replace(WORKLOAD, work="data"), rounds=3)
+    assert 3.0 < 0.5 + 0.01 * loader.steps < 5.5
+    runner.warm_up(trainer, WORKLOAD, rounds=3)
+    assert trainer.steps == 50
 
 
 def test_a_backend_without_details_keeps_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
     class Silent(FakeWorker):
-        def call(self, method: str, workload: Workload | None = None) -> dict[str, Any]:
+        def call(self, method: str, workload: Workload | None = None, **arguments: Any) -> Any:
             if method == "details":
                 raise WorkerFailed("error", "out of memory")
             return super().call(method)
 
     FakeWorker.log = []
     monkeypatch.setattr(runner, "Worker", Silent)
-    result = runner.run_benchmark(replace(WORKLOAD, work="data"), [OURS], rounds=1, on_event=ignore_events)
-    assert [measured.details for measured in result.rows] == [{}]
-    assert result.failures == ["vitral (eager) has no details: out of memory."]
+    rows, failures = runner.run_benchmark(replace(WORKLOAD, work="data"), [OURS], rounds=1, on_event=ignore_events)
+    assert [measured.details for measured in rows] == [{}]
+    assert failures == ["vitral (eager) has no details: out of memory."]
 
 
 # Rows
@@ -549,7 +551,7 @@ def test_sizes_where_time_grows_faster_than_the_arithmetic_are_named() -> None:
     linear = sweep_rows("batch", (1, 2, 4), lambda size: 0.1 * size)
     square = sweep_rows("image", (64, 128), lambda size: 0.1 * size**2)
     assert sweep.summarize_sweep(linear) == []
-    assert sweep.relative_growth(sweep.measured_points(square)) == [2.0]
+    assert sweep.relative_growth(sweep.measured_points(square)["image"]) == [2.0]
     assert sweep.summarize_sweep([*linear, *square]) == [
         "up to image 128, time grows 2.00 times as fast as the arithmetic."
     ]
@@ -559,7 +561,7 @@ def test_a_slower_clock_is_not_growth() -> None:
     """Twice the work in four times the time, on a machine at half of its speed."""
     fast = row(work="growth", axis="batch", axis_value=1, macs=100, seconds=1.0, matmul_flops=8e9)
     slow = replace(fast, axis_value=2, macs=200, seconds=4.0, matmul_flops=4e9)
-    assert sweep.relative_growth(sweep.measured_points([fast, slow])) == [1.0]
+    assert sweep.relative_growth(sweep.measured_points([fast, slow])["batch"]) == [1.0]
 
 
 def test_a_sweep_continues_along_the_other_axes_when_memory_ends_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -571,7 +573,7 @@ def test_a_sweep_continues_along_the_other_axes_when_memory_ends_one(monkeypatch
             started.append(len(FakeWorker.log))
             return self
 
-        def call(self, method: str, workload: Workload | None = None) -> dict[str, Any]:
+        def call(self, method: str, workload: Workload | None = None, **arguments: Any) -> Any:
             if workload and workload.image > 128:
                 raise WorkerFailed("error", "out of memory")
             return super().call(method)
@@ -582,22 +584,20 @@ def test_a_sweep_continues_along_the_other_axes_when_memory_ends_one(monkeypatch
     rows = sweep.run_sweep(replace(WORKLOAD, image=0, depth=0), OURS, ignore_events)
     points = sweep.measured_points(rows)
     assert len(started) == 2
-    assert list(dict.fromkeys(point.axis for point in points)) == ["image", "batch", "depth"]
+    sizes = {axis: tuple(point.axis_value for point in along) for axis, along in points.items()}
+    assert list(sizes.items()) == list({**sweep.SIZES, "image": (64, 128)}.items())
     assert {measured.startup_seconds for measured in rows} == {0}
-    assert [point.value for point in points if point.axis == "image"] == [64, 128]
-    assert [point.value for point in points if point.axis == "batch"] == list(sweep.BATCHES)
-    assert [point.value for point in points if point.axis == "depth"] == list(sweep.DEPTHS)
-    batches = [point.macs for point in points if point.axis == "batch"]
-    assert batches == [batches[0] * size for size in sweep.BATCHES]
+    batches = [point.macs for point in points["batch"]]
+    assert batches == [batches[0] * size for size in sweep.SIZES["batch"]]
 
 
 def test_a_sweep_ends_where_the_next_step_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of any size takes a quarter of a second: by the arithmetic, 64 images after 4 take four seconds."""
     FakeWorker.log = []
     monkeypatch.setattr(sweep, "Worker", FakeWorker)
-    monkeypatch.setattr(sweep, "BATCHES", (1, 4, 64))
+    monkeypatch.setitem(sweep.SIZES, "batch", (1, 4, 64))
     points = sweep.measured_points(sweep.run_sweep(replace(WORKLOAD, image=0, depth=0), OURS, ignore_events))
-    assert [point.value for point in points if point.axis == "batch"] == [1, 4]
+    assert [point.axis_value for point in points["batch"]] == [1, 4]
 
 
 def test_only_the_last_sweep_is_drawn() -> None:
@@ -606,7 +606,8 @@ def test_only_the_last_sweep_is_drawn() -> None:
     new = [replace(measured, model="ViT-S/16", started_at="2027") for measured in old]
     assert sweep.newest_sweep([*old, *new, row()]) == new
     assert "Training step of ViT-S/16 on Abacus (R) 2000" in sweep.sweep_chart(new)
-    assert sweep.newest_sweep([row()]) == sweep.measured_points([row()]) == []
+    assert sweep.newest_sweep([row()]) == []
+    assert sweep.measured_points([row()]) == {}
 
 
 def test_rows_with_other_image_sizes_are_not_compared() -> None:
@@ -697,16 +698,15 @@ def test_the_wait_share_is_the_time_between_steps(monkeypatch: pytest.MonkeyPatc
     clock = [0.0]
     monkeypatch.setattr(loading.time, "perf_counter", lambda: clock[0])
 
-    class Slow:
-        def feed(self, images: torch.Tensor) -> None:
-            clock[0] += 1 if images else 10
+    def feed(images: torch.Tensor) -> None:
+        clock[0] += 1 if images else 10
 
     def batches():
         for number in range(8):
             clock[0] += 30 if number < 2 else 3
             yield torch.tensor(number >= 2)
 
-    assert feed(Slow(), batches(), 2, "cpu") == (4.0, 0.75)
+    assert time_feeding(feed, batches(), 2, "cpu") == (4.0, 0.75)
 
 
 @pytest.mark.parametrize("library", ["vitral", "torchvision"])
@@ -720,19 +720,19 @@ def test_starts_are_timed_in_turns_after_a_warm_up(tmp_path: Path) -> None:
     events: list[Any] = []
     log = f"open({str(tmp_path / 'log')!r}, 'a').write"
     commands = {name: [sys.executable, "-S", "-c", f"{log}({name[0]!r})"] for name in ("ours", "theirs")}
-    times = start._run_rounds(commands, 2, events.append)
+    times = runner._run_starts(commands, 2, events.append)
     assert (tmp_path / "log").read_text() == "ot" * 3
     assert {name: len(seconds) for name, seconds in times.items()} == {"ours": 2, "theirs": 2}
     commands["theirs"] = [sys.executable, "-S", "-c", "raise SystemExit('boom')"]
-    assert list(start._run_rounds(commands, 1, events.append)) == ["ours"]
+    assert list(runner._run_starts(commands, 1, events.append)) == ["ours"]
     assert events[-2] == Note("theirs failed to predict (boom): leave it out of --against.")
     with pytest.raises(UserError, match=r"vitral failed to predict .*boom"):
-        start._run_rounds({"vitral": commands["theirs"]}, 1, events.append)
+        runner._run_starts({"vitral": commands["theirs"]}, 1, events.append)
 
 
 def test_both_start_commands_predict_the_same(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    commands = start._prepare_commands(tmp_path, "ViT-Ti/16@32")
+    commands = runner._prepare_commands(tmp_path, "ViT-Ti/16@32")
     weights, picture, folder = *map(Path, commands["vitral"][4:6]), commands["transformers"][3]
     ours = vitral.predict(weights, picture, top=1).rows[0]
     theirs = transformers.pipeline("image-classification", model=folder)(str(picture))

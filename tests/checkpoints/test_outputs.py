@@ -16,7 +16,8 @@ import torch
 from journeys import COLOURS, colour_folder, paint
 
 import vitral
-from vitral.api import benchmark, inspection, neighbours, prediction, probes
+from vitral.api import inspection, neighbours, prediction, probes
+from vitral.api.bench import benchmark
 from vitral.architecture import ViTConfig
 from vitral.atomic import atomic_write, check_writable
 from vitral.checkpoints.card import Card, Preprocess

@@ -9,7 +9,7 @@ import pytest
 from released import PREPROCESS, WEIGHTS
 
 import vitral
-from vitral.api import EvalResult
+from vitral import EvalResult
 from vitral.evaluation.mapping import class_mapping
 
 

@@ -14,7 +14,7 @@ from vitral.data.check import check
 from vitral.data.sources import open_data, restrict_train
 from vitral.errors import UserError
 from vitral.events import Event, Progress
-from vitral.recipe import DataRecipe
+from vitral.recipe_schema import DataRecipe
 
 
 def scene(seed: int, size: tuple[int, int] = (96, 80)) -> Image.Image:

@@ -13,8 +13,17 @@ from hypothesis import strategies as st
 from PIL import Image
 from scipy.fft import dctn
 
-from vitral.data.copies import CHUNK, CROPS, THUMBNAIL, signatures, thumbnail_correlation
-from vitral.data.hashes import MAX_BITS, HashTable, hamming_distance, perceptual_hashes
+from vitral.data.copies import (
+    CHUNK,
+    CROPS,
+    MAX_BITS,
+    THUMBNAIL,
+    HashTable,
+    hamming_distance,
+    perceptual_hashes,
+    signatures,
+    thumbnail_correlation,
+)
 from vitral.data.sources import Split
 
 
@@ -76,7 +85,7 @@ def encoded(image: Image.Image, quality: int) -> io.BytesIO:
 
 
 def test_blocks_bound_the_memory(monkeypatch):
-    monkeypatch.setattr("vitral.data.hashes._BLOCK", 50)
+    monkeypatch.setattr("vitral.data.copies._BLOCK", 50)
     hashes = np.zeros(40, np.uint64)
     blocks = list(HashTable(hashes).near(hashes, 3))
     assert max(map(len, blocks)) <= 50

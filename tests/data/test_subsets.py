@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from journeys import MODEL, PLAIN, SHAPE, Command
 from runs import make_pictures, train
 
-from vitral import api
+import vitral
 from vitral.api import evaluation
 from vitral.api.data import open_restricted, open_to_choose
 from vitral.data.catalog.readers import ArrayReader
@@ -243,7 +243,7 @@ def test_evaluation_never_uses_training_images(pictures, small_run, monkeypatch,
         "predict_split",
         lambda model, images, *rest, **named: scored.append(set(images.keys)) or real(model, images, *rest, **named),
     )
-    found = api.evaluate(small_run, pictures, split=split, device="cpu")
+    found = vitral.evaluate(small_run, pictures, split=split, device="cpu")
     assert found.metrics["n"] == len(scored[0]) == 6
     assert scored[0].isdisjoint(seen(pictures, small_run))
     assert (scored[0] == keys(open_data(pictures).test)) == (split == "test")
@@ -255,7 +255,7 @@ def test_evaluation_never_uses_training_images(pictures, small_run, monkeypatch,
 
 def test_a_split_that_is_not_there_is_named(pictures, small_run):
     with pytest.raises(UserError, match='has no split "val" to score: use --split dev or --split test'):
-        api.evaluate(small_run, pictures, split="val")
+        vitral.evaluate(small_run, pictures, split="val")
 
 
 def test_what_protocols_choose_on_does_not_depend_on_the_subset(pictures):
@@ -281,7 +281,7 @@ def test_a_run_on_a_subset_is_evaluated_on_other_data(pictures, tmp_path, words)
     other = make_pictures(tmp_path / "other", images=2).rename(tmp_path / "another")
     for image in other.glob("*/*.png"):
         image.rename(image.with_name(f"new-{image.name}"))
-    found = api.evaluate(tmp_path / "run", other, device="cpu")
+    found = vitral.evaluate(tmp_path / "run", other, device="cpu")
     assert found.metrics["n"] == 6
     assert "All 6 images are scored." in found.notes[0]
 
@@ -291,9 +291,9 @@ def test_a_missing_exclusion_list_is_an_error(pictures, tmp_path):
     train(pictures, tmp_path / "run", f"data.exclude={tmp_path / 'list'}", "steps=1")
     (tmp_path / "list").unlink()
     with pytest.raises(UserError, match="cannot be read: name a list"):
-        api.evaluate(tmp_path / "run", pictures, device="cpu")
+        vitral.evaluate(tmp_path / "run", pictures, device="cpu")
 
 
 def test_a_run_is_evaluated_on_data_with_one_image_per_class(small_run, tmp_path):
     other = make_pictures(tmp_path / "single", images=1)
-    assert api.evaluate(small_run, other, device="cpu").metrics["n"] == 3
+    assert vitral.evaluate(small_run, other, device="cpu").metrics["n"] == 3

@@ -10,8 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitral.data.vtab.splits import fairly_drawn, hashed_order, positions, stored_split
-from vitral.data.vtab.tasks import RULES, TASKS, bin_of, find_task, flattened
+from vitral.data.vtab.tasks import (
+    RULES,
+    TASKS,
+    bin_of,
+    fairly_drawn,
+    find_task,
+    flattened,
+    hashed_order,
+    positions,
+    stored_split,
+)
 from vitral.errors import UserError
 
 # Images of each split as TFDS's catalogue states them, of the data sets whose splits are cut by percentages.

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from vitral.checkpoints.card import Preprocess
 from vitral.data.check import check
-from vitral.data.copies import CHUNK, MAX_CANDIDATES, thumbnail_correlation
-from vitral.data.hashes import hamming_distance
+from vitral.data.copies import CHUNK, MAX_CANDIDATES, hamming_distance, thumbnail_correlation
 from vitral.data.sources import DataSet, Split, open_data
 from vitral.errors import UserError
 from vitral.evaluation.duplicates import DedupeResult, TrainTestCopy, find_duplicates, read_exclusions, write_exclusions
@@ -334,7 +333,7 @@ def test_work_is_linear_in_the_training_set(scenes, monkeypatch):
         compared.append(len(left))
         return hamming_distance(left, right)
 
-    monkeypatch.setattr("vitral.data.hashes.hamming_distance", counted)
+    monkeypatch.setattr("vitral.data.copies.hamming_distance", counted)
     test = split([encoded(image) for image in scenes], "test")
     some = [encoded(scene(seed)) for seed in range(100, 200)]
     counts = []

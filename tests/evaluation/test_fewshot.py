@@ -18,20 +18,21 @@ from vitral.checkpoints.card import Preprocess
 from vitral.data.preprocess import parse_preprocess
 from vitral.data.sources import open_data
 from vitral.errors import UserError
-from vitral.evaluation import fewshot as room
+from vitral.evaluation import probes as room
 from vitral.evaluation.features import SplitFeatures, cached_features
-from vitral.evaluation.fewshot import (
-    L2,
-    L2_CANDIDATES,
+from vitral.evaluation.probes import (
+    RIDGE_L2,
+    RIDGE_L2_CANDIDATES,
     Ridge,
     choose_l2,
     draw,
     fewshot,
     interval,
+    knn,
+    linear_probe,
     stratified_folds,
     whitening,
 )
-from vitral.evaluation.probes import knn, linear_probe
 
 PROBLEMS = ("large_d", "small_d", "small_l2")
 
@@ -96,7 +97,7 @@ def test_a_draw_has_shots_of_each_class_and_draws_are_nested(labels, shots, seed
 
 
 @pytest.mark.parametrize(("n", "d"), [(12, 40), (40, 40), (41, 40), (90, 30)])
-@pytest.mark.parametrize("l2", [1.0, L2, 2.0**20])
+@pytest.mark.parametrize("l2", [1.0, RIDGE_L2, 2.0**20])
 def test_primal_and_dual_form_equal_the_textbook_solution(n: int, d: int, l2: float) -> None:
     x, labels = problem_of(n, d, 4)
     ridge = Ridge.fit(x, labels, 4, l2)
@@ -113,7 +114,7 @@ def test_predictions_do_not_depend_on_the_block_size(monkeypatch: pytest.MonkeyP
     x, labels = problem_of(60, 10, 3)
     ridge = Ridge.fit(x[:20], labels[:20], 3)
     whole = ridge.predict(x)
-    monkeypatch.setattr(room, "_ROWS", 7)
+    monkeypatch.setattr(room, "_RIDGE_ROWS", 7)
     np.testing.assert_array_equal(ridge.predict(x), whole)
     assert whole.tolist() == ridge.scores(x).argmax(1).tolist()
     assert ridge.predict(x[:0]).shape == (0,)
@@ -131,7 +132,7 @@ def test_a_result_has_a_mean_and_an_interval() -> None:
     x, labels = problem_of(120, 8, 3)
     one, five = fewshot(x[:60], labels[:60], x[60:], labels[60:], classes=3, shots=(1, 50), seeds=3)
     assert (one.shots, one.drawn, one.n, five.drawn) == (1, 3, 60, 60)
-    assert one.l2 == (L2,) * 3
+    assert one.l2 == (RIDGE_L2,) * 3
     assert len(set(five.accuracies)) == 1  # every draw takes all there is
     assert five.interval == pytest.approx(0)
     assert one.mean == pytest.approx(np.mean(one.accuracies))
@@ -142,7 +143,7 @@ def test_the_chosen_l2_equals_that_of_brute_force() -> None:
     """Another way through the same search: a fit by inverse for each part and candidate, counted one by one."""
     x, labels = problem_of(40, 60, 4, seed=3)
     x[::3] += np.random.default_rng(1).normal(size=(len(x[::3]), 60)) * 4
-    mistakes = dict.fromkeys(L2_CANDIDATES, 0)
+    mistakes = dict.fromkeys(RIDGE_L2_CANDIDATES, 0)
     for part in range(5):
         held = np.array([(labels[:row] == labels[row]).sum() % 5 == part for row in range(40)])
         mean, std = whitening(x[~held])
@@ -150,12 +151,12 @@ def test_the_chosen_l2_equals_that_of_brute_force() -> None:
             np.hstack([(rows - mean) / std, np.full((len(rows), 1), 100.0)]) for rows in (x[~held], x[held])
         )
         targets = np.where(labels[~held][:, None] == np.arange(4), 1.0, -1.0)
-        for l2 in L2_CANDIDATES:
+        for l2 in RIDGE_L2_CANDIDATES:
             weights = np.linalg.inv(design.T @ design + l2 * np.eye(61)) @ design.T @ targets
             mistakes[l2] += int(((queries @ weights).argmax(1) != labels[held]).sum())
-    least = [l2 for l2 in L2_CANDIDATES if mistakes[l2] == min(mistakes.values())]
+    least = [l2 for l2 in RIDGE_L2_CANDIDATES if mistakes[l2] == min(mistakes.values())]
     assert len(set(mistakes.values())) > 2
-    assert choose_l2(x, labels, 4) == min(least, key=lambda l2: abs(np.log2(l2 / L2)))
+    assert choose_l2(x, labels, 4) == min(least, key=lambda l2: abs(np.log2(l2 / RIDGE_L2)))
 
 
 def test_l2_does_not_depend_on_the_test_set() -> None:
@@ -163,9 +164,9 @@ def test_l2_does_not_depend_on_the_test_set() -> None:
     test = problem_of(50, 30, 5, seed=9)
     first = fewshot(x, labels, *test, classes=5, shots=(5,), seeds=2, l2="choose")[0]
     second = fewshot(x, labels, test[0], test[1][::-1], classes=5, shots=(5,), seeds=2, l2="choose")[0]
-    assert first.l2 == second.l2 != (L2, L2)
+    assert first.l2 == second.l2 != (RIDGE_L2, RIDGE_L2)
     assert first.accuracies != second.accuracies
-    assert fewshot(x, labels, *test, classes=5, shots=(1,), seeds=2, l2="choose")[0].l2 == (L2, L2)
+    assert fewshot(x, labels, *test, classes=5, shots=(1,), seeds=2, l2="choose")[0].l2 == (RIDGE_L2, RIDGE_L2)
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.integers(2, 6))

@@ -23,7 +23,7 @@ from vitral.evaluation.predict import Predictions, embed_split, predict_split
 from vitral.events import Event, Progress
 from vitral.models.build import Model, build
 from vitral.models.normalize import normalize
-from vitral.serving.results import collect_predictions, write_results
+from vitral.serving import collect_predictions, write_results
 
 PREPROCESS = Preprocess("decode|resize(16, 16)|central_crop(16)", (0.5, 0.4, 0.3), (0.5, 0.25, 0.2))
 SMALL = ViTConfig(depth=2, width=16, mlp=32, heads=2, patch=8, image=(16, 16), classes=7, registers=2, dropout=0.3)

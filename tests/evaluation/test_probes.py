@@ -12,8 +12,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from vitral.data import nearest
 from vitral.errors import UserError
 from vitral.evaluation import probes
-from vitral.evaluation.fewshot import whitening
-from vitral.evaluation.probes import knn, linear_probe
+from vitral.evaluation.probes import knn, linear_probe, whitening
 
 CLASSES = 4
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vitral import api, events
+import vitral
+from vitral import events
 from vitral.architecture import ViTConfig
 from vitral.checkpoints.card import Card
 from vitral.data.images import encode_png
@@ -52,14 +53,14 @@ def train(
     scratch = not any(word.startswith("init=") for word in words)
     overrides = [word for word in (*TINY, *words) if scratch or not word.startswith("shape.")]
     model = MODEL if scratch else ""
-    return api.train(pictures, model=model, out=out, set=overrides, device=device, on_event=on_event, seeds=seeds)
+    return vitral.train(pictures, model=model, out=out, set=overrides, device=device, on_event=on_event, seeds=seeds)
 
 
 def starting_from(path: Path) -> str:
     """The word that names weights of a model as TINY has it, which are written there."""
     torch.manual_seed(0)
     model = build(ViTConfig(depth=2, width=16, mlp=64, heads=2, patch=4, image=(8, 8), classes=3))
-    api.save(model, path, Card(model.config))
+    vitral.save(model, path, Card(model.config))
     return f"init={path}"
 
 

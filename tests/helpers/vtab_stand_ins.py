@@ -16,8 +16,7 @@ from vtab_files import Record, write_parquet, write_records
 
 from vitral.data.images import decode, encode_png, resize
 from vitral.data.splits import Split
-from vitral.data.vtab.splits import stored_split
-from vitral.data.vtab.tasks import CLASS, TaskSpec, find_task
+from vitral.data.vtab.tasks import CLASS, TaskSpec, find_task, stored_split
 
 Size = tuple[int, int]
 # Height and width of a usual picture, by data set.

@@ -16,14 +16,14 @@ from oracles import ARCHITECTURES, SMALL, outside, pictures, randomised
 from vitral.architecture import Architecture
 from vitral.data import nearest
 from vitral.errors import UserError
-from vitral.inspection.representations import patch_features
-from vitral.inspection.search import (
+from vitral.inspection.representations import (
     FeatureIndex,
     index_images,
     index_patches,
     load_index,
     nearest_images,
     nearest_patches,
+    patch_features,
     save_index,
 )
 from vitral.models.build import build

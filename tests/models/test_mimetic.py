@@ -6,14 +6,15 @@ import pytest
 import torch
 from runs import make_pictures
 
-from vitral import api
+import vitral
 from vitral import recipe as recipes
+from vitral.api.training import choose_recipe
 from vitral.errors import UserError
 from vitral.models.build import build, mimetic_init
 from vitral.models.layers import Attention
 from vitral.models.vit import ViT
 from vitral.names import parse
-from vitral.recipe import Recipe, ShapeRecipe
+from vitral.recipe_schema import Recipe, ShapeRecipe
 from vitral.training.build import build_model
 
 HEADS, WIDTH = 4, 64
@@ -66,7 +67,7 @@ def test_digits_are_learnt_faster_than_from_the_paper_s_start(tmp_path):
     losses = {}
     for kind in ("paper", "mimetic"):
         words = ["steps=90", "evaluate_every=90", "workers=0", "optim.name=muon", "optim.momentum=0.95"]
-        done = api.train("digits", set=[*words, f"shape.weight_init={kind}"], out=tmp_path / kind, device="cpu")
+        done = vitral.train("digits", set=[*words, f"shape.weight_init={kind}"], out=tmp_path / kind, device="cpu")
         losses[kind] = done.results[0].metrics["nll"]
     assert losses["mimetic"] < 0.7 * losses["paper"]
 
@@ -116,7 +117,7 @@ def test_a_convolutional_network_has_no_attention_to_start():
 )
 def test_the_default_yields_to_what_is_said(words, optimizer, start, tmp_path):
     pictures = make_pictures(tmp_path / "pictures")
-    _, recipe, _ = api.choose_recipe(pictures, set=words, device="cpu")
+    _, recipe, _ = choose_recipe(pictures, set=words, device="cpu")
     assert (recipe.optim.name, recipe.shape.weight_init) == (optimizer, start)
 
 

@@ -13,7 +13,6 @@ import torch
 from journeys import COLOURS, MODEL, QUICK, colour_folder, paint
 
 import vitral
-from vitral import api
 from vitral.api.inspection import inspect, write_run_page
 from vitral.checkpoints.card import Card
 from vitral.data.images import decode, encode_png
@@ -50,11 +49,11 @@ def shots(tmp_path_factory) -> Path:
 def inspected(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("inspected")
     torch.manual_seed(0)
-    model: Any = api.create("ViT-Ti/8@48", depth=3, width=24, heads=3, mlp=48, classes=4)
+    model: Any = vitral.create("ViT-Ti/8@48", depth=3, width=24, heads=3, mlp=48, classes=4)
     torch.nn.init.normal_(model.head.output.weight)
     for block in model.blocks:  # fresh weights look everywhere alike, and a test wants to see a change
         block.attention.qkv.weight.data *= 8
-    api.save(model, folder / "model.safetensors", Card(model.config))
+    vitral.save(model, folder / "model.safetensors", Card(model.config))
     y, x = np.mgrid[:48, :48]
     pictures = []
     for i in range(2):
@@ -138,7 +137,7 @@ def test_hovering_and_clicking_a_patch_shows_its_attention(browser, inspected):
 
 def test_weights_on_the_screen_are_the_models(browser, inspected):
     """What the sentence says about a patch is computed again from the weights."""
-    model, _ = api.load(inspected.parent / "model.safetensors")
+    model, _ = vitral.load(inspected.parent / "model.safetensors")
     pixels = torch.from_numpy(decode((inspected.parent / "0.png").read_bytes())).permute(2, 0, 1)[None]
     with capture(model, layers=[1], rows="all") as seen, torch.inference_mode():
         model(pixels.float() / 127.5 - 1)
@@ -198,8 +197,8 @@ def test_the_overview_chooses_a_layer_and_a_head(browser, inspected):
 
 def test_the_patch_below_the_pointer_is_found(browser, tmp_path):
     """A picture taller than the window, with pixels at its edges that fill no patch: 150 x 31 for 10 x 2 of 14."""
-    model = api.create("ViT-Ti/14@150x31", depth=1, width=24, heads=3, mlp=48, classes=4)
-    api.save(model, tmp_path / "model.safetensors", Card(model.config))
+    model = vitral.create("ViT-Ti/14@150x31", depth=1, width=24, heads=3, mlp=48, classes=4)
+    vitral.save(model, tmp_path / "model.safetensors", Card(model.config))
     (tmp_path / "a.png").write_bytes(encode_png(np.zeros((150, 31, 3), np.uint8)))
     words = {"output": tmp_path / "a.html", "preprocess": "decode|resize(150, 31)|value_range(-1, 1)"}
     inspect(tmp_path / "model.safetensors", tmp_path / "a.png", device="cpu", **words)

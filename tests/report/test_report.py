@@ -19,7 +19,6 @@ from journeys import COLOURS, MODEL, QUICK, SHAPE, Command, colour_folder, paint
 from PIL import Image
 
 import vitral
-from vitral import api
 from vitral.api.inspection import inspect, write_run_page
 from vitral.api.neighbours import search
 from vitral.checkpoints.card import Card
@@ -28,7 +27,7 @@ from vitral.inspection.attention import attention_maps, rollout_maps
 from vitral.inspection.attribution import gradient_rollout, occlusion
 from vitral.inspection.image_inspection import inspect_images
 from vitral.models.capture import capture
-from vitral.report.page import Section, page
+from vitral.report.pages import Section, page
 from vitral.report.viewer import choose_layers, quantized
 
 PLAIN = "decode|resize(8)|value_range(-1, 1)"
@@ -68,11 +67,11 @@ def run(pictures, tmp_path_factory) -> Path:
 
 def saved(tmp_path: Path, name: str, multilabel: bool = False, **shape) -> Path:
     torch.manual_seed(0)
-    model: Any = api.create(name, **shape)
+    model: Any = vitral.create(name, **shape)
     if model.config.classes:
         torch.nn.init.normal_(model.head.output.weight)  # heads start at zero, where all classes are alike
     path = tmp_path / "model.safetensors"
-    api.save(model, path, Card(model.config, multilabel=multilabel))
+    vitral.save(model, path, Card(model.config, multilabel=multilabel))
     return path
 
 
@@ -120,7 +119,7 @@ def test_a_page_is_utf_8_whatever_the_names():
 def test_an_inspection_holds_the_attention_that_capture_computes(pool):
     torch.manual_seed(0)
     shape = {"depth": 3, "width": 16, "heads": 2, "mlp": 32, "classes": 5, "pool": pool, "registers": 2}
-    model: Any = api.create("ViT-Ti/4@8", **shape, class_token=pool == "token").eval()
+    model: Any = vitral.create("ViT-Ti/4@8", **shape, class_token=pool == "token").eval()
     images = torch.randn(2, 3, 8, 12)
     looks = inspect_images(model, images, headed=[2], averaged=[0])
     first = model.config.prefix
@@ -140,7 +139,7 @@ def test_an_inspection_holds_the_attention_that_capture_computes(pool):
 
 def test_an_axial_block_is_one_layer():
     torch.manual_seed(0)
-    model = api.create("Axial-ViT-B/4@8", depth=2, width=16, heads=2, mlp=32, classes=3).eval()
+    model = vitral.create("Axial-ViT-B/4@8", depth=2, width=16, heads=2, mlp=32, classes=3).eval()
     images = torch.randn(1, 3, 8, 12)
     (look,) = inspect_images(model, images, headed=[1], averaged=[0])
     assert look.pooled is not None
@@ -174,7 +173,7 @@ def test_distances_and_norms_on_a_page_match_the_model(tmp_path):
     path = saved(tmp_path, "ViT-Ti/4@12", depth=2, width=16, heads=2, classes=3)
     picture = paint(tmp_path / "a.png", COLOURS["red"], side=12)
     text = inspect(path, picture, output=tmp_path / "a.html", preprocess=PLAIN.replace("8", "12")).page.read_text()
-    model: Any = api.load(path)[0]
+    model: Any = vitral.load(path)[0]
     pixels = torch.from_numpy(np.array(Image.open(picture))).permute(2, 0, 1)[None] / 127.5 - 1
     norms: list[torch.Tensor] = []
     hook = model.blocks[-1].register_forward_hook(lambda _module, _inputs, out: norms.append(out[0, 1:].norm(dim=-1)))
@@ -195,7 +194,7 @@ def test_distances_and_norms_on_a_page_match_the_model(tmp_path):
 
 def test_a_single_class_has_evidence():
     torch.manual_seed(0)
-    model: Any = api.create(MODEL, depth=2, width=16, heads=2, classes=1).eval()
+    model: Any = vitral.create(MODEL, depth=2, width=16, heads=2, classes=1).eval()
     torch.nn.init.normal_(model.head.output.weight)
     (look,) = inspect_images(model, torch.randn(1, 3, 8, 8))
     assert look.maps["evidence"].max() > 0
@@ -207,7 +206,7 @@ def test_a_page_states_whether_probabilities_are_sigmoid_or_softmax(tmp_path, mu
     picture = paint(tmp_path / "a.png", COLOURS["red"], side=32)
     done = inspect(path, picture, output=tmp_path / "a.html", preprocess=TEENY)
     pixels = torch.from_numpy(np.array(Image.open(picture))).permute(2, 0, 1)[None] / 127.5 - 1
-    model = api.load(path)[0]
+    model = vitral.load(path)[0]
     with torch.inference_mode():
         logits = model(pixels)[0].double().numpy()
     chances = 1 / (1 + np.exp(-logits)) if multilabel else np.exp(logits) / np.exp(logits).sum()
@@ -243,7 +242,7 @@ def test_convolutions_are_shown_too(tmp_path, name, shape, words):
     assert all(word in text for word in words)
     if name == "R50x1@32":
         pixels = torch.from_numpy(np.array(Image.open(picture))).permute(2, 0, 1)[None] / 127.5 - 1
-        model, shown = api.load(path)[0], embedded(done.page)["images"][0]["maps"]["occlusion"]
+        model, shown = vitral.load(path)[0], embedded(done.page)["images"][0]["maps"]["occlusion"]
         alone, shared = (occlusion(model, pixels, sigmoid=sigmoid).flatten().tolist() for sigmoid in (True, False))
         assert shown == pytest.approx(alone, abs=1e-4)
         assert shown != pytest.approx(shared, abs=1e-2)

@@ -20,7 +20,7 @@ from vitral.architecture import Architecture
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.weights import write
 from vitral.data.images import encode_png
-from vitral.serving.classifier import TopKClassifier
+from vitral.serving import TopKClassifier
 
 NAMES = ("ant", "bee", "cat", "dog", "été")
 MODELS = {name: model for name, model in ARCHITECTURES.items() if model.classes}

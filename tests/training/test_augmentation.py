@@ -18,8 +18,7 @@ from vitral.data.preprocess import parse_pipeline
 from vitral.errors import UserError
 from vitral.models.normalize import normalize
 from vitral.training import augmentation
-from vitral.training.augmentation import parse_augmentation
-from vitral.training.augmentation_steps import affine, operated, shifted, square
+from vitral.training.augmentation import affine, operated, parse_augmentation, shifted, square
 
 ALL = "shift(3)|flip|randaugment(2, 10)|erase(0.5)|cutout(5)"
 NUMBERS = {operation.__name__: number for number, operation in enumerate(OPERATIONS)}

@@ -7,8 +7,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vitral.training.mixing import Mix, draw_mix, mix_batch
-from vitral.training.objective import class_weights, log_priors, sigmoid_loss, soft_targets, softmax_loss
+from vitral.training.objective import (
+    Mix,
+    class_weights,
+    draw_mix,
+    log_priors,
+    mix_batch,
+    sigmoid_loss,
+    soft_targets,
+    softmax_loss,
+)
 
 
 @pytest.fixture

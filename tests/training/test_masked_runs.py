@@ -14,7 +14,6 @@ from journeys import Command
 from runs import MODEL, Crash, crash_at, make_pictures, outcome
 
 import vitral
-from vitral import api
 from vitral.architecture import ViTConfig
 from vitral.data.images import encode_png
 from vitral.data.loader import evaluation_batches
@@ -32,7 +31,7 @@ TINY = (
 def masked(pictures: Path, out: Path, *words: str, model: str = MODEL, on_event: Any = lambda event: None) -> Any:
     """The metrics of a short run."""
     overrides = [*TINY, *words]
-    return api.train(pictures, model=model, out=out, set=overrides, device="cpu", on_event=on_event).results[0]
+    return vitral.train(pictures, model=model, out=out, set=overrides, device="cpu", on_event=on_event).results[0]
 
 
 def blocks(folder: Path, images: int = 40) -> Path:
@@ -146,7 +145,7 @@ def test_a_tanh_head_has_nothing_to_do(pictures, tmp_path):
 def test_what_cannot_be_hidden_is_one_sentence(pictures, tmp_path, model, words, says):
     shape = [word for word in TINY if not (model.startswith("R") and word.startswith("shape"))]
     with pytest.raises(UserError) as error:
-        api.train(pictures, model=model, out=tmp_path / "run", set=[*shape, *words], device="cpu")
+        vitral.train(pictures, model=model, out=tmp_path / "run", set=[*shape, *words], device="cpu")
     assert says in str(error.value)
     assert len(str(error.value)) < 160
 

@@ -20,8 +20,7 @@ from vitral.models.build import build
 from vitral.models.vit import ViT
 from vitral.names import parse
 from vitral.training.masked import MaskedModel, MaskSettings
-from vitral.training.muon import Muon, orthogonalize
-from vitral.training.optimizer import build_optimizer, freeze, parameter_groups, set_lr
+from vitral.training.optimizer import Muon, build_optimizer, freeze, orthogonalize, parameter_groups, set_lr
 from vitral.training.state import _moment
 
 LINEAR = ("attention.qkv", "attention.out", "mlp.hidden", "mlp.output")

@@ -29,7 +29,8 @@ from runs import MODEL, TINY, make_pictures, metrics, outcome, starting_from, st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vitral import api, events
+import vitral
+from vitral import events
 from vitral.checkpoints.card import Preprocess
 from vitral.checkpoints.run import RunFolder
 from vitral.data.images import ImageError, decode, encode_png
@@ -39,7 +40,7 @@ from vitral.errors import Interrupted, UserError
 from vitral.evaluation.predict import predict_split
 from vitral.models.normalize import normalize
 from vitral.training import setup
-from vitral.training.evaluator import Evaluator, measure
+from vitral.training.metrics import Evaluator, measure
 from vitral.training.objective import Objective
 from vitral.training.parallel import World, init_distributed
 
@@ -154,7 +155,7 @@ def protocol(world: World, data: str, out: str, words: list[str]) -> Any:
     """A sweep, and a run of what was chosen; to all but the first process the folder seems taken."""
     place = out if world.first else f"{out}-2"
     sweep = ("optim.lr=0.001,0.01",)
-    found = api.pretrain(data, model=MODEL, set=[*TINY, *words], sweep=sweep, out=place, device="cpu")
+    found = vitral.pretrain(data, model=MODEL, set=[*TINY, *words], sweep=sweep, out=place, device="cpu")
     return [found.folder, found.as_dict()["devices"]]
 
 
@@ -176,7 +177,7 @@ class Encoded:
 
 def _model() -> Any:
     torch.manual_seed(0)
-    model: Any = api.create(MODEL, width=16, depth=1, heads=2, mlp=32, classes=4)
+    model: Any = vitral.create(MODEL, width=16, depth=1, heads=2, mlp=32, classes=4)
     torch.nn.init.normal_(model.head.output.weight)
     return model
 
@@ -315,7 +316,7 @@ def test_copies_learn_what_one_process_learns(legs: Legs, name: str) -> None:
 @pytest.mark.parametrize("name", ["shards-2", "shards-3", "shards-uneven-2"])
 def test_shards_learn_what_one_process_learns(legs: Legs, name: str) -> None:
     assert difference(legs, "sgd", name) < 1e-5
-    _, card = api.load(legs.folder / name)
+    _, card = vitral.load(legs.folder / name)
     assert card.class_names == ("class-0", "class-1", "class-2")
 
 

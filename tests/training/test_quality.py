@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from vitral import api
+import vitral
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = (
@@ -27,7 +27,7 @@ SMALL = (
 
 def losses(folder: Path, *words: str) -> np.ndarray:
     """(10,): the mean losses of 20 steps each."""
-    api.train("digits", model="ViT-Ti/2@8", set=[*SMALL, *words], out=folder, device=DEVICE)
+    vitral.train("digits", model="ViT-Ti/2@8", set=[*SMALL, *words], out=folder, device=DEVICE)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found = np.array([line["loss"] for line in lines if "loss" in line])
     assert len(found) == 200

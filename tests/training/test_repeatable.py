@@ -16,8 +16,7 @@ from vitral.data.loader import Batch
 from vitral.models.build import build
 from vitral.names import parse
 from vitral.training.loop import LoopConfig, train_step
-from vitral.training.mixing import draw_mix
-from vitral.training.objective import LossSettings, Objective
+from vitral.training.objective import LossSettings, Objective, draw_mix
 from vitral.training.optimizer import build_optimizer, parameter_groups
 from vitral.training.parallel import World
 from vitral.training.state import TrainState

@@ -13,18 +13,18 @@ import pytest
 import torch
 from journeys import MODEL, QUICK, Command, colour_folder
 
-from vitral import api, progress
+from vitral import display
+from vitral.api import inspection
 from vitral.checkpoints.run import RunFolder
 from vitral.data.loader import Batch
 from vitral.data.sources import Split
+from vitral.display import ThroughputMeter
 from vitral.evaluation.predict import Predictions
 from vitral.events import Evaluated, Event, EventHandler, RunStarted, Saved, StepDone
-from vitral.progress import ThroughputMeter
 from vitral.recipe import Recipe
-from vitral.training import evaluator, resources, run
-from vitral.training.evaluator import Evaluator, measure
+from vitral.training import metrics, resources, run
 from vitral.training.loop import LoopConfig, TrainStep
-from vitral.training.metrics import MetricsLogger
+from vitral.training.metrics import Evaluator, MetricsLogger, measure
 from vitral.training.objective import LossSettings, Objective
 from vitral.training.parallel import World
 from vitral.training.resources import ResourceEstimate
@@ -122,7 +122,7 @@ class Clock:
 def test_an_evaluation_is_foreseen_from_a_few_batches(monkeypatch, images, batch, size):
     """Workers take 2 seconds to start, a batch takes 0.1 however full it is."""
     clock = Clock()
-    monkeypatch.setattr(evaluator, "time", clock)
+    monkeypatch.setattr(metrics, "time", clock)
     seen = 0
 
     def outputs(split: Split) -> Predictions:
@@ -222,13 +222,13 @@ def test_what_is_written_down_on_the_way(tmp_path, monkeypatch, capsys):
 
 
 def test_the_page_is_announced_before_it_is_written(tmp_path, monkeypatch, capsys):
-    real = api.write_run_page
+    real = inspection.write_run_page
 
     def announced(*words: Any, **options: Any) -> Any:
         print("and now it is", file=sys.stderr)
         return real(*words, **options)
 
-    monkeypatch.setattr(api, "write_run_page", announced)
+    monkeypatch.setattr(inspection, "write_run_page", announced)
     data = colour_folder(tmp_path / "colours", 6)
     words = ["--model", MODEL, "--out", tmp_path / "run", "--json", "--set", *QUICK, "steps=1"]
     said = Command(monkeypatch, capsys)("train", data, *words)
@@ -250,12 +250,12 @@ def test_a_long_run_writes_about_a_thousand_lines(tmp_path):
 
 
 def test_a_rate_is_shown_once_it_is_known(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "_LOG_SECONDS", -1.0)
-    display = progress.Display()
-    display(RunStarted(0, 7, 1, 32, 1, 32, 0.5, 1.0, 0))
+    monkeypatch.setattr(display, "_LOG_SECONDS", -1.0)
+    shown = display.Display()
+    shown(RunStarted(0, 7, 1, 32, 1, 32, 0.5, 1.0, 0))
     for event, _ in events(7, 9, lambda step: 0.5, 1.0):
         if isinstance(event, StepDone):
-            display(event)
+            shown(event)
     started, first, *_, fifth, sixth, _ = capsys.readouterr().err.splitlines()
     assert started.endswith("; about 4.5 s")
     assert first == "training 1/7  loss 1.000  accuracy 50%  4.0 s left"
@@ -264,7 +264,7 @@ def test_a_rate_is_shown_once_it_is_known(monkeypatch, capsys):
 
 
 def test_a_head_on_features_has_no_images_a_second(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "_LOG_SECONDS", -1.0)
+    monkeypatch.setattr(display, "_LOG_SECONDS", -1.0)
     data, command = colour_folder(tmp_path / "colours", 6), Command(monkeypatch, capsys)
     command("train", data, "--model", MODEL, "--out", tmp_path / "start", "--set", *QUICK, "steps=1")
     words = ["--init", tmp_path / "start", "--trainable", "head", "--set", "workers=0", "steps=5"]

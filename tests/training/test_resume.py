@@ -35,9 +35,9 @@ from runs import (
 from vitral import events
 from vitral.checkpoints import write
 from vitral.checkpoints.run import RunFolder
+from vitral.display import Display
 from vitral.errors import Interrupted
-from vitral.progress import Display
-from vitral.training import signals
+from vitral.training import run as training_run
 
 HERE = Path(__file__).parents[1]
 EVERYTHING = (
@@ -257,7 +257,7 @@ def test_a_second_signal_stops_at_once(pictures, tmp_path):
     _wait(lambda: lines(tmp_path / "run") >= 20, 60)
     time.sleep(0.3)
     program.send_signal(signal.SIGINT)
-    time.sleep(signals._REPEATED + 0.3)
+    time.sleep(training_run._REPEATED + 0.3)
     assert program.poll() is None, "the first signal waits for the images that are being evaluated"
     began = time.monotonic()
     program.send_signal(signal.SIGINT)
@@ -284,12 +284,12 @@ def lines(run: Path) -> int:
 
 def test_a_signal_that_is_repeated_within_a_moment_counts_once(monkeypatch):
     before, told = signal.getsignal(signal.SIGTERM), []
-    with signals.stop_requests(lambda: told.append(1)) as stopping:
+    with training_run.stop_requests(lambda: told.append(1)) as stopping:
         assert not stopping()
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         assert stopping()
-        monkeypatch.setattr(signals, "_REPEATED", 0.0)
+        monkeypatch.setattr(training_run, "_REPEATED", 0.0)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert told == [1]

@@ -15,7 +15,8 @@ from journeys import COLOURS, MODEL, QUICK, colour_folder, paint
 from torch import Tensor
 
 import vitral
-from vitral.api import TrainResult, choose_recipe
+from vitral import TrainResult
+from vitral.api.training import choose_recipe
 from vitral.architecture import ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.data.images import encode_png
@@ -23,7 +24,7 @@ from vitral.errors import UserError
 from vitral.events import Event, Note
 from vitral.models.build import build
 from vitral.recipe import from_toml
-from vitral.training.evaluator import measure
+from vitral.training.metrics import measure
 
 
 def train(data: Path, out: Path, *words: str, seeds: int = 1, heard: list[Event] | None = None) -> TrainResult:
@@ -324,7 +325,7 @@ def test_a_run_does_not_lie_among_its_images(colours, inside):
     with pytest.raises(UserError, match="lies in the data folder"):
         train(colours, colours / inside)
     with pytest.raises(UserError, match="lies in the data folder"):
-        vitral.api.pretrain(colours, model=MODEL, out=colours / inside)
+        vitral.pretrain(colours, model=MODEL, out=colours / inside)
     assert listing(colours) == before
 
 
@@ -399,7 +400,7 @@ def test_pixels_that_are_guessed_are_said(colours, tmp_path, words, says):
 def test_finetuning_says_what_it_guesses_too(colours, tmp_path):
     words, heard = ["steps=1", "batch=4", "image=8", "workers=0", "optim.lr=0.01"], []
     weights = bare(tmp_path)
-    vitral.api.finetune(
+    vitral.finetune(
         weights,
         colours,
         recipe="paper:finetune/pets",

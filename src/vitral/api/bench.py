@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from vitral.atomic import atomic_write, checked_output
-from vitral.bench.backends import BackendSelection, Work, Workload, default_modes, select_backends
-from vitral.bench.benchmark import run_benchmark
+from vitral.bench.backends import Backend, Work, Workload, default_modes, select_backends
+from vitral.bench.benchmark import measure_cold_start, run_benchmark
 from vitral.bench.results import (
     COLUMNS,
     BenchmarkRow,
@@ -22,14 +22,12 @@ from vitral.bench.results import (
     table,
     write_rows,
 )
-from vitral.bench.start import measure_cold_start
 from vitral.bench.sweep import newest_sweep, run_sweep, summarize_sweep, sweep_chart
 from vitral.data.loader import cores, default_workers
+from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note
 from vitral.models.device import check_device, default_device
-from vitral.progress import displayed
-from vitral.reprs import SummaryRepr
 
 _MODELS = {"cuda": "ViT-B/16", "cpu": "ViT-Ti/16"}
 _TORCH_PEERS = ("timm", "transformers", "torchvision")
@@ -118,37 +116,6 @@ def benchmark(
     """
     if against is not None:
         against = [name for name in against if name != "none"]
-    with displayed(on_event) as handler:
-        return _benchmark(
-            work,
-            model,
-            batch,
-            against,
-            settings,
-            attention,
-            rounds,
-            data,
-            workers,
-            out,
-            device,
-            handler,
-        )
-
-
-def _benchmark(
-    work: Work,
-    model: str,
-    batch: int | None,
-    against: Sequence[str] | None,
-    settings: Sequence[str],
-    attention: Sequence[str],
-    rounds: int,
-    data: str | Path,
-    workers: int | None,
-    out: str | Path,
-    device: str,
-    on_event: EventHandler,
-) -> BenchmarkReport:
     check_device(device)
     if device not in ("", "cpu", "cuda"):
         raise UserError("bench runs on cpu or cuda: choose one of several GPUs with CUDA_VISIBLE_DEVICES.")
@@ -158,8 +125,12 @@ def _benchmark(
     out = checked_output(out, (".json",), "--out")
     old_rows = read_rows(out)
     workload = _workload(work, model, batch, data, workers, device or default_device().type)
-    selection = _select(workload, against, settings, attention)
-    rows, failures = _measure(workload, selection, rounds, on_event)
+    backends, excluded = _select(workload, against, settings, attention)
+    with displayed(on_event) as handler:
+        for sentence in excluded:
+            handler(Note(sentence))
+        rows, failed = _measure(workload, backends, rounds, handler)
+    failures = [*excluded, *failed]
     if not rows:
         raise UserError(f"no backend could be timed ({' '.join(failures)}): choose other settings.")
     all_rows = merge_rows(old_rows, rows)
@@ -182,18 +153,14 @@ def write_page(folder: Path, rows: Sequence[BenchmarkRow]) -> Path:
 
 
 def _measure(
-    workload: Workload, selection: BackendSelection, rounds: int, on_event: EventHandler
-) -> tuple[list[BenchmarkRow], tuple[str, ...]]:
-    """The rows, and one sentence for each backend that is excluded or failed."""
-    for sentence in selection.excluded:
-        on_event(Note(sentence))
+    workload: Workload, backends: Sequence[Backend], rounds: int, on_event: EventHandler
+) -> tuple[list[BenchmarkRow], list[str]]:
+    """The rows, and one sentence for each backend that failed."""
     if workload.work == "growth":
-        return run_sweep(replace(workload, work="train"), selection.backends[0], on_event), selection.excluded
+        return run_sweep(replace(workload, work="train"), backends[0], on_event), []
     if workload.work == "start":
-        libraries = [backend.library for backend in selection.backends]
-        return measure_cold_start(workload, libraries, rounds, on_event), selection.excluded
-    result = run_benchmark(workload, selection.backends, rounds=rounds, on_event=on_event)
-    return result.rows, (*selection.excluded, *result.failures)
+        return measure_cold_start(workload, [backend.library for backend in backends], rounds, on_event), []
+    return run_benchmark(workload, backends, rounds=rounds, on_event=on_event)
 
 
 def _workload(
@@ -214,7 +181,7 @@ def _workload(
 
 def _select(
     workload: Workload, against: Sequence[str] | None, settings: Sequence[str], attention: Sequence[str]
-) -> BackendSelection:
+) -> tuple[list[Backend], list[str]]:
     peers = _PEERS[workload.work] if against is None else against
     if against is None and workload.device == "cuda":  # not worth a note on a GPU, where it never takes part
         peers = tuple(name for name in peers if name != "onnxruntime")

@@ -33,11 +33,11 @@ from vitral.checkpoints.weights import (
     write,
 )
 from vitral.cost import Cost, cost
+from vitral.display import SummaryRepr
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note
 from vitral.models.build import Model, build
 from vitral.names import name_of, parse
-from vitral.reprs import SummaryRepr
 
 Source = str | Path | tuple[Model, Card]  # what `load` takes, or what it returns
 

@@ -1,28 +1,35 @@
-"""Data sets as a recipe narrows them, and images to predict on."""
+"""What verbs read and write: data sets as a recipe narrows them, images to predict on, and the folder of a run.
+
+A run is written neither among its images, nor among other files, nor over another run.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
 
+from vitral.atomic import check_writable
 from vitral.data.catalog import CATALOG
 from vitral.data.folders import FileReader
 from vitral.data.images import ImageError, PILImage, UnreadableImage
 from vitral.data.sources import DataSet, Split, open_data, open_images, restrict_train, with_test_split
+from vitral.data.splits import SPLIT_NAMES
 from vitral.data.transforms import eight_bit_array
 from vitral.errors import UserError
 from vitral.evaluation.duplicates import read_exclusions
 from vitral.recipe import Recipe, from_toml, with_dev
 from vitral.recipe_schema import DataRecipe
-from vitral.serving.results import unread
+from vitral.serving import unread
 
 ImageLike = str | Path | PILImage | np.ndarray  # a file or folder, a PIL image, uint8 pixels (height, width, channels)
 Images = ImageLike | Sequence[ImageLike]
+_BEGUN = ("recipe.toml", "protocol.json", "sweep", "seed-*")  # what a run leaves in its folder
 
 
 class Examples(Protocol):
@@ -44,11 +51,7 @@ def open_restricted(data: Data, recipe: Recipe) -> DataSet:
 def _restricted(opened: DataSet, recipe: Recipe) -> DataSet:
     settings = recipe.data
     return restrict_train(
-        opened,
-        exclude=_excluded(recipe),
-        subset=settings.subset,
-        subset_seed=settings.subset_seed,
-        dev=settings.dev,
+        opened, exclude=_excluded(recipe), subset=settings.subset, subset_seed=settings.subset_seed, dev=settings.dev
     )
 
 
@@ -164,3 +167,57 @@ def unread_images(split: Split, read: Collection[str]) -> tuple[UnreadableImage,
 def known_data() -> dict[str, str]:
     """Names and descriptions of the data sets in the catalogue."""
     return {name: entry.about for name, entry in CATALOG.items()}
+
+
+def check_out(out: str | Path, data: object) -> None:
+    """Refuse a run folder that lies among the images of the data, holds other files, or cannot be written.
+
+    Args:
+        out: the run folder; without it there will be one in runs/.
+        data: what `vitral train` takes; only paths are checked.
+    """
+    source = str(data) if isinstance(data, str | Path) else ""
+    name, _, location = source.partition(":")
+    source = location if name in known_data() else source
+    folder = Path(source).expanduser()
+    check_folder(out, [folder] if source and folder.is_dir() else [])
+
+
+def check_folder(out: str | Path, data: Iterable[Path], begun: Sequence[str] = _BEGUN) -> None:
+    """The same for several folders of data, existing or not; `begun` are patterns of what a run to resume has."""
+    folder = Path(out or "runs")
+    for images in (images for source in data for images in _image_folders(source)):
+        if folder.resolve().is_relative_to(images.resolve()):
+            raise UserError(
+                f"the run folder {folder} lies in the data folder {images}, where its files would count as images: "
+                "choose another with --out."
+            )
+    check_writable(folder / "recipe.toml")
+    if out and folder.is_dir() and _holds_others(folder, begun):
+        raise UserError(f"{folder} holds other files and no run to resume: choose another folder with --out.")
+
+
+def _image_folders(data: Path) -> list[Path]:
+    """The folders that hold class folders: those of the splits, or the data folder itself."""
+    inside = data.iterdir() if data.is_dir() else ()
+    return [path for path in inside if path.is_dir() and path.name.lower() in SPLIT_NAMES] or [data]
+
+
+def _holds_others(folder: Path, begun: Sequence[str]) -> bool:
+    if any(any(folder.glob(pattern)) for pattern in begun):
+        return False
+    names = (path.name for path in folder.iterdir() if not path.name.startswith("."))
+    return any(name not in ("state", "tensorboard", "vtab-ids") for name in names)
+
+
+def new_folder(data: str | Path, recipe: Recipe) -> Path:
+    """runs/NAME, or runs/NAME-2, ... where that exists: no run is overwritten by another."""
+    name = Path(str(data)).expanduser().name.split(".")[0] or "run"
+    weights = Path(recipe.init)
+    weights = weights.parent if weights.name.startswith("seed-") else weights
+    model = weights.name.split(".")[0] if recipe.init else re.sub("[/+@]", "-", recipe.model)
+    base = f"{name}-{model}"
+    number = 1
+    while (folder := Path("runs") / (base if number == 1 else f"{base}-{number}")).exists():
+        number += 1
+    return folder

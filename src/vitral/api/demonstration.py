@@ -9,10 +9,9 @@ from typing import Any
 from vitral.api.inspection import write_run_page
 from vitral.api.prediction import predict, write_sample_images
 from vitral.api.training import train
+from vitral.display import SummaryRepr, displayed, headline
 from vitral.events import EventHandler, Note
-from vitral.progress import displayed, headline
-from vitral.reprs import SummaryRepr
-from vitral.serving.results import PredictionResults
+from vitral.serving import PredictionResults
 
 
 @dataclass(frozen=True, repr=False)

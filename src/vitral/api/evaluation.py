@@ -17,6 +17,7 @@ from vitral.checkpoints.card import Card, Preprocess
 from vitral.data.catalog.imagenet import imagenet_outputs
 from vitral.data.images import UnreadableImage
 from vitral.data.sources import DataSet, Split, open_data
+from vitral.display import SummaryRepr, displayed, score_summary
 from vitral.errors import UserError
 from vitral.evaluation.accuracy import classification_metrics, multilabel_metrics, objectnet_accuracy, real_accuracy
 from vitral.evaluation.calibration import (
@@ -30,10 +31,8 @@ from vitral.evaluation.calibration import (
 from vitral.evaluation.mapping import class_mapping
 from vitral.evaluation.predict import Predictions, predict_split
 from vitral.events import EventHandler
-from vitral.progress import displayed
 from vitral.recipe import from_toml
-from vitral.reprs import SummaryRepr, score_summary
-from vitral.serving.results import unread
+from vitral.serving import unread
 
 
 @dataclass(frozen=True, repr=False)
@@ -105,13 +104,7 @@ def evaluate(
     resolved = compute_device(source, device)
     with displayed(on_event) as handler:
         predictions = predict_split(
-            model,
-            scored,
-            how,
-            batch=batch,
-            device=resolved,
-            workers=reading_workers(resolved),
-            on_event=handler,
+            model, scored, how, batch=batch, device=resolved, workers=reading_workers(resolved), on_event=handler
         )
     unreadable = _unreadable(scored, predictions, card)
     if objectnet:

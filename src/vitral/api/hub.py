@@ -13,9 +13,9 @@ from vitral.checkpoints.card import Card
 from vitral.checkpoints.hub import model_card, repository_of, upload
 from vitral.checkpoints.run import RunFolder
 from vitral.cost import cost
+from vitral.display import SummaryRepr
 from vitral.errors import UserError
 from vitral.names import name_of
-from vitral.reprs import SummaryRepr
 
 Layout = Literal["timm", "hf", "vitral"]
 

@@ -24,6 +24,7 @@ from vitral.cost import cost
 from vitral.data.loader import evaluation_batches
 from vitral.data.preprocess import parse_deterministic
 from vitral.data.sources import DataSet, Split
+from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
 from vitral.evaluation.calibration import probabilities, reliability
 from vitral.evaluation.mapping import read_table
@@ -37,14 +38,11 @@ from vitral.models.device import resolve_device
 from vitral.models.normalize import normalize
 from vitral.models.vit import ViT
 from vitral.names import name_of
-from vitral.progress import displayed
 from vitral.recipe import from_toml
 from vitral.report.figures import write_figures
-from vitral.report.inspect_page import AttentionDistance, LearnedWeights, inspect_page
-from vitral.report.run_page import RunExamples, run_page
+from vitral.report.pages import AttentionDistance, LearnedWeights, RunExamples, inspect_page, run_page
 from vitral.report.viewer import ViewerImage, choose_layers
-from vitral.reprs import SummaryRepr
-from vitral.serving.results import unread
+from vitral.serving import unread
 
 MOST = 64  # images per page: what a person looks through, and a browser opens at once
 ASKED = 2000  # held-out images that a run's page predicts

@@ -9,10 +9,10 @@ from vitral import paper
 from vitral.architecture import Architecture, Size, ViTConfig, as_size
 from vitral.cost import cost as cost_of
 from vitral.cost import training_flops
+from vitral.display import SummaryRepr
 from vitral.errors import UserError
 from vitral.names import NAMES, parse
 from vitral.recipe_presets import preset_names
-from vitral.reprs import SummaryRepr
 
 Listed = Literal["models", "formats", "recipes", "data"]
 

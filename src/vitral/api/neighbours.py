@@ -21,25 +21,24 @@ from vitral.data.images import UnreadableImage
 from vitral.data.loader import PADDING, evaluation_batches
 from vitral.data.preprocess import parse_deterministic
 from vitral.data.sources import Split, open_images
+from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
 from vitral.evaluation.features import weights_digest
 from vitral.evaluation.predict import embed_split
 from vitral.events import EventHandler, Progress
-from vitral.inspection.representations import patch_features
-from vitral.inspection.search import (
+from vitral.inspection.representations import (
     FeatureIndex,
     index_images,
     index_patches,
     load_index,
     nearest_images,
     nearest_patches,
+    patch_features,
     save_index,
 )
 from vitral.models.build import Model
 from vitral.models.normalize import normalize
-from vitral.progress import displayed
-from vitral.reprs import SummaryRepr
-from vitral.serving.results import unread
+from vitral.serving import unread
 
 BATCH = 16
 
@@ -145,12 +144,7 @@ def search(
 
 
 def _index(
-    model: Model,
-    split: Split,
-    how: Preprocess,
-    patches: bool,
-    path: Path | None,
-    on_event: EventHandler,
+    model: Model, split: Split, how: Preprocess, patches: bool, path: Path | None, on_event: EventHandler
 ) -> FeatureIndex:
     """The index from its file, or computed and written there."""
     origin = _origin(model, split, how) if path is not None else ""

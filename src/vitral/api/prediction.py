@@ -21,16 +21,21 @@ from vitral.data.images import UnreadableImage, encode_png
 from vitral.data.loader import default_workers, read_pixels
 from vitral.data.preprocess import parse_deterministic, parse_preprocess
 from vitral.data.sources import open_data
+from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
 from vitral.evaluation.predict import EmbeddingPool, embed_split, predict_split
 from vitral.events import EventHandler
 from vitral.kernels.packed import pack
 from vitral.models.build import Model
 from vitral.models.device import resolve_device
-from vitral.progress import displayed
-from vitral.reprs import SummaryRepr
-from vitral.serving.classifier import NamedClassifier, TopKClassifier
-from vitral.serving.results import PredictionResults, collect_predictions, unread, write_results
+from vitral.serving import (
+    NamedClassifier,
+    PredictionResults,
+    TopKClassifier,
+    collect_predictions,
+    unread,
+    write_results,
+)
 
 
 def predict(
@@ -80,12 +85,7 @@ def predict(
             on_event=handler,
         )
     named = collect_predictions(
-        predictions,
-        split,
-        card.class_names,
-        top=top,
-        sigmoid=card.multilabel,
-        channels=card.architecture.channels,
+        predictions, split, card.class_names, top=top, sigmoid=card.multilabel, channels=card.architecture.channels
     )
     if target is not None:
         if not named.rows:

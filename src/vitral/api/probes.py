@@ -17,15 +17,13 @@ from vitral.checkpoints.weights import located
 from vitral.cost import cost
 from vitral.data.loader import default_workers
 from vitral.data.sources import Split, open_data, with_test_split
+from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
 from vitral.evaluation.duplicates import DedupeResult, find_duplicates, write_exclusions
 from vitral.evaluation.features import SplitFeatures, cached_features
-from vitral.evaluation.fewshot import FewShotResult
-from vitral.evaluation.fewshot import fewshot as ridge_fewshot
-from vitral.evaluation.probes import knn, linear_probe
+from vitral.evaluation.probes import FewShotResult, knn, linear_probe
+from vitral.evaluation.probes import fewshot as ridge_fewshot
 from vitral.events import EventHandler
-from vitral.progress import displayed
-from vitral.reprs import SummaryRepr
 
 ProbeMethod = Literal["ridge", "knn", "linear"]
 

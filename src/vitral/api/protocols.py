@@ -8,31 +8,32 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vitral.api.data import open_to_choose
-from vitral.api.overrides import Overrides, Sweep, check_given_once, override_words
-from vitral.api.training import assumed_pixels, check_out, new_folder, read_recipe
+from vitral.api.data import check_out, new_folder, open_to_choose
+from vitral.api.training import assumed_pixels, read_recipe
 from vitral.architecture import ResNetConfig
 from vitral.atomic import atomic_write
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.weights import describe, located
 from vitral.data.sources import DataSet
+from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.device import check_device
 from vitral.names import name_of
 from vitral.paper import Reported, reported
 from vitral.paper.results import PRETRAININGS
-from vitral.progress import displayed
-from vitral.recipe import Recipe, architecture_of, recipe_hash, with_overrides
-from vitral.recipe_presets import Preset, get_preset, hyperrule, is_preset
-from vitral.reprs import SummaryRepr
-from vitral.studies.protocol import (
-    ProtocolRuns,
-    TrialConfig,
-    choose_search_space,
-    run_protocol,
-    trial_configs,
+from vitral.recipe import (
+    Overrides,
+    Recipe,
+    Sweep,
+    architecture_of,
+    check_given_once,
+    override_words,
+    recipe_hash,
+    with_overrides,
 )
+from vitral.recipe_presets import Preset, get_preset, hyperrule, is_preset
+from vitral.studies import ProtocolRuns, TrialConfig, choose_search_space, run_protocol, trial_configs
 from vitral.training.build import check_recipe
 from vitral.training.parallel import init_distributed, on_rank0
 from vitral.version import __version__
@@ -78,7 +79,7 @@ class ProtocolResult(SummaryRepr):
             "split": outcome.split,
             "score": outcome.mean,
             "spread": outcome.spread,
-            "scores": list(outcome.scores),
+            "scores": list(outcome.seed_scores),
             "seeds": [result.seed for result in outcome.results],
             "n": last.metrics["n"],
             "chosen": outcome.chosen.name,
@@ -244,12 +245,7 @@ def write_row(path: Path, row: dict[str, Any]) -> None:
 
 
 def _bit_candidate(
-    preset: Preset,
-    base: Recipe,
-    data: DataSet,
-    card: Card | None,
-    sweep: Sequence[str],
-    overrides: Sequence[str],
+    preset: Preset, base: Recipe, data: DataSet, card: Card | None, sweep: Sequence[str], overrides: Sequence[str]
 ) -> TrialConfig | None:
     """BiT's transfer recipe, tried beside the paper's where a ResNet is fine-tuned."""
     if card is None or not isinstance(card.architecture, ResNetConfig) or sweep:

@@ -12,20 +12,17 @@ from safetensors.torch import load_file
 from torch import nn
 
 from vitral.api.checkpoints import load
-from vitral.api.data import Data, open_to_train
-from vitral.api.overrides import Overrides, check_given_once, override_words
-from vitral.api.run_folder import check_out, new_folder
+from vitral.api.data import Data, check_out, new_folder, open_to_train
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.weights import describe, located
 from vitral.data.sources import DataSet, median_short_side
+from vitral.display import SummaryRepr, displayed, score_summary
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.device import check_device, default_device
-from vitral.progress import displayed
-from vitral.recipe import Recipe, from_toml, with_overrides
+from vitral.recipe import Overrides, Recipe, check_given_once, from_toml, override_words, with_overrides
 from vitral.recipe_defaults import FLIP_REASON, default_recipe
 from vitral.recipe_presets import get_preset, is_preset
-from vitral.reprs import SummaryRepr, score_summary
 from vitral.training.build import check_recipe, own_card
 from vitral.training.callbacks import Callback, Loss, OptimizerFactory, OwnParts, Transform
 from vitral.training.run import RunResult, run

@@ -8,23 +8,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vitral.api.overrides import Overrides, Sweep, override_words
+from vitral.api.data import check_folder, new_folder
 from vitral.api.protocols import write_row
-from vitral.api.run_folder import check_folder, new_folder
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.weights import describe, located
 from vitral.data.vtab import TASKS, VtabTask, find_task, open_task, write_ids
+from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.device import check_device
 from vitral.names import name_of
 from vitral.paper import VtabRow, table9
-from vitral.progress import displayed
-from vitral.recipe import Recipe, recipe_hash, with_overrides
+from vitral.recipe import Overrides, Recipe, Sweep, override_words, recipe_hash, with_overrides
 from vitral.recipe_presets import Preset, get_preset
-from vitral.reprs import SummaryRepr
-from vitral.studies.protocol import TrialConfig, choose_search_space, trial_configs
-from vitral.studies.vtab import SuiteResult, for_task, group_scores, mean_score, run_suite
+from vitral.studies import (
+    SuiteResult,
+    TrialConfig,
+    choose_search_space,
+    for_task,
+    group_scores,
+    mean_score,
+    run_suite,
+    trial_configs,
+)
 from vitral.training.build import check_recipe
 from vitral.training.parallel import init_distributed, on_rank0
 from vitral.version import __version__

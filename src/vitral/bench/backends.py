@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,11 @@ class Backend:
     attention: str = "auto"
 
     @property
+    def captures(self) -> bool:
+        """Whether vitral's own CUDA graphs are used."""
+        return self.library == OURS and self.mode == "graphs"
+
+    @property
     def settings(self) -> str:
         return self.mode if self.attention == "auto" else f"{self.mode}, {self.attention}"
 
@@ -73,16 +78,9 @@ class Backend:
         return f"{self.library} ({self.settings})"
 
 
-class BackendSelection(NamedTuple):
-    """The backends of a benchmark, and one sentence for each library that cannot take part."""
-
-    backends: tuple[Backend, ...]
-    excluded: tuple[str, ...]
-
-
 def select_backends(
     workload: Workload, against: Sequence[str], modes: Sequence[str], attentions: Sequence[str]
-) -> BackendSelection:
+) -> tuple[list[Backend], list[str]]:
     """Choose ours first, then each peer that is installed and supports the workload, in each setting.
 
     Args:
@@ -92,17 +90,19 @@ def select_backends(
         attentions: kernels of PyTorch's attention to try, out of ATTENTIONS.
 
     Returns:
-        The backends, and why others are excluded.
+        The backends, and one sentence for each library that cannot take part.
 
     Raises:
         UserError: if a name is unknown, or a setting needs a GPU.
     """
-    _check("--against", against, PEERS)
-    _check("--settings", modes, MODES)
-    _check("--attention", attentions, ATTENTIONS)
+    options = ("--against", against, PEERS), ("--settings", modes, MODES), ("--attention", attentions, ATTENTIONS)
+    for option, names, choices in options:
+        if unknown := [name for name in names if name not in choices]:
+            raise UserError(f'{option} does not support "{unknown[0]}": use one or more of {", ".join(choices)}.')
     if workload.device != "cuda" and ("graphs" in modes or tuple(attentions) != ("auto",)):
         raise UserError("CUDA graphs and the choice of an attention need an NVIDIA GPU: use --settings eager,compile.")
-    backends, excluded = [], []
+    backends: list[Backend] = []
+    excluded: list[str] = []
     for library in (OURS, *dict.fromkeys(against)):
         if reason := _unsupported_reason(library, workload):
             excluded.append(f"{library} is excluded: {reason}.")
@@ -112,7 +112,7 @@ def select_backends(
             backends += [Backend(OURS, mode) for mode in (["graphs"] if "graphs" in modes else modes)]
         else:
             backends += [Backend(library, mode, attention) for mode in modes for attention in attentions]
-    return BackendSelection(tuple(backends), tuple(excluded))
+    return backends, excluded
 
 
 def default_modes(device: str) -> tuple[str, ...]:
@@ -145,12 +145,6 @@ def _unsupported_reason(library: str, workload: Workload) -> str:
     return "" if plain else f"it has no {workload.model_name}"
 
 
-def _check(option: str, names: Sequence[str], choices: Sequence[str]) -> None:
-    for name in names:
-        if name not in choices:
-            raise UserError(f'{option} does not support "{name}": use one or more of {", ".join(choices)}.')
-
-
 def build_model(library: str, architecture: Architecture) -> nn.Module:
     """Build a library's model of this architecture, with random weights and a head that is not zero."""
     if library == OURS:
@@ -171,15 +165,9 @@ def _with_random_head(model: nn.Module) -> nn.Module:
 def _timm(config: ViTConfig) -> nn.Module:
     from timm.models.vision_transformer import VisionTransformer
 
-    return VisionTransformer(
-        img_size=config.image,
-        patch_size=config.patch,
-        embed_dim=config.width,
-        depth=config.depth,
-        num_heads=config.heads,
-        mlp_ratio=config.mlp / config.width,
-        num_classes=config.classes,
-    )
+    sizes = {"embed_dim": config.width, "depth": config.depth, "num_heads": config.heads}
+    ratio = config.mlp / config.width
+    return VisionTransformer(config.image, config.patch, num_classes=config.classes, mlp_ratio=ratio, **sizes)
 
 
 class _Logits(nn.Module):
@@ -198,34 +186,20 @@ def _transformers(config: ViTConfig) -> nn.Module:
     from transformers import ViTConfig as HFViTConfig
     from transformers import ViTForImageClassification
 
-    options: dict[str, Any] = {"num_labels": config.classes, "attn_implementation": "sdpa"}
-    hf_config = HFViTConfig(
-        hidden_size=config.width,
-        num_hidden_layers=config.depth,
-        num_attention_heads=config.heads,
-        intermediate_size=config.mlp,
-        image_size=config.image,
-        patch_size=config.patch,
-        **options,
-    )
-    return _Logits(ViTForImageClassification(hf_config))
+    options: dict[str, Any] = {"hidden_size": config.width, "num_hidden_layers": config.depth}
+    options |= {"num_attention_heads": config.heads, "intermediate_size": config.mlp, "attn_implementation": "sdpa"}
+    options |= {"image_size": config.image, "patch_size": config.patch, "num_labels": config.classes}
+    return _Logits(ViTForImageClassification(HFViTConfig(**options)))
 
 
 def _torchvision(config: ViTConfig) -> nn.Module:
     from torchvision.models import VisionTransformer
 
-    if config.image[0] != config.image[1]:
+    side, width = config.image
+    if side != width:
         raise UserError("torchvision takes square images only: choose one side, or leave it out of --against.")
-    model = VisionTransformer(
-        image_size=config.image[0],
-        patch_size=config.patch,
-        num_layers=config.depth,
-        num_heads=config.heads,
-        hidden_dim=config.width,
-        mlp_dim=config.mlp,
-        num_classes=config.classes,
-    )
-    return _with_random_head(model)
+    sizes = {"num_layers": config.depth, "num_heads": config.heads, "hidden_dim": config.width, "mlp_dim": config.mlp}
+    return _with_random_head(VisionTransformer(side, config.patch, num_classes=config.classes, **sizes))
 
 
 class _OnnxSession(nn.Module):
@@ -238,24 +212,15 @@ class _OnnxSession(nn.Module):
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         with tempfile.TemporaryDirectory() as folder:
-            path = _export_onnx(config, Path(folder))
+            path = Path(folder) / "model.onnx"
+            model, example = _with_random_head(build(config)).eval(), torch.zeros(2, config.channels, *config.image)
+            dynamic: dict[str, Any] = {"dynamo": True, "dynamic_shapes": ({0: torch.export.Dim("batch")},)}
+            torch.onnx.export(model, (example,), path, input_names=["images"], verbose=False, **dynamic)
             self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
     def forward(self, images: Tensor) -> Tensor:
         """float32 (batch, channels, height, width) -> (batch, classes)"""
         return torch.from_numpy(self.session.run(None, {"images": images.numpy()})[0])
-
-
-def _export_onnx(config: ViTConfig, folder: Path) -> Path:
-    """Write an ONNX file for any batch size."""
-    model = _with_random_head(build(config)).eval()
-    example = torch.zeros(2, config.channels, *config.image)
-    shapes = ({0: torch.export.Dim("batch")},)
-    path = folder / "model.onnx"
-    torch.onnx.export(
-        model, (example,), path, input_names=["images"], dynamo=True, dynamic_shapes=shapes, verbose=False
-    )
-    return path
 
 
 _BUILDERS = {"timm": _timm, "transformers": _transformers, "torchvision": _torchvision, "onnxruntime": _OnnxSession}

@@ -1,22 +1,37 @@
-"""Timing backends in turns: each runs a few steps while the others wait, so that a busy machine slows all alike."""
+"""Timing backends in turns: each runs a few steps while the others wait, so that a busy machine slows all alike.
+
+A cold start, from a command to its first prediction, is timed in a new process each time.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from vitral.bench.backends import OURS, Backend, Workload
 from vitral.bench.results import BenchmarkRow, now, percentiles_ms, timed_row
 from vitral.bench.steps import ParityError
-from vitral.bench.worker import Worker, WorkerFailed
+from vitral.bench.worker import Worker, WorkerFailed, child_environment, environment_info
+from vitral.checkpoints.adapt import Weights
+from vitral.checkpoints.card import Card, Preprocess
+from vitral.checkpoints.weights import write
 from vitral.cost import cost
+from vitral.data.images import encode_png
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note
+from vitral.models.build import build
+from vitral.names import parse
 
 _WARM_UP = 3  # steps after the first, which compiles and allocates
 _TURN_SECONDS = 1.0
@@ -24,29 +39,18 @@ _LOADING_TURN_SECONDS = 4.0  # longer, since loaders start their workers in each
 _MAX_STEPS = 50  # per turn, of steps that compute
 _LATENCIES = 200  # at least, for percentiles
 _COMPUTING = ("train", "infer", "latency")
-
-
-class BenchmarkResult(NamedTuple):
-    """The rows of a benchmark, and one sentence for each backend that failed."""
-
-    rows: list[BenchmarkRow]
-    failures: list[str]
-
-
-class WarmWorker(NamedTuple):
-    """A worker after its first steps, with what was measured of it."""
-
-    worker: Worker
-    environment: dict[str, str]
-    startup_seconds: float
-    peak_bytes: int
-    steps: int  # per turn
-    seconds: list[float]
+# What a user of transformers writes for one prediction.
+_PIPELINE = """
+import sys
+from transformers import pipeline
+print(pipeline("image-classification", model=sys.argv[1])(sys.argv[2]))
+"""
+_SETTINGS = {OURS: "predict", "transformers": "pipeline"}
 
 
 def run_benchmark(
     workload: Workload, backends: Sequence[Backend], *, rounds: int, on_event: EventHandler
-) -> BenchmarkResult:
+) -> tuple[list[BenchmarkRow], list[str]]:
     """Time every backend in every round.
 
     Args:
@@ -56,7 +60,7 @@ def run_benchmark(
         on_event: called with notes about the progress.
 
     Returns:
-        A row for each backend that finished.
+        A row for each backend that finished, and one sentence for each that failed.
 
     Raises:
         ParityError: if our outputs differ from those of the float32 model; nobody gets a row then.
@@ -64,23 +68,25 @@ def run_benchmark(
     failures: list[str] = []
     started_at = now()
     with ExitStack() as stack:
-        workers = []
+        workers: list[Worker] = []
         for backend in backends:
             try:
                 if backend.library == OURS and workload.work in _COMPUTING:
                     _check_parity(backend, workload, on_event)
                 on_event(Note(f"{backend.label}: starting"))
-                workers.append(warm_up(stack.enter_context(Worker(backend)), workload, rounds))
+                worker = stack.enter_context(Worker(backend))
+                warm_up(worker, workload, rounds)
+                workers.append(worker)
             except WorkerFailed as failure:
                 _raise_ours(failure, backend)
                 failures.append(f"{backend.label} is excluded: {failure}.")
         rates = _run_rounds(workers, workload, rounds, failures, on_event)
         rate = statistics.median(rates or [0.0])
         rows = [
-            replace(worker_row(warm, workload, started_at, rate), details=_details(warm, workload, failures))
-            for warm in workers
+            replace(worker_row(worker, workload, started_at, rate), details=_details(worker, workload, failures))
+            for worker in workers
         ]
-    return BenchmarkResult(rows, failures)
+    return rows, failures
 
 
 def _check_parity(backend: Backend, workload: Workload, on_event: EventHandler) -> None:
@@ -104,13 +110,13 @@ def _raise_ours(failure: WorkerFailed, backend: Backend) -> None:
         raise UserError(str(failure)) from failure
 
 
-def warm_up(worker: Worker, workload: Workload, rounds: int) -> WarmWorker:
+def warm_up(worker: Worker, workload: Workload, rounds: int) -> None:
     """Run the first steps, which compile and allocate, and choose how many steps fill a turn."""
-    environment = worker.call("build", workload)["environment"]
+    worker.measured = {"environment": worker.call("build", workload)}
     worker.run(1)
-    startup = time.perf_counter() - worker.started
-    steps = _steps_per_turn(worker, workload, rounds)
-    return WarmWorker(worker, environment, startup, worker.call("memory")["bytes"], steps, [])
+    worker.measured["startup_seconds"] = time.perf_counter() - worker.started
+    worker.steps, worker.seconds = _steps_per_turn(worker, workload, rounds), []
+    worker.measured["peak_bytes"] = worker.call("memory")
 
 
 def _steps_per_turn(worker: Worker, workload: Workload, rounds: int) -> int:
@@ -131,36 +137,27 @@ def _batches_per_turn(worker: Worker) -> int:
 
 
 def _run_rounds(
-    workers: list[WarmWorker], workload: Workload, rounds: int, failures: list[str], on_event: EventHandler
+    workers: list[Worker], workload: Workload, rounds: int, failures: list[str], on_event: EventHandler
 ) -> list[float]:
     """Add times to the workers and return matmul FLOP/s. Every other round is reversed, against a drift of clocks."""
     rates = []
     for number in range(rounds):
         on_event(Note(f"round {number + 1} of {rounds}"))
-        for warm in list(workers) if number % 2 == 0 else workers[::-1]:
+        for worker in list(workers) if number % 2 == 0 else workers[::-1]:
             try:
-                if warm is workers[0] and workload.work in _COMPUTING:
-                    rates.append(warm.worker.call("matmul_flops")["flops"])
-                warm.seconds.extend(warm.worker.run(warm.steps))
+                if worker is workers[0] and workload.work in _COMPUTING:
+                    rates.append(worker.call("matmul_flops"))
+                worker.seconds += worker.run(worker.steps)
             except WorkerFailed as failure:
-                failures.append(f"{warm.worker.backend.label} did not finish: {failure}.")
-                workers.remove(warm)
+                failures.append(f"{worker.backend.label} did not finish: {failure}.")
+                workers.remove(worker)
     return rates
 
 
-def worker_row(warm: WarmWorker, workload: Workload, started_at: str, matmul_flops: float) -> BenchmarkRow:
+def worker_row(worker: Worker, workload: Workload, started_at: str, matmul_flops: float) -> BenchmarkRow:
     """The row of what a worker measured."""
-    return timed_row(
-        warm.worker.backend,
-        workload,
-        warm.seconds,
-        started_at,
-        macs=step_macs(workload),
-        matmul_flops=matmul_flops,
-        peak_bytes=warm.peak_bytes,
-        startup_seconds=warm.startup_seconds,
-        environment=warm.environment,
-    )
+    measured = {"macs": step_macs(workload), "matmul_flops": matmul_flops, **worker.measured}
+    return timed_row(worker.backend, workload, worker.seconds, started_at, **measured)
 
 
 def step_macs(workload: Workload) -> int:
@@ -170,12 +167,85 @@ def step_macs(workload: Workload) -> int:
     return cost(workload.architecture).macs * workload.batch * (3 if workload.work == "train" else 1)
 
 
-def _details(warm: WarmWorker, workload: Workload, failures: list[str]) -> dict[str, Any]:
+def _details(worker: Worker, workload: Workload, failures: list[str]) -> dict[str, Any]:
     """Further measurements; a worker that fails here keeps its times."""
     if workload.work == "latency":
-        return percentiles_ms(warm.seconds)
+        return percentiles_ms(worker.seconds)
     try:
-        return warm.worker.call("details")
+        return worker.call("details")
     except WorkerFailed as failure:
-        failures.append(f"{warm.worker.backend.label} has no details: {failure}.")
+        failures.append(f"{worker.backend.label} has no details: {failure}.")
         return {}
+
+
+def measure_cold_start(
+    workload: Workload, libraries: Sequence[str], rounds: int, on_event: EventHandler
+) -> list[BenchmarkRow]:
+    """Time the first prediction of each library, the libraries in turns.
+
+    Args:
+        workload: names the model.
+        libraries: vitral, transformers or both.
+        rounds: timed starts of each.
+        on_event: called with notes about the progress.
+
+    Returns:
+        A row per library.
+    """
+    started_at = now()
+    with tempfile.TemporaryDirectory() as folder:
+        commands = _prepare_commands(Path(folder), workload.model)
+        chosen = {name: command for name, command in commands.items() if name in libraries}
+        times = _run_starts(chosen, rounds, on_event)
+    rows = []
+    for name, seconds in times.items():
+        measured = {"startup_seconds": statistics.median(seconds), "environment": environment_info(name, "cpu")}
+        rows.append(timed_row(Backend(name, _SETTINGS[name]), workload, seconds, started_at, **measured))
+    return rows
+
+
+def _prepare_commands(folder: Path, model: str) -> dict[str, list[str]]:
+    """Write the same weights in each library's format, and one image."""
+    architecture = parse(model)
+    state = {name: array.detach() for name, array in build(architecture).state_dict().items()}
+    side = architecture.image[0]
+    preprocess = Preprocess(f"decode|resize({side})", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    card = Card(architecture, tuple(f"class {number}" for number in range(architecture.classes)), preprocess=preprocess)
+    ours, hf, image = folder / "model.safetensors", folder / "hf", folder / "image.png"
+    write(Weights(architecture, state, ()), card, ours, "vitral")
+    write(Weights(architecture, state, ()), card, hf, "hf")
+    image.write_bytes(encode_png(np.random.default_rng(0).integers(0, 256, (375, 500, 3), np.uint8)))
+    return {
+        OURS: [sys.executable, "-m", "vitral", "predict", str(ours), str(image), "--json"],
+        "transformers": [sys.executable, "-c", _PIPELINE, str(hf), str(image)],
+    }
+
+
+def _run_starts(commands: Mapping[str, Sequence[str]], rounds: int, on_event: EventHandler) -> dict[str, list[float]]:
+    """Seconds of each start, in turns; a first round fills the disk cache and does not count."""
+    times: dict[str, list[float]] = {name: [] for name in commands}
+    for number in range(rounds + 1):
+        on_event(Note(f"round {number} of {rounds}" if number else "warm-up, to fill the disk cache"))
+        for name in list(times):
+            try:
+                seconds = _time_command(name, commands[name])
+            except UserError as failure:
+                if name == OURS:
+                    raise
+                on_event(Note(str(failure)))
+                del times[name]
+                continue
+            if number:
+                times[name].append(seconds)
+    return times
+
+
+def _time_command(name: str, command: Sequence[str]) -> float:
+    environment = {**child_environment(), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    start = time.perf_counter()
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    seconds = time.perf_counter() - start
+    if process.returncode:
+        message = (process.stderr.strip().splitlines() or ["no message"])[-1]
+        raise UserError(f"{name} failed to predict ({message}): leave it out of --against.")
+    return seconds

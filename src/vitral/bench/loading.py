@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -114,9 +114,10 @@ def time_training_from_files(backend: Backend, workload: Workload, *, loader_sec
     step.run(_WARM_UP)
     count, first = _FILE_STEPS[workload.device], PREFETCH * workload.workers + 1  # the first ones were prefetched
     before = step.run(count // 2)
-    timing = feed(step, _batches(backend, workload, first + count, training=True), first, workload.device)
-    seconds = max(timing.seconds, loader_seconds)
-    waiting = max(timing.wait_share, 1 - (1 - timing.wait_share) * timing.seconds / loader_seconds)
+    batches = _batches(backend, workload, first + count, training=True)
+    fed, wait_share = time_feeding(step.feed, batches, first, workload.device)
+    seconds = max(fed, loader_seconds)
+    waiting = max(wait_share, 1 - (1 - wait_share) * fed / loader_seconds)
     synthetic = statistics.mean([*before, *step.run(count // 2)])
     return {
         "training_workers": workload.workers,
@@ -127,30 +128,25 @@ def time_training_from_files(backend: Backend, workload: Workload, *, loader_sec
     }
 
 
-class FeedTiming(NamedTuple):
-    """Times of training steps on a stream of batches."""
+def time_feeding(
+    feed: Callable[[Tensor], None], batches: Iterable[Tensor], first: int, device: str
+) -> tuple[float, float]:
+    """Train on batches as training does, with one step queued ahead; the first `first` steps do not count.
 
-    seconds: float  # per step
-    wait_share: float  # share of the time in which the device was idle
-
-
-class _Feedable(Protocol):
-    def feed(self, images: Tensor) -> None: ...
-
-
-def feed(step: _Feedable, batches: Iterable[Tensor], first: int, device: str) -> FeedTiming:
-    """Train on batches as training does, with one step queued ahead; the first `first` steps do not count."""
+    Returns:
+        The seconds per step, and the share of the time in which the device was idle.
+    """
     began, ended = [], []
     for images in batches:
         began.append(_Timestamp(device))
-        step.feed(images)
+        feed(images)
         ended.append(_Timestamp(device))
         if len(ended) > 1:
             ended[-2].wait()  # training reads metrics one step late
     ended[-1].wait()
     waits = [after.since(before) for before, after in zip(ended[first - 1 :], began[first:], strict=False)]
     steps = [after.since(before) for before, after in pairwise(ended[first - 1 :])]
-    return FeedTiming(statistics.mean(steps), sum(waits) / sum(steps))
+    return statistics.mean(steps), sum(waits) / sum(steps)
 
 
 class _Timestamp:
@@ -249,15 +245,14 @@ def _time_upload(split: Split, pipeline: Pipeline, batch: int, upload: ResizeCro
     """Images/s of copying a batch to the GPU and resizing it there."""
     received: list[PackedCrops] = []
 
-    def timed(parts: PackedCrops) -> None:
-        upload(parts)
+    def timed(crops: PackedCrops) -> Tensor:
+        received.append(crops)
+        images = upload(crops)
         torch.cuda.synchronize()
+        return images
 
-    def keep(parts: PackedCrops) -> Tensor:
-        received.append(parts)
-        return upload(parts)
-
-    for _ in training_batches(split, pipeline, batch=batch, seed=0, first_step=0, last_step=1, pin=True, resize=keep):
+    options: dict[str, Any] = {"batch": batch, "seed": 0, "first_step": 0, "last_step": 1, "pin": True}
+    for _ in training_batches(split, pipeline, resize=timed, **options):
         pass
     return batch * _time_items(timed, received * _UPLOADS)[0]
 

@@ -114,9 +114,7 @@ def now() -> str:
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Lower quartile, median, upper quartile."""
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    low, median, high = statistics.quantiles(values, method="inclusive")
+    low, median, high = statistics.quantiles(values if len(values) > 1 else [*values, *values], method="inclusive")
     return low, median, high
 
 

@@ -1,15 +1,16 @@
 """The timed steps: a full training step, a batch of predictions, or a single prediction, the same for every library.
 
 Other libraries get their CUDA graphs from torch.compile. Ours captures the whole training step, optimizer included, as
-training does, and the whole prediction from the image in host memory to its classes.
+training does, and the whole prediction from the image in host memory to its classes. `check_parity` ensures that our
+fast settings give the logits and gradients of the eager float32 model.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from vitral.bench.backends import OURS, Backend, Workload, build_model
 from vitral.kernels.cuda_graph import CudaGraph
 from vitral.kernels.packed import pack
 from vitral.models.normalize import normalize
-from vitral.serving.classifier import TopKClassifier
+from vitral.serving import TopKClassifier
 
 _SEED = 0
 _CLIP_NORM = 1.0
@@ -32,6 +33,14 @@ _ATTENTION = {
     "efficient": torch.backends.cuda.enable_mem_efficient_sdp,
 }
 
+# Relative to the norm. bfloat16 keeps 8 bits of each number; float32 differs by the order of sums only.
+TOLERANCES = {"bfloat16": 2e-2, "float32": 1e-4}
+# The gradient of one parameter may differ by more than all together. Those that are nearly zero (a key's bias has no
+# effect at all) are compared to a share of the norm of the whole gradient instead.
+_PARAMETER_FACTOR = 4.0
+_SMALL_SHARE = 1e-2
+PARITY_BATCH = 4  # images that are compared
+
 
 class ParityError(RuntimeError):
     """A fast setting computes something else than the float32 model."""
@@ -42,21 +51,6 @@ class StepOutputs(NamedTuple):
 
     logits: Tensor  # (batch, classes)
     gradients: dict[str, Tensor]  # by parameter, in training
-
-
-class BenchmarkStep(Protocol):
-    """A backend that is ready to run, with its batch on the device."""
-
-    images: Tensor  # uint8 for ours; normalised floats for the others, so that they are spared the conversion
-    labels: Tensor  # (batch,)
-
-    def run(self, count: int) -> list[float]:
-        """The seconds of each of `count` steps."""
-        ...
-
-    def outputs(self) -> StepOutputs:
-        """Logits and gradients of the batch, computed as `run` does, before anything changes the weights."""
-        ...
 
 
 class BenchmarkModel(nn.Module):
@@ -71,10 +65,8 @@ class BenchmarkModel(nn.Module):
         if images.dtype == torch.uint8:
             half = (0.5,) * images.shape[1]
             images = normalize(images, half, half)
-        return self.model(images.to(self._dtype()))
-
-    def _dtype(self) -> torch.dtype:
-        return next((parameter.dtype for parameter in self.parameters()), torch.float32)
+        dtype = next((parameter.dtype for parameter in self.parameters()), torch.float32)
+        return self.model(images.to(dtype))
 
 
 def float32_model(backend: Backend, workload: Workload) -> BenchmarkModel:
@@ -91,22 +83,65 @@ def inference_model(backend: Backend, workload: Workload) -> BenchmarkModel:
     return model
 
 
-class TrainingStep:
-    """Forward, loss, backward, gradient clipping and optimizer."""
+class TimedStep:
+    """A backend that is ready to run, with its batch on the device.
+
+    `images` are uint8 for ours, and for all where the latency is timed; else normalised floats, so that the others are
+    spared the conversion. `labels` are (batch,).
+    """
 
     def __init__(self, backend: Backend, workload: Workload) -> None:
-        set_attention(backend.attention)
+        if backend.attention != "auto":  # where that kernel does not apply, PyTorch falls back to math
+            for name, enable in _ATTENTION.items():
+                enable(name == backend.attention)
         self.workload, self.backend = workload, backend
-        self.images, self.labels = _random_batch(backend, workload)
-        self.model = float32_model(backend, workload).train()
-        self.forward = _compiled(self._forward, backend)
-        fused = True if workload.device == "cuda" else None
-        options: dict[str, Any] = {"fused": fused, "capturable": _captures(backend)}
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_LEARNING_RATE, **options)
+        self.images, self.labels = _random_batch(workload)
+        if backend.library != OURS and workload.work != "latency":
+            self.images = self.images.float() / 127.5 - 1.0
         self.graph: CudaGraph | None = None
 
     def run(self, count: int) -> list[float]:
+        """The seconds of each of `count` steps."""
         return timed(self._once, count, self.workload.device)
+
+    def outputs(self) -> StepOutputs:
+        """Logits and gradients of the batch, computed as `run` does, before anything changes the weights."""
+        raise NotImplementedError
+
+    def _step(self) -> Tensor:
+        """Logits (batch, classes)."""
+        raise NotImplementedError
+
+    def _once(self) -> Any:
+        if not self.backend.captures:
+            return self._step()
+        if self.graph is None:
+            self._step()
+            self.graph = CudaGraph(lambda: (self._step(),), [])
+        self.graph.graph.replay()
+        return self.graph.outputs[0]
+
+    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if self.backend.mode not in ("compile", "graphs") or self.backend.captures:
+            return function
+        return torch.compile(function, mode="reduce-overhead" if self.backend.mode == "graphs" else "default")
+
+    def _mark_step(self) -> None:
+        """Allow torch.compile's CUDA graphs to overwrite their earlier outputs."""
+        if self.backend.mode == "graphs" and not self.backend.captures:
+            torch.compiler.cudagraph_mark_step_begin()
+
+
+class TrainingStep(TimedStep):
+    """Forward, loss, backward, gradient clipping and optimizer."""
+
+    def __init__(self, backend: Backend, workload: Workload) -> None:
+        super().__init__(backend, workload)
+        self.model = float32_model(backend, workload).train()
+        self.forward = self._compiled(self._forward)
+        fused = True if workload.device == "cuda" else None
+        options: dict[str, Any] = {"fused": fused, "capturable": backend.captures}
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_LEARNING_RATE, **options)
 
     def feed(self, images: Tensor) -> None:
         """Train on these images; on a GPU the step is only queued. The layout must be that of `self.images`, which the
@@ -115,32 +150,21 @@ class TrainingStep:
         self._once()
 
     def outputs(self) -> StepOutputs:
-        if _captures(self.backend):
-            self._backward()
+        logits = self._backward()
+        if self.backend.captures:
             (logits,) = CudaGraph(lambda: (self._backward(),), [])()
-        else:
-            logits = self._backward()
         gradients = {name: weight.grad.clone() for name, weight in parameters_with_gradient(self.model)}
         self.optimizer.zero_grad()
-        return StepOutputs(logits.detach().float().clone(), gradients)
+        return StepOutputs(logits.float().clone(), gradients)
 
-    def _once(self) -> None:
-        if not _captures(self.backend):
-            self._step()
-            return
-        if self.graph is None:
-            self._step()
-            self.graph = CudaGraph(self._step, [])
-        self.graph.graph.replay()
-
-    def _step(self) -> tuple[Tensor, ...]:
+    def _step(self) -> Tensor:
         logits = self._backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), _CLIP_NORM)
         self.optimizer.step()
-        return (logits,)
+        return logits
 
     def _backward(self) -> Tensor:
-        _mark_step(self.backend)
+        self._mark_step()
         self.optimizer.zero_grad()
         loss, logits = self.forward(self.images, self.labels)
         loss.backward()
@@ -152,95 +176,72 @@ class TrainingStep:
         return F.cross_entropy(logits.float(), labels), logits
 
 
-class InferenceStep:
+class InferenceStep(TimedStep):
     """A batch of images on the device to logits on the device; the weights themselves are bfloat16 on a GPU."""
 
     def __init__(self, backend: Backend, workload: Workload) -> None:
-        set_attention(backend.attention)
-        self.workload, self.backend = workload, backend
+        super().__init__(backend, workload)
         self.model = inference_model(backend, workload)
-        self.images, self.labels = _random_batch(backend, workload)
         if self.images.dtype != torch.uint8:
             self.images = self.images.to(getattr(torch, workload.precision))
-        self.forward = _compiled(self.model, backend)
-        self.graph: CudaGraph | None = None
+        self.forward = self._compiled(self.model)
 
     def run(self, count: int) -> list[float]:
         with torch.inference_mode():
-            return timed(self._once, count, self.workload.device)
+            return super().run(count)
 
     def outputs(self) -> StepOutputs:
         with torch.inference_mode():
             return StepOutputs(self._once().float().clone(), {})
 
-    def _once(self) -> Tensor:
-        _mark_step(self.backend)
-        if not _captures(self.backend):
-            return self.forward(self.images)
-        if self.graph is None:
-            self.forward(self.images)
-            self.graph = CudaGraph(lambda: (self.forward(self.images),), [])
-        self.graph.graph.replay()
-        return self.graph.outputs[0]
+    def _step(self) -> Tensor:
+        self._mark_step()
+        return self.forward(self.images)
 
 
-class LatencyStep:
-    """One uint8 image in host memory to its five top classes in host memory; both copies are part of the time."""
+class LatencyStep(TimedStep):
+    """One uint8 image in host memory to its five top classes in host memory; both copies are part of the time.
+
+    Ours is vitral's `TopKClassifier`.
+    """
 
     def __init__(self, backend: Backend, workload: Workload) -> None:
-        set_attention(backend.attention)
-        self.workload, self.backend = workload, backend
+        super().__init__(backend, workload)
         self.model = inference_model(backend, workload)
-        self.images, self.labels = _random_batch(Backend(OURS), workload)  # uint8 for all
         self.host = self.images[0].permute(1, 2, 0).contiguous().cpu().numpy()
-        self.predict = _compiled(self._predict, backend)
+        self.predict = self._compiled(self._predict)
+        self.classifier: Callable[..., Any] | None = None
+        if backend.library == OURS:
+            config, top = workload.architecture, min(_TOP, workload.classes)
+            channels, half = config.channels, (0.5,) * config.channels
+            self.classifier = TopKClassifier(
+                self.model.model, self.images.device, size=config.image, channels=channels, mean=half, std=half, top=top
+            )
 
     def run(self, count: int) -> list[float]:
         return timed(self._once, count, "cpu")
 
     def outputs(self) -> StepOutputs:
         with torch.inference_mode():
-            _mark_step(self.backend)
-            return StepOutputs(self.predict(self.images[:1])[0].float().clone(), {})
+            self._mark_step()
+            logits = self.predict(self.images[:1])[0].float().clone()
+        if self.classifier is not None:
+            classes = torch.as_tensor(self.classifier(self.host)[0], device=logits.device)
+            if (logits[0, classes] < logits[0].topk(len(classes)).values - _TIE * logits.abs().max()).any():
+                raise ParityError(f"{self.backend.label} does not return the classes with its largest logits.")
+        return StepOutputs(logits, {})
 
     def _once(self) -> list[int]:
+        if self.classifier is not None:
+            return self.classifier(self.host)[0].tolist()
         with torch.inference_mode():
-            _mark_step(self.backend)
+            self._mark_step()
             image = torch.from_numpy(self.host).to(self.workload.device).permute(2, 0, 1).unsqueeze(0)
             return self.predict(image)[1][0].tolist()
 
     def _predict(self, images: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.model(images)
         return logits, logits.float().softmax(dim=-1).topk(min(_TOP, self.workload.classes)).indices
-
-
-class VitralLatencyStep(LatencyStep):
-    """The same with vitral's `TopKClassifier`."""
-
-    def __init__(self, backend: Backend, workload: Workload) -> None:
-        super().__init__(backend, workload)
-        config = workload.architecture
-        half = (0.5,) * config.channels
-        self.classifier = TopKClassifier(
-            self.model.model,
-            self.images.device,
-            size=config.image,
-            channels=config.channels,
-            mean=half,
-            std=half,
-            top=min(_TOP, workload.classes),
-        )
-
-    def outputs(self) -> StepOutputs:
-        outputs = super().outputs()
-        logits = outputs.logits[0]
-        classes = torch.as_tensor(self.classifier(self.host)[0], device=logits.device)
-        if (logits[classes] < logits.topk(len(classes)).values - _TIE * logits.abs().max()).any():
-            raise ParityError(f"{self.backend.label} does not return the classes with its largest logits.")
-        return outputs
-
-    def _once(self) -> list[int]:
-        return self.classifier(self.host)[0].tolist()
 
 
 def timed(work: Callable[[], Any], count: int, device: str) -> list[float]:
@@ -257,6 +258,12 @@ def timed(work: Callable[[], Any], count: int, device: str) -> list[float]:
     return [first.elapsed_time(second) / 1e3 for first, second in pairwise(events)]
 
 
+def _seconds(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
 def matmul_flops(device: str, repeats: int = 8) -> float:
     """FLOP/s of a matrix product on this device now: 8192^3 in bfloat16 on a GPU, 1024^3 in float32 on a CPU."""
     side, dtype = (8192, torch.bfloat16) if device == "cuda" else (1024, torch.float32)
@@ -271,42 +278,82 @@ def parameters_with_gradient(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, weight) for name, weight in model.named_parameters() if weight.grad is not None]
 
 
-def set_attention(kernel: str) -> None:
-    """Allow only this attention kernel in this process; where it does not apply, PyTorch falls back to math."""
-    if kernel != "auto":
-        for name, enable in _ATTENTION.items():
-            enable(name == kernel)
-
-
-def _random_batch(backend: Backend, workload: Workload) -> tuple[Tensor, Tensor]:
-    """Random pixels (batch, channels, height, width), as hardware is faster on zeros; random labels (batch,)."""
+def _random_batch(workload: Workload) -> tuple[Tensor, Tensor]:
+    """Random pixels, uint8 (batch, channels, height, width), as hardware is faster on zeros; random labels (batch,)."""
     generator = torch.Generator().manual_seed(_SEED)
     config = workload.architecture
     shape = (workload.batch, config.channels, *config.image)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    labels = torch.randint(0, workload.classes, (workload.batch,), generator=generator).to(workload.device)
-    images = images.to(workload.device)
-    return (images if backend.library == OURS else images.float() / 127.5 - 1.0), labels
+    labels = torch.randint(0, workload.classes, (workload.batch,), generator=generator)
+    return images.to(workload.device), labels.to(workload.device)
 
 
-def _compiled(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
-    if backend.mode not in ("compile", "graphs") or _captures(backend):
-        return function
-    return torch.compile(function, mode="reduce-overhead" if backend.mode == "graphs" else "default")
+class ParityResult(NamedTuple):
+    """Differences relative to the norm."""
+
+    logits: float
+    gradients: float  # 0 where none are computed
+    worst_gradient: float  # the largest difference of one parameter
+    tolerance: float
 
 
-def _captures(backend: Backend) -> bool:
-    """Whether vitral's own CUDA graphs are used."""
-    return backend.library == OURS and backend.mode == "graphs"
+def check_parity(step: TimedStep) -> ParityResult:
+    """Compare a step of a small batch with the eager float32 model.
+
+    Args:
+        step: the step that is checked.
+
+    Returns:
+        The differences.
+
+    Raises:
+        ParityError: if a difference is above its tolerance.
+    """
+    reference = reference_outputs(step)
+    return compare(step.outputs(), reference, TOLERANCES[step.workload.precision], step.backend.label)
 
 
-def _mark_step(backend: Backend) -> None:
-    """Allow torch.compile's CUDA graphs to overwrite their earlier outputs."""
-    if backend.mode == "graphs" and not _captures(backend):
-        torch.compiler.cudagraph_mark_step_begin()
+def reference_outputs(step: TimedStep) -> StepOutputs:
+    """Run the model eagerly in float32, with PyTorch's math attention, on the batch of a step."""
+    training = step.workload.work == "train"
+    model = float32_model(step.backend, step.workload).train(training)
+    with (
+        torch.backends.cudnn.flags(allow_tf32=False),
+        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+        torch.set_grad_enabled(training),
+    ):
+        logits = model(step.images)  # the model is float32, and so are the images that it takes
+        if training:
+            F.cross_entropy(logits, step.labels).backward()
+    return StepOutputs(logits.detach(), {name: weight.grad for name, weight in parameters_with_gradient(model)})
 
 
-def _seconds(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+def compare(fast: StepOutputs, reference: StepOutputs, tolerance: float, label: str) -> ParityResult:
+    """Compare outputs; raises ParityError for a difference above its tolerance or a missing gradient."""
+    if set(fast.gradients) != set(reference.gradients):
+        names = ", ".join(sorted(set(fast.gradients) ^ set(reference.gradients))[:4])
+        raise ParityError(f"{label} and the float32 model have gradients of different parameters: {names}.")
+    logits = _relative(fast.logits, reference.logits, 0.0)
+    norm = _norm(reference.gradients.values())
+    pairs = {name: (fast.gradients[name], gradient) for name, gradient in reference.gradients.items()}
+    gradients = _norm(first.float() - second for first, second in pairs.values()) / norm if pairs else 0.0
+    relative = ((_relative(*pair, _SMALL_SHARE * norm), name) for name, pair in pairs.items())
+    worst, parameter = max(relative, default=(0.0, "no parameter"))
+    worst_tolerance = _PARAMETER_FACTOR * tolerance
+    if not (logits <= tolerance and gradients <= tolerance and worst <= worst_tolerance):  # NaN fails too
+        raise ParityError(
+            f"{label} differs from the float32 model: logits by {logits:.1e} of their norm, gradients by "
+            f"{gradients:.1e} (at most {tolerance:g}), that of {parameter} by {worst:.1e} "
+            f"(at most {worst_tolerance:g}); no row is written."
+        )
+    return ParityResult(logits, gradients, worst, tolerance)
+
+
+def _relative(fast: Tensor, reference: Tensor, least: float) -> float:
+    difference = float(torch.linalg.vector_norm(fast.float() - reference.float()))
+    return difference / max(float(torch.linalg.vector_norm(reference.float())), least, 1e-30)
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    norms = [torch.linalg.vector_norm(tensor.float()) for tensor in tensors]
+    return float(torch.stack(norms).norm()) if norms else 0.0

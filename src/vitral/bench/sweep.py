@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 from statistics import median
-from typing import NamedTuple
+from typing import Any
 
 from vitral.architecture import ViTConfig
 from vitral.bench.backends import Backend, Workload
@@ -16,30 +16,11 @@ from vitral.bench.worker import Worker, WorkerFailed
 from vitral.events import EventHandler, Note
 from vitral.report.charts import line_chart, svg_file
 
-IMAGES = (64, 128, 256, 512, 1024)
-BATCHES = (1, 4, 16, 64, 256)
-DEPTHS = (3, 6, 12, 24)
+SIZES = {"image": (64, 128, 256, 512, 1024), "batch": (1, 4, 16, 64, 256), "depth": (3, 6, 12, 24)}
 AXES = {"image": "image size in pixels", "batch": "batch size in images", "depth": "depth in blocks"}
 _MIN_STEPS = 3
 _MAX_SECONDS = 2.0  # of a step: an axis ends where the next one would take longer
 _NOISE = 1.15  # factor by which a step may exceed the arithmetic
-
-
-class SweepPoint(NamedTuple):
-    """One size along an axis."""
-
-    axis: str  # one of AXES
-    value: int
-    workload: Workload
-
-
-class MeasuredPoint(NamedTuple):
-    """The time of a step at one size."""
-
-    axis: str
-    value: int
-    seconds: float  # at the median matmul FLOP/s of the sweep
-    macs: int
 
 
 def run_sweep(workload: Workload, backend: Backend, on_event: EventHandler) -> list[BenchmarkRow]:
@@ -54,43 +35,46 @@ def run_sweep(workload: Workload, backend: Backend, on_event: EventHandler) -> l
         The rows.
     """
     rows: list[BenchmarkRow] = []
-    started_at, remaining = now(), list(_sweep_points(workload))
+    axes = [axis for axis in SIZES if axis != "depth" or isinstance(workload.architecture, ViTConfig)]
+    started_at, remaining = now(), [(axis, size) for axis in axes for size in SIZES[axis]]
     while remaining:
         with Worker(backend) as worker:
-            remaining = _measure_until_failure(worker, remaining, rows, started_at, on_event)
+            remaining = _measure_until_failure(worker, workload, remaining, rows, started_at, on_event)
     return rows
 
 
 def _measure_until_failure(
-    worker: Worker, points: Sequence[SweepPoint], rows: list[BenchmarkRow], started_at: str, on_event: EventHandler
-) -> list[SweepPoint]:
+    worker: Worker,
+    workload: Workload,
+    points: Sequence[tuple[str, int]],
+    rows: list[BenchmarkRow],
+    started_at: str,
+    on_event: EventHandler,
+) -> list[tuple[str, int]]:
     """Add rows; return the points for a new process after this one failed, which ends the axis."""
-    for index, point in enumerate(points):
-        if _too_slow(rows, point):
+    for index, (axis, size) in enumerate(points):
+        changes: dict[str, Any] = {axis: size}
+        sized = replace(workload, **changes)
+        last = next((row for row in reversed(rows) if row.axis == axis), None)
+        if last is not None and last.seconds * step_macs(sized) / last.macs > _MAX_SECONDS:  # by the arithmetic
             continue
-        on_event(Note(f"{point.axis} {point.value}"))
+        on_event(Note(f"{axis} {size}"))
         try:
-            rows.append(_measure(worker, point, started_at))
+            row = _measure(worker, sized, started_at)
         except WorkerFailed as failure:
-            on_event(Note(f"{point.axis} {point.value}: {failure}"))
-            return [other for other in points[index:] if other.axis != point.axis]
+            on_event(Note(f"{axis} {size}: {failure}"))
+            return [point for point in points[index:] if point[0] != axis]
+        rows.append(replace(row, axis=axis, axis_value=size))
     return []
 
 
-def _measure(worker: Worker, point: SweepPoint, started_at: str) -> BenchmarkRow:
+def _measure(worker: Worker, workload: Workload, started_at: str) -> BenchmarkRow:
     """One row; all sizes share a process, so there is no startup time, and peak memory only where it can be reset."""
-    warm = warm_up(worker, point.workload, rounds=1)
-    warm.seconds.extend(worker.run(max(warm.steps, _MIN_STEPS)))
-    row = worker_row(warm, point.workload, started_at, worker.call("matmul_flops")["flops"])
-    peak = row.peak_bytes if point.workload.device == "cuda" else 0
-    return replace(row, work="growth", axis=point.axis, axis_value=point.value, peak_bytes=peak, startup_seconds=0.0)
-
-
-def _too_slow(rows: Sequence[BenchmarkRow], point: SweepPoint) -> bool:
-    """Whether the arithmetic, from the last step along this axis, predicts too long a step."""
-    axis_rows = [row for row in rows if row.axis == point.axis]
-    last = axis_rows[-1] if axis_rows else None
-    return last is not None and last.seconds * step_macs(point.workload) / last.macs > _MAX_SECONDS
+    warm_up(worker, workload, rounds=1)
+    worker.seconds += worker.run(max(worker.steps, _MIN_STEPS))
+    row = worker_row(worker, workload, started_at, worker.call("matmul_flops"))
+    peak = row.peak_bytes if workload.device == "cuda" else 0
+    return replace(row, work="growth", peak_bytes=peak, startup_seconds=0.0)
 
 
 def newest_sweep(rows: Iterable[BenchmarkRow]) -> list[BenchmarkRow]:
@@ -100,36 +84,32 @@ def newest_sweep(rows: Iterable[BenchmarkRow]) -> list[BenchmarkRow]:
     return [row for row in sweep_rows if row.started_at == last]
 
 
-def measured_points(rows: Iterable[BenchmarkRow]) -> list[MeasuredPoint]:
-    """The points of the last sweep, axis by axis.
+def measured_points(rows: Iterable[BenchmarkRow]) -> dict[str, list[BenchmarkRow]]:
+    """The rows of the last sweep by axis, from the smallest size to the largest.
 
     Sizes are measured one after the other, not in turns: times are scaled to the median matmul FLOP/s, so that a clock
     that drops or another process does not look like growth.
     """
-    sweep_rows = newest_sweep(rows)
-    rate = median(row.matmul_flops for row in sweep_rows) if sweep_rows else 0.0
-    points = [
-        MeasuredPoint(row.axis, row.axis_value, row.seconds * row.matmul_flops / rate, row.macs) for row in sweep_rows
-    ]
-    return sorted(points, key=lambda point: (list(AXES).index(point.axis), point.value))
+    sweep = sorted(newest_sweep(rows), key=lambda row: row.axis_value)
+    rate = median(row.matmul_flops for row in sweep) if sweep else 0.0
+    scaled = [replace(row, seconds=row.seconds * row.matmul_flops / rate) for row in sweep]
+    points = {axis: [row for row in scaled if row.axis == axis] for axis in AXES}
+    return {axis: rows for axis, rows in points.items() if rows}
 
 
-def relative_growth(points: Sequence[MeasuredPoint]) -> list[float]:
+def relative_growth(points: Sequence[BenchmarkRow]) -> list[float]:
     """For each point of an axis after the first: growth of the time over growth of the arithmetic."""
     return [(after.seconds / before.seconds) / (after.macs / before.macs) for before, after in pairwise(points)]
 
 
 def summarize_sweep(rows: Iterable[BenchmarkRow]) -> list[str]:
     """One sentence for each size where time grows faster than the arithmetic, beyond noise."""
-    sentences = []
-    for axis, group in groupby(measured_points(rows), key=lambda point: point.axis):
-        points = list(group)
-        for point, growth in zip(points[1:], relative_growth(points), strict=True):
-            if growth > _NOISE:
-                sentences.append(
-                    f"up to {axis} {point.value}, time grows {growth:.2f} times as fast as the arithmetic."
-                )
-    return sentences
+    return [
+        f"up to {axis} {point.axis_value}, time grows {growth:.2f} times as fast as the arithmetic."
+        for axis, points in measured_points(rows).items()
+        for point, growth in zip(points[1:], relative_growth(points), strict=True)
+        if growth > _NOISE
+    ]
 
 
 def sweep_chart(rows: Sequence[BenchmarkRow]) -> str:
@@ -138,11 +118,10 @@ def sweep_chart(rows: Sequence[BenchmarkRow]) -> str:
     The dashed line is the arithmetic scaled to the last point: the measured line lies above it where there is overhead.
     """
     charts = []
-    for axis, group in groupby(measured_points(rows), key=lambda point: point.axis):
-        points = list(group)
+    for axis, points in measured_points(rows).items():
         last = points[-1]
-        measured = [(point.value, 1e3 * point.seconds) for point in points]
-        expected = [(point.value, 1e3 * last.seconds * point.macs / last.macs) for point in points]
+        measured = [(point.axis_value, 1e3 * point.seconds) for point in points]
+        expected = [(point.axis_value, 1e3 * last.seconds * point.macs / last.macs) for point in points]
         charts.append(line_chart({"measured": measured}, x=AXES[axis], y="ms per step", log=True, guide=expected))
     model = next((row.model for row in rows if row.axis == "batch"), rows[0].model)
     batches = sorted({str(row.batch) for row in rows if row.axis != "batch"})
@@ -152,13 +131,3 @@ def sweep_chart(rows: Sequence[BenchmarkRow]) -> str:
         f"Training step of {model} on {rows[0].hardware}",
         f"Solid: measured. Dashed: the arithmetic, scaled to the last point.{note}",
     )
-
-
-def _sweep_points(workload: Workload) -> Iterator[SweepPoint]:
-    for image in IMAGES:
-        yield SweepPoint("image", image, replace(workload, image=image))
-    for batch in BATCHES:
-        yield SweepPoint("batch", batch, replace(workload, batch=batch))
-    if isinstance(workload.architecture, ViTConfig):
-        for depth in DEPTHS:
-            yield SweepPoint("depth", depth, replace(workload, depth=depth))

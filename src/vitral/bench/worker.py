@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.metadata
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 import torch
 
-from vitral.bench import loading, parity, steps
-from vitral.bench.backends import OURS, Backend, Workload
-from vitral.bench.machine import environment_info, peak_memory_counter
+from vitral.bench import loading, steps
+from vitral.bench.backends import Backend, Workload
 from vitral.errors import UserError
+from vitral.training.resources import peak_bytes
 
 
 class WorkerFailed(RuntimeError):
@@ -37,10 +38,13 @@ class WorkerFailed(RuntimeError):
 
 
 class Worker:
-    """The parent's side of a worker process."""
+    """The parent's side of a worker process, and what is measured of it."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
+        self.measured: dict[str, Any] = {}  # entries of its row that are not times of steps
+        self.steps = 0  # per turn
+        self.seconds: list[float] = []  # of the timed steps
         self.started = time.perf_counter()
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the process
         self._process = subprocess.Popen(
@@ -58,37 +62,7 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def run(self, count: int) -> list[float]:
-        """The seconds of `count` steps, one number each or one for all."""
-        return self.call("run", count=count)["seconds"]
-
-    def call(self, method: str, workload: Workload | None = None, **arguments: Any) -> dict[str, Any]:
-        """Call a method of `RequestHandler` in the process; raises WorkerFailed."""
-        if workload is not None:
-            arguments = {"backend": asdict(self.backend), "workload": asdict(workload), **arguments}
-        try:
-            self._requests.write(json.dumps({"method": method, "arguments": arguments}) + "\n")
-            self._requests.flush()
-            line = self._responses.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            raise WorkerFailed("died", f"its process ended: {self._last_log_line()}")
-        response = json.loads(line)
-        if "error" in response:
-            raise WorkerFailed(response["error"], response["reason"])
-        return response["result"]
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def close(self) -> None:
+    def __exit__(self, *error: object) -> None:
         """End the process by ending its input; kill it where it is still busy."""
         with contextlib.suppress(BrokenPipeError):
             self._requests.close()
@@ -100,10 +74,32 @@ class Worker:
         self._responses.close()
         self._log.close()
 
-    def _last_log_line(self) -> str:
-        self._log.seek(0)
-        lines = self._log.read().strip().splitlines()
-        return lines[-1] if lines else "no message"
+    def run(self, count: int) -> list[float]:
+        """The seconds of `count` steps, one number each or one for all."""
+        return self.call("run", count=count)
+
+    def call(self, method: str, workload: Workload | None = None, **arguments: Any) -> Any:
+        """Call a method of `RequestHandler` in the process; raises WorkerFailed."""
+        if workload is not None:
+            arguments |= {"backend": asdict(self.backend), "workload": asdict(workload)}
+        try:
+            self._requests.write(json.dumps({"method": method, "arguments": arguments}) + "\n")
+            self._requests.flush()
+            line = self._responses.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            self._log.seek(0)
+            message = (self._log.read().strip().splitlines() or ["no message"])[-1]
+            raise WorkerFailed("died", f"its process ended: {message}")
+        response = json.loads(line)
+        if "error" in response:
+            raise WorkerFailed(response["error"], response["reason"])
+        return response["result"]
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
 
 def child_environment() -> dict[str, str]:
@@ -116,49 +112,44 @@ class RequestHandler:
     """The process's side: each public method handles one kind of request."""
 
     def __init__(self) -> None:
-        self.backend = Backend(OURS)
-        self.workload = Workload("train", "ViT-Ti/16", 1, "cpu")
         self.step: Any = None
         self.peak_memory: Callable[[], int] = lambda: 0
 
-    def check_parity(self, backend: dict[str, str], workload: dict[str, Any]) -> dict[str, Any]:
+    def check_parity(self, backend: dict[str, str], workload: dict[str, Any]) -> dict[str, float]:
         """Compare with the float32 model on a few images."""
-        chosen, full = Backend(**backend), Workload(**workload)
-        small = replace(full, batch=min(parity.BATCH, full.batch))
-        return parity.check_parity(make_step(chosen, small), chosen, small)._asdict()
+        small: dict[str, Any] = {**workload, "batch": min(steps.PARITY_BATCH, workload["batch"])}
+        return steps.check_parity(make_step(Backend(**backend), Workload(**small)))._asdict()
 
-    def build(self, backend: dict[str, str], workload: dict[str, Any]) -> dict[str, Any]:
-        """Make the step; a second call replaces it and frees the first."""
+    def build(self, backend: dict[str, str], workload: dict[str, Any]) -> dict[str, str]:
+        """Make the step and return the environment; a second call replaces the step and frees the first."""
+        compiled = self.step is not None and self.step.backend.mode == "compile"
         self.step = None
         gc.collect()
-        if self.backend.mode == "compile":
+        if compiled:
             torch.compiler.reset()  # it compiles one function for a few shapes only
-        self.backend, self.workload = Backend(**backend), Workload(**workload)
-        self.peak_memory = peak_memory_counter(self.workload.device)
-        self.step = make_step(self.backend, self.workload)
-        return {"environment": environment_info(self.backend.library, self.workload.device)}
+        self.peak_memory = peak_memory_counter(workload["device"])
+        self.step = make_step(Backend(**backend), Workload(**workload))
+        return environment_info(backend["library"], workload["device"])
 
-    def run(self, count: int) -> dict[str, Any]:
+    def run(self, count: int) -> list[float]:
         """Time steps."""
-        return {"seconds": self.step.run(count)}
+        return self.step.run(count)
 
-    def memory(self) -> dict[str, Any]:
+    def memory(self) -> int:
         """Peak bytes of the steps so far; to be called before anything else takes memory."""
-        return {"bytes": self.peak_memory()}
+        return self.peak_memory()
 
-    def matmul_flops(self) -> dict[str, Any]:
+    def matmul_flops(self) -> float:
         """FLOP/s of a large matrix product."""
-        return {"flops": steps.matmul_flops(self.workload.device)}
+        return steps.matmul_flops(self.step.workload.device)
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, float]:
         """Measurements of some workloads only, such as the stages of loading."""
         return self.step.details() if hasattr(self.step, "details") else {}
 
 
 def make_step(backend: Backend, workload: Workload) -> Any:
     """The step of a workload, with `run` and perhaps `outputs` or `details`."""
-    if workload.work == "latency" and backend.library == OURS:
-        return steps.VitralLatencyStep(backend, workload)
     makers = {
         "train": steps.TrainingStep,
         "infer": steps.InferenceStep,
@@ -173,7 +164,7 @@ def handle_request(handler: RequestHandler, line: str) -> dict[str, Any]:
     """{"method", "arguments"} -> {"result"}, or {"error", "reason"}"""
     request = json.loads(line)
     try:
-        return {"result": getattr(handler, request["method"])(**request.get("arguments", {}))}
+        return {"result": getattr(handler, request["method"])(**request["arguments"])}
     except steps.ParityError as error:
         return {"error": "parity", "reason": str(error)}
     except UserError as error:
@@ -183,20 +174,47 @@ def handle_request(handler: RequestHandler, line: str) -> dict[str, Any]:
         return {"error": "error", "reason": f"{type(error).__name__}: {first_line}"}
 
 
-def _serve(lines: Iterator[str], out: IO[str]) -> None:
+def environment_info(library: str, device: str) -> dict[str, str]:
+    """Hardware, threads and versions that a result depends on."""
+    versions = {name: importlib.metadata.version(name) for name in ("torch", library) if name != "vitral"}
+    threads = str(torch.get_num_threads())
+    return {"hardware": hardware_name(device), "threads": threads, "python": platform.python_version(), **versions}
+
+
+def hardware_name(device: str) -> str:
+    """The name of the GPU, or of the CPU as far as the system tells it."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def peak_memory_counter(device: str) -> Callable[[], int]:
+    """A function that returns the peak bytes since now: allocated on the GPU, or added to this process."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.max_memory_allocated
+    status = Path("/proc/self/status")  # where the system does not tell the bytes now, the peak so far stands for them
+    lines = status.read_text().splitlines() if status.exists() else []
+    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")]
+    cpu = torch.device("cpu")
+    before = sizes[0] if sizes else peak_bytes(cpu)
+    return lambda: max(peak_bytes(cpu) - before, 0)
+
+
+def _serve() -> None:
+    """Answer requests; standard output is for responses alone, and what libraries print goes to standard error."""
     handler = RequestHandler()
-    for line in lines:
-        out.write(json.dumps(handle_request(handler, line)) + "\n")
-        out.flush()
-
-
-def _response_stream() -> IO[str]:
-    """Standard output for responses alone: whatever libraries print there goes to standard error instead."""
-    stream = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return stream
+    with os.fdopen(os.dup(1), "w") as responses:
+        os.dup2(2, 1)
+        for line in iter(sys.stdin.readline, ""):
+            responses.write(json.dumps(handle_request(handler, line)) + "\n")
+            responses.flush()
 
 
 if __name__ == "__main__":
-    _serve(iter(sys.stdin.readline, ""), _response_stream())
+    _serve()
     os._exit(0)  # an orderly shutdown of torch takes seconds, while the others wait

@@ -20,7 +20,7 @@ from vitral.errors import Interrupted, UserError
 from vitral.version import __version__
 
 if TYPE_CHECKING:
-    from vitral.progress import Display
+    from vitral.display import Display
 
 
 class Verb(NamedTuple):
@@ -30,12 +30,13 @@ class Verb(NamedTuple):
     function: str
     renderer: str  # "module.function" of vitral.cli
     cli_options: tuple[str, ...] = ("json",)
+    own_json: bool = False  # the renderer prints JSON itself, not the result's `as_dict`
 
 
 VERBS = {
     "demo": Verb("demonstration", "demo", "training.show_demo"),
-    "train": Verb("training", "train", "training.show_training", ("json", "tensorboard")),
-    "predict": Verb("prediction", "predict", "results.show_predictions"),
+    "train": Verb("training", "train", "training.show_training", ("json", "tensorboard"), own_json=True),
+    "predict": Verb("prediction", "predict", "results.show_predictions", own_json=True),
     "evaluate": Verb("evaluation", "evaluate", "results.show_evaluation"),
     "embed": Verb("prediction", "embed", "results.show_embeddings"),
     "inspect": Verb("inspection", "inspect", "results.show_inspection"),
@@ -47,7 +48,7 @@ VERBS = {
     "vtab": Verb("vtab", "vtab1k", "training.show_vtab"),
     "dedupe": Verb("probes", "dedupe", "results.show_duplicates"),
     "bench": Verb("bench", "benchmark", "models.show_benchmark"),
-    "show": Verb("training", "show_recipe", "training.show_recipe"),
+    "show": Verb("training", "show_recipe", "training.show_recipe", own_json=True),
     "list": Verb("models", "list_available", "models.show_available"),
     "cost": Verb("models", "cost", "models.show_cost"),
     "info": Verb("checkpoints", "info", "models.show_info"),
@@ -110,7 +111,7 @@ def run_verb(name: str, words: list[str]) -> None:
     values = VerbParser(name, signature, verb.cli_options).parse_values(words)
     keywords = {key: value for key, value in values.items() if key not in CLI_OPTIONS}
     positional = [keywords.pop(parameter.name) for parameter in signature.parameters if parameter.positional]
-    from vitral.progress import Display, TensorBoard, all_handlers
+    from vitral.display import Display, TensorBoard, all_handlers
 
     rank = int(os.environ.get("RANK", 0))  # of a torchrun: only the first process reports
     resumes = any(parameter.name == "out" for parameter in signature.parameters)
@@ -128,7 +129,13 @@ def run_verb(name: str, words: list[str]) -> None:
         finally:
             if board is not None:
                 board.close()
-    if not rank:
+    if rank:
+        return
+    if values["json"] and not verb.own_json:
+        from vitral.cli.results import print_json
+
+        print_json(result if isinstance(result, list) else result.as_dict())
+    else:
         module, _, renderer = verb.renderer.partition(".")
         getattr(importlib.import_module(f"vitral.cli.{module}"), renderer)(result, values)
 

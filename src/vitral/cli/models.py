@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vitral.architecture import Architecture, ResNetConfig, ViTConfig
-from vitral.cli.output import by, print_facts, print_json, print_table
+from vitral.cli.results import by, print_facts, print_table
 
 if TYPE_CHECKING:
     from vitral.api.bench import BenchmarkReport
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 def show_available(result: list[dict[str, Any]], values: Mapping[str, Any]) -> None:
     """Print what was listed."""
-    if values["json"]:
-        print_json(result)
-        return
     cells = [[_cell(cell) for cell in row.values()] for row in result]
     if values["what"] == "models":
         note = "1,000 classes, 224 pixels. Other sizes, patches and ResNets work too: ViT-S/8, B/16@384, R101+ViT-L/32."
@@ -30,9 +27,6 @@ def show_available(result: list[dict[str, Any]], values: Mapping[str, Any]) -> N
 
 def show_cost(result: CostResult, values: Mapping[str, Any]) -> None:
     """Print parameters and FLOPs."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     facts = {
         "model": f"{result.model}{_dimensions(result.architecture)}",
         "image": f"{by(result.image)} pixels, grid {by(result.grid)}, {result.tokens:,} tokens",
@@ -48,9 +42,6 @@ def show_cost(result: CostResult, values: Mapping[str, Any]) -> None:
 
 def show_info(result: CheckpointInfo, values: Mapping[str, Any]) -> None:
     """Print the description of a checkpoint."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     card, architecture = result.card, result.card.architecture
     facts = {
         "file": f"{result.path} ({result.bytes / 1e6:,.1f} MB)",
@@ -77,9 +68,6 @@ def show_info(result: CheckpointInfo, values: Mapping[str, Any]) -> None:
 
 def show_conversion(result: ConvertResult, values: Mapping[str, Any]) -> None:
     """Print the certificate of a conversion."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     outputs = f"of the outputs, same image of {by(result.image)} pixels"
     print_facts(
         {
@@ -96,17 +84,11 @@ def show_conversion(result: ConvertResult, values: Mapping[str, Any]) -> None:
 
 def show_push(result: PushResult, values: Mapping[str, Any]) -> None:
     """Print the repository that was written, and what loads it."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     print_facts({**result.summary(), "not for others": "; ".join(result.refusals)})
 
 
 def show_benchmark(result: BenchmarkReport, values: Mapping[str, Any]) -> None:
     """Print the rows of a benchmark."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     columns, cells = result.table()
     print_table(columns, cells, left=5, note="\n".join(result.notes))
     print_facts({"written to": f"{result.results} (all rows), {result.page} (a page)"})

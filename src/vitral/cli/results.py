@@ -1,11 +1,17 @@
-"""Results of predict, evaluate, embed, inspect, search, check, fewshot and dedupe as tables or JSON."""
+"""Tables, facts and JSON on standard output, and the results of predict, evaluate, inspect and others as such."""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vitral.cli.output import counted, percent, print_facts, print_json, print_table
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from vitral.errors import UserError
 
 if TYPE_CHECKING:
@@ -37,9 +43,6 @@ def show_predictions(result: Any, values: Mapping[str, Any]) -> None:
 
 def show_evaluation(result: EvalResult, values: Mapping[str, Any]) -> None:
     """Print the metrics."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     metrics = result.metrics
     facts = {"data": f"{result.data} (n = {metrics['n']:,})", "how": " ".join(result.notes)}
     if "mean_average_precision" in metrics:
@@ -63,9 +66,6 @@ def show_evaluation(result: EvalResult, values: Mapping[str, Any]) -> None:
 
 def show_embeddings(result: EmbedResult, values: Mapping[str, Any]) -> None:
     """Print the shape of the features, and the features where they were not written to a file."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     if not result.output:
         numbers = [", ".join(f"{number:.4g}" for number in row[:4].tolist()) for row in result.features]
         note = "The first numbers of each; -o FILE.npz writes all of them."
@@ -76,9 +76,6 @@ def show_embeddings(result: EmbedResult, values: Mapping[str, Any]) -> None:
 
 def show_inspection(result: InspectResult, values: Mapping[str, Any]) -> None:
     """Print which files were written."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     size = f"{result.bytes / 1e6:.1f} MB, {counted(result.images, 'image')}"
     print_facts(
         {
@@ -91,9 +88,6 @@ def show_inspection(result: InspectResult, values: Mapping[str, Any]) -> None:
 
 def show_neighbours(result: SearchResult, values: Mapping[str, Any]) -> None:
     """Print the nearest images or patches."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     columns = ["path", "score"] if values["patch"] is None else ["path", "row", "column", "score"]
     rows = [neighbour._asdict() for neighbour in result.neighbours]
     cells = [[f"{row[name]:.3f}" if name == "score" else str(row[name]) for name in columns] for row in rows]
@@ -103,9 +97,6 @@ def show_neighbours(result: SearchResult, values: Mapping[str, Any]) -> None:
 
 def show_check(result: Any, values: Mapping[str, Any]) -> None:
     """Print the problems of a data set and the size of its classes."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     print_facts(_check_facts(result))
     counts = result.classes
     cells = [[name, *(f"{counts[split][name]:,}" for split in result.images)] for name in counts["train"]]
@@ -115,9 +106,6 @@ def show_check(result: Any, values: Mapping[str, Any]) -> None:
 
 def show_probes(result: ProbeResult, values: Mapping[str, Any]) -> None:
     """Print few-shot accuracies, and those of the other probes."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     rows = [
         [str(row.shots), f"{row.mean:.2%}", "" if row.interval is None else f"+- {row.interval:.2%}", str(row.drawn)]
         for row in result.shots
@@ -141,9 +129,6 @@ def show_probes(result: ProbeResult, values: Mapping[str, Any]) -> None:
 
 def show_duplicates(result: Any, values: Mapping[str, Any]) -> None:
     """Print the training images that are copies of test images."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     cells = [
         [pair.train, pair.test, values["against"][pair.split], f"{pair.kind} ({pair.method})", f"{pair.score:.3f}"]
         for pair in result.pairs[:_PAIRS]
@@ -224,3 +209,58 @@ def _first(items: Sequence[str], most: int) -> str:
 
 def _quantiles(values: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {value:,}" for name, value in values.items()) + " pixels" if values else ""
+
+
+class _Output(Console):
+    def on_broken_pipe(self) -> None:
+        """Let `main` handle a reader (head, less) that has closed the pipe."""
+        raise BrokenPipeError
+
+
+def console() -> Console:
+    """A console that does not cut tables where the output is not a terminal."""
+    return _Output(width=None if sys.stdout.isatty() else 200, highlight=False)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as indented JSON."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, note: str = "") -> None:
+    """Print a table; columns after the first `left` hold numbers and are aligned to the right."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i < left else "right", no_wrap=i == 0 or i >= left, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    out = console()
+    out.print(table)
+    if note:
+        out.print(Text(note))
+
+
+def print_facts(facts: Mapping[str, str]) -> None:
+    """Print names and values, one per line, without those that are empty."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        if value:
+            table.add_row(name, Text(value))
+    console().print(table)
+
+
+def counted(number: int, thing: str) -> str:
+    """1 -> "1 image", 2 -> "2 images" """
+    return f"{number:,} {thing}" + "s" * (number != 1)
+
+
+def by(size: tuple[int, int]) -> str:
+    """(3, 4) -> "3x4" """
+    return f"{size[0]}x{size[1]}"
+
+
+def percent(value: float | None, missing: str = "-") -> str:
+    """0.5 -> "50.00%" """
+    return missing if value is None else f"{value:.2%}"

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitral.cli.output import counted, percent, print_facts, print_json, print_table
+from vitral.cli.results import counted, percent, print_facts, print_json, print_table
+from vitral.display import duration, headline
 from vitral.errors import UserError
-from vitral.progress import duration, headline
 from vitral.recipe import Recipe, to_toml
 
 if TYPE_CHECKING:
@@ -66,9 +66,6 @@ def show_recipe(result: Recipe, values: Mapping[str, Any]) -> None:
 
 def show_demo(result: DemoResult, values: Mapping[str, Any]) -> None:
     """Print the predictions and what to do next, and open the page where a person watches."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     cells = [
         [Path(row.path).name, *(f"{name} ({p:.0%})" for name, p in zip(row.names, row.probabilities, strict=True))]
         for row in result.predictions.rows
@@ -92,9 +89,6 @@ def show_demo(result: DemoResult, values: Mapping[str, Any]) -> None:
 
 def show_protocol(result: ProtocolResult, values: Mapping[str, Any]) -> None:
     """Print one value per line: a table of all this would be wider than most windows."""
-    if values["json"]:
-        print_json(result.as_dict())
-        return
     outcome = result.outcome
     last = outcome.results[-1]
     if outcome.trials:
@@ -124,11 +118,8 @@ def show_protocol(result: ProtocolResult, values: Mapping[str, Any]) -> None:
 def show_vtab(result: VtabResult, values: Mapping[str, Any]) -> None:
     """Print the tasks beside the paper's rows, and the cost."""
     row = result.as_dict()
-    if values["json"]:
-        print_json(row)
-        return
     if row["trials"]:
-        cells = [[trial["words"], f"{trial['score']:.2%}"] for trial in row["trials"]]
+        cells = [[trial["name"], f"{trial['score']:.2%}"] for trial in row["trials"]]
         print_table(["tried", "mean on validation"], cells)
     paper = row["paper"]
     heads = [f"{theirs['model'].removeprefix('ViT-')} {_SHORT[theirs['pretraining']]}" for theirs in paper]
@@ -151,10 +142,10 @@ def show_vtab(result: VtabResult, values: Mapping[str, Any]) -> None:
 
 def _run_page(folder: str, data: str, device: str) -> str:
     """The page of a run; a run whose page cannot be written is still a result."""
-    from vitral import api
+    from vitral.api.inspection import write_run_page
 
     try:
-        return str(api.write_run_page(folder, data, device=device))
+        return str(write_run_page(folder, data, device=device))
     except (UserError, OSError) as error:
         return f"none ({error})"
 

@@ -181,13 +181,7 @@ def _load(path: Path, n: int, channels: int) -> _Index | None:
 
 
 def _write(
-    split: Split,
-    cache: DiskCache,
-    key: str,
-    channels: int,
-    workers: int,
-    limit_bytes: float,
-    on_event: EventHandler,
+    split: Split, cache: DiskCache, key: str, channels: int, workers: int, limit_bytes: float, on_event: EventHandler
 ) -> _Index | None:
     """Decode everything into the cache; None, and no file, where that would exceed the limit."""
     decoded = contextlib.closing(iterate_in_workers(_DecodedImages(split, channels), workers))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vitral.data.loader import PADDING, Batch, evaluation_batches
+from vitral.data.loader import PADDING, evaluation_batches
 from vitral.data.order import evaluation_indices
 from vitral.data.preprocess import parse_deterministic
 from vitral.data.sources import Split
@@ -83,8 +83,10 @@ def predict_split(
     Raises:
         UserError: The split is empty.
     """
-    shard = _Shard(split, batch, rank, world, workers)
-    return Predictions(*_compute(model, model, shard, preprocess, torch.device(device), precision, task, on_event))
+    loading = {"batch": batch, "rank": rank, "world": world, "workers": workers}
+    return Predictions(
+        *_compute(model, model, split, loading, preprocess, torch.device(device), precision, task, on_event)
+    )
 
 
 def embed_split(
@@ -121,41 +123,36 @@ def embed_split(
     Raises:
         UserError: The split is empty, or the model has no such pool.
     """
-    shard = _Shard(split, batch, rank, world, workers)
+    loading = {"batch": batch, "rank": rank, "world": world, "workers": workers}
     embed = _embedder(model, pool)
     return Embeddings(
-        *_compute(model, embed, shard, preprocess, torch.device(device), precision, "embedding", on_event)
+        *_compute(model, embed, split, loading, preprocess, torch.device(device), precision, "embedding", on_event)
     )
-
-
-class _Shard(NamedTuple):
-    split: Split
-    batch: int
-    rank: int
-    world: int
-    workers: int
 
 
 def _compute(
     model: Model,
     function: Callable[[Tensor], Tensor],
-    shard: _Shard,
+    split: Split,
+    loading: dict[str, int],
     preprocess: Preprocessing,
     device: torch.device,
     precision: Precision,
     task: str,
     on_event: EventHandler,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Indices (m,), outputs (m, k) and validity (m,) of the shard."""
-    if len(shard.split) == 0:
+    """Indices (m,), outputs (m, k) and validity (m,) of this process's shard; `loading`: as `evaluation_batches`."""
+    if len(split) == 0:
         raise UserError("there is no image to compute anything for: the split is empty.")
+    pipeline, channels = preprocess.pipeline, len(preprocess.mean)
+    steps = parse_deterministic(pipeline) if isinstance(pipeline, str) else pipeline
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
     results: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-    training, done, total = model.training, 0, len(evaluation_indices(len(shard.split), shard.rank, shard.world))
+    training, done, total = model.training, 0, len(evaluation_indices(len(split), loading["rank"], loading["world"]))
     model.to(device).eval()
     try:
         with torch.inference_mode(), autocast:
-            for batch in _batches(shard, preprocess, device):
+            for batch in evaluation_batches(split, steps, channels=channels, pin=device.type == "cuda", **loading):
                 count = int((batch.indices != PADDING).sum())  # images come first, padding last
                 # Padding is not computed, except for one row of an empty shard, which tells the width of the outputs.
                 pixels = batch.images[: max(count, 1)].to(device, non_blocking=True)
@@ -167,16 +164,6 @@ def _compute(
         model.train(training)
     indices, outputs, valid = (np.concatenate(arrays) for arrays in zip(*results, strict=True))
     return indices, outputs, valid
-
-
-def _batches(shard: _Shard, preprocess: Preprocessing, device: torch.device) -> Iterator[Batch]:
-    pipeline, channels = preprocess.pipeline, len(preprocess.mean)
-    steps = parse_deterministic(pipeline) if isinstance(pipeline, str) else pipeline
-    split, batch, rank, world, workers = shard
-    pin = device.type == "cuda"
-    return evaluation_batches(
-        split, steps, batch=batch, rank=rank, world=world, workers=workers, channels=channels, pin=pin
-    )
 
 
 def _embedder(model: Model, pool: EmbeddingPool) -> Callable[[Tensor], Tensor]:

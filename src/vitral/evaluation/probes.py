@@ -1,9 +1,16 @@
-"""Probes of frozen features: k-nearest-neighbour classifier and logistic regression (linear probe)."""
+"""Probes of frozen features: few-shot ridge regression, k-nearest-neighbour classifier, linear probe.
+
+The few-shot algorithm is that of the paper's authors (section 4.1 and their later code): features are standardised by
+the drawn images, a constant feature of 100 is a bias that is hardly regularised, and the targets are -1 and +1.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -12,12 +19,18 @@ from torch import Tensor
 
 from vitral.data.nearest import nearest, unit_vectors
 from vitral.errors import UserError
-from vitral.evaluation.fewshot import FOLDS, check_features, stratified_folds, whitening
 
 NEIGHBOURS, TEMPERATURE = 20, 0.07  # those of DINO (Caron et al. 2021)
 L2_CANDIDATES = tuple(10.0**power for power in range(1, -7, -1))  # largest first: each fit starts from the last one
 _ROWS = 65536  # images whose logits are in memory at a time
 _STEPS = 500  # of L-BFGS at most
+RIDGE_L2 = 1024.0  # of the authors' later code; the paper does not state it
+RIDGE_L2_CANDIDATES = tuple(2.0**power for power in range(-10, 21, 2))
+BIAS = 100.0
+FOLDS = 5
+CONFIDENCE = 0.95
+_RIDGE_ROWS = 4096  # rows in float64 at a time
+_EPSILON = 1e-5  # added to standard deviations, against division by zero
 
 
 def knn(
@@ -158,3 +171,229 @@ def _minimise(inputs: Tensor, target: Tensor, weights: Tensor, bias: Tensor, l2:
         return total
 
     optimizer.step(loss)
+
+
+@dataclass(frozen=True)
+class FewShotResult:
+    """Accuracy with `shots` training images per class, drawn once per seed."""
+
+    shots: int
+    accuracies: tuple[float, ...]  # per seed
+    l2: tuple[float, ...]  # per seed
+    drawn: int  # training images per draw; fewer than shots * classes where a class has fewer
+    n: int  # test images
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.accuracies)
+
+    @property
+    def interval(self) -> float | None:
+        """Half the width of the 95 % confidence interval of the mean; None for one seed."""
+        return interval(self.accuracies)
+
+
+def fewshot(
+    train_x: np.ndarray,
+    train_y: np.ndarray,
+    test_x: np.ndarray,
+    test_y: np.ndarray,
+    *,
+    classes: int,
+    shots: Sequence[int] = (1, 5, 10, 25),
+    seeds: int = 5,
+    l2: float | Literal["choose"] = RIDGE_L2,
+) -> list[FewShotResult]:
+    """Measure few-shot accuracy.
+
+    Args:
+        train_x: Features (n, d).
+        train_y: Labels (n,).
+        test_x: Features (m, d).
+        test_y: Labels (m,).
+        classes: Number of classes.
+        shots: Training images per class.
+        seeds: Number of draws.
+        l2: Strength of the regularisation; "choose" selects it by cross-validation within each draw.
+
+    Returns:
+        One result per number of shots.
+    """
+    check_features(train_x, train_y, classes)
+    check_features(test_x, test_y, classes)
+    _check_settings(shots, seeds, l2)
+    results = []
+    for count in shots:
+        draws = [draw(train_y, count, seed) for seed in range(seeds)]
+        fits = [_fit(train_x[rows], train_y[rows], classes, l2) for rows in draws]
+        accuracies = tuple(float((ridge.predict(test_x) == test_y).mean()) for ridge in fits)
+        strengths = tuple(ridge.l2 for ridge in fits)
+        results.append(FewShotResult(count, accuracies, strengths, drawn=len(draws[0]), n=len(test_y)))
+    return results
+
+
+def draw(labels: np.ndarray, shots: int, seed: int) -> np.ndarray:
+    """(n,) -> indices of `shots` examples per class, or of all that a class has, class by class.
+
+    One generator permutes the rows of class 0, then of class 1, and so on: the same rows as Google's code draws. Draws
+    with the same seed are nested.
+    """
+    generator = np.random.default_rng(seed)
+    by_class = (generator.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels))
+    return np.concatenate([rows[:shots] for rows in by_class])
+
+
+@dataclass(frozen=True)
+class Ridge:
+    """A linear classifier of standardised features; the last row of the weights is that of the constant feature."""
+
+    mean: np.ndarray  # (d,)
+    std: np.ndarray  # (d,)
+    weights: np.ndarray  # (d + 1, classes)
+    l2: float
+
+    @classmethod
+    def fit(cls, x: np.ndarray, labels: np.ndarray, classes: int, l2: float = RIDGE_L2) -> Ridge:
+        """(n, d), (n,) -> the minimum of |XW - Y|^2 + l2 |W|^2"""
+        return _NormalEquations.of(x, labels, classes).solve(l2)
+
+    def scores(self, x: np.ndarray) -> np.ndarray:
+        """(m, d) -> (m, classes) float64"""
+        return _standardised(x, self.mean, self.std) @ self.weights
+
+    def predict(self, x: np.ndarray) -> np.ndarray:
+        """(m, d) -> (m,) int64; ties go to the lower class."""
+        blocks = [self.scores(x[start : start + _RIDGE_ROWS]).argmax(1) for start in range(0, len(x), _RIDGE_ROWS)]
+        return np.concatenate(blocks) if blocks else np.zeros(0, np.int64)
+
+
+class _NormalEquations(NamedTuple):
+    """The part of a fit that does not depend on l2, so that each candidate takes one solve only."""
+
+    mean: np.ndarray
+    std: np.ndarray
+    x: np.ndarray  # (n, d + 1) standardised, with the constant
+    gram: np.ndarray  # X'X (d + 1, d + 1), or in the dual form XX' (n, n): whichever is smaller
+    right: np.ndarray  # X'Y (d + 1, classes), or in the dual form Y (n, classes)
+
+    @classmethod
+    def of(cls, x: np.ndarray, labels: np.ndarray, classes: int) -> _NormalEquations:
+        mean, std = whitening(x)
+        extended = _standardised(x, mean, std)
+        targets = np.full((len(x), classes), -1.0)
+        targets[np.arange(len(x)), labels] = 1.0
+        if _is_dual(extended):
+            return cls(mean, std, extended, extended @ extended.T, targets)
+        return cls(mean, std, extended, extended.T @ extended, extended.T @ targets)
+
+    def solve(self, l2: float) -> Ridge:
+        """X' (XX' + l2)^-1 Y where there are fewer examples than features, else (X'X + l2)^-1 X'Y: the same weights."""
+        matrix = self.gram.copy()
+        np.fill_diagonal(matrix, matrix.diagonal() + l2)
+        solution = np.linalg.solve(matrix, self.right)
+        return Ridge(self.mean, self.std, self.x.T @ solution if _is_dual(self.x) else solution, l2)
+
+
+def choose_l2(x: np.ndarray, labels: np.ndarray, classes: int) -> float:
+    """The candidate with the fewest errors in cross-validation; ties go to the one nearest to the default.
+
+    Few images cannot separate many candidates by their errors; the squared error could, but prefers weaker
+    regularisation than the errors do. Each fold is standardised by its own training rows, so nothing leaks, and fitted
+    with fewer shots than the result is used for. (Leave-one-out in closed form would be cheaper, but leaves out one
+    example of the correct class, which disadvantages strong regularisation.) With one example per class the result is
+    the default.
+    """
+    folds = list(stratified_folds(labels, FOLDS))
+    if not folds:
+        return RIDGE_L2
+    errors = np.zeros(len(RIDGE_L2_CANDIDATES), np.int64)
+    for training, held in folds:
+        system = _NormalEquations.of(x[training], labels[training], classes)
+        for index, candidate in enumerate(RIDGE_L2_CANDIDATES):
+            errors[index] += (system.solve(candidate).predict(x[held]) != labels[held]).sum()
+    distance = np.abs(np.log2(RIDGE_L2_CANDIDATES) - np.log2(RIDGE_L2))
+    return RIDGE_L2_CANDIDATES[int(np.lexsort((distance, errors))[0])]
+
+
+def stratified_folds(labels: np.ndarray, folds: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(n,) -> the training and held-out rows, (n,) bool each, of every fold of a stratified cross-validation.
+
+    Rows of a class are assigned in turn; the only example of a class is never held out.
+    """
+    fold = np.full(len(labels), -1)
+    for label in np.unique(labels):
+        rows = np.flatnonzero(labels == label)
+        if len(rows) > 1:
+            fold[rows] = np.arange(len(rows)) % folds
+    for number in range(fold.max(initial=-1) + 1):
+        yield fold != number, fold == number
+
+
+def whitening(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(n, d) -> mean and standard deviation of each feature, (d,) float64 each; the latter are above zero."""
+    exact = x.astype(np.float64)
+    return exact.mean(0), exact.std(0) + _EPSILON
+
+
+def interval(values: Sequence[float]) -> float | None:
+    """Half the width of the 95 % confidence interval of the mean (Student's t); None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    return _student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def check_features(x: np.ndarray, labels: np.ndarray, classes: int) -> None:
+    """Raise a UserError for features and labels that no classifier can be fitted to."""
+    if labels.ndim != 1:
+        raise UserError(
+            "a classifier of features needs one label per image, and these images may have several: choose other data."
+        )
+    if x.ndim != 2 or len(x) != len(labels) or len(x) == 0:
+        raise UserError(
+            f"features of shape {x.shape} and labels of shape {labels.shape} do not fit: give one row per image."
+        )
+    if labels.min() < 0 or labels.max() >= classes:
+        raise UserError(f"labels from {labels.min()} to {labels.max()} do not fit {classes} classes, counted from 0.")
+    if not np.isfinite(x).all():
+        raise UserError("some features are not finite (NaN or Inf): the weights are damaged or training diverged.")
+
+
+def _check_settings(shots: Sequence[int], seeds: int, l2: float | Literal["choose"]) -> None:
+    if not shots or min(shots) < 1 or seeds < 1:
+        raise UserError(f"shots and seeds must be at least 1, not {tuple(shots)} and {seeds}.")
+    if l2 != "choose" and not 0 < l2 < math.inf:
+        raise UserError(f'l2 must be a number above 0, such as {RIDGE_L2:.0f}, or "choose", not {l2}.')
+
+
+def _fit(x: np.ndarray, labels: np.ndarray, classes: int, l2: float | Literal["choose"]) -> Ridge:
+    return Ridge.fit(x, labels, classes, choose_l2(x, labels, classes) if l2 == "choose" else l2)
+
+
+def _standardised(x: np.ndarray, mean: np.ndarray, std: np.ndarray) -> np.ndarray:
+    """(n, d) -> (n, d + 1) float64, with the constant feature"""
+    extended = np.full((len(x), x.shape[1] + 1), BIAS)
+    extended[:, :-1] = (x - mean) / std
+    return extended
+
+
+def _is_dual(extended: np.ndarray) -> bool:
+    return extended.shape[0] < extended.shape[1]
+
+
+def _student(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t distribution."""
+    low, high = 0.0, math.pi / 2
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if _within(middle, freedom) < CONFIDENCE else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def _within(angle: float, freedom: int) -> float:
+    """The probability of |t| < sqrt(freedom) tan(angle) (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
+    odd = freedom % 2
+    term = math.cos(angle) if odd else 1.0
+    total = 0.0
+    for power in range(odd, freedom - 1, 2):
+        total += term
+        term *= (power + 1) / (power + 2) * math.cos(angle) ** 2
+    return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total

@@ -97,13 +97,7 @@ def occlusion(
 
 @torch.no_grad()
 def deletion_curve(
-    model: Model,
-    images: Tensor,
-    maps: Tensor,
-    steps: int = 20,
-    classes: Tensor | None = None,
-    *,
-    sigmoid: bool = False,
+    model: Model, images: Tensor, maps: Tensor, steps: int = 20, classes: Tensor | None = None, *, sigmoid: bool = False
 ) -> Tensor:
     """The mean probability of the class as patches are occluded in the order of `maps` (Petsiuk et al. 2018).
 

@@ -36,12 +36,7 @@ class ImageInspection:
 
 
 def inspect_images(
-    model: Model,
-    images: Tensor,
-    *,
-    headed: Sequence[int] = (),
-    averaged: Sequence[int] = (),
-    sigmoid: bool = False,
+    model: Model, images: Tensor, *, headed: Sequence[int] = (), averaged: Sequence[int] = (), sigmoid: bool = False
 ) -> list[ImageInspection]:
     """Inspect images one by one.
 
@@ -61,12 +56,7 @@ def inspect_images(
 
 
 def _inspect(
-    model: Model,
-    image: Tensor,
-    colours: np.ndarray,
-    headed: Sequence[int],
-    averaged: Sequence[int],
-    sigmoid: bool,
+    model: Model, image: Tensor, colours: np.ndarray, headed: Sequence[int], averaged: Sequence[int], sigmoid: bool
 ) -> ImageInspection:
     with torch.inference_mode():
         logits = _host(model(image))

@@ -12,7 +12,7 @@ import numpy as np
 from vitral.atomic import atomic_write
 from vitral.data.images import encode_png
 from vitral.report.charts import as_rgb, dot_chart, heat_map, image_grid, png_uri, svg_file
-from vitral.report.inspect_page import AttentionDistance, LearnedWeights
+from vitral.report.pages import AttentionDistance, LearnedWeights
 from vitral.report.viewer import MAPS, ViewerImage
 
 _TILE = 240  # approximate pixels of an image in a figure

@@ -34,7 +34,6 @@ from vitral.recipe import Recipe
 from vitral.training.build import own_transform
 from vitral.training.callbacks import OwnParts
 from vitral.training.device_data import crop_uploader, resident
-from vitral.training.evaluator import Evaluator, PlainModel, measure
 from vitral.training.loop import LoopConfig
 from vitral.training.masked import (
     MaskedModel,
@@ -45,6 +44,7 @@ from vitral.training.masked import (
     masked_outputs,
     measure_masked,
 )
+from vitral.training.metrics import Evaluator, PlainModel, measure
 from vitral.training.objective import LossSettings, Objective
 from vitral.training.optimizer import build_optimizer, freeze, own_optimizer, parameter_groups
 from vitral.training.parallel import World, check_batch, gather_rows, on_rank0, wrap

@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vitral.data.catalog.copies import CatalogEntry, find_copy
 from vitral.data.catalog.imagenet import read_imagenet, read_objectnet
-from vitral.data.catalog.readers import ArrayReader, read_cifar10, read_cifar100, read_digits, read_flowers, read_pets
+from vitral.data.catalog.readers import (
+    ArrayReader,
+    CatalogEntry,
+    find_copy,
+    read_cifar10,
+    read_cifar100,
+    read_digits,
+    read_flowers,
+    read_pets,
+)
 from vitral.data.splits import DataSet
 from vitral.errors import UserError
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from vitral.data.catalog.copies import LocalCopy, find_copy, read_parquet_copy, test_only
+from vitral.data.catalog.readers import LocalCopy, find_copy, read_parquet_copy, test_only
 from vitral.data.folders import FileReader, find_images, sub_folders
 from vitral.data.images import decode
 from vitral.data.splits import DataSet, RawSplit

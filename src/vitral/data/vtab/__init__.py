@@ -27,8 +27,7 @@ from vitral.data.vtab.files import (
     find_files,
     load_splits,
 )
-from vitral.data.vtab.splits import fairly_drawn, hashed_order, positions, stored_split
-from vitral.data.vtab.tasks import TASKS, TaskSpec, find_task
+from vitral.data.vtab.tasks import TASKS, TaskSpec, fairly_drawn, find_task, hashed_order, positions, stored_split
 from vitral.errors import UserError
 
 _ORDERS = {"parquet": "order of the Parquet rows", "tar": "order of the tar members", "folders": "order of the names"}

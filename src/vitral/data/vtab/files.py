@@ -16,8 +16,7 @@ from vitral.data.images import decode
 from vitral.data.parquet import ParquetReader, open_parquet, read_parquet, row_group_sizes, row_keys
 from vitral.data.shards import ShardReader, read_shards
 from vitral.data.splits import SPLIT_NAMES, DataSet, Reader, Split, files_by_split, natural_key, split_name
-from vitral.data.vtab.splits import stored_split
-from vitral.data.vtab.tasks import CLASS, TaskSpec, flattened
+from vitral.data.vtab.tasks import CLASS, TaskSpec, flattened, stored_split
 from vitral.data.vtab.tfrecord import TFRecordFiles
 from vitral.errors import UserError
 

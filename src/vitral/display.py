@@ -1,4 +1,4 @@
-"""Displays of events: a progress bar with loss, speed and time left in terminals and notebooks, lines in log files.
+"""How progress and results are shown: a bar in terminals and notebooks, lines in log files, a summary of a result.
 
 `vitral.train(...)` and the command line use the same display; trackers such as TensorBoard handle the same events.
 """
@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from html import escape
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,6 +35,7 @@ from vitral.events import (
 _LOG_SECONDS = 20.0  # between lines where there is no terminal
 _WARM_UP = 5  # steps: workers start, three steps run eagerly and one is captured before a GPU replays them
 _RECENT = 100  # steps; their mean and not their median, since batches come in bursts where loading is the slower part
+_SHOWN = 4  # entries of the summary in one line
 
 
 class ThroughputMeter:
@@ -247,3 +249,30 @@ def duration(seconds: float) -> str:
     if seconds < 3600:
         return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
     return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
+
+
+class SummaryRepr:
+    """Base of result classes: `repr` and the HTML of notebooks are made of `summary`."""
+
+    def summary(self) -> Mapping[str, str]:
+        """The result in a few values, the headline number first."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        entries = list(self.summary().items())[:_SHOWN]
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in entries)})"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in self.summary().items()
+        )
+        return f"<table><caption>{type(self).__name__}</caption>{rows}</table>"
+
+
+def score_summary(metrics: Mapping[str, float | None]) -> dict[str, str]:
+    """The headline number of an evaluation and its number of images."""
+    for key, name in (("masked_loss", "masked_loss"), ("mean_average_precision", "mAP"), ("top1", "top1")):
+        value = metrics.get(key)
+        if value is not None:
+            return {name: f"{value:.4f}" if key == "masked_loss" else f"{value:.2%}", "n": f"{metrics['n']:,}"}
+    return {"n": f"{metrics['n']:,}"}

@@ -1,1 +1,0 @@
-"""Predictions of trained models: low-latency classification, results as CSV and JSON."""

@@ -1,1 +1,0 @@
-"""Studies of many runs: hyper-parameter sweeps, seeds, suites of tasks."""
