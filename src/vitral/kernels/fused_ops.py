@@ -1,6 +1,7 @@
 """Operations of a pre-norm block that share a pass over memory: launchers of the kernels, and references in PyTorch.
 
-- GELU backward: the gradient, the output once more where it was not saved, and the gradient of the bias before it.
+- GELU: "tanh", "none" (the exact one) or "quick", h * sigmoid(1.702 * h). Backward: the gradient, the output once more
+  where it was not saved, and the gradient of the bias before it.
 - Residual sum and LayerNorm: x' = x + y + bias;  z = LN(x'), which stands between two branches of a block.
 - A LayerNorm's weight and bias folded into the linear layer that reads it:
 
@@ -24,6 +25,7 @@ from vitral.kernels.jit import fused_ops as jit
 
 # Rows per program, and at a time.
 _GELU_ROWS = 64
+_GELU_BLOCK = 4096  # elements per program, forward
 _NORM_PROGRAM_ROWS, _NORM_ROWS = 16, 2
 _FOLD_PROGRAM_ROWS, _FOLD_ROWS = 32, 4
 
@@ -78,11 +80,25 @@ class FoldGradients(NamedTuple):
     shift: Tensor
 
 
+def gelu_reference(h: Tensor, gelu: str) -> Tensor:
+    """(rows, dim) -> (rows, dim)"""
+    return h * torch.sigmoid(1.702 * h) if gelu == "quick" else F.gelu(h, approximate=gelu)
+
+
+def gelu_forward(h: Tensor, gelu: str) -> Tensor:
+    """As the reference, in one pass."""
+    if gelu != "quick":
+        return F.gelu(h, approximate=gelu)
+    out = torch.empty_like(h)
+    launch(jit.quick_gelu, (triton.cdiv(h.numel(), _GELU_BLOCK),), h, out, h.numel(), BLOCK=_GELU_BLOCK)
+    return out
+
+
 def gelu_backward_reference(h: Tensor, grad: Tensor, gelu: str) -> tuple[Tensor, Tensor, Tensor]:
     """dh (rows, dim), GELU(h) (rows, dim) and the column sums of dh (dim,), from h and the gradient (rows, dim)"""
     with torch.enable_grad():
         leaf = h.detach().requires_grad_()
-        out = F.gelu(leaf, approximate=gelu)
+        out = gelu_reference(leaf, gelu)
     (dh,) = torch.autograd.grad(out, leaf, grad)
     return dh, out.detach(), dh.sum(0, dtype=torch.float32)
 
@@ -96,7 +112,7 @@ def gelu_backward(h: Tensor, grad: Tensor, gelu: str, saved: Tensor | None = Non
     columns = 512 if width % 512 == 0 else 256
     launch(
         jit.gelu_backward, (sums.shape[0], triton.cdiv(width, columns)), h, grad, dh, out, sums, rows, width,
-        TANH=gelu == "tanh", HAS_OUT=saved is None, PROGRAM_ROWS=_GELU_ROWS, COLUMNS=columns,
+        GELU=gelu, HAS_OUT=saved is None, PROGRAM_ROWS=_GELU_ROWS, COLUMNS=columns,
         warps=columns // 256,
     )  # fmt: skip
     return dh, out, sums.sum(0)
