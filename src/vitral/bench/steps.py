@@ -26,6 +26,7 @@ _CLIP_NORM = 1.0
 _LEARNING_RATE = 1e-4
 _TOP = 5
 _TIE = 2e-2  # share of the largest logit: closer classes may change their order in bfloat16
+_COMPILE_MODES = {"compile": "default", "graphs": "reduce-overhead", "autotune": "max-autotune"}
 _ATTENTION = {
     "flash": torch.backends.cuda.enable_flash_sdp,
     "cudnn": torch.backends.cuda.enable_cudnn_sdp,
@@ -290,9 +291,9 @@ def _random_batch(backend: Backend, workload: Workload) -> tuple[Tensor, Tensor]
 
 
 def _compiled(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
-    if backend.mode not in ("compile", "graphs") or _captures(backend):
+    if backend.mode not in _COMPILE_MODES or _captures(backend):
         return function
-    return torch.compile(function, mode="reduce-overhead" if backend.mode == "graphs" else "default")
+    return torch.compile(function, mode=_COMPILE_MODES[backend.mode])
 
 
 def _captures(backend: Backend) -> bool:
@@ -302,7 +303,7 @@ def _captures(backend: Backend) -> bool:
 
 def _mark_step(backend: Backend) -> None:
     """Allow torch.compile's CUDA graphs to overwrite their earlier outputs."""
-    if backend.mode == "graphs" and not _captures(backend):
+    if backend.mode in ("graphs", "autotune") and not _captures(backend):
         torch.compiler.cudagraph_mark_step_begin()
 
 

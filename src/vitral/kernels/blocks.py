@@ -35,6 +35,7 @@ from vitral.kernels.fused_ops import (
     gelu_forward,
     unfold_norm,
 )
+from vitral.kernels.linear_gelu import is_faster, linear_gelu
 from vitral.kernels.rotary import RotaryTables, rotate_, rotate_back_
 
 
@@ -271,6 +272,9 @@ def _linear(x: Tensor, linear: LinearWeights) -> Tensor:
 
 
 def _linear_gelu(x: Tensor, linear: LinearWeights, gelu: str) -> Tensor:
+    weight, bias = linear.weight.to(x.dtype), linear.bias.to(x.dtype)
     if gelu == "tanh" and x.is_cuda:  # PyTorch hands this to cuBLAS as one product
-        return torch._addmm_activation(linear.bias.to(x.dtype), x, linear.weight.to(x.dtype).t(), use_gelu=True)
-    return gelu_forward(_linear(x, linear), gelu)
+        return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
+    if gelu != "tanh" and is_faster(x, weight):
+        return linear_gelu(x, weight, bias, gelu)
+    return gelu_forward(torch.addmm(bias, x, weight.t()), gelu)
