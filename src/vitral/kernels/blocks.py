@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -32,10 +33,9 @@ from vitral.kernels.fused_ops import (
     add_norm_backward,
     fold_norm,
     gelu_backward,
-    gelu_forward,
     unfold_norm,
 )
-from vitral.kernels.linear_gelu import is_faster, linear_gelu
+from vitral.kernels.quick_gelu import linear_quick_gelu, quick_gelu
 from vitral.kernels.rotary import RotaryTables, rotate_, rotate_back_
 
 
@@ -236,7 +236,7 @@ def _linear_gelu_saved(x: Tensor, linear: LinearWeights, gelu: str) -> tuple[Ten
     if gelu == "tanh" and x.is_cuda and aligned and cublas.is_available(x.device, x.dtype):
         return cublas.linear_gelu(x, *linear)
     h = torch.addmm(linear.bias, x, linear.weight.t())
-    return gelu_forward(h, gelu), h
+    return (quick_gelu(h) if gelu == "quick" else F.gelu(h, approximate=gelu)), h
 
 
 def _qkv_bias_grad(dqkv: Tensor, dqkv_sums: Tensor | None, dbout: Tensor, wout: Tensor) -> Tensor:
@@ -272,9 +272,8 @@ def _linear(x: Tensor, linear: LinearWeights) -> Tensor:
 
 
 def _linear_gelu(x: Tensor, linear: LinearWeights, gelu: str) -> Tensor:
-    weight, bias = linear.weight.to(x.dtype), linear.bias.to(x.dtype)
+    if gelu == "quick":
+        return linear_quick_gelu(x, linear.weight.to(x.dtype), linear.bias.to(x.dtype))
     if gelu == "tanh" and x.is_cuda:  # PyTorch hands this to cuBLAS as one product
-        return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
-    if gelu != "tanh" and is_faster(x, weight):
-        return linear_gelu(x, weight, bias, gelu)
-    return gelu_forward(torch.addmm(bias, x, weight.t()), gelu)
+        return torch._addmm_activation(linear.bias.to(x.dtype), x, linear.weight.to(x.dtype).t(), use_gelu=True)
+    return F.gelu(_linear(x, linear), approximate=gelu)

@@ -1,7 +1,7 @@
 """Operations of a pre-norm block that share a pass over memory: launchers of the kernels, and references in PyTorch.
 
-- GELU: "tanh", "none" (the exact one) or "quick", h * sigmoid(1.702 * h). Backward: the gradient, the output once more
-  where it was not saved, and the gradient of the bias before it.
+- GELU backward, of "tanh", "none" (the exact one) or "quick": the gradient, the output once more where it was not
+  saved, and the gradient of the bias before it.
 - Residual sum and LayerNorm: x' = x + y + bias;  z = LN(x'), which stands between two branches of a block.
 - A LayerNorm's weight and bias folded into the linear layer that reads it:
 
@@ -20,12 +20,12 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from vitral.kernels import quick_gelu
 from vitral.kernels.dispatch import launch
 from vitral.kernels.jit import fused_ops as jit
 
 # Rows per program, and at a time.
 _GELU_ROWS = 64
-_GELU_BLOCK = 4096  # elements per program, forward
 _NORM_PROGRAM_ROWS, _NORM_ROWS = 16, 2
 _FOLD_PROGRAM_ROWS, _FOLD_ROWS = 32, 4
 
@@ -80,25 +80,11 @@ class FoldGradients(NamedTuple):
     shift: Tensor
 
 
-def gelu_reference(h: Tensor, gelu: str) -> Tensor:
-    """(rows, dim) -> (rows, dim)"""
-    return h * torch.sigmoid(1.702 * h) if gelu == "quick" else F.gelu(h, approximate=gelu)
-
-
-def gelu_forward(h: Tensor, gelu: str) -> Tensor:
-    """As the reference, in one pass."""
-    if gelu != "quick":
-        return F.gelu(h, approximate=gelu)
-    out = torch.empty_like(h)
-    launch(jit.quick_gelu, (triton.cdiv(h.numel(), _GELU_BLOCK),), h, out, h.numel(), BLOCK=_GELU_BLOCK)
-    return out
-
-
 def gelu_backward_reference(h: Tensor, grad: Tensor, gelu: str) -> tuple[Tensor, Tensor, Tensor]:
     """dh (rows, dim), GELU(h) (rows, dim) and the column sums of dh (dim,), from h and the gradient (rows, dim)"""
     with torch.enable_grad():
         leaf = h.detach().requires_grad_()
-        out = gelu_reference(leaf, gelu)
+        out = quick_gelu.reference(leaf) if gelu == "quick" else F.gelu(leaf, approximate=gelu)
     (dh,) = torch.autograd.grad(out, leaf, grad)
     return dh, out.detach(), dh.sum(0, dtype=torch.float32)
 

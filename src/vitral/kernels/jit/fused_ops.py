@@ -1,4 +1,4 @@
-"""Element-wise kernels of a block: GELU, residual sum with LayerNorm, and folding a LayerNorm's weights.
+"""Element-wise kernels of a block: GELU backward, residual sum with LayerNorm, and folding a LayerNorm's weights.
 
 GELU is "tanh", "none" (exact) or "quick": h * sigmoid(1.702 * h).
 """
@@ -7,14 +7,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def quick_gelu(H, OUT, size, BLOCK: tl.constexpr):
-    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    h = tl.load(H + offset, mask=offset < size, other=0.0).to(tl.float32)
-    out = h / (1.0 + tl.exp2(h * -2.455466959412555))
-    tl.store(OUT + offset, out.to(OUT.dtype.element_ty), mask=offset < size)
 
 
 @triton.jit

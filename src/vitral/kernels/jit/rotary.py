@@ -11,8 +11,10 @@ def _load_pairs(base, mask, HALF: tl.constexpr, ADJACENT: tl.constexpr):
     """The two channels of each pair, (rows, pairs) each in float32; ADJACENT, `base` points to both."""
     x = tl.load(base, mask=mask, other=0.0).to(tl.float32)
     if ADJACENT:
-        return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
-    return x, tl.load(base + HALF, mask=mask, other=0.0).to(tl.float32)
+        x, y = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+    else:
+        y = tl.load(base + HALF, mask=mask, other=0.0).to(tl.float32)
+    return x, y
 
 
 @triton.jit
