@@ -146,6 +146,21 @@ def test_peers_have_our_architecture(library: str) -> None:
     assert logits.std() > 0
 
 
+@pytest.mark.parametrize("family", ["DINOv3", "CLIP", "OpenCLIP"])
+def test_timm_has_the_later_families(family: str) -> None:
+    """Exactly as many parameters as ours, and a name of their own in rows."""
+    pytest.importorskip("timm")
+    workload = replace(WORKLOAD, model=f"{family}-Ti/16", image=0, depth=0)
+    assert workload.model_name == f"{family}-Ti/16"
+    assert replace(workload, image=32).model_name == f"{family}-Ti/16@32"
+    ours, model = (build_model(library, workload.architecture) for library in ("vitral", "timm"))
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in ours.parameters())
+    with torch.inference_mode():
+        assert model.eval()(torch.randn(2, 3, 224, 224)).std() > 0
+    selection = select_backends(workload, ("timm", "transformers"), ("eager",), ("auto",))
+    assert [backend.library for backend in selection.backends] == ["vitral", "timm"]
+
+
 # Steps
 
 

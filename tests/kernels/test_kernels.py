@@ -90,6 +90,19 @@ def test_attention_matches_the_reference_with_gradients(n, heads, d, has_bias):
         torch.testing.assert_close(one.double(), other, **CLOSE)
 
 
+def test_attention_takes_a_bias_that_all_images_share():
+    torch.manual_seed(0)
+    qkv = torch.randn(3, 5, 3, 2, 16, device=DEVICE)
+    bias = torch.randn(2, 5, 5, device=DEVICE, requires_grad=True)
+    out, _ = attention.short_attention(qkv, bias.expand(3, -1, -1, -1))
+    grad = torch.randn_like(out)
+    leaf = bias.detach().double().requires_grad_()
+    expected = attention.reference(qkv.double(), leaf.expand(3, -1, -1, -1))
+    torch.testing.assert_close(out.double(), expected, **CLOSE)
+    (found,), (gradient,) = torch.autograd.grad(out, bias, grad), torch.autograd.grad(expected, leaf, grad.double())
+    torch.testing.assert_close(found.double(), gradient, **CLOSE)
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="cuBLAS needs an NVIDIA GPU")
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(8, 16, 32), (197, 192, 768), (1000, 384, 1536)])
 def test_cublas_linear_gelu_matches_the_reference(rows, inputs, outputs):
@@ -103,7 +116,7 @@ def test_cublas_linear_gelu_matches_the_reference(rows, inputs, outputs):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # 1 / (1 + inf) is 0, as it should be
-@pytest.mark.parametrize("kind", ["tanh", "none"])
+@pytest.mark.parametrize("kind", ["tanh", "none", "quick"])
 @pytest.mark.parametrize("shape", [(1, 8), (70, 96), (65, 1030), (3, 2048)])
 def test_gelu_backward_matches_the_reference(kind, shape):
     torch.manual_seed(0)
@@ -223,7 +236,7 @@ def test_only_plain_blocks_use_the_kernels(raising_kernels):
     small_vit(axial=True, pool="mean", class_token=False)(images)
     small_vit(injection="every")(images)
     small_vit(position="relative")(images)
-    small_vit(layer_scale=True)(images)
+    small_vit(swiglu=True)(images)
     adapted = small_vit()
     add_lora(adapted, 2)
     adapted.to(DEVICE)(images)

@@ -96,10 +96,12 @@ def benchmark(
         work: train (whole steps), infer (batches on the device), latency (one image in, five names out), data (files to
             the device), predict (files to predictions), start (the first answer of a command) or growth (larger images,
             batches and depths).
-        model: name of the model; ViT-B/16 on a GPU and ViT-Ti/16 on a CPU when not given.
+        model: name of the model, also DINOv3-B/16, CLIP-B/16 and OpenCLIP-B/16 (or another size); ViT-B/16 on a GPU and
+            ViT-Ti/16 on a CPU when not given.
         batch: images per step; chosen when not given.
         against: timm, transformers, torchvision, onnxruntime, or none; all that are installed when not given.
-        settings: eager, compile, graphs (compiled, with CUDA graphs); usually the fastest when not given.
+        settings: eager, compile, graphs (compiled, with CUDA graphs), autotune (the same, with the fastest of many
+            kernels for each product); usually the fastest when not given.
         attention: attention backends to try on an NVIDIA GPU: auto, flash, cudnn, efficient.
         rounds: turns of each library.
         data: folder of class folders, for data and predict.

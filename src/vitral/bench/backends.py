@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from vitral.architecture import Architecture, ViTConfig, as_size
+from vitral.bench.families import FAMILIES, family_of, model_name, parse_model
 from vitral.errors import UserError
 from vitral.models.build import build
-from vitral.names import name_of, parse
+from vitral.models.layers import LayerScale
 
 Work = Literal["train", "infer", "latency", "data", "predict", "start", "growth"]
 OURS = "vitral"
 PEERS = ("timm", "transformers", "torchvision", "onnxruntime")
-MODES = ("eager", "compile", "graphs")
+MODES = ("eager", "compile", "graphs", "autotune")
 ATTENTIONS = ("auto", "flash", "cudnn", "efficient")
 
 
@@ -43,12 +44,12 @@ class Workload:
         changes: dict[str, Any] = {"classes": self.classes}
         changes |= {"image": as_size(self.image)} if self.image else {}
         changes |= {"depth": self.depth} if self.depth else {}
-        return parse(self.model, **changes)
+        return parse_model(self.model, **changes)
 
     @property
     def model_name(self) -> str:
         """The name of the model with its changed image size or depth."""
-        return name_of(self.architecture)
+        return model_name(self.architecture)
 
     @property
     def precision(self) -> str:
@@ -99,7 +100,8 @@ def select_backends(
     for option, names, choices in options:
         if unknown := [name for name in names if name not in choices]:
             raise UserError(f'{option} does not support "{unknown[0]}": use one or more of {", ".join(choices)}.')
-    if workload.device != "cuda" and ("graphs" in modes or tuple(attentions) != ("auto",)):
+    graphs = "graphs" in modes or "autotune" in modes
+    if workload.device != "cuda" and (graphs or tuple(attentions) != ("auto",)):
         raise UserError("CUDA graphs and the choice of an attention need an NVIDIA GPU: use --settings eager,compile.")
     backends: list[Backend] = []
     excluded: list[str] = []
@@ -109,7 +111,7 @@ def select_backends(
         elif mode := _only_mode(library, workload.work):
             backends.append(Backend(library, mode))
         elif library == OURS:  # it chooses its attention itself, and compiling adds nothing to its CUDA graphs
-            backends += [Backend(OURS, mode) for mode in (["graphs"] if "graphs" in modes else modes)]
+            backends += [Backend(OURS, mode) for mode in (["graphs"] if graphs else modes)]
         else:
             backends += [Backend(library, mode, attention) for mode in modes for attention in attentions]
     return backends, excluded
@@ -140,15 +142,15 @@ def _unsupported_reason(library: str, workload: Workload) -> str:
     if library not in supported:
         return f"bench {workload.work} supports {supported[0]} only"
     config = workload.architecture
-    # The peers have the Vision Transformer of section 3.1 only.
+    # The peers have the Vision Transformer of section 3.1 only, and timm its successors.
     plain = isinstance(config, ViTConfig) and config.stem is None and not config.axial
-    return "" if plain else f"it has no {workload.model_name}"
+    return "" if plain and (library == "timm" or not family_of(config)) else f"it has no {workload.model_name}"
 
 
 def build_model(library: str, architecture: Architecture) -> nn.Module:
     """Build a library's model of this architecture, with random weights and a head that is not zero."""
     if library == OURS:
-        return _with_random_head(build(architecture))
+        return _with_visible_blocks(_with_random_head(build(architecture)))
     if not isinstance(architecture, ViTConfig):
         raise UserError(f"{library} has no such model: leave it out of --against.")
     return _BUILDERS[library](architecture)
@@ -162,12 +164,24 @@ def _with_random_head(model: nn.Module) -> nn.Module:
     return model
 
 
+def _with_visible_blocks(model: nn.Module) -> nn.Module:
+    """Replace the first LayerScale factors, 1e-5: behind them the parity check would hardly see the blocks."""
+    for layer in model.modules():
+        if isinstance(layer, LayerScale):
+            nn.init.normal_(layer.scale, mean=0.5, std=0.1)
+    return model
+
+
 def _timm(config: ViTConfig) -> nn.Module:
+    from timm import create_model
     from timm.models.vision_transformer import VisionTransformer
 
-    sizes = {"embed_dim": config.width, "depth": config.depth, "num_heads": config.heads}
-    ratio = config.mlp / config.width
-    return VisionTransformer(config.image, config.patch, num_classes=config.classes, mlp_ratio=ratio, **sizes)
+    sizes: dict[str, Any] = {"embed_dim": config.width, "depth": config.depth, "num_heads": config.heads}
+    sizes |= {"img_size": config.image, "patch_size": config.patch, "num_classes": config.classes}
+    sizes |= {"mlp_ratio": config.mlp / config.width}
+    if name := family_of(config):
+        return create_model(FAMILIES[name].timm, **sizes, **FAMILIES[name].overrides)
+    return VisionTransformer(**sizes)
 
 
 class _Logits(nn.Module):

@@ -27,6 +27,7 @@ _CLIP_NORM = 1.0
 _LEARNING_RATE = 1e-4
 _TOP = 5
 _TIE = 2e-2  # share of the largest logit: closer classes may change their order in bfloat16
+_COMPILE_MODES = {"compile": "default", "graphs": "reduce-overhead", "autotune": "max-autotune"}
 _ATTENTION = {
     "flash": torch.backends.cuda.enable_flash_sdp,
     "cudnn": torch.backends.cuda.enable_cudnn_sdp,
@@ -122,13 +123,13 @@ class TimedStep:
         return self.graph.outputs[0]
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        if self.backend.mode not in ("compile", "graphs") or self.backend.captures:
+        if self.backend.mode not in _COMPILE_MODES or self.backend.captures:
             return function
-        return torch.compile(function, mode="reduce-overhead" if self.backend.mode == "graphs" else "default")
+        return torch.compile(function, mode=_COMPILE_MODES[self.backend.mode])
 
     def _mark_step(self) -> None:
         """Allow torch.compile's CUDA graphs to overwrite their earlier outputs."""
-        if self.backend.mode == "graphs" and not self.backend.captures:
+        if self.backend.mode in ("graphs", "autotune") and not self.backend.captures:
             torch.compiler.cudagraph_mark_step_begin()
 
 

@@ -72,7 +72,9 @@ def _empty(qkv: Tensor) -> tuple[Tensor, Tensor]:
 
 def _empty_gradients(qkv: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-    return dqkv, torch.empty_like(bias) if bias is not None else qkv.new_empty(0)
+    if bias is None:
+        return dqkv, qkv.new_empty(0)
+    return dqkv, torch.empty_like(bias, memory_format=torch.contiguous_format)
 
 
 # Custom operators, so that torch.compile calls them as they are and does not trace into them.
@@ -80,7 +82,7 @@ def _empty_gradients(qkv: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
 def short_attention(qkv: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """`forward` as a differentiable operator."""
     with on_device_of(qkv):
-        return forward(qkv.contiguous(), bias)
+        return forward(qkv.contiguous(), _contiguous(bias))
 
 
 @short_attention.register_fake
@@ -92,12 +94,17 @@ def _(qkv: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
 def short_attention_backward(
     qkv: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return backward(qkv.contiguous(), bias, out, lse, grad.contiguous())
+    return backward(qkv.contiguous(), _contiguous(bias), out, lse, grad.contiguous())
 
 
 @short_attention_backward.register_fake
 def _(qkv: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     return _empty_gradients(qkv, bias)
+
+
+def _contiguous(bias: Tensor | None) -> Tensor | None:
+    """A bias that all images share comes as a view that repeats it."""
+    return None if bias is None else bias.contiguous()
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor | None], output: tuple[Tensor, Tensor]) -> None:

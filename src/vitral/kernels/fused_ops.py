@@ -1,6 +1,7 @@
 """Operations of a pre-norm block that share a pass over memory: launchers of the kernels, and references in PyTorch.
 
-- GELU backward: the gradient, the output once more where it was not saved, and the gradient of the bias before it.
+- GELU backward, of "tanh", "none" (the exact one) or "quick": the gradient, the output once more where it was not
+  saved, and the gradient of the bias before it.
 - Residual sum and LayerNorm: x' = x + y + bias;  z = LN(x'), which stands between two branches of a block.
 - A LayerNorm's weight and bias folded into the linear layer that reads it:
 
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from vitral.kernels import quick_gelu
 from vitral.kernels.dispatch import launch
 from vitral.kernels.jit import fused_ops as jit
 
@@ -82,7 +84,7 @@ def gelu_backward_reference(h: Tensor, grad: Tensor, gelu: str) -> tuple[Tensor,
     """dh (rows, dim), GELU(h) (rows, dim) and the column sums of dh (dim,), from h and the gradient (rows, dim)"""
     with torch.enable_grad():
         leaf = h.detach().requires_grad_()
-        out = F.gelu(leaf, approximate=gelu)
+        out = quick_gelu.reference(leaf) if gelu == "quick" else F.gelu(leaf, approximate=gelu)
     (dh,) = torch.autograd.grad(out, leaf, grad)
     return dh, out.detach(), dh.sum(0, dtype=torch.float32)
 
@@ -96,7 +98,7 @@ def gelu_backward(h: Tensor, grad: Tensor, gelu: str, saved: Tensor | None = Non
     columns = 512 if width % 512 == 0 else 256
     launch(
         jit.gelu_backward, (sums.shape[0], triton.cdiv(width, columns)), h, grad, dh, out, sums, rows, width,
-        TANH=gelu == "tanh", HAS_OUT=saved is None, PROGRAM_ROWS=_GELU_ROWS, COLUMNS=columns,
+        GELU=gelu, HAS_OUT=saved is None, PROGRAM_ROWS=_GELU_ROWS, COLUMNS=columns,
         warps=columns // 256,
     )  # fmt: skip
     return dh, out, sums.sum(0)

@@ -2,47 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from vitral.kernels.dispatch import is_plain
 from vitral.kernels.fused_ops import BlockWeights, LinearWeights, NormWeights
-from vitral.models.layers import Attention, Block, Mlp
+from vitral.models.layers import Attention, Block, LayerScale, Mlp
+from vitral.models.position import Rotation
 
 
 @torch.compiler.disable
-def fused_blocks(x: Tensor, blocks: nn.ModuleList, final_norm: nn.LayerNorm) -> Tensor | None:
+def fused_blocks(
+    x: Tensor, blocks: nn.ModuleList, final_norm: nn.LayerNorm, rotations: Sequence[Rotation | None]
+) -> Tensor | None:
     """All blocks and the final norm in fused kernels: (batch, tokens, dim) -> (batch, tokens, dim).
 
+    Any GELU, LayerScale (not in float16, where its products with the weights underflow), RoPE with fixed frequencies
+    and projections without some or all of the qkv bias are supported.
+
+    Args:
+        x: what the first block reads.
+        blocks: of the model.
+        final_norm: the norm after them.
+        rotations: of each block's queries and keys, where the model has RoPE.
+
     Returns:
-        None where the kernels would leave something out, so that the blocks must be called one by one: dropout,
-        adapters, layer scale, SwiGLU, further norms, relative positions, observers, hooks, weights that are partly
-        frozen or not contiguous.
+        None where the kernels would leave something out, so that the blocks must be called one by one: dropout and
+        stochastic depth in training, adapters, SwiGLU, norms inside of attention or MLP (QK norm, too), relative
+        positions, learned frequencies of RoPE in training, observers, hooks, weights that are partly frozen or not
+        contiguous.
     """
-    plain = [block for block in blocks if isinstance(block, Block) and _is_fusible(block)]
+    plain = [block for block in blocks if isinstance(block, Block) and _is_fusible(block, x.dtype)]
     if len(plain) < len(blocks) or not _is_fusible_norm(final_norm):
         return None
-    if torch.is_grad_enabled() and not _trains_all_or_none(x, [*blocks.parameters(), *final_norm.parameters()]):
-        return None
+    if torch.is_grad_enabled():
+        weights = [*blocks.parameters(), *final_norm.parameters()]
+        learned = any(rotation.cos.requires_grad for rotation in rotations if rotation is not None)
+        if learned or not _trains_all_or_none(x, weights):
+            return None
     from vitral.kernels.blocks import encode
 
-    heads, gelu = plain[0].attention.heads, plain[0].mlp.approximate
-    return encode(x, [_block_weights(block) for block in plain], _norm_weights(final_norm), heads=heads, gelu=gelu)
+    mlp = plain[0].mlp
+    return encode(
+        x,
+        [_block_weights(block) for block in plain],
+        _norm_weights(final_norm),
+        heads=plain[0].attention.heads,
+        gelu="quick" if mlp.gelu == "quick" else mlp.approximate,
+        rotations=rotations,
+    )
 
 
-def _is_fusible(block: Block) -> bool:
+def _is_fusible(block: Block, dtype: torch.dtype) -> bool:
     attention, mlp = block.attention, block.mlp
     if not (is_plain(block, Block) and is_plain(attention, Attention) and is_plain(mlp, Mlp)):
         return False
     rates = (attention.attention_dropout, attention.dropout.p, mlp.dropout.p, block.drop.rate)
     return (
         not (block.training and any(rates))
-        and all(map(_is_fusible_linear, (attention.qkv, attention.out, mlp.hidden, mlp.output)))
+        and _is_fusible_linear(attention.qkv, bias=False)
+        and all(map(_is_fusible_linear, (attention.out, mlp.hidden, mlp.output)))
         and all(map(_is_fusible_norm, (block.norm1, block.norm2)))
-        and isinstance(block.scale1, nn.Identity)
-        and not (block.post_norm or mlp.gated or mlp.gelu == "quick")
+        and all(_is_fusible_scale(scale, dtype) for scale in (block.scale1, block.scale2))
+        and not (block.post_norm or mlp.gated)
         and attention.q_norm is None
         and isinstance(attention.norm, nn.Identity)
         and isinstance(mlp.norm, nn.Identity)
@@ -52,12 +76,17 @@ def _is_fusible(block: Block) -> bool:
     )
 
 
-def _is_fusible_linear(linear: nn.Linear) -> bool:
-    return is_plain(linear, nn.Linear) and linear.bias is not None and linear.weight.is_contiguous()
+def _is_fusible_linear(linear: nn.Linear, *, bias: bool = True) -> bool:
+    has_bias = linear.bias is not None or not bias
+    return is_plain(linear, nn.Linear) and has_bias and linear.weight.is_contiguous()
 
 
 def _is_fusible_norm(norm: nn.LayerNorm) -> bool:
     return is_plain(norm, nn.LayerNorm) and norm.weight is not None and norm.bias is not None
+
+
+def _is_fusible_scale(scale: nn.Module, dtype: torch.dtype) -> bool:
+    return isinstance(scale, nn.Identity) or (is_plain(scale, LayerScale) and dtype != torch.float16)
 
 
 def _trains_all_or_none(x: Tensor, weights: Iterable[Tensor]) -> bool:
@@ -68,9 +97,29 @@ def _trains_all_or_none(x: Tensor, weights: Iterable[Tensor]) -> bool:
 
 def _block_weights(block: Block) -> BlockWeights:
     attention, mlp = block.attention, block.mlp
-    linears = (attention.qkv, attention.out, mlp.hidden, mlp.output)
-    qkv, out, hidden, output = (LinearWeights(linear.weight, linear.bias) for linear in linears)
-    return BlockWeights(_norm_weights(block.norm1), qkv, out, _norm_weights(block.norm2), hidden, output)
+    return BlockWeights(
+        _norm_weights(block.norm1),
+        LinearWeights(attention.qkv.weight, _qkv_bias(attention)),
+        _scaled(attention.out, block.scale1),
+        _norm_weights(block.norm2),
+        LinearWeights(mlp.hidden.weight, mlp.hidden.bias),
+        _scaled(mlp.output, block.scale2),
+    )
+
+
+def _qkv_bias(attention: Attention) -> Tensor:
+    """(3 * dim,), zeros where the projection has no bias"""
+    if attention.qv_bias is not None:
+        return attention.full_bias()
+    weight = attention.qkv.weight
+    return weight.new_zeros(weight.shape[0]) if attention.qkv.bias is None else attention.qkv.bias
+
+
+def _scaled(linear: nn.Linear, scale: nn.Module) -> LinearWeights:
+    """The layer with a LayerScale after it in one, s * (W x + b) = (s W) x + s b; the products have their gradients."""
+    if not isinstance(scale, LayerScale):
+        return LinearWeights(linear.weight, linear.bias)
+    return LinearWeights(linear.weight * scale.scale[:, None], linear.bias * scale.scale)
 
 
 def _norm_weights(norm: nn.LayerNorm) -> NormWeights:

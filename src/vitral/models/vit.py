@@ -76,11 +76,11 @@ class ViT(VisionModel[ViTConfig]):
         """
         grid, positions, rotations = grid_of(patches), self._position_rows(patches), self._rotations(patches)
         x = self._input_tokens(patches, positions)
-        fusible = self.config.injection == "input" and self.config.norm_place == "tokens" and self.rope is None
+        fusible = self.config.injection == "input" and self.config.norm_place == "tokens"
         if fusible and fits_blocks(x, self.config.heads):
             from vitral.models.fused import fused_blocks  # imports torch's compiler, which few runs need
 
-            tokens = fused_blocks(x, self.blocks, self.norm)
+            tokens = fused_blocks(x, self.blocks, self.norm, rotations)
             if tokens is not None:
                 return tokens
         for i in range(len(self.blocks)):

@@ -1,4 +1,7 @@
-"""Element-wise kernels of a block: GELU backward, residual sum with LayerNorm, and folding a LayerNorm's weights."""
+"""Element-wise kernels of a block: GELU backward, residual sum with LayerNorm, and folding a LayerNorm's weights.
+
+GELU is "tanh", "none" (exact) or "quick": h * sigmoid(1.702 * h).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import triton.language as tl
 @triton.jit
 def gelu_backward(
     H, GRAD, DH, OUT, SUMS, rows, width,
-    TANH: tl.constexpr, HAS_OUT: tl.constexpr, PROGRAM_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    GELU: tl.constexpr, HAS_OUT: tl.constexpr, PROGRAM_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(0) * PROGRAM_ROWS
@@ -20,11 +23,14 @@ def gelu_backward(
         inside = (row < rows) & (column < width)
         h = tl.load(H + offset, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(GRAD + offset, mask=inside, other=0.0).to(tl.float32)
-        if TANH:  # h * gate, where gate = sigmoid(2 * sqrt(2 / pi) * (h + 0.044715 * h^3)), by powers of 2
+        if GELU == "tanh":  # h * gate, where gate = sigmoid(2 * sqrt(2 / pi) * (h + 0.044715 * h^3)), by powers of 2
             square = h * h
             gate = 1.0 / (1.0 + tl.exp2(h * (-2.302208198144325 - 0.10294323460941147 * square)))
             gate_slope = h * (1.5957691216057308 + 0.21406443848170365 * square)
             dh = grad * gate * (1.0 + gate_slope * (1.0 - gate))
+        elif GELU == "quick":
+            gate = 1.0 / (1.0 + tl.exp2(h * -2.455466959412555))
+            dh = grad * gate * (1.0 + 1.702 * h * (1.0 - gate))
         else:
             gate = 0.5 * (1.0 + tl.erf(h * 0.7071067811865476))
             dh = grad * (gate + h * 0.3989422804014327 * tl.exp(-0.5 * h * h))

@@ -1,0 +1,48 @@
+"""Quick GELU, h * sigmoid(1.702 * h): as a pass of its own, and at the end of a linear layer."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _quick_gelu(h):
+    return h / (1.0 + tl.exp2(h * -2.455466959412555))
+
+
+@triton.jit
+def quick_gelu(H, OUT, size, BLOCK: tl.constexpr):
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    h = tl.load(H + offset, mask=offset < size, other=0.0).to(tl.float32)
+    tl.store(OUT + offset, _quick_gelu(h).to(OUT.dtype.element_ty), mask=offset < size)
+
+
+@triton.jit
+def _store_columns(OUT, BIAS, h, row, first, outputs, COLUMNS: tl.constexpr):
+    column = first + tl.arange(0, COLUMNS)
+    h += tl.load(BIAS + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
+    OUT.store([row, first], _quick_gelu(h).to(OUT.dtype))
+
+
+@triton.jit
+def linear_quick_gelu(
+    X, WEIGHT, OUT, BIAS, rows, outputs, inputs,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """X (rows, inputs), WEIGHT (outputs, inputs) and OUT (rows, outputs) are tensor descriptors.
+
+    A program computes tiles until all are done. GROUP tiles below each other come first, so that those computed at the
+    same time share rows and columns in the cache. A tile is written in halves, which takes less shared memory.
+    """
+    tiles_down, tiles_across = tl.cdiv(rows, ROWS), tl.cdiv(outputs, COLUMNS)
+    for tile in tl.range(tl.program_id(0), tiles_down * tiles_across, tl.num_programs(0), flatten=True):
+        group, member = tile // (GROUP * tiles_across), tile % (GROUP * tiles_across)
+        height = tl.minimum(tiles_down - group * GROUP, GROUP)
+        row, column = (group * GROUP + member % height) * ROWS, member // height * COLUMNS
+        h = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for step in range(tl.cdiv(inputs, DEPTH)):
+            h = tl.dot(X.load([row, step * DEPTH]), WEIGHT.load([column, step * DEPTH]).T, h)
+        left, right = tl.split(tl.permute(tl.reshape(h, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+        _store_columns(OUT, BIAS, left, row, column, outputs, COLUMNS // 2)
+        _store_columns(OUT, BIAS, right, row, column + COLUMNS // 2, outputs, COLUMNS // 2)
