@@ -96,6 +96,7 @@ def read(path: Path, format: str | None = None, hints: Hints | None = None) -> C
     try:
         tensors, ignored = _read_used_tensors(described)
         shapes = {entry.ours: entry.shape for entry in entries(card.architecture)}
+        tensors = table.unpack(tensors, card.architecture)
         state, unused = read_entries(table.entries(card.architecture), tensors, shapes)
         if unused:
             names = ", ".join(unused[:3]) + (", ..." if unused[3:] else "")
@@ -228,11 +229,10 @@ def prepared(weights: Weights, table: Format) -> Weights:
     if reason:
         raise UserError(f"format {table.name} cannot hold this model: {reason}.")
     weights = to_table(weights, table.positions)
-    architecture = weights.architecture
-    if not isinstance(architecture, ViTConfig):
-        return weights
-    row = table.class_row(architecture)
-    return {"kept": with_class_row, "folded": without_class_row, "either": lambda same: same}[row](weights)
+    if isinstance(weights.architecture, ViTConfig):
+        row = table.class_row(weights.architecture)
+        weights = {"kept": with_class_row, "folded": without_class_row, "either": lambda same: same}[row](weights)
+    return replace(weights, changes=(*weights.changes, *table.pack_changes(weights.architecture)))
 
 
 def unstated(card: Card, back: Card, table: Format) -> list[str]:
@@ -310,7 +310,7 @@ def _read_used_tensors(described: Description) -> tuple[dict[str, Tensor], list[
 
 
 def _arrays(weights: Weights, table: Format) -> Mapping[str, Tensor]:
-    arrays = write_entries(table.entries(weights.architecture), weights.state)
+    arrays = table.pack(write_entries(table.entries(weights.architecture), weights.state), weights.architecture)
     for key, shape in table.zeros(weights.architecture).items():
         arrays[key] = torch.zeros(shape)
     return arrays

@@ -20,6 +20,7 @@ from vitral.errors import UserError
 from vitral.names import size_of
 
 Shape = tuple[int, ...]
+Tensors = dict[str, Tensor]
 # The class token's position row in a format: a row of the table, folded into the class token, or as in the model.
 ClassRow = Literal["kept", "folded", "either"]
 
@@ -104,6 +105,10 @@ def _no_assumptions(header: CheckpointHeader, architecture: Architecture) -> tup
     return ()
 
 
+def _same_tensors(tensors: Tensors, architecture: Architecture) -> Tensors:
+    return tensors
+
+
 def _same_keys(keys: Iterable[str]) -> dict[str, str]:
     return {key: key for key in keys}
 
@@ -120,6 +125,12 @@ class Format:
     entries: Callable[[Architecture], list[Entry]]
     unsupported_reason: Callable[[Architecture], str | None]  # why the format cannot represent an architecture
     renames: Callable[[Iterable[str]], dict[str, str]] = _same_keys  # keys of older versions -> keys of the table
+    # For what no entry expresses, such as two heads whose outputs are averaged: `unpack` turns the tensors of a file,
+    # by the keys of the table, into those of the table, and `pack` is its inverse. What `unpack` changes is known from
+    # the header, so `assumptions` states it; `pack_changes` states what `pack` does.
+    unpack: Callable[[Tensors, Architecture], Tensors] = _same_tensors
+    pack: Callable[[Tensors, Architecture], Tensors] = _same_tensors
+    pack_changes: Callable[[Architecture], tuple[str, ...]] = lambda c: ()  # for `Card.changes`
     ignored: str = r"$^"  # pattern of keys that no classifier uses: mask tokens, optimizer state
     positions: tuple[Position, ...] = ("1d",)  # supported position embeddings; others are written as a learned table
     class_row: Callable[[ViTConfig], ClassRow] = lambda c: "kept"
