@@ -64,8 +64,10 @@ def _pooling(header: CheckpointHeader) -> dict[str, Any]:
         return {"pool": "mean", "norm_place": "features"}
     if _masked_modeling_norm(header):
         return {"pool": "mean"}
-    agrees(header, "use_mean_pooling", False)
-    return {}
+    if header.has("layernorm.weight"):
+        agrees(header, "use_mean_pooling", False)
+        return {}
+    return {"pool": "mean", "norm_place": "none"}
 
 
 def _masked_modeling_norm(header: CheckpointHeader) -> bool:
@@ -75,7 +77,7 @@ def _masked_modeling_norm(header: CheckpointHeader) -> bool:
 
 
 def _notes(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]:
-    notes = []
+    notes = ["features are the mean of the patches, not normalized"] if c.norm_place == "none" else []
     if _masked_modeling_norm(header):
         notes.append("features are the mean of the patches that the masked image modeling reads")
     if header.has(_SHARED):
@@ -135,13 +137,16 @@ _ACCEPTS = {
     **{"position": ("bias", "1d", "2d", "sincos2d", "none"), "key_bias": (False,), "layer_scale": (True, False)},
 }
 _MEAN = {**_ACCEPTS, "pool": ("mean",), "norm_place": ("features",)}
+_BARE = {**_ACCEPTS, "pool": ("mean",), "norm_place": ("none",)}
 
 
-def _format(name: str, title: str, model: str, kind: str, prefix: str) -> Format:
+def _format(name: str, title: str, model: str, kind: str, prefix: str, mean: dict[str, Any]) -> Format:
+    """`mean` is how the model without a classifier averages."""
+    endings = (("ForImageClassification", True, _MEAN), ("Model", False, mean))
     variants = tuple(
         Variant(model + ending, classifier, accepts, square_only)
-        for ending, classifier in (("ForImageClassification", True), ("Model", False))
-        for accepts in (_MEAN, _ACCEPTS)
+        for ending, classifier, pooling in endings
+        for accepts in (pooling, _ACCEPTS)
     )
     return hf_format(
         name=name,
@@ -160,7 +165,12 @@ def _format(name: str, title: str, model: str, kind: str, prefix: str) -> Format
     )
 
 
-HUGGING_FACE_BEIT = _format("hf-beit", "Hugging Face BEiT (a folder)", "Beit", "beit", "beit")
+HUGGING_FACE_BEIT = _format("hf-beit", "Hugging Face BEiT (a folder)", "Beit", "beit", "beit", _MEAN)
 HUGGING_FACE_DATA2VEC = _format(
-    "hf-data2vec", "Hugging Face data2vec-vision (a folder)", "Data2VecVision", "data2vec-vision", "data2vec_vision"
+    "hf-data2vec",
+    "Hugging Face data2vec-vision (a folder)",
+    "Data2VecVision",
+    "data2vec-vision",
+    "data2vec_vision",
+    _BARE,
 )

@@ -196,6 +196,11 @@ def _v3_renames(keys: Iterable[str]) -> dict[str, str]:
     return {key: UNUSED + new if unused.match(new) else new for key, new in renamed.items()}
 
 
+def _v3_unpack(tensors: Tensors, c: Architecture) -> Tensors:
+    """A model without registers has a tensor of none."""
+    return {key: tensor for key, tensor in tensors.items() if key != _V3.registers or tensor.shape[1]}
+
+
 def _v3_architecture(header: CheckpointHeader) -> ViTConfig:
     """The architecture of a DINOv3.
 
@@ -286,6 +291,7 @@ HUGGING_FACE_DINOV3 = hf_format(
     variants=_V3_CLASSES,
     parts=PARTS,
     renames=_v3_renames,
+    unpack=_v3_unpack,
     architecture=_v3_architecture,
     entries=_v3_entries,
     config=_v3_config,

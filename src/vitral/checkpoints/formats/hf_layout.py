@@ -125,7 +125,7 @@ def _block(names: Layout, theirs: str, ours: str, c: ViTConfig) -> list[Entry]:
 
 
 def _projections(names: Layout, theirs: str, ours: str, c: ViTConfig) -> list[Entry]:
-    """Queries, keys and values: each fills a third of our projection, and of its bias or, without one for keys, half."""
+    """Queries, keys and values: each fills a third of our projection and bias; half of a bias that keys do not have."""
     keys = [f"{theirs}.{name}" for name in (names.queries, names.keys, names.values)]
     entries = [
         Entry(f"{key}.weight", f"{ours}.qkv.weight", (c.width, c.width), part=(k, 3)) for k, key in enumerate(keys)
@@ -151,7 +151,7 @@ def model_type(header: CheckpointHeader) -> str | None:
 
 
 def vision_config(header: CheckpointHeader) -> dict[str, Any]:
-    """config.json or, of two towers, its part about images; older files state that twice, and the second copy counts."""
+    """config.json or, of two towers, its part about images; where older files have that twice, the second counts."""
     config = dict(header.config or {})
     if "vision_config" not in config:
         return config
@@ -261,7 +261,7 @@ def assumed(header: CheckpointHeader, c: ViTConfig, parts: Mapping[str, str]) ->
             f"{c.norm_eps:g} assumed"
         )
     for pattern, words in parts.items():
-        count = sum(bool(re.match(re.escape(UNUSED) + pattern, key)) for key in header.shapes)
+        count = sum(bool(re.match(f"{re.escape(UNUSED)}(?:{pattern})", key)) for key in header.shapes)
         notes += [f"{words} not read ({count} tensor{'s' * (count > 1)})"] if count else []
     return tuple(notes)
 
