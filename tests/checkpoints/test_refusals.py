@@ -73,16 +73,16 @@ def put(arrays: Arrays, path: Path) -> None:
 
 # What each format can say of each architecture. "=": as it is, "~": the same function in the format's words.
 HOLDS = {
-    "tanh": "google= google-linen= big_vision~ timm= hf=",
-    "erf": "timm= hf= torchvision=",
+    "tanh": "google= google-linen= big_vision~ timm= hf= hf-msn=",
+    "erf": "timm= hf= hf-msn= torchvision=",
     "tanh layer": "google= google-linen= big_vision~",
     "erf, tanh layer": "torchvision=",
-    "mean": "google= google-linen= big_vision= timm=",
-    "no class row, not square": "google~ google-linen~ big_vision= timm= hf~",
+    "mean": "google= google-linen= big_vision= timm= hf-ijepa= hf-siglip= hf-siglip2=",
+    "no class row, not square": "google~ google-linen~ big_vision= timm= hf~ hf-msn~",
     "map, fixed positions": "big_vision= timm~",
     "mean beside a class token, norm after": "timm=",
     "mean beside a class token, norm before": "timm=",
-    "eps 1e-12, one channel": "hf=",
+    "eps 1e-12, one channel": "hf= hf-msn=",
     "DINOv2 with registers": "timm~ hf-dinov2= dino=",
     "2d, every block": "",
     "relative": "",
@@ -140,7 +140,15 @@ REAL_REFUSED = {
     "google-linen": "tanh GELU",
     "big_vision": "tanh GELU",
     "bit": "BiT ResNets",
-    "hf-dinov2": "without a classifier",
+    "hf-ijepa": "pool='mean', not 'token'",
+    "hf-mae": "without a classifier",
+    "hf-dinov2": "pool='token.mean', not 'token'",
+    "hf-dinov3": "without a classifier",
+    "hf-clip": "patch_bias=False, not True",
+    "hf-siglip": "pool='mean', not 'token'",
+    "hf-siglip2": "pool='mean', not 'token'",
+    "hf-beit": "key_bias=False, not True",
+    "hf-data2vec": "key_bias=False, not True",
     "dino": "without a classifier",
 }
 

@@ -107,7 +107,7 @@ def _file_key(key: str, c: Architecture) -> str:
 
 def _clip_architecture(header: CheckpointHeader) -> ViTConfig:
     settings = read_settings(header, _LAYOUT, _CLIP_DEFAULTS)
-    settings |= {"pre_norm": True, "patch_bias": header.has("embeddings.patch_embedding.bias")}
+    settings |= {"pre_norm": True, "patch_bias": False}
     if classes := classes_of(header):
         return ViTConfig(**settings, classes=classes, pool="mean", norm_place="none")
     return ViTConfig(**settings, classes=classes_of(header, "visual_projection"), head_bias=False)
@@ -166,7 +166,7 @@ HUGGING_FACE_CLIP = hf_format(
 
 
 def _siglip_architecture(header: CheckpointHeader) -> ViTConfig:
-    settings = read_settings(header, _LAYOUT, _SIGLIP_DEFAULTS)
+    settings = read_settings(header, replace(_LAYOUT, class_token=""), _SIGLIP_DEFAULTS)
     pool = "map" if header.has("head.probe") else "mean"
     if pool == "map":
         requires(header, vision_use_head=True)

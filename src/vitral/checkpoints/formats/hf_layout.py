@@ -180,14 +180,13 @@ def read_settings(header: CheckpointHeader, names: Layout, defaults: Mapping[str
     if config.get("head_dim", width // heads) * heads != width:
         raise UserError(f'its "head_dim" of {config["head_dim"]} is not its width divided by its heads.')
     agrees(header, "num_hidden_layers", depth)
-    token = bool(names.class_token) and header.has(names.class_token)
-    table = bool(names.positions) and header.has(names.positions)
+    table = bool(names.positions) and (header.has(names.positions) or not names.bias_table)
     return {
         **{"depth": depth, "width": width, "heads": heads, "patch": patch, "channels": channels},
         "mlp": rows // 2 if gated and len(names.gates) == 1 else rows,
         "swiglu": gated,
-        "image": _image(header, names, config, patch, int(token)) if table else _stated_image(config, patch),
-        "class_token": token,
+        "image": _image(header, names, config, patch) if table else _stated_image(config, patch),
+        "class_token": bool(names.class_token),
         "position": "1d" if table else "none",
         "gelu": "erf" if gated else _gelu(config["hidden_act"]),
         "norm_eps": float(config["layer_norm_eps"]),
@@ -229,9 +228,9 @@ def _biases(header: CheckpointHeader, names: Layout) -> dict[str, bool]:
     return {"qkv_bias": q, "key_bias": k or not q}
 
 
-def _image(header: CheckpointHeader, names: Layout, config: Mapping[str, Any], patch: int, prefix: int) -> Size:
-    """The image size whose patches fill the position table, after `prefix` rows for tokens."""
-    rows = header.shape(names.positions, 2 if names.embedding else 3)[-2] - prefix
+def _image(header: CheckpointHeader, names: Layout, config: Mapping[str, Any], patch: int) -> Size:
+    """The image size whose patches fill the position table, after the row of the class token."""
+    rows = header.shape(names.positions, 2 if names.embedding else 3)[-2] - bool(names.class_token)
     if config.get("image_size") and not header.hints.grid:
         height, width = _stated_image(config, patch)
         if (height // patch) * (width // patch) == rows:
@@ -304,6 +303,7 @@ def choose(variants: tuple[Variant, ...], c: ViTConfig) -> Variant | str:
     candidates = [variant for variant in variants if variant.classifier == bool(c.classes)]
     if not candidates:
         return "it is for backbones without a classifier: load with classes=0 first"
+    candidates.sort(key=lambda variant: c.pool not in variant.accepts.get("pool", ("token",)))  # the nearest first
     reasons = [variant.unmet(c) for variant in candidates]
     return next((v for v, reason in zip(candidates, reasons, strict=True) if reason is None), str(reasons[0]))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from vitral.architecture import Architecture, ViTConfig
@@ -175,8 +176,8 @@ def _entries(c: Architecture) -> list[Entry]:
     return entries + (linear("classifier", "head.output", c.width, c.classes) if c.classes else [])
 
 
-def _read(header: CheckpointHeader, eps: float = 1e-12, **fields: Any) -> ViTConfig:
-    settings = read_settings(header, LAYOUT, {**DEFAULTS, "layer_norm_eps": eps})
+def _read(header: CheckpointHeader, names: Layout = LAYOUT, eps: float = 1e-12, **fields: Any) -> ViTConfig:
+    settings = read_settings(header, names, {**DEFAULTS, "layer_norm_eps": eps})
     agrees(header, "qkv_bias", settings["qkv_bias"])
     return ViTConfig(**settings, classes=classes_of(header), **fields)
 
@@ -341,7 +342,7 @@ HUGGING_FACE_IJEPA = hf_format(
     parts=PARTS,
     notes=_mean_note,
     renames=hf_renames,
-    architecture=lambda header: _read(header, pool="mean"),
+    architecture=lambda header: _read(header, replace(LAYOUT, class_token=""), pool="mean"),
     entries=_entries,
     config=_config("ijepa", _IJEPA),
     file_key=prefixed("ijepa"),
