@@ -191,7 +191,11 @@ HF_CASES: dict[str, HfCase] = {
         written="CLIPVisionModelWithProjection",
     ),
     "CLIP, classifier": HfCase(
-        "CLIPForImageClassification", "hf-clip", logits, vision={}, skipped="last norm, which the classifier does not run"
+        "CLIPForImageClassification",
+        "hf-clip",
+        logits,
+        vision={},
+        skipped="last norm, which the classifier does not run",
     ),
     "SigLIP": HfCase("SiglipVisionModel", "hf-siglip", pooled),
     "SigLIP, no pooling": HfCase("SiglipVisionModel", "hf-siglip", mean, {"vision_use_head": False}),
