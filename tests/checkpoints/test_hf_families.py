@@ -1,4 +1,4 @@
-"""Every class of transformers that vitral reads: its output is transformers' own, and transformers reads what we write."""
+"""Every class of transformers that vitral reads: its output is transformers' own, which reads what we write."""
 
 from __future__ import annotations
 

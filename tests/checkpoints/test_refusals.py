@@ -147,6 +147,8 @@ REAL_REFUSED = {
     "hf-clip": "patch_bias=False, not True",
     "hf-siglip": "pool='mean', not 'token'",
     "hf-siglip2": "pool='mean', not 'token'",
+    "open_clip": "patch_bias=False, not True",
+    "dinov3": "without a classifier",
     "hf-beit": "key_bias=False, not True",
     "hf-data2vec": "key_bias=False, not True",
     "dino": "without a classifier",

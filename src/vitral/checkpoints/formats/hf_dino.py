@@ -100,7 +100,16 @@ def _v2_architecture(header: CheckpointHeader) -> ViTConfig:
     agrees(header, "qkv_bias", settings["qkv_bias"])
     # The models with registers are resized with antialiasing.
     settings["resize"] = "timm" if registers else "hf"
-    return ViTConfig(**settings, classes=classes, registers=registers, pool="token+mean" if classes else "token")
+    pool = "token+mean" if classes else "token"
+    return _check_heads(header, ViTConfig(**settings, classes=classes, registers=registers, pool=pool))
+
+
+def _check_heads(header: CheckpointHeader, c: ViTConfig) -> ViTConfig:
+    """Refuse to assume heads where DINO's sizes, of 64 channels per head, have others than ViTs of that size."""
+    stated = header.hints.heads or model_type(header) or vision_config(header).get("num_attention_heads")
+    if not stated and c.heads * 64 != c.width:
+        raise UserError(f"the file does not state its number of heads (width {c.width}): pass heads=.")
+    return c
 
 
 def _registers(header: CheckpointHeader) -> int:
@@ -216,10 +225,8 @@ def _v3_architecture(header: CheckpointHeader) -> ViTConfig:
     agrees(header, "query_bias", settings["qkv_bias"])
     if settings["swiglu"] and config["hidden_act"] != "silu" and model_type(header):
         raise UserError(f'its gated MLP has the activation "{config["hidden_act"]}": only silu is supported.')
-    temperature = float(_theta(config))
-    return ViTConfig(
-        **settings, classes=0, registers=_registers(header), rope=RopeConfig(temperature=temperature, pairs="halves")
-    )
+    rope = RopeConfig(temperature=float(_theta(config)), pairs="halves")
+    return _check_heads(header, ViTConfig(**settings, classes=0, registers=_registers(header), rope=rope))
 
 
 def _theta(config: dict[str, Any]) -> float:
