@@ -79,9 +79,10 @@ def _is(name: str) -> Callable[[CheckpointHeader], bool]:
     """Whether a checkpoint with these names is of this family, by its model_type or else by its tensors."""
 
     def recognises(header: CheckpointHeader) -> bool:
-        if not header.has("encoder.layers.0.self_attn.q_proj.weight"):
+        patches = header.shapes.get("embeddings.patch_embedding.weight")  # a text tower has none
+        if patches is None or not header.has("encoder.layers.0.self_attn.q_proj.weight"):
             return False
-        flat = len(header.shapes.get("embeddings.patch_embedding.weight", ())) == 2
+        flat = len(patches) == 2
         by_tensors = "hf-clip" if header.has(_LAYOUT.class_token) else "hf-siglip2" if flat else "hf-siglip"
         return FAMILIES.get(str(model_type(header)), by_tensors) == name
 
