@@ -18,7 +18,7 @@ from vitral.errors import UserError
 
 # The format of each model_type in config.json.
 FAMILIES = {
-    **{"vit": "hf", "vit_msn": "hf-msn", "ijepa": "hf-ijepa", "vit_mae": "hf-mae"},
+    **{"vit": "hf", "deit": "hf-deit", "vit_msn": "hf-msn", "ijepa": "hf-ijepa", "vit_mae": "hf-mae"},
     **{"beit": "hf-beit", "data2vec-vision": "hf-data2vec"},
     **{"dinov2": "hf-dinov2", "dinov2_with_registers": "hf-dinov2", "dinov3_vit": "hf-dinov3"},
     **{"clip": "hf-clip", "clip_vision_model": "hf-clip"},
