@@ -86,8 +86,8 @@ def test_clip_as_openai_names_it(openai, tmp_path):
     assert found.card.format == "open_clip"
     assert gap(run(found.weights, IMAGES), expected) / float(expected.abs().max()) <= LIMIT
     gelu = "quick GELU, as of OpenAI" if openai else "exact (erf) GELU, which OpenAI's models"
-    assert gelu in found.card.changes[0]
-    assert found.card.changes[1] == f"text tower not read ({4 + len(extra)} tensors)"
+    assert gelu in "; ".join(found.card.changes)
+    assert f"text tower not read ({4 + len(extra)} tensors)" in found.card.changes
 
 
 def test_an_image_tower_is_written_with_openai_names(tmp_path):
