@@ -1,14 +1,15 @@
-"""The layouts of the makers' own code: OpenAI's CLIP by torch's modules, DINOv3 by transformers renamed."""
+"""The makers' own layouts: OpenAI's CLIP by torch's modules, DINOv3 and big_vision's SigLIP by transformers'."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hf_cases import HF_CASES
-from oracles import gap, pictures, randomised, run, written
+from oracles import gap, pictures, randomised, run, save_npz, written
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -165,3 +166,27 @@ def test_periods_of_dinov3_are_those_that_bfloat16_rounds(tmp_path):
     assert (found.heads, found.rope) == (1, RopeConfig(temperature=100.0, periods="bfloat16"))
     with pytest.raises(UserError, match="periods are not those of the released models"):
         read(tmp_path / "exact.pth")
+
+
+# ------------------------------------------------------------------------------------------- big_vision's two towers
+
+
+def test_the_image_tower_of_big_vision_siglip(tmp_path):
+    case = HF_CASES["SigLIP"]
+    model = case.build()
+    weights = read(case.save(model, tmp_path / "hf")).weights
+    written(weights, tmp_path / "tower.npz", "big_vision")
+    with np.load(tmp_path / "tower.npz") as file:
+        arrays = {key: file[key] for key in file.files}
+    blocks = {key: array for key, array in arrays.items() if key.startswith("Transformer/")}
+    towers = {f"params/img/{key}": array for key, array in arrays.items()}
+    towers |= {f"params/txt/Encoder_0/{key}": array for key, array in blocks.items()}
+    towers |= {f"params/txt/{key}": array for key, array in blocks.items()}
+    towers |= {"params/t": np.ones(1, np.float32), "params/b": np.ones(1, np.float32)}
+    save_npz(tmp_path / "siglip.npz", towers)
+    found = read(tmp_path / "siglip.npz", hints=Hints(heads=4))
+    expected = case.forward(model, IMAGES)
+    assert found.card.format == "big_vision"
+    assert f"text tower not read ({2 * len(blocks) + 2} tensors)" in found.card.changes
+    assert set(found.unmapped) == {key for key in towers if not key.startswith("params/img/")}
+    assert gap(run(found.weights, IMAGES), expected) / float(expected.abs().max()) <= LIMIT
