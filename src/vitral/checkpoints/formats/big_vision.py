@@ -2,6 +2,7 @@
 
 Three versions of the table's name are read: `Transformer/posembed_input/pos_embedding` (shared with Google's Linen
 files), `Transformer/pos_embedding` and `pos_embedding`; the last is written. Fixed sin-cos positions are not stored.
+Of two towers (LiT, SigLIP), the image tower is read.
 """
 
 from __future__ import annotations
@@ -16,16 +17,23 @@ from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, gr
 
 _POSITION = "pos_embedding"
 _MAP = "MAPHead_0"
+_IMAGES, _TEXTS = "img/", "txt/"  # two towers; their temperature and bias count as part of the text tower
 
 
 def _renames(keys: Iterable[str]) -> dict[str, str]:
     renamed = {key: key.removeprefix("params/") for key in keys}
+    if any(new.startswith(_IMAGES) for new in renamed.values()):
+        texts = {key: _TEXTS + new.removeprefix(_TEXTS) for key, new in renamed.items()}
+        renamed = {
+            key: new.removeprefix(_IMAGES) if new.startswith(_IMAGES) else texts[key] for key, new in renamed.items()
+        }
     older = {"Transformer/pos_embedding", google.POSITION}
     return {key: _POSITION if new in older else new for key, new in renamed.items()}
 
 
 def _recognises(header: CheckpointHeader) -> bool:
-    return header.has(f"Transformer/encoderblock_0/{LINEN.attention}/query/kernel")
+    patches = header.has("embedding/kernel")  # a text tower has none
+    return patches and header.has(f"Transformer/encoderblock_0/{LINEN.attention}/query/kernel")
 
 
 def _architecture(header: CheckpointHeader) -> ViTConfig:
@@ -44,6 +52,11 @@ def _architecture(header: CheckpointHeader) -> ViTConfig:
     grid = grid_of_rows(header, rows - int(class_row))
     image = (grid[0] * sizes["patch"], grid[1] * sizes["patch"])
     return ViTConfig(**sizes, image=image, class_token=token, pool=pool, class_position=class_row)
+
+
+def _assumptions(header: CheckpointHeader, architecture: Architecture) -> tuple[str, ...]:
+    count = sum(key.startswith(_TEXTS) for key in header.shapes)
+    return (f"text tower not read ({count} tensors)",) if count else ()
 
 
 def _map_entries(c: ViTConfig) -> list[Entry]:
@@ -85,7 +98,8 @@ BIG_VISION = Format(
     entries=_entries,
     unsupported_reason=_unsupported_reason,
     renames=_renames,
-    ignored=r"opt/|chrono/",
+    ignored=rf"opt/|chrono/|{_TEXTS}",
+    assumptions=_assumptions,
     positions=("1d", "sincos2d"),
     class_row=lambda c: "folded",
     preprocess=_preprocess,

@@ -1,222 +1,219 @@
-"""Hugging Face ViT and Dinov2 backbones: a folder for `from_pretrained` with config.json and model.safetensors."""
+"""Hugging Face ViT and its relatives with the same names: ViT-MSN, I-JEPA and the encoder of MAE.
+
+A folder for `from_pretrained` with config.json and model.safetensors.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from vitral.architecture import Architecture, Gelu, Size, ViTConfig
+from vitral.architecture import Architecture, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
-from vitral.checkpoints.formats import dino, timm
-from vitral.checkpoints.formats.table import (
-    CheckpointHeader,
-    Entry,
-    Format,
-    Shape,
-    grid_of_rows,
-    heads_of,
-    linear,
-    norm,
-    patches,
-    position_entries,
-    read_sizes,
-    separate_qkv,
+from vitral.checkpoints.formats.hf_layout import (
+    FAMILIES,
+    UNUSED,
+    Layout,
+    Variant,
+    agrees,
+    assumed,
+    chosen,
+    classes_of,
+    layout_entries,
+    model_type,
+    read_settings,
+    shared_config,
+    unsupported,
 )
+from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, linear
 from vitral.checkpoints.processors import from_transformers, to_transformers
 from vitral.errors import UserError
 
-_GELUS: dict[str, Gelu] = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh"}
-_PREFIX = re.compile(r"^(?:vit|dinov2|dinov2_with_registers)\.")
-# transformers 5 renames the layers in memory; its files keep the older names, but a plain state dict may not.
+_PREFIX = re.compile(r"^(?:vit|ijepa|beit|data2vec_vision|dinov2|dinov2_with_registers)\.")
 _LAYER = re.compile(r"^(?:layers|encoder\.layer)\.(?=\d+\.)")
+# Names in the memory of transformers 5 -> names in files, which a plain state dict does not have.
 _MEMORY = {
     "attention.q_proj.": "attention.attention.query.",
     "attention.k_proj.": "attention.attention.key.",
     "attention.v_proj.": "attention.attention.value.",
     "attention.o_proj.": "attention.output.dense.",
 }
-_MEMORY_MLP = {"mlp.fc1.": "intermediate.dense.", "mlp.fc2.": "output.dense."}
+_MEMORY_MLP = {
+    "mlp.fc1.": "intermediate.dense.",
+    "mlp.fc2.": "output.dense.",
+    ".relative_position_bias.": ".attention.attention.relative_position_bias.",
+}
+_NEVER_USED = re.compile(r"embeddings\.mask_token$|decoder\.|lm_head\.|.*\.relative_position_index$")
+# Parts of a file that no classifier uses, for `Card.changes`.
+PARTS = {
+    r"embeddings\.mask_token": "mask token",
+    r"decoder\.": "decoder",
+    r"pooler\.": "pooler, which the classifier does not run,",
+    r"lm_head\.|layernorm\.": "head of the masked image modeling",
+}
+
+LAYOUT = Layout(
+    patches="embeddings.patch_embeddings.projection",
+    positions="embeddings.position_embeddings",
+    class_token="embeddings.cls_token",
+    block="encoder.layer.{}",
+    norm1="layernorm_before",
+    queries="attention.attention.query",
+    keys="attention.attention.key",
+    values="attention.attention.value",
+    out="attention.output.dense",
+    norm2="layernorm_after",
+    hidden="intermediate.dense",
+    output="output.dense",
+    norm="layernorm",
+)
+DEFAULTS = {"num_attention_heads": 12, "hidden_act": "gelu", "layer_norm_eps": 1e-12}
 
 
-def _renames(keys: Iterable[str]) -> dict[str, str]:
-    renamed = {key: _PREFIX.sub("", key) for key in keys}
-    plain = any("layernorm_before" in key for key in renamed)  # Dinov2's files have mlp.fc1, ViT's do not
+def hf_renames(keys: Iterable[str]) -> dict[str, str]:
+    """Keys of any class and version of transformers -> the keys of files of the bare model, or unused ones."""
+    keys = list(keys)
+    bare = {key: _PREFIX.sub("", key) for key in keys}
+    plain = any("layernorm_before" in key for key in keys)  # Dinov2's files have mlp.fc1, ViT's do not
     memory = {**_MEMORY, **_MEMORY_MLP} if plain else _MEMORY
-    return {key: _in_file(new, memory) for key, new in renamed.items()}
+    renamed = {key: _in_file(new, memory) for key, new in bare.items()}
+    classifier = "classifier.weight" in bare
+    repeated = len(set(renamed.values())) < len(renamed)  # masked image modeling has a norm besides the model's
+    for key, new in renamed.items():
+        unused = _NEVER_USED.match(new) or (classifier and new.startswith("pooler.dense."))
+        if unused or (repeated and key.startswith("layernorm.")):
+            renamed[key] = UNUSED + new
+    return renamed
 
 
-def _in_file(key: str, memory: dict[str, str]) -> str:
+def _in_file(key: str, memory: Mapping[str, str]) -> str:
+    key = key.replace("shared_position_bias.", "encoder.relative_position_bias.")
     if not _LAYER.match(key):
         return key
     key = _LAYER.sub("encoder.layer.", key)
     for name, file in memory.items():
-        key = key.replace(name, file)
+        key = key if file in key else key.replace(name, file)
     return key
 
 
-def _attention(theirs: str, ours: str, c: ViTConfig) -> list[Entry]:
-    inner = f"{theirs}.attention.attention"
-    names = (f"{inner}.query", f"{inner}.key", f"{inner}.value")
-    out = linear(f"{theirs}.attention.output.dense", f"{ours}.attention.out", c.width, c.width)
-    return separate_qkv(names, f"{ours}.attention.qkv", c.width) + out
+def hf_format(
+    name: str,
+    title: str,
+    recognises: Callable[[CheckpointHeader], bool],
+    variants: tuple[Variant, ...],
+    parts: Mapping[str, str],
+    notes: Callable[[CheckpointHeader, ViTConfig], tuple[str, ...]] = lambda header, c: (),
+    **functions: Any,
+) -> Format:
+    """A format for `from_pretrained`: a folder with config.json, model.safetensors and preprocessor_config.json.
+
+    Args:
+        name: the format's.
+        title: its description.
+        recognises: whether a checkpoint is of this family.
+        variants: the classes that are written.
+        parts: words for the tensors that are not read, by a pattern of their keys.
+        notes: further assumptions about a checkpoint.
+        functions: the other fields of a Format.
+    """
+
+    def assumptions(header: CheckpointHeader, architecture: Architecture) -> tuple[str, ...]:
+        assert isinstance(architecture, ViTConfig)
+        return assumed(header, architecture, parts) + notes(header, architecture)
+
+    return Format(
+        name=name,
+        title=title,
+        container="safetensors",
+        recognises=recognises,
+        unsupported_reason=unsupported(variants),
+        assumptions=assumptions,
+        ignored=re.escape(UNUSED),
+        preprocess=_preprocess,
+        class_names=_class_names,
+        preprocessor=lambda card: to_transformers(card.preprocess),
+        alone=lambda c: "transformers reads its shape from config.json",
+        **functions,
+    )
 
 
-def _embeddings(c: ViTConfig) -> list[Entry]:
-    entries = [Entry("embeddings.cls_token", "class_token", (1, 1, c.width))]
-    entries += patches("embeddings.patch_embeddings.projection", c)
-    return entries + position_entries("embeddings.position_embeddings", c)
+def is_family(name: str) -> Callable[[CheckpointHeader], bool]:
+    """Whether a checkpoint with the names of ViT is of this family, by its model_type or else by its tensors."""
+
+    def recognises(header: CheckpointHeader) -> bool:
+        if not header.has(LAYOUT.in_block(0, "layernorm_before.weight")):
+            return False
+        return FAMILIES.get(str(model_type(header)), _by_tensors(header)) == name
+
+    return recognises
 
 
-def _vit_entries(c: Architecture) -> list[Entry]:
+def _by_tensors(header: CheckpointHeader) -> str:
+    if model_type(header) is not None:
+        return "hf"  # where reading it names the type that is not supported
+    if not header.has(LAYOUT.in_block(0, f"{LAYOUT.keys}.bias")) and header.has(
+        LAYOUT.in_block(0, f"{LAYOUT.queries}.bias")
+    ):
+        return "hf-beit"
+    if not header.has(LAYOUT.class_token):
+        return "hf-ijepa"
+    return "hf-mae" if header.has(f"{UNUSED}decoder.mask_token") else "hf"
+
+
+def _entries(c: Architecture) -> list[Entry]:
     assert isinstance(c, ViTConfig)
-    entries = _embeddings(c)
-    for i in range(c.depth):
-        theirs, ours = f"encoder.layer.{i}", f"blocks.{i}"
-        entries += norm(f"{theirs}.layernorm_before", f"{ours}.norm1", c.width)
-        entries += _attention(theirs, ours, c)
-        entries += norm(f"{theirs}.layernorm_after", f"{ours}.norm2", c.width)
-        entries += linear(f"{theirs}.intermediate.dense", f"{ours}.mlp.hidden", c.width, c.mlp)
-        entries += linear(f"{theirs}.output.dense", f"{ours}.mlp.output", c.mlp, c.width)
-    entries += norm("layernorm", "norm", c.width)
+    entries = layout_entries(LAYOUT, c)
     entries += linear("pooler.dense", "head.hidden", c.width, c.representation) if c.representation else []
     return entries + (linear("classifier", "head.output", c.width, c.classes) if c.classes else [])
 
 
-def _dino_entries(c: Architecture) -> list[Entry]:
-    assert isinstance(c, ViTConfig)
-    entries = _embeddings(c)
-    entries += [Entry("embeddings.register_tokens", "registers", (1, c.registers, c.width))] if c.registers else []
-    for i in range(c.depth):
-        theirs, ours = f"encoder.layer.{i}", f"blocks.{i}"
-        entries += norm(f"{theirs}.norm1", f"{ours}.norm1", c.width)
-        entries += _attention(theirs, ours, c)
-        entries += norm(f"{theirs}.norm2", f"{ours}.norm2", c.width)
-        entries += linear(f"{theirs}.mlp.fc1", f"{ours}.mlp.hidden", c.width, c.mlp)
-        entries += linear(f"{theirs}.mlp.fc2", f"{ours}.mlp.output", c.mlp, c.width)
-        entries += [Entry(f"{theirs}.layer_scale{k}.lambda1", f"{ours}.scale{k}.scale", (c.width,)) for k in (1, 2)]
-    return entries + norm("layernorm", "norm", c.width)
-
-
-def _read(header: CheckpointHeader, hidden: str, eps: float) -> dict[str, Any]:
-    """The settings of both families, from shapes and config.json."""
-    projection = "embeddings.patch_embeddings.projection.weight"
-    sizes = read_sizes(header, projection, f"encoder.layer.0.{hidden}.weight", r"encoder\.layer\.(\d+)\.")
-    config = header.config or {}
-    act = config.get("hidden_act", "gelu")
-    if act not in _GELUS:
-        raise UserError(f'the file\'s activation "{act}" is not supported: only GELU is.')
-    return {
-        **vars(sizes),
-        "heads": header.hints.heads or config.get("num_attention_heads") or heads_of(header, sizes.depth, sizes.width),
-        "image": _image(header, sizes.patch),
-        "gelu": _GELUS[act],
-        "norm_eps": float(config.get("layer_norm_eps", eps)),
-        "dropout": float(config.get("hidden_dropout_prob", 0.0)),
-        "attention_dropout": float(config.get("attention_probs_dropout_prob", 0.0)),
-    }
-
-
-def _image(header: CheckpointHeader, patch: int) -> Size:
-    rows = header.shape("embeddings.position_embeddings", 3)[1] - 1
-    size = (header.config or {}).get("image_size")
-    if size and not header.hints.grid:
-        height, width = size if isinstance(size, list | tuple) else (size, size)
-        if (height // patch) * (width // patch) == rows:
-            return height, width
-    grid = grid_of_rows(header, rows)
-    return grid[0] * patch, grid[1] * patch
+def _read(header: CheckpointHeader, names: Layout = LAYOUT, eps: float = 1e-12, **fields: Any) -> ViTConfig:
+    settings = read_settings(header, names, {**DEFAULTS, "layer_norm_eps": eps})
+    agrees(header, "qkv_bias", settings["qkv_bias"])
+    return ViTConfig(**settings, classes=classes_of(header), **fields)
 
 
 def _vit_architecture(header: CheckpointHeader) -> ViTConfig:
-    classes = header.shape("classifier.weight", 2)[0] if header.has("classifier.weight") else 0
     # ViTForImageClassification never runs the pooler, even if the file has one.
-    pooler = header.has("pooler.dense.weight") and not classes
-    representation = header.shape("pooler.dense.weight", 2)[0] if pooler else 0
+    pooler = "pooler.dense.weight"
+    representation = header.shape(pooler, 2)[0] if header.has(pooler) else 0
     act = (header.config or {}).get("pooler_act", "tanh")
     if representation and act != "tanh":
         raise UserError(f'the file\'s pooler ends in "{act}" instead of tanh: that is not supported.')
-    settings = _read(header, "intermediate.dense", eps=1e-12)
-    return ViTConfig(**settings, classes=classes, representation=representation, resize="hf")
+    return _read(header, representation=representation)
 
 
-def _dino_architecture(header: CheckpointHeader) -> ViTConfig:
-    if header.has("classifier.weight"):
-        raise UserError("the file's classifier reads the class token and the mean together: that is not supported.")
-    registers = "embeddings.register_tokens"
-    count = header.shape(registers, 3)[1] if header.has(registers) else 0
-    settings = _read(header, "mlp.fc1", eps=1e-6)
-    return ViTConfig(**settings, classes=0, registers=count, layer_scale=True, resize="timm" if count else "hf")
+def _mean_note(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]:
+    return () if c.classes else ("features are the mean of the patches, as for IJepaForImageClassification",)
 
 
-def _vit_unsupported_reason(architecture: Architecture) -> str | None:
-    general = timm.unsupported_reason(architecture)
-    if general or not isinstance(architecture, ViTConfig):
-        return general
-    c = architecture
-    if c.pool != "token" or c.registers or c.layer_scale:
-        return "it needs a class token, and does not support registers or LayerScale"
-    if c.representation and c.classes:
-        return "its classifier does not run the tanh layer of the pre-training head"
-    return None
+def _mae_note(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]:
+    return ("features are the class token of the whole image: nothing is masked",)
 
 
-def _dino_unsupported_reason(architecture: Architecture) -> str | None:
-    reason = dino.unsupported_reason(architecture)
-    if reason or not isinstance(architecture, ViTConfig):
-        return reason
-    if not architecture.layer_scale or architecture.mlp % architecture.width:
-        return "it needs LayerScale and an MLP width that is a multiple of the embedding width"
-    return None
+def _config(kind: str, variants: tuple[Variant, ...], **values: Any) -> Callable[[Card], dict[str, Any]]:
+    def config(card: Card) -> dict[str, Any]:
+        c = card.architecture
+        assert isinstance(c, ViTConfig)
+        pooler = {"pooler_output_size": c.representation, "pooler_act": "tanh"} if c.representation else {}
+        return {
+            **{"architectures": [chosen(variants, c)], "model_type": kind},
+            **shared_config(card),
+            **{**pooler, **values},
+        }
+
+    return config
 
 
-def _shared_config(card: Card) -> dict[str, Any]:
-    c = card.architecture
-    assert isinstance(c, ViTConfig)
-    height, width = c.image
-    labels = {"id2label": {str(i): name for i, name in enumerate(card.class_names)}} if card.class_names else {}
-    labels |= {"label2id": {name: i for i, name in enumerate(card.class_names)}} if card.class_names else {}
-    if c.classes and not labels:
-        labels = {"id2label": {str(i): f"LABEL_{i}" for i in range(c.classes)}}
-        labels |= {"label2id": {f"LABEL_{i}": i for i in range(c.classes)}}
-    return {
-        "hidden_size": c.width,
-        "num_hidden_layers": c.depth,
-        "num_attention_heads": c.heads,
-        "image_size": height if height == width else [height, width],
-        "patch_size": c.patch,
-        "num_channels": c.channels,
-        "hidden_act": "gelu" if c.gelu == "erf" else "gelu_pytorch_tanh",
-        "layer_norm_eps": c.norm_eps,
-        "hidden_dropout_prob": c.dropout,
-        "attention_probs_dropout_prob": c.attention_dropout,
-        "qkv_bias": True,
-        **labels,
-    }
+def prefixed(prefix: str) -> Callable[[str, Architecture], str]:
+    """`Format.file_key` where a classifier has the bare model below `prefix`."""
 
+    def file_key(key: str, c: Architecture) -> str:
+        return f"{prefix}.{key}" if c.classes and not key.startswith("classifier.") else key
 
-def _vit_config(card: Card) -> dict[str, Any]:
-    c = card.architecture
-    assert isinstance(c, ViTConfig)
-    pooler = {"pooler_output_size": c.representation, "pooler_act": "tanh"} if c.representation else {}
-    model = "ViTForImageClassification" if c.classes else "ViTModel"
-    return {"architectures": [model], "model_type": "vit", "intermediate_size": c.mlp, **_shared_config(card), **pooler}
-
-
-def _dino_config(card: Card) -> dict[str, Any]:
-    c = card.architecture
-    assert isinstance(c, ViTConfig)
-    model_type, model = (
-        ("dinov2_with_registers", "Dinov2WithRegistersModel") if c.registers else ("dinov2", "Dinov2Model")
-    )
-    registers = {"num_register_tokens": c.registers} if c.registers else {}
-    config = {
-        "architectures": [model],
-        "model_type": model_type,
-        "mlp_ratio": c.mlp // c.width,
-        "use_swiglu_ffn": False,
-    }
-    return {**config, **_shared_config(card), **registers}
+    return file_key
 
 
 def _preprocess(header: CheckpointHeader, architecture: Architecture) -> Preprocess | None:
@@ -230,48 +227,65 @@ def _class_names(header: CheckpointHeader) -> tuple[str, ...]:
     return tuple(str(names[key]) for key in sorted(names, key=int))
 
 
-def _zeros(c: Architecture) -> dict[str, Shape]:
-    assert isinstance(c, ViTConfig)
-    return {"embeddings.mask_token": (1, c.width)}
+_TOKEN = {"qkv_bias": (True, False)}
+_MEAN = {**_TOKEN, "pool": ("mean",), "class_token": (False,)}
+_VIT = (
+    Variant("ViTForImageClassification", classifier=True, accepts=_TOKEN),
+    Variant("ViTModel", classifier=False, accepts={**_TOKEN, "representation": ()}),
+)
+_MSN = (Variant("ViTMSNForImageClassification", True, _TOKEN), Variant("ViTMSNModel", False, _TOKEN))
+_IJEPA = (Variant("IJepaForImageClassification", True, _MEAN), Variant("IJepaModel", False, _MEAN))
+_MAE = (Variant("ViTMAEModel", classifier=False, accepts=_TOKEN),)
 
-
-def _file_key(key: str, c: Architecture) -> str:
-    assert isinstance(c, ViTConfig)
-    return f"vit.{key}" if c.classes and not key.startswith("classifier.") else key
-
-
-HUGGING_FACE = Format(
+HUGGING_FACE = hf_format(
     name="hf",
     title="Hugging Face ViT (a folder)",
-    container="safetensors",
-    recognises=lambda header: header.has("encoder.layer.0.layernorm_before.weight"),
+    recognises=is_family("hf"),
+    variants=_VIT,
+    parts=PARTS,
+    renames=hf_renames,
     architecture=_vit_architecture,
-    entries=_vit_entries,
-    unsupported_reason=_vit_unsupported_reason,
-    renames=_renames,
-    ignored=r"embeddings\.mask_token$|pooler\.",
-    preprocess=_preprocess,
-    class_names=_class_names,
-    config=_vit_config,
-    preprocessor=lambda card: to_transformers(card.preprocess),
-    alone=lambda c: "transformers reads its shape from config.json",
-    file_key=_file_key,
+    entries=_entries,
+    config=_config("vit", _VIT),
+    file_key=prefixed("vit"),
 )
 
-HUGGING_FACE_DINO = Format(
-    name="hf-dinov2",
-    title="Hugging Face Dinov2 backbones, with and without registers (a folder)",
-    container="safetensors",
-    recognises=lambda header: header.has("encoder.layer.0.layer_scale1.lambda1"),
-    architecture=_dino_architecture,
-    entries=_dino_entries,
-    unsupported_reason=_dino_unsupported_reason,
-    renames=_renames,
-    ignored=r"embeddings\.mask_token$",
-    preprocess=_preprocess,
-    class_names=_class_names,
-    config=_dino_config,
-    preprocessor=lambda card: to_transformers(card.preprocess),
-    alone=lambda c: "transformers reads its shape from config.json",
-    zeros=_zeros,
+HUGGING_FACE_MSN = hf_format(
+    name="hf-msn",
+    title="Hugging Face ViT-MSN (a folder)",
+    recognises=is_family("hf-msn"),
+    variants=_MSN,
+    parts=PARTS,
+    renames=hf_renames,
+    architecture=lambda header: _read(header, eps=1e-6),
+    entries=_entries,
+    config=_config("vit_msn", _MSN),
+    file_key=prefixed("vit"),
+)
+
+HUGGING_FACE_IJEPA = hf_format(
+    name="hf-ijepa",
+    title="Hugging Face I-JEPA (a folder)",
+    recognises=is_family("hf-ijepa"),
+    variants=_IJEPA,
+    parts=PARTS,
+    notes=_mean_note,
+    renames=hf_renames,
+    architecture=lambda header: _read(header, replace(LAYOUT, class_token=""), pool="mean"),
+    entries=_entries,
+    config=_config("ijepa", _IJEPA),
+    file_key=prefixed("ijepa"),
+)
+
+HUGGING_FACE_MAE = hf_format(
+    name="hf-mae",
+    title="Hugging Face MAE, the encoder (a folder)",
+    recognises=is_family("hf-mae"),
+    variants=_MAE,
+    parts=PARTS,
+    notes=_mae_note,
+    renames=hf_renames,
+    architecture=_read,
+    entries=_entries,
+    config=_config("vit_mae", _MAE, mask_ratio=0.0),
 )

@@ -1,0 +1,192 @@
+"""The makers' own layouts: OpenAI's CLIP by torch's modules, DINOv3 and big_vision's SigLIP by transformers'."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hf_cases import HF_CASES
+from oracles import gap, pictures, randomised, run, save_npz, written
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from vitral.architecture import RopeConfig, ViTConfig
+from vitral.checkpoints.formats.table import Hints
+from vitral.checkpoints.weights import read
+from vitral.errors import UserError
+
+IMAGES = pictures(3, 3, 32, 32)
+LIMIT = 1e-5
+
+
+# ------------------------------------------------------------------------------------------------------------- CLIP
+
+
+class QuickGelu(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+class ClipBlock(nn.Module):
+    def __init__(self, width: int, heads: int, gelu: nn.Module) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attn = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.mlp = nn.Sequential()
+        self.mlp.add_module("c_fc", nn.Linear(width, 48))
+        self.mlp.add_module("gelu", gelu)
+        self.mlp.add_module("c_proj", nn.Linear(48, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.ln_1(x)
+        x = x + self.attn(normed, normed, normed, need_weights=False)[0]
+        return x + self.mlp(self.ln_2(x))
+
+
+class ClipTower(nn.Module):
+    """The image tower as the paper of CLIP describes it, with the names of its code."""
+
+    def __init__(self, gelu: nn.Module, width: int = 32, heads: int = 4, embedding: int = 24) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, width, 8, 8, bias=False)
+        self.class_embedding = nn.Parameter(torch.zeros(width))
+        self.positional_embedding = nn.Parameter(torch.zeros(17, width))
+        self.ln_pre, self.ln_post = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.transformer = nn.Module()
+        self.transformer.add_module("resblocks", nn.Sequential(*(ClipBlock(width, heads, gelu) for _ in range(2))))
+        self.proj = nn.Parameter(torch.zeros(width, embedding))
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = self.conv1(images).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.class_embedding.expand(len(images), 1, -1), patches], dim=1)
+        x = self.ln_pre(tokens + self.positional_embedding)
+        x = self.transformer.get_submodule("resblocks")(x)
+        return self.ln_post(x[:, 0]) @ self.proj
+
+
+def clip_tensors(tower: nn.Module) -> dict[str, Tensor]:
+    """The state dict of a model with two towers."""
+    text = {"token_embedding.weight": torch.ones(5, 8), "transformer.resblocks.0.ln_1.weight": torch.ones(8)}
+    text |= {"positional_embedding": torch.ones(7, 8), "logit_scale": torch.tensor(1.0)}
+    return {**{f"visual.{key}": tensor for key, tensor in tower.state_dict().items()}, **text}
+
+
+@pytest.mark.parametrize("openai", [True, False])
+def test_clip_as_openai_names_it(openai, tmp_path):
+    tower = randomised(ClipTower(QuickGelu() if openai else nn.GELU()))
+    extra = {"input_resolution": torch.tensor(32), "vocab_size": torch.tensor(5)} if openai else {}
+    torch.save(clip_tensors(tower) | extra, tmp_path / "clip.pt")
+    with pytest.raises(UserError, match="does not state its number of heads"):
+        read(tmp_path / "clip.pt")
+    found = read(tmp_path / "clip.pt", hints=Hints(heads=4))
+    with torch.no_grad():
+        expected = tower(IMAGES)
+    assert found.card.format == "open_clip"
+    assert gap(run(found.weights, IMAGES), expected) / float(expected.abs().max()) <= LIMIT
+    gelu = "quick GELU, as of OpenAI" if openai else "exact (erf) GELU, which OpenAI's models"
+    assert gelu in "; ".join(found.card.changes)
+    assert f"text tower not read ({4 + len(extra)} tensors)" in found.card.changes
+
+
+def test_an_image_tower_is_written_with_openai_names(tmp_path):
+    tower = randomised(ClipTower(nn.GELU()))
+    torch.save(clip_tensors(tower), tmp_path / "clip.pt")
+    weights = read(tmp_path / "clip.pt", hints=Hints(heads=4)).weights
+    written(weights, tmp_path / "ours.safetensors", "open_clip")
+    ours = load_file(tmp_path / "ours.safetensors")
+    theirs = ClipTower(nn.GELU())
+    theirs.load_state_dict({key.removeprefix("visual."): tensor for key, tensor in ours.items()}, strict=True)
+    with torch.no_grad():
+        assert torch.equal(theirs.eval()(IMAGES), tower(IMAGES))
+    assert isinstance(weights.architecture, ViTConfig)
+    quick = replace(weights, architecture=replace(weights.architecture, gelu="quick"))
+    with pytest.raises(UserError, match="write hf-clip instead"):
+        written(quick, tmp_path / "quick.safetensors", "open_clip")
+
+
+# ----------------------------------------------------------------------------------------------------------- DINOv3
+
+
+def meta_tensors(state: dict[str, Tensor], depth: int = 2) -> dict[str, Tensor]:
+    """transformers' tensors with the names of Meta's code; the bias of keys is there, and hidden by a mask."""
+    named = {"cls_token": state["embeddings.cls_token"], "storage_tokens": state["embeddings.register_tokens"]}
+    named |= {"mask_token": state["embeddings.mask_token"][0], "rope_embed.periods": torch.tensor([1.0, 10.0])}
+    for part in ("weight", "bias"):
+        named[f"patch_embed.proj.{part}"] = state[f"embeddings.patch_embeddings.{part}"]
+        named[f"norm.{part}"] = state[f"norm.{part}"]
+    names = {"norm1": "norm1", "norm2": "norm2", "attn.proj": "attention.o_proj", "mlp.fc1": "mlp.up_proj"}
+    names |= {"mlp.fc2": "mlp.down_proj", "mlp.w1": "mlp.gate_proj", "mlp.w2": "mlp.up_proj", "mlp.w3": "mlp.down_proj"}
+    gated = "model.layer.0.mlp.gate_proj.weight" in state
+    for i in range(depth):
+        ours, theirs = f"blocks.{i}", f"model.layer.{i}"
+        for name, old in names.items():
+            if name.startswith("mlp.w") is gated or "mlp" not in name:
+                named |= {f"{ours}.{name}.{part}": state[f"{theirs}.{old}.{part}"] for part in ("weight", "bias")}
+        parts = [f"{theirs}.attention.{letter}_proj" for letter in "qkv"]
+        named[f"{ours}.attn.qkv.weight"] = torch.cat([state[f"{part}.weight"] for part in parts])
+        q, v = state[f"{parts[0]}.bias"], state[f"{parts[2]}.bias"]
+        named[f"{ours}.attn.qkv.bias"] = torch.cat([q, torch.full_like(q, 7.0), v])
+        named[f"{ours}.attn.qkv.bias_mask"] = torch.cat([torch.ones_like(q), torch.zeros_like(q), torch.ones_like(v)])
+        named |= {f"{ours}.ls{k}.gamma": state[f"{theirs}.layer_scale{k}.lambda1"] for k in (1, 2)}
+    return named
+
+
+@pytest.mark.parametrize("name", ["DINOv3", "DINOv3, SwiGLU"])
+def test_dinov3_as_meta_names_it(name, tmp_path):
+    """Heads of 8 channels have the periods 1 and 10, which bfloat16 holds exactly."""
+    model = HF_CASES[name].build()
+    theirs = meta_tensors(dict(model.state_dict()))
+    torch.save(theirs | {"local_cls_norm.weight": torch.ones(32)}, tmp_path / "dinov3.pth")
+    found = read(tmp_path / "dinov3.pth")
+    expected = HF_CASES[name].forward(model, IMAGES)
+    assert found.card.format == "dinov3"
+    assert set(found.unmapped) == {"mask_token", "local_cls_norm.weight"}
+    assert gap(run(found.weights, IMAGES), expected) / float(expected.abs().max()) <= LIMIT
+    written(found.weights, tmp_path / "ours.safetensors", "dinov3")
+    ours = load_file(tmp_path / "ours.safetensors")
+    assert {key: tensor.shape for key, tensor in ours.items()} == {key: tensor.shape for key, tensor in theirs.items()}
+    for key, tensor in theirs.items():
+        mask = theirs.get(f"{key}_mask", torch.tensor(1.0))
+        assert torch.equal(ours[key] * mask, tensor * mask) or key == "mask_token"
+
+
+def test_periods_of_dinov3_are_those_that_bfloat16_rounds(tmp_path):
+    """timm's note: the released weights have the periods downcast to bfloat16."""
+    config: Any = HF_CASES["DINOv3"]
+    wide = replace(config, settings={**config.settings, "num_attention_heads": 1})
+    theirs = meta_tensors(dict(wide.build().state_dict()))
+    exact = 100 ** (torch.arange(8) / 8)
+    torch.save(theirs | {"rope_embed.periods": exact.bfloat16()}, tmp_path / "rounded.pth")
+    torch.save(theirs | {"rope_embed.periods": exact}, tmp_path / "exact.pth")
+    found = read(tmp_path / "rounded.pth").weights.architecture
+    assert isinstance(found, ViTConfig)
+    assert (found.heads, found.rope) == (1, RopeConfig(temperature=100.0, periods="bfloat16"))
+    with pytest.raises(UserError, match="periods are not those of the released models"):
+        read(tmp_path / "exact.pth")
+
+
+# ------------------------------------------------------------------------------------------- big_vision's two towers
+
+
+def test_the_image_tower_of_big_vision_siglip(tmp_path):
+    case = HF_CASES["SigLIP"]
+    model = case.build()
+    weights = read(case.save(model, tmp_path / "hf")).weights
+    written(weights, tmp_path / "tower.npz", "big_vision")
+    with np.load(tmp_path / "tower.npz") as file:
+        arrays = {key: file[key] for key in file.files}
+    blocks = {key: array for key, array in arrays.items() if key.startswith("Transformer/")}
+    towers = {f"params/img/{key}": array for key, array in arrays.items()}
+    towers |= {f"params/txt/Encoder_0/{key}": array for key, array in blocks.items()}
+    towers |= {f"params/txt/{key}": array for key, array in blocks.items()}
+    towers |= {"params/t": np.ones(1, np.float32), "params/b": np.ones(1, np.float32)}
+    save_npz(tmp_path / "siglip.npz", towers)
+    found = read(tmp_path / "siglip.npz", hints=Hints(heads=4))
+    expected = case.forward(model, IMAGES)
+    assert found.card.format == "big_vision"
+    assert f"text tower not read ({2 * len(blocks) + 2} tensors)" in found.card.changes
+    assert set(found.unmapped) == {key for key in towers if not key.startswith("params/img/")}
+    assert gap(run(found.weights, IMAGES), expected) / float(expected.abs().max()) <= LIMIT
