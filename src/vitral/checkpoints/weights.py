@@ -19,6 +19,7 @@ from vitral.checkpoints.formats import FORMATS, format_named
 from vitral.checkpoints.formats.native import CARD, NATIVE, card_of, entries
 from vitral.checkpoints.formats.table import (
     CheckpointHeader,
+    Entry,
     Format,
     Hints,
     heads_of,
@@ -40,6 +41,12 @@ class Description:
     format: Format
     header: CheckpointHeader
     card: Card
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The table of this file's tensors."""
+        of_file, architecture = self.format.file_entries, self.card.architecture
+        return of_file(self.header, architecture) if of_file else self.format.entries(architecture)
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,7 @@ def read(path: Path, format: str | None = None, hints: Hints | None = None) -> C
     try:
         tensors, ignored = _read_used_tensors(described)
         shapes = {entry.ours: entry.shape for entry in entries(card.architecture)}
-        state, unused = read_entries(table.entries(card.architecture), tensors, shapes)
+        state, unused = read_entries(described.entries, tensors, shapes)
         if unused:
             names = ", ".join(unused[:3]) + (", ..." if unused[3:] else "")
             raise UserError(
@@ -302,7 +309,7 @@ def _read_used_tensors(described: Description) -> tuple[dict[str, Tensor], list[
     tensors = read_tensors(described.file)
     renames = _renames(tensors, described.format)
     pattern = re.compile(described.format.ignored)
-    used = {entry.theirs for entry in described.format.entries(described.card.architecture)}
+    used = {entry.theirs for entry in described.entries}
     ignored = [key for key, new in renames.items() if pattern.match(new) and new not in used]
     for key in ignored:
         del tensors[key]
