@@ -168,7 +168,8 @@ def read_entries(
     parts: dict[str, dict[int, Tensor]] = {}
     for entry in entries:
         piece, pieces = entry.to_ours(_checked(entry, theirs)), parts.setdefault(entry.ours, {})
-        pieces[entry.part[0]] = pieces[entry.part[0]] + piece if entry.part[0] in pieces else piece
+        earlier = pieces.get(entry.part[0])
+        pieces[entry.part[0]] = piece if earlier is None else earlier.float() + piece.float()
     state = {key: _joined(key, pieces, shapes[key]) for key, pieces in parts.items()}
     used = {entry.theirs for entry in entries}
     return state, [key for key in theirs if key not in used]
