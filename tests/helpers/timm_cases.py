@@ -13,31 +13,36 @@ from timm_factories import captured, class_defaults
 from torch import Tensor, nn
 
 CLASSES = 7
-_BACKBONE = "embed_layer"
 
 
 def shrunk(name: str) -> dict[str, Any]:
     """Arguments that make a factory's model small, but leave its kinds of layers and the width of its heads."""
     kind, own = captured(name)
-    if kind == "ResNetV2":
-        return {"layers": [1, 1, 1, 1]}
+    if kind == "ResNetV2":  # its factory does not take other sizes; see `build`
+        return {}
     if kind == "NaFlexVit":
         return {"depth": 2}
     arguments = {**class_defaults(kind), **own}
     width, heads, patch = arguments["embed_dim"], arguments["num_heads"], arguments["patch_size"]
+    if "embed_layer" in own:  # a stem without a projection has the width of the blocks
+        return {"depth": 2, "img_size": [64, 96]}
     few = min(heads, 4)
-    image = [64, 96] if _BACKBONE in own else [4 * patch, 5 * patch]
-    small = {"depth": 2, "embed_dim": width // heads * few, "num_heads": few, "img_size": image}
+    small = {"depth": 2, "embed_dim": width // heads * few, "num_heads": few, "img_size": [4 * patch, 5 * patch]}
+    if int(small["embed_dim"] * arguments["mlp_ratio"]) % 2:  # a packed SwiGLU has two halves
+        small["mlp_ratio"] = 3.0
     return {**small, "num_kv_heads": [few, few // 2]} if own.get("num_kv_heads") else small
 
 
 def build(name: str, arguments: dict[str, Any]) -> nn.Module:
     """A model of timm with random parameters, norms and biases included."""
     import timm
+    from timm.models.resnetv2 import _create_resnetv2_bit
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
+        if name.startswith("resnetv2"):
+            return randomised(_create_resnetv2_bit(name, layers=[1, 1, 1, 1], num_classes=CLASSES))
         return randomised(timm.create_model(name, num_classes=CLASSES, **arguments))
 
 

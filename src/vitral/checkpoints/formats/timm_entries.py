@@ -1,4 +1,4 @@
-"""The tensors of timm's Vision Transformers: VisionTransformer, Eva and Beit name and split some of them differently."""
+"""The tensors of timm's VisionTransformer, Eva and Beit, which name and split some of them differently."""
 
 from __future__ import annotations
 

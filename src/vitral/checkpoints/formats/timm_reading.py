@@ -151,7 +151,7 @@ def _shown(header: CheckpointHeader) -> dict[str, Any]:
 
 _MUST_AGREE = (
     *("class_token", "registers", "position", "layer_scale", "swiglu", "qkv_bias", "key_bias", "qk_norm", "pre_norm"),
-    *("attention_norm", "mlp_norm"),
+    *("attention_norm", "mlp_norm", "patch_bias"),
 )
 
 
@@ -159,6 +159,8 @@ def _check_config(name: str, shown: dict[str, Any], stated: dict[str, Any], argu
     """A config.json of another model would state the wrong heads, GELU and pooling."""
     expected = {key: stated[key] for key in _MUST_AGREE}
     expected |= {"width": arguments["embed_dim"], "depth": arguments["depth"]}
+    if "none" in (shown["norm_place"], stated["norm_place"]):
+        expected["norm_place"] = stated["norm_place"]
     for key, value in expected.items():
         if shown[key] != value:
             raise UserError(
@@ -241,7 +243,8 @@ def _common(similar: list[_Candidate]) -> dict[str, Any]:
 
 def _usual(header: CheckpointHeader, shown: dict[str, Any]) -> dict[str, Any]:
     """The defaults of timm's VisionTransformer, for a combination of parts that no architecture of timm has."""
-    if _is_eva(header) or shown["pre_norm"] or shown["swiglu"] or shown["position"] != "1d":
+    incomplete = shown["position"] != "1d" or shown["norm_place"] == "none" or not shown["patch_bias"]
+    if _is_eva(header) or shown["pre_norm"] or shown["swiglu"] or incomplete:
         raise UserError(f"no architecture of timm has these tensors, so what they do not state is unknown: {_FOLDER}.")
     mean = not shown["class_token"] or shown["norm_place"] == "features"
     pool = "map" if header.has("attn_pool.latent") else "mean" if mean else "token"

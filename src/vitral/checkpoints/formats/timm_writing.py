@@ -143,6 +143,9 @@ def _beit_reason(c: ViTConfig) -> str | None:
         return "its Beit has a class token, no registers, and no bias of the keys"
     if c.pre_norm or c.post_norm or c.qk_norm or c.attention_norm:
         return "its Beit has no further norms"
+    rows, columns = c.grid(c.image)
+    if rows != columns:  # timm 1.0 resizes such a table on loading, as if it were square, and fails
+        return f"it loads relative positions of square grids only, not of {rows}x{columns}"
     if (c.pool, c.norm_place) not in (("mean", "features"), ("token", "tokens")):
         return "its Beit pools by the mean before the last LayerNorm, or by the class token after it"
     return None
