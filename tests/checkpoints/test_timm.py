@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracles import SMALL, outcome, outside, pictures, random_weights, run, timm_loaded, written
+from oracles import SMALL, outcome, outside, pictures, random_weights, run, same_bits, timm_loaded, written
 from safetensors.torch import load_file, save_file
 from timm_cases import build, images, relative_gap, save, save_header, shrunk
 
@@ -265,9 +265,19 @@ def test_what_timm_has_no_slot_for_is_refused(case, tmp_path):
         written(random_weights(c), tmp_path / "model", "timm")
 
 
-@pytest.mark.parametrize("format", ["hf", "torchvision", "dino"])
-@pytest.mark.parametrize("case", ["EVA-02", "no bias of the keys", "no final norm", "quick GELU, pre-norm"])
+@pytest.mark.parametrize("format", ["hf", "torchvision", "dino", "google", "google-linen", "big_vision"])
+@pytest.mark.parametrize("case", ["EVA-02", "no bias of the keys", "no final norm", "relative positions"])
 def test_formats_of_plain_models_do_not_drop_later_parts(case, format, tmp_path):
     c = replace(WRITTEN[case], pool="token", norm_place="none" if case == "no final norm" else "tokens")
-    with pytest.raises(UserError, match="cannot hold this model"):
-        written(random_weights(c), tmp_path / "model.safetensors", format)
+    gelu = "tanh" if FORMATS[format].container == "npz" else "erf"
+    with pytest.raises(UserError, match=r"cannot hold this model: (it does not support|all its layers have)"):
+        written(random_weights(replace(c, gelu=gelu, classes=0 if format == "dino" else 5)), tmp_path / "model", format)
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_our_own_format_keeps_every_part(case, tmp_path):
+    weights = random_weights(WRITTEN[case])
+    assert written(weights, tmp_path / "model.safetensors", "vitral").changes == ()
+    back = read(tmp_path / "model.safetensors").weights
+    assert back.architecture == weights.architecture
+    assert same_bits(back.state, weights.state)

@@ -159,5 +159,5 @@ def test_relative_bias_computes_what_timms_beit_computes(scale):
     norm = partial(nn.LayerNorm, eps=1e-5)
     theirs = {"use_abs_pos_emb": False, "use_rel_pos_bias": True, "init_values": scale, "norm_layer": norm}
     model = outside("timm.models.beit").Beit(**THEIRS, num_classes=5, **theirs)
-    ours = {"key_bias": False, "position": "bias", "layer_scale": bool(scale), "pool": "mean"}
+    ours: dict[str, Any] = {"key_bias": False, "position": "bias", "layer_scale": bool(scale), "pool": "mean"}
     check(randomised(model), ViTConfig(**OURS, **ours, norm_place="features"))

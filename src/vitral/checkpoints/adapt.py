@@ -157,7 +157,7 @@ def to_table(weights: Weights, allowed: tuple[Position, ...]) -> Weights:
     if (
         not isinstance(old, ViTConfig)
         or old.position in allowed
-        or old.position == "relative"
+        or old.position in ("relative", "bias")
         or old.injection != "input"
     ):
         return weights

@@ -10,7 +10,15 @@ from typing import Any
 
 from vitral.architecture import Architecture, StemConfig, ViTConfig
 from vitral.checkpoints.card import Preprocess
-from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, grid_of_rows, is_square, position_entries
+from vitral.checkpoints.formats.table import (
+    CheckpointHeader,
+    Entry,
+    Format,
+    grid_of_rows,
+    is_square,
+    later_parts_reason,
+    position_entries,
+)
 
 POSITION = "Transformer/posembed_input/pos_embedding"
 
@@ -99,6 +107,8 @@ def unsupported_reason(architecture: Architecture) -> str | None:
     if not isinstance(architecture, ViTConfig):
         return "it holds Vision Transformers, not ResNets"
     c = architecture
+    if reason := later_parts_reason(c):
+        return reason
     if c.gelu != "tanh":
         return "it implies the tanh GELU, and these weights use the exact (erf) one"
     if c.norm_eps != 1e-6:

@@ -276,6 +276,24 @@ def separate_qkv(theirs: tuple[str, str, str], ours: str, width: int) -> list[En
     return entries
 
 
+_LATER_PARTS = (
+    *("rope", "swiglu", "qk_norm", "pre_norm", "post_norm", "attention_norm", "mlp_norm", "map_heads", "map_mlp"),
+    "map_prefix",
+)
+
+
+def later_parts_reason(c: ViTConfig) -> str | None:
+    """Why a format of the paper's Vision Transformers cannot hold one with parts that came later."""
+    if later := [part for part in _LATER_PARTS if getattr(c, part)]:
+        return f"it does not support {', '.join(later)}"
+    if not (c.qkv_bias and c.key_bias and c.patch_bias and c.head_bias):
+        return "all its layers have a bias"
+    fields = {"position": "bias", "norm_place": "none", "gelu": "quick"}
+    unknown = [f'{field}="{value}"' for field, value in fields.items() if getattr(c, field) == value]
+    unknown += [f'pool="{c.pool}"'] if c.pool.startswith("token+") else []
+    return f"it does not support {', '.join(unknown)}" if unknown else None
+
+
 @dataclass(frozen=True)
 class Sizes:
     """The sizes that the shapes of any PyTorch ViT show."""

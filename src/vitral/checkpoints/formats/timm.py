@@ -11,7 +11,16 @@ from typing import Any
 
 from vitral.architecture import Architecture, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
-from vitral.checkpoints.formats.table import CheckpointHeader, ClassRow, Entry, Format, Hints, heads_of, read_sizes
+from vitral.checkpoints.formats.table import (
+    CheckpointHeader,
+    ClassRow,
+    Entry,
+    Format,
+    Hints,
+    heads_of,
+    later_parts_reason,
+    read_sizes,
+)
 from vitral.checkpoints.formats.timm_entries import encoder_entries as encoder_entries
 from vitral.checkpoints.formats.timm_entries import entries
 from vitral.checkpoints.formats.timm_reading import INDEX, named_factory, read_header
@@ -75,25 +84,12 @@ def _class_names(header: CheckpointHeader) -> tuple[str, ...]:
     return tuple(names) if isinstance(names, list) else ()
 
 
-_LATER_PARTS = (
-    *("rope", "swiglu", "qk_norm", "pre_norm", "post_norm", "attention_norm", "mlp_norm", "map_heads", "map_mlp"),
-    "map_prefix",
-)
-
-
 def unsupported_reason(architecture: Architecture) -> str | None:
-    """Why formats of plain Vision Transformers, timm's names without its later parts, cannot hold an architecture."""
-    c = architecture
-    if reason := _encoder_reason(c):
+    """Why formats of plain Vision Transformers in PyTorch, without timm's later parts, cannot hold an architecture."""
+    if reason := _encoder_reason(architecture):
         return reason
-    assert isinstance(c, ViTConfig)
-    if later := [part for part in _LATER_PARTS if getattr(c, part)]:
-        return f"it does not support {', '.join(later)}"
-    if not (c.qkv_bias and c.key_bias and c.patch_bias and c.head_bias):
-        return "all its layers have a bias"
-    if c.position == "bias" or c.norm_place == "none" or c.gelu == "quick" or c.pool.startswith("token+"):
-        return f'it does not support position="{c.position}", norm_place="{c.norm_place}", pool="{c.pool}" together'
-    return None
+    assert isinstance(architecture, ViTConfig)
+    return later_parts_reason(architecture)
 
 
 def _encoder_reason(architecture: Architecture) -> str | None:
