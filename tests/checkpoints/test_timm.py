@@ -93,7 +93,7 @@ AMBIGUOUS = {
     "vit_base_patch16_gap_224": "number of heads",  # vit_base_patch16_siglip_gap_224
     "eva02_tiny_patch14_224": "RoPE",
     "vit_small_patch16_dinov3": "RoPE",
-    "vit_base_patch16_rpn_224": "norms come before or after",
+    "vit_base_patch16_rpn_224": "norms come before or after the branches",
 }
 CLEAR = [
     *("vit_tiny_patch16_224", "deit3_small_patch16_224", "vit_small_patch14_reg4_dinov2", "beit_base_patch16_224"),
@@ -130,7 +130,7 @@ def test_weights_alone_compute_what_timm_computes(tmp_path):
     found = read(tmp_path / "weights.safetensors")
     assert found.card.changes == (
         "assumed: gelu=erf, pool=token, norm_eps=1e-06, heads=2, as timm's models with these tensors have; "
-        "pass the folder with its config.json if not",
+        "if not, pass the folder with timm's config.json",
     )
     pixels = pictures(2, 3, 160, 160)
     assert relative_gap(run(found.weights, pixels), outcome(model, pixels)) <= LIMIT
@@ -195,6 +195,7 @@ def test_arguments_of_an_unknown_architecture_count(tmp_path):
     assert (architecture.heads, architecture.gelu) == (2, "tanh")
     (assumed,) = FORMATS["timm"].assumptions(header, architecture)
     assert "pool=token" in assumed
+    assert "model_args of config.json" in assumed
     assert "gelu" not in assumed
 
 

@@ -37,7 +37,6 @@ _STATED_BY = {
 }
 INDEX = "relative_position_index"  # which older files store beside the table of relative positions
 _FOLDED = "position rows of the registers folded into the registers"
-_FOLDER = "pass the folder with its config.json"
 
 
 @dataclass(frozen=True)
@@ -99,6 +98,13 @@ def _defaults(model: str) -> dict[str, Any]:
 def _listed(parts: list[str]) -> str:
     """a, b and c"""
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)
+
+
+def _remedy(header: CheckpointHeader) -> str:
+    """What a user can do about something that a file does not state."""
+    if not (header.config or {}).get("architecture"):
+        return "pass the folder with timm's config.json"
+    return "state it in the model_args of config.json, whose architecture timm does not have"
 
 
 def _is_eva(header: CheckpointHeader) -> bool:
@@ -208,18 +214,18 @@ def _guessed(
     similar = [one for one in _candidates() if one.keys == keys and _agrees(one, known)]
     sizes = (shown["depth"], shown["width"], shown["mlp"], shown["patch"])
     same = [one for one in similar if one.sizes == sizes]
-    hidden = {**(_common(same or similar) if similar else _usual(header, shown)), **known}
+    hidden = {**(_common(header, same or similar) if similar else _usual(header, shown)), **known}
     if hidden["rope"] and not hidden["rope"].learned:
-        raise UserError(f"the file does not state the frequencies of its rotary positions (RoPE): {_FOLDER}.")
+        raise UserError(f"the file does not state the frequencies of its rotary positions (RoPE): {_remedy(header)}.")
     if hidden["post_norm"] and "post_norm" not in known:
-        raise UserError(f"the file does not state whether its norms come before or after the branches: {_FOLDER}.")
+        raise UserError(f"the file does not state if its norms come before or after the branches: {_remedy(header)}.")
     assumed = [f"{key}={hidden[key]}" for key in ("gelu", "pool", "norm_eps") if _is_assumed(key, shown, known)]
     stated_heads = header.hints.heads or heads or _shown_heads(header, shown)
     hidden["heads"] = stated_heads or _heads(header, shown, same)
     assumed += [] if stated_heads else [f"heads={hidden['heads']}"]
     if hidden["rope"]:
         assumed.append(f"axes of RoPE={hidden['rope'].axes}")
-    sentence = f"assumed: {', '.join(assumed)}, as timm's models with these tensors have; {_FOLDER} if not"
+    sentence = f"assumed: {', '.join(assumed)}, as timm's models with these tensors have; if not, {_remedy(header)}"
     return hidden, (sentence,) if assumed else ()
 
 
@@ -227,7 +233,7 @@ def _agrees(candidate: _Candidate, known: dict[str, Any]) -> bool:
     return all(candidate.fields[key] == value for key, value in known.items())
 
 
-def _common(similar: list[_Candidate]) -> dict[str, Any]:
+def _common(header: CheckpointHeader, similar: list[_Candidate]) -> dict[str, Any]:
     """The hidden fields of some architectures; UserError where they differ."""
     first = similar[0]
     for other in similar:
@@ -235,8 +241,8 @@ def _common(similar: list[_Candidate]) -> dict[str, Any]:
         if different:
             names = f"{first.name} and {other.name}"
             raise UserError(
-                f"the file does not state its {_listed(different)}: {names} have the same tensors, but differ in that; "
-                f"{_FOLDER}."
+                f"the file does not state its {_listed(different)}, in which {names}, of the same tensors, differ: "
+                f"{_remedy(header)}."
             )
     return {key: first.fields[key] for key in _HIDDEN}
 
@@ -245,7 +251,7 @@ def _usual(header: CheckpointHeader, shown: dict[str, Any]) -> dict[str, Any]:
     """The defaults of timm's VisionTransformer, for a combination of parts that no architecture of timm has."""
     incomplete = shown["position"] != "1d" or shown["norm_place"] == "none" or not shown["patch_bias"]
     if _is_eva(header) or shown["pre_norm"] or shown["swiglu"] or incomplete:
-        raise UserError(f"no architecture of timm has these tensors, so what they do not state is unknown: {_FOLDER}.")
+        raise UserError(f"no architecture of timm has these tensors, so its GELU is unknown: {_remedy(header)}.")
     mean = not shown["class_token"] or shown["norm_place"] == "features"
     pool = "map" if header.has("attn_pool.latent") else "mean" if mean else "token"
     plain = {"post_norm": False, "rope": None, "map_heads": 0, "map_prefix": False}
@@ -294,7 +300,7 @@ def _file(
     if header.has("attn_pool.latent") != (hidden["pool"] == "map"):
         raise UserError(f'its pooling is "{hidden["pool"]}", which its tensors do not match: check its config.json.')
     notes = [_FOLDED] if register_rows else []
-    notes += [] if certain else [f"assumed: image={image[0]}x{image[1]}; {_FOLDER} if not"]
+    notes += [] if certain else [f"assumed: image={image[0]}x{image[1]}; if not, {_remedy(header)}"]
     architecture = ViTConfig(**shown, **hidden, image=image, resize="timm", class_position=_class_row(shown, extra))
     if architecture.pool == "map":
         mlp = header.shape("attn_pool.mlp.fc1.weight", 2)[0]
