@@ -199,10 +199,10 @@ UNSAYABLE: list[tuple[str, Architecture, str]] = [
     ("big_vision", ARCHITECTURES["hybrid"], "hybrid's ResNet"),
     ("bit", ResNetConfig(blocks=(1, 1, 1, 1), root_pool="-inf"), "minus infinity"),
     ("bit", SMALL, "not Vision Transformers"),
-    ("timm", replace(SMALL, norm_eps=1e-12), "epsilon of 1e-6, not 1e-12"),
+    ("timm", replace(SMALL, norm_eps=1e-12), "epsilon of 1e-5 or 1e-6, not 1e-12"),
     ("timm", ARCHITECTURES["hybrid"], "hybrid's ResNet"),
     ("timm", replace(SMALL, representation=8), "tanh layer"),
-    ("timm", replace(SMALL, pool="map"), "attention pooling"),
+    ("timm", replace(SMALL, pool="token+mean"), "pooling"),
     ("torchvision", replace(ERF, layer_scale=True), "LayerScale"),
     ("torchvision", SMALL, "exact .erf. GELU"),
     ("hf", replace(SMALL, registers=2), "registers"),
@@ -271,8 +271,8 @@ def spoilt(value: float) -> Callable[[Tensor], Tensor]:
 DAMAGE: dict[str, tuple[Callable[[Arrays], Arrays], str]] = {
     "a key is missing": (without("blocks.1.mlp.fc2.bias"), "no tensor blocks.1.mlp.fc2.bias"),
     "a key too many": (
-        lambda arrays: {**arrays, "blocks.0.attn.q_norm.weight": torch.ones(8)},
-        r"1 of its tensors are not part of this format \(blocks.0.attn.q_norm.weight\)",
+        lambda arrays: {**arrays, "blocks.0.attn.gate.weight": torch.ones(8)},
+        r"1 of its tensors are not part of this format \(blocks.0.attn.gate.weight\)",
     ),
     "a wrong shape": (
         changed("norm.weight", lambda a: torch.ones(33)),
@@ -290,10 +290,6 @@ DAMAGE: dict[str, tuple[Callable[[Arrays], Arrays], str]] = {
     "infinity": (changed("head.bias", spoilt(float("inf"))), "tensor head.bias has non-finite values"),
     "integers": (changed("cls_token", lambda a: a.long()), "tensor cls_token has the type torch.int"),
     "no keys of a ViT": (lambda arrays: {"fc.weight": arrays["head.weight"]}, "its tensors are fc.weight"),
-    "rows for the registers": (
-        lambda arrays: {**arrays, "reg_token": torch.ones(1, 3, 32), "pos_embed": torch.ones(1, 20, 32)},
-        "position rows for its registers",
-    ),
 }
 
 

@@ -15,7 +15,8 @@ from vitral.checkpoints.formats import FORMATS, format_named
 from vitral.checkpoints.formats.foreign import family_of
 from vitral.checkpoints.formats.native import NATIVE, card_of
 from vitral.checkpoints.formats.table import CONFIG_COUNTS, CheckpointHeader, Entry, Format, Hints, linear
-from vitral.checkpoints.known_names import named_architecture
+from vitral.checkpoints.formats.timm_reading import named_factory
+from vitral.checkpoints.known_names import named_architecture, timm_name
 from vitral.checkpoints.wrappers import FoundModel, find_model, ignored_sentences, unused_keys
 from vitral.errors import UserError
 
@@ -77,11 +78,15 @@ def describe(path: Path, format: str | None = None, hints: Hints | None = None) 
 def _described(file: WeightFile, path: Path, model: FoundModel) -> Description:
     table = model.format
     card = card_of(model.header) if table is NATIVE else None
-    architecture, assumed = (card.architecture, []) if card else _architecture(file, path, model)
-    entries = table.entries(architecture)
+    if card:
+        architecture, assumed = card.architecture, []
+    else:
+        model, architecture, assumed = _architecture(file, path, model)
+    entries = table.file_entries(model.header, architecture) if table.file_entries else table.entries(architecture)
     names, outside = dict(model.names), dict(model.outside)
     ignored, _ = unused_keys(model, {entry.theirs for entry in entries})
-    notes = [*model.notes, *ignored_sentences(ignored)]
+    unmapped = [key for key, name in model.names.items() if name in set(ignored)]
+    notes = [*model.notes, *ignored_sentences([key.removeprefix(model.prefix) for key in unmapped])]
     if (classifier := _classifier(file, model, architecture)) and not isinstance(architecture, ModuleConfig):
         entries += classifier.entries(architecture.features)
         names |= classifier.names
@@ -93,7 +98,6 @@ def _described(file: WeightFile, path: Path, model: FoundModel) -> Description:
             "backbone's features; pass classes=0 to leave it out"
         )
     notes += ignored_sentences(list(outside.values()), model.prefix)
-    unmapped = [key for key, name in model.names.items() if name in set(ignored)]
     kept = {key: name for key, name in names.items() if key not in set(unmapped)}
     if card is None:
         classes = table.class_names(model.header)
@@ -114,14 +118,21 @@ def _with_classes(architecture: ModelConfig, classifier: _Classifier) -> ModelCo
     return replace(architecture, classes=classifier.classes)
 
 
-def _architecture(file: WeightFile, path: Path, model: FoundModel) -> tuple[Architecture, list[str]]:
-    """The architecture by the header, the hints and the name of the file, and what was assumed."""
+def _architecture(file: WeightFile, path: Path, model: FoundModel) -> tuple[FoundModel, Architecture, list[str]]:
+    """The architecture by the header, the hints and the name of the file, and what was assumed.
+
+    Returns:
+        Also the model, whose header has a config.json that names timm's architecture if the name of the file does.
+    """
+    if named := _named_by_timm(file, path, model):
+        return named
     table, header = model.format, model.header
-    name, known = ("", {}) if table.config is None or _is_stated(table, header) else _named(file, path)
+    by_tables = table.config is None or table.name == "timm" or _is_stated(header)
+    name, known = ("", {}) if by_tables else _named(file, path)
     if "heads" in known and header.hints.heads is None:
         header = replace(header, hints=replace(header.hints, heads=known["heads"]))
     architecture = table.architecture(header)
-    _check_counts(table, header, architecture)
+    _check_counts(header, architecture)
     shape = {field: value for field, value in known.items() if field in ("depth", "width", "mlp", "patch")}
     if any(getattr(architecture, field, value) != value for field, value in shape.items()):
         known, header = {}, model.header
@@ -130,7 +141,7 @@ def _architecture(file: WeightFile, path: Path, model: FoundModel) -> tuple[Arch
     if not isinstance(architecture, ViTConfig):
         if header.hints.gelu or header.hints.pool:
             raise UserError("a ResNet has neither GELU nor a choice of pooling: leave out gelu= and pool=.")
-        return architecture, [*table.assumptions(header, architecture), *header.assumed]
+        return model, architecture, [*table.assumptions(header, architecture), *header.assumed]
     if architecture.norm_place == "features" or architecture.pool == "map":
         known = {field: value for field, value in known.items() if field != "pool"}  # the tensors show another one
     passed = {field: value for field in ("gelu", "pool") if (value := getattr(header.hints, field))}
@@ -141,12 +152,33 @@ def _architecture(file: WeightFile, path: Path, model: FoundModel) -> tuple[Arch
     sentences = [*table.assumptions(header, architecture), *header.assumed]
     sentences += [f"by the name {name}: {_fields(by_name)}"] if by_name else []
     sentences += [f"as passed: {_fields(changed)}"] if changed else []
-    return architecture, sentences + _unstated(table, header, architecture, {*by_name, *passed})
+    return model, architecture, sentences + _unstated(table, header, architecture, {*by_name, *passed})
+
+
+def _named_by_timm(
+    file: WeightFile, path: Path, model: FoundModel
+) -> tuple[FoundModel, Architecture, list[str]] | None:
+    """As `_architecture`, for a timm file without config.json whose name is that of an architecture of timm."""
+    if model.format.name != "timm" or _is_stated(model.header):
+        return None
+    name, known = _named(file, path)
+    architecture_name = timm_name(name) if known else None
+    if architecture_name is None:
+        return None
+    config = {**(model.header.config or {}), "architecture": architecture_name}
+    stated = replace(model, header=replace(model.header, config=config))
+    try:
+        model, architecture, sentences = _architecture(file, path, stated)
+    except UserError:
+        model.header.assume(f"the name {name} is not used: the file has other tensors")
+        return None
+    hidden = {field: getattr(architecture, field) for field in ("heads", "gelu", "pool", "norm_eps")}
+    return model, architecture, [f"by the name {name}: {_fields(hidden)}", *sentences]
 
 
 def _unstated(table: Format, header: CheckpointHeader, c: ViTConfig, stated: set[str]) -> list[str]:
     """What a file without its config.json does not state, in formats that have one."""
-    if table.config is None or _is_stated(table, header):
+    if table.config is None or table.name == "timm" or _is_stated(header):  # timm's reader records its own
         return []
     hidden = ["gelu", "norm_eps", *(["pool"] if c.class_token and c.pool != "map" else [])]
     assumed = {field: getattr(c, field) for field in hidden if field not in stated}
@@ -155,15 +187,15 @@ def _unstated(table: Format, header: CheckpointHeader, c: ViTConfig, stated: set
     return [usual + (f"; pass {options} if not" if options else "")] if assumed else []
 
 
-def _is_stated(table: Format, header: CheckpointHeader) -> bool:
-    """Whether config.json is that of the format and states more than the name of the model."""
-    return ("model_args" if table.name == "timm" else "model_type") in (header.config or {})
+def _is_stated(header: CheckpointHeader) -> bool:
+    """Whether config.json is one of transformers or timm, so that it states what the tensors do not show."""
+    config = header.config or {}
+    return "model_type" in config or "model_args" in config or named_factory(header) is not None
 
 
-def _check_counts(table: Format, header: CheckpointHeader, architecture: Architecture) -> None:
-    if not _is_stated(table, header) or header.config is None:
-        return
-    stated = (header.config["model_args"] or {}) if table.name == "timm" else header.config
+def _check_counts(header: CheckpointHeader, architecture: Architecture) -> None:
+    config = header.config or {}
+    stated = config if "model_type" in config else config.get("model_args") or {}
     for key, field in CONFIG_COUNTS.items():
         count, found = stated.get(key), getattr(architecture, field, None)
         if isinstance(count, int) and found is not None and count != found:

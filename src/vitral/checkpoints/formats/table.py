@@ -140,6 +140,8 @@ class Format:
     architecture: Callable[[CheckpointHeader], Architecture]
     entries: Callable[[Architecture], list[Entry]]
     unsupported_reason: Callable[[Architecture], str | None]  # why the format cannot represent an architecture
+    # Where files of one architecture differ in their tensors: the entries of this file; None for `entries`.
+    file_entries: Callable[[CheckpointHeader, Architecture], list[Entry]] | None = None
     renames: Callable[[Iterable[str]], dict[str, str]] = _same_keys  # keys of older versions -> keys of the table
     # For what no entry expresses, such as two heads whose outputs are averaged: `unpack` turns the tensors of a file,
     # by the keys of the table, into those of the table, and `pack` is its inverse. What `unpack` changes is known from
@@ -166,7 +168,7 @@ class Format:
 def read_entries(
     entries: list[Entry], theirs: Mapping[str, Tensor], shapes: Mapping[str, Shape]
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Convert a format's tensors to ours.
+    """Convert a format's tensors to ours; two that fill the same part of one are added.
 
     Args:
         entries: the format's table.
@@ -178,8 +180,9 @@ def read_entries(
     """
     parts: dict[str, dict[int, Tensor]] = {}
     for entry in entries:
-        array = _checked(entry, theirs)
-        parts.setdefault(entry.ours, {})[entry.part[0]] = entry.to_ours(array)
+        piece, pieces = entry.to_ours(_checked(entry, theirs)), parts.setdefault(entry.ours, {})
+        earlier = pieces.get(entry.part[0])
+        pieces[entry.part[0]] = piece if earlier is None else earlier.float() + piece.float()
     state = {key: _joined(key, pieces, shapes[key]) for key, pieces in parts.items()}
     used = {entry.theirs for entry in entries}
     return state, [key for key in theirs if key not in used]

@@ -1,0 +1,137 @@
+"""Read every registered ViT of timm and compare outputs: how many are right, refused, or wrong?
+
+PYTHONPATH=src:tests/helpers/repair python benchmarks/sweep_checkpoints.py --only "vit_*siglip*"
+
+Each model has its factory's own arguments, but two blocks, at most four heads and a small image, and random parameters.
+It is read in these modes:
+
+configured  a folder as the library's own writer makes it, with config.json: the outputs must be equal
+alone       the weight file only, called weights.safetensors; its header is that of the full-size model, and the
+            architecture must be the one that config.json gives, whose outputs were compared
+named       as alone, but the file has the model's name
+
+Refusals are right only if they are UserErrors. The exit status is 1 if any model is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import fnmatch
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
+
+import timm_cases
+import timm_factories
+
+from vitral.architecture import Architecture
+from vitral.checkpoints.weights import Description, assemble, describe, read
+from vitral.errors import UserError
+
+LIMIT = 1e-5  # relative to the largest output
+MODES = ("configured", "alone", "named")
+PATTERNS = tuple(pattern for pattern in timm_factories.PATTERNS if not pattern.startswith("test"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model of one library."""
+
+    name: str
+    gap: Callable[[Path], float]  # save the model in a folder, read it, and compare outputs
+    save_header: Callable[[Path], Path]  # save the full-size model without its tensors as this file
+    config: dict[str, object]  # what config.json must at least state of the full-size model
+
+
+def timm_case(name: str) -> Case:
+    def gap(folder: Path) -> float:
+        arguments = timm_cases.shrunk(name)
+        model = timm_cases.build(name, arguments)
+        pixels = timm_cases.images(arguments)
+        with torch.no_grad():
+            theirs = model(pixels)
+            ours = assemble(read(timm_cases.save(model, folder, arguments)).weights)(pixels)
+        return timm_cases.relative_gap(ours, theirs)
+
+    return Case(name, gap, lambda path: timm_cases.save_header(name, path), {"architecture": name})
+
+
+def classify(case: Case, mode: str, folder: Path) -> tuple[str, str]:
+    """ "right", "refused" or "wrong", and why."""
+    try:
+        if mode == "configured":
+            gap = case.gap(folder)
+            return ("right" if gap <= LIMIT else "wrong"), f"differs by {gap:.1e}"
+        file = case.save_header(folder / f"{case.name if mode == 'named' else 'weights'}.safetensors")
+        return _compare(describe(file), case, folder / "stated")
+    except UserError as error:
+        return "refused", re.sub(r"^.*?, read as \w+: |^\S+ (?=is not a checkpoint)", "", str(error))
+    except Exception as error:
+        return "wrong", f"{type(error).__name__}: {error}"
+
+
+def _compare(alone: Description, case: Case, folder: Path) -> tuple[str, str]:
+    if unused := alone.file.headers.keys() - {entry.theirs for entry in alone.entries}:
+        return "refused", f"{len(unused)} of its tensors are not part of this format, so `read` refuses it"
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(alone.file.path)
+    (folder / "config.json").write_text(json.dumps(case.config))
+    ours, theirs = _plain(alone.card.architecture), _plain(describe(folder).card.architecture)
+    different = [key for key, value in theirs.items() if ours.get(key) != value]
+    return ("wrong" if different else "right"), f"differs in {', '.join(different)}"
+
+
+def _plain(architecture: Architecture) -> dict[str, object]:
+    """Its fields, with the grid of the image: 378 and 384 pixels are the same patches of 14."""
+    fields = dict(vars(architecture))
+    return {**fields, "image": architecture.grid(fields["image"])} if hasattr(architecture, "grid") else fields
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=["*"], help="patterns of names")
+    parser.add_argument("--modes", nargs="*", default=list(MODES), choices=MODES)
+    parser.add_argument("--json", type=Path, help="write every result to this file")
+    options = parser.parse_args()
+    names = [
+        name for name in timm_factories.names(PATTERNS) if any(fnmatch.fnmatch(name, only) for only in options.only)
+    ]
+    results: dict[str, dict[str, tuple[str, str]]] = {mode: {} for mode in options.modes}
+    for count, name in enumerate(names, 1):
+        case = timm_case(name)
+        for mode in options.modes:
+            with tempfile.TemporaryDirectory() as folder:
+                results[mode][name] = classify(case, mode, Path(folder))
+        states = " ".join(results[mode][name][0] for mode in options.modes)
+        print(f"\r{count}/{len(names)} {name} {states}\x1b[K", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    for mode, outcomes in results.items():
+        _report(mode, outcomes)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+    return int(any(state == "wrong" for outcomes in results.values() for state, _ in outcomes.values()))
+
+
+def _report(mode: str, outcomes: dict[str, tuple[str, str]]) -> None:
+    counts = collections.Counter(state for state, _ in outcomes.values())
+    print(f"\n{mode}: {counts['right']} right, {counts['refused']} refused, {counts['wrong']} wrong")
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for name, (state, reason) in outcomes.items():
+        if state != "right":
+            reason = re.sub(r"\b\w+_patch\d+_\w+( \(\d+\))?", "NAME", reason.replace(name, "NAME"))
+            grouped.setdefault((state, reason), []).append(name)
+    for (state, reason), members in sorted(grouped.items()):
+        print(f"  {state} {len(members):3d}  {reason}\n               {' '.join(members)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

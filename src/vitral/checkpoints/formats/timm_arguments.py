@@ -1,0 +1,252 @@
+"""What the arguments of timm's classes mean: fields of our architecture, or parts that vitral does not have."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from vitral.architecture import Gelu, NormPlace, Pool, RopeConfig, Size
+from vitral.checkpoints.formats.timm_entries import Layout
+from vitral.errors import UserError
+
+Arguments = Mapping[str, Any]
+
+GELUS: dict[str, Gelu] = {"gelu": "erf", "gelu_erf": "erf", "gelu_tanh": "tanh", "quick_gelu": "quick"}
+POOLS: dict[str, Pool] = {"token": "token", "avg": "mean", "map": "map"}
+SWIGLU = "GluMlp(act_layer=SiLU, gate_last=False)"
+_LAYER_NORM = re.compile(r"layer_?norm(?:\(eps=(?P<eps>[\d.e-]+)\))?", re.IGNORECASE)
+
+# What vitral does not have, by the value of an argument.
+_BLOCKS = {
+    "ParallelScalingBlock": ["parallel blocks"],
+    "ParallelThingsBlock": ["parallel blocks"],
+    "DiffParallelScalingBlock": ["parallel blocks", "differential attention"],
+}
+_CLASSES = {
+    "VisionTransformerRelPos": "relative positions computed by an MLP",
+    "VisionTransformerDistilled": "a distillation token",
+    "NaFlexVit": "NaFlexViT's positions for any aspect ratio",
+    "ResNetV2": "a ResNet in timm's names",
+}
+
+
+def missing_parts(model: str, arguments: Arguments) -> list[str]:
+    """The parts of one of timm's models that vitral does not have, as nouns.
+
+    Args:
+        model: its class.
+        arguments: of the class, complete.
+    """
+    if model in _CLASSES:
+        return [_CLASSES[model]]
+    missing = []
+    if _LAYER_NORM.fullmatch(arguments["norm_layer"] or "LayerNorm") is None:
+        missing.append("RMSNorm" if "rms" in arguments["norm_layer"].lower() else str(arguments["norm_layer"]))
+    if arguments["global_pool"] not in POOLS:
+        missing.append(f'the pooling "{arguments["global_pool"]}"')
+    specific = {"VisionTransformer": _missing_in_vit, "Eva": _missing_in_eva, "Beit": _missing_in_beit}
+    return missing + specific[model](arguments)
+
+
+def _missing_in_vit(arguments: Arguments) -> list[str]:
+    missing = [*_BLOCKS.get(arguments["block_fn"], [])]
+    if arguments["attn_layer"] not in ("Attention", "attn", ""):
+        diff = arguments["attn_layer"] == "diff"
+        missing.append("differential attention" if diff else f'the attention "{arguments["attn_layer"]}"')
+    if arguments["embed_layer"] != "PatchEmbed":
+        missing.append("a convolutional stem")
+    if arguments["mlp_layer"] not in ("Mlp", SWIGLU):
+        missing.append("GeGLU" if "GeGlu" in arguments["mlp_layer"] else f'the MLP "{arguments["mlp_layer"]}"')
+    elif arguments["mlp_layer"] == "Mlp" and (arguments["act_layer"] or "gelu") not in GELUS:
+        missing.append(f'the activation "{arguments["act_layer"]}"')
+    elif arguments["mlp_layer"] == SWIGLU and arguments["global_pool"] == "map":
+        missing.append("attention pooling with SiLU")
+    if arguments["embed_norm_layer"]:
+        missing.append("a norm of the patch embedding")
+    if not arguments["proj_bias"]:
+        missing.append("layers without a bias")
+    if arguments["pool_include_prefix"] and arguments["global_pool"] == "avg":
+        missing.append("pooling over class token and registers")
+    return missing
+
+
+def _missing_in_eva(arguments: Arguments) -> list[str]:
+    missing = []
+    if arguments["num_kv_heads"]:
+        missing.append("grouped-query attention")
+    if arguments["attn_only_layer_scale"]:
+        missing.append("LayerScale of the attention alone")
+    if _eva_norm_place(arguments) is None:
+        missing.append("two final norms")
+    kind, half = arguments["rope_type"], arguments["rope_rotate_half"]
+    if arguments["use_rot_pos_emb"] and (kind, bool(half)) not in _ROPES:
+        missing.append(f'the RoPE "{kind}"' + (" with rotated halves" if half else ""))
+    elif arguments["use_rot_pos_emb"] and kind == "dinov3" and arguments["rope_grid_offset"]:
+        missing.append("an offset of DINOv3's RoPE")
+    return missing
+
+
+def _missing_in_beit(arguments: Arguments) -> list[str]:
+    both = arguments["use_abs_pos_emb"] and (arguments["use_rel_pos_bias"] or arguments["use_shared_rel_pos_bias"])
+    two_tables = arguments["use_rel_pos_bias"] and arguments["use_shared_rel_pos_bias"]
+    return ["absolute and relative positions together"] if both or two_tables else []
+
+
+_ROPES = (("cat", False), ("mixed", False), ("dinov3", True))  # (rope_type, rope_rotate_half)
+
+
+def fields_of(model: str, arguments: Arguments) -> dict[str, Any]:
+    """Fields of `ViTConfig` that the arguments of a class mean, without sizes. `missing_parts` must be empty."""
+    specific = {"VisionTransformer": _vit_fields, "Eva": _eva_fields, "Beit": _beit_fields}
+    fields = specific[model](arguments)
+    match = _LAYER_NORM.fullmatch(arguments["norm_layer"] or "LayerNorm")
+    assert match is not None
+    pool = POOLS[arguments["global_pool"]]
+    prefix = fields["class_token"] or fields["registers"]
+    if pool == "token" and not fields["class_token"]:
+        raise UserError('its pooling "token" needs a class token, which its arguments leave out.')
+    return {
+        **fields,
+        "pool": pool,
+        "norm_eps": float(match["eps"] or 1e-6),
+        "qkv_bias": bool(arguments["qkv_bias"]),
+        "map_prefix": bool(fields["map_prefix"] and prefix and pool == "map"),
+        "resize": "timm",
+    }
+
+
+def _vit_fields(arguments: Arguments) -> dict[str, Any]:
+    swiglu, post_norm = arguments["mlp_layer"] == SWIGLU, arguments["block_fn"] == "ResPostBlock"
+    average = arguments["global_pool"] == "avg"
+    after = average if arguments["fc_norm"] is None else arguments["fc_norm"]
+    place: NormPlace = "none" if not arguments["final_norm"] else "features" if after else "tokens"
+    learned = arguments["pos_embed"] not in ("", "none")
+    return {
+        "class_token": bool(arguments["class_token"]),
+        "registers": arguments["reg_tokens"],
+        "position": "1d" if learned else "none",
+        "class_position": not arguments["no_embed_class"],
+        "norm_place": place,
+        "gelu": "erf" if swiglu else GELUS[arguments["act_layer"] or "gelu"],
+        "layer_scale": bool(arguments["init_values"]) and not post_norm,
+        "swiglu": swiglu,
+        "key_bias": True,
+        "patch_bias": not arguments["pre_norm"],
+        "qk_norm": bool(arguments["qk_norm"]),
+        "pre_norm": bool(arguments["pre_norm"]),
+        "post_norm": post_norm,
+        "attention_norm": bool(arguments["scale_attn_norm"]),
+        "mlp_norm": bool(arguments["scale_mlp_norm"]),
+        "rope": None,
+        "map_heads": 0,
+        "map_prefix": arguments["pool_include_prefix"],
+    }
+
+
+def _eva_fields(arguments: Arguments) -> dict[str, Any]:
+    post_norm = bool(arguments["use_post_norm"])
+    # Keys have a bias in timm's AttentionRope, not in EvaAttention.
+    key_bias = arguments["attn_type"] == "rope" or not arguments["qkv_bias"]
+    heads = arguments["attn_pool_num_heads"] or 0
+    return {
+        "class_token": bool(arguments["class_token"]),
+        "registers": arguments["num_reg_tokens"],
+        "position": "1d" if arguments["use_abs_pos_emb"] else "none",
+        "class_position": not arguments["no_embed_class"],
+        "norm_place": _eva_norm_place(arguments),
+        "gelu": "erf",
+        "layer_scale": arguments["init_values"] is not None and not post_norm,
+        "swiglu": bool(arguments["swiglu_mlp"]),
+        "key_bias": key_bias,
+        "patch_bias": not arguments["use_pre_transformer_norm"],
+        "qk_norm": bool(arguments["qk_norm"]) and not post_norm,
+        "pre_norm": bool(arguments["use_pre_transformer_norm"]),
+        "post_norm": post_norm,
+        "attention_norm": bool(arguments["scale_attn_inner"]),
+        "mlp_norm": bool(arguments["scale_mlp"]),
+        "rope": _rope(arguments) if arguments["use_rot_pos_emb"] else None,
+        "map_heads": 0 if heads == arguments["num_heads"] else heads,
+        "map_prefix": True,
+    }
+
+
+def _eva_norm_place(arguments: Arguments) -> NormPlace | None:
+    """None where both norms are there."""
+    after = arguments["use_fc_norm"]
+    after = arguments["global_pool"] == "avg" if after is None else after
+    before = arguments["use_post_transformer_norm"]
+    before = not after if before is None else before
+    if after and before:
+        return None
+    return "features" if after else "tokens" if before else "none"
+
+
+def _rope(arguments: Arguments) -> RopeConfig:
+    temperature, kind = float(arguments["rope_temperature"]), arguments["rope_type"]
+    if kind == "dinov3":
+        return RopeConfig(temperature=temperature)
+    reference = arguments["ref_feat_shape"] if kind == "cat" else None
+    return RopeConfig(
+        temperature=temperature,
+        pairs="adjacent",
+        coordinates="index",
+        axes="xy" if arguments["rope_grid_indexing"] == "xy" else "yx",
+        offset=float(arguments["rope_grid_offset"]) if kind == "cat" else 0.0,
+        reference=None if reference is None else size_of_argument(reference),
+        learned=kind == "mixed",
+    )
+
+
+def _beit_fields(arguments: Arguments) -> dict[str, Any]:
+    biased = arguments["use_rel_pos_bias"] or arguments["use_shared_rel_pos_bias"]
+    plain = dict.fromkeys(("qk_norm", "pre_norm", "post_norm", "attention_norm", "map_prefix"), False)
+    return {
+        **plain,
+        "class_token": True,
+        "registers": 0,
+        "position": "1d" if arguments["use_abs_pos_emb"] else "bias" if biased else "none",
+        "class_position": True,
+        "norm_place": "features" if arguments["global_pool"] == "avg" else "tokens",
+        "gelu": "erf",
+        "layer_scale": bool(arguments["init_values"]),
+        "swiglu": bool(arguments["swiglu_mlp"]),
+        "key_bias": not arguments["qkv_bias"],
+        "patch_bias": True,
+        "mlp_norm": bool(arguments["scale_mlp"]),
+        "rope": None,
+        "map_heads": 0,
+    }
+
+
+def layout_of_arguments(model: str, arguments: Arguments) -> Layout:
+    """The layout of the tensors of a class with these arguments, but for rows of registers."""
+    if model == "VisionTransformer":
+        return Layout()
+    if model == "Beit":
+        shared = bool(arguments["use_shared_rel_pos_bias"])
+        return Layout(gamma=True, separate_gate=bool(arguments["swiglu_mlp"]), shared_bias=shared)
+    aligned = arguments["swiglu_align_to"] and not arguments["use_post_norm"]
+    separate_gate = bool(arguments["swiglu_mlp"] and (arguments["scale_mlp"] or aligned))
+    return Layout(gamma=True, separate_qkv=not arguments["qkv_fused"], separate_gate=separate_gate)
+
+
+def mlp_width(model: str, arguments: Arguments) -> int:
+    """The width of the MLP that timm derives from its arguments."""
+    width = int(arguments["embed_dim"] * arguments["mlp_ratio"])
+    if model == "VisionTransformer" and arguments["mlp_layer"] == SWIGLU:
+        return width // 2
+    align = arguments.get("swiglu_align_to") or 0
+    return width + (-width % align) if align and not arguments["use_post_norm"] else width
+
+
+def ratio_of(width: int, mlp: int) -> float:
+    """timm takes int(width * ratio): the quotient, or the next float where rounding would lose one channel."""
+    ratio = mlp / width
+    return ratio if int(width * ratio) == mlp else math.nextafter(ratio, math.inf)
+
+
+def size_of_argument(size: Any) -> Size:
+    """224, [224, 224] or [3, 224, 224] -> (224, 224)"""
+    return (size, size) if isinstance(size, int) else (int(size[-2]), int(size[-1]))

@@ -1,0 +1,358 @@
+"""The architecture of a timm checkpoint: what its shapes show, and what they hide.
+
+Heads, the kind of GELU, pooling, the LayerNorm's epsilon, RoPE and the place of the norms are not in the shapes. They
+come from config.json: the arguments of the architecture that it names, overridden by its own. Without it they are those
+of all of timm's architectures that have the same tensors, which is recorded; where these differ, the file is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from vitral.architecture import Size, ViTConfig
+from vitral.checkpoints.formats.table import CheckpointHeader, Entry, grid_of_rows, heads_of, is_square, read_sizes
+from vitral.checkpoints.formats.timm_arguments import (
+    fields_of,
+    layout_of_arguments,
+    missing_parts,
+    mlp_width,
+    size_of_argument,
+)
+from vitral.checkpoints.formats.timm_entries import entries, layout_of_file
+from vitral.checkpoints.timm_table import TimmFactory, factories, factory_named
+from vitral.errors import UserError
+
+_HIDDEN = ("gelu", "pool", "norm_eps", "post_norm", "rope", "map_heads", "map_prefix")
+# Which arguments of config.json state a hidden field, for an architecture that is not in the table.
+_STATED_BY = {
+    "gelu": ("act_layer",),
+    "pool": ("global_pool",),
+    "norm_eps": ("norm_layer",),
+    "post_norm": ("use_post_norm",),
+    "rope": ("use_rot_pos_emb",),
+    "map_heads": ("attn_pool_num_heads",),
+    "map_prefix": ("pool_include_prefix",),
+}
+INDEX = "relative_position_index"  # which older files store beside the table of relative positions
+_FOLDED = "position rows of the registers folded into the registers"
+
+
+@dataclass(frozen=True)
+class TimmFile:
+    """What was read from the header of a timm checkpoint."""
+
+    architecture: ViTConfig
+    register_rows: bool
+    assumed: tuple[str, ...]  # for `Card.changes`
+
+    def entries(self, header: CheckpointHeader) -> list[Entry]:
+        return entries(self.architecture, layout_of_file(header, self.register_rows))
+
+
+def named_factory(header: CheckpointHeader) -> TimmFactory | None:
+    """The architecture that config.json names, if timm has it."""
+    name = (header.config or {}).get("architecture")
+    return factory_named(name) if isinstance(name, str) else None
+
+
+def read_header(header: CheckpointHeader) -> TimmFile:
+    """Derive the architecture.
+
+    Raises:
+        UserError: it has parts that vitral does not have, the file does not match its config.json, or what the file
+            does not state would be a guess.
+    """
+    named, overrides = named_factory(header), _overrides(header)
+    model = named.model if named else "Eva" if _is_eva(header) else "VisionTransformer"
+    arguments = {**(named.arguments if named else _defaults(model)), **overrides}
+    if missing := missing_parts(model, arguments):
+        name = named.name if named else "the file"
+        raise UserError(f"{name} uses {_listed(missing)}, which vitral does not have.")
+    shown = _shown(header)
+    stated = fields_of(model, arguments)
+    if named:
+        _check_config(named.name, shown, stated, arguments)
+        hidden: dict[str, Any] = {key: stated[key] for key in _HIDDEN}
+        hidden["heads"] = header.hints.heads or arguments["num_heads"]
+        assumed: tuple[str, ...] = ()
+    else:
+        known = {key: stated[key] for key, names in _STATED_BY.items() if any(name in overrides for name in names)}
+        known |= {key: value for key in ("gelu", "pool") if (value := getattr(header.hints, key))}
+        hidden, assumed = _guessed(header, shown, known, overrides.get("num_heads"))
+    return _file(header, shown, hidden, assumed, arguments if named else overrides)
+
+
+def _overrides(header: CheckpointHeader) -> dict[str, Any]:
+    """The arguments in config.json; timm leaves out those that are null."""
+    config = header.config or {}
+    given = {"global_pool": config.get("global_pool"), **(config.get("model_args") or {})}
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _defaults(model: str) -> dict[str, Any]:
+    plain = {"VisionTransformer": "vit_base_patch16_224", "Eva": "eva_giant_patch14_224"}[model]
+    return factories()[plain].arguments
+
+
+def _listed(parts: list[str]) -> str:
+    """a, b and c"""
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)
+
+
+def _remedy(header: CheckpointHeader) -> str:
+    """What a user can do about something that a file does not state."""
+    if not (header.config or {}).get("architecture"):
+        return "pass the folder with timm's config.json"
+    return "state it in the model_args of config.json, whose architecture timm does not have"
+
+
+def _is_eva(header: CheckpointHeader) -> bool:
+    block = "blocks.0."
+    return any(header.has(block + key) for key in ("gamma_1", "attn.q_bias", "attn.q_proj.weight", "mlp.fc1_g.weight"))
+
+
+# ------------------------------------------------------------------------------------------------- what shapes show
+
+
+def _shown(header: CheckpointHeader) -> dict[str, Any]:
+    """The fields of the architecture that the tensors show."""
+    block = "blocks.0."
+    separate, gated = header.has(block + "attn.q_proj.weight"), header.has(block + "mlp.fc1_g.weight")
+    hidden = block + ("mlp.fc1_g.weight" if gated else "mlp.fc1.weight")
+    sizes = read_sizes(header, "patch_embed.proj.weight", hidden, r"blocks\.(\d+)\.")
+    kernel = header.shape("patch_embed.proj.weight", 4)
+    if kernel[2] != kernel[3]:
+        raise UserError(f"its patches of {kernel[2]}x{kernel[3]} pixels are not square: that is not supported.")
+    mlp = header.shape(block + "mlp.fc2.weight", 2)[1]
+    if header.has("norm.weight") and header.has("fc_norm.weight"):
+        raise UserError("the file has a final LayerNorm before and one after pooling: that is not supported.")
+    qkv_bias = any(header.has(f"{block}attn.{key}") for key in ("qkv.bias", "q_bias", "q_proj.bias"))
+    key_bias = header.has(block + ("attn.k_proj.bias" if separate else "attn.qkv.bias"))
+    biased = any(key.endswith("relative_position_bias_table") for key in header.shapes)
+    if biased and header.has("pos_embed"):
+        raise UserError("the file has absolute and relative positions together: that is not supported.")
+    return {
+        **vars(sizes),
+        "mlp": mlp,
+        "class_token": header.has("cls_token"),
+        "registers": header.shape("reg_token", 3)[1] if header.has("reg_token") else 0,
+        "position": "bias" if biased else "1d" if header.has("pos_embed") else "none",
+        "norm_place": (
+            "features" if header.has("fc_norm.weight") else "tokens" if header.has("norm.weight") else "none"
+        ),
+        "layer_scale": header.has(block + "ls1.gamma") or header.has(block + "gamma_1"),
+        "swiglu": gated or sizes.mlp == 2 * mlp,
+        "qkv_bias": qkv_bias,
+        "key_bias": key_bias or not qkv_bias,
+        "patch_bias": header.has("patch_embed.proj.bias"),
+        "qk_norm": header.has(block + "attn.q_norm.weight"),
+        "pre_norm": header.has("norm_pre.weight"),
+        "attention_norm": header.has(block + "attn.norm.weight"),
+        "mlp_norm": header.has(block + "mlp.norm.weight"),
+        "head_bias": header.has("head.bias") or not header.has("head.weight"),
+        "classes": header.shape("head.weight", 2)[0] if header.has("head.weight") else 0,
+    }
+
+
+_MUST_AGREE = (
+    *("class_token", "registers", "position", "layer_scale", "swiglu", "qkv_bias", "key_bias", "qk_norm", "pre_norm"),
+    *("attention_norm", "mlp_norm", "patch_bias"),
+)
+
+
+def _check_config(name: str, shown: dict[str, Any], stated: dict[str, Any], arguments: dict[str, Any]) -> None:
+    """A config.json of another model would state the wrong heads, GELU and pooling."""
+    expected = {key: stated[key] for key in _MUST_AGREE}
+    expected |= {"width": arguments["embed_dim"], "depth": arguments["depth"]}
+    if "none" in (shown["norm_place"], stated["norm_place"]):
+        expected["norm_place"] = stated["norm_place"]
+    for key, value in expected.items():
+        if shown[key] != value:
+            raise UserError(
+                f"config.json ({name}) states {key}={value}, the tensors have {key}={shown[key]}: "
+                "use the config.json that was saved with these weights."
+            )
+
+
+# ------------------------------------------------------------------------------------------------- what shapes hide
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """One of timm's architectures as its file without config.json looks."""
+
+    name: str
+    keys: frozenset[str]  # of block 0 and outside of the blocks
+    sizes: tuple[int, ...]  # depth, width, mlp, patch
+    heads: int
+    fields: dict[str, Any]
+
+
+@cache
+def _candidates() -> tuple[_Candidate, ...]:
+    found = []
+    for factory in factories().values():
+        if missing_parts(factory.model, factory.arguments):
+            continue
+        arguments, fields = factory.arguments, fields_of(factory.model, factory.arguments)
+        small = ViTConfig(depth=1, width=64, mlp=8, heads=2, patch=8, image=(16, 16), classes=0, **fields)
+        keys = frozenset(entry.theirs for entry in entries(small, layout_of_arguments(factory.model, arguments)))
+        mlp = mlp_width(factory.model, arguments)
+        sizes = (arguments["depth"], arguments["embed_dim"], mlp, arguments["patch_size"])
+        found.append(_Candidate(factory.name, keys, sizes, arguments["num_heads"], fields))
+    return tuple(found)
+
+
+def _guessed(
+    header: CheckpointHeader, shown: dict[str, Any], known: dict[str, Any], heads: int | None
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Hidden fields by what all of timm's architectures with the same tensors have, and the sentence that says so."""
+    outside = [key for key in header.shapes if not key.startswith(("blocks.", "head."))]
+    blocks = [key for key in header.shapes if key.startswith("blocks.0.") and not key.endswith(INDEX)]
+    keys = frozenset([*outside, *blocks])
+    similar = [one for one in _candidates() if one.keys == keys and _agrees(one, known)]
+    sizes = (shown["depth"], shown["width"], shown["mlp"], shown["patch"])
+    same = [one for one in similar if one.sizes == sizes]
+    hidden = {**(_common(header, same or similar) if similar else _usual(header, shown)), **known}
+    if hidden["rope"] and not hidden["rope"].learned:
+        raise UserError(f"the file does not state the frequencies of its rotary positions (RoPE): {_remedy(header)}.")
+    if hidden["post_norm"] and "post_norm" not in known:
+        raise UserError(f"the file does not state if its norms come before or after the branches: {_remedy(header)}.")
+    assumed = [f"{key}={hidden[key]}" for key in ("gelu", "pool", "norm_eps") if _is_assumed(key, shown, known)]
+    stated_heads = header.hints.heads or heads or _shown_heads(header, shown)
+    hidden["heads"] = stated_heads or _heads(header, shown, same)
+    assumed += [] if stated_heads else [f"heads={hidden['heads']}"]
+    if hidden["rope"]:
+        assumed.append(f"axes of RoPE={hidden['rope'].axes}")
+    sentence = f"assumed: {', '.join(assumed)}, as timm's models with these tensors have; if not, {_remedy(header)}"
+    return hidden, (sentence,) if assumed else ()
+
+
+def _agrees(candidate: _Candidate, known: dict[str, Any]) -> bool:
+    return all(candidate.fields[key] == value for key, value in known.items())
+
+
+def _common(header: CheckpointHeader, similar: list[_Candidate]) -> dict[str, Any]:
+    """The hidden fields of some architectures; UserError where they differ."""
+    first = similar[0]
+    for other in similar:
+        different = [key for key in _HIDDEN if other.fields[key] != first.fields[key]]
+        if different:
+            names = f"{first.name} and {other.name}"
+            options = " and ".join(f"{key}=" for key in different) if {*different} <= {"gelu", "pool"} else ""
+            raise UserError(
+                f"the file does not state its {_listed(different)}, in which {names}, of the same tensors, differ: "
+                f"{f'pass {options}, or ' if options else ''}{_remedy(header)}."
+            )
+    return {key: first.fields[key] for key in _HIDDEN}
+
+
+def _usual(header: CheckpointHeader, shown: dict[str, Any]) -> dict[str, Any]:
+    """The defaults of timm's VisionTransformer, for a combination of parts that no architecture of timm has."""
+    incomplete = shown["position"] != "1d" or shown["norm_place"] == "none" or not shown["patch_bias"]
+    if _is_eva(header) or shown["pre_norm"] or shown["swiglu"] or incomplete:
+        raise UserError(f"no architecture of timm has these tensors, so its GELU is unknown: {_remedy(header)}.")
+    mean = not shown["class_token"] or shown["norm_place"] == "features"
+    pool = "map" if header.has("attn_pool.latent") else "mean" if mean else "token"
+    plain = {"post_norm": False, "rope": None, "map_heads": 0, "map_prefix": False}
+    return {"gelu": "erf", "pool": pool, "norm_eps": 1e-6, **plain}
+
+
+def _is_assumed(key: str, shown: dict[str, Any], known: dict[str, Any]) -> bool:
+    decided = (key == "gelu" and shown["swiglu"]) or (key == "pool" and not shown["class_token"])
+    return key not in known and not decided
+
+
+def _shown_heads(header: CheckpointHeader, shown: dict[str, Any]) -> int | None:
+    """The heads by a tensor that has an axis for them."""
+    if shown["qk_norm"]:
+        return shown["width"] // header.shape("blocks.0.attn.q_norm.weight", 1)[0]
+    if header.has("rope.freqs"):
+        return header.shape("rope.freqs", 4)[2]
+    if shown["position"] == "bias":
+        key = next(key for key in header.shapes if key.endswith("relative_position_bias_table"))
+        return header.shape(key, 2)[1]
+    return None
+
+
+def _heads(header: CheckpointHeader, shown: dict[str, Any], same: list[_Candidate]) -> int:
+    heads = {one.heads: one.name for one in same}
+    if len(heads) > 1:
+        names = " and ".join(f"{name} ({count})" for count, name in heads.items())
+        raise UserError(f"the file does not state its number of heads, in which {names} differ: pass heads=.")
+    return next(iter(heads)) if heads else heads_of(header, shown["depth"], shown["width"])
+
+
+# ---------------------------------------------------------------------------------------------------------- the rest
+
+
+def _file(
+    header: CheckpointHeader,
+    shown: dict[str, Any],
+    hidden: dict[str, Any],
+    assumed: tuple[str, ...],
+    arguments: dict[str, Any],
+) -> TimmFile:
+    image, rows, certain = _image(header, shown, arguments)
+    patch, prefix = shown["patch"], int(shown["class_token"]) + shown["registers"]
+    extra = rows - (image[0] // patch) * (image[1] // patch) if shown["position"] == "1d" else 0
+    register_rows = bool(shown["registers"]) and extra == prefix
+    if header.has("attn_pool.latent") != (hidden["pool"] == "map"):
+        raise UserError(f'its pooling is "{hidden["pool"]}", which its tensors do not match: check its config.json.')
+    notes = [_FOLDED] if register_rows else []
+    notes += [] if certain else [f"assumed: image={image[0]}x{image[1]}; if not, {_remedy(header)}"]
+    architecture = ViTConfig(**shown, **hidden, image=image, resize="timm", class_position=_class_row(shown, extra))
+    if architecture.pool == "map":
+        mlp = header.shape("attn_pool.mlp.fc1.weight", 2)[0]
+        architecture = replace(architecture, map_mlp=0 if mlp == architecture.mlp else mlp)
+    return TimmFile(architecture, register_rows, (*notes, *assumed))
+
+
+def _class_row(shown: dict[str, Any], extra: int) -> bool:
+    return shown["class_token"] and shown["position"] == "1d" and extra > 0
+
+
+def _image(header: CheckpointHeader, shown: dict[str, Any], arguments: dict[str, Any]) -> tuple[Size, int, bool]:
+    """The image size, the rows of the position table, and whether the file or its config states the size."""
+    patch, prefix = shown["patch"], int(shown["class_token"]) + shown["registers"]
+    configured = _configured_sizes(header, arguments) if header.hints.grid is None else []
+    if shown["position"] == "none":
+        grid = header.hints.grid
+        if grid:
+            return (grid[0] * patch, grid[1] * patch), 0, True
+        return (configured[0], 0, True) if configured else ((224 // patch * patch,) * 2, 0, False)
+    if shown["position"] == "bias":
+        return _image_of_bias(header, patch, configured), 0, True
+    rows = header.shape("pos_embed", 3)[1]
+    possible = {rows, rows - prefix, rows - int(shown["class_token"])}
+    for size in configured:
+        if (size[0] // patch) * (size[1] // patch) in possible:
+            return size, rows, True
+    hint = header.hints.grid
+    fitting = [n for n in sorted(possible, reverse=True) if (hint[0] * hint[1] == n if hint else is_square(n))]
+    grid = grid_of_rows(header, fitting[0] if fitting else rows - prefix)
+    return (grid[0] * patch, grid[1] * patch), rows, True
+
+
+def _image_of_bias(header: CheckpointHeader, patch: int, configured: list[Size]) -> Size:
+    """The image size of a table of relative positions: (2h - 1)(2w - 1) offsets and 3 rows of the class token."""
+    key = next(key for key in header.shapes if key.endswith("relative_position_bias_table"))
+    offsets = header.shape(key, 2)[0] - 3
+    for size in [(rows * patch, columns * patch) for rows, columns in [header.hints.grid or (0, 0)]] + configured:
+        if (2 * (size[0] // patch) - 1) * (2 * (size[1] // patch) - 1) == offsets:
+            return size
+    if header.hints.grid or not is_square(offsets):
+        raise UserError(f"its {offsets} relative positions are not those of a square grid: pass grid=(rows, columns).")
+    side = (int(offsets**0.5) + 1) // 2 * patch
+    return side, side
+
+
+def _configured_sizes(header: CheckpointHeader, arguments: dict[str, Any]) -> list[Size]:
+    """The model's image size, that of its pre-training, which timm does not update, and the architecture's."""
+    config = header.config or {}
+    pretrained = config.get("pretrained_cfg") or {}
+    own = (config.get("model_args") or {}).get("img_size")
+    sizes = (own, pretrained.get("input_size"), arguments.get("img_size"))
+    return [size_of_argument(size) for size in sizes if size]

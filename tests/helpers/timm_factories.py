@@ -1,0 +1,160 @@
+"""The arguments of timm's model factories, captured from the installed timm.
+
+`python tests/helpers/timm_factories.py src/vitral/checkpoints/timm_factories.json` writes vitral's table anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import json
+import sys
+import warnings
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+PATTERNS = ("vit*", "deit*", "beit*", "eva*", "flexivit*", "naflexvit*", "resnetv2*bit*", "test_vit*")
+CLASSES = {
+    "VisionTransformer": "vision_transformer",
+    "Eva": "eva",
+    "Beit": "beit",
+    "VisionTransformerDistilled": "deit",
+    "VisionTransformerRelPos": "vision_transformer_relpos",
+    "NaFlexVit": "naflexvit",
+    "ResNetV2": "resnetv2",
+}
+# What does not change a trained model's outputs, and what a file's own shapes always state.
+_WITHOUT_EFFECT = {
+    *("device", "dtype", "num_classes", "in_chans", "weight_init", "fix_init", "head_init_scale"),
+    *("dynamic_img_size", "dynamic_img_pad", "drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate"),
+    *("attn_drop_rate", "drop_path_rate", "rope_shift_coords", "rope_jitter_coords", "rope_rescale_coords"),
+    "zero_init_last",
+}
+
+
+def names(patterns: Iterable[str] = PATTERNS) -> list[str]:
+    import timm
+
+    return sorted({name for pattern in patterns for name in timm.list_models(pattern)})
+
+
+class _Made(Exception):
+    """Raised in place of building a model."""
+
+    def __init__(self, kind: str, arguments: dict[str, Any]) -> None:
+        super().__init__(kind)
+        self.kind, self.arguments = kind, arguments
+
+
+def captured(name: str) -> tuple[str, dict[str, Any]]:
+    """The class that a factory instantiates, and the arguments that differ from its defaults."""
+    import timm
+
+    try:
+        with _intercepted(), torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            timm.create_model(name)
+    except _Made as made:
+        defaults = class_defaults(made.kind)
+        plain = {key: _plain(value) for key, value in made.arguments.items() if key not in _WITHOUT_EFFECT}
+        own = {key: value for key, value in plain.items() if key == "img_size" or value != defaults.get(key)}
+        return made.kind, own
+    raise ValueError(f"{name} is none of {', '.join(CLASSES)}")
+
+
+def class_defaults(kind: str) -> dict[str, Any]:
+    """Of a class and those that it extends."""
+    values: dict[str, Any] = {}
+    for own in reversed(_class(kind).__mro__[:-2]):  # without nn.Module and object
+        parameters = inspect.signature(own.__init__).parameters.values()
+        values |= {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}
+    return {key: _plain(value) for key, value in values.items() if key not in _WITHOUT_EFFECT}
+
+
+def table(models: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Grouped: models of one class that differ in their sizes only are one entry."""
+    sizes = ("img_size", "patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "layers", "width_factor")
+    classes: dict[str, Any] = {}
+    for name, (kind, arguments) in models.items():
+        groups = classes.setdefault(kind, {"defaults": class_defaults(kind), "groups": []})["groups"]
+        shared = {key: value for key, value in sorted(arguments.items()) if key not in sizes}
+        group = next((group for group in groups if group["arguments"] == shared), None)
+        if group is None:
+            group = {"arguments": shared, "models": {}}
+            groups.append(group)
+        own = {key: arguments[key] for key in sizes if key in arguments}
+        if isinstance(side := own.get("img_size"), list) and side[0] == side[1]:
+            own["img_size"] = side[0]
+        group["models"][name] = own
+    return {"timm": importlib.import_module("timm").__version__, "classes": classes}
+
+
+def as_text(value: dict[str, Any]) -> str:
+    """One line per model."""
+    lines = [f'{{"timm": {json.dumps(value["timm"])}, "classes": {{']
+    for last, (kind, entry) in _with_last(value["classes"].items()):
+        lines.append(f'{json.dumps(kind)}: {{"defaults": {json.dumps(entry["defaults"])}, "groups": [')
+        for last_group, group in _with_last(entry["groups"]):
+            lines.append(f' {{"arguments": {json.dumps(group["arguments"])}, "models": {{')
+            models = [f"  {json.dumps(name)}: {json.dumps(sizes)}" for name, sizes in group["models"].items()]
+            lines.append(",\n".join(models) + "}}" + ("" if last_group else ","))
+        lines.append("]}" + ("" if last else ","))
+    return "\n".join([*lines, "}}"]) + "\n"
+
+
+def _with_last(items: Iterable[Any]) -> list[tuple[bool, Any]]:
+    listed = list(items)
+    return [(i == len(listed) - 1, item) for i, item in enumerate(listed)]
+
+
+def _class(kind: str) -> type[nn.Module]:
+    return getattr(importlib.import_module(f"timm.models.{CLASSES[kind]}"), kind)
+
+
+@contextmanager
+def _intercepted() -> Generator[None]:
+    """Models are not built: their arguments are enough. A hybrid's backbone, which is made first, is."""
+    originals = {kind: _class(kind).__init__ for kind in CLASSES}
+
+    def intercepting(original: Any) -> Any:
+        @functools.wraps(original)
+        def init(self: nn.Module, *arguments: Any, **options: Any) -> None:
+            if options.get("global_pool") != "":  # that of a backbone
+                raise _Made(type(self).__name__, options)
+            original(self, *arguments, **options)
+
+        return init
+
+    try:
+        for kind, original in originals.items():
+            setattr(_class(kind), "__init__", intercepting(original))  # noqa: B010
+        yield
+    finally:
+        for kind, original in originals.items():
+            setattr(_class(kind), "__init__", original)  # noqa: B010
+
+
+def _plain(value: Any) -> Any:
+    """Numbers, texts and lists as they are; a class by its name; `partial` as "Class(argument=value)"."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, functools.partial):
+        options = ", ".join(f"{key}={_plain(option)}" for key, option in value.keywords.items())
+        return f"{_plain(value.func)}({options})"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field for field in dataclasses.fields(value) if getattr(value, field.name) != field.default]
+        return {field.name: _plain(getattr(value, field.name)) for field in fields}
+    return getattr(value, "__name__", type(value).__name__)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(as_text(table({name: captured(name) for name in names()})), encoding="utf-8")
