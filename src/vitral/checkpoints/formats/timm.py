@@ -27,6 +27,7 @@ from vitral.checkpoints.formats.timm_writing import arguments_of, layout_of, rea
 from vitral.checkpoints.processors import from_timm, to_timm
 from vitral.errors import UserError
 
+_PARTS = ("patch_embed.", "blocks.0.")
 _OTHERS = ("mask_token", "register_tokens", "storage_tokens")  # of DINO's and BEiT's own code
 
 
@@ -38,8 +39,8 @@ def read_encoder(header: CheckpointHeader) -> dict[str, Any]:
 
 
 def _recognises(header: CheckpointHeader) -> bool:
-    if named_factory(header):
-        return True
+    if named_factory(header) and all(any(key.startswith(part) for key in header.shapes) for part in _PARTS):
+        return True  # also one that is then refused by its name
     projections = ("blocks.0.attn.qkv.weight", "blocks.0.attn.q_proj.weight")
     plain = header.has("patch_embed.proj.weight") and any(header.has(key) for key in projections)
     return plain and not any(header.has(key) for key in _OTHERS)
