@@ -29,7 +29,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vitral.architecture import Architecture, ResNetConfig, ViTConfig
+from vitral.architecture import Architecture, ResNetConfig, RopeConfig, StemConfig, ViTConfig
 from vitral.checkpoints.formats import FORMATS
 from vitral.checkpoints.formats.table import Hints
 from vitral.checkpoints.weights import prepared, read
@@ -41,6 +41,11 @@ Arrays = dict[str, Tensor]
 
 # All sizes differ, so that no axis can stand for another: 16 = 2 heads x 8, MLP 24, 4 patches, 3 channels, 5 classes.
 BASE = ViTConfig(depth=2, width=16, mlp=24, heads=2, patch=5, image=(10, 10), classes=6)
+DINOV3 = replace(BASE, gelu="erf", classes=0, registers=3, layer_scale=True, position="none", norm_eps=1e-5)
+DINOV3 = replace(DINOV3, key_bias=False)
+CLIP = replace(BASE, gelu="erf", pre_norm=True, patch_bias=False, norm_eps=1e-5)
+BEIT = replace(BASE, gelu="erf", position="bias", layer_scale=True, key_bias=False, pool="mean")
+BEIT = replace(BEIT, norm_place="features")
 CANDIDATES: tuple[Architecture, ...] = (
     BASE,
     replace(BASE, gelu="erf"),
@@ -48,7 +53,20 @@ CANDIDATES: tuple[Architecture, ...] = (
     replace(BASE, classes=0),
     replace(BASE, gelu="erf", classes=0),
     ResNetConfig(blocks=(1, 1, 1, 1), image=(32, 32), classes=5),
+    replace(BASE, gelu="erf", registers=1, pool="token+register"),
+    replace(BASE, gelu="erf", class_token=False, pool="mean", norm_eps=1e-12),
+    replace(BASE, gelu="tanh", class_token=False, pool="mean"),
+    replace(BASE, gelu="erf", stem=StemConfig(blocks=(), epsilons="timm"), image=(40, 40)),
+    replace(DINOV3, rope=RopeConfig()),
+    replace(DINOV3, rope=RopeConfig(periods="bfloat16")),
+    replace(CLIP, head_bias=False),
+    replace(CLIP, gelu="quick", head_bias=False),
+    BEIT,
+    replace(BEIT, pool="token", norm_place="tokens"),
+    replace(BEIT, norm_eps=1e-12),
 )
+# The smallest of timm's BiT models is an R50, which is too large to be written a hundred times.
+TOO_LARGE = {"timm-bit"}
 OPTIONAL = re.compile(r"(^|\.)(register_tokens|reg_token)$")
 NAMES = ("queue", "head.weight", "fc.weight", "proj.0.weight", "dino_head.mlp.0.weight", "opt/m", "blocks.0.extra")
 PREFIXES = ("module.", "model.", "backbone.", "encoder.", "visual.trunk.", "vit.", "0.", "teacher.backbone.")
@@ -258,7 +276,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz")
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [name for name in FORMATS if name not in TOO_LARGE])
 def test_a_changed_file_is_refused_or_computes_the_same_or_says_why(format: str, folder: Path) -> None:
     place = folder / format
     place.mkdir()

@@ -17,13 +17,13 @@ from vitral.checkpoints.formats.native import NATIVE, card_of
 from vitral.checkpoints.formats.table import CONFIG_COUNTS, CheckpointHeader, Entry, Format, Hints, linear
 from vitral.checkpoints.formats.timm_reading import named_factory
 from vitral.checkpoints.known_names import named_architecture, timm_name
-from vitral.checkpoints.wrappers import FoundModel, find_model, ignored_sentences, unused_keys
+from vitral.checkpoints.wrappers import FoundModel, find_model, ignored_keys, ignored_sentences
 from vitral.errors import UserError
 
 _SUFFIX = re.compile(r"\.(?:safetensors|pth|pt|bin|ckpt|tar|npz)$")
 _PLAIN_FILES = ("model", "pytorch_model")  # their folder has the model's name
 # Modules beside a backbone: the first are classifiers, the second projections of self-supervised pre-training.
-_CLASSIFIER = re.compile(r"(?:^|(?<=\.))(heads?|fc|classifier|linear|cls_head|classification_head|linear_head)\.(.+)")
+_CLASSIFIER = re.compile(r"(?:^|(?<=\.))((?:cls_|classification_|linear_)?heads?|fc|\w*classifier|linear)\.(.+)")
 _PROJECTION = re.compile(r"(mlp|last_layer|proj|prototypes)\b")
 
 
@@ -84,7 +84,7 @@ def _described(file: WeightFile, path: Path, model: FoundModel) -> Description:
         model, architecture, assumed = _architecture(file, path, model)
     entries = table.file_entries(model.header, architecture) if table.file_entries else table.entries(architecture)
     names, outside = dict(model.names), dict(model.outside)
-    ignored, _ = unused_keys(model, {entry.theirs for entry in entries})
+    ignored = ignored_keys(model, {entry.theirs for entry in entries})
     unmapped = [key for key, name in model.names.items() if name in set(ignored)]
     notes = [*model.notes, *ignored_sentences([key.removeprefix(model.prefix) for key in unmapped])]
     if (classifier := _classifier(file, model, architecture)) and not isinstance(architecture, ModuleConfig):
@@ -148,7 +148,8 @@ def _architecture(file: WeightFile, path: Path, model: FoundModel) -> tuple[Foun
     chosen = {*passed, *(["heads"] if model.header.hints.heads else [])}
     by_name = {f: known[f] for f in ("heads", "gelu", "pool", "norm_eps") if f in known and f not in chosen}
     before, architecture = architecture, replace(architecture, **{**by_name, **passed})
-    changed = {field: value for field, value in passed.items() if getattr(before, field) != value}
+    # timm's reader knows what was passed already.
+    changed = {f: v for f, v in passed.items() if getattr(before, f) != v or (table.name == "timm" and f not in known)}
     sentences = [*table.assumptions(header, architecture), *header.assumed]
     sentences += [f"by the name {name}: {_fields(by_name)}"] if by_name else []
     sentences += [f"as passed: {_fields(changed)}"] if changed else []

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 from vitral.checkpoints.files import WeightFile
 from vitral.checkpoints.formats.native import CARD
 from vitral.checkpoints.formats.table import CheckpointHeader, Format, Hints
@@ -98,12 +100,10 @@ def ignored_sentences(keys: Collection[str], prefix: str = "") -> list[str]:
     ]
 
 
-def unused_keys(model: FoundModel, used: Collection[str]) -> tuple[list[str], list[str]]:
-    """The keys of a model, as in the table, that its format ignores, and those that it does not know."""
+def ignored_keys(model: FoundModel, used: Collection[str]) -> list[str]:
+    """The keys of a model, as in the table, that its format ignores."""
     pattern = re.compile(model.format.ignored)
-    rest = [name for name in model.names.values() if name not in used]
-    ignored = [name for name in rest if pattern.match(name)]
-    return ignored, [name for name in rest if not pattern.match(name)]
+    return [name for name in model.names.values() if name not in used and pattern.match(name)]
 
 
 def _prefixes(keys: Iterable[str]) -> list[str]:
@@ -142,9 +142,10 @@ def _notes(keys: Collection[str], prefix: str) -> tuple[str, ...]:
 def _is_separate(
     file: WeightFile, plain: Mapping[str, str], outer: FoundModel, prefix: str, tables: list[Format], hints: Hints
 ) -> bool:
-    """Whether the outer keys are still a model without those under the prefix."""
+    """Whether the outer keys are still a model of the same format without those under the prefix."""
     keys = [key for key in outer.names if not plain[key].startswith(prefix)]
-    return _recognised(file, plain, keys, outer.prefix, tables, hints) is not None
+    rest = _recognised(file, plain, keys, outer.prefix, tables, hints)
+    return rest is not None and rest.format is outer.format
 
 
 def _complete(group: list[FoundModel]) -> FoundModel:
@@ -153,11 +154,16 @@ def _complete(group: list[FoundModel]) -> FoundModel:
 
 
 def _knows_every_key(model: FoundModel) -> bool:
+    table, header = model.format, model.header
     try:
-        entries = model.format.entries(model.format.architecture(model.header))
+        architecture = table.architecture(header)
+        entries = table.file_entries(header, architecture) if table.file_entries else table.entries(architecture)
+        shapes = {name: torch.empty(shape, device="meta") for name, shape in header.shapes.items()}
+        names = table.unpack(shapes, architecture)
     except UserError:
         return False
-    return not unused_keys(model, {entry.theirs for entry in entries})[1]
+    used, ignored = {entry.theirs for entry in entries}, re.compile(table.ignored)
+    return all(name in used or ignored.match(name) for name in names)
 
 
 def _chosen(file: WeightFile, models: list[FoundModel], part: str | None) -> FoundModel:

@@ -18,6 +18,7 @@ from vitral.checkpoints.card import Card
 from vitral.checkpoints.formats.hugging_face import HUGGING_FACE
 from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Tensors, later_parts, linear
 from vitral.checkpoints.formats.timm import TIMM
+from vitral.checkpoints.formats.timm_reading import plain_header
 from vitral.errors import UserError
 
 
@@ -56,7 +57,7 @@ def _without_token(header: CheckpointHeader, names: Names) -> CheckpointHeader:
             shapes.pop(f"{name}.weight", None)
             shapes.pop(f"{name}.bias", None)
         shapes |= {f"{names.head}.{key}": shape for key, shape in classifier.items()}
-    return replace(header, shapes=shapes)
+    return plain_header(header, shapes) if names is _TIMM else replace(header, shapes=shapes)
 
 
 def _architecture(header: CheckpointHeader, names: Names) -> ViTConfig:

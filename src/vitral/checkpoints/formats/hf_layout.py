@@ -177,8 +177,9 @@ def read_settings(header: CheckpointHeader, names: Layout, defaults: Mapping[str
     rows = header.shape(names.in_block(0, f"{first}.weight"), 2)[0]
     stated = vision_config(header).get("num_attention_heads") or (defaults["num_attention_heads"] if kind else None)
     heads = header.hints.heads or stated or heads_of(header, depth, width)
-    if config.get("head_dim", width // heads) * heads != width:
-        raise UserError(f'its "head_dim" of {config["head_dim"]} is not its width divided by its heads.')
+    head_dim = config.get("head_dim", width // heads)
+    if head_dim * heads != width:
+        raise UserError(f"its {heads} heads of {head_dim} channels do not make up its width of {width}.")
     agrees(header, "num_hidden_layers", depth)
     table = bool(names.positions) and (header.has(names.positions) or not names.bias_table)
     return {

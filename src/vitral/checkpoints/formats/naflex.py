@@ -37,6 +37,11 @@ _FACTORIES: dict[str, dict[str, Any]] = {
     "naflexvit_base_patch16_siglip": _SIGLIP,
     "naflexvit_so400m_patch16_siglip": {**_SIGLIP, "num_heads": 16},
 }
+# Arguments that NaFlexVit shares with timm's plain ViT.
+_ARGUMENTS = (
+    *("patch_size", "in_chans", "embed_dim", "depth", "num_heads", "mlp_ratio", "class_token", "reg_tokens"),
+    *("init_values", "act_layer", "fc_norm", "global_pool", "qkv_bias"),
+)
 # Arguments that another network would need.
 _PLAIN = {
     **{"rope_type": ("", "none"), "attn_type": ("standard",), "patchify_channels_last": (True,)},
@@ -181,7 +186,7 @@ def _config(card: Card) -> dict[str, Any]:
     assert isinstance(c, ViTConfig)
     assert TIMM.config is not None
     config = TIMM.config(card)
-    arguments = {key: value for key, value in config["model_args"].items() if key not in ("img_size", "no_embed_class")}
+    arguments = {key: config["model_args"][key] for key in _ARGUMENTS}
     mode = "bilinear" if c.resize == "siglip" else "bicubic"
     arguments |= {"pos_embed_grid_size": list(c.grid(c.image)), "pos_embed_interp_mode": mode}
     arguments |= {"pos_embed_ar_preserving": c.resize.startswith("naflex"), "qkv_bias": c.qkv_bias}

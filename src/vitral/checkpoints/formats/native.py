@@ -144,7 +144,7 @@ def _parts(header: CheckpointHeader, block: str) -> dict[str, Any]:
         "mlp_norm": header.has(f"{block}.mlp.norm.weight"),
         "pre_norm": header.has("pre_norm.weight"),
         "norm_place": "tokens" if header.has("norm.weight") else "none",
-        "map_mlp": _first_axis(header, "map.mlp.hidden.weight"),
+        "map_mlp": 0 if (width := _first_axis(header, "map.mlp.hidden.weight")) == mlp else width,
         "rope": RopeConfig(pairs="adjacent", coordinates="index", learned=True)
         if header.has("rope.frequencies")
         else None,

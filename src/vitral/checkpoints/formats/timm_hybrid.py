@@ -12,6 +12,8 @@ from vitral.architecture import Architecture, Size, StemConfig, ViTConfig
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, later_parts, norm
 from vitral.checkpoints.formats.timm import TIMM
+from vitral.checkpoints.formats.timm_reading import plain_header
+from vitral.checkpoints.processors import to_timm
 from vitral.errors import UserError
 
 _BACKBONE = "patch_embed.backbone"
@@ -56,7 +58,7 @@ def _stem_entries(stem: StemConfig, channels: int) -> list[Entry]:
 def _entries(c: Architecture) -> list[Entry]:
     assert isinstance(c, ViTConfig)
     assert c.stem is not None
-    return _stem_entries(c.stem, c.channels) + TIMM.entries(c)
+    return _stem_entries(c.stem, c.channels) + TIMM.entries(_without_stem(c))
 
 
 def _blocks(header: CheckpointHeader) -> tuple[int, ...]:
@@ -80,7 +82,8 @@ def _architecture(header: CheckpointHeader) -> ViTConfig:
         height, width = stem.grid(image)
         header = replace(header, hints=replace(header.hints, grid=(height // patch, width // patch)))
     # To the ViT, the stem's feature map is the image.
-    vit = TIMM.architecture(header)
+    shapes = {key: shape for key, shape in header.shapes.items() if not key.startswith(f"{_BACKBONE}.")}
+    vit = TIMM.architecture(plain_header(header, shapes, embed_layer="PatchEmbed"))
     assert isinstance(vit, ViTConfig)
     image = image or (vit.image[0] * stem.stride, vit.image[1] * stem.stride)
     return replace(vit, stem=stem, channels=channels, image=image)
@@ -119,8 +122,11 @@ def _config(card: Card) -> dict[str, Any]:
     assert isinstance(c, ViTConfig)
     assert c.stem is not None
     assert TIMM.config is not None
-    config = TIMM.config(card)
-    return {**config, "architecture": _FACTORIES[c.stem.blocks]}
+    config = TIMM.config(replace(card, architecture=_without_stem(c)))
+    whole = {"img_size": list(c.image), "in_chans": c.channels}
+    pretrained = {"input_size": [c.channels, *c.image], "num_classes": c.classes, **to_timm(card.preprocess, c.image)}
+    arguments = {**config["model_args"], **whole}
+    return {**config, "architecture": _FACTORIES[c.stem.blocks], "model_args": arguments, "pretrained_cfg": pretrained}
 
 
 def _alone(architecture: Architecture) -> str | None:

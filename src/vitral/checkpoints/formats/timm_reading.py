@@ -7,12 +7,21 @@ of all of timm's architectures that have the same tensors, which is recorded; wh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from vitral.architecture import Size, ViTConfig
-from vitral.checkpoints.formats.table import CheckpointHeader, Entry, grid_of_rows, heads_of, is_square, read_sizes
+from vitral.checkpoints.formats.table import (
+    CheckpointHeader,
+    Entry,
+    Shape,
+    grid_of_rows,
+    heads_of,
+    is_square,
+    read_sizes,
+)
 from vitral.checkpoints.formats.timm_arguments import (
     fields_of,
     layout_of_arguments,
@@ -24,6 +33,7 @@ from vitral.checkpoints.formats.timm_entries import entries, layout_of_file
 from vitral.checkpoints.timm_table import TimmFactory, factories, factory_named
 from vitral.errors import UserError
 
+_PLAIN = "vit_base_patch16_224"
 _HIDDEN = ("gelu", "pool", "norm_eps", "post_norm", "rope", "map_heads", "map_prefix")
 # Which arguments of config.json state a hidden field, for an architecture that is not in the table.
 _STATED_BY = {
@@ -55,6 +65,23 @@ def named_factory(header: CheckpointHeader) -> TimmFactory | None:
     """The architecture that config.json names, if timm has it."""
     name = (header.config or {}).get("architecture")
     return factory_named(name) if isinstance(name, str) else None
+
+
+def plain_header(header: CheckpointHeader, shapes: Mapping[str, Shape], **changes: Any) -> CheckpointHeader:
+    """The header of the plain ViT in a model that is one but for a part of its own, such as a stem.
+
+    Args:
+        header: of that model.
+        shapes: of the plain ViT's tensors.
+        changes: to the arguments of the architecture that config.json names, which otherwise are the ViT's.
+    """
+    named, config = named_factory(header), dict(header.config or {})
+    if named:
+        plain = _defaults("VisionTransformer")
+        arguments = {**named.arguments, **_overrides(header), **changes}
+        arguments = {key: value for key, value in arguments.items() if key in plain}
+        config |= {"architecture": _PLAIN, "model_args": arguments}
+    return replace(header, shapes=shapes, config=config)
 
 
 def read_header(header: CheckpointHeader) -> TimmFile:
@@ -92,7 +119,7 @@ def _overrides(header: CheckpointHeader) -> dict[str, Any]:
 
 
 def _defaults(model: str) -> dict[str, Any]:
-    plain = {"VisionTransformer": "vit_base_patch16_224", "Eva": "eva_giant_patch14_224"}[model]
+    plain = {"VisionTransformer": _PLAIN, "Eva": "eva_giant_patch14_224"}[model]
     return factories()[plain].arguments
 
 
@@ -151,7 +178,6 @@ def _shown(header: CheckpointHeader) -> dict[str, Any]:
         "pre_norm": header.has("norm_pre.weight"),
         "attention_norm": header.has(block + "attn.norm.weight"),
         "mlp_norm": header.has(block + "mlp.norm.weight"),
-        "head_bias": header.has("head.bias") or not header.has("head.weight"),
         "classes": header.shape("head.weight", 2)[0] if header.has("head.weight") else 0,
     }
 
@@ -226,7 +252,9 @@ def _guessed(
     assumed += [] if stated_heads else [f"heads={hidden['heads']}"]
     if hidden["rope"]:
         assumed.append(f"axes of RoPE={hidden['rope'].axes}")
-    sentence = f"assumed: {', '.join(assumed)}, as timm's models with these tensors have; if not, {_remedy(header)}"
+    options = " or ".join(f"{key}=" for key in ("gelu", "pool") if any(one.startswith(key) for one in assumed))
+    remedy = f"pass {options}, or {_remedy(header).removeprefix('pass ')}" if options else _remedy(header)
+    sentence = f"assumed: {', '.join(assumed)}, as timm's models with these tensors have; if not, {remedy}"
     return hidden, (sentence,) if assumed else ()
 
 
