@@ -1,4 +1,4 @@
-"""Read every registered ViT of timm and compare outputs: how many are right, refused, or wrong?
+"""Read every ViT of timm and the classes of transformers, and compare outputs: how many are right, refused, or wrong?
 
 PYTHONPATH=src:tests/helpers/repair python benchmarks/sweep_checkpoints.py --only "vit_*siglip*"
 
@@ -9,6 +9,8 @@ configured  a folder as the library's own writer makes it, with config.json: the
 alone       the weight file only, called weights.safetensors; its header is that of the full-size model, and the
             architecture must be the one that config.json gives, whose outputs were compared
 named       as alone, but the file has the model's name
+
+Those of transformers are small; alone, their outputs are compared as well.
 
 Refusals are right only if they are UserErrors. The exit status is 1 if any model is wrong.
 """
@@ -30,6 +32,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 
+import hf_cases
 import timm_cases
 import timm_factories
 
@@ -48,8 +51,9 @@ class Case:
 
     name: str
     gap: Callable[[Path], float]  # save the model in a folder, read it, and compare outputs
-    save_header: Callable[[Path], Path]  # save the full-size model without its tensors as this file
-    config: dict[str, object]  # what config.json must at least state of the full-size model
+    save_header: Callable[[Path], Path] | None = None  # save the full-size model without its tensors as this file
+    config: dict[str, object] | None = None  # what config.json must at least state of the full-size model
+    gap_alone: Callable[[Path], float] | None = None  # as `gap`, without config.json
 
 
 def timm_case(name: str) -> Case:
@@ -65,12 +69,28 @@ def timm_case(name: str) -> Case:
     return Case(name, gap, lambda path: timm_cases.save_header(name, path), {"architecture": name})
 
 
+def hf_case(name: str, case: hf_cases.HfCase) -> Case:
+    def gap(folder: Path, *, alone: bool = False) -> float:
+        model = case.build()
+        pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+        case.save(model, folder)
+        if alone:
+            (folder / "config.json").unlink()
+        with torch.no_grad():
+            ours = assemble(read(folder).weights)(pixels)
+        return timm_cases.relative_gap(ours, case.forward(model, pixels))
+
+    return Case(f"transformers: {name}", gap, gap_alone=lambda folder: gap(folder, alone=True))
+
+
 def classify(case: Case, mode: str, folder: Path) -> tuple[str, str]:
     """ "right", "refused" or "wrong", and why."""
     try:
-        if mode == "configured":
-            gap = case.gap(folder)
+        compared = {"configured": case.gap, "alone": case.gap_alone}.get(mode)
+        if compared is not None:
+            gap = compared(folder)
             return ("right" if gap <= LIMIT else "wrong"), f"differs by {gap:.1e}"
+        assert case.save_header is not None
         file = case.save_header(folder / f"{case.name if mode == 'named' else 'weights'}.safetensors")
         return _compare(describe(file), case, folder / "stated")
     except UserError as error:
@@ -80,7 +100,9 @@ def classify(case: Case, mode: str, folder: Path) -> tuple[str, str]:
 
 
 def _compare(alone: Description, case: Case, folder: Path) -> tuple[str, str]:
-    if unused := alone.file.headers.keys() - {entry.theirs for entry in alone.entries}:
+    tensors = {name: torch.empty(alone.file.headers[key].shape, device="meta") for key, name in alone.names.items()}
+    unpacked = alone.format.unpack(tensors, alone.card.architecture)
+    if unused := unpacked.keys() - {entry.theirs for entry in alone.entries}:
         return "refused", f"{len(unused)} of its tensors are not part of this format, so `read` refuses it"
     folder.mkdir()
     (folder / "model.safetensors").symlink_to(alone.file.path)
@@ -102,17 +124,16 @@ def main() -> int:
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=MODES)
     parser.add_argument("--json", type=Path, help="write every result to this file")
     options = parser.parse_args()
-    names = [
-        name for name in timm_factories.names(PATTERNS) if any(fnmatch.fnmatch(name, only) for only in options.only)
-    ]
+    cases = [*map(timm_case, timm_factories.names(PATTERNS)), *(hf_case(*item) for item in hf_cases.HF_CASES.items())]
+    cases = [case for case in cases if any(fnmatch.fnmatch(case.name, only) for only in options.only)]
     results: dict[str, dict[str, tuple[str, str]]] = {mode: {} for mode in options.modes}
-    for count, name in enumerate(names, 1):
-        case = timm_case(name)
-        for mode in options.modes:
+    for count, case in enumerate(cases, 1):
+        modes = [mode for mode in options.modes if mode != "named" or case.save_header]
+        for mode in modes:
             with tempfile.TemporaryDirectory() as folder:
-                results[mode][name] = classify(case, mode, Path(folder))
-        states = " ".join(results[mode][name][0] for mode in options.modes)
-        print(f"\r{count}/{len(names)} {name} {states}\x1b[K", end="", file=sys.stderr, flush=True)
+                results[mode][case.name] = classify(case, mode, Path(folder))
+        states = " ".join(results[mode][case.name][0] for mode in modes)
+        print(f"\r{count}/{len(cases)} {case.name} {states}\x1b[K", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     for mode, outcomes in results.items():
         _report(mode, outcomes)
