@@ -338,7 +338,7 @@ def test_paths_exist(page):
     assert not faults
 
 
-@pytest.mark.parametrize("study", ["positions", "heads"])
+@pytest.mark.parametrize("study", ["positions", "heads", "shape"])
 def test_study_results_are_those_of_the_files(study):
     """Mean, standard deviation and FLOPs of each cell, computed from the runs, are in a row of docs/studies.md."""
     cells: dict[str, list[dict]] = {}
