@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,15 @@ def test_a_model_that_timm_cannot_express_is_published_for_the_others(tmp_path: 
     assert result.readers == ("vitral",)
     assert len(result.refusals) == 2
     assert vitral.load(tmp_path / "repository")[1].class_names == NAMES
+
+
+def test_independent_outputs_are_published_for_vitral_alone(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "model.safetensors")
+    model, card = vitral.load(source)
+    vitral.save(model, source, replace(card, multilabel=True))
+    result = vitral.push(source, "hf:lab/tiny", dry_run=tmp_path / "repository")
+    assert result.readers == ("vitral",)
+    assert vitral.load(tmp_path / "repository")[1].multilabel
 
 
 def test_the_card_states_what_the_run_measured(tmp_path: Path) -> None:

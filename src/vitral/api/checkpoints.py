@@ -82,7 +82,7 @@ def load(
         classes: replace the head by a zero head with this many classes; 0 removes it.
         patch: change the patch size.
         channels: change the number of input channels.
-        resize: resize position embeddings by the rule of google, timm, hf, torchvision or dino.
+        resize: resize position embeddings by another rule: google, timm, hf, torchvision, dino or siglip.
         grid: rows and columns of the checkpoint's position embeddings, where they are not square.
         heads: number of attention heads, where the file does not state it.
         gelu: GELU of the MLPs, where the file does not state it.
@@ -205,7 +205,7 @@ def convert(
         classes: replace the head by a zero head with this many classes; 0 removes it.
         patch: change the patch size.
         channels: change the number of input channels.
-        resize: resize position embeddings by the rule of google, timm, hf, torchvision or dino.
+        resize: resize position embeddings by another rule: google, timm, hf, torchvision, dino or siglip.
         source_format: format of the source, where it is not recognised.
         grid: rows and columns of the source's position embeddings, where they are not square.
         heads: number of attention heads of the source, where the file does not state it.

@@ -106,8 +106,11 @@ def push(
 
 def _write(source: tuple[Any, Card], folder: Path) -> tuple[Layout, tuple[str, ...]]:
     """Write the first layout that can express the model, verified; and why those before it cannot."""
+    _, card = source
     refusals: list[str] = []
-    for layout in _LAYOUTS:
+    if card.multilabel:  # their files have no place for it
+        refusals.append("readers of timm's and transformers' files would take its independent outputs for exclusive")
+    for layout in _LAYOUTS[-1:] if card.multilabel else _LAYOUTS:
         target = folder if layout != "vitral" else folder / "model.safetensors"
         try:
             convert(source, target, format=layout)
