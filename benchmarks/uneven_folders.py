@@ -1,4 +1,4 @@
-"""Uneven classes: the default recipe of `vitral train FOLDER --init WEIGHTS` against every choice of balance and length.
+"""Uneven classes: the default recipe of `vitral train FOLDER --init WEIGHTS` against each balance and length.
 
     python benchmarks/uneven_folders.py PETS_MINI WEIGHTS --out results/uneven.jsonl [--set image=112]
 
@@ -72,7 +72,12 @@ def measure(data: Path, weights: Path, seed: int, settings: dict[str, Any]) -> d
         )
     recipe, metrics = result.recipe, result.results[0].metrics
     chosen = {"trainable": recipe.trainable, "balance": recipe.balance, "epochs": recipe.epochs}
-    return {"accuracy": metrics["score"], "images": metrics["n"], "recipe": chosen, "seconds": time.perf_counter() - start}
+    return {
+        "accuracy": metrics["score"],
+        "images": metrics["n"],
+        "recipe": chosen,
+        "seconds": time.perf_counter() - start,
+    }
 
 
 def main() -> None:
