@@ -109,8 +109,8 @@ def main() -> None:
 
 def named(settings: dict[str, Any]) -> str:
     """A row's name, such as `full, none, 30 epochs`."""
-    words = [str(value) for key, value in settings.items() if key != "epochs"]
-    return ", ".join(words + [f"{settings['epochs']} epochs"] * ("epochs" in settings)) or "default"
+    words = [f"{value} epochs" if key == "epochs" else value for key, value in settings.items()]
+    return ", ".join(words) or "default"
 
 
 def print_table(rows: list[dict[str, Any]], layouts: list[str]) -> None:

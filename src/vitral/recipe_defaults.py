@@ -87,9 +87,10 @@ def _fine_tuning(images: int, counts: Sequence[int], device: str, pretrained: Ar
     slow_device = device != "cuda"
     batch = 32 if images < 5_000 else 128 if images < SMALL_DATA else 512
     usual = 5.0 if slow_device else 20.0 if images < SMALL_DATA else 8.0
-    epochs = max(usual, math.ceil(MIN_STEPS * min(batch, images) / images))
+    epochs = max(usual, float(math.ceil(MIN_STEPS * min(batch, images) / images)))
     hours = images * epochs * SECONDS_PER_IMAGE * _relative_cost(pretrained) / 3600
-    typical = geometric_mean(counts) if counts else math.inf  # one large class does not hide that others are small
+    # a geometric mean: one large class does not hide that the others are small
+    typical = round(geometric_mean(counts), 3) if counts else math.inf
     few, slow = typical < FEW_IMAGES, slow_device and hours * 3600 > CPU_LIMIT
     if trainable == "head" or (not trainable and (few or slow)):
         why = f"{images} images, {typical:.0f} in a typical class, are few" if few else ""
@@ -100,7 +101,8 @@ def _fine_tuning(images: int, counts: Sequence[int], device: str, pretrained: Ar
     if epochs > usual:
         why = f"{images} images are few: {epochs:.0f} epochs make the {MIN_STEPS} steps that fine-tuning needs"
         further.append(Reason(why, ("epochs", "steps", "batch")))
-    if trainable == "bias" or trainable.startswith("lora"):  # 480 pets, likewise: 93 %, with the rates of all layers 86
+    if trainable == "bias" or trainable.startswith("lora"):
+        # a ViT-Ti/16 at 112 pixels on 480 pets, one seed: 93 %, with the rates of full fine-tuning 86
         parameters = "biases" if trainable == "bias" else "adapters"
         why = f"only {parameters} are trained: the same learning rate in every layer, {5 * lr:.2g}"
         return changes | {"optim.lr": 5 * lr}, (Reason(why, ("optim.lr", "optim.layer_decay")), *further)

@@ -229,6 +229,8 @@ def choose_recipe(
     else:
         fixed = {} if own.optimizer is None else {"optim.name": "adamw"}  # lengths that suit an optimizer unlike Muon
         fixed |= {} if own.loss is None else {"balance": "none"}  # balances change vitral's own loss
+        if own.train_transform is not None or own.eval_transform is not None:
+            fixed["trainable"] = "full"  # a head alone is trained on features, without own transforms
         chosen, reasons = _suited_recipe(opened, card, name, {**fixed, **_keys(set)}, device)
         chosen = replace(chosen, init=start)
         if path is not None and card is not None:
