@@ -16,7 +16,7 @@ from vitral.recipe import Recipe, from_dict
 FLIP_REASON = (
     "random crops and horizontal flips vary the epochs (drop flip from data.train_transform if left and right matter)"
 )
-FEW_IMAGES = 10  # of a typical class; with fewer, only the head is trained (docs/results.md compares)
+FEW_IMAGES = 8  # of a typical class; with fewer, only the head is trained (docs/results.md compares)
 MIN_STEPS = 75  # of fine-tuning: 5 epochs of 480 images in batches of 32
 UNEVEN = 3  # times as many images in the largest class as in the smallest; with more, classes are balanced
 SECONDS_PER_IMAGE = 0.07  # to train ViT-Ti/16 on one image, measured on two CPU cores
