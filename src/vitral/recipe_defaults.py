@@ -16,7 +16,7 @@ from vitral.recipe import Recipe, from_dict
 FLIP_REASON = (
     "random crops and horizontal flips vary the epochs (drop flip from data.train_transform if left and right matter)"
 )
-FEW_IMAGES = 8  # of a typical class; with fewer, only the head is trained, as 75 steps learn little of rare classes
+FEW_IMAGES = 8  # of a typical class; with fewer, only the head is trained
 MIN_STEPS = 75  # of fine-tuning: 5 epochs of 480 images in batches of 32
 UNEVEN = 3  # times as many images in the largest class as in the smallest; with more, classes are balanced
 SECONDS_PER_IMAGE = 0.07  # to train ViT-Ti/16 on one image, measured on two CPU cores
@@ -113,7 +113,7 @@ def _fine_tuning(images: int, counts: Sequence[int], device: str, pretrained: Ar
 
 
 def _head_only(why: str, chosen: bool) -> Choice:
-    epochs, lr = 30.0, 1e-3  # uneven classes: longer favours large ones, even after logit adjustment
+    epochs, lr = 30.0, 1e-3
     changes = {"trainable": "head", "epochs": epochs, "batch": 256, "optim.lr": lr}
     if not chosen:
         why = f"only the head is trained, on features computed once: {epochs:.0f} epochs at a learning rate of {lr}"
@@ -124,7 +124,7 @@ def _head_only(why: str, chosen: bool) -> Choice:
 
 
 def _balance(counts: Sequence[int]) -> Choice:
-    """Logit adjustment where classes are uneven; weights and a balanced sampler overfit the one image of a class."""
+    """Logit adjustment where classes are uneven."""
     smallest, largest = min(counts), max(counts)
     if largest <= UNEVEN * smallest:
         return {}, ()
