@@ -229,7 +229,9 @@ def test_pipelines_take_the_size_of_the_model():
 def test_every_default_recipe_fits_the_data(device, weights):
     start = parse(weights) if weights else None
     for images, pixels in product([3, 24, 480, 1437, 50_000, 1_281_167], [5, 8, 28, 64, 256]):
-        recipe, reasons = default_recipe(images=images, classes=3, pretrained=start, device=device, pixels=pixels)
+        recipe, reasons = default_recipe(
+            images=images, class_counts=[images // 3] * 3, pretrained=start, device=device, pixels=pixels
+        )
         assert recipe.batch <= images
         assert recipe.precision == "auto"
         assert all(reason and not reason.endswith(".") for reason in reasons)
@@ -242,7 +244,8 @@ def test_every_default_recipe_fits_the_data(device, weights):
 
 def chosen(images, classes, weights="", device="cpu", **settings):
     start = parse(weights) if weights else None
-    return default_recipe(images=images, classes=classes, pretrained=start, device=device, **settings)[0]
+    counts = [images // classes] * classes
+    return default_recipe(images=images, class_counts=counts, pretrained=start, device=device, **settings)[0]
 
 
 def test_default_recipes_for_common_cases():
@@ -268,7 +271,10 @@ def fine_tuned(images, classes, trainable="", device="cpu", **said):
     words = {key.replace("_", "."): value for key, value in said.items()} | (
         {"trainable": trainable} if trainable else {}
     )
-    return default_recipe(images=images, classes=classes, pretrained=parse("ViT-Ti/16"), device=device, overrides=words)
+    counts = [images // classes] * classes
+    return default_recipe(
+        images=images, class_counts=counts, pretrained=parse("ViT-Ti/16"), device=device, overrides=words
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -277,7 +283,7 @@ def test_a_requested_head_trains_like_a_chosen_one(device):
     assert few.trainable == "head"
     assert fine_tuned(30, 12, "head", device)[0] == few
     asked, (reason,) = fine_tuned(480, 12, "head", device)
-    assert asked == replace(few, epochs=30.0, batch=256)
+    assert asked == replace(few, batch=256)
     assert "30 epochs at a learning rate of 0.001" in reason
     assert asked.optim.layer_decay == asked.optim.head_lr == 1
     for words in ({"epochs": "3"}, {"steps": "3"}, {"optim_lr": "0.1"}):
@@ -301,11 +307,66 @@ def test_requested_full_training_does_not_use_the_head_recipe():
     usual, reasons = fine_tuned(480, 12)
     assert fine_tuned(480, 12, "full") == (usual, reasons)
     few, _ = fine_tuned(30, 12, "full")
-    assert (few.optim, few.batch, few.epochs) == (usual.optim, 30, 60)
+    assert (few.optim, few.batch, few.epochs) == (usual.optim, 30, 75)
     long = default_recipe(
-        images=20_000, classes=12, pretrained=parse("ViT-L/16"), device="cpu", overrides={"trainable": "full"}
+        images=20_000,
+        class_counts=[1_666] * 12,
+        pretrained=parse("ViT-L/16"),
+        device="cpu",
+        overrides={"trainable": "full"},
     )
     assert (long[0].trainable, long[0].epochs, long[0].optim.layer_decay) == ("full", 5, 0.75)
+
+
+def uneven(*counts, multilabel=False, **said):
+    """What is chosen for classes of these sizes, and why."""
+    start = parse("ViT-Ti/16")
+    return default_recipe(
+        images=sum(counts),
+        class_counts=counts,
+        pretrained=start,
+        device="cpu",
+        multilabel=multilabel,
+        overrides={key.replace("_", "."): value for key, value in said.items()},
+    )
+
+
+@pytest.mark.parametrize("counts", [(1, 2, 5, 10, 20, 40), (2, 3, 5, 8, 13, 20), (200, 4, 4, 4, 4, 4)])
+def test_uneven_small_classes_train_a_balanced_head(counts):
+    recipe, reasons = uneven(*counts)
+    assert (recipe.trainable, recipe.balance, recipe.epochs) == ("head", "logit-adjust", 30)
+    assert f"{sum(counts)} images" in reasons[0]
+    assert f"classes have {min(counts)} to {max(counts)} images" in reasons[-1]
+    assert uneven(*counts, trainable="head")[0] == recipe
+
+
+def test_large_uneven_classes_are_fine_tuned_and_balanced():
+    recipe, reasons = uneven(500, 100, 40)
+    assert (recipe.trainable, recipe.balance, recipe.epochs) == ("full", "logit-adjust", 5)
+    assert "classes have 40 to 500 images" in reasons[-1]
+    assert uneven(1000, 1000, 5)[0].trainable == "full"  # one small class among large ones
+
+
+def test_classes_are_balanced_only_where_they_are_uneven_and_the_loss_allows_it():
+    assert uneven(60, 20, 20)[0].balance == "none"
+    assert uneven(61, 20, 20)[0].balance == "logit-adjust"
+    assert uneven(61, 20, 0)[0].balance == "logit-adjust"
+    assert uneven(60, 20, 0)[0].balance == "none"  # an empty class has nothing to balance
+    for settings in ({"multilabel": True}, {"loss": "sigmoid"}, {"objective": "masked"}, {"balance": "none"}):
+        recipe, reasons = uneven(400, 40, 40, **settings)
+        assert recipe.balance == "none"
+        assert "classes have" not in "".join(reasons)
+    assert uneven(8, 4, 4, objective="masked")[0].trainable == "full"  # labels are not used
+
+
+@pytest.mark.parametrize(("images", "epochs"), [(12, 75), (60, 40), (120, 20), (479, 6), (480, 5), (4_000, 5)])
+def test_small_sets_are_fine_tuned_for_75_steps_at_least(images, epochs):
+    recipe, reasons = fine_tuned(images, 3, "full")
+    assert recipe.epochs == epochs
+    assert recipe.epochs * images / recipe.batch >= 75
+    assert any(f"{epochs} epochs make the 75 steps" in reason for reason in reasons) == (images < 480)
+    _, reasons = fine_tuned(images, 3, "full", epochs="9")
+    assert "75 steps" not in "".join(reasons)
 
 
 def test_with_weights_a_name_only_asks_for_an_image_size():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 from vitral.architecture import Architecture, ResNetConfig, ViTConfig
@@ -14,7 +16,9 @@ from vitral.recipe import Recipe, from_dict
 FLIP_REASON = (
     "random crops and horizontal flips vary the epochs (drop flip from data.train_transform if left and right matter)"
 )
-FEW_IMAGES = 4  # per class; with fewer, only the head is trained, as a whole model would overfit
+FEW_IMAGES = 8  # of a typical class; with fewer, only the head is trained
+MIN_STEPS = 75  # of fine-tuning: 5 epochs of 480 images in batches of 32
+UNEVEN = 3  # times as many images in the largest class as in the smallest; with more, classes are balanced
 SECONDS_PER_IMAGE = 0.07  # to train ViT-Ti/16 on one image, measured on two CPU cores
 SMALL_DATA = 100_000  # images; with more, optimizer and initial weights are the paper's
 CPU_LIMIT = 2 * 3600  # seconds; if fine-tuning on a CPU took longer, only the head is trained
@@ -33,7 +37,7 @@ Choice = tuple[dict[str, Any], tuple[Reason, ...]]  # recipe keys with their val
 def default_recipe(
     *,
     images: int,
-    classes: int,
+    class_counts: Sequence[int],
     pretrained: Architecture | None,
     device: str,
     model: str = "",
@@ -46,7 +50,7 @@ def default_recipe(
 
     Args:
         images: number of training images.
-        classes: number of classes.
+        class_counts: number of training images of each class.
         pretrained: architecture of the pre-trained weights, None to train from scratch.
         device: cpu, cuda or mps.
         model: model name, "" to choose one; with weights it can only ask for another image size.
@@ -63,8 +67,12 @@ def default_recipe(
     if pretrained is None:
         changes, reasons = _from_scratch(images, device, pixels, model, muon)
     else:
-        changes, reasons = _fine_tuning(images, classes, device, pretrained, overrides.get("trainable", ""))
+        counts = [] if overrides.get("objective") == "masked" else [int(count) for count in class_counts if count]
+        changes, reasons = _fine_tuning(images, counts, device, pretrained, overrides.get("trainable", ""))
         changes |= _resized(pretrained, model)
+        if counts and not multilabel and overrides.get("loss") != "sigmoid" and "balance" not in overrides:
+            balance, why = _balance(counts)
+            changes, reasons = changes | balance, (*reasons, *why)
     if multilabel:
         changes["loss"] = "sigmoid"
         reasons += (Reason("images have several labels: one sigmoid per class (loss=sigmoid)", ("loss",)),)
@@ -73,41 +81,58 @@ def default_recipe(
     return from_dict(changes), tuple(text for text, keys in reasons if overridden.isdisjoint(keys))
 
 
-def _fine_tuning(images: int, classes: int, device: str, pretrained: Architecture, trainable: str) -> Choice:
-    """The paper's recipe (section 4.1) is SGD over 256,000 images or more; AdamW needs fewer. `trainable` is the user's
-    override, "" if there is none."""
+def _fine_tuning(images: int, counts: Sequence[int], device: str, pretrained: Architecture, trainable: str) -> Choice:
+    """The paper's recipe (section 4.1) is SGD over 256,000 images or more; AdamW needs fewer. `counts` are those of
+    classes with images, `trainable` is the user's override, "" if there is none."""
     slow_device = device != "cuda"
-    epochs = 5.0 if slow_device else 20.0 if images < SMALL_DATA else 8.0
-    hours = images * epochs * SECONDS_PER_IMAGE * _relative_cost(pretrained) / 3600
-    few, slow = images < FEW_IMAGES * classes, slow_device and hours * 3600 > CPU_LIMIT
-    if trainable == "head" or (not trainable and (few or slow)):
-        return _head_only(images, classes, hours, few, chosen=not trainable)
-    if few:  # a ViT-Ti/16 at 112 pixels, one seed: 12 breeds from 36 pets reach 49 % in 5 epochs, 65 % in 60
-        epochs = 60.0
     batch = 32 if images < 5_000 else 128 if images < SMALL_DATA else 512
+    usual = 5.0 if slow_device else 20.0 if images < SMALL_DATA else 8.0
+    epochs = max(usual, float(math.ceil(MIN_STEPS * min(batch, images) / images)))
+    hours = images * epochs * SECONDS_PER_IMAGE * _relative_cost(pretrained) / 3600
+    # a geometric mean: one large class does not hide that the others are small
+    typical = round(geometric_mean(counts), 3) if counts else math.inf
+    few, slow = typical < FEW_IMAGES, slow_device and hours * 3600 > CPU_LIMIT
+    if trainable == "head" or (not trainable and (few or slow)):
+        why = f"{images} images, {typical:.0f} in a typical class, are few" if few else ""
+        return _head_only(why or f"{images} images would take {hours:.0f} hours", chosen=not trainable)
     lr = 2e-4 * (batch / 32) ** 0.5
     changes = {"epochs": epochs, "batch": batch, "optim.weight_decay": 0.05}
-    flip = Reason(FLIP_REASON, ("data.train_transform",))
-    if trainable == "bias" or trainable.startswith("lora"):  # 480 pets, likewise: 93 %, with the rates of all layers 86
+    further = [Reason(FLIP_REASON, ("data.train_transform",))]
+    if epochs > usual:
+        why = f"{images} images are few: {epochs:.0f} epochs make the {MIN_STEPS} steps that fine-tuning needs"
+        further.append(Reason(why, ("epochs", "steps", "batch")))
+    if trainable == "bias" or trainable.startswith("lora"):
+        # a ViT-Ti/16 at 112 pixels on 480 pets, one seed: 93 %, with the rates of full fine-tuning 86
         parameters = "biases" if trainable == "bias" else "adapters"
         why = f"only {parameters} are trained: the same learning rate in every layer, {5 * lr:.2g}"
-        return changes | {"optim.lr": 5 * lr}, (Reason(why, ("optim.lr", "optim.layer_decay")), flip)
+        return changes | {"optim.lr": 5 * lr}, (Reason(why, ("optim.lr", "optim.layer_decay")), *further)
     changes |= {"optim.lr": lr, "optim.layer_decay": 0.75, "optim.head_lr": 5.0}
     why = f"{images} images and pre-trained weights: all layers are fine-tuned, early ones with lower learning rates"
     reasons = (Reason(why, ("optim.layer_decay",)),) if trainable in ("", "full") else ()
-    return changes, (*reasons, flip)
+    return changes, (*reasons, *further)
 
 
-def _head_only(images: int, classes: int, hours: float, few: bool, chosen: bool) -> Choice:
-    epochs, lr = 100.0 if few else 30.0, 1e-3
+def _head_only(why: str, chosen: bool) -> Choice:
+    epochs, lr = 30.0, 1e-3
     changes = {"trainable": "head", "epochs": epochs, "batch": 256, "optim.lr": lr}
     if not chosen:
         why = f"only the head is trained, on features computed once: {epochs:.0f} epochs at a learning rate of {lr}"
         return changes, (Reason(why, ("epochs", "steps", "optim.lr")),)
-    why = f"{images} images of {classes} classes are few" if few else f"{images} images would take {hours:.0f} hours"
     return changes, (
         Reason(f"{why}: only a new head is trained, on features computed once (trainable=full trains all layers)"),
     )
+
+
+def _balance(counts: Sequence[int]) -> Choice:
+    """Logit adjustment where classes are uneven."""
+    smallest, largest = min(counts), max(counts)
+    if largest <= UNEVEN * smallest:
+        return {}, ()
+    why = (
+        f"classes have {smallest} to {largest} images: the loss is adjusted so that each class counts alike "
+        "(balance=logit-adjust; balance=none favours large classes)"
+    )
+    return {"balance": "logit-adjust"}, (Reason(why),)
 
 
 def _from_scratch(images: int, device: str, pixels: int, model: str, muon: bool) -> Choice:

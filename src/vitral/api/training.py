@@ -228,6 +228,9 @@ def choose_recipe(
         chosen, reasons = _recipe_for_module(opened, own.model, _keys(set), device)
     else:
         fixed = {} if own.optimizer is None else {"optim.name": "adamw"}  # lengths that suit an optimizer unlike Muon
+        fixed |= {} if own.loss is None else {"balance": "none"}  # balances change vitral's own loss
+        if own.train_transform is not None or own.eval_transform is not None:
+            fixed["trainable"] = "full"  # a head alone is trained on features, without own transforms
         chosen, reasons = _suited_recipe(opened, card, name, {**fixed, **_keys(set)}, device)
         chosen = replace(chosen, init=start)
         if path is not None and card is not None:
@@ -247,7 +250,7 @@ def _suited_recipe(
     """The recipe that suits this data and these weights, and why."""
     return default_recipe(
         images=len(opened.train),
-        classes=len(opened.train.classes),
+        class_counts=opened.train.counts().tolist(),
         pretrained=card.architecture if card else None,
         device=device.split(":")[0] or default_device().type,
         model=model or overrides.get("model", ""),
