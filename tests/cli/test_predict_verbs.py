@@ -153,7 +153,7 @@ def test_evaluate_names_the_best_temperature_and_says_what_it_was_fitted_on(comm
     data = colour_folder(tmp_path / "data", 6)
     for number in range(12):
         paint(data / "green" / f"red-{number}.png", COLOURS["red"], number)
-    source = plain_copy(journey.run, tmp_path / "model.safetensors")
+    source = with_temperature(journey.run, tmp_path / "model.safetensors", 1.0)
     rows = vitral.predict(source, data, top=3).rows
     labels = [row.names.index(Path(row.path).parent.name) for row in rows]
     logits = np.log([row.probabilities for row in rows])
@@ -172,17 +172,18 @@ def test_evaluate_names_the_best_temperature_and_says_what_it_was_fitted_on(comm
     assert "fitted on these same images" in shown
 
 
-def plain_copy(run: Path, path: Path) -> Path:
-    """The weights of a run without its temperature."""
+def with_temperature(run: Path, path: Path, temperature: float) -> Path:
+    """The weights of a run with another temperature in their card."""
     model, card = vitral.load(run)
-    vitral.save(model, path, replace(card, temperature=1.0))
+    vitral.save(model, path, replace(card, temperature=temperature))
     return path
 
 
-def test_evaluate_prints_loss_and_calibration_before_and_after(command, journey, bag):
-    metrics = vitral.evaluate(journey.run, bag).metrics
-    assert metrics["temperature"] == vitral.load(journey.run)[1].temperature != 1.0
-    shown = " ".join(command("evaluate", journey.run, bag).out.split())
+def test_evaluate_prints_loss_and_calibration_before_and_after(command, journey, bag, tmp_path):
+    source = with_temperature(journey.run, tmp_path / "model.safetensors", 2.5)
+    metrics = vitral.evaluate(source, bag).metrics
+    assert metrics["temperature"] == 2.5
+    shown = " ".join(command("evaluate", source, bag).out.split())
     assert f"{metrics['nll_calibrated']:.4f} ({metrics['nll']:.4f} without temperature)" in shown
     assert f"{metrics['ece_calibrated']:.2%} ({metrics['ece']:.2%} without temperature)" in shown
 

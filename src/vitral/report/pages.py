@@ -292,8 +292,8 @@ def headline(result: Mapping[str, Any]) -> dict[str, str]:
     """The numbers in large type below the title."""
     metrics = result["metrics"]
     score = "mean average precision" if "mean_average_precision" in metrics else "accuracy"
-    shares = {score: metrics.get("score"), "top 5": metrics.get("top5")}
-    shares["calibration error"] = metrics.get("ece_calibrated", metrics.get("ece"))
+    error = metrics.get("ece_calibrated", metrics.get("ece"))
+    shares = {score: metrics.get("score"), "top 5": metrics.get("top5"), "calibration error": error}
     if "masked_loss" in metrics:
         shares = {"masked patch accuracy": metrics.get("masked_accuracy")}
     numbers = {name: f"{value:.1%}" for name, value in shares.items() if value is not None}
@@ -365,15 +365,15 @@ def _confusion_section(metrics: Mapping[str, Any]) -> Section:
 
 
 def _calibration_section(examples: RunExamples, result: Mapping[str, Any]) -> Section:
-    error, metrics = calibration_error(examples.bins), result["metrics"]
+    metrics = result["metrics"]
     about = (
         "Accuracy by confidence: bars below the dashed line are overconfident, above it underconfident; "
         f"stronger colour means more images. The expected calibration error of these {examples.evaluated:,} images "
-        f"is {error:.1%}."
+        f"is {calibration_error(examples.bins):.1%}."
     )
     if metrics.get("temperature", 1.0) != 1.0:
-        about += f" All of them: {metrics['ece']:.1%} before and {metrics['ece_calibrated']:.1%} after calibration"
-        about += f" ({escape(result['calibration'])})."
+        before, crossed = f"{metrics['ece']:.1%}", f"{metrics['ece_calibrated']:.1%}"
+        about += f" Of all images {before} before and {crossed} after calibration: {escape(result['calibration'])}."
     return Section("calibration", "Calibration", about, panels(("", reliability_chart(examples.bins))))
 
 
