@@ -278,7 +278,7 @@ def run_page(
     if metrics.get("confusion"):
         sections.append(_confusion_section(metrics))
     if examples is not None and examples.bins:
-        sections.append(_calibration_section(examples, result))
+        sections.append(_calibration_section(examples, metrics, result.get("calibration", "")))
     if metrics.get("per_class"):
         sections.append(_classes_section(metrics["per_class"]))
     sections.append(weights_section(learned))
@@ -364,8 +364,7 @@ def _confusion_section(metrics: Mapping[str, Any]) -> Section:
     return Section("confusion", "Confusion matrix", about, confusion_table(matrix, names))
 
 
-def _calibration_section(examples: RunExamples, result: Mapping[str, Any]) -> Section:
-    metrics = result["metrics"]
+def _calibration_section(examples: RunExamples, metrics: Mapping[str, Any], calibration: str) -> Section:
     about = (
         "Accuracy by confidence: bars below the dashed line are overconfident, above it underconfident; "
         f"stronger colour means more images. The expected calibration error of these {examples.evaluated:,} images "
@@ -373,7 +372,7 @@ def _calibration_section(examples: RunExamples, result: Mapping[str, Any]) -> Se
     )
     if metrics.get("temperature", 1.0) != 1.0:
         before, crossed = f"{metrics['ece']:.1%}", f"{metrics['ece_calibrated']:.1%}"
-        about += f" Of all images {before} before and {crossed} after calibration: {escape(result['calibration'])}."
+        about += f" Of all images {before} before and {crossed} after calibration: {escape(calibration)}."
     return Section("calibration", "Calibration", about, panels(("", reliability_chart(examples.bins))))
 
 
