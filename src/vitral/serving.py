@@ -88,6 +88,7 @@ def collect_predictions(
     *,
     top: int = 5,
     sigmoid: bool = False,
+    temperature: float = 1.0,
     channels: int = 3,
 ) -> PredictionResults:
     """Find the top classes of each image.
@@ -98,6 +99,7 @@ def collect_predictions(
         classes: names of the classes; without them their indices are used.
         top: how many classes per image.
         sigmoid: whether classes have independent probabilities (multi-label).
+        temperature: what the logits are divided by.
         channels: channels that unreadable images are decoded to once more, to find the reason.
 
     Returns:
@@ -108,8 +110,9 @@ def collect_predictions(
     for index, logits, valid in zip(*predictions, strict=True):
         path = split.keys[index]
         if valid:
-            values = probabilities(logits[None], sigmoid=sigmoid)[0]
-            best = np.argsort(-values, kind="stable")[:top]  # ties in the order of the classes
+            values = probabilities(logits[None], sigmoid=sigmoid, temperature=temperature)[0]
+            # Of the logits, since several probabilities may round to 0 or 1; ties in the order of the classes.
+            best = np.argsort(-logits, kind="stable")[:top]
             images.append(ImagePrediction(path, tuple(names[i] for i in best), tuple(values[best].tolist())))
         else:
             images.append(unread(split, int(index), channels))
@@ -168,6 +171,7 @@ class TopKClassifier:
         std: Sequence[float],
         top: int,
         sigmoid: bool = False,
+        temperature: float = 1.0,
     ) -> None:
         """Move the model to the device and prepare it there.
 
@@ -180,9 +184,10 @@ class TopKClassifier:
             std: per-channel standard deviation of the same.
             top: how many classes to return, at most as many as the model has.
             sigmoid: whether classes have independent probabilities (multi-label).
+            temperature: what the logits are divided by.
         """
         self.model, self.device, self.mean, self.std = model.eval().to(device), device, mean, std
-        self.top, self.sigmoid = top, sigmoid
+        self.top, self.sigmoid, self.temperature = top, sigmoid, temperature
         self.pixels = torch.zeros(*size, channels, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.lock = Lock()
         self.predict: Callable[[], tuple[Tensor, Tensor]]
@@ -233,7 +238,8 @@ class TopKClassifier:
         images = normalize(pixels.permute(2, 0, 1).unsqueeze(0), self.mean, self.std)
         logits = self.model(images.to(next(self.model.parameters()).dtype))[0].float()
         best = logits.topk(self.top).indices  # of the logits: several probabilities may round to 1
-        probabilities = logits.sigmoid() if self.sigmoid else logits.softmax(dim=-1)
+        scaled = logits / self.temperature
+        probabilities = scaled.sigmoid() if self.sigmoid else scaled.softmax(dim=-1)
         return best, probabilities.gather(0, best)
 
 

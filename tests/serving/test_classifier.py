@@ -69,16 +69,21 @@ def test_every_model_answers_as_predict_does(model, tmp_path):
     assert len({answer[0][1] for answer in expected}) == len(paths)  # pictures differ, so a stale one would show
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.2, 0.001])
 @pytest.mark.parametrize("multilabel", [False, True])
-def test_probabilities_are_the_formulas(multilabel, tmp_path):
-    source = saved(tmp_path / "model.safetensors", multilabel=multilabel)
+def test_probabilities_are_the_formulas(multilabel, temperature, tmp_path):
+    """At any temperature, and the classes in the order of their logits where probabilities round to 0 or 1."""
+    source = saved(tmp_path / "model.safetensors", multilabel=multilabel, temperature=temperature)
     pixels = noise(*SMALL.image)
     model, _ = vitral.load(source)
     with torch.inference_mode():
         logits = model.double()(torch.from_numpy((pixels / 255 - 0.4) / 0.3).permute(2, 0, 1)[None])[0].numpy()
-    chances = expit(logits) if multilabel else softmax(logits)
+    chances = expit(logits / temperature) if multilabel else softmax(logits / temperature)
     expected = [(NAMES[place], chances[place]) for place in np.argsort(-logits)]
     same(vitral.classifier(source, device="cpu")(pixels), expected)
+    path = tmp_path / "image.png"
+    path.write_bytes(encode_png(pixels))
+    same(answers(source, [path])[0], expected)
 
 
 def test_pixels_a_path_and_bytes_are_one_picture(tmp_path):

@@ -20,14 +20,7 @@ from vitral.data.sources import DataSet, Split, open_data
 from vitral.display import SummaryRepr, displayed, score_summary
 from vitral.errors import UserError
 from vitral.evaluation.accuracy import classification_metrics, multilabel_metrics, objectnet_accuracy, real_accuracy
-from vitral.evaluation.calibration import (
-    MAX_TEMPERATURE,
-    MIN_TEMPERATURE,
-    calibration_error,
-    fit_temperature,
-    probabilities,
-    reliability,
-)
+from vitral.evaluation.calibration import FOLDS, calibrate, probabilities
 from vitral.evaluation.mapping import class_mapping
 from vitral.evaluation.predict import Predictions, predict_split
 from vitral.events import EventHandler
@@ -45,12 +38,10 @@ class EvalResult(SummaryRepr):
     real: tuple[float, int] | None  # accuracy by the ReaL labels, and how many images have one
     unreadable: tuple[UnreadableImage, ...]
     notes: tuple[str, ...]
-    # The softmax temperature of the lowest loss on these same images; None where there is none (as if every answer is
-    # right), and for multi-label models.
+    # The softmax temperature that suits these same images best, which is not that of the model's card; None where none
+    # gives better probabilities than 1, and for multi-label models.
     temperature: float | None = None
-    tempered_ece: float | None = (
-        None  # calibration error at that temperature; optimistic, since fitted on the same images
-    )
+    tempered_ece: float | None = None  # calibration error with such temperatures, cross-fitted on these images
 
     def summary(self) -> dict[str, str]:
         return {**score_summary(self.metrics), "data": self.data, "source": self.source}
@@ -112,14 +103,21 @@ def evaluate(
     logits, indices = predictions.logits[predictions.valid], predictions.indices[predictions.valid]
     names = card.class_names or tuple(_output_names(scored.classes, mapping, card.architecture.classes))
     tempered: dict[str, float] = {}
+    calibration: list[str] = []
     if scored.multilabel:
         labels = np.zeros((len(indices), len(names)), np.uint8)
         labels[:, mapping] = scored.labels[indices]
         metrics = multilabel_metrics(probabilities(logits, sigmoid=True), labels, names).as_dict()
     else:
         labels = mapping[scored.labels[indices]]
-        metrics = classification_metrics(logits, labels, names, sigmoid=card.multilabel).as_dict()
+        fitted_here = card.temperature != 1.0 and _run_evaluated(source, scored)
+        temperature = None if fitted_here else card.temperature
+        metrics = classification_metrics(
+            logits, labels, names, sigmoid=card.multilabel, temperature=temperature
+        ).as_dict()
         tempered = {} if card.multilabel else _tempered(logits, labels)
+        if fitted_here:
+            calibration = [f"Its temperature was fitted on these images: calibrated numbers are over {FOLDS} folds."]
     keys = [scored.keys[index] for index in indices]
     return EvalResult(
         source=source_name(source),
@@ -127,18 +125,15 @@ def evaluate(
         metrics=metrics,
         real=real_accuracy(logits, keys, _read_real(Path(real))) if real else None,
         unreadable=unreadable,
-        notes=(*notes, rule),
+        notes=(*notes, rule, *calibration),
         **tempered,
     )
 
 
 def _tempered(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """The temperature fields of an `EvalResult`, from logits (n, classes) and labels (n,); none at a bound."""
-    temperature = fit_temperature(logits, labels)
-    if not MIN_TEMPERATURE < temperature < MAX_TEMPERATURE:
-        return {}
-    error = calibration_error(reliability(logits / temperature, labels))
-    return {"temperature": temperature, "tempered_ece": error}
+    """The temperature fields of an `EvalResult`, from logits (n, classes) and labels (n,)."""
+    best = calibrate(logits, labels)
+    return {} if best.temperature == 1.0 else {"temperature": best.temperature, "tempered_ece": best.ece}
 
 
 def _objectnet_preprocess(card: Card) -> Preprocess:
@@ -190,6 +185,15 @@ def _eval_split(source: Source, data: str | Path, name: str) -> tuple[Split, tup
     if split is None:
         return opened.train, (f"All {len(opened.train):,} images are scored.",)
     return split, (f"The {len(split):,} images of the {split.name} split are scored.",)
+
+
+def _run_evaluated(source: Source, split: Split) -> bool:
+    """Whether the source is a run, or weights in its folder, that evaluated this split and fitted its temperature."""
+    if isinstance(source, tuple):
+        return False
+    path = Path(source).expanduser()
+    facts = (path if path.is_dir() else path.parent) / "data.json"
+    return facts.is_file() and json.loads(facts.read_text("utf-8")).get("evaluated") == split.fingerprint()
 
 
 def _split_named(data: DataSet, name: str, evaluated: str = "") -> Split | None:

@@ -188,7 +188,8 @@ def _meaning(card: Card) -> str:
         return ""
     if card.multilabel:
         return "the probability of each class by itself (sigmoid): several may be likely, or none"
-    return "probabilities of the classes, which sum to 1 (softmax)"
+    scaled = "" if card.temperature == 1.0 else f" of the logits divided by the temperature {card.temperature:.3g}"
+    return f"probabilities of the classes, which sum to 1 (softmax{scaled})"
 
 
 def _short_name(card: Card) -> str:
@@ -244,8 +245,8 @@ def _shown(
 def _answers(logits: np.ndarray, card: Card, names: Sequence[str]) -> tuple[tuple[str, float], ...]:
     if not card.architecture.classes:
         return ()
-    shares = probabilities(logits[None], sigmoid=card.multilabel)[0]
-    best = np.argsort(-shares, kind="stable")[:ANSWERS].tolist()
+    shares = probabilities(logits[None], sigmoid=card.multilabel, temperature=card.temperature)[0]
+    best = np.argsort(-logits, kind="stable")[:ANSWERS].tolist()  # of the logits: probabilities may round to 0 or 1
     return tuple((names[i] if names else f"class {i}", float(shares[i])) for i in best)
 
 
@@ -280,9 +281,10 @@ def _examples(model: Model, card: Card, test: Split, preprocess: Preprocess, dev
         predictions = predict_split(model, sample, preprocess, batch=64, device=device)
         indices, logits = predictions.indices[predictions.valid], predictions.logits[predictions.valid]
         labels = sample.labels[indices]
-        wrong, confidence = logits.argmax(1) != labels, probabilities(logits, sigmoid=card.multilabel).max(1)
+        options = {"sigmoid": card.multilabel, "temperature": card.temperature}
+        wrong, confidence = logits.argmax(1) != labels, probabilities(logits, **options).max(1)
         order = indices[np.argsort(np.where(wrong, -confidence, 1 + confidence), kind="stable")]
-        mistakes, bins, asked = int(wrong.sum()), reliability(logits, labels, sigmoid=card.multilabel), len(indices)
+        mistakes, bins, asked = int(wrong.sum()), reliability(logits, labels, **options), len(indices)
     few = sample.select(order[:EXAMPLES])
     kept, pixels = readable_pixels(few, preprocess.pipeline, card.architecture.channels)
     truths = [_truth(few, i) if card.architecture.classes else () for i in kept]

@@ -85,7 +85,13 @@ def predict(
             on_event=handler,
         )
     named = collect_predictions(
-        predictions, split, card.class_names, top=top, sigmoid=card.multilabel, channels=card.architecture.channels
+        predictions,
+        split,
+        card.class_names,
+        top=top,
+        sigmoid=card.multilabel,
+        temperature=card.temperature,
+        channels=card.architecture.channels,
     )
     if target is not None:
         if not named.rows:
@@ -132,6 +138,7 @@ def classifier(source: Source, *, top: int = 5, preprocess: str = "", device: st
         std=how.std,
         top=min(top, classes),
         sigmoid=card.multilabel,
+        temperature=card.temperature,
     )
     return NamedClassifier(likeliest, pipeline, channels, card.class_names or tuple(map(str, range(classes))))
 

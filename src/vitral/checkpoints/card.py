@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -58,6 +59,7 @@ class Card:
     architecture: Architecture
     class_names: tuple[str, ...] = ()
     multilabel: bool = False  # outputs are independent (sigmoid) instead of exclusive (softmax)
+    temperature: float = 1.0  # what logits are divided by to give probabilities; 1 where none was fitted
     preprocess: Preprocess | None = None
     source: str = ""  # the file or hub name the weights came from
     format: str = ""  # the format they were read in
@@ -100,6 +102,8 @@ class Card:
             if preprocess is not None:
                 mean, std = tuple(preprocess["mean"]), tuple(preprocess["std"])
                 values["preprocess"] = Preprocess(preprocess["pipeline"], mean, std)
+            if not 0 < values.get("temperature", 1.0) < math.inf:
+                raise TypeError(f"a temperature of {values['temperature']}")
             return cls(**values)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise UserError(

@@ -97,7 +97,9 @@ def read_adapted(
     after = weights.architecture
     preprocess = card.preprocess and card.preprocess.adapted(before.image, after.image, after.channels)
     names = card.class_names if after.classes == before.classes else ()
+    temperature = card.temperature if after.classes == before.classes else 1.0  # it was fitted to the old head
     card = replace(card, architecture=after, preprocess=preprocess, class_names=names, changes=weights.changes)
+    card = replace(card, temperature=temperature)
     return replace(checkpoint, weights=weights, card=card)
 
 
@@ -223,6 +225,8 @@ def unstated(card: Card, back: Card, table: Format) -> list[str]:
         missing.append("the names of its classes")
     if card.preprocess is not None and back.preprocess is None:
         missing.append("its preprocessing")
+    if card.temperature != back.temperature:
+        missing.append(f"its temperature, {card.temperature:.3g}, which its logits are to be divided by")
     return missing
 
 

@@ -52,16 +52,23 @@ def show_evaluation(result: EvalResult, values: Mapping[str, Any]) -> None:
         if "mean_per_class" in metrics:
             facts |= {
                 "mean per class": f"{metrics['mean_per_class']:.2%}",
-                "calibration error": f"{metrics['ece']:.2%}",
+                "negative log-likelihood": _calibrated(metrics, "nll", "{:.4f}"),
+                "calibration error": _calibrated(metrics, "ece", "{:.2%}"),
             }
-        if result.temperature is not None:
-            after = f"{result.tempered_ece:.2%} with it, fitted on these same images"
+        if result.temperature is not None and metrics.get("temperature") == 1.0:
+            after = f"{result.tempered_ece:.2%} with it, cross-fitted on these same images"
             facts["best temperature"] = f"{result.temperature:.3g} (calibration error {after})"
         pairs = metrics.get("confused", [])[:3]
         facts["often confused"] = "; ".join(f"{p['true']} taken for {p['predicted']} ({p['count']})" for p in pairs)
     if result.real is not None:
         facts["ReaL"] = f"{result.real[0]:.2%} ({result.real[1]:,} images have such a label)"
     print_facts({**facts, "left out": _left_out(result.unreadable)})
+
+
+def _calibrated(metrics: Mapping[str, Any], name: str, number: str) -> str:
+    """A metric at the model's temperature, and without it where it has one."""
+    before, after = number.format(metrics[name]), number.format(metrics[f"{name}_calibrated"])
+    return before if metrics["temperature"] == 1.0 else f"{after} ({before} without temperature)"
 
 
 def show_embeddings(result: EmbedResult, values: Mapping[str, Any]) -> None:

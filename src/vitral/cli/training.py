@@ -43,6 +43,7 @@ def show_training(result: Any, values: Mapping[str, Any]) -> None:
     print_facts(
         {
             "result": score,
+            "calibration": _calibration(last),
             "time": f"{duration(sum(run.seconds for run in result.results))}{rate}",
             "cost": f"{flops}, {hours:.2g} device-hours ({last.devices} x {last.device})",
             "memory": f"{last.peak_bytes / 1e9:.2f} GB peak ({last.predicted_peak_bytes / 1e9:.2f} GB estimated)",
@@ -54,6 +55,14 @@ def show_training(result: Any, values: Mapping[str, Any]) -> None:
     _print_classes(last.metrics)
     print(f"\nOpen the page:  {page}")
     print(f"Predict:        vitral predict {last.folder} IMAGES...")
+
+
+def _calibration(run: Any) -> str:
+    """The calibration error with and without the temperature of a run."""
+    metrics = run.metrics
+    if metrics.get("temperature", 1.0) == 1.0:
+        return f"error {metrics['ece']:.2%}; {run.calibration}" if "ece" in metrics else run.calibration
+    return f"error {metrics['ece_calibrated']:.2%}, {metrics['ece']:.2%} without its temperature; {run.calibration}"
 
 
 def show_recipe(result: Recipe, values: Mapping[str, Any]) -> None:

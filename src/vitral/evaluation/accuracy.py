@@ -10,9 +10,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitral.errors import UserError
-from vitral.evaluation.calibration import calibration_error, check_scores, negative_log_likelihood, reliability
+from vitral.evaluation.calibration import (
+    Calibration,
+    calibrate,
+    calibration_error,
+    check_scores,
+    negative_log_likelihood,
+    reliability,
+)
 
 _ROWS = 4096  # rows compared at a time, which bounds the memory of the masks
+_NUMBERS = (
+    *("n", "top1", "top5", "mean_per_class", "nll", "ece"),
+    *("temperature", "nll_calibrated", "ece_calibrated"),
+)
 
 
 class ClassMetrics(NamedTuple):
@@ -42,7 +53,10 @@ class ClassificationMetrics:
     top5: float | None  # None below five classes
     mean_per_class: float  # recall, averaged over the classes that have examples
     nll: float  # negative log-likelihood of the softmax over the classes, whatever loss trained the model
-    ece: float  # expected calibration error of the model's probabilities: softmax or sigmoid
+    ece: float  # expected calibration error of the probabilities, softmax or sigmoid, of the logits as they are
+    temperature: float  # what the logits are divided by to calibrate them
+    nll_calibrated: float  # at that temperature, or cross-fitted where it was fitted to these examples
+    ece_calibrated: float
     per_class: tuple[ClassMetrics, ...]
     confused: tuple[ConfusedPair, ...]
     confusion: np.ndarray  # (m, 3) int64, sparse: true class, predicted class, count
@@ -50,7 +64,7 @@ class ClassificationMetrics:
     def as_dict(self) -> dict[str, Any]:
         """For JSON; the confusion matrix as [true, predicted, count] where the count is not zero."""
         return {
-            **{name: getattr(self, name) for name in ("n", "top1", "top5", "mean_per_class", "nll", "ece")},
+            **{name: getattr(self, name) for name in _NUMBERS},
             "per_class": [row._asdict() for row in self.per_class],
             "confused": [pair._asdict() for pair in self.confused],
             "confusion": self.confusion.tolist(),
@@ -58,7 +72,12 @@ class ClassificationMetrics:
 
 
 def classification_metrics(
-    logits: np.ndarray, labels: np.ndarray, classes: Sequence[str], *, sigmoid: bool = False
+    logits: np.ndarray,
+    labels: np.ndarray,
+    classes: Sequence[str],
+    *,
+    sigmoid: bool = False,
+    temperature: float | None = None,
 ) -> ClassificationMetrics:
     """Compute the metrics of single-label classification.
 
@@ -67,6 +86,8 @@ def classification_metrics(
         labels: (n,) int64.
         classes: k names.
         sigmoid: Whether each class has its own probability (sigmoid), or they sum to 1 (softmax).
+        temperature: What the logits are divided by to calibrate them. By default it is fitted to these examples, for
+            which the calibrated metrics are cross-fitted; with `sigmoid` it is 1 then.
 
     Raises:
         UserError: There are no examples, outputs are not finite, or shapes or labels do not fit.
@@ -81,13 +102,17 @@ def classification_metrics(
         np.bincount(values, minlength=k) for values in (labels[predictions == labels], labels, predictions)
     )
     present = support > 0
+    plain, calibrated = _calibrations(logits, labels, sigmoid, temperature)
     return ClassificationMetrics(
         n=len(labels),
         top1=float((ranks == 0).mean()),
         top5=float((ranks < 5).mean()) if k >= 5 else None,
         mean_per_class=float((correct[present] / support[present]).mean()),
-        nll=negative_log_likelihood(logits, labels),
-        ece=calibration_error(reliability(logits, labels, sigmoid=sigmoid)),
+        nll=plain.nll,
+        ece=plain.ece,
+        temperature=calibrated.temperature,
+        nll_calibrated=calibrated.nll,
+        ece_calibrated=calibrated.ece,
         per_class=tuple(
             ClassMetrics(name, int(support[i]), _ratio(correct[i], support[i]), _ratio(correct[i], predicted[i]))
             for i, name in enumerate(classes)
@@ -95,6 +120,21 @@ def classification_metrics(
         confused=confused_pairs(confusion, classes),
         confusion=confusion,
     )
+
+
+def _calibrations(
+    logits: np.ndarray, labels: np.ndarray, sigmoid: bool, temperature: float | None
+) -> tuple[Calibration, Calibration]:
+    """Loss and calibration error without a temperature and with it."""
+
+    def at(value: float) -> Calibration:
+        bins = reliability(logits, labels, sigmoid=sigmoid, temperature=value)
+        return Calibration(value, negative_log_likelihood(logits, labels, value), calibration_error(bins))
+
+    plain = at(1.0)
+    if temperature is None and not sigmoid:
+        return plain, calibrate(logits, labels)
+    return plain, plain if temperature is None else at(temperature)
 
 
 def confused_pairs(confusion: np.ndarray, classes: Sequence[str], most: int = 5) -> tuple[ConfusedPair, ...]:

@@ -11,6 +11,8 @@ from vitral.errors import UserError
 
 BINS = 15  # of equal width, as in Guo et al. 2017, whose ECE this is
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0  # beyond: perfectly separable, or worse than chance
+FOLDS = 5
+_FITTED = 10_000  # examples that one number is fitted to; more would cost minutes with thousands of classes
 _ROWS = 4096  # rows in float64 at a time; 50,000 x 21,843 logits would take 8.7 GB
 
 
@@ -22,6 +24,14 @@ class ReliabilityBin(NamedTuple):
     count: int
     confidence: float  # mean; 0 in an empty bin
     accuracy: float
+
+
+class Calibration(NamedTuple):
+    """A temperature, and the metrics of probabilities at the temperature that the other examples suggest."""
+
+    temperature: float  # fitted to all examples; 1 where that is not better
+    nll: float  # cross-fitted: each fold at the temperature fitted to the other folds
+    ece: float
 
 
 def check_scores(scores: np.ndarray, labels: np.ndarray) -> None:
@@ -42,32 +52,35 @@ def check_scores(scores: np.ndarray, labels: np.ndarray) -> None:
         raise UserError(f"label {wrong} has no output: the model has {scores.shape[1]} classes, counted from 0.")
 
 
-def probabilities(logits: np.ndarray, *, sigmoid: bool = False) -> np.ndarray:
-    """(n, k) -> (n, k) float64: softmax over the classes, or the sigmoid of each."""
-    z = logits.astype(np.float64)
+def probabilities(logits: np.ndarray, *, sigmoid: bool = False, temperature: float | np.ndarray = 1.0) -> np.ndarray:
+    """(n, k) -> (n, k) float64: softmax over the classes, or the sigmoid of each, of the logits / temperature."""
+    z = logits.astype(np.float64) / np.reshape(temperature, (-1, 1))
     if sigmoid:
         return np.exp(-np.logaddexp(0, -z))
-    return np.exp(z - log_sum_exp(logits)[:, None])
+    return np.exp(z - log_sum_exp(z)[:, None])
 
 
-def log_sum_exp(logits: np.ndarray) -> np.ndarray:
-    """(n, k) -> (n,) float64"""
-    sums = [top[:, 0] + np.log(np.exp(z).sum(axis=1)) for z, top, _ in _blocks(logits)]
+def log_sum_exp(logits: np.ndarray, temperature: float | np.ndarray = 1.0) -> np.ndarray:
+    """(n, k) -> (n,) float64, of the logits / temperature: one for all, or (n,)"""
+    sums = [top[:, 0] + np.log(np.exp(z).sum(axis=1)) for z, top, _ in _blocks(logits, temperature)]
     return np.concatenate(sums) if sums else np.zeros(0)
 
 
-def negative_log_likelihood(logits: np.ndarray, labels: np.ndarray) -> float:
-    """(n, k), (n,) -> the mean of -log p(label) under the softmax, in nats"""
+def negative_log_likelihood(logits: np.ndarray, labels: np.ndarray, temperature: float | np.ndarray = 1.0) -> float:
+    """(n, k), (n,) -> the mean of -log p(label) under the softmax of the logits / temperature, in nats"""
     check_scores(logits, labels)
-    return float(np.mean(log_sum_exp(logits) - logits[np.arange(len(labels)), labels]))
+    labelled = logits[np.arange(len(labels)), labels].astype(np.float64) / temperature
+    return float(np.mean(log_sum_exp(logits, temperature) - labelled))
 
 
-def reliability(logits: np.ndarray, labels: np.ndarray, *, sigmoid: bool = False) -> tuple[ReliabilityBin, ...]:
+def reliability(
+    logits: np.ndarray, labels: np.ndarray, *, sigmoid: bool = False, temperature: float | np.ndarray = 1.0
+) -> tuple[ReliabilityBin, ...]:
     """(n, k), (n,) -> accuracy by confidence, the probability of the predicted class, in `BINS` bins."""
     check_scores(logits, labels)
-    top = logits.max(axis=1).astype(np.float64)
-    confidence = np.exp(-np.logaddexp(0, -top)) if sigmoid else np.exp(top - log_sum_exp(logits))
-    correct = logits.argmax(axis=1) == labels
+    top = logits.max(axis=1).astype(np.float64) / temperature
+    confidence = np.exp(-np.logaddexp(0, -top)) if sigmoid else np.exp(top - log_sum_exp(logits, temperature))
+    correct = logits.argmax(axis=1) == labels  # of the logits: a temperature never changes the predicted class
     edges = np.linspace(0, 1, BINS + 1)
     bins = np.searchsorted(edges[1:-1], confidence, side="left")
     table = []
@@ -84,20 +97,68 @@ def calibration_error(bins: tuple[ReliabilityBin, ...]) -> float:
     return sum(gaps) / sum(row.count for row in bins)
 
 
-def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
+def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
+    """Fit a temperature to examples and measure it on the same ones by cross-fitting.
+
+    No example is measured at a temperature that was fitted to it. Where neither loss nor calibration error improve so,
+    the temperature is 1. Each fit counts one more mistake than there is (`fit_temperature`), so that a few examples
+    without any mistake do not make a model certain.
+
+    Args:
+        logits: (n, k).
+        labels: (n,) int64.
+    """
+    nll, ece = negative_log_likelihood(logits, labels), calibration_error(reliability(logits, labels))
+    plain = Calibration(1.0, nll, ece)
+    if len(labels) < 2 or logits.shape[1] < 2:
+        return plain
+    folds, fitted = _folds(labels), _evenly(len(labels), _FITTED)
+    temperatures = np.ones(len(labels))
+    for fold in range(min(FOLDS, len(labels))):
+        others = fitted[folds[fitted] != fold]
+        temperatures[folds == fold] = fit_temperature(logits[others], labels[others], mistakes=1)
+    crossed = Calibration(
+        fit_temperature(logits[fitted], labels[fitted], mistakes=1),
+        negative_log_likelihood(logits, labels, temperatures),
+        calibration_error(reliability(logits, labels, temperature=temperatures)),
+    )
+    return crossed if crossed.nll < nll and crossed.ece < ece else plain
+
+
+def _folds(labels: np.ndarray) -> np.ndarray:
+    """(n,) -> (n,): a fold for each example, with the classes spread evenly over the folds."""
+    folds = np.empty(len(labels), np.int64)
+    folds[np.argsort(labels, kind="stable")] = np.arange(len(labels)) % FOLDS
+    return folds
+
+
+def _evenly(count: int, most: int) -> np.ndarray:
+    """At most `most` of the numbers below `count`, from the first to the last."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
+
+
+def fit_temperature(logits: np.ndarray, labels: np.ndarray, *, mistakes: float = 0.0) -> float:
     """The temperature to divide logits by that maximises the likelihood of the labels; fit it on held-out data only.
 
     The log-likelihood is concave in 1 / temperature, so its maximum is where the slope is zero: Newton's method, with
     bisection where a step leaves the bracket. Clipped to MIN_TEMPERATURE and MAX_TEMPERATURE.
+
+    Args:
+        logits: (n, k).
+        labels: (n,) int64.
+        mistakes: weight, in examples, of an imagined example like the average of these whose label is the second most
+            likely class. With 1, n right predictions of equal margin get the confidence n / (n + 1); with 0 they get 1.
     """
     check_scores(logits, labels)
+    targets, share = _margins(logits, labels), mistakes / (len(labels) + mistakes)
+    target = float((1 - share) * targets[0].mean() + share * targets[1].mean())
     low, high, inverse = 1 / MAX_TEMPERATURE, 1 / MIN_TEMPERATURE, 1.0
-    if _slope(logits, labels, high)[0] <= 0:
+    if _slope(logits, target, high)[0] <= 0:
         return MIN_TEMPERATURE
-    if _slope(logits, labels, low)[0] >= 0:
+    if _slope(logits, target, low)[0] >= 0:
         return MAX_TEMPERATURE
     for _ in range(60):
-        slope, curvature = _slope(logits, labels, inverse)
+        slope, curvature = _slope(logits, target, inverse)
         low, high = (low, inverse) if slope > 0 else (inverse, high)
         step = inverse - slope / curvature if curvature > 0 else low
         after = step if low < step < high else (low + high) / 2
@@ -107,21 +168,35 @@ def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
     return float(1 / inverse)
 
 
-def _slope(logits: np.ndarray, labels: np.ndarray, inverse: float) -> tuple[float, float]:
-    """First and second derivative of the mean negative log-likelihood by the inverse temperature."""
-    slope = curvature = 0.0
+def _margins(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The logits of the labels and of the second most likely classes, each (n,), minus those of the likeliest."""
+    labelled, second = [], []
     for z, _, start in _blocks(logits):
+        labelled.append(z[np.arange(len(z)), labels[start : start + len(z)]])
+        second.append(np.partition(z, -2, axis=1)[:, -2] if z.shape[1] > 1 else z[:, 0])
+    return np.concatenate(labelled), np.concatenate(second)
+
+
+def _slope(logits: np.ndarray, target: float, inverse: float) -> tuple[float, float]:
+    """First and second derivative of the mean negative log-likelihood by the inverse temperature.
+
+    `target` is the mean logit of the labels, minus the highest of the row.
+    """
+    slope = curvature = 0.0
+    for z, _, _ in _blocks(logits):
         p = np.exp(inverse * z)
         p /= p.sum(axis=1, keepdims=True)
         mean = (p * z).sum(axis=1)
-        slope += float((mean - z[np.arange(len(z)), labels[start : start + len(z)]]).sum())
+        slope += float(mean.sum())
         curvature += float(((p * z * z).sum(axis=1) - mean**2).sum())
-    return slope / len(labels), curvature / len(labels)
+    return slope / len(logits) - target, curvature / len(logits)
 
 
-def _blocks(logits: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-    """Rows in float64 minus their maximum, the maximum (rows, 1), and the index of the first row."""
+def _blocks(logits: np.ndarray, temperature: float | np.ndarray = 1.0) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+    """Rows / temperature in float64 minus their maximum, the maximum (rows, 1), and the index of the first row."""
+    temperatures = np.broadcast_to(temperature, len(logits))[:, None]
     for start in range(0, len(logits), _ROWS):
-        z = logits[start : start + _ROWS].astype(np.float64)
+        rows = slice(start, start + _ROWS)
+        z = logits[rows].astype(np.float64) / temperatures[rows]
         top = z.max(axis=1, keepdims=True)
         yield z - top, top, start

@@ -278,7 +278,7 @@ def run_page(
     if metrics.get("confusion"):
         sections.append(_confusion_section(metrics))
     if examples is not None and examples.bins:
-        sections.append(_calibration_section(examples))
+        sections.append(_calibration_section(examples, metrics, result.get("calibration", "")))
     if metrics.get("per_class"):
         sections.append(_classes_section(metrics["per_class"]))
     sections.append(weights_section(learned))
@@ -292,7 +292,8 @@ def headline(result: Mapping[str, Any]) -> dict[str, str]:
     """The numbers in large type below the title."""
     metrics = result["metrics"]
     score = "mean average precision" if "mean_average_precision" in metrics else "accuracy"
-    shares = {score: metrics.get("score"), "top 5": metrics.get("top5"), "calibration error": metrics.get("ece")}
+    error = metrics.get("ece_calibrated", metrics.get("ece"))
+    shares = {score: metrics.get("score"), "top 5": metrics.get("top5"), "calibration error": error}
     if "masked_loss" in metrics:
         shares = {"masked patch accuracy": metrics.get("masked_accuracy")}
     numbers = {name: f"{value:.1%}" for name, value in shares.items() if value is not None}
@@ -363,13 +364,15 @@ def _confusion_section(metrics: Mapping[str, Any]) -> Section:
     return Section("confusion", "Confusion matrix", about, confusion_table(matrix, names))
 
 
-def _calibration_section(examples: RunExamples) -> Section:
-    error = calibration_error(examples.bins)
+def _calibration_section(examples: RunExamples, metrics: Mapping[str, Any], calibration: str) -> Section:
     about = (
         "Accuracy by confidence: bars below the dashed line are overconfident, above it underconfident; "
         f"stronger colour means more images. The expected calibration error of these {examples.evaluated:,} images "
-        f"is {error:.1%}."
+        f"is {calibration_error(examples.bins):.1%}."
     )
+    if metrics.get("temperature", 1.0) != 1.0:
+        before, crossed = f"{metrics['ece']:.1%}", f"{metrics['ece_calibrated']:.1%}"
+        about += f" Of all images {before} before and {crossed} after calibration: {escape(calibration)}."
     return Section("calibration", "Calibration", about, panels(("", reliability_chart(examples.bins))))
 
 

@@ -114,6 +114,7 @@ def build_model(recipe: Recipe, classes: tuple[str, ...], own: OwnParts | None =
     return model, replace(
         card,
         class_names=classes,
+        temperature=1.0,  # that of the weights to start from says nothing about those that training ends with
         preprocess=Preprocess(eval_pipeline, recipe.data.mean, recipe.data.std),
         multilabel=recipe.loss == "sigmoid",
     )

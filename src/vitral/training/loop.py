@@ -310,13 +310,13 @@ def _evaluate(
         return False
     progress.evaluation_due = False
     best = progress.best_score is None or metrics["score"] > progress.best_score
+    if best or not config.patience:  # what is reported belongs to the weights that are kept
+        progress.metrics = metrics
     if best:
         progress.best_score, progress.best_step, progress.evaluations_since_best = metrics["score"], state.step, 0
         keep_best()
     else:
         progress.evaluations_since_best += 1
-    if best or not config.patience:  # what is reported belongs to the weights that are kept
-        progress.metrics = metrics
     if config.patience and progress.evaluations_since_best >= config.patience:
         progress.stopped_early = True
         on_event(Note(f"no improvement in {config.patience} evaluations: stopping at step {state.step}"))

@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vitral.checkpoints.card import Card
 from vitral.checkpoints.run import RunFolder
 from vitral.data.sources import Split
 from vitral.errors import UserError
 from vitral.evaluation.accuracy import classification_metrics, multilabel_metrics
-from vitral.evaluation.calibration import probabilities
+from vitral.evaluation.calibration import FOLDS, probabilities
 from vitral.evaluation.predict import Predictions
 from vitral.events import Evaluated, Event, EventHandler, RunStarted, StepDone
 from vitral.training.parallel import World, gather_rows
@@ -161,6 +162,30 @@ def measure(
         return {"score": multilabel.mean_average_precision, **multilabel.as_dict()}
     metrics = classification_metrics(logits, labels, classes, sigmoid=sigmoid)
     return {"score": metrics.top1, **metrics.as_dict()}
+
+
+def calibrated_card(card: Card, metrics: dict[str, Any], split: Split) -> Card:
+    """The card with the temperature that the evaluation of a split has fitted, and with a sentence about it."""
+    temperature = metrics.get("temperature", 1.0)
+    if temperature == 1.0:
+        return card
+    sentence = f"temperature {temperature:.3g}, fitted on the {metrics['n']:,} {split.name} images"
+    return replace(card, temperature=temperature, changes=(*card.changes, sentence))
+
+
+def describe_calibration(card: Card, metrics: dict[str, Any], split: Split) -> str:
+    """What the temperature of a run was fitted on, and what its calibrated metrics mean; empty without classes."""
+    if not card.architecture.classes:
+        return ""
+    if card.multilabel:
+        return "temperature 1: none is fitted to sigmoid outputs"
+    images = f"the {metrics['n']:,} {split.name} images"
+    if metrics["temperature"] == 1.0:
+        return f"temperature 1: none that is fitted on {images} gives better probabilities"
+    return (
+        f"temperature {metrics['temperature']:.3g}, fitted on {images}; the reported error is cross-fitted over "
+        f"{min(FOLDS, metrics['n'])} folds"
+    )
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from vitral import recipe as recipes
 from vitral.architecture import ModuleConfig
 from vitral.checkpoints.adapt import Weights
+from vitral.checkpoints.card import Card
 from vitral.checkpoints.run import RunFolder
 from vitral.checkpoints.weights import write
 from vitral.checkpoints.write import write_safetensors
@@ -41,7 +42,7 @@ from vitral.training.build import build_model
 from vitral.training.callbacks import CallbackRunner, OwnParts, RunHandle
 from vitral.training.loop import train_loop
 from vitral.training.masked import MaskedModel
-from vitral.training.metrics import MetricsLogger, PlainModel
+from vitral.training.metrics import MetricsLogger, PlainModel, calibrated_card, describe_calibration
 from vitral.training.optimizer import learning_rate
 from vitral.training.parallel import World, all_ranks, gather_rows, init_distributed, on_rank0
 from vitral.training.resources import ResourceEstimate, estimate_resources, peak_bytes, reset_peak
@@ -71,6 +72,7 @@ class RunResult:
     unreadable: list[dict[str, str]]  # images that could not be read: path and reason
     recipe: str  # its hash
     seed: int
+    calibration: str = ""  # the temperature in the model's card: what it was fitted on
 
 
 def run(
@@ -259,10 +261,11 @@ def _result(
     flops = 0.0
     if not isinstance(architecture, ModuleConfig):
         flops = run_flops(architecture, seen=images_seen, images=len(setup.train), trainable=recipe.trainable)
-    assert state.progress.metrics is not None
+    metrics = state.progress.metrics
+    assert metrics is not None
     return RunResult(
         folder=str(folder.path),
-        metrics=state.progress.metrics,
+        metrics=metrics,
         step=state.progress.best_step if recipe.patience else state.step,
         seconds=seconds,
         images_per_second=logger.images_per_second(),
@@ -275,6 +278,7 @@ def _result(
         unreadable=[asdict(image) for image in unreadable],
         recipe=recipes.recipe_hash(recipe),
         seed=recipe.seed,
+        calibration=describe_calibration(setup.card, metrics, setup.eval_split),
     )
 
 
@@ -296,16 +300,16 @@ def _image_names(indices: Tensor, setup: RunSetup, world: World) -> list[str]:
 def _keep(plain_model: PlainModel, setup: RunSetup, path: Path, world: World) -> None:
     model = plain_model()
     model = model.model if isinstance(model, MaskedModel) else model  # without what only the prediction needs
-    on_rank0(lambda: _write_model(model, setup, path), world)
+    card = calibrated_card(setup.card, plain_model.state.progress.metrics or {}, setup.eval_split)
+    on_rank0(lambda: _write_model(model, setup, card, path), world)
 
 
-def _write_model(model: nn.Module, setup: RunSetup, path: Path) -> None:
+def _write_model(model: nn.Module, setup: RunSetup, card: Card, path: Path) -> None:
     """Write the weights as an ordinary file with its card; adapters are merged into what they adapt."""
     if setup.recipe.trainable.startswith("lora"):
         model = copy.deepcopy(model)
         merge_lora(model)
     weights = {key: value.detach().cpu() for key, value in model.state_dict().items()}
-    card = setup.card
     if setup.own.eval_transform is not None:  # nobody else has it, so the file must not claim another preprocessing
         card = replace(card, preprocess=None, changes=(*card.changes, "evaluated with a transform of the user's own"))
     if isinstance(card.architecture, ModuleConfig):
