@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -95,9 +95,10 @@ def run(
     reset_peak(world.device)
     on_event = on_event if world.first else ignore_events
     stopping_note = Note("stopping after this step; press Ctrl-C again to stop at once")
-    with stop_requests(lambda: on_event(stopping_note)) as stopping:
+    with stop_requests(lambda: on_event(stopping_note)) as stopping, ExitStack() as on_exit:
         # Set-up
         folder = RunFolder(on_rank0(lambda: path, world))  # a name free for one process may be taken for the next
+        on_exit.callback(folder.unlock)
         finished = on_rank0(lambda: _claim(folder, recipe, data, own), world)
         if finished is not None:
             on_event(Note(f"already finished: {folder.path}"))
