@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import Crash, crash_at, make_pictures, outcome, train
@@ -44,7 +45,7 @@ def dead_pid() -> int:
     return child
 
 
-def leave_lock(folder: Path, *, age: float = 0, **changes: object) -> LockOwner:
+def leave_lock(folder: Path, *, age: float = 0, **changes: Any) -> LockOwner:
     """A lock like ours but for some facts, touched some seconds ago."""
     owner = replace(LockOwner.current(), token="of another run", **changes)
     (folder / ".lock").write_text(json.dumps(asdict(owner)))
