@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -33,10 +34,9 @@ def forked(action: Callable[[], None]) -> int:
         child = os.fork()
     if child:
         return child
-    try:
+    with contextlib.suppress(Exception):
         action()
-    finally:
-        os._exit(0)
+    os._exit(0)
 
 
 def dead_pid() -> int:

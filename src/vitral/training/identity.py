@@ -6,7 +6,7 @@ import json
 
 from vitral import recipe as recipes
 from vitral.checkpoints.run import RunFolder
-from vitral.data.contents import MAX_IMAGES, RunContents
+from vitral.data.contents import RunContents
 from vitral.data.sources import DataSet
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note
@@ -20,8 +20,8 @@ _FREE_KEYS = {"workers", "micro_batch", "grad_checkpointing", "compile", "cuda_g
 def record_run(folder: RunFolder, recipe: Recipe, data: DataSet, own: OwnParts, on_event: EventHandler) -> None:
     """Write recipe.toml, data.json and split.json into the folder of a new run."""
     contents = RunContents.of(data, on_event)
-    if sum(map(len, data.splits)) > MAX_IMAGES:
-        on_event(Note(f"{contents.reason}: replaced files are not noticed when the run is resumed"))
+    if contents.reason:
+        on_event(Note(f"{contents.reason}: replaced images are not noticed when the run is resumed"))
     facts = {"source": data.source, **_fingerprints(data), "notes": list(data.messages), "own_parts": own.describe()}
     folder.write_text("recipe.toml", recipes.to_toml(recipe))
     folder.write_text("data.json", json.dumps(facts, indent=2) + "\n")
