@@ -61,6 +61,7 @@ HOMES: dict[str, tuple[str, ...]] = {
             "recipe_presets.py",
             "training/run.py",
             "training/setup.py",
+            "training/identity.py",
             "training/build.py",
         ),
         *("studies.py", "api/", "cli/", "sklearn.py", "__init__.py"),

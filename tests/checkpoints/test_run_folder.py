@@ -98,7 +98,7 @@ def test_temporary_files_of_interrupted_writes_are_removed(pictures, whole, stop
     assert "resuming from step 8" in said(pictures, stopped, "keep=3")
     assert outcome(stopped) == outcome(whole)
     names = {path.name for path in stopped.iterdir()}
-    assert names == {"recipe.toml", "data.json", "metrics.jsonl", "model.safetensors", "result.json"}
+    assert names == {"recipe.toml", "data.json", "split.json", "metrics.jsonl", "model.safetensors", "result.json"}
 
 
 def test_with_all_states_damaged_the_run_restarts_with_a_note(pictures, whole, stopped):

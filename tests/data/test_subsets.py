@@ -278,7 +278,7 @@ def test_a_run_on_a_subset_is_evaluated_on_other_data(pictures, tmp_path, words)
     (tmp_path / "LIST").write_text("class-0/3.png\nclass-2/7.png\n")
     words = [word.replace("LIST", str(tmp_path / "LIST")) for word in words]
     train(pictures, tmp_path / "run", *words, "steps=1")
-    other = make_pictures(tmp_path / "other", images=2).rename(tmp_path / "another")
+    other = make_pictures(tmp_path / "other", images=2, size=14).rename(tmp_path / "another")
     for image in other.glob("*/*.png"):
         image.rename(image.with_name(f"new-{image.name}"))
     found = vitral.evaluate(tmp_path / "run", other, device="cpu")

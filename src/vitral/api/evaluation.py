@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from vitral.api.checkpoints import Source, load_source, source_name
-from vitral.api.data import open_as_trained
+from vitral.api.held_out import eval_images
 from vitral.api.prediction import check_head, check_numbers, compute_device, none_read, prepared, reading_workers
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.data.catalog.imagenet import imagenet_outputs
 from vitral.data.images import UnreadableImage
-from vitral.data.sources import DataSet, Split, open_data
+from vitral.data.sources import Split
 from vitral.display import SummaryRepr, displayed, score_summary
 from vitral.errors import UserError
 from vitral.evaluation.accuracy import classification_metrics, multilabel_metrics, objectnet_accuracy, real_accuracy
@@ -24,7 +24,6 @@ from vitral.evaluation.calibration import FOLDS, calibrate, probabilities
 from vitral.evaluation.mapping import class_mapping
 from vitral.evaluation.predict import Predictions, predict_split
 from vitral.events import EventHandler
-from vitral.recipe import from_toml
 from vitral.serving import unread
 
 
@@ -42,6 +41,7 @@ class EvalResult(SummaryRepr):
     # gives better probabilities than 1, and for multi-label models.
     temperature: float | None = None
     tempered_ece: float | None = None  # calibration error with such temperatures, cross-fitted on these images
+    new: dict[str, Any] | None = None  # metrics of images that are new since the run, where others were held out by it
 
     def summary(self) -> dict[str, str]:
         return {**score_summary(self.metrics), "data": self.data, "source": self.source}
@@ -67,7 +67,8 @@ def evaluate(
 
     Args:
         source: a run folder, weights, hf:owner/name or timm:name.
-        data: what `vitral train` takes; its val or test split is evaluated, or all of it where it has neither.
+        data: what `vitral train` takes; its val or test split is evaluated, or all of it where it has neither. Images
+            that a run was trained on are left out, and those that are new since then are scored apart.
         split: name of the split to evaluate, such as test where there is val as well.
         classes: file that names the model's outputs in order, one line each.
         real: file of ImageNet's ReaL labels (real.json).
@@ -85,7 +86,7 @@ def evaluate(
     check_numbers(batch=batch)
     model, card = load_source(source, on_event)
     check_head(source, card)
-    scored, notes = _eval_split(source, data, split)
+    scored, is_new, notes, held_out = eval_images(source, data, split)
     objectnet = str(data).partition(":")[0] == "objectnet"
     how = _objectnet_preprocess(card) if objectnet and not preprocess else prepared(card, preprocess)
     mapping, rule = np.empty(0, np.int64), ""
@@ -100,24 +101,25 @@ def evaluate(
     unreadable = _unreadable(scored, predictions, card)
     if objectnet:
         return _objectnet(source_name(source), str(data), scored, predictions, unreadable, notes)
-    logits, indices = predictions.logits[predictions.valid], predictions.indices[predictions.valid]
     names = card.class_names or tuple(_output_names(scored.classes, mapping, card.architecture.classes))
-    tempered: dict[str, float] = {}
-    calibration: list[str] = []
-    if scored.multilabel:
-        labels = np.zeros((len(indices), len(names)), np.uint8)
-        labels[:, mapping] = scored.labels[indices]
-        metrics = multilabel_metrics(probabilities(logits, sigmoid=True), labels, names).as_dict()
-    else:
-        labels = mapping[scored.labels[indices]]
-        fitted_here = card.temperature != 1.0 and _run_evaluated(source, scored)
-        temperature = None if fitted_here else card.temperature
-        metrics = classification_metrics(
-            logits, labels, names, sigmoid=card.multilabel, temperature=temperature
-        ).as_dict()
-        tempered = {} if card.multilabel else _tempered(logits, labels)
-        if fitted_here:
-            calibration = [f"Its temperature was fitted on these images: calibrated numbers are over {FOLDS} folds."]
+    old = predictions.valid & ~is_new[predictions.indices]
+    if not old.any():
+        raise UserError("none of the held-out images can be read: see `vitral check`.")
+    logits, indices = predictions.logits[old], predictions.indices[old]
+    single_label = not (scored.multilabel or card.multilabel)
+    fitted_here = single_label and card.temperature != 1.0 and held_out
+    temperature = None if fitted_here else card.temperature
+    metrics = _metrics(logits, scored, indices, mapping, names, card, temperature)
+    tempered = _tempered(logits, mapping[scored.labels[indices]]) if single_label else {}
+    if fitted_here:
+        notes = (*notes, f"Its temperature was fitted on these images: calibrated numbers are over {FOLDS} folds.")
+    added = predictions.valid & is_new[predictions.indices]
+    new = None
+    if added.any():
+        positions = predictions.indices[added]
+        new = _metrics(predictions.logits[added], scored, positions, mapping, names, card, card.temperature)
+        score = ", ".join(f"{name} {value}" for name, value in score_summary(new).items())
+        notes = (*notes, f"The new images are scored apart: {score}.")
     keys = [scored.keys[index] for index in indices]
     return EvalResult(
         source=source_name(source),
@@ -125,9 +127,28 @@ def evaluate(
         metrics=metrics,
         real=real_accuracy(logits, keys, _read_real(Path(real))) if real else None,
         unreadable=unreadable,
-        notes=(*notes, rule, *calibration),
+        notes=(*notes, rule),
+        new=new,
         **tempered,
     )
+
+
+def _metrics(
+    logits: np.ndarray,
+    split: Split,
+    indices: np.ndarray,
+    mapping: np.ndarray,
+    names: Sequence[str],
+    card: Card,
+    temperature: float | None,
+) -> dict[str, Any]:
+    """The metrics of logits (n, classes) of the images at these indices; without a temperature it is cross-fitted."""
+    if split.multilabel:
+        labels = np.zeros((len(indices), len(names)), np.uint8)
+        labels[:, mapping] = split.labels[indices]
+        return multilabel_metrics(probabilities(logits, sigmoid=True), labels, names).as_dict()
+    labels = mapping[split.labels[indices]]
+    return classification_metrics(logits, labels, names, sigmoid=card.multilabel, temperature=temperature).as_dict()
 
 
 def _tempered(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
@@ -166,48 +187,6 @@ def _unreadable(split: Split, predictions: Predictions, card: Card) -> tuple[Unr
     if not predictions.valid.any():
         raise UserError(f"{none_read(unreadable[0])}: see `vitral check`.")
     return unreadable
-
-
-def _eval_split(source: Source, data: str | Path, name: str) -> tuple[Split, tuple[str, ...]]:
-    """The images to evaluate: never those that a run was trained on, where its folder states them."""
-    path = None if isinstance(source, tuple) else Path(source).expanduser()
-    folder = path if path is None or path.is_dir() else path.parent
-    if folder is not None and (folder / "recipe.toml").is_file() and (folder / "data.json").is_file():
-        recipe, run_data = folder / "recipe.toml", folder / "data.json"
-        fingerprints = json.loads(run_data.read_text("utf-8"))
-        same = open_as_trained(data, from_toml(recipe.read_text("utf-8")), fingerprints["train"])
-        split = _split_named(same, name, fingerprints["evaluated"]) if same is not None else None
-        if split is not None:
-            held_out = f"the {len(split):,} held-out images of its {split.name} split"
-            return split, (f"The model was trained on this data: only {held_out} are scored.",)
-    opened = open_data(data, held_out=0.0)
-    split = _split_named(opened, name)
-    if split is None:
-        return opened.train, (f"All {len(opened.train):,} images are scored.",)
-    return split, (f"The {len(split):,} images of the {split.name} split are scored.",)
-
-
-def _run_evaluated(source: Source, split: Split) -> bool:
-    """Whether the source is a run, or weights in its folder, that evaluated this split and fitted its temperature."""
-    if isinstance(source, tuple):
-        return False
-    path = Path(source).expanduser()
-    facts = (path if path.is_dir() else path.parent) / "data.json"
-    return facts.is_file() and json.loads(facts.read_text("utf-8")).get("evaluated") == split.fingerprint()
-
-
-def _split_named(data: DataSet, name: str, evaluated: str = "") -> Split | None:
-    """The split with this name; without a name the one with the fingerprint that a run evaluated, else the first."""
-    held_out = list(data.splits[1:])
-    matching = [split for split in held_out if name in ("", split.name)]
-    if name and not matching:
-        choices = " or ".join(f"--split {split.name}" for split in held_out)
-        raise UserError(
-            f'{data.source} has no split "{name}" to score: {f"use {choices}" if choices else "leave it out"}.'
-        )
-    if not name and evaluated:
-        matching = [split for split in held_out if split.fingerprint() == evaluated] or matching
-    return matching[0] if matching else None
 
 
 def _output_names(classes: Sequence[str], mapping: np.ndarray, count: int) -> list[str]:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from vitral.atomic import atomic_write, check_name
 from vitral.checkpoints.files import open_weights, read_tensors
+from vitral.checkpoints.lock import FolderLock
 from vitral.checkpoints.write import write_json, write_safetensors
 from vitral.errors import UserError
 
@@ -68,13 +69,23 @@ class RunFolder:
         self.states = path / "state"
         self.model = path / "model.safetensors"
         self.best = path / "best.safetensors"
+        self._lock = FolderLock(path)
 
     def make(self) -> None:
-        """Create the folder, and remove temporary files of interrupted writes."""
+        """Create and lock the folder, and remove temporary files of interrupted writes.
+
+        Raises:
+            UserError: another run uses the folder.
+        """
         check_name(self.path)
         self.states.mkdir(parents=True, exist_ok=True)
+        self._lock.acquire()
         for leftover in (*self.states.glob(".*.part"), *self.path.glob(".*.part")):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+    def unlock(self) -> None:
+        """Leave the folder to other runs; nothing happens where it is not locked by this one."""
+        self._lock.release()
 
     @property
     def begun(self) -> bool:
@@ -90,6 +101,7 @@ class RunFolder:
             facts: JSON-ready metadata.
             keep: number of states to keep.
         """
+        self._lock.confirm()
         path = self.states / f"step-{step:08d}.safetensors"
         write_safetensors(path, tensors, {_FACTS: json.dumps({"step": step, **facts})})
         self._forget(path, keep)
@@ -107,6 +119,7 @@ class RunFolder:
 
     def name_shards(self, step: int, facts: Mapping[str, Any], keep: int) -> Path:
         """Rename the shards that all processes have written to their final name; called by one process."""
+        self._lock.confirm()
         path, aside = self.states / f"step-{step:08d}.shards", self._shards(step)
         write_json(aside / "facts.json", {"step": step, **facts})
         if path.exists():
@@ -145,6 +158,7 @@ class RunFolder:
         return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
 
     def write_text(self, name: str, text: str) -> None:
+        self._lock.confirm()
         with atomic_write(self.path / name) as aside:
             aside.write_text(text, encoding="utf-8")
 

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from vitral.models.adapters import merge_lora
 from vitral.recipe import Recipe
 from vitral.training.build import build_model
 from vitral.training.callbacks import CallbackRunner, OwnParts, RunHandle
+from vitral.training.identity import check_same_run, record_run
 from vitral.training.loop import train_loop
 from vitral.training.masked import MaskedModel
 from vitral.training.metrics import MetricsLogger, PlainModel, calibrated_card, describe_calibration
@@ -49,8 +50,6 @@ from vitral.training.resources import ResourceEstimate, estimate_resources, peak
 from vitral.training.setup import RunSetup, build_training, plan_run, read_data, worker_count
 from vitral.training.state import TrainState, restore_state, save_state
 
-# May differ in a resumed run: memory, speed and disk depend on them, what is computed does not.
-_FREE_KEYS = {"workers", "micro_batch", "grad_checkpointing", "compile", "cuda_graph", "parallel", "keep", "save_every"}
 _REPEATED = 1.0  # seconds: `timeout` and schedulers send one signal to a process and again to its group
 
 
@@ -97,10 +96,11 @@ def run(
     reset_peak(world.device)
     on_event = on_event if world.first else ignore_events
     stopping_note = Note("stopping after this step; press Ctrl-C again to stop at once")
-    with stop_requests(lambda: on_event(stopping_note)) as stopping:
+    with stop_requests(lambda: on_event(stopping_note)) as stopping, ExitStack() as on_exit:
         # Set-up
         folder = RunFolder(on_rank0(lambda: path, world))  # a name free for one process may be taken for the next
-        finished = on_rank0(lambda: _claim(folder, recipe, data, own), world)
+        on_exit.callback(folder.unlock)
+        finished = on_rank0(lambda: _claim(folder, recipe, data, own, on_event), world)
         if finished is not None:
             on_event(Note(f"already finished: {folder.path}"))
             return finished
@@ -175,41 +175,21 @@ def _interruptible(on_event: EventHandler, stopping: StopRequests, world: World)
     return handle
 
 
-def _claim(folder: RunFolder, recipe: Recipe, data: DataSet, own: OwnParts) -> RunResult | None:
+def _claim(folder: RunFolder, recipe: Recipe, data: DataSet, own: OwnParts, on_event: EventHandler) -> RunResult | None:
     """Make the folder this run's, or check that it holds this very run; a finished one comes back as its result."""
     folder.make()
-    images = {"train": data.train.fingerprint(), "evaluated": data.eval_split.fingerprint() if data.eval_split else ""}
     if folder.begun:
-        _check_same(folder, recipe, images, own)
+        check_same_run(folder, recipe, data, own)
     elif folder.model.exists():
         raise UserError(f"{folder.path} holds weights that are not of this run: choose another folder.")
     else:
-        facts = {"source": data.source, **images, "notes": list(data.messages), "own_parts": own.describe()}
         folder.best.unlink(missing_ok=True)  # of a run that ended before it saved a state
-        folder.write_text("recipe.toml", recipes.to_toml(recipe))
-        folder.write_text("data.json", json.dumps(facts, indent=2) + "\n")
+        record_run(folder, recipe, data, own, on_event)
     text = folder.read_text("result.json")
     if text is None:
         return None
     _clean_up(folder)
     return RunResult(**json.loads(text))
-
-
-def _check_same(folder: RunFolder, recipe: Recipe, images: dict[str, str], own: OwnParts) -> None:
-    """A run is resumed with the images, the recipe and the parts it began with."""
-    before, now = recipes.values(recipes.from_toml(folder.read_text("recipe.toml") or "")), recipes.values(recipe)
-    keys = [key for key in now if key not in _FREE_KEYS and before[key] != now[key]]
-    changed = [f"{key} was {before[key]} and is {now[key]}" for key in keys]
-    facts = json.loads(folder.read_text("data.json") or "{}")
-    changed += [f"its {name} images were others" for name in images if images[name] != facts.get(name)]
-    parts, own_parts = facts.get("own_parts", {}), own.describe()
-    changed += [
-        f"its {name} was {parts.get(name, 'vitral')} and is {own_parts.get(name, 'vitral')}"
-        for name in sorted({*parts, *own_parts})
-        if parts.get(name) != own_parts.get(name)
-    ]
-    if changed:
-        raise UserError(f"{folder.path} holds another run ({changed[0]}): choose another folder, or remove it.")
 
 
 def _resume(state: TrainState, own: OwnParts, folder: RunFolder, world: World, on_event: EventHandler) -> None:
