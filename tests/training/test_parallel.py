@@ -16,7 +16,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import MODEL, TINY, make_pictures, metrics, outcome, starting_from, states, train
+from runs import MODEL, TINY, make_pictures, metrics, outcome, starting_from, states, train, waiting
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -455,14 +454,16 @@ def test_only_the_first_process_hears_of_the_run(legs: Legs) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
 def test_the_threads_of_a_group_end_before_the_interpreter(legs: Legs, tmp_path: Path) -> None:
     """Those of gloo, which would else abort the process now and then; also after a crash, whose exit code stays."""
-    assert legs.two["threads"] == [["python"]] * 2
-    assert legs.three["threads"] == [["python"]] * 3
+    named = [*legs.two["threads"], *legs.three["threads"]]
+    assert len(named) == 5
     path = tmp_path / "jobs.json"
     path.write_text(json.dumps([{"do": "crash"}]))
     done = launch(torchrun(2, Path(__file__), path), tmp_path)
     assert "Fault" in done.stderr
     assert "exitcode  : 1 " in done.stderr
-    assert threads(path)[0] == ["python"]  # torchrun may end the other one early
+    named += threads(path)
+    assert len(named) > 5  # torchrun may end one of the two early
+    assert not any("gloo" in name for names in named for name in names)
 
 
 # The command line.
@@ -498,25 +499,22 @@ def test_a_mistake_on_the_command_line_is_one_sentence(pictures: Path, tmp_path:
 
 
 def test_a_signal_to_torchrun_saves_and_the_run_goes_on(pictures: Path, tmp_path: Path) -> None:
-    # A rate so low that rounding errors do not grow over the many steps that it takes to hit one.
-    slowly = ("optim.name=sgd", "optim.lr=0.001")
-    run, more = tmp_path / "run", ("steps=400", "save_every=1000", "evaluate_every=1000", *slowly)
-    command = torchrun(2, "-m", "vitral", "train", pictures, "--out", run, *words(*more))
+    run, more = tmp_path / "run", ("steps=20", "save_every=1000", "evaluate_every=1000", *SGD)
+    program = tmp_path / "program.py"
+    program.write_text(f"{waiting(5)}; from vitral.cli import main; main()")
+    command = torchrun(2, program, "train", pictures, "--out", run, *words(*more))
     with subprocess.Popen(command, env=environment(), cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
-        until = time.monotonic() + PATIENCE
-        while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 5:
-            assert process.poll() is None
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        assert process.stderr is not None
+        assert any("step 5 is done" in line for line in process.stderr)
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0
     assert said.count("stopping after this step") == 1
     assert said.count(f"is saved; resume with: torchrun ... -m vitral train {pictures} ") == 1
     (state,) = states(run)
-    assert 5 <= int(state.stem.split("-")[1]) < 400
+    assert state.stem in ("step-00000005", "step-00000006")
     train(pictures, run, *more)
-    assert [line["step"] for line in metrics(run) if "loss" in line] == list(range(1, 401))
+    assert [line["step"] for line in metrics(run) if "loss" in line] == list(range(1, 21))
     train(pictures, tmp_path / "alone", *more)
     losses = [[line["loss"] for line in metrics(path) if "loss" in line] for path in (run, tmp_path / "alone")]
     assert np.allclose(*losses, rtol=0, atol=1e-5)
