@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,13 @@ from repair import sitecustomize  # noqa: F401  torchvision becomes importable
 if TYPE_CHECKING:
     from journeys import Command
 
-# Read when the libraries are first imported, hence not in a fixture; programs that tests start inherit both.
+# Read when the libraries are first imported, hence not in a fixture; programs that tests start inherit all of it.
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["PYTHONFAULTHANDLER"] = "1"  # a program that aborts names the place, and leaves a core file
+if sys.platform != "win32":
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (resource.getrlimit(resource.RLIMIT_CORE)[1],) * 2)
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run without a GPU, slowly
 if "PYTEST_XDIST_WORKER" in os.environ:

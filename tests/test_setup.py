@@ -40,7 +40,7 @@ def make(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     # A make that runs these tests hands down its own options and variables.
     inherited = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "PYTHON", "TORCH_INDEX")
     environment = {name: value for name, value in os.environ.items() if name not in inherited}
-    return subprocess.run(["make", *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(["make", *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def program(path: Path, text: str) -> Path:
@@ -128,7 +128,7 @@ def test_constraints_pin_every_dependency():
 
 def run_help(*options: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    return subprocess.run([HELP[0], *options, *HELP[1:]], env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run([HELP[0], *options, *HELP[1:]], env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_help_answers_at_once():

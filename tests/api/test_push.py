@@ -73,7 +73,7 @@ def write_model(path: Path, shape: ViTConfig = SHAPE) -> Path:
 
 def push(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "vitral", "push", *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_vitral_timm_and_transformers_load_what_was_pushed(
@@ -91,7 +91,7 @@ def test_vitral_timm_and_transformers_load_what_was_pushed(
     pixels = torch.randn(16, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     torch.save(pixels, tmp_path / "pixels.pt")
     words = [sys.executable, "-c", READERS, str(tmp_path / "pixels.pt")]
-    read = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
+    read = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600)
     assert read.returncode == 0, read.stderr[-2000:]
     answer = json.loads(read.stdout.splitlines()[-1])
     with torch.inference_mode():

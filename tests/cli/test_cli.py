@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -349,6 +350,24 @@ def test_a_file_name_that_is_not_utf8_can_be_printed(tmp_path: Path) -> None:
     json.loads(done.stdout)
 
 
+def test_a_mistake_that_several_processes_make_is_printed_once(tmp_path: Path) -> None:
+    """As torchrun starts them on one machine; a mistake that only one of them makes is printed, too."""
+    words = [["lst"], ["lst"], ["lst"], ["cost", "ViT-B/16", "--imags", "1"], ["lst"]]
+    started = []
+    for rank, each in enumerate(words):
+        folder = tmp_path / "attempt_0" / str(rank)
+        folder.mkdir(parents=True)
+        torchrun = {"RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
+        environment = {**os.environ, "PYTHONPATH": str(Path(vitral.__file__).parents[1]), **torchrun}
+        command = [sys.executable, "-m", "vitral", *each]
+        started.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    errors = [process.communicate(timeout=600)[1] for process in started]
+    assert [process.returncode for process in started] == [2] * 5
+    assert "did you mean `vitral list`" in "".join(errors)
+    assert "--imags" in errors[3]
+    assert sorted(text.count("\n") for text in errors) == [0, 0, 0, 1, 1]
+
+
 # Ctrl-C in the middle of the first import of torch, once: what is left of it cannot be imported again.
 STOPPED = """
 import sys
@@ -365,7 +384,7 @@ main()
 
 @pytest.mark.parametrize("words", [("train", "digits"), ("finetune", "weights", "digits", "--recipe", "mine.toml")])
 def test_an_early_interrupt_is_silent(words: tuple[str, ...]) -> None:
-    done = subprocess.run([sys.executable, "-c", STOPPED, *words], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", STOPPED, *words], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 

@@ -502,5 +502,5 @@ def test_a_program_that_still_holds_a_loader_ends(tmp_path):
     script.write_text(HOLDING)
     pictures = make_pictures(tmp_path / "pictures")
     words = [sys.executable, "-W", "ignore", str(script), str(pictures)]
-    done = subprocess.run(words, timeout=60, capture_output=True, text=True)
+    done = subprocess.run(words, timeout=600, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -5,8 +5,12 @@ Tests that start processes import this file there too.
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import signal
+import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ from vitral.architecture import ViTConfig
 from vitral.checkpoints.card import Card
 from vitral.data.images import encode_png
 from vitral.models.build import build
+from vitral.training import run as training_run
 
 MODEL = "ViT-Ti/4@8"
 TINY = (
@@ -103,6 +108,27 @@ def interrupt_at(step: int) -> Callable[[Any], None]:
             signal.raise_signal(signal.SIGINT)
 
     return on_event
+
+
+def waiting(step: int) -> str:
+    """Python that makes the run of a program wait after so many steps of its own until it is asked to stop; it says so
+    on standard error, in the first process."""
+    return f"import runs; runs.wait_after({step})"
+
+
+def wait_after(step: int) -> None:
+    """Make the runs of this process wait, as `waiting` says."""
+    real, steps = training_run.StopRequests.__call__, itertools.count(1)
+
+    def asked(self: training_run.StopRequests) -> bool:
+        requested = real(self)
+        if next(steps) == step and os.environ.get("RANK", "0") == "0":
+            print(f"step {step} is done", file=sys.stderr, flush=True)
+            while not self.requested:
+                time.sleep(0.001)
+        return requested
+
+    training_run.StopRequests.__call__ = asked  # type: ignore[method-assign]
 
 
 def said(pictures: Path, out: Path, *words: str) -> list[str]:

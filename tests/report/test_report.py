@@ -294,9 +294,9 @@ def test_random_preprocessing_is_refused(run, pictures, tmp_path, command):
 
 
 def test_a_run_has_a_page_of_its_mistakes(run, pictures):
-    began = time.perf_counter()
+    began = time.process_time()  # of this process: the machine may be busy
     path = write_run_page(run, pictures, device="cpu")
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
     assert path == run / "page.html"
     text, data = path.read_text("utf-8"), embedded(path)
     result = json.loads((run / "result.json").read_text())
@@ -483,13 +483,13 @@ def test_real_weights_make_a_page_in_time(assets, tmp_path):
     data = assets / "data"
     weights = data / "vit_tiny_patch16_224.augreg_in21k_ft_in1k.safetensors"
     photos = [next((data / "imagenet_val_1000" / f"{label:03d}").iterdir()) for label in range(281, 289)]
-    began = time.perf_counter()
+    began = time.process_time()  # of this process: the machine may be busy
     how = {
         "classes": data / "imagenet_classes.tsv",
         "preprocess": "decode|resize_small(248, bicubic)|central_crop(224)|value_range(-1, 1)",
     }
     done = inspect(weights, photos, output=tmp_path / "a.html", device="cpu", **how)
-    assert time.perf_counter() - began < 30
+    assert time.process_time() - began < 30
     assert done.bytes < 15e6
     names = [image["answers"][0][0] for image in embedded(done.page)["images"]]
     assert sum("cat" in name or name in ("tabby", "cougar", "lynx", "leopard") for name in names) >= 5

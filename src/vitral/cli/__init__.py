@@ -10,10 +10,11 @@ import importlib
 import io
 import os
 import shlex
+import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from vitral.errors import Interrupted, UserError
@@ -201,9 +202,25 @@ def _ran_out_of_memory(error: Exception) -> bool:
 
 
 def _fail(sentence: str) -> None:
-    """Print one sentence and exit with code 2. Under torchrun the exit of the first process ends the others before they
-    print the same sentence; one that fails alone is still heard."""
-    if int(os.environ.get("RANK", 0)):
-        time.sleep(3)
-    print(f"vitral: {sentence}", file=sys.stderr)
+    """Print one sentence and exit with code 2. Of the processes that torchrun starts on a machine, the first to make a
+    mistake prints it, and the others that make the same are silent."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # empty where torchrun keeps no files
+    if error_file:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent as soon as another process has ended
+    if not error_file or _claim(sentence, Path(error_file).parents[1]):
+        print(f"vitral: {sentence}", file=sys.stderr)
     sys.exit(2)
+
+
+def _claim(sentence: str, folder: Path) -> bool:
+    """Whether this process is the first to print the sentence; the folder is one that torchrun makes at each start."""
+    import hashlib
+
+    name = hashlib.sha256(sentence.encode(errors="backslashreplace")).hexdigest()
+    try:
+        (folder / f"vitral-{name[:16]}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # the folder is gone or cannot be written: better twice than never
+        return True
+    return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -28,6 +30,7 @@ from vitral.models.device import default_device
 
 Kind = Literal["ddp", "fsdp"]
 T = TypeVar("T")
+_meshes: list[DeviceMesh] = []  # of sharded objectives; torch's caches keep every one until the interpreter is gone
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,18 @@ def init_distributed(device: str = "") -> World:
 
 
 def _leave() -> None:
-    """Leave the group. Whoever releases it last joins its threads, which may wait for the GIL to free a tensor; a
-    wrapped objective would hold the GIL and wait for ever, so it must not be the last."""
+    """Leave the group, and end its threads while the interpreter is whole: they abort the process if they free a tensor
+    when it is not.
+
+    They end with the last reference to the group, which has to be torch's own: it releases the GIL while it joins them,
+    as they may wait for it. So all others go first: wrapped objectives, also those in the traceback of a crash, and
+    meshes.
+    """
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        vars(sys).pop(name, None)
     gc.collect()
+    for mesh in _meshes:
+        getattr(mesh, "_pg_registry", {}).clear()  # torch has no public way
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -84,9 +96,10 @@ def wrap(objective: nn.Module, world: World, kind: Kind) -> nn.Module:
         return DistributedDataParallel(objective, device_ids=ids)
     layers = ("Block", "AxialBlock", "BottleneckV2", "StemBottleneck")
     blocks = [module for module in objective.modules() if type(module).__name__ in layers]
-    for block in blocks:
-        fully_shard(block)
-    fully_shard(objective)
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    _meshes.append(mesh)
+    for module in (*blocks, objective):
+        fully_shard(module, mesh=mesh)
     return objective
 
 

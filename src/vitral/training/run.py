@@ -353,7 +353,7 @@ class StopRequests:
     def wait_until_notified(self) -> None:
         """Wait, so that the message does not come after the end of the run."""
         if self.requested and self._stepping:
-            self._notified.wait(1.0)
+            self._notified.wait(10.0)  # a display that is stuck must not keep the program
 
 
 @contextmanager
