@@ -65,7 +65,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         ),
         *("studies.py", "api/", "cli/", "sklearn.py", "__init__.py"),
     ),
-    "torch.distributed": ("training/parallel.py", "checkpoints/run.py"),
+    "torch.distributed": ("training/parallel.py", "checkpoints/run.py", "checkpoints/shards.py"),
     "PIL": ("data/images.py",),
     "simplejpeg": ("data/images.py",),
     "matplotlib": (),
@@ -76,8 +76,11 @@ HOMES: dict[str, tuple[str, ...]] = {
     "pickle": (),
     "dill": (),
     "cloudpickle": (),
+    **dict.fromkeys(("marshal", "shelve", "joblib", "yaml", "runpy", "eval", "exec", "compile", "__import__"), ()),
 }
 UNPICKLES = {"allow_pickle=True", "weights_only=False"}
+# Calls that run what a file holds unless they say otherwise; the index of a sharded state is read by ours.
+READERS = {"torch.load": "weights_only=True", "sharded.load": "storage_reader=ShardReader("}
 
 FOREIGN = (
     *("encoderblock_", "posembed_input", "MlpBlock_", "MultiHeadDotProductAttention", "standardized_conv2d"),
@@ -134,6 +137,9 @@ def _words(place: str, tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and ast.unparse(node) in UNPICKLES:
             yield f"{ast.unparse(node)} reads pickles"
+        needed = READERS.get(_dotted(node.func)) if isinstance(node, ast.Call) else None
+        if needed and not any(ast.unparse(keyword).startswith(needed) for keyword in node.keywords):
+            yield f"{_dotted(node.func)} without {needed} reads pickles"
 
 
 def _foreign(place: str, tree: ast.Module) -> Iterator[str]:
@@ -267,7 +273,11 @@ BROKEN = [
     ("api.py", "import sys\nwords = sys.argv[1:]", "sys.argv belongs in cli/"),
     ("checkpoints/files.py", "import pickle", "pickle belongs in no file"),
     ("checkpoints/files.py", "import numpy as np\nnp.load('a', allow_pickle=True)", "allow_pickle=True reads pickles"),
-    ("checkpoints/files.py", "import torch\ntorch.load('a', weights_only=False)", "weights_only=False reads pickles"),
+    ("checkpoints/files.py", "f('a', weights_only=False)", "weights_only=False reads pickles"),
+    ("checkpoints/files.py", "import torch\ntorch.load('a')", "torch.load without weights_only=True reads pickles"),
+    ("checkpoints/run.py", "sharded.load({}, checkpoint_id='a')", "sharded.load without storage_reader="),
+    ("data/labels.py", "import yaml", "yaml belongs in no file"),
+    ("data/labels.py", "eval('1')", "eval belongs in no file"),
     ("models/vit.py", "KEY = f'Transformer/encoderblock_{0}'", 'foreign name "encoderblock_"'),
     ("models/vit.py", "def f(model: object) -> object:\n    return model.cls_token", 'foreign name "cls_token"'),
     ("cli/train.py", "import torch.nn as nn", "torch.nn is imported with the module"),
