@@ -288,7 +288,7 @@ def from_dict(description: Mapping[str, Any]) -> Architecture:
     values = dict(description)
     family = values.pop("family", None)
     if not isinstance(family, str) or family not in _FAMILIES:
-        raise UserError(f'unknown model family "{_short(family)}": update vitral if a newer version wrote this file.')
+        raise UserError(f'unknown model family "{shorten(family)}": update vitral if a newer version wrote this file.')
     for key in ("image", "blocks"):
         if isinstance(values.get(key), list):
             values[key] = tuple(values[key])
@@ -312,7 +312,7 @@ def _built(config: type[Any], values: Mapping[str, Any]) -> Any:
     unknown = sorted(set(map(str, values)) - {field.name for field in fields(config)})
     if unknown:
         raise UserError(
-            f"the architecture has unknown keys ({_short(', '.join(unknown))}): update vitral to read this file."
+            f"the architecture has unknown keys ({shorten(', '.join(unknown))}): update vitral to read this file."
         )
     try:
         return config(**values)
@@ -335,21 +335,21 @@ def _check_fields(config: Any) -> None:
     for name, hint in _hints(type(config)).items():
         value = getattr(config, name)
         if get_origin(hint) is Literal and not (isinstance(value, str) and value in get_args(hint)):
-            raise UserError(f'{name}="{_short(value)}" is not one of {", ".join(get_args(hint))}.')
-        if not _is_a(value, hint):
-            raise UserError(f"{name} must be {_KINDS.get(hint, 'of another kind')}, not {_short(repr(value))}.")
+            raise UserError(f'{name}="{shorten(value)}" is not one of {", ".join(get_args(hint))}.')
+        if not is_a(value, hint):
+            raise UserError(f"{name} must be {_KINDS.get(hint, 'of another kind')}, not {shorten(repr(value))}.")
 
 
-def _is_a(value: Any, hint: Any) -> bool:
-    """Whether a value is of a type that a field may have; an integer is also a float, but no bool is a number."""
+def is_a(value: Any, hint: Any) -> bool:
+    """Whether a value is of the type of a field; an integer is a float as well, but no bool is a number."""
     if isinstance(hint, UnionType):
-        return any(_is_a(value, option) for option in get_args(hint))
+        return any(is_a(value, option) for option in get_args(hint))
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     if get_origin(hint) is tuple:
         kinds = get_args(hint)
         kinds = (kinds[0],) * len(value) if kinds[1:] == (...,) and isinstance(value, tuple) else kinds
-        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_is_a, value, kinds))
+        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(is_a, value, kinds))
     if hint is int:
         return type(value) is int and 0 <= value <= _LARGEST
     if hint is float:
@@ -368,7 +368,7 @@ _KINDS = {
 }
 
 
-def _short(value: Any) -> str:
+def shorten(value: Any) -> str:
     """A value of a file for a message."""
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

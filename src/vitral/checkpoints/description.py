@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vitral.architecture import Architecture, ModelConfig, ModuleConfig, ViTConfig
+from vitral.architecture import Architecture, ModelConfig, ModuleConfig, ViTConfig, shorten
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.files import WeightFile, open_weights
 from vitral.checkpoints.formats import FORMATS, format_named
@@ -64,6 +64,19 @@ def describe(path: Path, format: str | None = None, hints: Hints | None = None) 
     """
     file = open_weights(path)
     try:
+        return _describe(file, path, format, hints)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        reason = f"{type(error).__name__}: {shorten(error)}"  # values in config.json may be of any type
+        raise UserError(
+            f"{file.path} cannot be described ({reason}): a value in its config.json or metadata is not what it should "
+            "be; download it again."
+        ) from error
+
+
+def _describe(file: WeightFile, path: Path, format: str | None, hints: Hints | None) -> Description:
+    try:
         model = find_model(file, [format_named(format)] if format else FORMATS.values(), hints or Hints())
     except UserError as error:
         raise error if str(file.path) in str(error) else UserError(f"{file.path}: {error}") from error
@@ -80,6 +93,7 @@ def _described(file: WeightFile, path: Path, model: FoundModel) -> Description:
     card = card_of(model.header) if table is NATIVE else None
     if card:
         architecture, assumed = card.architecture, []
+        _check_depth(architecture, len(file.headers))
     else:
         model, architecture, assumed = _architecture(file, path, model)
     entries = table.file_entries(model.header, architecture) if table.file_entries else table.entries(architecture)
@@ -110,6 +124,16 @@ def _described(file: WeightFile, path: Path, model: FoundModel) -> Description:
             changes=(*notes, *assumed),
         )
     return Description(file, table, model.header, card, kept, entries, (*unmapped, *outside))
+
+
+def _check_depth(architecture: Architecture, tensors: int) -> None:
+    """Refuse a card that states more blocks than the file has tensors, before they are built."""
+    if isinstance(architecture, ViTConfig):
+        blocks = architecture.depth + sum(architecture.stem.blocks if architecture.stem else ())
+    else:
+        blocks = sum(getattr(architecture, "blocks", ()))
+    if blocks > tensors:
+        raise UserError(f"the card states {blocks:,} blocks and the file has {tensors:,} tensors: download it again.")
 
 
 def _with_classes(architecture: ModelConfig, classifier: _Classifier) -> ModelConfig:

@@ -103,8 +103,9 @@ def _require_columns(path: Path, names: Any) -> None:
 def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}, line {number} is not valid JSON: {error.msg}.") from error
+    except (ValueError, RecursionError) as error:  # also of too many digits or brackets
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "a value is too long or too deep"
+        raise UserError(f"{path}, line {number} is not valid JSON: {reason}.") from error
     if not isinstance(entry, dict):
         raise UserError(f'{path}, line {number}: write {{"path": ..., "label": ...}} in each line.')
     return _renamed(entry)
