@@ -1,4 +1,10 @@
-"""Exceptions: errors that a user can fix, and interrupted runs."""
+"""Exceptions: errors that a user can fix, and interrupted runs; and text that is safe to print."""
+
+import re
+
+# Control characters (C0 but for the line feed, DEL, C1), which a terminal obeys, and those that reverse the direction
+# of text. File and class names may hold any of them.
+_CONTROLS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 class UserError(ValueError):
@@ -7,3 +13,8 @@ class UserError(ValueError):
 
 class Interrupted(Exception):
     """A run was stopped by a signal; its state is saved."""
+
+
+def printable(text: str) -> str:
+    """The text with each control character, but for line feeds, as an escape such as \\u001b, as JSON has it."""
+    return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
