@@ -7,8 +7,21 @@ import re
 _CONTROLS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
+_LONGEST = 300  # characters of a sentence, paths not counted
+
+
 class UserError(ValueError):
-    """An error that the user can fix: one sentence with the problem and the fix. The CLI prints it and exits with 2."""
+    """An error that the user can fix: one sentence with the problem and the fix. The CLI prints it and exits with 2.
+
+    A value of a damaged file may be of any length; the middle of a sentence that is far too long is left out.
+    """
+
+    def __init__(self, sentence: object = "") -> None:
+        text = str(sentence)
+        paths = sum(len(word) for word in text.split() if "/" in word or "\\" in word)
+        if len(text) > max(2 * _LONGEST, _LONGEST + 2 * min(paths, 2 * 4096)):
+            text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 3 :]}"
+        super().__init__(text)
 
 
 class Interrupted(Exception):
