@@ -137,9 +137,10 @@ def _words(place: str, tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and ast.unparse(node) in UNPICKLES:
             yield f"{ast.unparse(node)} reads pickles"
-        needed = READERS.get(_dotted(node.func)) if isinstance(node, ast.Call) else None
-        if needed and not any(ast.unparse(keyword).startswith(needed) for keyword in node.keywords):
-            yield f"{_dotted(node.func)} without {needed} reads pickles"
+        if isinstance(node, ast.Call):
+            needed = READERS.get(_dotted(node.func), "")
+            if not any(ast.unparse(keyword).startswith(needed) for keyword in node.keywords) and needed:
+                yield f"{_dotted(node.func)} without {needed} reads pickles"
 
 
 def _foreign(place: str, tree: ast.Module) -> Iterator[str]:

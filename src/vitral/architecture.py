@@ -9,7 +9,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from vitral.errors import UserError
+from vitral.errors import UserError, shorten
 
 Size = tuple[int, int]  # (height, width), in pixels or in patches
 
@@ -135,6 +135,8 @@ class ViTConfig:
         _check_fields(self)
         _check_positive(self, "depth", "width", "mlp", "heads", "patch", "channels")
         _check_depth("depth", self.depth)
+        if not all(0 <= share < 1 for share in (self.dropout, self.attention_dropout, self.stochastic_depth)):
+            raise UserError("dropout, attention_dropout and stochastic_depth must be from 0 to below 1.")
         if self.width % self.heads:
             raise UserError(f"{self.heads} heads do not divide a width of {self.width}: choose a divisor.")
         if self.pool == "token" and not self.class_token:
@@ -366,12 +368,6 @@ _KINDS = {
     tuple[int, ...]: "a list of whole numbers",
     tuple[int, int, int, int]: "four whole numbers",
 }
-
-
-def shorten(value: Any) -> str:
-    """A value of a file for a message."""
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _check_depth(name: str, *counts: int) -> None:

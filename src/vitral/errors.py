@@ -13,15 +13,28 @@ _LONGEST = 300  # characters of a sentence, paths not counted
 class UserError(ValueError):
     """An error that the user can fix: one sentence with the problem and the fix. The CLI prints it and exits with 2.
 
-    A value of a damaged file may be of any length; the middle of a sentence that is far too long is left out.
+    A value of a damaged file may be of any length: long words other than paths are shortened, then the whole.
     """
 
     def __init__(self, sentence: object = "") -> None:
         text = str(sentence)
-        paths = sum(len(word) for word in text.split() if "/" in word or "\\" in word)
-        if len(text) > max(2 * _LONGEST, _LONGEST + 2 * min(paths, 2 * 4096)):
-            text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 3 :]}"
+        if _length(text) > _LONGEST:
+            text = re.sub(r"[^\s/\\]{81,}", lambda word: shorten(word[0]), text)
+        if (over := _length(text) - _LONGEST) > 0:
+            start = _LONGEST // 2
+            text = f"{text[:start]} ... {text[start + over + 5 :]}"
         super().__init__(text)
+
+
+def shorten(value: object) -> str:
+    """A value of a file for a message."""
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _length(text: str) -> int:
+    """The characters of a sentence, paths not counted."""
+    return len(text) - sum(len(word) for word in text.split() if "/" in word or "\\" in word)
 
 
 class Interrupted(Exception):

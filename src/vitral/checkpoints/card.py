@@ -7,11 +7,11 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_type_hints
 
-from vitral.architecture import Architecture, Size, as_dict, from_dict, is_a, shorten
+from vitral.architecture import Architecture, Size, as_dict, from_dict, is_a
 from vitral.checkpoints.transform import ImageTransform
 from vitral.data.images import METHODS
 from vitral.data.preprocess import parse_deterministic
-from vitral.errors import UserError
+from vitral.errors import UserError, shorten
 
 _SIZED_STEP = re.compile(r"\s*(?:resize|resize_\w+|pad|\w+_crop)\s*\(")  # steps that begin with one or two sides
 _SIDE = re.compile(r"(?<=[(, ])\d+(?=[,) ])")

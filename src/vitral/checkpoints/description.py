@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vitral.architecture import Architecture, ModelConfig, ModuleConfig, ViTConfig, shorten
+from vitral.architecture import Architecture, ModelConfig, ModuleConfig, ViTConfig
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.files import WeightFile, open_weights
 from vitral.checkpoints.formats import FORMATS, format_named
@@ -18,7 +18,7 @@ from vitral.checkpoints.formats.table import CONFIG_COUNTS, CheckpointHeader, En
 from vitral.checkpoints.formats.timm_reading import named_factory
 from vitral.checkpoints.known_names import named_architecture, timm_name
 from vitral.checkpoints.wrappers import FoundModel, find_model, ignored_sentences, unused_keys
-from vitral.errors import UserError
+from vitral.errors import UserError, shorten
 
 _SUFFIX = re.compile(r"\.(?:safetensors|pth|pt|bin|ckpt|tar|npz)$")
 _PLAIN_FILES = ("model", "pytorch_model")  # their folder has the model's name
