@@ -1,6 +1,7 @@
 """Changed images, checkpoints, configurations and data: one sentence or a result, in bounded time and memory.
 
-`VITRAL_HOSTILE=20000 pytest tests/checkpoints/test_hostile_files.py` tries that many of each kind, with other seeds.
+`VITRAL_HOSTILE=20000 pytest tests/checkpoints/test_hostile_files.py` tries that many of each kind, with other seeds;
+`VITRAL_HOSTILE_SEED` sets the first one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import corpus
 import pytest
 
 import vitral
-from vitral.checkpoints.card import Card
 from vitral.checkpoints.formats import FORMATS
 from vitral.checkpoints.formats.table import Hints
 from vitral.checkpoints.run import RunFolder
@@ -30,7 +30,7 @@ from vitral.data.sources import open_data
 from vitral.errors import UserError
 
 COUNT = int(os.environ.get("VITRAL_HOSTILE", "0"))
-SEED = random.SystemRandom().randrange(1 << 30) if COUNT else 0
+SEED = int(os.environ.get("VITRAL_HOSTILE_SEED", random.SystemRandom().randrange(1 << 30) if COUNT else 0))
 SECONDS = 10  # for one input
 GROWTH = 600e6  # bytes of memory that all inputs of a kind may add to this process
 LONGEST = 300  # characters of a sentence, without the paths in it
@@ -124,8 +124,8 @@ def test_changed_configurations(checkpoints: dict[str, Path], tmp_path: Path) ->
         (tmp_path / name / chosen).write_text(text, "utf-8", "surrogatepass")
         try:
             loaded = read(tmp_path / name, hints=Hints(heads=2) if rng.random() < 0.5 else Hints())
-            if loaded.weights.preprocess is not None:
-                Card(loaded.weights.architecture, preprocess=loaded.weights.preprocess).transform()
+            if loaded.card.preprocess is not None:
+                loaded.card.transform()
         finally:
             (tmp_path / name / chosen).write_text(original)
 

@@ -178,7 +178,10 @@ def _checked(where: str, label: Any) -> str:
         raise UserError(f"{where} has no label: add {where.rpartition('/')[2].rpartition(' ')[2]}.cls to the shard.")
     if re.fullmatch("-[0-9]+", str(label)):
         raise UserError(f"{where} has the label {str(label)[:20]}, which is out of range: classes begin at 0.")
-    return str(label)
+    text = str(label)
+    if re.search(r"[\ud800-\udfff]", text):
+        raise UserError(f"{where} has a label that is not valid Unicode: correct it.")
+    return text
 
 
 def _braces(pattern: str) -> list[str]:
