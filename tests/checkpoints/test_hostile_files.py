@@ -106,7 +106,7 @@ def test_changed_weight_files(checkpoints: dict[str, Path], tmp_path: Path) -> N
         path.write_bytes(corpus.change_safetensors(data, rng) if header else corpus.changed_bytes(data, rng))
         read(path, hints=Hints(heads=2))
 
-    sweep(400, attempt)
+    sweep(250, attempt)
 
 
 def test_changed_configurations(checkpoints: dict[str, Path], tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_changed_configurations(checkpoints: dict[str, Path], tmp_path: Path) ->
         finally:
             (tmp_path / name / chosen).write_text(original)
 
-    sweep(500, attempt)
+    sweep(200, attempt)
     assert {FORMATS[name].config is not None for name in names} == {True}
 
 
@@ -168,7 +168,7 @@ def test_changed_data(tmp_path: Path) -> None:
             for leftover in tmp_path.glob("*.index.json"):
                 leftover.unlink()
 
-    sweep(400, attempt)
+    sweep(250, attempt)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -179,7 +179,7 @@ def _checked(where: str, label: Any) -> str:
     if re.fullmatch("-[0-9]+", str(label)):
         raise UserError(f"{where} has the label {str(label)[:20]}, which is out of range: classes begin at 0.")
     text = str(label)
-    if re.search(r"[\ud800-\udfff]", text):
+    if re.search(r"[\ud800-\udc7f\udd00-\udfff]", text):  # half of a pair; the others stand for bytes of names
         raise UserError(f"{where} has a label that is not valid Unicode: correct it.")
     return text
 
