@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from vitral.errors import UserError
+from vitral.errors import UserError, shorten
 
 Size = tuple[int, int]  # (height, width), in pixels or in patches
 
@@ -22,6 +25,9 @@ RootPool = Literal["zero", "-inf"]
 #   BiT               google: (w - mean) / sqrt(var + 1e-10), 1e-5       timm: (w - mean) / sqrt(var + 1e-8), 1e-5
 Epsilons = Literal["google", "timm"]
 
+_LARGEST = 1 << 24  # no size of a model is larger; a damaged file may state anything
+_DEEPEST = 1000  # blocks of a model or of a stage, each of which is built as Python objects
+
 AXIAL_HEADS = 8  # of an AxialResNet of any width, as in Axial-DeepLab
 
 
@@ -34,7 +40,11 @@ class StemConfig:
     epsilons: Epsilons = "google"
 
     def __post_init__(self) -> None:
-        _check_choices(self, epsilons=Epsilons)
+        _check_fields(self)
+        _check_depth("blocks", *self.blocks)
+        if len(self.blocks) > 8:
+            raise UserError(f"a stem has at most 8 stages, not {len(self.blocks)}.")
+        _check_positive(self, "width")
 
     @property
     def channels(self) -> int:
@@ -68,6 +78,11 @@ class RopeConfig:
     learned: bool = False  # each head of each block learns its frequencies for both coordinates ("mixed" RoPE)
     # DINOv3's own code rounds the periods to bfloat16 where its weights are; timm and transformers do not.
     periods: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if self.temperature <= 0:
+            raise UserError(f"temperature must be above 0, not {self.temperature}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +132,11 @@ class ViTConfig:
     stochastic_depth: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_choices(self, pool=Pool, position=Position, injection=Injection, resize=ResizeRule, gelu=Gelu)
-        _check_choices(self, norm_place=NormPlace)
+        _check_fields(self)
         _check_positive(self, "depth", "width", "mlp", "heads", "patch", "channels")
+        _check_depth("depth", self.depth)
+        if not all(0 <= share < 1 for share in (self.dropout, self.attention_dropout, self.stochastic_depth)):
+            raise UserError("dropout, attention_dropout and stochastic_depth must be from 0 to below 1.")
         if self.width % self.heads:
             raise UserError(f"{self.heads} heads do not divide a width of {self.width}: choose a divisor.")
         if self.pool == "token" and not self.class_token:
@@ -204,8 +221,9 @@ class ResNetConfig:
     axial: bool = False
 
     def __post_init__(self) -> None:
-        _check_choices(self, root_pool=RootPool, epsilons=Epsilons)
+        _check_fields(self)
         _check_positive(self, "width", "channels")
+        _check_depth("blocks", *self.blocks)
         self.grid(self.image)
 
     @property
@@ -242,6 +260,7 @@ class ModuleConfig:
     classes: int
 
     def __post_init__(self) -> None:
+        _check_fields(self)
         _check_positive(self, "channels", "classes")
         if min(self.image) < 1:
             raise UserError(f"an image of {self.image[0]}x{self.image[1]} pixels is empty: set image=(height, width).")
@@ -263,41 +282,44 @@ def from_dict(description: Mapping[str, Any]) -> Architecture:
     """The architecture that `as_dict` described.
 
     Raises:
-        UserError: unknown family, or unknown or missing keys. An unknown key would change what the weights compute.
+        UserError: unknown family, unknown or missing keys, or values of a wrong type. An unknown key would change what
+            the weights compute.
     """
+    if not isinstance(description, Mapping):
+        raise UserError("the architecture is not an object of names and values: the file is damaged.")
     values = dict(description)
     family = values.pop("family", None)
-    if family not in _FAMILIES:
-        raise UserError(f'unknown model family "{family}": update vitral if a newer version wrote this file.')
-    config = _FAMILIES[family]
-    unknown = sorted(set(values) - {field.name for field in fields(config)})
-    if unknown:
-        raise UserError(f"the architecture has unknown keys ({', '.join(unknown)}): update vitral to read this file.")
+    if not isinstance(family, str) or family not in _FAMILIES:
+        raise UserError(f'unknown model family "{shorten(family)}": update vitral if a newer version wrote this file.')
     for key in ("image", "blocks"):
-        if key in values:
+        if isinstance(values.get(key), list):
             values[key] = tuple(values[key])
-    try:
-        if values.get("stem") is not None:
-            values["stem"] = _stem_from_dict(values["stem"])
-        if values.get("rope") is not None:
-            values["rope"] = rope_from_dict(values["rope"])
-        return config(**values)
-    except TypeError as error:
-        raise UserError(f"the architecture is incomplete ({error}).") from error
-
-
-def _stem_from_dict(description: Mapping[str, Any]) -> StemConfig:
-    values = dict(description)
-    values["blocks"] = tuple(values["blocks"])
-    return StemConfig(**values)
+    if isinstance(stem := values.get("stem"), Mapping):
+        blocks = stem.get("blocks")
+        values["stem"] = _built(StemConfig, {**stem, "blocks": tuple(blocks) if isinstance(blocks, list) else blocks})
+    if isinstance(values.get("rope"), Mapping):
+        values["rope"] = rope_from_dict(values["rope"])
+    return _built(_FAMILIES[family], values)
 
 
 def rope_from_dict(description: Mapping[str, Any]) -> RopeConfig:
     """The inverse of `asdict`; its values may come from JSON."""
     values = dict(description)
-    if values.get("reference") is not None:
+    if isinstance(values.get("reference"), list):
         values["reference"] = tuple(values["reference"])
-    return RopeConfig(**values)
+    return _built(RopeConfig, values)
+
+
+def _built(config: type[Any], values: Mapping[str, Any]) -> Any:
+    unknown = sorted(set(map(str, values)) - {field.name for field in fields(config)})
+    if unknown:
+        raise UserError(
+            f"the architecture has unknown keys ({shorten(', '.join(unknown))}): update vitral to read this file."
+        )
+    try:
+        return config(**values)
+    except TypeError as error:
+        raise UserError(f"the architecture is incomplete ({error}).") from error
 
 
 def as_size(image: int | Size) -> Size:
@@ -305,11 +327,52 @@ def as_size(image: int | Size) -> Size:
     return (image, image) if isinstance(image, int) else (image[0], image[1])
 
 
-def _check_choices(config: Any, **choices: Any) -> None:
-    for name, literal in choices.items():
-        value, allowed = getattr(config, name), get_args(literal)
-        if value not in allowed:
-            raise UserError(f'{name}="{value}" is not one of {", ".join(allowed)}.')
+@cache
+def _hints(config: type) -> dict[str, Any]:
+    return get_type_hints(config)
+
+
+def _check_fields(config: Any) -> None:
+    """Check the type of every field, and that no number is out of all proportion."""
+    for name, hint in _hints(type(config)).items():
+        value = getattr(config, name)
+        if get_origin(hint) is Literal and not (isinstance(value, str) and value in get_args(hint)):
+            raise UserError(f'{name}="{shorten(value)}" is not one of {", ".join(get_args(hint))}.')
+        if not is_a(value, hint):
+            raise UserError(f"{name} must be {_KINDS.get(hint, 'of another kind')}, not {shorten(repr(value))}.")
+
+
+def is_a(value: Any, hint: Any) -> bool:
+    """Whether a value is of the type of a field; an integer is a float as well, but no bool is a number."""
+    if isinstance(hint, UnionType):
+        return any(is_a(value, option) for option in get_args(hint))
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if get_origin(hint) is tuple:
+        kinds = get_args(hint)
+        kinds = (kinds[0],) * len(value) if kinds[1:] == (...,) and isinstance(value, tuple) else kinds
+        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(is_a, value, kinds))
+    if hint is int:
+        return type(value) is int and 0 <= value <= _LARGEST
+    if hint is float:
+        return type(value) in (int, float) and abs(value) <= _LARGEST and math.isfinite(value)
+    return isinstance(value, NoneType if hint is None else hint)
+
+
+_KINDS = {
+    int: f"a whole number from 0 to {_LARGEST:,}",
+    float: "a number",
+    bool: "true or false",
+    Size: "a height and a width",
+    Size | None: "a height and a width",
+    tuple[int, ...]: "a list of whole numbers",
+    tuple[int, int, int, int]: "four whole numbers",
+}
+
+
+def _check_depth(name: str, *counts: int) -> None:
+    if max(counts, default=0) > _DEEPEST:
+        raise UserError(f"{name} must be at most {_DEEPEST:,}, not {max(counts):,}.")
 
 
 def _check_positive(config: Any, *names: str) -> None:

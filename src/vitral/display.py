@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as ProgressBar
 
-from vitral.errors import UserError
+from vitral.errors import UserError, printable
 from vitral.events import (
     Evaluated,
     Event,
@@ -126,7 +126,7 @@ class Display:
 
     def print(self, text: str) -> None:
         """Print a line above the bar."""
-        self.console.print(text, soft_wrap=True)
+        self.console.print(printable(text), soft_wrap=True)
 
     def _progress_text(self, event: Progress) -> str:
         text = f"{event.done:,} of {event.total:,} {event.unit}"

@@ -140,9 +140,19 @@ def _write_csv(path: Path, results: PredictionResults) -> None:
         writer.writerow(["path", *columns, "error"])
         for row in results.rows:
             pairs = zip(row.names, row.probabilities, strict=True)
-            writer.writerow([row.path, *(cell for name, value in pairs for cell in (name, f"{value:.6f}")), ""])
+            cells = [cell for name, value in pairs for cell in (_inert(name), f"{value:.6f}")]
+            writer.writerow([_inert(row.path), *cells, ""])
         for image in results.unreadable:
-            writer.writerow([image.path, *[""] * len(columns), image.reason])
+            writer.writerow([_inert(image.path), *[""] * len(columns), _inert(image.reason)])
+
+
+def _inert(cell: str) -> str:
+    """A cell that a spreadsheet does not take for a formula: an apostrophe is put before such a beginning.
+
+    The csv module does not quote a carriage return, which ends a line for most readers.
+    """
+    plain = cell.replace("\r", "\\r")
+    return f"'{plain}" if plain.startswith(("=", "+", "-", "@", "\t")) else plain
 
 
 def unread(split: Split, index: int, channels: int) -> UnreadableImage:

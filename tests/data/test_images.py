@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile, ImageOps
 
-from vitral.data.images import METHODS, ImageError, ImageFacts, decode, describe, resize
+from vitral.data.images import METHODS, ImageError, ImageFacts, decode, describe, open_lazily, resize
+from vitral.errors import UserError
 
 RNG = np.random.default_rng(0)
 PIXELS = np.array(
@@ -290,6 +291,58 @@ def test_a_jpeg_header_of_absurd_size_allocates_nothing():
     huge = data[: frame + 5] + struct.pack(">HH", 65_000, 65_000) + data[frame + 9 :]
     with pytest.raises(ImageError, match="too many pixels"):
         decode(huge)
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "BMP", "PPM", "TIFF"])
+def test_a_header_that_promises_far_more_than_the_file_holds_is_refused_before_memory_is_allocated(form):
+    data = saved(PHOTO, form)
+    sizes = {  # 15000 x 11000 is below Pillow's limit
+        "JPEG": (data.find(b"\xff\xc0") + 5, struct.pack(">HH", 11_000, 15_000)),
+        "PNG": (16, struct.pack(">II", 15_000, 11_000)),
+        "BMP": (18, struct.pack("<ii", 15_000, 11_000)),
+        "PPM": (0, b"P6 15000 11000 255 "),
+        "TIFF": (0, b""),
+    }
+    offset, size = sizes[form]
+    lying = data[:offset] + size + data[offset + len(size) :]
+    if form == "PNG":
+        lying = lying[:29] + struct.pack(">I", zlib.crc32(lying[12:29])) + lying[33:]
+    if form == "TIFF":  # the tags ImageWidth, ImageLength and RowsPerStrip
+        for tag, value in ((256, 15_000), (257, 11_000), (278, 11_000)):
+            for kind, code in ((3, "<HHIHH"), (4, "<HHII")):
+                at = lying.find(struct.pack("<HHI", tag, kind, 1))
+                if at >= 0:
+                    entry = struct.pack(code, tag, kind, 1, value, *([0] if kind == 3 else []))
+                    lying = lying[:at] + entry + lying[at + 12 :]
+    for read in (decode, describe, lambda data: open_lazily(data, 3)):
+        with pytest.raises(ImageError, match="bytes for 165,000,000 pixels"):  # said before pixels are decoded
+            read(lying)
+
+
+@pytest.mark.parametrize("form", ["PNG", "BMP", "PPM", "TIFF", "GIF", "WEBP", "JPEG"])
+@pytest.mark.parametrize("mode", ["1", "L", "RGB"])
+def test_the_smallest_file_of_a_large_picture_is_read(form, mode):
+    options = {"quality": 1, "progressive": True, "optimize": True} if form == "JPEG" else {}
+    for compression in ("raw", "tiff_adobe_deflate", "packbits") if form == "TIFF" else (None,):
+        more = {**options, "compression": compression} if compression else options
+        stream = io.BytesIO()
+        plain = Image.new(mode, (2000, 1500)) if form != "JPEG" or mode != "1" else Image.new("L", (2000, 1500))
+        plain.save(stream, form, **more)
+        assert decode(stream.getvalue()).shape == (1500, 2000, 3)
+
+
+def test_a_lower_limit_can_be_set(monkeypatch):
+    for form in ("PNG", "JPEG"):
+        monkeypatch.setenv("VITRAL_MAX_PIXELS", str(PIXELS.shape[0] * PIXELS.shape[1]))
+        assert decode(saved(PHOTO, form)).shape == PIXELS.shape
+        monkeypatch.setenv("VITRAL_MAX_PIXELS", "100")
+        for read in (decode, describe, lambda data: open_lazily(data, 3)):
+            with pytest.raises(ImageError, match="too many pixels"):
+                read(saved(PHOTO, form))
+    for text in ("many", "-1", "9" * 5000):
+        monkeypatch.setenv("VITRAL_MAX_PIXELS", text)
+        with pytest.raises(UserError, match="is not a number of pixels"):
+            decode(saved(PHOTO, "PNG"))
 
 
 def test_a_large_picture_below_the_limit_is_read_without_a_warning(monkeypatch):

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from vitral.data import images
-from vitral.data.images import ImageError, LazyJpeg, decode, open_lazily
+from vitral.data.images import ImageError, LazyJpeg, decode, encode_png, open_lazily
+from vitral.data.jpeg import jpeg_header
 from vitral.data.preprocess import parse_pipeline
 
 RNG = np.random.default_rng(0)
@@ -106,7 +106,7 @@ def test_an_orientation_tag_of_1_changes_nothing(decoded_rows):
 def test_grey_output_and_other_formats_are_decoded_whole():
     pixels = photo(50, 40)
     np.testing.assert_array_equal(open_lazily(saved(pixels), 1), decode(saved(pixels), 1))
-    np.testing.assert_array_equal(open_lazily(images.encode_png(pixels), 3), pixels)
+    np.testing.assert_array_equal(open_lazily(encode_png(pixels), 3), pixels)
 
 
 def test_separate_scans_per_channel_are_decoded(decoded_rows):
@@ -130,7 +130,7 @@ def test_a_truncated_file_is_detected_from_its_upper_rows(kept, options):
 
 def test_absurd_sizes_are_refused_before_memory_is_allocated():
     data = bytearray(saved(photo(20, 20)))
-    frame = images.jpeg_header(bytes(data)).frame
+    frame = jpeg_header(bytes(data)).frame
     assert frame is not None
     data[frame.offset : frame.offset + 4] = b"\xff\xff\xff\xff"
     with pytest.raises(ImageError, match="too many pixels"):

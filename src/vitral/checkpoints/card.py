@@ -6,13 +6,13 @@ import json
 import math
 import re
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
 
-from vitral.architecture import Architecture, Size, as_dict, from_dict
+from vitral.architecture import Architecture, Size, as_dict, from_dict, is_a
 from vitral.checkpoints.transform import ImageTransform
 from vitral.data.images import METHODS
 from vitral.data.preprocess import parse_deterministic
-from vitral.errors import UserError
+from vitral.errors import UserError, shorten
 
 _SIZED_STEP = re.compile(r"\s*(?:resize|resize_\w+|pad|\w+_crop)\s*\(")  # steps that begin with one or two sides
 _SIDE = re.compile(r"(?<=[(, ])\d+(?=[,) ])")
@@ -102,10 +102,21 @@ class Card:
             if preprocess is not None:
                 mean, std = tuple(preprocess["mean"]), tuple(preprocess["std"])
                 values["preprocess"] = Preprocess(preprocess["pipeline"], mean, std)
-            if not 0 < values.get("temperature", 1.0) < math.inf:
-                raise TypeError(f"a temperature of {values['temperature']}")
-            return cls(**values)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+                _check_types(values["preprocess"])
+            card = cls(**values)
+            _check_types(card)
+            if not 0 < card.temperature < math.inf:
+                raise TypeError(f"temperature={card.temperature}")
+            return card
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            if isinstance(error, UserError):
+                raise
             raise UserError(
-                f"the file's card cannot be read ({error}): it is damaged or from a newer vitral."
+                f"the file's card cannot be read ({shorten(error)}): it is damaged or from a newer vitral."
             ) from error
+
+
+def _check_types(stored: Card | Preprocess) -> None:
+    for name, hint in get_type_hints(type(stored)).items():
+        if not is_a(getattr(stored, name), hint):
+            raise TypeError(f"{name}={shorten(getattr(stored, name))}")

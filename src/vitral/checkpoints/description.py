@@ -18,7 +18,7 @@ from vitral.checkpoints.formats.table import CONFIG_COUNTS, CheckpointHeader, En
 from vitral.checkpoints.formats.timm_reading import named_factory
 from vitral.checkpoints.known_names import named_architecture, timm_name
 from vitral.checkpoints.wrappers import FoundModel, find_model, ignored_keys, ignored_sentences
-from vitral.errors import UserError
+from vitral.errors import UserError, shorten
 
 _SUFFIX = re.compile(r"\.(?:safetensors|pth|pt|bin|ckpt|tar|npz)$")
 _PLAIN_FILES = ("model", "pytorch_model")  # their folder has the model's name
@@ -64,6 +64,19 @@ def describe(path: Path, format: str | None = None, hints: Hints | None = None) 
     """
     file = open_weights(path)
     try:
+        return _describe(file, path, format, hints)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        reason = f"{type(error).__name__}: {shorten(error)}"  # values in config.json may be of any type
+        raise UserError(
+            f"{file.path} cannot be described ({reason}): a value in its config.json or metadata is not what it should "
+            "be; download it again."
+        ) from error
+
+
+def _describe(file: WeightFile, path: Path, format: str | None, hints: Hints | None) -> Description:
+    try:
         model = find_model(file, [format_named(format)] if format else FORMATS.values(), hints or Hints())
     except UserError as error:
         raise error if str(file.path) in str(error) else UserError(f"{file.path}: {error}") from error
@@ -80,6 +93,7 @@ def _described(file: WeightFile, path: Path, model: FoundModel) -> Description:
     card = card_of(model.header) if table is NATIVE else None
     if card:
         architecture, assumed = card.architecture, []
+        _check_depth(architecture, len(file.headers))
     else:
         model, architecture, assumed = _architecture(file, path, model)
     entries = table.file_entries(model.header, architecture) if table.file_entries else table.entries(architecture)
@@ -110,6 +124,16 @@ def _described(file: WeightFile, path: Path, model: FoundModel) -> Description:
             changes=(*notes, *assumed),
         )
     return Description(file, table, model.header, card, kept, entries, (*unmapped, *outside))
+
+
+def _check_depth(architecture: Architecture, tensors: int) -> None:
+    """Refuse a card that states more blocks than the file has tensors, before they are built."""
+    if isinstance(architecture, ViTConfig):
+        blocks = architecture.depth + sum(architecture.stem.blocks if architecture.stem else ())
+    else:
+        blocks = sum(getattr(architecture, "blocks", ()))
+    if blocks > tensors:
+        raise UserError(f"the card states {blocks:,} blocks and the file has {tensors:,} tensors: download it again.")
 
 
 def _with_classes(architecture: ModelConfig, classifier: _Classifier) -> ModelConfig:

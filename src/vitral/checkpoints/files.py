@@ -138,6 +138,8 @@ def _find(source: Path) -> Path:
         hub = f", or write hf:{source} for a model on the Hugging Face hub" if hub_like else ""
         raise UserError(f"{source} does not exist: check the path{hub}.")
     if not source.is_dir():
+        if not source.is_file():  # a pipe would be waited for
+            raise UserError(f"{source} is not a regular file: copy the weights into one.")
         return source
     for name in _FOLDER_FILES:
         if (source / name).is_file():
@@ -208,7 +210,7 @@ def _recognise_zip(path: Path) -> Container:
 
 def _json_object(path: Path) -> dict[str, Any] | None:
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes()) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

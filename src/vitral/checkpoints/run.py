@@ -2,8 +2,9 @@
 
     RUN/recipe.toml   RUN/metrics.jsonl   RUN/state/step-00000100...   RUN/model.safetensors   RUN/result.json
 
-A training state is one safetensors file or, for sharded training, a folder of torch.distributed.checkpoint. Both are
-written under a temporary name and renamed when complete; a state that cannot be read is skipped when resuming.
+A training state is one safetensors file or, for sharded training, a folder of torch.distributed.checkpoint with an
+index in JSON. Both are written under a temporary name and renamed when complete; a state that cannot be read is skipped
+when resuming.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 from vitral.atomic import atomic_write, check_name
 from vitral.checkpoints.files import open_weights, read_tensors
 from vitral.checkpoints.lock import FolderLock
+from vitral.checkpoints.shards import ShardReader, ShardWriter, read_index
 from vitral.checkpoints.write import write_json, write_safetensors
 from vitral.errors import UserError
 
@@ -50,7 +52,7 @@ class SavedState:
 
     def names(self) -> list[str]:
         """The names of the tensors in a sharded state."""
-        return list(sharded.FileSystemReader(str(self.path)).read_metadata().state_dict_metadata)
+        return list(read_index(self.path).state_dict_metadata)
 
     def load_sharded(self, tensors: dict[str, Tensor]) -> None:
         """Fill tensors, sharded over any number of processes, in place from a sharded state."""
@@ -58,7 +60,10 @@ class SavedState:
         with warnings.catch_warnings():
             if alone:
                 warnings.simplefilter("ignore")  # torch warns about a single process
-            sharded.load(tensors, checkpoint_id=str(self.path), no_dist=alone)
+            try:
+                sharded.load(tensors, storage_reader=ShardReader(str(self.path)), no_dist=alone)
+            except sharded.CheckpointException as error:  # raised in all processes
+                raise UserError(f"{self.path} is damaged: remove it to resume from an earlier state.") from error
 
 
 class RunFolder:
@@ -110,7 +115,7 @@ class RunFolder:
     def write_shards(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Write the shards of every process; `name_shards` then makes them a state to resume from."""
         try:
-            sharded.save(tensors, checkpoint_id=str(self._shards(step)))
+            sharded.save(tensors, storage_writer=ShardWriter(str(self._shards(step))))
         except sharded.CheckpointException as error:  # raised in all processes
             reason, _ = next(iter(error.failures.values()))
             raise UserError(
@@ -182,18 +187,17 @@ def _facts(path: Path) -> dict[str, Any] | None:
     """The metadata of a state, None if it is damaged."""
     try:
         if path.is_dir():
-            return json.loads((path / "facts.json").read_text("utf-8")) if _shards_are_complete(path) else None
-        return json.loads(open_weights(path).metadata[_FACTS])
-    except (UserError, KeyError, OSError, ValueError):
+            facts = json.loads((path / "facts.json").read_text("utf-8")) if _shards_are_complete(path) else None
+        else:
+            facts = json.loads(open_weights(path).metadata[_FACTS])
+    except (UserError, KeyError, OSError, ValueError, RecursionError):
         return None
+    return facts if isinstance(facts, dict) else None
 
 
 def _shards_are_complete(path: Path) -> bool:
-    """Whether every file of a sharded state has the length that its metadata states."""
-    try:
-        table = sharded.FileSystemReader(str(path)).read_metadata().storage_data
-    except Exception:  # torch raises many types on damaged metadata
-        return False
+    """Whether every file of a sharded state has the length that its index states."""
+    table = read_index(path).storage_data
     ends = {(path / part.relative_path, part.offset + part.length) for part in table.values()}
     return all(file.is_file() and file.stat().st_size >= end for file, end in ends)
 
@@ -201,5 +205,5 @@ def _shards_are_complete(path: Path) -> bool:
 def _step_of(line: str) -> int:
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return 1 << 62  # truncated or not a metrics line: dropped

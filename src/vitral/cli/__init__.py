@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from vitral.errors import Interrupted, UserError
+from vitral.errors import Interrupted, UserError, printable
 from vitral.version import __version__
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def run_verb(name: str, words: list[str]) -> None:
     positional = [keywords.pop(parameter.name) for parameter in signature.parameters if parameter.positional]
     from vitral.display import Display, TensorBoard, all_handlers
 
-    rank = int(os.environ.get("RANK", 0))  # of a torchrun: only the first process reports
+    rank = _rank()  # of a torchrun: only the first process reports
     resumes = any(parameter.name == "out" for parameter in signature.parameters)
     with Display(quiet=rank > 0 or not signature.takes_events) as display, _resume_hint(display, resumes):
         function = getattr(importlib.import_module(f"vitral.api.{verb.module}"), verb.function)
@@ -208,7 +208,7 @@ def _fail(sentence: str) -> None:
     if error_file:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent as soon as another process has ended
     if not error_file or _claim(sentence, Path(error_file).parents[1]):
-        print(f"vitral: {sentence}", file=sys.stderr)
+        print(f"vitral: {printable(sentence)}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -224,3 +224,26 @@ def _claim(sentence: str, folder: Path) -> bool:
     except OSError:  # the folder is gone or cannot be written: better twice than never
         return True
     return True
+
+
+def _rank() -> int:
+    """The number of this process; the variables that torchrun sets are checked, as torch would fail with a traceback.
+
+    Raises:
+        UserError: a variable is no number, or several processes have no address to meet at.
+    """
+    numbers = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    for name in numbers:
+        text = os.environ.get(name, str(numbers[name]))
+        if not (text.isascii() and text.isdecimal() and len(text) < 10):
+            raise UserError(f"the environment variable {name}={text[:40]} is not a number: unset it, or use torchrun.")
+        numbers[name] = int(text)
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if numbers["WORLD_SIZE"] > 1 and missing:
+        raise UserError(
+            f"WORLD_SIZE={numbers['WORLD_SIZE']} asks for several processes but {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set: start them with torchrun, or unset WORLD_SIZE."
+        )
+    if numbers["RANK"] >= numbers["WORLD_SIZE"]:
+        raise UserError(f"RANK={numbers['RANK']} is not below WORLD_SIZE={numbers['WORLD_SIZE']}: use torchrun.")
+    return numbers["RANK"]

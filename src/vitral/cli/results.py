@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vitral.errors import UserError
+from vitral.errors import UserError, printable
 
 if TYPE_CHECKING:
     from vitral.api.evaluation import EvalResult
@@ -231,7 +231,7 @@ def console() -> Console:
 
 def print_json(value: Any) -> None:
     """Print a value as indented JSON."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    print(printable(json.dumps(value, indent=2, ensure_ascii=False)))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, note: str = "") -> None:
@@ -240,11 +240,16 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < left else "right", no_wrap=i == 0 or i >= left, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(_text(cell) for cell in row))
     out = console()
     out.print(table)
     if note:
-        out.print(Text(note))
+        out.print(_text(note))
+
+
+def _text(cell: str) -> Text:
+    """A cell without markup or control characters; a line feed in a name would look like another row."""
+    return Text(printable(cell).replace("\n", "\\n"))
 
 
 def print_facts(facts: Mapping[str, str]) -> None:
@@ -254,7 +259,7 @@ def print_facts(facts: Mapping[str, str]) -> None:
     table.add_column(overflow="fold")
     for name, value in facts.items():
         if value:
-            table.add_row(name, Text(value))
+            table.add_row(name, _text(value))
     console().print(table)
 
 

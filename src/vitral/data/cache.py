@@ -34,7 +34,7 @@ from vitral.atomic import atomic_write
 
 IN_USE = 3600  # seconds: an entry that was used within them stays, and so does a temporary file that was written to
 # What reading a missing, truncated or foreign JSON or NumPy file raises.
-DAMAGE = (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
+DAMAGE = (OSError, ValueError, TypeError, KeyError, EOFError, RecursionError, zipfile.BadZipFile, zlib.error)
 
 T = TypeVar("T")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,18 @@ class EmptyClass(UserError):
         self.folder = folder  # of the data set
 
 
+def read_regular(path: str) -> bytes:
+    """The bytes of a regular file, or ImageError: a pipe would wait for ever, and a device may never end."""
+    with open(path, "rb", buffering=0, opener=_open_at_once) as stream:
+        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            raise ImageError("not a regular file")
+        return stream.readall()
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # does not wait for the writer of a pipe
+
+
 @dataclass(frozen=True)
 class FileReader:
     """Image files below one folder."""
@@ -40,18 +53,17 @@ class FileReader:
 
     def read(self, index: int) -> bytes:
         try:
-            with open(os.path.join(self.folder, self.names[index]), "rb", buffering=0) as stream:
-                return stream.readall()
+            return read_regular(os.path.join(self.folder, self.names[index]))
         except OSError as error:
             raise ImageError((error.strerror or "cannot be read").lower()) from error
 
     def mark(self, index: int) -> str:
         path = os.path.abspath(os.path.join(self.folder, self.names[index]))
         try:
-            stat = os.stat(path)
+            status = os.stat(path)
         except OSError:
             return path
-        return f"{path} {stat.st_size} {stat.st_mtime_ns}"
+        return f"{path} {status.st_size} {status.st_mtime_ns}"
 
 
 @dataclass
@@ -119,7 +131,10 @@ def find_images(folder: Path, below: str = "", listing: ImageListing | None = No
     """Find the image files under `folder / below` in natural order; hidden ones are left out, links are followed."""
     listing = listing or ImageListing()
     names = []
-    for name in _walk(str(folder), below, ()):
+    for name, regular in _walk(str(folder), below, ()):
+        if not regular:
+            listing.others["not regular files"] += 1
+            continue
         extension = os.path.splitext(name)[1].lower()
         if extension in EXTENSIONS or (not extension and _has_image_magic(folder / name)):
             names.append(name)
@@ -170,7 +185,8 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
         raise UserError(f"{folder} cannot be read ({error.strerror}): check its name and your rights.") from error
 
 
-def _walk(folder: str, below: str, above: tuple[str, ...]) -> Iterator[str]:
+def _walk(folder: str, below: str, above: tuple[str, ...]) -> Iterator[tuple[str, bool]]:
+    """Files, and whether they are regular; so is a broken link, whose image is then reported as unreadable."""
     current = os.path.realpath(os.path.join(folder, below))
     if current in above:  # a link to one of its parents
         return
@@ -178,7 +194,7 @@ def _walk(folder: str, below: str, above: tuple[str, ...]) -> Iterator[str]:
         if entry.is_dir():
             yield from _walk(folder, f"{below}{entry.name}/", (*above, current))
         else:
-            yield f"{below}{entry.name}"
+            yield f"{below}{entry.name}", entry.is_file() or not os.path.exists(entry.path)
 
 
 def _has_image_magic(path: Path) -> bool:

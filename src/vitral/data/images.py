@@ -8,15 +8,15 @@
 - Transparency, also of palettes and colour keys, is composited over white. CMYK is converted by Pillow.
 - An animation or a document with several pages gives its first image.
 - Channel counts other than 1 and 3 are returned only if the file has exactly that many bands, and then as stored.
-- A damaged, truncated or far too large image (Pillow's limit, 179 million pixels) is unreadable.
+- A damaged, truncated or far too large image (Pillow's limit, 179 million pixels) is unreadable, and so is one whose
+  header promises more pixels than its bytes can hold. The environment variable VITRAL_MAX_PIXELS sets a lower limit.
 """
 
 from __future__ import annotations
 
 import io
 import math
-import re
-import struct
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,10 +24,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import simplejpeg
 import torch
 import torch.nn.functional as F
 from PIL import ExifTags, Image, UnidentifiedImageError
+
+from vitral.data.jpeg import JpegFrame, decode_jpeg, decode_upper_rows, jpeg_header
+from vitral.errors import UserError
 
 PILImage = Image.Image
 _PILLOW = {f"pil_{filter.name.lower()}": filter for filter in Image.Resampling}
@@ -45,6 +47,9 @@ _TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     8: lambda pixels: pixels.swapaxes(0, 1)[::-1],
 }
 _JPEG = b"\xff\xd8\xff"
+# Pixels that one byte can hold at most, by Pillow's name of the codec, where they have 1 bit. Deflate grows by at most
+# 1032. A JPEG has at least 1 bit per block of 8x8 in its first scan (512); twice that is allowed.
+_PIXELS_PER_BYTE = {"raw": 8, "zip": 8 * 1032, "jpeg": 1024}
 _PNG_EXIF = (b"eXIf", b"Raw profile type", b"com.adobe.xmp")
 
 
@@ -103,7 +108,7 @@ def open_lazily(data: bytes, channels: int) -> np.ndarray | LazyJpeg:
     """
     if channels == 3 and data.startswith(_JPEG):
         frame, tagged = jpeg_header(data)
-        readable = frame is not None and 0 < frame.height * frame.width <= _max_pixels()
+        readable = frame is not None and 0 < frame.height * frame.width <= _max_pixels(data)
         if readable and (not tagged or _jpeg_orientation(data) == 1):
             return LazyJpeg(data, frame)
     return decode(data, channels)
@@ -232,7 +237,7 @@ def _fast_jpeg(data: bytes, channels: int) -> np.ndarray | None:
     """The pixels of a common JPEG; None for those that Pillow has to decode."""
     if channels not in (1, 3) or not data.startswith(_JPEG):
         return None
-    pixels = decode_jpeg(data, channels, _max_pixels())
+    pixels = decode_jpeg(data, channels, _max_pixels(data))
     if pixels is None:
         return None
     if pixels.shape[2] != channels:
@@ -252,8 +257,9 @@ def _opened(data: bytes) -> Iterator[Image.Image]:
         raise ImageError("the file is empty")
     try:
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data)) as image:
+            _check_size(image, len(data))
             yield image
-    except ImageError:
+    except (ImageError, UserError):
         raise
     except Exception as error:  # Pillow's readers raise nearly anything on damaged bytes
         raise ImageError(_reason(error)) from error
@@ -325,73 +331,35 @@ def _bits(image: Image.Image) -> int:
     return {"1": 1, "I": 32, "F": 32}.get(image.mode, 8)
 
 
-def _max_pixels() -> float:
-    """Pillow warns above its limit and refuses above twice that."""
-    return 2 * (Image.MAX_IMAGE_PIXELS or float("inf"))
+def _check_size(image: Image.Image, size: int) -> None:
+    """Refuse an image before memory for its pixels is allocated; `size` is that of the file in bytes."""
+    pixels = image.width * image.height
+    if pixels > _pixel_limit():
+        raise ImageError(f"too many pixels ({pixels:,}; VITRAL_MAX_PIXELS is {_pixel_limit():,})")
+    tiles = getattr(image, "tile", ())
+    codecs = {tile[0] for tile in tiles}
+    if len(codecs) != 1 or (codec := codecs.pop()) not in _PIXELS_PER_BYTE:
+        return
+    bands = len(image.getbands())
+    bits = 8 * bands if codec == "zip" and bands > 1 else 1  # a PNG's single band may have 1 bit
+    boxes = [tile[1] or (0, 0, *image.size) for tile in tiles]
+    claimed = sum((right - left) * (lower - upper) for left, upper, right, lower in boxes)
+    if claimed * bits > size * _PIXELS_PER_BYTE[codec]:
+        raise ImageError(f"the file is truncated: {size:,} bytes for {pixels:,} pixels")
 
 
-_SEGMENTS = frozenset((*range(0xC0, 0xD0), *range(0xDA, 0xFF)))  # markers that are followed by a length
-_END = b"\xff\xd9"
-_LEFT_OVER = re.compile(
-    r"Corrupt JPEG data: \d+ extraneous bytes before marker 0xd[0-79]"
-)  # end of image, or a restart
-_MCU_HEIGHT = 16  # pixels: of a row of blocks where chroma is subsampled
+def _max_pixels(jpeg: bytes) -> float:
+    """What a JPEG may have: by our limit, by Pillow's, which warns above its own and refuses twice that, and by its
+    length."""
+    pillow = 2 * (Image.MAX_IMAGE_PIXELS or float("inf"))
+    return min(_pixel_limit(), pillow, len(jpeg) * _PIXELS_PER_BYTE["jpeg"])
 
 
-class JpegHeader(NamedTuple):
-    """The part of a JPEG before its pixels."""
-
-    frame: JpegFrame | None  # None unless baseline, with 8 bits and 1 or 3 channels
-    tagged: bool  # has a segment that may hold EXIF or XMP, or an unknown structure
-
-
-class JpegFrame(NamedTuple):
-    offset: int  # of the height field in the file
-    height: int
-    width: int
-
-
-def jpeg_header(jpeg: bytes) -> JpegHeader:
-    """Parse the segments up to the start of the scan."""
-    offset, frame, tagged = 2, None, False
-    while offset + 10 < len(jpeg) and jpeg[offset] == 0xFF and jpeg[offset + 1] in _SEGMENTS:
-        marker = jpeg[offset + 1]
-        if marker == 0xDA:  # start of scan
-            return JpegHeader(frame, tagged)
-        if marker == 0xE1:
-            tagged = True
-        elif marker in (0xC0, 0xC1) and jpeg[offset + 4] == 8 and jpeg[offset + 9] in (1, 3):
-            frame = JpegFrame(offset + 5, *struct.unpack_from(">HH", jpeg, offset + 5))
-        offset += 2 + int.from_bytes(jpeg[offset + 2 : offset + 4])
-    return JpegHeader(None, tagged=True)
-
-
-def decode_upper_rows(jpeg: bytes, frame: JpegFrame, rows: int) -> np.ndarray | None:
-    """Decode the first rows of a JPEG by writing a smaller height into its header.
-
-    Returns:
-        uint8 (rows + 1, w, 3), of which all but the last row are correct; None if the whole image has to be decoded.
-    """
-    if not jpeg.endswith(_END):  # the decoder reports its first warning alone, which may be about a restart marker
-        return None
-    end = rows + 1  # subsampled chroma is blended with that of the next row
-    if end > (frame.height - 1) // _MCU_HEIGHT * _MCU_HEIGHT:  # in the last row of blocks: nothing to skip
-        return None
-    shorter = b"".join((jpeg[: frame.offset], end.to_bytes(2), jpeg[frame.offset + 2 :]))
-    pixels = np.empty((end, frame.width, 3), np.uint8)
-    try:
-        simplejpeg.decode_jpeg(shorter, "RGB", buffer=pixels)
-    except ValueError as warning:
-        return pixels if _LEFT_OVER.fullmatch(str(warning)) else None
-    return None  # no data was left over: the file is truncated
-
-
-def decode_jpeg(jpeg: bytes, channels: int, max_pixels: float) -> np.ndarray | None:
-    """uint8 (h, w, 1 or 3), grey only if the file is and `channels` is 1; None for what Pillow has to decode."""
-    try:
-        height, width, space, _ = simplejpeg.decode_jpeg_header(jpeg)
-        if space not in ("Gray", "YCbCr", "RGB") or int(height) * int(width) > max_pixels:
-            return None
-        return simplejpeg.decode_jpeg(jpeg, "GRAY" if space == "Gray" and channels == 1 else "RGB")
-    except (KeyError, ValueError):  # unknown subsampling; warnings too, some of which Pillow tolerates
-        return None
+def _pixel_limit() -> float:
+    """The user's own limit; an environment variable, as it has to reach worker processes."""
+    text = os.environ.get("VITRAL_MAX_PIXELS", "")
+    if not text:
+        return float("inf")
+    if not text.isdecimal() or len(text) > 18:
+        raise UserError(f"VITRAL_MAX_PIXELS={text[:40]} is not a number of pixels: set it to one such as 50000000.")
+    return int(text)

@@ -263,7 +263,7 @@ def iterate_in_workers(dataset: Sized, workers: int) -> Generator[Any]:
     if workers:  # registered once, and to run before Python's own handlers
         atexit.unregister(_end_workers)
         atexit.register(_end_workers)
-    for item in DataLoader(
+    loader = DataLoader(
         _ErrorsAsItems(dataset),  # type: ignore[arg-type]
         batch_size=None,
         num_workers=workers,
@@ -271,10 +271,26 @@ def iterate_in_workers(dataset: Sized, workers: int) -> Generator[Any]:
         collate_fn=_identity,
         worker_init_fn=_start_worker,
         generator=torch.Generator(),  # by default a loader draws from the global generator, which dropout uses
-    ):
-        if isinstance(item, UserError):
-            raise item
-        yield item
+    )
+    with _killed_workers():
+        for item in loader:
+            if isinstance(item, UserError):
+                raise item
+            yield item
+
+
+@contextlib.contextmanager
+def _killed_workers() -> Iterator[None]:
+    """Explain the end of a worker process: the system kills one that needs more memory than there is."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        raise UserError(
+            "a worker process that reads images was killed, as happens when memory runs out: "
+            "set fewer workers or a smaller batch, or free some memory."
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vitral.data.folders import FileReader
 from vitral.data.splits import SPLIT_NAMES, DataSet, RawSplit, make_dataset, natural_key
-from vitral.errors import UserError
+from vitral.errors import UserError, shorten
 
 SUFFIXES = {".csv", ".tsv", ".jsonl", ".ndjson"}
 _COLUMNS = {
@@ -24,6 +25,7 @@ _COLUMNS = {
     **dict.fromkeys(("label", "labels", "class", "classes"), "label"),
     "split": "split",
 }
+_NO_TEXT = re.compile(r"[\ud800-\udc7f\udd00-\udfff]")  # half of a pair; the others stand for bytes of file names
 
 
 class ManifestRow(NamedTuple):
@@ -103,8 +105,9 @@ def _require_columns(path: Path, names: Any) -> None:
 def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}, line {number} is not valid JSON: {error.msg}.") from error
+    except (ValueError, RecursionError) as error:  # also of too many digits or brackets
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "a value is too long or too deep"
+        raise UserError(f"{path}, line {number} is not valid JSON: {reason}.") from error
     if not isinstance(entry, dict):
         raise UserError(f'{path}, line {number}: write {{"path": ..., "label": ...}} in each line.')
     return _renamed(entry)
@@ -125,9 +128,11 @@ def _row(path: Path, line: int, entry: dict[str, Any]) -> tuple[ManifestRow, boo
     plain = tuple(str(item).strip() for item in labels)
     if any(not item or isinstance(raw, dict | list) for item, raw in zip(plain, labels, strict=True)):
         raise UserError(f"{where} has an empty label: name the class of {name}.")
+    if _NO_TEXT.search("".join((name, *plain))):
+        raise UserError(f"{where} has a path or label that is not valid Unicode: correct it.")
     split = str(entry.get("split") or "").strip().lower()
     if split and split not in SPLIT_NAMES:
-        raise UserError(f'{where} has the split "{split}": write train, val or test.')
+        raise UserError(f'{where} has the split "{shorten(split)}": write train, val or test.')
     return ManifestRow(line, name.strip(), tuple(dict.fromkeys(plain)), SPLIT_NAMES.get(split, "")), has_list
 
 

@@ -29,6 +29,7 @@ from vitral.data.splits import DataSet, RawSplit, files_by_split, make_dataset, 
 from vitral.errors import UserError
 
 _FORMAT = 1
+_LONGEST_TEXT = 1 << 20  # bytes of a label file; a sparse member may claim any length
 _LABELS = ("label", "labels", "class", "cls")
 
 
@@ -91,7 +92,8 @@ def index_shard(file: Path) -> list[ShardSample]:
 
     def load(path: Path) -> list[ShardSample] | None:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        return [ShardSample(*entry) for entry in stored["samples"]] if stored["shard"] == state else None
+        samples = [ShardSample(*entry) for entry in stored["samples"]] if stored["shard"] == state else None
+        return samples if samples and all(_is_valid(sample, stat.st_size) for sample in samples) else None
 
     for cache, key in _index_caches(file):
         if (samples := cache.read(key, load)) is not None:
@@ -104,6 +106,14 @@ def index_shard(file: Path) -> list[ShardSample]:
             path.write_text(text, encoding="utf-8")
             break
     return samples
+
+
+def _is_valid(sample: ShardSample, size: int) -> bool:
+    """Whether an entry of an index lies inside its shard; anybody may have written the index."""
+    labels = sample.label if isinstance(sample.label, list) else [sample.label]
+    texts = all(isinstance(text, str) for text in (sample.name, *labels))
+    numbers = type(sample.offset) is int and type(sample.size) is int
+    return texts and numbers and 0 <= sample.offset <= sample.offset + sample.size <= size
 
 
 def _read_split(files: list[Path]) -> RawSplit:
@@ -136,11 +146,11 @@ def _scan(file: Path) -> list[ShardSample]:
                     images.setdefault(key, (member.name, member.offset_data, member.size))
                 elif extension.lower() in ("cls", "json", "txt"):
                     stream = archive.extractfile(member)
-                    beside[key][extension.lower()] = stream.read() if stream else b""
-    except tarfile.ReadError as error:
+                    beside[key][extension.lower()] = stream.read(_LONGEST_TEXT) if stream else b""
+    except (tarfile.TarError, ValueError, OverflowError, EOFError) as error:
         with file.open("rb") as stream:
             packed = stream.read(2) == b"\x1f\x8b"
-        hint = "it is compressed: unpack it with gunzip" if packed else str(error)
+        hint = "it is compressed: unpack it with gunzip" if packed else str(error).rstrip(".")
         raise UserError(f"{file} is no plain tar file: {hint}.") from error
     return [ShardSample(*image, _label(file, key, beside[key])) for key, image in images.items()]
 
@@ -156,10 +166,10 @@ def _label(file: Path, key: str, texts: dict[str, bytes]) -> str | list[str]:
             return [_checked(where, item) for item in value] if isinstance(value, list) else _checked(where, value)
         if "txt" in texts:
             return _checked(where, texts["txt"].decode().strip())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{where} has a label that cannot be read: {error}.") from error
+        raise UserError(f"{where} has a label that cannot be read ({type(error).__name__}): correct it.") from error
     return _checked(where, key.rpartition("/")[0].rpartition("/")[2])
 
 
@@ -167,8 +177,11 @@ def _checked(where: str, label: Any) -> str:
     if label is None or isinstance(label, dict | list) or not str(label).strip():
         raise UserError(f"{where} has no label: add {where.rpartition('/')[2].rpartition(' ')[2]}.cls to the shard.")
     if re.fullmatch("-[0-9]+", str(label)):
-        raise UserError(f"{where} has the label {label}, which is out of range: classes begin at 0.")
-    return str(label)
+        raise UserError(f"{where} has the label {str(label)[:20]}, which is out of range: classes begin at 0.")
+    text = str(label)
+    if re.search(r"[\ud800-\udc7f\udd00-\udfff]", text):  # half of a pair; the others stand for bytes of names
+        raise UserError(f"{where} has a label that is not valid Unicode: correct it.")
+    return text
 
 
 def _braces(pattern: str) -> list[str]:
