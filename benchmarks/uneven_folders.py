@@ -93,7 +93,8 @@ def main() -> None:
     options = parser.parse_args()
     common = dict(word.split("=", 1) for word in options.set)
     lines = options.out.read_text().splitlines() if options.out.is_file() else []
-    rows = {(row["layout"], row["seed"], row["choice"]): row for row in map(json.loads, lines)}
+    runs = [run for run in map(json.loads, lines) if run["set"] == common]
+    rows = {(run["layout"], run["seed"], run["choice"]): run for run in runs}
     for seed, settings, layout in itertools.product(options.seeds, choices(options.epochs), options.layouts):
         key = (layout, seed, named(settings))
         if key in rows or options.only not in key[2]:
