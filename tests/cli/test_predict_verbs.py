@@ -138,7 +138,7 @@ def test_evaluate_scores_the_held_out_images_of_a_run(command, journey, bag, tmp
         assert found["metrics"]["n"] == trained["n"]
         assert found["metrics"]["nll"] == pytest.approx(trained["nll"], rel=1e-6)
         assert "held-out" in found["notes"][0]
-    other = colour_folder(tmp_path / "other", 4)
+    other = colour_folder(tmp_path / "other", 4, seed=1000)
     found = json.loads(command("evaluate", journey.run, other, "--json").out)
     assert (found["metrics"]["n"], found["metrics"]["top1"], found["unreadable"]) == (12, 1, [])
     assert found["notes"][0] == "All 12 images are scored."
@@ -149,10 +149,10 @@ def test_evaluate_scores_the_held_out_images_of_a_run(command, journey, bag, tmp
 
 def test_evaluate_names_the_best_temperature_and_says_what_it_was_fitted_on(command, journey, tmp_path):
     optimize = pytest.importorskip("scipy.optimize")
-    data = colour_folder(tmp_path / "data", 6)
+    data = colour_folder(tmp_path / "data", 6, seed=1000)
     assert vitral.evaluate(journey.run, data).temperature is None  # all are right: the colder, the better
     for number in range(3):
-        paint(data / "green" / f"red-{number}.png", COLOURS["red"], number)
+        paint(data / "green" / f"red-{number}.png", COLOURS["red"], 2000 + number)
     rows = vitral.predict(journey.run, data, top=3).rows
     labels = [row.names.index(Path(row.path).parent.name) for row in rows]
     logits = np.log([row.probabilities for row in rows])
@@ -178,7 +178,7 @@ def test_evaluate_names_the_best_temperature_and_says_what_it_was_fitted_on(comm
 
 def test_evaluate_lists_unreadable_images(command, journey, bag, tmp_path):
     """Each with the reason that `predict` gives."""
-    data = colour_folder(tmp_path / "data", 4)
+    data = colour_folder(tmp_path / "data", 4, seed=1000)
     assert "cannot be read" not in command("evaluate", journey.run, data).out
     for name in BROKEN:
         shutil.copy(bag / "red" / name, data / "red")
@@ -198,7 +198,7 @@ def test_evaluate_lists_unreadable_images(command, journey, bag, tmp_path):
 
 
 def test_a_manifest_of_test_images_alone_is_scored_and_not_trained_on(command, journey, tmp_path):
-    data = colour_folder(tmp_path / "data", 4)
+    data = colour_folder(tmp_path / "data", 4, seed=1000)
     lines = [f"{path.relative_to(tmp_path)},{path.parent.name},test" for path in sorted(data.rglob("*.png"))]
     manifest = tmp_path / "tests.csv"
     manifest.write_text("\n".join(["path,label,split", *lines]))
@@ -229,7 +229,7 @@ def test_data_with_one_of_the_models_classes_is_scored(command, journey, tmp_pat
 def test_evaluate_maps_classes_by_name_or_number_only(command, journey, tmp_path):
     order = vitral.load(journey.run)[1].class_names
     assert order == ("blue", "green", "red")
-    numbered = colour_folder(tmp_path / "numbered", 3, {name: str(order.index(name)) for name in COLOURS})
+    numbered = colour_folder(tmp_path / "numbered", 3, {name: str(order.index(name)) for name in COLOURS}, seed=1000)
     found = json.loads(command("evaluate", journey.run, numbered, "--json").out)
     assert found["metrics"]["top1"] == 1
     assert "output numbers" in found["notes"][1]
