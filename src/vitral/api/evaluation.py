@@ -111,14 +111,14 @@ def evaluate(
     if objectnet:
         return _objectnet(source_name(source), str(data), scored, predictions, unreadable, notes)
     names = card.class_names or tuple(_output_names(scored.classes, mapping, card.architecture.classes))
-    old = predictions.valid & ~is_new[predictions.indices]
-    if not old.any():
-        raise UserError("none of the held-out images can be read: see `vitral check`.")
+    added = predictions.valid & is_new[predictions.indices]
+    if (added == predictions.valid).all():  # nothing to keep them apart from: what was held out cannot be read
+        added = np.zeros_like(added)
+    old = predictions.valid & ~added
     logits, indices = predictions.logits[old], predictions.indices[old]
     metrics = _metrics(logits, scored, indices, mapping, names, card)
     single_label = not (scored.multilabel or card.multilabel)
     tempered = _tempered(logits, mapping[scored.labels[indices]]) if single_label else {}
-    added = predictions.valid & is_new[predictions.indices]
     new = None
     if added.any():
         new = _metrics(predictions.logits[added], scored, predictions.indices[added], mapping, names, card)
