@@ -30,11 +30,11 @@ def paint(path: Path, colour: tuple[int, int, int], seed: int = 0, side: int = 8
     return path
 
 
-def colour_folder(folder: Path, images: int = 10, names: Mapping[str, str] | None = None) -> Path:
-    """Write one class folder per colour, renamed by `names`."""
+def colour_folder(folder: Path, images: int = 10, names: Mapping[str, str] | None = None, seed: int = 0) -> Path:
+    """Write one class folder per colour, renamed by `names`; pictures with seeds 1000 apart are all different."""
     for index, (colour, values) in enumerate(COLOURS.items()):
         for number in range(images):
-            paint(folder / (names or {}).get(colour, colour) / f"{number}.png", values, 100 * index + number)
+            paint(folder / (names or {}).get(colour, colour) / f"{number}.png", values, seed + 100 * index + number)
     return folder
 
 

@@ -102,9 +102,10 @@ def evaluate(
     if objectnet:
         return _objectnet(source_name(source), str(data), scored, predictions, unreadable, notes)
     names = card.class_names or tuple(_output_names(scored.classes, mapping, card.architecture.classes))
-    old = predictions.valid & ~is_new[predictions.indices]
-    if not old.any():
-        raise UserError("none of the held-out images can be read: see `vitral check`.")
+    added = predictions.valid & is_new[predictions.indices]
+    if (added == predictions.valid).all():  # nothing to keep them apart from: what was held out cannot be read
+        added = np.zeros_like(added)
+    old = predictions.valid & ~added
     logits, indices = predictions.logits[old], predictions.indices[old]
     single_label = not (scored.multilabel or card.multilabel)
     fitted_here = single_label and card.temperature != 1.0 and held_out
@@ -113,7 +114,6 @@ def evaluate(
     tempered = _tempered(logits, mapping[scored.labels[indices]]) if single_label else {}
     if fitted_here:
         notes = (*notes, f"Its temperature was fitted on these images: calibrated numbers are over {FOLDS} folds.")
-    added = predictions.valid & is_new[predictions.indices]
     new = None
     if added.any():
         positions = predictions.indices[added]

@@ -34,7 +34,7 @@ _HASH_DIGITS, _MARK_DIGITS = 16, 8  # 64 bits tell a million images apart; marks
 class SplitContents:
     """What identifies the images of a split, in the split's order."""
 
-    hashes: list[str]  # the first 16 digits of the sha256 of each stored image; empty where it cannot be read
+    hashes: list[str]  # the first 16 digits of the sha256 of each stored image; empty where there is none to read
     marks: list[str]  # of each reader's mark: while it stays the same, so does the image
 
 
@@ -119,7 +119,7 @@ def _content_hash(reader: Reader, index: int) -> str:
     except ImageError:
         return ""
     content = data if isinstance(data, bytes) else f"{data.shape}".encode() + data.tobytes()
-    return hashlib.sha256(content).hexdigest()[:_HASH_DIGITS]
+    return hashlib.sha256(content).hexdigest()[:_HASH_DIGITS] if len(content) else ""
 
 
 def _mark(split: Split, index: int) -> str:
