@@ -91,12 +91,12 @@ def find_model(file: WeightFile, tables: Iterable[Format], hints: Hints) -> Foun
 
 def ignored_sentences(keys: Collection[str], prefix: str = "") -> list[str]:
     """What is not used of a file, as sentences for `Card.changes`: one for each branch outside of `prefix`."""
-    counts = Counter(_branch(key, prefix) for key in keys)
+    branches: dict[str, list[str]] = {}
+    for key in keys:
+        branches.setdefault(_branch(key, prefix), []).append(key)
     return [
-        f'ignored: {count} tensor{"s" * (count > 1)} under "{branch}"'
-        if branch.endswith((".", "/"))
-        else f'ignored: tensor "{branch}"'
-        for branch, count in counts.items()
+        f'ignored: {len(inside)} tensors under "{branch}"' if inside[1:] else f'ignored: tensor "{inside[0]}"'
+        for branch, inside in branches.items()
     ]
 
 

@@ -179,7 +179,7 @@ def read_settings(header: CheckpointHeader, names: Layout, defaults: Mapping[str
     heads = header.hints.heads or stated or heads_of(header, depth, width)
     head_dim = config.get("head_dim", width // heads)
     if head_dim * heads != width:
-        raise UserError(f"its {heads} heads of {head_dim} channels do not make up its width of {width}.")
+        raise UserError(f'its "head_dim" of {head_dim} is not its width of {width} divided by its {heads} heads.')
     agrees(header, "num_hidden_layers", depth)
     table = bool(names.positions) and (header.has(names.positions) or not names.bias_table)
     return {
