@@ -283,7 +283,7 @@ def test_python_names_exist(page):
 
 OTHER_LIBRARIES = {
     *("ImageFolder", "DataLoader", "DistributedDataParallel", "once_differentiable", "onnxruntime", "onnxscript"),
-    *("pre_logits", "cross_val_score"),
+    *("pre_logits", "cross_val_score", "AutoModelForImageClassification", "create_model"),
 }
 
 

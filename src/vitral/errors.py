@@ -7,7 +7,7 @@ import re
 _CONTROLS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
-_LONGEST = 300  # characters of a sentence, paths not counted
+_LONGEST = 300  # characters of a sentence, paths and commands in backticks not counted
 
 
 class UserError(ValueError):
@@ -33,7 +33,8 @@ def shorten(value: object) -> str:
 
 
 def _length(text: str) -> int:
-    """The characters of a sentence, paths not counted."""
+    """The characters of a sentence, paths and commands in backticks not counted."""
+    text = re.sub(r"`[^`]*`", "", text)
     return len(text) - sum(len(word) for word in text.split() if "/" in word or "\\" in word)
 
 

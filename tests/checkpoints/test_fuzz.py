@@ -35,7 +35,7 @@ from vitral.checkpoints.formats.table import Hints
 from vitral.checkpoints.weights import prepared, read
 from vitral.errors import UserError
 
-EXAMPLES = int(os.environ.get("VITRAL_FUZZ", "20"))
+EXAMPLES = int(os.environ.get("VITRAL_FUZZ", "8"))
 LIMIT = 1e-5
 Arrays = dict[str, Tensor]
 

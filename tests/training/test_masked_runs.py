@@ -194,3 +194,12 @@ def test_photographs_are_learned_beyond_their_colours(assets, tmp_path):
     found = masked(photos, tmp_path / "run", *words, model="ViT-Ti/8@64").metrics
     assert found["n"] == 200
     assert found["masked_loss"] < found["neighbour_loss"] < found["histogram_entropy"]
+
+
+def test_a_head_alone_is_trained_on_a_backbone(pictures, learned, tmp_path):
+    words = ["steps=2", "batch=6", "workers=0"]
+    done = vitral.train(pictures, init=learned, out=tmp_path / "run", trainable="head", set=words, device="cpu")
+    before, after = vitral.load(learned)[0].state_dict(), vitral.load(tmp_path / "run")[0].state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert after["head.output.weight"].any()
+    assert done.recipe.trainable == "head"

@@ -70,7 +70,8 @@ def check_recipe(recipe: Recipe, data: DataSet, card: Card | None, own: OwnParts
     _check_own_parts(recipe, own, Card(architecture))
     if own.model is None:
         with torch.device("meta"):
-            model = build(architecture)
+            headless = not architecture.classes and recipe.objective == "classes"  # weights of a backbone get a head
+            model = build(replace(architecture, classes=len(train.classes)) if headless else architecture)
             freeze(model, recipe.trainable)
             groups = parameter_groups(model)
             if own.optimizer is None:
