@@ -196,7 +196,12 @@ NAFLEX_RULES = {
 }
 
 
-@pytest.mark.parametrize("name", NAFLEX_RULES)
+NAFLEX_SLOW = [name for name in NAFLEX_RULES if "so" in name or name.endswith(("_map", "_par_gap"))]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in NAFLEX_SLOW else []) for name in NAFLEX_RULES]
+)
 def test_naflex_of_timm_is_read_and_written(name, tmp_path):
     model = created(name, **NAFLEX)
     found = read(saved(model, tmp_path / "theirs", NAFLEX))
@@ -250,6 +255,7 @@ def test_timm_reads_our_naflex(resize, tmp_path):
 DAMAGED = [("timm-deit", DISTILLED), ("hf-deit", DISTILLED), ("timm-naflex", replace(SMALL, registers=2))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("format", "architecture"), DAMAGED)
 def test_every_tensor_must_exist_with_its_shape(format, architecture, tmp_path):
     written(random_weights(architecture), tmp_path / "model", format)

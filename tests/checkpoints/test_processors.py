@@ -136,7 +136,9 @@ def test_sides_are_those_of_timm(size, image, percent):
             equal_pixels(from_timm(stated, image), timm_transform(stated, image), [picture(*size)])
 
 
-@pytest.mark.parametrize("case", ["augreg", "squashed", "not square"])
+@pytest.mark.parametrize(
+    "case", ["augreg", *[pytest.param(case, marks=pytest.mark.slow) for case in ("squashed", "not square")]]
+)
 def test_photographs_have_the_pixels_of_timm(case, photographs):
     stated, image = TIMM[case]
     stated = {"mean": MEAN, "std": STD, **stated}
@@ -247,7 +249,9 @@ def test_pixels_of_dinov3_are_rounded_once(crop, tmp_path):
     assert from_transformers({**stated, "resample": 3}, "") is None  # it overshoots black and white
 
 
-@pytest.mark.parametrize("case", ["both sides", "Bit", "CLIP", "SigLIP"])
+@pytest.mark.parametrize(
+    "case", ["Bit", *[pytest.param(case, marks=pytest.mark.slow) for case in ("both sides", "CLIP", "SigLIP")]]
+)
 def test_photographs_have_the_pixels_of_transformers(case, photographs, tmp_path):
     stated = {**VALUES, **PROCESSORS[case]}
     images = [np.array(Image.open(file).convert("RGB")) for file in photographs]

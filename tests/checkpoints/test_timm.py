@@ -41,7 +41,11 @@ READ = [factory.name for factory in distinct() if not is_refused(factory)]
 REFUSED = [factory.name for factory in distinct() if is_refused(factory)]
 
 
-@pytest.mark.parametrize("name", READ)
+# One in three runs always, the others with `pytest -m slow`; benchmarks/sweep_checkpoints.py reads all.
+MARKED = [pytest.param(name, marks=[pytest.mark.slow] if number % 3 else []) for number, name in enumerate(READ)]
+
+
+@pytest.mark.parametrize("name", MARKED)
 def test_outputs_are_those_of_timm_in_both_directions(name, tmp_path):
     outside("timm")
     arguments = shrunk(name)

@@ -92,7 +92,7 @@ def test_hybrids_of_timm_are_read_and_written(name, tmp_path):
     assert all(torch.equal(theirs[key], ours[key]) for key in theirs.keys() | ours.keys())
 
 
-@pytest.mark.parametrize("size", [(96, 64), (70, 90)])
+@pytest.mark.parametrize("size", [pytest.param((96, 64), marks=pytest.mark.slow), (70, 90)])
 def test_hybrids_of_timm_at_another_size(size, tmp_path):
     settings = {**SMALL_VIT, "img_size": (64, 96), "in_chans": 1}
     model = created("vit_tiny_r_s16_p8_224", **settings, dynamic_img_size=True)
@@ -185,6 +185,7 @@ def test_bit_of_timm_is_read_and_written(tmp_path):
     assert relative(theirs64(timm_loaded(tmp_path / "ours"), images), run64(found.weights, images)) <= LIMIT
 
 
+@pytest.mark.slow
 def test_wide_bit_of_timm_is_read(tmp_path):
     """A model of one block per stage with timm's own layers: its wide factories are deep as well."""
     conv = partial(outside("timm.layers").StdConv2d, eps=1e-8)

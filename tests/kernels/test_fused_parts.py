@@ -108,7 +108,9 @@ def test_quick_gelu_matches_the_reference(shape):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(8, 16, 32), (130, 72, 264), (300, 192, 768)])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(8, 16, 32), (130, 72, 264), pytest.param(300, 192, 768, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("linear", [quick_gelu.linear_quick_gelu, quick_gelu.fused_linear])
 def test_a_linear_layer_with_quick_gelu_matches_the_reference(rows, inputs, outputs, linear):
     torch.manual_seed(0)
@@ -148,6 +150,7 @@ def test_models_on_kernels_match_plain_pytorch(name, calls, monkeypatch):
         assert difference <= CLOSE["rtol"] * gradient.norm() + 1e-5, parameter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HALF_MODELS)
 def test_half_precision_gradients_are_within_rounding(name, calls, monkeypatch):
     monkeypatch.setattr(dispatch, "HALF_DTYPES", (HALF,))
