@@ -103,6 +103,7 @@ def test_vitral_timm_and_transformers_load_what_was_pushed(
     assert (answer["mean"], answer["size"]) == ([0.5] * 3, [3, 32, 32])
 
 
+@pytest.mark.slow
 def test_a_second_push_updates_the_repository(hub: FakeHub, environment: dict[str, str], tmp_path: Path) -> None:
     source = write_model(tmp_path / "model.safetensors")
     assert push(environment, str(source), "hf:lab/tiny").returncode == 0
