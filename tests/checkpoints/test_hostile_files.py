@@ -48,7 +48,7 @@ def bounded() -> Iterator[None]:
 def sweep(short: int, attempt: Callable[[random.Random], None]) -> None:
     """Try many inputs; whatever escapes is counted by where it was raised, with the seed that repeats it."""
     escapes: dict[str, list[str]] = defaultdict(list)
-    for number in range(COUNT or short // 2):
+    for number in range(COUNT or short):
         seed = SEED + number
         try:
             with corpus.time_limit(SECONDS):

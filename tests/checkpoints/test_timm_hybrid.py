@@ -75,7 +75,10 @@ def arguments_of(settings: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key != "num_classes"}
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+HYBRID_CASES = [pytest.param(name, marks=[pytest.mark.slow] if blocks else []) for name, blocks in HYBRIDS.items()]
+
+
+@pytest.mark.parametrize("name", HYBRID_CASES)
 def test_hybrids_of_timm_are_read_and_written(name, tmp_path):
     settings = {**SMALL_VIT, "img_size": 64}
     model = created(name, **settings)
@@ -215,6 +218,7 @@ def hf_model_bit(**settings: Any) -> Any:
         return faint(randomised(library.BitForImageClassification(config)))
 
 
+@pytest.mark.slow
 def test_bit_of_transformers_is_read_and_written(tmp_path):
     model = hf_model_bit(id2label={i: name for i, name in enumerate(("ant", "bee", "cat", "dog", "elk"))})
     found = read(hf_saved(model, tmp_path / "theirs"))

@@ -132,7 +132,11 @@ def test_large_batches_have_the_gelu_in_the_product(monkeypatch):
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("name", MODELS)
+OFTEN = ("DINOv3", "CLIP", "adjacent pairs")  # the others with `pytest -m slow`
+CASES = [pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.slow]) for name in MODELS]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_models_on_kernels_match_plain_pytorch(name, calls, monkeypatch):
     model, images = make_model(**MODELS[name]), make_images()
     fast, found = logits_and_gradients(model, images)
