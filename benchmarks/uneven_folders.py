@@ -57,7 +57,7 @@ def build_folder(source: Path, counts: tuple[int, ...], seed: int, folder: Path)
                 shutil.copy(image, folder / split / name)
 
 
-def measure(data: Path, weights: Path, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
+def measure(data: Path, weights: Path, seed: int, device: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Train once and return the accuracy on the test images, with what was chosen."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as out:
@@ -65,7 +65,7 @@ def measure(data: Path, weights: Path, seed: int, settings: dict[str, Any]) -> d
             data,
             init=weights,
             out=Path(out, "run"),
-            device="cpu",
+            device=device,
             seed=seed,
             set={"evaluate_every": 1_000_000, **settings},
             on_event=ignore_events,
@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, nargs="+", default=[5, 30])
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", default="", help="run only choices whose name contains this text")
     parser.add_argument("--set", nargs="*", default=[], help="recipe keys that every run has, such as image=112")
     options = parser.parse_args()
@@ -101,7 +102,7 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as data:
             build_folder(options.source, LAYOUTS[layout], seed, Path(data))
-            row = measure(Path(data), options.weights, seed, {**common, **settings})
+            row = measure(Path(data), options.weights, seed, options.device, {**common, **settings})
         rows[key] = {"layout": layout, "seed": seed, "choice": key[2], "set": common, **row}
         with options.out.open("a") as file:
             print(json.dumps(rows[key]), file=file)
