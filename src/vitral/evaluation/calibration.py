@@ -101,8 +101,8 @@ def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
     """Fit a temperature to examples and measure it on the same ones by cross-fitting.
 
     No example is measured at a temperature that was fitted to it. Unless both loss and calibration error
-    improve, the temperature is 1. Each fit counts one more mistake than there is (`fit_temperature`), so that a few examples
-    without any mistake do not make a model certain.
+    improve, the temperature is 1. Each fit counts one more mistake than there is (`fit_temperature`), so that a few
+    examples without any mistake do not make a model certain.
 
     Args:
         logits: (n, k).
