@@ -64,7 +64,7 @@ HOMES: dict[str, tuple[str, ...]] = {
             "training/identity.py",
             "training/build.py",
         ),
-        *("studies.py", "api/", "cli/", "sklearn.py", "__init__.py"),
+        *("studies/", "api/", "cli/", "sklearn.py", "__init__.py"),
     ),
     "torch.distributed": ("training/parallel.py", "checkpoints/run.py", "checkpoints/shards.py"),
     "PIL": ("data/images.py",),

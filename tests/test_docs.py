@@ -342,12 +342,12 @@ def test_paths_exist(page):
 def test_study_results_are_those_of_the_files(study):
     """Mean, standard deviation and FLOPs of each cell, computed from the runs, are in a row of docs/studies.md."""
     cells: dict[str, list[dict]] = {}
-    for line in (ROOT / "results" / f"{study}.jsonl").read_text(encoding="utf-8").splitlines():
+    for line in (ROOT / "results" / study / "runs.jsonl").read_text(encoding="utf-8").splitlines():
         run = json.loads(line)
         cells.setdefault(str(run["changes"] | {"seed": None}), []).append(run)
     rows = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8").splitlines()
     for cell, runs in cells.items():
-        accuracies = [100 * run["top1"] for run in runs]
+        accuracies = [100 * run["metrics"]["top1"] for run in runs]
         score = f"{statistics.fmean(accuracies):.2f} %"
         score += f" +- {statistics.stdev(accuracies):.2f} %" if len(runs) > 1 else ""
         seconds = f"{statistics.median(run['seconds'] for run in runs):.1f}"

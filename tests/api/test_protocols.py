@@ -16,7 +16,7 @@ from journeys import MODEL, PLAIN, SHAPE, Command
 from runs import make_pictures
 
 import vitral
-from vitral import events, studies
+from vitral import events
 from vitral.api.data import open_to_choose
 from vitral.api.protocols import paper_numbers
 from vitral.architecture import ResNetConfig, ViTConfig
@@ -29,7 +29,8 @@ from vitral.data.sources import DataSet, open_data
 from vitral.errors import UserError
 from vitral.models.build import build
 from vitral.recipe import Recipe, from_toml, recipe_hash, with_overrides
-from vitral.studies import ProtocolRuns, evaluated_once, parse_search_space, run_protocol, trial_configs
+from vitral.studies import protocol as studies
+from vitral.studies.protocol import ProtocolRuns, evaluated_once, parse_search_space, run_protocol, trial_configs
 from vitral.training.run import RunResult
 
 

@@ -29,7 +29,7 @@ from vitral.models.build import build
 from vitral.paper import table9
 from vitral.recipe import Recipe, from_toml
 from vitral.recipe_presets import get_preset
-from vitral.studies import TrialConfig, for_task, group_scores, mean_score, run_suite
+from vitral.studies.protocol import TrialConfig, for_task, group_scores, mean_score, run_suite
 from vitral.training.run import RunResult
 
 TINY = ViTConfig(depth=1, width=16, mlp=32, heads=2, patch=4, image=(8, 8), classes=3)
@@ -299,8 +299,8 @@ class Runs:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     fake = Runs({("svhn", 1): 0.9, ("dmlab", 1): 0.1, ("svhn", 2): 0.6, ("dmlab", 2): 0.5})
-    monkeypatch.setattr("vitral.studies.run", fake)
-    monkeypatch.setattr("vitral.studies.run", fake)
+    monkeypatch.setattr("vitral.studies.protocol.run", fake)
+    monkeypatch.setattr("vitral.studies.protocol.run", fake)
     return fake
 
 
@@ -338,8 +338,8 @@ def test_the_papers_four_candidates_and_its_choice(
     weights: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = Runs({("svhn", 500): 0.2, ("svhn", 2500): 0.3})
-    monkeypatch.setattr("vitral.studies.run", fake)
-    monkeypatch.setattr("vitral.studies.run", fake)
+    monkeypatch.setattr("vitral.studies.protocol.run", fake)
+    monkeypatch.setattr("vitral.studies.protocol.run", fake)
 
     def asked(out: str, **options: Any) -> list[tuple[str, float, int]]:
         fake.asked.clear()

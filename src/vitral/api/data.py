@@ -45,10 +45,11 @@ Data = str | Path | Examples
 def open_restricted(data: Data, recipe: Recipe) -> DataSet:
     """The data with what the recipe leaves out of it; held-out images are always drawn with seed 0, so that runs with
     other seeds are tested on the same images."""
-    return _restricted(open_data(data, held_out=recipe.data.held_out), recipe)
+    return restricted(open_data(data, held_out=recipe.data.held_out), recipe)
 
 
-def _restricted(opened: DataSet, recipe: Recipe) -> DataSet:
+def restricted(opened: DataSet, recipe: Recipe) -> DataSet:
+    """Opened data with what the recipe leaves out of its training images."""
     settings = recipe.data
     return restrict_train(
         opened, exclude=_excluded(recipe), subset=settings.subset, subset_seed=settings.subset_seed, dev=settings.dev
@@ -86,10 +87,10 @@ def open_to_train(data: Data, recipe: Recipe) -> DataSet:
 def open_to_choose(data: str | Path, recipe: Recipe, dev: float) -> tuple[DataSet, DataSet | None]:
     """The data to train on, and the same with a split to choose on: a share `dev` of train, or the source's val."""
     whole = open_data(data, held_out=recipe.data.held_out)
-    opened = _to_train(data, _restricted(whole, with_dev(recipe, 0.0)))
+    opened = _to_train(data, restricted(whole, with_dev(recipe, 0.0)))
     if not dev and (opened.val is None or opened.test is None):
         return opened, None
-    return opened, _restricted(whole, with_dev(recipe, dev))
+    return opened, restricted(whole, with_dev(recipe, dev))
 
 
 def _to_train(data: Data, opened: DataSet) -> DataSet:

@@ -33,7 +33,7 @@ from vitral.recipe import (
     with_overrides,
 )
 from vitral.recipe_presets import Preset, get_preset, hyperrule, is_preset
-from vitral.studies import ProtocolRuns, TrialConfig, choose_search_space, run_protocol, trial_configs
+from vitral.studies.protocol import ProtocolRuns, TrialConfig, choose_search_space, run_protocol, trial_configs
 from vitral.training.build import check_recipe
 from vitral.training.parallel import init_distributed, on_rank0
 from vitral.version import __version__

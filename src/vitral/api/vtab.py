@@ -21,7 +21,7 @@ from vitral.names import name_of
 from vitral.paper import VtabRow, table9
 from vitral.recipe import Overrides, Recipe, Sweep, override_words, recipe_hash, with_overrides
 from vitral.recipe_presets import Preset, get_preset
-from vitral.studies import (
+from vitral.studies.protocol import (
     SuiteResult,
     TrialConfig,
     choose_search_space,

@@ -46,6 +46,7 @@ VERBS = {
     "pretrain": Verb("protocols", "pretrain", "training.show_protocol"),
     "finetune": Verb("protocols", "finetune", "training.show_protocol"),
     "fewshot": Verb("probes", "fewshot", "results.show_probes"),
+    "study": Verb("study", "study", "training.show_study"),
     "vtab": Verb("vtab", "vtab1k", "training.show_vtab"),
     "dedupe": Verb("probes", "dedupe", "results.show_duplicates"),
     "bench": Verb("bench", "benchmark", "models.show_benchmark"),

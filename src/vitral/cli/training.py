@@ -17,6 +17,7 @@ from vitral.recipe import Recipe, to_toml
 if TYPE_CHECKING:
     from vitral.api.demonstration import DemoResult
     from vitral.api.protocols import PaperNumber, ProtocolResult
+    from vitral.api.study import StudyList, StudyRuns
     from vitral.api.vtab import VtabResult
 
 _CLASSES = 12  # rows of a table of classes
@@ -94,6 +95,24 @@ def show_demo(result: DemoResult, values: Mapping[str, Any]) -> None:
     print("  vitral check photos/")
     print("  vitral train photos/ --init hf:google/vit-base-patch16-224")
     print(f"  vitral evaluate {second} digits")
+
+
+def show_study(result: StudyList | StudyRuns, values: Mapping[str, Any]) -> None:
+    """Print the studies there are, the commands of pending runs, or the plan and the table of a study."""
+    from vitral.api.study import StudyList, describe_plan
+
+    if isinstance(result, StudyList):
+        rows = [
+            [s.name, s.title, s.source, ", ".join(s.data), str(s.runs), ", ".join(s.scales)] for s in result.studies
+        ]
+        print_table(["study", "about", "the paper", "data", "runs", "scales"], rows, left=4)
+    elif values["print_commands"]:
+        print("\n".join(result.commands))
+    else:
+        if not values["dry_run"]:
+            columns, cells = result.table()
+            print_table(columns, cells, left=columns.index(result.study.metric))
+        print("\n".join(describe_plan(result)))
 
 
 def show_protocol(result: ProtocolResult, values: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,7 @@ _RESIDENT_SHARE = 0.25  # of the GPU's free memory that images may take
 _UPLOAD_SHARE = 0.05  # of a GPU's memory that the crops of a batch and the resized images may take
 _READ_BATCH = 512
 _BATCHES_IN_FLIGHT = 2
+_shared: dict[tuple[str, ...], ResidentSplit] | None = None  # by images and transform, while `shared_residents` lasts
 
 
 @dataclass(frozen=True)
@@ -50,15 +52,36 @@ class ResidentSplit:
             yield Batch(self.images[on_device], self.labels[on_device], self.valid[on_device], indices)
 
 
+@contextmanager
+def shared_residents() -> Iterator[None]:
+    """Keep splits on the GPU between runs of this process, as long as the context lasts."""
+    global _shared
+    _shared = {}
+    try:
+        yield
+    finally:
+        _shared = None
+
+
 def resident(split: Split, transform: Transform, channels: int, workers: int, world: World) -> ResidentSplit | None:
-    """Load a split onto the GPU.
+    """Load a split onto the GPU, or find it there.
 
     Returns:
         None where there is no GPU, where the images would take too much of it, or where the transform is random.
     """
-    nbytes = len(split) * channels * transform.size[0] * transform.size[1]
     if world.device.type != "cuda" or transform.random:
         return None
+    key = () if _shared is None else (split.stamp(), transform.text, str(channels), str(world.device))
+    if _shared is not None and key in _shared:
+        return _shared[key]
+    loaded = _load(split, transform, channels, workers, world)
+    if _shared is not None and loaded is not None:
+        _shared[key] = loaded
+    return loaded
+
+
+def _load(split: Split, transform: Transform, channels: int, workers: int, world: World) -> ResidentSplit | None:
+    nbytes = len(split) * channels * transform.size[0] * transform.size[1]
     if nbytes > _RESIDENT_SHARE * torch.cuda.mem_get_info(world.device)[0]:
         return None
     images = torch.empty(len(split), channels, *transform.size, dtype=torch.uint8, device=world.device)

@@ -1,0 +1,253 @@
+"""`study`: the paper's studies and your own, as tables of runs that resume where they stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from vitral.api.data import check_folder
+from vitral.api.study_engines import ENGINES, StudyJob
+from vitral.api.study_runs import check_run
+from vitral.atomic import atomic_write
+from vitral.display import SummaryRepr, displayed, duration
+from vitral.errors import UserError
+from vitral.events import EventHandler, Note, RunDirChosen
+from vitral.models.device import check_device
+from vitral.recipe import Overrides, override_words
+from vitral.studies.definition import (
+    Study,
+    definition_of,
+    parse_study,
+    read_study,
+    shipped,
+    study_name,
+)
+from vitral.studies.planning import CellResult, Plan, PlanCost, plan, plan_cost, results, table
+from vitral.studies.records import Record, read_records
+
+StudyAction = Literal["list", "run", "report"]
+Engine = Literal["local"]
+_STUDY = "study.json"  # which study a folder holds
+
+
+@dataclass(frozen=True)
+class StudyInfo:
+    """A study that comes with the package."""
+
+    name: str
+    title: str
+    source: str
+    runs: int
+    data: tuple[str, ...]
+    scales: tuple[str, ...]
+
+
+@dataclass(frozen=True, repr=False)
+class StudyList(SummaryRepr):
+    """The studies that come with the package."""
+
+    studies: tuple[StudyInfo, ...]
+
+    def summary(self) -> dict[str, str]:
+        return {entry.name: f"{entry.title} ({entry.source}), {entry.runs} runs" for entry in self.studies}
+
+    def as_dict(self) -> list[dict[str, Any]]:
+        """JSON-ready."""
+        return [asdict(entry) for entry in self.studies]
+
+
+@dataclass(frozen=True, repr=False)
+class StudyRuns(SummaryRepr):
+    """A study with its records: the plan, the table, and the commands of pending runs where they were asked for."""
+
+    study: Study
+    folder: Path
+    plan: Plan
+    cost: PlanCost  # of what is pending
+    cells: tuple[CellResult, ...]
+    records: Mapping[str, Record]
+    commands: tuple[str, ...] = ()
+
+    def summary(self) -> dict[str, str]:
+        done = self.plan.total - len(self.plan.pending) - self.plan.waiting
+        return {"runs": f"{done} of {self.plan.total}", "folder": str(self.folder)}
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Columns and rows."""
+        return table(self.study, self.cells)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        columns, rows = self.table()
+        return {
+            "study": self.study.name,
+            "scale": self.study.scale,
+            "folder": str(self.folder),
+            "runs": self.plan.total,
+            "pending": [run.id for run in self.plan.pending],
+            "waiting": self.plan.waiting,
+            "cost": asdict(self.cost),
+            "columns": columns,
+            "rows": rows,
+            "commands": list(self.commands),
+        }
+
+
+def study(
+    action: StudyAction = "list",
+    name: str | Path = "",
+    *,
+    data: Sequence[str] = (),
+    init: str | Path = "",
+    out: str | Path = "",
+    scale: str = "small",
+    only: Sequence[str] = (),
+    engine: Engine = "local",
+    parallel: int = 0,
+    dry_run: bool = False,
+    print_commands: bool = False,
+    keep: bool = False,
+    device: str = "",
+    set: Overrides = (),
+    on_event: EventHandler | None = None,
+) -> StudyList | StudyRuns:
+    """Run a study of many runs, such as the paper's, and report on its claims.
+
+    A study that was stopped resumes when the same command is given again, on this machine or on another that has its
+    folder. Every run leaves one line of JSON; runs of several machines merge when their .jsonl files are copied
+    together.
+
+    Args:
+        action: list (the studies that come with vitral), run, or report (a page, a table and the claims).
+        name: name of a study or a TOML file; for report, the folder of its runs.
+        data: where the data sets of the study are, as NAME:FOLDER or NAME=SOURCE; SOURCE alone where it has one.
+        init: weights to start from in place of those that the study names.
+        out: folder of the runs; results/NAME when not given.
+        scale: small, or another scale of the study, such as paper.
+        only: ids of the runs to carry out; all that are pending when not given.
+        engine: local: on the GPUs or the cores of this machine.
+        parallel: runs at a time; small runs may share a GPU. One per GPU when not given.
+        dry_run: only print the number of runs, and what they take.
+        print_commands: only print one command per pending run, for a scheduler.
+        keep: keep the run folders, with the models.
+        device: cpu, cuda, cuda:1 or mps; chosen when not given.
+        set: keys of the recipe to change in all runs, such as steps=10; the runs count as other runs then.
+        on_event: handler of notes about the progress.
+
+    Returns:
+        The studies, or a study with its plan, its table and its records.
+
+    Raises:
+        UserError: where an argument is wrong, before anything is written.
+        Interrupted: after Ctrl-C or SIGTERM, once the state is saved.
+    """
+    if action == "list":
+        return StudyList(tuple(_info(entry) for entry in shipped()))
+    if not name:
+        raise UserError("NAME is missing: name a study (`vitral study list`), or a TOML file.")
+    if action == "report":
+        return open_folder(Path(name))
+    check_device(device)
+    words = override_words(set)
+    chosen = read_study(name, scale, _overrides(words))
+    folder = Path(out or Path("results") / chosen.name)
+    check_folder(folder, [], (_STUDY, "*.jsonl"))
+    job = StudyJob(chosen, str(name), folder, tuple(data), str(init), words, tuple(only), parallel, keep, device)
+    with displayed(on_event) as handler:
+        if dry_run or print_commands:
+            commands = [job.command([run.id]) for run in job.pending()] if print_commands else []
+            return replace(study_state(job), commands=tuple(commands))
+        for run in job.pending():
+            check_run(job.context, run)
+        for note in describe_plan(study_state(job)):
+            handler(Note(note))
+        handler(RunDirChosen(str(folder)))
+        _write_study(folder, name, chosen, words)
+        while pending := job.pending():
+            ENGINES[engine](job, pending, handler)
+            if {run.id for run in job.pending()} & {run.id for run in pending}:
+                break  # failed, or left to other processes
+        state = study_state(job)
+        if not state.plan.pending and not keep:
+            for leftover in ("pixels", "running"):
+                shutil.rmtree(folder / leftover, ignore_errors=True)
+    return state
+
+
+def open_folder(folder: Path) -> StudyRuns:
+    """A study by the folder of its runs.
+
+    Raises:
+        UserError: the folder holds no study.
+    """
+    path = folder / _STUDY
+    if not path.is_file():
+        raise UserError(f"{folder} holds no study: name a folder that `vitral study run` has written.")
+    settings = json.loads(path.read_text("utf-8"))
+    definition = settings["definition"] or definition_of(settings["study"])
+    chosen = parse_study(definition, settings["study"], settings["scale"], _overrides(settings["set"]))
+    return study_state(StudyJob(chosen, settings["study"], folder))
+
+
+def study_state(job: StudyJob) -> StudyRuns:
+    """A study as its records are now."""
+    records = read_records(job.out)
+    current = plan(job.study, records)
+    cost = plan_cost(job.study, current, records, _sizes(job))
+    return StudyRuns(job.study, job.out, current, cost, results(job.study, records), records)
+
+
+def _sizes(job: StudyJob) -> dict[str, tuple[int, int]]:
+    """Training images and classes of the data sets that are there."""
+    sizes = {}
+    for name in job.study.data_names:
+        with suppress(UserError):
+            train = job.context.open(name).train
+            sizes[name] = (len(train), len(train.classes))
+    return sizes
+
+
+def describe_plan(state: StudyRuns) -> list[str]:
+    """What is about to start: runs, FLOPs, time and memory."""
+    cost, current = state.cost, state.plan
+    if not cost.runs:
+        return [f"all {current.total} runs are recorded in {state.folder}"]
+    flops = "FLOPs unknown without the data" if cost.flops is None else f"{cost.flops:.3g} FLOPs"
+    time = "time unknown before the first run" if cost.seconds is None else f"about {duration(cost.seconds)} on one GPU"
+    memory = f"{cost.peak_bytes / 1e9:.1f} GB of memory as recorded" if cost.peak_bytes else ""
+    memory = memory or f"{cost.state_bytes / 1e9:.2f} GB for the largest model and its optimizer, and its activations"
+    return [f"{cost.runs} of {current.total} runs to do: {flops}, {time}, {memory}"]
+
+
+def _info(name: str) -> StudyInfo:
+    chosen = read_study(name)
+    scales = ("small", *definition_of(name).get("scales", {}))
+    return StudyInfo(name, chosen.title, chosen.source, plan(chosen, {}).total, chosen.data_names, scales)
+
+
+def _overrides(words: Sequence[str]) -> dict[str, str]:
+    pairs = [word.partition("=") for word in words]
+    return {key.strip(): value for key, _, value in pairs}
+
+
+def _write_study(folder: Path, name: str | Path, chosen: Study, words: Sequence[str]) -> None:
+    """Note which study a folder holds; the definition of one that does not come with the package is kept."""
+    own = str(name) not in shipped()
+    settings = {
+        "study": chosen.name,
+        "scale": chosen.scale,
+        "set": list(words),
+        "definition": definition_of(name) if own else None,
+    }
+    path = folder / _STUDY
+    if path.is_file():
+        before = json.loads(path.read_text("utf-8"))
+        if (before["study"], before["scale"], before["set"]) != (study_name(name), chosen.scale, list(words)):
+            raise UserError(f"{folder} holds another study ({before['study']}): choose another folder with --out.")
+    with atomic_write(path) as temporary:
+        temporary.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")

@@ -1,0 +1,189 @@
+"""One run of a study, from its settings to its record, and the data that runs of one process share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vitral.api.checkpoints import load_source
+from vitral.api.data import restricted
+from vitral.api.prediction import compute_device, prepared, reading_workers
+from vitral.checkpoints.card import Card
+from vitral.checkpoints.weights import describe, located
+from vitral.data.loader import default_workers
+from vitral.data.memory_map import decode_once
+from vitral.data.sources import DataSet, Split, open_data, with_test_split
+from vitral.data.splits import HELD_OUT
+from vitral.errors import UserError
+from vitral.evaluation.predict import embed_split
+from vitral.evaluation.probes import fewshot
+from vitral.events import EventHandler
+from vitral.recipe import Recipe, recipe_hash
+from vitral.studies.definition import PlannedRun, Study
+from vitral.studies.records import Record
+from vitral.training.build import check_recipe
+from vitral.training.loop import Diverged
+from vitral.training.run import RunResult, run
+from vitral.version import __version__
+
+PROBE_IMAGES = 50  # training images per class that a few-shot evaluation draws from, as Google's code draws from a part
+PROBE_SEEDS = 5
+
+
+@dataclass
+class StudyContext:
+    """What the runs of a process share: where data and weights are, opened data sets, decoded pixels."""
+
+    study: Study
+    out: Path
+    sources: Mapping[str, str]  # by the name that the study has for them
+    init: str = ""
+    device: str = ""
+    _opened: dict[tuple[str, float], DataSet] = field(default_factory=dict)
+    _decoded: dict[tuple[str, float], DataSet] = field(default_factory=dict)
+
+    def open(self, name: str, held_out: float = HELD_OUT) -> DataSet:
+        """A data set, opened once."""
+        if (name, held_out) not in self._opened:
+            self._opened[name, held_out] = open_data(self.sources[name], held_out=held_out)
+        return self._opened[name, held_out]
+
+    def decoded(self, name: str, held_out: float) -> DataSet:
+        """A data set whose images are decoded once, into files that processes share."""
+        if (name, held_out) not in self._decoded:
+            data = self.open(name, held_out)
+            splits: dict[str, Any] = {part: self._decode(getattr(data, part)) for part in ("train", "val", "test")}
+            self._decoded[name, held_out] = replace(data, **splits)
+        return self._decoded[name, held_out]
+
+    def _decode(self, split: Split | None) -> Split | None:
+        workers = default_workers("cuda")
+        return split if split is None else decode_once(split, self.out / "pixels", workers=workers)[0]
+
+    def data_of(self, planned: PlannedRun, recipe: Recipe, *, decoded: bool = True) -> DataSet:
+        """The images of a run: a trial is evaluated on the dev split, a final run on the test split."""
+        opened = (self.decoded if decoded else self.open)(planned.cell.data, recipe.data.held_out)
+        opened = restricted(opened, recipe)
+        return opened if planned.trial else with_test_split(opened)
+
+    def recipe_of(self, planned: PlannedRun) -> Recipe:
+        """The recipe of a run; pixels are normalised as the weights that it starts from state."""
+        recipe = self.study.recipe_of(planned)
+        if not recipe.init:
+            return recipe
+        recipe = replace(recipe, init=self.init or recipe.init)
+        card = describe(located(recipe.init)).card
+        if card.preprocess is None or "data.mean" in planned.settings:
+            return recipe
+        return replace(recipe, data=replace(recipe.data, mean=card.preprocess.mean, std=card.preprocess.std))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a measurement leaves in the record of a run."""
+
+    metrics: Mapping[str, Any]
+    flops: float = 0.0
+    peak_bytes: int = 0
+    images_per_second: float = 0.0
+    device: str = ""
+
+
+def check_run(context: StudyContext, planned: PlannedRun) -> None:
+    """Refuse what cannot work before the first run starts."""
+    recipe = context.recipe_of(planned)
+    card = describe(located(recipe.init)).card if recipe.init else None
+    check_recipe(recipe, context.data_of(planned, recipe, decoded=False), card)
+
+
+def execute(context: StudyContext, planned: PlannedRun, folder: Path, on_event: EventHandler) -> Record:
+    """Carry out one run; what diverges or fails has a record, too.
+
+    Args:
+        context: what runs share.
+        planned: the run.
+        folder: where it keeps its state; it resumes what it finds there.
+        on_event: handler of the events of the run.
+
+    Raises:
+        Interrupted: after Ctrl-C or SIGTERM, once the state is saved.
+    """
+    study, began = context.study, time.perf_counter()
+    varied = {*planned.cell.changes, *planned.cell.choose, "seed"}
+    record = Record(
+        id=planned.id,
+        study=study.name,
+        changes={key: value for key, value in planned.settings.items() if key in varied},
+        trial=planned.trial,
+        recipe=recipe_hash(context.recipe_of(planned)),
+        version=__version__,
+    )
+    try:
+        measured = MEASURES[study.measure](context, planned, folder, on_event)
+    except Diverged as error:
+        record = replace(record, status="diverged", reason=str(error))
+    except (UserError, OSError, RuntimeError, MemoryError) as error:
+        record = replace(record, status="failed", reason=f"{type(error).__name__}: {error}".splitlines()[0][:200])
+    else:
+        scalars = {key: value for key, value in measured.metrics.items() if type(value) in (int, float)}
+        record = replace(record, **{**asdict(measured), "metrics": scalars})
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return replace(record, seconds=round(time.perf_counter() - began, 1))
+
+
+def _train(context: StudyContext, planned: PlannedRun, folder: Path, on_event: EventHandler) -> Measured:
+    """Train as the recipe says, evaluate at the end, and with a few images per class where the study asks for it."""
+    recipe = context.recipe_of(planned)
+    data = context.data_of(planned, recipe)
+    flops = 0.0
+    if planned.cell.start:
+        pretrained = _pretrained(context, planned, on_event)
+        recipe, flops = replace(recipe, init=pretrained.folder), 0.0
+    result = run(recipe, data, folder, device=context.device, on_event=on_event)
+    metrics = dict(result.metrics)
+    if context.study.shots and not planned.trial:
+        metrics |= probe(str(folder), data, context.study.shots, context.device)
+    return Measured(metrics, flops + result.flops, result.peak_bytes, result.images_per_second, result.device)
+
+
+def _pretrained(context: StudyContext, planned: PlannedRun, on_event: EventHandler) -> RunResult:
+    """The pre-training that a run starts from; runs that start from the same one share it, by its folder."""
+    raise NotImplementedError
+
+
+def probe(source: str, data: DataSet, shots: Sequence[int], device: str) -> dict[str, float]:
+    """Few-shot accuracies of a model by "5-shot"; images are drawn from the first ones of each class of train."""
+    model, card = load_source(source, None)
+    held_out = data.eval_split
+    assert held_out is not None
+    features = [_features(model, card, split, device) for split in (_first_of_classes(data.train), held_out)]
+    (train_x, train_y), (test_x, test_y) = features
+    classes = len(data.train.classes)
+    rows = fewshot(train_x, train_y, test_x, test_y, classes=classes, shots=tuple(shots), seeds=PROBE_SEEDS)
+    return {f"{row.shots}-shot": row.mean for row in rows}
+
+
+def _features(model: Any, card: Card, split: Split, device: str) -> tuple[Any, Any]:
+    resolved = compute_device("", device)
+    workers = reading_workers(resolved)
+    rows = embed_split(model, split, prepared(card, ""), batch=256, device=resolved, workers=workers)
+    readable = rows.valid
+    return rows.features[readable], split.labels[rows.indices[readable]]
+
+
+def _first_of_classes(train: Split) -> Split:
+    ranks = np.empty(len(train), np.int64)
+    order = np.argsort(train.labels, kind="stable")
+    starts = np.searchsorted(train.labels[order], train.labels[order])
+    ranks[order] = np.arange(len(train)) - starts
+    return train.select(np.flatnonzero(ranks < PROBE_IMAGES))
+
+
+MEASURES: dict[str, Callable[[StudyContext, PlannedRun, Path, EventHandler], Measured]] = {"train": _train}

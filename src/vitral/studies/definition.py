@@ -1,0 +1,312 @@
+"""A study as data: a TOML file with a base recipe, what is varied, seeds, what is measured, and claims to test.
+
+title = "Class token and mean pooling"
+data = "cifar100"
+seeds = [0, 1, 2]
+metric = "top1"
+[recipe]                                  # keys of every run
+model = "ViT-Ti/4@32"
+[axes]                                    # every combination of these values ...
+shape.pool = ["token", "mean"]
+[[points]]                                # ... with every one of these points
+name = "swept rate"
+choose.optim.lr = [0.001, 0.003]          # chosen on a dev split, one trial each
+[[claims]]
+text = "both are equally good"
+kind = "compare"
+a.shape.pool = "token"
+b.shape.pool = "mean"
+expect = "="
+margin = 0.01
+[scales.paper]                            # the same study at another scale: what is given here replaces the above
+data = "jft300m"
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from vitral.errors import UserError
+from vitral.recipe import Recipe, keys, with_overrides
+from vitral.recipe_presets import get_preset
+
+Measure = Literal["train", "probe", "speed"]
+ClaimKind = Literal["compare", "rank", "trend", "best"]
+Expectation = Literal["<", "=", ">"]
+Where = Mapping[str, Any]  # labels that cells must have
+
+_TOP = {
+    *("title", "source", "about", "differs", "data", "images", "classes", "seeds", "metric", "measure", "shots", "dev"),
+    *("x", "preset", "recipe", "axes", "points", "claims", "starts", "scales"),
+}
+_POINT = {"name", "group", "paper", "data", "start", "preset", "choose", "seeds"}  # of a point, besides recipe keys
+_FOLDED = ("recipe", "axes")  # of a scale, merged with those of the study
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement of the paper that runs can support or contradict.
+
+    compare: the means of cells `a` and `b`. rank: `order`, the best first. trend: the slope of the metric over the
+    logarithm of `along`, in cells `a`, less that in `b` if given. best: the value of `along` with the highest mean in
+    cells `a`, against that in `b`.
+    """
+
+    text: str
+    kind: ClaimKind
+    a: Where = field(default_factory=dict)
+    b: Where | None = None
+    order: tuple[Where, ...] = ()
+    along: str = ""
+    expect: Expectation = ">"
+    margin: float = 0.0
+    metric: str = ""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A point of a study: its settings, and the labels that tables and claims know it by."""
+
+    labels: Mapping[str, Any]
+    changes: Mapping[str, Any]  # recipe keys, but for the seed
+    data: str
+    seeds: tuple[int, ...]
+    preset: str = ""
+    start: str = ""  # name of the pre-training it starts from
+    choose: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # values of keys to choose from on a dev split
+    paper: float | None = None
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study at one scale."""
+
+    name: str
+    title: str
+    metric: str
+    recipe: Mapping[str, Any]
+    cells: tuple[Cell, ...]
+    source: str = ""  # in the paper
+    about: str = ""
+    differs: tuple[str, ...] = ()  # from the paper
+    measure: Measure = "train"
+    shots: tuple[int, ...] = ()  # of a few-shot evaluation after each run
+    dev: float = 0.1  # share of train to choose on
+    x: str = ""  # horizontal axis of the figure: a label, "flops" or "seconds"
+    images: int = 0  # training images and classes, where the data is not there to count them
+    classes: int = 0
+    claims: tuple[Claim, ...] = ()
+    starts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # recipe keys of pre-trainings by name
+    scale: str = "small"
+
+    def recipe_of(self, run: PlannedRun) -> Recipe:
+        """The complete recipe of a run."""
+        preset = run.cell.preset
+        start = get_preset(preset, run.settings.get("model", "")).recipe if preset else Recipe()
+        return with_overrides(start, run.settings)
+
+    @property
+    def data_names(self) -> tuple[str, ...]:
+        """The data sets of the study."""
+        return tuple(dict.fromkeys(cell.data for cell in self.cells))
+
+
+def shipped() -> tuple[str, ...]:
+    """Names of the studies that come with the package."""
+    return tuple(
+        sorted(path.name.removesuffix(".toml") for path in files("vitral.studies").joinpath("catalog").iterdir())
+    )
+
+
+def read_study(name: str | Path, scale: str = "small", overrides: Mapping[str, Any] | None = None) -> Study:
+    """Read a study that comes with the package, or a TOML file.
+
+    Args:
+        name: name of the study, or path of the file.
+        scale: "small" for the study as it is, or one of its other scales.
+        overrides: recipe keys of all runs, for trying out.
+
+    Raises:
+        UserError: there is no such study or scale, or it has a mistake.
+    """
+    return parse_study(definition_of(name), study_name(name), scale, overrides)
+
+
+def study_name(name: str | Path) -> str:
+    """What a study is called: its name, or that of its file."""
+    return Path(name).name.removesuffix(".toml")
+
+
+def definition_of(name: str | Path) -> dict[str, Any]:
+    """The content of a study's TOML file."""
+    path = Path(name)
+    if path.suffix == ".toml" and path.is_file():
+        text = path.read_text("utf-8")
+    elif str(name) in shipped():
+        text = files("vitral.studies").joinpath("catalog", f"{name}.toml").read_text("utf-8")
+    else:
+        raise UserError(f'there is no study "{name}": name a TOML file, or one of {", ".join(shipped())}.')
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{name} is not valid TOML ({error}): correct that line.") from error
+
+
+def parse_study(
+    definition: Mapping[str, Any], name: str, scale: str = "small", overrides: Mapping[str, Any] | None = None
+) -> Study:
+    """The study of a definition as `definition_of` reads it."""
+    settings = _scaled(definition, name, scale)
+    _check_names(settings, name)
+    for key in ("title", "metric"):
+        if not isinstance(settings.get(key), str):
+            raise UserError(f'the study {name} lacks its {key}: add {key} = "...".')
+    if settings.get("measure", "train") not in get_args(Measure):
+        raise UserError(f"measure of the study {name} must be one of {', '.join(get_args(Measure))}.")
+    plain = ("title", "metric", "source", "about", "measure", "dev", "x", "images", "classes")
+    values = {key: settings[key] for key in plain if key in settings}
+    recipe = _flat(settings.get("recipe", {}), keys())
+    return Study(
+        name=name,
+        scale=scale,
+        recipe={**recipe, **(overrides or {})},
+        cells=tuple(_cells(settings, name)),
+        differs=tuple(settings.get("differs", ())),
+        shots=tuple(settings.get("shots", ())),
+        claims=tuple(_claim(claim, name) for claim in settings.get("claims", ())),
+        starts={start: _flat(values, keys()) for start, values in settings.get("starts", {}).items()},
+        **values,
+    )
+
+
+def _scaled(definition: Mapping[str, Any], name: str, scale: str) -> dict[str, Any]:
+    """The definition with what a scale replaces."""
+    scales = definition.get("scales", {})
+    if scale != "small" and scale not in scales:
+        raise UserError(f'the study {name} has no scale "{scale}": it has {", ".join(["small", *scales])}.')
+    changes = dict(scales.get(scale, {}))
+    merged = {**definition, **changes}
+    for key in _FOLDED:
+        merged[key] = {**_flat(definition.get(key, {}), keys()), **_flat(changes.get(key, {}), keys())}
+    if "points" in changes and "axes" not in changes:
+        merged["axes"] = {}
+    return merged
+
+
+def _check_names(settings: Mapping[str, Any], name: str) -> None:
+    unknown = sorted(set(settings) - _TOP)
+    if unknown:
+        raise UserError(f'the study {name} has an unknown key "{unknown[0]}": use {", ".join(sorted(_TOP))}.')
+
+
+def _flat(table: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A table with dotted keys: `shape.depth = 6` is a table in a table for TOML."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping) and f"{prefix}{key}" not in known:
+            flat |= _flat(value, known, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _cells(settings: Mapping[str, Any], name: str) -> Iterator[Cell]:
+    """Every combination of the axes with every point."""
+    axes = {key: values if isinstance(values, list) else [values] for key, values in settings["axes"].items()}
+    points = settings.get("points") or [{}]
+    for point in points:
+        for values in itertools.product(*axes.values()):
+            combined = {**dict(zip(axes, values, strict=True)), **_flat(point, {**keys(), "choose": None})}
+            yield _cell(combined, settings, name)
+
+
+def _cell(point: Mapping[str, Any], settings: Mapping[str, Any], name: str) -> Cell:
+    changes = {key: value for key, value in point.items() if key not in _POINT}
+    choose = {key: tuple(values) for key, values in _flat(point.get("choose", {}), {}).items()}
+    for key in (*changes, *choose):
+        if key not in keys():
+            raise UserError(f'the study {name} varies "{key}", which is not a key of a recipe (`vitral show`).')
+    labels = {key: point[key] for key in ("name", "group", "data", "start") if key in point} | changes
+    labels.setdefault("name", settings_text(changes))
+    return Cell(
+        labels=labels,
+        changes=changes,
+        data=point.get("data", settings.get("data", "")),
+        seeds=tuple(point.get("seeds", settings.get("seeds", [0]))),
+        preset=point.get("preset", settings.get("preset", "")),
+        start=point.get("start", ""),
+        choose=choose,
+        paper=point.get("paper"),
+    )
+
+
+def settings_text(changes: Mapping[str, Any]) -> str:
+    """What a cell without a name is called."""
+    return ", ".join(f"{value}" for value in changes.values())
+
+
+def _claim(claim: Mapping[str, Any], name: str) -> Claim:
+    """A claim with its selections of cells, in which dotted keys are tables for TOML."""
+    unknown = sorted(set(claim) - {item.name for item in fields(Claim)})
+    text = claim.get("text", "")
+    if unknown or not text or claim.get("kind") not in get_args(ClaimKind):
+        what = f'the unknown key "{unknown[0]}"' if unknown else "no text, or a kind that does not exist"
+        raise UserError(f"a claim of the study {name} has {what}: kinds are {', '.join(get_args(ClaimKind))}.")
+    selections: dict[str, Any] = {key: _flat(claim[key], keys()) for key in ("a", "b") if key in claim}
+    order = tuple(_flat(where, keys()) for where in claim.get("order", ()))
+    values: dict[str, Any] = {key: claim[key] for key in ("along", "expect", "margin", "metric") if key in claim}
+    if values.get("expect", ">") not in get_args(Expectation):
+        raise UserError(f'expect of a claim of the study {name} must be "<", "=" or ">", not {values["expect"]!r}.')
+    parsed = Claim(text=text, kind=claim["kind"], order=order, **selections, **values)
+    if (parsed.kind in ("trend", "best") and not parsed.along) or (parsed.kind in ("compare", "best") and not parsed.b):
+        raise UserError(f'the claim "{text}" of the study {name} lacks what it compares: give a, b and along.')
+    return parsed
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a study: a trial on the dev split, or a final run on the test split."""
+
+    cell: Cell
+    settings: Mapping[str, Any]  # all recipe keys that the study sets, with the seed
+    trial: bool
+    id: str
+
+    @property
+    def text(self) -> str:
+        """The run in words."""
+        values = [f"{key}={self.settings[key]}" for key in (*self.cell.choose, "seed")]
+        return f"{self.cell.labels['name']} ({', '.join([*values, *(['trial'] if self.trial else [])])})"
+
+
+def planned_run(study: Study, cell: Cell, changes: Mapping[str, Any], *, trial: bool = False) -> PlannedRun:
+    """The run of a cell with a seed and chosen values.
+
+    Its id identifies what is computed: the keys that the study sets, the data, and what is measured. It is not the
+    recipe's hash, which changes whenever recipes get a new key.
+    """
+    settings = {**study.recipe, **cell.changes, **changes}
+    settings |= {"data.dev": study.dev} if trial else {}
+    identity = {
+        "data": cell.data,
+        "measure": study.measure,
+        "shots": list(study.shots),
+        "preset": cell.preset,
+        "start": study.starts[cell.start] if cell.start else {},
+        "settings": {key: _plain(value) for key, value in settings.items()},
+    }
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    return PlannedRun(cell, settings, trial, digest[:12])
+
+
+def _plain(value: Any) -> Any:
+    """One representation per number: 1 and 1.0 are the same setting."""
+    return float(value) if type(value) is int else value

@@ -1,0 +1,227 @@
+"""Which runs a study still needs, what they cost, and its table: all computed from its definition and its records."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vitral.cost import cost, training_flops
+from vitral.evaluation.probes import interval
+from vitral.recipe import Recipe, architecture_of
+from vitral.studies.definition import Cell, PlannedRun, Study, planned_run, settings_text
+from vitral.studies.records import Record
+
+Records = Mapping[str, Record]
+_STATE_BYTES = 16  # per parameter: weights, gradients and two moments in single precision
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The runs of a study: those that are known, and the number that wait for a choice among trials."""
+
+    runs: tuple[PlannedRun, ...]  # trials and final runs, each once
+    pending: tuple[PlannedRun, ...]  # without a record, or with that of a failure
+    waiting: int  # final runs whose settings are not chosen yet
+
+    @property
+    def total(self) -> int:
+        """All runs, chosen or not."""
+        return len(self.runs) + self.waiting
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """A cell with the records of its final runs."""
+
+    cell: Cell
+    chosen: Mapping[str, Any]  # values of the keys that were chosen
+    runs: tuple[tuple[PlannedRun, Record | None], ...]
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """Of the runs that came to an end."""
+        return tuple(record for _, record in self.runs if record is not None and record.status == "ok")
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        """What tables and claims know the cell by."""
+        return {**self.cell.labels, **self.chosen}
+
+    def values(self, metric: str) -> tuple[float, ...]:
+        """A metric, one value per seed."""
+        return tuple(record.metrics[metric] for record in self.records if metric in record.metrics)
+
+    def mean(self, metric: str) -> float | None:
+        """The mean over seeds; None without a run."""
+        values = self.values(metric)
+        return statistics.fmean(values) if values else None
+
+    def interval(self, metric: str) -> float | None:
+        """Half the width of the 95 % confidence interval of the mean; None for fewer than two runs."""
+        return interval(self.values(metric))
+
+    def seconds(self) -> float | None:
+        """The median over seeds."""
+        return statistics.median(record.seconds for record in self.records) if self.records else None
+
+    def flops(self) -> float | None:
+        """Of one run, on average."""
+        return statistics.fmean(record.flops for record in self.records) if self.records else None
+
+    def number(self, name: str, metric: str) -> float | None:
+        """A coordinate of a figure: a numeric label, or "flops" or "seconds" of a run."""
+        if name in ("flops", "seconds"):
+            return self.flops() if name == "flops" else self.seconds()
+        value = self.labels.get(name)
+        return float(value) if isinstance(value, int | float) else self.mean(name) if name != metric else None
+
+
+def plan(study: Study, records: Records) -> Plan:
+    """The runs of a study in order; those after a choice are known once all its trials are recorded."""
+    runs: dict[str, PlannedRun] = {}
+    waiting: set[tuple[str, ...]] = set()
+    for cell in study.cells:
+        trials = _trials(study, cell)
+        runs |= {run.id: run for run in trials}
+        finals = final_runs(study, cell, records)
+        runs |= {run.id: run for run in finals}
+        if trials and not finals:
+            waiting |= {(*(run.id for run in trials), str(seed)) for seed in cell.seeds}
+    pending = [run for run in runs.values() if not _is_done(records.get(run.id))]
+    return Plan(tuple(runs.values()), tuple(pending), len(waiting))
+
+
+def final_runs(study: Study, cell: Cell, records: Records) -> tuple[PlannedRun, ...]:
+    """The runs of a cell on the test split, one per seed; none while its trials are not all recorded."""
+    chosen: Mapping[str, Any] | None = {}
+    if cell.choose:
+        chosen = chosen_settings(study, cell, records)
+    if chosen is None:
+        return ()
+    return tuple(planned_run(study, cell, {**chosen, "seed": seed}) for seed in cell.seeds)
+
+
+def chosen_settings(study: Study, cell: Cell, records: Records) -> Mapping[str, Any] | None:
+    """The settings with the highest score on the dev split, the first of equal ones; None while trials are missing."""
+    trials = [(run, records.get(run.id)) for run in _trials(study, cell)]
+    if not all(_is_done(record) for _, record in trials):
+        return None
+    finished = [(run, record) for run, record in trials if record is not None and record.status == "ok"]
+    best = max(finished, key=lambda trial: trial[1].metrics["score"], default=trials[0])[0]  # all may have diverged
+    return {key: best.settings[key] for key in cell.choose}
+
+
+def _trials(study: Study, cell: Cell) -> list[PlannedRun]:
+    """One run per combination of the values to choose from, with the first seed."""
+    if not cell.choose:
+        return []
+    combinations = itertools.product(*cell.choose.values())
+    changes = [dict(zip(cell.choose, values, strict=True)) for values in combinations]
+    return [planned_run(study, cell, {**change, "seed": cell.seeds[0]}, trial=True) for change in changes]
+
+
+def _is_done(record: Record | None) -> bool:
+    """Diverging is a result; a failure (no memory, no disk) may be the machine's, and is tried again."""
+    return record is not None and record.status != "failed"
+
+
+def results(study: Study, records: Records) -> tuple[CellResult, ...]:
+    """Every cell of a study with its final runs."""
+    return tuple(_result(study, cell, records) for cell in study.cells)
+
+
+def _result(study: Study, cell: Cell, records: Records) -> CellResult:
+    runs = final_runs(study, cell, records)
+    chosen = {key: runs[0].settings[key] for key in cell.choose} if runs else {}
+    return CellResult(cell, chosen, tuple((run, records.get(run.id)) for run in runs))
+
+
+@dataclass(frozen=True)
+class PlanCost:
+    """What pending runs take. Time and memory are of recorded runs, scaled by FLOPs where there is none of a cell."""
+
+    runs: int
+    flops: float | None  # None where the number of training images is unknown
+    seconds: float | None  # None without a record to go by
+    peak_bytes: int
+    state_bytes: int  # the largest model's weights, gradients and moments
+
+
+def plan_cost(study: Study, current: Plan, records: Records, sizes: Mapping[str, tuple[int, int]]) -> PlanCost:
+    """The cost of the pending runs, and of those that wait for a choice.
+
+    Args:
+        study: the study.
+        current: its plan.
+        records: its records.
+        sizes: training images and classes by data set.
+    """
+    runs = [*current.pending, *_stand_ins(study, records)]
+    each: list[float | None] = []
+    state = 0
+    for run in runs:
+        images, classes = sizes.get(run.cell.data, (study.images, study.classes))
+        recipe = study.recipe_of(run)
+        each.append(run_flops_of(recipe, images, classes))
+        state = max(state, _STATE_BYTES * cost(architecture_of(recipe, classes or 1000)).params)
+    flops = None if None in each else sum(filter(None, each))
+    timed = [record for record in records.values() if record.seconds and record.flops]
+    rate = sum(record.flops for record in timed) / sum(record.seconds for record in timed) if timed else 0.0
+    peak = max((record.peak_bytes for record in timed), default=0)
+    return PlanCost(len(runs), flops, flops / rate if rate and flops else None, peak, state)
+
+
+def _stand_ins(study: Study, records: Records) -> Iterator[PlannedRun]:
+    """For each final run that waits for a choice, one with the first value to choose from."""
+    for cell in study.cells:
+        if cell.choose and not final_runs(study, cell, records):
+            first = {key: values[0] for key, values in cell.choose.items()}
+            yield from (planned_run(study, cell, {**first, "seed": seed}) for seed in cell.seeds)
+
+
+def run_flops_of(recipe: Recipe, images: int, classes: int) -> float | None:
+    """FLOPs of a training run by the paper's rule; None where the number of images is unknown, or the model's shape,
+    which weights to start from determine."""
+    images = recipe.data.subset or images
+    if recipe.init or not (images or recipe.steps):
+        return None
+    seen = recipe.steps * recipe.batch if recipe.steps else recipe.epochs * images
+    return training_flops(architecture_of(recipe, classes or 1000), images=seen, epochs=1)
+
+
+def table(study: Study, cells: Sequence[CellResult]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows: what varies, the metric with its interval, the paper's value, cost."""
+    varied = [key for key in dict.fromkeys(key for cell in cells for key in cell.labels) if key != "name"]
+    varied = [key for key in varied if len({str(cell.labels.get(key)) for cell in cells}) > 1]
+    names = any(cell.cell.labels["name"] != settings_text(cell.cell.changes) for cell in cells)
+    paper = any(cell.cell.paper is not None for cell in cells)
+    head = [*(["point"] if names else []), *varied, study.metric, "runs"]
+    head += [*(["the paper"] if paper else []), "seconds", "FLOPs per run"]
+    rows = []
+    for cell in cells:
+        row = [cell.labels["name"]] if names else []
+        row += [str(cell.labels.get(key, "")) for key in varied]
+        row += [_score(cell, study.metric), _counted(cell)]
+        row += [f"{cell.cell.paper:.2f}" if cell.cell.paper is not None else ""] if paper else []
+        seconds, flops = cell.seconds(), cell.flops()
+        rows.append([*row, "" if seconds is None else f"{seconds:.1f}", "" if not flops else f"{flops:.2e}"])
+    return head, rows
+
+
+def _score(cell: CellResult, metric: str) -> str:
+    mean, half = cell.mean(metric), cell.interval(metric)
+    if mean is None:
+        return ""
+    shown = f"{mean:.2%}" if 0 <= mean <= 1 else f"{mean:,.1f}"
+    return shown if half is None else f"{shown} +- {100 * half:.2f}" if 0 <= mean <= 1 else f"{shown} +- {half:,.1f}"
+
+
+def _counted(cell: CellResult) -> str:
+    """3 of 3; with those that diverged or failed."""
+    statuses = [record.status for _, record in cell.runs if record is not None]
+    bad = [f"{statuses.count(status)} {status}" for status in ("diverged", "failed") if status in statuses]
+    total = len(cell.cell.seeds)
+    return "; ".join([f"{statuses.count('ok')} of {total}", *bad])
