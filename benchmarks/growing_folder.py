@@ -39,9 +39,9 @@ def build_folder(source: Path, seed: int, folder: Path) -> list[str]:
 
 
 def changed_folders(source: Path, folder: Path, names: list[str], place: Path) -> dict[str, Path]:
-    """Copies of the folder: as it was, elsewhere, and with images added, renamed and copied."""
+    """Copies of the folder: as it was, elsewhere, and with images added, renamed, and copied once each."""
     kinds = {kind: place / kind.replace(" ", "-") for kind in ("moved", "added", "renamed")}
-    kinds["copies of training images"] = place / "copies"
+    kinds["all copied"] = place / "copies"
     for path in kinds.values():
         shutil.copytree(folder, path)
     for name in names:
@@ -49,7 +49,7 @@ def changed_folders(source: Path, folder: Path, names: list[str], place: Path) -
             shutil.copy(image, kinds["added"] / name / f"new-{image.name}")
         for number, image in enumerate(sorted((kinds["renamed"] / name).iterdir())):
             image.rename(image.with_name(f"{name[::-1]}-{number}{image.suffix}"))
-        for image in sorted((kinds["copies of training images"] / name).iterdir()):
+        for image in sorted((kinds["all copied"] / name).iterdir()):
             shutil.copy(image, image.with_name(f"copy-{image.name}"))
     return {"unchanged": folder, **kinds}
 

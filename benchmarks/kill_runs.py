@@ -4,7 +4,7 @@
 
 FOLDER is a folder of images by class, WEIGHTS any checkpoint to fine-tune. Each trial runs one command of `train`,
 `train --init`, `finetune` or masked `pretrain` on a CPU, with one thread; it is killed once, at a time drawn uniformly
-from the duration of the run, and the same command is given again. Then every model, and the metrics of every
+from the life of its run folder, and the same command is given again. Then every model, and the metrics of every
 `result.json`, must be equal to those of the run that was never killed, bit for bit.
 """
 
@@ -60,13 +60,21 @@ def outcome(out: Path) -> dict[str, Any]:
 
 
 def trial(command: list[str], out: Path, moment: float, expected: dict[str, Any]) -> tuple[str, bool]:
-    """Start, kill after `moment` seconds, start again: where it was hit, and whether the end is the same."""
+    """Start, kill `moment` seconds after its folder appears, start again: where it was hit, and whether the end is the
+    same."""
     process = start(command, out)
+    wait_for(process, out)
     time.sleep(moment)
     hit = "finished" if process.poll() is not None else phase(out)
     process.kill()
     process.wait()
     return hit, start(command, out).wait() == 0 and outcome(out) == expected
+
+
+def wait_for(process: subprocess.Popen[bytes], out: Path) -> None:
+    """Until the run has a folder, which takes some seconds of imports."""
+    while process.poll() is None and not out.exists():
+        time.sleep(0.01)
 
 
 def phase(out: Path) -> str:
@@ -92,8 +100,10 @@ def main() -> None:
         trials = []
         for kind, (name, command) in enumerate(kinds.items()):
             reference = Path(folder, f"never killed {name}")
+            process = start(command, reference)
+            wait_for(process, reference)
             begin = time.monotonic()
-            if start(command, reference).wait():
+            if process.wait():
                 sys.exit(reference.with_suffix(".log").read_text())
             duration = time.monotonic() - begin
             expected = outcome(reference)

@@ -317,4 +317,7 @@ def _images(count: int) -> str:
 
 
 def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "surrogateescape")  # file names need not be text
+    try:
+        return text.encode("utf-8", "surrogateescape")  # file names need not be text
+    except UnicodeEncodeError as error:  # a JSON file may name half a character
+        raise UserError(f"{ascii(text[:50])} is no valid text: correct this name or label in the data.") from error
