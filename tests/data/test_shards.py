@@ -358,3 +358,12 @@ def test_the_hub_out_of_reach(monkeypatch):
     monkeypatch.setattr(hub, "snapshot_download", offline)
     with pytest.raises(UserError, match="not in the cache and the hub cannot be reached"):
         open_data("hf:owner/name")
+
+
+def test_a_name_that_no_file_can_have(tmp_path):
+    shard = tar(tmp_path / "x.tar", {"a.jpg": b"1", "a.cls": b"0", "b.jpg": b"1", "b.cls": b"1"})
+    index_shard(shard)
+    index = tmp_path / "x.tar.index.json"
+    index.write_text(index.read_text().replace('"a.jpg"', '"\\ud800.jpg"'))
+    with pytest.raises(UserError, match="is no valid text"):
+        open_data(str(shard))

@@ -320,4 +320,4 @@ def _encoded(text: str) -> bytes:
     try:
         return text.encode("utf-8", "surrogateescape")  # file names need not be text
     except UnicodeEncodeError as error:  # a JSON file may name half a character
-        raise UserError(f"{ascii(text[:50])} is no valid text: correct this name or label in the data.") from error
+        raise UserError(f"{text[:50]!a} is no valid text: correct this name or label in the data.") from error
