@@ -140,8 +140,9 @@ def headline(metrics: Mapping[str, Any]) -> dict[str, str]:
 
 def caption(true: str, predicted: str, probability: float) -> str:
     """A mistake in a line of HTML: "cat → dog, 44 %"."""
-    # One bdi per name: a right-to-left name must not reorder its neighbours.
-    return f"<bdi>{escape(true)}</bdi> → <bdi>{escape(predicted)}</bdi>, {percent(probability, 0)}"
+    # One bdi per name: a right-to-left name must not reorder its neighbours. Long names may break at an underscore.
+    names = (f"<bdi>{escape(name).replace('_', '_<wbr>')}</bdi>" for name in (true, predicted))
+    return f"{' → '.join(names)}, {percent(probability, 0)}"
 
 
 def percent(share: float, digits: int = 1) -> str:
@@ -195,8 +196,9 @@ def _confusion_section(metrics: Mapping[str, Any]) -> Section:
         )
         head = "<tr><th>true class</th><th>predicted as</th><th>images</th></tr>"
         table = f'<table class="pairs"><thead>{head}</thead><tbody>{rows}</tbody></table>'
-        listed = f"<h3>Most frequent mistakes</h3>{scroller(table, 'Most frequent mistakes', tall=True)}"
-    return Section("confusion", "Confusion matrix", about, matrix + listed)
+        listed = f"<h3>Most frequent mistakes</h3>{scroller(table, 'Most frequent mistakes')}"
+    body = matrix + listed if len(names) <= TABLE_UP_TO else listed + matrix
+    return Section("confusion", "Confusion matrix", about, body)
 
 
 def confusion_table(cells: np.ndarray, names: Sequence[str]) -> str:
@@ -275,7 +277,7 @@ def _calibration_section(
         rows.append((f"calibrated (logits / {temperature})", metrics["ece_calibrated"], metrics["nll_calibrated"]))
         charts.append((f"Calibrated probabilities: logits / {temperature}", reliability_chart(reliability.calibrated)))
     body = "".join(f"<tr><td>{name}</td><td>{percent(ece)}</td><td>{nll:.3f}</td></tr>" for name, ece, nll in rows)
-    head = "<tr><th>probabilities</th><th>calibration error</th><th>negative log-likelihood</th></tr>"
+    head = "<tr><th>probabilities</th><th>calibration error</th><th>log loss</th></tr>"
     table = f'<table class="measures"><thead>{head}</thead><tbody>{body}</tbody></table>'
     about = (
         "Accuracy by confidence: bars below the dashed line are overconfident, above it underconfident; "
@@ -291,22 +293,22 @@ def _remedy(
 ) -> str:
     """What to do about the calibration, as HTML: nothing, or the remedy of a bad one."""
     bins, error = reliability.calibrated or reliability.raw, metrics["ece_calibrated"]
-    chance = error_by_chance(bins)
+    if error <= _BAD and not reliability.calibrated:
+        return "Good: the probabilities can be used as they are."
     if error <= _BAD:
-        if not reliability.calibrated:
-            return "Good: the probabilities can be used as they are."
+        raw = f"the raw ones are {_confidence_word(reliability.raw)}. " if metrics["ece"] > _BAD else ""
         return (
-            "Good: <code>vitral predict</code> gives the calibrated probabilities. A program that reads the logits "
-            f"itself must divide them by {metrics['temperature']:.3g} before the softmax."
+            f"Good where the temperature is applied, as <code>vitral predict</code> does{'; ' if raw else '. '}{raw}"
+            f"A program that reads the logits must divide them by {metrics['temperature']:.3g} before the softmax."
         )
+    chance = error_by_chance(bins)
     if error < 2 * chance:
         return (
             f"Too few images to tell: with these {metrics['n']:,} a model whose probabilities are right would show an "
             f"error of about {percent(chance)} by chance. Remedy: evaluate it on more images."
         )
-    total = sum(row.count for row in bins)
-    over = sum(row.count * (row.confidence - row.accuracy) for row in bins) > 0
-    bad = f"Bad: the model is {'over' if over else 'under'}confident on these {total:,} images. Remedy: "
+    over = _confidence_word(bins) == "overconfident"
+    bad = f"Bad: the model is {_confidence_word(bins)} on these {sum(row.count for row in bins):,} images. Remedy: "
     if advice is not None and advice.ece < error:
         return (
             f"{bad}divide the logits by the temperature {advice.temperature:.3g}, which lowers the error to "
@@ -324,6 +326,10 @@ def _remedy(
     return (
         f"{bad}a temperature alone does not repair it; train with <code>--set {change}</code>{more}, or on more images."
     )
+
+
+def _confidence_word(bins: Sequence[ReliabilityBin]) -> str:
+    return "overconfident" if sum(row.count * (row.confidence - row.accuracy) for row in bins) > 0 else "underconfident"
 
 
 def error_by_chance(bins: Sequence[ReliabilityBin]) -> float:

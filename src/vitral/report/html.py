@@ -83,7 +83,7 @@ def fact_table(rows: Mapping[str, str]) -> str:
 def scroller(body: str, label: str, tall: bool = False) -> str:
     """HTML that may be wider than the page, or with `tall` higher than the window, and then scrolls by itself."""
     kind = "scroll tall" if tall else "scroll"
-    return f'<div class="{kind}" tabindex="0" role="region" aria-label="{escape(label)}">{body}</div>'
+    return f'<div class="{kind}" tabindex="0" role="group" aria-label="{escape(label)}">{body}</div>'
 
 
 def left_out_section(images: Sequence[UnreadableImage]) -> list[Section]:

@@ -60,7 +60,7 @@
       $("cell").textContent = words.join("; ") || `${range(row)} predicted as ${range(column)}: 0`;
     };
     matrix.addEventListener("pointermove", read);
-    matrix.addEventListener("click", read);
+    matrix.addEventListener("pointerdown", read);
   }
 
   if (!data.images) return;
