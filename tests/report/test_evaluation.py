@@ -96,6 +96,16 @@ def test_the_table_of_classes_names_what_each_is_taken_for():
         assert row[int(name[-1])] == int(count) == max(row.values())
 
 
+def test_of_very_many_classes_the_worst_are_listed():
+    metrics = synthetic_metrics(1002)
+    metrics["per_class"][5]["recall"], metrics["per_class"][7]["recall"] = 0.8, None  # better than the others
+    page = evaluation_page("many", metrics)
+    listed = re.findall(r'<tr><td data-value="(a class \d+)">', page)
+    assert listed == [f"a class {i}" for i in range(1002) if i not in (5, 7)]
+    assert "The 1,000 of 1,002 classes with the lowest recall." in page
+    assert len(page) < 1e6
+
+
 def test_intervals_are_wilsons():
     """Against the roots of (p - share)^2 = z^2 p (1 - p) / n, which define it, and the published 4 of 20 example."""
     for share, n in ((0.2, 20), (0.0, 5), (1.0, 300), (0.911, 300)):

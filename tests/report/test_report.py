@@ -28,6 +28,7 @@ from vitral.inspection.attribution import gradient_rollout, occlusion
 from vitral.inspection.image_inspection import ImageInspection, inspect_images
 from vitral.models.capture import capture
 from vitral.report.html import Section, page
+from vitral.report.pages import LearnedWeights, inspect_page
 from vitral.report.viewer import ViewerImage, choose_layers, opening, quantized
 
 PLAIN = "decode|resize(8)|value_range(-1, 1)"
@@ -139,6 +140,24 @@ def test_the_viewer_opens_mistakes_on_the_evidence():
     mistake = seen([7] * 8, predictions=(("dog", 0.44), ("cat", 0.4)), truth=("cat",))
     assert opening([mistake]) == ("evidence", 5)
     assert opening([mistake._replace(truth=())]) == ("attention", 5)
+
+
+@pytest.mark.parametrize(("depth", "heads", "side"), [(12, 3, 16), (12, 12, 16), (24, 16, 16), (32, 16, 14)])
+def test_a_page_of_eight_photographs_is_at_most_5_mb(depth, heads, side):
+    """With the attention of a Ti/16, B/16, L/16 and H/14, and photographs as noise, which compresses worst."""
+    rng, rows = np.random.default_rng(0), 224 // side
+    n = rows * rows
+    layers = choose_layers(depth, heads, n, 8)
+    attention = rng.random((heads, n, n), dtype=np.float32)
+    kept = {layer: attention for layer in layers.per_head} | {layer: attention[:1] for layer in layers.averaged}
+    maps = {name: rng.random((rows, rows)) for name in ("rollout", "evidence", "norms")}
+    pooled = rng.random((depth, heads, n))
+    inspection = ImageInspection((rows, rows), side, np.zeros(9), rng.random((rows, rows, 3)), maps, pooled, kept)
+    photos = rng.integers(0, 256, (8, 224, 224, 3), dtype=np.uint8)
+    images = [ViewerImage(f"{i}.jpg", photo, inspection, (("cat", 0.5),)) for i, photo in enumerate(photos)]
+    learned = LearnedWeights(rng.random((28, side, side, 3)), 0.5, "filters", rng.random((rows, rows, rows, rows)))
+    html = inspect_page("eight", {}, learned, images, "the class token")
+    assert 3.5e6 < len(html.encode()) < 5e6
 
 
 def test_text_is_escaped():

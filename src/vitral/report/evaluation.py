@@ -19,6 +19,7 @@ _DENSE = 15  # classes from which on its cells are small, and its most frequent 
 _PAIRS = 20  # confused classes that are listed
 _MATRIX_PIXELS = 1000  # size of a matrix drawn as an image, where the page is wide enough
 _BLOCKS = 250  # its rows: more classes share one, so that a cell can be seen, also on a telephone
+_CLASSES = 1000  # rows of the table of classes
 _BAD = 0.05  # calibration error that needs a remedy
 _RIGHT, _WRONG = (42, 138, 126), (200, 85, 61)  # --s3 and --s2 of page.css
 _METRICS = {
@@ -342,9 +343,15 @@ def error_by_chance(bins: Sequence[ReliabilityBin]) -> float:
 
 
 def _classes_section(metrics: Mapping[str, Any]) -> Section:
-    """One row per class; a click on a column header sorts by it."""
-    rows = metrics["per_class"]
+    """One row per class; a click on a column header sorts by it. Of very many classes, those that do worst."""
+    rows = dict(enumerate(metrics["per_class"]))
     columns = [key for key in rows[0] if key != "name"]
+    about = "Click a column header to sort. " + " ".join(_METRICS[key] for key in columns if key in _METRICS)
+    if len(rows) > _CLASSES:
+        score = next(key for key in columns if key in _METRICS)
+        order = sorted(rows, key=lambda number: 2.0 if rows[number][score] is None else rows[number][score])
+        about = f"The {_CLASSES:,} of {len(rows):,} classes with the lowest {score.replace('_', ' ')}. {about}"
+        rows = {number: rows[number] for number in sorted(order[:_CLASSES])}
     taken = _most_taken_for(metrics)
     heads = ["class", *(name.replace("_", " ") for name in columns), *(["most often taken for"] if taken else [])]
     head = "".join(f'<th scope="col"><button type="button">{name}</button></th>' for name in heads)
@@ -353,10 +360,9 @@ def _classes_section(metrics: Mapping[str, Any]) -> Section:
         + "".join(_cell(row[key]) for key in columns)
         + (taken.get(number, '<td data-value="">-</td>') if taken else "")
         + "</tr>"
-        for number, row in enumerate(rows)
+        for number, row in rows.items()
     )
     table = f'<table class="classes sortable"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-    about = "Click a column header to sort. " + " ".join(_METRICS[key] for key in columns if key in _METRICS)
     return Section("classes", "Per-class metrics", about, scroller(table, "Classes", tall=True))
 
 
