@@ -89,7 +89,7 @@ def test_the_table_of_classes_names_what_each_is_taken_for():
     metrics = synthetic_metrics(5)
     page = evaluation_page("five", metrics)
     rows = re.findall(r'<tr><td data-value="(a class \d)">.*?</tr>', page)
-    taken = re.findall(r'<td data-value="a class \d">(a class \d) \((\d)\)</td></tr>', page)
+    taken = re.findall(r'<td class="words" data-value="a class \d">(a class \d) \((\d)\)</td></tr>', page)
     assert len(rows) == 5
     for true, (name, count) in enumerate(taken):
         row = {guess: n for t, guess, n in metrics["confusion"] if t == true != guess}

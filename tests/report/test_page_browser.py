@@ -373,6 +373,7 @@ def test_a_scrolled_matrix_keeps_the_names_of_its_rows(browser, evaluated):
         box.evaluate("box => { box.scrollLeft = 1e6; }")
         tab.page.wait_for_function("document.querySelector('.scroll.more-left:not(.more-right) .confusion')")
         after = tab.page.locator(".confusion th[scope=row]").first.bounding_box()
+        assert tab.page.locator(".tall.more-below .classes").count() == 1
         assert (after["x"], after["y"]) == pytest.approx((before["x"], before["y"]), abs=1.5)
 
 

@@ -139,11 +139,11 @@ def headline(metrics: Mapping[str, Any]) -> dict[str, str]:
     return {**numbers, "images": f"{metrics['n']:,}"}
 
 
-def caption(true: str, predicted: str, probability: float) -> str:
-    """A mistake in a line of HTML: "cat → dog, 44 %"."""
+def caption(names: Sequence[str], probability: float) -> str:
+    """The true class and the predicted one with its probability, as a line of HTML: "cat → dog, 44 %"."""
     # One bdi per name: a right-to-left name must not reorder its neighbours. Long names may break at an underscore.
-    names = (f"<bdi>{escape(name).replace('_', '_<wbr>')}</bdi>" for name in (true, predicted))
-    return f"{' → '.join(names)}, {percent(probability, 0)}"
+    parts = (f"<bdi>{escape(name).replace('_', '_<wbr>')}</bdi>" for name in names)
+    return f"{' → '.join(parts)}, {percent(probability, 0)}"
 
 
 def percent(share: float, digits: int = 1) -> str:
@@ -154,7 +154,7 @@ def percent(share: float, digits: int = 1) -> str:
 def _gallery_section(mistakes: Sequence[Mistake], n: int) -> Section:
     figures = "".join(
         f'<figure title="{escape(one.name)}"><img src="{photo_uri(one.picture)}" alt="{escape(one.name)}">'
-        f"<figcaption>{caption(one.true, one.predicted, one.probability)}</figcaption></figure>"
+        f"<figcaption>{caption((one.true, one.predicted), one.probability)}</figcaption></figure>"
         for one in mistakes
     )
     about = (
@@ -358,7 +358,7 @@ def _classes_section(metrics: Mapping[str, Any]) -> Section:
     body = "".join(
         f'<tr><td data-value="{escape(row["name"])}">{escape(row["name"])}</td>'
         + "".join(_cell(row[key]) for key in columns)
-        + (taken.get(number, '<td data-value="">-</td>') if taken else "")
+        + (taken.get(number, '<td class="words" data-value="">-</td>') if taken else "")
         + "</tr>"
         for number, row in rows.items()
     )
@@ -374,7 +374,7 @@ def _most_taken_for(metrics: Mapping[str, Any]) -> dict[int, str]:
         if true != predicted and count > best.get(true, (0, 0))[1]:
             best[true] = (predicted, count)
     return {
-        true: f'<td data-value="{escape(names[predicted])}">{escape(names[predicted])} ({count:,})</td>'
+        true: f'<td class="words" data-value="{escape(names[predicted])}">{escape(names[predicted])} ({count:,})</td>'
         for true, (predicted, count) in best.items()
     }
 

@@ -25,11 +25,14 @@
     });
   }
 
-  // The edges of what scrolls sideways fade where there is more.
+  // The edges of what scrolls fade where there is more, but not the scrollbars beside them.
   for (const box of document.querySelectorAll(".scroll")) {
     const mark = () => {
       box.classList.toggle("more-left", box.scrollLeft > 1);
       box.classList.toggle("more-right", box.scrollLeft + box.clientWidth < box.scrollWidth - 1);
+      box.classList.toggle("more-below", box.scrollTop + box.clientHeight < box.scrollHeight - 1);
+      box.style.setProperty("--bar-x", `${box.offsetWidth - box.clientWidth}px`);
+      box.style.setProperty("--bar-y", `${box.offsetHeight - box.clientHeight}px`);
     };
     box.addEventListener("scroll", mark, { passive: true });
     new ResizeObserver(mark).observe(box);

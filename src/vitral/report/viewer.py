@@ -220,11 +220,11 @@ def _image_data(image: ViewerImage) -> dict[str, Any]:
 
 
 def _caption(image: ViewerImage) -> str:
-    """A line below an image with one true class and a prediction: "cat → dog, 44 %"."""
-    if len(image.truth) != 1 or not image.predictions:
+    """A line below an image: "cat → dog, 44 %", or the prediction alone where not one class is known to be true."""
+    if not image.predictions:
         return ""
     name, probability = image.predictions[0]
-    return f"<span>{caption(image.truth[0], name, probability)}</span>"
+    return f"<span>{caption([*image.truth, name] if len(image.truth) == 1 else [name], probability)}</span>"
 
 
 def _sliders(images: Sequence[ViewerImage], pooled_name: str) -> str:
