@@ -244,10 +244,11 @@ def _confusion_image(cells: np.ndarray, classes: int) -> str:
     size = _MATRIX_PIXELS // len(counts) * len(counts)
     description = f"Confusion matrix of {classes:,} true classes (rows) by predicted ones (columns)"
     image = png_uri(pixels.round().astype(np.uint8))
-    shared = f" A cell is {block} by {block} classes." if block > 1 else ""
+    hint = "Point at a cell, or tap it, to read its classes and counts."
+    hint += f" A cell is {block} by {block} classes." if block > 1 else ""
     return (
         f'<img id="matrix" style="width: min(100%, {size}px)" src="{image}" alt="{description}">'
-        f'<p id="cell" class="says short" role="status">Point at a cell to read its classes and counts.{shared}</p>'
+        f'<p id="cell" class="says short" role="status">{hint}</p>'
     )
 
 
@@ -297,7 +298,7 @@ def _remedy(
     if error <= _BAD and not reliability.calibrated:
         return "Good: the probabilities can be used as they are."
     if error <= _BAD:
-        raw = f"the raw ones are {_confidence_word(reliability.raw)}. " if metrics["ece"] > _BAD else ""
+        raw = f"the raw probabilities are {_confidence_word(reliability.raw)}. " if metrics["ece"] > _BAD else ""
         return (
             f"Good where the temperature is applied, as <code>vitral predict</code> does{'; ' if raw else '. '}{raw}"
             f"A program that reads the logits must divide them by {metrics['temperature']:.3g} before the softmax."
