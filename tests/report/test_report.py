@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from journeys import COLOURS, MODEL, QUICK, SHAPE, Command, colour_folder, paint
 from PIL import Image
 
 import vitral
-from vitral.api.inspection import inspect, write_run_page
+from vitral.api.inspection import inspect, most_confident_mistakes, reliabilities, write_run_page
 from vitral.api.neighbours import search
 from vitral.checkpoints.card import Card
+from vitral.data.sources import open_data
 from vitral.errors import UserError
+from vitral.evaluation.calibration import reliability
+from vitral.evaluation.predict import predict_split
 from vitral.inspection.attention import attention_maps, rollout_maps
 from vitral.inspection.attribution import gradient_rollout, occlusion
 from vitral.inspection.image_inspection import ImageInspection, inspect_images
@@ -378,6 +382,33 @@ def test_a_run_has_a_page_of_its_mistakes(run, pictures):
     assert all(f"{name} over step" in text for name in ("training loss", "score", "learning rate"))
     loss = group(r'training loss over step.*?<polyline class="s1" points="([^"]*)"', text)
     assert len(loss.split()) == steps
+
+
+def test_the_most_confident_mistakes_are_those_of_predict(pictures, tmp_path):
+    """Of a model that was hardly trained, with a temperature, against `predict` image by image."""
+    vitral.train(pictures, model=MODEL, out=tmp_path / "run", set=[*QUICK, "steps=1"], device="cpu")
+    model, card = vitral.load(tmp_path / "run")
+    card = replace(card, temperature=0.5)
+    split = open_data(pictures, held_out=0.0).train
+    assert card.preprocess is not None
+    done = predict_split(model, split, card.preprocess, batch=4, device="cpu")
+    words = (split, done.indices, done.logits, split.labels[done.indices], split.classes, card, card.preprocess)
+    rows = vitral.predict((model, card), pictures, top=1).rows
+    wrong = [(Path(row.path), row) for row in rows if row.names[0] != Path(row.path).parent.name]
+    wrong.sort(key=lambda pair: -pair[1].probabilities[0])
+    assert len(wrong) > 4
+    found = most_confident_mistakes(*words, most=4)
+    assert [one.probability for one in found] == pytest.approx([row.probabilities[0] for _, row in wrong[:4]])
+    every = {Path(one.name).parts[-2:]: one for one in most_confident_mistakes(*words)}
+    assert set(every) == {path.parts[-2:] for path, _ in wrong}
+    for path, row in wrong:
+        one = every[path.parts[-2:]]
+        assert (one.true, one.predicted) == (path.parent.name, row.names[0])
+        assert one.picture.shape == (8, 8, 3)
+    bins = reliabilities(done.logits, split.labels[done.indices], card)
+    assert bins.raw == reliability(done.logits, split.labels[done.indices])
+    assert bins.calibrated == reliability(done.logits, split.labels[done.indices], temperature=0.5)
+    assert reliabilities(done.logits, split.labels[done.indices], replace(card, temperature=1.0)).calibrated == ()
 
 
 def test_a_multi_label_run_shows_the_true_classes(pictures, tmp_path):
