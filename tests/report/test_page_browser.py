@@ -15,8 +15,10 @@ from journeys import COLOURS, MODEL, QUICK, colour_folder, paint
 import vitral
 from vitral.api.inspection import inspect, write_run_page
 from vitral.checkpoints.card import Card
-from vitral.data.images import decode, encode_png
+from vitral.data.images import UnreadableImage, decode, encode_png
+from vitral.evaluation.calibration import ReliabilityBin
 from vitral.models.capture import capture
+from vitral.report.evaluation import Mistake, Reliability, evaluation_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [
@@ -27,12 +29,46 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 
 PREPROCESS = "decode|resize(48)|value_range(-1, 1)"
 WIDE, NARROW = (1280, 900), (390, 800)
+# Elements that reach beyond the window, unless something around them scrolls.
+OUTSIDE = """() => [...document.body.querySelectorAll('*')].filter(element => {
+  const box = element.getBoundingClientRect();
+  if (!box.width || (box.right <= innerWidth + 1 && box.left >= -1) || element.matches('.skip, input')) return false;
+  return !element.closest('.scroll');
+}).map(element => element.outerHTML.slice(0, 120))"""
+# What scrolls sideways: its label, whether it has more, whether its edge fades, and the height of its scrollbar.
+SCROLLING = """() => [...document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth + 1)
+  .map(box => [box.ariaLabel, box.classList.contains('more-right'), box.offsetHeight - box.clientHeight])"""
+# WCAG contrast of each text with what is painted behind it, where it is below 4.5.
+PALE = """() => {
+  const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
+  const paint = colours => {
+    canvas.clearRect(0, 0, 1, 1);
+    for (const colour of colours) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
+    const light = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3).map(value => value / 255)
+      .map(value => (value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * light[0] + 0.7152 * light[1] + 0.0722 * light[2];
+  };
+  const pale = [];
+  for (const element of document.body.querySelectorAll('*')) {
+    const own = [...element.childNodes].some(node => node.nodeType === 3 && node.data.trim());
+    if (!own || !element.getClientRects().length || element.closest('script, style, svg')) continue;
+    const behind = [];
+    for (let up = element; up; up = up.parentElement) behind.unshift(getComputedStyle(up).backgroundColor);
+    const ground = paint(behind), ink = paint([...behind, getComputedStyle(element).color]);
+    const contrast = (Math.max(ground, ink) + 0.05) / (Math.min(ground, ink) + 0.05);
+    if (contrast < 4.5) pale.push(`${contrast.toFixed(2)} ${element.outerHTML.slice(0, 100)}`);
+  }
+  return pale;
+}"""
 
 
 @pytest.fixture(scope="module")
 def browser():
     with sync_api.sync_playwright() as play:
-        opened = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        # Scrollbars are a part of what a reader sees; Playwright hides them by default.
+        opened = play.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"], ignore_default_args=["--hide-scrollbars"]
+        )
         yield opened
         opened.close()
 
@@ -268,3 +304,97 @@ def test_the_page_of_a_run(browser, tmp_path, shots):
         assert tab.page.evaluate(column) == rising[::-1]
     with Tab(browser, path, NARROW, "dark") as tab:
         assert tab.page.evaluate("document.documentElement.scrollWidth") <= NARROW[0]
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    """Pages of evaluations by their number of classes."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    rng = np.random.default_rng(0)
+    photos = rng.integers(0, 256, (8, 64, 64, 3), dtype=np.uint8)
+
+    def path(classes: int) -> Path:
+        target = folder / f"{classes}.html"
+        if not target.exists():
+            names = [f"a class with a long name {i}" for i in range(classes)]
+            bins = tuple(ReliabilityBin(i / 15, (i + 1) / 15, 9, (i + 0.5) / 15, i / 20) for i in range(15))
+            html = evaluation_page(
+                f"{classes} classes",
+                synthetic_metrics(names),
+                facts={"model": "ViT-Ti/16"},
+                mistakes=[Mistake("a.png", photo, names[0], names[1], 0.44) for photo in photos],
+                reliability=Reliability(bins, bins),
+                left_out=[UnreadableImage("a/long/path/" + "x" * 99 + ".jpg", "truncated JPEG")],
+            )
+            target.write_text(html, encoding="utf-8")
+        return target
+
+    return path
+
+
+def synthetic_metrics(names: list[str]) -> dict[str, Any]:
+    """Each class is right 17 times, and is taken for the next one thrice."""
+    k = len(names)
+    cells = [cell for i in range(k) for cell in ([i, i, 17], [i, (i + 1) % k, 3])]
+    rows = [{"name": name, "support": 20, "recall": 0.85, "precision": 0.85} for name in names]
+    shares = {
+        "top1": 0.85,
+        "top5": 0.99,
+        "mean_per_class": 0.85,
+        "ece": 0.1,
+        "ece_calibrated": 0.03,
+        "temperature": 1.3,
+    }
+    return {"n": 20 * k, **shares, "nll": 1.0, "nll_calibrated": 0.9, "per_class": rows, "confusion": cells}
+
+
+@pytest.mark.parametrize("classes", [5, 12, 37, 100, 1000])
+def test_a_confusion_matrix_fits_or_scrolls_visibly(browser, evaluated, classes):
+    for width in (390, 1400, 1920):
+        with Tab(browser, evaluated(classes), (width, 900)) as tab:
+            assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
+            assert tab.page.evaluate(OUTSIDE) == []
+            tops = tab.page.evaluate("[...document.querySelectorAll('nav a')].map(a => a.offsetTop)")
+            assert len(tops) >= 6
+            assert len(set(tops)) == 1
+            scrolling = tab.page.evaluate(SCROLLING)
+            assert all(fades for _, fades, _ in scrolling)
+            assert all(bar >= 8 for name, _, bar in scrolling if name != "Sections")
+            sideways = "Confusion matrix" in {name for name, *_ in scrolling}
+            assert sideways == (width == 390 and classes in (12, 37))
+            if classes > 40:
+                assert tab.page.locator("#matrix").bounding_box()["width"] >= min(classes, 250)
+
+
+def test_a_scrolled_matrix_keeps_the_names_of_its_rows(browser, evaluated):
+    with Tab(browser, evaluated(12), NARROW) as tab:
+        box = tab.page.get_by_role("group", name="Confusion matrix")
+        before = tab.page.locator(".confusion th[scope=row]").first.bounding_box()
+        box.evaluate("box => { box.scrollLeft = 1e6; }")
+        tab.page.wait_for_function("document.querySelector('.scroll.more-left:not(.more-right) .confusion')")
+        after = tab.page.locator(".confusion th[scope=row]").first.bounding_box()
+        assert tab.page.locator(".tall.more-below .classes").count() == 1
+        assert (after["x"], after["y"]) == pytest.approx((before["x"], before["y"]), abs=1.5)
+
+
+def test_a_cell_of_a_large_matrix_is_described(browser, evaluated):
+    with Tab(browser, evaluated(100)) as tab:
+        side = tab.page.locator("#matrix").bounding_box()["width"] / 100
+        tab.page.locator("#matrix").hover(position={"x": 8.5 * side, "y": 7.5 * side})
+        said = "a class with a long name 7 predicted as a class with a long name 8: 3 of 20"
+        assert tab.page.locator("#cell").inner_text() == said
+        tab.page.locator("#matrix").hover(position={"x": 2.5 * side, "y": 50.5 * side})
+        assert tab.page.locator("#cell").inner_text().endswith("name 50 predicted as a class with a long name 2: 0")
+    with Tab(browser, evaluated(1000), NARROW) as tab:
+        side = tab.page.locator("#matrix").bounding_box()["width"] / 250
+        tab.page.locator("#matrix").click(position={"x": 100.5 * side, "y": 100.5 * side})
+        said = tab.page.locator("#cell").inner_text().split("; ")
+        assert [words[-8:] for words in said] == ["17 of 20"] * 4
+        assert "name 400 predicted" in said[0]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_can_be_read(browser, evaluated, inspected, scheme):
+    for path in (evaluated(12), evaluated(37), inspected):
+        with Tab(browser, path, scheme=scheme) as tab:
+            assert tab.page.evaluate(PALE) == []

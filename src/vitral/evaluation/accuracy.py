@@ -137,6 +137,13 @@ def _calibrations(
     return plain, plain if temperature is None else at(temperature)
 
 
+def wilson_interval(share: float, n: int) -> tuple[float, float]:
+    """The 95 % confidence interval of a share of n independent examples (Wilson's score interval)."""
+    z = 1.959964  # 97.5 % of the standard normal distribution are below
+    centre, spread = share + z * z / (2 * n), z * (share * (1 - share) / n + z * z / (4 * n * n)) ** 0.5
+    return (centre - spread) / (1 + z * z / n), (centre + spread) / (1 + z * z / n)
+
+
 def confused_pairs(confusion: np.ndarray, classes: Sequence[str], most: int = 5) -> tuple[ConfusedPair, ...]:
     """The most frequent confusions of a sparse confusion matrix (m, 3), ties in the order of the classes."""
     support = np.bincount(confusion[:, 0], weights=confusion[:, 2], minlength=len(classes))

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitral.inspection.image_inspection import ImageInspection
-from vitral.report.charts import as_rgb, png_uri
+from vitral.report.charts import photo_uri
+from vitral.report.evaluation import caption
 
-BUDGET = 12_000_000  # characters for the attention of single patches; keeps a page of 8 images below 15 MB
+BUDGET = 4_000_000  # characters for attention; keeps a page of 8 photographs below 5 MB
 MAPS = {
     "rollout": ("Rollout", "Attention of all layers multiplied: where the information in the output comes from."),
     "evidence": (
@@ -52,7 +53,10 @@ class ViewerLayers(NamedTuple):
 def choose_layers(
     depth: int, heads: int, patches: int, images: int, requested: Sequence[int] = (), budget: int = BUDGET
 ) -> ViewerLayers:
-    """Choose the layers whose single patches are embedded: head means first, then heads, last and first layer first.
+    """Choose the layers whose single patches are embedded: head means first, then heads.
+
+    The layer that the viewer opens on, unless it has bright corners, comes first, then the last and the first layer.
+    The attention of the pooled output is embedded for all layers and heads, and counts as well.
 
     Args:
         depth: layers of the model.
@@ -60,13 +64,14 @@ def choose_layers(
         patches: patches per image.
         images: images in the viewer.
         requested: layers that are embedded per head whatever their size.
-        budget: characters that the rest may take.
+        budget: characters that all attention may take.
 
     Returns:
         The layers, counted from 0.
     """
     layer_size = images * (_base64_length(patches * patches) + _base64_length(4 * patches))
-    left = budget - len(set(requested)) * heads * layer_size
+    pooled_size = images * (_base64_length(depth * heads * patches) + _base64_length(4 * depth * heads))
+    left = budget - pooled_size - len(set(requested)) * heads * layer_size
     order = [layer for layer in _spread(depth) if layer not in requested]
     averaged = order[: max(left // layer_size, 0)] if layer_size else order
     left -= len(averaged) * layer_size
@@ -87,7 +92,7 @@ def viewer_data(images: Sequence[ViewerImage], pooled_name: str) -> dict[str, An
         "side": first.side,
         "layers": layers,
         "heads": heads,
-        "start": start_layer(layers),
+        "start": opening(images)[1],
         "pooled": pooled_name,
         "images": [_image_data(image) for image in images],
     }
@@ -96,8 +101,9 @@ def viewer_data(images: Sequence[ViewerImage], pooled_name: str) -> dict[str, An
 def viewer(images: Sequence[ViewerImage], pooled_name: str) -> str:
     """The viewer's HTML, which the script fills in."""
     thumbs = "".join(
-        f'<label class="thumb"><input type="radio" name="image" value="{i}"{" checked" if i == 0 else ""}>'
-        f'<img src="{png_uri(as_rgb(image.picture))}" alt="{escape(image.name)}"></label>'
+        f'<label class="thumb" title="{escape(image.name)}"><input type="radio" name="image" value="{i}"'
+        f"{' checked' if i == 0 else ''}>"
+        f'<img src="{photo_uri(image.picture)}" alt="{escape(image.name)}">{_caption(image)}</label>'
         for i, image in enumerate(images)
     )
     inspection = images[0].inspection
@@ -107,8 +113,8 @@ def viewer(images: Sequence[ViewerImage], pooled_name: str) -> str:
     maps["colours"] = ("Features", "Principal components of the patch features as red, green and blue.")
     modes = "".join(
         f'<label title="{escape(about)}"><input type="radio" name="mode" value="{name}"'
-        f"{' checked' if i == 0 else ''}><span>{escape(label)}</span></label>"
-        for i, (name, (label, about)) in enumerate(maps.items())
+        f"{' checked' if name == opening(images)[0] else ''}><span>{escape(label)}</span></label>"
+        for name, (label, about) in maps.items()
     )
     return f"""<div class="viewer">
 <div class="strip" role="radiogroup" aria-label="Images">{thumbs}</div>
@@ -120,9 +126,9 @@ def viewer(images: Sequence[ViewerImage], pooled_name: str) -> str:
 <div class="controls">
 <fieldset class="modes"><legend>Show</legend>{modes}</fieldset>
 <p id="about" class="about"></p>
-{_sliders(inspection, pooled_name) if attention else ""}
+{_sliders(images, pooled_name) if attention else ""}
 <label class="slider" for="strength">Opacity of the map <output id="strength-said"></output>
-<input type="range" id="strength" min="0" max="100" value="75"></label>
+<input type="range" id="strength" min="0" max="100" value="50"></label>
 <label class="check"><input type="checkbox" id="smooth"> Interpolate between patches</label>
 <p id="says" class="says" role="status" aria-live="polite"></p>
 <h3>{_prediction_heading(images[0])}</h3><ol id="answers" class="answers"></ol>
@@ -131,9 +137,44 @@ def viewer(images: Sequence[ViewerImage], pooled_name: str) -> str:
 </div>"""
 
 
-def start_layer(layers: int) -> int:
-    """Three quarters of the depth: objects stand out there, while attention in the last layers is often diffuse."""
-    return max(round(0.75 * layers) - 1, 0)
+def opening(images: Sequence[ViewerImage]) -> tuple[str, int]:
+    """The map and the layer, counted from 0, that the viewer opens on.
+
+    Images whose classes are known are there for their predictions, so that they open on the evidence for them; others
+    open on attention, unless it is bright in the corners in all layers.
+    """
+    first = images[0]
+    attributions = [name for name in ("evidence", "occlusion", "rollout") if name in first.inspection.maps]
+    if first.inspection.pooled is None:
+        return (attributions or ["colours"])[0], 0
+    depth = len(first.inspection.pooled)
+    bright = np.array([_corners_are_bright(image.inspection) for image in images])  # (images, layers)
+    # Three quarters of the depth: objects stand out there, while attention in the last layers is often diffuse.
+    order = sorted(range(depth), key=lambda layer: (bright[:, layer].sum(), abs(layer - _usual_layer(depth))))
+    good = [layer for layer in order if not bright[0, layer]]
+    if attributions and ((first.truth and first.predictions) or not good):
+        return attributions[0], (good or order)[0]
+    return "attention", (good or order)[0]
+
+
+def _usual_layer(depth: int) -> int:
+    return max(round(0.75 * depth) - 1, 0)
+
+
+def _corners_are_bright(inspection: ImageInspection) -> np.ndarray:
+    """(layers,) bool: whether a corner is the brightest patch of a layer's mean over heads, or two of the four are.
+
+    Models without registers store global information in patches that show little, often in the corners (Darcet et al.
+    2024, "Vision Transformers Need Registers"). Attention to them is large and says nothing about the image.
+    """
+    rows, columns = inspection.grid
+    assert inspection.pooled is not None
+    maps = inspection.pooled.mean(1)
+    if min(rows, columns) < 3:  # half of the patches or more are corners
+        return np.zeros(len(maps), bool)
+    corners = [0, columns - 1, (rows - 1) * columns, rows * columns - 1]
+    is_corner = np.isin(np.argsort(-maps, axis=1, kind="stable")[:, :4], corners)
+    return is_corner[:, 0] | (is_corner.sum(1) >= 2)
 
 
 def viewer_notes(images: Sequence[ViewerImage], pooled_name: str) -> str:
@@ -178,11 +219,20 @@ def _image_data(image: ViewerImage) -> dict[str, Any]:
     return data
 
 
-def _sliders(inspection: ImageInspection, pooled_name: str) -> str:
-    layers, heads = inspection.pooled.shape[:2] if inspection.pooled is not None else (0, 0)
+def _caption(image: ViewerImage) -> str:
+    """A line below an image: "cat → dog, 44 %", or the prediction alone where not one class is known to be true."""
+    if not image.predictions:
+        return ""
+    name, probability = image.predictions[0]
+    return f"<span>{caption([*image.truth, name] if len(image.truth) == 1 else [name], probability)}</span>"
+
+
+def _sliders(images: Sequence[ViewerImage], pooled_name: str) -> str:
+    pooled = images[0].inspection.pooled
+    layers, heads = (0, 0) if pooled is None else pooled.shape[:2]
     return f"""<div id="attention-controls">
 <label class="slider" for="layer">Layer <output id="layer-said"></output>
-<input type="range" id="layer" min="1" max="{layers}" value="{start_layer(layers) + 1}"></label>
+<input type="range" id="layer" min="1" max="{layers}" value="{opening(images)[1] + 1}"></label>
 <label class="slider" for="head">Head <output id="head-said"></output>
 <input type="range" id="head" min="0" max="{heads}" value="0"></label>
 <button type="button" id="pooled" aria-pressed="true">Show {escape(pooled_name)}</button></div>"""
@@ -197,7 +247,10 @@ def _prediction_heading(image: ViewerImage) -> str:
 def _hint(attention: bool) -> str:
     if not attention:
         return "Move over the image, or use the arrow keys, to read the value of a region."
-    return "Move over the image to see what a patch attends to; click to keep it. Arrow keys move, Escape goes back."
+    return (
+        "Move over the image to read the value of a patch or, in Attention, to see what it attends to; click to keep "
+        "it. Arrow keys move, Escape goes back."
+    )
 
 
 def _overview(pooled_name: str) -> str:
@@ -209,8 +262,8 @@ Click one to enlarge it.</p>
 
 
 def _spread(depth: int) -> list[int]:
-    """All layers: the last, the first, then always the one farthest from those before."""
-    order = [depth - 1, 0][:depth]
+    """All layers: the usual one to open on, the last, the first, then always the one farthest from those before."""
+    order = list(dict.fromkeys([_usual_layer(depth), depth - 1, 0]))
     while len(order) < depth:
         left = [layer for layer in range(depth) if layer not in order]
         order.append(max(left, key=lambda layer: min(abs(layer - other) for other in order)))
