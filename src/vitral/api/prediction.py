@@ -24,7 +24,7 @@ from vitral.data.sources import open_data
 from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
 from vitral.evaluation.predict import EmbeddingPool, embed_split, predict_split
-from vitral.events import EventHandler
+from vitral.events import EventHandler, Note
 from vitral.kernels.packed import pack
 from vitral.models.build import Model
 from vitral.models.device import resolve_device
@@ -77,7 +77,7 @@ def predict(
         predictions = predict_split(
             model,
             split,
-            prepared(card, preprocess),
+            prepared(card, preprocess, on_event),
             batch=batch,
             device=resolved,
             workers=workers,
@@ -127,7 +127,7 @@ def classifier(source: Source, *, top: int = 5, preprocess: str = "", device: st
         model = copy.deepcopy(model)  # a classifier changes the weights of its model
     resolved = compute_device(source, device)
     check_head(source, card)
-    how, channels, classes = prepared(card, preprocess), card.architecture.channels, card.architecture.classes
+    how, channels, classes = prepared(card, preprocess, on_event), card.architecture.channels, card.architecture.classes
     pipeline = parse_deterministic(how.pipeline)
     likeliest = TopKClassifier(
         model,
@@ -206,7 +206,7 @@ def embed(
         embeddings = embed_split(
             model,
             split,
-            prepared(card, preprocess),
+            prepared(card, preprocess, on_event),
             batch=batch,
             pool=pool,
             device=resolved,
@@ -306,15 +306,18 @@ def check_numbers(**numbers: int) -> None:
             raise UserError(f"{name} must be at least 1, not {number}.")
 
 
-def prepared(card: Card, text: str) -> Preprocess:
-    """The preprocessing that the user gives, else the card's; a guess would be silently wrong."""
+def prepared(card: Card, text: str, on_event: EventHandler | None = None) -> Preprocess:
+    """The preprocessing that the user gives, else the card's, else what every verb assumes, which is reported."""
     if text:
         return Preprocess(*parse_preprocess(text, card.architecture.channels))
-    if card.preprocess is None:
-        side = card.architecture.image[0]
-        example = f"decode|resize_small({round(side * 8 / 7)})|central_crop({side})|value_range(-1, 1)"
-        raise UserError(
-            "these weights do not state how their images were prepared: add their authors' preprocessing, such as "
-            f'--preprocess "{example}".'
+    if card.preprocess is not None:
+        return card.preprocess
+    assumed = Preprocess.assumed(card.architecture.image, card.architecture.channels)
+    with displayed(on_event) as handler:
+        handler(
+            Note(
+                "the weights do not state their preprocessing: mean and std 0.5 are assumed "
+                f'(else --preprocess "{assumed.pipeline}|normalise(MEAN, STD)" or another)'
+            )
         )
-    return card.preprocess
+    return assumed
