@@ -12,14 +12,14 @@ from PIL import Image
 
 import vitral
 from vitral.api.training import choose_recipe
-from vitral.architecture import ViTConfig
+from vitral.architecture import Architecture
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.events import Note
 from vitral.models.build import build
+from vitral.names import parse
 from vitral.recipe import pipelines
 
-TINY = ViTConfig((32, 32), 3, (8, 8), 2, 16, 32, 2, classes=2)
-TI16 = ViTConfig((224, 224), 3, (16, 16), 12, 192, 768, 3, classes=2)
+TINY = parse("ViT-Ti/8@32", depth=2, width=16, mlp=32, heads=2, classes=2)
 ASSUMED = Preprocess("decode|resize_small(37)|central_crop(32)", (0.5,) * 3, (0.5,) * 3)
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
@@ -35,10 +35,15 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def bare(folder: Path, name: str, config: ViTConfig = TINY) -> Path:
-    """A file of timm's layout without config.json: nothing in it states a preprocessing."""
-    vitral.save(build(config), folder / "whole", Card(config), "timm")
-    (folder / "whole" / "model.safetensors").rename(folder / name)
+def bare(folder: Path, name: str) -> Path:
+    """A file that states no preprocessing."""
+    vitral.save(build(TINY), folder / name, Card(TINY, class_names=("a", "b")))
+    return folder / name
+
+
+def named(folder: Path, name: str, config: Architecture) -> Path:
+    """A file of timm's layout without config.json."""
+    vitral.save(build(config), folder / name, Card(config), "timm")
     return folder / name
 
 
@@ -60,9 +65,11 @@ def verbs(weights: Path, photos: Path, out: Path, heard: list[Any]) -> dict[str,
         "classifier": lambda: vitral.classifier(weights, device="cpu"),
         "evaluate": lambda: vitral.evaluate(weights, photos, device="cpu", on_event=heard.append),
         "inspect": lambda: vitral.inspect(weights, image, output=out / "page.html", on_event=heard.append),
-        "search": lambda: vitral.search(weights, image, photos, on_event=heard.append),
+        "search": lambda: vitral.search(weights, photos, query=image, on_event=heard.append),
         "fewshot": lambda: vitral.fewshot(weights, photos, shots=(1,), seeds=1, device="cpu", on_event=heard.append),
-        "check": lambda: vitral.check(photos, model=weights, device="cpu", on_event=heard.append),
+        "check": lambda: vitral.check(
+            photos, model=weights, output=out / "check.html", device="cpu", on_event=heard.append
+        ),
     }
     import vitral.api.check as check
 
@@ -106,14 +113,16 @@ def test_the_weights_of_a_run_predict_with_what_was_assumed(photos, tmp_path):
 
 
 def test_a_name_brings_its_preprocessing_to_every_verb(photos, tmp_path):
-    weights = bare(tmp_path, "deit_tiny_patch16_224-a1311bcf.safetensors", TI16)
+    weights = named(tmp_path, "deit_tiny_patch16_224-a1311bcf.safetensors", parse("ViT-Ti/16", classes=2, gelu="erf"))
     own = Preprocess("decode|resize_short(248, pil_bicubic)|center_crop(224)", *IMAGENET)
     card = vitral.load(weights)[1]
     assert card.preprocess == own
     assert "by the name deit_tiny_patch16_224-a1311bcf: decode|resize_short(248" in " ".join(card.changes)
     assert trained(weights, photos)[0] == own
-    small = bare(tmp_path, "deit_tiny_patch16_224.safetensors")  # of other sizes: not that model
-    assert vitral.load(small)[1].preprocess is None
+    other = named(
+        tmp_path, "deit_tiny_patch16_224.safetensors", parse("ViT-Ti/32", classes=2, gelu="erf")
+    )  # not that model
+    assert vitral.load(other)[1].preprocess is None
 
 
 def test_a_preset_is_followed_with_the_normalisation_of_the_weights(photos, tmp_path):
@@ -128,4 +137,3 @@ def test_an_assumption_holds_for_other_sizes_and_channels():
     assert Preprocess.assumed((16, 24), 1) == Preprocess("decode|resize_small(18)|central_crop(16, 24)", (0.5,), (0.5,))
     grey = Card(replace(TINY, channels=1), preprocess=Preprocess.assumed((32, 32), 1))
     assert grey.transform()(np.zeros((5, 7, 1), np.uint8)).shape == (1, 32, 32)
-

@@ -1,4 +1,4 @@
-"""`predict`, `classifier`, `embed` and `check`."""
+"""`predict`, `classifier` and `embed`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from vitral.api.checkpoints import Source, load_source, source_name
 from vitral.api.data import Images, open_any_images, unread_images
 from vitral.atomic import atomic_write, checked_output
 from vitral.checkpoints.card import Card, Preprocess
-from vitral.data.check import CheckReport
-from vitral.data.check import check as check_data
 from vitral.data.images import UnreadableImage, encode_png
 from vitral.data.loader import default_workers, read_pixels
 from vitral.data.preprocess import parse_deterministic, parse_preprocess
@@ -127,7 +125,7 @@ def classifier(source: Source, *, top: int = 5, preprocess: str = "", device: st
         model = copy.deepcopy(model)  # a classifier changes the weights of its model
     resolved = compute_device(source, device)
     check_head(source, card)
-    how, channels, classes = prepared(card, preprocess, on_event), card.architecture.channels, card.architecture.classes
+    how, channels, classes = prepared(card, preprocess), card.architecture.channels, card.architecture.classes
     pipeline = parse_deterministic(how.pipeline)
     likeliest = TopKClassifier(
         model,
@@ -221,23 +219,6 @@ def embed(
         with atomic_write(target) as temporary, temporary.open("wb") as stream:
             np.savez(stream, paths=np.array(paths), features=features)
     return EmbedResult(paths, features, unread_images(split, paths), str(output))
-
-
-def check(data: str | Path, *, on_event: EventHandler | None = None) -> CheckReport:
-    """Check a data set: unreadable files, duplicates, leaks, uneven classes.
-
-    Args:
-        data: what `vitral train` takes.
-        on_event: handler of progress events.
-
-    Returns:
-        Counts per class and split, and every problem with the images concerned.
-
-    Raises:
-        UserError: where there is no such data set.
-    """
-    with displayed(on_event) as handler:
-        return check_data(data, workers=default_workers("cuda"), on_event=handler)
 
 
 def write_sample_images(data: str | Path, folder: Path, *, count: int) -> list[Path]:

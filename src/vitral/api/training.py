@@ -226,8 +226,8 @@ def choose_recipe(
         chosen, reasons = replace(written, model=name or written.model, init=start), ("following the recipe given",)
         if card is not None and card.preprocess and isinstance(recipe, str) and is_preset(recipe):
             # A preset's are those of the paper's own weights; a recipe file states what the user wants.
-            data = replace(chosen.data, mean=card.preprocess.mean, std=card.preprocess.std)
-            chosen = replace(chosen, data=data)
+            pixels = replace(chosen.data, mean=card.preprocess.mean, std=card.preprocess.std)
+            chosen = replace(chosen, data=pixels)
     elif own.model is not None:
         chosen, reasons = _recipe_for_module(opened, own.model, _keys(set), device)
     else:

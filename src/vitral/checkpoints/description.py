@@ -116,7 +116,7 @@ def _described(file: WeightFile, path: Path, model: FoundModel) -> Description:
     if card is None:
         classes = table.class_names(model.header)
         preprocess = table.preprocess(model.header, architecture)
-        if preprocess is None and not any("is not used" in sentence for sentence in assumed):
+        if preprocess is None:
             preprocess, sentences = _named_preprocess(file, path, architecture)
             assumed += sentences
         card = Card(
@@ -161,8 +161,7 @@ def _architecture(file: WeightFile, path: Path, model: FoundModel) -> tuple[Foun
         header = replace(header, hints=replace(header.hints, heads=known["heads"]))
     architecture = table.architecture(header)
     _check_counts(header, architecture)
-    shape = {field: value for field, value in known.items() if field in ("depth", "width", "mlp", "patch")}
-    if any(getattr(architecture, field, value) != value for field, value in shape.items()):
+    if _other_sizes(known, architecture):
         known, header = {}, model.header
         header.assume(f"the name {name} is not used: the file has other sizes")
         architecture = table.architecture(header)
@@ -239,13 +238,20 @@ def _named(file: WeightFile, path: Path) -> tuple[str, dict[str, Any]]:
     return "", {}
 
 
+def _other_sizes(known: Mapping[str, Any], c: Architecture) -> bool:
+    """Whether an architecture is not the one that a name implies."""
+    sizes = {field: value for field, value in known.items() if field in ("depth", "width", "mlp", "patch")}
+    return any(getattr(c, field, value) != value for field, value in sizes.items())
+
+
 def _named_preprocess(file: WeightFile, path: Path, c: Architecture) -> tuple[Preprocess | None, list[str]]:
     """The preprocessing of the released model that the file is named after, and a sentence about it.
 
     A config.json of timm's states the preprocessing; one that does not is of a model whose preprocessing is unknown.
     """
     for name in _names(file, path) if "pretrained_cfg" not in (file.config or {}) else ():
-        if (named := named_preprocess(name, c.image)) is not None:
+        named = named_preprocess(name, c.image)
+        if named is not None and not _other_sizes(named_architecture(name) or {}, c):
             named = named.adapted(c.image, c.image, c.channels)
             return named, [f"by the name {name}: {named.pipeline}, mean {named.mean}, std {named.std}"]
     return None, []
