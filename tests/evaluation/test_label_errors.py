@@ -1,4 +1,4 @@
-"""Suspicious labels: planted ones come first, none is scored by a probe that saw it, hard classes are not suspicious."""
+"""Suspicious labels: planted ones come first, and no image is scored by a probe that saw it."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def _check_overview(report: Any) -> dict[str, str]:
     uneven = f"; the largest has {report.imbalance:.1f} times the smallest"
     return {
         "data": f"{report.source}: {_per_split(report.images)}",
-        "notes": " ".join(report.notes),
+        "notes": " ".join(note for note in report.notes if note != report.refusal),
         "classes": f"{len(report.classes['train']):,}" + uneven * (report.imbalance > 1),
         "formats": ", ".join(f"{count:,} {name}" for name, count in report.formats.items()),
         "widths": _quantiles(report.widths),
