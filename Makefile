@@ -3,8 +3,11 @@
 PYTHON ?= python3
 # For a machine without a GPU, the small build of torch: make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
+TORCH := torch==2.13.0
 
 BIN := .venv/bin
+# requirements.txt is complete, and only wheels are installed: no other package's code runs on installation.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-deps --only-binary :all:
 # Created last, so that an interrupted installation is repeated; it is inside the environment that it describes.
 INSTALLED := .venv/.installed
 
@@ -24,7 +27,7 @@ help:
 setup: $(INSTALLED)
 
 # A working environment is kept; one that is broken or too old is recreated.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml requirements.txt requirements-cuda.txt
 	@fail() { echo "$$1" >&2; exit 1; }; \
 	recent='import sys; sys.exit(sys.version_info < (3, 11))'; \
 	if $(BIN)/python -c "import pip; $$recent" 2>/dev/null; then exit 0; fi; \
@@ -36,9 +39,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 		fail "$(PYTHON) lacks its venv module: install it (Debian, Ubuntu: apt install python3-venv) and run make again."; \
 	"$(PYTHON)" -m venv --clear .venv || \
 		fail "$(PYTHON) could not create .venv (see above): fix that and run make again."
-	@$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt \
-		$(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") --editable ".[dev]" || { \
-		echo "pip could not install the versions in constraints.txt (see above): fix that and run make again." >&2; \
+	@cuda='import importlib.metadata as m, sys; sys.exit("nvidia" not in str(m.requires("torch")))'; \
+	{ $(PIP) $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") $(TORCH) && \
+	$(PIP) --require-hashes --requirement requirements.txt && \
+	if $(BIN)/python -c "$$cuda"; then $(PIP) --require-hashes --requirement requirements-cuda.txt; fi && \
+	$(PIP) --no-build-isolation --editable .; } || { \
+		echo "pip could not install the versions in requirements.txt (see above): fix that and run make again." >&2; \
 		exit 1; }
 	@touch $@
 

@@ -9,12 +9,15 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
+REQUIREMENTS = ("requirements.txt", "requirements-cuda.txt")
 HELP = [sys.executable, "-c", "from vitral.cli import main; main()", "--help"]
 
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
@@ -31,7 +34,7 @@ def project(tmp_path):
     """A clone in a folder whose name has a space, as far as the Makefile looks at it."""
     folder = tmp_path / "my clone"
     folder.mkdir()
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+    for name in ("Makefile", "pyproject.toml", *REQUIREMENTS):
         shutil.copy(ROOT / name, folder)
     return folder
 
@@ -92,38 +95,90 @@ def test_a_python_without_venv_is_named(project):
     assert not (project / ".venv").exists()
 
 
+def pip_calls(project: Path) -> list[str]:
+    """What the stand-in for pip was called with since the last time."""
+    path = project / "calls"
+    calls = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    path.write_text("", encoding="utf-8")
+    return calls
+
+
 @needs_make
 def test_a_failed_installation_says_so_and_starts_again(project):
     """Stands in for pip: fails first, then works. The stamp appears only after it worked, and then nothing runs."""
-    program(project / ".venv/bin/python", 'case "$*" in *install*) echo "$@" >> calls; exec ./pip-result;; esac')
+    script = 'case "$*" in *install*) echo "$@" >> calls; exec ./pip-result;; *metadata*) exec ./is-cuda;; esac'
+    program(project / ".venv/bin/python", script)
     program(project / "pip-result", "exit 1")
-    assert "constraints.txt" in complaint(make(project, "setup"))
+    program(project / "is-cuda", "exit 1")
+    assert "requirements.txt" in complaint(make(project, "setup"))
+    assert len(pip_calls(project)) == 1
     program(project / "pip-result", "exit 0")
     assert make(project, "setup", "TORCH_INDEX=https://example.org/cpu").returncode == 0
+    torch_call, hashed, own = pip_calls(project)
+    assert re.search(r"--index-url https://example.org/cpu torch==[\d.]+$", torch_call)
+    assert hashed.endswith("--require-hashes --requirement requirements.txt")
+    assert own.endswith("--no-build-isolation --editable .")
+    assert all("--no-deps" in call and "--only-binary :all:" in call for call in (torch_call, hashed, own))
+    assert "index" not in hashed + own
     assert make(project, "setup", "-j4").returncode == 0
-    first, second = (project / "calls").read_text(encoding="utf-8").splitlines()
-    assert "--constraint constraints.txt" in first
-    assert "index" not in first
-    assert "--extra-index-url https://example.org/cpu" in second
-    later = (project / ".venv/.installed").stat().st_mtime + 10
-    os.utime(project / "constraints.txt", (later, later))
-    assert make(project, "setup").returncode == 0
-    assert len((project / "calls").read_text(encoding="utf-8").splitlines()) == 3
+    assert pip_calls(project) == []
+    program(project / "is-cuda", "exit 0")
+    for name in REQUIREMENTS:
+        later = (project / ".venv/.installed").stat().st_mtime + 10
+        os.utime(project / name, (later, later))
+        assert make(project, "setup").returncode == 0
+        assert "index" not in "".join(calls := pip_calls(project))
+        assert calls[2].endswith("--require-hashes --requirement requirements-cuda.txt")
+        os.utime(project / name, (0, 0))
 
 
-def test_constraints_pin_every_dependency():
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pins = [line for line in lines if line and not line.startswith("#")]
-    names = {line.partition("==")[0].lower().replace("_", "-") for line in pins}
-    assert all(line.count("==") == 1 and "+" not in line and "/" not in line for line in pins)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [
-        *project["dependencies"],
-        *(need for extra in project["optional-dependencies"].values() for need in extra),
-    ]
-    for need in wanted:
-        name = need.partition(">=")[0].lower().replace("_", "-")
-        assert name in names or name.startswith("vitral[")
+def test_no_file_names_two_indexes_at_once():
+    """With a second index, pip takes whichever has the higher version, and anybody may publish one."""
+    for path in (ROOT / "Makefile", ROOT / ".ci/run", ROOT / ".github/workflows/ci.yml", ROOT / "CONTRIBUTING.md"):
+        assert "extra-index-url" not in path.read_text(encoding="utf-8")
+
+
+def pins() -> dict[str, tuple[str, int]]:
+    """Of both files: the normal name of each package, with its version and its number of hashes."""
+    found: dict[str, tuple[str, int]] = {}
+    for name in REQUIREMENTS:
+        text = (ROOT / name).read_text(encoding="utf-8").replace(" \\\n", " ")
+        for line in (line for line in text.splitlines() if not line.startswith("#")):
+            pin = re.fullmatch(
+                r"([\w.-]+)==([\w.]+)(?:; sys_platform == 'linux')?((?: +--hash=sha256:[0-9a-f]{64})+)", line
+            )
+            assert pin, line
+            assert normal(pin[1]) not in found
+            found[normal(pin[1])] = pin[2], pin[3].count("--hash")
+    return found
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_every_package_that_is_installed_is_pinned_with_hashes():
+    """From vitral[dev] and the build backend, through the metadata of what is installed here."""
+    from packaging.requirements import Requirement
+
+    pinned, project = pins(), tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = project["project"]["optional-dependencies"]
+    waiting = [*project["project"]["dependencies"], *project["build-system"]["requires"], "editables"]
+    waiting += [need for extra in extras.values() for need in extra if not need.startswith("vitral[")]
+    seen: set[str] = set()
+    while waiting:
+        need = Requirement(waiting.pop())
+        name = normal(need.name)
+        if name in seen or (need.marker and not need.marker.evaluate({"extra": ""})):
+            continue
+        seen.add(name)
+        assert name in pinned or name == "torch", name
+        if name in pinned:
+            assert need.specifier.contains(pinned[name][0]), need
+        with suppress(metadata.PackageNotFoundError):
+            waiting += metadata.requires(name) or []
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.search(r"^TORCH := torch==\d+\.\d+\.\d+$", makefile, re.MULTILINE)
 
 
 def run_help(*options: str) -> subprocess.CompletedProcess[str]:

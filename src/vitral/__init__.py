@@ -9,6 +9,7 @@ from vitral.version import __version__
 
 if TYPE_CHECKING:
     from vitral.api.bench import BenchmarkReport, benchmark
+    from vitral.api.check import check
     from vitral.api.checkpoints import CheckpointInfo, ConvertResult, Source, convert, create, info, load, save
     from vitral.api.data import Images
     from vitral.api.demonstration import DemoResult, demo
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from vitral.api.inspection import InspectResult, inspect
     from vitral.api.models import CostResult, list_available
     from vitral.api.neighbours import Neighbour, SearchResult, search
-    from vitral.api.prediction import EmbedResult, check, classifier, embed, predict
+    from vitral.api.prediction import EmbedResult, classifier, embed, predict
     from vitral.api.probes import ProbeResult, dedupe, fewshot
     from vitral.api.protocols import ProtocolResult, finetune, pretrain
     from vitral.api.study import StudyList, StudyRuns, study
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "vitral.api.bench": "BenchmarkReport benchmark",
+    "vitral.api.check": "check",
     "vitral.api.checkpoints": "CheckpointInfo ConvertResult Source convert create info load save",
     "vitral.api.data": "Images",
     "vitral.api.demonstration": "DemoResult demo",
@@ -44,7 +46,7 @@ _MODULES = {
     "vitral.api.inspection": "InspectResult inspect",
     "vitral.api.models": "CostResult list_available",
     "vitral.api.neighbours": "Neighbour SearchResult search",
-    "vitral.api.prediction": "EmbedResult check classifier embed predict",
+    "vitral.api.prediction": "EmbedResult classifier embed predict",
     "vitral.api.probes": "ProbeResult dedupe fewshot",
     "vitral.api.protocols": "ProtocolResult finetune pretrain",
     "vitral.api.study": "StudyList StudyRuns study",

@@ -16,6 +16,8 @@ class UserError(ValueError):
     A value of a damaged file may be of any length: long words other than paths are shortened, then the whole.
     """
 
+    exit_code = 2
+
     def __init__(self, sentence: object = "") -> None:
         text = str(sentence)
         if _length(text) > _LONGEST:
@@ -24,6 +26,12 @@ class UserError(ValueError):
             start = _LONGEST // 2
             text = f"{text[:start]} ... {text[start + over + 5 :]}"
         super().__init__(text)
+
+
+class UntrainableData(UserError):
+    """Data that `check` was asked about and `train` would refuse: the answer to a question, not a mistake."""
+
+    exit_code = 1
 
 
 def shorten(value: object) -> str:

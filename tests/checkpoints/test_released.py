@@ -50,9 +50,11 @@ def test_real_accuracy_is_80_2_percent(evaluation: EvalResult) -> None:
     assert accuracy == pytest.approx(0.802, abs=0.003)
 
 
-def test_unknown_preprocessing_is_not_guessed(assets: Path) -> None:
-    with pytest.raises(vitral.UserError, match="do not state how their images were prepared"):
-        vitral.evaluate(assets / WEIGHTS, assets / "data" / "imagenet_val_1000")
+def test_the_file_name_states_the_preprocessing(assets: Path) -> None:
+    stated = vitral.info(assets / WEIGHTS).card.preprocess
+    assert stated is not None
+    assert stated.pipeline == "decode|resize_short(248, pil_bicubic)|center_crop(224)"
+    assert (stated.mean, stated.std) == ((0.5,) * 3, (0.5,) * 3)
 
 
 def test_a_head_on_pets_reaches_96_percent(assets: Path, tmp_path: Path) -> None:

@@ -8,8 +8,11 @@ from importlib.resources import files
 import pytest
 from oracles import outside
 
-from vitral.checkpoints.known_names import named_architecture, timm_name
-from vitral.checkpoints.timm_table import factories
+from vitral.checkpoints.card import Preprocess
+from vitral.checkpoints.known_names import named_architecture, named_preprocess, timm_name
+from vitral.checkpoints.processors import from_transformers
+from vitral.checkpoints.timm_table import factories, release_named, releases
+from vitral.data.preprocess import IMAGENET_MEAN, IMAGENET_STD
 
 
 def test_the_table_is_that_of_the_installed_timm():
@@ -63,3 +66,75 @@ def test_a_name_states_what_shapes_hide():
     assert giant is not None
     assert (lingbot["swiglu"], giant["swiglu"], giant["mlp"]) == (True, True, 4096)
     assert named_architecture("vit_base_patch16_xp_224") is None
+
+
+def test_preprocessing_is_that_of_the_installed_timm():
+    """Every release, by timm's own transform of it, and the table as a whole."""
+    text = files("vitral.checkpoints").joinpath("timm_factories.json").read_text(encoding="utf-8")
+    if outside("timm").__version__ != json.loads(text)["timm"]:
+        pytest.skip("the table was made from another timm")
+    capture = outside("timm_factories")
+    stated = json.loads(files("vitral.checkpoints").joinpath("timm_preprocess.json").read_text(encoding="utf-8"))
+    assert capture.preprocess_table() == stated
+    assert len(releases()) == sum(len(group["models"]) for group in stated)
+
+
+@pytest.mark.parametrize(
+    ("name", "mean", "crop"),
+    [
+        ("vit_base_patch16_224.augreg_in21k_ft_in1k.safetensors", 0.5, 0.9),
+        ("vit_base_patch16_224", 0.5, 0.9),  # timm's default release
+        ("vit_base_patch16_224.dino", 0.485, 0.9),
+        ("vit_base_patch16_224_dino.pth", 0.485, 0.9),  # as timm called it once
+        ("vit_base_patch16_224_mae", 0.485, 0.9),
+        ("vit_base_patch16_224_in21k", 0.5, 0.9),
+        ("vit_base_patch16_clip_224.openai", 0.48145466, 0.9),
+        ("timm/vit_base_patch16_224_miil.in21k", 0.0, 0.875),
+        ("deit_tiny_patch16_224-a1311bcf.pth", 0.485, 0.9),
+        ("vit_base_patch16_224-best.pth", None, None),  # its releases differ
+        ("mine.pth", None, None),
+    ],
+)
+def test_a_name_finds_the_preprocessing_of_its_release(name, mean, crop):
+    found = release_named(name)
+    assert (found["mean"][0], found["crop_pct"]) == (mean, crop) if found else mean is None
+
+
+@pytest.mark.parametrize(
+    "name", ["vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32", "vit_b_16_swag", "vit_b_16_lc_swag", "vit_h_14_swag"]
+)
+def test_names_of_torchvision_have_its_transforms(name):
+    models = outside("torchvision").models
+    plain = name.partition("_swag")[0]
+    linear = plain.endswith("_lc")
+    weights = models.get_model_weights(plain.removesuffix("_lc"))
+    release = "IMAGENET1K_V1" if "swag" not in name else f"IMAGENET1K_SWAG_{'LINEAR' if linear else 'E2E'}_V1"
+    theirs = weights[release].transforms()
+    (side,) = theirs.crop_size
+    method = theirs.interpolation.value
+    ours = named_preprocess(f"{name}-c867db91.pth", (side, side))
+    pipeline = f"decode|resize_short({theirs.resize_size[0]}, pil_{method})|center_crop({side})"
+    assert ours == Preprocess(pipeline, tuple(theirs.mean), tuple(theirs.std))
+
+
+@pytest.mark.parametrize("name", ["dinosaur_classifier", "vit_b_16x", "clipart-vit", "mae", "my-vit-base-patch16-224"])
+def test_other_names_are_not_taken_for_releases(name):
+    assert named_preprocess(name, (224, 224)) is None
+
+
+def test_names_of_the_hub_have_their_image_processors():
+    """The image processors' defaults of transformers, at the size of the model, where its classes have them."""
+    for name, model_type, size in (
+        ("vit-base-patch16-384", "vit", {"height": 384, "width": 384}),
+        ("clip-vit-large-patch14-336", "clip", {"shortest_edge": 336}),
+        ("siglip-base-patch16-384", "siglip", {"height": 384, "width": 384}),
+    ):
+        side = next(iter(size.values()))
+        theirs = from_transformers({"size": size, "crop_size": side}, model_type)
+        assert named_preprocess(f"google/{name}", (side, side)) == theirs, name
+    assert named_preprocess("deit-base-distilled-patch16-224", (224, 224)) == from_transformers(
+        {"image_mean": list(IMAGENET_MEAN), "image_std": list(IMAGENET_STD), "size": 256}, "deit"
+    )
+    assert named_preprocess("dinov2-base", (518, 518)) == from_transformers(
+        {"image_mean": list(IMAGENET_MEAN), "image_std": list(IMAGENET_STD), "size": {"shortest_edge": 256}}, "dinov2"
+    )

@@ -116,7 +116,7 @@ def test_an_empty_class_folder_is_reported(tmp_path, command, train, test):
     (tmp_path / "data" / train / "teal/deep").mkdir(parents=True)
     (tmp_path / "data" / train / "teal/notes.txt").write_text("no picture")
     output = command("check", tmp_path / "data", "--json")
-    assert output.code == 0, output.err
+    assert output.code == 1, output.err  # train refuses it
     report = json.loads(output.out)
     assert report["source"] == str(tmp_path / "data")
     assert report["empty"] == ["teal"]
@@ -193,7 +193,7 @@ def test_a_single_class_is_reported_and_its_images_are_checked(tmp_path, command
         save(scene(number), tmp_path / "data/cats" / f"{number}.png")
     (tmp_path / "data/cats/empty.jpg").touch()
     output = command("check", tmp_path / "data", "--json")
-    assert output.code == 0, output.err
+    assert output.code == 1, output.err  # train refuses it
     report = json.loads(output.out)
     assert report["classes"] == {"train": {"cats": 4}}
     assert [image["path"] for image in report["unreadable"]] == ["cats/empty.jpg"]

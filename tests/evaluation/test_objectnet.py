@@ -81,10 +81,11 @@ def test_preprocessing_is_that_of_bit_with_the_mean_and_std_of_the_weights(saved
     assert seen == [replace(STATED, pipeline="decode|resize_small(32)|central_crop(30)")]
 
 
-def test_weights_without_preprocessing_are_an_error(saved, tmp_path):
+def test_weights_without_preprocessing_are_evaluated_with_what_is_assumed(saved, tmp_path):
     objectnet(tmp_path / "objectnet-1.0")
     source, data = saved(None), f"objectnet:{tmp_path}"
-    with pytest.raises(UserError, match="do not state how their images were prepared"):
-        vitral.evaluate(source, data, device="cpu")
+    heard = []
+    assert vitral.evaluate(source, data, device="cpu", on_event=heard.append).metrics["n"] == 2
+    assert "mean and std 0.5 are assumed" in str(heard)
     said = "decode|resize(30)|value_range(0, 1)"
     assert vitral.evaluate(source, data, preprocess=said, device="cpu").metrics["n"] == 2

@@ -1,6 +1,6 @@
 """The arguments of timm's model factories, captured from the installed timm.
 
-`python tests/helpers/timm_factories.py src/vitral/checkpoints/timm_factories.json` writes vitral's table anew.
+`python tests/helpers/timm_factories.py src/vitral/checkpoints` writes vitral's two tables anew.
 """
 
 from __future__ import annotations
@@ -96,6 +96,29 @@ def table(models: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     return {"timm": importlib.import_module("timm").__version__, "classes": classes}
 
 
+PREPROCESS_KEYS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
+
+
+def preprocess_of(name: str) -> dict[str, Any]:
+    """How timm evaluates a release, "architecture.tag"; without a tag it is timm's default release."""
+    from timm.models import get_pretrained_cfg
+
+    stated = get_pretrained_cfg(name, allow_unregistered=False)
+    return {key: _plain(getattr(stated, key)) for key in PREPROCESS_KEYS}
+
+
+def preprocess_table() -> list[dict[str, Any]]:
+    """Grouped: each preprocessing with the releases that use it."""
+    import timm
+
+    known = set(names())
+    releases = [name for name in timm.list_models(include_tags=True) if name.partition(".")[0] in known]
+    groups: dict[str, list[str]] = {}
+    for name in sorted({*known, *releases}):
+        groups.setdefault(json.dumps(preprocess_of(name)), []).append(name)
+    return [{**json.loads(stated), "models": models} for stated, models in groups.items()]
+
+
 def as_text(value: dict[str, Any]) -> str:
     """One line per model."""
     lines = [f'{{"timm": {json.dumps(value["timm"])}, "classes": {{']
@@ -157,4 +180,8 @@ def _plain(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(as_text(table({name: captured(name) for name in names()})), encoding="utf-8")
+    folder = Path(sys.argv[1])
+    factories = as_text(table({name: captured(name) for name in names()}))
+    (folder / "timm_factories.json").write_text(factories, encoding="utf-8")
+    rows = ",\n".join(json.dumps(row) for row in preprocess_table())
+    (folder / "timm_preprocess.json").write_text(f"[\n{rows}\n]\n", encoding="utf-8")

@@ -88,7 +88,9 @@ def evaluate(
     check_head(source, card)
     scored, is_new, notes, held_out = eval_images(source, data, split)
     objectnet = str(data).partition(":")[0] == "objectnet"
-    how = _objectnet_preprocess(card) if objectnet and not preprocess else prepared(card, preprocess)
+    how = prepared(card, preprocess, on_event)
+    if objectnet and not preprocess:
+        how = _objectnet_preprocess(card, how)
     mapping, rule = np.empty(0, np.int64), ""
     if not objectnet:
         table = Path(classes) if classes else None
@@ -157,11 +159,11 @@ def _tempered(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     return {} if best.temperature == 1.0 else {"temperature": best.temperature, "tempered_ece": best.ece}
 
 
-def _objectnet_preprocess(card: Card) -> Preprocess:
+def _objectnet_preprocess(card: Card, stated: Preprocess) -> Preprocess:
     """BiT's protocol scaled to the model's image size (short side 512, crop 480 at 480), the weights' mean and std."""
     side = card.architecture.image[0]
     pipeline = f"decode|resize_small({round(side * 512 / 480)})|central_crop({side})"
-    return replace(prepared(card, ""), pipeline=pipeline)
+    return replace(stated, pipeline=pipeline)
 
 
 def _objectnet(

@@ -113,7 +113,7 @@ def inspect(
         names = tuple(read_table(Path(classes), card.architecture.classes)[-1][1]) if classes else card.class_names
         learned, shown, reach, left_out = _learned(model), [], None, []
         if split is not None:
-            how = prepared(card, preprocess)
+            how = prepared(card, preprocess, handler)
             card = replace(card, preprocess=how)
             kept, pixels = readable_pixels(split, how.pipeline, card.architecture.channels)
             channels = card.architecture.channels

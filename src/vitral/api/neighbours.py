@@ -115,7 +115,7 @@ def search(
         check_writable(kept)
     model, card = load_source(source, on_event)
     model.to(compute_device(source, device))
-    how = prepared(card, preprocess)
+    how = prepared(card, preprocess, on_event)
     asked = open_any_images(query)
     if len(asked) != 1:
         raise UserError(f"{query} holds {len(asked):,} images: name the one to compare with.")

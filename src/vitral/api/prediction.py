@@ -1,4 +1,4 @@
-"""`predict`, `classifier`, `embed` and `check`."""
+"""`predict`, `classifier` and `embed`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from vitral.api.checkpoints import Source, load_source, source_name
 from vitral.api.data import Images, open_any_images, unread_images
 from vitral.atomic import atomic_write, checked_output
 from vitral.checkpoints.card import Card, Preprocess
-from vitral.data.check import CheckReport
-from vitral.data.check import check as check_data
 from vitral.data.images import UnreadableImage, encode_png
 from vitral.data.loader import default_workers, read_pixels
 from vitral.data.preprocess import parse_deterministic, parse_preprocess
@@ -24,7 +22,7 @@ from vitral.data.sources import open_data
 from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
 from vitral.evaluation.predict import EmbeddingPool, embed_split, predict_split
-from vitral.events import EventHandler
+from vitral.events import EventHandler, Note
 from vitral.kernels.packed import pack
 from vitral.models.build import Model
 from vitral.models.device import resolve_device
@@ -77,7 +75,7 @@ def predict(
         predictions = predict_split(
             model,
             split,
-            prepared(card, preprocess),
+            prepared(card, preprocess, on_event),
             batch=batch,
             device=resolved,
             workers=workers,
@@ -206,7 +204,7 @@ def embed(
         embeddings = embed_split(
             model,
             split,
-            prepared(card, preprocess),
+            prepared(card, preprocess, on_event),
             batch=batch,
             pool=pool,
             device=resolved,
@@ -221,23 +219,6 @@ def embed(
         with atomic_write(target) as temporary, temporary.open("wb") as stream:
             np.savez(stream, paths=np.array(paths), features=features)
     return EmbedResult(paths, features, unread_images(split, paths), str(output))
-
-
-def check(data: str | Path, *, on_event: EventHandler | None = None) -> CheckReport:
-    """Check a data set: unreadable files, duplicates, leaks, uneven classes.
-
-    Args:
-        data: what `vitral train` takes.
-        on_event: handler of progress events.
-
-    Returns:
-        Counts per class and split, and every problem with the images concerned.
-
-    Raises:
-        UserError: where there is no such data set.
-    """
-    with displayed(on_event) as handler:
-        return check_data(data, workers=default_workers("cuda"), on_event=handler)
 
 
 def write_sample_images(data: str | Path, folder: Path, *, count: int) -> list[Path]:
@@ -306,15 +287,18 @@ def check_numbers(**numbers: int) -> None:
             raise UserError(f"{name} must be at least 1, not {number}.")
 
 
-def prepared(card: Card, text: str) -> Preprocess:
-    """The preprocessing that the user gives, else the card's; a guess would be silently wrong."""
+def prepared(card: Card, text: str, on_event: EventHandler | None = None) -> Preprocess:
+    """The preprocessing that the user gives, else the card's, else what every verb assumes, which is reported."""
     if text:
         return Preprocess(*parse_preprocess(text, card.architecture.channels))
-    if card.preprocess is None:
-        side = card.architecture.image[0]
-        example = f"decode|resize_small({round(side * 8 / 7)})|central_crop({side})|value_range(-1, 1)"
-        raise UserError(
-            "these weights do not state how their images were prepared: add their authors' preprocessing, such as "
-            f'--preprocess "{example}".'
+    if card.preprocess is not None:
+        return card.preprocess
+    assumed = Preprocess.assumed(card.architecture.image, card.architecture.channels)
+    with displayed(on_event) as handler:
+        handler(
+            Note(
+                "the weights do not state their preprocessing: mean and std 0.5 are assumed "
+                f'(else --preprocess "{assumed.pipeline}|normalise(MEAN, STD)" or another)'
+            )
         )
-    return card.preprocess
+    return assumed

@@ -103,7 +103,7 @@ def fewshot(
     if opened.train.multilabel:
         raise UserError("few-shot classification needs one label per image.")
     model, card = load_source(source, on_event)
-    how, resolved = prepared(card, preprocess), compute_device(source, device)
+    how, resolved = prepared(card, preprocess, on_event), compute_device(source, device)
 
     def features(split: Split, handler: EventHandler) -> SplitFeatures:
         workers = reading_workers(resolved)
@@ -176,7 +176,7 @@ def dedupe(
     opened = open_data(train, held_out=0.0)
     others = [_tested(name) for name in against]
     model, card = load_source(weights, on_event) if weights else (None, None)
-    how = prepared(card, preprocess) if card is not None else None
+    how = prepared(card, preprocess, on_event) if card is not None else None
     with displayed(on_event) as handler:
         duplicates = find_duplicates(
             opened.train,

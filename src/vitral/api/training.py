@@ -13,7 +13,7 @@ from torch import nn
 
 from vitral.api.checkpoints import load
 from vitral.api.data import Data, check_out, new_folder, open_to_train
-from vitral.checkpoints.card import Card
+from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.weights import describe, located
 from vitral.data.sources import DataSet, median_short_side
 from vitral.display import SummaryRepr, displayed, score_summary
@@ -224,6 +224,10 @@ def choose_recipe(
     card = describe(path).card if path is not None else None
     if written is not None:
         chosen, reasons = replace(written, model=name or written.model, init=start), ("following the recipe given",)
+        if card is not None and card.preprocess and isinstance(recipe, str) and is_preset(recipe):
+            # A preset's are those of the paper's own weights; a recipe file states what the user wants.
+            pixels = replace(chosen.data, mean=card.preprocess.mean, std=card.preprocess.std)
+            chosen = replace(chosen, data=pixels)
     elif own.model is not None:
         chosen, reasons = _recipe_for_module(opened, own.model, _keys(set), device)
     else:
@@ -292,15 +296,15 @@ def _with_preprocessing_of(
         augmented = "" if chosen.trainable == "head" else " and augmented"
         reason = f"images are preprocessed{augmented} as in the run it starts from"
         return chosen, (*(other for other in reasons if other != FLIP_REASON), reason)
-    stated = card.preprocess
-    if stated is None:
-        return chosen, (*reasons, *assumed_pixels(overrides))
+    stated = card.preprocess or Preprocess.assumed(card.architecture.image, card.architecture.channels)
     image = with_overrides(chosen, overrides).image
     if image:
         stated = stated.adapted(card.architecture.image, (image, image), len(stated.mean))
     data = replace(chosen.data, mean=stated.mean, std=stated.std, eval_transform=stated.pipeline)
     chosen = replace(chosen, data=data)
-    if _keys(overrides).keys().isdisjoint(("data.mean", "data.std", "data.eval_transform")):
+    if card.preprocess is None:
+        reasons = (*reasons, *assumed_pixels(overrides))
+    elif _keys(overrides).keys().isdisjoint(("data.mean", "data.std", "data.eval_transform")):
         reason = f"preprocessing as the weights state: {stated.pipeline}, mean {stated.mean}, std {stated.std}"
         reasons = (*reasons, reason)
     return chosen, reasons

@@ -10,6 +10,7 @@ from typing import Any
 
 from vitral.api.data import check_folder, new_folder
 from vitral.api.protocols import write_row
+from vitral.api.training import assumed_pixels
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.weights import describe, located
 from vitral.data.vtab import TASKS, VtabTask, find_task, open_task, write_ids
@@ -186,8 +187,9 @@ def vtab1k(
     world = init_distributed(device)
     folder = on_rank0(lambda: Path(out) if out else new_folder(root, tried[0].recipe), world)
     notes = _notes(opened, tried)
+    assumed = assumed_pixels(overrides) if card.preprocess is None else ()
     with displayed(on_event) as handler:
-        for text in (*missing.values(), *notes, *preset.readings):
+        for text in (*missing.values(), *notes, *preset.readings, *assumed):
             handler(Note(text))
         handler(RunDirChosen(str(folder)))
         for task in opened:

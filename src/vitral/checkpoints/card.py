@@ -26,6 +26,17 @@ class Preprocess:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
+    @classmethod
+    def assumed(cls, image: Size, channels: int) -> Preprocess:
+        """What every verb assumes, and says, where neither the weights nor the user states it.
+
+        The crop of ImageNet evaluation, as the default of `data.eval_transform`, and pixels from -1 to 1, as in the
+        paper's code.
+        """
+        sides = str(image[0]) if image[0] == image[1] else f"{image[0]}, {image[1]}"
+        pipeline = f"decode|resize_small({round(min(image) * 8 / 7)})|central_crop({sides})"
+        return cls(pipeline, (0.5,) * channels, (0.5,) * channels)
+
     def adapted(self, before: Size, after: Size, channels: int) -> Preprocess:
         """The preprocessing for another image size, in proportion, and channel count, with the average mean and std."""
         mean, std = self.mean, self.std

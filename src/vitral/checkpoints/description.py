@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from vitral.architecture import Architecture, ModelConfig, ModuleConfig, ViTConfig
-from vitral.checkpoints.card import Card
+from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.files import WeightFile, open_weights
 from vitral.checkpoints.formats import FORMATS, format_named
 from vitral.checkpoints.formats.foreign import family_of
 from vitral.checkpoints.formats.native import NATIVE, card_of
 from vitral.checkpoints.formats.table import CONFIG_COUNTS, CheckpointHeader, Entry, Format, Hints, linear
 from vitral.checkpoints.formats.timm_reading import named_factory
-from vitral.checkpoints.known_names import named_architecture, timm_name
+from vitral.checkpoints.known_names import named_architecture, named_preprocess, timm_name
 from vitral.checkpoints.wrappers import FoundModel, find_model, ignored_keys, ignored_sentences
 from vitral.errors import UserError, shorten
 
@@ -115,10 +115,14 @@ def _described(file: WeightFile, path: Path, model: FoundModel) -> Description:
     kept = {key: name for key, name in names.items() if key not in set(unmapped)}
     if card is None:
         classes = table.class_names(model.header)
+        preprocess = table.preprocess(model.header, architecture)
+        if preprocess is None:
+            preprocess, sentences = _named_preprocess(file, path, architecture)
+            assumed += sentences
         card = Card(
             architecture=architecture,
             class_names=classes if len(classes) == architecture.classes else (),
-            preprocess=table.preprocess(model.header, architecture),
+            preprocess=preprocess,
             source=path.name,
             format=table.name,
             changes=(*notes, *assumed),
@@ -157,8 +161,7 @@ def _architecture(file: WeightFile, path: Path, model: FoundModel) -> tuple[Foun
         header = replace(header, hints=replace(header.hints, heads=known["heads"]))
     architecture = table.architecture(header)
     _check_counts(header, architecture)
-    shape = {field: value for field, value in known.items() if field in ("depth", "width", "mlp", "patch")}
-    if any(getattr(architecture, field, value) != value for field, value in shape.items()):
+    if _other_sizes(known, architecture):
         known, header = {}, model.header
         header.assume(f"the name {name} is not used: the file has other sizes")
         architecture = table.architecture(header)
@@ -228,14 +231,38 @@ def _check_counts(header: CheckpointHeader, architecture: Architecture) -> None:
 
 
 def _named(file: WeightFile, path: Path) -> tuple[str, dict[str, Any]]:
-    """The name of a released model, from config.json, the file or its folder, and what it implies."""
-    names = [str((file.config or {}).get("architecture", "")), _stem(file.path), _stem(path)]
-    if _stem(file.path) in _PLAIN_FILES:
-        names.append(file.path.absolute().parent.name)
-    for name in filter(None, names):
+    """The name of a released model and what it implies."""
+    for name in _names(file, path):
         if (known := named_architecture(name)) is not None:
             return name, known
     return "", {}
+
+
+def _other_sizes(known: Mapping[str, Any], c: Architecture) -> bool:
+    """Whether an architecture is not the one that a name implies."""
+    sizes = {field: value for field, value in known.items() if field in ("depth", "width", "mlp", "patch")}
+    return any(getattr(c, field, value) != value for field, value in sizes.items())
+
+
+def _named_preprocess(file: WeightFile, path: Path, c: Architecture) -> tuple[Preprocess | None, list[str]]:
+    """The preprocessing of the released model that the file is named after, and a sentence about it.
+
+    A config.json of timm's states the preprocessing; one that does not is of a model whose preprocessing is unknown.
+    """
+    for name in _names(file, path) if "pretrained_cfg" not in (file.config or {}) else ():
+        named = named_preprocess(name, c.image)
+        if named is not None and not _other_sizes(named_architecture(name) or {}, c):
+            named = named.adapted(c.image, c.image, c.channels)
+            return named, [f"by the name {name}: {named.pipeline}, mean {named.mean}, std {named.std}"]
+    return None, []
+
+
+def _names(file: WeightFile, path: Path) -> list[str]:
+    """The names that a file may have as a released model: in config.json, its own, and that of its folder."""
+    names = [str((file.config or {}).get("architecture", "")), _stem(file.path), _stem(path)]
+    if _stem(file.path) in _PLAIN_FILES:
+        names.append(file.path.absolute().parent.name)
+    return [name for name in names if name]
 
 
 def _stem(path: Path) -> str:

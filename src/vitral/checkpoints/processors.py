@@ -25,9 +25,9 @@ _METHOD_ORIGIN = re.compile("^(?:pil|float)_")
 _RESAMPLE = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # Pillow's codes, of what torchvision has for tensors
 _HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 _IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _CLIP = {
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    **{"image_mean": list(CLIP_MEAN), "image_std": list(CLIP_STD)},
     **{"resample": 3, "size": {"shortest_edge": 224}, "do_center_crop": True, "crop_size": 224},
     "default_to_square": False,
 }

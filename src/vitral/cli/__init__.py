@@ -42,7 +42,7 @@ VERBS = {
     "embed": Verb("prediction", "embed", "results.show_embeddings"),
     "inspect": Verb("inspection", "inspect", "results.show_inspection"),
     "search": Verb("neighbours", "search", "results.show_neighbours"),
-    "check": Verb("prediction", "check", "results.show_check"),
+    "check": Verb("check", "check", "results.show_check", own_json=True),
     "pretrain": Verb("protocols", "pretrain", "training.show_protocol"),
     "finetune": Verb("protocols", "finetune", "training.show_protocol"),
     "fewshot": Verb("probes", "fewshot", "results.show_probes"),
@@ -82,7 +82,7 @@ def main() -> None:
         else:
             run_verb(words[0], words[1:])
     except UserError as mistake:
-        _fail(str(mistake))
+        _fail(str(mistake), mistake.exit_code)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has closed the pipe
         sys.exit(0)
@@ -202,15 +202,15 @@ def _ran_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or "OutOfMemoryError" in classes or "can't allocate memory" in str(error)
 
 
-def _fail(sentence: str) -> None:
-    """Print one sentence and exit with code 2. Of the processes that torchrun starts on a machine, the first to make a
+def _fail(sentence: str, code: int = 2) -> None:
+    """Print one sentence and exit. Of the processes that torchrun starts on a machine, the first to make a
     mistake prints it, and the others that make the same are silent."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # empty where torchrun keeps no files
     if error_file:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent as soon as another process has ended
     if not error_file or _claim(sentence, Path(error_file).parents[1]):
         print(f"vitral: {printable(sentence)}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(code)
 
 
 def _claim(sentence: str, folder: Path) -> bool:

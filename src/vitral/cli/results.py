@@ -103,12 +103,21 @@ def show_neighbours(result: SearchResult, values: Mapping[str, Any]) -> None:
 
 
 def show_check(result: Any, values: Mapping[str, Any]) -> None:
-    """Print the problems of a data set and the size of its classes."""
-    print_facts(_check_facts(result))
-    counts = result.classes
-    cells = [[name, *(f"{counts[split][name]:,}" for split in result.images)] for name in counts["train"]]
-    more = f"and {len(cells) - _CLASSES:,} more classes" if cells[_CLASSES:] else ""
-    print_table(["class", *result.images], cells[:_CLASSES], note=more)
+    """Print the problems of a data set and the size of its classes; exit with 1 where `train` would refuse it."""
+    if values["json"]:
+        print_json(result.as_dict())
+    else:
+        print_facts(_check_overview(result))
+        counts = result.classes
+        cells = [[name, *(f"{counts[split][name]:,}" for split in result.images)] for name in counts["train"]]
+        more = f"and {len(cells) - _CLASSES:,} more classes" if cells[_CLASSES:] else ""
+        print_table(["class", *result.images], cells[:_CLASSES], note=more)
+        rows = _check_findings(result)
+        for title, names in (("Handled:", result.handled), ("Needs you:", result.needs_you)):
+            print(title if names else f"{title} nothing")
+            print_facts({f"  {rows[name][0]}": rows[name][1] for name in names})
+    if result.refusal:
+        raise SystemExit(1)
 
 
 def show_probes(result: ProbeResult, values: Mapping[str, Any]) -> None:
@@ -161,27 +170,48 @@ def _classes(image: Any) -> str:
     return "  ".join(f"{name} {probability:.1%}" for name, probability in pairs)
 
 
-def _check_facts(report: Any) -> dict[str, str]:
+def _check_overview(report: Any) -> dict[str, str]:
     uneven = f"; the largest has {report.imbalance:.1f} times the smallest"
-    leaks = [f"{pair.first} ~ {pair.second}" for pair in report.leaks]
     return {
         "data": f"{report.source}: {_per_split(report.images)}",
-        "notes": " ".join(report.notes),
+        "notes": " ".join(note for note in report.notes if note != report.refusal),
         "classes": f"{len(report.classes['train']):,}" + uneven * (report.imbalance > 1),
-        "classes without images": _count_and_first(report.empty),
         "formats": ", ".join(f"{count:,} {name}" for name, count in report.formats.items()),
         "widths": _quantiles(report.widths),
         "heights": _quantiles(report.heights),
-        "unreadable": _count_and_first([f"{image.path}: {image.reason}" for image in report.unreadable]),
-        "rotated (EXIF)": _count_and_first(report.rotated),
-        "over 8 bits": _count_and_first(report.deep),
-        "CMYK": _count_and_first(report.cmyk),
-        "animated": _count_and_first(report.animated),
-        "tiny": _count_and_first(report.tiny),
-        "identical": _count_and_first([" = ".join(group) for group in report.duplicates]),
-        "identical, other label": _count_and_first([" = ".join(group) for group in report.contradictions]),
-        "nearly identical": _count_and_first([f"{pair.first} ~ {pair.second}" for pair in report.near]),
-        "in train and test": _count_and_first(leaks) + _leak_advice(report) * bool(leaks),
+    }
+
+
+def _check_findings(report: Any) -> dict[str, tuple[str, str]]:
+    """By the name of its field, a finding's title and text."""
+    leaks = [f"{pair.first} ~ {pair.second}" for pair in report.leaks]
+    suspects = [f"{s.image} ({s.label}, looks like {s.suggested})" for s in report.suspects]
+    likely = sum(suspect.likely for suspect in report.suspects)
+    return {
+        "rotated": ("rotated (EXIF)", f"{_count_and_first(report.rotated)} (turned upright)"),
+        "deep": ("over 8 bits", f"{_count_and_first(report.deep)} (the high byte is used)"),
+        "cmyk": ("CMYK", f"{_count_and_first(report.cmyk)} (converted)"),
+        "animated": ("animated", f"{_count_and_first(report.animated)} (the first frame is used)"),
+        "tiny": ("tiny", f"{_count_and_first(report.tiny)} (enlarged)"),
+        "grey": ("grey", f"{report.grey:,} (repeated for all channels)"),
+        "transparent": ("transparent", f"{report.transparent:,} (placed on white)"),
+        "refusal": ("train refuses", report.refusal),
+        "empty": ("classes without images", _count_and_first(report.empty)),
+        "unreadable": (
+            "unreadable",
+            _count_and_first([f"{image.path}: {image.reason}" for image in report.unreadable]) + " (left out)",
+        ),
+        "contradictions": (
+            "identical, other label",
+            _count_and_first([" = ".join(group) for group in report.contradictions]),
+        ),
+        "leaks": ("in train and test", _count_and_first(leaks) + _leak_advice(report)),
+        "duplicates": ("identical", _count_and_first([" = ".join(group) for group in report.duplicates])),
+        "near": ("nearly identical", _count_and_first([f"{pair.first} ~ {pair.second}" for pair in report.near])),
+        "suspects": (
+            "suspicious labels",
+            f"{_count_and_first(suspects)}; {likely:,} of {report.judged:,} images are likely wrong: see {report.page}",
+        ),
     }
 
 

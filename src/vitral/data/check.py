@@ -9,7 +9,7 @@ import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -44,9 +44,34 @@ class CopyPair(NamedTuple):
     score: float  # correlation of their thumbnails; 1 where the pixels are identical
 
 
+class SuspectLabel(NamedTuple):
+    """An image that looks more like another class than like its own, by a classifier that did not see it."""
+
+    image: str
+    label: str
+    suggested: str  # the class that it looks like
+    confidence: float  # probability of its label
+    suggested_confidence: float
+    score: float  # the most negative is the most suspicious
+    likely: bool  # it looks as much like the suggested class as the images of that class do on average
+
+
 @dataclasses.dataclass(frozen=True)
 class CheckReport:
     """The result of `check`. Images are named by their keys."""
+
+    # Findings by what becomes of them: reading images takes care of the first, the user has to look at the others.
+    HANDLED: ClassVar = ("rotated", "deep", "cmyk", "animated", "tiny", "grey", "transparent")
+    NEEDS_YOU: ClassVar = (
+        "refusal",
+        "empty",
+        "unreadable",
+        "contradictions",
+        "leaks",
+        "duplicates",
+        "near",
+        "suspects",
+    )
 
     source: str
     notes: tuple[str, ...]
@@ -71,11 +96,26 @@ class CheckReport:
     leaks: tuple[CopyPair, ...]  # (in train, in val or test); every training image with such a copy is in one
     held_out: int  # without a val or test split: images that training would hold out, into which `leaks` are counted
     not_compared: int  # tiny, of one colour or unreadable
+    refusal: str = ""  # why `train` would refuse the data
+    suspects: tuple[SuspectLabel, ...] = ()  # with a model: suspicious labels, the most suspicious first
+    judged: int = 0  # images whose label was judged
+    page: str = ""  # the file that shows them
+
+    @property
+    def handled(self) -> tuple[str, ...]:
+        """The findings that need no action: names of fields that are not empty."""
+        return tuple(name for name in self.HANDLED if getattr(self, name))
+
+    @property
+    def needs_you(self) -> tuple[str, ...]:
+        """The findings to look at: names of fields that are not empty."""
+        return tuple(name for name in self.NEEDS_YOU if getattr(self, name))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, with the thresholds."""
-        pairs = {name: [pair._asdict() for pair in getattr(self, name)] for name in ("near", "leaks")}
-        return {**dataclasses.asdict(self), **pairs, "thresholds": THRESHOLDS}
+        rows = {name: [row._asdict() for row in getattr(self, name)] for name in ("near", "leaks", "suspects")}
+        by_action = {"handled": self.handled, "needs_you": self.needs_you}
+        return {**dataclasses.asdict(self), **rows, **by_action, "thresholds": THRESHOLDS}
 
 
 class _Image(NamedTuple):
@@ -98,7 +138,7 @@ def check(source: str | Path | DataSet, *, workers: int = 0, on_event: EventHand
     Returns:
         The report.
     """
-    data = source if isinstance(source, DataSet) else _open_with_empty_classes(source)
+    data = source if isinstance(source, DataSet) else open_to_check(source)
     images: list[_Image] = []
     total = sum(map(len, data.splits))
     for chunk in iterate_in_workers(_Chunks(data.splits), workers):
@@ -107,7 +147,8 @@ def check(source: str | Path | DataSet, *, workers: int = 0, on_event: EventHand
     return _report(data, images)
 
 
-def _open_with_empty_classes(source: str | Path) -> DataSet:
+def open_to_check(source: str | Path) -> DataSet:
+    """All images of a data set in the splits that it has; classes may be empty, or one."""
     try:
         return open_data(source, held_out=0)
     except EmptyClass as error:

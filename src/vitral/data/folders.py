@@ -17,7 +17,16 @@ EXTENSIONS = frozenset(
     f".{extension}"
     for extension in (
         *("jpg", "jpeg", "jpe", "jfif", "mpo", "png", "apng", "webp", "gif", "bmp", "dib", "tif", "tiff", "avif"),
+        *("heic", "heif", "hif"),
         *("jp2", "j2k", "jpx", "ppm", "pgm", "pbm", "pnm", "tga", "pcx", "ico", "qoi"),
+    )
+)
+# Images in formats that are not read; they are named, as their owner counts on them.
+_UNSUPPORTED = frozenset(
+    f".{extension}"
+    for extension in (
+        *("cr2", "cr3", "nef", "arw", "dng", "raf", "orf", "rw2", "raw", "psd", "svg", "jxl", "exr", "hdr", "eps"),
+        *("pdf", "mp4", "mov", "avi", "mkv", "webm"),
     )
 )
 # The first bytes of the common formats, for files without an extension.
@@ -72,10 +81,15 @@ class ImageListing:
 
     names: list[str] = field(default_factory=list)
     others: Counter[str] = field(default_factory=Counter)  # files that are no images, by extension
+    unsupported: list[str] = field(default_factory=list)  # images in formats that are not read
     loose: int = 0  # images beside the class folders
 
     def notes(self) -> list[str]:
         notes = []
+        if self.unsupported:
+            named = ", ".join(self.unsupported[:4]) + (", ..." if self.unsupported[4:] else "")
+            count = f"{len(self.unsupported)} file{'s' * (len(self.unsupported) != 1)}"
+            notes.append(f"Left out {count} in formats that are not read ({named}): convert to JPEG or PNG.")
         if self.others:
             total = sum(self.others.values())
             common = sorted(self.others.items(), key=lambda item: (-item[1], item[0]))[:4]
@@ -138,6 +152,8 @@ def find_images(folder: Path, below: str = "", listing: ImageListing | None = No
         extension = os.path.splitext(name)[1].lower()
         if extension in EXTENSIONS or (not extension and _has_image_magic(folder / name)):
             names.append(name)
+        elif extension in _UNSUPPORTED:
+            listing.unsupported.append(name)
         else:
             listing.others[extension or "without extension"] += 1
     listing.names += sorted(names, key=natural_key)
@@ -154,7 +170,9 @@ def _read_classes(folder: Path, below: str, listing: ImageListing, empty: bool) 
     labels: list[str] = []
     classes = sub_folders(folder / below)
     for name in classes:
-        images = find_images(folder, f"{below}{name}/", ImageListing(others=listing.others)).names
+        images = find_images(
+            folder, f"{below}{name}/", ImageListing(others=listing.others, unsupported=listing.unsupported)
+        ).names
         if not (images or empty) and SPLIT_NAMES.get(below.rstrip("/").lower(), "train") == "train":
             raise EmptyClass(folder, f"{below}{name}")
         names += images

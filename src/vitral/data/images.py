@@ -8,6 +8,7 @@
 - Transparency, also of palettes and colour keys, is composited over white. CMYK is converted by Pillow.
 - An animation or a document with several pages gives its first image.
 - Channel counts other than 1 and 3 are returned only if the file has exactly that many bands, and then as stored.
+- HEIC and HEIF are read where the extra is installed: pip install 'vitral[heic]'.
 - A damaged, truncated or far too large image (Pillow's limit, 179 million pixels) is unreadable, and so is one whose
   header promises more pixels than its bytes can hold. The environment variable VITRAL_MAX_PIXELS sets a lower limit.
 """
@@ -21,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +52,8 @@ _JPEG = b"\xff\xd8\xff"
 # Pixels that one byte can hold at most, by Pillow's name of the codec, where they have 1 bit. Deflate grows by at most
 # 1032. A JPEG has at least 1 bit per block of 8x8 in its first scan (512); twice that is allowed.
 _PIXELS_PER_BYTE = {"raw": 8, "zip": 8 * 1032, "jpeg": 1024}
+# Brands of HEIF at byte 8, behind "ftyp"; AVIF is another, which Pillow reads itself.
+_HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"hevm", b"hevs", b"mif1", b"msf1")
 _PNG_EXIF = (b"eXIf", b"Raw profile type", b"com.adobe.xmp")
 
 
@@ -262,6 +266,8 @@ def _opened(data: bytes) -> Iterator[Image.Image]:
     """The opened image, not yet decoded; any error inside the block becomes ImageError."""
     if not data:
         raise ImageError("the file is empty")
+    if data[4:8] == b"ftyp" and data[8:12] in _HEIF_BRANDS:
+        _register_heif()
     try:
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data)) as image:
             _check_size(image, len(data))
@@ -270,6 +276,15 @@ def _opened(data: bytes) -> Iterator[Image.Image]:
         raise
     except Exception as error:  # Pillow's readers raise nearly anything on damaged bytes
         raise ImageError(_reason(error)) from error
+
+
+@cache
+def _register_heif() -> None:
+    try:
+        from pillow_heif import register_heif_opener
+    except ImportError as error:
+        raise ImageError("HEIC needs an extra: pip install 'vitral[heic]'") from error
+    register_heif_opener()
 
 
 def _reason(error: Exception) -> str:

@@ -231,6 +231,22 @@ def too_few_classes(source: str, train: Split) -> str:
     return f"{source} has {only}: a classifier needs at least two, each in its own sub-folder or label."
 
 
+def unreadable_refusal(train: Split, readable: Split, held_out: Split | None) -> str:
+    """The reason why no classifier can be trained without the unreadable images; empty where one can.
+
+    Args:
+        train: the training images.
+        readable: those that can be read.
+        held_out: the images to evaluate on that can be read.
+    """
+    lost = np.flatnonzero((readable.counts() == 0) & (train.counts() > 0))
+    if len(lost):
+        return f'no training image of the class "{train.classes[lost[0]]}" can be read: add some, or remove the class.'
+    if held_out is not None and len(held_out) == 0:
+        return f"none of the {held_out.name} images can be read: run `vitral check`."
+    return ""
+
+
 def stratified(keys: Sequence[str], strata: np.ndarray, held_out: float, seed: int) -> np.ndarray:
     """Which images are held out, (n,) bool: the same share of each stratum, at least one on each side if it has two.
 

@@ -24,6 +24,7 @@ from vitral.data.memory_map import decode_once
 from vitral.data.order import balanced_order, batch_indices, rank_positions, rank_slice
 from vitral.data.preprocess import Pipeline, parse_pipeline
 from vitral.data.sources import DataSet, Split
+from vitral.data.splits import unreadable_refusal
 from vitral.data.transforms import CallableTransform
 from vitral.errors import UserError
 from vitral.evaluation.predict import Predictions, embed_split, predict_split
@@ -119,13 +120,8 @@ def read_data(
         listed = "; ".join(f"{image.path}: {image.reason}" for image in unreadable[:3])
         listed += f"; and {len(unreadable) - 3} more, listed in result.json" if unreadable[3:] else ""
         on_event(Note(f"left out {len(unreadable)} unreadable image{'s' * (len(unreadable) > 1)} ({listed})"))
-    lost = np.flatnonzero((train.counts() == 0) & (data.train.counts() > 0))
-    if len(lost):
-        raise UserError(
-            f'no training image of the class "{train.classes[lost[0]]}" can be read: add some, or remove the class.'
-        )
-    if len(eval_split) == 0:
-        raise UserError(f"none of the {eval_split.name} images can be read: run `vitral check`.")
+    if reason := unreadable_refusal(data.train, train, eval_split):
+        raise UserError(reason)
     readable = replace(data, test=eval_split) if data.val is None else replace(data, val=eval_split)
     return replace(readable, train=train), unreadable
 

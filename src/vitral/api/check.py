@@ -1,0 +1,126 @@
+"""`check`: problems of a data set, and with a model its suspicious labels."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from vitral.api.checkpoints import Source, load_source
+from vitral.api.data import Data, open_to_train
+from vitral.api.prediction import compute_device, prepared, reading_workers
+from vitral.atomic import atomic_write, checked_output
+from vitral.data.check import CheckReport, SuspectLabel, open_to_check
+from vitral.data.check import check as check_data
+from vitral.data.images import resize
+from vitral.data.loader import default_workers, read_pixels
+from vitral.data.sources import DataSet, Split
+from vitral.data.splits import unreadable_refusal
+from vitral.display import displayed
+from vitral.errors import UntrainableData, UserError
+from vitral.evaluation.features import cached_features
+from vitral.evaluation.label_errors import find_label_errors
+from vitral.events import EventHandler
+from vitral.recipe import Recipe
+from vitral.report.label_errors import label_errors_page
+
+_SHOWN = 200  # suspicious labels on the page
+_THUMBNAIL = 160  # pixels of the longer side
+
+
+def check(
+    data: str | Path,
+    *,
+    model: Source = "",
+    output: str | Path = "check.html",
+    preprocess: str = "",
+    device: str = "",
+    on_event: EventHandler | None = None,
+) -> CheckReport:
+    """Check a data set: unreadable files, duplicates, leaks, uneven classes, wrong labels.
+
+    Args:
+        data: what `vitral train` takes.
+        model: a run folder, weights, hf:owner/name or timm:name; with it, images whose label is probably wrong are
+            ranked, by a linear classifier of its features that was fitted to other images.
+        output: .html page of these images, with thumbnails; written with `model` only.
+        preprocess: how pixels are prepared, where the weights do not state it.
+        device: cpu, cuda or mps for the model; chosen when not given.
+        on_event: handler of progress events.
+
+    Returns:
+        Counts per class and split, every problem with the images concerned, which of them `train` handles, and why it
+        would refuse the data, where it would.
+
+    Raises:
+        UserError: where an argument is wrong, or the data cannot be opened at all.
+    """
+    target = checked_output(output, (".html",), "--output") if model else None
+    try:
+        opened = open_to_check(data)
+    except UserError as error:
+        if os.path.exists(Path(data).expanduser()):
+            raise UntrainableData(str(error)) from error
+        raise
+    with displayed(on_event) as handler:
+        report = check_data(opened, workers=default_workers("cuda"), on_event=handler)
+        report = replace(report, refusal=_refusal(data, report))
+        if target is None:
+            return report
+        suspects, places, judged = _suspects(opened, model, preprocess, device, handler)
+    thumbnails = [_thumbnail(*place) for place in places[:_SHOWN]]
+    with atomic_write(target) as temporary:
+        temporary.write_text(label_errors_page(opened.source, judged, suspects, thumbnails), encoding="utf-8")
+    return replace(report, suspects=tuple(suspects), judged=judged, page=str(target))
+
+
+def _refusal(data: Data, report: CheckReport) -> str:
+    """Why `train` would refuse the data; empty where it would not."""
+    try:
+        opened = open_to_train(data, Recipe())
+    except UserError as error:
+        return str(error)
+    lost = {image.path for image in report.unreadable}
+
+    def readable(split: Split) -> Split:
+        return split.select(np.array([row for row, key in enumerate(split.keys) if key not in lost], np.int64))
+
+    held_out = opened.eval_split
+    return unreadable_refusal(opened.train, readable(opened.train), readable(held_out) if held_out else None)
+
+
+def _suspects(
+    opened: DataSet, source: Source, preprocess: str, device: str, on_event: EventHandler
+) -> tuple[list[SuspectLabel], list[tuple[Split, int]], int]:
+    """The suspicious labels of all splits together, their splits and indices there, and how many images were judged."""
+    if opened.train.multilabel:
+        raise UserError("suspicious labels are found where images have one label each: leave out --model.")
+    model, card = load_source(source, on_event)
+    resolved, how = compute_device(source, device), prepared(card, preprocess, on_event)
+    workers = reading_workers(resolved)
+    x, labels, places = [], [], []
+    for split in (split for split in opened.splits if len(split)):
+        part = cached_features(model, split, how, device=resolved, workers=workers, on_event=on_event)
+        x.append(part.x[part.valid])
+        labels += part.labels[part.valid].tolist()
+        places += [(split, int(index)) for index in np.flatnonzero(part.valid)]
+    names = opened.train.classes
+    if len(set(labels)) < 2 or np.bincount(labels).max(initial=0) < 2:
+        raise UserError("suspicious labels need two classes, and one with two images that can be read: add images.")
+    errors = find_label_errors(np.concatenate(x), np.array(labels), classes=len(names), device=resolved)
+    suspects = []
+    for error in errors:
+        split, index = places[error.row]
+        label, suggested = names[labels[error.row]], names[error.suggested]
+        chances = error.confidence, error.suggested_confidence
+        suspects.append(SuspectLabel(split.keys[index], label, suggested, *chances, error.score, error.likely))
+    return suspects, [places[error.row] for error in errors], len(labels)
+
+
+def _thumbnail(split: Split, index: int) -> np.ndarray:
+    """uint8 (h, w, 3), at most `_THUMBNAIL` pixels high and wide."""
+    pixels = read_pixels(split, index, 3)
+    scale = min(1.0, _THUMBNAIL / max(pixels.shape[:2]))
+    return resize(pixels, (max(round(pixels.shape[0] * scale), 1), max(round(pixels.shape[1] * scale), 1)))
