@@ -268,7 +268,7 @@ def describe_plan(state: StudyRuns) -> list[str]:
     cost, current = state.cost, state.plan
     if not cost.runs:
         return [f"all {current.total} runs are recorded in {state.folder}"]
-    flops = "FLOPs unknown without the data" if cost.flops is None else f"{cost.flops:.3g} FLOPs"
+    flops = "FLOPs unknown before the runs" if cost.flops is None else f"{cost.flops:.3g} FLOPs"
     time = "time unknown before the first run" if cost.seconds is None else f"about {duration(cost.seconds)} on one GPU"
     memory = f"{cost.peak_bytes / 1e9:.1f} GB of memory as recorded" if cost.peak_bytes else ""
     memory = memory or f"{cost.state_bytes / 1e9:.2f} GB for the largest model and its optimizer, and its activations"

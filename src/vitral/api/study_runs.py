@@ -30,6 +30,7 @@ from vitral.evaluation.probes import fewshot
 from vitral.events import EventHandler
 from vitral.models.build import Model
 from vitral.recipe import Recipe, recipe_hash, with_dev, with_overrides
+from vitral.recipe_schema import ShapeRecipe
 from vitral.studies.definition import PlannedRun, Study
 from vitral.studies.records import Record
 from vitral.training.build import check_recipe
@@ -104,17 +105,19 @@ class Measured:
     peak_bytes: int = 0
     images_per_second: float = 0.0
     device: str = ""
+    shared_seconds: float = 0.0  # spent on what other runs use, too
 
 
 def check_run(context: StudyContext, planned: PlannedRun) -> None:
     """Refuse what cannot work before the first run starts."""
-    recipe = context.recipe_of(planned)
-    if planned.cell.measure == "speed":
-        return
-    if planned.cell.start:
-        context.open(context.study.starts[planned.cell.start].data)
+    recipe, cell = context.recipe_of(planned), planned.cell
     card = describe(located(recipe.init)).card if recipe.init else None
-    check_recipe(recipe, context.data_of(planned, recipe, decoded=False), card)
+    if cell.start:
+        context.open(context.study.starts[cell.start].data)
+    if cell.measure != "speed":
+        data = context.data_of(planned, recipe, decoded=False)
+        if cell.measure == "train":
+            check_recipe(recipe, data, card)
 
 
 def execute(context: StudyContext, planned: PlannedRun, folder: Path, on_event: EventHandler) -> Record:
@@ -129,14 +132,14 @@ def execute(context: StudyContext, planned: PlannedRun, folder: Path, on_event: 
     Raises:
         Interrupted: after Ctrl-C or SIGTERM, once the state is saved.
     """
-    study, began = context.study, time.perf_counter()
+    study, began, shared = context.study, time.perf_counter(), 0.0
     varied = {*planned.cell.changes, *planned.cell.choose, "seed"}
     record = Record(
         id=planned.id,
         study=study.name,
         changes={key: value for key, value in planned.settings.items() if key in varied},
         trial=planned.trial,
-        recipe=recipe_hash(context.recipe_of(planned)),
+        recipe=recipe_hash(study.recipe_of(planned)),
         version=__version__,
     )
     try:
@@ -147,19 +150,22 @@ def execute(context: StudyContext, planned: PlannedRun, folder: Path, on_event: 
         record = replace(record, status="failed", reason=f"{type(error).__name__}: {error}".splitlines()[0][:200])
     else:
         scalars = {key: value for key, value in measured.metrics.items() if type(value) in (int, float)}
-        record = replace(record, **{**asdict(measured), "metrics": scalars})
+        values: dict[str, Any] = {**asdict(measured), "metrics": scalars}
+        shared = values.pop("shared_seconds")
+        record = replace(record, **values)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return replace(record, seconds=round(time.perf_counter() - began, 1))
+    return replace(record, seconds=round(time.perf_counter() - began - shared, 1))
 
 
 def _train(context: StudyContext, planned: PlannedRun, folder: Path, on_event: EventHandler) -> Measured:
     """Train as the recipe says, and evaluate at the end; with patience, the dev split decides when that is."""
-    recipe, started = context.recipe_of(planned), {}
+    recipe, began, started = context.recipe_of(planned), time.perf_counter(), {}
     if planned.cell.start:
         pretrained = _pretrained(context, planned, on_event)
-        recipe = replace(recipe, init=str(Path(pretrained.folder)))
-        started = {"pretraining_flops": pretrained.flops}
+        recipe = replace(recipe, init=pretrained.folder, shape=ShapeRecipe())  # the weights have a shape
+        started = {"pretraining_flops": pretrained.flops, "pretraining_seconds": pretrained.seconds}
+    shared_seconds = time.perf_counter() - began
     stops_early = bool(recipe.patience) and not planned.trial
     if stops_early:
         recipe = with_dev(recipe, context.study.dev)
@@ -167,11 +173,12 @@ def _train(context: StudyContext, planned: PlannedRun, folder: Path, on_event: E
     learned = context.data_of(replace(planned, trial=True), recipe) if stops_early else data
     result = run(recipe, learned, folder, device=context.device, on_event=on_event)
     metrics = {**result.metrics, **started}
-    if stops_early:
-        metrics |= {"dev": result.metrics["score"], **_accuracy(str(folder), data, context.device)}
+    if stops_early:  # the others are of the dev split
+        metrics = {**started, "dev": result.metrics["score"], **_accuracy(str(folder), data, context.device)}
     if context.study.shots and not planned.trial:
         metrics |= _fewshot(str(folder), data, context.study.shots, context.device)
-    return Measured(metrics, result.flops, result.peak_bytes, result.images_per_second, result.device)
+    numbers = (result.flops, result.peak_bytes, result.images_per_second, result.device)
+    return Measured(metrics, *numbers, shared_seconds=shared_seconds)
 
 
 def _pretrained(context: StudyContext, planned: PlannedRun, on_event: EventHandler) -> RunResult:
@@ -208,11 +215,14 @@ def _probe(context: StudyContext, planned: PlannedRun, folder: Path, on_event: E
 
 
 def _evaluate(context: StudyContext, planned: PlannedRun, folder: Path, on_event: EventHandler) -> Measured:
-    """Evaluate the weights in `init` as they are."""
+    """Evaluate the weights in `init` as they are, also on ImageNet's ReaL labels where real.json is beside the data."""
     recipe = context.recipe_of(planned)
     source = context.sources[planned.cell.data]
-    result = evaluate(recipe.init, source, device=context.device, batch=256, on_event=on_event)
-    return Measured(result.metrics, device=init_distributed(context.device).name)
+    real = Path(source.partition(":")[2] or source) / "real.json"
+    labels = str(real) if real.is_file() else ""
+    result = evaluate(recipe.init, source, real=labels, device=context.device, batch=256, on_event=on_event)
+    metrics = result.metrics if result.real is None else {**result.metrics, "real": result.real[0]}
+    return Measured(metrics, device=init_distributed(context.device).name)
 
 
 def _speed(context: StudyContext, planned: PlannedRun, folder: Path, on_event: EventHandler) -> Measured:

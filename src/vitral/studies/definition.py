@@ -45,7 +45,7 @@ Where = Mapping[str, Any]  # labels that cells must have
 
 _TOP = {
     *("title", "source", "about", "differs", "data", "images", "classes", "seeds", "metric", "measure", "shots", "dev"),
-    *("x", "preset", "recipe", "axes", "points", "claims", "starts", "scales"),
+    *("x", "columns", "preset", "recipe", "axes", "points", "claims", "starts", "scales"),
 }
 _POINT = {
     "name",
@@ -79,6 +79,7 @@ class Claim:
     expect: Expectation = ">"
     margin: float = 0.0
     metric: str = ""
+    paper: str = ""  # what the paper measured
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class Study:
     differs: tuple[str, ...] = ()  # from the paper
     shots: tuple[int, ...] = ()  # of the few-shot evaluation of a probe, or after each training
     dev: float = 0.1  # share of train to choose on
+    columns: tuple[str, ...] = ()  # further metrics for the table
     x: str = ""  # horizontal axis of the figure: a label, "flops" or "seconds"
     images: int = 0  # training images and classes, where the data is not there to count them
     classes: int = 0
@@ -198,6 +200,7 @@ def parse_study(
         cells=tuple(_cells(settings, name)),
         differs=tuple(settings.get("differs", ())),
         shots=tuple(settings.get("shots", ())),
+        columns=tuple(settings.get("columns", ())),
         claims=tuple(_claim(claim, name) for claim in settings.get("claims", ())),
         starts={start: _start(table, name, start) for start, table in settings.get("starts", {}).items()},
         **values,
@@ -296,7 +299,9 @@ def _claim(claim: Mapping[str, Any], name: str) -> Claim:
         raise UserError(f"a claim of the study {name} has {what}: kinds are {', '.join(get_args(ClaimKind))}.")
     selections: dict[str, Any] = {key: _flat(claim[key], keys()) for key in ("a", "b") if key in claim}
     order = tuple(_flat(where, keys()) for where in claim.get("order", ()))
-    values: dict[str, Any] = {key: claim[key] for key in ("along", "expect", "margin", "metric") if key in claim}
+    values: dict[str, Any] = {
+        key: claim[key] for key in ("along", "expect", "margin", "metric", "paper") if key in claim
+    }
     if values.get("expect", ">") not in get_args(Expectation):
         raise UserError(f'expect of a claim of the study {name} must be "<", "=" or ">", not {values["expect"]!r}.')
     parsed = Claim(text=text, kind=claim["kind"], order=order, **selections, **values)

@@ -33,7 +33,12 @@ def markdown(study: Study, cells: Sequence[CellResult], records: Mapping[str, Re
     lines = [head, "", *([study.about, ""] if study.about else [])]
     if study.claims:
         lines += [*_table(["claim", "verdict", "measured"], _claim_rows(judge(study, cells)), left=3), ""]
-    lines += [*_table(columns, rows, left=columns.index(study.metric)), "", cost_sentence(records), ""]
+    lines += [
+        *_table(columns, rows, left=columns.index(study.metric)),
+        "",
+        f"{_intervals(records)} {cost_sentence(records)}",
+        "",
+    ]
     lines += ["Differs from the paper:", "", *(f"- {text}" for text in study.differs), ""] if study.differs else []
     return "\n".join(lines)
 
@@ -41,7 +46,7 @@ def markdown(study: Study, cells: Sequence[CellResult], records: Mapping[str, Re
 def claims_table(reports: Sequence[tuple[Study, Sequence[CellResult]]]) -> str:
     """One table of the claims of several studies."""
     rows = [
-        [result.claim.text, study.source, result.measured, _bold(result.verdict)]
+        [result.claim.text, _paper(study, result), result.measured, _bold(result.verdict)]
         for study, cells in reports
         for result in judge(study, cells)
     ]
@@ -50,6 +55,11 @@ def claims_table(reports: Sequence[tuple[Study, Sequence[CellResult]]]) -> str:
 
 def _claim_rows(results: Sequence[ClaimResult]) -> list[list[str]]:
     return [[result.claim.text, _bold(result.verdict), result.measured] for result in results]
+
+
+def _paper(study: Study, result: ClaimResult) -> str:
+    """Where the paper has the claim, and what it measured."""
+    return ": ".join(filter(None, [study.source.partition(",")[0], result.claim.paper]))
 
 
 def _bold(verdict: str) -> str:
@@ -61,17 +71,27 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> 
     return [f"| {' | '.join(row)} |" for row in [columns]] + [f"|{rule}|"] + [f"| {' | '.join(row)} |" for row in rows]
 
 
+def _intervals(records: Mapping[str, Record]) -> str:
+    """What the numbers of the table are, and how many images they are of."""
+    counts = sorted({int(r.metrics["n"]) for r in records.values() if not r.trial and "n" in r.metrics})
+    images = f"n = {' and '.join(f'{n:,}' for n in counts)} images per run; " if counts else ""
+    return f"{images}+- is half of the 95 % confidence interval over runs."
+
+
 def cost_sentence(records: Mapping[str, Record]) -> str:
     """What all runs took, trials and failures included."""
     seconds, flops = sum(r.seconds for r in records.values()), sum(r.flops for r in records.values())
     devices = sorted({record.device for record in records.values() if record.device})
     bad = [record for record in records.values() if record.status != "ok"]
     failed = f"; {len(bad)} diverged or failed" if bad else ""
+    starts = {r.metrics["pretraining_flops"] for r in records.values() if "pretraining_flops" in r.metrics}
+    before = f", and {sum(starts):.2e} FLOPs of pre-training" if starts else ""
     trials = sum(record.trial for record in records.values())
     chosen = f", {trials} of them trials" if trials else ""
     return (
         f"{len(records)} runs{chosen}: {seconds:,.0f} s and {flops:.2e} FLOPs "
-        f"(two per multiply-accumulate, three forward passes per step) on {', '.join(devices) or 'no device'}{failed}."
+        f"(two per multiply-accumulate, three forward passes per step){before} on {', '.join(devices) or 'no device'}"
+        f"{failed}."
     )
 
 
