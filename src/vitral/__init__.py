@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vitral.api.prediction import EmbedResult, classifier, embed, predict
     from vitral.api.probes import ProbeResult, dedupe, fewshot
     from vitral.api.protocols import ProtocolResult, finetune, pretrain
-    from vitral.api.study import StudyList, StudyRuns, study
+    from vitral.api.study import StudyList, StudyReport, StudyRuns, study
     from vitral.api.training import TrainResult, show_recipe, train
     from vitral.api.vtab import VtabResult, vtab1k
     from vitral.architecture import ModuleConfig, ResNetConfig, ViTConfig
@@ -49,7 +49,7 @@ _MODULES = {
     "vitral.api.prediction": "EmbedResult classifier embed predict",
     "vitral.api.probes": "ProbeResult dedupe fewshot",
     "vitral.api.protocols": "ProtocolResult finetune pretrain",
-    "vitral.api.study": "StudyList StudyRuns study",
+    "vitral.api.study": "StudyList StudyReport StudyRuns study",
     "vitral.api.training": "TrainResult show_recipe train",
     "vitral.api.vtab": "VtabResult vtab1k",
     "vitral.architecture": "ModuleConfig ResNetConfig ViTConfig",
@@ -70,8 +70,8 @@ __all__ = [
     "EmbedResult", "EvalResult", "Evaluated", "Event", "EventHandler", "Images", "InspectResult", "Interrupted",
     "ModuleConfig", "Neighbour", "Note", "PredictionResults", "Preprocess", "ProbeResult", "Progress",
     "ProtocolResult", "PushResult", "Recipe", "ResNetConfig", "RunDirChosen", "RunHandle", "RunResult", "RunStarted",
-    "Saved", "SearchResult", "Source", "StepDone", "StudyList", "StudyRuns", "TensorBoard", "TrainResult", "UserError",
-    "ViTConfig", "VtabResult",
+    "Saved", "SearchResult", "Source", "StepDone", "StudyList", "StudyReport", "StudyRuns", "TensorBoard",
+    "TrainResult", "UserError", "ViTConfig", "VtabResult",
     "__version__", "benchmark", "capture", "check", "classifier", "convert", "create", "dedupe", "demo", "embed",
     "evaluate", "fewshot", "finetune", "info", "inspect", "list_available", "load", "predict", "pretrain", "push",
     "save", "search", "show_recipe", "study", "train", "vtab1k",

@@ -19,6 +19,8 @@ from vitral.errors import UserError
 from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.device import check_device
 from vitral.recipe import Overrides, override_words
+from vitral.studies import report
+from vitral.studies.claims import ClaimResult, judge
 from vitral.studies.definition import (
     Study,
     definition_of,
@@ -98,6 +100,29 @@ class StudyRuns(SummaryRepr):
         }
 
 
+@dataclass(frozen=True, repr=False)
+class StudyReport(SummaryRepr):
+    """The claims of one or several studies, and the files that were written."""
+
+    studies: tuple[StudyRuns, ...]
+    claims: tuple[tuple[str, ClaimResult], ...]  # with the names of their studies
+    files: tuple[Path, ...]
+
+    def summary(self) -> dict[str, str]:
+        verdicts = [result.verdict for _, result in self.claims]
+        counts = {verdict: f"{verdicts.count(verdict)}" for verdict in dict.fromkeys(verdicts)}
+        return {**counts, "files": ", ".join(map(str, self.files))}
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        claims = [
+            {"study": name, "claim": result.claim.text, "verdict": result.verdict, "measured": result.measured}
+            for name, result in self.claims
+        ]
+        studies = [report.as_dict(state.study, state.cells, state.records) for state in self.studies]
+        return {"claims": claims, "studies": studies, "files": [str(path) for path in self.files]}
+
+
 def study(
     action: StudyAction = "list",
     name: str | Path = "",
@@ -115,7 +140,7 @@ def study(
     device: str = "",
     set: Overrides = (),
     on_event: EventHandler | None = None,
-) -> StudyList | StudyRuns:
+) -> StudyList | StudyRuns | StudyReport:
     """Run a study of many runs, such as the paper's, and report on its claims.
 
     A study that was stopped resumes when the same command is given again, on this machine or on another that has its
@@ -124,7 +149,7 @@ def study(
 
     Args:
         action: list (the studies that come with vitral), run, or report (a page, a table and the claims).
-        name: name of a study or a TOML file; for report, the folder of its runs.
+        name: name of a study or a TOML file; for report, the folder of its runs, or one of several such folders.
         data: where the data sets of the study are, as NAME:FOLDER or NAME=SOURCE; SOURCE alone where it has one.
         init: weights to start from in place of those that the study names.
         out: folder of the runs; results/NAME when not given.
@@ -140,7 +165,7 @@ def study(
         on_event: handler of notes about the progress.
 
     Returns:
-        The studies, or a study with its plan, its table and its records.
+        The studies; a study with its plan, its table and its records; or the claims with their verdicts.
 
     Raises:
         UserError: where an argument is wrong, before anything is written.
@@ -151,7 +176,7 @@ def study(
     if not name:
         raise UserError("NAME is missing: name a study (`vitral study list`), or a TOML file.")
     if action == "report":
-        return open_folder(Path(name))
+        return write_report(Path(name))
     check_device(device)
     words = override_words(set)
     chosen = read_study(name, scale, _overrides(words))
@@ -174,9 +199,35 @@ def study(
                 break  # failed, or left to other processes
         state = study_state(job)
         if not state.plan.pending and not keep:
-            for leftover in ("pixels", "running"):
+            for leftover in ("pixels", "running", "weights"):
                 shutil.rmtree(folder / leftover, ignore_errors=True)
     return state
+
+
+def write_report(folder: Path) -> StudyReport:
+    """Write report.html, report.md and report.json into the folder of a study, or of every study in a folder; of
+    several, claims.md has all claims."""
+    several = not (folder / _STUDY).is_file() and folder.is_dir()
+    folders = sorted(path.parent for path in folder.glob(f"*/{_STUDY}")) if several else [folder]
+    states = [open_folder(path) for path in folders]
+    if not states:
+        raise UserError(f"{folder} holds no study: name a folder that `vitral study run` has written.")
+    files = []
+    for state in states:
+        parts = (state.study, state.cells, state.records)
+        texts = {"html": report.html(*parts), "md": report.markdown(*parts)}
+        texts["json"] = json.dumps(report.as_dict(*parts), indent=2) + "\n"
+        files += [_write(state.folder / f"report.{suffix}", text) for suffix, text in texts.items()]
+    if several:
+        files.append(_write(folder / "claims.md", report.claims_table([(s.study, s.cells) for s in states])))
+    claims = [(state.study.name, result) for state in states for result in judge(state.study, state.cells)]
+    return StudyReport(tuple(states), tuple(claims), tuple(files))
+
+
+def _write(path: Path, text: str) -> Path:
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, "utf-8")
+    return path
 
 
 def open_folder(folder: Path) -> StudyRuns:
@@ -217,7 +268,7 @@ def describe_plan(state: StudyRuns) -> list[str]:
     cost, current = state.cost, state.plan
     if not cost.runs:
         return [f"all {current.total} runs are recorded in {state.folder}"]
-    flops = "FLOPs unknown without the data" if cost.flops is None else f"{cost.flops:.3g} FLOPs"
+    flops = "FLOPs unknown before the runs" if cost.flops is None else f"{cost.flops:.3g} FLOPs"
     time = "time unknown before the first run" if cost.seconds is None else f"about {duration(cost.seconds)} on one GPU"
     memory = f"{cost.peak_bytes / 1e9:.1f} GB of memory as recorded" if cost.peak_bytes else ""
     memory = memory or f"{cost.state_bytes / 1e9:.2f} GB for the largest model and its optimizer, and its activations"
@@ -249,5 +300,4 @@ def _write_study(folder: Path, name: str | Path, chosen: Study, words: Sequence[
         before = json.loads(path.read_text("utf-8"))
         if (before["study"], before["scale"], before["set"]) != (study_name(name), chosen.scale, list(words)):
             raise UserError(f"{folder} holds another study ({before['study']}): choose another folder with --out.")
-    with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+    _write(path, json.dumps(settings, indent=2) + "\n")

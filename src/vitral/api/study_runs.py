@@ -13,27 +13,36 @@ import torch
 
 from vitral.api.checkpoints import load_source
 from vitral.api.data import restricted
+from vitral.api.evaluation import evaluate
 from vitral.api.prediction import compute_device, prepared, reading_workers
+from vitral.bench.backends import OURS, Backend, Workload
+from vitral.bench.steps import InferenceStep, TimedStep, TrainingStep
 from vitral.checkpoints.card import Card
+from vitral.checkpoints.lock import FolderLock
 from vitral.checkpoints.weights import describe, located
 from vitral.data.loader import default_workers
 from vitral.data.memory_map import decode_once
-from vitral.data.sources import DataSet, Split, open_data, with_test_split
+from vitral.data.sources import DataSet, Split, open_data, with_dev_split, with_test_split
 from vitral.data.splits import HELD_OUT
 from vitral.errors import UserError
-from vitral.evaluation.predict import embed_split
+from vitral.evaluation.predict import embed_split, predict_split
 from vitral.evaluation.probes import fewshot
 from vitral.events import EventHandler
-from vitral.recipe import Recipe, recipe_hash
+from vitral.models.build import Model
+from vitral.recipe import Recipe, recipe_hash, with_dev, with_overrides
+from vitral.recipe_schema import ShapeRecipe
 from vitral.studies.definition import PlannedRun, Study
 from vitral.studies.records import Record
 from vitral.training.build import check_recipe
 from vitral.training.loop import Diverged
+from vitral.training.parallel import init_distributed
 from vitral.training.run import RunResult, run
 from vitral.version import __version__
 
 PROBE_IMAGES = 50  # training images per class that a few-shot evaluation draws from, as Google's code draws from a part
 PROBE_SEEDS = 5
+_WAIT = 2.0  # seconds between two looks at a lock
+_SMALLEST = 8  # images of the first batch whose speed is measured
 
 
 @dataclass
@@ -75,6 +84,9 @@ class StudyContext:
     def recipe_of(self, planned: PlannedRun) -> Recipe:
         """The recipe of a run; pixels are normalised as the weights that it starts from state."""
         recipe = self.study.recipe_of(planned)
+        if planned.trial and recipe.data.subset:  # there may be fewer images beside the dev split
+            left = len(with_dev_split(self.open(planned.cell.data, recipe.data.held_out), recipe.data.dev).train)
+            recipe = replace(recipe, data=replace(recipe.data, subset=min(recipe.data.subset, left)))
         if not recipe.init:
             return recipe
         recipe = replace(recipe, init=self.init or recipe.init)
@@ -93,13 +105,19 @@ class Measured:
     peak_bytes: int = 0
     images_per_second: float = 0.0
     device: str = ""
+    shared_seconds: float = 0.0  # spent on what other runs use, too
 
 
 def check_run(context: StudyContext, planned: PlannedRun) -> None:
     """Refuse what cannot work before the first run starts."""
-    recipe = context.recipe_of(planned)
+    recipe, cell = context.recipe_of(planned), planned.cell
     card = describe(located(recipe.init)).card if recipe.init else None
-    check_recipe(recipe, context.data_of(planned, recipe, decoded=False), card)
+    if cell.start:
+        context.open(context.study.starts[cell.start].data)
+    if cell.measure != "speed":
+        data = context.data_of(planned, recipe, decoded=False)
+        if cell.measure == "train":
+            check_recipe(recipe, data, card)
 
 
 def execute(context: StudyContext, planned: PlannedRun, folder: Path, on_event: EventHandler) -> Record:
@@ -114,51 +132,148 @@ def execute(context: StudyContext, planned: PlannedRun, folder: Path, on_event: 
     Raises:
         Interrupted: after Ctrl-C or SIGTERM, once the state is saved.
     """
-    study, began = context.study, time.perf_counter()
+    study, began, shared = context.study, time.perf_counter(), 0.0
     varied = {*planned.cell.changes, *planned.cell.choose, "seed"}
     record = Record(
         id=planned.id,
         study=study.name,
         changes={key: value for key, value in planned.settings.items() if key in varied},
         trial=planned.trial,
-        recipe=recipe_hash(context.recipe_of(planned)),
+        recipe=recipe_hash(study.recipe_of(planned)),
         version=__version__,
     )
     try:
-        measured = MEASURES[study.measure](context, planned, folder, on_event)
+        measured = MEASURES[planned.cell.measure](context, planned, folder, on_event)
     except Diverged as error:
         record = replace(record, status="diverged", reason=str(error))
     except (UserError, OSError, RuntimeError, MemoryError) as error:
         record = replace(record, status="failed", reason=f"{type(error).__name__}: {error}".splitlines()[0][:200])
     else:
         scalars = {key: value for key, value in measured.metrics.items() if type(value) in (int, float)}
-        record = replace(record, **{**asdict(measured), "metrics": scalars})
+        values: dict[str, Any] = {**asdict(measured), "metrics": scalars}
+        shared = values.pop("shared_seconds")
+        record = replace(record, **values)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return replace(record, seconds=round(time.perf_counter() - began, 1))
+    return replace(record, seconds=round(time.perf_counter() - began - shared, 1))
 
 
 def _train(context: StudyContext, planned: PlannedRun, folder: Path, on_event: EventHandler) -> Measured:
-    """Train as the recipe says, evaluate at the end, and with a few images per class where the study asks for it."""
-    recipe = context.recipe_of(planned)
-    data = context.data_of(planned, recipe)
-    flops = 0.0
+    """Train as the recipe says, and evaluate at the end; with patience, the dev split decides when that is."""
+    recipe, began, started = context.recipe_of(planned), time.perf_counter(), {}
     if planned.cell.start:
         pretrained = _pretrained(context, planned, on_event)
-        recipe, flops = replace(recipe, init=pretrained.folder), 0.0
-    result = run(recipe, data, folder, device=context.device, on_event=on_event)
-    metrics = dict(result.metrics)
+        recipe = replace(recipe, init=pretrained.folder, shape=ShapeRecipe())  # the weights have a shape
+        started = {"pretraining_flops": pretrained.flops, "pretraining_seconds": pretrained.seconds}
+    shared_seconds = time.perf_counter() - began
+    stops_early = bool(recipe.patience) and not planned.trial
+    if stops_early:
+        recipe = with_dev(recipe, context.study.dev)
+    data = context.data_of(planned, with_dev(recipe, 0.0) if stops_early else recipe)
+    learned = context.data_of(replace(planned, trial=True), recipe) if stops_early else data
+    result = run(recipe, learned, folder, device=context.device, on_event=on_event)
+    metrics = {**result.metrics, **started}
+    if stops_early:  # the others are of the dev split
+        metrics = {**started, "dev": result.metrics["score"], **_accuracy(str(folder), data, context.device)}
     if context.study.shots and not planned.trial:
-        metrics |= probe(str(folder), data, context.study.shots, context.device)
-    return Measured(metrics, flops + result.flops, result.peak_bytes, result.images_per_second, result.device)
+        metrics |= _fewshot(str(folder), data, context.study.shots, context.device)
+    numbers = (result.flops, result.peak_bytes, result.images_per_second, result.device)
+    return Measured(metrics, *numbers, shared_seconds=shared_seconds)
 
 
 def _pretrained(context: StudyContext, planned: PlannedRun, on_event: EventHandler) -> RunResult:
-    """The pre-training that a run starts from; runs that start from the same one share it, by its folder."""
-    raise NotImplementedError
+    """The pre-training that a run starts from, with the study's first seed; runs with the same one share its folder.
+
+    On a machine that has the records but not the weights it is repeated.
+    """
+    start = context.study.starts[planned.cell.start]
+    recipe = with_overrides(Recipe(), {**start.settings, "seed": planned.cell.seeds[0]})
+    data = with_test_split(restricted(context.decoded(start.data, recipe.data.held_out), recipe))
+    folder = context.out / "weights" / f"{planned.cell.start}-{recipe_hash(recipe)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(folder)
+    while True:
+        try:
+            lock.acquire()
+        except UserError:  # another process trains it
+            time.sleep(_WAIT)
+        else:
+            break
+    try:
+        return run(recipe, data, folder / "run", device=context.device, on_event=on_event)
+    finally:
+        lock.release()
 
 
-def probe(source: str, data: DataSet, shots: Sequence[int], device: str) -> dict[str, float]:
+def _probe(context: StudyContext, planned: PlannedRun, folder: Path, on_event: EventHandler) -> Measured:
+    """Evaluate the frozen features of the weights in `init` with a few images per class."""
+    recipe = context.recipe_of(planned)
+    data = context.data_of(planned, recipe)
+    scores = _fewshot(recipe.init, data, context.study.shots, context.device)
+    top = scores[f"{max(context.study.shots)}-shot"]
+    return Measured({**scores, "top1": top, "n": len(data.splits[-1])}, device=init_distributed(context.device).name)
+
+
+def _evaluate(context: StudyContext, planned: PlannedRun, folder: Path, on_event: EventHandler) -> Measured:
+    """Evaluate the weights in `init` as they are, also on ImageNet's ReaL labels where real.json is beside the data."""
+    recipe = context.recipe_of(planned)
+    source = context.sources[planned.cell.data]
+    real = Path(source.partition(":")[2] or source) / "real.json"
+    labels = str(real) if real.is_file() else ""
+    result = evaluate(recipe.init, source, real=labels, device=context.device, batch=256, on_event=on_event)
+    metrics = result.metrics if result.real is None else {**result.metrics, "real": result.real[0]}
+    return Measured(metrics, device=init_distributed(context.device).name)
+
+
+def _speed(context: StudyContext, planned: PlannedRun, folder: Path, on_event: EventHandler) -> Measured:
+    """Images per second in training and prediction, the best of all batches, and the largest batch that trains."""
+    recipe = context.recipe_of(planned)
+    device = compute_device("", context.device).partition(":")[0]
+    metrics: dict[str, float] = {}
+    for work, step in (("train", TrainingStep), ("infer", InferenceStep)):
+        batch = _SMALLEST
+        while batch <= recipe.batch:
+            workload = Workload(work, recipe.model, batch, device, image=recipe.image)
+            rate = _rate(step, workload)
+            if rate is None:
+                break
+            name = f"{work}_images_per_second"
+            metrics[name] = max(metrics.get(name, 0.0), rate)
+            metrics |= {"largest_batch": batch} if work == "train" else {}
+            batch *= 2
+    if "train_images_per_second" not in metrics:
+        raise UserError(f"{recipe.model} at {recipe.image} pixels does not fit into memory with {_SMALLEST} images.")
+    return Measured(metrics, device=init_distributed(context.device).name)
+
+
+def _rate(step: type[TimedStep], workload: Workload) -> float | None:
+    """Images per second of the fastest of a few steps; None where memory runs out."""
+    try:
+        timed = step(Backend(OURS), workload)
+        timed.run(2)
+        seconds = min(timed.run(3))
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        timed = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return workload.batch / seconds
+
+
+def _accuracy(source: str, data: DataSet, device: str) -> dict[str, float]:
+    """Top-1 accuracy of a model on the data's held-out split."""
+    model, card = load_source(source, None)
+    split, resolved = data.eval_split, compute_device("", device)
+    assert split is not None
+    workers = reading_workers(resolved)
+    rows = predict_split(model, split, prepared(card, ""), batch=256, device=resolved, workers=workers)
+    right = rows.logits[rows.valid].argmax(1) == split.labels[rows.indices[rows.valid]]
+    top1 = float(right.mean())
+    return {"top1": top1, "score": top1, "n": int(rows.valid.sum())}
+
+
+def _fewshot(source: str, data: DataSet, shots: Sequence[int], device: str) -> dict[str, float]:
     """Few-shot accuracies of a model by "5-shot"; images are drawn from the first ones of each class of train."""
     model, card = load_source(source, None)
     held_out = data.eval_split
@@ -170,20 +285,23 @@ def probe(source: str, data: DataSet, shots: Sequence[int], device: str) -> dict
     return {f"{row.shots}-shot": row.mean for row in rows}
 
 
-def _features(model: Any, card: Card, split: Split, device: str) -> tuple[Any, Any]:
+def _features(model: Model, card: Card, split: Split, device: str) -> tuple[np.ndarray, np.ndarray]:
     resolved = compute_device("", device)
     workers = reading_workers(resolved)
     rows = embed_split(model, split, prepared(card, ""), batch=256, device=resolved, workers=workers)
-    readable = rows.valid
-    return rows.features[readable], split.labels[rows.indices[readable]]
+    return rows.features[rows.valid], split.labels[rows.indices[rows.valid]]
 
 
 def _first_of_classes(train: Split) -> Split:
-    ranks = np.empty(len(train), np.int64)
+    """The first images of each class."""
     order = np.argsort(train.labels, kind="stable")
-    starts = np.searchsorted(train.labels[order], train.labels[order])
-    ranks[order] = np.arange(len(train)) - starts
-    return train.select(np.flatnonzero(ranks < PROBE_IMAGES))
+    ranks = np.arange(len(train)) - np.searchsorted(train.labels[order], train.labels[order])
+    return train.select(np.sort(order[ranks < PROBE_IMAGES]))
 
 
-MEASURES: dict[str, Callable[[StudyContext, PlannedRun, Path, EventHandler], Measured]] = {"train": _train}
+MEASURES: dict[str, Callable[[StudyContext, PlannedRun, Path, EventHandler], Measured]] = {
+    "train": _train,
+    "probe": _probe,
+    "evaluate": _evaluate,
+    "speed": _speed,
+}

@@ -17,7 +17,7 @@ from vitral.recipe import Recipe, to_toml
 if TYPE_CHECKING:
     from vitral.api.demonstration import DemoResult
     from vitral.api.protocols import PaperNumber, ProtocolResult
-    from vitral.api.study import StudyList, StudyRuns
+    from vitral.api.study import StudyList, StudyReport, StudyRuns
     from vitral.api.vtab import VtabResult
 
 _CLASSES = 12  # rows of a table of classes
@@ -97,22 +97,29 @@ def show_demo(result: DemoResult, values: Mapping[str, Any]) -> None:
     print(f"  vitral evaluate {second} digits")
 
 
-def show_study(result: StudyList | StudyRuns, values: Mapping[str, Any]) -> None:
-    """Print the studies there are, the commands of pending runs, or the plan and the table of a study."""
-    from vitral.api.study import StudyList, describe_plan
+def show_study(result: StudyList | StudyRuns | StudyReport, values: Mapping[str, Any]) -> None:
+    """Print the studies there are, the commands of pending runs, the plan and the table of a study, or its claims."""
+    from vitral.api.study import StudyList, StudyReport, describe_plan
 
     if isinstance(result, StudyList):
         rows = [
-            [s.name, s.title, s.source, ", ".join(s.data), str(s.runs), ", ".join(s.scales)] for s in result.studies
+            [entry.name, entry.title, entry.source, ", ".join(entry.data), f"{entry.runs}", ", ".join(entry.scales)]
+            for entry in result.studies
         ]
         print_table(["study", "about", "the paper", "data", "runs", "scales"], rows, left=4)
-    elif values["print_commands"]:
+        return
+    if isinstance(result, StudyReport):
+        rows = [[name, claim.claim.text, claim.verdict, claim.measured] for name, claim in result.claims]
+        print_table(["study", "claim", "verdict", "measured"], rows, left=4)
+        print_facts({"wrote": ", ".join(map(str, result.files))})
+        return
+    if values["print_commands"]:
         print("\n".join(result.commands))
-    else:
-        if not values["dry_run"]:
-            columns, cells = result.table()
-            print_table(columns, cells, left=columns.index(result.study.metric))
-        print("\n".join(describe_plan(result)))
+        return
+    if not values["dry_run"]:
+        columns, cells = result.table()
+        print_table(columns, cells, left=columns.index(result.study.metric))
+    print("\n".join(describe_plan(result)))
 
 
 def show_protocol(result: ProtocolResult, values: Mapping[str, Any]) -> None:

@@ -339,7 +339,7 @@ def interval(values: Sequence[float]) -> float | None:
     """Half the width of the 95 % confidence interval of the mean (Student's t); None for fewer than two values."""
     if len(values) < 2:
         return None
-    return _student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return student_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def check_features(x: np.ndarray, labels: np.ndarray, classes: int) -> None:
@@ -380,7 +380,7 @@ def _is_dual(extended: np.ndarray) -> bool:
     return extended.shape[0] < extended.shape[1]
 
 
-def _student(freedom: int) -> float:
+def student_quantile(freedom: int) -> float:
     """The 97.5 % quantile of Student's t distribution."""
     low, high = 0.0, math.pi / 2
     while low < (middle := (low + high) / 2) < high:

@@ -29,7 +29,7 @@ import itertools
 import json
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -38,16 +38,26 @@ from vitral.errors import UserError
 from vitral.recipe import Recipe, keys, with_overrides
 from vitral.recipe_presets import get_preset
 
-Measure = Literal["train", "probe", "speed"]
+Measure = Literal["train", "probe", "evaluate", "speed"]
 ClaimKind = Literal["compare", "rank", "trend", "best"]
 Expectation = Literal["<", "=", ">"]
 Where = Mapping[str, Any]  # labels that cells must have
 
 _TOP = {
     *("title", "source", "about", "differs", "data", "images", "classes", "seeds", "metric", "measure", "shots", "dev"),
-    *("x", "preset", "recipe", "axes", "points", "claims", "starts", "scales"),
+    *("x", "columns", "preset", "recipe", "axes", "points", "claims", "starts", "scales"),
 }
-_POINT = {"name", "group", "paper", "data", "start", "preset", "choose", "seeds"}  # of a point, besides recipe keys
+_POINT = {
+    "name",
+    "group",
+    "paper",
+    "data",
+    "start",
+    "preset",
+    "choose",
+    "seeds",
+    "measure",
+}  # of a point, besides recipe keys
 _FOLDED = ("recipe", "axes")  # of a scale, merged with those of the study
 
 
@@ -69,6 +79,15 @@ class Claim:
     expect: Expectation = ">"
     margin: float = 0.0
     metric: str = ""
+    paper: str = ""  # what the paper measured
+
+
+@dataclass(frozen=True)
+class Start:
+    """A pre-training that runs start from: its data, and the recipe keys it sets."""
+
+    data: str
+    settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -79,6 +98,7 @@ class Cell:
     changes: Mapping[str, Any]  # recipe keys, but for the seed
     data: str
     seeds: tuple[int, ...]
+    measure: Measure = "train"
     preset: str = ""
     start: str = ""  # name of the pre-training it starts from
     choose: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # values of keys to choose from on a dev split
@@ -97,14 +117,14 @@ class Study:
     source: str = ""  # in the paper
     about: str = ""
     differs: tuple[str, ...] = ()  # from the paper
-    measure: Measure = "train"
-    shots: tuple[int, ...] = ()  # of a few-shot evaluation after each run
+    shots: tuple[int, ...] = ()  # of the few-shot evaluation of a probe, or after each training
     dev: float = 0.1  # share of train to choose on
+    columns: tuple[str, ...] = ()  # further metrics for the table
     x: str = ""  # horizontal axis of the figure: a label, "flops" or "seconds"
     images: int = 0  # training images and classes, where the data is not there to count them
     classes: int = 0
     claims: tuple[Claim, ...] = ()
-    starts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # recipe keys of pre-trainings by name
+    starts: Mapping[str, Start] = field(default_factory=dict)  # pre-trainings by name
     scale: str = "small"
 
     def recipe_of(self, run: PlannedRun) -> Recipe:
@@ -116,7 +136,8 @@ class Study:
     @property
     def data_names(self) -> tuple[str, ...]:
         """The data sets of the study."""
-        return tuple(dict.fromkeys(cell.data for cell in self.cells))
+        starts = (self.starts[cell.start].data for cell in self.cells if cell.start)
+        return tuple(dict.fromkeys([*(cell.data for cell in self.cells if cell.data), *starts]))
 
 
 def shipped() -> tuple[str, ...]:
@@ -169,9 +190,7 @@ def parse_study(
     for key in ("title", "metric"):
         if not isinstance(settings.get(key), str):
             raise UserError(f'the study {name} lacks its {key}: add {key} = "...".')
-    if settings.get("measure", "train") not in get_args(Measure):
-        raise UserError(f"measure of the study {name} must be one of {', '.join(get_args(Measure))}.")
-    plain = ("title", "metric", "source", "about", "measure", "dev", "x", "images", "classes")
+    plain = ("title", "metric", "source", "about", "dev", "x", "images", "classes")
     values = {key: settings[key] for key in plain if key in settings}
     recipe = _flat(settings.get("recipe", {}), keys())
     return Study(
@@ -181,8 +200,9 @@ def parse_study(
         cells=tuple(_cells(settings, name)),
         differs=tuple(settings.get("differs", ())),
         shots=tuple(settings.get("shots", ())),
+        columns=tuple(settings.get("columns", ())),
         claims=tuple(_claim(claim, name) for claim in settings.get("claims", ())),
-        starts={start: _flat(values, keys()) for start, values in settings.get("starts", {}).items()},
+        starts={start: _start(table, name, start) for start, table in settings.get("starts", {}).items()},
         **values,
     )
 
@@ -218,6 +238,17 @@ def _flat(table: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") 
     return flat
 
 
+def _start(table: Mapping[str, Any], name: str, start: str) -> Start:
+    """A pre-training: `on` names its data, all else are recipe keys."""
+    settings = _flat(table, keys())
+    data = settings.pop("on", "")
+    unknown = [key for key in settings if key not in keys()]
+    if not data or unknown:
+        what = f'sets "{unknown[0]}", which is not a key of a recipe' if unknown else "lacks its data, on"
+        raise UserError(f"the start {start} of the study {name} {what}: correct it.")
+    return Start(data, settings)
+
+
 def _cells(settings: Mapping[str, Any], name: str) -> Iterator[Cell]:
     """Every combination of the axes with every point."""
     axes = {key: values if isinstance(values, list) else [values] for key, values in settings["axes"].items()}
@@ -234,6 +265,11 @@ def _cell(point: Mapping[str, Any], settings: Mapping[str, Any], name: str) -> C
     for key in (*changes, *choose):
         if key not in keys():
             raise UserError(f'the study {name} varies "{key}", which is not a key of a recipe (`vitral show`).')
+    measure, start = point.get("measure", settings.get("measure", "train")), point.get("start", "")
+    if measure not in get_args(Measure):
+        raise UserError(f'the study {name} has no measure "{measure}": use {", ".join(get_args(Measure))}.')
+    if start and start not in settings.get("starts", {}):
+        raise UserError(f'the study {name} has no start "{start}": add a table [starts.{start}].')
     labels = {key: point[key] for key in ("name", "group", "data", "start") if key in point} | changes
     labels.setdefault("name", settings_text(changes))
     return Cell(
@@ -242,7 +278,8 @@ def _cell(point: Mapping[str, Any], settings: Mapping[str, Any], name: str) -> C
         data=point.get("data", settings.get("data", "")),
         seeds=tuple(point.get("seeds", settings.get("seeds", [0]))),
         preset=point.get("preset", settings.get("preset", "")),
-        start=point.get("start", ""),
+        start=start,
+        measure=measure,
         choose=choose,
         paper=point.get("paper"),
     )
@@ -262,7 +299,9 @@ def _claim(claim: Mapping[str, Any], name: str) -> Claim:
         raise UserError(f"a claim of the study {name} has {what}: kinds are {', '.join(get_args(ClaimKind))}.")
     selections: dict[str, Any] = {key: _flat(claim[key], keys()) for key in ("a", "b") if key in claim}
     order = tuple(_flat(where, keys()) for where in claim.get("order", ()))
-    values: dict[str, Any] = {key: claim[key] for key in ("along", "expect", "margin", "metric") if key in claim}
+    values: dict[str, Any] = {
+        key: claim[key] for key in ("along", "expect", "margin", "metric", "paper") if key in claim
+    }
     if values.get("expect", ">") not in get_args(Expectation):
         raise UserError(f'expect of a claim of the study {name} must be "<", "=" or ">", not {values["expect"]!r}.')
     parsed = Claim(text=text, kind=claim["kind"], order=order, **selections, **values)
@@ -297,10 +336,10 @@ def planned_run(study: Study, cell: Cell, changes: Mapping[str, Any], *, trial: 
     settings |= {"data.dev": study.dev} if trial else {}
     identity = {
         "data": cell.data,
-        "measure": study.measure,
+        "measure": cell.measure,
         "shots": list(study.shots),
         "preset": cell.preset,
-        "start": study.starts[cell.start] if cell.start else {},
+        "start": asdict(study.starts[cell.start]) if cell.start else {},
         "settings": {key: _plain(value) for key, value in settings.items()},
     }
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()

@@ -198,13 +198,13 @@ def table(study: Study, cells: Sequence[CellResult]) -> tuple[list[str], list[li
     varied = [key for key in varied if len({str(cell.labels.get(key)) for cell in cells}) > 1]
     names = any(cell.cell.labels["name"] != settings_text(cell.cell.changes) for cell in cells)
     paper = any(cell.cell.paper is not None for cell in cells)
-    head = [*(["point"] if names else []), *varied, study.metric, "runs"]
+    head = [*(["point"] if names else []), *varied, study.metric, *study.columns, "runs"]
     head += [*(["the paper"] if paper else []), "seconds", "FLOPs per run"]
     rows = []
     for cell in cells:
         row = [cell.labels["name"]] if names else []
         row += [str(cell.labels.get(key, "")) for key in varied]
-        row += [_score(cell, study.metric), _counted(cell)]
+        row += [*(_score(cell, metric) for metric in (study.metric, *study.columns)), _counted(cell)]
         row += [f"{cell.cell.paper:.2f}" if cell.cell.paper is not None else ""] if paper else []
         seconds, flops = cell.seconds(), cell.flops()
         rows.append([*row, "" if seconds is None else f"{seconds:.1f}", "" if not flops else f"{flops:.2e}"])

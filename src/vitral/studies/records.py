@@ -40,8 +40,9 @@ class Record:
     version: str = ""
 
     def to_json(self) -> str:
-        """One line, without empty fields."""
-        return json.dumps({key: value for key, value in asdict(self).items() if value not in ("", 0, False, {})})
+        """One line, without what is empty."""
+        needed = ("id", "study", "changes")
+        return json.dumps({key: value for key, value in asdict(self).items() if value or key in needed})
 
 
 def read_records(folder: Path) -> dict[str, Record]:
@@ -52,15 +53,14 @@ def read_records(folder: Path) -> dict[str, Record]:
     """
     records: dict[str, Record] = {}
     for path in sorted(folder.glob("*.jsonl")):
-        lines = path.read_text("utf-8").split("\n")
-        for number, line in enumerate(lines, 1):
-            if not line:
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+            try:
+                values = json.loads(line)
+            except ValueError:  # cut short by a kill while it was written
                 continue
             try:
-                record = Record(**json.loads(line))
-            except (ValueError, TypeError) as error:
-                if number == len(lines):  # cut short while it was written
-                    continue
+                record = Record(**values)
+            except TypeError as error:
                 raise UserError(f"line {number} of {path} is not the record of a run: remove it.") from error
             known = records.get(record.id)
             if known is None or _BETTER[record.status] > _BETTER[known.status]:

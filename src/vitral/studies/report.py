@@ -1,0 +1,267 @@
+"""The report on a study: its table, figure and claims as Markdown, as JSON and as one self-contained page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from html import escape
+from typing import Any
+
+from vitral.display import duration
+from vitral.report.charts import Panel
+from vitral.report.pages import Section, headline_numbers, page, panels
+from vitral.studies.claims import ClaimResult, is_count, judge
+from vitral.studies.definition import Study
+from vitral.studies.planning import CellResult, table
+from vitral.studies.records import Record
+
+# Readable on a light and on a dark page.
+_COLOURS = ("#3f74cc", "#d2603f", "#2a9d8f", "#b07cc6", "#c99a2e", "#6b8e23", "#d0588f", "#7a8794")
+_ROW, _LABELS, _WIDTH = 26, 190, 480  # pixels of a chart of rows
+_WIDE = 20  # ratio from which an axis is logarithmic
+TEST = (
+    "Verdicts: 95 % confidence intervals (Student's t) of differences of means over seeds (Welch), of paired cells "
+    "where there is one run each, or of least-squares slopes. Undecided: the interval contains both outcomes."
+)
+
+
+def markdown(study: Study, cells: Sequence[CellResult], records: Mapping[str, Record]) -> str:
+    """A section of a Markdown page: claims, table, cost, differences from the paper."""
+    columns, rows = table(study, cells)
+    head = f"## {study.title} ({study.source})" if study.source else f"## {study.title}"
+    lines = [head, "", *([study.about, ""] if study.about else [])]
+    if study.claims:
+        lines += [*_table(["claim", "verdict", "measured"], _claim_rows(judge(study, cells)), left=3), ""]
+    lines += [
+        *_table(columns, rows, left=columns.index(study.metric)),
+        "",
+        f"{_intervals(records)} {cost_sentence(records)}",
+        "",
+    ]
+    lines += ["Differs from the paper:", "", *(f"- {text}" for text in study.differs), ""] if study.differs else []
+    return "\n".join(lines)
+
+
+def claims_table(reports: Sequence[tuple[Study, Sequence[CellResult]]]) -> str:
+    """One table of the claims of several studies."""
+    rows = [
+        [result.claim.text, _paper(study, result), result.measured, _bold(result.verdict)]
+        for study, cells in reports
+        for result in judge(study, cells)
+    ]
+    return "\n".join(_table(["claim", "the paper", "ours", "verdict"], rows, left=4)) + "\n"
+
+
+def _claim_rows(results: Sequence[ClaimResult]) -> list[list[str]]:
+    return [[result.claim.text, _bold(result.verdict), result.measured] for result in results]
+
+
+def _paper(study: Study, result: ClaimResult) -> str:
+    """Where the paper has the claim, and what it measured."""
+    return ": ".join(filter(None, [study.source.partition(",")[0], result.claim.paper]))
+
+
+def _bold(verdict: str) -> str:
+    return f"**{verdict}**" if verdict == "not held" else verdict
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    rule = "|".join("---" if number < left else "--:" for number in range(len(columns)))
+    return [f"| {' | '.join(row)} |" for row in [columns]] + [f"|{rule}|"] + [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _intervals(records: Mapping[str, Record]) -> str:
+    """What the numbers of the table are, and how many images they are of."""
+    counts = sorted({int(r.metrics["n"]) for r in records.values() if not r.trial and "n" in r.metrics})
+    images = f"n = {' and '.join(f'{n:,}' for n in counts)} images per run; " if counts else ""
+    return f"{images}+- is half of the 95 % confidence interval over runs."
+
+
+def cost_sentence(records: Mapping[str, Record]) -> str:
+    """What all runs took, trials and failures included."""
+    seconds, flops = sum(r.seconds for r in records.values()), sum(r.flops for r in records.values())
+    devices = sorted({record.device for record in records.values() if record.device})
+    bad = [record for record in records.values() if record.status != "ok"]
+    failed = f"; {len(bad)} diverged or failed" if bad else ""
+    starts = {r.metrics["pretraining_flops"] for r in records.values() if "pretraining_flops" in r.metrics}
+    before = f", and {sum(starts):.2e} FLOPs of pre-training" if starts else ""
+    trials = sum(record.trial for record in records.values())
+    chosen = f", {trials} of them trials" if trials else ""
+    return (
+        f"{len(records)} runs{chosen}: {seconds:,.0f} s and {flops:.2e} FLOPs "
+        f"(two per multiply-accumulate, three forward passes per step){before} on {', '.join(devices) or 'no device'}"
+        f"{failed}."
+    )
+
+
+def as_dict(study: Study, cells: Sequence[CellResult], records: Mapping[str, Record]) -> dict[str, Any]:
+    """The report as JSON-ready data."""
+    return {
+        "study": study.name,
+        "title": study.title,
+        "source": study.source,
+        "scale": study.scale,
+        "metric": study.metric,
+        "test": TEST,
+        "cells": [_cell_dict(study, cell) for cell in cells],
+        "claims": [
+            {"text": r.claim.text, "kind": r.claim.kind, "verdict": r.verdict, "measured": r.measured}
+            for r in judge(study, cells)
+        ],
+        "cost": {
+            "runs": len(records),
+            "seconds": sum(record.seconds for record in records.values()),
+            "flops": sum(record.flops for record in records.values()),
+        },
+        "differs": list(study.differs),
+        "records": [asdict(record) for record in records.values()],
+    }
+
+
+def _cell_dict(study: Study, cell: CellResult) -> dict[str, Any]:
+    return {
+        "labels": cell.labels,
+        "values": list(cell.values(study.metric)),
+        "mean": cell.mean(study.metric),
+        "interval": cell.interval(study.metric),
+        "paper": cell.cell.paper,
+        "seconds": cell.seconds(),
+        "flops": cell.flops(),
+        "runs": [{"id": run.id, "status": record.status if record else "missing"} for run, record in cell.runs],
+    }
+
+
+def html(study: Study, cells: Sequence[CellResult], records: Mapping[str, Record]) -> str:
+    """The self-contained page."""
+    columns, rows = table(study, cells)
+    claims = judge(study, cells)
+    held = f"{sum(result.verdict == 'held' for result in claims)} of {len(claims)}" if claims else ""
+    numbers = {
+        "runs": f"{len(records)}",
+        "claims held": held,
+        "compute time": duration(sum(record.seconds for record in records.values())),
+        "FLOPs": f"{sum(record.flops for record in records.values()):.2e}",
+    }
+    where = f"<p>{escape(study.source)} of the paper, at the scale “{escape(study.scale)}”.</p>" if study.source else ""
+    lead = f"{where}<p>{escape(study.about)}</p>{headline_numbers(numbers)}"
+    sections = []
+    if claims:
+        body = html_table(["claim", "verdict", "measured"], [[r.claim.text, r.verdict, r.measured] for r in claims])
+        sections.append(Section("claims", "Claims", escape(TEST), body))
+    sections.append(Section("figure", "Figure", "Bars are 95 % intervals over seeds.", panels(*figures(study, cells))))
+    sections.append(Section("table", "All cells", escape(cost_sentence(records)), html_table(columns, rows)))
+    if study.differs:
+        items = "".join(f"<li>{escape(text)}</li>" for text in study.differs)
+        sections.append(Section("differs", "What differs from the paper", "", f"<ul>{items}</ul>"))
+    return page(study.title, lead, sections, {})
+
+
+def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A plain table."""
+    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return (
+        '<div class="scroll" tabindex="0" role="region" aria-label="Table">'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def figures(study: Study, cells: Sequence[CellResult]) -> list[tuple[str, str]]:
+    """Captions and charts: ours over the study's axis or row by row, and the paper's values beside."""
+    done = [cell for cell in cells if cell.records]
+    if not done:
+        return []
+    caption = f"Ours: {study.metric}"
+    if study.x:
+        charts = [(caption, curves(study, done))]
+    else:
+        rows = [(_row_name(cell, cells), cell.mean(study.metric), cell.interval(study.metric)) for cell in done]
+        shown = [(name, mean, half) for name, mean, half in rows if mean is not None]
+        charts = [(caption, row_chart(shown, percent=not is_count(study.metric)))]
+    paper = [(_row_name(cell, cells), cell.cell.paper / 100, None) for cell in cells if cell.cell.paper is not None]
+    if paper:
+        unique = list({name: (name, value, half) for name, value, half in paper}.values())
+        charts.append(("The paper's values", row_chart(unique, percent=True)))
+    return charts
+
+
+def _row_name(cell: CellResult, cells: Sequence[CellResult]) -> str:
+    """The name of a cell with the labels that tell it from others of the same name."""
+    alike = [other for other in cells if other.labels["name"] == cell.labels["name"]]
+    keys = [key for key in ("model", "data") if len({str(other.labels.get(key)) for other in alike}) > 1]
+    return ", ".join([str(cell.labels["name"]), *(str(cell.labels[key]) for key in keys if key in cell.labels)])
+
+
+def row_chart(rows: Sequence[tuple[str, float, float | None]], *, percent: bool) -> str:
+    """A dot per row with its interval (SVG).
+
+    Args:
+        rows: name, value and half of the interval, if there is one.
+        percent: whether values are shares of 1.
+    """
+    ends = [value + sign * (half or 0.0) for _, value, half in rows for sign in (-1, 1)]
+    low, high = min(ends), max(ends)
+    span = (high - low) or abs(high) or 1.0
+
+    def x(value: float) -> float:
+        return _LABELS + 12 + (value - low) / span * (_WIDTH - _LABELS - 92)
+
+    parts = []
+    for number, (name, value, half) in enumerate(rows):
+        y = _ROW * number + 18
+        text = f"{100 * value:.2f} %" if percent else f"{value:,.4g}"
+        parts.append(f'<text x="{_LABELS}" y="{y + 4}" text-anchor="end">{escape(name)}</text>')
+        if half:
+            ends_of_bar = f"{x(value - half):.1f},{y} {x(value + half):.1f},{y}"
+            parts.append(f'<polyline points="{ends_of_bar}" style="stroke:{_COLOURS[0]};opacity:.5"/>')
+        title = f"{name}: {text}{f' +- {100 * half:.2f}' if half and percent else ''}"
+        style = f'style="fill:{_COLOURS[0]}"'
+        parts.append(
+            f'<circle cx="{x(value):.1f}" cy="{y}" r="4" {style}><title>{escape(title)}</title></circle>'
+            f'<text x="{_WIDTH - 70}" y="{y + 4}">{text}</text>'
+        )
+    height = _ROW * len(rows) + 12
+    return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="Values by row">{"".join(parts)}</svg>'
+
+
+def curves(study: Study, cells: Sequence[CellResult]) -> str:
+    """The metric over the study's axis, a line per group of cells with intervals (SVG and a legend)."""
+    percent = not is_count(study.metric)
+    lines: dict[str, list[tuple[float, float, float | None]]] = {}
+    for cell in cells:
+        x, mean = cell.number(study.x, study.metric), cell.mean(study.metric)
+        if x is not None and mean is not None:
+            lines.setdefault(_series(cell, study.x), []).append((x, mean, cell.interval(study.metric)))
+    xs = [x for points in lines.values() for x, _, _ in points]
+    log = min(xs) > 0 and max(xs) / min(xs) > _WIDE
+    scaled = {name: sorted({(math.log10(x) if log else x, y, h) for x, y, h in p}) for name, p in lines.items()}
+    ends = [(x, y + sign * (half or 0.0)) for p in scaled.values() for x, y, half in p for sign in (-1, 1)]
+    label = "FLOPs per run" if study.x == "flops" else study.x
+    panel = Panel(ends, f"{label}, as a power of ten" if log else label, study.metric, percent=percent)
+    parts = []
+    for number, (name, points) in enumerate(scaled.items()):
+        colour = _COLOURS[number % len(_COLOURS)]
+        joined = panel.polyline([(x, y) for x, y, _ in points])
+        parts.append(f'<polyline points="{joined}" style="stroke:{colour};stroke-width:1.6"/>')
+        for x, y, half in points:
+            bar = panel.polyline([(x, y - (half or 0.0)), (x, y + (half or 0.0))])
+            parts.append(f'<polyline points="{bar}" style="stroke:{colour};opacity:.5"/>')
+            left, top = panel.position((x, y))
+            title = f"<title>{escape(f'{name}: {panel.describe((x, y))}')}</title>"
+            parts.append(f'<circle cx="{left:.1f}" cy="{top:.1f}" r="3.4" style="fill:{colour}">{title}</circle>')
+    key = "".join(
+        f'<span><i style="background:{_COLOURS[number % len(_COLOURS)]}"></i>{escape(name)}</span>'
+        for number, name in enumerate(scaled)
+    )
+    return panel.svg(parts, f"{study.metric} over {label}") + f'<p class="key">{key}</p>'
+
+
+def _series(cell: CellResult, x: str) -> str:
+    """The line that a cell belongs to: its group, else all labels but the axis."""
+    labels = cell.labels
+    if x in ("flops", "seconds") and "group" in labels:
+        return str(labels["group"])
+    rest = [value for key, value in cell.cell.changes.items() if key != x]
+    named = labels["name"] if "start" in labels or not rest else ", ".join(map(str, rest))
+    return str(named)

@@ -1,0 +1,241 @@
+"""Studies end to end: small runs on digits that are killed, continued, spread over processes, and reported on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runs import make_pictures
+
+import vitral
+from vitral.api import study_runs
+from vitral.data.sources import open_data
+from vitral.errors import UserError
+from vitral.studies.records import read_records
+from vitral.training.loop import Diverged
+
+ROOT = Path(__file__).parents[2]
+TEXT = """
+title = "Depth and pooling"
+data = "pictures"
+seeds = [0, 1, 2]
+metric = "top1"
+x = "shape.depth"
+[recipe]
+model = "ViT-Ti/4@8"
+steps = 4
+batch = 6
+workers = 0
+save_every = 1
+shape.width = 16
+shape.heads = 2
+[axes]
+shape.depth = [1, 2]
+shape.pool = ["token", "mean"]
+[[claims]]
+text = "more layers are better"
+kind = "compare"
+a.shape.depth = 2
+b.shape.depth = 1
+"""
+
+
+@pytest.fixture
+def toml(tmp_path):
+    make_pictures(tmp_path / "pictures")
+    path = tmp_path / "mine.toml"
+    path.write_text(TEXT)
+    return path
+
+
+def run(toml: Path, out: str, **options):
+    data = [str(toml.parent / "pictures")]
+    state = vitral.study("run", toml, data=data, out=toml.parent / out, device="cpu", **options)
+    assert isinstance(state, vitral.StudyRuns)
+    return state
+
+
+def metrics(folder: Path) -> dict[str, dict[str, float]]:
+    return {key: dict(record.metrics) for key, record in read_records(folder).items()}
+
+
+def scores(state: vitral.StudyRuns) -> list[list[str]]:
+    """The table without its times."""
+    columns, rows = state.table()
+    return [[cell for name, cell in zip(columns, row, strict=True) if name != "seconds"] for row in rows]
+
+
+def test_a_killed_study_goes_on_and_gives_the_same_table(toml, tmp_path):
+    """kill -9 after some of the 12 runs, in the middle of one; then the same command, and an uninterrupted study."""
+    out = tmp_path / "killed"
+    words = ["study", "run", str(toml), "--data", str(tmp_path / "pictures"), "--out", str(out), "--device", "cpu"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-m", "vitral", *words], env=environment, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(read_records(out)) < 3 or not list(out.glob("running/*/run/state/step-*")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = metrics(out)
+    assert 3 <= len(before) < 12
+    notes: list[str] = []
+    state = run(toml, "killed", on_event=lambda event: notes.append(str(event)))
+    assert f"{12 - len(before)} of 12 runs to do" in " ".join(notes)
+    whole = run(toml, "whole")
+    assert scores(state) == scores(whole)
+    assert metrics(out) == metrics(tmp_path / "whole")
+    assert sorted(path.name for path in out.iterdir()) == ["runs.jsonl", "study.json"]  # no models, no pixels
+    assert before.items() <= metrics(out).items()
+
+
+def test_records_of_two_machines_merge(toml, tmp_path):
+    """Two processes with a share of the runs each, as a scheduler starts them, and their files in one folder."""
+    planned = run(toml, "plan", print_commands=True)
+    assert len(planned.commands) == 12
+    assert not (tmp_path / "plan").exists()
+    ids = [re.findall(r"--only (\w+)", command)[0] for command in planned.commands]
+    assert planned.commands[0].startswith(f"vitral study run {toml} --out {tmp_path / 'plan'} --only {ids[0]} --data ")
+    run(toml, "a", only=ids[:2])
+    run(toml, "b", only=ids[1:3])
+    (tmp_path / "a" / "more.jsonl").write_text((tmp_path / "b" / "runs.jsonl").read_text())
+    state = run(toml, "a", dry_run=True)
+    assert set(state.records) == set(ids[:3])
+    assert [planned.id for planned in state.plan.pending] == ids[3:]
+    with pytest.raises(UserError, match="the study has no run zzz"):
+        run(toml, "a", only=["zzz"])
+
+
+@pytest.mark.slow
+def test_processes_share_the_runs(toml, tmp_path):
+    state = run(toml, "parallel", parallel=2)
+    assert not state.plan.pending
+    assert len((tmp_path / "parallel" / "runs.jsonl").read_text().splitlines()) == 12  # none was made twice
+    assert scores(state) == scores(run(toml, "alone"))
+
+
+def test_what_diverges_or_fails_is_a_row(toml, tmp_path, monkeypatch):
+    def measure(context, planned, folder, on_event):
+        if planned.settings["seed"] == 1:
+            raise Diverged("the loss is not finite: lower optim.lr.")
+        if planned.settings["seed"] == 2:
+            raise RuntimeError("CUDA out of memory")
+        return study_runs.Measured({"top1": 0.5, "score": 0.5, "names": ["a"]}, flops=1.0)
+
+    monkeypatch.setitem(study_runs.MEASURES, "train", measure)
+    state = run(toml, "bad")
+    columns, rows = state.table()
+    assert {row[columns.index("runs")] for row in rows} == {"1 of 3; 1 diverged; 1 failed"}
+    assert len(state.plan.pending) == 4  # the failed ones
+    reasons = {record.reason for record in state.records.values()}
+    assert reasons == {"", "the loss is not finite: lower optim.lr.", "RuntimeError: CUDA out of memory"}
+    monkeypatch.setitem(study_runs.MEASURES, "train", lambda *args: study_runs.Measured({"top1": 0.7}))
+    assert not run(toml, "bad").plan.pending
+
+
+def test_mistakes_are_found_before_anything_is_written(toml, tmp_path):
+    toml.write_text(TEXT.replace("batch = 6", "batch = 6000"))
+    with pytest.raises(UserError, match="more than the 18 training images"):
+        run(toml, "out")
+    with pytest.raises(UserError, match="is not a data set"):
+        vitral.study("run", toml, data=["nowhere"], out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match="holds no study"):
+        vitral.study("report", tmp_path)
+    with pytest.raises(UserError, match="NAME is missing"):
+        vitral.study("run")
+
+
+def test_another_study_does_not_take_the_folder(toml, tmp_path):
+    run(toml, "out", only=[run(toml, "out", dry_run=True).plan.pending[0].id])
+    other = tmp_path / "other.toml"
+    other.write_text(TEXT)
+    with pytest.raises(UserError, match=r"holds another study \(mine\)"):
+        run(other, "out")
+
+
+def test_choices_starts_and_patience(toml, tmp_path):
+    """One run of each kind: trials on dev, a shared pre-training, a test split that early stopping never sees."""
+    toml.write_text(
+        TEXT[: TEXT.index("[axes]")].replace("[0, 1, 2]", "[0]").replace("save_every = 1", "patience = 1")
+        + 'shape.depth = 1\nevaluate_every = 2\n[[points]]\nname = "scratch"\nchoose.optim.lr = [0.001, 0.01]\n'
+        '[[points]]\nname = "masked"\nstart = "masked"\nseeds = [0, 1]\n'
+        '[starts.masked]\non = "pictures"\nmodel = "ViT-Ti/4@8"\nobjective = "masked"\nsteps = 2\nbatch = 6\n'
+        "workers = 0\nshape.depth = 1\nshape.width = 16\nshape.heads = 2\n"
+    )
+    state = run(toml, "out")
+    records = list(state.records.values())
+    assert [record.status for record in records] == ["ok"] * 5
+    trials = [record for record in records if record.trial]
+    best = max(trials, key=lambda record: record.metrics["score"])
+    assert state.cells[0].chosen == {"optim.lr": best.changes["optim.lr"]}
+    finals = [record for record in records if not record.trial]
+    test = open_data(tmp_path / "pictures").test
+    assert test is not None
+    assert {record.metrics["n"] for record in finals} == {len(test)}
+    assert all(0 <= record.metrics["dev"] <= 1 for record in finals)
+    assert len({record.metrics["pretraining_flops"] for record in finals if "pretraining_flops" in record.metrics}) == 1
+
+
+def test_weights_are_probed_and_evaluated_and_speed_is_measured(toml, tmp_path):
+    trained = vitral.train(
+        tmp_path / "pictures", model="ViT-Ti/4@8", out=tmp_path / "run", device="cpu",
+        set={"steps": 2, "batch": 6, "workers": 0, "shape.width": 16, "shape.heads": 2, "shape.depth": 1},
+    )  # fmt: skip
+    points = '[[points]]\nmeasure = "probe"\nname = "2-shot"\n[[points]]\nmeasure = "evaluate"\nname = "released"\n'
+    head = 'title = "Transfer"\ndata = "pictures"\nmetric = "top1"\nshots = [1, 2]\n[recipe]\ninit = "weights.npz"\n'
+    toml.write_text(head + points)
+    state = run(toml, "out", init=trained.folder)
+    probed, released = (cell.records[0] for cell in state.cells)
+    assert (
+        released.metrics["top1"] == vitral.evaluate(trained.folder, tmp_path / "pictures", device="cpu").metrics["top1"]
+    )
+    few = vitral.fewshot(trained.folder, tmp_path / "pictures", shots=(1, 2), device="cpu").shots
+    assert [probed.metrics["1-shot"], probed.metrics["2-shot"]] == pytest.approx([row.mean for row in few])
+    toml.write_text(
+        'title = "Speed"\nmeasure = "speed"\nmetric = "train_images_per_second"\n'
+        '[recipe]\nbatch = 16\nimage = 16\n[axes]\nmodel = ["ViT-Ti/16"]\n'
+    )
+    (record,) = run(toml, "speed").records.values()
+    assert record.metrics["largest_batch"] == 16
+    assert record.metrics["infer_images_per_second"] > record.metrics["train_images_per_second"] > 0
+
+
+def test_the_study_in_the_documentation_runs_and_is_reported_on(tmp_path):
+    page = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert len(text.strip().splitlines()) == 10
+    path = tmp_path / "depth.toml"
+    path.write_text(text)
+    state = vitral.study("run", path, out=tmp_path / "depth", device="cpu", set=["workers=0"])
+    assert isinstance(state, vitral.StudyRuns)
+    assert [len(cell.records) for cell in state.cells] == [2, 2, 2]
+    report = vitral.study("report", tmp_path / "depth")
+    assert isinstance(report, vitral.StudyReport)
+    ((name, result),) = report.claims
+    assert (name, result.claim.text) == ("depth", "more layers are better")
+    html = (tmp_path / "depth" / "report.html").read_text()
+    assert html.count("<circle") == 3
+    assert "more layers are better" in html
+    assert result.verdict in html
+    assert "http" not in re.sub(r"http-equiv|http://www.w3.org/2000/svg", "", html)
+    written = json.loads((tmp_path / "depth" / "report.json").read_text())
+    assert written["claims"][0]["verdict"] == result.verdict
+    assert [cell["mean"] for cell in written["cells"]] == [cell.mean("top1") for cell in state.cells]
+    markdown = (tmp_path / "depth" / "report.md").read_text()
+    assert f"| more layers are better | {result.verdict.replace('not held', '**not held**')} |" in markdown
+
+
+def test_shipped_studies_are_listed():
+    listed = vitral.study()
+    assert isinstance(listed, vitral.StudyList)
+    assert {"positions", "heads", "shape", "optimizers", "data-size", "compute", "speed", "axial", "self-supervision",
+            "transfer"} == {entry.name for entry in listed.studies}  # fmt: skip

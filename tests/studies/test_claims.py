@@ -1,0 +1,131 @@
+"""Verdicts against scipy's intervals, and against data made to hold, not to hold, or to decide nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from vitral.studies.claims import difference, judge, select
+from vitral.studies.definition import Cell, Claim, Study, planned_run
+from vitral.studies.planning import CellResult
+from vitral.studies.records import Record
+
+EMPTY = Study("mine", "Mine", "top1", {}, ())
+
+
+def cell(values: list[float], flops: float = 1.0, **labels: Any) -> CellResult:
+    labels = {"name": "", **labels}
+    planned = Cell(labels, {}, "digits", tuple(range(len(values))))
+    runs = [planned_run(EMPTY, planned, {"seed": seed}) for seed in planned.seeds]
+    records = [
+        Record(run.id, "mine", {}, metrics={"top1": v}, flops=flops) for run, v in zip(runs, values, strict=True)
+    ]
+    return CellResult(planned, {}, tuple(zip(runs, records, strict=True)))
+
+
+def verdict(cells: list[CellResult], **claim: Any) -> str:
+    study = Study("mine", "Mine", "top1", {}, (), claims=(Claim("text", **claim),))
+    return judge(study, cells)[0].verdict
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_difference_has_welchs_interval(seed):
+    """At least as wide as scipy's, which keeps fractions of degrees of freedom, and equal to it with whole ones."""
+    rng = np.random.default_rng(seed)
+    a, b = rng.normal(0.5, 0.01, 5), rng.normal(0.48, 0.03, 4)
+    estimate = difference([cell(a.tolist())], [cell(b.tolist())], "top1")
+    test = stats.ttest_ind(a, b, equal_var=False)
+    interval = test.confidence_interval(0.95)
+    assert estimate.value == pytest.approx(a.mean() - b.mean())
+    assert estimate.half is not None
+    assert estimate.half >= (interval.high - interval.low) / 2
+    error = math.hypot(a.std(ddof=1) / math.sqrt(5), b.std(ddof=1) / 2)
+    assert estimate.half == pytest.approx(stats.t.ppf(0.975, math.floor(test.df)) * error)
+
+
+def test_a_group_of_cells_is_averaged_per_seed():
+    a = [cell([0.1, 0.3, 0.2], k=1), cell([0.3, 0.5, 0.6], k=2)]
+    alone = difference([cell([0.2, 0.4, 0.4])], [cell([0.1, 0.2, 0.1])], "top1")
+    assert difference(a, [cell([0.1, 0.2, 0.1])], "top1") == pytest.approx(alone)
+
+
+def test_single_runs_are_compared_in_pairs():
+    a, b = [0.5, 0.61, 0.7], [0.4, 0.5, 0.62]
+    estimate = difference([cell([v]) for v in a], [cell([v]) for v in b], "top1")
+    paired = stats.ttest_rel(a, b).confidence_interval(0.95)
+    assert estimate.half is not None
+    assert (estimate.value - estimate.half, estimate.value + estimate.half) == pytest.approx((paired.low, paired.high))
+    assert difference([cell([0.5])], [cell([0.4])], "top1").half is None
+
+
+HIGH, LOW, WIDE = [0.60, 0.61, 0.62], [0.50, 0.51, 0.52], [0.3, 0.5, 0.8]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expect", "margin", "expected"),
+    [
+        (HIGH, LOW, ">", 0.0, "held"),
+        (HIGH, LOW, ">", 0.2, "not held"),
+        (LOW, HIGH, ">", 0.0, "not held"),
+        (LOW, HIGH, "<", 0.0, "held"),
+        (HIGH, WIDE, ">", 0.0, "undecided"),
+        (HIGH, [0.61, 0.60, 0.62], "=", 0.05, "held"),
+        (HIGH, LOW, "=", 0.01, "not held"),
+        (HIGH, WIDE, "=", 0.05, "undecided"),
+        ([0.6], [0.5], ">", 0.0, "undecided"),
+    ],
+)
+def test_compare(a, b, expect, margin, expected):
+    cells = [cell(a, k="a"), cell(b, k="b")]
+    assert verdict(cells, kind="compare", a={"k": "a"}, b={"k": "b"}, expect=expect, margin=margin) == expected
+
+
+def test_compare_at_the_best_value_of_each():
+    cells = [cell(LOW, k="a", lr=1), cell(HIGH, k="a", lr=2), cell(HIGH, k="b", lr=1), cell(WIDE, k="b", lr=2)]
+    options = {"kind": "compare", "a": {"k": "a"}, "b": {"k": "b"}, "expect": "=", "margin": 0.05}
+    assert verdict(cells, **options, along="lr") == "held"
+    assert verdict(cells, **options) != "held"
+
+
+def test_rank():
+    cells = [cell(HIGH, k="a"), cell(LOW, k="b"), cell([0.1, 0.11, 0.12], k="c"), cell(WIDE, k="d")]
+    orders = {"abc": "held", "acb": "not held", "abd": "undecided", "ax": "undecided"}
+    for order, expected in orders.items():
+        assert verdict(cells, kind="rank", order=tuple({"k": k} for k in order)) == expected
+
+
+def test_trend_has_the_interval_of_the_slope():
+    rng = np.random.default_rng(0)
+    sizes, values = [100, 1000, 10_000], [[0.1, 0.12], [0.2, 0.23], [0.31, 0.33]]
+    cells = [cell(v, size=s, k="a") for s, v in zip(sizes, values, strict=True)]
+    flat = [cell((0.2 + 0.01 * rng.normal(size=2)).tolist(), size=s, k="b") for s in sizes]
+    study = Study("mine", "Mine", "top1", {}, (), claims=(Claim("t", "trend", a={"k": "a"}, along="size"),))
+    fit = stats.linregress(np.repeat(np.log2(sizes), 2), np.ravel(values))
+    half = stats.t.ppf(0.975, 4) * fit.stderr
+    shown = f"{100 * fit.slope:+.2f} points ({100 * (fit.slope - half):+.2f} to {100 * (fit.slope + half):+.2f})"
+    assert judge(study, [*cells, *flat])[0].measured.startswith(shown)
+    assert verdict([*cells, *flat], kind="trend", a={"k": "a"}, along="size") == "held"
+    assert verdict([*cells, *flat], kind="trend", a={"k": "a"}, along="size", expect="<") == "not held"
+    assert verdict([*cells, *flat], kind="trend", a={"k": "a"}, b={"k": "b"}, along="size") == "held"
+    assert verdict([*cells, *flat], kind="trend", a={"k": "b"}, along="size") == "undecided"
+    assert verdict(cells[:1], kind="trend", a={"k": "a"}, along="size") == "undecided"
+
+
+def test_best_is_undecided_where_the_best_values_may_be_others():
+    cells = [cell(LOW, k="a", lr=1), cell(HIGH, k="a", lr=2), cell(HIGH, k="b", lr=1), cell(LOW, k="b", lr=2)]
+    options: dict[str, Any] = {"kind": "best", "a": {"k": "b"}, "b": {"k": "a"}, "along": "lr"}
+    assert verdict(cells, **options, expect="<") == "held"
+    assert verdict(cells, **options, expect=">") == "not held"
+    assert verdict(cells, **options, expect="=") == "not held"
+    assert verdict([*cells[:3], cell(WIDE, k="b", lr=2)], **options, expect="<") == "undecided"
+
+
+def test_selection_by_lists_and_missing_labels():
+    cells = [cell(LOW, k="a"), cell(LOW, k="b"), cell(LOW)]
+    assert len(select(cells, {"k": ["a", "b"]})) == 2
+    assert len(select(cells, {})) == 3
+    assert verdict(cells, kind="compare", a={"k": "a"}, b={"k": "z"}) == "undecided"
