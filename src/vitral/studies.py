@@ -341,7 +341,8 @@ def for_task(recipe: Recipe, task: TaskSpec) -> Recipe:
     if not task.crop and any(_CROPS.fullmatch(step) for step in steps):
         first = next(index for index, step in enumerate(steps) if _CROPS.fullmatch(step))
         kept = [step for step in steps[first:] if not _CROPS.fullmatch(step)]
-        steps = [*steps[:first], "resize({size})", *kept]
+        plain = ", antialias=false" if "antialias=false" in steps[first] else ""
+        steps = [*steps[:first], f"resize({{size}}{plain})", *kept]
     return replace(recipe, data=replace(recipe.data, train_transform="|".join(steps)))
 
 

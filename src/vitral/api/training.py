@@ -23,7 +23,7 @@ from vitral.models.device import check_device, default_device
 from vitral.recipe import Overrides, Recipe, check_given_once, from_toml, override_words, with_overrides
 from vitral.recipe_defaults import FLIP_REASON, default_recipe
 from vitral.recipe_presets import get_preset, is_preset
-from vitral.training.build import check_recipe, own_card
+from vitral.training.build import check_recipe, keeps_head, own_card
 from vitral.training.callbacks import Callback, Loss, OptimizerFactory, OwnParts, Transform
 from vitral.training.run import RunResult, run
 
@@ -241,7 +241,17 @@ def choose_recipe(
         card = own_card(own.model, chosen, classes)
         chosen = replace(chosen, model=type(own.model).__name__)
     check_recipe(chosen, opened, card, own)
+    reasons = (*reasons, *_head_reason(chosen, opened, card))
     return opened, chosen, (*reasons, *((f"overridden: {', '.join(set)}",) if set else ()))
+
+
+def _head_reason(recipe: Recipe, data: DataSet, card: Card | None) -> tuple[str, ...]:
+    """That the run starts from the head of the weights, where it does."""
+    if not recipe.init or card is None or recipe.reset_head or recipe.objective == "masked":
+        return ()
+    if not keeps_head(card, data.train.classes):
+        return ()
+    return ("the weights have a head for the same classes, which is kept (reset_head=true starts from zeros)",)
 
 
 def _suited_recipe(

@@ -113,6 +113,7 @@ def show_protocol(result: ProtocolResult, values: Mapping[str, Any]) -> None:
             "chosen": outcome.chosen.name if outcome.trials else "",
             "result": _protocol_score(result),
             "the paper": "\n".join(_paper_number(entry) for entry in result.reported),
+            "not as in the paper": ", ".join(result.changed) if result.reported else "",
             "FLOPs": f"{outcome.flops:.3g} per run, {outcome.all_flops:.3g} in all",
             "device-hours": f"{outcome.device_hours:.3g} in all",
             "speed": f"{speed:,.0f} images/s per device" if speed else "",
@@ -197,7 +198,8 @@ def _paper_number(entry: PaperNumber) -> str:
     number = entry.number
     spread = f" +- {number.spread}" if number.spread is not None else ""
     note = f": {number.note}" if number.note else ""
-    return f"{number.value}{spread} % on {entry.data} from {entry.pretraining} ({number.source}{note})"
+    label = f", {entry.label}" if entry.label else ""
+    return f"{number.value}{spread} % on {entry.data} from {entry.pretraining} ({number.source}{note}){label}"
 
 
 def _vtab_cost(name: str, task: dict[str, Any]) -> list[str]:
@@ -207,7 +209,8 @@ def _vtab_cost(name: str, task: dict[str, Any]) -> list[str]:
 
 def _vtab_facts(row: dict[str, Any]) -> dict[str, str]:
     spread = f" +- {row['spread']:.2%} over {len(row['seeds'])} seeds" if row["spread"] is not None else ""
-    theirs = (f"{line['mean_of_all']} {line['model']} {_SHORT[line['pretraining']]}" for line in row["paper"])
+    theirs = [f"{line['mean_of_all']} {line['model']} {_SHORT[line['pretraining']]}" for line in row["paper"]]
+    label = f" ({row['paper'][0]['label']})" if row["paper"][0]["label"] else ""
     verified = sum(task["order"].startswith("tfds order: yes") for task in row["tasks"].values())
     return {
         "score": f"{row['score']:.2%}{spread}",
@@ -215,7 +218,8 @@ def _vtab_facts(row: dict[str, Any]) -> dict[str, str]:
         "tasks": row["coverage"],
         "diverged": ", ".join(row["diverged"]),
         "chosen": row["chosen"] if row["trials"] else "",
-        "the paper, all tasks": "; ".join(theirs),
+        "the paper, all tasks": "; ".join(theirs) + label,
+        "not as in the paper": ", ".join(row["changed"]),
         "images": f"in TFDS's own order in {verified} of {len(row['tasks'])} tasks",
         "FLOPs": f"{row['training_flops']:.3g} for one run of each task, {row['all_flops']:.3g} in all",
         "device-hours": f"{row['device_hours']:.3g} in all",

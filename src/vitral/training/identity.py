@@ -14,7 +14,7 @@ from vitral.recipe import Recipe
 from vitral.training.callbacks import OwnParts
 
 # May differ in a resumed run: memory, speed and disk depend on them, what is computed does not.
-_FREE_KEYS = {"workers", "micro_batch", "grad_checkpointing", "compile", "cuda_graph", "parallel", "keep", "save_every"}
+FREE_KEYS = {"workers", "micro_batch", "grad_checkpointing", "compile", "cuda_graph", "parallel", "keep", "save_every"}
 
 
 def record_run(folder: RunFolder, recipe: Recipe, data: DataSet, own: OwnParts, on_event: EventHandler) -> None:
@@ -31,7 +31,7 @@ def record_run(folder: RunFolder, recipe: Recipe, data: DataSet, own: OwnParts, 
 def check_same_run(folder: RunFolder, recipe: Recipe, data: DataSet, own: OwnParts) -> None:
     """Refuse to resume a run with other images, another recipe or other parts than it began with."""
     before, now = recipes.values(recipes.from_toml(folder.read_text("recipe.toml") or "")), recipes.values(recipe)
-    keys = [key for key in now if key not in _FREE_KEYS and before[key] != now[key]]
+    keys = [key for key in now if key not in FREE_KEYS and before[key] != now[key]]
     changed = [f"{key} was {before[key]} and is {now[key]}" for key in keys]
     facts, images = json.loads(folder.read_text("data.json") or "{}"), _fingerprints(data)
     changed += [f"its {name} images were others" for name in images if images[name] != facts.get(name)]

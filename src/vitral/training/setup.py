@@ -46,7 +46,7 @@ from vitral.training.masked import (
 )
 from vitral.training.metrics import Evaluator, PlainModel, measure
 from vitral.training.objective import LossSettings, Objective
-from vitral.training.optimizer import build_optimizer, freeze, own_optimizer, parameter_groups
+from vitral.training.optimizer import build_optimizer, freeze, own_optimizer, parameter_groups, warmup_steps
 from vitral.training.parallel import World, check_batch, gather_rows, on_rank0, wrap
 from vitral.training.resources import initial_microbatch
 from vitral.training.state import EMA, TrainState
@@ -138,7 +138,7 @@ def plan_run(recipe: Recipe, data: DataSet, card: Card, world: World, own: OwnPa
     check_batch(batch, world)
     order = balanced_order(train.labels, recipe.seed) if recipe.balance == "sampler" else None
     epoch = (len(train) if order is None else len(order)) / batch  # steps
-    steps = recipe.steps or max(round(recipe.epochs * epoch), 1)
+    steps = recipes.steps_of_run(recipe, epoch)
     # Each epoch, but not more than ten times: on little data an evaluation takes as long as an epoch.
     evaluate_every = recipe.evaluate_every or max(math.ceil(epoch), math.ceil(steps / 10))
     from_images = 0.0 if recipe.trainable == "head" else 1.0  # cached features cannot be mixed as pixels are
@@ -172,6 +172,10 @@ def plan_run(recipe: Recipe, data: DataSet, card: Card, world: World, own: OwnPa
 def build_training(model: nn.Module, setup: RunSetup, world: World, on_event: EventHandler) -> Training:
     """The state that the loop changes, its weights as a plain model, the evaluator, and the batches."""
     recipe = setup.recipe
+    schedule, steps = recipe.schedule, setup.config.steps
+    warmup = warmup_steps(schedule.warmup, steps, schedule.full_steps)
+    if warmup < schedule.warmup and schedule.warmup >= 1:
+        on_event(Note(f"warmup of {schedule.warmup:g} steps is scaled to {warmup:g}: the run has only {steps:,}"))
     if setup.config.batch < recipe.batch:
         on_event(Note(f"only {setup.config.batch} training images are left: the batch is as large, not {recipe.batch}"))
     model.to(world.device)
