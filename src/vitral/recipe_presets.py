@@ -18,8 +18,7 @@ from vitral import paper
 from vitral.architecture import ResNetConfig
 from vitral.errors import UserError
 from vitral.names import name_of, parse
-from vitral.recipe import Recipe, from_dict
-from vitral.recipe_schema import values
+from vitral.recipe import Recipe, from_dict, values
 
 CROPS = {"": "square", ":inception": "inception", ":resmall": "resmall"}  # suffix of a preset: name of the reading
 SHORT_WARMUP = ("pets", "flowers", "vtab")  # data sets

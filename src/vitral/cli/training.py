@@ -43,6 +43,7 @@ def show_training(result: Any, values: Mapping[str, Any]) -> None:
     print_facts(
         {
             "result": score,
+            "selection": last.selection,
             "calibration": _calibration(last),
             "time": f"{duration(sum(run.seconds for run in result.results))}{rate}",
             "cost": f"{flops}, {hours:.2g} device-hours ({last.devices} x {last.device})",
@@ -181,10 +182,10 @@ def _protocol_score(result: ProtocolResult) -> str:
     spread = ""
     if outcome.spread is not None:
         spread = f" +- {outcome.spread:.4f}" if "masked_loss" in metrics else f" +- {outcome.spread:.2%}"
-    where = "the best value of a run on" if outcome.chosen.recipe.patience else "on"
+    weights = f"; weights selected on {outcome.dev}" if outcome.chosen.recipe.patience else ""
     seeds = "1 seed" if not outcome.results[1:] else f"mean and standard deviation of {len(outcome.results)} seeds"
     mean = _score({**metrics, "score": outcome.mean})
-    return f"{mean}{spread} {where} {outcome.split} (n = {metrics['n']:,}; {seeds})"
+    return f"{mean}{spread} on {outcome.split} (n = {metrics['n']:,}; {seeds}{weights})"
 
 
 def _score(metrics: dict[str, Any]) -> str:
