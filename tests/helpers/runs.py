@@ -47,7 +47,7 @@ def make_pictures(folder: Path, classes: int = 3, images: int = 8, size: int = 1
 
 
 def train(
-    pictures: Path,
+    pictures: Any,
     out: Path,
     *words: str,
     on_event: Any = lambda event: None,
