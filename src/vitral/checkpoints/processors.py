@@ -183,7 +183,6 @@ def _steps(preprocess: Preprocess) -> list[PipelineStep]:
             step.size if step.sides else (),
             step.numbers,
             _METHOD_ORIGIN.sub("", step.method),
-            step.antialias,
         )
         for step in parse_pipeline(preprocess.pipeline).steps[1:]
     ]
