@@ -18,7 +18,10 @@ import vitral
 from vitral import events
 
 MODEL = "ViT-Ti/4@32"
-IMAGES = ("data.train_transform=decode|inception_crop({size}, 0.3)|flip", "data.eval_transform=decode|resize({size})")
+IMAGES = (
+    "data.train_transform=decode|random_resized_crop({size}, 0.3)|flip",
+    "data.eval_transform=decode|resize({size})",
+)
 PRETRAINING = ("batch=512", "schedule.warmup=400", "optim.lr=1e-3", "optim.weight_decay=0.05", *IMAGES)
 FINE_TUNING = (
     *("batch=128", "trainable=full", "optim.weight_decay=0.05", "schedule.warmup=50", "optim.clip=1", *IMAGES),

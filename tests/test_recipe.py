@@ -216,7 +216,7 @@ def test_the_architecture_is_the_name_and_the_shape():
 
 def test_pipelines_take_the_size_of_the_model():
     train, test = pipelines(Recipe(), (224, 224))
-    assert train == "decode|inception_crop(224)|flip"
+    assert train == "decode|random_resized_crop(224, 0.05)|flip"
     assert test == "decode|resize_small(256)|central_crop(224)"
     fixed = replace(
         Recipe(), data=DataRecipe(train_transform="decode|resize({size})", eval_transform="decode|resize(32)")

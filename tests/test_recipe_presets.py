@@ -168,14 +168,18 @@ def test_every_preset_makes_a_recipe_for_every_model(name: str) -> None:
             for value in tried:
                 assert values(with_overrides(entry.recipe, [f"{key}={value}"]))[key] == value
         assert bool(entry.sweep) == bool(entry.dev)
-        assert all(re.fullmatch(r"[A-Z0-9].*[^.]\.", sentence) for sentence in entry.readings)
-        assert len(set(entry.readings)) == len(entry.readings) > 0
+        assert all(re.fullmatch(r"[A-Z0-9].*[^.]\.", reading.why) for reading in entry.readings)
+        assert len({reading.name for reading in entry.readings}) == len(entry.readings) > 0
 
 
 def test_every_reading_is_used() -> None:
-    said = {sentence for name in PRINTED for model in models_of(name) for sentence in get_preset(name, model).readings}
-    assert said == {reading.why for reading in paper.readings().values()}
-    assert {key for reading in paper.readings().values() for key in reading.keys} <= set(keys())
+    said = {
+        reading.name for name in PRINTED for model in models_of(name) for reading in get_preset(name, model).readings
+    }
+    assert said == set(paper.readings())
+    stated = paper.readings().values()
+    assert {key for reading in stated for key in (*reading.keys, *reading.about)} <= set(keys())
+    assert {word for reading in stated for word in reading.requires} == {"sweep", "preset sweep", "bit trial", "vtab"}
 
 
 def test_speedruns_are_plain_vits_from_scratch() -> None:
@@ -236,7 +240,7 @@ def test_vtab_chooses_among_two_rates_and_two_lengths() -> None:
     assert {key: len(tried) for key, tried in entry.sweep.items()} == {"optim.lr": 2, "steps": 2}
     assert (entry.recipe.optim.lr, entry.recipe.steps, entry.recipe.batch, entry.recipe.image) == (0.01, 2500, 512, 384)
     assert entry.dev * 1000 == 200
-    assert any("only the chosen are printed" in sentence for sentence in entry.readings)
+    assert any("only the chosen are printed" in reading.why for reading in entry.readings)
 
 
 @pytest.mark.parametrize(
@@ -317,9 +321,12 @@ def test_the_best_imagenet_results_take_more_pixels_and_an_average() -> None:
 
 def test_a_suffix_changes_only_the_crops() -> None:
     text = {
-        "": ("decode|resize(448)|random_crop(384)|flip", "decode|resize(384)"),
-        ":inception": ("decode|inception_crop(384)|flip", "decode|resize(384)"),
-        ":resmall": ("decode|resize_small(448)|random_crop(384)|flip", "decode|resize_small(448)|central_crop(384)"),
+        "": ("decode|resize(448, antialias=false)|random_crop(384)|flip", "decode|resize(384, antialias=false)"),
+        ":inception": ("decode|inception_crop(384, antialias=false)|flip", "decode|resize(384, antialias=false)"),
+        ":resmall": (
+            "decode|resize_small(448, area)|random_crop(384)|flip",
+            "decode|resize_small(448, area)|central_crop(384)",
+        ),
     }
     for dataset in DATASETS:
         base = get_preset(f"paper:finetune/{dataset}")
@@ -374,7 +381,7 @@ def test_the_hyperrule_goes_by_the_number_of_images(
 
 
 def test_two_printed_lengths_are_noted() -> None:
-    lengths = paper.readings()["lengths"].why
+    lengths = paper.readings()["lengths"]
     said = {row for row in TABLE3 if lengths in get_preset(f"paper:pretrain/{row[0]}", row[1]).readings}
     assert said == {("jft300m", "ViT-L/16"), ("imagenet21k", "ViT-L/16")}
 

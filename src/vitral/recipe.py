@@ -100,6 +100,11 @@ def with_dev(recipe: Recipe, dev: float) -> Recipe:
     return replace(recipe, data=replace(recipe.data, dev=dev))
 
 
+def steps_of_run(recipe: Recipe, epoch: float) -> int:
+    """The length of a run in steps, where an epoch has this many."""
+    return recipe.steps or max(round(recipe.epochs * epoch), 1)
+
+
 def recipe_hash(recipe: Recipe) -> str:
     """Twelve hexadecimal digits that two recipes share only if every value is equal."""
     settings = {key: _canonical(keys()[key].hint, value) for key, value in values(recipe).items()}

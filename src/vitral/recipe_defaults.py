@@ -154,12 +154,15 @@ def _from_scratch(images: int, device: str, pixels: int, model: str, muon: bool)
     cpu_epochs = min(max(image_budget // images, 10), max_epochs)
     changes["epochs"] = float(cpu_epochs if device != "cuda" else 300 if images < 1e6 else 90)
     if pixels > 16:
-        changes |= {"data.train_transform": "decode|inception_crop({size})|flip|randaugment(2, 10)", "data.mixup": 0.2}
+        changes |= {
+            "data.train_transform": "decode|random_resized_crop({size}, 0.05)|flip|randaugment(2, 10)",
+            "data.mixup": 0.2,
+        }
         why = "random crops, flips, RandAugment and mixup make up for few images"
         reasons.append(Reason(why, ("data.train_transform", "data.mixup")))
     else:
         changes |= {
-            "data.train_transform": "decode|inception_crop({size}, 0.75)",
+            "data.train_transform": "decode|random_resized_crop({size}, 0.75)",
             "data.eval_transform": "decode|resize({size})",
         }
         why = f"images of {pixels} pixels: mild crops and no flips, as digits and signs are not symmetric"

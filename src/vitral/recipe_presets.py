@@ -8,7 +8,7 @@ our interpretation of one gap, with a sentence that says why.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache, partial
@@ -18,7 +18,7 @@ from vitral import paper
 from vitral.architecture import ResNetConfig
 from vitral.errors import UserError
 from vitral.names import name_of, parse
-from vitral.recipe import Recipe, from_dict
+from vitral.recipe import Recipe, from_dict, values
 
 CROPS = {"": "square", ":inception": "inception", ":resmall": "resmall"}  # suffix of a preset: name of the reading
 SHORT_WARMUP = ("pets", "flowers", "vtab")  # data sets
@@ -54,7 +54,35 @@ class Preset:
     sweep: dict[str, tuple[Any, ...]]  # keys, and the values to compare on the dev split
     dev: float  # fraction of train held out for the sweep; the final run trains on all of it
     seeds: int  # 3 where the paper reports mean and standard deviation
-    readings: tuple[str, ...]  # a sentence for each gap or contradiction of the paper
+    readings: tuple[paper.Reading, ...]  # one for each gap or contradiction of the paper
+
+    def changed(self, recipe: Recipe, swept: Collection[str] = ()) -> frozenset[str]:
+        """The keys that a run with this recipe does not take from the preset: overridden, or swept over.
+
+        Args:
+            recipe: what the run follows; its weights, model and normalisation are not the preset's to choose.
+            swept: keys of the search space.
+        """
+        ours, theirs = values(recipe), values(self.recipe)
+        differing = {key for key in ours if ours[key] != theirs[key]}
+        return frozenset((differing | set(swept)) - {"model", "init", "data.mean", "data.std"})
+
+    def true_readings(self, recipe: Recipe, swept: Collection[str], happens: Collection[str]) -> tuple[str, ...]:
+        """The sentences of the readings that are true of a run.
+
+        Args:
+            recipe: what the run follows.
+            swept: keys of the search space: their values in the recipe do not count.
+            happens: the words of `Reading.requires` that are true of the protocol.
+        """
+        ours, changed = values(recipe), self.changed(recipe, swept)
+        return tuple(
+            reading.why
+            for reading in self.readings
+            if set(reading.requires) <= set(happens)
+            and changed.isdisjoint(reading.about)
+            and all(ours[key] == value for key, value in reading.keys.items() if key not in swept)
+        )
 
 
 @dataclass(frozen=True)
@@ -102,13 +130,13 @@ def get_preset(name: str, model: str = "") -> Preset:
         raise UserError(f'there is no recipe "{name}": did you mean {", ".join(near)}?')
     entry = _presets()[name]
     plain = _model(name, entry.models, model)
-    values = entry.values_for(plain)
-    readings = [paper.readings()[reading] for reading in values.readings]
-    keys = {"model": plain + "".join(model.partition("@")[1:]), **values.keys}
+    preset = entry.values_for(plain)
+    readings = [paper.readings()[reading] for reading in preset.readings]
+    keys = {"model": plain + "".join(model.partition("@")[1:]), **preset.keys}
     for reading in readings:
         keys.update(reading.keys)
     recipe = from_dict(keys)
-    return Preset(name, recipe, values.sweep, values.dev, values.seeds, tuple(reading.why for reading in readings))
+    return Preset(name, recipe, preset.sweep, preset.dev, preset.seeds, tuple(readings))
 
 
 def hyperrule(images: int) -> str:
@@ -141,6 +169,7 @@ def _pretraining(dataset: str, model: str) -> PresetValues:
     keys = {
         **{"epochs": row.epochs[0], "batch": row.batch, "regularization.dropout": row.dropout},
         **{"optim.name": row.optimizer, "schedule.kind": row.decay, "schedule.warmup": row.warmup},
+        "schedule.full_steps": _full_steps(dataset, row.epochs[0], row.batch),
         **{f"optim.{key}": getattr(row, key) for key in ("lr", "beta1", "beta2", "weight_decay", "clip")},
     }
     return PresetValues(keys if resnet else keys | {"shape.head": "tanh"}, tuple(readings))
@@ -152,7 +181,7 @@ def _masked(model: str) -> PresetValues:
     keys = {
         **{"objective": "masked", "steps": row.steps, "batch": row.batch},
         **{"optim.name": row.optimizer, "optim.lr": row.lr},
-        **{"schedule.kind": row.decay, "schedule.warmup": row.warmup},
+        **{"schedule.kind": row.decay, "schedule.warmup": row.warmup, "schedule.full_steps": row.steps},
         **{f"masked.{key}": getattr(row, key) for key in ("ratio", "token_ratio", "random_ratio", "target")},
     }
     return PresetValues(keys, ("crops", "decoupled decay", "masked decay"))
@@ -168,8 +197,8 @@ def _finetuning(dataset: str, crops: str, model: str) -> PresetValues:
     readings += ["odd grid"] if model == "ViT-H/14" else []
     readings += ["bit for resnets"] if isinstance(parse(model), ResNetConfig) else []
     keys = {
-        **{"steps": row.steps, "batch": row.batch, "image": row.image, "loss": "softmax"},
-        **{"optim.name": row.optimizer, "schedule.kind": row.decay},
+        **{"steps": row.steps, "batch": row.batch, "image": row.image, "loss": "softmax", "reset_head": True},
+        **{"optim.name": row.optimizer, "schedule.kind": row.decay, "schedule.full_steps": row.steps},
         **{f"optim.{key}": getattr(row, key) for key in ("momentum", "weight_decay", "clip")},
     }
     sweep: dict[str, tuple[Any, ...]] = {"optim.lr": row.rates}
@@ -192,11 +221,13 @@ def _high_resolution(best: paper.TransferRow, crops: str, model: str) -> PresetV
 def _bit_pretraining(dataset: str, model: str) -> PresetValues:
     """BiT-S, BiT-M and BiT-L."""
     row = next(row for row in paper.bit_pretraining() if row.dataset == dataset)
+    paper_epochs = paper.readings()["bit epochs"].keys["epochs"] if dataset == "jft300m" else row.epochs
     keys = {
         "epochs": row.epochs,
         "batch": row.batch,
         "optim.lr": row.lr,
         "optim.weight_decay": row.weight_decay,
+        "schedule.full_steps": _full_steps(dataset, paper_epochs, row.batch),
         **_multistep_sgd(tuple(drop / row.epochs for drop in row.drops), row.momentum, row.warmup),
     }
     loss = "softmax" if dataset == "imagenet" else "sigmoid"
@@ -208,11 +239,19 @@ def _bit_finetuning(row: paper.BitFinetuningRow, model: str) -> PresetValues:
     keys = {
         "steps": row.steps,
         "batch": row.batch,
+        "reset_head": True,
+        "schedule.full_steps": row.steps,
         "data.mixup": row.mixup,
         "optim.lr": row.lr,
+        "optim.clip": 0.0,
         **_multistep_sgd(row.drops, row.momentum, row.warmup),
     }
     return PresetValues(keys, ("bit size", "bit flip"))
+
+
+def _full_steps(dataset: str, epochs: float, batch: int) -> int:
+    """The length of the paper's own run."""
+    return round(epochs * paper.pretraining_sets()[TITLES[dataset]].images / batch)
 
 
 def _multistep_sgd(drops: tuple[float, ...], momentum: float, warmup: int) -> dict[str, Any]:

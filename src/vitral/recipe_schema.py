@@ -55,7 +55,7 @@ class ShapeRecipe:
 class DataRecipe:
     """Data and transforms. In a transform, {size} is the model's image size, {larger} 8/7 and {wider} 7/6 of it."""
 
-    train_transform: Annotated[str, "transform of training images"] = "decode|inception_crop({size})|flip"
+    train_transform: Annotated[str, "transform of training images"] = "decode|random_resized_crop({size}, 0.05)|flip"
     eval_transform: Annotated[str, "transform for evaluation and prediction"] = (
         "decode|resize_small({larger})|central_crop({size})"
     )
@@ -102,6 +102,9 @@ class ScheduleRecipe:
 
     kind: Annotated[ScheduleKind, "cosine, linear, constant, multistep, rsqrt or polynomial"] = "cosine"
     warmup: Annotated[float, "warmup steps; below 1: fraction of the run"] = 0.1
+    full_steps: Annotated[
+        int, "length of the full run: one too short for its warmup scales it in proportion; 0: to a tenth"
+    ] = 0
     end: Annotated[float, "linear, polynomial: learning rate at the last step"] = 0.0
     power: Annotated[float, "polynomial: exponent"] = 2.0
     drops: Annotated[tuple[float, ...], "multistep: milestones in steps; below 1: fraction of the run"] = ()
@@ -138,6 +141,9 @@ class Recipe:
 
     model: Annotated[str, "model name, with @size for another image size; ignored if init is set"] = "ViT-Ti/16"
     init: Annotated[str, "pre-trained weights (file, run folder or hub name); empty: train from scratch"] = ""
+    reset_head: Annotated[bool, "with init: a new head of zeros, even where the weights have one for these classes"] = (
+        False
+    )
     image: Annotated[int, "image size in pixels; 0: the model's own"] = 0
     epochs: Annotated[float, "length of the run in epochs; 0 if steps is set"] = 100.0
     steps: Annotated[int, "length of the run in steps; 0 if epochs is set"] = 0

@@ -222,7 +222,7 @@ def test_touched_and_copied_images_are_the_same(original, pictures, stopped, tmp
 
 def test_only_images_with_a_new_mark_are_read_again(pictures, monkeypatch):
     opened = open_data(pictures)
-    recorded = RunContents.from_json(RunContents.of(opened).to_json())
+    recorded = RunContents.from_json(RunContents.of(opened, "test").to_json())
     read: list[int] = []
     real = contents._content_hash
     monkeypatch.setattr(contents, "_content_hash", lambda reader, index: read.append(index) or real(reader, index))

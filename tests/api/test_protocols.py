@@ -109,13 +109,14 @@ class Runs:
         self.calls: list[tuple[Recipe, DataSet, Path]] = []
 
     def __call__(self, recipe: Recipe, data: DataSet, path: Path, *, device: str, on_event: Any) -> RunResult:
-        assert data.eval_split is not None
+        reported = data.reported_split(recipe.patience > 0)
+        assert reported is not None
         self.calls.append((recipe, data, path))
-        score = self.score(recipe, data.eval_split.name)
+        score = self.score(recipe, reported.name)
         numbers = {"seconds": 3600.0, "images_per_second": 1.0, "flops": 10.0, "device_hours": 1.0, "devices": 1}
         return RunResult(
             folder=str(path),
-            metrics={"score": score, "n": len(data.eval_split)},
+            metrics={"score": score, "n": len(reported)},
             step=1,
             device="cpu",
             predicted_peak_bytes=0,
@@ -183,10 +184,13 @@ def test_final_runs_train_on_all_of_train(pictures, monkeypatch):
         assert data.test.keys == whole.test.keys
 
 
-def test_patience_never_sees_test(pictures, monkeypatch):
-    runs = Runs(lambda recipe, split: recipe.optim.lr)
+def test_patience_chooses_on_dev_and_reports_test(pictures, monkeypatch):
+    runs = Runs(lambda recipe, split: recipe.optim.lr if split == "dev" else 1 - recipe.optim.lr)
     found = followed(runs, monkeypatch, pictures, "patience=2", "data.subset=20")
-    assert found.split == "dev"
+    assert (found.split, found.dev, found.chosen.name) == ("test", "dev", "optim.lr=0.3")
+    assert [trial.score for trial in found.trials] == [0.1, 0.2, 0.3]
+    assert found.mean == pytest.approx(0.7)
+    assert {data.test is None for _, data, _ in runs.calls[:3]} == {True}  # a trial cannot even see it
     assert {data.eval_split.name for _, data, _ in runs.calls if data.eval_split} == {"dev"}
     assert {(recipe.data.dev, recipe.evaluate_every, len(data.train)) for recipe, data, _ in runs.calls} == {
         (0.25, 0, 20)
@@ -318,12 +322,12 @@ def test_the_row_names_the_model_that_was_chosen(pictures, tmp_path, monkeypatch
     ],
 )
 def test_the_papers_numbers_are_those_of_the_recipes_data_set(recipe, model, numbers):
-    assert [entry.number.value for entry in paper_numbers(recipe, model)] == numbers
+    assert [entry.number.value for entry in paper_numbers(recipe, model, "")] == numbers
 
 
 def test_the_result_stands_beside_the_papers(swept, pictures, monkeypatch, capsys):
     monkeypatch.setattr(
-        "vitral.api.protocols.paper_numbers", lambda *_: paper_numbers("paper:finetune/pets", "ViT-L/16")
+        "vitral.api.protocols.paper_numbers", lambda *_: paper_numbers("paper:finetune/pets", "ViT-L/16", "")
     )
     words = ["--out", swept.folder, "--seeds", "2", "--device", "cpu", "--sweep", *SWEPT["sweep"]]
     said = Command(monkeypatch, capsys)("pretrain", pictures, "--model", MODEL, *words, "--set", *SWEPT["set"])
@@ -344,14 +348,14 @@ def test_the_result_stands_beside_the_papers(swept, pictures, monkeypatch, capsy
     ]
 
 
-def test_an_early_end_is_said_to_be_the_best_value(pictures, tmp_path, monkeypatch, capsys):
+def test_an_early_end_says_where_weights_were_selected(pictures, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(studies, "run", Runs(lambda recipe, split: 0.5))
     said = Command(monkeypatch, capsys)(
         *("pretrain", pictures, "--model", MODEL, "--out", tmp_path / "run", "--device", "cpu"),
         *("--set", *TINY, "patience=1", "data.dev=0.2"),
     )
     assert said.code == 0
-    assert re.search(r"result +50\.00% the best value of a run on dev \(n = 9; 1 seed\)", said.out)
+    assert re.search(r"result +50\.00% on test \(n = 12; 1 seed; weights selected on dev\)", said.out)
 
 
 def test_a_run_that_was_interrupted_goes_on(pictures, swept, tmp_path):

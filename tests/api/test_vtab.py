@@ -26,7 +26,7 @@ from vitral.data.vtab import TASKS, open_task
 from vitral.errors import UserError
 from vitral.events import Note, StepDone
 from vitral.models.build import build
-from vitral.paper import table9
+from vitral.paper import readings, table9
 from vitral.recipe import Recipe, from_toml
 from vitral.recipe_presets import get_preset
 from vitral.studies.protocol import TrialConfig, for_task, group_scores, mean_score, run_suite
@@ -95,7 +95,8 @@ def test_what_would_change_a_label_is_left_out(name: str) -> None:
     """The lists of BiT's appendix."""
     recipe = get_preset("paper:finetune/vtab", "ViT-L/16").recipe
     found = for_task(recipe, TASKS[name])
-    middle = "resize({size})" if name in UNCROPPED else "resize({wider})|random_crop({size})"
+    plain = "antialias=false"
+    middle = f"resize({{size}}, {plain})" if name in UNCROPPED else f"resize({{wider}}, {plain})|random_crop({{size}})"
     flip = "" if name in UNFLIPPED else "|flip"
     assert found.data.train_transform == f"decode|{middle}{flip}"
     assert replace(found, data=recipe.data) == recipe
@@ -163,6 +164,20 @@ def test_what_is_not_vtab_is_said(whole: VtabResult) -> None:
     assert {task["order"] for task in whole.as_dict()["tasks"].values()} == {
         "tfds order: not verified (order of the Parquet rows)"
     }
+
+
+def test_what_is_said_of_the_recipe_is_true(whole: VtabResult, weights: Path, root: Path, tmp_path: Path) -> None:
+    said = whole.as_dict()
+    assert (said["preset"], said["overrides"]) == ("paper:finetune/vtab", [*QUICK, *FOUR])
+    assert {row["label"] for row in said["paper"]} == {"other recipe"}
+    assert {"optim.lr", "steps", "image"} <= set(said["changed"])
+    why = {name: reading.why for name, reading in readings().items()}
+    assert {why["vtab dev"], why["vtab crops"]} <= set(said["readings"])
+    assert why["vtab sweep"] not in said["readings"]  # FOUR is not the preset's
+    assert from_toml((Path(whole.folder) / "svhn" / "seed-0" / "recipe.toml").read_text()).reset_head
+    fixed = quick(weights, root, tmp_path / "run", "svhn")
+    assert why["vtab crops"] in fixed.readings
+    assert not {why["vtab dev"], why["vtab sweep"]} & set(fixed.readings)  # nothing was swept
 
 
 def test_what_is_to_know_of_the_data_is_said(weights: Path, tmp_path: Path) -> None:

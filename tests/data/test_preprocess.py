@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -36,6 +37,8 @@ def generator(seed: int = 0) -> np.random.Generator:
         ("decode|resize_small(448)|random_crop(384)|flip", (384, 384), True),
         ("decode|inception_crop(224)|flip|randaugment(2, 10)|erase(0.25)", (224, 224), True),
         ("decode|inception_crop(96, 128, 0.08, bicubic)", (96, 128), True),
+        ("decode|random_resized_crop(96, 128, 0.08, antialias=false)", (96, 128), True),
+        ("decode|resize_small(256, antialias=false)|central_crop(224)", (224, 224), False),
         ("decode|flip()|resize(8)", (8, 8), True),
         ("decode|resize(50, 100)|resize_small(20)", (20, 40), False),
         ("decode|resize_short(248, pil_bicubic)|center_crop(224)", (224, 224), False),
@@ -73,10 +76,11 @@ def test_a_pipeline_states_its_size_and_whether_it_is_random(text, size, random)
         ("decode|resize_fit(224)|pad(224, 224)", "add a step such as central_crop(224)"),
         ("decode|pad(224)", "write pad(h, w[, red, green, blue])"),
         ("decode|pad(24, 24, 256)|center_crop(24)", "red must be whole and from 0 to 255"),
-        ("decode|random_resized_crop(224)", "use inception_crop(h[, w][, min_area][, method])"),
         ("decode|resize(224)|flip_lr", "use flip"),
         ("decode|wobble(3)", "the steps are decode, resize,"),
         ("decode|resize(224, bicubik)", "did you mean bicubic?"),
+        ("decode|resize(224, bicubic, antialias=false)", "write resize(h[, w][, method])"),
+        ("decode|central_crop(224, antialias=false)", "write central_crop(h[, w])"),
         ("decode|resize()", "write resize(h[, w][, method])"),
         ("decode|resize(22.4)", "write resize(h[, w][, method])"),
         ("decode|resize(-4)", "write resize(h[, w][, method])"),
@@ -222,9 +226,9 @@ def test_a_crop_enlarges_a_small_image_until_it_fits():
 def test_an_absurdly_long_image_stays_small(steps, monkeypatch):
     sizes = []
 
-    def noted(image, size, method):
+    def noted(image, size, method, **options):
         sizes.append(size)
-        return resize(image, size, method)
+        return resize(image, size, method, **options)
 
     monkeypatch.setattr("vitral.data.geometry.resize", noted)
     line = np.zeros((1, 60_000, 3), np.uint8)
@@ -311,8 +315,85 @@ def crops(text: str, count: int) -> np.ndarray:
     return np.array([[*image[0, 0, :2], *image[-1, -1, :2]] for image in found], float)
 
 
-def test_inception_crops_have_the_stated_areas_and_shapes():
-    top, left, bottom, right = crops("decode|inception_crop(200, nearest)", 2000).T
+def areas(text: str, count: int = 6000) -> np.ndarray:
+    """(count,): the share of an image of 500 x 375 pixels that each crop covers."""
+    pipeline, rng, image = parse_pipeline(text), generator(), np.empty((375, 500, 1), np.uint8)
+    regions = [pipeline.crop_region(image, rng).pixels for _ in range(count)]
+    return np.array([region.size for region in regions]) / image.size
+
+
+def tensorflow_area(height: int, width: int, min_area: float, rng: np.random.Generator) -> float:
+    """One draw of SampleDistortedBoundingBox, from its description: a square's side is not what is uniform, the height
+    is, between the two that the area and the image allow at the drawn aspect ratio."""
+    while True:
+        aspect = 0.75 + 0.58 * rng.random()
+        tallest = min(np.sqrt(height * width / aspect), width / aspect, height)
+        high = rng.uniform(np.sqrt(min_area * height * width / aspect), tallest)
+        if high * high * aspect >= min_area * height * width:
+            return high * high * aspect / (height * width)
+
+
+def test_inception_crops_are_tensorflows():
+    found, rng = areas("decode|inception_crop(224)"), generator(1)
+    expected = np.array([tensorflow_area(375, 500, 0.05, rng) for _ in range(6000)])
+    for share in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7):
+        assert (found < share).mean() == pytest.approx((expected < share).mean(), abs=0.03)
+    assert found.mean() == pytest.approx(0.343, abs=0.01)
+    assert (found < 0.2).mean() == pytest.approx(0.345, abs=0.02)
+    assert areas("decode|inception_crop(224, 0.5)", 300).min() >= 0.5
+
+
+def test_random_resized_crops_are_torchvisions():
+    transforms = pytest.importorskip("torchvision.transforms")
+    found, image = areas("decode|random_resized_crop(224, 0.05)"), torch.empty(1, 375, 500)
+    torch.manual_seed(0)
+    boxes = [transforms.RandomResizedCrop.get_params(image, [0.05, 1.0], [3 / 4, 4 / 3]) for _ in range(6000)]
+    expected = np.array([high * wide for _, _, high, wide in boxes]) / (375 * 500)
+    for share in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7):
+        assert (found < share).mean() == pytest.approx((expected < share).mean(), abs=0.03)
+    assert found.mean() == pytest.approx(0.417, abs=0.01)
+    assert (found < 0.2).mean() == pytest.approx(0.21, abs=0.02)
+    assert areas("decode|random_resized_crop(224)", 1000).min() == pytest.approx(0.08, abs=0.005)
+
+
+def test_inception_crops_have_the_stated_shapes_and_offsets():
+    top, left, bottom, right = crops("decode|inception_crop(200, nearest)", 1000).T
+    high, wide = bottom - top + 1, right - left + 1
+    aspect = wide / high
+    assert aspect.min() > 0.72
+    assert aspect.max() < 1.37
+    # Linear, not by the logarithm, whose median would be 1; where areas are small, every shape fits.
+    assert np.median(aspect[high * wide < 0.5 * 200 * 250]) == pytest.approx(1.04, abs=0.02)
+    assert ((bottom < 199) | (high == 200)).all()  # as TensorFlow's, which never draws the last offset
+    assert ((right < 249) | (wide == 250)).all()
+
+
+@pytest.mark.parametrize("size", [(20, 30), (100, 150), (375, 500), (400, 900)])
+def test_a_resize_without_antialiasing_reads_the_four_nearest_pixels(size):
+    """Bilinear at half-pixel centres: what tf.image.resize computes, rounded to bytes along each axis."""
+    found = parse_pipeline(f"decode|resize({size[0]}, {size[1]}, antialias=false)")(PHOTO)
+    rows, columns = (
+        np.clip((np.arange(after) + 0.5) * before / after - 0.5, 0, before - 1)
+        for before, after in zip(PHOTO.shape, size, strict=False)
+    )
+    y, x = rows.astype(int), columns.astype(int)
+    dy, dx = (rows - y)[:, None, None], (columns - x)[:, None]
+    below, right = np.minimum(y + 1, 374), np.minimum(x + 1, 499)
+    upper = PHOTO[y][:, x] * (1 - dx) + PHOTO[y][:, right] * dx
+    lower = PHOTO[below][:, x] * (1 - dx) + PHOTO[below][:, right] * dx
+    np.testing.assert_allclose(found, upper * (1 - dy) + lower * dy, atol=1.01)
+
+
+def test_without_antialiasing_most_pixels_of_a_large_image_do_not_count():
+    stripes = np.zeros((64, 64, 3), np.uint8)
+    stripes[1::4] = 255
+    plain, smooth = (parse_pipeline(f"decode|resize(8{option})")(stripes) for option in (", antialias=false", ""))
+    assert plain.max() == 0
+    assert smooth.min() > 50
+
+
+def test_random_resized_crops_have_the_stated_areas_and_shapes():
+    top, left, bottom, right = crops("decode|random_resized_crop(200, 0.05, nearest)", 2000).T
     high, wide = bottom - top + 1, right - left + 1
     area, aspect = high * wide / (200 * 250), wide / high
     assert area.min() >= 0.045

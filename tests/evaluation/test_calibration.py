@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -174,7 +175,9 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "words", [(), ("patience=2", "evaluate_every=4"), ("loss=sigmoid",)], ids=("last", "best", "sigmoid")
+    "words",
+    [(), ("patience=2", "evaluate_every=4", "data.dev=0.6", "batch=4"), ("loss=sigmoid",)],
+    ids=("last", "best", "sigmoid"),
 )
 def test_a_run_keeps_the_temperature_of_its_weights(words, colours, tmp_path):
     options = [*QUICK, "steps=12", "regularization.label_smoothing=0", "data.held_out=0.4", *words]
@@ -189,10 +192,13 @@ def test_a_run_keeps_the_temperature_of_its_weights(words, colours, tmp_path):
         return
     assert card.temperature != 1.0
     assert done.metrics["nll_calibrated"] < done.metrics["nll"]
-    sentence = f"temperature {card.temperature:.3g}, fitted on the {done.metrics['n']} test images"
-    assert card.changes == (sentence,)
-    assert done.calibration.startswith(f"{sentence}; ")
-    assert any("fitted on these images" in note for note in found.notes)
+    selected = "patience=2" in words  # then the result is of other images than the temperature
+    images = r"\d+ dev" if selected else f"{done.metrics['n']} test"
+    (sentence,) = card.changes
+    assert re.fullmatch(f"temperature {card.temperature:.3g}, fitted on the {images} images", sentence)
+    assert done.calibration.startswith(sentence)
+    assert ("cross-fitted" in done.calibration) != selected
+    assert any("fitted on these images" in note for note in found.notes) != selected
     # Elsewhere the temperature is applied as it is.
     other = colour_folder(tmp_path / "other", 3, seed=1000)
     found = vitral.evaluate(tmp_path / "run", other, device="cpu")

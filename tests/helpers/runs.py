@@ -30,7 +30,7 @@ MODEL = "ViT-Ti/4@8"
 TINY = (
     *("steps=12", "batch=6", "shape.depth=2", "shape.width=16", "shape.heads=2", "workers=0", "data.mixup=0.4"),
     *("evaluate_every=4", "save_every=2", "data.eval_transform=decode|resize({size})"),
-    "data.train_transform=decode|inception_crop({size})|flip|randaugment(2, 10)",
+    "data.train_transform=decode|random_resized_crop({size}, 0.05)|flip|randaugment(2, 10)",
 )
 
 
@@ -47,7 +47,7 @@ def make_pictures(folder: Path, classes: int = 3, images: int = 8, size: int = 1
 
 
 def train(
-    pictures: Path,
+    pictures: Any,
     out: Path,
     *words: str,
     on_event: Any = lambda event: None,

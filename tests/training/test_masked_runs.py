@@ -24,7 +24,7 @@ from vitral.errors import UserError
 TINY = (
     *("objective=masked", "steps=8", "batch=6", "shape.depth=2", "shape.width=16", "shape.heads=2", "workers=0"),
     *("data.mixup=0", "evaluate_every=4", "save_every=2", "data.eval_transform=decode|resize({size})"),
-    *("data.train_transform=decode|inception_crop({size})|flip", "schedule.warmup=0"),
+    *("data.train_transform=decode|random_resized_crop({size}, 0.05)|flip", "schedule.warmup=0"),
 )
 
 
@@ -187,7 +187,7 @@ def test_photographs_are_learned_beyond_their_colours(assets, tmp_path):
             "schedule.warmup=50",
             "evaluate_every=560",
             "save_every=560",
-            "data.train_transform=decode|inception_crop({size}, 0.5)|flip",
+            "data.train_transform=decode|random_resized_crop({size}, 0.5)|flip",
         ),
         "data.eval_transform=decode|resize_small({size})|central_crop({size})",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitral.errors import UserError
-from vitral.training.optimizer import learning_rate, steps_of
+from vitral.recipe_presets import get_preset
+from vitral.training.optimizer import learning_rate, steps_of, warmup_steps
 
 KINDS = ("cosine", "linear", "constant", "multistep", "rsqrt", "polynomial")
 GOLDEN = [*(f"vit_jax_{i}" for i in range(5)), *(f"big_vision_{i}" for i in range(5))]
@@ -80,6 +82,34 @@ def test_a_run_climbs_to_its_base_and_never_leaves_it(kind, total, warmup, coold
     assert all(0.0 <= rate <= 0.3 + 1e-12 for rate in rates)
     assert all(late <= early + 1e-12 for early, late in zip(rates[warm:], rates[warm + 1 :], strict=False))
     assert all(step >= steps_of(0.5, total) or rates[step] > 0 for step in range(1, total - int(0.3 * total) - 1))
+
+
+@pytest.mark.parametrize(
+    ("warmup", "total", "full_steps", "expected"),
+    [
+        (500, 501, 20_000, 500),  # fits, if barely
+        (500, 500, 20_000, 12),  # 1/40 of the run, as of the full one
+        (500, 20, 20_000, 0),
+        (100, 100, 500, 20),
+        (10_000, 400, 93_836, 43),
+        (50, 40, 0, 4),  # nobody knows the full run
+        (50, 40, 50, 4),
+        (1, 1, 0, 0),
+        (0.5, 10, 7, 5),  # a share fits any run
+    ],
+)
+def test_a_warmup_that_does_not_fit_is_scaled(warmup, total, full_steps, expected):
+    assert warmup_steps(warmup, total, full_steps) == expected
+
+
+@pytest.mark.parametrize("name", ["paper:finetune/imagenet", "paper:pretrain/imagenet", "bit:finetune/large"])
+@pytest.mark.parametrize("total", [5, 40, 400])
+def test_a_shortened_recipe_reaches_its_rate_and_decays(name, total):
+    recipe = get_preset(name).recipe
+    settings = asdict(recipe.schedule)
+    rates = [learning_rate(step, base=recipe.optim.lr, total=total, **settings) for step in range(total)]
+    assert max(rates) == pytest.approx(recipe.optim.lr)
+    assert rates[-1] < 0.5 * recipe.optim.lr
 
 
 def test_an_unknown_schedule_is_refused():

@@ -222,7 +222,7 @@ def test_answers_beyond_the_range_of_an_exponential_are_scored():
 
 def test_early_stopping_keeps_the_best(colours, tmp_path):
     heard: list[Event] = []
-    steady = ("schedule.kind=constant", "schedule.warmup=0", "evaluate_every=4")
+    steady = ("schedule.kind=constant", "schedule.warmup=0", "evaluate_every=4", "data.dev=0.2")
     done = train(colours, tmp_path / "early", *steady, "steps=400", "patience=3", heard=heard).results[0]
     lasted = max(line["step"] for line in lines(tmp_path / "early"))
     assert lasted == done.step + 3 * 4

@@ -24,7 +24,8 @@ from vitral.training.device_data import crop_uploader
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CROP = "decode|inception_crop(12, 16)|flip"
+CROP = "decode|random_resized_crop(12, 16, 0.05)|flip"
+GOOGLES = "decode|inception_crop(12, 16, antialias=false)|flip"
 DRAWN = {"batch": 9, "seed": 3, "first_step": 1, "last_step": 6}
 SIZES = [(30, 40), (13, 15), (1, 1), (200, 300), (9, 70), (300, 8)]  # some shrink, some grow, some are too long
 
@@ -70,8 +71,8 @@ class Blank:
 class ByHand:
     """One part after the other, by the function that pipelines use."""
 
-    def __init__(self, size: tuple[int, int], channels: int = 3) -> None:
-        self.size, self.channels = size, channels
+    def __init__(self, size: tuple[int, int], channels: int = 3, antialias: bool = True) -> None:
+        self.size, self.channels, self.antialias = size, channels, antialias
         self.seen: list[PackedCrops] = []
 
     def __call__(self, parts: PackedCrops) -> torch.Tensor:
@@ -79,20 +80,21 @@ class ByHand:
         images = []
         for start, height, width, mirrored in parts.table.tolist():
             pixels = parts.pixels[start : start + height * width * self.channels].numpy()
-            image = resize(pixels.reshape(height, width, self.channels), self.size)
+            image = resize(pixels.reshape(height, width, self.channels), self.size, antialias=self.antialias)
             images.append(image[:, ::-1] if mirrored else image)
         return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("partners", [False, True])
-@pytest.mark.parametrize("text", [CROP, "decode|inception_crop(12, 16, 0.5)", "decode|resize_small(20)|" + CROP[7:]])
+@pytest.mark.parametrize(
+    "text", [CROP, GOOGLES, "decode|inception_crop(12, 16, 0.5)", "decode|resize_small(20)|" + CROP[7:]]
+)
 def test_parts_become_the_images_that_workers_make(text, partners, workers):
     split, pipeline = split_of(SIZES * 3), parse_pipeline(text)
     expected = list(training_batches(split, pipeline, **DRAWN, mix_partner=partners))
-    found = list(
-        training_batches(split, pipeline, **DRAWN, mix_partner=partners, workers=workers, resize=ByHand((12, 16)))
-    )
+    hand = ByHand((12, 16), antialias=pipeline.antialias)
+    found = list(training_batches(split, pipeline, **DRAWN, mix_partner=partners, workers=workers, resize=hand))
     assert not all(batch.valid.all() for batch in expected)
     for one, other in zip(found, expected, strict=True):
         for ours, theirs in zip(one, other, strict=True):
@@ -148,9 +150,9 @@ def test_a_part_that_is_too_long_is_resized_by_the_worker():
         assert all(row[1] <= 12 * MAX_SHRINK and row[2] <= 16 * MAX_SHRINK for row in parts.table.tolist())
 
 
-@given(st.data())
-@settings(max_examples=40 if DEVICE.type == "cuda" else 8)
-def test_the_kernel_gives_the_pixels_of_a_cpu(data):
+@given(st.data(), st.booleans())
+@settings(max_examples=80 if DEVICE.type == "cuda" else 8)
+def test_the_kernel_gives_the_pixels_of_a_cpu(data, antialias):
     pytest.importorskip("triton", reason="the kernels need Triton (pip install triton)")
     from vitral.kernels.resize import CropResize, reference
 
@@ -166,12 +168,13 @@ def test_the_kernel_gives_the_pixels_of_a_cpu(data):
         places.append([sum(map(len, pixels)), height, width, data.draw(st.integers(0, 1))])
         pixels.append(part)
     there = torch.from_numpy(np.concatenate(pixels)).to(DEVICE), torch.tensor(places, device=DEVICE)
-    found = CropResize(size, channels, MAX_SHRINK, DEVICE)(*there)
+    found = CropResize(size, channels, MAX_SHRINK, DEVICE, antialias=antialias)(*there)
     assert found.permute(0, 2, 3, 1).is_contiguous()
-    assert torch.equal(found, reference(*there, size, channels))
+    assert torch.equal(found, reference(*there, size, channels, antialias=antialias))
 
 
-def test_the_kernel_takes_every_length():
+@pytest.mark.parametrize("antialias", [True, False])
+def test_the_kernel_takes_every_length(antialias):
     pytest.importorskip("triton", reason="the kernels need Triton (pip install triton)")
     from vitral.kernels.resize import CropResize, reference
 
@@ -182,13 +185,15 @@ def test_the_kernel_takes_every_length():
         256, (int(lengths.sum()) * 2,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
     there = pixels.to(DEVICE), places.to(DEVICE)
-    assert torch.equal(CropResize((224, 2), 1, MAX_SHRINK, DEVICE)(*there), reference(*there, (224, 2), 1))
+    found = CropResize((224, 2), 1, MAX_SHRINK, DEVICE, antialias=antialias)(*there)
+    assert torch.equal(found, reference(*there, (224, 2), 1, antialias=antialias))
 
 
 @pytest.mark.parametrize(
     ("text", "rows", "expected"),
     [
         (CROP, 100, True),
+        (GOOGLES, 100, True),
         (CROP, 10**6, False),
         ("decode|inception_crop(12, bicubic)|flip", 100, False),
         ("decode|random_crop(12)|flip", 100, False),
@@ -207,12 +212,12 @@ def test_no_gpu_no_upload():
     assert crop_uploader(parse_pipeline(CROP), 100, 3, torch.device("cpu")) is None
 
 
-@pytest.fixture
-def there():
+@pytest.fixture(params=["random_resized_crop(112, 0.05)", "inception_crop(112, antialias=false)"])
+def there(request):
     """A split, a pipeline, and the GPU's part of it."""
     if DEVICE.type == "cpu":
         pytest.skip("needs an NVIDIA GPU")
-    pipeline = parse_pipeline("decode|inception_crop(112)|flip")
+    pipeline = parse_pipeline(f"decode|{request.param}|flip")
     found = crop_uploader(pipeline, 9, 3, DEVICE)
     assert found is not None
     return split_of(SIZES * 3), pipeline, found

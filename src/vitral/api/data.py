@@ -29,6 +29,7 @@ from vitral.serving import unread
 
 ImageLike = str | Path | PILImage | np.ndarray  # a file or folder, a PIL image, uint8 pixels (height, width, channels)
 Images = ImageLike | Sequence[ImageLike]
+_DEV = 0.1  # share of train to select weights by, where the user asks for that and names no images for it
 _BEGUN = ("recipe.toml", "protocol.json", "sweep", "seed-*")  # what a run leaves in its folder
 
 
@@ -79,9 +80,17 @@ def open_to_probe(data: str | Path, source: Path | None) -> DataSet:
     return with_test_split(open_data(data, held_out=share or DataRecipe().held_out))
 
 
-def open_to_train(data: Data, recipe: Recipe) -> DataSet:
-    """The same, with images to train on."""
-    return _to_train(data, open_restricted(data, recipe))
+def open_to_train(data: Data, recipe: Recipe) -> tuple[DataSet, float]:
+    """The same, with images to train on, and the share of train that is the dev split.
+
+    A recipe with patience selects weights by their evaluations. Its result is of test, so where the data has no val
+    beside test and the recipe no `data.dev`, a tenth of train becomes the dev split.
+    """
+    whole = open_data(data, held_out=recipe.data.held_out)
+    dev = recipe.data.dev
+    if recipe.patience and (whole.val is None or whole.test is None):
+        dev = dev or _DEV
+    return _to_train(data, restricted(whole, with_dev(recipe, dev))), dev
 
 
 def open_to_choose(data: str | Path, recipe: Recipe, dev: float) -> tuple[DataSet, DataSet | None]:

@@ -32,6 +32,12 @@ class RunRecord(NamedTuple):
 
     folder: Path
     contents: RunContents | None  # None in a folder without split.json
+    fingerprints: dict[str, str]  # of data.json
+
+    def fitted(self, split: Split) -> bool:
+        """Whether the run evaluated this split during training, and so fitted its temperature on it."""
+        stated = self.fingerprints
+        return split.fingerprint() == stated.get("selected", stated["evaluated"])
 
 
 def eval_images(source: Source, data: str | Path, name: str) -> EvalImages:
@@ -51,13 +57,14 @@ def eval_images(source: Source, data: str | Path, name: str) -> EvalImages:
     split = _same_split(record, data, name)
     contents = record.contents
     if split is not None and (contents is None or contents.reason or not_hashed_reason([split])):
-        return _all(split, _held_out_note(split))._replace(held_out=True)
+        return _all(split, _held_out_note(split))._replace(held_out=record.fitted(split))
     if split is not None and contents is not None:
         hashes = content_hashes(split)
         if split.name in contents.splits and hashes == contents.splits[split.name].hashes:
             trained = contents.hashes(["train"])
             repeated = sum(digest in trained for digest in hashes)
-            return _all(split, _held_out_note(split), *_repeated_note(repeated))._replace(held_out=True)
+            scored = _all(split, _held_out_note(split), *_repeated_note(repeated))
+            return scored._replace(held_out=record.fitted(split))
     known = name if contents is not None and name in contents.splits and name != "train" else ""
     split, note = _candidates(data, name, known, contents.evaluated if contents is not None else "")
     reason = "the run has no split.json" if contents is None else contents.reason or not_hashed_reason([split])
@@ -72,15 +79,18 @@ def _run_record(source: Source) -> RunRecord | None:
     if folder is None or not (folder / "recipe.toml").is_file() or not (folder / "data.json").is_file():
         return None
     contents = folder / "split.json"
-    return RunRecord(folder, RunContents.from_json(contents.read_text("utf-8")) if contents.is_file() else None)
+    return RunRecord(
+        folder,
+        RunContents.from_json(contents.read_text("utf-8")) if contents.is_file() else None,
+        json.loads((folder / "data.json").read_text("utf-8")),
+    )
 
 
 def _same_split(record: RunRecord, data: str | Path, name: str) -> Split | None:
     """The held-out split of data whose images are named as in the run; None where some are not."""
-    fingerprints = json.loads((record.folder / "data.json").read_text("utf-8"))
     recipe = from_toml((record.folder / "recipe.toml").read_text("utf-8"))
-    same = open_as_trained(data, recipe, fingerprints["train"])
-    return _split_named(same, name, fingerprints["evaluated"]) if same is not None else None
+    same = open_as_trained(data, recipe, record.fingerprints["train"])
+    return _split_named(same, name, record.fingerprints["evaluated"]) if same is not None else None
 
 
 def _candidates(data: str | Path, name: str, known: str = "", evaluated: str = "") -> tuple[Split, str]:

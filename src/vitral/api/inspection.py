@@ -147,11 +147,13 @@ def write_run_page(folder: str | Path, data: str | Path | DataSet, *, device: st
     resolved = resolve_device(device)
     model.to(resolved)
     recipe = run.read_text("recipe.toml") or ""
-    opened = data if isinstance(data, DataSet) else open_restricted(data, from_toml(recipe))
+    settings = from_toml(recipe)
+    opened = data if isinstance(data, DataSet) else open_restricted(data, settings)
+    reported = opened.reported_split(settings.patience > 0)
     result = json.loads(run.read_text("result.json") or "{}")
     examples = None
-    if opened.eval_split is not None and card.preprocess is not None:
-        examples = _examples(model, card, opened.eval_split, card.preprocess, resolved)
+    if reported is not None and card.preprocess is not None:
+        examples = _examples(model, card, reported, card.preprocess, resolved)
     title = f"{_short_name(card)} on {Path(opened.source).name}"
     page = run_page(title, result, run.metrics(), model_facts(card), recipe, _learned(model), examples)
     run.write_text("page.html", page)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,25 @@ from vitral.recipe import (
     check_given_once,
     override_words,
     recipe_hash,
+    steps_of_run,
     with_overrides,
 )
 from vitral.recipe_presets import Preset, get_preset, hyperrule, is_preset
-from vitral.studies.protocol import ProtocolRuns, TrialConfig, choose_search_space, run_protocol, trial_configs
+from vitral.studies.protocol import (
+    ProtocolRuns,
+    SearchSpace,
+    TrialConfig,
+    choose_search_space,
+    run_protocol,
+    trial_configs,
+)
 from vitral.training.build import check_recipe
+from vitral.training.identity import FREE_KEYS
+from vitral.training.optimizer import warmup_steps
 from vitral.training.parallel import init_distributed, on_rank0
 from vitral.version import __version__
+
+_SAME_RECIPE = {*FREE_KEYS, "seed", "evaluate_every"}  # keys that change no result but by chance
 
 
 @dataclass(frozen=True)
@@ -46,9 +58,10 @@ class PaperNumber:
     data: str
     pretraining: str
     number: Reported
+    label: str = ""  # "other recipe" where the run does not follow the one that gave the number
 
     def as_dict(self) -> dict[str, Any]:
-        return {"data": self.data, "pretraining": self.pretraining, **asdict(self.number)}
+        return {"data": self.data, "pretraining": self.pretraining, "label": self.label, **asdict(self.number)}
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,7 +73,10 @@ class ProtocolResult(SummaryRepr):
     folder: str
     outcome: ProtocolRuns
     reported: tuple[PaperNumber, ...]
-    readings: tuple[str, ...]  # where the paper is silent or contradicts itself
+    readings: tuple[str, ...]  # where the paper is silent or contradicts itself, as far as they are true of the run
+    recipe: str  # name of the preset, or ""
+    overrides: tuple[str, ...]  # of its keys, and the user's own sweep, as key=value
+    changed: tuple[str, ...]  # keys in which the run differs from the preset
 
     def summary(self) -> dict[str, str]:
         outcome = self.outcome
@@ -95,6 +111,9 @@ class ProtocolResult(SummaryRepr):
             "device": last.device,
             "devices": last.devices,
             "recipe": recipe_hash(outcome.chosen.recipe),
+            "preset": self.recipe,
+            "overrides": list(self.overrides),
+            "changed": list(self.changed),
             "paper": [row.as_dict() for row in self.reported],
             "readings": list(self.readings),
             "version": __version__,
@@ -208,34 +227,69 @@ def _follow(
     on_event: EventHandler,
 ) -> ProtocolResult:
     check_device(device)
+    name = preset.name
     if seeds is not None and seeds < 1:
         raise UserError(f"seeds must be at least 1, not {seeds}.")
     check_out(out, data)
     base = with_overrides(base, overrides)
     dev = base.data.dev or preset.dev
     opened, choosing = open_to_choose(data, base, dev)
-    tried = trial_configs(base, choose_search_space(sweep, preset.sweep, overrides))
+    space = choose_search_space(sweep, preset.sweep, overrides)
+    tried = trial_configs(base, space)
     card = describe(located(base.init)).card if base.init else None
     bit = _bit_candidate(preset, base, opened, card, sweep, overrides)
     if bit is not None:
         tried = [*(replace(candidate, name=candidate.name or preset.name) for candidate in tried), bit]
+    happens = {*sweep_words(preset, space, len(tried)), *(["bit trial"] if bit else [])}
+    readings = run_readings(preset, base, space, happens, len(opened.train))
     for candidate in tried:
         check_recipe(candidate.recipe, opened, card)
     world = init_distributed(device)
     folder = on_rank0(lambda: Path(out) if out else new_folder(data, base), world)
     assumed = assumed_pixels(overrides) if preset.name and card and card.preprocess is None else ()
-    for text in (*opened.messages, *preset.readings, *assumed):
+    for text in (*opened.messages, *readings, *assumed):
         on_event(Note(text))
     on_event(RunDirChosen(str(folder)))
     outcome = run_protocol(
         tried, opened, folder, choosing=choosing, dev=dev, seeds=seeds or preset.seeds, device=device, on_event=on_event
     )
     recipe = outcome.chosen.recipe
+    if bit is not None and outcome.chosen.name == bit.name:
+        preset, space = get_preset(bit.name, base.model), {}
+    readings = run_readings(preset, recipe, space, happens, len(opened.train))
+    changed = changed_keys(preset, recipe, sweep, space)
     architecture = card.architecture if card else architecture_of(recipe, len(opened.train.classes))
     model = name_of(replace(architecture, classes=1000))
-    result = ProtocolResult(model, str(data), str(folder), outcome, paper_numbers(preset.name, model), preset.readings)
+    rows = paper_numbers(name, model, "other recipe" if changed else "")
+    given = (*overrides, *sweep)
+    result = ProtocolResult(model, str(data), str(folder), outcome, rows, readings, name, given, changed)
     on_rank0(lambda: write_row(folder / "protocol.json", result.as_dict()), world)
     return result
+
+
+def sweep_words(preset: Preset, space: SearchSpace, tried: int) -> list[str]:
+    """What `Reading.requires` calls a sweep, where one is made."""
+    return ["sweep", *(["preset sweep"] if space == preset.sweep else [])] if tried > 1 else []
+
+
+def run_readings(
+    preset: Preset, recipe: Recipe, swept: Collection[str], happens: Collection[str], images: int
+) -> tuple[str, ...]:
+    """The readings that are true of a run on so many training images, which may be too short for its warmup."""
+    schedule, steps = recipe.schedule, steps_of_run(recipe, images / min(recipe.batch, images))
+    warmup = warmup_steps(schedule.warmup, steps, schedule.full_steps)
+    if not preset.name or schedule.warmup < 1 or warmup == schedule.warmup:
+        return preset.true_readings(recipe, swept, happens)
+    recipe = replace(recipe, schedule=replace(schedule, warmup=warmup))
+    sentence = f"Warmup takes {warmup:g} of {steps:,} steps, in proportion to the full run: {schedule.warmup:g} of them"
+    return (*preset.true_readings(recipe, swept, happens), f"{sentence} would not fit.")
+
+
+def changed_keys(preset: Preset, recipe: Recipe, sweep: Sequence[str], space: SearchSpace) -> tuple[str, ...]:
+    """The keys in which a run differs from its preset, or that were swept over instead of the preset's own."""
+    own_sweep = space if sweep else {}
+    by_preset = set(space) - set(own_sweep)
+    return tuple(sorted(preset.changed(recipe, own_sweep) - by_preset - _SAME_RECIPE))
 
 
 def write_row(path: Path, row: dict[str, Any]) -> None:
@@ -258,10 +312,12 @@ def _bit_candidate(
     return TrialConfig(name, with_overrides(recipe, overrides))
 
 
-def paper_numbers(recipe: str, model: str) -> tuple[PaperNumber, ...]:
+def paper_numbers(recipe: str, model: str, label: str) -> tuple[PaperNumber, ...]:
     """The paper's numbers for this model on the recipe's data set, from each pre-training."""
     data = recipe.partition("paper:finetune/")[2].partition(":")[0].partition("-")[0]
     if data in ("", "vtab"):  # VTAB's number is a mean over tasks, and this is one task
         return ()
     plain = model.partition("@")[0]
-    return tuple(PaperNumber(data, source, row) for source in PRETRAININGS for row in reported(plain, source, data))
+    return tuple(
+        PaperNumber(data, source, row, label) for source in PRETRAININGS for row in reported(plain, source, data)
+    )

@@ -20,10 +20,10 @@ from vitral.display import SummaryRepr, displayed, score_summary
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.device import check_device, default_device
-from vitral.recipe import Overrides, Recipe, check_given_once, from_toml, override_words, with_overrides
+from vitral.recipe import Overrides, Recipe, check_given_once, from_toml, override_words, with_dev, with_overrides
 from vitral.recipe_defaults import FLIP_REASON, default_recipe
 from vitral.recipe_presets import get_preset, is_preset
-from vitral.training.build import check_recipe, own_card
+from vitral.training.build import check_recipe, keeps_head, own_card
 from vitral.training.callbacks import Callback, Loss, OptimizerFactory, OwnParts, Transform
 from vitral.training.run import RunResult, run
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vitral.models.build import Model
 
 _DATA_KEYS = ("held_out", "dev", "subset", "subset_seed", "exclude")  # of recipe.data: which images there are
-_EARLY = tuple(f"{key}=" for key in ("init", *(f"data.{name}" for name in _DATA_KEYS)))
+_EARLY = tuple(f"{key}=" for key in ("init", "patience", *(f"data.{name}" for name in _DATA_KEYS)))
 
 
 @dataclass(frozen=True, repr=False)
@@ -218,7 +218,7 @@ def choose_recipe(
     own, name = own or OwnParts(), "" if isinstance(model, nn.Module) else model
     written = recipe if isinstance(recipe, Recipe) else read_recipe(recipe, name) if recipe else None
     early = _early_recipe(written, set)
-    opened = open_to_train(data, early)
+    opened, dev = open_to_train(data, early)
     start = str(init) or early.init
     path = located(start) if start else None
     card = describe(path).card if path is not None else None
@@ -239,13 +239,26 @@ def choose_recipe(
         chosen = replace(chosen, init=start)
         if path is not None and card is not None:
             chosen, reasons = _with_preprocessing_of(chosen, reasons, path, card, early, set)
-    chosen = with_overrides(chosen, set)
+    chosen = with_dev(with_overrides(chosen, set), dev)
+    if dev and not early.data.dev:
+        share = f"a share of {dev:g} of train (data.dev) is the dev split for that"
+        reasons = (*reasons, f"patience selects weights by their evaluations: {share}, and the result is on test")
     if own.model is not None:
         classes = 0 if chosen.objective == "masked" else len(opened.train.classes)
         card = own_card(own.model, chosen, classes)
         chosen = replace(chosen, model=type(own.model).__name__)
     check_recipe(chosen, opened, card, own)
+    reasons = (*reasons, *_head_reason(chosen, opened, card))
     return opened, chosen, (*reasons, *((f"overridden: {', '.join(set)}",) if set else ()))
+
+
+def _head_reason(recipe: Recipe, data: DataSet, card: Card | None) -> tuple[str, ...]:
+    """That the run starts from the head of the weights, where it does."""
+    if not recipe.init or card is None or recipe.reset_head or recipe.objective == "masked":
+        return ()
+    if not keeps_head(card, data.train.classes):
+        return ()
+    return ("the weights have a head for the same classes, which is kept (reset_head=true starts from zeros)",)
 
 
 def _suited_recipe(

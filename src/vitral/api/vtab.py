@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vitral.api.data import check_folder, new_folder
-from vitral.api.protocols import write_row
+from vitral.api.protocols import changed_keys, run_readings, sweep_words, write_row
 from vitral.api.training import assumed_pixels
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.weights import describe, located
@@ -23,6 +23,7 @@ from vitral.paper import VtabRow, table9
 from vitral.recipe import Overrides, Recipe, Sweep, override_words, recipe_hash, with_overrides
 from vitral.recipe_presets import Preset, get_preset
 from vitral.studies.protocol import (
+    SearchSpace,
     SuiteResult,
     TrialConfig,
     choose_search_space,
@@ -56,8 +57,11 @@ class VtabResult(SummaryRepr):
     missing: dict[str, str]  # tasks that cannot be opened, with the reasons
     suite: SuiteResult
     paper: tuple[VtabRow, ...]  # the rows of the model first
-    readings: tuple[str, ...]  # where the paper is silent
+    readings: tuple[str, ...]  # where the paper is silent, as far as they are true of the runs
     notes: tuple[str, ...]  # caveats about the numbers
+    recipe: str  # name of the preset
+    overrides: tuple[str, ...]  # of its keys, and the user's own sweep, as key=value
+    changed: tuple[str, ...]  # keys in which the runs differ from the preset
 
     def summary(self) -> dict[str, str]:
         spread = f" +- {self.suite.spread:.2%}" if self.suite.spread is not None else ""
@@ -94,6 +98,9 @@ class VtabResult(SummaryRepr):
             "device": first[-1].device,
             "devices": first[-1].devices,
             "recipe": recipe_hash(suite.chosen.recipe),
+            "preset": self.recipe,
+            "overrides": list(self.overrides),
+            "changed": list(self.changed),
             "paper": [self._paper(row) for row in self.paper],
             "readings": list(self.readings),
             "notes": list(self.notes),
@@ -123,6 +130,7 @@ class VtabResult(SummaryRepr):
             "model": row.model,
             "pretraining": row.pretraining,
             "source": row.source,
+            "label": "other recipe" if self.changed or not self.recipe.startswith("paper:finetune/vtab") else "",
             "tasks": measured,
             "groups": group_scores(measured),
             "mean": mean_score(measured),
@@ -181,22 +189,28 @@ def vtab1k(
     model = name_of(replace(card.architecture, classes=1000))
     preset = get_preset(recipe, model)
     _check_fixed_keys((*overrides, *swept))
-    tried = _candidates(_recipe(preset, source, card, overrides), preset, overrides, swept, fixed)
+    space = _search_space(preset, overrides, swept, fixed)
+    base = _recipe(preset, source, card, overrides)
+    tried = trial_configs(base, space)
     opened, missing = _open_tasks(tasks, Path(root), train_size, val_size)
     _check(tried, opened, card)
     world = init_distributed(device)
     folder = on_rank0(lambda: Path(out) if out else new_folder(root, tried[0].recipe), world)
     notes = _notes(opened, tried)
     assumed = assumed_pixels(overrides) if card.preprocess is None else ()
+    happens, images = {"vtab", *sweep_words(preset, space, len(tried))}, len(opened[0].train1000)
     with displayed(on_event) as handler:
-        for text in (*missing.values(), *notes, *preset.readings, *assumed):
+        for text in (*missing.values(), *notes, *run_readings(preset, base, space, happens, images), *assumed):
             handler(Note(text))
         handler(RunDirChosen(str(folder)))
         for task in opened:
             handler(Note(on_rank0(partial(_listed, task, folder, beside=(train_size, val_size) == _COUNTS), world)))
         suite = run_suite(tried, opened, folder, seeds=seeds, device=device, on_event=handler)
-    rows = paper_rows(model)
-    result = VtabResult(model, str(root), str(folder), tuple(opened), missing, suite, rows, preset.readings, notes)
+    chosen = suite.chosen.recipe
+    readings = run_readings(preset, chosen, space, happens, images)
+    changed = changed_keys(preset, chosen, swept, space)
+    facts = (tuple(opened), missing, suite, paper_rows(model), readings, notes)
+    result = VtabResult(model, str(root), str(folder), *facts, recipe, (*overrides, *swept), changed)
     on_rank0(lambda: write_row(folder / "vtab.json", result.as_dict()), world)
     return result
 
@@ -219,16 +233,15 @@ def _recipe(preset: Preset, source: str | Path, card: Card, overrides: Sequence[
     data = preset.recipe.data
     if card.preprocess is not None:
         data = replace(data, mean=card.preprocess.mean, std=card.preprocess.std)
-    return with_overrides(replace(preset.recipe, init=str(source), data=data), overrides)
+    # Whatever the preset, a task starts from a new head, even where it has the classes of the weights.
+    return with_overrides(replace(preset.recipe, init=str(source), reset_head=True, data=data), overrides)
 
 
-def _candidates(
-    recipe: Recipe, preset: Preset, overrides: Sequence[str], sweep: Sequence[str], fixed: bool
-) -> list[TrialConfig]:
-    """The recipes to try: those of the sweep, else of the preset's without the keys that overrides set."""
+def _search_space(preset: Preset, overrides: Sequence[str], sweep: Sequence[str], fixed: bool) -> SearchSpace:
+    """The user's sweep, else the preset's without the keys that overrides set."""
     if fixed and sweep:
         raise UserError("fixed uses the paper's choice instead of a sweep: leave out one of the two.")
-    return trial_configs(recipe, {} if fixed else choose_search_space(sweep, preset.sweep, overrides))
+    return {} if fixed else choose_search_space(sweep, preset.sweep, overrides)
 
 
 def _open_tasks(names: Sequence[str], root: Path, train: int, val: int) -> tuple[list[VtabTask], dict[str, str]]:

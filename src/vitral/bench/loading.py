@@ -213,7 +213,9 @@ def _open_split(folder: str) -> Split:
 
 def _pipeline(workload: Workload, *, training: bool) -> Pipeline:
     side = workload.architecture.image[0]
-    steps = f"inception_crop({side})|flip" if training else f"resize_small({side * 8 // 7})|central_crop({side})"
+    steps = (
+        f"random_resized_crop({side}, 0.05)|flip" if training else f"resize_small({side * 8 // 7})|central_crop({side})"
+    )
     return parse_pipeline(f"decode|{steps}")
 
 

@@ -94,7 +94,8 @@ def to_classes(weights: Weights, classes: int) -> Weights:
     head = {"head.output.weight": torch.zeros(classes, old.features), "head.output.bias": torch.zeros(classes)}
     kept = {key: array for key, array in weights.state.items() if not key.startswith("head.")}
     tanh = " without its tanh layer" if isinstance(old, ViTConfig) and old.representation else ""
-    change = f"head {old.classes} -> {classes} classes{tanh}" + (", zero-initialised" if classes else "")
+    sizes = f"{old.classes} -> {classes} classes" if classes != old.classes else f"of {classes} classes replaced"
+    change = f"head {sizes}{tanh}" + (", zero-initialised" if classes else "")
     return Weights(new, {**kept, **(head if classes else {})}, (*weights.changes, change))
 
 

@@ -60,7 +60,8 @@ class Preprocess:
         return "|".join(scaled.get(step, step) for step in steps)
 
     def _method(self) -> str:
-        return next((word for word in re.findall(r"\w+", self.pipeline) if word in METHODS), "")
+        words = re.findall(r"[\w=]+", self.pipeline)
+        return next((word for word in words if word in (*METHODS, "antialias=false")), "")
 
 
 @dataclass(frozen=True)

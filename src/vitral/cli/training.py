@@ -44,6 +44,7 @@ def show_training(result: Any, values: Mapping[str, Any]) -> None:
     print_facts(
         {
             "result": score,
+            "selection": last.selection,
             "calibration": _calibration(last),
             "time": f"{duration(sum(run.seconds for run in result.results))}{rate}",
             "cost": f"{flops}, {hours:.2g} device-hours ({last.devices} x {last.device})",
@@ -139,6 +140,7 @@ def show_protocol(result: ProtocolResult, values: Mapping[str, Any]) -> None:
             "chosen": outcome.chosen.name if outcome.trials else "",
             "result": _protocol_score(result),
             "the paper": "\n".join(_paper_number(entry) for entry in result.reported),
+            "not as in the paper": ", ".join(result.changed) if result.reported else "",
             "FLOPs": f"{outcome.flops:.3g} per run, {outcome.all_flops:.3g} in all",
             "device-hours": f"{outcome.device_hours:.3g} in all",
             "speed": f"{speed:,.0f} images/s per device" if speed else "",
@@ -206,10 +208,10 @@ def _protocol_score(result: ProtocolResult) -> str:
     spread = ""
     if outcome.spread is not None:
         spread = f" +- {outcome.spread:.4f}" if "masked_loss" in metrics else f" +- {outcome.spread:.2%}"
-    where = "the best value of a run on" if outcome.chosen.recipe.patience else "on"
+    weights = f"; weights selected on {outcome.dev}" if outcome.chosen.recipe.patience else ""
     seeds = "1 seed" if not outcome.results[1:] else f"mean and standard deviation of {len(outcome.results)} seeds"
     mean = _score({**metrics, "score": outcome.mean})
-    return f"{mean}{spread} {where} {outcome.split} (n = {metrics['n']:,}; {seeds})"
+    return f"{mean}{spread} on {outcome.split} (n = {metrics['n']:,}; {seeds}{weights})"
 
 
 def _score(metrics: dict[str, Any]) -> str:
@@ -223,7 +225,8 @@ def _paper_number(entry: PaperNumber) -> str:
     number = entry.number
     spread = f" +- {number.spread}" if number.spread is not None else ""
     note = f": {number.note}" if number.note else ""
-    return f"{number.value}{spread} % on {entry.data} from {entry.pretraining} ({number.source}{note})"
+    label = f", {entry.label}" if entry.label else ""
+    return f"{number.value}{spread} % on {entry.data} from {entry.pretraining} ({number.source}{note}){label}"
 
 
 def _vtab_cost(name: str, task: dict[str, Any]) -> list[str]:
@@ -233,7 +236,8 @@ def _vtab_cost(name: str, task: dict[str, Any]) -> list[str]:
 
 def _vtab_facts(row: dict[str, Any]) -> dict[str, str]:
     spread = f" +- {row['spread']:.2%} over {len(row['seeds'])} seeds" if row["spread"] is not None else ""
-    theirs = (f"{line['mean_of_all']} {line['model']} {_SHORT[line['pretraining']]}" for line in row["paper"])
+    theirs = [f"{line['mean_of_all']} {line['model']} {_SHORT[line['pretraining']]}" for line in row["paper"]]
+    label = f" ({row['paper'][0]['label']})" if row["paper"][0]["label"] else ""
     verified = sum(task["order"].startswith("tfds order: yes") for task in row["tasks"].values())
     return {
         "score": f"{row['score']:.2%}{spread}",
@@ -241,7 +245,8 @@ def _vtab_facts(row: dict[str, Any]) -> dict[str, str]:
         "tasks": row["coverage"],
         "diverged": ", ".join(row["diverged"]),
         "chosen": row["chosen"] if row["trials"] else "",
-        "the paper, all tasks": "; ".join(theirs),
+        "the paper, all tasks": "; ".join(theirs) + label,
+        "not as in the paper": ", ".join(row["changed"]),
         "images": f"in TFDS's own order in {verified} of {len(row['tasks'])} tasks",
         "FLOPs": f"{row['training_flops']:.3g} for one run of each task, {row['all_flops']:.3g} in all",
         "device-hours": f"{row['device_hours']:.3g} in all",

@@ -93,7 +93,7 @@ class CropWriter:
         reserved = (len(self.table) - row - 1) * height * width * pixels.shape[2]  # bytes for the rows to come
         shrink = max(pixels.shape[0] / height, pixels.shape[1] / width)
         if shrink > MAX_SHRINK or self.used + pixels.size + reserved > len(self.buffer):
-            pixels = resize(pixels, (height, width))
+            pixels = resize(pixels, (height, width), antialias=self.pipeline.antialias)
         self._append(row, pixels, mirrored)
 
     def leave_blank(self, row: int) -> None:

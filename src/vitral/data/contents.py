@@ -43,13 +43,12 @@ class RunContents:
     """The images of a run: its splits by name, train included, or the reason why they were not hashed."""
 
     splits: dict[str, SplitContents]
-    evaluated: str  # the split that the run was evaluated on
+    evaluated: str  # the split that the result of the run is of
     reason: str = ""
 
     @classmethod
-    def of(cls, data: DataSet, on_event: EventHandler = ignore_events) -> RunContents:
-        """Hash all images of a data set."""
-        evaluated = data.eval_split.name if data.eval_split is not None else ""
+    def of(cls, data: DataSet, evaluated: str, on_event: EventHandler = ignore_events) -> RunContents:
+        """Hash all images of a data set; `evaluated` is the name of the split that the result of the run is of."""
         reason = not_hashed_reason(data.splits)
         if reason:
             return cls({}, evaluated, reason)

@@ -1,4 +1,4 @@
-"""Sides and crops of images, by two conventions of rounding.
+"""Sides and crops of images, by two conventions of rounding; and how random crops are drawn.
 
 big_vision's, which the paper's pipelines have: the longer side is rounded, an odd margin is larger at the bottom and
 right, and an image that is too small is enlarged. That of torchvision and timm: the longer side is truncated, halves of
@@ -9,6 +9,7 @@ In both, an image of more than `MAX_ASPECT` times its shorter side is cut before
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,6 +18,7 @@ from vitral.architecture import Size
 from vitral.data.images import LazyJpeg, resize
 
 ImageInput = np.ndarray | LazyJpeg  # uint8 (h, w, c); of a lazy one only what a crop needs is decoded
+Box = tuple[int, int, Size]  # top, left, and (height, width) of a crop
 MAX_ASPECT = 16  # an image of 1 x 10,000 pixels would otherwise take gigabytes
 
 
@@ -60,11 +62,53 @@ def padded(image: ImageInput, size: Size, fill: Sequence[float] = (0,)) -> Image
     return pixels
 
 
-def resized_to(image: ImageInput, rule: Callable[[Size, Size], Size], size: Size, method: str) -> np.ndarray:
+def inception_box(image: Size, min_area: float, rng: np.random.Generator) -> Box:
+    """A random crop as TensorFlow's SampleDistortedBoundingBox draws it, with the defaults of Google's code.
+
+    The aspect ratio is drawn linearly from 0.75 to 1.33, then a height uniformly from those that it and the area allow.
+    An image that does not fit 100 of them is used whole. As there, no crop touches the lower or right border unless it
+    is as long as the image.
+    """
+    height, width = image
+    smallest = min_area * height * width
+    for _ in range(100):
+        aspect = rng.uniform(0.75, 1.33)
+        tallest = min(round(math.sqrt(height * width / aspect)), int((width + 0.5 - 1e-7) / aspect), height)
+        high = int(rng.integers(min(round(math.sqrt(smallest / aspect)), tallest), tallest + 1))
+        high += high * round(high * aspect) < smallest  # by rounding
+        high -= high * round(high * aspect) > height * width
+        wide = round(high * aspect)
+        if smallest <= high * wide and 0 < high <= height and 0 < wide <= width:
+            return _offset(height, high, rng), _offset(width, wide, rng), (high, wide)
+    return 0, 0, image
+
+
+def _offset(length: int, crop: int, rng: np.random.Generator) -> int:
+    return int(rng.integers(length - crop)) if crop < length else 0
+
+
+def random_resized_box(image: Size, min_area: float, rng: np.random.Generator) -> Box:
+    """A random crop as torchvision's RandomResizedCrop draws it: areas uniformly, aspect ratios by their logarithm.
+
+    An image that does not fit ten of them is used whole, where torchvision takes its middle.
+    """
+    height, width = image
+    for _ in range(10):
+        area = height * width * rng.uniform(min_area, 1)
+        aspect = math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
+        high, wide = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
+        if 0 < high <= height and 0 < wide <= width:
+            return int(rng.integers(height - high + 1)), int(rng.integers(width - wide + 1)), (high, wide)
+    return 0, 0, image
+
+
+def resized_to(
+    image: ImageInput, rule: Callable[[Size, Size], Size], size: Size, method: str, *, antialias: bool = True
+) -> np.ndarray:
     """Resized to `rule(the image's size, size)`; a very long image is cut to its middle before."""
     (height, width), (high, wide) = image.shape[:2], trimmed(image.shape[:2])
     middle = cut(image, (height - high) // 2, (width - wide) // 2, (high, wide))
-    return resize(middle, rule((high, wide), size), method)
+    return resize(middle, rule((high, wide), size), method, antialias=antialias)
 
 
 def trimmed(image: Size) -> Size:

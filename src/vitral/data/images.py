@@ -181,8 +181,8 @@ def encode_jpeg(image: np.ndarray, quality: int = 90) -> bytes:
     return stream.getvalue()
 
 
-def resize(image: np.ndarray, size: tuple[int, int], method: str = "bilinear") -> np.ndarray:
-    """uint8 (h, w, c) -> (*size, c), with antialiasing; `image` may be a view.
+def resize(image: np.ndarray, size: tuple[int, int], method: str = "bilinear", *, antialias: bool = True) -> np.ndarray:
+    """uint8 (h, w, c) -> (*size, c); `image` may be a view. Only `bilinear` has no antialiasing where asked for.
 
     `bilinear` and `bicubic` are PyTorch's for bytes, close to Pillow's but not equal; `pil_...` are Pillow's own.
     `float_bilinear` is PyTorch's in float32, rounded at the end. `area` is the exact mean of what each pixel covers, as
@@ -203,7 +203,7 @@ def resize(image: np.ndarray, size: tuple[int, int], method: str = "bilinear") -
         exact = F.interpolate(batch.float(), size, mode="bilinear", antialias=True)
         return exact[0].permute(1, 2, 0).round().byte().numpy()
     # Antialias when enlarging, too: it costs nothing there, and bicubic would use another kernel than Pillow's.
-    resized = F.interpolate(batch, size, mode=method, antialias=True)
+    resized = F.interpolate(batch, size, mode=method, antialias=antialias)
     return resized[0].permute(1, 2, 0).numpy()
 
 

@@ -8,15 +8,17 @@
     resize_cover(h[, w][, method])  resize_fit      timm's: just covers that size, or just fits into it
     pad(h, w[, red, green, blue])                   to at least that size, black unless stated
     center_crop(h[, w])                             torchvision's: one that is too small is padded with black
-    inception_crop(h[, w][, min_area][, method])    5 to 100 % of the area, 3:4 to 4:3, resized
+    inception_crop(h[, w][, min_area][, method])    TensorFlow's: a random crop of at least 5 % of the area, resized
+    random_resized_crop(h[, w][, min_area][, method])    torchvision's: the same of at least 8 %, drawn otherwise
     flip                                            left to right, half of the time
     randaugment(layers, magnitude)                  AugReg's operations; (2, 10) is usual
     erase(chance)                                   a rectangle of noise
 
 Methods: bilinear (the default), bicubic, nearest: as torchvision resizes uint8 tensors; float_bilinear: rounded once;
-area; Pillow's own: pil_bilinear, pil_bicubic, pil_nearest, pil_lanczos, pil_box, pil_hamming. On command lines a last
-step may give the normalisation: value_range(-1, 1), the default, value_range(0, 1), imagenet_norm, or
-normalise(mean, std).
+area; Pillow's own: pil_bilinear, pil_bicubic, pil_nearest, pil_lanczos, pil_box, pil_hamming. antialias=false in place
+of a method is bilinear from the four nearest pixels even where the image shrinks, as TensorFlow's tf.image.resize and
+with it Google's recipes. On command lines a last step may give the normalisation: value_range(-1, 1), the default,
+value_range(0, 1), imagenet_norm, or normalise(mean, std).
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ from vitral.data.geometry import (
     central_crop,
     cut,
     fitting,
+    inception_box,
     padded,
+    random_resized_box,
     ratio_cover,
     ratio_fit,
     resized_to,
@@ -55,7 +59,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 _NORMALISATIONS = ("value_range", "imagenet_norm", "normalise", "normalize")
 _OTHER_NAMES = {
-    **{"random_resized_crop": "inception_crop", "flip_lr": "flip", "hflip": "flip", "horizontal_flip": "flip"},
+    **{"flip_lr": "flip", "hflip": "flip", "horizontal_flip": "flip"},
     **{"randaug": "randaugment", "random_erasing": "erase"},
 }
 
@@ -106,6 +110,7 @@ class PipelineStep:
     sides: tuple[int, ...] = ()
     numbers: tuple[float, ...] = ()
     method: str = "bilinear"
+    antialias: bool = True
 
     @property
     def size(self) -> Size:
@@ -143,15 +148,23 @@ class Pipeline:
     @property
     def ends_in_random_crop(self) -> bool:
         """Whether it ends in the bilinear resize of a random crop, flipped or not: `crop_region` can then be used."""
-        step = self.steps[-self._final_steps]
-        return step.name == "inception_crop" and step.method == "bilinear"
+        return self._final_crop.name in _BOXES and self._final_crop.method == "bilinear"
+
+    @property
+    def antialias(self) -> bool:
+        """Whether that resize has antialiasing."""
+        return self._final_crop.antialias
 
     def crop_region(self, image: ImageInput, rng: np.random.Generator) -> CropRegion:
         """(h, w, c) -> the region that a call would resize, and whether it would mirror it."""
         for step in self.steps[: -self._final_steps]:
             image = _STEP_TYPES[step.name].run(image, step, rng)
-        pixels = _random_region(image, self.steps[-self._final_steps], rng)
+        pixels = _random_region(image, self._final_crop, rng)
         return CropRegion(pixels, mirrored=self._final_steps == 2 and draw_flip(rng))
+
+    @property
+    def _final_crop(self) -> PipelineStep:
+        return self.steps[-self._final_steps]
 
     @property
     def _final_steps(self) -> int:
@@ -207,11 +220,11 @@ def parse_preprocess(text: str, channels: int = 3) -> tuple[str, tuple[float, ..
 
 
 def _resize(image: ImageInput, step: PipelineStep, rng: np.random.Generator) -> np.ndarray:
-    return resize(whole_image(image), step.size, step.method)
+    return resize(whole_image(image), step.size, step.method, antialias=step.antialias)
 
 
 def _resize_in_proportion(image: ImageInput, step: PipelineStep, rng: np.random.Generator) -> np.ndarray:
-    return resized_to(image, _SIDE_RULES[step.name], step.size, step.method)
+    return resized_to(image, _SIDE_RULES[step.name], step.size, step.method, antialias=step.antialias)
 
 
 def _random_crop(image: ImageInput, step: PipelineStep, rng: np.random.Generator) -> np.ndarray:
@@ -220,22 +233,13 @@ def _random_crop(image: ImageInput, step: PipelineStep, rng: np.random.Generator
     return cut(image, int(rng.integers(height - high + 1)), int(rng.integers(width - wide + 1)), step.size)
 
 
-def _inception_crop(image: ImageInput, step: PipelineStep, rng: np.random.Generator) -> np.ndarray:
-    """A random crop, resized."""
-    return resize(_random_region(image, step, rng), step.size, step.method)
+def _random_region_resized(image: ImageInput, step: PipelineStep, rng: np.random.Generator) -> np.ndarray:
+    return resize(_random_region(image, step, rng), step.size, step.method, antialias=step.antialias)
 
 
 def _random_region(image: ImageInput, step: PipelineStep, rng: np.random.Generator) -> np.ndarray:
-    """A crop of random area and aspect ratio; the whole image after ten tries without one that fits."""
-    height, width = image.shape[:2]
-    for _ in range(10):
-        area = height * width * rng.uniform(step.numbers[0], 1)
-        aspect = math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
-        high, wide = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
-        if 0 < high <= height and 0 < wide <= width:
-            top, left = int(rng.integers(height - high + 1)), int(rng.integers(width - wide + 1))
-            return cut(image, top, left, (high, wide))
-    return whole_image(image)
+    """A crop of random area and aspect ratio."""
+    return cut(image, *_BOXES[step.name](image.shape[:2], step.numbers[0], rng))
 
 
 class _StepType(NamedTuple):
@@ -256,7 +260,8 @@ _SIDE_RULES: dict[str, Callable[[Size, Size], Size]] = {
     "resize_cover": ratio_cover,
     "resize_fit": ratio_fit,
 }
-_MIN_AREA = NumberArgument("min_area", 0, 1, 0.05)  # the paper's code; elsewhere 0.08 is common
+_BOXES = {"inception_crop": inception_box, "random_resized_crop": random_resized_box}
+_MIN_AREAS = {"inception_crop": 0.05, "random_resized_crop": 0.08}  # Google's and torchvision's defaults
 _STEP_TYPES = {
     "decode": _StepType("decode", lambda image, step, rng: image),
     "resize": _StepType("resize(h[, w][, method])", _resize, 1, 2, method=True),
@@ -273,12 +278,15 @@ _STEP_TYPES = {
     "central_crop": _StepType("central_crop(h[, w])", lambda image, step, rng: central_crop(image, step.size), 1, 2),
     "center_crop": _StepType("center_crop(h[, w])", lambda image, step, rng: center_crop(image, step.size), 1, 2),
     "random_crop": _StepType("random_crop(h[, w])", _random_crop, 1, 2, random=True),
-    "inception_crop": _StepType(
-        *("inception_crop(h[, w][, min_area][, method])", _inception_crop, 1, 2),
-        numbers=(_MIN_AREA,),
-        method=True,
-        random=True,
-    ),
+    **{
+        name: _StepType(
+            *(f"{name}(h[, w][, min_area][, method])", _random_region_resized, 1, 2),
+            numbers=(NumberArgument("min_area", 0, 1, min_area),),
+            method=True,
+            random=True,
+        )
+        for name, min_area in _MIN_AREAS.items()
+    },
     "flip": _StepType("flip", lambda image, step, rng: flip(whole_image(image), rng), random=True),
     "randaugment": _StepType(
         "randaugment(layers, magnitude)",
@@ -310,12 +318,14 @@ def _step(text: str) -> PipelineStep:
         sides.append(int(arguments.pop(0)))
     numbers = [_number(text, number, arguments) for number in step_type.numbers]
     method = arguments.pop(0) if step_type.method and arguments and arguments[0] in METHODS else "bilinear"
+    antialias = not (step_type.method and method == "bilinear" and arguments == ["antialias=false"])
+    arguments = arguments if antialias else []
     if arguments or len(sides) < step_type.min_sides:
         suggestion = _suggestion(arguments[0], METHODS) if arguments and step_type.method else ""
         raise UserError(f'"{text}": write {step_type.usage}{suggestion or "."}')
     if 0 in sides:
         raise UserError(f'"{text}": a side must be at least 1 pixel.')
-    return PipelineStep(name, tuple(sides), tuple(numbers), method)
+    return PipelineStep(name, tuple(sides), tuple(numbers), method, antialias)
 
 
 def _number(text: str, number: NumberArgument, arguments: list[str]) -> float:

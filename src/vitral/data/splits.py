@@ -119,6 +119,10 @@ class DataSet:
         """The split that is evaluated during training: val where there is one, else test."""
         return self.test if self.val is None else self.val
 
+    def reported_split(self, selects: bool) -> Split | None:
+        """The split that the result of a run is of: another than `eval_split` where the run selects weights by that."""
+        return self.test if selects and self.test is not None else self.eval_split
+
     @property
     def splits(self) -> tuple[Split, ...]:
         """All splits that exist, train first."""

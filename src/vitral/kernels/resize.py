@@ -1,4 +1,4 @@
-"""Crops, each of its own size, to images of one size: bilinear, with antialiasing where they shrink.
+"""Crops, each of its own size, to images of one size: bilinear, with or without antialiasing where they shrink.
 
 The images are PyTorch's on a CPU, bit for bit: it rounds the weights of an axis to 16-bit integers, and the pixels to
 bytes after the columns and after the rows. Integer sums are the same in any order and on any device.
@@ -23,7 +23,7 @@ _MAX_SHIFT = 22
 _BLOCK = 1024  # values per program
 
 
-def reference(pixels: Tensor, crops: Tensor, size: tuple[int, int], channels: int) -> Tensor:
+def reference(pixels: Tensor, crops: Tensor, size: tuple[int, int], channels: int, *, antialias: bool = True) -> Tensor:
     """What the kernel computes, in plain PyTorch.
 
     Args:
@@ -31,6 +31,7 @@ def reference(pixels: Tensor, crops: Tensor, size: tuple[int, int], channels: in
         crops: (batch, 4), int64: where a crop starts in `pixels`, its height, its width, and 1 to mirror its image.
         size: height and width of the images.
         channels: of crops and images.
+        antialias: whether a pixel is a mean of all that it covers, not of the four nearest.
 
     Returns:
         uint8 (batch, channels, *size)
@@ -38,7 +39,7 @@ def reference(pixels: Tensor, crops: Tensor, size: tuple[int, int], channels: in
     images = []
     for start, height, width, mirrored in crops.tolist():
         crop = pixels[start : start + height * width * channels].view(1, height, width, channels)
-        image = F.interpolate(crop.permute(0, 3, 1, 2).cpu(), size, mode="bilinear", antialias=True)
+        image = F.interpolate(crop.permute(0, 3, 1, 2).cpu(), size, mode="bilinear", antialias=antialias)
         images.append(image.flip(3) if mirrored else image)
     return torch.cat(images).to(pixels.device)
 
@@ -46,9 +47,11 @@ def reference(pixels: Tensor, crops: Tensor, size: tuple[int, int], channels: in
 class CropResize:
     """As the reference, on a GPU, for crops that shrink at most by the factor `shrink` along either side."""
 
-    def __init__(self, size: tuple[int, int], channels: int, shrink: int, device: torch.device) -> None:
+    def __init__(
+        self, size: tuple[int, int], channels: int, shrink: int, device: torch.device, *, antialias: bool = True
+    ) -> None:
         self.size, self.channels = size, channels
-        self.taps = {side: axis_taps(shrink * side, side).to(device) for side in set(size)}
+        self.taps = {side: axis_taps(shrink * side, side, antialias).to(device) for side in set(size)}
 
     def __call__(self, pixels: Tensor, crops: Tensor) -> Tensor:
         """(batch, channels, height, width), channels last in memory, as images that come from files."""
@@ -76,33 +79,33 @@ class AxisTaps(NamedTuple):
         return AxisTaps(*(tensor.to(device) for tensor in self))
 
 
-def axis_taps(longest: int, after: int) -> AxisTaps:
+def axis_taps(longest: int, after: int, antialias: bool = True) -> AxisTaps:
     """Taps for all lengths from 1 to `longest`."""
     first = np.zeros((longest + 1, after), np.int32)
-    weights = np.zeros((longest + 1, _max_taps(longest, after), after), np.int16)
+    weights = np.zeros((longest + 1, _max_taps(longest, after, antialias), after), np.int16)
     count, shift = np.zeros((2, longest + 1), np.int32)
     for before in range(1, longest + 1):
-        count[before] = _max_taps(before, after)
-        first[before], weights[before, : count[before]], shift[before] = _rounded_taps(before, after)
+        count[before] = _max_taps(before, after, antialias)
+        first[before], weights[before, : count[before]], shift[before] = _rounded_taps(before, after, antialias)
     return AxisTaps(*map(torch.from_numpy, (first, count, weights, shift)))
 
 
-def _rounded_taps(before: int, after: int) -> tuple[np.ndarray, np.ndarray, int]:
+def _rounded_taps(before: int, after: int, antialias: bool) -> tuple[np.ndarray, np.ndarray, int]:
     """The first pixels (after,), weights (taps, after) and their shift, computed in float64 as in PyTorch."""
     scale = before / after
-    reach = max(scale, 1.0)  # half the width of the triangle filter
+    reach = max(scale, 1.0) if antialias else 1.0  # half the width of the triangle filter
     center = scale * (np.arange(after) + 0.5)
     first = np.maximum((center - reach + 0.5).astype(int), 0)
     end = np.minimum((center + reach + 0.5).astype(int), before)
-    pixel = first + np.arange(_max_taps(before, after))[:, None]
+    pixel = first + np.arange(_max_taps(before, after, antialias))[:, None]
     weights = np.maximum(1 - np.abs((pixel - center + 0.5) * (1 / reach)), 0) * (pixel < end)
     weights /= weights.sum(0)
     shift = _finest_shift(weights.max())
     return first, (0.5 + weights * (1 << shift)).astype(np.int16), shift
 
 
-def _max_taps(before: int, after: int) -> int:
-    return 2 * math.ceil(max(before / after, 1)) + 1
+def _max_taps(before: int, after: int, antialias: bool) -> int:
+    return 2 * math.ceil(max(before / after, 1)) + 1 if antialias else 3
 
 
 def _finest_shift(largest: float) -> int:

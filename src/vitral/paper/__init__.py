@@ -21,6 +21,7 @@ from vitral.paper.results import (
 )
 from vitral.paper.setups import (
     BitFinetuningRow,
+    Reading,
     bit_finetuning,
     bit_pretraining,
     masked_training,
@@ -33,7 +34,7 @@ from vitral.paper.setups import (
 )
 
 __all__ = [
-    "BitFinetuningRow", "Reported", "ScalingRow", "TransferRow", "VtabRow", "bit_finetuning", "bit_pretraining",
-    "masked_training", "near_duplicates", "objectnet", "pretraining_sets", "readings", "reported", "table1", "table2",
-    "table3", "table4", "table5", "table6", "table7", "table8", "table9", "vtab_tasks",
+    "BitFinetuningRow", "Reading", "Reported", "ScalingRow", "TransferRow", "VtabRow", "bit_finetuning",
+    "bit_pretraining", "masked_training", "near_duplicates", "objectnet", "pretraining_sets", "readings", "reported",
+    "table1", "table2", "table3", "table4", "table5", "table6", "table7", "table8", "table9", "vtab_tasks",
 ]  # fmt: skip

@@ -170,12 +170,16 @@ class BitFinetuningRow(PaperRow):
 class Reading(PaperRow):
     """Our interpretation where the paper is silent or contradicts itself: the recipe keys it sets, and why.
 
-    `source` is where the values come from.
+    `source` is where the values come from. `about` are further keys that the sentence is true of only as they are in
+    the preset. `requires` is what has to happen for it to be true: "sweep", "preset sweep" (the preset's own), "bit
+    trial" or "vtab" (all tasks).
     """
 
     name: str
     why: str
     keys: Mapping[str, Any] = field(default_factory=dict)
+    about: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
 
 
 @cache

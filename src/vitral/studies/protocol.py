@@ -162,9 +162,9 @@ def run_protocol(
 ) -> ProtocolRuns:
     """Select a configuration on the dev split, then train it on all of train, once per seed.
 
-    The test split is evaluated at the end of a final run and never before. A recipe with patience stops by the dev
-    split, so its final runs keep the dev split too, and the best value on it is reported. Every run has its own folder:
-    the same call resumes where an earlier one stopped.
+    The test split is evaluated at the end of a final run and never before. A recipe with patience selects weights by
+    the dev split, so its final runs keep that out of train, too. Every run has its own folder: the same call resumes
+    where an earlier one stopped.
 
     Args:
         configs: the configurations to select from; a single one needs no trial.
@@ -189,7 +189,8 @@ def run_protocol(
         assert choosing is not None
         on_event(Note(f"trial {config.name}"))
         recipe = with_dev(config.recipe, dev)
-        result = run(recipe, choosing, trial_folder(folder, config), device=device, on_event=on_event)
+        data = replace(choosing, test=None)  # a trial with patience would report test
+        result = run(recipe, data, trial_folder(folder, config), device=device, on_event=on_event)
         return Trial(config.name, result.metrics["score"], result)
 
     chosen, trials, diverged = select_best(configs, run_trial, on_event)
@@ -201,8 +202,9 @@ def run_protocol(
     else:
         final, recipe = _final_data(data), evaluated_once(with_dev(chosen.recipe, 0.0))
     results = final_runs(recipe, final, folder, seeds=seeds, device=device, on_event=on_event)
-    assert final.eval_split is not None
-    return ProtocolRuns(chosen, trials, results, final.eval_split.name, dev_split, diverged)
+    reported = final.reported_split(chosen.recipe.patience > 0)
+    assert reported is not None
+    return ProtocolRuns(chosen, trials, results, reported.name, dev_split, diverged)
 
 
 def _final_data(data: DataSet) -> DataSet:
@@ -341,7 +343,8 @@ def for_task(recipe: Recipe, task: TaskSpec) -> Recipe:
     if not task.crop and any(_CROPS.fullmatch(step) for step in steps):
         first = next(index for index, step in enumerate(steps) if _CROPS.fullmatch(step))
         kept = [step for step in steps[first:] if not _CROPS.fullmatch(step)]
-        steps = [*steps[:first], "resize({size})", *kept]
+        plain = ", antialias=false" if "antialias=false" in steps[first] else ""
+        steps = [*steps[:first], f"resize({{size}}{plain})", *kept]
     return replace(recipe, data=replace(recipe.data, train_transform="|".join(steps)))
 
 

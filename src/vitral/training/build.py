@@ -121,10 +121,15 @@ def build_model(recipe: Recipe, classes: tuple[str, ...], own: OwnParts | None =
     )
 
 
+def keeps_head(card: Card, classes: tuple[str, ...]) -> bool:
+    """Whether the head of these weights is for these very classes."""
+    return card.class_names == classes and card.architecture.classes == len(classes)
+
+
 def _loaded_model(recipe: Recipe, classes: tuple[str, ...]) -> tuple[Model, Card]:
     checkpoint = read_adapted(recipe.init, Adaptation(image=recipe.image or None))
     weights, card = checkpoint.weights, checkpoint.card
-    if card.class_names != classes or weights.architecture.classes != len(classes):
+    if recipe.reset_head or not keeps_head(card, classes):
         weights = to_classes(weights, len(classes))
     if isinstance(weights.architecture, ViTConfig):
         rates = {name: getattr(recipe.regularization, name) for name in _DROP_RATES}

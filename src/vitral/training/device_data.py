@@ -120,7 +120,10 @@ class CropUploader:
         self.device, self.stream = device, torch.cuda.Stream(device)
         with torch.cuda.stream(self.stream):
             self.pixels = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-        self.resize = CropResize(layout.pipeline.size, layout.channels, MAX_SHRINK, device)
+        assert isinstance(layout.pipeline, Pipeline)
+        self.resize = CropResize(
+            layout.pipeline.size, layout.channels, MAX_SHRINK, device, antialias=layout.pipeline.antialias
+        )
 
     def __call__(self, crops: PackedCrops) -> Tensor:
         """The images of packed crops, uint8 (batch, channels, height, width) on the device."""

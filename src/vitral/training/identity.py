@@ -14,15 +14,21 @@ from vitral.recipe import Recipe
 from vitral.training.callbacks import OwnParts
 
 # May differ in a resumed run: memory, speed and disk depend on them, what is computed does not.
-_FREE_KEYS = {"workers", "micro_batch", "grad_checkpointing", "compile", "cuda_graph", "parallel", "keep", "save_every"}
+FREE_KEYS = {"workers", "micro_batch", "grad_checkpointing", "compile", "cuda_graph", "parallel", "keep", "save_every"}
 
 
 def record_run(folder: RunFolder, recipe: Recipe, data: DataSet, own: OwnParts, on_event: EventHandler) -> None:
     """Write recipe.toml, data.json and split.json into the folder of a new run."""
-    contents = RunContents.of(data, on_event)
+    reported = data.reported_split(recipe.patience > 0)
+    contents = RunContents.of(data, reported.name if reported is not None else "", on_event)
     if contents.reason:
         on_event(Note(f"{contents.reason}: replaced images are not noticed when the run is resumed"))
-    facts = {"source": data.source, **_fingerprints(data), "notes": list(data.messages), "own_parts": own.describe()}
+    facts = {
+        "source": data.source,
+        **_fingerprints(data, recipe),
+        "notes": list(data.messages),
+        "own_parts": own.describe(),
+    }
     folder.write_text("recipe.toml", recipes.to_toml(recipe))
     folder.write_text("data.json", json.dumps(facts, indent=2) + "\n")
     folder.write_text("split.json", contents.to_json())
@@ -31,9 +37,9 @@ def record_run(folder: RunFolder, recipe: Recipe, data: DataSet, own: OwnParts, 
 def check_same_run(folder: RunFolder, recipe: Recipe, data: DataSet, own: OwnParts) -> None:
     """Refuse to resume a run with other images, another recipe or other parts than it began with."""
     before, now = recipes.values(recipes.from_toml(folder.read_text("recipe.toml") or "")), recipes.values(recipe)
-    keys = [key for key in now if key not in _FREE_KEYS and before[key] != now[key]]
+    keys = [key for key in now if key not in FREE_KEYS and before[key] != now[key]]
     changed = [f"{key} was {before[key]} and is {now[key]}" for key in keys]
-    facts, images = json.loads(folder.read_text("data.json") or "{}"), _fingerprints(data)
+    facts, images = json.loads(folder.read_text("data.json") or "{}"), _fingerprints(data, recipe)
     changed += [f"its {name} images were others" for name in images if images[name] != facts.get(name)]
     parts, own_parts = facts.get("own_parts", {}), own.describe()
     changed += [
@@ -43,17 +49,19 @@ def check_same_run(folder: RunFolder, recipe: Recipe, data: DataSet, own: OwnPar
     ]
     if changed:
         raise UserError(f"{folder.path} holds another run ({changed[0]}): choose another folder, or remove it.")
-    _check_contents(folder, data)
+    _check_contents(folder, data, recipe)
 
 
-def _check_contents(folder: RunFolder, data: DataSet) -> None:
+def _check_contents(folder: RunFolder, data: DataSet, recipe: Recipe) -> None:
     """Refuse images that were replaced under their names."""
     text = folder.read_text("split.json")
     if text is None:
         return
     contents = RunContents.from_json(text)
-    used = [split for split in (data.train, data.eval_split) if split is not None]
-    changed = [key for split in used for key in contents.changed(split)]
+    used = {
+        split.name: split for split in (data.train, data.eval_split, data.reported_split(recipe.patience > 0)) if split
+    }
+    changed = [key for split in used.values() for key in contents.changed(split)]
     if changed:
         count = "1 image has" if len(changed) == 1 else f"{len(changed):,} images have"
         raise UserError(
@@ -62,6 +70,8 @@ def _check_contents(folder: RunFolder, data: DataSet) -> None:
         )
 
 
-def _fingerprints(data: DataSet) -> dict[str, str]:
-    """Of the images that are trained on, and of those that are evaluated during training."""
-    return {"train": data.train.fingerprint(), "evaluated": data.eval_split.fingerprint() if data.eval_split else ""}
+def _fingerprints(data: DataSet, recipe: Recipe) -> dict[str, str]:
+    """Of the images that are trained on, that the result is of, and that weights are selected by."""
+    reported, selected = data.reported_split(recipe.patience > 0), data.eval_split if recipe.patience else None
+    splits = {"train": data.train, "evaluated": reported, **({"selected": selected} if selected else {})}
+    return {name: split.fingerprint() if split is not None else "" for name, split in splits.items()}

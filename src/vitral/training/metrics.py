@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,13 +16,14 @@ from torch import Tensor, nn
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.run import RunFolder
 from vitral.data.sources import Split
+from vitral.display import headline
 from vitral.errors import UserError
 from vitral.evaluation.accuracy import classification_metrics, multilabel_metrics
 from vitral.evaluation.calibration import FOLDS, probabilities
 from vitral.evaluation.predict import Predictions
 from vitral.events import Evaluated, Event, EventHandler, RunStarted, StepDone
 from vitral.training.parallel import World, gather_rows
-from vitral.training.state import TrainState, evaluated_weights
+from vitral.training.state import TrainProgress, TrainState, evaluated_weights
 
 _LINES = 1000  # about as many steps are logged, however long the run
 
@@ -105,10 +107,10 @@ def scalars(metrics: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Scores the split that is evaluated during training.
+    """Scores a split during training, or the test split after it.
 
     Args:
-        split: the val split, or test where there is none.
+        split: the images.
         world: this process among the others.
         batch: images at a time.
         predict: this process's share of a split's predictions.
@@ -119,7 +121,7 @@ class Evaluator:
     world: World
     batch: int
     predict: Callable[[Split], Predictions]
-    measure: Callable[[np.ndarray, np.ndarray, tuple[str, ...]], dict[str, Any]]
+    measure: Callable[..., dict[str, Any]]
 
     def evaluate(self) -> dict[str, Any]:
         """Metrics of the whole split, the same in every process; "score" is the one to select by."""
@@ -151,17 +153,44 @@ class Evaluator:
 
 
 def measure(
-    logits: np.ndarray, labels: np.ndarray, classes: tuple[str, ...], *, sigmoid: bool = False
+    logits: np.ndarray,
+    labels: np.ndarray,
+    classes: tuple[str, ...],
+    *,
+    sigmoid: bool = False,
+    temperature: float | None = None,
 ) -> dict[str, Any]:
     """Metrics of logits (n, classes), with the one to select by under "score".
 
-    With `sigmoid` each class is a yes or no of its own, whether images have several labels or one.
+    With `sigmoid` each class is a yes or no of its own, whether images have several labels or one. Without a
+    `temperature` one is fitted to these labels.
     """
     if labels.ndim == 2:
         multilabel = multilabel_metrics(probabilities(logits, sigmoid=True), labels, classes)
         return {"score": multilabel.mean_average_precision, **multilabel.as_dict()}
-    metrics = classification_metrics(logits, labels, classes, sigmoid=sigmoid)
+    metrics = classification_metrics(logits, labels, classes, sigmoid=sigmoid, temperature=temperature)
     return {"score": metrics.top1, **metrics.as_dict()}
+
+
+def metrics_on_test(evaluator: Evaluator | None, evaluation: dict[str, Any]) -> dict[str, Any]:
+    """The metrics of selected weights on images that selected nothing.
+
+    Args:
+        evaluator: of those images; None where there are none, as in a trial.
+        evaluation: the metrics that the weights were selected by, with what callbacks added to them.
+    """
+    if evaluator is None:
+        return evaluation
+    if "temperature" in evaluation:  # that of the model's card, fitted where the weights were selected
+        measure = partial(evaluator.measure, temperature=evaluation["temperature"])
+        evaluator = replace(evaluator, measure=measure)
+    return {**evaluation, **evaluator.evaluate()}
+
+
+def describe_selection(progress: TrainProgress, split: Split, reported: Split) -> str:
+    """How the weights of a run were selected, and what its result is of."""
+    best = f"weights of step {progress.best_step:,}, the best on {split.name}: {headline(progress.metrics or {})}"
+    return f"{best}; the result is on {reported.name}" if reported is not split else best
 
 
 def calibrated_card(card: Card, metrics: dict[str, Any], split: Split) -> Card:
@@ -173,8 +202,15 @@ def calibrated_card(card: Card, metrics: dict[str, Any], split: Split) -> Card:
     return replace(card, temperature=temperature, changes=(*card.changes, sentence))
 
 
-def describe_calibration(card: Card, metrics: dict[str, Any], split: Split) -> str:
-    """What the temperature of a run was fitted on, and what its calibrated metrics mean; empty without classes."""
+def describe_calibration(card: Card, metrics: dict[str, Any], split: Split, *, reported: bool) -> str:
+    """What the temperature of a run was fitted on, and what its calibrated metrics mean; empty without classes.
+
+    Args:
+        card: of the model.
+        metrics: the evaluation that fitted the temperature.
+        split: that was evaluated.
+        reported: whether these metrics are the result of the run, not those of another split.
+    """
     if not card.architecture.classes:
         return ""
     if card.multilabel:
@@ -182,21 +218,25 @@ def describe_calibration(card: Card, metrics: dict[str, Any], split: Split) -> s
     images = f"the {metrics['n']:,} {split.name} images"
     if metrics["temperature"] == 1.0:
         return f"temperature 1: none that is fitted on {images} gives better probabilities"
-    return (
-        f"temperature {metrics['temperature']:.3g}, fitted on {images}; the reported error is cross-fitted over "
-        f"{min(FOLDS, metrics['n'])} folds"
-    )
+    cross_fitted = f"; the reported error is cross-fitted over {min(FOLDS, metrics['n'])} folds" if reported else ""
+    return f"temperature {metrics['temperature']:.3g}, fitted on {images}{cross_fitted}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class PlainModel:
     """The weights to evaluate and keep, as a plain model: `model` is the state's own, or a copy to load them into."""
 
     state: TrainState
     model: nn.Module
+    selected: bool = False  # whether `model` has the selected weights, and not those of the state any more
+
+    def select(self, weights: dict[str, Tensor]) -> None:
+        """Load the weights that were selected; there are no steps afterwards."""
+        self.model.load_state_dict(weights)
+        self.selected = True
 
     def __call__(self) -> Any:
         """Load the current weights. All processes must call this: shards are gathered here."""
-        if self.model is not self.state.model:
+        if self.model is not self.state.model and not self.selected:
             self.model.load_state_dict(evaluated_weights(self.state))
         return self.model

@@ -189,6 +189,7 @@ def learning_rate(
     total: int,
     kind: str = "cosine",
     warmup: float = 0.0,
+    full_steps: int = 0,
     end: float = 0.0,
     power: float = 2.0,
     drops: Sequence[float] = (),
@@ -198,11 +199,12 @@ def learning_rate(
 ) -> float:
     """The rate at a step counted from 0; beyond `total` the decay stays where it ended.
 
-    `warmup`, `cooldown` and `drops` are steps, or shares of the run where they are below 1. Warm-up multiplies the
-    decay curve, whose progress runs from the end of warm-up to the end of the run. Google's `linear` ended at 1e-5 in
+    `warmup`, `cooldown` and `drops` are steps, or shares of the run where they are below 1; for `full_steps` see
+    `warmup_steps`. Warm-up multiplies the decay curve, whose progress runs from the end of warm-up to the end of the
+    run. Google's `linear` ended at 1e-5 in
     the paper's code and ends at 0 in big_vision: `end` says which.
     """
-    warm, cool = steps_of(warmup, total), steps_of(cooldown, total)
+    warm, cool = warmup_steps(warmup, total, full_steps), steps_of(cooldown, total)
     progress = min(max((step - warm) / max(total - warm, 1), 0.0), 1.0)
     if kind == "cosine":
         rate = base * 0.5 * (1.0 + math.cos(math.pi * progress))
@@ -224,6 +226,17 @@ def learning_rate(
     if cool:
         rate *= min(1.0, (total - step) / cool)  # below 0 past the end, as in big_vision; no run goes there
     return rate
+
+
+def warmup_steps(warmup: float, total: int, full_steps: int) -> float:
+    """The steps of warm-up in a run of `total` steps.
+
+    A run that is not longer than its warm-up would never reach the peak, nor decay: it takes the share that warm-up has
+    of the full run of `full_steps`, or a tenth where that is not known.
+    """
+    if warmup < 1 or warmup < total:
+        return steps_of(warmup, total)
+    return float(round(total * (warmup / full_steps if full_steps > warmup else 0.1)))
 
 
 def steps_of(amount: float, total: int) -> float:

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vitral import recipe as recipes
@@ -43,7 +44,14 @@ from vitral.training.callbacks import CallbackRunner, OwnParts, RunHandle
 from vitral.training.identity import check_same_run, record_run
 from vitral.training.loop import train_loop
 from vitral.training.masked import MaskedModel
-from vitral.training.metrics import MetricsLogger, PlainModel, calibrated_card, describe_calibration
+from vitral.training.metrics import (
+    MetricsLogger,
+    PlainModel,
+    calibrated_card,
+    describe_calibration,
+    describe_selection,
+    metrics_on_test,
+)
 from vitral.training.optimizer import learning_rate
 from vitral.training.parallel import World, all_ranks, gather_rows, init_distributed, on_rank0
 from vitral.training.resources import ResourceEstimate, estimate_resources, peak_bytes, reset_peak
@@ -72,6 +80,8 @@ class RunResult:
     recipe: str  # its hash
     seed: int
     calibration: str = ""  # the temperature in the model's card: what it was fitted on
+    split: str = ""  # that the metrics are of
+    selection: str = ""  # how the weights were selected among evaluations; empty: they are the last
 
 
 def run(
@@ -109,7 +119,13 @@ def run(
             on_event(Note(f"weights adapted: {'; '.join(card.changes)}"))
         pixels = folder.path / "pixels"
         data, unreadable = read_data(
-            data, card.architecture.channels, pixels, worker_count(recipe, world), world, on_event
+            data,
+            card.architecture.channels,
+            pixels,
+            worker_count(recipe, world),
+            world,
+            on_event,
+            selects=recipe.patience > 0,
         )
         setup = plan_run(recipe, data, card, world, own)
         interruptible = _interruptible(on_event, stopping, world)
@@ -143,7 +159,7 @@ def run(
             batches=training.batches,
             evaluate=callbacks.evaluate,
             save=save,
-            keep_best=lambda: _keep(training.plain_model, setup, folder.best, world) if recipe.patience else None,
+            keep_best=lambda: _keep_best(training.plain_model, folder, world) if recipe.patience else None,
             image_names=lambda indices: _image_names(indices, setup, world),
             on_event=callbacks,
             should_stop=stopping,
@@ -151,8 +167,13 @@ def run(
         )
         callbacks.on_run_end()
         # Result
-        result = _result(state, setup, estimate, logger, world, folder, seconds(), unreadable)
-        _finish(result, training.plain_model, setup, folder, world)
+        metrics = state.progress.metrics or {}
+        if recipe.patience:
+            training.plain_model.select(load_file(folder.best))
+            metrics = metrics_on_test(training.test_evaluator, metrics)
+        result = _result(metrics, state, setup, estimate, logger, world, folder, seconds(), unreadable)
+        _write_final_model(training.plain_model, setup, folder.model, world)
+        on_rank0(lambda: _close(result, folder), world)
         return result
 
 
@@ -226,7 +247,14 @@ def _started(state: TrainState, estimate: ResourceEstimate, world: World) -> Run
     )
 
 
+def _keep_best(plain_model: PlainModel, folder: RunFolder, world: World) -> None:
+    """Store the weights of the best evaluation so far, as they are loaded again at the end."""
+    weights = {key: value.detach().cpu() for key, value in plain_model().state_dict().items()}
+    on_rank0(lambda: write_safetensors(folder.best, weights), world)
+
+
 def _result(
+    metrics: dict[str, Any],
     state: TrainState,
     setup: RunSetup,
     estimate: ResourceEstimate,
@@ -241,8 +269,8 @@ def _result(
     flops = 0.0
     if not isinstance(architecture, ModuleConfig):
         flops = run_flops(architecture, seen=images_seen, images=len(setup.train), trainable=recipe.trainable)
-    metrics = state.progress.metrics
-    assert metrics is not None
+    evaluation = state.progress.metrics or {}
+    reported = setup.test_split or setup.eval_split
     return RunResult(
         folder=str(folder.path),
         metrics=metrics,
@@ -258,7 +286,11 @@ def _result(
         unreadable=[asdict(image) for image in unreadable],
         recipe=recipes.recipe_hash(recipe),
         seed=recipe.seed,
-        calibration=describe_calibration(setup.card, metrics, setup.eval_split),
+        calibration=describe_calibration(
+            setup.card, evaluation, setup.eval_split, reported=reported is setup.eval_split
+        ),
+        split=reported.name,
+        selection=describe_selection(state.progress, setup.eval_split, reported) if recipe.patience else "",
     )
 
 
@@ -277,7 +309,7 @@ def _image_names(indices: Tensor, setup: RunSetup, world: World) -> list[str]:
     return [setup.train.keys[index] for index in dict.fromkeys(rows.tolist())]
 
 
-def _keep(plain_model: PlainModel, setup: RunSetup, path: Path, world: World) -> None:
+def _write_final_model(plain_model: PlainModel, setup: RunSetup, path: Path, world: World) -> None:
     model = plain_model()
     model = model.model if isinstance(model, MaskedModel) else model  # without what only the prediction needs
     card = calibrated_card(setup.card, plain_model.state.progress.metrics or {}, setup.eval_split)
@@ -298,17 +330,8 @@ def _write_model(model: nn.Module, setup: RunSetup, card: Card, path: Path) -> N
         write(Weights(card.architecture, weights, card.changes), card, path, "vitral")
 
 
-def _finish(result: RunResult, plain_model: PlainModel, setup: RunSetup, folder: RunFolder, world: World) -> None:
-    """Write the model file, then the result; only then are the saved states removed."""
-    kept = on_rank0(lambda: setup.recipe.patience and (folder.best.exists() or folder.model.exists()), world)
-    if not kept:
-        _keep(plain_model, setup, folder.model, world)
-    on_rank0(lambda: _close(result, folder), world)
-
-
 def _close(result: RunResult, folder: RunFolder) -> None:
-    if folder.best.exists():  # else there is no patience, or an earlier session ended right after this renaming
-        folder.best.replace(folder.model)
+    """Write the result, after the model file; only then are the saved states removed."""
     folder.write_text("result.json", json.dumps(asdict(result), indent=2) + "\n")
     _clean_up(folder)
 
@@ -316,6 +339,7 @@ def _close(result: RunResult, folder: RunFolder) -> None:
 def _clean_up(folder: RunFolder) -> None:
     """Remove what only a resumed run needs."""
     folder.forget_states()
+    folder.best.unlink(missing_ok=True)
     shutil.rmtree(folder.path / "pixels", ignore_errors=True)
 
 

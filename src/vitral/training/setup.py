@@ -47,12 +47,13 @@ from vitral.training.masked import (
 )
 from vitral.training.metrics import Evaluator, PlainModel, measure
 from vitral.training.objective import LossSettings, Objective
-from vitral.training.optimizer import build_optimizer, freeze, own_optimizer, parameter_groups
+from vitral.training.optimizer import build_optimizer, freeze, own_optimizer, parameter_groups, warmup_steps
 from vitral.training.parallel import World, check_batch, gather_rows, on_rank0, wrap
 from vitral.training.resources import initial_microbatch
 from vitral.training.state import EMA, TrainState
 
 Batches = Callable[[int], Iterator[Batch]]
+Predict = Callable[[Split], Predictions]  # this process's share of a split
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,9 @@ class RunSetup:
     recipe: Recipe
     train: Split
     eval_split: Split
+    test_split: (
+        Split | None
+    )  # scored once, with the weights that were selected on `eval_split`; None: nothing is selected
     order: np.ndarray | None  # the examples of an epoch, where it is not simply every image once
     card: Card
     config: LoopConfig
@@ -87,19 +91,31 @@ class Training(NamedTuple):
     state: TrainState
     plain_model: PlainModel
     evaluator: Evaluator
+    test_evaluator: Evaluator | None
     batches: Batches
 
 
 def read_data(
-    data: DataSet, channels: int, folder: Path, workers: int, world: World, on_event: EventHandler
+    data: DataSet, channels: int, folder: Path, workers: int, world: World, on_event: EventHandler, *, selects: bool
 ) -> tuple[DataSet, list[UnreadableImage]]:
     """Decode small data once into a file of pixels in `folder`.
+
+    Args:
+        data: the data set.
+        channels: of the model.
+        folder: for the pixels.
+        workers: processes that decode.
+        world: this process among the others.
+        on_event: receives progress and notes.
+        selects: whether the run selects weights by val, and reports test.
 
     Returns:
         The data without the images that cannot be read, and those with the reasons.
     """
     if data.eval_split is None:
         raise UserError("there are no held-out images to evaluate on: set data.held_out above 0.")
+    if selects and data.val is None:
+        raise UserError("patience needs images to select weights by that are not test: set data.dev, such as 0.1.")
 
     def decoded(split: Split) -> tuple[Split, list[UnreadableImage]]:
         results: list[tuple[Split, list[UnreadableImage]]] = []
@@ -116,6 +132,9 @@ def read_data(
     train, unreadable = decoded(data.train)
     eval_split, more = decoded(data.eval_split)
     unreadable = [*unreadable, *more]
+    if selects and data.test is not None:
+        test, more = decoded(data.test)
+        data, unreadable = replace(data, test=test), [*unreadable, *more]
     if unreadable:
         listed = "; ".join(f"{image.path}: {image.reason}" for image in unreadable[:3])
         listed += f"; and {len(unreadable) - 3} more, listed in result.json" if unreadable[3:] else ""
@@ -134,7 +153,7 @@ def plan_run(recipe: Recipe, data: DataSet, card: Card, world: World, own: OwnPa
     check_batch(batch, world)
     order = balanced_order(train.labels, recipe.seed) if recipe.balance == "sampler" else None
     epoch = (len(train) if order is None else len(order)) / batch  # steps
-    steps = recipe.steps or max(round(recipe.epochs * epoch), 1)
+    steps = recipes.steps_of_run(recipe, epoch)
     # Each epoch, but not more than ten times: on little data an evaluation takes as long as an epoch.
     evaluate_every = recipe.evaluate_every or max(math.ceil(epoch), math.ceil(steps / 10))
     from_images = 0.0 if recipe.trainable == "head" else 1.0  # cached features cannot be mixed as pixels are
@@ -162,12 +181,17 @@ def plan_run(recipe: Recipe, data: DataSet, card: Card, world: World, own: OwnPa
         mix_partner=settings.mixes,
         cuda_graph=recipe.cuda_graph and own.optimizer is None,  # whether a user's optimizer can be captured is unknown
     )
-    return RunSetup(recipe, train, eval_split, order, card, config, worker_count(recipe, world), settings, own)
+    workers, test_split = worker_count(recipe, world), data.test if recipe.patience else None
+    return RunSetup(recipe, train, eval_split, test_split, order, card, config, workers, settings, own)
 
 
 def build_training(model: nn.Module, setup: RunSetup, world: World, on_event: EventHandler) -> Training:
     """The state that the loop changes, its weights as a plain model, the evaluator, and the batches."""
     recipe = setup.recipe
+    schedule, steps = recipe.schedule, setup.config.steps
+    warmup = warmup_steps(schedule.warmup, steps, schedule.full_steps)
+    if warmup < schedule.warmup and schedule.warmup >= 1:
+        on_event(Note(f"warmup of {schedule.warmup:g} steps is scaled to {warmup:g}: the run has only {steps:,}"))
     if setup.config.batch < recipe.batch:
         on_event(Note(f"only {setup.config.batch} training images are left: the batch is as large, not {recipe.batch}"))
     model.to(world.device)
@@ -191,7 +215,13 @@ def build_training(model: nn.Module, setup: RunSetup, world: World, on_event: Ev
     wrapped.train()
     plain_model = PlainModel(state, plain)
     connect = _train_on_features if recipe.trainable == "head" else _train_on_images
-    return Training(state, plain_model, *connect(plain_model, setup, world, on_event))
+    predict, batches = connect(plain_model, setup, world, on_event)
+
+    def evaluator(split: Split) -> Evaluator:
+        return Evaluator(split, world, setup.eval_batch, predict, _metrics(setup, split))
+
+    test = evaluator(setup.test_split) if setup.test_split is not None else None
+    return Training(state, plain_model, evaluator(setup.eval_split), test, batches)
 
 
 def _objective(model: nn.Module, setup: RunSetup) -> tuple[nn.Module, nn.Module]:
@@ -225,7 +255,7 @@ def worker_count(recipe: Recipe, world: World) -> int:
 
 def _train_on_images(
     plain_model: PlainModel, setup: RunSetup, world: World, on_event: EventHandler
-) -> tuple[Evaluator, Batches]:
+) -> tuple[Predict, Batches]:
     pipeline, channels = _train_pipeline(setup), setup.card.architecture.channels
     masked = setup.recipe.objective == "masked"
     images = setup.config.steps * setup.config.batch
@@ -263,8 +293,7 @@ def _train_on_images(
         compute = masked_outputs if masked else predict_split
         return compute(plain_model(), split, _eval_preprocess(setup), **_evaluation_options(setup, world, on_event))
 
-    measured = _masked_metrics(setup) if masked else _metrics(setup)
-    return Evaluator(setup.eval_split, world, setup.eval_batch, predict, measured), batches
+    return predict, batches
 
 
 def _train_pipeline(setup: RunSetup) -> Pipeline | CallableTransform:
@@ -282,15 +311,13 @@ def _eval_preprocess(setup: RunSetup) -> Any:
     return replace(setup.preprocess, pipeline=transform)
 
 
-def _metrics(setup: RunSetup) -> Callable[..., dict[str, Any]]:
-    return partial(measure, sigmoid=setup.card.multilabel)
-
-
-def _masked_metrics(setup: RunSetup) -> Callable[..., dict[str, Any]]:
+def _metrics(setup: RunSetup, split: Split) -> Callable[..., dict[str, Any]]:
+    if setup.recipe.objective != "masked":
+        return partial(measure, sigmoid=setup.card.multilabel)
     config = setup.card.architecture
     assert isinstance(config, ViTConfig)
     pipeline, settings = setup.preprocess.pipeline, _mask_settings(setup.recipe)
-    return measure_masked(baselines(setup.train, setup.eval_split, pipeline, config, settings))
+    return measure_masked(baselines(setup.train, split, pipeline, config, settings))
 
 
 def _mask_settings(recipe: Recipe) -> MaskSettings:
@@ -300,17 +327,16 @@ def _mask_settings(recipe: Recipe) -> MaskSettings:
 
 def _train_on_features(
     plain_model: PlainModel, setup: RunSetup, world: World, on_event: EventHandler
-) -> tuple[Evaluator, Batches]:
+) -> tuple[Predict, Batches]:
     """Only the head is trained, so the features are computed once, of images that are not augmented."""
     on_event(Note("only the head is trained: features are computed once, and augmentation is off"))
     features = {}
     options = _evaluation_options(setup, world, on_event)
-    for split in (setup.train, setup.eval_split):
+    for split in filter(None, (setup.train, setup.eval_split, setup.test_split)):
         rows = gather_rows(embed_split(plain_model(), split, setup.preprocess, **options)._asdict(), world)
         order = np.argsort(rows["indices"])
         features[split.name] = {key: torch.from_numpy(values[order]) for key, values in rows.items()}
-    train, held_out = features[setup.train.name], features[setup.eval_split.name]
-    labels = torch.from_numpy(setup.train.labels)
+    train, labels = features[setup.train.name], torch.from_numpy(setup.train.labels)
     share = rank_slice(setup.config.batch, world.rank, world.size)
 
     def batches(first_step: int) -> Iterator[Batch]:
@@ -321,6 +347,7 @@ def _train_on_features(
             yield Batch(train["features"][indices], labels[indices], train["valid"][indices], indices)
 
     def predict(split: Split) -> Predictions:
+        held_out = features[split.name]
         indices = np.arange(len(split))[rank_slice(len(split), world.rank, world.size)]
         head = plain_model().head.eval()
         with torch.inference_mode():
@@ -328,7 +355,7 @@ def _train_on_features(
         head.train()
         return Predictions(indices, logits, held_out["valid"][indices].numpy())
 
-    return Evaluator(setup.eval_split, world, setup.eval_batch, predict, _metrics(setup)), batches
+    return predict, batches
 
 
 def _evaluation_options(setup: RunSetup, world: World, on_event: EventHandler) -> dict[str, Any]:
