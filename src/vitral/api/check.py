@@ -79,7 +79,7 @@ def check(
 def _refusal(data: Data, report: CheckReport) -> str:
     """Why `train` would refuse the data; empty where it would not."""
     try:
-        opened = open_to_train(data, Recipe())
+        opened, _ = open_to_train(data, Recipe())
     except UserError as error:
         return str(error)
     lost = {image.path for image in report.unreadable}
