@@ -16,13 +16,14 @@ from vitral.api.data import Data, check_out, new_folder, open_to_train
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.weights import describe, located
 from vitral.data.sources import DataSet, median_short_side
-from vitral.display import SummaryRepr, displayed, score_summary
+from vitral.display import SummaryRepr, displayed, score_summary, with_deviation
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.device import check_device, default_device
 from vitral.recipe import Overrides, Recipe, check_given_once, from_toml, override_words, with_overrides
 from vitral.recipe_defaults import FLIP_REASON, default_recipe
 from vitral.recipe_presets import get_preset, is_preset
+from vitral.trackers import Tracker, TrackerName, Tracking
 from vitral.training.build import check_recipe, own_card
 from vitral.training.callbacks import Callback, Loss, OptimizerFactory, OwnParts, Transform
 from vitral.training.run import RunResult, run
@@ -45,7 +46,7 @@ class TrainResult(SummaryRepr):
     def summary(self) -> dict[str, str]:
         score = score_summary(self.results[-1].metrics)
         if self.spread is not None:
-            score |= {"score": f"{self.mean:.2%} +- {self.spread:.2%}", "seeds": f"{len(self.results)}"}
+            score = {"score": with_deviation(f"{self.mean:.2%}", f"{self.spread:.2%}", len(self.results)), **score}
         seconds = sum(result.seconds for result in self.results)
         return {**score, "seconds": f"{seconds:.0f}", "folder": str(self.folder)}
 
@@ -87,6 +88,7 @@ def train(
     optimizer: OptimizerFactory | None = None,
     transform: Transform | tuple[Transform | None, Transform | None] | None = None,
     callbacks: Sequence[Callback] = (),
+    track: TrackerName | Tracker | Sequence[TrackerName | Tracker] = (),
     on_event: EventHandler | None = None,
 ) -> TrainResult:
     """Train a model on images, or fine-tune one.
@@ -115,6 +117,7 @@ def train(
         transform: a function of a PIL image, for training and evaluation, or a pair of them; it gives a uint8 image
             that is then normalised, or a float tensor (channels, height, width) that is used as it is.
         callbacks: objects derived from vitral.Callback; they can add metrics and stop the run.
+        track: experiment trackers that also record each run.
         on_event: handler of the events of the run; they are displayed in terminals and notebooks when not given.
 
     Returns:
@@ -135,7 +138,7 @@ def train(
     parameters = {"epochs": epochs, "trainable": trainable or None, "balance": balance or None, "seed": seed}
     check_given_once({**parameters, "model": model, "init": str(init)}, words)
     overrides = [*(f"{key}={value}" for key, value in parameters.items() if value is not None), *words]
-    with displayed(on_event) as handler:
+    with displayed(on_event) as shown, Tracking(track, shown) as handler:
         opened, chosen, reasons = choose_recipe(
             data, model=model, init=init, recipe=recipe, set=overrides, device=device, own=own
         )

@@ -13,7 +13,7 @@ from vitral.api.protocols import write_row
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.weights import describe, located
 from vitral.data.vtab import TASKS, VtabTask, find_task, open_task, write_ids
-from vitral.display import SummaryRepr, displayed
+from vitral.display import SummaryRepr, displayed, with_deviation
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.device import check_device
@@ -59,9 +59,11 @@ class VtabResult(SummaryRepr):
     notes: tuple[str, ...]  # caveats about the numbers
 
     def summary(self) -> dict[str, str]:
-        spread = f" +- {self.suite.spread:.2%}" if self.suite.spread is not None else ""
+        score = f"{self.suite.mean:.2%}"
+        if self.suite.spread is not None:
+            score = with_deviation(score, f"{self.suite.spread:.2%}", len(self.suite.seed_scores))
         groups = {name: f"{score:.2%}" for name, score in group_scores(self.suite.scores).items()}
-        return {"score": f"{self.suite.mean:.2%}{spread}", "tasks": self.coverage, **groups, "model": self.model}
+        return {"score": score, "tasks": self.coverage, **groups, "model": self.model}
 
     @property
     def coverage(self) -> str:

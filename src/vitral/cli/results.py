@@ -114,14 +114,13 @@ def show_check(result: Any, values: Mapping[str, Any]) -> None:
 def show_probes(result: ProbeResult, values: Mapping[str, Any]) -> None:
     """Print few-shot accuracies, and those of the other probes."""
     rows = [
-        [str(row.shots), f"{row.mean:.2%}", "" if row.interval is None else f"+- {row.interval:.2%}", str(row.drawn)]
+        [str(row.shots), f"{row.mean:.2%}", _mean_interval(row.mean, row.interval), str(row.drawn)]
         for row in result.shots
     ]
     if rows:
-        spread = "; +- is half of the 95 % interval of the mean" if result.seeds > 1 else ""
         l2 = result.l2 if isinstance(result.l2, str) else f"{result.l2:g}"
-        note = f"{counted(result.seeds, 'draw')}{spread}; l2 {l2}; n = {result.test:,}."
-        print_table(["shots", "accuracy", "", "training images"], rows, note=note)
+        note = f"{counted(result.seeds, 'draw')}; l2 {l2}; n = {result.test:,}."
+        print_table(["shots", "accuracy", "95 % interval of the mean", "training images"], rows, note=note)
     cached = f"cached in {result.kept}" if result.kept else "not cached"
     print_facts(
         {
@@ -132,6 +131,10 @@ def show_probes(result: ProbeResult, values: Mapping[str, Any]) -> None:
             "features": f"{result.features:,} per image, {result.flops:.3g} FLOPs; {cached}",
         }
     )
+
+
+def _mean_interval(mean: float, half_width: float | None) -> str:
+    return "" if half_width is None else f"{max(mean - half_width, 0):.2%} to {min(mean + half_width, 1):.2%}"
 
 
 def show_duplicates(result: Any, values: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitral.cli.results import counted, percent, print_facts, print_json, print_table
-from vitral.display import duration, headline
+from vitral.display import duration, headline, with_deviation
 from vitral.errors import UserError
 from vitral.recipe import Recipe, to_toml
 
@@ -34,7 +34,7 @@ def show_training(result: Any, values: Mapping[str, Any]) -> None:
         return
     score = headline(last.metrics)
     if result.spread is not None:
-        score = f"{result.mean:.2%} +- {result.spread:.2%} (mean and standard deviation of {len(result.results)} seeds)"
+        score = with_deviation(f"{result.mean:.2%}", f"{result.spread:.2%}", len(result.results))
     rate = f", {last.images_per_second:,.0f} images/s" if last.images_per_second else ""
     hours = sum(run.device_hours for run in result.results)
     flops = f"{last.flops:.3g} FLOPs{' per run' if result.results[1:] else ''}"
@@ -197,6 +197,7 @@ def _paper_number(entry: PaperNumber) -> str:
     number = entry.number
     spread = f" +- {number.spread}" if number.spread is not None else ""
     note = f": {number.note}" if number.note else ""
+    note += "; +- is its standard deviation" if spread else ""
     return f"{number.value}{spread} % on {entry.data} from {entry.pretraining} ({number.source}{note})"
 
 
@@ -206,11 +207,13 @@ def _vtab_cost(name: str, task: dict[str, Any]) -> list[str]:
 
 
 def _vtab_facts(row: dict[str, Any]) -> dict[str, str]:
-    spread = f" +- {row['spread']:.2%} over {len(row['seeds'])} seeds" if row["spread"] is not None else ""
+    score = f"{row['score']:.2%}"
+    if row["spread"] is not None:
+        score = with_deviation(score, f"{row['spread']:.2%}", len(row["seeds"]))
     theirs = (f"{line['mean_of_all']} {line['model']} {_SHORT[line['pretraining']]}" for line in row["paper"])
     verified = sum(task["order"].startswith("tfds order: yes") for task in row["tasks"].values())
     return {
-        "score": f"{row['score']:.2%}{spread}",
+        "score": score,
         "model": row["model"],
         "tasks": row["coverage"],
         "diverged": ", ".join(row["diverged"]),

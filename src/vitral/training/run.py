@@ -35,7 +35,7 @@ from vitral.cost import run_flops
 from vitral.data.images import UnreadableImage
 from vitral.data.sources import DataSet
 from vitral.errors import Interrupted, UserError
-from vitral.events import Event, EventHandler, Note, Progress, RunStarted, StepDone, ignore_events
+from vitral.events import Event, EventHandler, Note, Progress, RunFinished, RunStarted, StepDone, ignore_events
 from vitral.models.adapters import merge_lora
 from vitral.recipe import Recipe
 from vitral.training.build import build_model
@@ -122,7 +122,7 @@ def run(
         _resume(state, own, folder, world, on_event)
         handle = RunHandle(folder.path, training.plain_model, lambda: state.step)
         callbacks = CallbackRunner(own.callbacks, handle, training.evaluator.evaluate, logger, world)
-        logger(_started(state, estimate, world))
+        logger(_started(state, estimate, world, folder, recipe))
         callbacks.on_run_start()
         # Loop
         earlier = state.progress.seconds
@@ -153,6 +153,7 @@ def run(
         # Result
         result = _result(state, setup, estimate, logger, world, folder, seconds(), unreadable)
         _finish(result, training.plain_model, setup, folder, world)
+        on_event(RunFinished(asdict(result)))
         return result
 
 
@@ -210,7 +211,9 @@ def _resume(state: TrainState, own: OwnParts, folder: RunFolder, world: World, o
             folder.write_text("metrics.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines))
 
 
-def _started(state: TrainState, estimate: ResourceEstimate, world: World) -> RunStarted:
+def _started(
+    state: TrainState, estimate: ResourceEstimate, world: World, folder: RunFolder, recipe: Recipe
+) -> RunStarted:
     config = estimate.config
     evaluations = math.ceil(config.steps / config.evaluate_every) - state.step // config.evaluate_every
     return RunStarted(
@@ -223,6 +226,8 @@ def _started(state: TrainState, estimate: ResourceEstimate, world: World) -> Run
         step_seconds=estimate.step_seconds,
         evaluation_seconds=estimate.evaluation_seconds,
         peak_bytes=estimate.peak_bytes,
+        folder=str(folder.path),
+        recipe=recipes.values(recipe),
     )
 
 
