@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from vitral.models.capture import capture
     from vitral.recipe import Recipe
     from vitral.serving import PredictionResults
-    from vitral.training.callbacks import Callback, RunHandle
     from vitral.trackers import Tracker
+    from vitral.training.callbacks import Callback, RunHandle
     from vitral.training.run import RunResult
 
 _MODULES = {

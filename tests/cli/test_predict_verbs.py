@@ -382,7 +382,12 @@ def test_tensorboard_events_are_written(command, tmp_path):
     pytest.importorskip("tensorboardX")
     data = colour_folder(tmp_path / "colours", 6)
     out = tmp_path / "run"
-    assert command("train", data, "--model", MODEL, "--out", out, "--track", "tensorboard", "--set", *QUICK, "steps=3").code == 0
+    assert (
+        command(
+            "train", data, "--model", MODEL, "--out", out, "--track", "tensorboard", "--set", *QUICK, "steps=3"
+        ).code
+        == 0
+    )
     events = list((out / "tensorboard").glob("events*"))
     assert len(events) == 1
     written = events[0].read_bytes()

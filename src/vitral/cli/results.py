@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vitral.display import interval_text
 from vitral.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ def show_evaluation(result: EvalResult, values: Mapping[str, Any]) -> None:
     if "mean_average_precision" in metrics:
         facts |= {"mAP": f"{metrics['mean_average_precision']:.2%}", "macro F1": f"{metrics['macro_f1']:.2%}"}
     else:
-        facts |= {"top-1": f"{metrics['top1']:.2%}", "top-5": percent(metrics["top5"], missing="")}
+        interval = f" ({interval_text(*result.interval)})" if result.interval is not None else ""
+        facts |= {"top-1": f"{metrics['top1']:.2%}{interval}", "top-5": percent(metrics["top5"], missing="")}
         if "mean_per_class" in metrics:
             facts |= {
                 "mean per class": f"{metrics['mean_per_class']:.2%}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -135,6 +136,13 @@ def _calibrations(
     if temperature is None and not sigmoid:
         return plain, calibrate(logits, labels)
     return plain, plain if temperature is None else at(temperature)
+
+
+def wilson_interval(share: float, n: int) -> tuple[float, float]:
+    """The 95 % confidence interval of a share of n independent examples (Wilson 1927)."""
+    z = 1.959963984540054
+    centre, width = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return max((centre - width) / (1 + z * z / n), 0.0), min((centre + width) / (1 + z * z / n), 1.0)
 
 
 def confused_pairs(confusion: np.ndarray, classes: Sequence[str], most: int = 5) -> tuple[ConfusedPair, ...]:
