@@ -26,7 +26,7 @@ from vitral.data.preprocess import parse_deterministic
 from vitral.data.sources import DataSet, Split
 from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
-from vitral.evaluation.calibration import probabilities, reliability
+from vitral.evaluation.calibration import confidences, probabilities, reliability
 from vitral.evaluation.mapping import read_table
 from vitral.evaluation.predict import predict_split
 from vitral.events import EventHandler, Progress
@@ -39,6 +39,7 @@ from vitral.models.normalize import normalize
 from vitral.models.vit import ViT
 from vitral.names import name_of
 from vitral.recipe import from_toml
+from vitral.report.evaluation import Mistake, Reliability
 from vitral.report.figures import write_figures
 from vitral.report.pages import AttentionDistance, LearnedWeights, RunExamples, inspect_page, run_page
 from vitral.report.viewer import ViewerImage, choose_layers
@@ -47,7 +48,7 @@ from vitral.serving import unread
 MOST = 64  # images per page: what a person looks through, and a browser opens at once
 ASKED = 2000  # held-out images that a run's page predicts
 ANSWERS = 5
-EXAMPLES = 8
+EXAMPLES = 8  # images in the viewer of a run's page
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,21 +111,22 @@ def inspect(
         model, card = load_source(source, handler)
         model.to(compute_device(source, device))
         names = tuple(read_table(Path(classes), card.architecture.classes)[-1][1]) if classes else card.class_names
-        learned, shown, reach, unreadable = _learned(model), [], None, ()
+        learned, shown, reach, left_out = _learned(model), [], None, []
         if split is not None:
             how = prepared(card, preprocess)
             card = replace(card, preprocess=how)
             kept, pixels = readable_pixels(split, how.pipeline, card.architecture.channels)
-            unreadable = tuple(split.keys[i] for i in range(len(split)) if i not in kept)
+            channels = card.architecture.channels
+            left_out = [unread(split, i, channels) for i in range(len(split)) if i not in kept]
             shown = _shown(model, [Path(split.keys[i]).name for i in kept], pixels, how, card, names, layers)
             reach = _reach(model, normalize(pixels, how.mean, how.std))
         title = f"Inside {_short_name(card)}"
         attends = isinstance(model, ViT)
-        page = inspect_page(title, model_facts(card), learned, shown, _pooled_name(model), reach, attends)
+        page = inspect_page(title, model_facts(card), learned, shown, _pooled_name(model), reach, attends, left_out)
         with atomic_write(path) as temporary:
             temporary.write_text(page, encoding="utf-8")
         written = write_figures(Path(figures), learned, shown, reach) if figures else ()
-    return InspectResult(path, path.stat().st_size, len(shown), unreadable, written)
+    return InspectResult(path, path.stat().st_size, len(shown), tuple(image.path for image in left_out), written)
 
 
 def write_run_page(folder: str | Path, data: str | Path | DataSet, *, device: str = "") -> Path:
@@ -276,20 +278,70 @@ def _examples(model: Model, card: Card, test: Split, preprocess: Preprocess, dev
     multi-label data and models without a head."""
     sample = test.select(_evenly(len(test), ASKED))
     if test.multilabel or not card.architecture.classes:
-        order, mistakes, bins, asked = _evenly(len(sample), EXAMPLES), 0, (), len(sample)
+        order, mistakes, calibration, asked = _evenly(len(sample), EXAMPLES), 0, None, len(sample)
     else:
         predictions = predict_split(model, sample, preprocess, batch=64, device=device)
         indices, logits = predictions.indices[predictions.valid], predictions.logits[predictions.valid]
         labels = sample.labels[indices]
-        options = {"sigmoid": card.multilabel, "temperature": card.temperature}
-        wrong, confidence = logits.argmax(1) != labels, probabilities(logits, **options).max(1)
-        order = indices[np.argsort(np.where(wrong, -confidence, 1 + confidence), kind="stable")]
-        mistakes, bins, asked = int(wrong.sum()), reliability(logits, labels, **options), len(indices)
+        wrong, order = _by_confidence(logits, labels, card)
+        order, mistakes, asked = indices[order], int(wrong.sum()), len(indices)
+        calibration = reliabilities(logits, labels, card)
     few = sample.select(order[:EXAMPLES])
     kept, pixels = readable_pixels(few, preprocess.pipeline, card.architecture.channels)
     truths = [_truth(few, i) if card.architecture.classes else () for i in kept]
     shown = _shown(model, [few.keys[i] for i in kept], pixels, preprocess, card, card.class_names, truths=truths)
-    return RunExamples(shown, _pooled_name(model), min(mistakes, len(shown)), bins, asked)
+    return RunExamples(shown, _pooled_name(model), min(mistakes, len(shown)), calibration, asked, card.multilabel)
+
+
+def most_confident_mistakes(
+    split: Split,
+    indices: np.ndarray,
+    logits: np.ndarray,
+    labels: np.ndarray,
+    names: Sequence[str],
+    card: Card,
+    preprocess: Preprocess,
+    most: int = 24,
+) -> list[Mistake]:
+    """The wrong predictions with the highest probability, with their images, for a page.
+
+    Args:
+        split: where the images are.
+        indices: the images in it that were predicted, (n,).
+        logits: (n, classes).
+        labels: the right outputs, (n,).
+        names: the outputs.
+        card: states how logits become probabilities.
+        preprocess: how the images are prepared.
+        most: how many mistakes.
+    """
+    wrong, order = _by_confidence(logits, labels, card)
+    order = order[: min(int(wrong.sum()), most)]
+    if not len(order):
+        return []
+    kept, pixels = readable_pixels(split.select(indices[order]), preprocess.pipeline, card.architecture.channels)
+    order, guesses = order[kept], logits.argmax(1)
+    shares = confidences(logits[order], sigmoid=card.multilabel, temperature=card.temperature)
+    return [
+        Mistake(split.keys[indices[i]], picture, names[labels[i]], names[guesses[i]], float(share))
+        for i, picture, share in zip(order, pixels.permute(0, 2, 3, 1).numpy(), shares, strict=True)
+    ]
+
+
+def reliabilities(logits: np.ndarray, labels: np.ndarray, card: Card) -> Reliability:
+    """Accuracy by confidence of logits (n, classes) and labels (n,), raw and at the temperature of the card."""
+    raw = reliability(logits, labels, sigmoid=card.multilabel)
+    if card.temperature == 1.0:
+        return Reliability(raw)
+    return Reliability(raw, reliability(logits, labels, sigmoid=card.multilabel, temperature=card.temperature))
+
+
+def _by_confidence(logits: np.ndarray, labels: np.ndarray, card: Card) -> tuple[np.ndarray, np.ndarray]:
+    """Which predictions are wrong, (n,) bool, and an order: the wrong ones, the most confident first, then the others,
+    the least confident first."""
+    wrong = logits.argmax(1) != labels
+    confidence = confidences(logits, sigmoid=card.multilabel, temperature=card.temperature)
+    return wrong, np.argsort(np.where(wrong, -confidence, 1 + confidence), kind="stable")
 
 
 def _evenly(count: int, most: int) -> np.ndarray:

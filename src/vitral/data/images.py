@@ -170,6 +170,13 @@ def encode_png(image: np.ndarray) -> bytes:
     return stream.getvalue()
 
 
+def encode_jpeg(image: np.ndarray, quality: int = 90) -> bytes:
+    """uint8 (h, w, 1 or 3) -> the bytes of a JPEG file"""
+    stream = io.BytesIO()
+    array_to_pil(image).save(stream, "JPEG", quality=quality)
+    return stream.getvalue()
+
+
 def resize(image: np.ndarray, size: tuple[int, int], method: str = "bilinear") -> np.ndarray:
     """uint8 (h, w, c) -> (*size, c), with antialiasing; `image` may be a view.
 

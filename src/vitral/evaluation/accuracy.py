@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -139,10 +138,10 @@ def _calibrations(
 
 
 def wilson_interval(share: float, n: int) -> tuple[float, float]:
-    """The 95 % confidence interval of a share of n independent examples (Wilson 1927)."""
-    z = 1.959963984540054
-    centre, width = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return max((centre - width) / (1 + z * z / n), 0.0), min((centre + width) / (1 + z * z / n), 1.0)
+    """The 95 % confidence interval of a share of n independent examples (Wilson's score interval)."""
+    z = 1.959964  # 97.5 % of the standard normal distribution are below
+    centre, spread = share + z * z / (2 * n), z * (share * (1 - share) / n + z * z / (4 * n * n)) ** 0.5
+    return (centre - spread) / (1 + z * z / n), (centre + spread) / (1 + z * z / n)
 
 
 def confused_pairs(confusion: np.ndarray, classes: Sequence[str], most: int = 5) -> tuple[ConfusedPair, ...]:

@@ -60,6 +60,12 @@ def probabilities(logits: np.ndarray, *, sigmoid: bool = False, temperature: flo
     return np.exp(z - log_sum_exp(z)[:, None])
 
 
+def confidences(logits: np.ndarray, *, sigmoid: bool = False, temperature: float | np.ndarray = 1.0) -> np.ndarray:
+    """(n, k) -> (n,) float64: the probability of the predicted class"""
+    top = logits.max(axis=1).astype(np.float64) / temperature
+    return np.exp(-np.logaddexp(0, -top)) if sigmoid else np.exp(top - log_sum_exp(logits, temperature))
+
+
 def log_sum_exp(logits: np.ndarray, temperature: float | np.ndarray = 1.0) -> np.ndarray:
     """(n, k) -> (n,) float64, of the logits / temperature: one for all, or (n,)"""
     sums = [top[:, 0] + np.log(np.exp(z).sum(axis=1)) for z, top, _ in _blocks(logits, temperature)]
@@ -78,8 +84,7 @@ def reliability(
 ) -> tuple[ReliabilityBin, ...]:
     """(n, k), (n,) -> accuracy by confidence, the probability of the predicted class, in `BINS` bins."""
     check_scores(logits, labels)
-    top = logits.max(axis=1).astype(np.float64) / temperature
-    confidence = np.exp(-np.logaddexp(0, -top)) if sigmoid else np.exp(top - log_sum_exp(logits, temperature))
+    confidence = confidences(logits, sigmoid=sigmoid, temperature=temperature)
     correct = logits.argmax(axis=1) == labels  # of the logits: a temperature never changes the predicted class
     edges = np.linspace(0, 1, BINS + 1)
     bins = np.searchsorted(edges[1:-1], confidence, side="left")

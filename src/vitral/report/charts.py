@@ -14,7 +14,7 @@ from html import escape
 
 import numpy as np
 
-from vitral.data.images import encode_png
+from vitral.data.images import encode_jpeg, encode_png
 from vitral.evaluation.calibration import ReliabilityBin
 
 Points = Sequence[tuple[float, float]]
@@ -108,35 +108,6 @@ def reliability_chart(bins: Sequence[ReliabilityBin]) -> str:
     return panel.svg(parts, "Accuracy by confidence, with the diagonal of perfect calibration")
 
 
-def confusion_table(matrix: np.ndarray, names: Sequence[str]) -> str:
-    """Show a confusion matrix as an HTML table, or as an image where there are more than 25 classes.
-
-    Args:
-        matrix: counts, (true classes, predicted classes).
-        names: the classes.
-
-    Returns:
-        HTML.
-    """
-    shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
-    if len(names) > 25:
-        scale = max(1, 640 // len(names))
-        return image_tag(enlarge(heat_map(np.sqrt(shares)), scale), "Confusion matrix: true classes by predicted ones")
-    labels = [f'<span title="{escape(name)}">{escape(name)}</span>' for name in names]
-    head = "".join(f'<th scope="col">{label}</th>' for label in labels)
-    rows = []
-    for true, (counts, row_shares) in enumerate(zip(matrix.tolist(), shares.tolist(), strict=True)):
-        cells = "".join(
-            f'<td class="{"right" if guess == true else "wrong"}" style="--share:{share:.3f}" '
-            f'title="{escape(names[true])} predicted as {escape(names[guess])}: {count}">{count or ""}</td>'
-            for guess, (count, share) in enumerate(zip(counts, row_shares, strict=True))
-        )
-        rows.append(f'<tr><th scope="row">{labels[true]}</th>{cells}</tr>')
-    corner = "<td class='corner'>true \\ predicted</td>"
-    table = f'<table class="confusion"><tr>{corner}{head}</tr>{"".join(rows)}</table>'
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="Confusion matrix">{table}</div>'
-
-
 def svg_file(charts: Sequence[str], title: str, note: str = "") -> str:
     """Put charts side by side into one SVG file with its own style, for light and dark themes.
 
@@ -204,6 +175,15 @@ def as_rgb(image: np.ndarray) -> np.ndarray:
 def png_uri(image: np.ndarray) -> str:
     """Encode uint8 (h, w, c) as the data URI of a PNG; a fourth channel is opacity."""
     return f"data:image/png;base64,{base64.b64encode(encode_png(np.ascontiguousarray(image))).decode()}"
+
+
+def photo_uri(image: np.ndarray) -> str:
+    """Encode uint8 (h, w, c) as a data URI: exactly as a PNG, or as a JPEG where that is a third of its size."""
+    rgb = np.ascontiguousarray(as_rgb(image))
+    exact, close = encode_png(rgb), encode_jpeg(rgb)
+    if len(exact) < 3 * len(close):
+        return png_uri(rgb)
+    return f"data:image/jpeg;base64,{base64.b64encode(close).decode()}"
 
 
 def image_tag(image: np.ndarray, description: str) -> str:

@@ -25,6 +25,44 @@
     });
   }
 
+  // The edges of what scrolls sideways fade where there is more.
+  for (const box of document.querySelectorAll(".scroll")) {
+    const mark = () => {
+      box.classList.toggle("more-left", box.scrollLeft > 1);
+      box.classList.toggle("more-right", box.scrollLeft + box.clientWidth < box.scrollWidth - 1);
+    };
+    box.addEventListener("scroll", mark, { passive: true });
+    new ResizeObserver(mark).observe(box);
+  }
+
+  // A confusion matrix of many classes is an image: the cell below the pointer is described in words.
+  if (data.confusion) {
+    const { names, block, cells } = data.confusion;
+    const side = Math.ceil(names.length / block);
+    const totals = new Array(names.length).fill(0), blocks = new Map();
+    for (const cell of cells) {
+      totals[cell[0]] += cell[2];
+      const index = Math.floor(cell[0] / block) * side + Math.floor(cell[1] / block);
+      blocks.set(index, [...(blocks.get(index) || []), cell]);
+    }
+    const matrix = $("matrix");
+    const range = (row) => {
+      const [first, last] = [row * block, Math.min((row + 1) * block, names.length) - 1];
+      return first === last ? names[first] : `${names[first]} to ${names[last]}`;
+    };
+    const read = (event) => {
+      const box = matrix.getBoundingClientRect();
+      const at = (offset, size) => Math.min(Math.max(Math.floor((offset / size) * side), 0), side - 1);
+      const row = at(event.clientY - box.top, box.height), column = at(event.clientX - box.left, box.width);
+      const found = (blocks.get(row * side + column) || []).sort((a, b) => b[2] - a[2]);
+      const words = found.slice(0, 4).map(([truth, guess, count]) =>
+        `${names[truth]} predicted as ${names[guess]}: ${count} of ${totals[truth]}`);
+      $("cell").textContent = words.join("; ") || `${range(row)} predicted as ${range(column)}: 0`;
+    };
+    matrix.addEventListener("pointermove", read);
+    matrix.addEventListener("click", read);
+  }
+
   if (!data.images) return;
 
   const [ROWS, COLUMNS] = data.grid;
