@@ -98,7 +98,13 @@ def services(monkeypatch):
 def test_a_run_and_its_resumption_are_one_run_of_each_tracker(services, tmp_path):
     wandb, mlflow = services
     pictures, out = runs.make_pictures(tmp_path / "pictures"), tmp_path / "run"
-    options = {"model": runs.MODEL, "out": out, "set": list(runs.TINY), "device": "cpu", "track": ["wandb", "mlflow"]}
+    options: Any = {
+        "model": runs.MODEL,
+        "out": out,
+        "set": list(runs.TINY),
+        "device": "cpu",
+        "track": ["wandb", "mlflow"],
+    }
     with pytest.raises(runs.Crash):
         vitral.train(pictures, **options, on_event=runs.crash_at(7))
     assert wandb.runs["run-0"]["exit_code"] == 1
@@ -125,7 +131,7 @@ def test_each_seed_is_a_run_of_its_own(services, tmp_path):
     wandb, _ = services
     pictures = runs.make_pictures(tmp_path / "pictures")
     words = [word for word in runs.TINY if not word.startswith("steps")]
-    options = {"model": runs.MODEL, "out": tmp_path / "run", "device": "cpu", "seeds": 2, "track": "wandb"}
+    options: Any = {"model": runs.MODEL, "out": tmp_path / "run", "device": "cpu", "seeds": 2, "track": "wandb"}
     vitral.train(pictures, **options, set=[*words, "steps=2"], on_event=lambda event: None)
     assert [run["name"] for run in wandb.runs.values()] == ["seed-0", "seed-1"]
     assert [run["config"]["seed"] for run in wandb.runs.values()] == [0, 1]
@@ -174,5 +180,5 @@ def test_a_missing_package_and_an_unknown_name_are_said_before_anything_is_writt
     monkeypatch.setitem(sys.modules, "wandb", None)
     for name, reason in (("wandb", r"pip install 'vitral\[wandb\]'"), ("comet", "use tensorboard, wandb, mlflow")):
         with pytest.raises(vitral.UserError, match=reason):
-            vitral.train("digits", out=tmp_path / "run", track=name)
+            vitral.train("digits", out=tmp_path / "run", track=name)  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ NAMES = ("ant", "bee", "cat", "dog")
 def model_and_card(seed: int, names=NAMES, temperature=1.0, pipeline="decode|resize(20, 24)|center_crop(16)", **card):
     torch.manual_seed(seed)
     model = build(ViTConfig(depth=1, width=16, mlp=32, heads=2, patch=8, image=(16, 16), classes=len(NAMES)))
+    assert model.head.output is not None
     torch.nn.init.normal_(model.head.output.weight)
     how = vitral.Preprocess(pipeline, (0.4,) * 3, (0.3,) * 3)
     return model.eval(), vitral.Card(model.config, names, temperature=temperature, preprocess=how, **card)
@@ -41,8 +43,7 @@ def pictures(tmp_path_factory) -> Path:
 
 def crops(path: Path, tta: str | None) -> torch.Tensor:
     """The views of an image as torchvision makes them, normalised, (views, 3, 16, 16)."""
-    from torchvision.transforms import functional
-
+    functional: Any = pytest.importorskip("torchvision.transforms.functional")
     image = Image.open(path)
     middle = functional.center_crop(image, 16)
     views = {
@@ -115,6 +116,16 @@ def test_files_are_averaged_on_the_command_line(command, pictures, tmp_path):
     assert {name for name, _ in vitral.classifier(paths[0], classes=names, device="cpu")(picture)} == {
         *("red", "green", "blue", "grey")
     }
+    said = command("evaluate", paths[0], pictures, "--classes", names, "-o", tmp_path / "x.html", "--device", "cpu")
+    assert ">grey<" in (tmp_path / "x.html").read_text()  # matched by the model's own names, and shown by the table's
+    said = command("evaluate", paths[0], pictures, "--ensemble", paths[1], "-o", tmp_path / "x.html", "--device", "cpu")
+    assert f"wrote {tmp_path}/x.html" in " ".join(said.out.split())
+    found, page = vitral.evaluate(paths, pictures, device="cpu"), (tmp_path / "x.html").read_text()
+    assert f"<h1>2 models on {pictures.name}</h1>" in page
+    assert f"{found.metrics['top1']:.1%}" in page
+    low, high = found.interval or (0, 0)
+    assert f"({found.metrics['top1']:.2%} (95 % interval {low:.2%} to {high:.2%}".strip("(") in said.out
+    assert all(note in page for note in found.notes)
     said = command("evaluate", paths[0], pictures, "--ensemble", paths[1], "--tta", "crops")
     assert (said.code, 'takes flip or five-crop or ten-crop, not "crops"' in said.err) == (2, True)
 

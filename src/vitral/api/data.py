@@ -29,7 +29,7 @@ from vitral.serving import unread
 
 ImageLike = str | Path | PILImage | np.ndarray  # a file or folder, a PIL image, uint8 pixels (height, width, channels)
 Images = ImageLike | Sequence[ImageLike]
-_BEGUN = ("recipe.toml", "protocol.json", "sweep", "seed-*")  # what a run leaves in its folder
+_BEGUN = ("recipe.toml", "protocol.json", "sweep", "seed-*", "fold-*")  # what a run leaves in its folder
 
 
 class Examples(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from vitral.kernels.packed import pack
 from vitral.models.build import Model
 from vitral.models.device import resolve_device
 
-Sources = Source | list[Source]  # in Python also several
+Sources = Source | list[Any]  # in Python also several; a list of one type is no list of a union
 _RUNS = ("fold-*", "seed-*")  # runs of one `vitral train`
 
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from vitral.api.ensembles import Sources, open_ensemble, prepared
+from vitral.api.ensembles import Ensemble, Sources, open_ensemble, prepared
 from vitral.api.held_out import eval_images
+from vitral.api.inspection import model_facts, most_confident_mistakes, reliabilities
 from vitral.api.prediction import check_numbers, none_read
+from vitral.atomic import atomic_write, checked_output
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.data.catalog.imagenet import imagenet_outputs
 from vitral.data.images import UnreadableImage
@@ -31,6 +33,7 @@ from vitral.evaluation.calibration import FOLDS, calibrate, probabilities
 from vitral.evaluation.mapping import class_mapping
 from vitral.evaluation.predict import Predictions
 from vitral.events import EventHandler
+from vitral.report.evaluation import TemperatureAdvice, evaluation_page
 from vitral.serving import unread
 
 
@@ -49,6 +52,7 @@ class EvalResult(SummaryRepr):
     temperature: float | None = None
     tempered_ece: float | None = None  # calibration error with such temperatures, cross-fitted on these images
     new: dict[str, Any] | None = None  # metrics of images that are new since the run, where others were held out by it
+    page: str = ""  # the file that was written
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -68,6 +72,7 @@ def evaluate(
     source: Sources,
     data: str | Path,
     *,
+    output: str | Path = "",
     split: str = "",
     classes: str | Path = "",
     ensemble: Sequence[str | Path] = (),
@@ -85,6 +90,7 @@ def evaluate(
             of them, and in Python a list for several models: their probabilities are averaged.
         data: what `vitral train` takes; its val or test split is evaluated, or all of it where it has neither. Images
             that a run was trained on are left out, and those that are new since then are scored apart.
+        output: page to write, a .html file: confusions, calibration, the most confident mistakes.
         split: name of the split to evaluate, such as test where there is val as well.
         classes: file that names the model's outputs in order: a name per line, a table or JSON.
         ensemble: further models to average with, each with its own preprocessing and temperature.
@@ -103,6 +109,7 @@ def evaluate(
         UserError: where an argument is wrong, or the classes of the data and the model do not match.
     """
     check_numbers(batch=batch)
+    page = checked_output(output, (".html",), "--output") if output else None
     models = open_ensemble(source, ensemble, classes=classes, tta=tta, device=device, on_event=on_event)
     card = models.members[0].card
     scored, is_new, notes, held_out = eval_images([member.source for member in models.members], data, split)
@@ -121,7 +128,8 @@ def evaluate(
         predictions = models.predict(scored, preprocess=preprocess, batch=batch, on_event=handler)
     unreadable = _unreadable(scored, predictions, card)
     if objectnet:
-        return _objectnet(models.name, str(data), scored, predictions, unreadable, notes)
+        result = _objectnet(models.name, str(data), scored, predictions, unreadable, notes)
+        return result if page is None else _with_page(result, page, models)
     names = models.card.class_names or tuple(_output_names(scored.classes, mapping, card.architecture.classes))
     added = predictions.valid & is_new[predictions.indices]
     if (added == predictions.valid).all():  # nothing to keep them apart from: what was held out cannot be read
@@ -132,7 +140,7 @@ def evaluate(
     fitted_here = single_label and models.temperature != 1.0 and held_out
     temperature = None if fitted_here else models.temperature
     metrics = _metrics(logits, scored, indices, mapping, names, card, temperature)
-    tempered = _tempered(logits, mapping[scored.labels[indices]]) if single_label else {}
+    tempered = _tempered(logits, mapping[scored.labels[indices]]) if single_label else dict[str, Any]()
     if fitted_here:
         notes = (*notes, f"Its temperature was fitted on these images: calibrated numbers are over {FOLDS} folds.")
     if models.averages and held_out and any(member.card.temperature != 1.0 for member in models.members):
@@ -144,7 +152,7 @@ def evaluate(
         score = ", ".join(f"{name} {value}" for name, value in score_summary(new).items())
         notes = (*notes, f"The new images are scored apart: {score}.")
     keys = [scored.keys[index] for index in indices]
-    return EvalResult(
+    result = EvalResult(
         source=models.name,
         data=str(data),
         metrics=metrics,
@@ -154,6 +162,36 @@ def evaluate(
         new=new,
         **tempered,
     )
+    if page is None:
+        return result
+    parts: dict[str, Any] = {}
+    if not scored.multilabel:
+        labels, shown = mapping[scored.labels[indices]], replace(models.card, temperature=models.temperature)
+        how = prepared(card, preprocess)
+        parts["mistakes"] = most_confident_mistakes(scored, indices, logits, labels, names, shown, how)
+        parts["reliability"] = reliabilities(logits, labels, shown)
+    return _with_page(result, page, models, **parts)
+
+
+def _with_page(result: EvalResult, path: Path, models: Ensemble, **parts: Any) -> EvalResult:
+    """Write the page of an evaluation; `parts` are further arguments of `evaluation_page`."""
+    title = Path(models.name).name if len(models.members) == 1 else f"{len(models.members)} models"
+    advice = None
+    if result.temperature is not None and result.tempered_ece is not None and models.temperature == 1.0:
+        advice = TemperatureAdvice(result.temperature, result.tempered_ece)
+    text = evaluation_page(
+        f"{title} on {Path(result.data).name}",
+        result.metrics,
+        facts={**model_facts(models.card), "weights": models.name, "data": result.data},
+        notes=result.notes,
+        advice=advice,
+        sigmoid=models.card.multilabel,
+        left_out=result.unreadable,
+        **parts,
+    )
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    return replace(result, page=str(path))
 
 
 def _metrics(
@@ -174,7 +212,7 @@ def _metrics(
     return classification_metrics(logits, labels, names, sigmoid=card.multilabel, temperature=temperature).as_dict()
 
 
-def _tempered(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+def _tempered(logits: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
     """The temperature fields of an `EvalResult`, from logits (n, classes) and labels (n,)."""
     best = calibrate(logits, labels)
     return {} if best.temperature == 1.0 else {"temperature": best.temperature, "tempered_ece": best.ece}

@@ -64,7 +64,8 @@ def show_evaluation(result: EvalResult, values: Mapping[str, Any]) -> None:
         facts["often confused"] = "; ".join(f"{p['true']} taken for {p['predicted']} ({p['count']})" for p in pairs)
     if result.real is not None:
         facts["ReaL"] = f"{result.real[0]:.2%} ({result.real[1]:,} images have such a label)"
-    print_facts({**facts, "left out": _left_out(result.unreadable)})
+    page = f"{result.page}: open it in a browser" if result.page else ""
+    print_facts({**facts, "left out": _left_out(result.unreadable), "wrote": page})
 
 
 def _calibrated(metrics: Mapping[str, Any], name: str, number: str) -> str:
