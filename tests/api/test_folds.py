@@ -76,11 +76,10 @@ def test_the_folder_stands_for_the_average_of_its_models(cross_validated, comman
     picture = pictures / "class-0" / "0.png"
     together = vitral.predict(out, picture, device="cpu").rows
     assert together == vitral.predict([out / "fold-1", out / "fold-2"], picture, device="cpu").rows
-    for refused in (lambda: vitral.evaluate(out, pictures), result.load):
-        with pytest.raises(
-            vitral.UserError, match=r"each image was trained on by one of the models|one model per fold"
-        ):
-            refused()
+    with pytest.raises(vitral.UserError, match="each image was trained on by one of the models"):
+        vitral.evaluate(out, pictures)
+    with pytest.raises(vitral.UserError, match="there is one model per fold"):
+        result.load()
     words = ["--model", runs.MODEL, "--out", out, "--folds", "2", "--device", "cpu", "--set", *QUICK, "steps=3"]
     shown = " ".join(command("train", pictures, *words).out.split())
     low, high = result.folds.interval
@@ -122,7 +121,7 @@ def test_pooled_metrics_are_those_of_all_predictions_together():
         ({"folds": 2}, ("patience=2",), "leave out patience and data.dev"),
         ({"folds": 2}, ("data.dev=0.2",), "leave out patience and data.dev"),
         ({"folds": 2}, ("data.held_out=0.3",), "leave out data.held_out, or folds"),
-        ({"folds": 2}, ("objective=masked",), "leave out objective=masked"),
+        ({"folds": 2}, ("objective=masked", "data.mixup=0"), "leave out objective=masked"),
     ],
 )
 def test_what_does_not_go_with_folds_is_refused(cross_validated, tmp_path, options, words, reason):

@@ -76,13 +76,13 @@ def test_every_image_is_in_one_fold_and_copies_never_in_both(pictures):
     (pictures / "class-1" / "broken.png").write_bytes(b"no image")
     data = open_data(pictures, held_out=0)
     folds = fold_data(data, 3)
-    scored = [key for fold in folds for key in fold.test.keys]
-    assert sorted(scored) == sorted(data.train.keys)
-    for fold in folds:
-        assert sorted([*fold.train.keys, *fold.test.keys]) == sorted(data.train.keys)
+    scored = [fold.splits[1].keys for fold in folds]
+    assert sorted(key for keys in scored for key in keys) == sorted(data.train.keys)
+    for fold, keys in zip(folds, scored, strict=True):
+        assert sorted([*fold.train.keys, *keys]) == sorted(data.train.keys)
         copies = {f"class-0/{name}" for name in ("0.png", "same.png", "again.jpg", "mirrored.png")}
-        assert copies <= set(fold.test.keys) or copies.isdisjoint(fold.test.keys)
-    assert [fold.test.name for fold in folds] == ["fold-1", "fold-2", "fold-3"]
+        assert copies <= set(keys) or copies.isdisjoint(keys)
+    assert [fold.splits[1].name for fold in folds] == ["fold-1", "fold-2", "fold-3"]
     assert "3 of them are copies of others, and in the same fold as those." in folds[0].notes
     assert any("2 classes have fewer images than folds" in note for note in fold_data(data, 12)[0].notes)
     with pytest.raises(UserError, match="has 13 different images, too few for 14 folds"):
