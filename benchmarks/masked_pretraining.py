@@ -54,7 +54,7 @@ def main() -> None:
         f"{metrics['histogram_entropy']:.4f}, mean of visible neighbours {metrics['neighbour_loss']:.4f}; "
         f"n = {metrics['n']}; {start.seconds:.0f} s, {start.flops:.3g} FLOPs on {start.device}"
     )
-    print(f"{'labels':>7} {'lr':>7} {'start':>8}   test accuracy, mean +- deviation of {args.seeds} seeds")
+    print(f"{'labels':>7} {'lr':>7} {'start':>8}   test accuracy, mean +- standard deviation of {args.seeds} seeds")
     for labels in args.labels:
         for rate in args.rates:
             for name, init in (("scratch", ""), ("masked", start.folder)):

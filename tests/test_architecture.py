@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "vitral"
 
 # Every room and what it may import. A new top-level module or folder starts with a line here.
 PLAIN = {
-    *("errors", "version", "atomic", "events", "display", "architecture", "names", "cost", "paper"),
+    *("errors", "version", "atomic", "events", "display", "trackers", "architecture", "names", "cost", "paper"),
     *("recipe", "recipe_schema", "recipe_defaults", "recipe_presets"),
 }
 BELOW_MODELS = PLAIN | {"kernels"}
@@ -25,6 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "atomic": {"errors"},
     "events": set(),
     "display": {"errors", "events"},
+    "trackers": {"errors", "events", "atomic"},
     "architecture": {"errors"},
     "names": {"errors", "architecture"},
     "cost": {"errors", "architecture"},

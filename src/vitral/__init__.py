@@ -26,12 +26,24 @@ if TYPE_CHECKING:
     from vitral.api.vtab import VtabResult, vtab1k
     from vitral.architecture import ModuleConfig, ResNetConfig, ViTConfig
     from vitral.checkpoints.card import Card, Preprocess
-    from vitral.display import Display, TensorBoard
+    from vitral.display import Display
     from vitral.errors import Interrupted, UserError
-    from vitral.events import Evaluated, Event, EventHandler, Note, Progress, RunDirChosen, RunStarted, Saved, StepDone
+    from vitral.events import (
+        Evaluated,
+        Event,
+        EventHandler,
+        Note,
+        Progress,
+        RunDirChosen,
+        RunFinished,
+        RunStarted,
+        Saved,
+        StepDone,
+    )
     from vitral.models.capture import capture
     from vitral.recipe import Recipe
     from vitral.serving import PredictionResults
+    from vitral.trackers import Tracker
     from vitral.training.callbacks import Callback, RunHandle
     from vitral.training.run import RunResult
 
@@ -55,11 +67,12 @@ _MODULES = {
     "vitral.architecture": "ModuleConfig ResNetConfig ViTConfig",
     "vitral.checkpoints.card": "Card Preprocess",
     "vitral.errors": "Interrupted UserError",
-    "vitral.events": "Evaluated Event EventHandler Note Progress RunDirChosen RunStarted Saved StepDone",
+    "vitral.events": "Evaluated Event EventHandler Note Progress RunDirChosen RunFinished RunStarted Saved StepDone",
     "vitral.models.capture": "capture",
-    "vitral.display": "Display TensorBoard",
+    "vitral.display": "Display",
     "vitral.recipe": "Recipe",
     "vitral.serving": "PredictionResults",
+    "vitral.trackers": "Tracker",
     "vitral.training.callbacks": "Callback RunHandle",
     "vitral.training.run": "RunResult",
 }
@@ -69,8 +82,8 @@ __all__ = [
     "BenchmarkReport", "Callback", "Card", "CheckpointInfo", "ConvertResult", "CostResult", "DemoResult", "Display",
     "EmbedResult", "EvalResult", "Evaluated", "Event", "EventHandler", "Images", "InspectResult", "Interrupted",
     "ModuleConfig", "Neighbour", "Note", "PredictionResults", "Preprocess", "ProbeResult", "Progress",
-    "ProtocolResult", "PushResult", "Recipe", "ResNetConfig", "RunDirChosen", "RunHandle", "RunResult", "RunStarted",
-    "Saved", "SearchResult", "Source", "StepDone", "StudyList", "StudyReport", "StudyRuns", "TensorBoard",
+    "ProtocolResult", "PushResult", "Recipe", "ResNetConfig", "RunDirChosen", "RunFinished", "RunHandle", "RunResult",
+    "RunStarted", "Saved", "SearchResult", "Source", "StepDone", "StudyList", "StudyReport", "StudyRuns", "Tracker",
     "TrainResult", "UserError", "ViTConfig", "VtabResult",
     "__version__", "benchmark", "capture", "check", "classifier", "convert", "create", "dedupe", "demo", "embed",
     "evaluate", "fewshot", "finetune", "info", "inspect", "list_available", "load", "predict", "pretrain", "push",

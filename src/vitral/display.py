@@ -1,6 +1,6 @@
 """How progress and results are shown: a bar in terminals and notebooks, lines in log files, a summary of a result.
 
-`vitral.train(...)` and the command line use the same display; trackers such as TensorBoard handle the same events.
+`vitral.train(...)` and the command line use the same display; trackers (`trackers.py`) handle the same events.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from html import escape
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as ProgressBar
 
-from vitral.errors import UserError, printable
+from vitral.errors import printable
 from vitral.events import (
     Evaluated,
     Event,
@@ -181,53 +180,6 @@ def displayed(on_event: EventHandler | None) -> Iterator[EventHandler]:
         yield display
 
 
-class TensorBoard:
-    """Event handler that writes scalars into RUN/tensorboard; an extra: pip install 'vitral[track]'."""
-
-    def __init__(self) -> None:
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError as error:
-            raise UserError("tensorboard needs an extra: pip install 'vitral[track]'.") from error
-        self._open = SummaryWriter
-        self.writer: SummaryWriter | None = None
-
-    def __call__(self, event: Event) -> None:
-        """Write the numbers of a step or an evaluation."""
-        if isinstance(event, RunDirChosen):
-            self.close()
-            self.writer = self._open(str(Path(event.folder) / "tensorboard"))
-        elif isinstance(event, StepDone):
-            self._add(
-                "train",
-                event.step,
-                {"loss": event.loss, "lr": event.lr, "data_seconds": event.data_seconds, "accuracy": event.accuracy},
-            )
-        elif isinstance(event, Evaluated):
-            self._add("eval", event.step, event.metrics)
-
-    def _add(self, group: str, step: int, values: Mapping[str, Any]) -> None:
-        assert self.writer is not None  # a run begins with its folder
-        for name, value in values.items():
-            if isinstance(value, int | float):
-                self.writer.add_scalar(f"{group}/{name}", value, step)
-
-    def close(self) -> None:
-        """Write out what is still buffered."""
-        if self.writer is not None:
-            self.writer.close()
-
-
-def all_handlers(*handlers: EventHandler) -> EventHandler:
-    """A handler that passes each event to several others."""
-
-    def handle(event: Event) -> None:
-        for handler in handlers:
-            handler(event)
-
-    return handle
-
-
 def headline(metrics: dict[str, Any]) -> str:
     """The main numbers of an evaluation, in one line."""
     n = f"(n = {metrics['n']:,})"
@@ -238,6 +190,16 @@ def headline(metrics: dict[str, Any]) -> str:
     if "mean_average_precision" in metrics:
         return f"mAP {metrics['mean_average_precision']:.2%}, macro F1 {metrics['macro_f1']:.2%} {n}"
     return f"accuracy {metrics['top1']:.2%}, mean per class {metrics['mean_per_class']:.2%} {n}"
+
+
+def with_deviation(mean: str, deviation: str, runs: int) -> str:
+    """A mean over runs; "+-" always stands for their standard deviation, and intervals are written "a to b"."""
+    return f"{mean} +- {deviation} (mean and standard deviation of {runs} seeds)"
+
+
+def interval_text(low: float, high: float) -> str:
+    """(0.9, 0.95) -> "95 % interval 90.00% to 95.00%" """
+    return f"95 % interval {low:.2%} to {high:.2%}"
 
 
 def duration(seconds: float) -> str:

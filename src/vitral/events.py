@@ -6,7 +6,7 @@ Every function that takes long has one parameter, `on_event`, which is called wi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -47,6 +47,8 @@ class RunStarted:
     step_seconds: float
     evaluation_seconds: float
     peak_bytes: int
+    folder: str = ""
+    recipe: dict[str, Any] = field(default_factory=dict)  # the value of each key
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Evaluated:
     step: int
     metrics: dict[str, Any]
     seconds: float
-    best: bool
+    best: bool  # the weights are kept as the best so far; False in runs without patience, which keep the last
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,14 @@ class Saved:
     step: int
 
 
-Event = Progress | Note | RunDirChosen | RunStarted | StepDone | Evaluated | Saved
+@dataclass(frozen=True)
+class RunFinished:
+    """A run has ended, and its folder is complete."""
+
+    result: dict[str, Any]  # as in result.json
+
+
+Event = Progress | Note | RunDirChosen | RunStarted | StepDone | Evaluated | Saved | RunFinished
 EventHandler = Callable[[Event], None]
 
 

@@ -52,8 +52,9 @@ def test_a_table_of_shots_and_a_line_for_each_classifier(command, weights, colou
         *("--methods", "ridge", "knn", "linear"),
     )
     assert said.code == 0
-    rows = re.findall(r"^ *(\d+) +([\d.]+)% +\+- ([\d.]+)% +(\d+)", said.out, re.MULTILINE)
+    rows = re.findall(r"^ *(\d+) +([\d.]+)% +([\d.]+% to [\d.]+)% +(\d+)", said.out, re.MULTILINE)
     assert [(row[0], row[3]) for row in rows] == [("1", "3"), ("5", "15")]
+    assert "95 % interval of the mean" in said.out
     assert "24 training images, 6 (test) to test on" in said.out
     assert "No test split was given: 6 of 30 images" in said.out
     assert re.search(r"nearest neighbours +100\.00% \(k = 20, all of train\)", said.out)

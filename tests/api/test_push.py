@@ -136,6 +136,14 @@ def test_a_model_that_timm_cannot_express_is_published_for_the_others(tmp_path: 
     assert vitral.load(tmp_path / "repository")[1].class_names == NAMES
 
 
+def test_class_names_may_come_from_a_file(tmp_path: Path) -> None:
+    names = tmp_path / "names.json"
+    names.write_text('["one", "two", "three", "four", "five"]')
+    source = write_model(tmp_path / "model.safetensors")
+    vitral.push(source, "hf:lab/tiny", classes=names, dry_run=tmp_path / "repository")
+    assert vitral.load(tmp_path / "repository")[1].class_names == ("one", "two", "three", "four", "five")
+
+
 def test_independent_outputs_are_published_for_vitral_alone(tmp_path: Path) -> None:
     source = write_model(tmp_path / "model.safetensors")
     model, card = vitral.load(source)

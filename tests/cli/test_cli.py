@@ -393,6 +393,6 @@ def test_nothing_is_written_into_a_folder_that_is_refused(
 ) -> None:
     pytest.importorskip("tensorboardX")
     (tmp_path / "red").mkdir()
-    assert run(monkeypatch, "train", str(tmp_path), "--out", str(tmp_path), "--tensorboard") == 2
+    assert run(monkeypatch, "train", str(tmp_path), "--out", str(tmp_path), "--track", "tensorboard") == 2
     assert "lies in the data folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["red"]

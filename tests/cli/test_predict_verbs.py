@@ -374,7 +374,7 @@ def test_several_seeds_show_their_spread(command, tmp_path):
     assert found["spread"] == pytest.approx(np.std(scores, ddof=1))
     assert vitral.evaluate(Path(found["runs"][2]["folder"]), data).metrics["top1"] == scores[2]
     shown = command("train", data, *words, "--set", *QUICK, "steps=3").out  # finished already
-    assert f"{np.mean(scores):.2%} +- {np.std(scores, ddof=1):.2%}" in shown
+    assert f"{np.mean(scores):.2%} +- {np.std(scores, ddof=1):.2%} (mean and standard deviation of 3 seeds)" in shown
     assert str(out / "seed-1") in shown
 
 
@@ -382,12 +382,19 @@ def test_tensorboard_events_are_written(command, tmp_path):
     pytest.importorskip("tensorboardX")
     data = colour_folder(tmp_path / "colours", 6)
     out = tmp_path / "run"
-    assert command("train", data, "--model", MODEL, "--out", out, "--tensorboard", "--set", *QUICK, "steps=3").code == 0
+    assert (
+        command(
+            "train", data, "--model", MODEL, "--out", out, "--track", "tensorboard", "--set", *QUICK, "steps=3"
+        ).code
+        == 0
+    )
     events = list((out / "tensorboard").glob("events*"))
     assert len(events) == 1
     written = events[0].read_bytes()
     assert b"train/loss" in written
     assert b"eval/top1" in written
+    assert b"result/score" in written
+    assert b"optim.lr = " in written
 
 
 @pytest.mark.parametrize("verb", ["train", "predict", "evaluate", "embed", "check", "show"])

@@ -18,7 +18,7 @@ from vitral.architecture import ResNetConfig, ViTConfig
 from vitral.checkpoints.card import Preprocess
 from vitral.data.sources import Split, open_data, open_images
 from vitral.errors import UserError
-from vitral.evaluation.mapping import class_mapping
+from vitral.evaluation.mapping import class_mapping, read_table
 from vitral.evaluation.predict import Predictions, embed_split, predict_split
 from vitral.events import Event, Progress
 from vitral.models.build import Model, build
@@ -224,7 +224,7 @@ def test_wnid_folders_are_numbered_by_a_table_or_in_sorted_order(tmp_path):
     plain = tmp_path / "names.txt"
     plain.write_text("white shark\ntench, Tinca\ngoldfish\n")
     assert class_mapping(("goldfish", "tench, Tinca"), (), 3, plain)[0].tolist() == [2, 1]
-    with pytest.raises(UserError, match="has 3 lines, and the model has 5 outputs"):
+    with pytest.raises(UserError, match="has 3 names, and the model has 5 outputs"):
         class_mapping(WNIDS, (), 5, plain)
     numbers = tmp_path / "numbers.txt"
     numbers.write_text("1\n2\n7\n")
@@ -232,6 +232,39 @@ def test_wnid_folders_are_numbered_by_a_table_or_in_sorted_order(tmp_path):
         class_mapping(("1", "0"), (), 3, numbers)
     with pytest.raises(UserError, match="cannot be read"):
         class_mapping(WNIDS, (), 3, tmp_path / "absent.tsv")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '["white shark", "tench, Tinca", "goldfish"]',
+        '{"2": "goldfish", "0": "white shark", "1": "tench, Tinca"}',
+        '{"0": ["n01484850", "white shark"], "1": ["n01440764", "tench, Tinca"], "2": ["n01443537", "goldfish"]}',
+        '{"id2label": {"0": "white shark", "1": "tench, Tinca", "2": "goldfish"}, "label2id": {"goldfish": 2}}',
+        '{"architecture": "vit", "label_names": ["white shark", "tench, Tinca", "goldfish"]}',
+    ],
+)
+def test_names_may_be_json(tmp_path, text):
+    path = tmp_path / "names.json"
+    path.write_text(text)
+    assert read_table(path, 3)[-1][1] == ["white shark", "tench, Tinca", "goldfish"]
+    assert class_mapping(("goldfish", "tench, Tinca"), ("a", "b", "c"), 3, path)[0].tolist() == [2, 1]
+    with pytest.raises(UserError, match="has 3 names, and the model has 2 outputs"):
+        read_table(path, 2)
+
+
+@pytest.mark.parametrize("text", ["[1, 2, 3]", '{"a": "b"}', "{", "7", '[["a"], []]', "null"])
+def test_json_of_another_form_is_refused(tmp_path, text):
+    path = tmp_path / "names.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match="is not JSON of names"):
+        read_table(path, 3)
+
+
+def test_a_table_goes_before_the_names_of_the_model(tmp_path):
+    path = tmp_path / "names.txt"
+    path.write_text("b\na\n")
+    assert class_mapping(("a", "b"), ("a", "b"), 2, path)[0].tolist() == [1, 0]
 
 
 def test_imagenets_names_do_not_hide_its_order():

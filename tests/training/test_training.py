@@ -21,7 +21,7 @@ from vitral.architecture import ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.data.images import encode_png
 from vitral.errors import UserError
-from vitral.events import Event, Note
+from vitral.events import Evaluated, Event, Note
 from vitral.models.build import build
 from vitral.recipe import from_toml
 from vitral.training.metrics import measure
@@ -229,7 +229,10 @@ def test_early_stopping_keeps_the_best(colours, tmp_path):
     assert "no improvement in 3 evaluations" in notes(heard)
     scores = {line["step"]: line["evaluation"]["score"] for line in lines(tmp_path / "early") if "evaluation" in line}
     assert done.step == min(step for step, score in scores.items() if score == max(scores.values()))
-    train(colours, tmp_path / "short", *steady, f"steps={done.step}")
+    assert [event.step for event in heard if isinstance(event, Evaluated) and event.best][-1] == done.step
+    heard.clear()
+    train(colours, tmp_path / "short", *steady, f"steps={done.step}", heard=heard)
+    assert not any(event.best for event in heard if isinstance(event, Evaluated))  # it keeps the last, not the best
     assert not changed(tmp_path / "early", tmp_path / "short")
     assert vitral.evaluate(tmp_path / "early", colours).metrics["top1"] == done.metrics["top1"]
 

@@ -10,20 +10,30 @@ from typing import Any
 
 import numpy as np
 
-from vitral.api.checkpoints import Source, load_source, source_name
+from vitral.api.ensembles import Ensemble, Sources, open_ensemble, prepared
 from vitral.api.held_out import eval_images
-from vitral.api.prediction import check_head, check_numbers, compute_device, none_read, prepared, reading_workers
-from vitral.checkpoints.card import Card, Preprocess
+from vitral.api.inspection import model_facts, most_confident_mistakes, reliabilities
+from vitral.api.prediction import check_numbers, none_read
+from vitral.atomic import atomic_write, checked_output
+from vitral.checkpoints.card import Card
 from vitral.data.catalog.imagenet import imagenet_outputs
 from vitral.data.images import UnreadableImage
 from vitral.data.sources import Split
 from vitral.display import SummaryRepr, displayed, score_summary
 from vitral.errors import UserError
-from vitral.evaluation.accuracy import classification_metrics, multilabel_metrics, objectnet_accuracy, real_accuracy
+from vitral.evaluation.accuracy import (
+    classification_metrics,
+    multilabel_metrics,
+    objectnet_accuracy,
+    real_accuracy,
+    wilson_interval,
+)
+from vitral.evaluation.averaging import TestTimeAugmentation
 from vitral.evaluation.calibration import FOLDS, calibrate, probabilities
 from vitral.evaluation.mapping import class_mapping
-from vitral.evaluation.predict import Predictions, predict_split
-from vitral.events import EventHandler
+from vitral.evaluation.predict import Predictions
+from vitral.events import EventHandler, ignore_events
+from vitral.report.evaluation import TemperatureAdvice, evaluation_page
 from vitral.serving import unread
 
 
@@ -42,21 +52,31 @@ class EvalResult(SummaryRepr):
     temperature: float | None = None
     tempered_ece: float | None = None  # calibration error with such temperatures, cross-fitted on these images
     new: dict[str, Any] | None = None  # metrics of images that are new since the run, where others were held out by it
+    page: str = ""  # the file that was written
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % confidence interval of top-1 accuracy (Wilson's, by the number of images); None without it."""
+        top1 = self.metrics.get("top1")
+        return None if top1 is None else wilson_interval(top1, self.metrics["n"])
 
     def summary(self) -> dict[str, str]:
         return {**score_summary(self.metrics), "data": self.data, "source": self.source}
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        return asdict(self)
+        return {**asdict(self), "interval": self.interval}
 
 
 def evaluate(
-    source: Source,
+    source: Sources,
     data: str | Path,
     *,
+    output: str | Path = "",
     split: str = "",
     classes: str | Path = "",
+    ensemble: Sequence[str | Path] = (),
+    tta: TestTimeAugmentation | None = None,
     real: str | Path = "",
     preprocess: str = "",
     batch: int = 32,
@@ -66,11 +86,16 @@ def evaluate(
     """Evaluate a model on labelled images: accuracy, per class, calibration.
 
     Args:
-        source: a run folder, weights, hf:owner/name or timm:name.
+        source: a run folder, weights, hf:owner/name or timm:name; the folder of several folds or seeds stands for all
+            of them, and in Python a list for several models: their probabilities are averaged.
         data: what `vitral train` takes; its val or test split is evaluated, or all of it where it has neither. Images
             that a run was trained on are left out, and those that are new since then are scored apart.
+        output: page to write, a .html file: confusions, calibration, the most confident mistakes.
         split: name of the split to evaluate, such as test where there is val as well.
-        classes: file that names the model's outputs in order, one line each.
+        classes: file that names the model's outputs in order: a name per line, a table or JSON.
+        ensemble: further models to average with, each with its own preprocessing and temperature.
+        tta: test-time augmentation, views of each image to average over: the image and its mirror image (flip), four
+            corners and the centre (five-crop), or these and their mirror images (ten-crop).
         real: file of ImageNet's ReaL labels (real.json).
         preprocess: how pixels are prepared, where the weights do not state it.
         batch: images per batch.
@@ -84,47 +109,49 @@ def evaluate(
         UserError: where an argument is wrong, or the classes of the data and the model do not match.
     """
     check_numbers(batch=batch)
-    model, card = load_source(source, on_event)
-    check_head(source, card)
-    scored, is_new, notes, held_out = eval_images(source, data, split)
+    page = checked_output(output, (".html",), "--output") if output else None
+    models = open_ensemble(source, ensemble, classes=classes, tta=tta, device=device, on_event=on_event)
+    card = models.members[0].card
+    scored, is_new, notes, held_out = eval_images([member.source for member in models.members], data, split)
+    notes = (*notes, *models.notes())
     objectnet = str(data).partition(":")[0] == "objectnet"
-    how = prepared(card, preprocess, on_event)
     if objectnet and not preprocess:
-        how = _objectnet_preprocess(card, how)
+        members = (replace(one, card=_objectnet_card(one.card, on_event)) for one in models.members)
+        models = replace(models, members=tuple(members))
     mapping, rule = np.empty(0, np.int64), ""
     if not objectnet:
         table = Path(classes) if classes else None
         mapping, rule = class_mapping(scored.classes, card.class_names, card.architecture.classes, table)
-    resolved = compute_device(source, device)
     with displayed(on_event) as handler:
-        predictions = predict_split(
-            model, scored, how, batch=batch, device=resolved, workers=reading_workers(resolved), on_event=handler
-        )
+        predictions = models.predict(scored, preprocess=preprocess, batch=batch, on_event=handler)
     unreadable = _unreadable(scored, predictions, card)
     if objectnet:
-        return _objectnet(source_name(source), str(data), scored, predictions, unreadable, notes)
-    names = card.class_names or tuple(_output_names(scored.classes, mapping, card.architecture.classes))
+        result = _objectnet(models.name, str(data), scored, predictions, unreadable, notes)
+        return result if page is None else _with_page(result, page, models)
+    names = models.card.class_names or tuple(_output_names(scored.classes, mapping, card.architecture.classes))
     added = predictions.valid & is_new[predictions.indices]
     if (added == predictions.valid).all():  # nothing to keep them apart from: what was held out cannot be read
         added = np.zeros_like(added)
     old = predictions.valid & ~added
     logits, indices = predictions.logits[old], predictions.indices[old]
     single_label = not (scored.multilabel or card.multilabel)
-    fitted_here = single_label and card.temperature != 1.0 and held_out
-    temperature = None if fitted_here else card.temperature
+    fitted_here = single_label and models.temperature != 1.0 and held_out
+    temperature = None if fitted_here else models.temperature
     metrics = _metrics(logits, scored, indices, mapping, names, card, temperature)
-    tempered = _tempered(logits, mapping[scored.labels[indices]]) if single_label else {}
+    tempered = _tempered(logits, mapping[scored.labels[indices]]) if single_label else dict[str, Any]()
     if fitted_here:
         notes = (*notes, f"Its temperature was fitted on these images: calibrated numbers are over {FOLDS} folds.")
+    if models.averages and held_out and any(member.card.temperature != 1.0 for member in models.members):
+        notes = (*notes, "Temperatures were fitted on these images: loss and calibration error are optimistic.")
     new = None
     if added.any():
         positions = predictions.indices[added]
-        new = _metrics(predictions.logits[added], scored, positions, mapping, names, card, card.temperature)
+        new = _metrics(predictions.logits[added], scored, positions, mapping, names, card, models.temperature)
         score = ", ".join(f"{name} {value}" for name, value in score_summary(new).items())
         notes = (*notes, f"The new images are scored apart: {score}.")
     keys = [scored.keys[index] for index in indices]
-    return EvalResult(
-        source=source_name(source),
+    result = EvalResult(
+        source=models.name,
         data=str(data),
         metrics=metrics,
         real=real_accuracy(logits, keys, _read_real(Path(real))) if real else None,
@@ -133,6 +160,36 @@ def evaluate(
         new=new,
         **tempered,
     )
+    if page is None:
+        return result
+    parts: dict[str, Any] = {}
+    if not scored.multilabel:
+        labels, shown = mapping[scored.labels[indices]], replace(models.card, temperature=models.temperature)
+        how = prepared(card, preprocess, ignore_events)
+        parts["mistakes"] = most_confident_mistakes(scored, indices, logits, labels, names, shown, how)
+        parts["reliability"] = reliabilities(logits, labels, shown)
+    return _with_page(result, page, models, **parts)
+
+
+def _with_page(result: EvalResult, path: Path, models: Ensemble, **parts: Any) -> EvalResult:
+    """Write the page of an evaluation; `parts` are further arguments of `evaluation_page`."""
+    title = Path(models.name).name if len(models.members) == 1 else f"{len(models.members)} models"
+    advice = None
+    if result.temperature is not None and result.tempered_ece is not None and models.temperature == 1.0:
+        advice = TemperatureAdvice(result.temperature, result.tempered_ece)
+    text = evaluation_page(
+        f"{title} on {Path(result.data).name}",
+        result.metrics,
+        facts={**model_facts(models.card), "weights": models.name, "data": result.data},
+        notes=result.notes,
+        advice=advice,
+        sigmoid=models.card.multilabel,
+        left_out=result.unreadable,
+        **parts,
+    )
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    return replace(result, page=str(path))
 
 
 def _metrics(
@@ -153,17 +210,18 @@ def _metrics(
     return classification_metrics(logits, labels, names, sigmoid=card.multilabel, temperature=temperature).as_dict()
 
 
-def _tempered(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+def _tempered(logits: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
     """The temperature fields of an `EvalResult`, from logits (n, classes) and labels (n,)."""
     best = calibrate(logits, labels)
     return {} if best.temperature == 1.0 else {"temperature": best.temperature, "tempered_ece": best.ece}
 
 
-def _objectnet_preprocess(card: Card, stated: Preprocess) -> Preprocess:
-    """BiT's protocol scaled to the model's image size (short side 512, crop 480 at 480), the weights' mean and std."""
+def _objectnet_card(card: Card, on_event: EventHandler | None) -> Card:
+    """With BiT's protocol scaled to the model's image size (short side 512, crop 480 at 480), the weights' mean and
+    std."""
     side = card.architecture.image[0]
     pipeline = f"decode|resize_small({round(side * 512 / 480)})|central_crop({side})"
-    return replace(stated, pipeline=pipeline)
+    return replace(card, preprocess=replace(prepared(card, "", on_event), pipeline=pipeline))
 
 
 def _objectnet(

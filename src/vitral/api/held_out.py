@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,11 +41,42 @@ class RunRecord(NamedTuple):
         return split.fingerprint() == stated.get("selected", stated["evaluated"])
 
 
-def eval_images(source: Source, data: str | Path, name: str) -> EvalImages:
-    """Choose the images to evaluate.
+def eval_images(sources: Sequence[Source], data: str | Path, name: str) -> EvalImages:
+    """Choose the images to evaluate: those that all of the models can be evaluated on.
 
     Args:
-        source: what is evaluated; where it is a run, the images that it was trained on are left out.
+        sources: what is evaluated; the images that one of them was trained on are left out.
+        data: the data set.
+        name: of the split; by default the one that the run was evaluated on, else the first that is held out.
+
+    Raises:
+        UserError: there is no such split, or no image is left.
+    """
+    first, *others = [_images_of(source, data, name) for source in sources]
+    for other in others:
+        positions = {key: index for index, key in enumerate(other.split.keys)}
+        kept = [index for index, key in enumerate(first.split.keys) if key in positions]
+        if not kept:
+            raise UserError(
+                "each image was trained on by one of the models: evaluate them on images that none has seen."
+            )
+        same = [positions[first.split.keys[index]] for index in kept]
+        left = len(first.split) - len(kept)
+        note = (f"{left:,} more are left out, which another model was trained on or not evaluated on.",) if left else ()
+        first = EvalImages(
+            first.split if not left else first.split.select(np.array(kept)),
+            first.is_new[kept] & other.is_new[same],
+            (*first.notes, *note),
+            first.held_out or other.held_out,
+        )
+    return first
+
+
+def _images_of(source: Source, data: str | Path, name: str) -> EvalImages:
+    """The images to evaluate one model on.
+
+    Args:
+        source: the model; where it is a run, the images that it was trained on are left out.
         data: the data set.
         name: of the split; by default the one that the run was evaluated on, else the first that is held out.
 

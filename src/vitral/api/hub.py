@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vitral.api.checkpoints import convert, load_source
+from vitral.api.ensembles import named_card
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.hub import model_card, repository_of, upload
 from vitral.checkpoints.run import RunFolder
@@ -59,6 +60,7 @@ def push(
     private: bool = False,
     message: str = "Upload a model with vitral",
     licence: str = "",
+    classes: str | Path = "",
     dry_run: str | Path = "",
 ) -> PushResult:
     """Publish a model on the Hugging Face hub, with a model card.
@@ -73,6 +75,7 @@ def push(
         private: create the repository as a private one.
         message: of the commit.
         licence: of the weights, such as apache-2.0; the card's where it states one.
+        classes: file that names the model's outputs in order: a name per line, a table or JSON.
         dry_run: write the repository into this new folder, and upload nothing.
 
     Returns:
@@ -85,6 +88,7 @@ def push(
     model, card = load_source(source)
     if not card.architecture.classes:
         raise UserError("the model has no head, so it classifies nothing: push a model that was trained or fine-tuned.")
+    card = named_card(card, classes)
     with tempfile.TemporaryDirectory(prefix="vitral-push-") as temporary:
         folder = Path(dry_run) if dry_run else Path(temporary) / "repository"
         layout, refusals = _write((model, card), folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,21 +11,30 @@ from typing import Any
 import numpy as np
 import torch
 
-from vitral.api.checkpoints import Source, load_source, source_name
+from vitral.api.checkpoints import Source, load_source
 from vitral.api.data import Images, open_any_images, unread_images
+from vitral.api.ensembles import (
+    Sources,
+    check_head,
+    compute_device,
+    named_card,
+    open_ensemble,
+    prepared,
+    reading_workers,
+)
 from vitral.atomic import atomic_write, checked_output
-from vitral.checkpoints.card import Card, Preprocess
+from vitral.checkpoints.card import Card
 from vitral.data.images import UnreadableImage, encode_png
-from vitral.data.loader import default_workers, read_pixels
-from vitral.data.preprocess import parse_deterministic, parse_preprocess
+from vitral.data.loader import read_pixels
+from vitral.data.preprocess import parse_deterministic
 from vitral.data.sources import open_data
 from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
-from vitral.evaluation.predict import EmbeddingPool, embed_split, predict_split
-from vitral.events import EventHandler, Note
+from vitral.evaluation.averaging import TestTimeAugmentation
+from vitral.evaluation.predict import EmbeddingPool, embed_split
+from vitral.events import EventHandler
 from vitral.kernels.packed import pack
 from vitral.models.build import Model
-from vitral.models.device import resolve_device
 from vitral.serving import (
     NamedClassifier,
     PredictionResults,
@@ -37,11 +46,14 @@ from vitral.serving import (
 
 
 def predict(
-    source: Source,
+    source: Sources,
     images: Images,
     *,
     output: str | Path = "",
     top: int = 5,
+    classes: str | Path = "",
+    ensemble: Sequence[str | Path] = (),
+    tta: TestTimeAugmentation | None = None,
     preprocess: str = "",
     batch: int = 32,
     device: str = "",
@@ -50,10 +62,15 @@ def predict(
     """Predict the classes of images.
 
     Args:
-        source: a run folder, weights, hf:owner/name or timm:name.
+        source: a run folder, weights, hf:owner/name or timm:name; the folder of several folds or seeds stands for all
+            of them, and in Python a list for several models: their probabilities are averaged.
         images: image files, and folders of them.
         output: .csv or .json file to write the predictions to.
         top: number of classes per image.
+        classes: file that names the model's outputs in order: a name per line, a table or JSON.
+        ensemble: further models to average with, each with its own preprocessing and temperature.
+        tta: test-time augmentation, views of each image to average over: the image and its mirror image (flip), four
+            corners and the centre (five-crop), or these and their mirror images (ten-crop).
         preprocess: how pixels are prepared, where the weights do not state it.
         batch: images per batch.
         device: cpu, cuda or mps; chosen when not given.
@@ -69,26 +86,17 @@ def predict(
     check_numbers(batch=batch, top=top)
     target = checked_output(output, (".csv", ".json"), "--output") if output else None
     split = open_any_images(images)
-    model, card, resolved, workers = _predictor(source, device, on_event)
-    check_head(source, card)
+    models = open_ensemble(source, ensemble, classes=classes, tta=tta, device=device, packed=True, on_event=on_event)
     with displayed(on_event) as handler:
-        predictions = predict_split(
-            model,
-            split,
-            prepared(card, preprocess, on_event),
-            batch=batch,
-            device=resolved,
-            workers=workers,
-            task="predicting",
-            on_event=handler,
-        )
+        predictions = models.predict(split, preprocess=preprocess, batch=batch, task="predicting", on_event=handler)
+    card = models.card
     named = collect_predictions(
         predictions,
         split,
         card.class_names,
         top=top,
         sigmoid=card.multilabel,
-        temperature=card.temperature,
+        temperature=models.temperature,
         channels=card.architecture.channels,
     )
     if target is not None:
@@ -103,7 +111,9 @@ def none_read(first: UnreadableImage) -> str:
     return f"none of these images can be read, {first.path} first ({first.reason})"
 
 
-def classifier(source: Source, *, top: int = 5, preprocess: str = "", device: str = "") -> NamedClassifier:
+def classifier(
+    source: Source, *, top: int = 5, classes: str | Path = "", preprocess: str = "", device: str = ""
+) -> NamedClassifier:
     """Build a function that classifies single images with low latency.
 
     `classify = classifier(source)`, then `classify(image)` returns the most likely classes and their probabilities; an
@@ -113,6 +123,7 @@ def classifier(source: Source, *, top: int = 5, preprocess: str = "", device: st
     Args:
         source: a run folder, weights, hf:owner/name or timm:name.
         top: number of classes per image.
+        classes: file that names the model's outputs in order: a name per line, a table or JSON.
         preprocess: how pixels are prepared, where the weights do not state it.
         device: cpu, cuda or mps; chosen when not given.
 
@@ -125,7 +136,8 @@ def classifier(source: Source, *, top: int = 5, preprocess: str = "", device: st
         model = copy.deepcopy(model)  # a classifier changes the weights of its model
     resolved = compute_device(source, device)
     check_head(source, card)
-    how, channels, classes = prepared(card, preprocess), card.architecture.channels, card.architecture.classes
+    card = named_card(card, classes)
+    how, channels, outputs = prepared(card, preprocess), card.architecture.channels, card.architecture.classes
     pipeline = parse_deterministic(how.pipeline)
     likeliest = TopKClassifier(
         model,
@@ -134,11 +146,11 @@ def classifier(source: Source, *, top: int = 5, preprocess: str = "", device: st
         channels=channels,
         mean=how.mean,
         std=how.std,
-        top=min(top, classes),
+        top=min(top, outputs),
         sigmoid=card.multilabel,
         temperature=card.temperature,
     )
-    return NamedClassifier(likeliest, pipeline, channels, card.class_names or tuple(map(str, range(classes))))
+    return NamedClassifier(likeliest, pipeline, channels, card.class_names or tuple(map(str, range(outputs))))
 
 
 @dataclass(frozen=True, repr=False)
@@ -259,46 +271,8 @@ def _predictor(source: Source, device: str, on_event: EventHandler | None) -> tu
     return model, card, resolved, reading_workers(resolved)
 
 
-def compute_device(source: Source, device: str) -> str:
-    """The device to compute on: where a loaded model already is, unless `device` names another."""
-    if isinstance(source, tuple) and not device:
-        return str(next(source[0].parameters()).device)
-    return resolve_device(device)
-
-
-def reading_workers(resolved: str) -> int:
-    """The number of processes that read images for a device."""
-    return default_workers(resolved.split(":")[0])
-
-
-def check_head(source: Source, card: Card) -> None:
-    """Refuse a model without a classification head."""
-    if not card.architecture.classes:
-        raise UserError(
-            f"{source_name(source)} has no classification head: fine-tune it first, or evaluate its features with "
-            "`vitral fewshot`."
-        )
-
-
 def check_numbers(**numbers: int) -> None:
     """Refuse numbers below 1."""
     for name, number in numbers.items():
         if number < 1:
             raise UserError(f"{name} must be at least 1, not {number}.")
-
-
-def prepared(card: Card, text: str, on_event: EventHandler | None = None) -> Preprocess:
-    """The preprocessing that the user gives, else the card's, else what every verb assumes, which is reported."""
-    if text:
-        return Preprocess(*parse_preprocess(text, card.architecture.channels))
-    if card.preprocess is not None:
-        return card.preprocess
-    assumed = Preprocess.assumed(card.architecture.image, card.architecture.channels)
-    with displayed(on_event) as handler:
-        handler(
-            Note(
-                "the weights do not state their preprocessing: mean and std 0.5 are assumed "
-                f'(else --preprocess "{assumed.pipeline}|normalise(MEAN, STD)" or another)'
-            )
-        )
-    return assumed

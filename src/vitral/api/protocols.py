@@ -15,7 +15,7 @@ from vitral.atomic import atomic_write
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.weights import describe, located
 from vitral.data.sources import DataSet
-from vitral.display import SummaryRepr, displayed
+from vitral.display import SummaryRepr, displayed, with_deviation
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.device import check_device
@@ -80,9 +80,10 @@ class ProtocolResult(SummaryRepr):
 
     def summary(self) -> dict[str, str]:
         outcome = self.outcome
-        spread = f" +- {outcome.spread:.2%}" if outcome.spread is not None else ""
         metrics = outcome.results[-1].metrics
-        score = f"{-outcome.mean:.4f}" if "masked_loss" in metrics else f"{outcome.mean:.2%}{spread}"
+        score = f"{-outcome.mean:.4f}" if "masked_loss" in metrics else f"{outcome.mean:.2%}"
+        if outcome.spread is not None and "masked_loss" not in metrics:
+            score = with_deviation(score, f"{outcome.spread:.2%}", len(outcome.results))
         runs = {"seeds": f"{len(outcome.results):,}", "model": self.model, "data": self.data, "folder": self.folder}
         return {"masked_loss" if "masked_loss" in metrics else "score": score, "n": f"{metrics['n']:,}", **runs}
 

@@ -6,23 +6,25 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file
 from torch import nn
 
 from vitral.api.checkpoints import load
 from vitral.api.data import Data, check_out, new_folder, open_to_train
+from vitral.api.folds import FoldScores, check_folds, open_for_folds, run_folds
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.weights import describe, located
 from vitral.data.sources import DataSet, median_short_side
-from vitral.display import SummaryRepr, displayed, score_summary
+from vitral.display import SummaryRepr, displayed, interval_text, score_summary, with_deviation
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.device import check_device, default_device
 from vitral.recipe import Overrides, Recipe, check_given_once, from_toml, override_words, with_dev, with_overrides
 from vitral.recipe_defaults import FLIP_REASON, default_recipe
 from vitral.recipe_presets import get_preset, is_preset
+from vitral.trackers import Tracker, TrackerName, Tracking
 from vitral.training.build import check_recipe, keeps_head, own_card
 from vitral.training.callbacks import Callback, Loss, OptimizerFactory, OwnParts, Transform
 from vitral.training.run import RunResult, run
@@ -36,16 +38,21 @@ _EARLY = tuple(f"{key}=" for key in ("init", "patience", *(f"data.{name}" for na
 
 @dataclass(frozen=True, repr=False)
 class TrainResult(SummaryRepr):
-    """One run, or several that differ in their seed."""
+    """One run, or several that differ in their seed, or in the fold that they are scored on."""
 
     results: tuple[RunResult, ...]
     recipe: Recipe
     module: nn.Module | None = None  # the user's own module, with the weights that were kept
+    folds: FoldScores | None = None
 
     def summary(self) -> dict[str, str]:
         score = score_summary(self.results[-1].metrics)
-        if self.spread is not None:
-            score |= {"score": f"{self.mean:.2%} +- {self.spread:.2%}", "seeds": f"{len(self.results)}"}
+        if self.folds is not None:
+            mean = f"{self.mean:.2%} (mean of {len(self.results)} folds, {interval_text(*self.folds.interval)})"
+            pooled = self.folds.out_of_fold
+            score = {"score": mean, **({"out_of_fold": f"{pooled['top1']:.2%}"} if pooled else {})}
+        elif self.spread is not None:
+            score = {"score": with_deviation(f"{self.mean:.2%}", f"{self.spread:.2%}", len(self.results)), **score}
         seconds = sum(result.seconds for result in self.results)
         return {**score, "seconds": f"{seconds:.0f}", "folder": str(self.folder)}
 
@@ -56,16 +63,19 @@ class TrainResult(SummaryRepr):
 
     @property
     def spread(self) -> float | None:
-        """Standard deviation of the score between seeds."""
+        """Standard deviation of the score between seeds, or between folds."""
         return statistics.stdev(r.metrics["score"] for r in self.results) if len(self.results) > 1 else None
 
     @property
     def folder(self) -> Path:
-        """The run folder; of the last seed where there are several."""
-        return Path(self.results[-1].folder)
+        """The run folder; of the last seed where there are several; that of all folds, which `predict` averages."""
+        last = Path(self.results[-1].folder)
+        return last if self.folds is None else last.parent
 
     def load(self) -> tuple[Model, Card]:
         """Load the trained model and its card; a module of your own is in `module`."""
+        if self.folds is not None:
+            raise UserError(f"there is one model per fold: average them with predict({str(self.folder)!r}, ...).")
         return load(self.folder)
 
 
@@ -81,12 +91,14 @@ def train(
     balance: str = "",
     seed: int | None = None,
     seeds: int = 1,
+    folds: int = 0,
     device: str = "",
     set: Overrides = (),
     loss: Loss | None = None,
     optimizer: OptimizerFactory | None = None,
     transform: Transform | tuple[Transform | None, Transform | None] | None = None,
     callbacks: Sequence[Callback] = (),
+    track: TrackerName | Tracker | Sequence[TrackerName | Tracker] = (),
     on_event: EventHandler | None = None,
 ) -> TrainResult:
     """Train a model on images, or fine-tune one.
@@ -107,6 +119,8 @@ def train(
         balance: how uneven classes are balanced: none, weights, sampler or logit-adjust.
         seed: seed of weights, data order, augmentation and dropout.
         seeds: number of runs, with seeds counted up from `seed`; the result is their mean and standard deviation.
+        folds: cross-validate: divide the images into so many folds, and train as many models, each scored on the fold
+            that it was not trained on; seeds are counted up from `seed`.
         device: cpu, cuda, cuda:1 or mps; chosen when not given.
         set: other keys of the recipe, such as optim.lr=0.01 data.mixup=0.2.
         loss: a function of logits and targets that gives one loss per image, or their mean.
@@ -115,6 +129,7 @@ def train(
         transform: a function of a PIL image, for training and evaluation, or a pair of them; it gives a uint8 image
             that is then normalised, or a float tensor (channels, height, width) that is used as it is.
         callbacks: objects derived from vitral.Callback; they can add metrics and stop the run.
+        track: experiment trackers that also record each run.
         on_event: handler of the events of the run; they are displayed in terminals and notebooks when not given.
 
     Returns:
@@ -126,23 +141,32 @@ def train(
     """
     if seeds < 1:
         raise UserError(f"seeds must be at least 1, not {seeds}.")
+    if folds and seeds > 1:
+        raise UserError("each fold has a seed of its own: give folds or seeds, not both.")
     check_device(device)
     check_out(out, data)
     own = _own_parts(model, loss, optimizer, transform, callbacks)
-    if own.model is not None and seeds > 1:
-        raise UserError("seeds trains new models, and model= is one module: call train once for each module.")
+    if own.model is not None and (seeds > 1 or folds):
+        raise UserError("seeds and folds train new models, and model= is one module: call train once for each module.")
     words = override_words(set)
+    source: Any = open_for_folds(data, folds, _keys(words)) if folds else data
     parameters = {"epochs": epochs, "trainable": trainable or None, "balance": balance or None, "seed": seed}
     check_given_once({**parameters, "model": model, "init": str(init)}, words)
     overrides = [*(f"{key}={value}" for key, value in parameters.items() if value is not None), *words]
-    with displayed(on_event) as handler:
+    with displayed(on_event) as shown, Tracking(track, shown) as handler:
         opened, chosen, reasons = choose_recipe(
-            data, model=model, init=init, recipe=recipe, set=overrides, device=device, own=own
+            source, model=model, init=init, recipe=recipe, set=overrides, device=device, own=own
         )
         folder = Path(out) if out else new_folder(opened.source, chosen)
         for message in (*opened.messages, *reasons):
             handler(Note(message))
+        if folds:
+            check_folds(chosen)
         handler(RunDirChosen(str(folder)))
+        if folds:
+            options = {"folds": folds, "device": device, "on_event": handler, "own": own}
+            results, scores = run_folds(chosen, opened, folder, **options)
+            return TrainResult(results, chosen, folds=scores)
         results = []
         for number in range(chosen.seed, chosen.seed + seeds):
             if seeds > 1:

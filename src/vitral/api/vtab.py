@@ -14,7 +14,7 @@ from vitral.api.training import assumed_pixels
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.weights import describe, located
 from vitral.data.vtab import TASKS, VtabTask, find_task, open_task, write_ids
-from vitral.display import SummaryRepr, displayed
+from vitral.display import SummaryRepr, displayed, with_deviation
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.device import check_device
@@ -64,9 +64,11 @@ class VtabResult(SummaryRepr):
     changed: tuple[str, ...]  # keys in which the runs differ from the preset
 
     def summary(self) -> dict[str, str]:
-        spread = f" +- {self.suite.spread:.2%}" if self.suite.spread is not None else ""
+        score = f"{self.suite.mean:.2%}"
+        if self.suite.spread is not None:
+            score = with_deviation(score, f"{self.suite.spread:.2%}", len(self.suite.seed_scores))
         groups = {name: f"{score:.2%}" for name, score in group_scores(self.suite.scores).items()}
-        return {"score": f"{self.suite.mean:.2%}{spread}", "tasks": self.coverage, **groups, "model": self.model}
+        return {"score": score, "tasks": self.coverage, **groups, "model": self.model}
 
     @property
     def coverage(self) -> str:

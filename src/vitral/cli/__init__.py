@@ -36,7 +36,7 @@ class Verb(NamedTuple):
 
 VERBS = {
     "demo": Verb("demonstration", "demo", "training.show_demo"),
-    "train": Verb("training", "train", "training.show_training", ("json", "tensorboard"), own_json=True),
+    "train": Verb("training", "train", "training.show_training", own_json=True),
     "predict": Verb("prediction", "predict", "results.show_predictions", own_json=True),
     "evaluate": Verb("evaluation", "evaluate", "results.show_evaluation"),
     "embed": Verb("prediction", "embed", "results.show_embeddings"),
@@ -113,24 +113,20 @@ def run_verb(name: str, words: list[str]) -> None:
     values = VerbParser(name, signature, verb.cli_options).parse_values(words)
     keywords = {key: value for key, value in values.items() if key not in CLI_OPTIONS}
     positional = [keywords.pop(parameter.name) for parameter in signature.parameters if parameter.positional]
-    from vitral.display import Display, TensorBoard, all_handlers
+    from vitral.display import Display
 
     rank = _rank()  # of a torchrun: only the first process reports
     resumes = any(parameter.name == "out" for parameter in signature.parameters)
     with Display(quiet=rank > 0 or not signature.takes_events) as display, _resume_hint(display, resumes):
         function = getattr(importlib.import_module(f"vitral.api.{verb.module}"), verb.function)
-        board = TensorBoard() if values.get("tensorboard") and not rank else None
         if signature.takes_events:
-            keywords["on_event"] = display if board is None else all_handlers(display, board)
+            keywords["on_event"] = display
         try:
             result = function(*positional, **keywords)
         except UserError as mistake:
             if hint := swapped_order(name, signature, values, words):
                 raise UserError(hint) from mistake
             raise
-        finally:
-            if board is not None:
-                board.close()
     if rank:
         return
     if values["json"] and not verb.own_json:

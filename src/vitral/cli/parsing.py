@@ -13,7 +13,7 @@ from vitral.cli.signatures import REQUIRED, Parameter, ValueType, VerbSignature
 from vitral.errors import UserError
 
 # Options of the command line alone; all others are parameters of the verbs' functions.
-CLI_OPTIONS = {"json": "print the result as JSON", "tensorboard": "write TensorBoard event files into the run folder"}
+CLI_OPTIONS = {"json": "print the result as JSON"}
 _SHORT = {"output": "-o"}
 _AFTER_MODEL = ("images", "data", "folder", "root")  # parameters that follow a model on the command line
 _SHOWN = 3  # images in a suggested command

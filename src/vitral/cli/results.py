@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vitral.display import interval_text
 from vitral.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ def show_evaluation(result: EvalResult, values: Mapping[str, Any]) -> None:
     if "mean_average_precision" in metrics:
         facts |= {"mAP": f"{metrics['mean_average_precision']:.2%}", "macro F1": f"{metrics['macro_f1']:.2%}"}
     else:
-        facts |= {"top-1": f"{metrics['top1']:.2%}", "top-5": percent(metrics["top5"], missing="")}
+        interval = f" ({interval_text(*result.interval)})" if result.interval is not None else ""
+        facts |= {"top-1": f"{metrics['top1']:.2%}{interval}", "top-5": percent(metrics["top5"], missing="")}
         if "mean_per_class" in metrics:
             facts |= {
                 "mean per class": f"{metrics['mean_per_class']:.2%}",
@@ -62,7 +64,8 @@ def show_evaluation(result: EvalResult, values: Mapping[str, Any]) -> None:
         facts["often confused"] = "; ".join(f"{p['true']} taken for {p['predicted']} ({p['count']})" for p in pairs)
     if result.real is not None:
         facts["ReaL"] = f"{result.real[0]:.2%} ({result.real[1]:,} images have such a label)"
-    print_facts({**facts, "left out": _left_out(result.unreadable)})
+    page = f"{result.page}: open it in a browser" if result.page else ""
+    print_facts({**facts, "left out": _left_out(result.unreadable), "wrote": page})
 
 
 def _calibrated(metrics: Mapping[str, Any], name: str, number: str) -> str:
@@ -123,14 +126,13 @@ def show_check(result: Any, values: Mapping[str, Any]) -> None:
 def show_probes(result: ProbeResult, values: Mapping[str, Any]) -> None:
     """Print few-shot accuracies, and those of the other probes."""
     rows = [
-        [str(row.shots), f"{row.mean:.2%}", "" if row.interval is None else f"+- {row.interval:.2%}", str(row.drawn)]
+        [str(row.shots), f"{row.mean:.2%}", _mean_interval(row.mean, row.interval), str(row.drawn)]
         for row in result.shots
     ]
     if rows:
-        spread = "; +- is half of the 95 % interval of the mean" if result.seeds > 1 else ""
         l2 = result.l2 if isinstance(result.l2, str) else f"{result.l2:g}"
-        note = f"{counted(result.seeds, 'draw')}{spread}; l2 {l2}; n = {result.test:,}."
-        print_table(["shots", "accuracy", "", "training images"], rows, note=note)
+        note = f"{counted(result.seeds, 'draw')}; l2 {l2}; n = {result.test:,}."
+        print_table(["shots", "accuracy", "95 % interval of the mean", "training images"], rows, note=note)
     cached = f"cached in {result.kept}" if result.kept else "not cached"
     print_facts(
         {
@@ -141,6 +143,10 @@ def show_probes(result: ProbeResult, values: Mapping[str, Any]) -> None:
             "features": f"{result.features:,} per image, {result.flops:.3g} FLOPs; {cached}",
         }
     )
+
+
+def _mean_interval(mean: float, half_width: float | None) -> str:
+    return "" if half_width is None else f"{max(mean - half_width, 0):.2%} to {min(mean + half_width, 1):.2%}"
 
 
 def show_duplicates(result: Any, values: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitral.cli.results import counted, percent, print_facts, print_json, print_table
-from vitral.display import duration, headline
+from vitral.display import duration, headline, interval_text, with_deviation
 from vitral.errors import UserError
 from vitral.recipe import Recipe, to_toml
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vitral.api.demonstration import DemoResult
     from vitral.api.protocols import PaperNumber, ProtocolResult
     from vitral.api.study import StudyList, StudyReport, StudyRuns
+    from vitral.api.training import TrainResult
     from vitral.api.vtab import VtabResult
 
 _CLASSES = 12  # rows of a table of classes
@@ -26,6 +27,9 @@ _SHORT = {"jft300m": "JFT", "imagenet21k": "I21k"}
 
 def show_training(result: Any, values: Mapping[str, Any]) -> None:
     """Write the page of the last run, and print what came out."""
+    if result.folds is not None:
+        _show_folds(result, values)
+        return
     last = result.results[-1]
     print("writing the page", file=sys.stderr)
     page = _run_page(last.folder, values["data"], values["device"])
@@ -35,7 +39,7 @@ def show_training(result: Any, values: Mapping[str, Any]) -> None:
         return
     score = headline(last.metrics)
     if result.spread is not None:
-        score = f"{result.mean:.2%} +- {result.spread:.2%} (mean and standard deviation of {len(result.results)} seeds)"
+        score = with_deviation(f"{result.mean:.2%}", f"{result.spread:.2%}", len(result.results))
     rate = f", {last.images_per_second:,.0f} images/s" if last.images_per_second else ""
     hours = sum(run.device_hours for run in result.results)
     flops = f"{last.flops:.3g} FLOPs{' per run' if result.results[1:] else ''}"
@@ -57,6 +61,35 @@ def show_training(result: Any, values: Mapping[str, Any]) -> None:
     _print_classes(last.metrics)
     print(f"\nOpen the page:  {page}")
     print(f"Predict:        vitral predict {last.folder} IMAGES...")
+
+
+def _show_folds(result: TrainResult, values: Mapping[str, Any]) -> None:
+    """Print the mean of the folds, the accuracy over all images, and which model to use."""
+    folds, runs = result.folds, result.results
+    assert folds is not None
+    if values["json"]:
+        print_json({**folds.as_dict(), "folder": str(result.folder), "runs": [asdict(run) for run in runs]})
+        return
+    approximate = "by Student's t; the models share training images, so that it is approximate"
+    scores, hours = ", ".join(f"{score:.2%}" for score in folds.scores), sum(run.device_hours for run in runs)
+    pooled = ""
+    if folds.out_of_fold is not None and folds.out_of_fold_interval is not None:
+        accuracy = f"{folds.out_of_fold['top1']:.2%} ({interval_text(*folds.out_of_fold_interval)}, Wilson's)"
+        pooled = (
+            f"{accuracy} of {counted(folds.out_of_fold['n'], 'image')}, each predicted by the model that never saw it"
+        )
+    print_facts(
+        {
+            "result": f"{result.mean:.2%}, mean of {len(runs)} folds ({interval_text(*folds.interval)}, {approximate})",
+            "folds": f"{scores} (seeds {folds.seeds[0]} to {folds.seeds[-1]})",
+            "out of fold": pooled,
+            "time": duration(sum(run.seconds for run in runs)),
+            "cost": f"{hours:.2g} device-hours ({runs[-1].devices} x {runs[-1].device})",
+            "run folders": f"{', '.join(run.folder for run in runs)}; all numbers in {result.folder / 'folds.json'}",
+        }
+    )
+    _print_classes(folds.out_of_fold or {})
+    print(f"\nPredict:  vitral predict {result.folder} IMAGES...  (averages the {len(runs)} models)")
 
 
 def _calibration(run: Any) -> str:
@@ -225,6 +258,7 @@ def _paper_number(entry: PaperNumber) -> str:
     number = entry.number
     spread = f" +- {number.spread}" if number.spread is not None else ""
     note = f": {number.note}" if number.note else ""
+    note += "; +- is its standard deviation" if spread else ""
     label = f", {entry.label}" if entry.label else ""
     return f"{number.value}{spread} % on {entry.data} from {entry.pretraining} ({number.source}{note}){label}"
 
@@ -235,12 +269,14 @@ def _vtab_cost(name: str, task: dict[str, Any]) -> list[str]:
 
 
 def _vtab_facts(row: dict[str, Any]) -> dict[str, str]:
-    spread = f" +- {row['spread']:.2%} over {len(row['seeds'])} seeds" if row["spread"] is not None else ""
+    score = f"{row['score']:.2%}"
+    if row["spread"] is not None:
+        score = with_deviation(score, f"{row['spread']:.2%}", len(row["seeds"]))
     theirs = [f"{line['mean_of_all']} {line['model']} {_SHORT[line['pretraining']]}" for line in row["paper"]]
     label = f" ({row['paper'][0]['label']})" if row["paper"][0]["label"] else ""
     verified = sum(task["order"].startswith("tfds order: yes") for task in row["tasks"].values())
     return {
-        "score": f"{row['score']:.2%}{spread}",
+        "score": score,
         "model": row["model"],
         "tasks": row["coverage"],
         "diverged": ", ".join(row["diverged"]),

@@ -1,10 +1,11 @@
-"""Functions of the user's in place of a pipeline, and the values that count as an image."""
+"""Functions of the user's in place of a pipeline, five crops in place of one, and the values that count as an image."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 
 from vitral.architecture import Size
-from vitral.data.geometry import ImageInput, whole_image
+from vitral.data.geometry import ImageInput, center_crop, central_crop, cut, fitting, padded, whole_image
 from vitral.data.images import array_to_pil, is_pil, pil_to_array
+from vitral.data.preprocess import Pipeline
 from vitral.errors import UserError
 
 _TRIAL_SIZE = (256, 320)  # of the blank image that a function is tried on
@@ -89,6 +91,42 @@ class CallableTransform:
             raise UserError(f"{self.text} returns {channels} channels and the model takes {self.channels}: change one.")
         if result.dtype != self.dtype:
             raise UserError(f"{self.text} returns {result.dtype} and {self.dtype} images: return one of them.")
+
+
+@dataclass(frozen=True)
+class FiveCrops(Pipeline):
+    """A pipeline that gives five crops where another gives the central one: the corners, then the centre.
+
+    The crops of an image are stacked along its height: `size` is (5 * height, width). An image of one size that the
+    other pipeline does not crop is resized to 8/7 of it first.
+    """
+
+    crop: Size
+    pads: bool  # as torchvision's center_crop does; big_vision's central_crop enlarges
+
+    @classmethod
+    def of(cls, pipeline: Pipeline) -> FiveCrops:
+        """The crops of a pipeline that ends in central_crop, center_crop or resize.
+
+        Raises:
+            UserError: it ends in another step.
+        """
+        *before, last = pipeline.steps
+        (height, width), name = pipeline.size, last.name
+        if name == "resize":
+            before.append(replace(last, sides=(round(height * 8 / 7), round(width * 8 / 7))))
+        elif name not in ("central_crop", "center_crop"):
+            raise UserError(f'"{pipeline.text}" does not end in a crop or a resize that five crops replace: use flip.')
+        return cls(pipeline.text, tuple(before), (5 * height, width), False, (height, width), name == "center_crop")
+
+    def __call__(self, image: ImageInput, rng: np.random.Generator | None = None) -> np.ndarray:
+        """(h, w, c) -> (*size, c)"""
+        pixels = super().__call__(image, rng)
+        pixels = whole_image(padded(pixels, self.crop) if self.pads else fitting(pixels, self.crop))
+        bottom, right = pixels.shape[0] - self.crop[0], pixels.shape[1] - self.crop[1]
+        corners = [cut(pixels, top, left, self.crop) for top in (0, bottom) for left in (0, right)]
+        middle = center_crop(pixels, self.crop) if self.pads else central_crop(pixels, self.crop)
+        return np.concatenate([*corners, middle])
 
 
 @contextmanager

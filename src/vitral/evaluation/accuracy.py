@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -63,12 +63,7 @@ class ClassificationMetrics:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; the confusion matrix as [true, predicted, count] where the count is not zero."""
-        return {
-            **{name: getattr(self, name) for name in _NUMBERS},
-            "per_class": [row._asdict() for row in self.per_class],
-            "confused": [pair._asdict() for pair in self.confused],
-            "confusion": self.confusion.tolist(),
-        }
+        return {**{name: getattr(self, name) for name in _NUMBERS}, **tables_as_dict(vars(self))}
 
 
 def classification_metrics(
@@ -95,31 +90,24 @@ def classification_metrics(
     check_scores(logits, labels)
     _check_names(classes, logits.shape[1])
     k = logits.shape[1]
-    ranks, predictions = _ranks(logits, labels), logits.argmax(axis=1)
-    codes, counts = np.unique(labels * k + predictions, return_counts=True)
-    confusion = np.stack([codes // k, codes % k, counts], axis=1)
-    correct, support, predicted = (
-        np.bincount(values, minlength=k) for values in (labels[predictions == labels], labels, predictions)
-    )
-    present = support > 0
+    predictions = logits.argmax(axis=1)
+    counted = confusion_metrics(np.stack([labels, predictions, np.ones_like(labels)], axis=1), classes)
     plain, calibrated = _calibrations(logits, labels, sigmoid, temperature)
     return ClassificationMetrics(
-        n=len(labels),
-        top1=float((ranks == 0).mean()),
-        top5=float((ranks < 5).mean()) if k >= 5 else None,
-        mean_per_class=float((correct[present] / support[present]).mean()),
+        **counted,
+        top5=float((_ranks(logits, labels) < 5).mean()) if k >= 5 else None,
         nll=plain.nll,
         ece=plain.ece,
         temperature=calibrated.temperature,
         nll_calibrated=calibrated.nll,
         ece_calibrated=calibrated.ece,
-        per_class=tuple(
-            ClassMetrics(name, int(support[i]), _ratio(correct[i], support[i]), _ratio(correct[i], predicted[i]))
-            for i, name in enumerate(classes)
-        ),
-        confused=confused_pairs(confusion, classes),
-        confusion=confusion,
     )
+
+
+def tables_as_dict(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """per_class, confused and confusion for JSON."""
+    rows = {name: [row._asdict() for row in metrics[name]] for name in ("per_class", "confused")}
+    return {**rows, "confusion": metrics["confusion"].tolist()}
 
 
 def _calibrations(
@@ -135,6 +123,35 @@ def _calibrations(
     if temperature is None and not sigmoid:
         return plain, calibrate(logits, labels)
     return plain, plain if temperature is None else at(temperature)
+
+
+def confusion_metrics(confusion: np.ndarray, classes: Sequence[str]) -> dict[str, Any]:
+    """The fields of `ClassificationMetrics` that need no probabilities, but for top5.
+
+    Args:
+        confusion: (m, 3) int64, sparse: true class, predicted class, count. Rows of several evaluations are pooled.
+        classes: k names.
+    """
+    k = len(classes)
+    codes, places = np.unique(confusion[:, 0] * k + confusion[:, 1], return_inverse=True)
+    counts = np.bincount(places, weights=confusion[:, 2]).astype(np.int64)
+    labels, predictions = codes // k, codes % k
+    correct, support, predicted = (
+        np.bincount(values, weights=weights, minlength=k).astype(np.int64)
+        for values, weights in ((labels, counts * (labels == predictions)), (labels, counts), (predictions, counts))
+    )
+    present, pooled = support > 0, np.stack([labels, predictions, counts], axis=1)
+    return {
+        "n": int(counts.sum()),
+        "top1": float(correct.sum() / counts.sum()),
+        "mean_per_class": float((correct[present] / support[present]).mean()),
+        "per_class": tuple(
+            ClassMetrics(name, int(support[i]), _ratio(correct[i], support[i]), _ratio(correct[i], predicted[i]))
+            for i, name in enumerate(classes)
+        ),
+        "confused": confused_pairs(pooled, classes),
+        "confusion": pooled,
+    }
 
 
 def wilson_interval(share: float, n: int) -> tuple[float, float]:

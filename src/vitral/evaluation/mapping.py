@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -25,8 +26,7 @@ def class_mapping(
         folder_classes: Classes of the data.
         model_classes: Names of the model's outputs; empty where the weights do not state them.
         count: Number of outputs.
-        table: File that names the outputs in their order, one line each: a name, or a WordNet id and a name, separated
-            by tab, comma or space.
+        table: File that names the outputs in their order, as `read_table` takes it; before the model's own names.
 
     Returns:
         The output of each class, (classes,) int64, and the rule that matched, as a sentence.
@@ -35,7 +35,7 @@ def class_mapping(
         UserError: No rule matches all classes.
     """
     columns = read_table(table, count) if table else []
-    lists = ([("the model's classes", model_classes)] if model_classes else []) + columns
+    lists = columns + ([("the model's classes", model_classes)] if model_classes else [])
     for title, names in lists:
         if (outputs := _look_up(folder_classes, names)) is not None:
             return outputs, f"Classes are matched by name with {title}."
@@ -84,7 +84,9 @@ def read_table(path: Path, count: int) -> list[tuple[str, list[str]]]:
     """Read a class table.
 
     Args:
-        path: Text file with one line per output, optionally after a header line.
+        path: Text file with one line per output, optionally after a header line: a name, or a WordNet id and a name,
+            separated by tab, comma or space. Or JSON: a list of names, names by output number, or a configuration with
+            id2label or label_names, as of transformers and timm.
         count: Number of outputs.
 
     Returns:
@@ -95,17 +97,37 @@ def read_table(path: Path, count: int) -> list[tuple[str, list[str]]]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the class table {path} cannot be read ({_reason(error)}): give a text file.") from error
     lines = [line for line in text.splitlines() if line.strip()]
-    if "\t" in text or path.suffix == ".csv":
+    if path.suffix.lower() == ".json":
+        rows = _json_rows(path, text)
+    elif "\t" in text or path.suffix == ".csv":
         rows = list(csv.reader(lines, delimiter="\t" if "\t" in text else ","))
     else:
         rows = [re.split(r"[\s,]+", line, maxsplit=1) if _WNID.match(line) else [line] for line in lines]
-    rows = rows[1:] if len(rows) == count + 1 else rows
+    rows = rows[1:] if len(rows) == count + 1 and path.suffix.lower() != ".json" else rows
     if len(rows) != count:
         raise UserError(
-            f"the class table {path} has {len(rows)} lines, and the model has {count} outputs: give one line each."
+            f"the class table {path} has {len(rows)} names, and the model has {count} outputs: give one name each."
         )
     width = min(len(row) for row in rows)
     return [(f"column {i + 1} of {path.name}", [row[i].strip() for row in rows]) for i in range(width)]
+
+
+def _json_rows(path: Path, text: str) -> list[list[str]]:
+    """The names of each output, in order."""
+    try:
+        values = json.loads(text)
+        if isinstance(values, dict):
+            values = values.get("id2label") or values.get("label_names") or values
+        if isinstance(values, dict):
+            values = [values[str(number)] for number in range(len(values))]
+        rows = [row if isinstance(row, list) else [row] for row in values]
+        if not all(row and isinstance(name, str) for row in rows for name in row or [None]):
+            raise TypeError
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UserError(
+            f"the class table {path} is not JSON of names: give a list of names, or names by output number from 0."
+        ) from error
+    return rows
 
 
 def _reason(error: OSError | UnicodeDecodeError) -> str:

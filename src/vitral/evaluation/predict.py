@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitral.data.loader import PADDING, evaluation_batches
 from vitral.data.order import evaluation_indices
-from vitral.data.preprocess import parse_deterministic
+from vitral.data.preprocess import Pipeline, parse_deterministic
 from vitral.data.sources import Split
 from vitral.data.transforms import CallableTransform
 from vitral.errors import UserError
@@ -28,7 +28,7 @@ class Preprocessing(Protocol):
     """The part of a model card that describes its input."""
 
     @property
-    def pipeline(self) -> str | CallableTransform: ...
+    def pipeline(self) -> str | Pipeline | CallableTransform: ...
     @property
     def mean(self) -> tuple[float, ...]: ...
     @property
@@ -62,6 +62,7 @@ def predict_split(
     world: int = 1,
     workers: int = 0,
     precision: Precision = "float32",
+    function: Callable[[Tensor], Tensor] | None = None,
     task: str = "evaluating",
     on_event: EventHandler = ignore_events,
 ) -> Predictions:
@@ -77,6 +78,7 @@ def predict_split(
         world: Number of processes.
         workers: Processes that load images; 0 loads them in this one.
         precision: "bfloat16" runs under autocast.
+        function: What computes logits (batch, k) of normalised images; the model itself by default.
         task: What the progress is called.
         on_event: Receives `Progress(task, ...)` over this process's shard.
 
@@ -85,7 +87,7 @@ def predict_split(
     """
     loading = {"batch": batch, "rank": rank, "world": world, "workers": workers}
     return Predictions(
-        *_compute(model, model, split, loading, preprocess, torch.device(device), precision, task, on_event)
+        *_compute(model, function or model, split, loading, preprocess, torch.device(device), precision, task, on_event)
     )
 
 

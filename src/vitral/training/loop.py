@@ -320,7 +320,7 @@ def _evaluate(
     if config.patience and progress.evaluations_since_best >= config.patience:
         progress.stopped_early = True
         on_event(Note(f"no improvement in {config.patience} evaluations: stopping at step {state.step}"))
-    on_event(Evaluated(state.step, metrics, time.perf_counter() - began, best))
+    on_event(Evaluated(state.step, metrics, time.perf_counter() - began, best and config.patience > 0))
     return True
 
 

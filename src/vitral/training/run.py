@@ -36,7 +36,7 @@ from vitral.cost import run_flops
 from vitral.data.images import UnreadableImage
 from vitral.data.sources import DataSet
 from vitral.errors import Interrupted, UserError
-from vitral.events import Event, EventHandler, Note, Progress, RunStarted, StepDone, ignore_events
+from vitral.events import Event, EventHandler, Note, Progress, RunFinished, RunStarted, StepDone, ignore_events
 from vitral.models.adapters import merge_lora
 from vitral.recipe import Recipe
 from vitral.training.build import build_model
@@ -138,7 +138,7 @@ def run(
         _resume(state, own, folder, world, on_event)
         handle = RunHandle(folder.path, training.plain_model, lambda: state.step)
         callbacks = CallbackRunner(own.callbacks, handle, training.evaluator.evaluate, logger, world)
-        logger(_started(state, estimate, world))
+        logger(_started(state, estimate, world, folder, recipe))
         callbacks.on_run_start()
         # Loop
         earlier = state.progress.seconds
@@ -174,6 +174,7 @@ def run(
         result = _result(metrics, state, setup, estimate, logger, world, folder, seconds(), unreadable)
         _write_final_model(training.plain_model, setup, folder.model, world)
         on_rank0(lambda: _close(result, folder), world)
+        on_event(RunFinished(asdict(result)))
         return result
 
 
@@ -231,7 +232,9 @@ def _resume(state: TrainState, own: OwnParts, folder: RunFolder, world: World, o
             folder.write_text("metrics.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines))
 
 
-def _started(state: TrainState, estimate: ResourceEstimate, world: World) -> RunStarted:
+def _started(
+    state: TrainState, estimate: ResourceEstimate, world: World, folder: RunFolder, recipe: Recipe
+) -> RunStarted:
     config = estimate.config
     evaluations = math.ceil(config.steps / config.evaluate_every) - state.step // config.evaluate_every
     return RunStarted(
@@ -244,6 +247,8 @@ def _started(state: TrainState, estimate: ResourceEstimate, world: World) -> Run
         step_seconds=estimate.step_seconds,
         evaluation_seconds=estimate.evaluation_seconds,
         peak_bytes=estimate.peak_bytes,
+        folder=str(folder.path),
+        recipe=recipes.values(recipe),
     )
 
 

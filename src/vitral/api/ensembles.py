@@ -1,0 +1,234 @@
+"""What `predict` and `evaluate` compute with: one model or several, one view of each image or several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vitral.api.checkpoints import Source, load_source, source_name
+from vitral.checkpoints.card import Card, Preprocess
+from vitral.data.loader import default_workers
+from vitral.data.preprocess import parse_preprocess
+from vitral.data.sources import Split
+from vitral.display import displayed
+from vitral.errors import UserError
+from vitral.evaluation.averaging import (
+    VIEWS,
+    TestTimeAugmentation,
+    ViewPreprocess,
+    averaging,
+    class_order,
+    mean_predictions,
+    view_pipeline,
+)
+from vitral.evaluation.mapping import read_table
+from vitral.evaluation.predict import Predictions, predict_split
+from vitral.events import EventHandler, Note
+from vitral.kernels.packed import pack
+from vitral.models.build import Model
+from vitral.models.device import resolve_device
+
+Sources = Source | list[Any]  # in Python also several; a list of one type is no list of a union
+_RUNS = ("fold-*", "seed-*")  # runs of one `vitral train`
+
+
+@dataclass(frozen=True)
+class Member:
+    """A model of an ensemble, which may be the only one."""
+
+    source: Source
+    model: Model
+    card: Card
+    device: str
+    order: np.ndarray  # (classes,) int64: its outputs in the order of the first model
+
+
+@dataclass(frozen=True)
+class Ensemble:
+    """Models whose probabilities are averaged. `card` is the first one's, with the class names that are shown."""
+
+    members: tuple[Member, ...]
+    card: Card
+    tta: TestTimeAugmentation | None = None
+
+    @property
+    def averages(self) -> bool:
+        return len(self.members) > 1 or self.tta is not None
+
+    @property
+    def name(self) -> str:
+        """The sources as results name them."""
+        return " + ".join(source_name(member.source) for member in self.members)
+
+    @property
+    def temperature(self) -> float:
+        """What the logits of `predict` are divided by; in those of an average the models' temperatures are applied."""
+        return 1.0 if self.averages else self.card.temperature
+
+    def notes(self) -> tuple[str, ...]:
+        """What is averaged, in a sentence; empty for one model and one view."""
+        if not self.averages:
+            return ()
+        models = [f"{len(self.members)} models"] if len(self.members) > 1 else []
+        views = [f"{VIEWS[self.tta]} views of each image ({self.tta})"] if self.tta else []
+        return (f"Probabilities are averaged over {' and '.join([*models, *views])}, each at its model's temperature.",)
+
+    def predict(
+        self, split: Split, *, preprocess: str = "", batch: int, task: str = "evaluating", on_event: EventHandler
+    ) -> Predictions:
+        """Compute logits in the order of the first model's classes.
+
+        Args:
+            split: images.
+            preprocess: what the user gives; of several models, for those that do not state theirs.
+            batch: images per forward pass.
+            task: what the progress is called.
+            on_event: handler of progress events.
+        """
+        results = []
+        for number, member in enumerate(self.members, 1):
+            text = preprocess if len(self.members) == 1 or member.card.preprocess is None else ""
+            count = f" ({number} of {len(self.members)})" if len(self.members) > 1 else ""
+            how = prepared(member.card, text, on_event)
+            results.append(self._predict(member, split, how, batch, f"{task}{count}", on_event))
+        return mean_predictions(results, sigmoid=self.card.multilabel) if len(results) > 1 else results[0]
+
+    def _predict(
+        self, member: Member, split: Split, how: Preprocess, batch: int, task: str, on_event: EventHandler
+    ) -> Predictions:
+        """The logits of one model; divided by its temperature where they are averaged."""
+        temperature = member.card.temperature if self.averages else 1.0
+        options = {
+            "batch": batch,
+            "device": member.device,
+            "workers": reading_workers(member.device),
+            "task": task,
+            "on_event": on_event,
+        }
+        if self.tta is None:
+            indices, logits, valid = predict_split(member.model, split, how, **options)
+            logits = logits if temperature == 1.0 else logits / np.float32(temperature)
+        else:
+            views = ViewPreprocess(view_pipeline(how.pipeline, self.tta), how.mean, how.std)
+            sigmoid = member.card.multilabel
+            function = averaging(member.model, self.tta, temperature=temperature, sigmoid=sigmoid)
+            indices, logits, valid = predict_split(member.model, split, views, function=function, **options)
+        return Predictions(indices, logits if len(self.members) == 1 else logits[:, member.order], valid)
+
+
+def open_ensemble(
+    source: Sources,
+    ensemble: Sequence[str | Path] = (),
+    *,
+    classes: str | Path = "",
+    tta: TestTimeAugmentation | None = None,
+    device: str = "",
+    packed: bool = False,
+    on_event: EventHandler | None = None,
+) -> Ensemble:
+    """Load the models to average.
+
+    Args:
+        source: a model; or several, or the folder of a `vitral train` with several folds or seeds.
+        ensemble: further models.
+        classes: file that names the outputs.
+        tta: views of each image to average over.
+        device: where to compute.
+        packed: pack weights on a CPU, which is faster and changes the last bits of a float32.
+        on_event: handler of notes.
+
+    Raises:
+        UserError: one of them has no head, or they are of different classes.
+    """
+    if tta is not None and tta not in VIEWS:
+        raise UserError(f'tta="{tta}" is not one of {", ".join(VIEWS)}.')
+    given = [*(source if isinstance(source, list) else [source]), *ensemble]
+    sources = [each for one in given for each in _runs_in(one, on_event)]
+    members: list[Member] = []
+    names: tuple[str, ...] = ()
+    for each in sources:
+        model, card = load_source(each, on_event)
+        check_head(each, card)
+        resolved = compute_device(each, device)
+        if packed and resolved.split(":")[0] == "cpu" and not isinstance(each, tuple):
+            pack(model)
+        own = card.class_names or named_card(card, classes).class_names
+        names = names if members else own
+        if members and card.multilabel != members[0].card.multilabel:
+            raise UserError(
+                f"{source_name(each)} has outputs of another kind (softmax or sigmoid): average alike ones."
+            )
+        if members and card.architecture.classes != members[0].card.architecture.classes:
+            classes_of = f"{card.architecture.classes} classes and the first {members[0].card.architecture.classes}"
+            raise UserError(f"{source_name(each)} has {classes_of}: average models of the same classes.")
+        order = class_order(names, own, source_name(each)) if own or names else np.arange(card.architecture.classes)
+        members.append(Member(each, model, card, resolved, order))
+    return Ensemble(tuple(members), named_card(members[0].card, classes), tta)
+
+
+def _runs_in(source: Source, on_event: EventHandler | None) -> list[Source]:
+    """The runs of a folder that holds several folds or seeds; otherwise the source itself."""
+    folder = None if isinstance(source, tuple) else Path(source).expanduser()
+    if folder is None or not folder.is_dir() or (folder / "model.safetensors").exists():
+        return [source]
+    runs = next((runs for pattern in _RUNS if (runs := sorted(folder.glob(pattern), key=_number))), [])
+    for run in runs:
+        if not (run / "model.safetensors").is_file():
+            raise UserError(f"{run} is not finished: resume it, or name single runs of {folder}.")
+    if runs and on_event is not None:
+        on_event(Note(f"averaging {', '.join(run.name for run in runs)} of {folder}"))
+    return list(runs) or [source]
+
+
+def _number(run: Path) -> int:
+    digits = run.name.rpartition("-")[2]
+    return int(digits) if digits.isdecimal() else 0
+
+
+def named_card(card: Card, classes: str | Path) -> Card:
+    """The card with the class names of a file, where one is given."""
+    if not classes:
+        return card
+    return replace(card, class_names=tuple(read_table(Path(classes), card.architecture.classes)[-1][1]))
+
+
+def compute_device(source: Source, device: str) -> str:
+    """The device to compute on: where a loaded model already is, unless `device` names another."""
+    if isinstance(source, tuple) and not device:
+        return str(next(source[0].parameters()).device)
+    return resolve_device(device)
+
+
+def reading_workers(resolved: str) -> int:
+    """The number of processes that read images for a device."""
+    return default_workers(resolved.split(":")[0])
+
+
+def check_head(source: Source, card: Card) -> None:
+    """Refuse a model without a classification head."""
+    if not card.architecture.classes:
+        raise UserError(
+            f"{source_name(source)} has no classification head: fine-tune it first, or evaluate its features with "
+            "`vitral fewshot`."
+        )
+
+
+def prepared(card: Card, text: str, on_event: EventHandler | None = None) -> Preprocess:
+    """The preprocessing that the user gives, else the card's, else what every verb assumes, which is reported."""
+    if text:
+        return Preprocess(*parse_preprocess(text, card.architecture.channels))
+    if card.preprocess is not None:
+        return card.preprocess
+    assumed = Preprocess.assumed(card.architecture.image, card.architecture.channels)
+    with displayed(on_event) as handler:
+        handler(
+            Note(
+                "the weights do not state their preprocessing: mean and std 0.5 are assumed "
+                f'(else --preprocess "{assumed.pipeline}|normalise(MEAN, STD)" or another)'
+            )
+        )
+    return assumed
