@@ -183,3 +183,41 @@ def test_a_model_without_a_head_is_refused(tmp_path: Path) -> None:
 def test_a_target_that_is_no_repository_is_refused(name: str) -> None:
     with pytest.raises(vitral.UserError, match="hf:owner/name"):
         repository_of(name)
+
+
+def test_a_dry_run_needs_a_new_folder(tmp_path: Path) -> None:
+    """An empty one is refused, too: timm's layout would fail there, and another be taken instead."""
+    source = write_model(tmp_path / "w.safetensors")
+    vitral.push(source, "hf:lab/tiny", dry_run=tmp_path / "new")
+    (tmp_path / "empty").mkdir()
+    for folder in ("new", "empty"):
+        with pytest.raises(vitral.UserError, match="exists: name a new folder, or remove it first"):
+            vitral.push(source, "hf:lab/tiny", dry_run=tmp_path / folder)
+    assert not any((tmp_path / "empty").iterdir())
+
+
+@pytest.mark.parametrize("licence", ["my own", "mit\npipeline_tag: x", "a:b"])
+def test_a_licence_that_is_no_identifier_is_refused(licence: str, tmp_path: Path) -> None:
+    with pytest.raises(vitral.UserError, match="is not the identifier of a licence"):
+        vitral.push(write_model(tmp_path / "w.safetensors"), "hf:lab/tiny", licence=licence, dry_run=tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_hub_that_cannot_be_reached_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever class the HTTP library raises."""
+    from huggingface_hub import HfApi, errors
+
+    class ConnectError(Exception):
+        pass
+
+    for raised, said in (
+        (ConnectError("[Errno -2] Name or service not known"), r"ConnectError: .*: check the connection\.$"),
+        (errors.LocalTokenNotFoundError("no token"), r"needs a token: run `hf auth login`, or set HF_TOKEN\.$"),
+    ):
+
+        def fail(*arguments: object, error: Exception = raised, **options: object) -> None:
+            raise error
+
+        monkeypatch.setattr(HfApi, "create_repo", fail)
+        with pytest.raises(vitral.UserError, match=said):
+            vitral.push(write_model(tmp_path / "w.safetensors"), "hf:lab/tiny")

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from vitral.api.checkpoints import convert, load_source
 from vitral.api.ensembles import named_card
+from vitral.atomic import check_writable
 from vitral.checkpoints.card import Card
-from vitral.checkpoints.hub import model_card, repository_of, upload
+from vitral.checkpoints.hub import check_licence, model_card, repository_of, upload
 from vitral.checkpoints.run import RunFolder
 from vitral.cost import cost
 from vitral.display import SummaryRepr
@@ -85,6 +86,11 @@ def push(
         UserError: where there is no such model, or the hub refuses the upload.
     """
     repository = repository_of(target)
+    check_licence(licence)
+    if dry_run:
+        if Path(dry_run).exists():
+            raise UserError(f"{dry_run} exists: name a new folder, or remove it first.")
+        check_writable(Path(dry_run) / "README.md")
     model, card = load_source(source)
     if not card.architecture.classes:
         raise UserError("the model has no head, so it classifies nothing: push a model that was trained or fine-tuned.")

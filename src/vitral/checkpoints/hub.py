@@ -9,7 +9,7 @@ from typing import Any
 
 from vitral.checkpoints.card import Card
 from vitral.cost import Cost
-from vitral.errors import UserError
+from vitral.errors import UserError, shorten
 
 _REPOSITORY = re.compile(r"hf:([\w][\w.-]*/[\w][\w.-]*)")
 _LOAD = {
@@ -22,6 +22,7 @@ classify = pipeline("image-classification", model="{repository}")
 classify("photo.jpg")""",
 }
 _LANGUAGES = {"vitral": "bash", "timm": "python", "transformers": "python"}
+_LICENCE = re.compile(r"[\w.+-]+")  # an identifier, such as apache-2.0; it stands in the metadata as it is
 _MAX_NAMES = 50  # class names that are listed
 
 
@@ -31,6 +32,12 @@ def repository_of(name: str) -> str:
     if match is None:
         raise UserError(f"{name} does not name a repository of the hub: write hf:owner/name.")
     return match[1]
+
+
+def check_licence(licence: str) -> None:
+    """Refuse what is not an identifier of the hub."""
+    if licence and not _LICENCE.fullmatch(licence):
+        raise UserError(f'"{shorten(licence)}" is not the identifier of a licence: write one such as apache-2.0.')
 
 
 def upload(folder: Path, repository: str, *, private: bool, message: str) -> tuple[str, str]:
@@ -67,6 +74,12 @@ def upload(folder: Path, repository: str, *, private: bool, message: str) -> tup
                 f"the hub does not let you write hf:{repository}: run `hf auth login` with a token that may do so."
             ) from error
         raise UserError(f"hf:{repository}: the hub answered with an error ({error}).") from error
+    except errors.LocalTokenNotFoundError as error:
+        raise UserError(f"writing hf:{repository} needs a token: run `hf auth login`, or set HF_TOKEN.") from error
+    except Exception as error:  # of the HTTP library, which differs between releases of huggingface_hub
+        raise UserError(
+            f"hf:{repository} was not written ({type(error).__name__}: {shorten(error)}): check the connection."
+        ) from error
     return str(url), commit.oid
 
 

@@ -174,7 +174,8 @@ def _chosen(file: WeightFile, models: list[FoundModel], part: str | None) -> Fou
     matching = models if part is None else _matching(models, part)
     if len(matching) != 1:
         count = "no model" if not matching else "more than one model"
-        raise UserError(f'{file.path} has {count} for part="{part}": it holds {names}.')
+        advice = f"it holds {names}" if models[1:] else "it holds one, so leave out part="
+        raise UserError(f'{file.path} has {count} for part="{part}": {advice}.')
     return matching[0]
 
 

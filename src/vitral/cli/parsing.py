@@ -75,7 +75,7 @@ class VerbParser(argparse.ArgumentParser):
         return values
 
     def _check_options(self, words: Sequence[str]) -> None:
-        """Refuse options that do not exist, lack a value, or take several values and are given twice."""
+        """Refuse options that do not exist, lack a value, or are given twice."""
         options = {option: action for action in self._actions for option in action.option_strings}
         given = [word.partition("=")[0] for word in words]
         for index, option in enumerate(given):
@@ -84,8 +84,9 @@ class VerbParser(argparse.ArgumentParser):
             action = options.get(option)
             if action is None or action.nargs == 0:
                 continue
-            if action.nargs == "+" and given.count(option) > 1:
-                raise UserError(f"{option} is given twice: write it once, followed by all its values.")
+            if given.count(option) > 1:
+                values = "all its values" if action.nargs == "+" else "one value"
+                raise UserError(f"{option} is given twice: write it once, followed by {values}.")
             value = words[index].partition("=")[2] if "=" in words[index] else "".join(words[index + 1 : index + 2])
             if (
                 (not value and action.nargs == "+")

@@ -69,6 +69,12 @@ class Hints:
     part: str | None = None  # which of several models in a file
     replaces_head: bool = False  # the classifier of the file will not be used
 
+    def __post_init__(self) -> None:
+        if self.heads is not None and self.heads < 1:
+            raise UserError(f"heads must be at least 1, not {self.heads}.")
+        if self.grid is not None and min(self.grid) < 1:
+            raise UserError(f"grid takes rows and columns of at least 1, not {self.grid[0]} and {self.grid[1]}.")
+
 
 @dataclass(frozen=True)
 class CheckpointHeader:
