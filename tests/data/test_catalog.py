@@ -312,6 +312,26 @@ def test_flowers_have_three_splits(tmp_path, compress):
     assert "A copy of 6 test images, not of 6,149." in data.notes
 
 
+def test_tiny_imagenet_lists_the_classes_of_its_val_images(tmp_path):
+    pixels = RNG.integers(0, 256, (3, 4, 4, 3), dtype=np.uint8)
+    for number, name in enumerate(("n1", "n2", "n2")):
+        put(tmp_path / "train" / name / "images" / f"{name}_{number}.JPEG", png(pixels[number]))
+    for number in range(2):
+        put(tmp_path / "val" / "images" / f"val_{number}.JPEG", png(pixels[number]))
+    listing = tmp_path / "val" / "val_annotations.txt"
+    listing.write_text("val_0.JPEG\tn2\t0\t1\t2\t3\nval_1.JPEG\tn1\t0\t1\t2\t3\n")
+    data = open_data(f"tiny-imagenet:{tmp_path}")
+    assert data.train.classes == ("n1", "n2")
+    assert data.train.labels.tolist() == [0, 1, 1]
+    assert data.val is not None
+    assert (data.val.keys, data.val.labels.tolist()) == (["val/images/val_0.JPEG", "val/images/val_1.JPEG"], [1, 0])
+    assert "A copy of 3 train images, not of 100,000." in data.notes
+    listing.write_text("val_0.JPEG\n")
+    assert "has a line without a class" in refusal(f"tiny-imagenet:{tmp_path}")
+    listing.write_text("val_7.JPEG\tn2\n")
+    assert "lists 1 images that are not there (val/images/val_7.JPEG)" in refusal(f"tiny-imagenet:{tmp_path}")
+
+
 def test_faulty_flowers_are_refused(tmp_path):
     folder, _, labels = flowers(tmp_path, True)
     scipy = pytest.importorskip("scipy.io", reason="needs scipy")

@@ -249,7 +249,7 @@ def study_state(job: StudyJob) -> StudyRuns:
     """A study as its records are now."""
     records = read_records(job.out)
     current = plan(job.study, records)
-    cost = plan_cost(job.study, current, records, _sizes(job))
+    cost = plan_cost(job.study, current, records, _sizes(job) if current.pending else {})
     return StudyRuns(job.study, job.out, current, cost, results(job.study, records), records)
 
 

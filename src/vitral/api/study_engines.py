@@ -30,6 +30,8 @@ from vitral.studies.planning import plan
 from vitral.studies.records import Record, append_record, read_records
 from vitral.training.device_data import shared_residents
 
+_BESIDE = "VITRAL_STUDY_BESIDE"  # tells a process how many others share its device
+
 
 @dataclass
 class StudyJob:
@@ -61,7 +63,8 @@ class StudyJob:
     @cached_property
     def context(self) -> StudyContext:
         """What the runs of this process share."""
-        return StudyContext(self.study, self.out, self.sources(), self.init, self.device)
+        beside = int(os.environ.get(_BESIDE, 0))
+        return StudyContext(self.study, self.out, self.sources(), self.init, self.device, beside)
 
     def command(self, ids: Sequence[str]) -> str:
         """The command that carries out some runs."""
@@ -77,6 +80,8 @@ def run_local(job: StudyJob, pending: Sequence[PlannedRun], on_event: EventHandl
     """Carry out runs on this machine: one after the other here, or several at a time in processes of their own."""
     gpus = torch.cuda.device_count() if job.device in ("", "cuda") else 0
     count = min(job.parallel or max(gpus, 1), len(pending))
+    if any(run.cell.measure == "speed" for run in pending):
+        count = min(count, max(gpus, 1))  # a device that is shared says nothing about speed
     if count > 1:
         _run_processes(job, pending, count, gpus, on_event)
         return
@@ -104,7 +109,8 @@ def _run_processes(job: StudyJob, pending: Sequence[PlannedRun], count: int, gpu
     processes = []
     try:
         for number in range(count):
-            environment = {**os.environ, "OMP_NUM_THREADS": str(max(cores() // count, 1))}
+            beside = len(range(number % max(gpus, 1), count, max(gpus, 1))) - 1
+            environment = {**os.environ, "OMP_NUM_THREADS": str(max(cores() // count, 1)), _BESIDE: str(beside)}
             if gpus:
                 visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpus > 1 else []
                 devices = visible if len(visible) == gpus else [str(gpu) for gpu in range(gpus)]

@@ -54,6 +54,7 @@ class StudyContext:
     sources: Mapping[str, str]  # by the name that the study has for them
     init: str = ""
     device: str = ""
+    beside: int = 0  # other processes on the same device
     _opened: dict[tuple[str, float], DataSet] = field(default_factory=dict)
     _decoded: dict[tuple[str, float], DataSet] = field(default_factory=dict)
 
@@ -139,6 +140,7 @@ def execute(context: StudyContext, planned: PlannedRun, folder: Path, on_event: 
         study=study.name,
         changes={key: value for key, value in planned.settings.items() if key in varied},
         trial=planned.trial,
+        beside=context.beside,
         recipe=recipe_hash(study.recipe_of(planned)),
         version=__version__,
     )

@@ -103,6 +103,7 @@ class Cell:
     start: str = ""  # name of the pre-training it starts from
     choose: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # values of keys to choose from on a dev split
     paper: float | None = None
+    axes: tuple[str, ...] = ()  # keys that vary besides the point
 
 
 @dataclass(frozen=True)
@@ -256,10 +257,10 @@ def _cells(settings: Mapping[str, Any], name: str) -> Iterator[Cell]:
     for point in points:
         for values in itertools.product(*axes.values()):
             combined = {**dict(zip(axes, values, strict=True)), **_flat(point, {**keys(), "choose": None})}
-            yield _cell(combined, settings, name)
+            yield _cell(combined, settings, name, tuple(axes))
 
 
-def _cell(point: Mapping[str, Any], settings: Mapping[str, Any], name: str) -> Cell:
+def _cell(point: Mapping[str, Any], settings: Mapping[str, Any], name: str, axes: tuple[str, ...]) -> Cell:
     changes = {key: value for key, value in point.items() if key not in _POINT}
     choose = {key: tuple(values) for key, values in _flat(point.get("choose", {}), {}).items()}
     for key in (*changes, *choose):
@@ -282,6 +283,7 @@ def _cell(point: Mapping[str, Any], settings: Mapping[str, Any], name: str) -> C
         measure=measure,
         choose=choose,
         paper=point.get("paper"),
+        axes=axes,
     )
 
 

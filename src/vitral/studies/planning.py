@@ -50,6 +50,11 @@ class CellResult:
         """What tables and claims know the cell by."""
         return {**self.cell.labels, **self.chosen}
 
+    def edges(self) -> list[str]:
+        """The chosen values that are the lowest or highest of those tried: a better one may lie beyond."""
+        ends = {key: (min(values), max(values)) for key, values in self.cell.choose.items() if len(values) > 2}
+        return [f"{key} {value}" for key, value in self.chosen.items() if value in ends.get(key, ())]
+
     def values(self, metric: str) -> tuple[float, ...]:
         """A metric, one value per seed."""
         return tuple(record.metrics[metric] for record in self.records if metric in record.metrics)
@@ -197,6 +202,9 @@ def table(study: Study, cells: Sequence[CellResult]) -> tuple[list[str], list[li
     varied = [key for key in dict.fromkeys(key for cell in cells for key in cell.labels) if key != "name"]
     varied = [key for key in varied if len({str(cell.labels.get(key)) for cell in cells}) > 1]
     names = any(cell.cell.labels["name"] != settings_text(cell.cell.changes) for cell in cells)
+    if names:  # which stand for the other settings of their points
+        told = {key for cell in cells for key in (*cell.cell.axes, *cell.chosen, "data")}
+        varied = [key for key in varied if key in told]
     paper = any(cell.cell.paper is not None for cell in cells)
     head = [*(["point"] if names else []), *varied, study.metric, *study.columns, "runs"]
     head += [*(["the paper"] if paper else []), "seconds", "FLOPs per run"]

@@ -35,6 +35,7 @@ class Record:
     flops: float = 0.0
     peak_bytes: int = 0
     images_per_second: float = 0.0
+    beside: int = 0  # other runs that shared the device, and took a part of its time
     recipe: str = ""  # hash of the complete recipe
     device: str = ""
     version: str = ""

@@ -36,7 +36,7 @@ def markdown(study: Study, cells: Sequence[CellResult], records: Mapping[str, Re
     lines += [
         *_table(columns, rows, left=columns.index(study.metric)),
         "",
-        f"{_intervals(records)} {cost_sentence(records)}",
+        _table_notes(study, cells, records),
         "",
     ]
     lines += ["Differs from the paper:", "", *(f"- {text}" for text in study.differs), ""] if study.differs else []
@@ -88,11 +88,23 @@ def cost_sentence(records: Mapping[str, Record]) -> str:
     before = f", and {sum(starts):.2e} FLOPs of pre-training" if starts else ""
     trials = sum(record.trial for record in records.values())
     chosen = f", {trials} of them trials" if trials else ""
+    beside = max((record.beside for record in records.values()), default=0)
+    shared = f"; up to {beside + 1} runs at a time shared a device, and each counts in full" if beside else ""
     return (
         f"{len(records)} runs{chosen}: {seconds:,.0f} s and {flops:.2e} FLOPs "
         f"(two per multiply-accumulate, three forward passes per step){before} on {', '.join(devices) or 'no device'}"
-        f"{failed}."
+        f"{failed}{shared}."
     )
+
+
+def _table_notes(study: Study, cells: Sequence[CellResult], records: Mapping[str, Record]) -> str:
+    return " ".join(filter(None, [_intervals(records), cost_sentence(records), edge_sentence(study, cells)]))
+
+
+def edge_sentence(study: Study, cells: Sequence[CellResult]) -> str:
+    """Cells whose chosen value is the lowest or highest that was tried."""
+    edges = [f"{_row_name(cell, cells)} ({', '.join(cell.edges())})" for cell in cells if cell.edges()]
+    return f"Chosen at the edge of the values tried, a better one may lie beyond: {'; '.join(edges)}." if edges else ""
 
 
 def as_dict(study: Study, cells: Sequence[CellResult], records: Mapping[str, Record]) -> dict[str, Any]:
@@ -114,6 +126,7 @@ def as_dict(study: Study, cells: Sequence[CellResult], records: Mapping[str, Rec
             "seconds": sum(record.seconds for record in records.values()),
             "flops": sum(record.flops for record in records.values()),
         },
+        "edges": edge_sentence(study, cells),
         "differs": list(study.differs),
         "records": [asdict(record) for record in records.values()],
     }
@@ -147,23 +160,27 @@ def html(study: Study, cells: Sequence[CellResult], records: Mapping[str, Record
     lead = f"{where}<p>{escape(study.about)}</p>{headline_numbers(numbers)}"
     sections = []
     if claims:
-        body = html_table(["claim", "verdict", "measured"], [[r.claim.text, r.verdict, r.measured] for r in claims])
+        body = html_table(["claim", "verdict", "measured"], [[r.claim.text, r.verdict, r.measured] for r in claims], 3)
         sections.append(Section("claims", "Claims", escape(TEST), body))
     sections.append(Section("figure", "Figure", "Bars are 95 % intervals over seeds.", panels(*figures(study, cells))))
-    sections.append(Section("table", "All cells", escape(cost_sentence(records)), html_table(columns, rows)))
+    about = escape(_table_notes(study, cells, records))
+    sections.append(Section("table", "All cells", about, html_table(columns, rows, columns.index(study.metric))))
     if study.differs:
         items = "".join(f"<li>{escape(text)}</li>" for text in study.differs)
         sections.append(Section("differs", "What differs from the paper", "", f"<ul>{items}</ul>"))
     return page(study.title, lead, sections, {})
 
 
-def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A plain table."""
-    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
+    """A plain table; columns after the first `left` hold numbers."""
+    style = [' style="text-align:left"' if number < left else "" for number in range(len(columns))]
+    head = "".join(f'<th scope="col"{s}>{escape(column)}</th>' for column, s in zip(columns, style, strict=True))
+    body = "".join(
+        f"<tr>{''.join(f'<td{s}>{escape(cell)}</td>' for cell, s in zip(row, style, strict=True))}</tr>" for row in rows
+    )
     return (
         '<div class="scroll" tabindex="0" role="region" aria-label="Table">'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        f'<table class="classes"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
 
@@ -234,7 +251,7 @@ def curves(study: Study, cells: Sequence[CellResult]) -> str:
         if x is not None and mean is not None:
             lines.setdefault(_series(cell, study.x), []).append((x, mean, cell.interval(study.metric)))
     xs = [x for points in lines.values() for x, _, _ in points]
-    log = min(xs) > 0 and max(xs) / min(xs) > _WIDE
+    log = study.x == "flops" or (min(xs) > 0 and max(xs) / min(xs) > _WIDE)
     scaled = {name: sorted({(math.log10(x) if log else x, y, h) for x, y, h in p}) for name, p in lines.items()}
     ends = [(x, y + sign * (half or 0.0)) for p in scaled.values() for x, y, half in p for sign in (-1, 1)]
     label = "FLOPs per run" if study.x == "flops" else study.x

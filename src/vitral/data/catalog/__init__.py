@@ -18,6 +18,7 @@ from vitral.data.catalog.readers import (
     read_digits,
     read_flowers,
     read_pets,
+    read_tiny_imagenet,
 )
 from vitral.data.splits import DataSet
 from vitral.errors import UserError
@@ -55,6 +56,13 @@ CATALOG: dict[str, CatalogEntry] = {
         layout="jpg/, imagelabels.mat and setid.mat, the hub's Parquet files, or class folders in train/, val/, test/",
         classes=102,
         sizes={"train": 1_020, "val": 1_020, "test": 6_149},
+    ),
+    "tiny-imagenet": CatalogEntry(
+        "Tiny-ImageNet: 110,000 photographs, 64 x 64 pixels; evaluated on its validation split",
+        read_tiny_imagenet,
+        layout="train/WNID/images/ and val/ with images/ and val_annotations.txt, or class folders in train/ and val/",
+        classes=200,
+        sizes={"train": 100_000, "val": 10_000},
     ),
     "imagenet": CatalogEntry(
         "ImageNet (ILSVRC-2012): 1.28 million photographs; evaluated on its validation split",

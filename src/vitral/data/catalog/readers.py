@@ -179,6 +179,24 @@ def _numbers(file: Path, variable: str) -> np.ndarray:
     return numbers.astype(np.int64).ravel()
 
 
+def read_tiny_imagenet(copy: LocalCopy) -> DataSet | None:
+    """train/WNID/images/, and val/images/ with the classes in a list."""
+    listing = "val/val_annotations.txt"
+    folder = copy.find_folder("train", listing)
+    if folder is None:
+        return read_generic(copy)
+    rows = [line.split("\t") for line in _bytes(folder / listing).decode("utf-8", "replace").splitlines() if line]
+    if any(len(row) < 2 for row in rows):
+        raise UserError(f"{folder / listing} has a line without a class: download it again.")
+    train = sorted(path.relative_to(folder).as_posix() for path in folder.glob("train/*/images/*.JPEG"))
+    val, classes = [f"val/images/{row[0]}" for row in rows], [name.split("/")[1] for name in train]
+    parts = {
+        "train": RawSplit(train, classes, FileReader(str(folder), train)),
+        "val": RawSplit(val, [row[1] for row in rows], listed_files(folder, val, listing)),
+    }
+    return copy.build(parts, tuple(sorted({*classes})))
+
+
 LISTS = {"train": "annotations/trainval.txt", "test": "annotations/test.txt"}
 
 
