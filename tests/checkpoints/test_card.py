@@ -40,6 +40,8 @@ HALF = (0.5, 0.5, 0.5)
         (DINO, 224, (96, 160), "decode|resize(96, 160, bicubic)"),
         (TIMM, 224, (112, 112), "decode|resize_short(124, pil_bicubic)|center_crop(112)"),
         (TIMM, 224, (96, 160), "decode|resize(96, 160, pil_bicubic)"),
+        ("decode|resize(224, antialias=false)", 224, (96, 160), "decode|resize(96, 160, antialias=false)"),
+        ("decode|resize(224, antialias=false)", 224, (384, 384), "decode|resize(384, antialias=false)"),
         (
             "decode|resize_fit(40)|pad(32, 32, 124, 116, 104)|center_crop(32)",
             32,

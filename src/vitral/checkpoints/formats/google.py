@@ -125,11 +125,11 @@ def unsupported_reason(architecture: Architecture) -> str | None:
 
 
 def plain_resize(header: CheckpointHeader, architecture: Architecture) -> Preprocess:
-    """Plain resize and values from -1 to 1, as in the input pipelines of `vision_transformer` and BiT."""
+    """Resize without antialiasing, values from -1 to 1: the input pipelines of `vision_transformer` and BiT."""
     height, width = architecture.image
     size = f"{height}" if height == width else f"{height}, {width}"
     half = (0.5,) * architecture.channels
-    return Preprocess(f"decode|resize({size})", half, half)
+    return Preprocess(f"decode|resize({size}, antialias=false)", half, half)
 
 
 def _stem_entries(c: ViTConfig, group_norm: bool) -> list[Entry]:
