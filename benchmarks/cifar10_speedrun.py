@@ -66,7 +66,8 @@ def _print_summary(recipe: str, runs: list[RunTiming]) -> None:
     scores, seconds = [run.score for run in runs], [run.steps for run in runs]
     deviation = statistics.stdev(scores) if len(scores) > 1 else 0.0
     print(
-        f"{recipe}: {statistics.fmean(scores):.2%} +- {deviation:.2%} (standard deviation of {len(scores)} seeds; goal {goal:.1%}), "
+        f"{recipe}: {statistics.fmean(scores):.2%} +- {deviation:.2%} (standard deviation of {len(scores)} seeds; "
+        f"goal {goal:.1%}), "
         f"{statistics.fmean(seconds):.1f} s of training, at most {max(seconds):.1f} s (limit {limit:.0f} s)",
         flush=True,
     )
