@@ -316,7 +316,7 @@ def test_a_terminal_shows_that_a_page_is_drawn(command, journey, bag, tmp_path, 
 def test_check_prints_what_is_wrong(command, bag):
     said = command("check", bag)
     assert said.code == 0
-    shown = {line.split("  ")[0].strip(): line for line in said.out.splitlines() if "  " in line}
+    shown = {line.strip().split("  ")[0]: line for line in said.out.splitlines() if "  " in line}
     assert "red/turned.jpg" in shown["rotated (EXIF)"]
     assert "red/deep.png" in shown["over 8 bits"]
     assert "red/cmyk.jpg" in shown["CMYK"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from vitral.api.checkpoints import Source, load_source
 from vitral.api.data import Data, open_to_train
 from vitral.api.prediction import compute_device, prepared, reading_workers
 from vitral.atomic import atomic_write, checked_output
+from vitral.checkpoints.card import Preprocess
 from vitral.data.check import CheckReport, SuspectLabel, open_to_check
 from vitral.data.check import check as check_data
 from vitral.data.images import resize
@@ -23,6 +25,7 @@ from vitral.errors import UntrainableData, UserError
 from vitral.evaluation.features import cached_features
 from vitral.evaluation.label_errors import find_label_errors
 from vitral.events import EventHandler
+from vitral.models.build import Model
 from vitral.recipe import Recipe
 from vitral.report.label_errors import label_errors_page
 
@@ -65,11 +68,12 @@ def check(
             raise UntrainableData(str(error)) from error
         raise
     with displayed(on_event) as handler:
+        judge = _judge(opened, model, preprocess, device, handler) if model else None
         report = check_data(opened, workers=default_workers("cuda"), on_event=handler)
         report = replace(report, refusal=_refusal(data, report))
-        if target is None:
+        if judge is None or target is None:
             return report
-        suspects, places, judged = _suspects(opened, model, preprocess, device, handler)
+        suspects, places, judged = _suspects(opened, judge, handler)
     thumbnails = [_thumbnail(*place) for place in places[:_SHOWN]]
     with atomic_write(target) as temporary:
         temporary.write_text(label_errors_page(opened.source, judged, suspects, thumbnails), encoding="utf-8")
@@ -91,25 +95,38 @@ def _refusal(data: Data, report: CheckReport) -> str:
     return unreadable_refusal(opened.train, readable(opened.train), readable(held_out) if held_out else None)
 
 
-def _suspects(
-    opened: DataSet, source: Source, preprocess: str, device: str, on_event: EventHandler
-) -> tuple[list[SuspectLabel], list[tuple[Split, int]], int]:
-    """The suspicious labels of all splits together, their splits and indices there, and how many images were judged."""
+class _Judge(NamedTuple):
+    """What computes the features."""
+
+    model: Model
+    preprocess: Preprocess
+    device: str
+
+
+def _judge(opened: DataSet, source: Source, preprocess: str, device: str, on_event: EventHandler) -> _Judge:
+    """The model, loaded before any image is read."""
     if opened.train.multilabel:
         raise UserError("suspicious labels are found where images have one label each: leave out --model.")
     model, card = load_source(source, on_event)
-    resolved, how = compute_device(source, device), prepared(card, preprocess, on_event)
-    workers = reading_workers(resolved)
+    return _Judge(model, prepared(card, preprocess, on_event), compute_device(source, device))
+
+
+def _suspects(
+    opened: DataSet, judge: _Judge, on_event: EventHandler
+) -> tuple[list[SuspectLabel], list[tuple[Split, int]], int]:
+    """The suspicious labels of all splits together, their splits and indices there, and how many images were judged."""
+    model, how, device = judge
+    workers = reading_workers(device)
     x, labels, places = [], [], []
     for split in (split for split in opened.splits if len(split)):
-        part = cached_features(model, split, how, device=resolved, workers=workers, on_event=on_event)
+        part = cached_features(model, split, how, device=device, workers=workers, on_event=on_event)
         x.append(part.x[part.valid])
         labels += part.labels[part.valid].tolist()
         places += [(split, int(index)) for index in np.flatnonzero(part.valid)]
     names = opened.train.classes
     if len(set(labels)) < 2 or np.bincount(labels).max(initial=0) < 2:
         raise UserError("suspicious labels need two classes, and one with two images that can be read: add images.")
-    errors = find_label_errors(np.concatenate(x), np.array(labels), classes=len(names), device=resolved)
+    errors = find_label_errors(np.concatenate(x), np.array(labels), classes=len(names), device=device)
     suspects = []
     for error in errors:
         split, index = places[error.row]

@@ -54,5 +54,5 @@ def _figure(suspect: SuspectLabel, thumbnail: np.ndarray) -> str:
         f"<strong>{escape(suspect.suggested)}</strong> {suspect.suggested_confidence:.0%}"
         f"{' (likely wrong)' if suspect.likely else ''}<br><small>{escape(suspect.image)}</small>"
     )
-    style = "margin:0;overflow-wrap:anywhere"
-    return f'<figure style="{style}">{image_tag(thumbnail, description)}<figcaption>{caption}</figcaption></figure>'
+    caption = f'<figcaption style="font-weight:400">{caption}</figcaption>'
+    return f'<figure style="margin:0;overflow-wrap:anywhere">{image_tag(thumbnail, description)}{caption}</figure>'
