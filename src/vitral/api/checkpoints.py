@@ -19,12 +19,11 @@ from vitral.checkpoints.files import open_weights, sha256
 from vitral.checkpoints.formats import FORMATS as FORMATS
 from vitral.checkpoints.formats import format_named
 from vitral.checkpoints.formats.table import Hints
+from vitral.checkpoints.hub import is_hub_name, located
 from vitral.checkpoints.weights import (
     Checkpoint,
     assemble,
     describe,
-    is_hub_name,
-    located,
     prepared,
     read,
     read_adapted,

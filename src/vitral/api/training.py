@@ -14,7 +14,8 @@ from torch import nn
 from vitral.api.checkpoints import load
 from vitral.api.data import Data, check_out, new_folder, open_to_train
 from vitral.checkpoints.card import Card
-from vitral.checkpoints.weights import describe, located
+from vitral.checkpoints.hub import located
+from vitral.checkpoints.weights import describe
 from vitral.data.sources import DataSet, median_short_side
 from vitral.display import SummaryRepr, displayed, score_summary
 from vitral.errors import UserError

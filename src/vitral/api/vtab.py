@@ -11,7 +11,8 @@ from typing import Any
 from vitral.api.data import check_folder, new_folder
 from vitral.api.protocols import write_row
 from vitral.checkpoints.card import Card
-from vitral.checkpoints.weights import describe, located
+from vitral.checkpoints.hub import located
+from vitral.checkpoints.weights import describe
 from vitral.data.vtab import TASKS, VtabTask, find_task, open_task, write_ids
 from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError

@@ -33,6 +33,7 @@ from vitral.checkpoints.formats.table import (
     read_entries,
     write_entries,
 )
+from vitral.checkpoints.hub import is_hub_name, located
 from vitral.checkpoints.wrappers import strip_wrappers
 from vitral.checkpoints.write import write_json, write_npz, write_safetensors
 from vitral.errors import UserError
@@ -101,12 +102,6 @@ def read_adapted(
     card = replace(card, architecture=after, preprocess=preprocess, class_names=names, changes=weights.changes)
     card = replace(card, temperature=temperature)
     return replace(checkpoint, weights=weights, card=card)
-
-
-def located(source: str | Path) -> Path:
-    """The local file or folder of a source; hub names are downloaded."""
-    text = str(source)
-    return fetch(text) if is_hub_name(text) else Path(source).expanduser()
 
 
 def weights_of(model: nn.Module, changes: tuple[str, ...] = ()) -> Weights:
@@ -270,51 +265,3 @@ def _dtype_notes(described: Description) -> list[str]:
     exact = {"bfloat16": "exact", "float16": "exact", "float64": "rounded"}
     dtypes = {described.file.headers[key].dtype for key in described.names}
     return [f"weights {dtype} -> float32 ({how})" for dtype, how in exact.items() if dtype in dtypes]
-
-
-_HUB_WEIGHTS = (
-    *("model.safetensors", "model.safetensors.index.json"),
-    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
-)
-_HUB_CONFIGS = ("config.json", "preprocessor_config.json")
-
-
-def is_hub_name(source: str) -> bool:
-    return source.startswith(("hf:", "timm:"))
-
-
-def fetch(name: str) -> Path:
-    """Download `hf:owner/name[@revision]` or `timm:name[@revision]` and return its folder in huggingface_hub's cache.
-
-    Cached files are not downloaded again; HF_HUB_OFFLINE=1 and HF_HOME are honoured.
-    """
-    prefix, _, rest = name.partition(":")
-    repository, _, revision = rest.partition("@")
-    if prefix == "timm":
-        repository = f"timm/{repository.removeprefix('timm/')}"
-    if repository.count("/") != 1 or repository.endswith("/"):
-        raise UserError(f"{name} is not a hub name: write hf:owner/name or timm:name.")
-    patterns = [*_HUB_CONFIGS, "*.safetensors", "*.safetensors.index.json"]
-    folder = _snapshot(name, repository, revision or None, patterns)
-    if not any((folder / file).exists() for file in _HUB_WEIGHTS):
-        # Old repositories have pickles only; they are read without running code.
-        folder = _snapshot(name, repository, revision or None, [*_HUB_CONFIGS, "*.bin", "*.bin.index.json"])
-    return folder
-
-
-def _snapshot(name: str, repository: str, revision: str | None, patterns: list[str]) -> Path:
-    try:
-        from huggingface_hub import errors, snapshot_download
-    except ImportError as error:
-        raise UserError(f"{name} is on the Hugging Face hub: pip install 'vitral[hub]' to download it.") from error
-    try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
-    # Some releases of huggingface_hub raise a plain ConnectionError in offline mode.
-    except (errors.LocalEntryNotFoundError, ConnectionError) as error:
-        raise UserError(
-            f"{name} is not in the cache and the hub cannot be reached: go online once, or name a file."
-        ) from error
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise UserError(f"{name}: the hub has no such repository, or it needs `hf auth login`.") from error
-    except errors.HfHubHTTPError as error:
-        raise UserError(f"{name}: the hub answered with an error ({error}).") from error
