@@ -15,8 +15,7 @@ from timm_cases import build, images, relative_gap, save, save_header, shrunk
 from vitral.architecture import RopeConfig, ViTConfig
 from vitral.checkpoints.formats import FORMATS
 from vitral.checkpoints.formats.table import CheckpointHeader, Hints
-from vitral.checkpoints.formats.timm_arguments import missing_parts
-from vitral.checkpoints.timm_table import TimmFactory, factories
+from vitral.checkpoints.formats.timm_arguments import TimmFactory, factories, missing_parts
 from vitral.checkpoints.weights import describe, read
 from vitral.errors import UserError
 

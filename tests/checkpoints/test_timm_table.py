@@ -8,8 +8,7 @@ from importlib.resources import files
 import pytest
 from oracles import outside
 
-from vitral.checkpoints.known_names import named_architecture, timm_name
-from vitral.checkpoints.timm_table import factories
+from vitral.checkpoints.formats.timm_arguments import factories, factory_named, named_architecture
 
 
 def test_the_table_is_that_of_the_installed_timm():
@@ -47,7 +46,8 @@ def test_arguments_of_groups_classes_and_sizes_are_joined():
     ],
 )
 def test_a_name_finds_the_longest_architecture(name, architecture):
-    assert timm_name(name) == architecture
+    factory = factory_named(name)
+    assert (factory.name if factory else None) == architecture
 
 
 def test_a_name_states_what_shapes_hide():

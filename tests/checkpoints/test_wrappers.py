@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import vitral
 from vitral.api.checkpoints import load_source
-from vitral.checkpoints.formats.foreign import family_of
+from vitral.checkpoints.formats import family_of
 from vitral.checkpoints.wrappers import ignored_sentences
 from vitral.cli import main
 from vitral.errors import UserError

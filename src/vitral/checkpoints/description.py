@@ -11,12 +11,11 @@ from typing import Any
 from vitral.architecture import Architecture, ModelConfig, ModuleConfig, ViTConfig
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.files import WeightFile, open_weights
-from vitral.checkpoints.formats import FORMATS, format_named
-from vitral.checkpoints.formats.foreign import family_of
+from vitral.checkpoints.formats import FORMATS, family_of, format_named
 from vitral.checkpoints.formats.native import NATIVE, card_of
 from vitral.checkpoints.formats.table import CONFIG_COUNTS, CheckpointHeader, Entry, Format, Hints, linear
+from vitral.checkpoints.formats.timm_arguments import factory_named, named_architecture
 from vitral.checkpoints.formats.timm_reading import named_factory
-from vitral.checkpoints.known_names import named_architecture, timm_name
 from vitral.checkpoints.wrappers import FoundModel, find_model, ignored_keys, ignored_sentences
 from vitral.errors import UserError, shorten
 
@@ -32,7 +31,7 @@ class Description:
     """A checkpoint without its tensors: the file, its format and its card."""
 
     file: WeightFile
-    format: Format
+    format: Format[Any]
     header: CheckpointHeader
     card: Card
     names: Mapping[str, str]  # key in the file -> key of an entry, of the tensors to read
@@ -187,10 +186,10 @@ def _named_by_timm(
     if model.format.name != "timm" or _is_stated(model.header):
         return None
     name, known = _named(file, path)
-    architecture_name = timm_name(name) if known else None
-    if architecture_name is None:
+    factory = factory_named(name) if known else None
+    if factory is None:
         return None
-    config = {**(model.header.config or {}), "architecture": architecture_name}
+    config = {**(model.header.config or {}), "architecture": factory.name}
     stated = replace(model, header=replace(model.header, config=config))
     try:
         model, architecture, sentences = _architecture(file, path, stated)
@@ -201,7 +200,7 @@ def _named_by_timm(
     return model, architecture, [f"by the name {name}: {_fields(hidden)}", *sentences]
 
 
-def _unstated(table: Format, header: CheckpointHeader, c: ViTConfig, stated: set[str]) -> list[str]:
+def _unstated(table: Format[Any], header: CheckpointHeader, c: ViTConfig, stated: set[str]) -> list[str]:
     """What a file without its config.json does not state, in formats that have one."""
     if table.config is None or table.name == "timm" or _is_stated(header):  # timm's reader records its own
         return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -187,14 +188,14 @@ def write(weights: Weights, card: Card, path: Path, format: str) -> Card:
     else:
         with atomic_write(path, folder=True) as folder:
             _write_file(folder / "model.safetensors", table, arrays, card)
-            write_json(folder / "config.json", table.config(card))
+            write_json(folder / "config.json", table.config(card, card.architecture))
             preprocessor = table.preprocessor(card)
             if preprocessor is not None:
                 write_json(folder / "preprocessor_config.json", preprocessor)
     return card
 
 
-def prepared(weights: Weights, table: Format) -> Weights:
+def prepared(weights: Weights, table: Format[Any]) -> Weights:
     """The same function in a form that the format can represent; UserError if there is none."""
     reason = table.unsupported_reason(weights.architecture)
     if reason:
@@ -207,7 +208,7 @@ def prepared(weights: Weights, table: Format) -> Weights:
     return replace(weights, changes=(*weights.changes, *table.pack_changes(weights.architecture)))
 
 
-def unstated(card: Card, back: Card, table: Format) -> list[str]:
+def unstated(card: Card, back: Card, table: Format[Any]) -> list[str]:
     """What a file of this format does not state, so that its reader must be told or behaves differently at other sizes.
 
     Args:
@@ -225,7 +226,7 @@ def unstated(card: Card, back: Card, table: Format) -> list[str]:
     return missing
 
 
-def _unstated_shape(written: Architecture, back: Architecture, table: Format) -> list[str]:
+def _unstated_shape(written: Architecture, back: Architecture, table: Format[Any]) -> list[str]:
     if not isinstance(written, ViTConfig) or not isinstance(back, ViTConfig):
         return []
     rows, columns = written.grid(written.image)
@@ -247,14 +248,14 @@ def _guessed_heads(architecture: ViTConfig) -> int | None:
         return None
 
 
-def _arrays(weights: Weights, table: Format) -> Mapping[str, Tensor]:
+def _arrays(weights: Weights, table: Format[Any]) -> Mapping[str, Tensor]:
     arrays = table.pack(write_entries(table.entries(weights.architecture), weights.state), weights.architecture)
     for key, shape in table.zeros(weights.architecture).items():
         arrays[key] = torch.zeros(shape)
     return arrays
 
 
-def _write_file(path: Path, table: Format, arrays: Mapping[str, Tensor], card: Card) -> None:
+def _write_file(path: Path, table: Format[Any], arrays: Mapping[str, Tensor], card: Card) -> None:
     if table.container == "npz":
         write_npz(path, arrays)
     else:
