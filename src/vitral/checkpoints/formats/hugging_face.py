@@ -78,8 +78,8 @@ def hf_renames(keys: Iterable[str]) -> dict[str, str]:
     keys = list(keys)
     bare = {key: _PREFIX.sub("", key) for key in keys}
     plain = any("layernorm_before" in key for key in keys)  # Dinov2's files have mlp.fc1, ViT's do not
-    memory = {**_MEMORY, **_MEMORY_MLP} if plain else _MEMORY
-    renamed = {key: _in_file(new, memory) for key, new in bare.items()}
+    memory = _MEMORY | _MEMORY_MLP if plain else _MEMORY
+    renamed = {key: in_file(new, memory) for key, new in bare.items()}
     classifier = "classifier.weight" in bare
     repeated = len(set(renamed.values())) < len(renamed)  # masked image modeling has a norm besides the model's
     for key, new in renamed.items():
@@ -89,7 +89,8 @@ def hf_renames(keys: Iterable[str]) -> dict[str, str]:
     return renamed
 
 
-def _in_file(key: str, memory: Mapping[str, str]) -> str:
+def in_file(key: str, memory: Mapping[str, str] = _MEMORY | _MEMORY_MLP) -> str:
+    """A key in the memory of transformers 5 -> that in a file, by the names of a block's parts."""
     key = key.replace("shared_position_bias.", "encoder.relative_position_bias.")
     if not _LAYER.match(key):
         return key

@@ -72,7 +72,7 @@ def layout_entries(names: Layout, c: ViTConfig) -> list[Entry]:
         shape = (2, c.depth, c.heads, c.width // c.heads // 2)
         entries.append(Entry(names.frequencies, "rope.frequencies", shape))
     for i in range(c.depth):
-        entries += _block(names, i, f"blocks.{i}", c)
+        entries += block_entries(names, i, f"blocks.{i}", c)
     pooled = c.norm_place == "features" and names.pooled_norm
     entries += norm(names.pooled_norm if pooled else names.norm, "norm", c.width) if c.norm_place != "none" else []
     entries += _map_head(names.map_head, c) if c.pool == "map" else []
@@ -93,7 +93,8 @@ def _positions(names: Layout, c: ViTConfig) -> list[Entry]:
     return entries
 
 
-def _block(names: Layout, index: int, ours: str, c: ViTConfig) -> list[Entry]:
+def block_entries(names: Layout, index: int, ours: str, c: ViTConfig) -> list[Entry]:
+    """The tensors of one block, which is called `ours`."""
     theirs, attention = names.block.format(index), f"{ours}.attention"
     entries = norm(f"{theirs}.{names.norm1}", f"{ours}.norm1", c.width)
     entries += norm(f"{theirs}.{names.norm2}", f"{ours}.norm2", c.width)

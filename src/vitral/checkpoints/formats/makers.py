@@ -242,7 +242,8 @@ DINO = Format(
     entries=lambda c: layout_entries(_DINO, c),
     unsupported_reason=_dino_unsupported_reason,
     renames=_dino_renames,
-    ignored=r"mask_token$|(dino_|ibot_)head\.|head\.(mlp|last_layer)\.",  # projection heads of the pre-training
+    # Of the pre-training: projection heads, and the decoder of MAE, whose files have the same names.
+    ignored=r"mask_token$|(dino_|ibot_)head\.|head\.(mlp|last_layer)\.|decoder_",
     zeros=_dino_zeros,
 )
 
