@@ -14,7 +14,7 @@ from typing import Any, Literal
 from vitral.architecture import ViTConfig
 from vitral.atomic import atomic_write
 from vitral.checkpoints.card import Card
-from vitral.checkpoints.files import open_weights, read_tensors
+from vitral.checkpoints.files import WeightFile, open_weights, read_tensors
 from vitral.checkpoints.formats import format_named
 from vitral.checkpoints.formats.hugging_face import LAYOUT, in_file
 from vitral.checkpoints.formats.layout import Layout, block_entries
@@ -76,32 +76,40 @@ def read_mae(
         UserError: the file cannot be read, or has no decoder.
     """
     path = located(source)
-    checkpoint = read(path, None, Hints(heads=heads))
-    encoder, file = assemble(checkpoint.weights), open_weights(path)
-    root = next(
-        (key.removesuffix("decoder_embed.weight") for key in file.headers if "decoder_embed.weight" in key), None
-    )
-    if root is None or not isinstance(encoder, ViT):
+    checkpoint, file = read(path, None, Hints(heads=heads)), open_weights(path)
+    encoder, parts = assemble(checkpoint.weights), _parts(file)
+    if parts is None or not isinstance(encoder, ViT):
         raise UserError(f"{path} has no decoder of a masked autoencoder: load its encoder with vitral.load.")
-    names = _NAMES["hf-mae" if root.endswith("decoder.") else "mae"]
-    start = root.removesuffix(names.prefix)
-    renamed = {key: _name(key.removeprefix(start)) for key in checkpoint.unmapped if _PART.match(key[len(start) :])}
-    shapes = {name: file.headers[key].shape for key, name in renamed.items()}
-    header = CheckpointHeader(shapes, file.config)
     try:
-        config = _config(header, names, {"heads": decoder_heads, "norm_pixels": norm_pixels})
+        config = _config(parts, {"heads": decoder_heads, "norm_pixels": norm_pixels})
         model = MaskedAutoencoder(encoder, config)
-        tensors = read_tensors(file)
-        ours = {key: tuple(tensor.shape) for key, tensor in model.decoder.state_dict().items()}
-        used = {name: tensors[key] for key, name in renamed.items()}
-        state, unused = read_entries(_entries(names, encoder.config, config), used, ours)
-        if unused:
-            raise UserError(f"{len(unused)} tensors of its decoder are not those of MAE, such as {unused[0]}.")
+        _load(model, file, parts)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    model.decoder.load_state_dict(state)
-    ignored = tuple(change for change in checkpoint.card.changes if not change.startswith(("ignored: ", "decoder not")))
-    return model.eval(), replace(checkpoint.card, changes=(*ignored, *header.assumed))
+    changes = (change for change in checkpoint.card.changes if not change.startswith(("ignored: ", "decoder not")))
+    return model.eval(), replace(checkpoint.card, changes=(*changes, *parts.header.assumed))
+
+
+def read_decoder(source: str | Path, model: MaskedAutoencoder) -> bool:
+    """Read the decoder of a file into a model of its sizes; False if the file has none.
+
+    Raises:
+        UserError: it has other sizes.
+    """
+    path = located(source)
+    file = open_weights(path)
+    if (parts := _parts(file)) is None:
+        return False
+    try:
+        config = _config(parts, {"heads": model.config.heads})
+        for field in ("width", "depth", "mlp"):
+            ours, stored = getattr(model.config, field), getattr(config, field)
+            if ours != stored:
+                raise UserError(f"its decoder has a {field} of {stored}, not {ours}: set the sizes of the decoder.")
+        _load(model, file, parts)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    return True
 
 
 def write_mae(model: MaskedAutoencoder, path: Path, card: Card | None = None, format: MaeFormat = "hf-mae") -> None:
@@ -138,14 +146,48 @@ def write_mae(model: MaskedAutoencoder, path: Path, card: Card | None = None, fo
             write_json(folder / "preprocessor_config.json", preprocessor)
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """The decoder in a file."""
+
+    names: _Names
+    keys: dict[str, str]  # in the file -> in the table
+    header: CheckpointHeader
+
+
+def _parts(file: WeightFile) -> _Parts | None:
+    """The tensors of a decoder, below any prefix."""
+    first = "decoder_embed.weight"
+    root = next((key.removesuffix(first) for key in file.headers if re.search(rf"(^|\.){first}$", key)), None)
+    if root is None:
+        return None
+    names = _NAMES["hf-mae" if root.endswith("decoder.") else "mae"]
+    start = root.removesuffix(names.prefix)
+    inside = {key: key.removeprefix(start) for key in file.headers if key.startswith(start)}
+    keys = {key: _name(name) for key, name in inside.items() if _PART.match(name)}
+    shapes = {name: file.headers[key].shape for key, name in keys.items()}
+    return _Parts(names, keys, CheckpointHeader(shapes, file.config))
+
+
 def _name(name: str) -> str:
     """A key of the table; transformers 5 saves the blocks under another name, and holds their parts under others."""
     match = _BLOCK.match(name)
     return f"decoder.decoder_layers.{in_file(f'{_LAYER}{match[1]}').removeprefix(_LAYER)}" if match else name
 
 
-def _config(header: CheckpointHeader, names: _Names, passed: Mapping[str, Any]) -> MaeConfig:
+def _load(model: MaskedAutoencoder, file: WeightFile, parts: _Parts) -> None:
+    tensors = read_tensors(file)
+    shapes = {key: tuple(tensor.shape) for key, tensor in model.decoder.state_dict().items()}
+    entries = _entries(parts.names, model.encoder.config, model.config)
+    state, unused = read_entries(entries, {name: tensors[key] for key, name in parts.keys.items()}, shapes)
+    if unused:
+        raise UserError(f"{len(unused)} tensors of its decoder are not those of MAE, such as {unused[0]}.")
+    model.decoder.load_state_dict(state)
+
+
+def _config(parts: _Parts, passed: Mapping[str, Any]) -> MaeConfig:
     """The decoder by its tensors, config.json, and what was passed; what is assumed is recorded."""
+    names, header = parts.names, parts.header
     written = header.config or {}
     stated: dict[str, Any] = {field: written[key] for key, field in _CONFIG.items() if key in written}
     if written.get("model_type") == "vit_mae":  # transformers leaves out its defaults

@@ -42,7 +42,7 @@ from vitral.training.build import build_model
 from vitral.training.callbacks import CallbackRunner, OwnParts, RunHandle
 from vitral.training.identity import check_same_run, record_run
 from vitral.training.loop import train_loop
-from vitral.training.masked import MaskedModel
+from vitral.training.masked import MaeModel, MaskedModel
 from vitral.training.metrics import MetricsLogger, PlainModel, calibrated_card, describe_calibration
 from vitral.training.optimizer import learning_rate
 from vitral.training.parallel import World, all_ranks, gather_rows, init_distributed, on_rank0
@@ -279,7 +279,9 @@ def _image_names(indices: Tensor, setup: RunSetup, world: World) -> list[str]:
 
 def _keep(plain_model: PlainModel, setup: RunSetup, path: Path, world: World) -> None:
     model = plain_model()
-    model = model.model if isinstance(model, MaskedModel) else model  # without what only the prediction needs
+    model = (
+        model.model if isinstance(model, MaskedModel | MaeModel) else model
+    )  # without what only the prediction needs
     card = calibrated_card(setup.card, plain_model.state.progress.metrics or {}, setup.eval_split)
     on_rank0(lambda: _write_model(model, setup, card, path), world)
 
