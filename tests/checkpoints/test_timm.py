@@ -134,7 +134,7 @@ def test_weights_alone_compute_what_timm_computes(tmp_path):
     found = read(tmp_path / "weights.safetensors")
     assert found.card.changes == (
         "assumed: gelu=erf, pool=token, norm_eps=1e-06, heads=2, as timm's models with these tensors have; "
-        "if not, pass gelu= or pool=, or the folder with timm's config.json",
+        "if not, pass gelu= or pool= or norm_eps=, or the folder with timm's config.json",
     )
     pixels = pictures(2, 3, 160, 160)
     assert relative_gap(run(found.weights, pixels), outcome(model, pixels)) <= LIMIT

@@ -73,7 +73,7 @@ def test_weights_with_a_decoder_are_gone_on_from(pictures, tmp_path):
     write_mae(model, tmp_path / "mae")
     found = train(pictures, tmp_path / "0", *frozen, init=tmp_path / "mae", on_event=notes.append)
     with torch.no_grad():
-        model.decoder.predict.bias += 3.0
+        model.decoder.predict.bias.add_(3.0)
     write_mae(model, tmp_path / "changed")
     changed = train(pictures, tmp_path / "1", *frozen, init=tmp_path / "changed", on_event=notes.append)
     assert changed.metrics["masked_loss"] > found.metrics["masked_loss"] + 3

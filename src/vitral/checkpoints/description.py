@@ -13,7 +13,7 @@ from vitral.checkpoints.card import Card
 from vitral.checkpoints.files import WeightFile, open_weights
 from vitral.checkpoints.formats import FORMATS, family_of, format_named
 from vitral.checkpoints.formats.native import NATIVE, card_of
-from vitral.checkpoints.formats.table import CONFIG_COUNTS, CheckpointHeader, Entry, Format, Hints, linear
+from vitral.checkpoints.formats.table import CONFIG_COUNTS, HINTED, CheckpointHeader, Entry, Format, Hints, linear
 from vitral.checkpoints.formats.timm_arguments import factory_named, named_architecture
 from vitral.checkpoints.formats.timm_reading import named_factory
 from vitral.checkpoints.wrappers import FoundModel, find_model, ignored_keys, ignored_sentences
@@ -162,12 +162,14 @@ def _architecture(file: WeightFile, path: Path, model: FoundModel) -> tuple[Foun
         header.assume(f"the name {name} is not used: the file has other sizes")
         architecture = table.architecture(header)
     if not isinstance(architecture, ViTConfig):
-        if header.hints.gelu or header.hints.pool:
-            raise UserError("a ResNet has neither GELU nor a choice of pooling: leave out gelu= and pool=.")
+        if any(getattr(header.hints, field) for field in HINTED):
+            raise UserError(
+                "a ResNet has neither GELU, LayerNorm nor a choice of pooling: leave out gelu= and the like."
+            )
         return model, architecture, [*table.assumptions(header, architecture), *header.assumed]
     if architecture.norm_place == "features" or architecture.pool == "map":
         known = {field: value for field, value in known.items() if field != "pool"}  # the tensors show another one
-    passed = {field: value for field in ("gelu", "pool") if (value := getattr(header.hints, field))}
+    passed = {field: value for field in HINTED if (value := getattr(header.hints, field))}
     chosen = {*passed, *(["heads"] if model.header.hints.heads else [])}
     by_name = {f: known[f] for f in ("heads", "gelu", "pool", "norm_eps") if f in known and f not in chosen}
     before, architecture = architecture, replace(architecture, **{**by_name, **passed})
@@ -206,7 +208,7 @@ def _unstated(table: Format[Any], header: CheckpointHeader, c: ViTConfig, stated
         return []
     hidden = ["gelu", "norm_eps", *(["pool"] if c.class_token and c.pool != "map" else [])]
     assumed = {field: getattr(c, field) for field in hidden if field not in stated}
-    options = " or ".join(f"{field}=" for field in ("gelu", "pool") if field in assumed)
+    options = " or ".join(f"{field}=" for field in HINTED if field in assumed)
     usual = f"assumed: {_fields(assumed)}, as is usual for {table.name}"
     return [usual + (f"; pass {options} if not" if options else "")] if assumed else []
 

@@ -10,7 +10,7 @@ from vitral.architecture import Architecture, ResNetConfig, Size
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.formats import hf_config
 from vitral.checkpoints.formats.google import flax_conv, plain_resize
-from vitral.checkpoints.formats.layout import ResNetLayout, torch_conv
+from vitral.checkpoints.formats.layout import ResNetLayout, torch_conv, torch_resnet
 from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, norm
 from vitral.checkpoints.formats.timm import TIMM
 from vitral.checkpoints.processors import to_timm
@@ -116,15 +116,7 @@ _HF_SETTINGS = {
 
 
 def _entries(c: ResNetConfig, names: Names) -> list[Entry]:
-    units = ResNetLayout(
-        unit=lambda stage, unit: f"{names.blocks.format(stage)}.{unit}.",
-        convs=("conv1", "conv2", "conv3"),
-        norms=("norm1", "norm2", "norm3"),
-        projection="downsample.conv",
-        projection_norm="",
-        conv=torch_conv,
-        norm=norm,
-    )
+    units = torch_resnet(lambda stage, unit: f"{names.blocks.format(stage)}.{unit}.")
     wide = 64 * c.width
     entries = [torch_conv(names.root, "root", 7, c.channels, wide), *units.entries("stages", c.blocks, wide)]
     entries += norm(names.norm, "norm", c.features)

@@ -190,6 +190,19 @@ class ResNetLayout:
         return entries
 
 
+def torch_resnet(unit: Callable[[int, int], str], projection_norm: str = "") -> ResNetLayout:
+    """The names of timm and transformers."""
+    return ResNetLayout(
+        unit,
+        convs=("conv1", "conv2", "conv3"),
+        norms=("norm1", "norm2", "norm3"),
+        projection="downsample.conv",
+        projection_norm=projection_norm,
+        conv=torch_conv,
+        norm=norm,
+    )
+
+
 def torch_conv(theirs: str, ours: str, side: int, inputs: int, outputs: int) -> Entry:
     """A convolution of torch, as ours."""
     return Entry(f"{theirs}.weight", f"{ours}.weight", (outputs, inputs, side, side))

@@ -30,6 +30,7 @@ CONFIG_COUNTS = {
     **{"num_hidden_layers": "depth", "num_register_tokens": "registers", "num_channels": "channels"},
     **{"depth": "depth", "reg_tokens": "registers", "in_chans": "channels"},
 }
+HINTED = ("gelu", "pool", "norm_eps")  # fields that no tensor shows and `Hints` has
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Hints:
     heads: int | None = None
     gelu: Gelu | None = None
     pool: Pool | None = None
+    norm_eps: float | None = None
     part: str | None = None  # which of several models in a file
     replaces_head: bool = False  # the classifier of the file will not be used
 

@@ -15,6 +15,7 @@ from typing import Any
 from vitral.architecture import Size, ViTConfig
 from vitral.checkpoints.formats.layout import layout_entries
 from vitral.checkpoints.formats.table import (
+    HINTED,
     CheckpointHeader,
     Entry,
     Shape,
@@ -117,7 +118,7 @@ def read_header(header: CheckpointHeader) -> TimmFile:
         assumed: tuple[str, ...] = ()
     else:
         known = {key: stated[key] for key, names in _STATED_BY.items() if any(name in overrides for name in names)}
-        known |= {key: value for key in ("gelu", "pool") if (value := getattr(header.hints, key))}
+        known |= {key: value for key in HINTED if (value := getattr(header.hints, key))}
         hidden, assumed = _guessed(header, shown, known, overrides.get("num_heads"))
     return _file(header, shown, hidden, assumed, arguments if named else overrides)
 
@@ -258,13 +259,13 @@ def _guessed(
         raise UserError(f"the file does not state the frequencies of its rotary positions (RoPE): {_remedy(header)}.")
     if hidden["post_norm"] and "post_norm" not in known:
         raise UserError(f"the file does not state if its norms come before or after the branches: {_remedy(header)}.")
-    assumed = [f"{key}={hidden[key]}" for key in ("gelu", "pool", "norm_eps") if _is_assumed(key, shown, known)]
+    assumed = [f"{key}={hidden[key]}" for key in HINTED if _is_assumed(key, shown, known)]
     stated_heads = header.hints.heads or heads or _shown_heads(header, shown)
     hidden["heads"] = stated_heads or _heads(header, shown, same)
     assumed += [] if stated_heads else [f"heads={hidden['heads']}"]
     if hidden["rope"]:
         assumed.append(f"axes of RoPE={hidden['rope'].axes}")
-    options = " or ".join(f"{key}=" for key in ("gelu", "pool") if any(one.startswith(key) for one in assumed))
+    options = " or ".join(f"{key}=" for key in HINTED if any(one.startswith(key) for one in assumed))
     remedy = f"pass {options}, or {_remedy(header).removeprefix('pass ')}" if options else _remedy(header)
     sentence = f"assumed: {', '.join(assumed)}, as timm's models with these tensors have; if not, {remedy}"
     return hidden, (sentence,) if assumed else ()
@@ -281,7 +282,7 @@ def _common(header: CheckpointHeader, similar: list[_Candidate]) -> dict[str, An
         different = [key for key in _HIDDEN if other.fields[key] != first.fields[key]]
         if different:
             names = f"{first.name} and {other.name}"
-            options = " and ".join(f"{key}=" for key in different) if {*different} <= {"gelu", "pool"} else ""
+            options = " and ".join(f"{key}=" for key in different) if {*different} <= {*HINTED} else ""
             raise UserError(
                 f"the file does not state its {_listed(different)}, in which {names}, of the same tensors, differ: "
                 f"{f'pass {options}, or ' if options else ''}{_remedy(header)}."

@@ -15,7 +15,7 @@ from typing import Any
 
 from vitral.architecture import Architecture, ResizeRule, Size, StemConfig, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
-from vitral.checkpoints.formats.layout import ResNetLayout, torch_conv
+from vitral.checkpoints.formats.layout import torch_conv, torch_resnet
 from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Shape, Tensors, later_parts, norm
 from vitral.checkpoints.formats.timm import TIMM
 from vitral.checkpoints.formats.timm_reading import plain_header
@@ -39,15 +39,7 @@ def _root(blocks: tuple[int, ...]) -> str:
     return f"{_BACKBONE}.stem" if blocks else _BACKBONE
 
 
-_UNITS = ResNetLayout(
-    unit=lambda stage, unit: f"{_BACKBONE}.stages.{stage}.blocks.{unit}.",
-    convs=("conv1", "conv2", "conv3"),
-    norms=("norm1", "norm2", "norm3"),
-    projection="downsample.conv",
-    projection_norm="downsample.norm",
-    conv=torch_conv,
-    norm=norm,
-)
+_UNITS = torch_resnet(lambda stage, unit: f"{_BACKBONE}.stages.{stage}.blocks.{unit}.", "downsample.norm")
 
 
 def _hybrid_entries(c: ViTConfig) -> list[Entry]:
