@@ -238,12 +238,7 @@ def _siglip2_architecture(header: CheckpointHeader) -> ViTConfig:
     if patch * patch * channels != pixels:
         raise UserError(f"its patches have {pixels} pixels, not {patch}x{patch}x{channels}.")
     shapes = {**header.shapes, _PATCHES: (width, channels, patch, patch)}
-    return _siglip_architecture(replace(header, shapes=shapes))
-
-
-def _siglip2_note(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]:
-    note = "transformers resizes positions to other grids bilinearly with antialiasing, vitral by rule hf"
-    return (note, *_siglip_note(header, c))
+    return replace(_siglip_architecture(replace(header, shapes=shapes)), resize="siglip")
 
 
 def _siglip2_entries(c: ViTConfig) -> list[Entry]:
@@ -277,7 +272,7 @@ HUGGING_FACE_SIGLIP2 = _format(
     "hf-siglip2",
     "Hugging Face SigLIP 2 with NaFlex, the image tower (a folder)",
     _SIGLIP2,
-    notes=_siglip2_note,
+    notes=_siglip_note,
     unpack=_siglip2_unpack,
     pack=_siglip2_pack,
     architecture=_siglip2_architecture,

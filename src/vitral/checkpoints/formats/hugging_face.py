@@ -240,7 +240,7 @@ def _beit_architecture(header: CheckpointHeader) -> ViTConfig:
     if absolute and (own or shared):
         raise UserError("it has both absolute positions and a relative bias: that is not supported.")
     if own or shared:
-        settings |= {"position": "bias", "image": _beit_image(header, settings)}
+        settings |= {"position": "bias", "image": _beit_image(header, settings), "resize": "siglip"}
     return ViTConfig(**settings, classes=classes_of(header), **_pooling(header))
 
 
@@ -279,7 +279,7 @@ def _beit_notes(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]:
     if header.has(_SHARED):
         notes.append("relative bias that all blocks share copied to each block")
     if c.position == "bias":
-        notes.append("transformers resizes a relative bias to other grids bilinearly, vitral by rule hf")
+        notes.append("a relative bias is resized to smaller grids with antialiasing, in transformers without")
     return tuple(notes)
 
 
