@@ -14,12 +14,11 @@ from vitral.checkpoints.files import WeightFile, open_weights
 from vitral.checkpoints.formats import FORMATS, family_of, format_named
 from vitral.checkpoints.formats.native import NATIVE, card_of
 from vitral.checkpoints.formats.table import CONFIG_COUNTS, HINTED, CheckpointHeader, Entry, Format, Hints, linear
-from vitral.checkpoints.formats.timm_arguments import factory_named, named_architecture
+from vitral.checkpoints.formats.timm_arguments import factory_named, named_architecture, stem_of
 from vitral.checkpoints.formats.timm_reading import named_factory
 from vitral.checkpoints.wrappers import FoundModel, find_model, ignored_keys, ignored_sentences
 from vitral.errors import UserError, shorten
 
-_SUFFIX = re.compile(r"\.(?:safetensors|pth|pt|bin|ckpt|tar|npz)$")
 _PLAIN_FILES = ("model", "pytorch_model")  # their folder has the model's name
 # Modules beside a backbone: the first are classifiers, the second projections of self-supervised pre-training.
 _CLASSIFIER = re.compile(r"(?:^|(?<=\.))((?:cls_|classification_|linear_)?heads?|fc|\w*classifier|linear)\.(.+)")
@@ -230,20 +229,13 @@ def _check_counts(header: CheckpointHeader, architecture: Architecture) -> None:
 
 def _named(file: WeightFile, path: Path) -> tuple[str, dict[str, Any]]:
     """The name of a released model, from config.json, the file or its folder, and what it implies."""
-    names = [str((file.config or {}).get("architecture", "")), _stem(file.path), _stem(path)]
-    if _stem(file.path) in _PLAIN_FILES:
+    names = [str((file.config or {}).get("architecture", "")), stem_of(file.path.name), stem_of(path.name)]
+    if stem_of(file.path.name) in _PLAIN_FILES:
         names.append(file.path.absolute().parent.name)
     for name in filter(None, names):
         if (known := named_architecture(name)) is not None:
             return name, known
     return "", {}
-
-
-def _stem(path: Path) -> str:
-    name = path.name
-    while (shorter := _SUFFIX.sub("", name)) != name:
-        name = shorter
-    return name
 
 
 def _classifier(file: WeightFile, model: FoundModel, architecture: Architecture) -> _Classifier | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vitral.checkpoints.card import Card
+from vitral.checkpoints.files import FOLDER_FILES
 from vitral.cost import Cost
 from vitral.errors import UserError
 
@@ -23,10 +24,6 @@ classify("photo.jpg")""",
 }
 _LANGUAGES = {"vitral": "bash", "timm": "python", "transformers": "python"}
 _MAX_NAMES = 50  # class names that are listed
-_HUB_WEIGHTS = (
-    *("model.safetensors", "model.safetensors.index.json"),
-    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
-)
 _HUB_CONFIGS = ("config.json", "preprocessor_config.json")
 
 
@@ -53,7 +50,7 @@ def fetch(name: str) -> Path:
         raise UserError(f"{name} is not a hub name: write hf:owner/name or timm:name.")
     patterns = [*_HUB_CONFIGS, "*.safetensors", "*.safetensors.index.json"]
     folder = _snapshot(name, repository, revision or None, patterns)
-    if not any((folder / file).exists() for file in _HUB_WEIGHTS):
+    if not any((folder / file).exists() for file in FOLDER_FILES):
         # Old repositories have pickles only; they are read without running code.
         folder = _snapshot(name, repository, revision or None, [*_HUB_CONFIGS, "*.bin", "*.bin.index.json"])
     return folder

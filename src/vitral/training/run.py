@@ -279,9 +279,8 @@ def _image_names(indices: Tensor, setup: RunSetup, world: World) -> list[str]:
 
 def _keep(plain_model: PlainModel, setup: RunSetup, path: Path, world: World) -> None:
     model = plain_model()
-    model = (
-        model.model if isinstance(model, MaskedModel | MaeModel) else model
-    )  # without what only the prediction needs
+    if isinstance(model, MaskedModel | MaeModel):
+        model = model.model  # without what only the prediction needs
     card = calibrated_card(setup.card, plain_model.state.progress.metrics or {}, setup.eval_split)
     on_rank0(lambda: _write_model(model, setup, card, path), world)
 

@@ -12,8 +12,7 @@ from vitral.checkpoints.formats import hf_config
 from vitral.checkpoints.formats.google import flax_conv, plain_resize
 from vitral.checkpoints.formats.layout import ResNetLayout, torch_conv, torch_resnet
 from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, norm
-from vitral.checkpoints.formats.timm import TIMM
-from vitral.checkpoints.processors import to_timm
+from vitral.checkpoints.formats.timm import TIMM, pretrained_cfg
 from vitral.errors import UserError
 
 # ------------------------------------------------------------------------------------------------------ big_transfer
@@ -178,10 +177,7 @@ def _timm_config(card: Card, c: ResNetConfig) -> dict[str, Any]:
         "num_classes": c.classes,
         "num_features": c.features,
         "model_args": {"in_chans": c.channels},
-        "pretrained_cfg": {
-            **{"input_size": [c.channels, *c.image], "num_classes": c.classes, "pool_size": None},
-            **to_timm(card.preprocess, c.image),
-        },
+        "pretrained_cfg": {**pretrained_cfg(card, c), "pool_size": None},
     }
     return {**config, "label_names": list(card.class_names)} if card.class_names else config
 

@@ -15,14 +15,13 @@ import torch
 from vitral.architecture import ViTConfig
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.formats.hf_config import (
-    FAMILIES,
     UNUSED,
     Variant,
     chosen,
     classes_of,
     hf_format,
+    is_family,
     labels,
-    model_type,
     read_settings,
     requires,
     shared_config,
@@ -89,7 +88,7 @@ def _is(name: str) -> Callable[[CheckpointHeader], bool]:
             return False
         flat = len(patches) == 2
         by_tensors = "hf-clip" if header.has(_LAYOUT.class_token) else "hf-siglip2" if flat else "hf-siglip"
-        return FAMILIES.get(str(model_type(header)), by_tensors) == name
+        return is_family(header, name, by_tensors)
 
     return recognises
 

@@ -15,7 +15,7 @@ from vitral.checkpoints.processors import from_transformers, to_transformers
 from vitral.errors import UserError
 
 # The format of each model_type in config.json.
-FAMILIES = {
+_FAMILIES = {
     **{"vit": "hf", "deit": "hf-deit", "vit_msn": "hf-msn", "ijepa": "hf-ijepa", "vit_mae": "hf-mae"},
     **{"beit": "hf-beit", "data2vec-vision": "hf-data2vec"},
     **{"dinov2": "hf-dinov2", "dinov2_with_registers": "hf-dinov2", "dinov3_vit": "hf-dinov3"},
@@ -49,6 +49,11 @@ def model_type(header: CheckpointHeader) -> str | None:
     return (header.config or {}).get("model_type")
 
 
+def is_family(header: CheckpointHeader, name: str, by_tensors: str) -> bool:
+    """Whether a checkpoint is of a format, by its model_type or else as its tensors say."""
+    return _FAMILIES.get(str(model_type(header)), by_tensors) == name
+
+
 def vision_config(header: CheckpointHeader) -> dict[str, Any]:
     """config.json or, of two towers, its part about images; where older files have that twice, the second counts."""
     config = dict(header.config or {})
@@ -66,7 +71,7 @@ def read_settings(header: CheckpointHeader, names: Layout, defaults: Mapping[str
         defaults: the values of its configuration class in transformers, for keys that config.json leaves out.
     """
     kind = model_type(header)
-    if kind is not None and kind not in FAMILIES:
+    if kind is not None and kind not in _FAMILIES:
         raise UserError(f'its model_type "{kind}" is not supported: `vitral list formats` shows what is.')
     config = {**defaults, **vision_config(header)}
     width, channels, patch, _ = header.shape(f"{names.patches}.weight", 4)

@@ -12,13 +12,13 @@ import torch
 from vitral.architecture import RopeConfig, ViTConfig
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.formats.hf_config import (
-    FAMILIES,
     UNUSED,
     Variant,
     agrees,
     chosen,
     classes_of,
     hf_format,
+    is_family,
     model_type,
     read_settings,
     requires,
@@ -168,8 +168,7 @@ HUGGING_FACE_DINO = hf_format(
     name="hf-dinov2",
     title="Hugging Face Dinov2, with and without registers (a folder)",
     recognises=lambda header: (
-        header.has("encoder.layer.0.layer_scale1.lambda1")
-        and FAMILIES.get(str(model_type(header)), "hf-dinov2") == "hf-dinov2"
+        header.has("encoder.layer.0.layer_scale1.lambda1") and is_family(header, "hf-dinov2", "hf-dinov2")
     ),
     layout=_V2,
     variants=_V2_CLASSES,
@@ -273,8 +272,7 @@ HUGGING_FACE_DINOV3 = hf_format(
     name="hf-dinov3",
     title="Hugging Face DINOv3 ViTs (a folder)",
     recognises=lambda header: (
-        header.has("layer.0.attention.q_proj.weight")
-        and FAMILIES.get(str(model_type(header)), "hf-dinov3") == "hf-dinov3"
+        header.has("layer.0.attention.q_proj.weight") and is_family(header, "hf-dinov3", "hf-dinov3")
     ),
     layout=_V3,
     variants=_V3_CLASSES,

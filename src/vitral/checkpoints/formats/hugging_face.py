@@ -14,13 +14,13 @@ from typing import Any
 from vitral.architecture import Architecture, ViTConfig
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.formats.hf_config import (
-    FAMILIES,
     UNUSED,
     Variant,
     agrees,
     chosen,
     classes_of,
     hf_format,
+    is_family,
     model_type,
     read_settings,
     shared_config,
@@ -100,13 +100,13 @@ def in_file(key: str, memory: Mapping[str, str] = _MEMORY | _MEMORY_MLP) -> str:
     return key
 
 
-def is_family(name: str) -> Callable[[CheckpointHeader], bool]:
+def _recognises(name: str) -> Callable[[CheckpointHeader], bool]:
     """Whether a checkpoint with the names of ViT is of this family, by its model_type or else by its tensors."""
 
     def recognises(header: CheckpointHeader) -> bool:
         if not header.has(LAYOUT.in_block(0, "layernorm_before.weight")):
             return False
-        return FAMILIES.get(str(model_type(header)), _by_tensors(header)) == name
+        return is_family(header, name, _by_tensors(header))
 
     return recognises
 
@@ -189,7 +189,7 @@ def _format(
         "config": _config(kind, variants),
     }
     shared |= {"file_key": prefixed(prefix)} if prefix else {}
-    return hf_format(name, title, is_family(name), variants=variants, **{**shared, **functions})
+    return hf_format(name, title, _recognises(name), variants=variants, **{**shared, **functions})
 
 
 HUGGING_FACE = _format("hf", "Hugging Face ViT (a folder)", _VIT, "vit", "vit", architecture=_vit_architecture)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
-from vitral.architecture import Architecture, RopeConfig, ViTConfig
+from vitral.architecture import Architecture, ModelConfig, RopeConfig, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.formats.layout import Layout, layout_entries
 from vitral.checkpoints.formats.table import CheckpointHeader, ClassRow, Entry, Format, Hints, later_parts
@@ -118,6 +118,11 @@ def _position_shape(c: ViTConfig) -> tuple[int, int, int]:
     return 1, int(c.class_row) + rows * columns, c.width
 
 
+def pretrained_cfg(card: Card, c: ModelConfig) -> dict[str, Any]:
+    """What config.json states of images and classes."""
+    return {"input_size": [c.channels, *c.image], "num_classes": c.classes, **to_timm(card.preprocess, c.image)}
+
+
 def _config(card: Card, c: ViTConfig) -> dict[str, Any]:
     name, arguments = _arguments(c)
     config: dict[str, Any] = {
@@ -126,11 +131,7 @@ def _config(card: Card, c: ViTConfig) -> dict[str, Any]:
         "num_features": c.width,
         "global_pool": arguments["global_pool"],
         "model_args": arguments,
-        "pretrained_cfg": {
-            "input_size": [c.channels, *c.image],
-            "num_classes": c.classes,
-            **to_timm(card.preprocess, c.image),
-        },
+        "pretrained_cfg": pretrained_cfg(card, c),
     }
     return {**config, "label_names": list(card.class_names)} if card.class_names else config
 

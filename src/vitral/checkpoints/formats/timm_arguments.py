@@ -64,6 +64,13 @@ def factories() -> dict[str, TimmFactory]:
     return found
 
 
+def stem_of(name: str) -> str:
+    """The name of a file without suffixes of weight files, of which it may have two."""
+    while (shorter := _SUFFIXES.sub("", name)) != name:
+        name = shorter
+    return name
+
+
 def factory_named(name: str) -> TimmFactory | None:
     """The architecture that a name means, the longest one that fits.
 
@@ -71,10 +78,7 @@ def factory_named(name: str) -> TimmFactory | None:
         name: of an architecture, with or without its tag, or of a file: "vit_base_patch16_clip_224.openai",
             "vit_base_patch16_224.augreg_in21k_ft_in1k.safetensors", "timm/deit3_base_patch16_224".
     """
-    stem = name.rpartition("/")[2]
-    while (shorter := _SUFFIXES.sub("", stem)) != stem:
-        stem = shorter
-    table = factories()
+    stem, table = stem_of(name.rpartition("/")[2]), factories()
     for end in range(len(stem), 0, -1):
         rest = stem[end:]
         if stem[:end] in table and (not rest or _AFTER_NAME.fullmatch(rest)):

@@ -17,9 +17,9 @@ from vitral.architecture import Architecture, ResizeRule, Size, StemConfig, ViTC
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.formats.layout import torch_conv, torch_resnet
 from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Shape, Tensors, later_parts, norm
-from vitral.checkpoints.formats.timm import TIMM
+from vitral.checkpoints.formats.timm import TIMM, pretrained_cfg
+from vitral.checkpoints.formats.timm_arguments import size_of_argument
 from vitral.checkpoints.formats.timm_reading import plain_header
-from vitral.checkpoints.processors import to_timm
 from vitral.errors import UserError
 
 # ---------------------------------------------------------------------------------------------------------- hybrids
@@ -84,7 +84,7 @@ def _stated_image(header: CheckpointHeader, stem: StemConfig, patch: int) -> Siz
     rows = header.shape("pos_embed", 3)[1]
     for size in (arguments.get("img_size"), pretrained.get("input_size")):
         if size and not header.hints.grid:
-            image = (size, size) if isinstance(size, int) else (size[-2], size[-1])
+            image = size_of_argument(size)
             height, width = stem.grid(image)
             if (height // patch) * (width // patch) in (rows, rows - 1):
                 return image
@@ -110,9 +110,13 @@ def _hybrid_config(card: Card, c: ViTConfig) -> dict[str, Any]:
     assert TIMM.config is not None
     config = TIMM.config(card, _without_stem(c))
     whole = {"img_size": list(c.image), "in_chans": c.channels}
-    pretrained = {"input_size": [c.channels, *c.image], "num_classes": c.classes, **to_timm(card.preprocess, c.image)}
     arguments = {**config["model_args"], **whole}
-    return {**config, "architecture": _HYBRIDS[c.stem.blocks], "model_args": arguments, "pretrained_cfg": pretrained}
+    return {
+        **config,
+        "architecture": _HYBRIDS[c.stem.blocks],
+        "model_args": arguments,
+        "pretrained_cfg": pretrained_cfg(card, c),
+    }
 
 
 TIMM_HYBRID = Format(
