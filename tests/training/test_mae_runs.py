@@ -11,7 +11,7 @@ from runs import Crash, crash_at, make_pictures, outcome
 
 import vitral
 from vitral.architecture import ViTConfig
-from vitral.checkpoints.mae import write_mae
+from vitral.checkpoints.mae import read_mae, write_mae
 from vitral.errors import UserError
 from vitral.models.build import build
 from vitral.models.mae import MaeConfig, MaskedAutoencoder
@@ -56,13 +56,21 @@ def test_a_run_learns_and_keeps_the_encoder(pictures, tmp_path):
     model, card = vitral.load(tmp_path / "1")
     assert (model.config.classes, card.class_names) == (0, ())
     assert not any("decoder" in name for name in model.state_dict())
+    kept, _ = read_mae(tmp_path / "1" / "mae")
+    assert kept.config == MaeConfig(**DECODER, norm_pixels=False)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(kept.encoder.state_dict()[name], tensor)
+    frozen = ("steps=1", "optim.lr=1e-30", "optim.weight_decay=0")
+    again = train(pictures, tmp_path / "2", *frozen, init=tmp_path / "1" / "mae").metrics
+    assert again["masked_loss"] == pytest.approx(last["masked_loss"], abs=1e-5)
 
 
 def test_a_run_that_crashed_goes_on_to_the_same_bits(pictures, tmp_path):
-    train(pictures, tmp_path / "whole", "optim.layer_decay=0.5")
+    words = ("optim.layer_decay=0.5", "evaluate_every=2", "patience=9")  # the decoder is written several times
+    train(pictures, tmp_path / "whole", *words)
     with pytest.raises(Crash):
-        train(pictures, tmp_path / "run", "optim.layer_decay=0.5", on_event=crash_at(3))
-    train(pictures, tmp_path / "run", "optim.layer_decay=0.5")
+        train(pictures, tmp_path / "run", *words, on_event=crash_at(3))
+    train(pictures, tmp_path / "run", *words)
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
 

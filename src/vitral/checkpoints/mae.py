@@ -155,6 +155,11 @@ class _Parts:
     header: CheckpointHeader
 
 
+def unsupported_reason(model: MaskedAutoencoder, format: MaeFormat = "hf-mae") -> str | None:
+    """Why a format cannot hold a masked autoencoder."""
+    return format_named(_NAMES[format].encoder).unsupported_reason(model.encoder.config)
+
+
 def _parts(file: WeightFile) -> _Parts | None:
     """The tensors of a decoder, below any prefix."""
     first = "decoder_embed.weight"

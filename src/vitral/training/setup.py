@@ -18,7 +18,7 @@ from torch import nn
 from vitral import recipe as recipes
 from vitral.architecture import ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
-from vitral.checkpoints.mae import read_decoder
+from vitral.checkpoints.mae import read_decoder, unsupported_reason
 from vitral.data.images import UnreadableImage
 from vitral.data.loader import Batch, default_workers, training_batches
 from vitral.data.memory_map import decode_once
@@ -191,6 +191,8 @@ def build_training(model: nn.Module, setup: RunSetup, world: World, on_event: Ev
     learner, objective = _objective(model, setup)
     if isinstance(learner, MaeModel) and recipe.init and not read_decoder(recipe.init, learner.autoencoder):
         on_event(Note(f"{recipe.init} has no decoder of a masked autoencoder: a new one is trained"))
+    if isinstance(learner, MaeModel) and (reason := unsupported_reason(learner.autoencoder)):
+        on_event(Note(f"the decoder will not be kept, as format hf-mae cannot hold it: {reason}"))
     objective.to(world.device)
     separate = recipe.ema_decay or (world.size > 1 and recipe.parallel == "fsdp")
     plain = copy.deepcopy(learner) if separate else learner  # before it is wrapped: shards cannot be copied
