@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,8 +101,10 @@ def test_names_of_older_files_and_of_the_memory_of_transformers_are_read(tmp_pat
 def test_files_of_metas_code_are_read(tmp_path):
     model = theirs(norm_pix_loss=True, layer_norm_eps=1e-6)
     file = tmp_path / "full.pth"
-    torch.save({"model": metas(saved(model, tmp_path / "hf"))}, file)
+    torch.save({"model": metas(saved(model, tmp_path / "hf")), "optimizer": {"step": torch.zeros(2)}}, file)
     ours, card = read_mae(file, heads=4, decoder_heads=2)
+    assert any("optimizer" in change for change in card.changes)
+    assert not any("decoder_" in change for change in card.changes)
     assert_same(ours, model)
     assert card.changes[-1] == "assumed: norm_pixels=True of the decoder, as MAE's paper has; pass others if not"
     encoder = read(file, hints=Hints(heads=4))
@@ -136,6 +139,15 @@ def test_what_is_not_a_masked_autoencoder_is_refused(tmp_path):
     save_file({key: tensor for key, tensor in state.items() if "decoder_pred" not in key}, folder / "model.safetensors")
     with pytest.raises(UserError, match=r"has no tensor decoder\.decoder_pred\.weight"):
         read_mae(folder)
+    stated = json.loads((folder / "config.json").read_text())
+    for change, says in (
+        ({"mask_ratio": "all"}, "not a ratio of all"),
+        ({"decoder_num_attention_heads": 5}, "heads=5"),
+    ):
+        (folder / "config.json").write_text(json.dumps({**stated, **change}))
+        with pytest.raises(UserError, match=says):
+            read_mae(folder)
+    (folder / "config.json").write_text(json.dumps(stated))
     save_file({**state, "decoder.extra": torch.zeros(2)}, folder / "model.safetensors")
     with pytest.raises(UserError, match=r"1 tensors of its decoder are not those of MAE, such as decoder\.extra"):
         read_mae(folder)

@@ -93,8 +93,10 @@ def test_weights_with_a_decoder_are_gone_on_from(pictures, tmp_path):
 
 def test_a_decoder_of_other_sizes_is_one_sentence(pictures, tmp_path):
     write_mae(autoencoder(), tmp_path / "mae")
-    with pytest.raises(UserError, match="its decoder has a width of 16, not 32: set the sizes of the decoder"):
+    with pytest.raises(UserError, match="its decoder has width=16, not 32: set the sizes of the decoder"):
         train(pictures, tmp_path / "run", "masked.decoder_width=32", init=tmp_path / "mae")
+    with pytest.raises(UserError, match="its decoder has heads=2, not 4"):
+        train(pictures, tmp_path / "run", "masked.decoder_heads=4", init=tmp_path / "mae")
     with pytest.raises(UserError, match=r"must be a multiple of masked\.decoder_heads"):
         train(pictures, tmp_path / "run", "masked.decoder_heads=3", init=tmp_path / "mae")
     with pytest.raises(UserError, match="needs a plain ViT"):

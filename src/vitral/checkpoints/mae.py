@@ -22,6 +22,7 @@ from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Hints, lin
 from vitral.checkpoints.formats.timm_arguments import timm_layout
 from vitral.checkpoints.hub import located
 from vitral.checkpoints.weights import assemble, prepared, read, weights_of
+from vitral.checkpoints.wrappers import ignored_sentences
 from vitral.checkpoints.write import write_json, write_safetensors
 from vitral.errors import UserError
 from vitral.models.mae import MaeConfig, MaskedAutoencoder
@@ -86,7 +87,8 @@ def read_mae(
         _load(model, file, parts)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    changes = (change for change in checkpoint.card.changes if not change.startswith(("ignored: ", "decoder not")))
+    changes = [change for change in checkpoint.card.changes if not change.startswith(("ignored: ", "decoder not"))]
+    changes += ignored_sentences([key for key in checkpoint.unmapped if key not in parts.keys])
     return model.eval(), replace(checkpoint.card, changes=(*changes, *parts.header.assumed))
 
 
@@ -101,11 +103,11 @@ def read_decoder(source: str | Path, model: MaskedAutoencoder) -> bool:
     if (parts := _parts(file)) is None:
         return False
     try:
-        config = _config(parts, {"heads": model.config.heads})
-        for field in ("width", "depth", "mlp"):
+        config = _config(parts, {}, usual=replace(MaeConfig(), heads=model.config.heads))
+        for field in ("width", "depth", "heads", "mlp"):
             ours, stored = getattr(model.config, field), getattr(config, field)
             if ours != stored:
-                raise UserError(f"its decoder has a {field} of {stored}, not {ours}: set the sizes of the decoder.")
+                raise UserError(f"its decoder has {field}={stored}, not {ours}: set the sizes of the decoder.")
         _load(model, file, parts)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
@@ -190,8 +192,8 @@ def _load(model: MaskedAutoencoder, file: WeightFile, parts: _Parts) -> None:
     model.decoder.load_state_dict(state)
 
 
-def _config(parts: _Parts, passed: Mapping[str, Any]) -> MaeConfig:
-    """The decoder by its tensors, config.json, and what was passed; what is assumed is recorded."""
+def _config(parts: _Parts, passed: Mapping[str, Any], usual: MaeConfig | None = None) -> MaeConfig:
+    """The decoder by its tensors, config.json, and what was passed; without `usual`, what is assumed is recorded."""
     names, header = parts.names, parts.header
     written = header.config or {}
     stated: dict[str, Any] = {field: written[key] for key, field in _CONFIG.items() if key in written}
@@ -209,12 +211,13 @@ def _config(parts: _Parts, passed: Mapping[str, Any]) -> MaeConfig:
         **shown,
         **{field: value for field, value in passed.items() if value is not None},
     }
-    usual = MaeConfig()
-    if "heads" not in known and (width, shown["depth"]) != (usual.width, usual.depth):
-        raise UserError("the file does not state the number of heads of its decoder: pass decoder_heads=.")
-    assumed = [f"{field}={getattr(usual, field)}" for field in ("heads", "norm_pixels") if field not in known]
-    if assumed:
-        header.assume(f"assumed: {', '.join(assumed)} of the decoder, as MAE's paper has; pass others if not")
+    if usual is None:
+        usual = MaeConfig()
+        if "heads" not in known and (width, shown["depth"]) != (usual.width, usual.depth):
+            raise UserError("the file does not state the number of heads of its decoder: pass decoder_heads=.")
+        assumed = [f"{field}={getattr(usual, field)}" for field in ("heads", "norm_pixels") if field not in known]
+        if assumed:
+            parts.header.assume(f"assumed: {', '.join(assumed)} of the decoder, as MAE's paper has; pass others if not")
     return replace(usual, **known)
 
 

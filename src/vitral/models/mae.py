@@ -28,6 +28,15 @@ class MaeConfig:
     ratio: float = 0.75  # of the patches that the encoder does not see
     norm_pixels: bool = True  # predict pixels that are normalised by the mean and std of their patch
 
+    def __post_init__(self) -> None:
+        sizes = {name: getattr(self, name) for name in ("width", "depth", "heads", "mlp")}
+        wrong = [name for name, size in sizes.items() if type(size) is not int or size < 1]
+        if wrong or self.width % self.heads or self.width % 4:
+            stated = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            raise UserError(f"a decoder of {stated} is not possible: its width is a multiple of its heads and of 4.")
+        if type(self.ratio) not in (int, float) or not 0 < self.ratio < 1:
+            raise UserError(f"a masked autoencoder hides a part of the patches, not a ratio of {self.ratio}.")
+
     def blocks(self, encoder: ViTConfig) -> ViTConfig:
         """The configuration of the decoder's blocks, which are the encoder's in other sizes."""
         sizes = {"width": self.width, "depth": self.depth, "heads": self.heads, "mlp": self.mlp}
