@@ -67,7 +67,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         ),
         *("studies/", "api/", "cli/", "sklearn.py", "__init__.py"),
     ),
-    "torch.distributed": ("training/parallel.py", "checkpoints/run.py", "checkpoints/shards.py"),
+    "torch.distributed": ("training/parallel.py", "checkpoints/run.py"),
     "PIL": ("data/images.py",),
     "simplejpeg": ("data/jpeg.py",),
     "matplotlib": (),

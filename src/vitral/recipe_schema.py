@@ -20,7 +20,7 @@ Precision = Literal["auto", "float32", "bfloat16"]
 Parallel = Literal["ddp", "fsdp"]
 Loss = Literal["softmax", "sigmoid"]
 ObjectiveName = Literal["classes", "masked"]
-MaskedTarget = Literal["mean", "grid", "pixels"]
+MaskedTarget = Literal["mean", "grid", "pixels", "mae"]
 OptimizerName = Literal["adamw", "adam", "sgd", "muon"]
 WeightInit = Literal["paper", "mimetic"]
 ScheduleKind = Literal["cosine", "linear", "constant", "multistep", "rsqrt", "polynomial"]
@@ -131,8 +131,14 @@ class MaskedRecipe:
     token_ratio: Annotated[float, "fraction of the corrupted patches replaced by the mask token"] = 0.8
     random_ratio: Annotated[float, "fraction replaced by another patch of the image; the rest is left unchanged"] = 0.1
     target: Annotated[
-        MaskedTarget, "mean (mean colour, 512 classes), grid (4 x 4 such colours) or pixels (regression, L2)"
+        MaskedTarget,
+        "mean (mean colour, 512 classes), grid (4 x 4 such colours), pixels (regression, L2), or mae: pixels by a "
+        "decoder, from an encoder that sees the other patches alone",
     ] = "mean"
+    norm_pixels: Annotated[bool, "mae: pixels normalised by the mean and std of their patch"] = True
+    decoder_width: Annotated[int, "mae: width of the decoder, whose MLPs have four times as much"] = 512
+    decoder_depth: Annotated[int, "mae: blocks of the decoder"] = 8
+    decoder_heads: Annotated[int, "mae: attention heads of the decoder"] = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +253,7 @@ def _type_name(hint: Any) -> str:
 
 _POSITIVE = {
     *("batch", "keep", "data.held_out", "masked.ratio", "schedule.timescale"),
+    *("masked.decoder_width", "masked.decoder_depth", "masked.decoder_heads"),
     *("optim.lr", "optim.head_lr", "optim.layer_decay"),
 }
 _ANY_SIGN = {"workers", "shape.head_bias"}
@@ -308,6 +315,8 @@ def _check_masked(recipe: Recipe) -> None:
         raise UserError(
             "masked.ratio must be at most 1, and masked.token_ratio and masked.random_ratio together at most 1."
         )
+    if masked.decoder_width % masked.decoder_heads or masked.decoder_width % 4:
+        raise UserError("masked.decoder_width must be a multiple of masked.decoder_heads and of 4: change one of them.")
     if recipe.trainable != "full" or recipe.balance != "none" or data.mixup or data.cutmix or data.augment:
         raise UserError(
             'objective="masked" needs trainable="full", balance="none" and neither mixup, cutmix nor data.augment.'

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vitral.architecture import Size
 from vitral.atomic import atomic_write
-from vitral.checkpoints.transform import ImageInput, read_pixels
+from vitral.checkpoints.card import ImageInput, read_pixels
 from vitral.checkpoints.write import write_json
 from vitral.data.images import ImageError, UnreadableImage, decode
 from vitral.data.preprocess import Pipeline

@@ -60,7 +60,7 @@ def _check_written(case: HfCase, weights: Weights, expected: Tensor, folder: Pat
     assert describe(folder).card.architecture == weights.architecture
 
 
-# What transformers calls interpolate_pos_encoding; BEiT's relative bias is resized by another rule, as the card says.
+# What transformers calls interpolate_pos_encoding.
 RESIZED = ["DINOv2, SwiGLU", "DINOv2, registers, classifier", "DINOv3", "CLIP", "SigLIP", "MSN", "I-JEPA"]
 
 
@@ -72,6 +72,20 @@ def test_other_image_sizes(name, tmp_path):
     theirs = outcome(model, images, **options)
     expected = theirs["logits"] if "logits" in theirs else theirs["pooler_output"]
     assert difference(run(read(case.save(model, tmp_path)).weights, images), expected) <= LIMIT
+
+
+@pytest.mark.parametrize(
+    ("name", "height", "width"), [("SigLIP 2", 24, 48), ("BEiT", 48, 48), ("BEiT, shared", 40, 40)]
+)
+def test_linear_resize_rules(name, height, width, tmp_path):
+    """A relative bias is equal on larger grids only, as the card says, and transformers has it for squares."""
+    case, images = HF_CASES[name], pictures(2, 3, height, width)
+    model = case.build()
+    with torch.no_grad(), quiet():
+        theirs = case.output(model, images) if "SigLIP" in name else model(images, interpolate_pos_encoding=True).logits
+    found = read(case.save(model, tmp_path))
+    assert difference(run(found.weights, images), theirs) <= LIMIT
+    assert ("smaller grids with antialiasing" in "; ".join(found.card.changes)) == ("BEiT" in name)
 
 
 # One of each family with all of its tensors, and those whose absence leaves a complete file of another model.

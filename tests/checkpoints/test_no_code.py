@@ -18,8 +18,7 @@ import torch.distributed.checkpoint as sharded
 
 import vitral
 from vitral.checkpoints.description import describe
-from vitral.checkpoints.run import RunFolder, SavedState
-from vitral.checkpoints.shards import INDEX
+from vitral.checkpoints.run import INDEX, RunFolder, SavedState
 from vitral.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

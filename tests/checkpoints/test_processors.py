@@ -17,9 +17,8 @@ from oracles import SMALL, outside, quiet, random_weights
 from PIL import Image
 
 from vitral.architecture import Size
-from vitral.checkpoints.card import Card, Preprocess
+from vitral.checkpoints.card import Card, ImageTransform, Preprocess
 from vitral.checkpoints.processors import from_timm, from_transformers, to_timm, to_transformers
-from vitral.checkpoints.transform import ImageTransform
 from vitral.checkpoints.weights import describe, write
 from vitral.data.images import decode
 from vitral.data.preprocess import parse_pipeline

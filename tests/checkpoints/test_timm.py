@@ -15,8 +15,7 @@ from timm_cases import build, images, relative_gap, save, save_header, shrunk
 from vitral.architecture import RopeConfig, ViTConfig
 from vitral.checkpoints.formats import FORMATS
 from vitral.checkpoints.formats.table import CheckpointHeader, Hints
-from vitral.checkpoints.formats.timm_arguments import missing_parts
-from vitral.checkpoints.timm_table import TimmFactory, factories
+from vitral.checkpoints.formats.timm_arguments import TimmFactory, factories, missing_parts
 from vitral.checkpoints.weights import describe, read
 from vitral.errors import UserError
 
@@ -135,7 +134,7 @@ def test_weights_alone_compute_what_timm_computes(tmp_path):
     found = read(tmp_path / "weights.safetensors")
     assert found.card.changes == (
         "assumed: gelu=erf, pool=token, norm_eps=1e-06, heads=2, as timm's models with these tensors have; "
-        "if not, pass gelu= or pool=, or the folder with timm's config.json",
+        "if not, pass gelu= or pool= or norm_eps=, or the folder with timm's config.json",
     )
     pixels = pictures(2, 3, 160, 160)
     assert relative_gap(run(found.weights, pixels), outcome(model, pixels)) <= LIMIT

@@ -9,9 +9,9 @@ import pytest
 from oracles import outside
 
 from vitral.checkpoints.card import Preprocess
-from vitral.checkpoints.known_names import named_architecture, named_preprocess, timm_name
+from vitral.checkpoints.formats.timm_arguments import factories, factory_named, named_architecture
 from vitral.checkpoints.processors import from_transformers
-from vitral.checkpoints.timm_table import factories, release_named, releases
+from vitral.checkpoints.releases import named_preprocess, release_named, releases
 from vitral.data.preprocess import IMAGENET_MEAN, IMAGENET_STD
 
 
@@ -50,7 +50,8 @@ def test_arguments_of_groups_classes_and_sizes_are_joined():
     ],
 )
 def test_a_name_finds_the_longest_architecture(name, architecture):
-    assert timm_name(name) == architecture
+    factory = factory_named(name)
+    assert (factory.name if factory else None) == architecture
 
 
 def test_a_name_states_what_shapes_hide():

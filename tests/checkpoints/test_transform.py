@@ -17,8 +17,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from vitral.checkpoints.card import Card, Preprocess
-from vitral.checkpoints.transform import ImageTransform
+from vitral.checkpoints.card import Card, ImageTransform, Preprocess
 from vitral.data.sources import open_images
 from vitral.errors import UserError
 from vitral.evaluation.predict import predict_split

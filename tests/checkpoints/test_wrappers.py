@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import vitral
 from vitral.api.checkpoints import load_source
-from vitral.checkpoints.formats.foreign import family_of
+from vitral.checkpoints.formats import family_of
 from vitral.checkpoints.wrappers import ignored_sentences
 from vitral.cli import main
 from vitral.errors import UserError
@@ -313,13 +313,17 @@ def test_a_file_without_config_says_what_is_assumed(tmp_path):
     with pytest.raises(UserError, match="does not state its number of heads"):
         vitral.load(path)
     usual = "as timm's models with these tensors have; if not, pass"
+    folder = "or the folder with timm's config.json"
     assert vitral.load(path, heads=4)[1].changes == (
-        f"assumed: gelu=erf, pool=token, norm_eps=1e-06, {usual} gelu= or pool=, or the folder with timm's config.json",
+        f"assumed: gelu=erf, pool=token, norm_eps=1e-06, {usual} gelu= or pool= or norm_eps=, {folder}",
     )
     assert vitral.load(path, heads=4, gelu="erf", pool="token")[1].changes == (
-        f"assumed: norm_eps=1e-06, {usual} the folder with timm's config.json",
+        f"assumed: norm_eps=1e-06, {usual} norm_eps=, {folder}",
         "as passed: gelu=erf, pool=token",
     )
+    model, card = vitral.load(path, heads=4, gelu="erf", pool="token", norm_eps=1e-4)
+    assert card.changes == ("as passed: gelu=erf, pool=token, norm_eps=0.0001",)
+    assert {layer.eps for layer in model.modules() if isinstance(layer, nn.LayerNorm)} == {1e-4}
 
 
 def test_a_standard_size_has_standard_heads_and_says_so(tmp_path):

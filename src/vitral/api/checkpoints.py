@@ -19,12 +19,11 @@ from vitral.checkpoints.files import open_weights, sha256
 from vitral.checkpoints.formats import FORMATS as FORMATS
 from vitral.checkpoints.formats import format_named
 from vitral.checkpoints.formats.table import Hints
+from vitral.checkpoints.hub import is_hub_name, located
 from vitral.checkpoints.weights import (
     Checkpoint,
     assemble,
     describe,
-    is_hub_name,
-    located,
     prepared,
     read,
     read_adapted,
@@ -71,6 +70,7 @@ def load(
     heads: int | None = None,
     gelu: Gelu | None = None,
     pool: Pool | None = None,
+    norm_eps: float | None = None,
     part: str | None = None,
 ) -> tuple[Model, Card]:
     """Load a checkpoint of any supported format.
@@ -87,6 +87,7 @@ def load(
         heads: number of attention heads, where the file does not state it.
         gelu: GELU of the MLPs, where the file does not state it.
         pool: pooling of the tokens, where the file does not state it.
+        norm_eps: epsilon of the LayerNorms, where the file does not state it.
         part: which model to read of a file with several, such as teacher.
 
     Returns:
@@ -96,7 +97,7 @@ def load(
         UserError: where there is no such checkpoint, or it cannot be read.
     """
     changes = Adaptation(image, patch, channels, classes, resize)
-    checkpoint = read_adapted(source, changes, format, Hints(grid, heads, gelu, pool, part))
+    checkpoint = read_adapted(source, changes, format, Hints(grid, heads, gelu, pool, norm_eps, part))
     return assemble(checkpoint.weights), checkpoint.card
 
 
@@ -191,6 +192,7 @@ def convert(
     heads: int | None = None,
     gelu: Gelu | None = None,
     pool: Pool | None = None,
+    norm_eps: float | None = None,
     part: str | None = None,
 ) -> ConvertResult:
     """Convert a checkpoint to another format, verified on an image.
@@ -211,6 +213,7 @@ def convert(
         heads: number of attention heads of the source, where the file does not state it.
         gelu: GELU of the MLPs, where the file does not state it.
         pool: pooling of the tokens, where the file does not state it.
+        norm_eps: epsilon of the LayerNorms, where the file does not state it.
         part: which model to read of a file with several, such as teacher.
 
     Returns:
@@ -225,7 +228,7 @@ def convert(
     check_writable(target)
     table = format_named(format)
     changes = Adaptation(image, patch, channels, classes, resize)
-    checkpoint = _checkpoint(source, changes, source_format, Hints(grid, heads, gelu, pool, part))
+    checkpoint = _checkpoint(source, changes, source_format, Hints(grid, heads, gelu, pool, norm_eps, part))
     written = prepared(checkpoint.weights, table).architecture
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".vitral-", dir=target.parent) as folder:
@@ -287,6 +290,7 @@ def info(
     heads: int | None = None,
     gelu: Gelu | None = None,
     pool: Pool | None = None,
+    norm_eps: float | None = None,
     part: str | None = None,
 ) -> CheckpointInfo:
     """Describe a checkpoint without loading its weights.
@@ -298,6 +302,7 @@ def info(
         heads: number of attention heads, where the file does not state it.
         gelu: GELU of the MLPs, where the file does not state it.
         pool: pooling of the tokens, where the file does not state it.
+        norm_eps: epsilon of the LayerNorms, where the file does not state it.
         part: which model to read of a file with several, such as teacher.
 
     Returns:
@@ -306,7 +311,7 @@ def info(
     Raises:
         UserError: where there is no such checkpoint, or it is not recognised.
     """
-    described = describe(located(source), format, Hints(grid, heads, gelu, pool, part))
+    described = describe(located(source), format, Hints(grid, heads, gelu, pool, norm_eps, part))
     path, card = described.file.path, described.card
     return CheckpointInfo(
         path=path,

@@ -13,7 +13,7 @@ from vitral.api.checkpoints import Source, load_source, source_name
 from vitral.api.data import open_to_probe
 from vitral.api.prediction import compute_device, prepared, reading_workers
 from vitral.atomic import checked_output
-from vitral.checkpoints.weights import located
+from vitral.checkpoints.hub import located
 from vitral.cost import cost
 from vitral.data.loader import default_workers
 from vitral.data.sources import Split, open_data, with_test_split

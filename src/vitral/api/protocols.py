@@ -13,7 +13,8 @@ from vitral.api.training import assumed_pixels, read_recipe
 from vitral.architecture import ResNetConfig
 from vitral.atomic import atomic_write
 from vitral.checkpoints.card import Card
-from vitral.checkpoints.weights import describe, located
+from vitral.checkpoints.hub import located
+from vitral.checkpoints.weights import describe
 from vitral.data.sources import DataSet
 from vitral.display import SummaryRepr, displayed, with_deviation
 from vitral.errors import UserError

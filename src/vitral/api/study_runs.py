@@ -18,8 +18,9 @@ from vitral.api.prediction import compute_device, prepared, reading_workers
 from vitral.bench.backends import OURS, Backend, Workload
 from vitral.bench.steps import InferenceStep, TimedStep, TrainingStep
 from vitral.checkpoints.card import Card
+from vitral.checkpoints.hub import located
 from vitral.checkpoints.lock import FolderLock
-from vitral.checkpoints.weights import describe, located
+from vitral.checkpoints.weights import describe
 from vitral.data.loader import default_workers
 from vitral.data.memory_map import decode_once
 from vitral.data.sources import DataSet, Split, open_data, with_dev_split, with_test_split

@@ -15,7 +15,8 @@ from vitral.api.checkpoints import load
 from vitral.api.data import Data, check_out, new_folder, open_to_train
 from vitral.api.folds import FoldScores, check_folds, open_for_folds, run_folds
 from vitral.checkpoints.card import Card, Preprocess
-from vitral.checkpoints.weights import describe, located
+from vitral.checkpoints.hub import located
+from vitral.checkpoints.weights import describe
 from vitral.data.sources import DataSet, median_short_side
 from vitral.display import SummaryRepr, displayed, interval_text, score_summary, with_deviation
 from vitral.errors import UserError

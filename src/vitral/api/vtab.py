@@ -12,7 +12,8 @@ from vitral.api.data import check_folder, new_folder
 from vitral.api.protocols import changed_keys, run_readings, sweep_words, write_row
 from vitral.api.training import assumed_pixels
 from vitral.checkpoints.card import Card
-from vitral.checkpoints.weights import describe, located
+from vitral.checkpoints.hub import located
+from vitral.checkpoints.weights import describe
 from vitral.data.vtab import TASKS, VtabTask, find_task, open_task, write_ids
 from vitral.display import SummaryRepr, displayed, with_deviation
 from vitral.errors import UserError

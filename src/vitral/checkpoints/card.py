@@ -1,4 +1,4 @@
-"""The card of a model: what is needed to use its weights, stored with them."""
+"""The card of a model: what is needed to use its weights, stored with them; its preprocessing as a callable."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import json
 import math
 import re
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, get_type_hints
 
+import numpy as np
+from torch import Tensor
+
 from vitral.architecture import Architecture, Size, as_dict, from_dict, is_a
-from vitral.checkpoints.transform import ImageTransform
-from vitral.data.images import METHODS
-from vitral.data.preprocess import parse_deterministic
+from vitral.data.images import METHODS, ImageError, PILImage, as_tensor, decode, is_pil, pil_to_array
+from vitral.data.preprocess import Pipeline, parse_deterministic
 from vitral.errors import UserError, shorten
+from vitral.models.normalize import normalize
+
+ImageInput = np.ndarray | PILImage | str | Path | bytes
 
 _SIZED_STEP = re.compile(r"\s*(?:resize|resize_\w+|pad|\w+_crop)\s*\(")  # steps that begin with one or two sides
 _SIDE = re.compile(r"(?<=[(, ])\d+(?=[,) ])")
@@ -62,6 +68,31 @@ class Preprocess:
     def _method(self) -> str:
         words = re.findall(r"[\w=]+", self.pipeline)
         return next((word for word in words if word in (*METHODS, "antialias=false")), "")
+
+
+@dataclass(frozen=True)
+class ImageTransform:
+    """Decode, resize, crop and normalise one image, with exactly the pixels that `vitral.predict` uses.
+
+    Instances can be pickled, as DataLoader workers require.
+    """
+
+    pipeline: Pipeline
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __call__(self, image: ImageInput) -> Tensor:
+        """Preprocess an image.
+
+        Args:
+            image: a PIL image, uint8 pixels (height, width, channels), a path, or the bytes of an image file.
+
+        Returns:
+            A float32 tensor (channels, height, width).
+        """
+        pixels = as_tensor(self.pipeline(read_pixels(image, self.channels)))
+        return normalize(pixels.permute(2, 0, 1).unsqueeze(0), self.mean, self.std)[0]
 
 
 @dataclass(frozen=True)
@@ -132,3 +163,35 @@ def _check_types(stored: Card | Preprocess) -> None:
     for name, hint in get_type_hints(type(stored)).items():
         if not is_a(getattr(stored, name), hint):
             raise TypeError(f"{name}={shorten(getattr(stored, name))}")
+
+
+def read_pixels(image: ImageInput, channels: int) -> np.ndarray:
+    """uint8 pixels (height, width, channels) of an image, by the decode policy of `vitral.data.images`."""
+    if isinstance(image, np.ndarray):
+        return _checked_pixels(image, channels)
+    name = "this image"
+    try:
+        if is_pil(image):
+            return pil_to_array(image, channels)
+        if isinstance(image, str | Path):
+            name = str(image)
+            image = Path(image).expanduser().read_bytes()
+        if isinstance(image, bytes):
+            return decode(image, channels)
+    except ImageError as error:
+        raise UserError(f"{name} cannot be read ({error}): pass a complete image.") from error
+    except OSError as error:
+        raise UserError(f"{name} cannot be read ({error.strerror}): pass the path of an image file.") from error
+    raise UserError(
+        f"a {type(image).__name__} is not an image: pass a PIL image, uint8 pixels (height, width, {channels}), "
+        "a path, or the bytes of a file."
+    )
+
+
+def _checked_pixels(pixels: np.ndarray, channels: int) -> np.ndarray:
+    """Grey pixels are repeated for all channels, as those of a file are."""
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.size == 0 or pixels.shape[2] not in (1, channels):
+        raise UserError(
+            f"these pixels are {pixels.dtype} {pixels.shape}: pass uint8 (height, width, {channels}) from 0 to 255."
+        )
+    return pixels if pixels.shape[2] == channels else np.repeat(pixels, channels, axis=2)

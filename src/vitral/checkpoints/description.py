@@ -11,16 +11,15 @@ from typing import Any
 from vitral.architecture import Architecture, ModelConfig, ModuleConfig, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.files import WeightFile, open_weights
-from vitral.checkpoints.formats import FORMATS, format_named
-from vitral.checkpoints.formats.foreign import family_of
+from vitral.checkpoints.formats import FORMATS, family_of, format_named
 from vitral.checkpoints.formats.native import NATIVE, card_of
-from vitral.checkpoints.formats.table import CONFIG_COUNTS, CheckpointHeader, Entry, Format, Hints, linear
+from vitral.checkpoints.formats.table import CONFIG_COUNTS, HINTED, CheckpointHeader, Entry, Format, Hints, linear
+from vitral.checkpoints.formats.timm_arguments import factory_named, named_architecture, stem_of
 from vitral.checkpoints.formats.timm_reading import named_factory
-from vitral.checkpoints.known_names import named_architecture, named_preprocess, timm_name
+from vitral.checkpoints.releases import named_preprocess
 from vitral.checkpoints.wrappers import FoundModel, find_model, ignored_keys, ignored_sentences
 from vitral.errors import UserError, shorten
 
-_SUFFIX = re.compile(r"\.(?:safetensors|pth|pt|bin|ckpt|tar|npz)$")
 _PLAIN_FILES = ("model", "pytorch_model")  # their folder has the model's name
 # Modules beside a backbone: the first are classifiers, the second projections of self-supervised pre-training.
 _CLASSIFIER = re.compile(r"(?:^|(?<=\.))((?:cls_|classification_|linear_)?heads?|fc|\w*classifier|linear)\.(.+)")
@@ -32,7 +31,7 @@ class Description:
     """A checkpoint without its tensors: the file, its format and its card."""
 
     file: WeightFile
-    format: Format
+    format: Format[Any]
     header: CheckpointHeader
     card: Card
     names: Mapping[str, str]  # key in the file -> key of an entry, of the tensors to read
@@ -166,12 +165,14 @@ def _architecture(file: WeightFile, path: Path, model: FoundModel) -> tuple[Foun
         header.assume(f"the name {name} is not used: the file has other sizes")
         architecture = table.architecture(header)
     if not isinstance(architecture, ViTConfig):
-        if header.hints.gelu or header.hints.pool:
-            raise UserError("a ResNet has neither GELU nor a choice of pooling: leave out gelu= and pool=.")
+        if any(getattr(header.hints, field) for field in HINTED):
+            raise UserError(
+                "a ResNet has neither GELU, LayerNorm nor a choice of pooling: leave out gelu= and the like."
+            )
         return model, architecture, [*table.assumptions(header, architecture), *header.assumed]
     if architecture.norm_place == "features" or architecture.pool == "map":
         known = {field: value for field, value in known.items() if field != "pool"}  # the tensors show another one
-    passed = {field: value for field in ("gelu", "pool") if (value := getattr(header.hints, field))}
+    passed = {field: value for field in HINTED if (value := getattr(header.hints, field))}
     chosen = {*passed, *(["heads"] if model.header.hints.heads else [])}
     by_name = {f: known[f] for f in ("heads", "gelu", "pool", "norm_eps") if f in known and f not in chosen}
     before, architecture = architecture, replace(architecture, **{**by_name, **passed})
@@ -190,10 +191,10 @@ def _named_by_timm(
     if model.format.name != "timm" or _is_stated(model.header):
         return None
     name, known = _named(file, path)
-    architecture_name = timm_name(name) if known else None
-    if architecture_name is None:
+    factory = factory_named(name) if known else None
+    if factory is None:
         return None
-    config = {**(model.header.config or {}), "architecture": architecture_name}
+    config = {**(model.header.config or {}), "architecture": factory.name}
     stated = replace(model, header=replace(model.header, config=config))
     try:
         model, architecture, sentences = _architecture(file, path, stated)
@@ -204,13 +205,13 @@ def _named_by_timm(
     return model, architecture, [f"by the name {name}: {_fields(hidden)}", *sentences]
 
 
-def _unstated(table: Format, header: CheckpointHeader, c: ViTConfig, stated: set[str]) -> list[str]:
+def _unstated(table: Format[Any], header: CheckpointHeader, c: ViTConfig, stated: set[str]) -> list[str]:
     """What a file without its config.json does not state, in formats that have one."""
     if table.config is None or table.name == "timm" or _is_stated(header):  # timm's reader records its own
         return []
     hidden = ["gelu", "norm_eps", *(["pool"] if c.class_token and c.pool != "map" else [])]
     assumed = {field: getattr(c, field) for field in hidden if field not in stated}
-    options = " or ".join(f"{field}=" for field in ("gelu", "pool") if field in assumed)
+    options = " or ".join(f"{field}=" for field in HINTED if field in assumed)
     usual = f"assumed: {_fields(assumed)}, as is usual for {table.name}"
     return [usual + (f"; pass {options} if not" if options else "")] if assumed else []
 
@@ -259,17 +260,10 @@ def _named_preprocess(file: WeightFile, path: Path, c: Architecture) -> tuple[Pr
 
 def _names(file: WeightFile, path: Path) -> list[str]:
     """The names that a file may have as a released model: in config.json, its own, and that of its folder."""
-    names = [str((file.config or {}).get("architecture", "")), _stem(file.path), _stem(path)]
-    if _stem(file.path) in _PLAIN_FILES:
+    names = [str((file.config or {}).get("architecture", "")), stem_of(file.path.name), stem_of(path.name)]
+    if stem_of(file.path.name) in _PLAIN_FILES:
         names.append(file.path.absolute().parent.name)
     return [name for name in names if name]
-
-
-def _stem(path: Path) -> str:
-    name = path.name
-    while (shorter := _SUFFIX.sub("", name)) != name:
-        name = shorter
-    return name
 
 
 def _classifier(file: WeightFile, model: FoundModel, architecture: Architecture) -> _Classifier | None:

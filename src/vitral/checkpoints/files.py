@@ -37,7 +37,7 @@ SAFETENSORS_DTYPES = {
 NUMPY_DTYPES = frozenset(SAFETENSORS_DTYPES.values()) - {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
 
 _HUB_MODEL = re.compile(r"[\w-]+/[\w.-]+")  # owner/name
-_FOLDER_FILES = (
+FOLDER_FILES = (
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
@@ -141,7 +141,7 @@ def _find(source: Path) -> Path:
         if not source.is_file():  # a pipe would be waited for
             raise UserError(f"{source} is not a regular file: copy the weights into one.")
         return source
-    for name in _FOLDER_FILES:
+    for name in FOLDER_FILES:
         if (source / name).is_file():
             return source / name
     files = sorted(path for path in source.iterdir() if path.is_file() and path.name.endswith(_SUFFIXES))

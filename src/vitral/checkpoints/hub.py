@@ -1,4 +1,4 @@
-"""The Hugging Face hub: names of repositories, uploads, and the model card of a published model (README.md)."""
+"""The Hugging Face hub: downloads, uploads, and the model card of a published model (README.md)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vitral.checkpoints.card import Card
+from vitral.checkpoints.files import FOLDER_FILES
 from vitral.cost import Cost
 from vitral.errors import UserError, shorten
 
@@ -24,6 +25,54 @@ classify("photo.jpg")""",
 _LANGUAGES = {"vitral": "bash", "timm": "python", "transformers": "python"}
 _LICENCE = re.compile(r"[\w.+-]+")  # an identifier, such as apache-2.0; it stands in the metadata as it is
 _MAX_NAMES = 50  # class names that are listed
+_HUB_CONFIGS = ("config.json", "preprocessor_config.json")
+
+
+def is_hub_name(source: str) -> bool:
+    return source.startswith(("hf:", "timm:"))
+
+
+def located(source: str | Path) -> Path:
+    """The local file or folder of a source; hub names are downloaded."""
+    text = str(source)
+    return fetch(text) if is_hub_name(text) else Path(source).expanduser()
+
+
+def fetch(name: str) -> Path:
+    """Download `hf:owner/name[@revision]` or `timm:name[@revision]` and return its folder in huggingface_hub's cache.
+
+    Cached files are not downloaded again; HF_HUB_OFFLINE=1 and HF_HOME are honoured.
+    """
+    prefix, _, rest = name.partition(":")
+    repository, _, revision = rest.partition("@")
+    if prefix == "timm":
+        repository = f"timm/{repository.removeprefix('timm/')}"
+    if repository.count("/") != 1 or repository.endswith("/"):
+        raise UserError(f"{name} is not a hub name: write hf:owner/name or timm:name.")
+    patterns = [*_HUB_CONFIGS, "*.safetensors", "*.safetensors.index.json"]
+    folder = _snapshot(name, repository, revision or None, patterns)
+    if not any((folder / file).exists() for file in FOLDER_FILES):
+        # Old repositories have pickles only; they are read without running code.
+        folder = _snapshot(name, repository, revision or None, [*_HUB_CONFIGS, "*.bin", "*.bin.index.json"])
+    return folder
+
+
+def _snapshot(name: str, repository: str, revision: str | None, patterns: list[str]) -> Path:
+    try:
+        from huggingface_hub import errors, snapshot_download
+    except ImportError as error:
+        raise UserError(f"{name} is on the Hugging Face hub: pip install 'vitral[hub]' to download it.") from error
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+    # Some releases of huggingface_hub raise a plain ConnectionError in offline mode.
+    except (errors.LocalEntryNotFoundError, ConnectionError) as error:
+        raise UserError(
+            f"{name} is not in the cache and the hub cannot be reached: go online once, or name a file."
+        ) from error
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        raise UserError(f"{name}: the hub has no such repository, or it needs `hf auth login`.") from error
+    except errors.HfHubHTTPError as error:
+        raise UserError(f"{name}: the hub answered with an error ({error}).") from error
 
 
 def repository_of(name: str) -> str:

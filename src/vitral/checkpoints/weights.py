@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from vitral.checkpoints.formats.table import (
     read_entries,
     write_entries,
 )
+from vitral.checkpoints.hub import is_hub_name, located
 from vitral.checkpoints.wrappers import strip_wrappers
 from vitral.checkpoints.write import write_json, write_npz, write_safetensors
 from vitral.errors import UserError
@@ -101,12 +103,6 @@ def read_adapted(
     card = replace(card, architecture=after, preprocess=preprocess, class_names=names, changes=weights.changes)
     card = replace(card, temperature=temperature)
     return replace(checkpoint, weights=weights, card=card)
-
-
-def located(source: str | Path) -> Path:
-    """The local file or folder of a source; hub names are downloaded."""
-    text = str(source)
-    return fetch(text) if is_hub_name(text) else Path(source).expanduser()
 
 
 def weights_of(model: nn.Module, changes: tuple[str, ...] = ()) -> Weights:
@@ -192,14 +188,14 @@ def write(weights: Weights, card: Card, path: Path, format: str) -> Card:
     else:
         with atomic_write(path, folder=True) as folder:
             _write_file(folder / "model.safetensors", table, arrays, card)
-            write_json(folder / "config.json", table.config(card))
+            write_json(folder / "config.json", table.config(card, card.architecture))
             preprocessor = table.preprocessor(card)
             if preprocessor is not None:
                 write_json(folder / "preprocessor_config.json", preprocessor)
     return card
 
 
-def prepared(weights: Weights, table: Format) -> Weights:
+def prepared(weights: Weights, table: Format[Any]) -> Weights:
     """The same function in a form that the format can represent; UserError if there is none."""
     reason = table.unsupported_reason(weights.architecture)
     if reason:
@@ -212,7 +208,7 @@ def prepared(weights: Weights, table: Format) -> Weights:
     return replace(weights, changes=(*weights.changes, *table.pack_changes(weights.architecture)))
 
 
-def unstated(card: Card, back: Card, table: Format) -> list[str]:
+def unstated(card: Card, back: Card, table: Format[Any]) -> list[str]:
     """What a file of this format does not state, so that its reader must be told or behaves differently at other sizes.
 
     Args:
@@ -230,7 +226,7 @@ def unstated(card: Card, back: Card, table: Format) -> list[str]:
     return missing
 
 
-def _unstated_shape(written: Architecture, back: Architecture, table: Format) -> list[str]:
+def _unstated_shape(written: Architecture, back: Architecture, table: Format[Any]) -> list[str]:
     if not isinstance(written, ViTConfig) or not isinstance(back, ViTConfig):
         return []
     rows, columns = written.grid(written.image)
@@ -252,14 +248,14 @@ def _guessed_heads(architecture: ViTConfig) -> int | None:
         return None
 
 
-def _arrays(weights: Weights, table: Format) -> Mapping[str, Tensor]:
+def _arrays(weights: Weights, table: Format[Any]) -> Mapping[str, Tensor]:
     arrays = table.pack(write_entries(table.entries(weights.architecture), weights.state), weights.architecture)
     for key, shape in table.zeros(weights.architecture).items():
         arrays[key] = torch.zeros(shape)
     return arrays
 
 
-def _write_file(path: Path, table: Format, arrays: Mapping[str, Tensor], card: Card) -> None:
+def _write_file(path: Path, table: Format[Any], arrays: Mapping[str, Tensor], card: Card) -> None:
     if table.container == "npz":
         write_npz(path, arrays)
     else:
@@ -270,51 +266,3 @@ def _dtype_notes(described: Description) -> list[str]:
     exact = {"bfloat16": "exact", "float16": "exact", "float64": "rounded"}
     dtypes = {described.file.headers[key].dtype for key in described.names}
     return [f"weights {dtype} -> float32 ({how})" for dtype, how in exact.items() if dtype in dtypes]
-
-
-_HUB_WEIGHTS = (
-    *("model.safetensors", "model.safetensors.index.json"),
-    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
-)
-_HUB_CONFIGS = ("config.json", "preprocessor_config.json")
-
-
-def is_hub_name(source: str) -> bool:
-    return source.startswith(("hf:", "timm:"))
-
-
-def fetch(name: str) -> Path:
-    """Download `hf:owner/name[@revision]` or `timm:name[@revision]` and return its folder in huggingface_hub's cache.
-
-    Cached files are not downloaded again; HF_HUB_OFFLINE=1 and HF_HOME are honoured.
-    """
-    prefix, _, rest = name.partition(":")
-    repository, _, revision = rest.partition("@")
-    if prefix == "timm":
-        repository = f"timm/{repository.removeprefix('timm/')}"
-    if repository.count("/") != 1 or repository.endswith("/"):
-        raise UserError(f"{name} is not a hub name: write hf:owner/name or timm:name.")
-    patterns = [*_HUB_CONFIGS, "*.safetensors", "*.safetensors.index.json"]
-    folder = _snapshot(name, repository, revision or None, patterns)
-    if not any((folder / file).exists() for file in _HUB_WEIGHTS):
-        # Old repositories have pickles only; they are read without running code.
-        folder = _snapshot(name, repository, revision or None, [*_HUB_CONFIGS, "*.bin", "*.bin.index.json"])
-    return folder
-
-
-def _snapshot(name: str, repository: str, revision: str | None, patterns: list[str]) -> Path:
-    try:
-        from huggingface_hub import errors, snapshot_download
-    except ImportError as error:
-        raise UserError(f"{name} is on the Hugging Face hub: pip install 'vitral[hub]' to download it.") from error
-    try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
-    # Some releases of huggingface_hub raise a plain ConnectionError in offline mode.
-    except (errors.LocalEntryNotFoundError, ConnectionError) as error:
-        raise UserError(
-            f"{name} is not in the cache and the hub cannot be reached: go online once, or name a file."
-        ) from error
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise UserError(f"{name}: the hub has no such repository, or it needs `hf auth login`.") from error
-    except errors.HfHubHTTPError as error:
-        raise UserError(f"{name}: the hub answered with an error ({error}).") from error

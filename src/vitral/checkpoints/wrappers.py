@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ ROOT = "."  # the `part` of keys without a prefix
 class FoundModel:
     """One model in a file, recognised by its keys."""
 
-    format: Format
+    format: Format[Any]
     header: CheckpointHeader
     prefix: str  # in front of all its keys, such as "module.backbone."
     names: Mapping[str, str]  # key in the file -> key in the format's table
@@ -54,7 +55,7 @@ def strip_wrappers(keys: Iterable[str]) -> dict[str, str]:
     return plain
 
 
-def find_model(file: WeightFile, tables: Iterable[Format], hints: Hints) -> FoundModel | None:
+def find_model(file: WeightFile, tables: Iterable[Format[Any]], hints: Hints) -> FoundModel | None:
     """The model of a file, None if no format recognises one.
 
     Args:
@@ -119,7 +120,12 @@ def _prefixes(keys: Iterable[str]) -> list[str]:
 
 
 def _recognised(
-    file: WeightFile, plain: Mapping[str, str], keys: Collection[str], prefix: str, tables: list[Format], hints: Hints
+    file: WeightFile,
+    plain: Mapping[str, str],
+    keys: Collection[str],
+    prefix: str,
+    tables: list[Format[Any]],
+    hints: Hints,
 ) -> FoundModel | None:
     """The model that these keys, less the prefix, are in the first format that recognises them."""
     for table in tables:
@@ -140,7 +146,7 @@ def _notes(keys: Collection[str], prefix: str) -> tuple[str, ...]:
 
 
 def _is_separate(
-    file: WeightFile, plain: Mapping[str, str], outer: FoundModel, prefix: str, tables: list[Format], hints: Hints
+    file: WeightFile, plain: Mapping[str, str], outer: FoundModel, prefix: str, tables: list[Format[Any]], hints: Hints
 ) -> bool:
     """Whether the outer keys are still a model of the same format without those under the prefix."""
     keys = [key for key in outer.names if not plain[key].startswith(prefix)]

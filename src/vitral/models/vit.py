@@ -69,13 +69,15 @@ class ViT(VisionModel[ViTConfig]):
         pixels = pixels.reshape(-1, h, w, channels * p * p)
         return F.linear(pixels, self.embed.weight.flatten(1), self.embed.bias)
 
-    def encode(self, patches: Tensor) -> Tensor:
+    def encode(self, patches: Tensor, visible: Tensor | None = None) -> Tensor:
         """Prepend class token and registers, add positions, apply blocks and final norm.
 
-        (batch, h, w, dim) -> (batch, prefix + h * w, dim)
+        (batch, h, w, dim) -> (batch, prefix + h * w, dim); with the indices (batch, k) of the visible patches, which
+        a masked autoencoder has, (batch, prefix + k, dim)
         """
         grid, positions, rotations = grid_of(patches), self._position_rows(patches), self._rotations(patches)
         x = self._input_tokens(patches, positions)
+        x = x if visible is None else self._only_visible(x, visible)
         fusible = self.config.injection == "input" and self.config.norm_place == "tokens"
         if fusible and fits_blocks(x, self.config.heads):
             from vitral.models.fused import fused_blocks  # imports torch's compiler, which few runs need
@@ -135,6 +137,11 @@ class ViT(VisionModel[ViTConfig]):
         half = _autocast_dtype(x.device.type)
         return x.to(half) if half else x
 
+    def _only_visible(self, x: Tensor, visible: Tensor) -> Tensor:
+        """(batch, prefix + n, dim), (batch, k) -> (batch, prefix + k, dim)"""
+        prefix, patches = x[:, : self.config.prefix], x[:, self.config.prefix :]
+        return torch.cat([prefix, gather_rows(patches, visible)], dim=1)
+
     def _apply_block(
         self, index: int, x: Tensor, positions: list[Tensor], grid: Size, rotation: Rotation | None
     ) -> Tensor:
@@ -173,6 +180,11 @@ class ViT(VisionModel[ViTConfig]):
 
     def _checkpointed_layers(self) -> Iterable[nn.Module]:
         return self.blocks
+
+
+def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
+    """(b, n, dim), (b, k) -> (b, k, dim)"""
+    return x.gather(1, indices.unsqueeze(-1).expand(-1, -1, x.shape[2]))
 
 
 def _autocast_dtype(device: str) -> torch.dtype | None:

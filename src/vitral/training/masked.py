@@ -1,4 +1,4 @@
-"""Masked patch prediction (paper, appendix B.1.2): the corruption of patches, the model, its objective and metrics.
+"""Masked patch prediction (paper, appendix B.1.2) and masked autoencoders (MAE): models, objective and metrics.
 
 Which patches are masked is a hash of (seed, step, image), so masking has no state to save.
 """
@@ -24,6 +24,7 @@ from vitral.evaluation.masked_baselines import LEVELS, colour_class, histogram_e
 from vitral.evaluation.predict import Predictions, Preprocessing
 from vitral.events import EventHandler, Progress
 from vitral.models.init import zero_bias
+from vitral.models.mae import MaeConfig, MaskedAutoencoder
 from vitral.models.normalize import normalize
 from vitral.models.position import grid_of
 from vitral.models.vit import ViT
@@ -37,7 +38,7 @@ class MaskedObjective(nn.Module):
 
     capturable = False  # which patches are masked is drawn on the host
 
-    def __init__(self, model: MaskedModel, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+    def __init__(self, model: MaskedModel | MaeModel, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         super().__init__()
         self.model = model
         self.mean, self.std = mean, std
@@ -50,7 +51,7 @@ class MaskedObjective(nn.Module):
         """uint8 (batch, channels, height, width), image indices (batch,), valid (batch,) -> loss (), correct ()"""
         losses, accuracies = self.model(normalize(images, self.mean, self.std), images, keys, int(draws))
         correct = torch.where(valid, accuracies, 0.0).sum()
-        counted = torch.full_like(correct, -1.0) if self.model.settings.target == "pixels" else correct
+        counted = torch.full_like(correct, -1.0) if self.model.regresses else correct
         return torch.where(valid, losses, 0.0).sum(), counted.detach()
 
 
@@ -64,7 +65,7 @@ def keyed(batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def masked_outputs(
-    model: MaskedModel,
+    model: MaskedModel | MaeModel,
     split: Split,
     preprocess: Preprocessing,
     *,
@@ -261,9 +262,7 @@ class MaskedModel(nn.Module):
         self.predict = nn.Linear(config.width, outputs)
         nn.init.zeros_(self.predict.weight)  # as the head of a classifier: the first loss is that of a uniform guess
         zero_bias(self.predict)
-        for unused in (model.head, model.map):
-            if unused is not None:
-                unused.requires_grad_(False)
+        _freeze_unused(model)
 
     def forward(self, images: Tensor, raw: Tensor, keys: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Normalised (b, c, height, width), the same as uint8, keys (b,) -> losses (b,), accuracies (b,).
@@ -278,8 +277,8 @@ class MaskedModel(nn.Module):
         corruption = draw_corruption(keys, step, grid[0] * grid[1], settings)
         tokens = self._tokens(corrupt(patches, corruption, self.mask_token))
         outputs = self.predict(_rows(tokens, corruption.indices)).float()
-        pixels = _rows(cut_patches(images if self._regresses else raw, self.side, grid), corruption.indices)
-        if self._regresses:
+        pixels = _rows(cut_patches(images if self.regresses else raw, self.side, grid), corruption.indices)
+        if self.regresses:
             losses = (outputs - pixels.flatten(2)).square().mean(dim=(1, 2))
             return losses, torch.full_like(losses, -1.0).detach()
         targets = colour_targets(pixels, self.settings.target)
@@ -288,13 +287,43 @@ class MaskedModel(nn.Module):
         return losses.mean(dim=(1, 2)), (logits.argmax(dim=-1) == targets).float().mean(dim=(1, 2))
 
     @property
-    def _regresses(self) -> bool:
+    def regresses(self) -> bool:
+        """Whether it predicts pixels, which has no accuracy."""
         return self.settings.target == "pixels"
 
     def _tokens(self, patches: Tensor) -> Tensor:
         """(b, h, w, d) -> (b, n, d): the encoder's token of each patch, after its norm."""
         tokens = self.model.encode(patches)[:, self.model.config.prefix :]
         return self.model.norm(tokens) if self.model.config.norm_place == "features" else tokens
+
+
+class MaeModel(nn.Module):
+    """A masked autoencoder with the interface of `MaskedModel`, for masked.target="mae"."""
+
+    regresses = True
+
+    def __init__(self, model: ViT, config: MaeConfig, seed: int) -> None:
+        super().__init__()
+        self.autoencoder = MaskedAutoencoder(model, config)
+        self.seed = seed
+        _freeze_unused(model)
+
+    @property
+    def model(self) -> ViT:
+        return self.autoencoder.encoder
+
+    def forward(self, images: Tensor, raw: Tensor, keys: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """As `MaskedModel.forward`; the loss is the mean square of the hidden patches' pixels."""
+        rows, columns = self.model.config.grid(self.model.config.image)
+        noise = _hashes(keys, _start(self.seed, step), rows * columns)
+        losses = self.autoencoder(images, noise).losses
+        return losses, torch.full_like(losses, -1.0).detach()
+
+
+def _freeze_unused(model: ViT) -> None:
+    for unused in (model.head, model.map):
+        if unused is not None:
+            unused.requires_grad_(False)
 
 
 def _cells(target: Target) -> int:

@@ -65,7 +65,8 @@ def freeze(model: nn.Module, trainable: str) -> None:
 
 def layer_index(name: str, model: nn.Module) -> int:
     """How deep a parameter is: 0 before the first block (or stage), then 1, 2, ...; norm, pooling and head last."""
-    part, *rest = name.removeprefix("model.").split(".")  # of a model inside another, as for masked patches
+    # Of a model inside another, as for masked patches.
+    part, *rest = name.removeprefix("model.").removeprefix("autoencoder.encoder.").split(".")
     if part in ("blocks", "stages"):
         return int(rest[0]) + 1
     if part == "positions":

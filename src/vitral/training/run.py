@@ -29,6 +29,7 @@ from vitral import recipe as recipes
 from vitral.architecture import ModuleConfig
 from vitral.checkpoints.adapt import Weights
 from vitral.checkpoints.card import Card
+from vitral.checkpoints.mae import unsupported_reason, write_mae
 from vitral.checkpoints.run import RunFolder
 from vitral.checkpoints.weights import write
 from vitral.checkpoints.write import write_safetensors
@@ -38,12 +39,13 @@ from vitral.data.sources import DataSet
 from vitral.errors import Interrupted, UserError
 from vitral.events import Event, EventHandler, Note, Progress, RunFinished, RunStarted, StepDone, ignore_events
 from vitral.models.adapters import merge_lora
+from vitral.models.mae import MaskedAutoencoder
 from vitral.recipe import Recipe
 from vitral.training.build import build_model
 from vitral.training.callbacks import CallbackRunner, OwnParts, RunHandle
 from vitral.training.identity import check_same_run, record_run
 from vitral.training.loop import train_loop
-from vitral.training.masked import MaskedModel
+from vitral.training.masked import MaeModel, MaskedModel
 from vitral.training.metrics import (
     MetricsLogger,
     PlainModel,
@@ -316,9 +318,19 @@ def _image_names(indices: Tensor, setup: RunSetup, world: World) -> list[str]:
 
 def _write_final_model(plain_model: PlainModel, setup: RunSetup, path: Path, world: World) -> None:
     model = plain_model()
-    model = model.model if isinstance(model, MaskedModel) else model  # without what only the prediction needs
     card = calibrated_card(setup.card, plain_model.state.progress.metrics or {}, setup.eval_split)
+    if isinstance(model, MaeModel) and not unsupported_reason(model.autoencoder):
+        autoencoder = model.autoencoder
+        on_rank0(lambda: _write_autoencoder(autoencoder, path.with_name("mae"), card), world)
+    if isinstance(model, MaskedModel | MaeModel):
+        model = model.model  # without what only the prediction needs
     on_rank0(lambda: _write_model(model, setup, card, path), world)
+
+
+def _write_autoencoder(model: MaskedAutoencoder, folder: Path, card: Card) -> None:
+    """Write an encoder with its decoder, in place of those of an earlier evaluation."""
+    shutil.rmtree(folder, ignore_errors=True)
+    write_mae(model, folder, card)
 
 
 def _write_model(model: nn.Module, setup: RunSetup, card: Card, path: Path) -> None:

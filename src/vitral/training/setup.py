@@ -18,6 +18,7 @@ from torch import nn
 from vitral import recipe as recipes
 from vitral.architecture import ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
+from vitral.checkpoints.mae import read_decoder, unsupported_reason
 from vitral.data.images import UnreadableImage
 from vitral.data.loader import Batch, default_workers, training_batches
 from vitral.data.memory_map import decode_once
@@ -29,6 +30,7 @@ from vitral.data.transforms import CallableTransform
 from vitral.errors import UserError
 from vitral.evaluation.predict import Predictions, embed_split, predict_split
 from vitral.events import EventHandler, Note
+from vitral.models.mae import MaeConfig
 from vitral.models.resnet import ResNet
 from vitral.models.vit import ViT
 from vitral.recipe import Recipe
@@ -37,6 +39,7 @@ from vitral.training.callbacks import OwnParts
 from vitral.training.device_data import crop_uploader, resident
 from vitral.training.loop import LoopConfig
 from vitral.training.masked import (
+    MaeModel,
     MaskedModel,
     MaskedObjective,
     MaskSettings,
@@ -206,6 +209,10 @@ def build_training(model: nn.Module, setup: RunSetup, world: World, on_event: Ev
         for module in modules:
             module.compile()
     learner, objective = _objective(model, setup)
+    if isinstance(learner, MaeModel) and recipe.init and not read_decoder(recipe.init, learner.autoencoder):
+        on_event(Note(f"{recipe.init} has no decoder of a masked autoencoder: a new one is trained"))
+    if isinstance(learner, MaeModel) and (reason := unsupported_reason(learner.autoencoder)):
+        on_event(Note(f"the decoder will not be kept, as format hf-mae cannot hold it: {reason}"))
     objective.to(world.device)
     separate = recipe.ema_decay or (world.size > 1 and recipe.parallel == "fsdp")
     plain = copy.deepcopy(learner) if separate else learner  # before it is wrapped: shards cannot be copied
@@ -229,11 +236,19 @@ def _objective(model: nn.Module, setup: RunSetup) -> tuple[nn.Module, nn.Module]
     recipe, settings = setup.recipe, setup.settings
     if recipe.objective == "masked":
         assert isinstance(model, ViT)
-        masked = MaskedModel(model, _mask_settings(recipe))
+        masked = _masked_model(model, recipe)
         return masked, MaskedObjective(masked, settings.mean, settings.std)
     reader = model.head if recipe.trainable == "head" else model
     assert isinstance(reader, nn.Module)
     return model, Objective(reader, settings, setup.train.counts(), recipe.balance, setup.own.loss)
+
+
+def _masked_model(model: ViT, recipe: Recipe) -> MaskedModel | MaeModel:
+    m = recipe.masked
+    if m.target != "mae":
+        return MaskedModel(model, MaskSettings(m.ratio, m.token_ratio, m.random_ratio, m.target, recipe.seed))
+    sizes = {"width": m.decoder_width, "depth": m.decoder_depth, "heads": m.decoder_heads, "mlp": 4 * m.decoder_width}
+    return MaeModel(model, MaeConfig(**sizes, ratio=m.ratio, norm_pixels=m.norm_pixels), recipe.seed)
 
 
 def _optimizer(learner: nn.Module, setup: RunSetup) -> torch.optim.Optimizer:
@@ -316,13 +331,11 @@ def _metrics(setup: RunSetup, split: Split) -> Callable[..., dict[str, Any]]:
         return partial(measure, sigmoid=setup.card.multilabel)
     config = setup.card.architecture
     assert isinstance(config, ViTConfig)
-    pipeline, settings = setup.preprocess.pipeline, _mask_settings(setup.recipe)
-    return measure_masked(baselines(setup.train, split, pipeline, config, settings))
-
-
-def _mask_settings(recipe: Recipe) -> MaskSettings:
-    m = recipe.masked
-    return MaskSettings(m.ratio, m.token_ratio, m.random_ratio, m.target, recipe.seed)
+    m = setup.recipe.masked
+    if m.target != "mean":  # one colour per patch; the other targets have no such simple baselines
+        return measure_masked({})
+    settings = MaskSettings(m.ratio, m.token_ratio, m.random_ratio, m.target, setup.recipe.seed)
+    return measure_masked(baselines(setup.train, split, setup.preprocess.pipeline, config, settings))
 
 
 def _train_on_features(

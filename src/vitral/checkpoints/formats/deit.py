@@ -26,7 +26,7 @@ from vitral.errors import UserError
 class Names:
     """Names of what DeiT adds to the plain ViT of a library, and of what it changes."""
 
-    plain: Format
+    plain: Format[ViTConfig]
     token: str
     positions: str
     head: str  # of the plain ViT
@@ -65,7 +65,6 @@ def _architecture(header: CheckpointHeader, names: Names) -> ViTConfig:
     if names is _TIMM and not two:
         raise UserError("the file has a distillation token without its head (head_dist): its features are no logits.")
     plain = names.plain.architecture(_without_token(header, names))
-    assert isinstance(plain, ViTConfig)
     if plain.registers or not plain.class_row:
         raise UserError("the file has a distillation token beside registers or without position rows: not supported.")
     return replace(plain, registers=1, pool="token+register" if two else plain.pool)
@@ -75,10 +74,8 @@ def _plain(c: ViTConfig) -> ViTConfig:
     return replace(c, registers=0, pool="token")
 
 
-def _entries(architecture: Architecture, names: Names) -> list[Entry]:
+def _entries(c: ViTConfig, names: Names) -> list[Entry]:
     """The table of the plain ViT, but with the token, and a head on both tokens."""
-    assert isinstance(architecture, ViTConfig)
-    c = architecture
     entries = [Entry(names.token, "registers", (1, 1, c.width))]
     if c.pool != "token+register":
         return entries + names.plain.entries(_plain(c))
@@ -86,7 +83,7 @@ def _entries(architecture: Architecture, names: Names) -> list[Entry]:
     return entries + linear(names.head, "head.output", c.features, c.classes)
 
 
-def _unpack(tensors: Tensors, architecture: Architecture, names: Names) -> Tensors:
+def _unpack(tensors: Tensors, c: ViTConfig, names: Names) -> Tensors:
     """Two heads -> one of half the weights side by side; the token's position row is added to the token."""
     positions, token = tensors.get(names.positions), tensors.get(names.token)
     if positions is None or token is None:
@@ -94,8 +91,7 @@ def _unpack(tensors: Tensors, architecture: Architecture, names: Names) -> Tenso
     tensors = dict(tensors)
     tensors[names.token] = token.float() + positions[:, 1:2].float()
     tensors[names.positions] = torch.cat([positions[:, :1], positions[:, 2:]], dim=1)
-    assert isinstance(architecture, ViTConfig)
-    if architecture.pool == "token+register":
+    if c.pool == "token+register":
         weights, biases = ([_taken(tensors, f"{name}.{key}") for name in names.heads] for key in ("weight", "bias"))
         if weights[0].shape != weights[1].shape or biases[0].shape != biases[1].shape:
             raise UserError("the heads of the class token and of the distillation token have different shapes.")
@@ -110,32 +106,29 @@ def _taken(tensors: Tensors, key: str) -> Tensor:
     return tensors.pop(key).float()
 
 
-def _pack(tensors: Tensors, architecture: Architecture, names: Names) -> Tensors:
+def _pack(tensors: Tensors, c: ViTConfig, names: Names) -> Tensors:
     """The inverse of `_unpack`, with a position row of zeros and both heads with the same bias."""
     tensors = dict(tensors)
     positions = tensors[names.positions]
     tensors[names.positions] = torch.cat([positions[:, :1], torch.zeros_like(positions[:, :1]), positions[:, 1:]], 1)
-    assert isinstance(architecture, ViTConfig)
-    if architecture.pool == "token+register":
+    if c.pool == "token+register":
         weight, bias = tensors.pop(f"{names.head}.weight"), tensors.pop(f"{names.head}.bias")
         for name, part in zip(names.heads, weight.chunk(2, dim=1), strict=True):
             tensors |= {f"{name}.weight": 2 * part, f"{name}.bias": bias.clone()}
     return tensors
 
 
-def _assumptions(header: CheckpointHeader, architecture: Architecture, names: Names) -> tuple[str, ...]:
+def _assumptions(header: CheckpointHeader, c: ViTConfig, names: Names) -> tuple[str, ...]:
     folded = "position row of the distillation token folded into the token"
-    assert isinstance(architecture, ViTConfig)
     two = ("mean of the heads of class and distillation token made one linear layer",)
-    changes = (folded, *(two if architecture.pool == "token+register" else ()))
-    return (*names.plain.assumptions(_without_token(header, names), _plain(architecture)), *changes)
+    changes = (folded, *(two if c.pool == "token+register" else ()))
+    return (*names.plain.assumptions(_without_token(header, names), _plain(c)), *changes)
 
 
-def _pack_changes(architecture: Architecture) -> tuple[str, ...]:
-    assert isinstance(architecture, ViTConfig)
+def _pack_changes(c: ViTConfig) -> tuple[str, ...]:
     row = "distillation token given a position row of zeros"
     two = ("head split into those of class and distillation token, with the same bias",)
-    return (row, *(two if architecture.pool == "token+register" else ()))
+    return (row, *(two if c.pool == "token+register" else ()))
 
 
 def _unsupported_reason(architecture: Architecture, names: Names) -> str | None:
@@ -151,26 +144,19 @@ def _unsupported_reason(architecture: Architecture, names: Names) -> str | None:
     return later_parts(c, "pool") or names.plain.unsupported_reason(_plain(c))
 
 
-def _plain_card(card: Card) -> Card:
-    assert isinstance(card.architecture, ViTConfig)
-    return replace(card, architecture=_plain(card.architecture))
-
-
-def _timm_config(card: Card) -> dict[str, Any]:
+def _timm_config(card: Card, c: ViTConfig) -> dict[str, Any]:
     assert TIMM.config is not None
-    config = TIMM.config(_plain_card(card))
+    config = TIMM.config(card, _plain(c))
     # The class of the distilled models has none of these.
     arguments = {key: value for key, value in config["model_args"].items() if key not in ("class_token", "reg_tokens")}
     return {**config, "architecture": "deit_base_distilled_patch16_224", "model_args": arguments}
 
 
-def _hf_config(card: Card) -> dict[str, Any]:
+def _hf_config(card: Card, c: ViTConfig) -> dict[str, Any]:
     assert HUGGING_FACE.config is not None
-    c = card.architecture
-    assert isinstance(c, ViTConfig)
     teacher = "WithTeacher" if c.pool == "token+register" else ""
     model = f"DeiTForImageClassification{teacher}" if c.classes else "DeiTModel"
-    return {**HUGGING_FACE.config(_plain_card(card)), "architectures": [model], "model_type": "deit"}
+    return {**HUGGING_FACE.config(card, _plain(c)), "architectures": [model], "model_type": "deit"}
 
 
 def _hf_renames(keys: Iterable[str]) -> dict[str, str]:
@@ -180,51 +166,43 @@ def _hf_renames(keys: Iterable[str]) -> dict[str, str]:
     return {key: renamed[name] for key, name in zip(keys, stripped, strict=True)}
 
 
-def _hf_key(key: str, c: Architecture) -> str:
+def _hf_key(key: str, c: ViTConfig) -> str:
     return f"deit.{key}" if c.classes and "classifier." not in key else key
 
 
-def _alone(architecture: Architecture) -> str | None:
-    assert isinstance(architecture, ViTConfig)
-    return TIMM.alone(_plain(architecture))
+def _format(names: Names, **functions: Any) -> Format[ViTConfig]:
+    return Format(
+        container="safetensors",
+        architecture=lambda header: _architecture(header, names),
+        entries=lambda c: _entries(c, names),
+        unsupported_reason=lambda c: _unsupported_reason(c, names),
+        unpack=lambda tensors, c: _unpack(tensors, c, names),
+        pack=lambda tensors, c: _pack(tensors, c, names),
+        pack_changes=_pack_changes,
+        assumptions=lambda header, c: _assumptions(header, c, names),
+        preprocess=names.plain.preprocess,
+        class_names=names.plain.class_names,
+        alone=lambda c: names.plain.alone(_plain(c)),
+        **functions,
+    )
 
 
-TIMM_DEIT = Format(
+TIMM_DEIT = _format(
+    _TIMM,
     name="timm-deit",
     title="timm's distilled DeiT (safetensors, or a folder with its config.json)",
-    container="safetensors",
     recognises=lambda header: header.has("dist_token") and header.has("pos_embed"),
-    architecture=lambda header: _architecture(header, _TIMM),
-    entries=lambda c: _entries(c, _TIMM),
-    unsupported_reason=lambda c: _unsupported_reason(c, _TIMM),
-    unpack=lambda tensors, c: _unpack(tensors, c, _TIMM),
-    pack=lambda tensors, c: _pack(tensors, c, _TIMM),
-    pack_changes=_pack_changes,
-    assumptions=lambda header, c: _assumptions(header, c, _TIMM),
-    preprocess=TIMM.preprocess,
-    class_names=TIMM.class_names,
     config=_timm_config,
-    alone=_alone,
 )
 
-HUGGING_FACE_DEIT = Format(
+HUGGING_FACE_DEIT = _format(
+    _HF,
     name="hf-deit",
     title="Hugging Face DeiT with its distillation token (a folder)",
-    container="safetensors",
     recognises=lambda header: header.has("embeddings.distillation_token"),
-    architecture=lambda header: _architecture(header, _HF),
-    entries=lambda c: _entries(c, _HF),
-    unsupported_reason=lambda c: _unsupported_reason(c, _HF),
     renames=_hf_renames,
-    unpack=lambda tensors, c: _unpack(tensors, c, _HF),
-    pack=lambda tensors, c: _pack(tensors, c, _HF),
-    pack_changes=_pack_changes,
     ignored=r"embeddings\.mask_token$|pooler\.",
-    assumptions=lambda header, c: _assumptions(header, c, _HF),
-    preprocess=HUGGING_FACE.preprocess,
-    class_names=HUGGING_FACE.class_names,
     config=_hf_config,
     preprocessor=HUGGING_FACE.preprocessor,
-    alone=HUGGING_FACE.alone,
     file_key=_hf_key,
 )

@@ -1,30 +1,29 @@
-"""Google's `vision_transformer` npz files, hybrids included: names of the released files and of Flax Linen.
+"""Google's npz files: those of `vision_transformer`, hybrids included, and of big_vision.
 
-The released files are older than Linen. A Linen file with `posembed_input` is also the oldest version of big_vision.
+The released files of `vision_transformer` are older than Flax Linen, whose names the later ones have. A Linen file with
+`posembed_input` is also the oldest version of big_vision, where positions are added before the class token is
+prepended, so that it has no position row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from vitral.architecture import Architecture, StemConfig, ViTConfig
+from vitral.architecture import Architecture, Pool, StemConfig, ViTConfig
 from vitral.checkpoints.card import Preprocess
-from vitral.checkpoints.formats.table import (
-    CheckpointHeader,
-    Entry,
-    Format,
-    grid_of_rows,
-    is_square,
-    later_parts,
-    position_entries,
-)
+from vitral.checkpoints.formats.layout import ResNetLayout
+from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, grid_of_rows, is_square, later_parts
 
-POSITION = "Transformer/posembed_input/pos_embedding"
+_POSITION = "Transformer/posembed_input/pos_embedding"
+_BIG_VISION_POSITION = "pos_embedding"
+_MAP = "MAPHead_0"
+_IMAGES, _TEXTS = "img/", "txt/"  # two towers; their temperature and bias count as part of the text tower
 
 
 @dataclass(frozen=True)
-class BlockNames:
+class _BlockNames:
     """Names of the modules of a block."""
 
     norm1: str
@@ -33,11 +32,11 @@ class BlockNames:
     mlp: str
 
 
-PRE_LINEN = BlockNames("LayerNorm_0", "MultiHeadDotProductAttention_1", "LayerNorm_2", "MlpBlock_3")
-LINEN = BlockNames("LayerNorm_0", "MultiHeadDotProductAttention_0", "LayerNorm_1", "MlpBlock_0")
+_PRE_LINEN = _BlockNames("LayerNorm_0", "MultiHeadDotProductAttention_1", "LayerNorm_2", "MlpBlock_3")
+_LINEN = _BlockNames("LayerNorm_0", "MultiHeadDotProductAttention_0", "LayerNorm_1", "MlpBlock_0")
 
 
-def dense(theirs: str, ours: str, inputs: int, outputs: int) -> list[Entry]:
+def _dense(theirs: str, ours: str, inputs: int, outputs: int) -> list[Entry]:
     """A Flax dense layer: kernel (in, out)."""
     return [
         Entry(f"{theirs}/kernel", f"{ours}.weight", (inputs, outputs), axes=(1, 0)),
@@ -45,11 +44,11 @@ def dense(theirs: str, ours: str, inputs: int, outputs: int) -> list[Entry]:
     ]
 
 
-def norm(theirs: str, ours: str, shape: tuple[int, ...]) -> list[Entry]:
+def _norm(theirs: str, ours: str, shape: tuple[int, ...]) -> list[Entry]:
     return [Entry(f"{theirs}/scale", f"{ours}.weight", shape), Entry(f"{theirs}/bias", f"{ours}.bias", shape)]
 
 
-def attention(theirs: str, ours: dict[str, tuple[str, tuple[int, int]]], out: str, c: ViTConfig) -> list[Entry]:
+def _attention(theirs: str, ours: dict[str, tuple[str, tuple[int, int]]], out: str, c: ViTConfig) -> list[Entry]:
     """Flax attention: kernels (dim, heads, dim / heads). `ours` maps q, k and v to parts of our projections."""
     head = c.width // c.heads
     entries = []
@@ -62,12 +61,12 @@ def attention(theirs: str, ours: dict[str, tuple[str, tuple[int, int]]], out: st
     return entries
 
 
-def mlp(theirs: str, ours: str, c: ViTConfig) -> list[Entry]:
-    hidden = dense(f"{theirs}/Dense_0", f"{ours}.hidden", c.width, c.mlp)
-    return hidden + dense(f"{theirs}/Dense_1", f"{ours}.output", c.mlp, c.width)
+def _mlp(theirs: str, ours: str, c: ViTConfig) -> list[Entry]:
+    hidden = _dense(f"{theirs}/Dense_0", f"{ours}.hidden", c.width, c.mlp)
+    return hidden + _dense(f"{theirs}/Dense_1", f"{ours}.output", c.mlp, c.width)
 
 
-def encoder(c: ViTConfig, names: BlockNames) -> list[Entry]:
+def _encoder(c: ViTConfig, names: _BlockNames) -> list[Entry]:
     """Patch embedding, class token, blocks and final norm: the same in every version."""
     channels = c.stem.channels if c.stem else c.channels
     kernel = (c.patch, c.patch, channels, c.width)
@@ -77,19 +76,19 @@ def encoder(c: ViTConfig, names: BlockNames) -> list[Entry]:
     for i in range(c.depth):
         theirs, ours = f"Transformer/encoderblock_{i}", f"blocks.{i}"
         qkv = {name: (f"{ours}.attention.qkv", (k, 3)) for k, name in enumerate(("query", "key", "value"))}
-        entries += norm(f"{theirs}/{names.norm1}", f"{ours}.norm1", (c.width,))
-        entries += attention(f"{theirs}/{names.attention}", qkv, f"{ours}.attention.out", c)
-        entries += norm(f"{theirs}/{names.norm2}", f"{ours}.norm2", (c.width,))
-        entries += mlp(f"{theirs}/{names.mlp}", f"{ours}.mlp", c)
-    return entries + norm("Transformer/encoder_norm", "norm", (c.width,))
+        entries += _norm(f"{theirs}/{names.norm1}", f"{ours}.norm1", (c.width,))
+        entries += _attention(f"{theirs}/{names.attention}", qkv, f"{ours}.attention.out", c)
+        entries += _norm(f"{theirs}/{names.norm2}", f"{ours}.norm2", (c.width,))
+        entries += _mlp(f"{theirs}/{names.mlp}", f"{ours}.mlp", c)
+    return entries + _norm("Transformer/encoder_norm", "norm", (c.width,))
 
 
-def head(c: ViTConfig) -> list[Entry]:
-    entries = dense("pre_logits", "head.hidden", c.width, c.representation) if c.representation else []
-    return entries + (dense("head", "head.output", c.representation or c.width, c.classes) if c.classes else [])
+def _head(c: ViTConfig) -> list[Entry]:
+    entries = _dense("pre_logits", "head.hidden", c.width, c.representation) if c.representation else []
+    return entries + (_dense("head", "head.output", c.representation or c.width, c.classes) if c.classes else [])
 
 
-def read_encoder(header: CheckpointHeader, names: BlockNames) -> dict[str, Any]:
+def _read_encoder(header: CheckpointHeader, names: _BlockNames) -> dict[str, Any]:
     """The sizes that the shapes of every version show."""
     patch, _, channels, width = header.shape("embedding/kernel", 4)
     first = "Transformer/encoderblock_0"
@@ -102,7 +101,7 @@ def read_encoder(header: CheckpointHeader, names: BlockNames) -> dict[str, Any]:
     return {**sizes, "representation": representation, "classes": classes}
 
 
-def unsupported_reason(architecture: Architecture) -> str | None:
+def _unsupported_reason(architecture: Architecture) -> str | None:
     """What no Flax file of Google's can say."""
     if not isinstance(architecture, ViTConfig):
         return "it holds Vision Transformers, not ResNets"
@@ -132,31 +131,40 @@ def plain_resize(header: CheckpointHeader, architecture: Architecture) -> Prepro
     return Preprocess(f"decode|resize({size}, antialias=false)", half, half)
 
 
+def _positions(key: str, c: ViTConfig) -> list[Entry]:
+    """A table (1, n, d) or, with the class token's row in front, (1, 1 + n, d)."""
+    rows, columns = c.grid(c.image)
+    n, first = rows * columns, int(c.class_row)
+    row = [Entry(key, "positions.0.class_row", (1, 1, c.width), rows=(0, 1))] if first else []
+    return [*row, Entry(key, "positions.0.table", (1, n, c.width), rows=(first, first + n))]
+
+
+# ------------------------------------------------------------------------------------------------ vision_transformer
+
+
+def flax_conv(theirs: str, ours: str, side: int, inputs: int, outputs: int) -> Entry:
+    """A convolution of Flax or TensorFlow: kernel (height, width, in, out)."""
+    return Entry(f"{theirs}/kernel", f"{ours}.weight", (side, side, inputs, outputs), axes=(3, 2, 0, 1))
+
+
 def _stem_entries(c: ViTConfig, group_norm: bool) -> list[Entry]:
     assert c.stem is not None
     wide = 64 * c.stem.width
 
-    def conv(theirs: str, ours: str, side: int, inputs: int, outputs: int) -> Entry:
-        return Entry(f"{theirs}/kernel", f"{ours}.weight", (side, side, inputs, outputs), axes=(3, 2, 0, 1))
-
     def group(theirs: str, ours: str, channels: int) -> list[Entry]:
-        return norm(theirs, ours, (1, 1, 1, channels) if group_norm else (channels,))
+        return _norm(theirs, ours, (1, 1, 1, channels) if group_norm else (channels,))
 
-    entries = [conv("conv_root", "stem.root.conv", 7, c.channels, wide), *group("gn_root", "stem.root.norm", wide)]
-    inputs = wide
-    for stage, units in enumerate(c.stem.blocks):
-        f = wide * 2**stage
-        for unit in range(units):
-            theirs, ours = f"block{stage + 1}/unit{unit + 1}", f"stem.stages.{stage}.{unit}"
-            sides = ((1, inputs, f), (3, f, f), (1, f, 4 * f))
-            for k, (side, before, after) in enumerate(sides, start=1):
-                entries.append(conv(f"{theirs}/conv{k}", f"{ours}.conv{k}", side, before, after))
-                entries += group(f"{theirs}/gn{k}", f"{ours}.norm{k}", after)
-            if unit == 0:
-                entries.append(conv(f"{theirs}/conv_proj", f"{ours}.projection", 1, inputs, 4 * f))
-                entries += group(f"{theirs}/gn_proj", f"{ours}.projection_norm", 4 * f)
-            inputs = 4 * f
-    return entries
+    units = ResNetLayout(
+        unit=lambda stage, unit: f"block{stage + 1}/unit{unit + 1}/",
+        convs=("conv1", "conv2", "conv3"),
+        norms=("gn1", "gn2", "gn3"),
+        projection="conv_proj",
+        projection_norm="gn_proj",
+        conv=flax_conv,
+        norm=group,
+    )
+    root = [flax_conv("conv_root", "stem.root.conv", 7, c.channels, wide), *group("gn_root", "stem.root.norm", wide)]
+    return root + units.entries("stem.stages", c.stem.blocks, wide)
 
 
 def _stem(header: CheckpointHeader) -> StemConfig | None:
@@ -170,10 +178,10 @@ def _stem(header: CheckpointHeader) -> StemConfig | None:
     return StemConfig(blocks=tuple(blocks), width=width)
 
 
-def _architecture(header: CheckpointHeader, names: BlockNames) -> ViTConfig:
-    sizes = read_encoder(header, names)
+def _architecture(header: CheckpointHeader, names: _BlockNames) -> ViTConfig:
+    sizes = _read_encoder(header, names)
     token = header.has("cls")
-    rows = header.shape(POSITION, 3)[1]
+    rows = header.shape(_POSITION, 3)[1]
     grid = grid_of_rows(header, rows - int(token))
     stem = _stem(header)
     stride = sizes["patch"] * (stem.stride if stem else 1)
@@ -185,29 +193,28 @@ def _architecture(header: CheckpointHeader, names: BlockNames) -> ViTConfig:
 
 def _lacks_class_row(header: CheckpointHeader) -> bool:
     """Whether there is a class token but only rows for patches: the oldest files of big_vision, with the same name."""
-    shape, hint = header.shapes[POSITION], header.hints.grid
+    shape, hint = header.shapes[_POSITION], header.hints.grid
     if len(shape) != 3 or not header.has("cls"):
         return False
     return shape[1] == hint[0] * hint[1] if hint else is_square(shape[1]) and not is_square(shape[1] - 1)
 
 
-def _format(name: str, title: str, names: BlockNames, group_norm: bool) -> Format:
-    def entries(c: Architecture) -> list[Entry]:
-        assert isinstance(c, ViTConfig)
+def _format(name: str, title: str, names: _BlockNames, group_norm: bool) -> Format[ViTConfig]:
+    def entries(c: ViTConfig) -> list[Entry]:
         stem = _stem_entries(c, group_norm) if c.stem else []
-        return stem + encoder(c, names) + position_entries(POSITION, c) + head(c)
+        return stem + _encoder(c, names) + _positions(_POSITION, c) + _head(c)
 
     def reason(architecture: Architecture) -> str | None:
         if isinstance(architecture, ViTConfig) and architecture.pool == "map":
             return "it does not support attention pooling (big_vision does)"
-        return unsupported_reason(architecture)
+        return _unsupported_reason(architecture)
 
     return Format(
         name=name,
         title=title,
         container="npz",
         recognises=lambda header: (
-            header.has(POSITION)
+            header.has(_POSITION)
             and header.has(f"Transformer/encoderblock_0/{names.attention}/query/kernel")
             and not any(key.startswith("MAPHead_0/") for key in header.shapes)
             and not _lacks_class_row(header)
@@ -220,5 +227,94 @@ def _format(name: str, title: str, names: BlockNames, group_norm: bool) -> Forma
     )
 
 
-GOOGLE = _format("google", "Google npz, names of the released files", PRE_LINEN, group_norm=True)
-GOOGLE_LINEN = _format("google-linen", "Google npz, Flax Linen names", LINEN, group_norm=False)
+GOOGLE = _format("google", "Google npz, names of the released files", _PRE_LINEN, group_norm=True)
+GOOGLE_LINEN = _format("google-linen", "Google npz, Flax Linen names", _LINEN, group_norm=False)
+
+
+# -------------------------------------------------------------------------------------------------------- big_vision
+
+
+def _renames(keys: Iterable[str]) -> dict[str, str]:
+    """Keys of the image tower (of LiT and SigLIP), and the newest of three names of the table of positions."""
+    renamed = {key: key.removeprefix("params/") for key in keys}
+    if any(new.startswith(_IMAGES) for new in renamed.values()):
+        texts = {key: _TEXTS + new.removeprefix(_TEXTS) for key, new in renamed.items()}
+        renamed = {
+            key: new.removeprefix(_IMAGES) if new.startswith(_IMAGES) else texts[key] for key, new in renamed.items()
+        }
+    older = {"Transformer/pos_embedding", _POSITION}
+    return {key: _BIG_VISION_POSITION if new in older else new for key, new in renamed.items()}
+
+
+def _big_vision_recognises(header: CheckpointHeader) -> bool:
+    patches = header.has("embedding/kernel")  # a text tower has none
+    return patches and header.has(f"Transformer/encoderblock_0/{_LINEN.attention}/query/kernel")
+
+
+def _big_vision_architecture(header: CheckpointHeader) -> ViTConfig:
+    sizes = _read_encoder(header, _LINEN)
+    token = header.has("cls")
+    pool: Pool = "token" if token else "map" if header.has(f"{_MAP}/probe") else "mean"
+    if not header.has(_BIG_VISION_POSITION):
+        header.assume("assumed: fixed sin-cos positions, as the file has no table of positions")
+        # The file does not show the grid, and nothing depends on it: 224 pixels without a hint.
+        rows, columns = header.hints.grid or (224 // sizes["patch"], 224 // sizes["patch"])
+        image = (rows * sizes["patch"], columns * sizes["patch"])
+        return ViTConfig(**sizes, image=image, class_token=token, pool=pool, position="sincos2d", class_position=False)
+    rows = header.shape(_BIG_VISION_POSITION, 3)[1]
+    hint = header.hints.grid
+    class_row = token and (rows - 1 == hint[0] * hint[1] if hint else not is_square(rows))
+    grid = grid_of_rows(header, rows - int(class_row))
+    image = (grid[0] * sizes["patch"], grid[1] * sizes["patch"])
+    return ViTConfig(**sizes, image=image, class_token=token, pool=pool, class_position=class_row)
+
+
+def _assumptions(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]:
+    count = sum(key.startswith(_TEXTS) for key in header.shapes)
+    return (f"text tower not read ({count} tensors)",) if count else ()
+
+
+def _map_entries(c: ViTConfig) -> list[Entry]:
+    inner = f"{_MAP}/{_LINEN.attention}"
+    ours = {"query": ("map.q", (0, 1)), "key": ("map.kv", (0, 2)), "value": ("map.kv", (1, 2))}
+    entries = [Entry(f"{_MAP}/probe", "map.probe", (1, 1, c.width))]
+    entries += _attention(inner, ours, "map.out", c)
+    entries += _norm(f"{_MAP}/LayerNorm_0", "map.norm", (c.width,))
+    return entries + _mlp(f"{_MAP}/{_LINEN.mlp}", "map.mlp", c)
+
+
+def _big_vision_entries(c: ViTConfig) -> list[Entry]:
+    table = _positions(_BIG_VISION_POSITION, c) if c.position == "1d" else []
+    return _encoder(c, _LINEN) + table + (_map_entries(c) if c.pool == "map" else []) + _head(c)
+
+
+def _big_vision_unsupported_reason(architecture: Architecture) -> str | None:
+    if isinstance(architecture, ViTConfig) and architecture.stem:
+        return "it does not support a hybrid's ResNet"
+    return _unsupported_reason(architecture)
+
+
+def _big_vision_preprocess(header: CheckpointHeader, architecture: Architecture) -> Preprocess:
+    """Short side resized to 8/7 of the crop, as 256 is of 224; values from -1 to 1."""
+    short = min(architecture.image)
+    if architecture.image != (short, short):
+        return plain_resize(header, architecture)
+    half = (0.5,) * architecture.channels
+    return Preprocess(f"decode|resize_small({round(short * 8 / 7)})|central_crop({short})", half, half)
+
+
+BIG_VISION = Format(
+    name="big_vision",
+    title="big_vision npz",
+    container="npz",
+    recognises=_big_vision_recognises,
+    architecture=_big_vision_architecture,
+    entries=_big_vision_entries,
+    unsupported_reason=_big_vision_unsupported_reason,
+    renames=_renames,
+    ignored=rf"opt/|chrono/|{_TEXTS}",
+    assumptions=_assumptions,
+    positions=("1d", "sincos2d"),
+    class_row=lambda c: "folded",
+    preprocess=_big_vision_preprocess,
+)

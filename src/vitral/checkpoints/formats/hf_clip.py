@@ -12,28 +12,27 @@ from typing import Any
 
 import torch
 
-from vitral.architecture import Architecture, ViTConfig
+from vitral.architecture import ViTConfig
 from vitral.checkpoints.card import Card
-from vitral.checkpoints.formats.hf_layout import (
-    FAMILIES,
+from vitral.checkpoints.formats.hf_config import (
     UNUSED,
-    Layout,
     Variant,
     chosen,
     classes_of,
+    hf_format,
+    is_family,
     labels,
-    layout_entries,
-    model_type,
     read_settings,
     requires,
     shared_config,
     square_only,
     vision_config,
 )
-from vitral.checkpoints.formats.hugging_face import hf_format
-from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Shape, Tensors, linear, norm
+from vitral.checkpoints.formats.layout import Layout, layout_entries, separate
+from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Shape, Tensors
 from vitral.errors import UserError
 
+_QKV, _BIASES = separate("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _LAYOUT = Layout(
     patches="embeddings.patch_embedding",
     positions="embeddings.position_embedding.weight",
@@ -41,14 +40,18 @@ _LAYOUT = Layout(
     pre_norm="pre_layrnorm",
     block="encoder.layers.{}",
     norm1="layer_norm1",
-    queries="self_attn.q_proj",
-    keys="self_attn.k_proj",
-    values="self_attn.v_proj",
+    qkv=_QKV,
+    qkv_biases=_BIASES,
     out="self_attn.out_proj",
     norm2="layer_norm2",
     hidden="mlp.fc1",
     output="mlp.fc2",
     norm="post_layernorm",
+    map_head=(
+        *("head.probe", "head.q", "head.kv", "head.attention.out_proj", "head.layernorm"),
+        *("head.mlp.fc1", "head.mlp.fc2"),
+    ),
+    head="classifier",
     embedding=True,
 )
 _CLIP_DEFAULTS = {"num_attention_heads": 12, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
@@ -60,6 +63,7 @@ _PARTS = {
     r"post_layernorm\.": "last norm, which the classifier does not run,",
     r"visual_projection\.": "projection, which the classifier does not run,",
 }
+_PATCHES = "embeddings.patch_embedding.weight"
 _FUSED = {"head.attention.in_proj_weight": "weight", "head.attention.in_proj_bias": "bias"}
 
 
@@ -79,28 +83,31 @@ def _is(name: str) -> Callable[[CheckpointHeader], bool]:
     """Whether a checkpoint with these names is of this family, by its model_type or else by its tensors."""
 
     def recognises(header: CheckpointHeader) -> bool:
-        patches = header.shapes.get("embeddings.patch_embedding.weight")  # a text tower has none
+        patches = header.shapes.get(_PATCHES)  # a text tower has none
         if patches is None or not header.has("encoder.layers.0.self_attn.q_proj.weight"):
             return False
         flat = len(patches) == 2
         by_tensors = "hf-clip" if header.has(_LAYOUT.class_token) else "hf-siglip2" if flat else "hf-siglip"
-        return FAMILIES.get(str(model_type(header)), by_tensors) == name
+        return is_family(header, name, by_tensors)
 
     return recognises
 
 
-def _shared_config(card: Card) -> dict[str, Any]:
+def _shared_config(card: Card, c: ViTConfig) -> dict[str, Any]:
     """The keys of the image tower."""
-    shared = shared_config(card)
+    shared = shared_config(card, c)
     dropped = {"qkv_bias", "hidden_dropout_prob", "attention_probs_dropout_prob", *labels(card)}
-    c = card.architecture
-    assert isinstance(c, ViTConfig)
     return {**{k: v for k, v in shared.items() if k not in dropped}, "attention_dropout": c.attention_dropout}
 
 
-def _file_key(key: str, c: Architecture) -> str:
+def _file_key(key: str, c: ViTConfig) -> str:
     """As in releases, the image tower is below its name even where it is alone."""
     return key if key.startswith(("classifier.", "visual_projection.")) else f"vision_model.{key}"
+
+
+def _format(name: str, title: str, variants: tuple[Variant, ...], **functions: Any) -> Format[ViTConfig]:
+    shared: dict[str, Any] = {"layout": _LAYOUT, "parts": _PARTS, "renames": _renames, "file_key": _file_key}
+    return hf_format(name, title, _is(name), variants=variants, **shared, **functions)
 
 
 # ------------------------------------------------------------------------------------------------------------- CLIP
@@ -114,28 +121,19 @@ def _clip_architecture(header: CheckpointHeader) -> ViTConfig:
     return ViTConfig(**settings, classes=classes_of(header, "visual_projection"), head_bias=False)
 
 
-def _clip_entries(c: Architecture) -> list[Entry]:
-    assert isinstance(c, ViTConfig)
-    entries = layout_entries(_LAYOUT, c)
-    if c.classes and c.head_bias:
-        return entries + linear("classifier", "head.output", c.width, c.classes)
-    return entries + (
-        [Entry("visual_projection.weight", "head.output.weight", (c.classes, c.width))] if c.classes else []
-    )
+def _clip_entries(c: ViTConfig) -> list[Entry]:
+    return layout_entries(_LAYOUT if c.head_bias else replace(_LAYOUT, head="visual_projection"), c)
 
 
-def _clip_config(card: Card) -> dict[str, Any]:
-    c = card.architecture
-    assert isinstance(c, ViTConfig)
-    model, vision = chosen(_CLIP, c), {"model_type": "clip_vision_model", **_shared_config(card)}
+def _clip_config(card: Card, c: ViTConfig) -> dict[str, Any]:
+    model, vision = chosen(_CLIP, c), {"model_type": "clip_vision_model", **_shared_config(card, c)}
     if model == "CLIPForImageClassification":
         return {"architectures": [model], "model_type": "clip", "vision_config": vision, **labels(card)}
     return {"architectures": [model], **vision, **({"projection_dim": c.classes} if c.classes else {})}
 
 
-def _clip_zeros(c: Architecture) -> dict[str, Shape]:
+def _clip_zeros(c: ViTConfig) -> dict[str, Shape]:
     """The last norm, which the classifier has and does not run."""
-    assert isinstance(c, ViTConfig)
     parts = ("weight", "bias") if c.norm_place == "none" else ()
     return {f"post_layernorm.{part}": (c.width,) for part in parts}
 
@@ -148,17 +146,13 @@ _CLIP = (
     Variant("CLIPVisionModel", False, _TOKEN, square_only),
 )
 
-HUGGING_FACE_CLIP = hf_format(
-    name="hf-clip",
-    title="Hugging Face CLIP, the image tower (a folder)",
-    recognises=_is("hf-clip"),
-    variants=_CLIP,
-    parts=_PARTS,
-    renames=_renames,
+HUGGING_FACE_CLIP = _format(
+    "hf-clip",
+    "Hugging Face CLIP, the image tower (a folder)",
+    _CLIP,
     architecture=_clip_architecture,
     entries=_clip_entries,
     config=_clip_config,
-    file_key=_file_key,
     zeros=_clip_zeros,
 )
 
@@ -179,22 +173,8 @@ def _siglip_note(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]:
     return ("features are the mean of the patches, as the file has no attention pooling",) if mean else ()
 
 
-def _siglip_entries(c: Architecture) -> list[Entry]:
-    assert isinstance(c, ViTConfig)
-    entries = layout_entries(_LAYOUT, c)
-    if c.pool == "map":
-        entries += [Entry("head.probe", "map.probe", (1, 1, c.width))]
-        entries += linear("head.q", "map.q", c.width, c.width) + linear("head.kv", "map.kv", c.width, 2 * c.width)
-        entries += linear("head.attention.out_proj", "map.out", c.width, c.width)
-        entries += norm("head.layernorm", "map.norm", c.width)
-        entries += linear("head.mlp.fc1", "map.mlp.hidden", c.width, c.mlp)
-        entries += linear("head.mlp.fc2", "map.mlp.output", c.mlp, c.width)
-    return entries + (linear("classifier", "head.output", c.width, c.classes) if c.classes else [])
-
-
-def _unpack(tensors: Tensors, c: Architecture) -> Tensors:
+def _unpack(tensors: Tensors, c: ViTConfig) -> Tensors:
     """Queries, keys and values of the pooling, which files have as one projection -> queries, and keys and values."""
-    assert isinstance(c, ViTConfig)
     tensors = dict(tensors)
     for key, part in _FUSED.items():
         if key in tensors:
@@ -203,7 +183,7 @@ def _unpack(tensors: Tensors, c: Architecture) -> Tensors:
     return tensors
 
 
-def _pack(tensors: Tensors, c: Architecture) -> Tensors:
+def _pack(tensors: Tensors, c: ViTConfig) -> Tensors:
     tensors = dict(tensors)
     for key, part in _FUSED.items():
         if f"head.q.{part}" in tensors:
@@ -211,11 +191,9 @@ def _pack(tensors: Tensors, c: Architecture) -> Tensors:
     return tensors
 
 
-def _siglip_config(card: Card) -> dict[str, Any]:
-    c = card.architecture
-    assert isinstance(c, ViTConfig)
+def _siglip_config(card: Card, c: ViTConfig) -> dict[str, Any]:
     model = chosen(_SIGLIP, c)
-    vision = {"model_type": "siglip_vision_model", **_shared_config(card)}
+    vision = {"model_type": "siglip_vision_model", **_shared_config(card, c)}
     vision |= {} if c.pool == "map" else {"vision_use_head": False}
     if c.classes:
         return {"architectures": [model], "model_type": "siglip", "vision_config": vision, **labels(card)}
@@ -228,27 +206,22 @@ def _siglip_reason(c: ViTConfig) -> str | None:
     return square_only(c)
 
 
-_PATCHES = {"class_token": (False,)}
+_NO_TOKEN = {"class_token": (False,)}
 _ANY_MAP = {"map_heads": (), "map_mlp": ()}
 _SIGLIP = (
-    Variant("SiglipForImageClassification", True, {**_PATCHES, "pool": ("mean",)}, _siglip_reason),
-    Variant("SiglipVisionModel", False, {**_PATCHES, **_ANY_MAP, "pool": ("map", "mean")}, _siglip_reason),
+    Variant("SiglipForImageClassification", True, {**_NO_TOKEN, "pool": ("mean",)}, _siglip_reason),
+    Variant("SiglipVisionModel", False, {**_NO_TOKEN, **_ANY_MAP, "pool": ("map", "mean")}, _siglip_reason),
 )
 
-HUGGING_FACE_SIGLIP = hf_format(
-    name="hf-siglip",
-    title="Hugging Face SigLIP, the image tower (a folder)",
-    recognises=_is("hf-siglip"),
-    variants=_SIGLIP,
-    parts=_PARTS,
+HUGGING_FACE_SIGLIP = _format(
+    "hf-siglip",
+    "Hugging Face SigLIP, the image tower (a folder)",
+    _SIGLIP,
     notes=_siglip_note,
-    renames=_renames,
     unpack=_unpack,
     pack=_pack,
     architecture=_siglip_architecture,
-    entries=_siglip_entries,
     config=_siglip_config,
-    file_key=_file_key,
 )
 
 
@@ -258,45 +231,33 @@ HUGGING_FACE_SIGLIP = hf_format(
 def _siglip2_architecture(header: CheckpointHeader) -> ViTConfig:
     """The patches of a SigLIP 2 are rows of pixels, (patch, patch, channels); its table is of a square grid."""
     config = vision_config(header)
-    width, pixels = header.shape("embeddings.patch_embedding.weight", 2)
+    width, pixels = header.shape(_PATCHES, 2)
     channels = config.get("num_channels", 3)
     patch = config.get("patch_size", 16) if header.config else round((pixels / channels) ** 0.5)
     if patch * patch * channels != pixels:
         raise UserError(f"its patches have {pixels} pixels, not {patch}x{patch}x{channels}.")
-    shapes = {**header.shapes, "embeddings.patch_embedding.weight": (width, channels, patch, patch)}
-    return _siglip_architecture(replace(header, shapes=shapes))
+    shapes = {**header.shapes, _PATCHES: (width, channels, patch, patch)}
+    return replace(_siglip_architecture(replace(header, shapes=shapes)), resize="siglip")
 
 
-def _siglip2_note(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]:
-    note = "transformers resizes positions to other grids bilinearly with antialiasing, vitral by rule hf"
-    return (note, *_siglip_note(header, c))
+def _siglip2_entries(c: ViTConfig) -> list[Entry]:
+    kernel = Entry(_PATCHES, "embed.weight", (c.width, c.patch, c.patch, c.channels), axes=(0, 3, 1, 2))
+    return [kernel, *(entry for entry in layout_entries(_LAYOUT, c) if entry.theirs != _PATCHES)]
 
 
-def _siglip2_entries(c: Architecture) -> list[Entry]:
-    assert isinstance(c, ViTConfig)
-    key = "embeddings.patch_embedding.weight"
-    kernel = Entry(key, "embed.weight", (c.width, c.patch, c.patch, c.channels), axes=(0, 3, 1, 2))
-    return [kernel, *(entry for entry in _siglip_entries(c) if entry.theirs != key)]
-
-
-def _siglip2_unpack(tensors: Tensors, c: Architecture) -> Tensors:
-    assert isinstance(c, ViTConfig)
+def _siglip2_unpack(tensors: Tensors, c: ViTConfig) -> Tensors:
     tensors = _unpack(tensors, c)
-    key = "embeddings.patch_embedding.weight"
-    if key in tensors and tensors[key].ndim == 2:
-        tensors[key] = tensors[key].unflatten(1, (c.patch, c.patch, c.channels))
+    if _PATCHES in tensors and tensors[_PATCHES].ndim == 2:
+        tensors[_PATCHES] = tensors[_PATCHES].unflatten(1, (c.patch, c.patch, c.channels))
     return tensors
 
 
-def _siglip2_pack(tensors: Tensors, c: Architecture) -> Tensors:
-    key = "embeddings.patch_embedding.weight"
-    return _pack({**tensors, key: tensors[key].flatten(1)}, c)
+def _siglip2_pack(tensors: Tensors, c: ViTConfig) -> Tensors:
+    return _pack({**tensors, _PATCHES: tensors[_PATCHES].flatten(1)}, c)
 
 
-def _siglip2_config(card: Card) -> dict[str, Any]:
-    c = card.architecture
-    assert isinstance(c, ViTConfig)
-    config = _siglip_config(replace(card, class_names=()))
+def _siglip2_config(card: Card, c: ViTConfig) -> dict[str, Any]:
+    config = _siglip_config(replace(card, class_names=()), c)
     vision = config.get("vision_config", config)
     del vision["image_size"]
     vision |= {"model_type": "siglip2_vision_model", "num_patches": c.grid(c.image)[0] ** 2}
@@ -306,18 +267,14 @@ def _siglip2_config(card: Card) -> dict[str, Any]:
 
 _SIGLIP2 = tuple(replace(variant, model=variant.model.replace("Siglip", "Siglip2")) for variant in _SIGLIP)
 
-HUGGING_FACE_SIGLIP2 = hf_format(
-    name="hf-siglip2",
-    title="Hugging Face SigLIP 2 with NaFlex, the image tower (a folder)",
-    recognises=_is("hf-siglip2"),
-    variants=_SIGLIP2,
-    parts=_PARTS,
-    notes=_siglip2_note,
-    renames=_renames,
+HUGGING_FACE_SIGLIP2 = _format(
+    "hf-siglip2",
+    "Hugging Face SigLIP 2 with NaFlex, the image tower (a folder)",
+    _SIGLIP2,
+    notes=_siglip_note,
     unpack=_siglip2_unpack,
     pack=_siglip2_pack,
     architecture=_siglip2_architecture,
     entries=_siglip2_entries,
     config=_siglip2_config,
-    file_key=_file_key,
 )

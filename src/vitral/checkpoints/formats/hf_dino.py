@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 
-from vitral.architecture import Architecture, RopeConfig, ViTConfig
+from vitral.architecture import RopeConfig, ViTConfig
 from vitral.checkpoints.card import Card
-from vitral.checkpoints.formats.hf_layout import (
-    FAMILIES,
+from vitral.checkpoints.formats.hf_config import (
     UNUSED,
-    Layout,
     Variant,
     agrees,
     chosen,
     classes_of,
-    layout_entries,
+    hf_format,
+    is_family,
     model_type,
     read_settings,
     requires,
@@ -27,8 +26,9 @@ from vitral.checkpoints.formats.hf_layout import (
     square_only,
     vision_config,
 )
-from vitral.checkpoints.formats.hugging_face import LAYOUT, PARTS, hf_format, hf_renames
-from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Shape, Tensors, linear
+from vitral.checkpoints.formats.hugging_face import LAYOUT, PARTS, hf_renames
+from vitral.checkpoints.formats.layout import Layout, separate
+from vitral.checkpoints.formats.table import CheckpointHeader, Shape, Tensors
 from vitral.errors import UserError
 
 _V2 = replace(
@@ -42,6 +42,7 @@ _V2 = replace(
     gated_output="mlp.weights_out",
     scales=("layer_scale1.lambda1", "layer_scale2.lambda1"),
 )
+_V3_QKV, _V3_BIASES = separate("attention.q_proj", "attention.k_proj", "attention.v_proj")
 _V3 = Layout(
     patches="embeddings.patch_embeddings",
     positions="",
@@ -49,15 +50,13 @@ _V3 = Layout(
     registers="embeddings.register_tokens",
     block="layer.{}",
     norm1="norm1",
-    queries="attention.q_proj",
-    keys="attention.k_proj",
-    values="attention.v_proj",
+    qkv=_V3_QKV,
+    qkv_biases=_V3_BIASES,
     out="attention.o_proj",
     norm2="norm2",
     hidden="mlp.up_proj",
     output="mlp.down_proj",
     gates=("mlp.gate_proj", "mlp.up_proj"),
-    gated_output="mlp.down_proj",
     scales=("layer_scale1.lambda1", "layer_scale2.lambda1"),
     norm="norm",
 )
@@ -73,7 +72,7 @@ def _v2_renames(keys: Iterable[str]) -> dict[str, str]:
     return {key: new.replace(".mlp.down_proj.", ".mlp.weights_out.") for key, new in hf_renames(keys).items()}
 
 
-def _v2_unpack(tensors: Tensors, c: Architecture) -> Tensors:
+def _v2_unpack(tensors: Tensors, c: ViTConfig) -> Tensors:
     """Join a gate and its value into one layer, as files have them."""
     joined = dict(tensors)
     for key in tensors:
@@ -119,12 +118,6 @@ def _registers(header: CheckpointHeader) -> int:
     return count
 
 
-def _v2_entries(c: Architecture) -> list[Entry]:
-    assert isinstance(c, ViTConfig)
-    head = linear("classifier", "head.output", c.features, c.classes) if c.classes else []
-    return layout_entries(_V2, c) + head
-
-
 def _ratio(c: ViTConfig) -> int | None:
     """The `mlp_ratio` that gives this MLP: of a SwiGLU, two thirds of it remain, as a multiple of 8."""
     for ratio in range(1, 17):
@@ -145,10 +138,8 @@ def _v2_name(c: ViTConfig) -> str:
     return "dinov2_with_registers" if c.registers else "dinov2"
 
 
-def _v2_config(card: Card) -> dict[str, Any]:
-    c = card.architecture
-    assert isinstance(c, ViTConfig)
-    shared = shared_config(card)
+def _v2_config(card: Card, c: ViTConfig) -> dict[str, Any]:
+    shared = shared_config(card, c)
     del shared["intermediate_size"]
     model = chosen(_V2_CLASSES, c)
     model = model.replace("Dinov2", "Dinov2WithRegisters") if c.registers else model
@@ -159,13 +150,11 @@ def _v2_config(card: Card) -> dict[str, Any]:
     }
 
 
-def _v2_file_key(key: str, c: Architecture) -> str:
-    assert isinstance(c, ViTConfig)
+def _v2_file_key(key: str, c: ViTConfig) -> str:
     return f"{_v2_name(c)}.{key}" if c.classes and not key.startswith("classifier.") else key
 
 
-def _v2_zeros(c: Architecture) -> dict[str, Shape]:
-    assert isinstance(c, ViTConfig)
+def _v2_zeros(c: ViTConfig) -> dict[str, Shape]:
     return {"embeddings.mask_token": (1, c.width)}
 
 
@@ -179,15 +168,14 @@ HUGGING_FACE_DINO = hf_format(
     name="hf-dinov2",
     title="Hugging Face Dinov2, with and without registers (a folder)",
     recognises=lambda header: (
-        header.has("encoder.layer.0.layer_scale1.lambda1")
-        and FAMILIES.get(str(model_type(header)), "hf-dinov2") == "hf-dinov2"
+        header.has("encoder.layer.0.layer_scale1.lambda1") and is_family(header, "hf-dinov2", "hf-dinov2")
     ),
+    layout=_V2,
     variants=_V2_CLASSES,
     parts=PARTS,
     renames=_v2_renames,
     unpack=_v2_unpack,
     architecture=_v2_architecture,
-    entries=_v2_entries,
     config=_v2_config,
     file_key=_v2_file_key,
     zeros=_v2_zeros,
@@ -205,7 +193,7 @@ def _v3_renames(keys: Iterable[str]) -> dict[str, str]:
     return {key: UNUSED + new if unused.match(new) else new for key, new in renamed.items()}
 
 
-def _v3_unpack(tensors: Tensors, c: Architecture) -> Tensors:
+def _v3_unpack(tensors: Tensors, c: ViTConfig) -> Tensors:
     """A model without registers has a tensor of none."""
     return {key: tensor for key, tensor in tensors.items() if key != _V3.registers or tensor.shape[1]}
 
@@ -238,22 +226,15 @@ def _theta(config: dict[str, Any]) -> float:
     return parameters.get("rope_theta", config["rope_theta"])
 
 
-def _v3_entries(c: Architecture) -> list[Entry]:
-    assert isinstance(c, ViTConfig)
-    return layout_entries(_V3, c)
-
-
 def _v3_reason(c: ViTConfig) -> str | None:
     if c.rope != RopeConfig(temperature=c.rope.temperature if c.rope else 0.0, pairs="halves"):
         return "its RoPE turns by the centers of patches, with halves of a head as pairs and periods in float32"
     return None
 
 
-def _v3_config(card: Card) -> dict[str, Any]:
-    c = card.architecture
-    assert isinstance(c, ViTConfig)
+def _v3_config(card: Card, c: ViTConfig) -> dict[str, Any]:
     assert c.rope is not None
-    shared = shared_config(card)
+    shared = shared_config(card, c)
     for key in ("qkv_bias", "hidden_dropout_prob", "attention_probs_dropout_prob"):
         del shared[key]
     return {
@@ -270,8 +251,7 @@ def _v3_config(card: Card) -> dict[str, Any]:
     }
 
 
-def _v3_zeros(c: Architecture) -> dict[str, Shape]:
-    assert isinstance(c, ViTConfig)
+def _v3_zeros(c: ViTConfig) -> dict[str, Shape]:
     registers = {} if c.registers else {"embeddings.register_tokens": (1, 0, c.width)}
     return {"embeddings.mask_token": (1, 1, c.width), **registers}
 
@@ -292,15 +272,14 @@ HUGGING_FACE_DINOV3 = hf_format(
     name="hf-dinov3",
     title="Hugging Face DINOv3 ViTs (a folder)",
     recognises=lambda header: (
-        header.has("layer.0.attention.q_proj.weight")
-        and FAMILIES.get(str(model_type(header)), "hf-dinov3") == "hf-dinov3"
+        header.has("layer.0.attention.q_proj.weight") and is_family(header, "hf-dinov3", "hf-dinov3")
     ),
+    layout=_V3,
     variants=_V3_CLASSES,
     parts=PARTS,
     renames=_v3_renames,
     unpack=_v3_unpack,
     architecture=_v3_architecture,
-    entries=_v3_entries,
     config=_v3_config,
     zeros=_v3_zeros,
     positions=("none",),

@@ -1,34 +1,33 @@
-"""Hugging Face ViT and its relatives with the same names: ViT-MSN, I-JEPA and the encoder of MAE.
+"""Hugging Face ViT and its relatives with the same names: ViT-MSN, I-JEPA, the encoder of MAE, BEiT and data2vec.
 
 A folder for `from_pretrained` with config.json and model.safetensors.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from vitral.architecture import Architecture, ViTConfig
-from vitral.checkpoints.card import Card, Preprocess
-from vitral.checkpoints.formats.hf_layout import (
-    FAMILIES,
+from vitral.checkpoints.card import Card
+from vitral.checkpoints.formats.hf_config import (
     UNUSED,
-    Layout,
     Variant,
     agrees,
-    assumed,
     chosen,
     classes_of,
-    layout_entries,
+    hf_format,
+    is_family,
     model_type,
     read_settings,
     shared_config,
-    unsupported,
+    square_only,
 )
-from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, linear
-from vitral.checkpoints.processors import from_transformers, to_transformers
+from vitral.checkpoints.formats.layout import Layout, bias_rows, separate
+from vitral.checkpoints.formats.table import CheckpointHeader, Format, Tensors
 from vitral.errors import UserError
 
 _PREFIX = re.compile(r"^(?:vit|ijepa|beit|data2vec_vision|dinov2|dinov2_with_registers)\.")
@@ -54,20 +53,22 @@ PARTS = {
     r"lm_head\.|layernorm\.": "head of the masked image modeling",
 }
 
+_QKV, _BIASES = separate("attention.attention.query", "attention.attention.key", "attention.attention.value")
 LAYOUT = Layout(
     patches="embeddings.patch_embeddings.projection",
     positions="embeddings.position_embeddings",
     class_token="embeddings.cls_token",
     block="encoder.layer.{}",
     norm1="layernorm_before",
-    queries="attention.attention.query",
-    keys="attention.attention.key",
-    values="attention.attention.value",
+    qkv=_QKV,
+    qkv_biases=_BIASES,
     out="attention.output.dense",
     norm2="layernorm_after",
     hidden="intermediate.dense",
     output="output.dense",
     norm="layernorm",
+    head_hidden="pooler.dense",
+    head="classifier",
 )
 DEFAULTS = {"num_attention_heads": 12, "hidden_act": "gelu", "layer_norm_eps": 1e-12}
 
@@ -77,8 +78,8 @@ def hf_renames(keys: Iterable[str]) -> dict[str, str]:
     keys = list(keys)
     bare = {key: _PREFIX.sub("", key) for key in keys}
     plain = any("layernorm_before" in key for key in keys)  # Dinov2's files have mlp.fc1, ViT's do not
-    memory = {**_MEMORY, **_MEMORY_MLP} if plain else _MEMORY
-    renamed = {key: _in_file(new, memory) for key, new in bare.items()}
+    memory = _MEMORY | _MEMORY_MLP if plain else _MEMORY
+    renamed = {key: in_file(new, memory) for key, new in bare.items()}
     classifier = "classifier.weight" in bare
     repeated = len(set(renamed.values())) < len(renamed)  # masked image modeling has a norm besides the model's
     for key, new in renamed.items():
@@ -88,7 +89,8 @@ def hf_renames(keys: Iterable[str]) -> dict[str, str]:
     return renamed
 
 
-def _in_file(key: str, memory: Mapping[str, str]) -> str:
+def in_file(key: str, memory: Mapping[str, str] = _MEMORY | _MEMORY_MLP) -> str:
+    """A key in the memory of transformers 5 -> that in a file, by the names of a block's parts."""
     key = key.replace("shared_position_bias.", "encoder.relative_position_bias.")
     if not _LAYER.match(key):
         return key
@@ -98,54 +100,13 @@ def _in_file(key: str, memory: Mapping[str, str]) -> str:
     return key
 
 
-def hf_format(
-    name: str,
-    title: str,
-    recognises: Callable[[CheckpointHeader], bool],
-    variants: tuple[Variant, ...],
-    parts: Mapping[str, str],
-    notes: Callable[[CheckpointHeader, ViTConfig], tuple[str, ...]] = lambda header, c: (),
-    **functions: Any,
-) -> Format:
-    """A format for `from_pretrained`: a folder with config.json, model.safetensors and preprocessor_config.json.
-
-    Args:
-        name: the format's.
-        title: its description.
-        recognises: whether a checkpoint is of this family.
-        variants: the classes that are written.
-        parts: words for the tensors that are not read, by a pattern of their keys.
-        notes: further assumptions about a checkpoint.
-        functions: the other fields of a Format.
-    """
-
-    def assumptions(header: CheckpointHeader, architecture: Architecture) -> tuple[str, ...]:
-        assert isinstance(architecture, ViTConfig)
-        return assumed(header, architecture, parts) + notes(header, architecture)
-
-    return Format(
-        name=name,
-        title=title,
-        container="safetensors",
-        recognises=recognises,
-        unsupported_reason=unsupported(variants),
-        assumptions=assumptions,
-        ignored=re.escape(UNUSED),
-        preprocess=_preprocess,
-        class_names=_class_names,
-        preprocessor=lambda card: to_transformers(card.preprocess),
-        alone=lambda c: "transformers reads its shape from config.json",
-        **functions,
-    )
-
-
-def is_family(name: str) -> Callable[[CheckpointHeader], bool]:
+def _recognises(name: str) -> Callable[[CheckpointHeader], bool]:
     """Whether a checkpoint with the names of ViT is of this family, by its model_type or else by its tensors."""
 
     def recognises(header: CheckpointHeader) -> bool:
         if not header.has(LAYOUT.in_block(0, "layernorm_before.weight")):
             return False
-        return FAMILIES.get(str(model_type(header)), _by_tensors(header)) == name
+        return is_family(header, name, _by_tensors(header))
 
     return recognises
 
@@ -153,20 +114,12 @@ def is_family(name: str) -> Callable[[CheckpointHeader], bool]:
 def _by_tensors(header: CheckpointHeader) -> str:
     if model_type(header) is not None:
         return "hf"  # where reading it names the type that is not supported
-    if not header.has(LAYOUT.in_block(0, f"{LAYOUT.keys}.bias")) and header.has(
-        LAYOUT.in_block(0, f"{LAYOUT.queries}.bias")
-    ):
+    query, key, _ = (header.has(LAYOUT.in_block(0, bias)) for bias in LAYOUT.qkv_biases)
+    if query and not key:
         return "hf-beit"
     if not header.has(LAYOUT.class_token):
         return "hf-ijepa"
     return "hf-mae" if header.has(f"{UNUSED}decoder.mask_token") else "hf"
-
-
-def _entries(c: Architecture) -> list[Entry]:
-    assert isinstance(c, ViTConfig)
-    entries = layout_entries(LAYOUT, c)
-    entries += linear("pooler.dense", "head.hidden", c.width, c.representation) if c.representation else []
-    return entries + (linear("classifier", "head.output", c.width, c.classes) if c.classes else [])
 
 
 def _read(header: CheckpointHeader, names: Layout = LAYOUT, eps: float = 1e-12, **fields: Any) -> ViTConfig:
@@ -193,14 +146,12 @@ def _mae_note(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]:
     return ("features are the class token of the whole image: nothing is masked",)
 
 
-def _config(kind: str, variants: tuple[Variant, ...], **values: Any) -> Callable[[Card], dict[str, Any]]:
-    def config(card: Card) -> dict[str, Any]:
-        c = card.architecture
-        assert isinstance(c, ViTConfig)
+def _config(kind: str, variants: tuple[Variant, ...], **values: Any) -> Callable[[Card, ViTConfig], dict[str, Any]]:
+    def config(card: Card, c: ViTConfig) -> dict[str, Any]:
         pooler = {"pooler_output_size": c.representation, "pooler_act": "tanh"} if c.representation else {}
         return {
             **{"architectures": [chosen(variants, c)], "model_type": kind},
-            **shared_config(card),
+            **shared_config(card, c),
             **{**pooler, **values},
         }
 
@@ -216,17 +167,6 @@ def prefixed(prefix: str) -> Callable[[str, Architecture], str]:
     return file_key
 
 
-def _preprocess(header: CheckpointHeader, architecture: Architecture) -> Preprocess | None:
-    return from_transformers(header.preprocessor or {}, (header.config or {}).get("model_type", ""))
-
-
-def _class_names(header: CheckpointHeader) -> tuple[str, ...]:
-    names = (header.config or {}).get("id2label")
-    if not isinstance(names, dict) or all(str(name).startswith("LABEL_") for name in names.values()):
-        return ()
-    return tuple(str(names[key]) for key in sorted(names, key=int))
-
-
 _TOKEN = {"qkv_bias": (True, False)}
 _MEAN = {**_TOKEN, "pool": ("mean",), "class_token": (False,)}
 _VIT = (
@@ -237,55 +177,182 @@ _MSN = (Variant("ViTMSNForImageClassification", True, _TOKEN), Variant("ViTMSNMo
 _IJEPA = (Variant("IJepaForImageClassification", True, _MEAN), Variant("IJepaModel", False, _MEAN))
 _MAE = (Variant("ViTMAEModel", classifier=False, accepts=_TOKEN),)
 
-HUGGING_FACE = hf_format(
-    name="hf",
-    title="Hugging Face ViT (a folder)",
-    recognises=is_family("hf"),
-    variants=_VIT,
-    parts=PARTS,
-    renames=hf_renames,
-    architecture=_vit_architecture,
-    entries=_entries,
-    config=_config("vit", _VIT),
-    file_key=prefixed("vit"),
-)
 
-HUGGING_FACE_MSN = hf_format(
-    name="hf-msn",
-    title="Hugging Face ViT-MSN (a folder)",
-    recognises=is_family("hf-msn"),
-    variants=_MSN,
-    parts=PARTS,
-    renames=hf_renames,
+def _format(
+    name: str, title: str, variants: tuple[Variant, ...], kind: str, prefix: str = "", **functions: Any
+) -> Format[ViTConfig]:
+    """A family with the names of ViT, whose model_type is `kind`; a classifier has the bare model below `prefix`."""
+    shared: dict[str, Any] = {
+        "layout": LAYOUT,
+        "parts": PARTS,
+        "renames": hf_renames,
+        "config": _config(kind, variants),
+    }
+    shared |= {"file_key": prefixed(prefix)} if prefix else {}
+    return hf_format(name, title, _recognises(name), variants=variants, **{**shared, **functions})
+
+
+HUGGING_FACE = _format("hf", "Hugging Face ViT (a folder)", _VIT, "vit", "vit", architecture=_vit_architecture)
+HUGGING_FACE_MSN = _format(
+    "hf-msn",
+    "Hugging Face ViT-MSN (a folder)",
+    _MSN,
+    *("vit_msn", "vit"),
     architecture=lambda header: _read(header, eps=1e-6),
-    entries=_entries,
-    config=_config("vit_msn", _MSN),
-    file_key=prefixed("vit"),
 )
-
-HUGGING_FACE_IJEPA = hf_format(
-    name="hf-ijepa",
-    title="Hugging Face I-JEPA (a folder)",
-    recognises=is_family("hf-ijepa"),
-    variants=_IJEPA,
-    parts=PARTS,
+HUGGING_FACE_IJEPA = _format(
+    "hf-ijepa",
+    "Hugging Face I-JEPA (a folder)",
+    _IJEPA,
+    *("ijepa", "ijepa"),
     notes=_mean_note,
-    renames=hf_renames,
     architecture=lambda header: _read(header, replace(LAYOUT, class_token=""), pool="mean"),
-    entries=_entries,
-    config=_config("ijepa", _IJEPA),
-    file_key=prefixed("ijepa"),
+)
+HUGGING_FACE_MAE = _format(
+    "hf-mae",
+    "Hugging Face MAE, the encoder (a folder)",
+    _MAE,
+    "vit_mae",
+    notes=_mae_note,
+    architecture=_read,
+    config=_config("vit_mae", _MAE, mask_ratio=0.0),
 )
 
-HUGGING_FACE_MAE = hf_format(
-    name="hf-mae",
-    title="Hugging Face MAE, the encoder (a folder)",
-    recognises=is_family("hf-mae"),
-    variants=_MAE,
-    parts=PARTS,
-    notes=_mae_note,
-    renames=hf_renames,
-    architecture=_read,
-    entries=_entries,
-    config=_config("vit_mae", _MAE, mask_ratio=0.0),
+
+# ------------------------------------------------------------------------------------------ BEiT and data2vec-vision
+
+_BEIT_LAYOUT = replace(
+    LAYOUT,
+    scales=("lambda_1", "lambda_2"),
+    bias_table="attention.attention.relative_position_bias.relative_position_bias_table",
+    pooled_norm="pooler.layernorm",
+)
+_SHARED = "encoder.relative_position_bias.relative_position_bias_table"
+_FIRST = _BEIT_LAYOUT.in_block(0, _BEIT_LAYOUT.bias_table)
+
+
+def _beit_architecture(header: CheckpointHeader) -> ViTConfig:
+    settings = read_settings(header, _BEIT_LAYOUT, DEFAULTS)
+    absolute, own, shared = settings["position"] == "1d", header.has(_FIRST), header.has(_SHARED)
+    agrees(header, "use_absolute_position_embeddings", absolute)
+    agrees(header, "use_relative_position_bias", own)
+    agrees(header, "use_shared_relative_position_bias", shared)
+    if absolute and (own or shared):
+        raise UserError("it has both absolute positions and a relative bias: that is not supported.")
+    if own or shared:
+        settings |= {"position": "bias", "image": _beit_image(header, settings), "resize": "siglip"}
+    return ViTConfig(**settings, classes=classes_of(header), **_pooling(header))
+
+
+def _beit_image(header: CheckpointHeader, settings: dict[str, Any]) -> tuple[int, int]:
+    """The image size whose offsets fill the table of biases."""
+    rows = header.shape(_FIRST if header.has(_FIRST) else _SHARED, 2)[0] - 3
+    patch, (height, width) = settings["patch"], settings["image"]
+    side = (math.isqrt(rows) + 1) // 2
+    if height != width or (2 * side - 1) ** 2 != rows:
+        raise UserError("its relative bias is of a grid that is not square, where transformers mixes up the axes.")
+    return (height, width) if height // patch == side else (side * patch, side * patch)
+
+
+def _pooling(header: CheckpointHeader) -> dict[str, Any]:
+    if header.has("pooler.layernorm.weight"):
+        agrees(header, "use_mean_pooling", True)
+        return {"pool": "mean", "norm_place": "features"}
+    if _masked_modeling_norm(header):
+        return {"pool": "mean"}
+    if header.has("layernorm.weight"):
+        agrees(header, "use_mean_pooling", False)
+        return {}
+    return {"pool": "mean", "norm_place": "none"}
+
+
+def _masked_modeling_norm(header: CheckpointHeader) -> bool:
+    """Whether the last norm is that of the masked image modeling, as a model that averages has none before pooling."""
+    modeling, averages = header.has(f"{UNUSED}lm_head.weight"), (header.config or {}).get("use_mean_pooling", True)
+    return modeling and averages and not header.has(f"{UNUSED}layernorm.weight")
+
+
+def _beit_notes(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]:
+    notes = ["features are the mean of the patches, not normalized"] if c.norm_place == "none" else []
+    if _masked_modeling_norm(header):
+        notes.append("features are the mean of the patches that the masked image modeling reads")
+    if header.has(_SHARED):
+        notes.append("relative bias that all blocks share copied to each block")
+    if c.position == "bias":
+        notes.append("a relative bias is resized to smaller grids with antialiasing, in transformers without")
+    return tuple(notes)
+
+
+def _beit_unpack(tensors: Tensors, c: ViTConfig) -> Tensors:
+    """Give each block the bias that all share, added to its own where it has one."""
+    if c.position != "bias":
+        return tensors
+    tensors = dict(tensors)
+    shared = tensors.pop(_SHARED, None)
+    for i in range(c.depth):
+        key = _BEIT_LAYOUT.in_block(i, _BEIT_LAYOUT.bias_table)
+        if shared is not None:
+            tensors[key] = tensors[key] + shared if key in tensors else shared
+        expected = (bias_rows(c) + 3, c.heads)
+        if key in tensors and tensors[key].shape != expected:
+            raise UserError(
+                f"tensor {key} has the shape {list(tensors[key].shape)} where {list(expected)} is expected."
+            )
+    return tensors
+
+
+def _beit_config(kind: str, variants: tuple[Variant, ...]) -> Callable[[Card, ViTConfig], dict[str, Any]]:
+    def config(card: Card, c: ViTConfig) -> dict[str, Any]:
+        shared = shared_config(card, c)
+        del shared["qkv_bias"]
+        return {
+            **{"architectures": [chosen(variants, c)], "model_type": kind},
+            **shared,
+            "use_absolute_position_embeddings": c.position == "1d",
+            "use_relative_position_bias": c.position == "bias",
+            "use_shared_relative_position_bias": False,
+            "layer_scale_init_value": 0.1 if c.layer_scale else 0.0,
+            "use_mean_pooling": c.pool == "mean",
+            "use_mask_token": False,
+            "drop_path_rate": c.stochastic_depth,
+        }
+
+    return config
+
+
+_BEIT_POSITIONS = ("bias", "1d", "2d", "sincos2d", "none")
+_BEIT = {"position": _BEIT_POSITIONS, "key_bias": (False,), "layer_scale": (True, False)}
+_BEIT_MEAN = {**_BEIT, "pool": ("mean",), "norm_place": ("features",)}
+_BEIT_BARE = {**_BEIT, "pool": ("mean",), "norm_place": ("none",)}
+
+
+def _beit_format(name: str, title: str, model: str, kind: str, prefix: str, mean: dict[str, Any]) -> Format[ViTConfig]:
+    """`mean` is how the model without a classifier averages."""
+    endings = (("ForImageClassification", True, _BEIT_MEAN), ("Model", False, mean))
+    variants = tuple(
+        Variant(model + ending, classifier, accepts, square_only)
+        for ending, classifier, pooling in endings
+        for accepts in (pooling, _BEIT)
+    )
+    return _format(
+        name,
+        title,
+        variants,
+        *(kind, prefix),
+        layout=_BEIT_LAYOUT,
+        notes=_beit_notes,
+        unpack=_beit_unpack,
+        architecture=_beit_architecture,
+        config=_beit_config(kind, variants),
+        positions=("bias", "1d", "none"),
+    )
+
+
+HUGGING_FACE_BEIT = _beit_format("hf-beit", "Hugging Face BEiT (a folder)", "Beit", "beit", "beit", _BEIT_MEAN)
+HUGGING_FACE_DATA2VEC = _beit_format(
+    "hf-data2vec",
+    "Hugging Face data2vec-vision (a folder)",
+    "Data2VecVision",
+    *("data2vec-vision", "data2vec_vision"),
+    _BEIT_BARE,
 )

@@ -25,8 +25,8 @@ from vitral.architecture import (
     ViTConfig,
     rope_from_dict,
 )
-from vitral.checkpoints.card import Card, Preprocess
-from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, grid_of_rows, heads_of
+from vitral.checkpoints.card import Card
+from vitral.checkpoints.formats.table import HINTED, CheckpointHeader, Entry, Format, grid_of_rows, heads_of
 from vitral.errors import UserError
 from vitral.models.build import build
 from vitral.models.model import CONFIG
@@ -74,7 +74,7 @@ def _architecture(header: CheckpointHeader) -> Architecture:
 def _stated(header: CheckpointHeader) -> dict[str, Any]:
     """The fields in the metadata of a state dict, but for those that a user has passed or that tensors show."""
     stated = json.loads(header.metadata.get(CONFIG, "{}"))
-    shown = {field for field in ("heads", "gelu", "pool") if getattr(header.hints, field)}
+    shown = {field for field in ("heads", *HINTED) if getattr(header.hints, field)}
     if header.has("map.probe") or not header.has("class_token") or stated.get("pool") == "map":
         shown.add("pool")
     if any(key.startswith("positions.") or ".relative." in key for key in header.shapes):
@@ -229,9 +229,7 @@ def _first_axis(header: CheckpointHeader, key: str) -> int:
 
 
 def _assumptions(header: CheckpointHeader, architecture: Architecture) -> tuple[str, ...]:
-    """What the shapes of a plain state dict do not show; nothing where there is a card."""
-    if CARD in header.metadata:
-        return ()
+    """What the shapes of a plain state dict do not show; a file with a card is not asked."""
     c, assumed = architecture, {"image": f"{architecture.image[0]}x{architecture.image[1]}"}
     if isinstance(c, ResNetConfig):
         assumed |= {"root_pool": c.root_pool, "epsilons": c.epsilons}
@@ -244,18 +242,8 @@ def _assumptions(header: CheckpointHeader, architecture: Architecture) -> tuple[
         assumed |= {"rope": "mixed, of adjacent channels" if c.rope else "none", "post_norm": str(c.post_norm)}
         assumed |= {"map_heads": str(c.heads), "map_prefix": str(c.map_prefix)} if c.pool == "map" else {}
         assumed |= {"epsilons": c.stem.epsilons} if c.stem else {}
-    known = {*_stated(header), *(field for field in ("gelu", "pool") if getattr(header.hints, field))}
+    known = {*_stated(header), *(field for field in HINTED if getattr(header.hints, field))}
     return (f"assumed: {', '.join(f'{field}={value}' for field, value in assumed.items() if field not in known)}",)
-
-
-def _preprocess(header: CheckpointHeader, architecture: Architecture) -> Preprocess | None:
-    card = card_of(header)
-    return card.preprocess if card else None
-
-
-def _class_names(header: CheckpointHeader) -> tuple[str, ...]:
-    card = card_of(header)
-    return card.class_names if card else ()
 
 
 NATIVE = Format(
@@ -269,7 +257,5 @@ NATIVE = Format(
     positions=("none", "1d", "2d", "relative", "bias", "sincos2d"),
     class_row=lambda c: "either",
     epsilons=None,
-    preprocess=_preprocess,
-    class_names=_class_names,
     assumptions=_assumptions,
 )

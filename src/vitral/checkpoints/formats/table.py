@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from vitral.checkpoints.card import Card, Preprocess
 from vitral.errors import UserError
 from vitral.names import size_of
 
+A = TypeVar("A")
 Shape = tuple[int, ...]
 Tensors = dict[str, Tensor]
 # The class token's position row in a format: a row of the table, folded into the class token, or as in the model.
@@ -29,6 +30,7 @@ CONFIG_COUNTS = {
     **{"num_hidden_layers": "depth", "num_register_tokens": "registers", "num_channels": "channels"},
     **{"depth": "depth", "reg_tokens": "registers", "in_chans": "channels"},
 }
+HINTED = ("gelu", "pool", "norm_eps")  # fields that no tensor shows and `Hints` has
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Hints:
     heads: int | None = None
     gelu: Gelu | None = None
     pool: Pool | None = None
+    norm_eps: float | None = None
     part: str | None = None  # which of several models in a file
     replaces_head: bool = False  # the classifier of the file will not be used
 
@@ -115,60 +118,40 @@ class CheckpointHeader:
         return len(numbers)
 
 
-def _no_preprocess(header: CheckpointHeader, architecture: Architecture) -> Preprocess | None:
-    return None
-
-
-def _no_names(header: CheckpointHeader) -> tuple[str, ...]:
-    return ()
-
-
-def _no_assumptions(header: CheckpointHeader, architecture: Architecture) -> tuple[str, ...]:
-    return ()
-
-
-def _same_tensors(tensors: Tensors, architecture: Architecture) -> Tensors:
-    return tensors
-
-
-def _same_keys(keys: Iterable[str]) -> dict[str, str]:
-    return {key: key for key in keys}
-
-
 @dataclass(frozen=True)
-class Format:
-    """How one library stores a Vision Transformer (or a ResNet)."""
+class Format(Generic[A]):
+    """How one library stores a Vision Transformer (or a ResNet): the functions take architectures of type A alone."""
 
     name: str
     title: str
     container: Literal["npz", "safetensors"]
     recognises: Callable[[CheckpointHeader], bool]
-    architecture: Callable[[CheckpointHeader], Architecture]
-    entries: Callable[[Architecture], list[Entry]]
+    architecture: Callable[[CheckpointHeader], A]
+    entries: Callable[[A], list[Entry]]
     unsupported_reason: Callable[[Architecture], str | None]  # why the format cannot represent an architecture
     # Where files of one architecture differ in their tensors: the entries of this file; None for `entries`.
-    file_entries: Callable[[CheckpointHeader, Architecture], list[Entry]] | None = None
-    renames: Callable[[Iterable[str]], dict[str, str]] = _same_keys  # keys of older versions -> keys of the table
+    file_entries: Callable[[CheckpointHeader, A], list[Entry]] | None = None
+    renames: Callable[[Iterable[str]], dict[str, str]] = lambda keys: {
+        key: key for key in keys
+    }  # older keys -> the table's
     # For what no entry expresses, such as two heads whose outputs are averaged: `unpack` turns the tensors of a file,
     # by the keys of the table, into those of the table, and `pack` is its inverse. What `unpack` changes is known from
     # the header, so `assumptions` states it; `pack_changes` states what `pack` does.
-    unpack: Callable[[Tensors, Architecture], Tensors] = _same_tensors
-    pack: Callable[[Tensors, Architecture], Tensors] = _same_tensors
-    pack_changes: Callable[[Architecture], tuple[str, ...]] = lambda c: ()  # for `Card.changes`
+    unpack: Callable[[Tensors, A], Tensors] = lambda tensors, c: tensors
+    pack: Callable[[Tensors, A], Tensors] = lambda tensors, c: tensors
+    pack_changes: Callable[[A], tuple[str, ...]] = lambda c: ()  # for `Card.changes`
     ignored: str = r"$^"  # pattern of keys that no classifier uses: mask tokens, optimizer state
     positions: tuple[Position, ...] = ("1d",)  # supported position embeddings; others are written as a learned table
     class_row: Callable[[ViTConfig], ClassRow] = lambda c: "kept"
     epsilons: Epsilons | None = "google"  # of ResNets and stems; None: any
-    zeros: Callable[[Architecture], dict[str, Shape]] = lambda c: {}  # unused tensors that strict readers expect
-    assumptions: Callable[[CheckpointHeader, Architecture], tuple[str, ...]] = _no_assumptions  # for `Card.changes`
-    preprocess: Callable[[CheckpointHeader, Architecture], Preprocess | None] = _no_preprocess
-    class_names: Callable[[CheckpointHeader], tuple[str, ...]] = _no_names
-    config: Callable[[Card], dict[str, Any]] | None = None  # config.json, if the format is a folder
+    zeros: Callable[[A], dict[str, Shape]] = lambda c: {}  # unused tensors that strict readers expect
+    assumptions: Callable[[CheckpointHeader, A], tuple[str, ...]] = lambda header, c: ()  # for `Card.changes`
+    preprocess: Callable[[CheckpointHeader, Architecture], Preprocess | None] = lambda header, c: None
+    class_names: Callable[[CheckpointHeader], tuple[str, ...]] = lambda header: ()
+    config: Callable[[Card, A], dict[str, Any]] | None = None  # config.json, if the format is a folder
     preprocessor: Callable[[Card], dict[str, Any] | None] = lambda card: None  # preprocessor_config.json
-    alone: Callable[[Architecture], str | None] = lambda c: (
-        None
-    )  # why the weights need config.json to be read correctly
-    file_key: Callable[[str, Architecture], str] = lambda key, c: key  # key of the table -> key in a written file
+    alone: Callable[[A], str | None] = lambda c: None  # why the weights need config.json to be read correctly
+    file_key: Callable[[str, A], str] = lambda key, c: key  # key of the table -> key in a written file
 
 
 def read_entries(
@@ -237,14 +220,6 @@ def grid_of_rows(header: CheckpointHeader, rows: int) -> Size:
     return side, side
 
 
-def position_entries(key: str, c: ViTConfig) -> list[Entry]:
-    """A table (1, n, d) or, with the class token's row in front, (1, 1 + n, d)."""
-    rows, columns = c.grid(c.image)
-    n, first = rows * columns, int(c.class_row)
-    row = [Entry(key, "positions.0.class_row", (1, 1, c.width), rows=(0, 1))] if first else []
-    return [*row, Entry(key, "positions.0.table", (1, n, c.width), rows=(first, first + n))]
-
-
 def is_square(rows: int) -> bool:
     return math.isqrt(rows) ** 2 == rows
 
@@ -309,33 +284,15 @@ def norm(theirs: str, ours: str, width: int) -> list[Entry]:
     return [Entry(f"{theirs}.weight", f"{ours}.weight", (width,)), *bias(theirs, ours, width)]
 
 
-def patches(theirs: str, c: ViTConfig) -> list[Entry]:
-    kernel = (c.width, c.stem.channels if c.stem else c.channels, c.patch, c.patch)
-    return [Entry(f"{theirs}.weight", "embed.weight", kernel), *bias(theirs, "embed", c.width)]
+def read_sizes(header: CheckpointHeader, projection: str, hidden: str, block: str) -> dict[str, Any]:
+    """The sizes that the shapes of any PyTorch ViT show, as fields of `ViTConfig`.
 
-
-def separate_qkv(theirs: tuple[str, str, str], ours: str, width: int) -> list[Entry]:
-    """Separate query, key and value: each fills a third of our fused projection."""
-    entries = []
-    for k, name in enumerate(theirs):
-        entries.append(Entry(f"{name}.weight", f"{ours}.weight", (width, width), part=(k, 3)))
-        entries.append(Entry(f"{name}.bias", f"{ours}.bias", (width,), part=(k, 3)))
-    return entries
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes that the shapes of any PyTorch ViT show."""
-
-    width: int
-    channels: int
-    patch: int
-    mlp: int
-    depth: int
-
-
-def read_sizes(header: CheckpointHeader, projection: str, hidden: str, block: str) -> Sizes:
-    """Sizes from the patch embedding, the first MLP layer of block 0, and a pattern whose group is the block index."""
+    Args:
+        header: the checkpoint.
+        projection: key of the patch embedding.
+        hidden: key of the first MLP layer of block 0.
+        block: pattern of keys whose group is the index of a block.
+    """
     width, channels, patch, _ = header.shape(projection, 4)
-    mlp = header.shape(hidden, 2)[0]
-    return Sizes(width, channels, patch, mlp, header.count(block))
+    mlp, depth = header.shape(hidden, 2)[0], header.count(block)
+    return {"depth": depth, "width": width, "mlp": mlp, "patch": patch, "channels": channels}

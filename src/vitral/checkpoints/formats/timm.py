@@ -6,36 +6,35 @@ timm reads what is written here with `timm.create_model("local-dir:FOLDER", pret
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
-from vitral.architecture import Architecture, ViTConfig
+from vitral.architecture import Architecture, ModelConfig, RopeConfig, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
-from vitral.checkpoints.formats.table import (
-    CheckpointHeader,
-    ClassRow,
-    Entry,
-    Format,
-    Hints,
-    heads_of,
-    later_parts,
-    read_sizes,
-)
-from vitral.checkpoints.formats.timm_entries import encoder_entries as encoder_entries
-from vitral.checkpoints.formats.timm_entries import entries
+from vitral.checkpoints.formats.layout import Layout, layout_entries
+from vitral.checkpoints.formats.table import CheckpointHeader, ClassRow, Entry, Format, Hints, later_parts
+from vitral.checkpoints.formats.timm_arguments import GELUS, POOLS, ratio_of, timm_layout
 from vitral.checkpoints.formats.timm_reading import INDEX, named_factory, read_header
-from vitral.checkpoints.formats.timm_writing import arguments_of, layout_of, reason_against
 from vitral.checkpoints.processors import from_timm, to_timm
 from vitral.errors import UserError
 
 _PARTS = ("patch_embed.", "blocks.0.")
 _OTHERS = ("mask_token", "register_tokens", "storage_tokens")  # of DINO's and BEiT's own code
+_TimmClass = Literal["VisionTransformer", "Eva", "Beit"]
 
-
-def read_encoder(header: CheckpointHeader) -> dict[str, Any]:
-    """Sizes, heads and LayerScale of a plain encoder in timm's names, for DINO."""
-    sizes = read_sizes(header, "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight", r"blocks\.(\d+)\.")
-    heads = heads_of(header, sizes.depth, sizes.width)
-    return {**vars(sizes), "heads": heads, "layer_scale": header.has("blocks.0.ls1.gamma")}
+# (norm_eps, swiglu, post_norm) -> an architecture of timm with these layers
+_VIT_BASES = {
+    (1e-6, False, False): "vit_base_patch16_224",
+    (1e-5, False, False): "vit_base_patch16_clip_224",
+    (1e-6, True, False): "vit_giant_patch14_dinov2",
+    (1e-6, False, True): "vit_base_patch16_rpn_224",
+}
+# (norm_eps, layer_scale) -> an architecture of timm's Eva; those of 1e-5 without LayerScale all have a RoPE reference
+_EVA_BASES = {
+    (1e-6, False): "eva_giant_patch14_224",
+    (1e-6, True): "eva_giant_patch14_224",
+    (1e-5, False): "vit_pe_spatial_base_patch16_512",
+    (1e-5, True): "vit_base_patch16_dinov3",
+}
 
 
 def _recognises(header: CheckpointHeader) -> bool:
@@ -46,9 +45,8 @@ def _recognises(header: CheckpointHeader) -> bool:
     return plain and not any(header.has(key) for key in _OTHERS)
 
 
-def _entries(c: Architecture) -> list[Entry]:
-    assert isinstance(c, ViTConfig)
-    return entries(c, layout_of(c))
+def _entries(c: ViTConfig) -> list[Entry]:
+    return layout_entries(_layout(c), c)
 
 
 def _pretrained(header: CheckpointHeader) -> dict[str, Any]:
@@ -66,10 +64,8 @@ def _class_names(header: CheckpointHeader) -> tuple[str, ...]:
 
 def unsupported_reason(architecture: Architecture) -> str | None:
     """Why formats of plain Vision Transformers in PyTorch, without timm's later parts, cannot hold an architecture."""
-    if reason := _encoder_reason(architecture):
-        return reason
-    assert isinstance(architecture, ViTConfig)
-    return later_parts(architecture)
+    reason = _encoder_reason(architecture)
+    return later_parts(architecture) if reason is None and isinstance(architecture, ViTConfig) else reason
 
 
 def _encoder_reason(architecture: Architecture) -> str | None:
@@ -89,7 +85,7 @@ def _unsupported_reason(architecture: Architecture) -> str | None:
         return general
     if architecture.representation:
         return "it does not support the tanh layer of the pre-training head"
-    return reason_against(architecture)
+    return _reason(architecture)
 
 
 def _class_row(c: ViTConfig) -> ClassRow:
@@ -97,10 +93,8 @@ def _class_row(c: ViTConfig) -> ClassRow:
     return "folded" if c.registers else "either"
 
 
-def _alone(architecture: Architecture) -> str | None:
+def _alone(c: ViTConfig) -> str | None:
     """What a reader of the file without config.json takes for granted, ours as an example."""
-    assert isinstance(architecture, ViTConfig)
-    c = architecture
     plain = replace(c, dropout=0.0, attention_dropout=0.0, stochastic_depth=0.0, resize="timm")
     shapes = {entry.theirs: entry.shape for entry in _entries(c)}
     shapes |= {"pos_embed": _position_shape(c)} if c.position == "1d" else {}
@@ -124,23 +118,227 @@ def _position_shape(c: ViTConfig) -> tuple[int, int, int]:
     return 1, int(c.class_row) + rows * columns, c.width
 
 
-def _config(card: Card) -> dict[str, Any]:
-    c = card.architecture
-    assert isinstance(c, ViTConfig)
-    name, arguments = arguments_of(c)
+def pretrained_cfg(card: Card, c: ModelConfig) -> dict[str, Any]:
+    """What config.json states of images and classes."""
+    return {"input_size": [c.channels, *c.image], "num_classes": c.classes, **to_timm(card.preprocess, c.image)}
+
+
+def _config(card: Card, c: ViTConfig) -> dict[str, Any]:
+    name, arguments = _arguments(c)
     config: dict[str, Any] = {
         "architecture": name,  # every size is in the arguments
         "num_classes": c.classes,
         "num_features": c.width,
         "global_pool": arguments["global_pool"],
         "model_args": arguments,
-        "pretrained_cfg": {
-            "input_size": [c.channels, *c.image],
-            "num_classes": c.classes,
-            **to_timm(card.preprocess, c.image),
-        },
+        "pretrained_cfg": pretrained_cfg(card, c),
     }
     return {**config, "label_names": list(card.class_names)} if card.class_names else config
+
+
+# ------------------------------------------------------------------------------------------------ writing for timm
+#
+# config.json cannot name classes, so an architecture of timm whose factory sets them is the base; all else is
+# overridden. timm drops arguments that are null, so what a factory sets cannot be unset.
+
+
+def _class_of(c: ViTConfig) -> _TimmClass | None:
+    """The class of timm that can hold an architecture, None if there is none."""
+    if not _vit_reason(c):
+        return "VisionTransformer"
+    if not _eva_reason(c):
+        return "Eva"
+    return None if _beit_reason(c) else "Beit"
+
+
+def _reason(c: ViTConfig) -> str | None:
+    """Why no class of timm can hold a Vision Transformer without a stem."""
+    if _class_of(c):
+        return None
+    if c.position == "bias":
+        return _beit_reason(c)
+    return _eva_reason(c) if c.rope or not c.key_bias else _vit_reason(c)
+
+
+def _layout(c: ViTConfig) -> Layout:
+    """How the class of timm that holds an architecture stores it."""
+    match _class_of(c):
+        case "Eva":
+            return timm_layout(gamma=True, separate_gate=c.swiglu and c.mlp_norm)
+        case "Beit":
+            return timm_layout(gamma=True, separate_gate=c.swiglu)
+    return timm_layout()
+
+
+def _arguments(c: ViTConfig) -> tuple[str, dict[str, Any]]:
+    """An architecture of timm, and the arguments that make it this one."""
+    specific = {"VisionTransformer": _vit_arguments, "Eva": _eva_arguments, "Beit": _beit_arguments}
+    model = _class_of(c)
+    assert model is not None
+    name, arguments = specific[model](c)
+    pools = {pool: name for name, pool in POOLS.items()}
+    return name, {
+        "img_size": list(c.image),
+        "patch_size": c.patch,
+        "in_chans": c.channels,
+        "embed_dim": c.width,
+        "depth": c.depth,
+        "num_heads": c.heads,
+        "mlp_ratio": ratio_of(c.width, c.mlp),
+        "qkv_bias": c.qkv_bias,
+        "global_pool": pools[c.pool],
+        **arguments,
+    }
+
+
+def _general_reason(c: ViTConfig) -> str | None:
+    if c.pool not in POOLS.values():
+        return f'it does not have the pooling "{c.pool}"'
+    if not c.head_bias:
+        return "its heads have a bias"
+    if c.patch_bias == c.pre_norm:
+        return "its patch embedding has a bias if and only if there is no LayerNorm before the blocks"
+    if c.norm_eps not in (1e-5, 1e-6):
+        return f"it implies a LayerNorm epsilon of 1e-5 or 1e-6, not {c.norm_eps:g}"
+    return None
+
+
+def _vit_reason(c: ViTConfig) -> str | None:
+    if reason := _general_reason(c):
+        return reason
+    if c.rope or c.position == "bias" or (c.qkv_bias and not c.key_bias):
+        return "its VisionTransformer has neither RoPE nor relative positions, and its keys have a bias"
+    if (c.norm_eps, c.swiglu, c.post_norm) not in _VIT_BASES:
+        return f"it has no architecture with this combination: {_combination(c)}"
+    if c.pool == "map" and c.swiglu:
+        return "its attention pooling beside SwiGLU has no GELU"
+    if c.pool == "map" and (c.map_heads not in (0, c.heads) or c.map_mlp not in (0, c.mlp)):
+        return "its attention pooling has the heads and the MLP of the blocks"
+    return None
+
+
+def _eva_reason(c: ViTConfig) -> str | None:
+    if reason := _general_reason(c):
+        return reason
+    if c.position == "bias":
+        return "its Eva has no relative positions"
+    if c.gelu != "erf" and not (c.swiglu and c.pool != "map"):
+        return "its models with RoPE, or without a bias of the keys, have the exact (erf) GELU"
+    if c.post_norm and c.qk_norm:
+        return "its blocks with norms after the branches do not normalise queries and keys"
+    if c.pool == "map" and c.prefix and not c.map_prefix:
+        return "its attention pooling reads all tokens after RoPE"
+    if c.rope and (reason := _rope_reason(c, c.rope)):
+        return reason
+    return None
+
+
+def _rope_reason(c: ViTConfig, rope: RopeConfig) -> str | None:
+    dinov3 = rope.coordinates == "center"
+    if rope.periods != "float32" or (rope.pairs == "halves") != dinov3 or (dinov3 and (rope.learned or rope.offset)):
+        return "its RoPE is that of EVA, of DINOv3 in float32, or learned"
+    if dinov3 and (rope.axes != "yx" or rope.reference):
+        return "its RoPE with centered coordinates has neither other axes nor a reference grid"
+    if rope.learned and (rope.offset or rope.reference):
+        return "its learned RoPE has neither an offset nor a reference grid"
+    if not (dinov3 or rope.learned or rope.reference) and (c.norm_eps, c.layer_scale) == (1e-5, False):
+        return f"it has no architecture with this combination: {_combination(c)}, RoPE without a reference grid"
+    return None
+
+
+def _beit_reason(c: ViTConfig) -> str | None:
+    if reason := _general_reason(c):
+        return reason
+    if c.position != "bias" or c.rope or c.norm_eps != 1e-6 or c.gelu != "erf":
+        return "its Beit has relative positions, the exact (erf) GELU and a LayerNorm epsilon of 1e-6"
+    if not c.class_token or c.registers or (c.qkv_bias and c.key_bias):
+        return "its Beit has a class token, no registers, and no bias of the keys"
+    if c.pre_norm or c.post_norm or c.qk_norm or c.attention_norm:
+        return "its Beit has no further norms"
+    rows, columns = c.grid(c.image)
+    if rows != columns:  # timm 1.0 resizes such a table on loading, as if it were square, and fails
+        return f"it loads relative positions of square grids only, not of {rows}x{columns}"
+    if (c.pool, c.norm_place) not in (("mean", "features"), ("token", "tokens")):
+        return "its Beit pools by the mean before the last LayerNorm, or by the class token after it"
+    return None
+
+
+def _combination(c: ViTConfig) -> str:
+    parts = [f"epsilon {c.norm_eps:g}", *(["SwiGLU"] if c.swiglu else []), *(["post-norm"] if c.post_norm else [])]
+    return ", ".join(parts)
+
+
+def _vit_arguments(c: ViTConfig) -> tuple[str, dict[str, Any]]:
+    gelus = {gelu: name for name, gelu in GELUS.items() if name != "gelu_erf"}
+    arguments = {
+        "class_token": c.class_token,
+        "pos_embed": "learn" if c.position == "1d" else "none",
+        "no_embed_class": not c.class_row,
+        "reg_tokens": c.registers,
+        "init_values": 1e-5 if c.layer_scale else 0.0,
+        "final_norm": c.norm_place != "none",
+        "fc_norm": c.norm_place == "features",
+        "pre_norm": c.pre_norm,
+        "qk_norm": c.qk_norm,
+        "scale_attn_norm": c.attention_norm,
+        "scale_mlp_norm": c.mlp_norm,
+        "pool_include_prefix": c.pool == "map" and c.map_prefix,
+    }
+    if c.swiglu:  # a packed layer of twice the width
+        arguments["mlp_ratio"] = ratio_of(c.width, 2 * c.mlp)
+    else:
+        arguments["act_layer"] = gelus[c.gelu]
+    return _VIT_BASES[c.norm_eps, c.swiglu, c.post_norm], arguments
+
+
+def _eva_arguments(c: ViTConfig) -> tuple[str, dict[str, Any]]:
+    arguments = {
+        "class_token": c.class_token,
+        "num_reg_tokens": c.registers,
+        "use_abs_pos_emb": c.position == "1d",
+        "no_embed_class": not c.class_row,
+        "qkv_fused": True,
+        "attn_type": "rope" if c.key_bias else "eva",
+        "qk_norm": c.qk_norm,
+        "swiglu_mlp": c.swiglu,
+        "swiglu_align_to": 0,
+        "scale_mlp": c.mlp_norm,
+        "scale_attn_inner": c.attention_norm,
+        "use_post_norm": c.post_norm,
+        "use_pre_transformer_norm": c.pre_norm,
+        "use_post_transformer_norm": c.norm_place == "tokens",
+        "use_fc_norm": c.norm_place == "features",
+        "attn_pool_num_heads": c.map_heads or c.heads,
+        "attn_pool_mlp_ratio": ratio_of(c.width, c.map_mlp or c.mlp),
+        "use_rot_pos_emb": c.rope is not None,
+        **(_rope_arguments(c.rope) if c.rope else {}),
+    }
+    if c.layer_scale:
+        arguments["init_values"] = 1e-5
+    return _EVA_BASES[c.norm_eps, c.layer_scale], arguments
+
+
+def _rope_arguments(rope: RopeConfig) -> dict[str, Any]:
+    kind = "mixed" if rope.learned else "dinov3" if rope.coordinates == "center" else "cat"
+    arguments: dict[str, Any] = {
+        "rope_type": kind,
+        "rope_temperature": rope.temperature,
+        "rope_rotate_half": kind == "dinov3",
+        "rope_grid_indexing": "xy" if rope.axes == "xy" else "ij",
+        "rope_grid_offset": rope.offset,
+    }
+    return {**arguments, "ref_feat_shape": list(rope.reference)} if rope.reference else arguments
+
+
+def _beit_arguments(c: ViTConfig) -> tuple[str, dict[str, Any]]:
+    return "beit_base_patch16_224", {
+        "use_abs_pos_emb": False,
+        "use_rel_pos_bias": True,
+        "use_shared_rel_pos_bias": False,
+        "init_values": 1e-5 if c.layer_scale else 0.0,
+        "swiglu_mlp": c.swiglu,
+        "scale_mlp": c.mlp_norm,
+    }
 
 
 TIMM = Format(

@@ -1,21 +1,32 @@
-"""What the arguments of timm's classes mean: fields of our architecture, or parts that vitral does not have."""
+"""timm's architectures by name, and what their arguments mean: fields of ours, or parts that vitral does not have.
+
+timm_factories.json was generated from the installed timm (tests/helpers/timm_factories.py); a test compares them.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from vitral.architecture import Gelu, NormPlace, Pool, RopeConfig, Size
-from vitral.checkpoints.formats.timm_entries import Layout
+from vitral.checkpoints.formats.layout import Layout, separate
 from vitral.errors import UserError
 
 Arguments = Mapping[str, Any]
 
 GELUS: dict[str, Gelu] = {"gelu": "erf", "gelu_erf": "erf", "gelu_tanh": "tanh", "quick_gelu": "quick"}
 POOLS: dict[str, Pool] = {"token": "token", "avg": "mean", "map": "map"}
+SHARED_BIAS = "rel_pos_bias.relative_position_bias_table"
 SWIGLU = "GluMlp(act_layer=SiLU, gate_last=False)"
+_SUFFIXES = re.compile(r"\.(?:safetensors|pth|pt|bin|ckpt|tar|npz)$")
+# After a name: a tag, or a data set or method that older versions of timm had in the names themselves.
+_AFTER_NAME = re.compile(r"[.\-].*|_(?:in2[12]k|in2[12]ft1k|in22ft22k|in1k|dino|sam|mae|ft|finetuned?)(?:[_.\-].*)?")
 _LAYER_NORM = re.compile(r"layer_?norm(?:\(eps=(?P<eps>[\d.e-]+)\))?", re.IGNORECASE)
 
 # What vitral does not have, by the value of an argument.
@@ -30,6 +41,77 @@ _CLASSES = {
     "NaFlexVit": "NaFlexViT's positions for any aspect ratio",
     "ResNetV2": "a ResNet in timm's names",
 }
+
+
+@dataclass(frozen=True)
+class TimmFactory:
+    """One registered architecture of timm."""
+
+    name: str
+    model: str  # the class, such as "Eva"
+    arguments: dict[str, Any]  # of the class, its defaults included; classes and functions by their names
+
+
+@cache
+def factories() -> dict[str, TimmFactory]:
+    """All architectures of the table, by their names without tags."""
+    table = json.loads(files("vitral.checkpoints").joinpath("timm_factories.json").read_text(encoding="utf-8"))
+    found = {}
+    for model, entry in table["classes"].items():
+        for group in entry["groups"]:
+            for name, sizes in group["models"].items():
+                found[name] = TimmFactory(name, model, {**entry["defaults"], **group["arguments"], **sizes})
+    return found
+
+
+def stem_of(name: str) -> str:
+    """The name of a file without suffixes of weight files, of which it may have two."""
+    while (shorter := _SUFFIXES.sub("", name)) != name:
+        name = shorter
+    return name
+
+
+def factory_named(name: str) -> TimmFactory | None:
+    """The architecture that a name means, the longest one that fits.
+
+    Args:
+        name: of an architecture, with or without its tag, or of a file: "vit_base_patch16_clip_224.openai",
+            "vit_base_patch16_224.augreg_in21k_ft_in1k.safetensors", "timm/deit3_base_patch16_224".
+    """
+    return split_name(name)[0]
+
+
+def split_name(name: str) -> tuple[TimmFactory | None, str]:
+    """The architecture, and what follows it: a tag, an older name of one, a hash, ..."""
+    stem, table = stem_of(name.rpartition("/")[2]), factories()
+    for end in range(len(stem), 0, -1):
+        rest = stem[end:]
+        if stem[:end] in table and (not rest or _AFTER_NAME.fullmatch(rest)):
+            return table[stem[:end]], rest.lstrip("._-")
+    return None, ""
+
+
+def named_architecture(name: str) -> dict[str, Any] | None:
+    """Fields of the architecture that a released model of this name has.
+
+    Args:
+        name: a model's or a file's name, with or without its tag and suffix.
+
+    Returns:
+        Fields of `ViTConfig`: depth, width, mlp, heads and patch, against which shapes can be checked, and all that the
+        shapes do not show, such as gelu, pool, norm_eps and rope. None where the name is not known, or the model has
+        parts that vitral does not have.
+    """
+    factory = factory_named(name)
+    if factory is None or missing_parts(factory.model, factory.arguments):
+        return None
+    arguments = factory.arguments
+    sizes = {"depth": "depth", "width": "embed_dim", "heads": "num_heads", "patch": "patch_size"}
+    shown = {field: arguments[key] for field, key in sizes.items()}
+    return {**shown, "mlp": mlp_width(factory.model, arguments), **fields_of(factory.model, arguments)}
+
+
+# ------------------------------------------------------------------------------------------------ what arguments mean
 
 
 def missing_parts(model: str, arguments: Arguments) -> list[str]:
@@ -220,16 +302,66 @@ def _beit_fields(arguments: Arguments) -> dict[str, Any]:
     }
 
 
+def timm_layout(
+    *,
+    gamma: bool = False,
+    separate_qkv: bool = False,
+    separate_gate: bool = False,
+    shared_bias: bool = False,
+    register_rows: bool = False,
+) -> Layout:
+    """The names of the tensors of VisionTransformer, Eva and Beit.
+
+    Args:
+        gamma: LayerScale as gamma_1 (Eva, Beit), not ls1.gamma.
+        separate_qkv: q_proj, k_proj and v_proj, not qkv.
+        separate_gate: SwiGLU as fc1_g and fc1_x, not fc1.
+        shared_bias: one table of relative positions for all blocks.
+        register_rows: the position table has rows for the registers.
+    """
+    fused = (("attn.qkv.weight",), ("attn.qkv.bias",))
+    qkv, biases = separate("attn.q_proj", "attn.k_proj", "attn.v_proj") if separate_qkv else fused
+    return Layout(
+        patches="patch_embed.proj",
+        positions="pos_embed",
+        class_token="cls_token",
+        registers="reg_token",
+        pre_norm="norm_pre",
+        block="blocks.{}",
+        norm1="norm1",
+        qkv=qkv,
+        qkv_biases=biases,
+        qv_biases=() if separate_qkv else ("attn.q_bias", "attn.v_bias"),
+        qk_norms=("attn.q_norm", "attn.k_norm"),
+        attention_norm="attn.norm",
+        out="attn.proj",
+        norm2="norm2",
+        hidden="mlp.fc1",
+        gates=("mlp.fc1_g", "mlp.fc1_x") if separate_gate else ("mlp.fc1",),
+        mlp_norm="mlp.norm",
+        output="mlp.fc2",
+        scales=("gamma_1", "gamma_2") if gamma else ("ls1.gamma", "ls2.gamma"),
+        bias_table="attn.relative_position_bias_table",
+        shared_bias_table=SHARED_BIAS if shared_bias else "",
+        frequencies="rope.freqs",
+        norm="norm",
+        pooled_norm="fc_norm",
+        map_head=tuple(f"attn_pool.{part}" for part in ("latent", "q", "kv", "proj", "norm", "mlp.fc1", "mlp.fc2")),
+        head="head",
+        register_rows=register_rows,
+    )
+
+
 def layout_of_arguments(model: str, arguments: Arguments) -> Layout:
     """The layout of the tensors of a class with these arguments, but for rows of registers."""
     if model == "VisionTransformer":
-        return Layout()
+        return timm_layout()
     if model == "Beit":
         shared = bool(arguments["use_shared_rel_pos_bias"])
-        return Layout(gamma=True, separate_gate=bool(arguments["swiglu_mlp"]), shared_bias=shared)
+        return timm_layout(gamma=True, separate_gate=bool(arguments["swiglu_mlp"]), shared_bias=shared)
     aligned = arguments["swiglu_align_to"] and not arguments["use_post_norm"]
     separate_gate = bool(arguments["swiglu_mlp"] and (arguments["scale_mlp"] or aligned))
-    return Layout(gamma=True, separate_qkv=not arguments["qkv_fused"], separate_gate=separate_gate)
+    return timm_layout(gamma=True, separate_qkv=not arguments["qkv_fused"], separate_gate=separate_gate)
 
 
 def mlp_width(model: str, arguments: Arguments) -> int:

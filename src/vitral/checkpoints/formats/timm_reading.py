@@ -13,7 +13,9 @@ from functools import cache
 from typing import Any
 
 from vitral.architecture import Size, ViTConfig
+from vitral.checkpoints.formats.layout import layout_entries
 from vitral.checkpoints.formats.table import (
+    HINTED,
     CheckpointHeader,
     Entry,
     Shape,
@@ -23,14 +25,17 @@ from vitral.checkpoints.formats.table import (
     read_sizes,
 )
 from vitral.checkpoints.formats.timm_arguments import (
+    SHARED_BIAS,
+    TimmFactory,
+    factories,
+    factory_named,
     fields_of,
     layout_of_arguments,
     missing_parts,
     mlp_width,
     size_of_argument,
+    timm_layout,
 )
-from vitral.checkpoints.formats.timm_entries import entries, layout_of_file
-from vitral.checkpoints.timm_table import TimmFactory, factories, factory_named
 from vitral.errors import UserError
 
 _PLAIN = "vit_base_patch16_224"
@@ -58,7 +63,14 @@ class TimmFile:
     assumed: tuple[str, ...]  # for `Card.changes`
 
     def entries(self, header: CheckpointHeader) -> list[Entry]:
-        return entries(self.architecture, layout_of_file(header, self.register_rows))
+        layout = timm_layout(
+            gamma=header.has("blocks.0.gamma_1"),
+            separate_qkv=header.has("blocks.0.attn.q_proj.weight"),
+            separate_gate=header.has("blocks.0.mlp.fc1_g.weight"),
+            shared_bias=header.has(SHARED_BIAS),
+            register_rows=self.register_rows,
+        )
+        return layout_entries(layout, self.architecture)
 
 
 def named_factory(header: CheckpointHeader) -> TimmFactory | None:
@@ -106,7 +118,7 @@ def read_header(header: CheckpointHeader) -> TimmFile:
         assumed: tuple[str, ...] = ()
     else:
         known = {key: stated[key] for key, names in _STATED_BY.items() if any(name in overrides for name in names)}
-        known |= {key: value for key in ("gelu", "pool") if (value := getattr(header.hints, key))}
+        known |= {key: value for key in HINTED if (value := getattr(header.hints, key))}
         hidden, assumed = _guessed(header, shown, known, overrides.get("num_heads"))
     return _file(header, shown, hidden, assumed, arguments if named else overrides)
 
@@ -161,7 +173,7 @@ def _shown(header: CheckpointHeader) -> dict[str, Any]:
     if biased and header.has("pos_embed"):
         raise UserError("the file has absolute and relative positions together: that is not supported.")
     return {
-        **vars(sizes),
+        **sizes,
         "mlp": mlp,
         "class_token": header.has("cls_token"),
         "registers": header.shape("reg_token", 3)[1] if header.has("reg_token") else 0,
@@ -170,7 +182,7 @@ def _shown(header: CheckpointHeader) -> dict[str, Any]:
             "features" if header.has("fc_norm.weight") else "tokens" if header.has("norm.weight") else "none"
         ),
         "layer_scale": header.has(block + "ls1.gamma") or header.has(block + "gamma_1"),
-        "swiglu": gated or sizes.mlp == 2 * mlp,
+        "swiglu": gated or sizes["mlp"] == 2 * mlp,
         "qkv_bias": qkv_bias,
         "key_bias": key_bias or not qkv_bias,
         "patch_bias": header.has("patch_embed.proj.bias"),
@@ -224,7 +236,8 @@ def _candidates() -> tuple[_Candidate, ...]:
             continue
         arguments, fields = factory.arguments, fields_of(factory.model, factory.arguments)
         small = ViTConfig(depth=1, width=64, mlp=8, heads=2, patch=8, image=(16, 16), classes=0, **fields)
-        keys = frozenset(entry.theirs for entry in entries(small, layout_of_arguments(factory.model, arguments)))
+        table = layout_entries(layout_of_arguments(factory.model, arguments), small)
+        keys = frozenset(entry.theirs for entry in table)
         mlp = mlp_width(factory.model, arguments)
         sizes = (arguments["depth"], arguments["embed_dim"], mlp, arguments["patch_size"])
         found.append(_Candidate(factory.name, keys, sizes, arguments["num_heads"], fields))
@@ -246,13 +259,13 @@ def _guessed(
         raise UserError(f"the file does not state the frequencies of its rotary positions (RoPE): {_remedy(header)}.")
     if hidden["post_norm"] and "post_norm" not in known:
         raise UserError(f"the file does not state if its norms come before or after the branches: {_remedy(header)}.")
-    assumed = [f"{key}={hidden[key]}" for key in ("gelu", "pool", "norm_eps") if _is_assumed(key, shown, known)]
+    assumed = [f"{key}={hidden[key]}" for key in HINTED if _is_assumed(key, shown, known)]
     stated_heads = header.hints.heads or heads or _shown_heads(header, shown)
     hidden["heads"] = stated_heads or _heads(header, shown, same)
     assumed += [] if stated_heads else [f"heads={hidden['heads']}"]
     if hidden["rope"]:
         assumed.append(f"axes of RoPE={hidden['rope'].axes}")
-    options = " or ".join(f"{key}=" for key in ("gelu", "pool") if any(one.startswith(key) for one in assumed))
+    options = " or ".join(f"{key}=" for key in HINTED if any(one.startswith(key) for one in assumed))
     remedy = f"pass {options}, or {_remedy(header).removeprefix('pass ')}" if options else _remedy(header)
     sentence = f"assumed: {', '.join(assumed)}, as timm's models with these tensors have; if not, {remedy}"
     return hidden, (sentence,) if assumed else ()
@@ -269,7 +282,7 @@ def _common(header: CheckpointHeader, similar: list[_Candidate]) -> dict[str, An
         different = [key for key in _HIDDEN if other.fields[key] != first.fields[key]]
         if different:
             names = f"{first.name} and {other.name}"
-            options = " and ".join(f"{key}=" for key in different) if {*different} <= {"gelu", "pool"} else ""
+            options = " and ".join(f"{key}=" for key in different) if {*different} <= {*HINTED} else ""
             raise UserError(
                 f"the file does not state its {_listed(different)}, in which {names}, of the same tensors, differ: "
                 f"{f'pass {options}, or ' if options else ''}{_remedy(header)}."

@@ -1,15 +1,20 @@
-"""What the name of a released model states that its tensors do not."""
+"""How images are prepared for a released model, by its name.
+
+timm_preprocess.json was generated from the installed timm (tests/helpers/timm_factories.py); a test compares them.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from vitral.architecture import Size
 from vitral.checkpoints.card import Preprocess
-from vitral.checkpoints.formats.timm_arguments import fields_of, missing_parts, mlp_width
+from vitral.checkpoints.formats.timm_arguments import factory_named, split_name
 from vitral.checkpoints.processors import CLIP_MEAN, CLIP_STD, from_timm
-from vitral.checkpoints.timm_table import factory_named, release_named
 from vitral.data.preprocess import IMAGENET_MEAN, IMAGENET_STD
 
 _HALF = ((0.5,) * 3, (0.5,) * 3)
@@ -33,42 +38,12 @@ _RELEASES = (
 )
 
 
-def timm_name(name: str) -> str | None:
-    """The architecture of timm that a name means, the longest one that fits.
-
-    Args:
-        name: a model's or a file's name, such as vit_base_patch16_224.augreg_in21k_ft_in1k.safetensors.
-
-    Returns:
-        What `{"architecture": ...}` of timm's config.json would state, None where the name is not timm's.
-    """
-    factory = factory_named(name)
-    return factory.name if factory else None
-
-
-def named_architecture(name: str) -> dict[str, Any] | None:
-    """Fields of the architecture that a released model of this name has.
-
-    Args:
-        name: a model's or a file's name, with or without its tag and suffix.
-
-    Returns:
-        Fields of `ViTConfig`: depth, width, mlp, heads and patch, against which shapes can be checked, and all that the
-        shapes do not show, such as gelu, pool, norm_eps and rope. None where the name is not known, or the model has
-        parts that vitral does not have.
-    """
-    factory = factory_named(name)
-    if factory is None or missing_parts(factory.model, factory.arguments):
-        return None
-    arguments = factory.arguments
-    return {
-        "depth": arguments["depth"],
-        "width": arguments["embed_dim"],
-        "mlp": mlp_width(factory.model, arguments),
-        "heads": arguments["num_heads"],
-        "patch": arguments["patch_size"],
-        **fields_of(factory.model, arguments),
-    }
+@cache
+def releases() -> dict[str, dict[str, Any]]:
+    """timm's pretrained_cfg, as far as it states the preprocessing, by "architecture.tag", and by "architecture" that
+    of timm's default release."""
+    table = json.loads(files("vitral.checkpoints").joinpath("timm_preprocess.json").read_text(encoding="utf-8"))
+    return {name: group for group in table for name in group["models"]}
 
 
 def named_preprocess(name: str, image: Size) -> Preprocess | None:
@@ -88,3 +63,26 @@ def named_preprocess(name: str, image: Size) -> Preprocess | None:
             pipeline = steps.replace("{larger}", str(round(image[0] * 8 / 7))).replace("{size}", str(image[0]))
             return Preprocess(f"decode|{pipeline}", *normalisation)
     return None
+
+
+def release_named(name: str) -> dict[str, Any] | None:
+    """The preprocessing of the release that a name means, as timm's pretrained_cfg states it.
+
+    Args:
+        name: as that of `factory_named`. Without a tag it is timm's default release. What follows may also be a part of
+            a tag (vit_base_patch16_224_dino) or anything else (deit_tiny_patch16_224-a1311bcf), if all releases that
+            it may be share mean and std.
+    """
+    factory, rest = split_name(name)
+    if factory is None:
+        return None
+    table = releases()
+    exact = f"{factory.name}.{rest}" if rest else factory.name
+    if exact in table:
+        return table[exact]
+    own = [release for release in table if release.startswith(f"{factory.name}.")]
+    similar = [release for release in own if rest in release.partition(".")[2].split("_")] or own
+    normalisations = {(*table[release]["mean"], *table[release]["std"]) for release in similar}
+    if len(normalisations) > 1:
+        return None
+    return table[similar[0]] if similar != own else table[factory.name]

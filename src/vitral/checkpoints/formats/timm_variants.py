@@ -1,6 +1,9 @@
-"""timm's NaFlexVit: a plain ViT whose patch embedding is a linear layer and whose positions are a grid.
+"""timm's models that are its plain ViT but for the way in: hybrids behind a ResNet, and NaFlexVit.
 
-Images are given whole here; timm's batches of patches from images of several sizes are not needed for that.
+The hybrids are those of the paper (`vit_base_r50_s16_384`, ...), whose ResNet standardizes its weights; their files
+differ from a plain ViT's by the tensors under `patch_embed.backbone`. In NaFlexVit the patch embedding is a linear
+layer, and positions are a grid. Its images are given whole here; timm's batches of patches from images of several sizes
+are not needed for that.
 """
 
 from __future__ import annotations
@@ -10,11 +13,130 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from vitral.architecture import Architecture, ResizeRule, Size, ViTConfig
+from vitral.architecture import Architecture, ResizeRule, Size, StemConfig, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
-from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Shape, Tensors, later_parts
-from vitral.checkpoints.formats.timm import TIMM
+from vitral.checkpoints.formats.layout import torch_conv, torch_resnet
+from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Shape, Tensors, later_parts, norm
+from vitral.checkpoints.formats.timm import TIMM, pretrained_cfg
+from vitral.checkpoints.formats.timm_arguments import size_of_argument
+from vitral.checkpoints.formats.timm_reading import plain_header
 from vitral.errors import UserError
+
+# ---------------------------------------------------------------------------------------------------------- hybrids
+
+_BACKBONE = "patch_embed.backbone"
+# The bottlenecks of the stem -> a factory of timm that builds it; only its name states the stem.
+_HYBRIDS: dict[tuple[int, ...], str] = {
+    (): "vit_tiny_r_s16_p8_224",
+    (2, 2, 2, 2): "vit_small_r26_s32_224",
+    (3, 4, 9): "vit_base_r50_s16_224",
+    (3, 4, 6, 3): "vit_large_r50_s32_224",
+}
+
+
+def _root(blocks: tuple[int, ...]) -> str:
+    """Without stages, timm's backbone is the root itself."""
+    return f"{_BACKBONE}.stem" if blocks else _BACKBONE
+
+
+_UNITS = torch_resnet(lambda stage, unit: f"{_BACKBONE}.stages.{stage}.blocks.{unit}.", "downsample.norm")
+
+
+def _hybrid_entries(c: ViTConfig) -> list[Entry]:
+    assert c.stem is not None
+    wide, root = 64 * c.stem.width, _root(c.stem.blocks)
+    entries = [torch_conv(f"{root}.conv", "stem.root.conv", 7, c.channels, wide)]
+    entries += norm(f"{root}.norm", "stem.root.norm", wide) + _UNITS.entries("stem.stages", c.stem.blocks, wide)
+    return entries + TIMM.entries(_without_stem(c))
+
+
+def _blocks(header: CheckpointHeader) -> tuple[int, ...]:
+    """The bottlenecks of each stage; UserError if the backbone is not the paper's ResNet."""
+    blocks: list[int] = []
+    while header.has(f"{_BACKBONE}.stages.{len(blocks)}.blocks.0.conv1.weight"):
+        blocks.append(header.count(rf"patch_embed\.backbone\.stages\.{len(blocks)}\.blocks\.(\d+)\."))
+    if not header.has(f"{_root(tuple(blocks))}.conv.weight"):
+        name = (header.config or {}).get("architecture") or "vit_*_resnet26d, vit_*_resnet50d or vit_base_mci"
+        raise UserError(f"timm's {name} has another network in front than the paper's ResNet: that is not supported.")
+    return tuple(blocks)
+
+
+def _hybrid_architecture(header: CheckpointHeader) -> ViTConfig:
+    blocks = _blocks(header)
+    wide, channels, _, _ = header.shape(f"{_root(blocks)}.conv.weight", 4)
+    stem = StemConfig(blocks=blocks, width=wide // 64, epsilons="timm")
+    patch = header.shape("patch_embed.proj.weight", 4)[3]
+    image = _stated_image(header, stem, patch)
+    if image is not None:
+        height, width = stem.grid(image)
+        header = replace(header, hints=replace(header.hints, grid=(height // patch, width // patch)))
+    # To the ViT, the stem's feature map is the image.
+    shapes = {key: shape for key, shape in header.shapes.items() if not key.startswith(f"{_BACKBONE}.")}
+    vit = TIMM.architecture(plain_header(header, shapes, embed_layer="PatchEmbed"))
+    image = image or (vit.image[0] * stem.stride, vit.image[1] * stem.stride)
+    return replace(vit, stem=stem, channels=channels, image=image)
+
+
+def _stated_image(header: CheckpointHeader, stem: StemConfig, patch: int) -> Size | None:
+    """The image size that config.json states, if its patches fill the position table."""
+    config = header.config or {}
+    arguments, pretrained = config.get("model_args") or {}, config.get("pretrained_cfg") or {}
+    rows = header.shape("pos_embed", 3)[1]
+    for size in (arguments.get("img_size"), pretrained.get("input_size")):
+        if size and not header.hints.grid:
+            image = size_of_argument(size)
+            height, width = stem.grid(image)
+            if (height // patch) * (width // patch) in (rows, rows - 1):
+                return image
+    return None
+
+
+def _hybrid_unsupported_reason(architecture: Architecture) -> str | None:
+    if not isinstance(architecture, ViTConfig) or architecture.stem is None:
+        return "it is for hybrids, Vision Transformers behind a ResNet"
+    stem = architecture.stem
+    if stem.blocks not in _HYBRIDS or stem.width != 1:
+        return "timm's hybrids have the root alone, an R26 or an R50, of one width, in front"
+    return later_parts(architecture) or TIMM.unsupported_reason(_without_stem(architecture))
+
+
+def _without_stem(c: ViTConfig) -> ViTConfig:
+    """The ViT whose image is the stem's feature map."""
+    return c if c.stem is None else replace(c, stem=None, channels=c.stem.channels, image=c.stem.grid(c.image))
+
+
+def _hybrid_config(card: Card, c: ViTConfig) -> dict[str, Any]:
+    assert c.stem is not None
+    assert TIMM.config is not None
+    config = TIMM.config(card, _without_stem(c))
+    whole = {"img_size": list(c.image), "in_chans": c.channels}
+    arguments = {**config["model_args"], **whole}
+    return {
+        **config,
+        "architecture": _HYBRIDS[c.stem.blocks],
+        "model_args": arguments,
+        "pretrained_cfg": pretrained_cfg(card, c),
+    }
+
+
+TIMM_HYBRID = Format(
+    name="timm-hybrid",
+    title="timm's hybrids with a ResNet (safetensors, or a folder with its config.json)",
+    container="safetensors",
+    recognises=lambda header: any(key.startswith(f"{_BACKBONE}.") for key in header.shapes),
+    architecture=_hybrid_architecture,
+    entries=_hybrid_entries,
+    unsupported_reason=_hybrid_unsupported_reason,
+    class_row=TIMM.class_row,
+    epsilons="timm",
+    preprocess=TIMM.preprocess,
+    class_names=TIMM.class_names,
+    config=_hybrid_config,
+    alone=lambda c: TIMM.alone(_without_stem(c)),
+)
+
+
+# -------------------------------------------------------------------------------------------------------- NaFlexVit
 
 _PROJECTION, _POSITIONS = "patch_embed.proj.weight", "pos_embed"
 _ROWS, _COLUMNS = "embeds.pos_embed_y", "embeds.pos_embed_x"  # of factorized positions
@@ -27,7 +149,7 @@ _KEYS = {
 }
 _SIGLIP = {"act_layer": "gelu_tanh", "global_pool": "map", "pos_embed_interp_mode": "bilinear"}
 # What the factories of timm set and the shapes do not show.
-_FACTORIES: dict[str, dict[str, Any]] = {
+_NAFLEX: dict[str, dict[str, Any]] = {
     "naflexvit_base_patch16_gap": {"global_pool": "avg"},
     "naflexvit_base_patch16_par_gap": {"global_pool": "avg", "pos_embed_ar_preserving": True},
     "naflexvit_base_patch16_parfac_gap": {"global_pool": "avg", "pos_embed_ar_preserving": True},
@@ -56,24 +178,24 @@ _RULES: dict[tuple[str, bool, bool], ResizeRule] = {  # interpolation, aspect ra
 }
 
 
-def _arguments(header: CheckpointHeader) -> dict[str, Any]:
+def _naflex_arguments(header: CheckpointHeader) -> dict[str, Any]:
     """The arguments of the factory that config.json names, with those of the file."""
     config = header.config or {}
     name = str(config.get("architecture") or "")
-    if name not in _FACTORIES:
+    if name not in _NAFLEX:
         raise UserError(
-            f'timm\'s NaFlexVit "{name}" is not supported: it needs a config.json that names {", ".join(_FACTORIES)}.'
+            f'timm\'s NaFlexVit "{name}" is not supported: it needs a config.json that names {", ".join(_NAFLEX)}.'
             if name
             else "a NaFlexVit of timm is not defined by its weights alone: put its config.json next to them."
         )
-    arguments = {**_FACTORIES[name], **(config.get("model_args") or {})}
+    arguments = {**_NAFLEX[name], **(config.get("model_args") or {})}
     for key, plain in _PLAIN.items():
         if arguments.get(key, plain[0]) not in plain:
             raise UserError(f"timm's {name} with {key}={arguments[key]!r} is not supported.")
     return arguments
 
 
-def _grid(header: CheckpointHeader) -> Size:
+def _naflex_grid(header: CheckpointHeader) -> Size:
     if header.has(_ROWS):
         (_, rows, height), (_, columns, width) = header.shape(_ROWS, 3), header.shape(_COLUMNS, 3)
         if height != width:
@@ -85,14 +207,14 @@ def _grid(header: CheckpointHeader) -> Size:
 
 def _classic(header: CheckpointHeader) -> CheckpointHeader:
     """The header of the plain ViT with the same weights."""
-    arguments = _arguments(header)
+    arguments = _naflex_arguments(header)
     pretrained = (header.config or {}).get("pretrained_cfg") or {}
     channels = arguments.get("in_chans") or (pretrained.get("input_size") or (3,))[0]
     width, inputs = header.shape(_PROJECTION, 2)
     patch = math.isqrt(inputs // channels)
     if channels * patch * patch != inputs:
         raise UserError(f"the file's patches have {inputs} values, which are no square of {channels} channels.")
-    grid = _grid(header)
+    grid = _naflex_grid(header)
     shapes: dict[str, Shape] = {key: shape for key, shape in header.shapes.items() if key not in (_ROWS, _COLUMNS)}
     shapes |= {_PROJECTION: (width, channels, patch, patch), _POSITIONS: (1, grid[0] * grid[1], width)}
     known = ("num_heads", "act_layer", "global_pool")
@@ -100,12 +222,11 @@ def _classic(header: CheckpointHeader) -> CheckpointHeader:
     return replace(header, shapes=shapes, config=config, hints=replace(header.hints, grid=grid))
 
 
-def _architecture(header: CheckpointHeader) -> ViTConfig:
-    arguments = _arguments(header)
+def _naflex_architecture(header: CheckpointHeader) -> ViTConfig:
+    arguments = _naflex_arguments(header)
     if header.has("norm.weight") and header.has("fc_norm.weight"):
         raise UserError("the file has a LayerNorm before and after pooling: that is not supported.")
     vit = TIMM.architecture(_classic(header))
-    assert isinstance(vit, ViTConfig)
     way = (
         arguments.get("pos_embed_interp_mode", "bicubic"),
         bool(arguments.get("pos_embed_ar_preserving")),
@@ -118,14 +239,12 @@ def _architecture(header: CheckpointHeader) -> ViTConfig:
     return replace(vit, resize=_RULES[way], class_position=False, qkv_bias=biased, map_prefix=False)
 
 
-def _entries(c: Architecture) -> list[Entry]:
-    assert isinstance(c, ViTConfig)
+def _naflex_entries(c: ViTConfig) -> list[Entry]:
     entries = TIMM.entries(c)
     return entries if c.qkv_bias else [entry for entry in entries if not entry.theirs.endswith("attn.qkv.bias")]
 
 
-def _unpack(tensors: Tensors, c: Architecture) -> Tensors:
-    assert isinstance(c, ViTConfig)
+def _unpack(tensors: Tensors, c: ViTConfig) -> Tensors:
     tensors = dict(tensors)
     if _ROWS in tensors and _COLUMNS in tensors:
         tensors[_POSITIONS] = tensors.pop(_ROWS).float().unsqueeze(2) + tensors.pop(_COLUMNS).float().unsqueeze(1)
@@ -137,8 +256,7 @@ def _unpack(tensors: Tensors, c: Architecture) -> Tensors:
     return tensors
 
 
-def _pack(tensors: Tensors, c: Architecture) -> Tensors:
-    assert isinstance(c, ViTConfig)
+def _pack(tensors: Tensors, c: ViTConfig) -> Tensors:
     projection = tensors[_PROJECTION].permute(0, 2, 3, 1).flatten(1).contiguous()
     positions = tensors[_POSITIONS].unflatten(1, c.grid(c.image))
     return {**tensors, _PROJECTION: projection, _POSITIONS: positions}
@@ -148,11 +266,11 @@ def _renames(keys: Iterable[str]) -> dict[str, str]:
     return {key: _KEYS.get(key, key) for key in keys}
 
 
-def _file_key(key: str, c: Architecture) -> str:
+def _file_key(key: str, c: ViTConfig) -> str:
     return {theirs: file for file, theirs in _KEYS.items()}.get(key, key)
 
 
-def _assumptions(header: CheckpointHeader, architecture: Architecture) -> tuple[str, ...]:
+def _assumptions(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]:
     return ("factorized positions added up to a table",) if header.has(_ROWS) else ()
 
 
@@ -162,7 +280,7 @@ def _preprocess(header: CheckpointHeader, architecture: Architecture) -> Preproc
     return TIMM.preprocess(header, replace(architecture, image=(size[-2], size[-1])))
 
 
-def _unsupported_reason(architecture: Architecture) -> str | None:
+def _naflex_unsupported_reason(architecture: Architecture) -> str | None:
     c = architecture
     if not isinstance(c, ViTConfig):
         return TIMM.unsupported_reason(c)
@@ -181,11 +299,9 @@ def _whole(c: ViTConfig) -> Size:
     return rows * c.patch, columns * c.patch
 
 
-def _config(card: Card) -> dict[str, Any]:
-    c = card.architecture
-    assert isinstance(c, ViTConfig)
+def _naflex_config(card: Card, c: ViTConfig) -> dict[str, Any]:
     assert TIMM.config is not None
-    config = TIMM.config(card)
+    config = TIMM.config(card, c)
     arguments = {key: config["model_args"][key] for key in _ARGUMENTS}
     mode = "bilinear" if c.resize == "siglip" else "bicubic"
     arguments |= {"pos_embed_grid_size": list(c.grid(c.image)), "pos_embed_interp_mode": mode}
@@ -200,9 +316,9 @@ NAFLEX = Format(
     recognises=lambda header: (
         header.has("blocks.0.attn.qkv.weight") and (header.has(_ROWS) or len(header.shapes.get(_POSITIONS, ())) == 4)
     ),
-    architecture=_architecture,
-    entries=_entries,
-    unsupported_reason=_unsupported_reason,
+    architecture=_naflex_architecture,
+    entries=_naflex_entries,
+    unsupported_reason=_naflex_unsupported_reason,
     renames=_renames,
     unpack=_unpack,
     pack=_pack,
@@ -210,7 +326,7 @@ NAFLEX = Format(
     assumptions=_assumptions,
     preprocess=_preprocess,
     class_names=TIMM.class_names,
-    config=_config,
+    config=_naflex_config,
     alone=lambda c: "timm needs config.json to know how positions are resized",
     file_key=_file_key,
 )

@@ -1,8 +1,4 @@
-"""What Hugging Face's Vision Transformers share: a family's names, the settings of config.json, what it can express.
-
-Families differ in names, not in structure. A `Layout` has the names, from which the entries of both directions follow;
-they are the names of files on the hub, as transformers 5 renames layers in memory and (mostly) not in its files.
-"""
+"""What Hugging Face's Vision Transformers share: the settings of config.json, and what its classes can express."""
 
 from __future__ import annotations
 
@@ -12,12 +8,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from vitral.architecture import Architecture, Gelu, Size, ViTConfig
-from vitral.checkpoints.card import Card
-from vitral.checkpoints.formats.table import CheckpointHeader, Entry, grid_of_rows, heads_of, linear, norm
+from vitral.checkpoints.card import Card, Preprocess
+from vitral.checkpoints.formats.layout import Layout, layout_entries
+from vitral.checkpoints.formats.table import CheckpointHeader, Format, grid_of_rows, heads_of
+from vitral.checkpoints.processors import from_transformers, to_transformers
 from vitral.errors import UserError
 
 # The format of each model_type in config.json.
-FAMILIES = {
+_FAMILIES = {
     **{"vit": "hf", "deit": "hf-deit", "vit_msn": "hf-msn", "ijepa": "hf-ijepa", "vit_mae": "hf-mae"},
     **{"beit": "hf-beit", "data2vec-vision": "hf-data2vec"},
     **{"dinov2": "hf-dinov2", "dinov2_with_registers": "hf-dinov2", "dinov3_vit": "hf-dinov3"},
@@ -44,110 +42,16 @@ _LABELS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """The names of a family's tensors; names of a block's are below `block`, names of absent parts are empty."""
-
-    patches: str
-    positions: str
-    block: str  # with {} for the index
-    norm1: str
-    queries: str
-    keys: str
-    values: str
-    out: str
-    norm2: str
-    hidden: str
-    output: str
-    norm: str
-    class_token: str = ""
-    registers: str = ""
-    pre_norm: str = ""
-    pooled_norm: str = ""  # the final norm, where it comes after pooling
-    gates: tuple[str, ...] = ()  # the first layer of a SwiGLU: gate and value together, or each by itself
-    gated_output: str = ""
-    scales: tuple[str, str] = ("", "")
-    bias_table: str = ""
-    embedding: bool = False  # positions are an nn.Embedding, (rows, dim) instead of (1, rows, dim)
-
-    def in_block(self, index: int, name: str) -> str:
-        """The full name of a part of a block."""
-        return f"{self.block.format(index)}.{name}"
-
-
-def layout_entries(names: Layout, c: ViTConfig) -> list[Entry]:
-    """The entries of everything up to the final norm."""
-    entries = [Entry(f"{names.patches}.weight", "embed.weight", (c.width, c.channels, c.patch, c.patch))]
-    entries += [Entry(f"{names.patches}.bias", "embed.bias", (c.width,))] if c.patch_bias else []
-    token = (c.width,) if names.embedding else (1, 1, c.width)
-    entries += [Entry(names.class_token, "class_token", token)] if c.class_token else []
-    entries += [Entry(names.registers, "registers", (1, c.registers, c.width))] if c.registers else []
-    entries += _positions(names, c) if c.position == "1d" else []
-    entries += norm(names.pre_norm, "pre_norm", c.width) if c.pre_norm else []
-    for i in range(c.depth):
-        entries += _block(names, names.block.format(i), f"blocks.{i}", c)
-    if c.norm_place == "none":
-        return entries
-    pooled = c.norm_place == "features" and names.pooled_norm
-    return entries + norm(names.pooled_norm if pooled else names.norm, "norm", c.width)
-
-
-def _positions(names: Layout, c: ViTConfig) -> list[Entry]:
-    rows, columns = c.grid(c.image)
-    n, first, lead = rows * columns, int(c.class_row), () if names.embedding else (1,)
-    table = Entry(names.positions, "positions.0.table", (*lead, n, c.width), rows=(first, first + n))
-    row = Entry(names.positions, "positions.0.class_row", (*lead, 1, c.width), rows=(0, 1))
-    return [row, table] if first else [table]
-
-
-def _block(names: Layout, theirs: str, ours: str, c: ViTConfig) -> list[Entry]:
-    entries = norm(f"{theirs}.{names.norm1}", f"{ours}.norm1", c.width)
-    entries += _projections(names, theirs, f"{ours}.attention", c)
-    entries += linear(f"{theirs}.{names.out}", f"{ours}.attention.out", c.width, c.width)
-    entries += norm(f"{theirs}.{names.norm2}", f"{ours}.norm2", c.width)
-    if c.swiglu:
-        n, rows = len(names.gates), 2 * c.mlp // len(names.gates)
-        for k, gate in enumerate(names.gates):
-            key, hidden = f"{theirs}.{gate}", f"{ours}.mlp.hidden"
-            entries.append(Entry(f"{key}.weight", f"{hidden}.weight", (rows, c.width), part=(k, n)))
-            entries.append(Entry(f"{key}.bias", f"{hidden}.bias", (rows,), part=(k, n)))
-    else:
-        entries += linear(f"{theirs}.{names.hidden}", f"{ours}.mlp.hidden", c.width, c.mlp)
-    output = names.gated_output if c.swiglu else names.output
-    entries += linear(f"{theirs}.{output}", f"{ours}.mlp.output", c.mlp, c.width)
-    if c.layer_scale:
-        entries += [Entry(f"{theirs}.{names.scales[k - 1]}", f"{ours}.scale{k}.scale", (c.width,)) for k in (1, 2)]
-    if c.position == "bias":
-        n, key, relative = bias_rows(c), f"{theirs}.{names.bias_table}", f"{ours}.attention.relative"
-        entries.append(Entry(key, f"{relative}.table", (n, c.heads), rows=(0, n)))
-        entries.append(Entry(key, f"{relative}.class_table", (3, c.heads), rows=(n, n + 3)))
-    return entries
-
-
-def _projections(names: Layout, theirs: str, ours: str, c: ViTConfig) -> list[Entry]:
-    """Queries, keys and values: each fills a third of our projection and bias; half of a bias that keys do not have."""
-    keys = [f"{theirs}.{name}" for name in (names.queries, names.keys, names.values)]
-    entries = [
-        Entry(f"{key}.weight", f"{ours}.qkv.weight", (c.width, c.width), part=(k, 3)) for k, key in enumerate(keys)
-    ]
-    if not c.qkv_bias:
-        return entries
-    biased, bias = (keys, "qkv.bias") if c.key_bias else (keys[::2], "qv_bias")
-    n = len(biased)
-    return entries + [Entry(f"{key}.bias", f"{ours}.{bias}", (c.width,), part=(k, n)) for k, key in enumerate(biased)]
-
-
-def bias_rows(c: ViTConfig) -> int:
-    """The rows of a table of relative biases, without the three of the class token."""
-    rows, columns = c.grid(c.image)
-    return (2 * rows - 1) * (2 * columns - 1)
-
-
 # ---------------------------------------------------------------------------------------------------------- reading
 
 
 def model_type(header: CheckpointHeader) -> str | None:
     return (header.config or {}).get("model_type")
+
+
+def is_family(header: CheckpointHeader, name: str, by_tensors: str) -> bool:
+    """Whether a checkpoint is of a format, by its model_type or else as its tensors say."""
+    return _FAMILIES.get(str(model_type(header)), by_tensors) == name
 
 
 def vision_config(header: CheckpointHeader) -> dict[str, Any]:
@@ -167,7 +71,7 @@ def read_settings(header: CheckpointHeader, names: Layout, defaults: Mapping[str
         defaults: the values of its configuration class in transformers, for keys that config.json leaves out.
     """
     kind = model_type(header)
-    if kind is not None and kind not in FAMILIES:
+    if kind is not None and kind not in _FAMILIES:
         raise UserError(f'its model_type "{kind}" is not supported: `vitral list formats` shows what is.')
     config = {**defaults, **vision_config(header)}
     width, channels, patch, _ = header.shape(f"{names.patches}.weight", 4)
@@ -223,7 +127,7 @@ def _gelu(activation: str) -> Gelu:
 
 
 def _biases(header: CheckpointHeader, names: Layout) -> dict[str, bool]:
-    q, k, v = (header.has(names.in_block(0, f"{name}.bias")) for name in (names.queries, names.keys, names.values))
+    q, k, v = (header.has(names.in_block(0, name)) for name in names.qkv_biases)
     if q != v or (k and not q):
         raise UserError("only some of its queries, keys and values have a bias: that is not supported.")
     return {"qkv_bias": q, "key_bias": k or not q}
@@ -246,7 +150,7 @@ def _stated_image(config: Mapping[str, Any], patch: int) -> Size:
     return height, width
 
 
-def assumed(header: CheckpointHeader, c: ViTConfig, parts: Mapping[str, str]) -> tuple[str, ...]:
+def _assumed(header: CheckpointHeader, c: ViTConfig, parts: Mapping[str, str]) -> tuple[str, ...]:
     """What a reader must know: settings that no config.json states, and parts of the file that are not read.
 
     Args:
@@ -333,10 +237,8 @@ def square_only(c: ViTConfig) -> str | None:
     return None if c.image[0] == c.image[1] else "it is for square images only"
 
 
-def shared_config(card: Card) -> dict[str, Any]:
+def shared_config(card: Card, c: ViTConfig) -> dict[str, Any]:
     """The keys of config.json that most families share, and the names of the classes."""
-    c = card.architecture
-    assert isinstance(c, ViTConfig)
     height, width = c.image
     return {
         "hidden_size": c.width,
@@ -364,3 +266,62 @@ def labels(card: Card) -> dict[str, Any]:
         "id2label": {str(i): name for i, name in enumerate(names)},
         "label2id": {name: i for i, name in enumerate(names)},
     }
+
+
+# ------------------------------------------------------------------------------------------------------ the format
+
+
+def hf_format(
+    name: str,
+    title: str,
+    recognises: Callable[[CheckpointHeader], bool],
+    layout: Layout,
+    variants: tuple[Variant, ...],
+    parts: Mapping[str, str],
+    notes: Callable[[CheckpointHeader, ViTConfig], tuple[str, ...]] = lambda header, c: (),
+    **functions: Any,
+) -> Format[ViTConfig]:
+    """A format for `from_pretrained`: a folder with config.json, model.safetensors and preprocessor_config.json.
+
+    Args:
+        name: the format's.
+        title: its description.
+        recognises: whether a checkpoint is of this family.
+        layout: the names of its tensors.
+        variants: the classes that are written.
+        parts: words for the tensors that are not read, by a pattern of their keys.
+        notes: further assumptions about a checkpoint.
+        functions: the other fields of a Format.
+    """
+
+    shared: dict[str, Any] = {
+        "container": "safetensors",
+        "entries": lambda c: layout_entries(layout, c),
+        "unsupported_reason": unsupported(variants),
+        "assumptions": lambda header, c: _assumed(header, c, parts) + notes(header, c),
+        "ignored": re.escape(UNUSED),
+        "preprocess": preprocess,
+        "class_names": class_names,
+        "preprocessor": preprocessor,
+        "alone": alone,
+    }
+    return Format(name=name, title=title, recognises=recognises, **{**shared, **functions})
+
+
+def preprocess(header: CheckpointHeader, architecture: Architecture) -> Preprocess | None:
+    return from_transformers(header.preprocessor or {}, model_type(header) or "")
+
+
+def class_names(header: CheckpointHeader) -> tuple[str, ...]:
+    names = (header.config or {}).get("id2label")
+    if not isinstance(names, dict) or all(str(name).startswith("LABEL_") for name in names.values()):
+        return ()
+    return tuple(str(names[key]) for key in sorted(names, key=int))
+
+
+def preprocessor(card: Card) -> dict[str, Any] | None:
+    return to_transformers(card.preprocess)
+
+
+def alone(c: Architecture) -> str:
+    return "transformers reads its shape from config.json"

@@ -1,0 +1,208 @@
+"""The names of a library's tensors, and the table of a format that follows from them.
+
+Vision Transformers in PyTorch differ in names and in how projections are split, not in structure, and so do the ResNets
+of BiT and of hybrids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vitral.architecture import ViTConfig
+from vitral.checkpoints.formats.table import Entry, bias, linear, norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The names of a ViT's tensors; names of a block's are below `block`, names of absent parts are empty."""
+
+    patches: str
+    positions: str
+    class_token: str
+    block: str  # with {} for the index
+    norm1: str
+    qkv: tuple[str, ...]  # the weight of all three, or those of queries, keys and values
+    qkv_biases: tuple[str, ...]
+    out: str
+    norm2: str
+    hidden: str
+    output: str
+    norm: str
+    qv_biases: tuple[str, ...] = ()  # where keys have none; if empty, the first and the last of `qkv_biases`
+    registers: str = ""
+    pre_norm: str = ""
+    pooled_norm: str = ""  # the final norm, where it comes after pooling and has another name
+    qk_norms: tuple[str, str] = ("", "")
+    attention_norm: str = ""
+    mlp_norm: str = ""
+    gates: tuple[str, ...] = ()  # the first layer of a SwiGLU: gate and value together, or each by itself
+    gated_output: str = ""  # the second, if it is not `output`
+    scales: tuple[str, str] = ("", "")
+    bias_table: str = ""
+    shared_bias_table: str = ""  # one for all blocks, outside of them
+    frequencies: str = ""  # of a learned RoPE
+    map_head: tuple[str, ...] = ()  # probe, queries, keys and values, output, norm, and two layers of an MLP
+    head_hidden: str = ""
+    head: str = ""
+    embedding: bool = False  # positions are an nn.Embedding, (rows, dim) instead of (1, rows, dim)
+    register_rows: bool = False  # the position table has rows for the registers
+
+    def in_block(self, index: int, name: str) -> str:
+        """The full name of a part of a block."""
+        return f"{self.block.format(index)}.{name}"
+
+
+def separate(queries: str, keys: str, values: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Weights and biases of three projections, for `Layout.qkv` and `Layout.qkv_biases`."""
+    names = (queries, keys, values)
+    return tuple(f"{name}.weight" for name in names), tuple(f"{name}.bias" for name in names)
+
+
+def layout_entries(names: Layout, c: ViTConfig) -> list[Entry]:
+    """All tensors of a model."""
+    token = (c.width,) if names.embedding else (1, 1, c.width)
+    entries = [Entry(f"{names.patches}.weight", "embed.weight", (c.width, c.channels, c.patch, c.patch))]
+    entries += bias(names.patches, "embed", c.width) if c.patch_bias else []
+    entries += [Entry(names.class_token, "class_token", token)] if c.class_token else []
+    entries += [Entry(names.registers, "registers", (1, c.registers, c.width))] if c.registers else []
+    entries += _positions(names, c) if c.position == "1d" else []
+    entries += norm(names.pre_norm, "pre_norm", c.width) if c.pre_norm else []
+    if c.rope and c.rope.learned:
+        shape = (2, c.depth, c.heads, c.width // c.heads // 2)
+        entries.append(Entry(names.frequencies, "rope.frequencies", shape))
+    for i in range(c.depth):
+        entries += block_entries(names, i, f"blocks.{i}", c)
+    pooled = c.norm_place == "features" and names.pooled_norm
+    entries += norm(names.pooled_norm if pooled else names.norm, "norm", c.width) if c.norm_place != "none" else []
+    entries += _map_head(names.map_head, c) if c.pool == "map" else []
+    entries += linear(names.head_hidden, "head.hidden", c.width, c.representation) if c.representation else []
+    head = linear(names.head, "head.output", c.representation or c.features, c.classes) if c.classes else []
+    return entries + (head if c.head_bias else head[:1])
+
+
+def _positions(names: Layout, c: ViTConfig) -> list[Entry]:
+    """A table (1, rows, dim): rows of the class token and the registers, where it has them, then of the patches."""
+    rows, columns = c.grid(c.image)
+    parts = [("positions.0.class_row", 1)] if c.class_row else []
+    parts += [("registers", c.registers)] if names.register_rows else []  # added to them, which computes the same
+    entries, start, lead = [], 0, () if names.embedding else (1,)
+    for ours, count in (*parts, ("positions.0.table", rows * columns)):
+        entries.append(Entry(names.positions, ours, (*lead, count, c.width), rows=(start, start + count)))
+        start += count
+    return entries
+
+
+def block_entries(names: Layout, index: int, ours: str, c: ViTConfig) -> list[Entry]:
+    """The tensors of one block, which is called `ours`."""
+    theirs, attention = names.block.format(index), f"{ours}.attention"
+    entries = norm(f"{theirs}.{names.norm1}", f"{ours}.norm1", c.width)
+    entries += norm(f"{theirs}.{names.norm2}", f"{ours}.norm2", c.width)
+    entries += _parts(theirs, names.qkv, f"{attention}.qkv.weight", (3 * c.width, c.width))
+    if c.qkv_bias and c.key_bias:
+        entries += _parts(theirs, names.qkv_biases, f"{attention}.qkv.bias", (3 * c.width,))
+    elif c.qkv_bias:
+        entries += _parts(theirs, names.qv_biases or names.qkv_biases[::2], f"{attention}.qv_bias", (2 * c.width,))
+    for name, normed in zip(names.qk_norms, ("q_norm", "k_norm"), strict=True) if c.qk_norm else ():
+        entries += norm(f"{theirs}.{name}", f"{attention}.{normed}", c.width // c.heads)
+    entries += norm(f"{theirs}.{names.attention_norm}", f"{attention}.norm", c.width) if c.attention_norm else []
+    entries += linear(f"{theirs}.{names.out}", f"{attention}.out", c.width, c.width)
+    if c.position == "bias":
+        key = names.shared_bias_table or f"{theirs}.{names.bias_table}"
+        n, relative = bias_rows(c), f"{attention}.relative"
+        entries.append(Entry(key, f"{relative}.table", (n, c.heads), rows=(0, n)))
+        entries.append(Entry(key, f"{relative}.class_table", (3, c.heads), rows=(n, n + 3)))
+    if c.swiglu:
+        for kind, shape in (("weight", (2 * c.mlp, c.width)), ("bias", (2 * c.mlp,))):
+            gates = tuple(f"{gate}.{kind}" for gate in names.gates)
+            entries += _parts(theirs, gates, f"{ours}.mlp.hidden.{kind}", shape)
+    else:
+        entries += linear(f"{theirs}.{names.hidden}", f"{ours}.mlp.hidden", c.width, c.mlp)
+    entries += norm(f"{theirs}.{names.mlp_norm}", f"{ours}.mlp.norm", c.mlp) if c.mlp_norm else []
+    output = names.gated_output if c.swiglu and names.gated_output else names.output
+    entries += linear(f"{theirs}.{output}", f"{ours}.mlp.output", c.mlp, c.width)
+    if c.layer_scale:
+        entries += [Entry(f"{theirs}.{names.scales[k - 1]}", f"{ours}.scale{k}.scale", (c.width,)) for k in (1, 2)]
+    return entries
+
+
+def _parts(theirs: str, names: tuple[str, ...], ours: str, shape: tuple[int, ...]) -> list[Entry]:
+    """Tensors that fill equal parts of one of ours, whose shape is this."""
+    n = len(names)
+    rows = (shape[0] // n, *shape[1:])
+    return [Entry(f"{theirs}.{name}", ours, rows, part=(k, n)) for k, name in enumerate(names)]
+
+
+def _map_head(names: tuple[str, ...], c: ViTConfig) -> list[Entry]:
+    probe, queries, keys_values, out, last_norm, hidden, output = names
+    mlp = c.map_mlp or c.mlp
+    return [
+        Entry(probe, "map.probe", (1, 1, c.width)),
+        *linear(queries, "map.q", c.width, c.width),
+        *linear(keys_values, "map.kv", c.width, 2 * c.width),
+        *linear(out, "map.out", c.width, c.width),
+        *norm(last_norm, "map.norm", c.width),
+        *linear(hidden, "map.mlp.hidden", c.width, mlp),
+        *linear(output, "map.mlp.output", mlp, c.width),
+    ]
+
+
+def bias_rows(c: ViTConfig) -> int:
+    """The rows of a table of relative biases, without the three of the class token."""
+    rows, columns = c.grid(c.image)
+    return (2 * rows - 1) * (2 * columns - 1)
+
+
+@dataclass(frozen=True)
+class ResNetLayout:
+    """The names of the bottlenecks of a ResNet, and how a library stores convolutions and norms."""
+
+    unit: Callable[[int, int], str]  # what the names of a unit's parts start with, by its stage and index
+    convs: tuple[str, str, str]
+    norms: tuple[str, str, str]
+    projection: str
+    projection_norm: str  # empty: a ResNet with norms before its convolutions, and none of the projection
+    conv: Callable[[str, str, int, int, int], Entry]  # theirs, ours, side, inputs, outputs
+    norm: Callable[[str, str, int], list[Entry]]  # theirs, ours, channels
+
+    def entries(self, ours: str, blocks: tuple[int, ...], wide: int) -> list[Entry]:
+        """The bottlenecks of all stages, which are below `ours`; the first takes `wide` channels."""
+        entries, inputs = [], wide
+        for stage, units in enumerate(blocks):
+            hidden = wide * 2**stage
+            for index in range(units):
+                entries += self._unit(self.unit(stage, index), f"{ours}.{stage}.{index}", inputs, hidden, index == 0)
+                inputs = 4 * hidden
+        return entries
+
+    def _unit(self, theirs: str, ours: str, inputs: int, hidden: int, first: bool) -> list[Entry]:
+        entries = []
+        sides = ((1, inputs, hidden), (3, hidden, hidden), (1, hidden, 4 * hidden))
+        for k, (side, before, after) in enumerate(sides):
+            conv = self.conv(theirs + self.convs[k], f"{ours}.conv{k + 1}", side, before, after)
+            channels = after if self.projection_norm else before
+            normed = self.norm(theirs + self.norms[k], f"{ours}.norm{k + 1}", channels)
+            entries += [conv, *normed] if self.projection_norm else [*normed, conv]
+        if first:
+            entries.append(self.conv(theirs + self.projection, f"{ours}.projection", 1, inputs, 4 * hidden))
+            if self.projection_norm:
+                entries += self.norm(theirs + self.projection_norm, f"{ours}.projection_norm", 4 * hidden)
+        return entries
+
+
+def torch_resnet(unit: Callable[[int, int], str], projection_norm: str = "") -> ResNetLayout:
+    """The names of timm and transformers."""
+    return ResNetLayout(
+        unit,
+        convs=("conv1", "conv2", "conv3"),
+        norms=("norm1", "norm2", "norm3"),
+        projection="downsample.conv",
+        projection_norm=projection_norm,
+        conv=torch_conv,
+        norm=norm,
+    )
+
+
+def torch_conv(theirs: str, ours: str, side: int, inputs: int, outputs: int) -> Entry:
+    """A convolution of torch, as ours."""
+    return Entry(f"{theirs}.weight", f"{ours}.weight", (outputs, inputs, side, side))
