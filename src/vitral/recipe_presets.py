@@ -23,6 +23,15 @@ from vitral.recipe import Recipe, from_dict
 CROPS = {"": "square", ":inception": "inception", ":resmall": "resmall"}  # suffix of a preset: name of the reading
 SHORT_WARMUP = ("pets", "flowers", "vtab")  # data sets
 WITH_DROPOUT = ("ViT-L/16", "ViT-H/14", "R50+ViT-B/16", "R50+ViT-L/*")  # models released with a dropout of 0.1
+# Models that the paper pre-trains on a data set without a row of Table 3: the model whose row is taken, the reading.
+NEAREST = {
+    ("jft300m", "ViT-S/32"): ("ViT-B/32", "half row"),  # the paper's ViT-b/32
+    ("jft300m", "R200x3"): ("R152x2", "R200x3 row"),
+    ("jft300m", "Axial-ViT-B/16"): ("ViT-B/16", "axial row"),
+    ("jft300m", "Axial-ViT-B/32"): ("ViT-B/32", "axial row"),
+    ("jft300m", "AxialResNet50"): ("R50x1", "axial row"),
+    ("imagenet21k", "ViT-H/14"): ("ViT-L/16", "H/14 row"),
+}
 TITLES = {
     "jft300m": "JFT-300M",
     "imagenet21k": "ImageNet-21k",
@@ -130,10 +139,11 @@ def _model(name: str, models: tuple[str, ...], requested: str) -> str:
 
 def _pretraining(dataset: str, model: str) -> PresetValues:
     """Table 3."""
-    row = next(row for row in paper.table3() if row.dataset == dataset and row.covers(model))
+    nearest, *readings = NEAREST.get((dataset, model), (model,))
+    row = next(row for row in paper.table3() if row.dataset == dataset and row.covers(nearest))
     resnet, small = isinstance(parse(model), ResNetConfig), dataset == "imagenet"
-    readings = ["crops", "decoupled decay", "softmax" if small else "sigmoid"]
-    readings += ["resnet head"] if resnet else [] if small else ["head bias"]
+    readings += ["crops", "decoupled decay", *(["softmax"] if small else ["sigmoid", "head bias"])]
+    readings += ["resnet head"] if resnet else []
     readings += ["linear end"] if row.decay == "linear" else []
     readings += ["label smoothing"] if small else []
     readings += ["lengths"] if len(row.epochs) > 1 else []
@@ -199,8 +209,8 @@ def _bit_pretraining(dataset: str, model: str) -> PresetValues:
         "optim.weight_decay": row.weight_decay,
         **_multistep_sgd(tuple(drop / row.epochs for drop in row.drops), row.momentum, row.warmup),
     }
-    loss = "softmax" if dataset == "imagenet" else "sigmoid"
-    return PresetValues(keys, ("crops", loss, "bit decay", *(["bit epochs"] if dataset == "jft300m" else [])))
+    readings = ["crops", "bit decay", *(["softmax"] if dataset == "imagenet" else ["sigmoid", "head bias"])]
+    return PresetValues(keys, (*readings, *(["bit epochs"] if dataset == "jft300m" else [])))
 
 
 def _bit_finetuning(row: paper.BitFinetuningRow, model: str) -> PresetValues:
@@ -212,7 +222,8 @@ def _bit_finetuning(row: paper.BitFinetuningRow, model: str) -> PresetValues:
         "optim.lr": row.lr,
         **_multistep_sgd(row.drops, row.momentum, row.warmup),
     }
-    return PresetValues(keys, ("bit size", "bit flip"))
+    readings = ("bit size", "bit flip", *(["bit drops"] if row.size == "small" else []))
+    return PresetValues(keys, readings)
 
 
 def _multistep_sgd(drops: tuple[float, ...], momentum: float, warmup: int) -> dict[str, Any]:
@@ -256,7 +267,8 @@ def _presets() -> dict[str, PresetEntry]:
 def _pretraining_presets() -> dict[str, PresetEntry]:
     presets = {}
     for dataset in ("jft300m", "imagenet21k", "imagenet"):
-        models = (model for row in paper.table3() if row.dataset == dataset for model in row.models)
+        models = [model for row in paper.table3() if row.dataset == dataset for model in row.models]
+        models += [model for trained_on, model in NEAREST if trained_on == dataset]
         about = f"Table 3: pre-train on {TITLES[dataset]}"
         presets[f"paper:pretrain/{dataset}"] = PresetEntry(
             about, _with_default(*models), partial(_pretraining, dataset)
