@@ -64,6 +64,7 @@ class Preset:
     dev: float  # fraction of train held out for the sweep; the final run trains on all of it
     seeds: int  # 3 where the paper reports mean and standard deviation
     readings: tuple[str, ...]  # a sentence for each gap or contradiction of the paper
+    uses_val: bool = True  # False: choices are made on a share of train even where the data has a val split
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class PresetValues:
     sweep: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     dev: float = 0.0
     seeds: int = 1
+    uses_val: bool = True
 
 
 class PresetEntry(NamedTuple):
@@ -117,7 +119,8 @@ def get_preset(name: str, model: str = "") -> Preset:
     for reading in readings:
         keys.update(reading.keys)
     recipe = from_dict(keys)
-    return Preset(name, recipe, values.sweep, values.dev, values.seeds, tuple(reading.why for reading in readings))
+    whys = tuple(reading.why for reading in readings)
+    return Preset(name, recipe, values.sweep, values.dev, values.seeds, whys, values.uses_val)
 
 
 def hyperrule(images: int) -> str:
@@ -177,6 +180,7 @@ def _finetuning(dataset: str, crops: str, model: str) -> PresetValues:
     readings += ["largest rate"] if dataset == "imagenet" else []
     readings += ["odd grid"] if model == "ViT-H/14" else []
     readings += ["bit for resnets"] if isinstance(parse(model), ResNetConfig) else []
+    readings += ["flowers dev"] if dataset == "flowers" else []
     keys = {
         **{"steps": row.steps, "batch": row.batch, "image": row.image, "loss": "softmax"},
         **{"optim.name": row.optimizer, "schedule.kind": row.decay},
@@ -187,7 +191,7 @@ def _finetuning(dataset: str, crops: str, model: str) -> PresetValues:
         short = paper.bit_finetuning()[0]
         sweep = {"optim.lr": (short.lr, *row.rates), "steps": (short.steps, row.steps)}
     seeds = 1 if dataset == "imagenet" else 3  # at 384 pixels ImageNet is in Table 5, which prints no spread
-    return PresetValues(keys, tuple(readings), sweep, row.dev, seeds)
+    return PresetValues(keys, tuple(readings), sweep, row.dev, seeds, uses_val=dataset != "flowers")
 
 
 def _high_resolution(best: paper.TransferRow, crops: str, model: str) -> PresetValues:

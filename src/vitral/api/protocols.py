@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vitral.api.data import check_out, new_folder, open_to_choose
+from vitral.api.evaluation import real_scores
 from vitral.api.training import assumed_pixels, read_recipe
 from vitral.architecture import ResNetConfig
 from vitral.atomic import atomic_write
@@ -34,7 +35,7 @@ from vitral.recipe import (
 )
 from vitral.recipe_presets import Preset, get_preset, hyperrule, is_preset
 from vitral.studies import ProtocolRuns, TrialConfig, choose_search_space, run_protocol, trial_configs
-from vitral.training.build import check_recipe
+from vitral.training.build import check_recipe, flip_warning
 from vitral.training.parallel import init_distributed, on_rank0
 from vitral.version import __version__
 
@@ -61,6 +62,8 @@ class ProtocolResult(SummaryRepr):
     outcome: ProtocolRuns
     reported: tuple[PaperNumber, ...]
     readings: tuple[str, ...]  # where the paper is silent or contradicts itself
+    real: tuple[float, ...] = ()  # ImageNet's ReaL accuracy of each seed, where the data has real.json
+    real_n: int = 0  # images with a ReaL label
 
     def summary(self) -> dict[str, str]:
         outcome = self.outcome
@@ -82,6 +85,8 @@ class ProtocolResult(SummaryRepr):
             "scores": list(outcome.seed_scores),
             "seeds": [result.seed for result in outcome.results],
             "n": last.metrics["n"],
+            "real": list(self.real),
+            "real_n": self.real_n,
             "chosen": outcome.chosen.name,
             "chosen_on": outcome.dev if outcome.trials else "",
             "trials": [
@@ -213,7 +218,7 @@ def _follow(
     check_out(out, data)
     base = with_overrides(base, overrides)
     dev = base.data.dev or preset.dev
-    opened, choosing = open_to_choose(data, base, dev)
+    opened, choosing = open_to_choose(data, base, dev, uses_val=preset.uses_val)
     tried = trial_configs(base, choose_search_space(sweep, preset.sweep, overrides))
     card = describe(located(base.init)).card if base.init else None
     bit = _bit_candidate(preset, base, opened, card, sweep, overrides)
@@ -224,7 +229,8 @@ def _follow(
     world = init_distributed(device)
     folder = on_rank0(lambda: Path(out) if out else new_folder(data, base), world)
     assumed = assumed_pixels(overrides) if preset.name and card and card.preprocess is None else ()
-    for text in (*opened.messages, *preset.readings, *assumed):
+    mirrored = flip_warning(tried[0].recipe, opened)
+    for text in (*opened.messages, *preset.readings, *assumed, *mirrored):
         on_event(Note(text))
     on_event(RunDirChosen(str(folder)))
     outcome = run_protocol(
@@ -233,7 +239,10 @@ def _follow(
     recipe = outcome.chosen.recipe
     architecture = card.architecture if card else architecture_of(recipe, len(opened.train.classes))
     model = name_of(replace(architecture, classes=1000))
-    result = ProtocolResult(model, str(data), str(folder), outcome, paper_numbers(preset.name, model), preset.readings)
+    folders, classes = [run.folder for run in outcome.results], len(opened.train.classes)
+    real, real_n = on_rank0(lambda: real_scores(folders, data, classes, device, on_event), world) if card else ((), 0)
+    printed = paper_numbers(preset.name, model, real=bool(real))
+    result = ProtocolResult(model, str(data), str(folder), outcome, printed, preset.readings, real, real_n)
     on_rank0(lambda: write_row(folder / "protocol.json", result.as_dict()), world)
     return result
 
@@ -258,10 +267,15 @@ def _bit_candidate(
     return TrialConfig(name, with_overrides(recipe, overrides))
 
 
-def paper_numbers(recipe: str, model: str) -> tuple[PaperNumber, ...]:
-    """The paper's numbers for this model on the recipe's data set, from each pre-training."""
+def paper_numbers(recipe: str, model: str, *, real: bool = False) -> tuple[PaperNumber, ...]:
+    """The paper's numbers for this model on the recipe's data set, from each pre-training; with those for ReaL."""
     data = recipe.partition("paper:finetune/")[2].partition(":")[0].partition("-")[0]
     if data in ("", "vtab"):  # VTAB's number is a mean over tasks, and this is one task
         return ()
-    plain = model.partition("@")[0]
-    return tuple(PaperNumber(data, source, row) for source in PRETRAININGS for row in reported(plain, source, data))
+    plain, names = model.partition("@")[0], (data, "real") if real else (data,)
+    return tuple(
+        PaperNumber(name, source, row)
+        for name in names
+        for source in PRETRAININGS
+        for row in reported(plain, source, name)
+    )

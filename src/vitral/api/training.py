@@ -15,15 +15,25 @@ from vitral.api.checkpoints import load
 from vitral.api.data import Data, check_out, new_folder, open_to_train
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.weights import describe, located
+from vitral.data.labels import mirrored_labels
 from vitral.data.sources import DataSet, median_short_side
 from vitral.display import SummaryRepr, displayed, score_summary
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.device import check_device, default_device
-from vitral.recipe import Overrides, Recipe, check_given_once, from_toml, override_words, with_overrides
+from vitral.recipe import (
+    Overrides,
+    Recipe,
+    check_given_once,
+    flips,
+    from_toml,
+    override_words,
+    with_overrides,
+    without_flip,
+)
 from vitral.recipe_defaults import FLIP_REASON, default_recipe
 from vitral.recipe_presets import get_preset, is_preset
-from vitral.training.build import check_recipe, own_card
+from vitral.training.build import check_recipe, flip_warning, own_card
 from vitral.training.callbacks import Callback, Loss, OptimizerFactory, OwnParts, Transform
 from vitral.training.run import RunResult, run
 
@@ -241,6 +251,7 @@ def choose_recipe(
         card = own_card(own.model, chosen, classes)
         chosen = replace(chosen, model=type(own.model).__name__)
     check_recipe(chosen, opened, card, own)
+    reasons += flip_warning(chosen, opened) if own.train_transform is None else ()
     return opened, chosen, (*reasons, *((f"overridden: {', '.join(set)}",) if set else ()))
 
 
@@ -248,7 +259,7 @@ def _suited_recipe(
     opened: DataSet, card: Card | None, model: str, overrides: dict[str, str], device: str
 ) -> tuple[Recipe, tuple[str, ...]]:
     """The recipe that suits this data and these weights, and why."""
-    return default_recipe(
+    recipe, reasons = default_recipe(
         images=len(opened.train),
         class_counts=opened.train.counts().tolist(),
         pretrained=card.architecture if card else None,
@@ -259,6 +270,11 @@ def _suited_recipe(
         muon=_allows_muon(overrides),
         overrides=overrides,
     )
+    mirrored = mirrored_labels(opened.source, opened.train.classes)
+    if not mirrored or not flips(recipe):
+        return recipe, reasons
+    kept = (reason.replace("flips, ", "") for reason in reasons if reason != FLIP_REASON)
+    return without_flip(recipe), (*kept, f"no flips, which would change the labels of {mirrored}")
 
 
 def _recipe_for_module(

@@ -7,6 +7,7 @@ import webbrowser
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from vitral.cli.results import counted, percent, print_facts, print_json, print_table
@@ -112,6 +113,7 @@ def show_protocol(result: ProtocolResult, values: Mapping[str, Any]) -> None:
             "diverged": ", ".join(outcome.diverged),
             "chosen": outcome.chosen.name if outcome.trials else "",
             "result": _protocol_score(result),
+            "ReaL": _real_score(result),
             "the paper": "\n".join(_paper_number(entry) for entry in result.reported),
             "FLOPs": f"{outcome.flops:.3g} per run, {outcome.all_flops:.3g} in all",
             "device-hours": f"{outcome.device_hours:.3g} in all",
@@ -184,6 +186,11 @@ def _protocol_score(result: ProtocolResult) -> str:
     seeds = "1 seed" if not outcome.results[1:] else f"mean and standard deviation of {len(outcome.results)} seeds"
     mean = _score({**metrics, "score": outcome.mean})
     return f"{mean}{spread} {where} {outcome.split} (n = {metrics['n']:,}; {seeds})"
+
+
+def _real_score(result: ProtocolResult) -> str:
+    """The mean over seeds by ImageNet's ReaL labels; empty without them."""
+    return f"{fmean(result.real):.2%} (n = {result.real_n:,})" if result.real else ""
 
 
 def _score(metrics: dict[str, Any]) -> str:
