@@ -323,7 +323,7 @@ def test_the_papers_numbers_are_those_of_the_recipes_data_set(recipe, model, num
 
 def test_the_result_stands_beside_the_papers(swept, pictures, monkeypatch, capsys):
     monkeypatch.setattr(
-        "vitral.api.protocols.paper_numbers", lambda *_: paper_numbers("paper:finetune/pets", "ViT-L/16")
+        "vitral.api.protocols.paper_numbers", lambda *_, **__: paper_numbers("paper:finetune/pets", "ViT-L/16")
     )
     words = ["--out", swept.folder, "--seeds", "2", "--device", "cpu", "--sweep", *SWEPT["sweep"]]
     said = Command(monkeypatch, capsys)("pretrain", pictures, "--model", MODEL, *words, "--set", *SWEPT["set"])
