@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,15 @@ JFT = (
     *("R50+ViT-B/16", "R50+ViT-B/32", "R50+ViT-L/32", "R50+ViT-L/16"),
 )
 I21K = ("ViT-B/16", "ViT-B/32", "ViT-L/16", "ViT-L/32")
+# Models of the paper without a row of Table 3, and the rows that are nearest.
+NEAREST = {
+    ("jft300m", "ViT-b/32"): "ViT-B/32",
+    ("jft300m", "R200x3"): "R152x2",
+    ("jft300m", "Axial-ViT-B/16"): "ViT-B/16",
+    ("jft300m", "Axial-ViT-B/32"): "ViT-B/32",
+    ("jft300m", "AxialResNet50"): "R50x1",
+    ("imagenet21k", "ViT-H/14"): "ViT-L/16",
+}
 TUNED = (*I21K, "ViT-H/14", "R50+ViT-B/16", "R50x1", "R152x4", "ViT-Ti/16")
 DATASETS = ("imagenet", "cifar10", "cifar100", "pets", "flowers", "vtab")
 
@@ -67,6 +77,7 @@ TABLE4 = {
 def models_of(name: str) -> tuple[str, ...]:
     """The models that a recipe must exist for."""
     rows = {"paper:pretrain/jft300m": JFT, "paper:pretrain/imagenet21k": I21K, "paper:pretrain/imagenet": TUNED[:5]}
+    rows = {key: (*models, *(m for d, m in NEAREST if key.endswith(d))) for key, models in rows.items()}
     return rows.get(name) or (TUNED if "imagenet-" not in name and "masked" not in name else ("",))
 
 
@@ -201,6 +212,37 @@ def test_pretraining_builds_table3(dataset: str, model: str) -> None:
     check_pretraining(dataset, model, *TABLE3[dataset, model])
 
 
+@pytest.mark.parametrize(("dataset", "model"), NEAREST)
+def test_models_without_a_row_of_table3_take_the_nearest(dataset: str, model: str) -> None:
+    preset = get_preset(f"paper:pretrain/{dataset}", model)
+    nearest = get_preset(f"paper:pretrain/{dataset}", NEAREST[dataset, model])
+    changed = {key for key, value in values(preset.recipe).items() if value != values(nearest.recipe)[key]}
+    assert changed == ({"model", "epochs"} if model == "R200x3" else {"model"})
+    assert preset.recipe.model == name_of(parse(model))  # ViT-b/32 is ViT-S/32
+    (said,) = {reading.why for reading in preset.readings} - {reading.why for reading in nearest.readings}
+    assert said.startswith("Table 3 has no row for")
+    with torch.device("meta"):
+        build(architecture_of(preset.recipe, 10))
+    if model == "R200x3":
+        printed = {name_of(parse(row.model)): row.epochs for row in paper.table6()}
+        assert preset.recipe.epochs == printed[model] == 14
+
+
+def test_positions_of_table8_can_be_trained() -> None:
+    """All eight cells, with the keys that the documentation names."""
+    recipe = get_preset("paper:pretrain/jft300m", "ViT-B/16").recipe
+    cells = {(row.position, place) for row in paper.table8() for place in ("input", "every", "shared")}
+    cells -= {
+        (row.position, place) for row in paper.table8() for place in ("every", "shared") if not getattr(row, place)
+    }
+    assert len(cells) == 8
+    for position, injection in cells:
+        changed = with_overrides(recipe, [*TINY, f"shape.position={position}", f"shape.injection={injection}"])
+        config = build_model(changed, tuple("abcde"))[1].architecture
+        assert isinstance(config, ViTConfig)
+        assert (config.position, config.injection) == (position, injection)
+
+
 def test_pretraining_builds_every_printed_row_of_table3(assets: Path) -> None:
     seen = set()
     for line in printed_table(assets, "### 5.1 Table 3"):
@@ -277,7 +319,20 @@ def test_finetuning_has_one_linear_layer_and_softmax() -> None:
 
 def test_a_resnet_keeps_its_shape() -> None:
     for name in ("paper:pretrain/jft300m", "paper:finetune/pets", "bit:pretrain/jft300m", "bit:finetune/small"):
-        assert get_preset(name, "R50x1").recipe.shape == Recipe().shape
+        shape = get_preset(name, "R50x1").recipe.shape
+        assert replace(shape, head_bias=0.0) == Recipe().shape
+
+
+@pytest.mark.parametrize("dataset", ["jft300m", "imagenet21k", "imagenet"])
+def test_heads_start_alike_for_vits_and_resnets(dataset: str) -> None:
+    """Tables 6 and 7 compare them."""
+    names = [(f"bit:pretrain/{dataset}", "R50x1"), (f"paper:pretrain/{dataset}", "ViT-B/16")]
+    names += [("paper:pretrain/jft300m", "R50x1")] if dataset == "jft300m" else []
+    recipes = [get_preset(*name).recipe for name in names]
+    assert {recipe.shape.head_bias for recipe in recipes} == {0.0 if dataset == "imagenet" else -10.0}
+    built: Any = build_model(with_overrides(recipes[0], ["image=32"]), tuple("abcde"))[0]
+    assert torch.equal(built.head.output.bias, torch.full((5,), recipes[0].shape.head_bias))
+    assert not built.head.output.weight.any()
 
 
 @pytest.mark.parametrize(
@@ -374,8 +429,9 @@ def test_the_hyperrule_goes_by_the_number_of_images(
     assert hyperrule(images) == f"bit:finetune/{size}"
     recipe = get_preset(hyperrule(images)).recipe
     assert (recipe.steps, recipe.batch, recipe.data.mixup, recipe.image) == (steps, 512, mixup, 384)
-    rates = [rate_at(recipe, round(share * steps), steps) for share in (0.25, 0.3, 0.6, 0.9)]
-    assert rates == pytest.approx([3e-3, 3e-4, 3e-5, 3e-6])
+    drops = (200, 300, 400) if size == "small" else (0.3 * steps, 0.6 * steps, 0.9 * steps)  # BiT's code
+    rates = [rate_at(recipe, round(step) + late, steps) for step in drops for late in (-1, 0)]
+    assert rates == pytest.approx([3e-3, 3e-4, 3e-4, 3e-5, 3e-5, 3e-6])
     assert rate_at(recipe, warmup // 2, steps) == pytest.approx(1.5e-3)
     assert recipe.optim.weight_decay == recipe.optim.clip == 0.0
 

@@ -20,6 +20,7 @@ from vitral.names import parse
 from vitral.recipe_schema import Recipe, keys, values
 
 Overrides = Sequence[str] | Mapping[str, Any]  # ["optim.lr=0.01"] or {"optim.lr": 0.01}
+_FLIPS = {"flip", "flip()", "flip_lr", "hflip", "horizontal_flip"}  # steps of a transform
 Sweep = Sequence[str] | Mapping[str, Sequence[Any]]  # ["optim.lr=0.003,0.01"] or {"optim.lr": [0.003, 0.01]}
 
 
@@ -146,6 +147,22 @@ def pipelines(recipe: Recipe, image: Size) -> tuple[str, str]:
     for placeholder, text in pixels.items():
         train, test = train.replace(placeholder, text), test.replace(placeholder, text)
     return train, test
+
+
+def flips(recipe: Recipe) -> bool:
+    """Whether training images are mirrored, left to right, at random."""
+    steps = f"{recipe.data.train_transform}|{recipe.data.augment}".split("|")
+    return recipe.trainable != "head" and not _FLIPS.isdisjoint(step.strip() for step in steps)
+
+
+def without_flip(recipe: Recipe) -> Recipe:
+    """The recipe without that."""
+
+    def kept(steps: str) -> str:
+        return "|".join(step for step in steps.split("|") if step.strip() not in _FLIPS)
+
+    data = recipe.data
+    return replace(recipe, data=replace(data, train_transform=kept(data.train_transform), augment=kept(data.augment)))
 
 
 def _replaced(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:

@@ -23,6 +23,15 @@ from vitral.recipe import Recipe, from_dict, values
 CROPS = {"": "square", ":inception": "inception", ":resmall": "resmall"}  # suffix of a preset: name of the reading
 SHORT_WARMUP = ("pets", "flowers", "vtab")  # data sets
 WITH_DROPOUT = ("ViT-L/16", "ViT-H/14", "R50+ViT-B/16", "R50+ViT-L/*")  # models released with a dropout of 0.1
+# Models that the paper pre-trains on a data set without a row of Table 3: the model whose row is taken, the reading.
+NEAREST = {
+    ("jft300m", "ViT-S/32"): ("ViT-B/32", "half row"),  # the paper's ViT-b/32
+    ("jft300m", "R200x3"): ("R152x2", "R200x3 row"),
+    ("jft300m", "Axial-ViT-B/16"): ("ViT-B/16", "axial row"),
+    ("jft300m", "Axial-ViT-B/32"): ("ViT-B/32", "axial row"),
+    ("jft300m", "AxialResNet50"): ("R50x1", "axial row"),
+    ("imagenet21k", "ViT-H/14"): ("ViT-L/16", "H/14 row"),
+}
 TITLES = {
     "jft300m": "JFT-300M",
     "imagenet21k": "ImageNet-21k",
@@ -55,6 +64,7 @@ class Preset:
     dev: float  # fraction of train held out for the sweep; the final run trains on all of it
     seeds: int  # 3 where the paper reports mean and standard deviation
     readings: tuple[paper.Reading, ...]  # one for each gap or contradiction of the paper
+    uses_val: bool = True  # False: choices are made on a share of train even where the data has a val split
 
     def changed(self, recipe: Recipe, swept: Collection[str] = ()) -> frozenset[str]:
         """The keys that a run with this recipe does not take from the preset: overridden, or swept over.
@@ -94,6 +104,7 @@ class PresetValues:
     sweep: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     dev: float = 0.0
     seeds: int = 1
+    uses_val: bool = True
 
 
 class PresetEntry(NamedTuple):
@@ -136,7 +147,7 @@ def get_preset(name: str, model: str = "") -> Preset:
     for reading in readings:
         keys.update(reading.keys)
     recipe = from_dict(keys)
-    return Preset(name, recipe, preset.sweep, preset.dev, preset.seeds, tuple(readings))
+    return Preset(name, recipe, preset.sweep, preset.dev, preset.seeds, tuple(readings), preset.uses_val)
 
 
 def hyperrule(images: int) -> str:
@@ -158,10 +169,11 @@ def _model(name: str, models: tuple[str, ...], requested: str) -> str:
 
 def _pretraining(dataset: str, model: str) -> PresetValues:
     """Table 3."""
-    row = next(row for row in paper.table3() if row.dataset == dataset and row.covers(model))
+    nearest, *readings = NEAREST.get((dataset, model), (model,))
+    row = next(row for row in paper.table3() if row.dataset == dataset and row.covers(nearest))
     resnet, small = isinstance(parse(model), ResNetConfig), dataset == "imagenet"
-    readings = ["crops", "decoupled decay", "softmax" if small else "sigmoid"]
-    readings += ["resnet head"] if resnet else [] if small else ["head bias"]
+    readings += ["crops", "decoupled decay", *(["softmax"] if small else ["sigmoid", "head bias"])]
+    readings += ["resnet head"] if resnet else []
     readings += ["linear end"] if row.decay == "linear" else []
     readings += ["label smoothing"] if small else []
     readings += ["lengths"] if len(row.epochs) > 1 else []
@@ -196,6 +208,7 @@ def _finetuning(dataset: str, crops: str, model: str) -> PresetValues:
     readings += ["largest rate"] if dataset == "imagenet" else []
     readings += ["odd grid"] if model == "ViT-H/14" else []
     readings += ["bit for resnets"] if isinstance(parse(model), ResNetConfig) else []
+    readings += ["flowers dev"] if dataset == "flowers" else []
     keys = {
         **{"steps": row.steps, "batch": row.batch, "image": row.image, "loss": "softmax", "reset_head": True},
         **{"optim.name": row.optimizer, "schedule.kind": row.decay, "schedule.full_steps": row.steps},
@@ -206,7 +219,7 @@ def _finetuning(dataset: str, crops: str, model: str) -> PresetValues:
         short = paper.bit_finetuning()[0]
         sweep = {"optim.lr": (short.lr, *row.rates), "steps": (short.steps, row.steps)}
     seeds = 1 if dataset == "imagenet" else 3  # at 384 pixels ImageNet is in Table 5, which prints no spread
-    return PresetValues(keys, tuple(readings), sweep, row.dev, seeds)
+    return PresetValues(keys, tuple(readings), sweep, row.dev, seeds, uses_val=dataset != "flowers")
 
 
 def _high_resolution(best: paper.TransferRow, crops: str, model: str) -> PresetValues:
@@ -230,8 +243,8 @@ def _bit_pretraining(dataset: str, model: str) -> PresetValues:
         "schedule.full_steps": _full_steps(dataset, paper_epochs, row.batch),
         **_multistep_sgd(tuple(drop / row.epochs for drop in row.drops), row.momentum, row.warmup),
     }
-    loss = "softmax" if dataset == "imagenet" else "sigmoid"
-    return PresetValues(keys, ("crops", loss, "bit decay", *(["bit epochs"] if dataset == "jft300m" else [])))
+    readings = ["crops", "bit decay", *(["softmax"] if dataset == "imagenet" else ["sigmoid", "head bias"])]
+    return PresetValues(keys, (*readings, *(["bit epochs"] if dataset == "jft300m" else [])))
 
 
 def _bit_finetuning(row: paper.BitFinetuningRow, model: str) -> PresetValues:
@@ -246,7 +259,8 @@ def _bit_finetuning(row: paper.BitFinetuningRow, model: str) -> PresetValues:
         "optim.clip": 0.0,
         **_multistep_sgd(row.drops, row.momentum, row.warmup),
     }
-    return PresetValues(keys, ("bit size", "bit flip"))
+    readings = ("bit size", "bit flip", *(["bit drops"] if row.size == "small" else []))
+    return PresetValues(keys, readings)
 
 
 def _full_steps(dataset: str, epochs: float, batch: int) -> int:
@@ -295,7 +309,8 @@ def _presets() -> dict[str, PresetEntry]:
 def _pretraining_presets() -> dict[str, PresetEntry]:
     presets = {}
     for dataset in ("jft300m", "imagenet21k", "imagenet"):
-        models = (model for row in paper.table3() if row.dataset == dataset for model in row.models)
+        models = [model for row in paper.table3() if row.dataset == dataset for model in row.models]
+        models += [model for trained_on, model in NEAREST if trained_on == dataset]
         about = f"Table 3: pre-train on {TITLES[dataset]}"
         presets[f"paper:pretrain/{dataset}"] = PresetEntry(
             about, _with_default(*models), partial(_pretraining, dataset)

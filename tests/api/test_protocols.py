@@ -23,6 +23,7 @@ from vitral.architecture import ResNetConfig, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.run import RunFolder
 from vitral.cost import training_flops
+from vitral.data.catalog import imagenet
 from vitral.data.images import encode_png
 from vitral.data.loader import read_pixels
 from vitral.data.sources import DataSet, open_data
@@ -327,7 +328,7 @@ def test_the_papers_numbers_are_those_of_the_recipes_data_set(recipe, model, num
 
 def test_the_result_stands_beside_the_papers(swept, pictures, monkeypatch, capsys):
     monkeypatch.setattr(
-        "vitral.api.protocols.paper_numbers", lambda *_: paper_numbers("paper:finetune/pets", "ViT-L/16", "")
+        "vitral.api.protocols.paper_numbers", lambda *_, **__: paper_numbers("paper:finetune/pets", "ViT-L/16", "")
     )
     words = ["--out", swept.folder, "--seeds", "2", "--device", "cpu", "--sweep", *SWEPT["sweep"]]
     said = Command(monkeypatch, capsys)("pretrain", pictures, "--model", MODEL, *words, "--set", *SWEPT["set"])
@@ -437,6 +438,57 @@ def test_a_mistake_is_said_before_there_is_a_folder(pictures, swept, tmp_path):
     with pytest.raises(UserError, match='there is no recipe "paper:finetune/cats"'):
         vitral.finetune(weights, pictures, recipe="paper:finetune/cats", out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_the_dev_split_of_flowers_is_a_share_of_train(tmp_path, swept, monkeypatch):
+    """The paper's, although the data has a validation split."""
+    data = tmp_path / "data"
+    for split in ("train", "val", "test"):
+        make_pictures(data / split, images=10)
+    runs = Runs(lambda recipe, split: 0.5)
+    monkeypatch.setattr(studies, "run", runs)
+    words: dict[str, Any] = {"set": ["batch=6", "steps=2"], "sweep": ("optim.lr=0.1,0.2",), "seeds": 1}
+    for recipe, dev, trained in (("paper:finetune/flowers", "dev", 27), ("paper:finetune/pets", "val", 30)):
+        runs.calls.clear()
+        found = vitral.finetune(Path(swept.folder) / "seed-0", data, recipe=recipe, out=tmp_path / recipe[15:], **words)
+        assert (found.outcome.dev, found.outcome.split) == (dev, "test")
+        assert [len(opened.train) for _, opened, _ in runs.calls] == [trained, trained, 30]
+
+
+def test_imagenet_reports_real_where_the_labels_are(tmp_path, swept, monkeypatch, capsys):
+    monkeypatch.setattr(imagenet, "CLASSES", 3)
+    data, real = tmp_path / "data", [[0, 2], [1], [], [2, 0]]
+    make_pictures(data / "train", images=6)
+    for label in range(3):
+        (data / "train" / f"class-{label}").rename(data / "train" / f"n0000000{label}")
+    for number in range(4):
+        path = data / "val" / f"n0000000{number % 3}" / f"ILSVRC2012_val_{number + 1:08d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes((data / "train" / f"n0000000{number % 3}" / f"{number}.png").read_bytes())
+    words = ("finetune", Path(swept.folder) / "seed-0", f"imagenet:{data}", "--recipe", "paper:finetune/imagenet")
+    quick = ("--seeds", "2", "--device", "cpu", "--set", "batch=6", "steps=2", "optim.lr=0.01", "workers=0", "image=12")
+    command = Command(monkeypatch, capsys)
+    said = command(*words, "--out", tmp_path / "without", *quick)
+    assert said.code == 0
+    assert "ReaL accuracy is not reported: put real.json" in said.err
+    assert "ReaL  " not in said.out
+    (data / "real.json").write_text(json.dumps(real))
+    said = command(*words, "--out", tmp_path / "with", *quick)
+    row = json.loads((tmp_path / "with" / "protocol.json").read_text())
+    expected = []
+    for seed in range(2):
+        answers = vitral.predict(tmp_path / "with" / f"seed-{seed}", sorted((data / "val").glob("*/*"))).rows
+        numbers = {Path(answer.path).stem[-1]: int(answer.names[0][-1]) for answer in answers}
+        expected.append(sum(numbers[str(i + 1)] in labels for i, labels in enumerate(real) if labels) / 3)
+    assert (row["real"], row["real_n"]) == (expected, 3)
+    assert f"{statistics.fmean(expected):.2%} (n = 3)" in said.out
+
+
+def test_real_stands_beside_the_papers() -> None:
+    numbers = paper_numbers("paper:finetune/imagenet", "ViT-L/32", "", real=True)
+    assert {(number.data, number.pretraining): number.number.value for number in numbers}[
+        "real", "imagenet21k"
+    ] == 85.65
 
 
 # The chain

@@ -1,4 +1,8 @@
-"""The real ViT-Ti/16 on real photographs: the numbers its weights are known for."""
+"""The real ViT-Ti/16 on 1,000 real photographs.
+
+They are re-encoded and few: the expected numbers are our own reference on these files (Pillow's bicubic, float32), not
+the published 75.45 % and ReaL 82.06 % of all 50,000 originals.
+"""
 
 from __future__ import annotations
 

@@ -218,7 +218,8 @@ def test_bits_recipe_as_noted(assets: Path) -> None:
         ("large", None, long * 1000, rest[5], rest[6]),
     ]
     for row in paper.bit_finetuning():
-        assert (row.lr, row.momentum, row.batch, row.drops) == (lr, momentum, batch, drops)
+        printed = (0.4, 0.6, 0.8) if row.size == "small" else drops  # those of BiT's code, not of its text
+        assert (row.lr, row.momentum, row.batch, row.drops) == (lr, momentum, batch, printed)
 
 
 def test_objectnet_and_duplicates_as_noted(assets: Path) -> None:

@@ -27,7 +27,8 @@ from vitral.data.sources import open_data
 from vitral.errors import UserError
 from vitral.evaluation.calibration import reliability
 from vitral.evaluation.predict import predict_split
-from vitral.inspection.attention import attention_maps, rollout_maps
+from vitral.events import Note
+from vitral.inspection.attention import attention_maps, mean_attention_distance, rollout_maps
 from vitral.inspection.attribution import gradient_rollout, occlusion
 from vitral.inspection.image_inspection import ImageInspection, inspect_images
 from vitral.models.capture import capture
@@ -325,6 +326,26 @@ def test_figures_and_unreadable_images(tmp_path):
     assert embedded(done.page)["images"][0]["answers"] == []
 
 
+def test_attention_distance_is_over_all_images_and_the_page_shows_64(tmp_path):
+    """The paper's 128; the distance is that of the whole batch."""
+    model = saved(tmp_path, "ViT-Ti/4@8", depth=1, width=16, heads=2, classes=0)
+    rng = np.random.default_rng(0)
+    images = [rng.integers(0, 256, (8, 8, 3), np.uint8) for _ in range(128)]
+    notes = []
+    done = inspect(model, images, output=tmp_path / "a.html", preprocess=PLAIN, on_event=notes.append)
+    text = done.page.read_text("utf-8")
+    assert (done.images, len(embedded(done.page)["images"])) == (64, 64)
+    said = [note.text for note in notes if isinstance(note, Note)]
+    assert said == ["the page shows the first 64 images; attention distances are over all 128"]
+    assert "128 images" in text
+    loaded = vitral.load(model)[0]
+    pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2) / 127.5 - 1
+    (layer,) = mean_attention_distance(loaded, [pixels]).tolist()
+    assert all(f"{distance:.1f}" in text for distance in layer)
+    (first,) = mean_attention_distance(loaded, [pixels[:64]]).tolist()
+    assert layer != first
+
+
 def test_usage_errors_are_one_sentence(run, pictures, tmp_path):
     picture = pictures / "red" / "0.png"
     (tmp_path / "bad.png").write_text("no picture")
@@ -332,7 +353,7 @@ def test_usage_errors_are_one_sentence(run, pictures, tmp_path):
         (picture, [7, 1], "there is no layer 7: the model has 2, counted from 0"),
         (picture, [-1, 1], "there is no layer -1: the model has 2, counted from 0"),
         (tmp_path / "bad.png", [], "none of these images can be read"),
-        ([paint(tmp_path / "many" / f"{i}.png", (1, 2, 3)) for i in range(65)], [], "at most 64 images"),
+        ([paint(tmp_path / "many" / f"{i}.png", (1, 2, 3)) for i in range(1025)], [], "at most 1,024 images"),
     ):
         with pytest.raises(UserError, match=expected):
             inspect(run, images, output=tmp_path / "a.html", layers=layers)

@@ -180,18 +180,21 @@ def test_sgd_has_momentum_and_its_decay_is_in_the_gradient():
         torch.testing.assert_close(ours[key].detach(), x, rtol=1e-10, atol=1e-12)
 
 
-def test_the_average_is_the_weighted_mean_of_the_weights():
+def test_the_average_is_the_weighted_mean_of_the_weights_after_each_step():
+    """The initial weights have no share in it: those of the steps sum to 1."""
     model = nn.Linear(3, 2).double()
     model.bias.requires_grad_(False)
-    history = [model.weight.detach().clone()]
-    average = EMA(model, 0.9)
+    history = []
+    ema = EMA(model, 0.9)
+    assert ema.average(0) == {}
     for _ in range(20):
         with torch.no_grad():
             model.weight.add_(torch.randn_like(model.weight))
-        average.update(model)
+        ema.update(model)
         history.append(model.weight.detach().clone())
-    shares = [0.9**20, *(0.1 * 0.9 ** (20 - i) for i in range(1, 21))]
-    expected = sum(share * weights for share, weights in zip(shares, history, strict=True))
-    assert set(average.weights) == {"weight"}
-    torch.testing.assert_close(average.weights["weight"], expected, rtol=1e-12, atol=1e-12)
+    shares = [0.9 ** (20 - i) for i in range(1, 21)]
+    expected = sum(share / sum(shares) * weights for share, weights in zip(shares, history, strict=True))
+    average = ema.average(20)
+    assert set(average) == {"weight"}
+    torch.testing.assert_close(average["weight"], expected, rtol=1e-12, atol=1e-12)
     assert torch.equal(model.weight, history[-1])

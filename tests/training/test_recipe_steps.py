@@ -22,7 +22,7 @@ from vitral.errors import UserError
 from vitral.models.build import build
 from vitral.names import parse
 from vitral.recipe import Recipe, architecture_of, with_overrides
-from vitral.recipe_presets import Preset, get_preset, preset_names
+from vitral.recipe_presets import NEAREST, Preset, get_preset, preset_names
 from vitral.training.build import check_recipe
 from vitral.training.run import RunResult, run
 
@@ -31,10 +31,12 @@ SHAPE = ("shape.depth=1", "shape.width=32", "shape.heads=2")
 SPEEDRUNS = ("speedrun/cifar10", "speedrun/cifar10-94")
 TINY_VIT = ViTConfig(depth=1, width=32, mlp=64, heads=2, patch=16, image=(32, 32), classes=5)
 TINY_RESNET = ResNetConfig(blocks=(1, 1, 1, 1), width=1, image=(32, 32), classes=5)
-LARGE = ("R50x2", "R101x1", "R152x1", "R152x2")  # built without memory
+LARGE = ("R50x2", "R101x1", "R152x1", "R152x2", "R200x3")  # built without memory
+NEAREST_ROWS = [(f"paper:pretrain/{dataset}", model) for dataset, model in NEAREST if model not in LARGE]
 ROWS = [(f"paper:pretrain/{row.dataset}", row.models[0].replace("*", "B/16")) for row in paper.table3()]
 SCRATCH = [
     *((name, model) for name, model in ROWS if model not in LARGE),
+    *NEAREST_ROWS,
     ("paper:pretrain/jft300m-masked", "ViT-B/16"),
     ("bit:pretrain/imagenet", "R50x1"),
     ("bit:pretrain/imagenet21k", "ViT-B/16"),  # as R50x1, but quicker
@@ -106,7 +108,12 @@ def test_a_speedrun_takes_two_steps(pictures, tmp_path, name):
     assert architecture == architecture_of(recipe, 3)
 
 
-@pytest.mark.parametrize("name, model", SCRATCH)
+SLOW = ("AxialResNet50",)  # as long as R50x1, which is here
+
+
+@pytest.mark.parametrize(
+    "name, model", [pytest.param(*row, marks=[pytest.mark.slow] if row[1] in SLOW else []) for row in SCRATCH]
+)
 def test_pretraining_takes_two_steps(pictures, tmp_path, name, model):
     recipe = small(get_preset(name, model))
     result, steps = two_steps(recipe, pictures, tmp_path / "run")

@@ -93,9 +93,15 @@ def open_to_train(data: Data, recipe: Recipe) -> tuple[DataSet, float]:
     return _to_train(data, restricted(whole, with_dev(recipe, dev))), dev
 
 
-def open_to_choose(data: str | Path, recipe: Recipe, dev: float) -> tuple[DataSet, DataSet | None]:
-    """The data to train on, and the same with a split to choose on: a share `dev` of train, or the source's val."""
+def open_to_choose(
+    data: str | Path, recipe: Recipe, dev: float, *, uses_val: bool = True
+) -> tuple[DataSet, DataSet | None]:
+    """The data to train on, and the same with a split to choose on: the source's val, else a share `dev` of train.
+
+    With `uses_val=False` a val split beside test is left out, and the share of train is used.
+    """
     whole = open_data(data, held_out=recipe.data.held_out)
+    whole = whole if uses_val else with_test_split(whole)
     opened = _to_train(data, restricted(whole, with_dev(recipe, 0.0)))
     if not dev and (opened.val is None or opened.test is None):
         return opened, None

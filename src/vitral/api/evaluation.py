@@ -16,7 +16,7 @@ from vitral.api.inspection import model_facts, most_confident_mistakes, reliabil
 from vitral.api.prediction import check_numbers, none_read
 from vitral.atomic import atomic_write, checked_output
 from vitral.checkpoints.card import Card
-from vitral.data.catalog.imagenet import imagenet_outputs
+from vitral.data.catalog.imagenet import imagenet_outputs, real_labels
 from vitral.data.images import UnreadableImage
 from vitral.data.sources import Split
 from vitral.display import SummaryRepr, displayed, score_summary
@@ -32,7 +32,7 @@ from vitral.evaluation.averaging import TestTimeAugmentation
 from vitral.evaluation.calibration import FOLDS, calibrate, probabilities
 from vitral.evaluation.mapping import class_mapping
 from vitral.evaluation.predict import Predictions
-from vitral.events import EventHandler, ignore_events
+from vitral.events import EventHandler, Note, ignore_events
 from vitral.report.evaluation import TemperatureAdvice, evaluation_page
 from vitral.serving import unread
 
@@ -190,6 +190,27 @@ def _with_page(result: EvalResult, path: Path, models: Ensemble, **parts: Any) -
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
     return replace(result, page=str(path))
+
+
+def real_scores(
+    folders: Sequence[str], data: str | Path, classes: int, device: str, on_event: EventHandler
+) -> tuple[tuple[float, ...], int]:
+    """ImageNet's accuracy by the ReaL labels of each run, and how many images have one; part of the paper's protocol.
+
+    Nothing is returned for other data, and for a copy of ImageNet without real.json, which a note says.
+    """
+    if str(data).partition(":")[0] != "imagenet":
+        return (), 0
+    labels = real_labels(str(data), classes)
+    if labels is None:
+        on_event(Note("ReaL accuracy is not reported: put real.json into the folder of a complete ImageNet."))
+        return (), 0
+    try:
+        scores = [evaluate(folder, data, real=labels, device=device, on_event=on_event).real for folder in folders]
+    except UserError as error:  # the runs are done, and their results stay
+        on_event(Note(f"ReaL accuracy is not reported: {error}"))
+        return (), 0
+    return tuple(score[0] for score in scores if score), scores[0][1] if scores[0] else 0
 
 
 def _metrics(

@@ -29,7 +29,7 @@ from vitral.errors import UserError
 from vitral.evaluation.calibration import confidences, probabilities, reliability
 from vitral.evaluation.mapping import read_table
 from vitral.evaluation.predict import predict_split
-from vitral.events import EventHandler, Progress
+from vitral.events import EventHandler, Note, Progress
 from vitral.inspection.attention import mean_attention_distance
 from vitral.inspection.image_inspection import inspect_images
 from vitral.inspection.representations import embedding_filters, position_similarity
@@ -46,6 +46,7 @@ from vitral.report.viewer import ViewerImage, choose_layers
 from vitral.serving import unread
 
 MOST = 64  # images per page: what a person looks through, and a browser opens at once
+MOST_MEASURED = 1024  # images that attention distances are computed over; the paper took 128
 ASKED = 2000  # held-out images that a run's page predicts
 ANSWERS = 5
 EXAMPLES = 8  # images in the viewer of a run's page
@@ -85,7 +86,8 @@ def inspect(
 
     Args:
         source: a run folder, weights, hf:owner/name or timm:name.
-        images: image files, and folders of them; without any, the page is about the model alone.
+        images: image files, and folders of them, of which the page shows 64 and measures attention distances over all;
+            without any, the page is about the model alone.
         output: the page to write, a .html file.
         figures: folder to write the paper's figures to, as PNG and SVG.
         layers: layers, counted from 0, whose attention is kept per patch and head; chosen when not given.
@@ -104,8 +106,8 @@ def inspect(
     if figures:
         check_writable(Path(figures) / "filters.png")
     split = open_any_images(images) if not isinstance(images, Sequence) or len(images) else None
-    if split is not None and len(split) > MOST:
-        raise UserError(f"a page shows at most {MOST} images, not {len(split):,}: name fewer.")
+    if split is not None and len(split) > MOST_MEASURED:
+        raise UserError(f"a page is made of at most {MOST_MEASURED:,} images, not {len(split):,}: name fewer.")
     with displayed(on_event) as handler:
         handler(Progress("drawing the page", 0, 0 if split is None else len(split)))
         model, card = load_source(source, handler)
@@ -118,8 +120,12 @@ def inspect(
             kept, pixels = readable_pixels(split, how.pipeline, card.architecture.channels)
             channels = card.architecture.channels
             left_out = [unread(split, i, channels) for i in range(len(split)) if i not in kept]
-            shown = _shown(model, [Path(split.keys[i]).name for i in kept], pixels, how, card, names, layers)
-            reach = _reach(model, normalize(pixels, how.mean, how.std))
+            keys = [Path(split.keys[i]).name for i in kept[:MOST]]
+            shown = _shown(model, keys, pixels[:MOST], how, card, names, layers)
+            reach = _reach(model, pixels, how)
+            if len(kept) > MOST:
+                measured = f"; attention distances are over all {len(kept):,}" if reach else ""
+                handler(Note(f"the page shows the first {MOST} images{measured}"))
         title = f"Inside {_short_name(card)}"
         attends = isinstance(model, ViT)
         page = inspect_page(title, model_facts(card), learned, shown, _pooled_name(model), reach, attends, left_out)
@@ -261,12 +267,14 @@ def _learned(model: Model) -> LearnedWeights:
     return LearnedWeights(filters.images().numpy(), float(filters.explained.sum()), filters.source, similarity)
 
 
-def _reach(model: Model, ready: Tensor) -> AttentionDistance | None:
+def _reach(model: Model, pixels: Tensor, how: Preprocess) -> AttentionDistance | None:
+    """Over all images, uint8 (batch, channels, height, width)."""
     if not isinstance(model, ViT):
         return None
     device = next(model.parameters()).device
-    distance = mean_attention_distance(model, (part.to(device) for part in ready.split(4))).numpy()
-    return AttentionDistance(distance, len(ready), max(ready.shape[2:]), model.config.axial)
+    ready = (normalize(part.to(device), how.mean, how.std) for part in pixels.split(4))
+    distance = mean_attention_distance(model, ready).numpy()
+    return AttentionDistance(distance, len(pixels), max(pixels.shape[2:]), model.config.axial)
 
 
 def _pooled_name(model: Model) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vitral.api.data import check_out, new_folder, open_to_choose
+from vitral.api.evaluation import real_scores
 from vitral.api.training import assumed_pixels, read_recipe
 from vitral.architecture import ResNetConfig
 from vitral.atomic import atomic_write
@@ -43,7 +44,7 @@ from vitral.studies.protocol import (
     run_protocol,
     trial_configs,
 )
-from vitral.training.build import check_recipe
+from vitral.training.build import check_recipe, flip_warning
 from vitral.training.identity import FREE_KEYS
 from vitral.training.optimizer import warmup_steps
 from vitral.training.parallel import init_distributed, on_rank0
@@ -78,6 +79,8 @@ class ProtocolResult(SummaryRepr):
     recipe: str  # name of the preset, or ""
     overrides: tuple[str, ...]  # of its keys, and the user's own sweep, as key=value
     changed: tuple[str, ...]  # keys in which the run differs from the preset
+    real: tuple[float, ...] = ()  # ImageNet's ReaL accuracy of each seed, where the data has real.json
+    real_n: int = 0  # images with a ReaL label
 
     def summary(self) -> dict[str, str]:
         outcome = self.outcome
@@ -100,6 +103,8 @@ class ProtocolResult(SummaryRepr):
             "scores": list(outcome.seed_scores),
             "seeds": [result.seed for result in outcome.results],
             "n": last.metrics["n"],
+            "real": list(self.real),
+            "real_n": self.real_n,
             "chosen": outcome.chosen.name,
             "chosen_on": outcome.dev if outcome.trials else "",
             "trials": [
@@ -235,7 +240,7 @@ def _follow(
     check_out(out, data)
     base = with_overrides(base, overrides)
     dev = base.data.dev or preset.dev
-    opened, choosing = open_to_choose(data, base, dev)
+    opened, choosing = open_to_choose(data, base, dev, uses_val=preset.uses_val)
     space = choose_search_space(sweep, preset.sweep, overrides)
     tried = trial_configs(base, space)
     card = describe(located(base.init)).card if base.init else None
@@ -249,7 +254,7 @@ def _follow(
     world = init_distributed(device)
     folder = on_rank0(lambda: Path(out) if out else new_folder(data, base), world)
     assumed = assumed_pixels(overrides) if preset.name and card and card.preprocess is None else ()
-    for text in (*opened.messages, *readings, *assumed):
+    for text in (*opened.messages, *readings, *assumed, *flip_warning(tried[0].recipe, opened)):
         on_event(Note(text))
     on_event(RunDirChosen(str(folder)))
     outcome = run_protocol(
@@ -262,9 +267,11 @@ def _follow(
     changed = changed_keys(preset, recipe, sweep, space)
     architecture = card.architecture if card else architecture_of(recipe, len(opened.train.classes))
     model = name_of(replace(architecture, classes=1000))
-    rows = paper_numbers(name, model, "other recipe" if changed else "")
+    folders, classes = [run.folder for run in outcome.results], len(opened.train.classes)
+    real, real_n = on_rank0(lambda: real_scores(folders, data, classes, device, on_event), world) if card else ((), 0)
+    rows = paper_numbers(name, model, "other recipe" if changed else "", real=bool(real))
     given = (*overrides, *sweep)
-    result = ProtocolResult(model, str(data), str(folder), outcome, rows, readings, name, given, changed)
+    result = ProtocolResult(model, str(data), str(folder), outcome, rows, readings, name, given, changed, real, real_n)
     on_rank0(lambda: write_row(folder / "protocol.json", result.as_dict()), world)
     return result
 
@@ -314,12 +321,15 @@ def _bit_candidate(
     return TrialConfig(name, with_overrides(recipe, overrides))
 
 
-def paper_numbers(recipe: str, model: str, label: str) -> tuple[PaperNumber, ...]:
-    """The paper's numbers for this model on the recipe's data set, from each pre-training."""
+def paper_numbers(recipe: str, model: str, label: str, *, real: bool = False) -> tuple[PaperNumber, ...]:
+    """The paper's numbers for this model on the recipe's data set, from each pre-training; with those for ReaL."""
     data = recipe.partition("paper:finetune/")[2].partition(":")[0].partition("-")[0]
     if data in ("", "vtab"):  # VTAB's number is a mean over tasks, and this is one task
         return ()
-    plain = model.partition("@")[0]
+    plain, names = model.partition("@")[0], (data, "real") if real else (data,)
     return tuple(
-        PaperNumber(data, source, row, label) for source in PRETRAININGS for row in reported(plain, source, data)
+        PaperNumber(name, source, row, label)
+        for name in names
+        for source in PRETRAININGS
+        for row in reported(plain, source, name)
     )

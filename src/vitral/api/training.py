@@ -17,16 +17,27 @@ from vitral.api.folds import FoldScores, check_folds, open_for_folds, run_folds
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.hub import located
 from vitral.checkpoints.weights import describe
+from vitral.data.labels import mirrored_labels
 from vitral.data.sources import DataSet, median_short_side
 from vitral.display import SummaryRepr, displayed, interval_text, score_summary, with_deviation
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.device import check_device, default_device
-from vitral.recipe import Overrides, Recipe, check_given_once, from_toml, override_words, with_dev, with_overrides
+from vitral.recipe import (
+    Overrides,
+    Recipe,
+    check_given_once,
+    flips,
+    from_toml,
+    override_words,
+    with_dev,
+    with_overrides,
+    without_flip,
+)
 from vitral.recipe_defaults import FLIP_REASON, default_recipe
 from vitral.recipe_presets import get_preset, is_preset
 from vitral.trackers import Tracker, TrackerName, Tracking
-from vitral.training.build import check_recipe, keeps_head, own_card
+from vitral.training.build import check_recipe, flip_warning, keeps_head, own_card
 from vitral.training.callbacks import Callback, Loss, OptimizerFactory, OwnParts, Transform
 from vitral.training.run import RunResult, run
 
@@ -274,6 +285,7 @@ def choose_recipe(
         chosen = replace(chosen, model=type(own.model).__name__)
     check_recipe(chosen, opened, card, own)
     reasons = (*reasons, *_head_reason(chosen, opened, card))
+    reasons += flip_warning(chosen, opened) if own.train_transform is None else ()
     return opened, chosen, (*reasons, *((f"overridden: {', '.join(set)}",) if set else ()))
 
 
@@ -290,7 +302,7 @@ def _suited_recipe(
     opened: DataSet, card: Card | None, model: str, overrides: dict[str, str], device: str
 ) -> tuple[Recipe, tuple[str, ...]]:
     """The recipe that suits this data and these weights, and why."""
-    return default_recipe(
+    recipe, reasons = default_recipe(
         images=len(opened.train),
         class_counts=opened.train.counts().tolist(),
         pretrained=card.architecture if card else None,
@@ -301,6 +313,11 @@ def _suited_recipe(
         muon=_allows_muon(overrides),
         overrides=overrides,
     )
+    mirrored = mirrored_labels(opened.source, opened.train.classes)
+    if not mirrored or not flips(recipe):
+        return recipe, reasons
+    kept = (reason.replace("flips, ", "") for reason in reasons if reason != FLIP_REASON)
+    return without_flip(recipe), (*kept, f"no flips, which would change the labels of {mirrored}")
 
 
 def _recipe_for_module(

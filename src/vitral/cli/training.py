@@ -7,6 +7,7 @@ import webbrowser
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from vitral.cli.results import counted, percent, print_facts, print_json, print_table
@@ -172,6 +173,7 @@ def show_protocol(result: ProtocolResult, values: Mapping[str, Any]) -> None:
             "diverged": ", ".join(outcome.diverged),
             "chosen": outcome.chosen.name if outcome.trials else "",
             "result": _protocol_score(result),
+            "ReaL": _real_score(result),
             "the paper": "\n".join(_paper_number(entry) for entry in result.reported),
             "not as in the paper": ", ".join(result.changed) if result.reported else "",
             "FLOPs": f"{outcome.flops:.3g} per run, {outcome.all_flops:.3g} in all",
@@ -245,6 +247,11 @@ def _protocol_score(result: ProtocolResult) -> str:
     seeds = "1 seed" if not outcome.results[1:] else f"mean and standard deviation of {len(outcome.results)} seeds"
     mean = _score({**metrics, "score": outcome.mean})
     return f"{mean}{spread} on {outcome.split} (n = {metrics['n']:,}; {seeds}{weights})"
+
+
+def _real_score(result: ProtocolResult) -> str:
+    """The mean over seeds by ImageNet's ReaL labels; empty without them."""
+    return f"{fmean(result.real):.2%} (n = {result.real_n:,})" if result.real else ""
 
 
 def _score(metrics: dict[str, Any]) -> str:

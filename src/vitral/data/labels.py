@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from vitral.errors import UserError
+
+# Data sets whose labels a mirror image does not keep, by a word of their name, and what is in the images.
+ORIENTED = {
+    **dict.fromkeys(("digits", "mnist", "svhn"), "digits"),
+    **dict.fromkeys(("emnist", "kmnist", "qmnist", "omniglot"), "characters"),
+    **{"gtsrb": "traffic signs", "dsprites": "positions and orientations", "smallnorb": "directions"},
+}
+_SIDE = re.compile("(?<![a-z])(left|right)(?![a-z])")
+_ALPHABET = 10  # classes that are single letters; fewer may be names of anything
 
 PlainLabel = int | str | tuple[int | str, ...]
 
@@ -42,6 +53,28 @@ class _MultiHot(tuple[int, ...]):
         self = super().__new__(cls, ones)
         self.length = length
         return self
+
+
+def mirrored_labels(source: str, classes: Sequence[str]) -> str:
+    """What a mirror image would get the wrong label of; empty where nothing is known.
+
+    Args:
+        source: the data as the user names it: a path, or a name of the catalog.
+        classes: names of the classes.
+    """
+    name = source.partition(":")[0] if ":" in source and not source.startswith("hf:") else Path(source).name
+    words = re.split("[^a-z]+", name.lower())
+    known = next((ORIENTED[word] for word in words if word in ORIENTED and "fashion" not in words), "")
+    if known:
+        return f"the {known} in {name}"
+    lower = {label.lower(): label for label in classes}
+    for label in lower:
+        other = _SIDE.sub(lambda match: "right" if match[0] == "left" else "left", label)
+        if other != label and other in lower:
+            return f'"{lower[label]}" and "{lower[other]}"'
+    if len(classes) >= _ALPHABET and all(len(label) == 1 and label.isalpha() for label in classes):
+        return "single letters"
+    return ""
 
 
 def name_labels(

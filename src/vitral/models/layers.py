@@ -197,7 +197,7 @@ class AxialBlock(nn.Module):
 
 
 class MapPool(nn.Module):
-    """Multi-head attention pooling: a learned query reads the patches, then an MLP (big_vision's MAP head)."""
+    """Multi-head attention pooling: a learned query reads the patches, then an MLP, without dropout (big_vision's)."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -207,7 +207,8 @@ class MapPool(nn.Module):
         self.kv = nn.Linear(config.width, 2 * config.width)
         self.out = nn.Linear(config.width, config.width)
         self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
-        self.mlp = Mlp(replace(config, mlp=config.map_mlp or config.mlp, swiglu=False, mlp_norm=False))
+        mlp = config.map_mlp or config.mlp
+        self.mlp = Mlp(replace(config, mlp=mlp, swiglu=False, mlp_norm=False, dropout=0.0))
         self.observers: list[AttentionObserver] = []
         xavier_uniform(self.probe)
         xavier_uniform(self.kv.weight, parts=2)

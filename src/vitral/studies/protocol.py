@@ -17,7 +17,7 @@ from vitral.data.sources import DataSet, with_test_split
 from vitral.data.vtab import TASKS, TaskSpec, VtabTask
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note
-from vitral.recipe import Recipe, keys, with_dev, with_overrides
+from vitral.recipe import Recipe, keys, with_dev, with_overrides, without_flip
 from vitral.training.loop import Diverged
 from vitral.training.run import RunResult, run
 
@@ -337,9 +337,8 @@ def group_scores(scores: Mapping[str, float]) -> dict[str, float]:
 
 def for_task(recipe: Recipe, task: TaskSpec) -> Recipe:
     """The recipe without augmentations that would change the task's labels: flips or crops."""
+    recipe = recipe if task.flip else without_flip(recipe)
     steps = [step.strip() for step in recipe.data.train_transform.split("|")]
-    if not task.flip:
-        steps = [step for step in steps if step != "flip"]
     if not task.crop and any(_CROPS.fullmatch(step) for step in steps):
         first = next(index for index, step in enumerate(steps) if _CROPS.fullmatch(step))
         kept = [step for step in steps[first:] if not _CROPS.fullmatch(step)]

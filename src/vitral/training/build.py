@@ -13,6 +13,7 @@ from vitral.architecture import ModuleConfig, ViTConfig, as_size
 from vitral.checkpoints.adapt import Adaptation, to_classes
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.weights import assemble, read_adapted
+from vitral.data.labels import mirrored_labels
 from vitral.data.preprocess import parse_deterministic, parse_pipeline
 from vitral.data.sources import DataSet
 from vitral.data.transforms import CallableTransform
@@ -20,7 +21,7 @@ from vitral.errors import UserError
 from vitral.models.build import Model, build, mimetic_init
 from vitral.models.resnet import ResNet
 from vitral.models.vit import ViT
-from vitral.recipe import Recipe
+from vitral.recipe import Recipe, flips
 from vitral.training.augmentation import parse_augmentation
 from vitral.training.callbacks import OwnParts, Transform, part_name
 from vitral.training.optimizer import build_optimizer, freeze, parameter_groups
@@ -76,6 +77,14 @@ def check_recipe(recipe: Recipe, data: DataSet, card: Card | None, own: OwnParts
             groups = parameter_groups(model)
             if own.optimizer is None:
                 build_optimizer(groups, name=recipe.optim.name, lr=recipe.optim.lr)
+
+
+def flip_warning(recipe: Recipe, data: DataSet) -> tuple[str, ...]:
+    """A sentence where random flips would give images the wrong label."""
+    mirrored = mirrored_labels(data.source, data.train.classes)
+    if not mirrored or not flips(recipe) or recipe.objective == "masked":
+        return ()
+    return (f"flip mirrors images, which changes the labels of {mirrored}: remove it from data.train_transform",)
 
 
 def _check_own_parts(recipe: Recipe, own: OwnParts, card: Card) -> None:

@@ -141,7 +141,7 @@ def softmax_loss(
     `smoothing` spreads that share of the target over all classes; `weights` (k,) multiply each class's part; with
     `log_priors` (k,) the logits are adjusted (Menon et al. 2020): rare classes must win by a margin.
     """
-    logits = logits.float() if log_priors is None else logits.float() + log_priors
+    logits = _at_least_float32(logits) if log_priors is None else _at_least_float32(logits) + log_priors
     shares = soft_targets(targets, logits.shape[-1])
     if smoothing:
         shares = shares * (1.0 - smoothing) + smoothing / logits.shape[-1]
@@ -153,8 +153,14 @@ def softmax_loss(
 def sigmoid_loss(logits: Tensor, targets: Tensor, *, weights: Tensor | None = None) -> Tensor:
     """Binary cross-entropy of every class, summed over classes as in big_vision: (b, k), (b,) or (b, k) -> (b,)"""
     shares = soft_targets(targets, logits.shape[-1])
-    losses = F.binary_cross_entropy_with_logits(logits.float(), shares, reduction="none")
+    logits = _at_least_float32(logits)
+    losses = F.binary_cross_entropy_with_logits(logits, shares.to(logits.dtype), reduction="none")
     return (losses if weights is None else losses * weights).sum(dim=-1)
+
+
+def _at_least_float32(logits: Tensor) -> Tensor:
+    """Half precision is too coarse for a loss; double precision stays."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def soft_targets(targets: Tensor, classes: int) -> Tensor:

@@ -56,6 +56,8 @@ def estimate_resources(
     peak = peak_bytes(world.device)
     state.optimizer.state.clear()
     state.optimizer.zero_grad(set_to_none=True)
+    if state.ema is not None:
+        state.ema.reset()
     return ResourceEstimate(config, peak, step_seconds, evaluation_seconds)
 
 

@@ -19,21 +19,31 @@ from vitral.training.parallel import World, full_tensor, is_sharded, on_rank0, p
 class EMA:
     """Exponential moving average of the trainable weights, the paper's Polyak averaging (section 4.2, decay 0.9999).
 
-    average = decay * average + (1 - decay) * weights after every step. It starts at the initial weights and forgets
-    them over some 1 / (1 - decay) steps, so a much shorter run wants a smaller decay.
+    sums = decay * sums + (1 - decay) * weights after every step, from 0 on. The average is sums / (1 - decay ** steps),
+    corrected like Adam's moments: the weights of the steps alone, however short the run, and nothing of the initial
+    ones.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
-        self.weights: dict[str, Tensor] = {
-            name: parameter.detach().clone() for name, parameter in trainable_parameters(model).items()
+        self.sums: dict[str, Tensor] = {
+            name: torch.zeros_like(parameter, requires_grad=False)
+            for name, parameter in trainable_parameters(model).items()
         }
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """Take in the weights of the step that was just made."""
         current = list(trainable_parameters(model).values())
-        torch._foreach_lerp_(list(self.weights.values()), current, 1.0 - self.decay)
+        torch._foreach_lerp_(list(self.sums.values()), current, 1.0 - self.decay)
+
+    def reset(self) -> None:
+        """Forget all steps."""
+        torch._foreach_zero_(list(self.sums.values()))
+
+    def average(self, steps: int) -> dict[str, Tensor]:
+        """The averaged weights after this many steps; none before the first."""
+        return {name: value / (1.0 - self.decay**steps) for name, value in self.sums.items()} if steps else {}
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -105,7 +115,7 @@ def restore_state(state: TrainState, saved: SavedState) -> None:
             _, moment, name = key.split("/", 2)
             state.optimizer.state[parameters[name]][moment] = _moment(value, parameters[name], state.optimizer)
     if state.ema is not None:
-        for name, value in state.ema.weights.items():
+        for name, value in state.ema.sums.items():
             value.copy_(placed_like(tensors[f"ema/{name}"], value))
     state.step = saved.step
     state.progress = TrainProgress(**{key: value for key, value in saved.facts.items() if key != "step"})
@@ -115,7 +125,7 @@ def evaluated_weights(state: TrainState) -> dict[str, Tensor]:
     """The weights to evaluate and keep: the EMA where there is one, else the latest. All processes must call this."""
     weights = {name: full_tensor(value.detach()) for name, value in state.model.named_parameters()}
     if state.ema is not None:
-        weights |= {name: full_tensor(value) for name, value in state.ema.weights.items()}
+        weights |= {name: full_tensor(value) for name, value in state.ema.average(state.step).items()}
     return weights | _saved_buffers(state)
 
 
@@ -133,7 +143,7 @@ def _tensors(state: TrainState) -> dict[str, Tensor]:
                     "saved and resumed: use an optimizer whose state is tensors."
                 )
     if state.ema is not None:
-        tensors |= {f"ema/{name}": value for name, value in state.ema.weights.items()}
+        tensors |= {f"ema/{name}": value for name, value in state.ema.sums.items()}
     return tensors
 
 

@@ -26,6 +26,7 @@ from vitral.errors import UserError
 KAGGLE = "ILSVRC/Data/CLS-LOC"
 TABLES = ("val.txt", "LOC_val_solution.csv")
 SYNSETS = "LOC_synset_mapping.txt"
+REAL = "real.json"
 CLASSES = 1000
 _ID = re.compile(r"n\d{8}")
 
@@ -44,6 +45,12 @@ def read_imagenet(copy: LocalCopy) -> DataSet | None:
     if val is not None:
         return test_only(copy, "val", val, ["There is no train folder: this copy is for testing only."])
     return None
+
+
+def real_labels(source: str, classes: int) -> Path | None:
+    """ReaL's real.json (google-research/reassessed-imagenet) in a copy of all classes; None where there is none."""
+    file = find_copy(source, "train/WNID/ and val/", held_out=0).path / REAL
+    return file if classes == CLASSES and file.is_file() else None
 
 
 def _val(root: Path, folders: Sequence[Path]) -> RawSplit:
