@@ -80,6 +80,13 @@ def test_final_runs_follow_the_best_trial():
     assert chosen_settings(mine, mine.cells[1], diverged) == {"optim.lr": 0.01}
 
 
+def test_overrides_win_and_a_run_has_one_length():
+    mine = parse_study(tomllib.loads(TEXT.replace("steps = 10", "epochs = 3")), "mine", overrides={"steps": "2"})
+    run = plan(mine, {}).runs[0]
+    assert "epochs" not in run.settings
+    assert (mine.recipe_of(run).steps, mine.recipe_of(run).epochs) == (2, 0)
+
+
 def test_runs_are_identified_by_what_the_study_sets():
     """Not by the order of keys, by names, claims or seeds; but by data and values."""
     first = plan(study(), {}).runs

@@ -17,7 +17,7 @@ from vitral.api.evaluation import evaluate
 from vitral.api.prediction import compute_device, prepared, reading_workers
 from vitral.bench.backends import OURS, Backend, Workload
 from vitral.bench.steps import InferenceStep, TimedStep, TrainingStep
-from vitral.checkpoints.card import Card
+from vitral.checkpoints.card import Preprocess
 from vitral.checkpoints.hub import located
 from vitral.checkpoints.lock import FolderLock
 from vitral.checkpoints.weights import describe
@@ -116,7 +116,7 @@ def check_run(context: StudyContext, planned: PlannedRun) -> None:
     card = describe(located(recipe.init)).card if recipe.init else None
     if cell.start:
         context.open(context.study.starts[cell.start].data)
-    if cell.measure != "speed":
+    if cell.measure in ("train", "probe"):
         data = context.data_of(planned, recipe, decoded=False)
         if cell.measure == "train":
             check_recipe(recipe, data, card)
@@ -212,7 +212,7 @@ def _probe(context: StudyContext, planned: PlannedRun, folder: Path, on_event: E
     """Evaluate the frozen features of the weights in `init` with a few images per class."""
     recipe = context.recipe_of(planned)
     data = context.data_of(planned, recipe)
-    scores = _fewshot(recipe.init, data, context.study.shots, context.device)
+    scores = _fewshot(recipe.init, data, context.study.shots, context.device, context.study.preprocess)
     top = scores[f"{max(context.study.shots)}-shot"]
     return Measured({**scores, "top1": top, "n": len(data.splits[-1])}, device=init_distributed(context.device).name)
 
@@ -223,7 +223,8 @@ def _evaluate(context: StudyContext, planned: PlannedRun, folder: Path, on_event
     source = context.sources[planned.cell.data]
     real = Path(source.partition(":")[2] or source) / "real.json"
     labels = str(real) if real.is_file() else ""
-    result = evaluate(recipe.init, source, real=labels, device=context.device, batch=256, on_event=on_event)
+    how: dict[str, Any] = {"preprocess": context.study.preprocess, "device": context.device, "batch": 256}
+    result = evaluate(recipe.init, source, real=labels, on_event=on_event, **how)
     metrics = result.metrics if result.real is None else {**result.metrics, "real": result.real[0]}
     return Measured(metrics, device=init_distributed(context.device).name)
 
@@ -276,22 +277,23 @@ def _accuracy(source: str, data: DataSet, device: str) -> dict[str, float]:
     return {"top1": top1, "score": top1, "n": int(rows.valid.sum())}
 
 
-def _fewshot(source: str, data: DataSet, shots: Sequence[int], device: str) -> dict[str, float]:
+def _fewshot(source: str, data: DataSet, shots: Sequence[int], device: str, preprocess: str = "") -> dict[str, float]:
     """Few-shot accuracies of a model by "5-shot"; images are drawn from the first ones of each class of train."""
     model, card = load_source(source, None)
     held_out = data.eval_split
     assert held_out is not None
-    features = [_features(model, card, split, device) for split in (_first_of_classes(data.train), held_out)]
+    how = prepared(card, preprocess)
+    features = [_features(model, how, split, device) for split in (_first_of_classes(data.train), held_out)]
     (train_x, train_y), (test_x, test_y) = features
     classes = len(data.train.classes)
     rows = fewshot(train_x, train_y, test_x, test_y, classes=classes, shots=tuple(shots), seeds=PROBE_SEEDS)
     return {f"{row.shots}-shot": row.mean for row in rows}
 
 
-def _features(model: Model, card: Card, split: Split, device: str) -> tuple[np.ndarray, np.ndarray]:
+def _features(model: Model, how: Preprocess, split: Split, device: str) -> tuple[np.ndarray, np.ndarray]:
     resolved = compute_device("", device)
     workers = reading_workers(resolved)
-    rows = embed_split(model, split, prepared(card, ""), batch=256, device=resolved, workers=workers)
+    rows = embed_split(model, split, how, batch=256, device=resolved, workers=workers)
     return rows.features[rows.valid], split.labels[rows.indices[rows.valid]]
 
 

@@ -45,7 +45,7 @@ Where = Mapping[str, Any]  # labels that cells must have
 
 _TOP = {
     *("title", "source", "about", "differs", "data", "images", "classes", "seeds", "metric", "measure", "shots", "dev"),
-    *("x", "columns", "preset", "recipe", "axes", "points", "claims", "starts", "scales"),
+    *("x", "columns", "preprocess", "preset", "recipe", "axes", "points", "claims", "starts", "scales"),
 }
 _POINT = {
     "name",
@@ -119,6 +119,7 @@ class Study:
     about: str = ""
     differs: tuple[str, ...] = ()  # from the paper
     shots: tuple[int, ...] = ()  # of the few-shot evaluation of a probe, or after each training
+    preprocess: str = ""  # of weights that are probed or evaluated, where they do not state it
     dev: float = 0.1  # share of train to choose on
     columns: tuple[str, ...] = ()  # further metrics for the table
     x: str = ""  # horizontal axis of the figure: a label, "flops" or "seconds"
@@ -127,6 +128,7 @@ class Study:
     claims: tuple[Claim, ...] = ()
     starts: Mapping[str, Start] = field(default_factory=dict)  # pre-trainings by name
     scale: str = "small"
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # recipe keys of all runs, whatever the cells say
 
     def recipe_of(self, run: PlannedRun) -> Recipe:
         """The complete recipe of a run."""
@@ -191,13 +193,14 @@ def parse_study(
     for key in ("title", "metric"):
         if not isinstance(settings.get(key), str):
             raise UserError(f'the study {name} lacks its {key}: add {key} = "...".')
-    plain = ("title", "metric", "source", "about", "dev", "x", "images", "classes")
+    plain = ("title", "metric", "source", "about", "dev", "x", "preprocess", "images", "classes")
     values = {key: settings[key] for key in plain if key in settings}
     recipe = _flat(settings.get("recipe", {}), keys())
     return Study(
         name=name,
         scale=scale,
-        recipe={**recipe, **(overrides or {})},
+        recipe=recipe,
+        overrides=overrides or {},
         cells=tuple(_cells(settings, name)),
         differs=tuple(settings.get("differs", ())),
         shots=tuple(settings.get("shots", ())),
@@ -334,7 +337,7 @@ def planned_run(study: Study, cell: Cell, changes: Mapping[str, Any], *, trial: 
     Its id identifies what is computed: the keys that the study sets, the data, and what is measured. It is not the
     recipe's hash, which changes whenever recipes get a new key.
     """
-    settings = {**study.recipe, **cell.changes, **changes}
+    settings = _layered(study.recipe, cell.changes, changes, study.overrides)
     settings |= {"data.dev": study.dev} if trial else {}
     identity = {
         "data": cell.data,
@@ -344,8 +347,21 @@ def planned_run(study: Study, cell: Cell, changes: Mapping[str, Any], *, trial: 
         "start": asdict(study.starts[cell.start]) if cell.start else {},
         "settings": {key: _plain(value) for key, value in settings.items()},
     }
+    if cell.measure in ("probe", "evaluate"):
+        identity["preprocess"] = study.preprocess
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     return PlannedRun(cell, settings, trial, digest[:12])
+
+
+def _layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of which later layers replace earlier ones; a run has one length, in epochs or in steps."""
+    settings: dict[str, Any] = {}
+    for layer in layers:
+        for key, other in (("steps", "epochs"), ("epochs", "steps")):
+            if layer.get(key) and other not in layer:
+                settings.pop(other, None)
+        settings |= layer
+    return settings
 
 
 def _plain(value: Any) -> Any:
