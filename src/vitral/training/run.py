@@ -1,25 +1,16 @@
-"""One run, from its folder to its folder: set-up, resource estimate, loop, result.
-
-Ctrl-C and SIGTERM: the first requests a stop after the current step, the second ends the process at once. Before the
-first step of a run there is nothing to save, and the first signal ends it at once.
-"""
+"""One run, from its folder to its folder: set-up, resource estimate, loop, result."""
 
 from __future__ import annotations
 
-import _thread
 import copy
 import json
 import math
 import shutil
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from safetensors.torch import load_file
@@ -58,9 +49,8 @@ from vitral.training.optimizer import learning_rate
 from vitral.training.parallel import World, all_ranks, gather_rows, init_distributed, on_rank0
 from vitral.training.resources import ResourceEstimate, estimate_resources, peak_bytes, reset_peak
 from vitral.training.setup import RunSetup, build_training, plan_run, read_data, worker_count
+from vitral.training.signals import StopRequests, stop_requests
 from vitral.training.state import TrainState, restore_state, save_state
-
-_REPEATED = 1.0  # seconds: `timeout` and schedulers send one signal to a process and again to its group
 
 
 @dataclass(frozen=True)
@@ -358,60 +348,3 @@ def _clean_up(folder: RunFolder) -> None:
     folder.forget_states()
     folder.best.unlink(missing_ok=True)
     shutil.rmtree(folder.path / "pixels", ignore_errors=True)
-
-
-class StopRequests:
-    """Whether a stop was requested. The loop asks after each step; until it has done so, signals end the process."""
-
-    def __init__(self, notify: Callable[[], None]) -> None:
-        self.requested = False
-        self._notify = notify
-        self._notified = threading.Event()
-        self._stepping = False
-        self._requested_at = 0.0
-
-    def __call__(self) -> bool:
-        self._stepping = True
-        return self.requested
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal."""
-        if not self.requested:
-            self.requested, self._requested_at = True, time.monotonic()
-            if not self._stepping:
-                raise KeyboardInterrupt
-            # The display may need a lock that the interrupted code holds; threading.Thread takes one, too.
-            _thread.start_new_thread(self._notify_user, ())
-        elif time.monotonic() - self._requested_at > _REPEATED:
-            raise KeyboardInterrupt
-
-    def _notify_user(self) -> None:
-        try:
-            self._notify()
-        finally:
-            self._notified.set()
-
-    def wait_until_notified(self) -> None:
-        """Wait, so that the message does not come after the end of the run."""
-        if self.requested and self._stepping:
-            self._notified.wait(10.0)  # a display that is stuck must not keep the program
-
-
-@contextmanager
-def stop_requests(notify: Callable[[], None] = lambda: None) -> Iterator[StopRequests]:
-    """Handle signals while the context lasts; the earlier handlers are restored afterwards.
-
-    Args:
-        notify: called at once, in a thread of its own, when the run is asked to stop after its step.
-    """
-    requests = StopRequests(notify)
-    if threading.current_thread() is not threading.main_thread():  # a notebook's or a server's thread gets no signals
-        yield requests
-        return
-    before = {number: signal.signal(number, requests.handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield requests
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        requests.wait_until_notified()
