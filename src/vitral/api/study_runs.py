@@ -23,7 +23,7 @@ from vitral.checkpoints.lock import FolderLock
 from vitral.checkpoints.weights import describe
 from vitral.data.loader import default_workers
 from vitral.data.memory_map import decode_once
-from vitral.data.sources import DataSet, Split, open_data, with_dev_split, with_test_split
+from vitral.data.sources import DataSet, Split, open_data, with_test_split
 from vitral.data.splits import HELD_OUT
 from vitral.errors import UserError
 from vitral.evaluation.predict import embed_split, predict_split
@@ -58,6 +58,7 @@ class StudyContext:
     beside: int = 0  # other processes on the same device
     _opened: dict[tuple[str, float], DataSet] = field(default_factory=dict)
     _decoded: dict[tuple[str, float], DataSet] = field(default_factory=dict)
+    _restricted: dict[tuple[Any, ...], DataSet] = field(default_factory=dict)
 
     def open(self, name: str, held_out: float = HELD_OUT) -> DataSet:
         """A data set, opened once."""
@@ -79,15 +80,21 @@ class StudyContext:
 
     def data_of(self, planned: PlannedRun, recipe: Recipe, *, decoded: bool = True) -> DataSet:
         """The images of a run: a trial is evaluated on the dev split, a final run on the test split."""
-        opened = (self.decoded if decoded else self.open)(planned.cell.data, recipe.data.held_out)
-        opened = restricted(opened, recipe)
-        return opened if planned.trial else with_test_split(opened)
+        wanted = recipe.data
+        images = (wanted.held_out, wanted.dev, wanted.subset, wanted.subset_seed, wanted.exclude)
+        key = (planned.cell.data, *images, planned.trial, decoded)
+        if key not in self._restricted:
+            opened = (self.decoded if decoded else self.open)(planned.cell.data, wanted.held_out)
+            opened = restricted(opened, recipe)
+            self._restricted[key] = opened if planned.trial else with_test_split(opened)
+        return self._restricted[key]
 
     def recipe_of(self, planned: PlannedRun) -> Recipe:
         """The recipe of a run; pixels are normalised as the weights that it starts from state."""
         recipe = self.study.recipe_of(planned)
         if planned.trial and recipe.data.subset:  # there may be fewer images beside the dev split
-            left = len(with_dev_split(self.open(planned.cell.data, recipe.data.held_out), recipe.data.dev).train)
+            all_images = replace(recipe, data=replace(recipe.data, subset=0))
+            left = len(self.data_of(planned, all_images, decoded=False).train)
             recipe = replace(recipe, data=replace(recipe.data, subset=min(recipe.data.subset, left)))
         if not recipe.init:
             return recipe
