@@ -26,6 +26,9 @@ from PIL import Image
 
 import vitral
 from vitral import cli
+from vitral.checkpoints.mae import write_mae
+from vitral.models.mae import MaeConfig, MaskedAutoencoder
+from vitral.models.vit import ViT
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "vitral"
@@ -364,6 +367,10 @@ def workspace(golden_file: Callable[[str], Path], tmp_path_factory: pytest.TempP
     for name in ("cat.jpg", "dog.jpg", "new/1.jpg"):
         shutil.copy(folder / "photos" / "cat" / "0.jpg", folder / name)
     shutil.copy(golden_file("vit_token_p16.ckpt.npz"), folder / "ViT-B_16.npz")
+    sizes = {"depth": 1, "width": 16, "mlp": 32, "heads": 2, "classes": 0, "position": "sincos2d"}
+    encoder = vitral.create("ViT-Ti/16@64", **sizes)
+    assert isinstance(encoder, ViT)
+    write_mae(MaskedAutoencoder(encoder, MaeConfig(width=16, depth=1, heads=2, mlp=32)), folder / "vit-mae-base")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("VITRAL_CACHE", str(folder / "cache"))
@@ -421,6 +428,7 @@ def test_python_blocks_run(page, workspace, monkeypatch):
         "vitral": vitral,
         "source": "ViT-B_16.npz",
         "images": torch.rand(2, 3, 64, 64),
+        "noise": torch.rand(2, 16),
         "model": vitral.load("ViT-B_16.npz")[0],
     }
     for block in blocks_of(page):

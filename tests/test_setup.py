@@ -158,13 +158,16 @@ def normal(name: str) -> str:
 
 
 def test_every_package_that_is_installed_is_pinned_with_hashes():
-    """From vitral[dev] and the build backend, through the metadata of what is installed here."""
+    """From vitral[dev] and the build backend, through the metadata of what is installed here.
+
+    The extras of trackers are not installed: users bring their own version."""
     from packaging.requirements import Requirement
 
     pinned, project = pins(), tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     extras = project["project"]["optional-dependencies"]
     waiting = [*project["project"]["dependencies"], *project["build-system"]["requires"], "editables"]
-    waiting += [need for extra in extras.values() for need in extra if not need.startswith("vitral[")]
+    installed = [need for extra, needs in extras.items() if extra not in ("wandb", "mlflow") for need in needs]
+    waiting += [need for need in installed if not need.startswith("vitral[")]
     seen: set[str] = set()
     while waiting:
         need = Requirement(waiting.pop())
@@ -232,3 +235,10 @@ def test_text_files_are_tidy():
         if "\r" in text or re.search(r"[ \t]$", text, re.MULTILINE) or not text.endswith("\n") or text.endswith("\n\n"):
             faults.append(f"{name} has trailing spaces, other line ends, or not one newline at the end")
     assert not faults
+
+
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="needs several workers")
+@pytest.mark.xdist_group("setup")
+def test_workers_know_groups(request):
+    """Without, what tests of a group share is computed by every worker."""
+    assert request.node.nodeid.endswith("@setup")

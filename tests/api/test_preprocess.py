@@ -49,15 +49,15 @@ def named(folder: Path, name: str, config: Architecture) -> Path:
 
 def verbs(weights: Path, photos: Path, out: Path, heard: list[Any]) -> dict[str, Preprocess]:
     """The preprocessing that each verb used, as far as it can be seen from outside or at the one place it is asked."""
-    import vitral.api.evaluation as evaluation
+    import vitral.api.ensembles as ensembles
     import vitral.api.inspection as inspection
     import vitral.api.neighbours as neighbours
     import vitral.api.prediction as prediction
     import vitral.api.probes as probes
 
     used: dict[str, Preprocess] = {}
-    original = prediction.prepared
-    modules = {"predict": prediction, "evaluate": evaluation, "inspect": inspection, "search": neighbours}
+    original = ensembles.prepared
+    modules = {"predict": ensembles, "evaluate": ensembles, "inspect": inspection, "search": neighbours}
     image = sorted(photos.rglob("*.png"))[0]
     calls = {
         "predict": lambda: vitral.predict(weights, image, device="cpu", on_event=heard.append),

@@ -505,7 +505,7 @@ def write_digits(folder: Path) -> None:
         path.write_bytes(encode_png(pixels))
 
 
-@pytest.mark.xdist_group("chain")
+@pytest.mark.slow
 def test_the_whole_chain_on_the_digits(tmp_path, monkeypatch, capsys):
     """Learn five digits, then the five others at a higher resolution: about 25 s alone, six runs and two probes."""
     pytest.importorskip("sklearn")

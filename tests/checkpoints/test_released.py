@@ -16,6 +16,8 @@ import vitral
 from vitral import EvalResult
 from vitral.evaluation.mapping import class_mapping
 
+pytestmark = pytest.mark.xdist_group("released")  # one worker for all: the evaluation takes a minute
+
 
 @pytest.fixture(scope="module")
 def evaluation(assets: Path) -> EvalResult:

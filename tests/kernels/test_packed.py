@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from PIL import Image
 from scipy.special import erf
 from torch import Tensor, nn
 
-from vitral.api import prediction
+from vitral.api import ensembles, prediction
 from vitral.architecture import ResNetConfig, StemConfig, ViTConfig
 from vitral.checkpoints.adapt import Weights
 from vitral.checkpoints.card import Card, Preprocess
@@ -165,25 +166,25 @@ def saved(tmp_path: Path) -> tuple[Path, Path]:
 
 
 class CallRecorder:
-    """Whether models were packed, and how many rows each batch had, in calls of a function."""
+    """Whether models were packed, and how many rows each batch had, in calls of a module's function."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> None:
         self.packed: list[bool] = []
         self.rows: list[int] = []
-        real = getattr(prediction, name)
+        real = getattr(module, name)
 
         def watched(model: Model, *arguments: Any, **options: Any) -> Any:
             self.packed.append(bool(layers_of_type(model, PackedLinear)))
             model.norm.register_forward_pre_hook(lambda _, values: self.rows.append(len(values[0])))
             return real(model, *arguments, **options)
 
-        monkeypatch.setattr(prediction, name, watched)
+        monkeypatch.setattr(module, name, watched)
 
 
 @onednn
 def test_predict_and_embed_pack_and_return_the_same(saved, monkeypatch):
     weights, folder = saved
-    seen = CallRecorder(monkeypatch, "embed_split")
+    seen = CallRecorder(monkeypatch, prediction, "embed_split")
     _, fast = prediction.embed(weights, folder, batch=2, device="cpu")
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     _, plain = prediction.embed(weights, folder, batch=2, device="cpu")
@@ -193,7 +194,7 @@ def test_predict_and_embed_pack_and_return_the_same(saved, monkeypatch):
 
 def test_padding_is_not_computed(saved, monkeypatch):
     weights, folder = saved
-    seen = CallRecorder(monkeypatch, "predict_split")
+    seen = CallRecorder(monkeypatch, ensembles, "predict_split")
     found = prediction.predict(weights, folder, batch=4, device="cpu")
     assert seen.packed == [torch.backends.mkldnn.is_available()]
     assert seen.rows == [4, 1]

@@ -389,7 +389,7 @@ def test_memory_for_not_even_one_image(command, colours, tmp_path, monkeypatch):
 def test_predictions_need_to_know_how_pixels_are_prepared(command, colours, tmp_path):
     path = tmp_path / "plain.safetensors"
     vitral.save(build(SMALL), path, Card(SMALL))
-    assert '--preprocess "decode|' in sentence(command("predict", path, colours))
+    assert '(else --preprocess "decode|' in command("predict", path, colours).err
     words = ["--preprocess", "decode|resize(8)|value_range(-1, 1)", "--json"]
     assert len(json.loads(command("predict", path, colours, *words).out)["predictions"]) == 18
     assert "batch must be at least 1" in sentence(command("evaluate", path, colours, "--batch", "0"))

@@ -171,7 +171,7 @@ def test_the_papers_recipe_by_the_command_line(pictures, tmp_path, monkeypatch, 
     assert "mean of neighbours" in said.err
 
 
-@pytest.mark.xdist_group("masked")
+@pytest.mark.slow
 def test_photographs_are_learned_beyond_their_colours(assets, tmp_path):
     """800 photographs at 64 pixels, about 45 s alone: the loss falls below what histogram and neighbours give."""
     photos = tmp_path / "photos"

@@ -34,6 +34,7 @@ def losses(folder: Path, *words: str) -> np.ndarray:
     return found.reshape(10, 20).mean(axis=1)
 
 
+@pytest.mark.slow
 def test_two_hundred_steps_follow_the_loss_of_float32(tmp_path):
     """Noise is what other weights to start with and another order of the images make of it: over three seeds, since two
     of them can come close by chance."""

@@ -262,8 +262,7 @@ def choose_recipe(
         chosen, reasons = replace(written, model=name or written.model, init=start), ("following the recipe given",)
         if card is not None and card.preprocess and isinstance(recipe, str) and is_preset(recipe):
             # A preset's are those of the paper's own weights; a recipe file states what the user wants.
-            pixels = replace(chosen.data, mean=card.preprocess.mean, std=card.preprocess.std)
-            chosen = replace(chosen, data=pixels)
+            chosen = replace(chosen, data=replace(chosen.data, mean=card.preprocess.mean, std=card.preprocess.std))
     elif own.model is not None:
         chosen, reasons = _recipe_for_module(opened, own.model, _keys(set), device)
     else:
@@ -291,9 +290,8 @@ def choose_recipe(
 
 def _head_reason(recipe: Recipe, data: DataSet, card: Card | None) -> tuple[str, ...]:
     """That the run starts from the head of the weights, where it does."""
-    if not recipe.init or card is None or recipe.reset_head or recipe.objective == "masked":
-        return ()
-    if not keeps_head(card, data.train.classes):
+    reset = not recipe.init or card is None or recipe.reset_head or recipe.objective == "masked"
+    if reset or not keeps_head(card, data.train.classes):
         return ()
     return ("the weights have a head for the same classes, which is kept (reset_head=true starts from zeros)",)
 

@@ -114,7 +114,9 @@ def read_decoder(source: str | Path, model: MaskedAutoencoder) -> bool:
     return True
 
 
-def write_mae(model: MaskedAutoencoder, path: Path, card: Card | None = None, format: MaeFormat = "hf-mae") -> None:
+def write_mae(
+    model: MaskedAutoencoder, path: str | Path, card: Card | None = None, format: MaeFormat = "hf-mae"
+) -> None:
     """Write a masked autoencoder with its decoder.
 
     Args:
@@ -126,7 +128,7 @@ def write_mae(model: MaskedAutoencoder, path: Path, card: Card | None = None, fo
     Raises:
         UserError: the format cannot hold the encoder.
     """
-    names = _NAMES[format]
+    path, names = Path(path), _NAMES[format]
     table = format_named(names.encoder)
     weights = prepared(weights_of(model.encoder), table)
     c = weights.architecture

@@ -50,8 +50,8 @@ def format_named(name: str) -> Format[Any]:
     """The format of this name; UserError with a suggestion if there is none."""
     if name not in FORMATS:
         near = difflib.get_close_matches(name.lower(), (*FORMATS, *_ALIASES), n=1, cutoff=0.4)
-        hint = f"did you mean {_ALIASES.get(near[0], near[0])}?" if near else "`vitral list formats` lists them."
-        raise UserError(f'unknown format "{name}": {hint}')
+        hint = f"write {_ALIASES.get(near[0], near[0])}, or see" if near else "see"
+        raise UserError(f'unknown format "{name}": {hint} `vitral list formats`.')
     return FORMATS[name]
 
 
