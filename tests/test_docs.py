@@ -455,3 +455,18 @@ def test_a_wrong_command_is_reported(command, expected):
     words = vitral_words(shlex.split(command))
     assert words is not None
     assert expected in "; ".join(faults_of_command(words))
+
+
+def test_the_architecture_names_every_module():
+    """One row per package or module of the source, and in a package's row each of its modules."""
+    rows = dict(
+        re.findall(r"^\| (`[^|]+) \| (.+) \|$", (ROOT / "docs" / "architecture.md").read_text("utf-8"), re.MULTILINE)
+    )
+    source = ROOT / "src" / "vitral"
+    told = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    plain = {path.name for path in source.glob("*.py") if not path.name.startswith("__")}
+    packages = {f"{path.parent.name}/" for path in source.glob("*/__init__.py")}
+    assert told >= (plain - {"version.py", "errors.py"}) | packages
+    for package in packages - {"paper/"}:
+        modules = {path.name for path in (source / package).glob("*.py") if path.name != "__init__.py"}
+        assert not modules - set(re.findall(r"`([^`]+)`", rows[f"`{package}`"])), package
