@@ -257,12 +257,20 @@ def is_recorded(changes: set[str], touched: set[str]) -> bool:
 
 
 def is_another_model(case: Case, found: Architecture, touched: set[str], arrays: Arrays) -> bool:
-    """A complete file of a model without the head or the class token's position, or that nothing counts."""
+    """A complete file of a model without the head or the class token's position, or that nothing counts.
+
+    Without a config.json also one of a CLIP with a projection to another width, and of a DINOv3 whose heads are so
+    small that their only RoPE period is 1.
+    """
     original = case.architecture
     headless = original.classes > 0 and found.classes == 0
     rowless = getattr(original, "class_row", False) and not getattr(found, "class_row", False)
     if FORMATS[case.format].config is not None or case.format == "vitral":
         return headless or rowless
+    if case.format == "open_clip" and touched == {"visual.proj"} and found.classes != original.classes:
+        return True
+    if case.format == "dinov3" and touched == {"rope_embed.periods"} and len(arrays["rope_embed.periods"]) == 1:
+        return True
     fewer_layers = getattr(found, "depth", 0) < getattr(original, "depth", 0)
     return headless or rowless or fewer_layers or found.channels != original.channels or lost_registers(touched, arrays)
 

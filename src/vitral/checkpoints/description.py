@@ -225,7 +225,8 @@ def _is_stated(header: CheckpointHeader) -> bool:
 def _check_counts(header: CheckpointHeader, architecture: Architecture) -> None:
     config = header.config or {}
     stated = config if "model_type" in config else config.get("model_args") or {}
-    for key, field in CONFIG_COUNTS.items():
+    patch = {} if getattr(architecture, "stem", None) else {"patch_size": "patch"}  # a hybrid's is that of its features
+    for key, field in {**CONFIG_COUNTS, **patch}.items():
         count, found = stated.get(key), getattr(architecture, field, None)
         if isinstance(count, int) and found is not None and count != found:
             raise UserError(f"config.json states {key}={count} and the tensors are of {found}: the file is incomplete.")

@@ -223,8 +223,9 @@ def _score(cell: CellResult, metric: str) -> str:
     mean, half = cell.mean(metric), cell.interval(metric)
     if mean is None:
         return ""
-    shown = f"{mean:.2%}" if 0 <= mean <= 1 else f"{mean:,.1f}"
-    return shown if half is None else f"{shown} +- {100 * half:.2f}" if 0 <= mean <= 1 else f"{shown} +- {half:,.1f}"
+    if 0 <= mean <= 1:
+        return f"{mean:.2%}" + ("" if half is None else f" ({100 * (mean - half):.2f} to {100 * (mean + half):.2f})")
+    return f"{mean:,.1f}" + ("" if half is None else f" ({mean - half:,.1f} to {mean + half:,.1f})")
 
 
 def _counted(cell: CellResult) -> str:

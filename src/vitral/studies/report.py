@@ -75,7 +75,7 @@ def _intervals(records: Mapping[str, Record]) -> str:
     """What the numbers of the table are, and how many images they are of."""
     counts = sorted({int(r.metrics["n"]) for r in records.values() if not r.trial and "n" in r.metrics})
     images = f"n = {' and '.join(f'{n:,}' for n in counts)} images per run; " if counts else ""
-    return f"{images}+- is half of the 95 % confidence interval over runs."
+    return f"{images}in parentheses the 95 % confidence interval of the mean over runs."
 
 
 def cost_sentence(records: Mapping[str, Record]) -> str:
@@ -232,10 +232,11 @@ def row_chart(rows: Sequence[tuple[str, float, float | None]], *, percent: bool)
         if half:
             ends_of_bar = f"{x(value - half):.1f},{y} {x(value + half):.1f},{y}"
             parts.append(f'<polyline points="{ends_of_bar}" style="stroke:{_COLOURS[0]};opacity:.5"/>')
-        title = f"{name}: {text}{f' +- {100 * half:.2f}' if half and percent else ''}"
+        ends = f" ({100 * (value - half):.2f} to {100 * (value + half):.2f})" if half and percent else ""
+        title = f"<title>{escape(f'{name}: {text}{ends}')}</title>"
         style = f'style="fill:{_COLOURS[0]}"'
         parts.append(
-            f'<circle cx="{x(value):.1f}" cy="{y}" r="4" {style}><title>{escape(title)}</title></circle>'
+            f'<circle cx="{x(value):.1f}" cy="{y}" r="4" {style}>{title}</circle>'
             f'<text x="{_WIDTH - 70}" y="{y + 4}">{text}</text>'
         )
     height = _ROW * len(rows) + 12

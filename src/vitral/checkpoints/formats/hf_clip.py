@@ -118,7 +118,13 @@ def _clip_architecture(header: CheckpointHeader) -> ViTConfig:
     settings |= {"pre_norm": True, "patch_bias": False}
     if classes := classes_of(header):
         return ViTConfig(**settings, classes=classes, pool="mean", norm_place="none")
-    return ViTConfig(**settings, classes=classes_of(header, "visual_projection"), head_bias=False)
+    outputs, stated = classes_of(header, "visual_projection"), (header.config or {}).get("projection_dim")
+    if isinstance(stated, int) and outputs not in (0, stated):
+        raise UserError(
+            f"config.json states projection_dim={stated} and the projection has {outputs} outputs: "
+            "one of them is of another model."
+        )
+    return ViTConfig(**settings, classes=outputs, head_bias=False)
 
 
 def _clip_entries(c: ViTConfig) -> list[Entry]:
