@@ -243,7 +243,7 @@ def test_a_misspelt_split_suggests_the_right_one(command, weights, pictures, tmp
     ],
 )
 def test_aliases_of_formats_are_suggested(name, meant):
-    with pytest.raises(UserError, match=rf"did you mean {meant}\?"):
+    with pytest.raises(UserError, match=rf"write {meant}, or see"):
         format_named(name)
 
 

@@ -63,6 +63,7 @@ def test_the_file_name_states_the_preprocessing(assets: Path) -> None:
     assert (stated.mean, stated.std) == ((0.5,) * 3, (0.5,) * 3)
 
 
+@pytest.mark.slow
 def test_a_head_on_pets_reaches_96_percent(assets: Path, tmp_path: Path) -> None:
     """480 photographs of 12 breeds, 300 to test on, the defaults but for --tune head."""
     done = vitral.train(

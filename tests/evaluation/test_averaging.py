@@ -18,6 +18,7 @@ from vitral.data.preprocess import parse_pipeline
 from vitral.data.transforms import FiveCrops
 from vitral.evaluation.averaging import class_order, mean_logits
 from vitral.models.build import build
+from vitral.report.evaluation import percent
 
 NAMES = ("ant", "bee", "cat", "dog")
 
@@ -122,7 +123,7 @@ def test_files_are_averaged_on_the_command_line(command, pictures, tmp_path):
     assert f"wrote {tmp_path}/x.html" in " ".join(said.out.split())
     found, page = vitral.evaluate(paths, pictures, device="cpu"), (tmp_path / "x.html").read_text()
     assert f"<h1>2 models on {pictures.name}</h1>" in page
-    assert f"{100 * found.metrics['top1']:.1f} %" in page
+    assert percent(found.metrics["top1"]) in page
     low, high = found.interval or (0, 0)
     assert f"({found.metrics['top1']:.2%} (95 % interval {low:.2%} to {high:.2%}".strip("(") in said.out
     assert all(note in page for note in found.notes)

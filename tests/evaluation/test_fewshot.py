@@ -227,6 +227,7 @@ def pets(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Pets:
     return Pets(again[0], again[1], seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("pets")
 def test_ten_shots_of_pets_give_96_percent_and_cached_features_take_seconds(pets: Pets) -> None:
     start = time.process_time()  # of this process: the machine may be busy
@@ -239,6 +240,7 @@ def test_ten_shots_of_pets_give_96_percent_and_cached_features_take_seconds(pets
     assert 0 < ten.interval < 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("pets")
 def test_neighbours_and_linear_probe_classify_pets(pets: Pets) -> None:
     test_x, test_y = pets.test.readable()

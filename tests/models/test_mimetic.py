@@ -62,6 +62,7 @@ def test_sines_fill_what_four_divides_of_any_width(width, heads, kind):
     assert torch.unique(table, dim=0).shape[0] == 36  # no place is like another
 
 
+@pytest.mark.slow
 def test_digits_are_learnt_faster_than_from_the_paper_s_start(tmp_path):
     pytest.importorskip("sklearn")
     losses = {}
