@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ def test_files_are_averaged_on_the_command_line(command, pictures, tmp_path):
     assert percent(found.metrics["top1"]) in page
     low, high = found.interval or (0, 0)
     assert f"({found.metrics['top1']:.2%} (95 % interval {low:.2%} to {high:.2%}".strip("(") in said.out
-    assert all(note in page for note in found.notes)
+    assert all(escape(note) in page for note in found.notes)
     said = command("evaluate", paths[0], pictures, "--ensemble", paths[1], "--tta", "crops")
     assert (said.code, 'takes flip or five-crop or ten-crop, not "crops"' in said.err) == (2, True)
 
