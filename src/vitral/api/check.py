@@ -11,7 +11,7 @@ import numpy as np
 
 from vitral.api.checkpoints import Source, load_source
 from vitral.api.data import Data, open_to_train
-from vitral.api.prediction import compute_device, prepared, reading_workers
+from vitral.api.ensembles import compute_device, prepared, reading_workers
 from vitral.atomic import atomic_write, checked_output
 from vitral.checkpoints.card import Preprocess
 from vitral.data.check import CheckReport, SuspectLabel, open_to_check

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from vitral.api.checkpoints import Source, load, load_source
 from vitral.api.data import Images, open_any_images, open_restricted
-from vitral.api.prediction import compute_device, none_read, prepared
+from vitral.api.ensembles import compute_device, prepared
+from vitral.api.prediction import none_read
 from vitral.architecture import ViTConfig
 from vitral.atomic import atomic_write, check_writable, checked_output
 from vitral.checkpoints.card import Card, Preprocess

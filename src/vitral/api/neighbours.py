@@ -12,8 +12,9 @@ from torch import Tensor
 
 from vitral.api.checkpoints import Source, load_source
 from vitral.api.data import ImageLike, open_any_images, unread_images
+from vitral.api.ensembles import compute_device, prepared
 from vitral.api.inspection import readable_pixels
-from vitral.api.prediction import compute_device, none_read, prepared
+from vitral.api.prediction import none_read
 from vitral.architecture import Size
 from vitral.atomic import check_writable
 from vitral.checkpoints.card import Preprocess

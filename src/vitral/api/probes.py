@@ -11,7 +11,7 @@ import numpy as np
 
 from vitral.api.checkpoints import Source, load_source, source_name
 from vitral.api.data import open_to_probe
-from vitral.api.prediction import compute_device, prepared, reading_workers
+from vitral.api.ensembles import compute_device, prepared, reading_workers
 from vitral.atomic import checked_output
 from vitral.checkpoints.hub import located
 from vitral.cost import cost

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ import torch
 
 from vitral.api.checkpoints import load_source
 from vitral.api.data import restricted
+from vitral.api.ensembles import compute_device, prepared, reading_workers
 from vitral.api.evaluation import evaluate
-from vitral.api.prediction import compute_device, prepared, reading_workers
 from vitral.bench.backends import OURS, Backend, Workload
 from vitral.bench.steps import InferenceStep, TimedStep, TrainingStep
 from vitral.checkpoints.card import Preprocess
@@ -242,34 +242,32 @@ def _speed(context: StudyContext, planned: PlannedRun, folder: Path, on_event: E
     device = compute_device("", context.device).partition(":")[0]
     metrics: dict[str, float] = {}
     for work, step in (("train", TrainingStep), ("infer", InferenceStep)):
-        batch = _SMALLEST
-        while batch <= recipe.batch:
-            workload = Workload(work, recipe.model, batch, device, image=recipe.image)
-            rate = _rate(step, workload)
-            if rate is None:
-                break
+        workload = Workload(work, recipe.model, _SMALLEST, device, image=recipe.image)
+        for batch, rate in _rates(step, workload, recipe.batch):
             name = f"{work}_images_per_second"
             metrics[name] = max(metrics.get(name, 0.0), rate)
             metrics |= {"largest_batch": batch} if work == "train" else {}
-            batch *= 2
     if "train_images_per_second" not in metrics:
         raise UserError(f"{recipe.model} at {recipe.image} pixels does not fit into memory with {_SMALLEST} images.")
     return Measured(metrics, device=init_distributed(context.device).name)
 
 
-def _rate(step: type[TimedStep], workload: Workload) -> float | None:
-    """Images per second of the fastest of a few steps; None where memory runs out."""
+def _rates(step: type[TimedStep], workload: Workload, largest: int) -> Iterator[tuple[int, float]]:
+    """Batches that double until memory runs out, and images per second of the fastest of a few steps with each."""
+    batch, timed = workload.batch, None
     try:
         timed = step(Backend(OURS), workload)
-        timed.run(2)
-        seconds = min(timed.run(3))
+        while batch <= largest:
+            timed.run(2)
+            yield batch, batch / min(timed.run(3))
+            timed.double_batch()
+            batch *= 2
     except torch.OutOfMemoryError:
-        return None
+        return
     finally:
         timed = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    return workload.batch / seconds
 
 
 def _accuracy(source: str, data: DataSet, device: str) -> dict[str, float]:

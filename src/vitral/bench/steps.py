@@ -105,6 +105,10 @@ class TimedStep:
         """The seconds of each of `count` steps."""
         return timed(self._once, count, self.workload.device)
 
+    def double_batch(self) -> None:
+        """Take every image twice; not after a CUDA graph was captured."""
+        self.images, self.labels = self.images.repeat(2, 1, 1, 1), self.labels.repeat(2)
+
     def outputs(self) -> StepOutputs:
         """Logits and gradients of the batch, computed as `run` does, before anything changes the weights."""
         raise NotImplementedError
