@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from journeys import MODEL, PLAIN, SHAPE, Command
-from runs import make_pictures
+from runs import finished_run, make_pictures
 
 import vitral
 from vitral import events
@@ -114,19 +114,7 @@ class Runs:
         assert reported is not None
         self.calls.append((recipe, data, path))
         score = self.score(recipe, reported.name)
-        numbers = {"seconds": 3600.0, "images_per_second": 1.0, "flops": 10.0, "device_hours": 1.0, "devices": 1}
-        return RunResult(
-            folder=str(path),
-            metrics={"score": score, "n": len(reported)},
-            step=1,
-            device="cpu",
-            predicted_peak_bytes=0,
-            peak_bytes=0,
-            unreadable=[],
-            recipe=recipe_hash(recipe),
-            seed=recipe.seed,
-            **numbers,
-        )
+        return finished_run(recipe, path, score, len(reported), seconds=3600.0, flops=10.0)
 
 
 def followed(

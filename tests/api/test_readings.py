@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import make_pictures
+from runs import finished_run, make_pictures
 
 import vitral
 from vitral import events, paper
@@ -19,7 +19,7 @@ from vitral.architecture import ResNetConfig, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.data.sources import DataSet
 from vitral.models.build import build
-from vitral.recipe import Recipe, recipe_hash, with_overrides
+from vitral.recipe import Recipe, with_overrides
 from vitral.recipe_presets import get_preset
 from vitral.studies import protocol
 from vitral.training.run import RunResult
@@ -30,22 +30,7 @@ SMALL = ("batch=6", "image=32", "workers=0")
 def stand_in(recipe: Recipe, data: DataSet, path: Path, *, device: str, on_event: Any) -> RunResult:
     # BiT's recipe scores higher, so that a ResNet takes it.
     score = 0.6 if recipe.schedule.kind == "multistep" else 0.5
-    return RunResult(
-        folder=str(path),
-        metrics={"score": score, "n": 12},
-        step=1,
-        seconds=1.0,
-        images_per_second=1.0,
-        flops=1.0,
-        device_hours=1.0,
-        devices=1,
-        device="cpu",
-        predicted_peak_bytes=0,
-        peak_bytes=0,
-        unreadable=[],
-        recipe=recipe_hash(recipe),
-        seed=recipe.seed,
-    )
+    return finished_run(recipe, path, score, 12)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,9 @@ from vitral.architecture import ViTConfig
 from vitral.checkpoints.card import Card
 from vitral.data.images import encode_png
 from vitral.models.build import build
+from vitral.recipe import Recipe, recipe_hash
 from vitral.training import run as training_run
+from vitral.training.run import RunResult
 
 MODEL = "ViT-Ti/4@8"
 TINY = (
@@ -67,6 +69,22 @@ def starting_from(path: Path) -> str:
     model = build(ViTConfig(depth=2, width=16, mlp=64, heads=2, patch=4, image=(8, 8), classes=3))
     vitral.save(model, path, Card(model.config))
     return f"init={path}"
+
+
+def finished_run(recipe: Recipe, folder: Path, score: float, n: int, **facts: Any) -> RunResult:
+    """What a run returns, for tests of what is made of several runs."""
+    usual: dict[str, Any] = {"seconds": 1.0, "images_per_second": 1.0, "flops": 1.0, "device_hours": 1.0}
+    usual |= {"step": 1, "devices": 1, "device": "cpu"}
+    return RunResult(
+        folder=str(folder),
+        metrics={"score": score, "n": n},
+        predicted_peak_bytes=0,
+        peak_bytes=0,
+        unreadable=[],
+        recipe=recipe_hash(recipe),
+        seed=recipe.seed,
+        **(usual | facts),
+    )
 
 
 def outcome(run: Path) -> tuple[bytes, list[dict[str, Any]], Any, int]:

@@ -170,6 +170,8 @@ def test_mistakes_in_a_study_are_named(tmp_path, change, message):
 def test_unknown_studies_and_scales():
     with pytest.raises(UserError, match='no study "position"'):
         read_study("position")
+    with pytest.raises(UserError, match=r"gone\.toml does not exist: check the path"):
+        read_study("gone.toml")
     with pytest.raises(UserError, match='no scale "huge": it has small, paper'):
         read_study("heads", "huge")
 

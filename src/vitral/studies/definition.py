@@ -176,6 +176,8 @@ def definition_of(name: str | Path) -> dict[str, Any]:
         text = path.read_text("utf-8")
     elif str(name) in shipped():
         text = files("vitral.studies").joinpath("catalog", f"{name}.toml").read_text("utf-8")
+    elif path.suffix == ".toml":
+        raise UserError(f"{name} does not exist: check the path, or name a study of `vitral study list`.")
     else:
         raise UserError(f'there is no study "{name}": name a TOML file, or one of {", ".join(shipped())}.')
     try:

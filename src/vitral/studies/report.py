@@ -10,7 +10,7 @@ from typing import Any
 
 from vitral.display import duration
 from vitral.report.charts import Panel
-from vitral.report.pages import Section, headline_numbers, page, panels
+from vitral.report.html import Section, headline_numbers, page, panels
 from vitral.studies.claims import ClaimResult, is_count, judge
 from vitral.studies.definition import Study
 from vitral.studies.planning import CellResult, table
