@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
-from vitral.kernels.dispatch import launch, on_device_of
+from vitral.kernels.dispatch import ceil_div, launch, on_device_of
 from vitral.kernels.jit import attention as jit
 
 Spans = tuple[tuple[int, int], ...]  # (first, size) of each part of a sequence
@@ -42,7 +41,7 @@ def split_sequence(n: int, max_size: int) -> Spans:
 
 def _launch(kernel: Any, tensors: tuple[Any, ...], qkv: Tensor, bias: Tensor | None, max_size: int) -> None:
     b, n, _, heads, d = qkv.shape
-    programs_per_head = triton.cdiv(n, _ROWS) if b * heads < 256 else 1  # a GPU has about 132 multiprocessors
+    programs_per_head = ceil_div(n, _ROWS) if b * heads < 256 else 1  # a GPU has about 132 multiprocessors
     launch(
         kernel, (b * heads, programs_per_head), *tensors, heads, d**-0.5,
         N=n, D=d, ROWS=_ROWS, PARTS=split_sequence(n, max_size), HAS_BIAS=bias is not None, stages=2,

@@ -89,6 +89,16 @@ def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
+def ceil_div(total: int, part: int) -> int:
+    """Number of parts that cover the total, as an `int` (for type checkers, `triton.cdiv` may be a `constexpr`)."""
+    return -(-total // part)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least `n`."""
+    return 1 << (n - 1).bit_length()
+
+
 def launch(
     kernel: Any, programs: tuple[int, ...], *arguments: Any, warps: int = 4, stages: int = 3, **constants: Any
 ) -> None:

@@ -17,11 +17,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from vitral.kernels import quick_gelu
-from vitral.kernels.dispatch import launch
+from vitral.kernels.dispatch import ceil_div, launch, next_power_of_2
 from vitral.kernels.jit import fused_ops as jit
 
 # Rows per program, and at a time.
@@ -94,10 +93,10 @@ def gelu_backward(h: Tensor, grad: Tensor, gelu: str, saved: Tensor | None = Non
     rows, width = h.shape
     dh = torch.empty_like(h)
     out = torch.empty_like(h) if saved is None else saved
-    sums = h.new_empty(triton.cdiv(rows, _GELU_ROWS), width, dtype=torch.float32)
+    sums = h.new_empty(ceil_div(rows, _GELU_ROWS), width, dtype=torch.float32)
     columns = 512 if width % 512 == 0 else 256
     launch(
-        jit.gelu_backward, (sums.shape[0], triton.cdiv(width, columns)), h, grad, dh, out, sums, rows, width,
+        jit.gelu_backward, (sums.shape[0], ceil_div(width, columns)), h, grad, dh, out, sums, rows, width,
         GELU=gelu, HAS_OUT=saved is None, PROGRAM_ROWS=_GELU_ROWS, COLUMNS=columns,
         warps=columns // 256,
     )  # fmt: skip
@@ -115,10 +114,10 @@ def add_norm(x: Tensor, y: Tensor | None, bias: Tensor | None, norm: NormWeights
     rows, width = x.shape
     total = x if y is None else torch.empty_like(x)
     normed, moments = torch.empty_like(x), x.new_empty(2, rows, dtype=torch.float32)
-    columns = triton.next_power_of_2(width)
+    columns = next_power_of_2(width)
     tile = max(4096 // columns, 1)
     launch(
-        jit.norm_forward, (triton.cdiv(rows, tile),),
+        jit.norm_forward, (ceil_div(rows, tile),),
         x, y, bias, norm.weight, norm.bias, total, normed, moments, rows, width, norm.eps,
         HAS_Y=y is not None, AFFINE=norm.weight is not None, ROWS=tile, COLUMNS=columns,
     )  # fmt: skip
@@ -143,9 +142,9 @@ def add_norm_backward(
     """
     rows, width = saved.shape
     dx = torch.empty_like(saved)
-    programs = triton.cdiv(rows, _NORM_PROGRAM_ROWS)
+    programs = ceil_div(rows, _NORM_PROGRAM_ROWS)
     sums = saved.new_empty(programs, 1 if weight is None else 3, width, dtype=torch.float32)
-    columns = triton.next_power_of_2(width)
+    columns = next_power_of_2(width)
     launch(
         jit.norm_backward, (programs,), saved, moments, weight, dtotal, dnormed, dx, sums, rows, width,
         HAS_TOTAL=dtotal is not None, AFFINE=weight is not None,
@@ -164,8 +163,8 @@ def fold_norm(linear: LinearWeights, norm: NormWeights, dtype: torch.dtype) -> L
     rows, width = linear.weight.shape
     folded = LinearWeights(torch.empty_like(linear.weight, dtype=dtype), torch.empty_like(linear.bias, dtype=dtype))
     launch(
-        jit.fold_norm, (triton.cdiv(rows, _FOLD_ROWS),), *linear, norm.weight, norm.bias, *folded, rows, width,
-        ROWS=_FOLD_ROWS, COLUMNS=triton.next_power_of_2(width),
+        jit.fold_norm, (ceil_div(rows, _FOLD_ROWS),), *linear, norm.weight, norm.bias, *folded, rows, width,
+        ROWS=_FOLD_ROWS, COLUMNS=next_power_of_2(width),
     )  # fmt: skip
     return folded
 
@@ -180,11 +179,11 @@ def unfold_norm_reference(dfolded: Tensor, dbias: Tensor, linear: LinearWeights,
 def unfold_norm(dfolded: Tensor, dbias: Tensor, linear: LinearWeights, norm: NormWeights) -> FoldGradients:
     """As the reference, in float32; `dfolded` is overwritten."""
     rows, width = dfolded.shape
-    programs = triton.cdiv(rows, _FOLD_PROGRAM_ROWS)
+    programs = ceil_div(rows, _FOLD_PROGRAM_ROWS)
     sums = dfolded.new_empty(programs, 2, width)
     launch(
         jit.unfold_norm, (programs,), dfolded, dbias, linear.weight, norm.weight, norm.bias, sums, rows, width,
-        PROGRAM_ROWS=_FOLD_PROGRAM_ROWS, ROWS=_FOLD_ROWS, COLUMNS=triton.next_power_of_2(width),
+        PROGRAM_ROWS=_FOLD_PROGRAM_ROWS, ROWS=_FOLD_ROWS, COLUMNS=next_power_of_2(width),
     )  # fmt: skip
     dscale, dshift = sums.sum(0)
     return FoldGradients(dfolded, dscale, dshift)

@@ -10,11 +10,10 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vitral.kernels.dispatch import HALF_DTYPES, launch
+from vitral.kernels.dispatch import HALF_DTYPES, ceil_div, launch
 from vitral.kernels.jit import quick_gelu as jit
 
 _BLOCK = 4096  # elements per program of the pass
@@ -30,7 +29,7 @@ def reference(h: Tensor) -> Tensor:
 def quick_gelu(h: Tensor) -> Tensor:
     """As the reference, in one pass, for a contiguous input."""
     out = torch.empty_like(h)
-    launch(jit.quick_gelu, (triton.cdiv(h.numel(), _BLOCK),), h, out, h.numel(), BLOCK=_BLOCK)
+    launch(jit.quick_gelu, (ceil_div(h.numel(), _BLOCK),), h, out, h.numel(), BLOCK=_BLOCK)
     return out
 
 
@@ -70,7 +69,7 @@ def _is_faster(x: Tensor, weight: Tensor) -> bool:
 
 
 def _tiles(rows: int, outputs: int) -> int:
-    return triton.cdiv(rows, _ROWS) * triton.cdiv(outputs, _COLUMNS)
+    return ceil_div(rows, _ROWS) * ceil_div(outputs, _COLUMNS)
 
 
 @cache

@@ -12,10 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
-from vitral.kernels.dispatch import launch, on_device_of
+from vitral.kernels.dispatch import ceil_div, launch, on_device_of
 from vitral.kernels.jit import resize as jit
 
 _WEIGHT_BITS = 15  # of a rounded weight, without its sign
@@ -57,7 +56,7 @@ class CropResize:
         """(batch, channels, height, width), channels last in memory, as images that come from files."""
         (height, width), rows = self.size, len(crops)
         images = torch.empty(rows, height, width, self.channels, dtype=torch.uint8, device=pixels.device)
-        programs = triton.cdiv(images[0].numel(), _BLOCK)  # per image
+        programs = ceil_div(images[0].numel(), _BLOCK)  # per image
         max_taps = self.taps[height].weights.shape[1]  # of either axis
         with on_device_of(pixels):
             launch(

@@ -7,10 +7,9 @@ the way back their gradients are rotated back in place, and summed over the toke
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
-from vitral.kernels.dispatch import launch
+from vitral.kernels.dispatch import ceil_div, launch
 from vitral.kernels.jit import rotary as jit
 
 # Cosines and sines, float32 (tokens, 1 or heads, dim / 2); whether channels 2i and 2i + 1 are a pair, not i and
@@ -55,10 +54,10 @@ def _launch(qkv: Tensor, rotation: RotaryTables, *, inverse: bool) -> Tensor:
     cos, sin, adjacent = rotation
     b, n, _, heads, d = qkv.shape
     program_rows, rows = _BACKWARD_ROWS if inverse else _FORWARD_ROWS
-    programs = triton.cdiv(b * n, program_rows)
+    programs = ceil_div(b * n, program_rows)
     sums = qkv.new_empty(programs, 2 * heads * d if inverse else 0, dtype=torch.float32)
     launch(
-        jit.rotate, (programs, triton.cdiv(heads * d, _PAIRS)),
+        jit.rotate, (programs, ceil_div(heads * d, _PAIRS)),
         qkv, cos.contiguous(), sin.contiguous(), sums, b * n, n, heads,
         HALF=d // 2, HEAD_TABLES=cos.shape[1] > 1, ADJACENT=adjacent, INVERSE=inverse,
         PROGRAM_ROWS=program_rows, ROWS=rows, PAIRS=_PAIRS, warps=1,
