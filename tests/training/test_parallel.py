@@ -38,7 +38,7 @@ from vitral.data.preprocess import parse_pipeline
 from vitral.data.splits import Split
 from vitral.errors import Interrupted, UserError
 from vitral.evaluation.predict import predict_split
-from vitral.models.normalize import normalize
+from vitral.models.model import normalize
 from vitral.training import setup
 from vitral.training.metrics import Evaluator, measure
 from vitral.training.objective import Objective

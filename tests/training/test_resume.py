@@ -40,7 +40,7 @@ from vitral.checkpoints import write
 from vitral.checkpoints.run import RunFolder
 from vitral.display import Display
 from vitral.errors import Interrupted
-from vitral.training import signals
+from vitral.training import parallel
 
 HERE = Path(__file__).parents[1]
 EVERYTHING = (
@@ -271,7 +271,7 @@ def test_a_second_signal_stops_at_once(pictures, tmp_path):
     read_until("evaluating", program)
     program.send_signal(signal.SIGINT)
     read_until("stopping after this step", program)
-    time.sleep(signals._REPEATED + 0.1)
+    time.sleep(parallel._REPEATED + 0.1)
     assert program.poll() is None, "the first signal waits for the images that are being evaluated"
     program.send_signal(signal.SIGINT)
     _, errors = program.communicate(timeout=PATIENCE)
@@ -300,12 +300,12 @@ def read_until(text: str, program: subprocess.Popen[str]) -> None:
 
 def test_a_signal_that_is_repeated_within_a_moment_counts_once(monkeypatch):
     before, told = signal.getsignal(signal.SIGTERM), []
-    with signals.stop_requests(lambda: told.append(1)) as stopping:
+    with parallel.stop_requests(lambda: told.append(1)) as stopping:
         assert not stopping()
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         assert stopping()
-        monkeypatch.setattr(signals, "_REPEATED", 0.0)
+        monkeypatch.setattr(parallel, "_REPEATED", 0.0)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert told == [1]
