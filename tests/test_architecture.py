@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "cloudpickle": (),
     **dict.fromkeys(("marshal", "shelve", "joblib", "yaml", "runpy", "eval", "exec", "compile", "__import__"), ()),
 }
-UNPICKLES = {"allow_pickle=True", "weights_only=False"}
+UNPICKLES = {"allow_pickle": "True", "weights_only": "False"}
 # Calls that run what a file holds unless they say otherwise; the index of a sharded state is read by ours.
 READERS = {"torch.load": "weights_only=True", "sharded.load": "storage_reader=ShardReader("}
 
@@ -114,6 +115,11 @@ def faults(source: Path) -> list[str]:
     return found
 
 
+@lru_cache(maxsize=1)
+def _nodes(tree: ast.AST) -> list[ast.AST]:
+    return list(ast.walk(tree))
+
+
 def _room(place: str, tree: ast.Module) -> Iterator[str]:
     room = place.split("/")[0].removesuffix(".py")
     if room not in ROOMS:
@@ -135,24 +141,25 @@ def _words(place: str, tree: ast.Module) -> Iterator[str]:
     for word, homes in HOMES.items():
         if any(f"{name}.".startswith(f"{word}.") for name in used) and not _at(place, homes):
             yield f"{word} belongs in {' and '.join(homes) or 'no file'}"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.keyword) and ast.unparse(node) in UNPICKLES:
+    for node in _nodes(tree):
+        if isinstance(node, ast.keyword) and node.arg in UNPICKLES and ast.unparse(node.value) == UNPICKLES[node.arg]:
             yield f"{ast.unparse(node)} reads pickles"
         if isinstance(node, ast.Call):
             needed = READERS.get(_dotted(node.func), "")
-            if not any(ast.unparse(keyword).startswith(needed) for keyword in node.keywords) and needed:
+            if needed and not any(ast.unparse(keyword).startswith(needed) for keyword in node.keywords):
                 yield f"{_dotted(node.func)} without {needed} reads pickles"
 
 
 def _foreign(place: str, tree: ast.Module) -> Iterator[str]:
     if _at(place, (FOREIGN_HOME,)):
         return
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    docstrings = {id(node.value) for node in _nodes(tree) if isinstance(node, ast.Expr)}
+    for node in _nodes(tree):
         text = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             text = node.value
-        yield from (f'the foreign name "{name}" belongs in {FOREIGN_HOME}' for name in FOREIGN if name in text)
+        if text:
+            yield from (f'the foreign name "{name}" belongs in {FOREIGN_HOME}' for name in FOREIGN if name in text)
 
 
 def _heavy(place: str, tree: ast.Module) -> Iterator[str]:
@@ -167,8 +174,8 @@ def _heavy(place: str, tree: ast.Module) -> Iterator[str]:
 def _types(place: str, tree: ast.Module) -> Iterator[str]:
     if _at(place, UNTYPED):
         return
-    methods = {id(item) for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for item in node.body}
-    for node in ast.walk(tree):
+    methods = {id(item) for node in _nodes(tree) if isinstance(node, ast.ClassDef) for item in node.body}
+    for node in _nodes(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         arguments = [*node.args.posonlyargs, *node.args.args]
@@ -193,7 +200,7 @@ def _imports(place: str, tree: ast.AST) -> set[str]:
     """Dotted names of all that is imported, inside functions too; `from a import b` gives a.b."""
     folders = ["vitral", *place.split("/")[:-1]]
     names = set()
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -212,7 +219,7 @@ def _member(module: str, name: str) -> str:
 
 def _dotted_names(tree: ast.AST) -> Iterator[str]:
     """Attribute chains such as `torch.distributed.barrier`, and bare names that are called."""
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Attribute):
             yield _dotted(node)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
