@@ -42,24 +42,6 @@ def gradient_rollout(model: Model, images: Tensor, classes: Tensor | None = None
     return _on_grid(torch.einsum("bn,bnm->bm", result.output_weights, relevance), result.grid)
 
 
-def attention_gradient(
-    model: Model, images: Tensor, classes: Tensor | None = None, *, layers: int | None = None, sigmoid: bool = False
-) -> Tensor:
-    """The positive part of attention times its gradient, averaged over heads and layers.
-
-    Args:
-        layers: Use only this many of the last layers. All by default: the last one alone misses information that
-            earlier layers moved to other tokens.
-    """
-    if isinstance(model, ViT) and model.config.axial:
-        raise UserError("an axial layer attends within lines only: use gradient_rollout, which combines the layers.")
-    if layers is not None and layers < 1:
-        raise UserError(f"layers must be at least 1, not {layers}.")
-    result = _gradient_attention(model, images, classes, sigmoid)
-    last = list(result.attentions.values())[-(layers or 0) :]  # -0 is the first
-    return _on_grid(torch.einsum("bn,bnm->bm", result.output_weights, torch.stack(last).mean(0)), result.grid)
-
-
 @torch.no_grad()
 def occlusion(
     model: Model,
