@@ -18,7 +18,7 @@ from vitral.data.sources import open_images
 from vitral.inspection.attention import mean_attention_distance
 from vitral.inspection.attribution import deletion_area, deletion_curve, gradient_rollout, random_maps
 from vitral.inspection.representations import position_similarity
-from vitral.models.normalize import normalize
+from vitral.models.model import normalize
 
 DISTANCE_IMAGES, DELETION_IMAGES = 32, 8
 STEPS = 14  # of a deletion curve

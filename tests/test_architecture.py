@@ -62,7 +62,6 @@ HOMES: dict[str, tuple[str, ...]] = {
             "recipe_presets.py",
             "training/run.py",
             "training/setup.py",
-            "training/identity.py",
             "training/build.py",
         ),
         *("studies/", "api/", "cli/", "sklearn.py", "__init__.py"),

@@ -29,7 +29,7 @@ from vitral.evaluation.calibration import probabilities
 from vitral.evaluation.predict import Predictions
 from vitral.kernels.cuda_graph import CudaGraph
 from vitral.kernels.packed import pack
-from vitral.models.normalize import normalize
+from vitral.models.model import normalize
 
 _WARM_UP = 3  # calls before the CUDA graph is captured
 

@@ -202,7 +202,7 @@ def test_wrong_labels_are_ranked_first_and_shown_on_a_page(colours, tmp_path, co
 
 def test_names_on_the_page_are_text(colours, tmp_path):
     from vitral.data.check import SuspectLabel
-    from vitral.report.label_errors import label_errors_page
+    from vitral.report.pages import label_errors_page
 
     suspect = SuspectLabel("<script>1</script>.png", "<b>", "&", 0.1, 0.9, -1.0, True)
     page = label_errors_page("<i>", 3, [suspect] * 3, [np.zeros((4, 4, 3), np.uint8)])

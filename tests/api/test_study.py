@@ -18,7 +18,7 @@ import vitral
 from vitral.api import study_runs
 from vitral.data.sources import open_data
 from vitral.errors import UserError
-from vitral.studies.records import read_records
+from vitral.studies.planning import read_records
 from vitral.training.loop import Diverged
 
 ROOT = Path(__file__).parents[2]

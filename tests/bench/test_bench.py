@@ -57,7 +57,7 @@ from vitral.cost import training_flops
 from vitral.data.images import encode_png
 from vitral.errors import UserError
 from vitral.events import Note, ignore_events
-from vitral.models.normalize import normalize
+from vitral.models.model import normalize
 from vitral.names import parse
 
 WORKLOAD = Workload("train", "ViT-Ti/16", 2, "cpu", image=32, depth=2, classes=10)

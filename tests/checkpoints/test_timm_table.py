@@ -10,8 +10,7 @@ from oracles import outside
 
 from vitral.checkpoints.card import Preprocess
 from vitral.checkpoints.formats.timm_arguments import factories, factory_named, named_architecture
-from vitral.checkpoints.processors import from_transformers
-from vitral.checkpoints.releases import named_preprocess, release_named, releases
+from vitral.checkpoints.processors import from_transformers, named_preprocess, release_named, releases
 from vitral.data.preprocess import IMAGENET_MEAN, IMAGENET_STD
 
 

@@ -22,7 +22,7 @@ from vitral.evaluation.mapping import class_mapping, read_table
 from vitral.evaluation.predict import Predictions, embed_split, predict_split
 from vitral.events import Event, Progress
 from vitral.models.build import Model, build
-from vitral.models.normalize import normalize
+from vitral.models.model import normalize
 from vitral.serving import collect_predictions, write_results
 
 PREPROCESS = Preprocess("decode|resize(16, 16)|central_crop(16)", (0.5, 0.4, 0.3), (0.5, 0.25, 0.2))

@@ -33,7 +33,7 @@ from vitral.inspection.attention import (
 )
 from vitral.models.build import build
 from vitral.models.capture import capture
-from vitral.models.normalize import normalize
+from vitral.models.model import normalize
 from vitral.models.vit import ViT
 
 SMALL = ViTConfig(depth=2, width=16, mlp=24, heads=2, patch=4, image=(12, 8), classes=5)

@@ -33,7 +33,7 @@ from vitral.inspection.attribution import (
 )
 from vitral.models.build import Model, build
 from vitral.models.capture import capture
-from vitral.models.normalize import normalize
+from vitral.models.model import normalize
 from vitral.models.vit import ViT
 
 Method = Callable[..., Tensor]

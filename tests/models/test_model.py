@@ -21,7 +21,7 @@ from vitral.cost import cost
 from vitral.errors import UserError
 from vitral.kernels.packed import PackedLinear, pack
 from vitral.models.build import build
-from vitral.models.normalize import normalize
+from vitral.models.model import normalize
 from vitral.models.position import Position
 from vitral.names import name_of
 

@@ -11,8 +11,7 @@ from scipy import stats
 
 from vitral.studies.claims import difference, judge, select
 from vitral.studies.definition import Cell, Claim, Study, planned_run
-from vitral.studies.planning import CellResult
-from vitral.studies.records import Record
+from vitral.studies.planning import CellResult, Record
 
 EMPTY = Study("mine", "Mine", "top1", {}, ())
 

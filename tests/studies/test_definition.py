@@ -15,8 +15,17 @@ from vitral.errors import UserError
 from vitral.names import name_of, parse
 from vitral.studies.claims import select
 from vitral.studies.definition import definition_of, parse_study, read_study, shipped
-from vitral.studies.planning import chosen_settings, plan, plan_cost, results, run_flops_of, table
-from vitral.studies.records import Record, append_record, read_records
+from vitral.studies.planning import (
+    Record,
+    append_record,
+    chosen_settings,
+    plan,
+    plan_cost,
+    read_records,
+    results,
+    run_flops_of,
+    table,
+)
 
 RESULTS = Path(__file__).parents[2] / "results"
 TEXT = """

@@ -16,7 +16,7 @@ from vitral.data import augment
 from vitral.data.augment import FILL, OPERATIONS
 from vitral.data.preprocess import parse_pipeline
 from vitral.errors import UserError
-from vitral.models.normalize import normalize
+from vitral.models.model import normalize
 from vitral.training import augmentation
 from vitral.training.augmentation import affine, operated, parse_augmentation, shifted, square
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from vitral.architecture import StemConfig, ViTConfig
 from vitral.errors import UserError
 from vitral.evaluation.masked_baselines import histogram_entropy
-from vitral.models.normalize import normalize
+from vitral.models.model import normalize
 from vitral.models.vit import ViT
 from vitral.training.masked import (
     Corruption,

@@ -10,6 +10,8 @@ is also the program they run. Runs that several tests speak of:
 from __future__ import annotations
 
 import atexit
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -33,12 +35,13 @@ import vitral
 from vitral import events
 from vitral.checkpoints.card import Preprocess
 from vitral.checkpoints.run import RunFolder
+from vitral.cli import main
 from vitral.data.images import ImageError, decode, encode_png
 from vitral.data.preprocess import parse_pipeline
 from vitral.data.splits import Split
 from vitral.errors import Interrupted, UserError
 from vitral.evaluation.predict import predict_split
-from vitral.models.normalize import normalize
+from vitral.models.model import normalize
 from vitral.training import setup
 from vitral.training.metrics import Evaluator, measure
 from vitral.training.objective import Objective
@@ -53,6 +56,7 @@ BASE = (
 SGD = ("optim.name=sgd", "optim.lr=0.03")
 PATIENT = ("evaluate_every=2", "patience=2", "optim.lr=0.00001", "ema_decay=0")
 FSDP = "parallel=fsdp"
+NOT_RUNS = ("evaluate", "moved", "sharded", "protocol", "seeds", "mistake", "threads", "errors")
 BATCHES = (1, 7, 64)
 PATIENCE = 1200  # seconds until a process counts as hanging; on a busy machine a start may take a minute
 PREPROCESS = Preprocess("decode|resize(8)", (0.5,) * 3, (0.5,) * 3)
@@ -167,6 +171,19 @@ def protocol(world: World, data: str, out: str, words: list[str]) -> Any:
     return [found.folder, found.as_dict()["devices"]]
 
 
+def command(world: World, folder: str, words: list[str]) -> list[Any]:
+    """The exit code of `vitral` with these words in a folder, and what it said on both outputs."""
+    os.chdir(folder)
+    sys.argv = ["vitral", *words]
+    code, streams = 0, (io.StringIO(), io.StringIO())
+    with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return [code, *(stream.getvalue() for stream in streams)]
+
+
 class Fault(BaseException):
     """An error that no job expects: it ends the process."""
 
@@ -179,7 +196,10 @@ def crash(world: World) -> None:
     raise Fault
 
 
-JOBS: dict[str, Callable[..., Any]] = {"run": run, "evaluate": evaluate, "protocol": protocol, "crash": crash}
+JOBS: dict[str, Callable[..., Any]] = {
+    **{"run": run, "evaluate": evaluate, "protocol": protocol},
+    **{"command": command, "crash": crash},
+}
 
 
 @dataclass(frozen=True)
@@ -228,24 +248,22 @@ def environment() -> dict[str, str]:
 
 
 def start(processes: int, jobs: dict[str, dict[str, Any]], folder: Path) -> dict[str, list[Any]]:
-    """Start processes on a list of jobs: what became of each, [name][process], and with "threads" what is left."""
+    """Start processes on a list of jobs, in a folder where the core file of one that aborts stays, too.
+
+    Returns:
+        What became of each job, [name][process]; with "threads" those that the processes had when they had left their
+        group, and with "errors" what they said on standard error.
+    """
     path = folder / f"jobs-{processes}.json"
     path.write_text(json.dumps(list(jobs.values())))
-    done = launch(torchrun(processes, Path(__file__), path), folder)
-    assert done.returncode == 0, done.stderr
+    started = torchrun(processes, Path(__file__), path)
+    done = subprocess.run(started, env=environment(), cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode == 0) == ("crash" not in jobs), done.stderr
     said = [path.with_suffix(f".{rank}").read_text().splitlines() for rank in range(processes)]
-    told = {name: [json.loads(line) for line in lines] for name, *lines in zip(jobs, *said, strict=True)}
-    return told | {"threads": threads(path)}
-
-
-def launch(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command in a folder, where the core file of a process that aborts stays, too."""
-    return subprocess.run(command, env=environment(), cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
-
-
-def threads(jobs: Path) -> list[list[str]]:
-    """The threads that the processes had when they had left their group."""
-    return [json.loads(path.read_text()) for path in sorted(jobs.parent.glob(f"{jobs.stem}.threads-*"))]
+    ended = [name for name in jobs if name != "crash"]
+    told = {name: [json.loads(line) for line in lines] for name, *lines in zip(ended, *said, strict=True)}
+    threads = [json.loads(left.read_text()) for left in sorted(folder.glob(f"{path.stem}.threads-*"))]
+    return told | {"threads": threads, "errors": [done.stderr]}
 
 
 @pytest.fixture(scope="module")
@@ -281,8 +299,8 @@ def legs(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Legs:
 
     start_here = starting_from(folder / "start.safetensors")
     head, lora = ("trainable=head", start_here), ("trainable=lora:2", start_here)
-    for name, *words in (("adamw",), ("sgd", *SGD), ("head", *head), ("lora", *lora), ("best", *PATIENT)):
-        run(alone, **job(name, *words))
+    for name, *settings in (("adamw",), ("sgd", *SGD), ("head", *head), ("lora", *lora), ("best", *PATIENT)):
+        run(alone, **job(name, *settings))
     assert run(alone, **job("moved", stop=7)) == run(alone, **job("sharded", stop=5)) == "stopped"
     two = {
         "sgd-2": job("sgd-2", *SGD),
@@ -313,6 +331,11 @@ def legs(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Legs:
     }
     for jobs in (two, three):
         jobs |= {name: {"do": "run", **job} for name, job in jobs.items()} | {"evaluate": {"do": "evaluate"}}
+    line = ["train", str(pictures), *words("steps=6", *SGD)]
+    (folder / "seeds").mkdir()
+    two["seeds"] = {"do": "command", "folder": str(folder / "seeds"), "words": [*line, "--json", "--seeds", "2"]}
+    two["mistake"] = {"do": "command", "folder": str(folder), "words": [*line, "optim.lrr=1"]}
+    three["crash"] = {"do": "crash"}
     two["protocol"] = {"do": "protocol", **job("protocol", "steps=2", "data.dev=0.2")}
     said_by_two = start(2, two, folder)
     shutil.copytree(folder / "sharded", folder / "damaged")
@@ -446,24 +469,20 @@ def test_all_processes_end_with_the_same_mistake(legs: Legs, name: str, sentence
 
 def test_only_the_first_process_hears_of_the_run(legs: Legs) -> None:
     for name, said in (legs.two | legs.three).items():
-        if name not in ("evaluate", "moved", "sharded", "protocol", "threads") and isinstance(said[0], list):
+        if name not in NOT_RUNS and isinstance(said[0], list):
             assert len(said[0]) == 1
             assert not any(said[1:])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
-def test_the_threads_of_a_group_end_before_the_interpreter(legs: Legs, tmp_path: Path) -> None:
+def test_the_threads_of_a_group_end_before_the_interpreter(legs: Legs) -> None:
     """Those of gloo, which would else abort the process now and then; also after a crash, whose exit code stays."""
-    named = [*legs.two["threads"], *legs.three["threads"]]
-    assert len(named) == 5
-    path = tmp_path / "jobs.json"
-    path.write_text(json.dumps([{"do": "crash"}]))
-    done = launch(torchrun(2, Path(__file__), path), tmp_path)
-    assert "Fault" in done.stderr
-    assert "exitcode  : 1 " in done.stderr
-    named += threads(path)
-    assert len(named) > 5  # torchrun may end one of the two early
-    assert not any("gloo" in name for names in named for name in names)
+    two, three = legs.two["threads"], legs.three["threads"]
+    assert len(two) == 2
+    assert len(three) >= 1  # torchrun may end the others early
+    assert not any("gloo" in name for names in (*two, *three) for name in names)
+    assert "Fault" in legs.three["errors"][0]
+    assert "exitcode  : 1 " in legs.three["errors"][0]
 
 
 # The command line.
@@ -473,29 +492,26 @@ def words(*more: str) -> list[str]:
     return ["--model", MODEL, "--device", "cpu", "--set", *TINY, *more]
 
 
-def test_seeds_on_the_command_line(pictures: Path, tmp_path: Path) -> None:
+def test_seeds_on_the_command_line(pictures: Path, legs: Legs) -> None:
     """Two runs after each other in a folder that the processes must agree on; said once."""
-    more = ("steps=6", *SGD)
-    command = torchrun(2, "-m", "vitral", "train", pictures, "--json", "--seeds", "2", *words(*more))
-    done = launch(command, tmp_path)
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
+    (code, output, errors), other = legs.two["seeds"]
+    assert code == 0, errors
+    assert other == [0, "", ""]
+    said, folder = json.loads(output), legs.folder / "seeds"
     assert [Path(run["folder"]).name for run in said["runs"]] == ["seed-0", "seed-1"]
-    assert len(list((tmp_path / "runs").iterdir())) == 1
-    assert done.stderr.count("seed 1\n") == 1
-    assert "Warning" not in done.stderr
-    train(pictures, tmp_path / "alone", *more, "seed=1")
-    ours, theirs = (
-        load_file(folder / "model.safetensors") for folder in (tmp_path / said["runs"][1]["folder"], tmp_path / "alone")
-    )
-    assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 1e-6
+    assert len(list((folder / "runs").iterdir())) == 1
+    assert errors.count("seed 1\n") == 1
+    assert "Warning" not in errors + legs.two["errors"][0]
+    train(pictures, legs.folder / "sgd-seed-1", "steps=6", *SGD, "seed=1")
+    assert difference(legs, "sgd-seed-1", f"seeds/{said['runs'][1]['folder']}") < 1e-6
 
 
-def test_a_mistake_on_the_command_line_is_one_sentence(pictures: Path, tmp_path: Path) -> None:
-    command = torchrun(2, "-m", "vitral", "train", pictures, "--out", tmp_path / "run", *words("optim.lrr=1"))
-    done = launch(command, tmp_path)
-    assert done.stderr.count('vitral: unknown key "optim.lrr"') == 1
-    assert "exitcode  : 2 " in done.stderr
+def test_a_mistake_on_the_command_line_is_one_sentence(legs: Legs) -> None:
+    """Of the first process that makes it; the other is silent."""
+    codes, outputs, errors = zip(*legs.two["mistake"], strict=True)
+    assert (codes, outputs) == ((2, 2), ("", ""))
+    assert "".join(errors).count('vitral: unknown key "optim.lrr"') == 1
+    assert "" in errors
 
 
 def test_a_signal_to_torchrun_saves_and_the_run_goes_on(pictures: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from vitral.data.loader import cores, default_workers
 from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note
-from vitral.models.device import check_device, default_device
+from vitral.models.build import check_device, default_device
 
 _MODELS = {"cuda": "ViT-B/16", "cpu": "ViT-Ti/16"}
 _TORCH_PEERS = ("timm", "transformers", "torchvision")

@@ -27,7 +27,7 @@ from vitral.evaluation.label_errors import find_label_errors
 from vitral.events import EventHandler
 from vitral.models.build import Model
 from vitral.recipe import Recipe
-from vitral.report.label_errors import label_errors_page
+from vitral.report.pages import label_errors_page
 
 _SHOWN = 200  # suspicious labels on the page
 _THUMBNAIL = 160  # pixels of the longer side

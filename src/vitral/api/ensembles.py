@@ -16,21 +16,21 @@ from vitral.data.preprocess import parse_preprocess
 from vitral.data.sources import Split
 from vitral.display import displayed
 from vitral.errors import UserError
-from vitral.evaluation.averaging import (
+from vitral.evaluation.mapping import read_table
+from vitral.evaluation.predict import (
     VIEWS,
+    Predictions,
     TestTimeAugmentation,
     ViewPreprocess,
     averaging,
     class_order,
     mean_predictions,
+    predict_split,
     view_pipeline,
 )
-from vitral.evaluation.mapping import read_table
-from vitral.evaluation.predict import Predictions, predict_split
 from vitral.events import EventHandler, Note
 from vitral.kernels.packed import pack
-from vitral.models.build import Model
-from vitral.models.device import resolve_device
+from vitral.models.build import Model, resolve_device
 
 Sources = Source | list[Any]  # in Python also several; a list of one type is no list of a union
 _RUNS = ("fold-*", "seed-*")  # runs of one `vitral train`

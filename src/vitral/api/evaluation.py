@@ -28,10 +28,9 @@ from vitral.evaluation.accuracy import (
     real_accuracy,
     wilson_interval,
 )
-from vitral.evaluation.averaging import TestTimeAugmentation
 from vitral.evaluation.calibration import FOLDS, calibrate, probabilities
 from vitral.evaluation.mapping import class_mapping
-from vitral.evaluation.predict import Predictions
+from vitral.evaluation.predict import Predictions, TestTimeAugmentation
 from vitral.events import EventHandler, Note, ignore_events
 from vitral.report.evaluation import TemperatureAdvice, evaluation_page
 from vitral.serving import unread

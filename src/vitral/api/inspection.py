@@ -34,9 +34,8 @@ from vitral.events import EventHandler, Note, Progress
 from vitral.inspection.attention import mean_attention_distance
 from vitral.inspection.image_inspection import inspect_images
 from vitral.inspection.representations import embedding_filters, position_similarity
-from vitral.models.build import Model
-from vitral.models.device import resolve_device
-from vitral.models.normalize import normalize
+from vitral.models.build import Model, resolve_device
+from vitral.models.model import normalize
 from vitral.models.vit import ViT
 from vitral.names import name_of
 from vitral.recipe import from_toml

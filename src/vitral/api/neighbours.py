@@ -38,7 +38,7 @@ from vitral.inspection.representations import (
     save_index,
 )
 from vitral.models.build import Model
-from vitral.models.normalize import normalize
+from vitral.models.model import normalize
 from vitral.serving import unread
 
 BATCH = 16

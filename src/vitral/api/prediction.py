@@ -30,8 +30,7 @@ from vitral.data.preprocess import parse_deterministic
 from vitral.data.sources import open_data
 from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
-from vitral.evaluation.averaging import TestTimeAugmentation
-from vitral.evaluation.predict import EmbeddingPool, embed_split
+from vitral.evaluation.predict import EmbeddingPool, TestTimeAugmentation, embed_split
 from vitral.events import EventHandler
 from vitral.kernels.packed import pack
 from vitral.models.build import Model

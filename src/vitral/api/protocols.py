@@ -20,7 +20,7 @@ from vitral.data.sources import DataSet
 from vitral.display import SummaryRepr, displayed, with_deviation
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note, RunDirChosen
-from vitral.models.device import check_device
+from vitral.models.build import check_device
 from vitral.names import name_of
 from vitral.paper import Reported, reported
 from vitral.paper.results import PRETRAININGS
@@ -44,8 +44,7 @@ from vitral.studies.protocol import (
     run_protocol,
     trial_configs,
 )
-from vitral.training.build import check_recipe, flip_warning
-from vitral.training.identity import FREE_KEYS
+from vitral.training.build import FREE_KEYS, check_recipe, flip_warning
 from vitral.training.optimizer import warmup_steps
 from vitral.training.parallel import init_distributed, on_rank0
 from vitral.version import __version__

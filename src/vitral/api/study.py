@@ -17,7 +17,7 @@ from vitral.atomic import atomic_write
 from vitral.display import SummaryRepr, displayed, duration
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note, RunDirChosen
-from vitral.models.device import check_device
+from vitral.models.build import check_device
 from vitral.recipe import Overrides, override_words
 from vitral.studies import report
 from vitral.studies.claims import ClaimResult, judge
@@ -29,8 +29,7 @@ from vitral.studies.definition import (
     shipped,
     study_name,
 )
-from vitral.studies.planning import CellResult, Plan, PlanCost, plan, plan_cost, results, table
-from vitral.studies.records import Record, read_records
+from vitral.studies.planning import CellResult, Plan, PlanCost, Record, plan, plan_cost, read_records, results, table
 
 StudyAction = Literal["list", "run", "report"]
 Engine = Literal["local"]

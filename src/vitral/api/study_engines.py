@@ -26,8 +26,7 @@ from vitral.data.loader import cores
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note, Progress, ignore_events
 from vitral.studies.definition import PlannedRun, Study
-from vitral.studies.planning import plan
-from vitral.studies.records import Record, append_record, read_records
+from vitral.studies.planning import Record, append_record, plan, read_records
 from vitral.training.device_data import shared_residents
 
 _BESIDE = "VITRAL_STUDY_BESIDE"  # tells a process how many others share its device

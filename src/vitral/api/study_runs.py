@@ -33,7 +33,7 @@ from vitral.models.build import Model
 from vitral.recipe import Recipe, recipe_hash, with_dev, with_overrides
 from vitral.recipe_schema import ShapeRecipe
 from vitral.studies.definition import PlannedRun, Study
-from vitral.studies.records import Record
+from vitral.studies.planning import Record
 from vitral.training.build import check_recipe
 from vitral.training.loop import Diverged
 from vitral.training.parallel import init_distributed

@@ -22,7 +22,7 @@ from vitral.data.sources import DataSet, median_short_side
 from vitral.display import SummaryRepr, displayed, interval_text, score_summary, with_deviation
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note, RunDirChosen
-from vitral.models.device import check_device, default_device
+from vitral.models.build import check_device, default_device
 from vitral.recipe import (
     Overrides,
     Recipe,

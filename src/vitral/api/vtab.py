@@ -18,7 +18,7 @@ from vitral.data.vtab import TASKS, VtabTask, find_task, open_task, write_ids
 from vitral.display import SummaryRepr, displayed, with_deviation
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note, RunDirChosen
-from vitral.models.device import check_device
+from vitral.models.build import check_device
 from vitral.names import name_of
 from vitral.paper import VtabRow, table9
 from vitral.recipe import Overrides, Recipe, Sweep, override_words, recipe_hash, with_overrides

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vitral.bench.backends import OURS, Backend, Workload, build_model
 from vitral.kernels.cuda_graph import CudaGraph
 from vitral.kernels.packed import pack
-from vitral.models.normalize import normalize
+from vitral.models.model import normalize
 from vitral.serving import TopKClassifier
 
 _SEED = 0

@@ -16,7 +16,7 @@ from vitral.architecture import Architecture, Size, as_dict, from_dict, is_a
 from vitral.data.images import METHODS, ImageError, PILImage, as_tensor, decode, is_pil, pil_to_array
 from vitral.data.preprocess import Pipeline, parse_deterministic
 from vitral.errors import UserError, shorten
-from vitral.models.normalize import normalize
+from vitral.models.model import normalize
 
 ImageInput = np.ndarray | PILImage | str | Path | bytes
 

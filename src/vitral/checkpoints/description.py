@@ -16,7 +16,7 @@ from vitral.checkpoints.formats.native import NATIVE, card_of
 from vitral.checkpoints.formats.table import CONFIG_COUNTS, HINTED, CheckpointHeader, Entry, Format, Hints, linear
 from vitral.checkpoints.formats.timm_arguments import factory_named, named_architecture, stem_of
 from vitral.checkpoints.formats.timm_reading import named_factory
-from vitral.checkpoints.releases import named_preprocess
+from vitral.checkpoints.processors import named_preprocess
 from vitral.checkpoints.wrappers import FoundModel, find_model, ignored_keys, ignored_sentences
 from vitral.errors import UserError, shorten
 

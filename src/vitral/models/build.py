@@ -1,8 +1,9 @@
-"""From an architecture to a model with initial weights."""
+"""From an architecture to a model with initial weights, and the device to compute on."""
 
 from __future__ import annotations
 
 import math
+import os
 
 import torch
 import torch.nn.functional as F
@@ -83,3 +84,38 @@ def _similar_pair(like: Tensor) -> tuple[Tensor, Tensor]:
     shared, first, second = (nn.init.orthogonal_(torch.empty_like(like)) for _ in range(3))
     rest = math.sqrt(1 - _SHARED**2)
     return _SHARED * shared + rest * first, _SHARED * shared + rest * second
+
+
+def default_device() -> torch.device:
+    """The GPU of this process (by LOCAL_RANK), else Apple's (MPS), else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def resolve_device(name: str) -> str:
+    """The name of the device to compute on.
+
+    Args:
+        name: "cpu", "cuda", "cuda:1" or "mps"; "" for `default_device()`.
+
+    Raises:
+        UserError: not a device, or not present on this machine.
+    """
+    check_device(name)
+    return name or str(default_device())
+
+
+def check_device(name: str) -> None:
+    """Raise UserError unless `name` is a device of this machine; "" stands for the default and always passes."""
+    if not name:
+        return
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda", "mps"):
+        raise UserError(f'"{name}" is not a device: use cpu, cuda, cuda:1 or mps, or leave it out.')
+    counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if (device.index or 0) >= counts[device.type]:
+        raise UserError(f'this machine has no device "{name}": leave it out to use the best available device.')

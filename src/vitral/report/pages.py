@@ -1,4 +1,4 @@
-"""The pages about a model and images (`vitral inspect`), and about a training run."""
+"""The pages of `vitral inspect`, of a training run, and of suspicious labels (`vitral check --model`)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vitral.data.check import SuspectLabel
 from vitral.data.images import UnreadableImage
 from vitral.report.charts import dot_chart, heat_map, image_grid, image_tag, line_chart
 from vitral.report.evaluation import Reliability, confusion_data, headline, metric_sections
@@ -21,6 +22,7 @@ _INTRODUCTION = {
     False: "A ResNet passes an image through layers of convolutions. "
     "This page shows which regions its prediction depends on, and the filters of its first layer.",
 }
+_GRID = "display:grid;grid-template-columns:repeat(auto-fill,minmax(11rem,1fr));gap:1.25rem 1rem"
 
 
 class LearnedWeights(NamedTuple):
@@ -218,3 +220,47 @@ def _examples_section(examples: RunExamples) -> Section:
     else:
         title, about = "Least confident predictions", f"The lowest probability {total}; none is wrong."
     return viewer_section(examples.images, examples.pooled_name, name, title, about)
+
+
+def label_errors_page(
+    source: str, images: int, suspects: Sequence[SuspectLabel], thumbnails: Sequence[np.ndarray]
+) -> str:
+    """Write the page.
+
+    Args:
+        source: the data set.
+        images: how many images were judged.
+        suspects: all suspicious labels, the most suspicious first.
+        thumbnails: uint8 (h, w, c) of the first of them; the others are left out of the page.
+
+    Returns:
+        HTML.
+    """
+    numbers = {
+        "images": f"{images:,}",
+        "suspicious labels": f"{len(suspects):,}",
+        "likely wrong": f"{sum(suspect.likely for suspect in suspects):,}",
+    }
+    shown = list(zip(suspects, thumbnails, strict=False))
+    about = (
+        "The most suspicious first. Each image was judged by a linear classifier of the model's features that was "
+        "fitted to other images only; a percentage is its probability. Not every one is an error: unusual images of "
+        "a class are listed, too."
+    )
+    if len(shown) < len(suspects):
+        about += f" {len(suspects) - len(shown):,} more are in the JSON output."
+    cells = "".join(_figure(suspect, thumbnail) for suspect, thumbnail in shown)
+    body = f'<div style="{_GRID}">{cells}</div>' if cells else "<p>No label is suspicious.</p>"
+    title = f"Suspicious labels of {source}"
+    return page(title, headline_numbers(numbers), [Section("labels", "Suspicious labels", about, body)], {})
+
+
+def _figure(suspect: SuspectLabel, thumbnail: np.ndarray) -> str:
+    description = f"{suspect.image}, labelled {suspect.label}"
+    caption = (
+        f"<strong>{escape(suspect.label)}</strong> {suspect.confidence:.0%}, looks like "
+        f"<strong>{escape(suspect.suggested)}</strong> {suspect.suggested_confidence:.0%}"
+        f"{' (likely wrong)' if suspect.likely else ''}<br><small>{escape(suspect.image)}</small>"
+    )
+    caption = f'<figcaption style="font-weight:400">{caption}</figcaption>'
+    return f'<figure style="margin:0;overflow-wrap:anywhere">{image_tag(thumbnail, description)}{caption}</figure>'

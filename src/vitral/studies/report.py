@@ -13,8 +13,7 @@ from vitral.report.charts import Panel
 from vitral.report.html import Section, headline_numbers, page, panels
 from vitral.studies.claims import ClaimResult, is_count, judge
 from vitral.studies.definition import Study
-from vitral.studies.planning import CellResult, table
-from vitral.studies.records import Record
+from vitral.studies.planning import CellResult, Record, table
 
 # Readable on a light and on a dark page.
 _COLOURS = ("#3f74cc", "#d2603f", "#2a9d8f", "#b07cc6", "#c99a2e", "#6b8e23", "#d0588f", "#7a8794")

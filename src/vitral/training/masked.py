@@ -25,7 +25,7 @@ from vitral.evaluation.predict import Predictions, Preprocessing
 from vitral.events import EventHandler, Progress
 from vitral.models.init import zero_bias
 from vitral.models.mae import MaeConfig, MaskedAutoencoder
-from vitral.models.normalize import normalize
+from vitral.models.model import normalize
 from vitral.models.position import grid_of
 from vitral.models.vit import ViT
 

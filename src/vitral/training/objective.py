@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vitral.architecture import Size
 from vitral.errors import UserError
-from vitral.models.normalize import normalize
+from vitral.models.model import normalize
 from vitral.training.augmentation import parse_augmentation
 
 Box = tuple[int, int, int, int]  # top, bottom, left, right

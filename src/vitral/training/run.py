@@ -32,9 +32,8 @@ from vitral.events import Event, EventHandler, Note, Progress, RunFinished, RunS
 from vitral.models.adapters import merge_lora
 from vitral.models.mae import MaskedAutoencoder
 from vitral.recipe import Recipe
-from vitral.training.build import build_model
+from vitral.training.build import build_model, check_same_run, record_run
 from vitral.training.callbacks import CallbackRunner, OwnParts, RunHandle
-from vitral.training.identity import check_same_run, record_run
 from vitral.training.loop import train_loop
 from vitral.training.masked import MaeModel, MaskedModel
 from vitral.training.metrics import (
@@ -46,10 +45,17 @@ from vitral.training.metrics import (
     metrics_on_test,
 )
 from vitral.training.optimizer import learning_rate
-from vitral.training.parallel import World, all_ranks, gather_rows, init_distributed, on_rank0
+from vitral.training.parallel import (
+    StopRequests,
+    World,
+    all_ranks,
+    gather_rows,
+    init_distributed,
+    on_rank0,
+    stop_requests,
+)
 from vitral.training.resources import ResourceEstimate, estimate_resources, peak_bytes, reset_peak
 from vitral.training.setup import RunSetup, build_training, plan_run, read_data, worker_count
-from vitral.training.signals import StopRequests, stop_requests
 from vitral.training.state import TrainState, restore_state, save_state
 
 
