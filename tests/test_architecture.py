@@ -69,6 +69,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "torch.distributed": ("training/parallel.py", "checkpoints/run.py"),
     "PIL": ("data/images.py",),
     "simplejpeg": ("data/jpeg.py",),
+    "submitit": ("api/slurm.py",),
     "matplotlib": (),
     "triton": ("kernels/",),
     "sklearn": ("sklearn.py", "data/catalog/readers.py"),

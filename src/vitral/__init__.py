@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vitral.architecture import ModuleConfig, ResNetConfig, ViTConfig
     from vitral.checkpoints.card import Card, Preprocess
     from vitral.display import Display
-    from vitral.errors import Interrupted, UserError
+    from vitral.errors import Interrupted, PartsWritten, UserError
     from vitral.events import (
         Evaluated,
         Event,
@@ -66,7 +66,7 @@ _MODULES = {
     "vitral.api.vtab": "VtabResult vtab1k",
     "vitral.architecture": "ModuleConfig ResNetConfig ViTConfig",
     "vitral.checkpoints.card": "Card Preprocess",
-    "vitral.errors": "Interrupted UserError",
+    "vitral.errors": "Interrupted PartsWritten UserError",
     "vitral.events": "Evaluated Event EventHandler Note Progress RunDirChosen RunFinished RunStarted Saved StepDone",
     "vitral.models.capture": "capture",
     "vitral.display": "Display",
@@ -81,7 +81,7 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names.s
 __all__ = [
     "BenchmarkReport", "Callback", "Card", "CheckpointInfo", "ConvertResult", "CostResult", "DemoResult", "Display",
     "EmbedResult", "EvalResult", "Evaluated", "Event", "EventHandler", "Images", "InspectResult", "Interrupted",
-    "ModuleConfig", "Neighbour", "Note", "PredictionResults", "Preprocess", "ProbeResult", "Progress",
+    "ModuleConfig", "Neighbour", "Note", "PartsWritten", "PredictionResults", "Preprocess", "ProbeResult", "Progress",
     "ProtocolResult", "PushResult", "Recipe", "ResNetConfig", "RunDirChosen", "RunFinished", "RunHandle", "RunResult",
     "RunStarted", "Saved", "SearchResult", "Source", "StepDone", "StudyList", "StudyReport", "StudyRuns", "Tracker",
     "TrainResult", "UserError", "ViTConfig", "VtabResult",

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from vitral.errors import Interrupted, UserError, printable
+from vitral.errors import Interrupted, PartsWritten, UserError, printable
 from vitral.version import __version__
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ def main() -> None:
             run_verb(words[0], words[1:])
     except UserError as mistake:
         _fail(str(mistake), mistake.exit_code)
+    except PartsWritten as written:
+        print(printable(str(written)))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has closed the pipe
         sys.exit(0)
