@@ -43,7 +43,7 @@ ROOMS: dict[str, set[str]] = {
     "training": TO_LEVEL_3,
     "report": PLAIN | {"evaluation", "inspection", "data"},
     "serving": TO_LEVEL_3,
-    "export": TO_LEVEL_3,
+    "export": TO_LEVEL_3 | {"report"},  # its pages have the frame of reports
     "studies": TO_LEVEL_4,
     "bench": TO_LEVEL_4,
     "api": TO_LEVEL_4 | {"studies", "bench"},

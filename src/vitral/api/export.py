@@ -13,7 +13,7 @@ import numpy as np
 from vitral.api.checkpoints import Source, load_source, source_name
 from vitral.api.ensembles import check_head, named_card, prepared
 from vitral.api.held_out import eval_images
-from vitral.atomic import atomic_write, checked_output
+from vitral.atomic import atomic_write, check_writable, checked_output
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.files import open_weights, sha256
 from vitral.checkpoints.hub import located
@@ -25,11 +25,12 @@ from vitral.evaluation.mapping import class_mapping
 from vitral.events import EventHandler, Note
 from vitral.export.exported import CARD, GATE, SOURCE, VERSION, open_exported
 from vitral.export.gate import ExportRefused, Gate, GateImages, GateReport, Limits, decoded_images
-from vitral.export.graph import ExportGraph, Output
+from vitral.export.graph import ExportGraph, Output, has_attention
 from vitral.export.onnx import add_metadata, write_onnx
+from vitral.export.web import WebRuntime, browser_steps, find_runtime, write_page
 from vitral.version import __version__
 
-ExportFormat = Literal["onnx"]
+ExportFormat = Literal["onnx", "web"]
 
 # Both models compute in float32, with sums in another order.
 _FLOAT_DIFFERENCE, _FLOAT_LOG_DIFFERENCE = 1e-4, 1e-2
@@ -43,6 +44,7 @@ class ExportJob:
     metadata: dict[str, str]  # of every file; the gate's report is added to it after the comparison
     gate: Gate
     dynamic_size: bool
+    web_runtime: WebRuntime | None = None  # of the format web
 
 
 class FormatEntry(NamedTuple):
@@ -51,6 +53,7 @@ class FormatEntry(NamedTuple):
     write: Callable[[ExportJob, Path], Path]  # writes the file or folder, and returns the file that the gate opens
     suffix: str  # of the target; "" for a folder
     limits: Limits  # by default
+    finish: Callable[[ExportJob, Path], None] | None = None  # completes a folder when the gate has opened its file
 
 
 def _write_onnx(job: ExportJob, path: Path) -> Path:
@@ -59,9 +62,19 @@ def _write_onnx(job: ExportJob, path: Path) -> Path:
     return path
 
 
+def _write_web_model(job: ExportJob, folder: Path) -> Path:
+    return _write_onnx(job, folder / "model.onnx")
+
+
+def _finish_web(job: ExportJob, written: Path) -> None:
+    assert job.web_runtime is not None
+    write_page(open_exported(written), job.web_runtime, "float32")
+
+
 _FLOAT_LIMITS = Limits(0.99, _FLOAT_DIFFERENCE, _FLOAT_LOG_DIFFERENCE)
 FORMATS: dict[str, FormatEntry] = {
     "onnx": FormatEntry(_write_onnx, ".onnx", _FLOAT_LIMITS),
+    "web": FormatEntry(_write_web_model, "", _FLOAT_LIMITS, _finish_web),
 }
 
 
@@ -73,6 +86,7 @@ class ExportResult(SummaryRepr):
     target: Path
     format: str
     outputs: tuple[str, ...]
+    bytes: int  # of the file, or of all files in the folder
     report: GateReport
 
     def summary(self) -> dict[str, str]:
@@ -90,6 +104,7 @@ class ExportResult(SummaryRepr):
             "target": str(self.target),
             "format": self.format,
             "outputs": self.outputs,
+            "bytes": self.bytes,
             "report": self.report.as_dict(),
         }
 
@@ -106,17 +121,19 @@ def export_model(
     dynamic_size: bool = False,
     classes: str | Path = "",
     preprocess: str = "",
+    runtime: str | Path | None = None,
     on_event: EventHandler | None = None,
 ) -> ExportResult:
     """Export a model to a file that runs without vitral, compared with the model first.
 
     The file takes uint8 pixels (batch, height, width, channels), resized and cropped already, and returns
     probabilities; normalisation and temperature are inside, class names and preprocessing in its metadata. Both models
-    are run on images, and nothing is written where they do not agree.
+    are run on images, and nothing is written where they do not agree. The format web writes a folder with a page that
+    runs the model in a browser, for any static host.
 
     Args:
         source: a run folder, weights, hf:owner/name or timm:name.
-        target: the file to write.
+        target: the file or, for web, the folder to write.
         format: format to write.
         images: image files and folders to compare the models on, or one data set with labels; generated images when not
             given.
@@ -126,6 +143,8 @@ def export_model(
         dynamic_size: accept images of any height and width.
         classes: file that names the model's outputs in order: a name per line, a table or JSON.
         preprocess: how pixels are prepared, where the weights do not state it.
+        runtime: folder of the npm package onnxruntime-web, for the format web; ./node_modules/onnxruntime-web when not
+            given.
         on_event: handler of progress events.
 
     Returns:
@@ -140,7 +159,8 @@ def export_model(
     if not 0 <= agreement <= 1:
         raise UserError(f"agreement is a share of images from 0 to 1, not {agreement:g}.")
     entry = FORMATS[format]
-    path = checked_output(target, (entry.suffix,), "TARGET")
+    path = checked_output(target, (entry.suffix,), "TARGET") if entry.suffix else _checked_folder(target)
+    web_runtime = find_runtime(runtime) if format == "web" else None
     model, card = load_source(source, on_event)
     check_head(source, card)
     if isinstance(source, tuple):
@@ -150,10 +170,13 @@ def export_model(
         card = replace(card, preprocess=prepared(card, preprocess, handler))
         limits = entry.limits._replace(agreement=agreement)
         limits = limits if difference is None else limits._replace(difference=difference, log_difference=None)
+        if format == "web":
+            browser_steps(card)
+            outputs = ("attention",) if has_attention(model.config) else ()
         given = _gate_images(source, images, card, handler)
         graph = ExportGraph(model, card, outputs)
         gate = Gate(graph, card, given, limits, handler)
-        job = ExportJob(graph, _metadata(source, card), gate, dynamic_size)
+        job = ExportJob(graph, _metadata(source, card), gate, dynamic_size, web_runtime)
         with atomic_write(path, folder=not entry.suffix) as temporary:
             written = entry.write(job, temporary)
             report = gate.measure(open_exported(written))
@@ -165,7 +188,23 @@ def export_model(
                     report,
                 )
             add_metadata(written, {GATE: json.dumps(report.as_dict())})
-    return ExportResult(source_name(source), path, format, graph.names, report)
+            if entry.finish:
+                entry.finish(job, written)
+    return ExportResult(source_name(source), path, format, graph.names, _bytes(path), report)
+
+
+def _checked_folder(target: str | Path) -> Path:
+    """The path of a folder that can be written: a new one, or an empty one."""
+    path = Path(target)
+    check_writable(path)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{path} exists and is not empty: choose another folder, or remove it first.")
+    return path
+
+
+def _bytes(path: Path) -> int:
+    """The size of a file, or of all files in a folder."""
+    return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
 
 
 def _metadata(source: Source, card: Card) -> dict[str, str]:

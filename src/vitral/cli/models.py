@@ -86,7 +86,8 @@ def show_conversion(result: ConvertResult, values: Mapping[str, Any]) -> None:
 def show_export(result: ExportResult, values: Mapping[str, Any]) -> None:
     """Print how the exported file compares with its model."""
     print_table([result.report.images, "model", result.format, "limit"], result.report.rows())
-    print_facts({"wrote": f"{result.target} ({result.format}: {', '.join(result.outputs)})"})
+    size = f"{result.bytes / 1e6:,.1f} MB"
+    print_facts({"wrote": f"{result.target} ({result.format}, {size}: {', '.join(result.outputs)})"})
 
 
 def show_push(result: PushResult, values: Mapping[str, Any]) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from vitral.architecture import Size, ViTConfig
+from vitral.architecture import Architecture, Size, ViTConfig
 from vitral.checkpoints.card import Card
 from vitral.data.preprocess import parse_deterministic
 from vitral.errors import UserError
@@ -100,12 +100,17 @@ def _attention_map(captured: AttentionCapture, grid: Size) -> Tensor:
     return (weights / weights.sum(dim=1, keepdim=True)).unflatten(1, (height, width))
 
 
+def has_attention(config: Architecture) -> TypeGuard[ViTConfig]:
+    """Whether a model has attention between all patches."""
+    return isinstance(config, ViTConfig) and not config.axial
+
+
 def _attention_queries(model: Model) -> Literal["cls", "all"]:
     """The queries whose attention is exported.
 
     Raises:
         UserError: the model has no attention between all patches.
     """
-    if not isinstance(model.config, ViTConfig) or model.config.axial:
+    if not has_attention(model.config):
         raise UserError("this model has no attention between all patches: export it without the attention output.")
     return "cls" if model.config.class_token else "all"

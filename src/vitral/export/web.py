@@ -88,19 +88,15 @@ def browser_steps(card: Card) -> list[dict[str, Any]]:
     return steps
 
 
-def write_page(exported: ExportedModel, folder: Path, runtime: WebRuntime, precision: str) -> int:
+def write_page(exported: ExportedModel, runtime: WebRuntime, precision: str) -> None:
     """Complete a folder that any static host serves; the exported file in it is renamed after its contents.
 
     Args:
-        exported: an ONNX file in `folder`, with its card.
-        folder: where to write.
+        exported: an ONNX file, alone in its folder.
         runtime: onnxruntime-web, which is copied.
         precision: of the weights, as the page states it.
-
-    Returns:
-        The size of all files in bytes.
     """
-    card = exported.card
+    card, folder = exported.card, exported.path.parent
     steps = browser_steps(card)
     # A page in a browser's cache must not meet another model than its own: each has its own file name.
     model = f"model-{_digest([exported.path])}.onnx"
@@ -128,9 +124,10 @@ def write_page(exported: ExportedModel, folder: Path, runtime: WebRuntime, preci
     }
     (folder / "index.html").write_text(_local_page(card, facts, data), "utf-8")
     cached = ["./", "index.html", *files_of_page]
-    worker = _filled(_resource("service-worker.js"), files=cached, version=_digest(folder / name for name in cached[1:]))
+    worker = _filled(
+        _resource("service-worker.js"), files=cached, version=_digest(folder / name for name in cached[1:])
+    )
     (folder / "service-worker.js").write_text(worker, "utf-8")
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def server_page() -> str:
