@@ -18,7 +18,7 @@ PLAIN = {
 BELOW_MODELS = PLAIN | {"kernels"}
 MEASURING = PLAIN | {"models", "data"}
 TO_LEVEL_3 = PLAIN | {"kernels", "data", "models", "checkpoints", "evaluation", "inspection"}
-TO_LEVEL_4 = TO_LEVEL_3 | {"training", "report", "serving"}
+TO_LEVEL_4 = TO_LEVEL_3 | {"training", "report", "serving", "export"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
@@ -43,6 +43,7 @@ ROOMS: dict[str, set[str]] = {
     "training": TO_LEVEL_3,
     "report": PLAIN | {"evaluation", "inspection", "data"},
     "serving": TO_LEVEL_3,
+    "export": TO_LEVEL_3,
     "studies": TO_LEVEL_4,
     "bench": TO_LEVEL_4,
     "server": TO_LEVEL_4,
@@ -78,6 +79,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "matplotlib": (),
     "triton": ("kernels/",),
     "sklearn": ("sklearn.py", "data/catalog/readers.py"),
+    **dict.fromkeys(("onnx", "onnxscript", "onnxruntime"), ("export/", "bench/")),
     "print": ("cli/",),
     "sys.argv": ("cli/",),
     "pickle": (),

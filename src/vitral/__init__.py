@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vitral.api.data import Images
     from vitral.api.demonstration import DemoResult, demo
     from vitral.api.evaluation import EvalResult, evaluate
+    from vitral.api.export import ExportResult, export_model
     from vitral.api.hub import PushResult, push
     from vitral.api.inspection import InspectResult, inspect
     from vitral.api.models import CostResult, list_available
@@ -55,6 +56,7 @@ _MODULES = {
     "vitral.api.data": "Images",
     "vitral.api.demonstration": "DemoResult demo",
     "vitral.api.evaluation": "EvalResult evaluate",
+    "vitral.api.export": "ExportResult export_model",
     "vitral.api.hub": "PushResult push",
     "vitral.api.inspection": "InspectResult inspect",
     "vitral.api.models": "CostResult list_available",
@@ -82,14 +84,14 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names.s
 
 __all__ = [
     "BenchmarkReport", "Callback", "Card", "CheckpointInfo", "ConvertResult", "CostResult", "DemoResult", "Display",
-    "EmbedResult", "EvalResult", "Evaluated", "Event", "EventHandler", "Images", "InspectResult", "Interrupted",
-    "ModuleConfig", "Neighbour", "Note", "PredictionResults", "Preprocess", "ProbeResult", "Progress",
+    "EmbedResult", "EvalResult", "Evaluated", "Event", "EventHandler", "ExportResult", "Images", "InspectResult",
+    "Interrupted", "ModuleConfig", "Neighbour", "Note", "PredictionResults", "Preprocess", "ProbeResult", "Progress",
     "ProtocolResult", "PushResult", "Recipe", "ResNetConfig", "RunDirChosen", "RunFinished", "RunHandle", "RunResult",
     "RunStarted", "Saved", "SearchResult", "ServeResult", "Source", "StepDone", "StudyList", "StudyReport", "StudyRuns",
     "Tracker", "TrainResult", "UserError", "ViTConfig", "VtabResult",
     "__version__", "benchmark", "capture", "check", "classifier", "convert", "create", "dedupe", "demo", "embed",
-    "evaluate", "fewshot", "finetune", "info", "inspect", "list_available", "load", "predict", "pretrain", "push",
-    "save", "search", "serve", "show_recipe", "study", "train", "vtab1k",
+    "evaluate", "export_model", "fewshot", "finetune", "info", "inspect", "list_available", "load", "predict",
+    "pretrain", "push", "save", "search", "serve", "show_recipe", "study", "train", "vtab1k",
 ]  # fmt: skip
 
 

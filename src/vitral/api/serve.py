@@ -16,6 +16,7 @@ from vitral.api.ensembles import check_head, named_card, prepared
 from vitral.display import SummaryRepr
 from vitral.errors import UserError
 from vitral.events import EventHandler
+from vitral.export.exported import is_exported
 from vitral.models.device import resolve_device
 
 if TYPE_CHECKING:
@@ -131,8 +132,10 @@ def named_sources(sources: Sequence[str | Path]) -> dict[str, str | Path]:
 def _load(
     source: str | Path, classes: str | Path, preprocess: str, device: str, batch: int, on_event: EventHandler | None
 ) -> Runtime:
-    from vitral.server.runtime import torch_runtime
+    from vitral.server.runtime import exported_runtime, torch_runtime
 
+    if is_exported(source):
+        return exported_runtime(source, lambda card: named_card(card, classes), torch.device(device))
     model, card = load_source(source, on_event)
     check_head(source, card)
     card = named_card(card, classes)

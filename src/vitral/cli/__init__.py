@@ -56,6 +56,7 @@ VERBS = {
     "cost": Verb("models", "cost", "models.show_cost"),
     "info": Verb("checkpoints", "info", "models.show_info"),
     "convert": Verb("checkpoints", "convert", "models.show_conversion"),
+    "export": Verb("export", "export_model", "models.show_export"),
     "push": Verb("hub", "push", "models.show_push"),
 }
 _EXAMPLES = """Examples:

@@ -1,4 +1,4 @@
-"""Results of list, cost, info, convert, push, serve and bench as tables or JSON."""
+"""Results of list, cost, info, convert, export, push, serve and bench as tables or JSON."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from vitral.cli.results import by, print_facts, print_table
 if TYPE_CHECKING:
     from vitral.api.bench import BenchmarkReport
     from vitral.api.checkpoints import CheckpointInfo, ConvertResult
+    from vitral.api.export import ExportResult
     from vitral.api.hub import PushResult
     from vitral.api.models import CostResult
     from vitral.api.serve import ServeResult
@@ -81,6 +82,12 @@ def show_conversion(result: ConvertResult, values: Mapping[str, Any]) -> None:
             "difference": f"max |difference| {result.difference:.3g} {outputs}",
         }
     )
+
+
+def show_export(result: ExportResult, values: Mapping[str, Any]) -> None:
+    """Print how the exported file compares with its model."""
+    print_table([result.report.images, "model", result.format, "limit"], result.report.rows())
+    print_facts({"wrote": f"{result.target} ({result.format}: {', '.join(result.outputs)})"})
 
 
 def show_push(result: PushResult, values: Mapping[str, Any]) -> None:

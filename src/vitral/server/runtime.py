@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,8 @@ from vitral.data.images import open_lazily
 from vitral.data.loader import cores
 from vitral.data.preprocess import Pipeline, parse_deterministic
 from vitral.evaluation.calibration import probabilities
+from vitral.export.exported import open_exported
+from vitral.export.graph import PROBABILITIES, attention_map
 from vitral.models.build import Model
 from vitral.models.capture import capture
 from vitral.serving import BatchRunner, model_input, prepare_model
@@ -116,6 +119,33 @@ def torch_runtime(model: Model, card: Card, preprocess: Preprocess, device: torc
     return Runtime(card, pipeline, tuple(runners), shown, f"vitral_torch_{device.type}", parallel)
 
 
+def exported_runtime(path: str | Path, card: Callable[[Card], Card], device: torch.device) -> Runtime:
+    """Open an exported file; its runners share one session.
+
+    Args:
+        path: the file.
+        card: what names the classes of its card.
+        device: where to compute.
+    """
+    runners, threads = cpu_threads() if device.type == "cpu" else (2, 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)  # a session takes as many
+    try:
+        model = open_exported(path, device=str(device))
+    finally:
+        torch.set_num_threads(before)
+    preprocess = model.card.preprocess
+    assert preprocess is not None  # an exported file states it
+
+    def run(pixels: np.ndarray, attention: bool) -> Outputs:
+        outputs = model.outputs(pixels, [PROBABILITIES, "attention"] if attention else [PROBABILITIES])
+        return Outputs(outputs[PROBABILITIES], outputs[PROBABILITIES], outputs.get("attention"))
+
+    shown, parallel = "attention" in model.names, runners if device.type == "cpu" else 1
+    pipeline = parse_deterministic(preprocess.pipeline)
+    return Runtime(card(model.card), pipeline, (run,) * runners, shown, "onnxruntime_onnx", parallel)
+
+
 class _TorchRunner:
     """Logits by recorded CUDA graphs or packed weights; attention block by block, without a graph."""
 
@@ -151,9 +181,7 @@ class _TorchRunner:
         rows = "cls" if config.class_token else "all"
         with capture(self.model, layers=[-1], rows=rows) as captured:
             logits = self.model(self._input(torch.from_numpy(pixels).to(self.device)))
-        height, width = config.grid(pixels.shape[1:3])
-        weights = captured[-1][..., -height * width :][:, :, -height * width :].mean(dim=(1, 2))
-        return logits, (weights / weights.sum(dim=1, keepdim=True)).unflatten(1, (height, width))
+        return logits, attention_map(captured, config.grid(pixels.shape[1:3]))
 
     def _input(self, pixels: Tensor) -> Tensor:
         return model_input(self.model, pixels, self.preprocess.mean, self.preprocess.std)
