@@ -22,10 +22,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 SOURCE = Path(__file__).parents[1] / "src"
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -174,11 +175,11 @@ async def open_loop(port: int, requests: Sequence[bytes], rate: float, seconds: 
     return latencies
 
 
-def measured(server: int, work: object, seconds: float) -> Load:
+def measured(server: int, work: Coroutine[Any, Any, list[float]], seconds: float) -> Load:
     """Run a load and account for the machine's time meanwhile; `server` is the process that was started."""
     before, ours, machine = tree_cpu(server), time.process_time(), busy_cpu()
     started = time.perf_counter()
-    latencies = asyncio.run(work)  # type: ignore[arg-type]
+    latencies = asyncio.run(work)
     elapsed = time.perf_counter() - started
     cpu, generator, busy = tree_cpu(server) - before, time.process_time() - ours, busy_cpu() - machine
     cores = len(os.sched_getaffinity(0))
