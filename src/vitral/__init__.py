@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vitral.api.prediction import EmbedResult, classifier, embed, predict
     from vitral.api.probes import ProbeResult, dedupe, fewshot
     from vitral.api.protocols import ProtocolResult, finetune, pretrain
+    from vitral.api.serve import ServeResult, serve
     from vitral.api.study import StudyList, StudyReport, StudyRuns, study
     from vitral.api.training import TrainResult, show_recipe, train
     from vitral.api.vtab import VtabResult, vtab1k
@@ -63,6 +64,7 @@ _MODULES = {
     "vitral.api.prediction": "EmbedResult classifier embed predict",
     "vitral.api.probes": "ProbeResult dedupe fewshot",
     "vitral.api.protocols": "ProtocolResult finetune pretrain",
+    "vitral.api.serve": "ServeResult serve",
     "vitral.api.study": "StudyList StudyReport StudyRuns study",
     "vitral.api.training": "TrainResult show_recipe train",
     "vitral.api.vtab": "VtabResult vtab1k",
@@ -85,11 +87,11 @@ __all__ = [
     "EmbedResult", "EvalResult", "Evaluated", "Event", "EventHandler", "ExportResult", "Images", "InspectResult",
     "Interrupted", "ModuleConfig", "Neighbour", "Note", "PredictionResults", "Preprocess", "ProbeResult", "Progress",
     "ProtocolResult", "PushResult", "Recipe", "ResNetConfig", "RunDirChosen", "RunFinished", "RunHandle", "RunResult",
-    "RunStarted", "Saved", "SearchResult", "Source", "StepDone", "StudyList", "StudyReport", "StudyRuns", "Tracker",
-    "TrainResult", "UserError", "ViTConfig", "VtabResult",
+    "RunStarted", "Saved", "SearchResult", "ServeResult", "Source", "StepDone", "StudyList", "StudyReport", "StudyRuns",
+    "Tracker", "TrainResult", "UserError", "ViTConfig", "VtabResult",
     "__version__", "benchmark", "capture", "check", "classifier", "convert", "create", "dedupe", "demo", "embed",
     "evaluate", "export_model", "fewshot", "finetune", "info", "inspect", "list_available", "load", "predict",
-    "pretrain", "push", "save", "search", "show_recipe", "study", "train", "vtab1k",
+    "pretrain", "push", "save", "search", "serve", "show_recipe", "study", "train", "vtab1k",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Results of list, cost, info, convert, export, push and bench as tables or JSON."""
+"""Results of list, cost, info, convert, export, push, serve and bench as tables or JSON."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vitral.api.export import ExportResult
     from vitral.api.hub import PushResult
     from vitral.api.models import CostResult
+    from vitral.api.serve import ServeResult
 
 
 def show_available(result: list[dict[str, Any]], values: Mapping[str, Any]) -> None:
@@ -93,6 +94,11 @@ def show_export(result: ExportResult, values: Mapping[str, Any]) -> None:
 def show_push(result: PushResult, values: Mapping[str, Any]) -> None:
     """Print the repository that was written, and what loads it."""
     print_facts({**result.summary(), "not for others": "; ".join(result.refusals)})
+
+
+def show_served(result: ServeResult, values: Mapping[str, Any]) -> None:
+    """Print what a server answered."""
+    print_facts(result.summary())
 
 
 def show_benchmark(result: BenchmarkReport, values: Mapping[str, Any]) -> None:

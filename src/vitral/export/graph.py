@@ -68,7 +68,7 @@ class ExportGraph(nn.Module):
             with capture(self.model, layers=[-1], rows=self.queries) as captured:
                 patches = self.model.patchify(images)
                 features = self.model.pool(self.model.encode(patches))
-            attention = [_attention_map(captured, grid_of(patches))]
+            attention = [attention_map(captured, grid_of(patches))]
         else:
             features, attention = self.model.features(images), []
         logits = self.model.head(features) / self.temperature
@@ -89,7 +89,7 @@ class ExportGraph(nn.Module):
         return {INPUT: dims}
 
 
-def _attention_map(captured: AttentionCapture, grid: Size) -> Tensor:
+def attention_map(captured: AttentionCapture, grid: Size) -> Tensor:
     """(batch, heads, queries, prefix + n) -> (batch, rows, columns)"""
     height, width = grid
     attention = captured[-1]
