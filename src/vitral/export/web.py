@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
+from functools import cache
 from html import escape
 from importlib.metadata import version
 from importlib.resources import files
@@ -130,6 +131,7 @@ def write_page(exported: ExportedModel, runtime: WebRuntime, precision: str) -> 
     (folder / "service-worker.js").write_text(worker, "utf-8")
 
 
+@cache
 def server_page() -> str:
     """The page of `vitral serve`, as HTML that loads nothing but the answers of the server."""
     kind = PageKind(

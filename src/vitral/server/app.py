@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from functools import cache
-from importlib.resources import files
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,6 +14,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from vitral.data.images import ImageError, ImageTooLarge
+from vitral.export.web import server_page
 from vitral.server.guard import Guard
 from vitral.server.metrics import Metrics
 from vitral.server.models import Prediction, QueueFull, ServedModel, Settings, decoding_pool
@@ -181,12 +180,7 @@ async def openapi_json(service: Service, request: Request) -> Response:
 
 async def page(service: Service, request: Request) -> Response:
     """`GET /`"""
-    return HTMLResponse(_page(), headers={"Content-Security-Policy": "frame-ancestors 'none'"})
-
-
-@cache
-def _page() -> str:
-    return files("vitral.server").joinpath("page.html").read_text("utf-8")
+    return HTMLResponse(server_page(), headers={"Content-Security-Policy": "frame-ancestors 'none'"})
 
 
 ROUTES: list[tuple[str, str, Endpoint]] = [

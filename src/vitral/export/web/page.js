@@ -4,6 +4,7 @@
   let current = null, ready = false, busy = false;
   const say = (text) => { $("status").textContent = text; };
   const element = (tag, className, text = "") => Object.assign(document.createElement(tag), { className, textContent: text });
+  const sentence = (text) => text.replace(/\.?$/, ".");
   const plural = (count) => `${count} picture${count === 1 ? "" : "s"}`;
 
   async function add(files) {
@@ -66,7 +67,7 @@
     const waiting = pictures.filter((picture) => !picture.result && !picture.error).length;
     const rest = waiting ? ` ${plural(waiting)} to go.` : "";
     const last = current?.result ? current : pictures.find((picture) => picture.result);
-    if (!last) return current?.error ? `${current.name}: ${current.error}.` : "Ready.";
+    if (!last) return current?.error ? sentence(`${current.name}: ${current.error}`) : "Ready.";
     const [{ name, probability }] = last.result.classes;
     return `${last.name}: ${name}, ${percent(probability)}, in ${Math.round(last.milliseconds)} ms.${rest}`;
   }
@@ -88,7 +89,7 @@
       return row;
     });
     const caption = element("li", "caption");
-    caption.append(element("bdi", "", name), error ? `: ${error}.` : result ? "" : " is waiting …");
+    caption.append(element("bdi", "", name), error ? sentence(`: ${error}`) : result ? "" : " is waiting …");
     $("answers").replaceChildren(...rows, caption);
     $("attention").hidden = $("legend").hidden = !result?.attention;
     $("stage").setAttribute("aria-label", result ? `${name}, with the attention of the model` : name);
@@ -232,5 +233,5 @@
     ready = true;
     say("Ready: add a picture.");
     return work();
-  }, (error) => say(`The model cannot be used: ${error.message}.`)).finally(() => { $("progress").hidden = true; });
+  }, (error) => say(sentence(`The model cannot be used: ${error.message}`))).finally(() => { $("progress").hidden = true; });
 })();
