@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vitral.checkpoints.card import Card
-from vitral.data.images import METHODS
 from vitral.data.preprocess import parse_deterministic
 from vitral.errors import UserError
 from vitral.export.exported import ExportedModel
@@ -26,8 +25,12 @@ from vitral.names import name_of
 from vitral.report.html import PageKind, Section, fact_table, page
 
 TOP = 5
-# Sums of floats whose order a library chooses for each CPU cannot be repeated in JavaScript; sums of integers can.
-BROWSER_METHODS = tuple(method for method in METHODS if method != "float_bilinear")
+# Methods that `preprocess.js` repeats bit for bit. Sums of floats whose order a library chooses, as float_bilinear's,
+# cannot be repeated; sums of integers can.
+BROWSER_METHODS = (
+    *("bilinear", "bicubic", "nearest", "area", "pil_nearest", "pil_box", "pil_bilinear", "pil_hamming"),
+    *("pil_bicubic", "pil_lanczos"),
+)
 _PACKAGE = Path("node_modules", "onnxruntime-web")
 _SCRIPT, _WASM = "ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm"
 _COPIED = ("worker.js", "preprocess.js")
@@ -79,7 +82,7 @@ def browser_steps(card: Card) -> list[dict[str, Any]]:
     for step in parse_deterministic(card.preprocess.pipeline).steps:
         if step.method not in BROWSER_METHODS:
             raise UserError(
-                f'the preprocessing "{card.preprocess.pipeline}" resizes by {step.method}, which JavaScript cannot '
+                f'the preprocessing "{card.preprocess.pipeline}" resizes by {step.method}, which the page cannot '
                 "repeat exactly: use --format onnx, or give another --preprocess."
             )
         rows_first = pillow_13 and step.method.startswith("pil_")

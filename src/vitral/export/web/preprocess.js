@@ -20,7 +20,7 @@ function cubic(x) {
 function hamming(x) {
   x = Math.abs(x);
   if (x === 0) return 1;
-  return x >= 1 ? 0 : (Math.sin(x * Math.PI) / (x * Math.PI)) * (0.54 + 0.46 * Math.cos(x * Math.PI));
+  return x >= 1 ? 0 : (Math.sin(x * Math.PI) / (x * Math.PI)) * (Math.fround(0.54) + Math.fround(0.46) * Math.cos(x * Math.PI));
 }
 const triangle = (x) => Math.max(0, 1 - Math.abs(x));
 const FILTERS = { // [support, weight of a distance]
