@@ -38,6 +38,7 @@ VERBS = {
     "demo": Verb("demonstration", "demo", "training.show_demo"),
     "train": Verb("training", "train", "training.show_training", own_json=True),
     "predict": Verb("prediction", "predict", "results.show_predictions", own_json=True),
+    "serve": Verb("serve", "serve", "models.show_served"),
     "evaluate": Verb("evaluation", "evaluate", "results.show_evaluation"),
     "embed": Verb("prediction", "embed", "results.show_embeddings"),
     "inspect": Verb("inspection", "inspect", "results.show_inspection"),
@@ -55,6 +56,7 @@ VERBS = {
     "cost": Verb("models", "cost", "models.show_cost"),
     "info": Verb("checkpoints", "info", "models.show_info"),
     "convert": Verb("checkpoints", "convert", "models.show_conversion"),
+    "export": Verb("export", "export_model", "models.show_export"),
     "push": Verb("hub", "push", "models.show_push"),
 }
 _EXAMPLES = """Examples:
