@@ -19,7 +19,7 @@ PLAIN = {
 BELOW_MODELS = PLAIN | {"kernels"}
 MEASURING = PLAIN | {"models", "data"}
 TO_LEVEL_3 = PLAIN | {"kernels", "data", "models", "checkpoints", "evaluation", "inspection"}
-TO_LEVEL_4 = TO_LEVEL_3 | {"training", "report", "serving"}
+TO_LEVEL_4 = TO_LEVEL_3 | {"training", "report", "serving", "export"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
@@ -44,9 +44,11 @@ ROOMS: dict[str, set[str]] = {
     "training": TO_LEVEL_3,
     "report": PLAIN | {"evaluation", "inspection", "data"},
     "serving": TO_LEVEL_3,
+    "export": TO_LEVEL_3 | {"report"},  # its pages have the frame of reports
     "studies": TO_LEVEL_4,
     "bench": TO_LEVEL_4,
-    "api": TO_LEVEL_4 | {"studies", "bench"},
+    "server": TO_LEVEL_4,
+    "api": TO_LEVEL_4 | {"studies", "bench", "server"},
     "cli": PLAIN | {"api"},
     "sklearn": PLAIN | {"api"},
     "__init__": TO_LEVEL_4 | {"api"},
@@ -70,9 +72,15 @@ HOMES: dict[str, tuple[str, ...]] = {
     "torch.distributed": ("training/parallel.py", "checkpoints/run.py"),
     "PIL": ("data/images.py",),
     "simplejpeg": ("data/jpeg.py",),
+    "submitit": ("api/slurm.py",),
+    "starlette": ("server/",),
+    "uvicorn": ("server/process.py",),
+    "prometheus_client": ("server/metrics.py",),
+    "python_multipart": ("server/requests.py",),
     "matplotlib": (),
     "triton": ("kernels/",),
     "sklearn": ("sklearn.py", "data/catalog/readers.py"),
+    **dict.fromkeys(("onnx", "onnxscript", "onnxruntime"), ("export/", "bench/")),
     "print": ("cli/",),
     "sys.argv": ("cli/",),
     "pickle": (),

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vitral.api.data import Images
     from vitral.api.demonstration import DemoResult, demo
     from vitral.api.evaluation import EvalResult, evaluate
+    from vitral.api.export import ExportResult, export_model
     from vitral.api.hub import PushResult, push
     from vitral.api.inspection import InspectResult, inspect
     from vitral.api.models import CostResult, list_available
@@ -21,13 +22,14 @@ if TYPE_CHECKING:
     from vitral.api.prediction import EmbedResult, classifier, embed, predict
     from vitral.api.probes import ProbeResult, dedupe, fewshot
     from vitral.api.protocols import ProtocolResult, finetune, pretrain
+    from vitral.api.serve import ServeResult, serve
     from vitral.api.study import StudyList, StudyReport, StudyRuns, study
     from vitral.api.training import TrainResult, show_recipe, train
     from vitral.api.vtab import VtabResult, vtab1k
     from vitral.architecture import ModuleConfig, ResNetConfig, ViTConfig
     from vitral.checkpoints.card import Card, Preprocess
     from vitral.display import Display
-    from vitral.errors import Interrupted, UserError
+    from vitral.errors import Interrupted, PartsWritten, UserError
     from vitral.events import (
         Evaluated,
         Event,
@@ -54,6 +56,7 @@ _MODULES = {
     "vitral.api.data": "Images",
     "vitral.api.demonstration": "DemoResult demo",
     "vitral.api.evaluation": "EvalResult evaluate",
+    "vitral.api.export": "ExportResult export_model",
     "vitral.api.hub": "PushResult push",
     "vitral.api.inspection": "InspectResult inspect",
     "vitral.api.models": "CostResult list_available",
@@ -61,12 +64,13 @@ _MODULES = {
     "vitral.api.prediction": "EmbedResult classifier embed predict",
     "vitral.api.probes": "ProbeResult dedupe fewshot",
     "vitral.api.protocols": "ProtocolResult finetune pretrain",
+    "vitral.api.serve": "ServeResult serve",
     "vitral.api.study": "StudyList StudyReport StudyRuns study",
     "vitral.api.training": "TrainResult show_recipe train",
     "vitral.api.vtab": "VtabResult vtab1k",
     "vitral.architecture": "ModuleConfig ResNetConfig ViTConfig",
     "vitral.checkpoints.card": "Card Preprocess",
-    "vitral.errors": "Interrupted UserError",
+    "vitral.errors": "Interrupted PartsWritten UserError",
     "vitral.events": "Evaluated Event EventHandler Note Progress RunDirChosen RunFinished RunStarted Saved StepDone",
     "vitral.models.capture": "capture",
     "vitral.display": "Display",
@@ -80,14 +84,15 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names.s
 
 __all__ = [
     "BenchmarkReport", "Callback", "Card", "CheckpointInfo", "ConvertResult", "CostResult", "DemoResult", "Display",
-    "EmbedResult", "EvalResult", "Evaluated", "Event", "EventHandler", "Images", "InspectResult", "Interrupted",
-    "ModuleConfig", "Neighbour", "Note", "PredictionResults", "Preprocess", "ProbeResult", "Progress",
+    "EmbedResult", "EvalResult", "Evaluated", "Event", "EventHandler", "ExportResult", "Images", "InspectResult",
+    "Interrupted", "ModuleConfig", "Neighbour", "Note", "PartsWritten", "PredictionResults", "Preprocess",
+    "ProbeResult", "Progress",
     "ProtocolResult", "PushResult", "Recipe", "ResNetConfig", "RunDirChosen", "RunFinished", "RunHandle", "RunResult",
-    "RunStarted", "Saved", "SearchResult", "Source", "StepDone", "StudyList", "StudyReport", "StudyRuns", "Tracker",
-    "TrainResult", "UserError", "ViTConfig", "VtabResult",
+    "RunStarted", "Saved", "SearchResult", "ServeResult", "Source", "StepDone", "StudyList", "StudyReport", "StudyRuns",
+    "Tracker", "TrainResult", "UserError", "ViTConfig", "VtabResult",
     "__version__", "benchmark", "capture", "check", "classifier", "convert", "create", "dedupe", "demo", "embed",
-    "evaluate", "fewshot", "finetune", "info", "inspect", "list_available", "load", "predict", "pretrain", "push",
-    "save", "search", "show_recipe", "study", "train", "vtab1k",
+    "evaluate", "export_model", "fewshot", "finetune", "info", "inspect", "list_available", "load", "predict",
+    "pretrain", "push", "save", "search", "serve", "show_recipe", "study", "train", "vtab1k",
 ]  # fmt: skip
 
 

@@ -50,6 +50,10 @@ class Interrupted(Exception):
     """A run was stopped by a signal; its state is saved."""
 
 
+class PartsWritten(Exception):
+    """The parts of a large list of images that were asked for are written; there is no result of all images yet."""
+
+
 def printable(text: str) -> str:
     """The text with each control character, but for line feeds, as an escape such as \\u001b, as JSON has it."""
     return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

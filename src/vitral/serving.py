@@ -21,7 +21,7 @@ from vitral.architecture import Size
 from vitral.atomic import atomic_write
 from vitral.checkpoints.card import ImageInput, read_pixels
 from vitral.checkpoints.write import write_json
-from vitral.data.images import ImageError, UnreadableImage, decode
+from vitral.data.images import ImageError, UnreadableImage, as_tensor, decode
 from vitral.data.preprocess import Pipeline
 from vitral.data.sources import Split
 from vitral.display import SummaryRepr
@@ -167,8 +167,91 @@ def unread(split: Split, index: int, channels: int) -> UnreadableImage:
     return UnreadableImage(split.keys[index], reason)
 
 
+class BatchRunner:
+    """A function of uint8 pixels (batch, height, width, channels), from host memory to host memory.
+
+    On an NVIDIA GPU there is one CUDA graph for each of a few batch sizes, and a batch is padded to the next of them.
+    Thread-safe: calls share buffers and run in turn.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Tensor], tuple[Tensor, ...]],
+        device: torch.device,
+        *,
+        size: Size,
+        channels: int,
+        batches: Sequence[int] = (1,),
+    ) -> None:
+        """Capture the function on a GPU.
+
+        Args:
+            function: pixels on the device to tensors whose first axis is the batch.
+            device: where to compute.
+            size: height and width of the images.
+            channels: channels of the images.
+            batches: sizes of batches to capture, ascending; the last one is the largest batch.
+        """
+        self.function, self.device, self.lock = function, device, Lock()
+        self.shape = (*size, channels)
+        self.graphs: dict[int, tuple[CudaGraph, tuple[Tensor, ...]]] = {}
+        if device.type == "cuda":
+            self.pixels = torch.zeros(batches[-1], *self.shape, dtype=torch.uint8, pin_memory=True)
+            with torch.cuda.device(device), torch.inference_mode():
+                self.graphs = {batch: self._captured(batch) for batch in batches}
+
+    def __call__(self, pixels: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Call the function on a batch; the arrays of the answer are the caller's."""
+        if pixels.dtype != np.uint8 or pixels.shape[1:] != self.shape:
+            raise ValueError(f"pixels are {pixels.dtype} {pixels.shape}, not uint8 (batch, {self.shape})")
+        with self.lock, torch.inference_mode():
+            if self.graphs:
+                return self._replayed(pixels)
+            outputs = self.function(as_tensor(pixels).to(self.device))
+            return tuple(output.cpu().numpy() for output in outputs)
+
+    def _captured(self, batch: int) -> tuple[CudaGraph, tuple[Tensor, ...]]:
+        """A CUDA graph that reads and writes pinned host memory, and the memory that it writes."""
+        results: list[Tensor] = []
+
+        def work() -> tuple[Tensor, ...]:
+            outputs = self.function(self.pixels[:batch].to(self.device, non_blocking=True))
+            if not results:
+                results.extend(torch.zeros(output.shape, dtype=output.dtype, pin_memory=True) for output in outputs)
+            for result, output in zip(results, outputs, strict=True):
+                result.copy_(output, non_blocking=True)
+            return outputs
+
+        for _ in range(_WARM_UP):
+            work()
+        return CudaGraph(work, []), tuple(results)
+
+    def _replayed(self, pixels: np.ndarray) -> tuple[np.ndarray, ...]:
+        count = len(pixels)
+        graph, results = self.graphs[min(batch for batch in self.graphs if batch >= count)]
+        self.pixels.numpy()[:count] = pixels
+        graph.graph.replay()
+        torch.cuda.current_stream(self.device).synchronize()
+        return tuple(result.numpy()[:count].copy() for result in results)
+
+
+def prepare_model(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move a model to a device for prediction: packed weights on a CPU, bfloat16 on an NVIDIA GPU; in place."""
+    model.eval().to(device)
+    if device.type == "cuda":
+        return model.to(torch.bfloat16)
+    with torch.inference_mode():
+        pack(model)
+    return model
+
+
+def model_input(model: nn.Module, pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """uint8 (batch, height, width, channels) -> (batch, channels, height, width), normalised, of the model's dtype"""
+    return normalize(pixels.permute(0, 3, 1, 2), mean, std).to(next(model.parameters()).dtype)
+
+
 class TopKClassifier:
-    """A model that predicts one image of a fixed size at a time. Thread-safe: calls share buffers and run in turn."""
+    """A model that predicts one image of a fixed size at a time. Thread-safe: calls run in turn."""
 
     def __init__(
         self,
@@ -196,61 +279,22 @@ class TopKClassifier:
             sigmoid: whether classes have independent probabilities (multi-label).
             temperature: what the logits are divided by.
         """
-        self.model, self.device, self.mean, self.std = model.eval().to(device), device, mean, std
+        self.model, self.mean, self.std = prepare_model(model, device), mean, std
         self.top, self.sigmoid, self.temperature = top, sigmoid, temperature
-        self.pixels = torch.zeros(*size, channels, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self.lock = Lock()
-        self.predict: Callable[[], tuple[Tensor, Tensor]]
-        with torch.inference_mode():
-            if device.type == "cuda":
-                with torch.cuda.device(device):
-                    self.predict = self._captured()
-            else:
-                pack(self.model)
-                self.predict = self._eager
+        self.runner = BatchRunner(self._top_classes, device, size=size, channels=channels)
 
     def __call__(self, pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Predict uint8 (height, width, channels) -> indices of the top classes (top,), their probabilities (top,)"""
-        with self.lock, torch.inference_mode():
-            np.copyto(self.pixels.numpy(), pixels, casting="no")
-            indices, probabilities = self.predict()
-            return indices.numpy().copy(), probabilities.numpy().copy()
-
-    def _eager(self) -> tuple[Tensor, Tensor]:
-        indices, probabilities = self._top_classes(self.pixels.to(self.device))
-        return indices.cpu(), probabilities.cpu()
-
-    def _captured(self) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Capture a CUDA graph that reads and writes pinned host memory."""
-        self.model.to(torch.bfloat16)
-        indices = torch.zeros(self.top, dtype=torch.int64, pin_memory=True)
-        probabilities = torch.zeros(self.top, pin_memory=True)
-
-        def work() -> tuple[Tensor, ...]:
-            outputs = self._top_classes(self.pixels.to(self.device, non_blocking=True))
-            for host, output in zip((indices, probabilities), outputs, strict=True):
-                host.copy_(output, non_blocking=True)
-            return outputs
-
-        for _ in range(_WARM_UP):
-            work()
-        graph = CudaGraph(work, [])
-
-        def replay() -> tuple[Tensor, Tensor]:
-            graph.graph.replay()
-            torch.cuda.current_stream(self.device).synchronize()
-            return indices, probabilities
-
-        return replay
+        indices, probabilities = self.runner(pixels[None])
+        return indices[0], probabilities[0]
 
     def _top_classes(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """uint8 (height, width, channels) -> (top,), (top,)"""
-        images = normalize(pixels.permute(2, 0, 1).unsqueeze(0), self.mean, self.std)
-        logits = self.model(images.to(next(self.model.parameters()).dtype))[0].float()
+        """uint8 (batch, height, width, channels) -> (batch, top), (batch, top)"""
+        logits = self.model(model_input(self.model, pixels, self.mean, self.std)).float()
         best = logits.topk(self.top).indices  # of the logits: several probabilities may round to 1
         scaled = logits / self.temperature
         probabilities = scaled.sigmoid() if self.sigmoid else scaled.softmax(dim=-1)
-        return best, probabilities.gather(0, best)
+        return best, probabilities.gather(1, best)
 
 
 @dataclass(frozen=True)

@@ -96,14 +96,16 @@ def test_every_setting_of_every_installed_library_is_selected(monkeypatch: pytes
     cuda = replace(WORKLOAD, device="cuda")
     peers = ("timm", "torchvision", "transformers")
     selected, excluded = select_backends(cuda, peers, ("compile", "graphs"), ("flash", "cudnn"))
-    assert len(selected) == 1 + 2 * 2 * 2  # ours has one mode
-    assert selected[0] == Backend("vitral", "graphs")
+    assert len(selected) == 2 + 2 * 2 * 2  # ours has one mode, and two kinds of residual stream
+    assert selected[:2] == [Backend("vitral", "graphs"), Backend("vitral", "graphs", float32_residual=True)]
     assert [sentence.split()[0] for sentence in excluded] == ["torchvision"]
     assert "pip install torchvision" in excluded[0]
     compiled, _ = select_backends(cuda, ("timm",), ("eager", "compile"), ("flash", "cudnn"))
     assert [backend.label for backend in compiled if backend.library == "vitral"] == [
         "vitral (eager)",
         "vitral (compile)",
+        "vitral (eager, float32 residual)",
+        "vitral (compile, float32 residual)",
     ]
 
 
@@ -131,6 +133,17 @@ def test_a_peer_without_the_model_is_excluded() -> None:
 def test_models_are_compiled_on_a_gpu_only() -> None:
     assert default_modes("cuda") == ("compile", "graphs")
     assert default_modes("cpu") == ("eager",)
+
+
+@pytest.mark.parametrize("float32", [False, True])
+def test_the_residual_stream_is_float32_in_one_row(float32: bool) -> None:
+    model = float32_model(Backend("vitral", float32_residual=float32), WORKLOAD)
+    seen: list[torch.dtype] = []
+    for block in model.get_submodule("model.blocks").children():
+        block.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.zeros(2, 3, 32, 32, dtype=torch.uint8))
+    assert set(seen) == {torch.float32 if float32 else torch.bfloat16}
 
 
 @pytest.mark.parametrize("library", ["timm", "transformers", "torchvision"])

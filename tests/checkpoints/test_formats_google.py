@@ -244,6 +244,22 @@ def test_three_generations_of_big_vision_are_one_model(golden_file, case, row, n
     assert gap(run(read(tmp_path / "model.npz").weights, truth["images"]), truth["logits"]) <= 2e-5
 
 
+@pytest.mark.parametrize("case", ["bv_learn_gap", "bv_learn_tok", "bv_learn_map_rep"])
+def test_stacked_layers_of_big_vision_are_the_same_model(golden_file, case, tmp_path):
+    """As big_vision writes a model that was trained with `scan=True`: one block, its tensors with an axis of layers."""
+    arrays = arrays_of(checkpoint(golden_file, case))
+    layers = {key for key in arrays if "encoderblock_" in key}
+    stacked = {key: array for key, array in arrays.items() if key not in layers}
+    for key in sorted(key for key in layers if "encoderblock_0/" in key):
+        depth = len([layer for layer in layers if layer.endswith(key.partition("encoderblock_0")[2])])
+        each = [arrays[key.replace("encoderblock_0/", f"encoderblock_{i}/")] for i in range(depth)]
+        stacked[key.replace("encoderblock_0/", "encoderblock/")] = np.stack(each)
+    save_npz(tmp_path / "model.npz", stacked)
+    found, truth = read(tmp_path / "model.npz"), loaded(checkpoint(golden_file, case))
+    assert found.format == "big_vision-scan"
+    assert same_bits(found.weights.state, truth.weights.state)
+
+
 # ------------------------------------------------------------------------------------------------------ adaptation
 
 POSITIONS: dict[str, Architecture] = {

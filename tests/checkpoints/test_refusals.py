@@ -73,13 +73,13 @@ def put(arrays: Arrays, path: Path) -> None:
 
 # What each format can say of each architecture. "=": as it is, "~": the same function in the format's words.
 HOLDS = {
-    "tanh": "google= google-linen= big_vision~ timm= timm-naflex~ hf= hf-msn=",
+    "tanh": "google= google-linen= big_vision~ big_vision-scan~ timm= timm-naflex~ hf= hf-msn=",
     "erf": "timm= timm-naflex~ hf= torchvision= hf-msn=",
-    "tanh layer": "google= google-linen= big_vision~",
+    "tanh layer": "google= google-linen= big_vision~ big_vision-scan~",
     "erf, tanh layer": "torchvision=",
-    "mean": "google= google-linen= big_vision= timm= timm-naflex= hf-ijepa= hf-siglip= hf-siglip2=",
-    "no class row, not square": "google~ google-linen~ big_vision= timm= timm-naflex= hf~ hf-msn~",
-    "map, fixed positions": "big_vision= timm~ timm-naflex~",
+    "mean": "google= google-linen= big_vision= big_vision-scan= timm= timm-naflex= hf-ijepa= hf-siglip= hf-siglip2=",
+    "no class row, not square": "google~ google-linen~ big_vision= big_vision-scan= timm= timm-naflex= hf~ hf-msn~",
+    "map, fixed positions": "big_vision= big_vision-scan= timm~ timm-naflex~",
     "mean beside a class token, norm after": "timm= timm-naflex~",
     "mean beside a class token, norm before": "timm= timm-naflex~",
     "eps 1e-12, one channel": "hf= hf-msn=",
@@ -141,6 +141,7 @@ REAL_REFUSED = {
     "google": "tanh GELU",
     "google-linen": "tanh GELU",
     "big_vision": "tanh GELU",
+    "big_vision-scan": "tanh GELU",
     "bit": "BiT ResNets",
     "timm-hybrid": "it is for hybrids",
     "timm-bit": "BiT ResNets",
@@ -308,6 +309,7 @@ def test_damaged_files_are_refused_with_the_name_of_the_tensor(case, tmp_path):
 OPTIONAL = {
     "google-linen": {"Transformer/posembed_input/pos_embedding"},
     "big_vision": {"pos_embedding"},
+    "big_vision-scan": {"pos_embedding"},
     "timm": {"reg_token"},
     "dino": {"register_tokens", "mask_token"},
     "hf-dinov2": {"embeddings.register_tokens", "embeddings.mask_token"},
@@ -319,6 +321,7 @@ EXHAUSTED = [
     ("google", "hybrid", 7),
     ("google-linen", "tanh layer", 1),
     ("big_vision", "mean", 1),
+    ("big_vision-scan", "mean", 1),
     ("bit", "BiT", 20),
     ("timm", "DINOv2 with registers", 1),
     ("hf", "erf", 1),

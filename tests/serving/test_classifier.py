@@ -129,13 +129,13 @@ def test_threads_share_a_classifier(tmp_path):
     classify = vitral.classifier(saved(tmp_path / "model.safetensors"), device="cpu")
     pictures = [noise(32, 32, seed=seed) for seed in range(8)]
     expected = [classify(picture) for picture in pictures]
-    compute = classify.classifier.predict
+    compute = classify.classifier.runner.function
 
-    def slowly() -> Any:
+    def slowly(pixels: torch.Tensor) -> Any:
         time.sleep(0.005)  # long enough for another thread to overwrite the pixels
-        return compute()
+        return compute(pixels)
 
-    classify.classifier.predict = slowly
+    classify.classifier.runner.function = slowly
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(classify, pictures)) == expected
 

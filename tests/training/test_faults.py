@@ -121,7 +121,13 @@ def test_faults_of_the_data(command, tmp_path, make, says):
 )
 def test_images_that_cannot_be_read_leave_too_little(command, tmp_path, make, says):
     assert says in sentence(command("train", make(tmp_path / "data"), "--out", tmp_path / "run", "--model", MODEL))
-    assert not list(tmp_path.rglob("step-*"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_was_there_is_kept_after_a_refusal(command, tmp_path):
+    (tmp_path / "run").mkdir()
+    command("train", broken_class(tmp_path / "data"), "--out", tmp_path / "run", "--model", MODEL)
+    assert (tmp_path / "run").exists()
 
 
 def test_a_folder_without_rights(command, colours, monkeypatch):

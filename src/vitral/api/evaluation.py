@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from vitral.api.engines import Engine
 from vitral.api.ensembles import Ensemble, Sources, open_ensemble, prepared
 from vitral.api.held_out import eval_images
 from vitral.api.inspection import model_facts, most_confident_mistakes, reliabilities
+from vitral.api.parts import Parts, joined, parts_of
 from vitral.api.prediction import check_numbers, none_read
 from vitral.atomic import atomic_write, checked_output
 from vitral.checkpoints.card import Card
@@ -80,6 +82,11 @@ def evaluate(
     preprocess: str = "",
     batch: int = 32,
     device: str = "",
+    parts: int = 1,
+    part: Sequence[str] = (),
+    engine: Engine = "local",
+    slurm: Sequence[str] = (),
+    parallel: int = 0,
     on_event: EventHandler | None = None,
 ) -> EvalResult:
     """Evaluate a model on labelled images: accuracy, per class, calibration.
@@ -99,6 +106,13 @@ def evaluate(
         preprocess: how pixels are prepared, where the weights do not state it.
         batch: images per batch.
         device: cpu, cuda or mps; chosen when not given.
+        parts: number of parts to compute the images in, each a command of its own; they are kept beside the output
+            until all are there, and the output is the same as of one process.
+        part: single parts to compute, such as 3/16, and no output.
+        engine: where parts are computed: local, on the GPUs or the cores of this machine, or slurm, as an array of
+            jobs.
+        slurm: options of sbatch for the jobs as KEY=VALUE, such as partition=gpu time=4:00:00 gres=gpu:1.
+        parallel: parts at a time; one per GPU when not given.
         on_event: handler of progress events.
 
     Returns:
@@ -106,7 +120,9 @@ def evaluate(
 
     Raises:
         UserError: where an argument is wrong, or the classes of the data and the model do not match.
+        PartsWritten: with `part`, once these parts are written.
     """
+    divided = parts_of(evaluate, locals())
     check_numbers(batch=batch)
     page = checked_output(output, (".html",), "--output") if output else None
     models = open_ensemble(source, ensemble, classes=classes, tta=tta, device=device, on_event=on_event)
@@ -122,11 +138,15 @@ def evaluate(
         table = Path(classes) if classes else None
         mapping, rule = class_mapping(scored.classes, card.class_names, card.architecture.classes, table)
     with displayed(on_event) as handler:
-        predictions = models.predict(scored, preprocess=preprocess, batch=batch, on_event=handler)
+
+        def compute(images: Split) -> Predictions:
+            return models.predict(images, preprocess=preprocess, batch=batch, on_event=handler)
+
+        predictions = Predictions(*joined(divided.compute(scored, batch, compute, handler)))
     unreadable = _unreadable(scored, predictions, card)
     if objectnet:
         result = _objectnet(models.name, str(data), scored, predictions, unreadable, notes)
-        return result if page is None else _with_page(result, page, models)
+        return result if page is None else _with_page(result, page, models, divided)
     names = models.card.class_names or tuple(_output_names(scored.classes, mapping, card.architecture.classes))
     added = predictions.valid & is_new[predictions.indices]
     if (added == predictions.valid).all():  # nothing to keep them apart from: what was held out cannot be read
@@ -161,16 +181,16 @@ def evaluate(
     )
     if page is None:
         return result
-    parts: dict[str, Any] = {}
+    shown_parts: dict[str, Any] = {}
     if not scored.multilabel:
         labels, shown = mapping[scored.labels[indices]], replace(models.card, temperature=models.temperature)
         how = prepared(card, preprocess, ignore_events)
-        parts["mistakes"] = most_confident_mistakes(scored, indices, logits, labels, names, shown, how)
-        parts["reliability"] = reliabilities(logits, labels, shown)
-    return _with_page(result, page, models, **parts)
+        shown_parts["mistakes"] = most_confident_mistakes(scored, indices, logits, labels, names, shown, how)
+        shown_parts["reliability"] = reliabilities(logits, labels, shown)
+    return _with_page(result, page, models, divided, **shown_parts)
 
 
-def _with_page(result: EvalResult, path: Path, models: Ensemble, **parts: Any) -> EvalResult:
+def _with_page(result: EvalResult, path: Path, models: Ensemble, divided: Parts, **parts: Any) -> EvalResult:
     """Write the page of an evaluation; `parts` are further arguments of `evaluation_page`."""
     title = Path(models.name).name if len(models.members) == 1 else f"{len(models.members)} models"
     advice = None
@@ -188,6 +208,7 @@ def _with_page(result: EvalResult, path: Path, models: Ensemble, **parts: Any) -
     )
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+    divided.finish()
     return replace(result, page=str(path))
 
 

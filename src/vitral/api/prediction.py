@@ -13,6 +13,7 @@ import torch
 
 from vitral.api.checkpoints import Source, load_source
 from vitral.api.data import Images, open_any_images, unread_images
+from vitral.api.engines import Engine
 from vitral.api.ensembles import (
     Sources,
     check_head,
@@ -22,15 +23,16 @@ from vitral.api.ensembles import (
     prepared,
     reading_workers,
 )
+from vitral.api.parts import joined, parts_of
 from vitral.atomic import atomic_write, checked_output
 from vitral.checkpoints.card import Card
 from vitral.data.images import UnreadableImage, encode_png
 from vitral.data.loader import read_pixels
 from vitral.data.preprocess import parse_deterministic
-from vitral.data.sources import open_data
+from vitral.data.sources import Split, open_data
 from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
-from vitral.evaluation.predict import EmbeddingPool, TestTimeAugmentation, embed_split
+from vitral.evaluation.predict import EmbeddingPool, Embeddings, Predictions, TestTimeAugmentation, embed_split
 from vitral.events import EventHandler
 from vitral.kernels.packed import pack
 from vitral.models.build import Model
@@ -56,6 +58,11 @@ def predict(
     preprocess: str = "",
     batch: int = 32,
     device: str = "",
+    parts: int = 1,
+    part: Sequence[str] = (),
+    engine: Engine = "local",
+    slurm: Sequence[str] = (),
+    parallel: int = 0,
     on_event: EventHandler | None = None,
 ) -> PredictionResults:
     """Predict the classes of images.
@@ -73,6 +80,13 @@ def predict(
         preprocess: how pixels are prepared, where the weights do not state it.
         batch: images per batch.
         device: cpu, cuda or mps; chosen when not given.
+        parts: number of parts to compute the images in, each a command of its own; they are kept beside the output
+            until all are there, and the output is the same as of one process.
+        part: single parts to compute, such as 3/16, and no output.
+        engine: where parts are computed: local, on the GPUs or the cores of this machine, or slurm, as an array of
+            jobs.
+        slurm: options of sbatch for the jobs as KEY=VALUE, such as partition=gpu time=4:00:00 gres=gpu:1.
+        parallel: parts at a time; one per GPU when not given.
         on_event: handler of progress events.
 
     Returns:
@@ -81,13 +95,19 @@ def predict(
 
     Raises:
         UserError: where an argument is wrong, or there is an `output` and no image can be read.
+        PartsWritten: with `part`, once these parts are written.
     """
+    divided = parts_of(predict, locals())
     check_numbers(batch=batch, top=top)
     target = checked_output(output, (".csv", ".json"), "--output") if output else None
     split = open_any_images(images)
     models = open_ensemble(source, ensemble, classes=classes, tta=tta, device=device, packed=True, on_event=on_event)
     with displayed(on_event) as handler:
-        predictions = models.predict(split, preprocess=preprocess, batch=batch, task="predicting", on_event=handler)
+
+        def compute(images: Split) -> Predictions:
+            return models.predict(images, preprocess=preprocess, batch=batch, task="predicting", on_event=handler)
+
+        predictions = Predictions(*joined(divided.compute(split, batch, compute, handler)))
     card = models.card
     named = collect_predictions(
         predictions,
@@ -102,6 +122,7 @@ def predict(
         if not named.rows:
             raise UserError(f"{none_read(named.unreadable[0])}: nothing was written.")
         write_results(target, named)
+        divided.finish()
     return named
 
 
@@ -186,6 +207,11 @@ def embed(
     preprocess: str = "",
     batch: int = 32,
     device: str = "",
+    parts: int = 1,
+    part: Sequence[str] = (),
+    engine: Engine = "local",
+    slurm: Sequence[str] = (),
+    parallel: int = 0,
     on_event: EventHandler | None = None,
 ) -> EmbedResult:
     """Compute the features of images.
@@ -199,6 +225,13 @@ def embed(
         preprocess: how pixels are prepared, where the weights do not state it.
         batch: images per batch.
         device: cpu, cuda or mps; chosen when not given.
+        parts: number of parts to compute the images in, each a command of its own; they are kept beside the output
+            until all are there, and the output is the same as of one process.
+        part: single parts to compute, such as 3/16, and no output.
+        engine: where parts are computed: local, on the GPUs or the cores of this machine, or slurm, as an array of
+            jobs.
+        slurm: options of sbatch for the jobs as KEY=VALUE, such as partition=gpu time=4:00:00 gres=gpu:1.
+        parallel: parts at a time; one per GPU when not given.
         on_event: handler of progress events.
 
     Returns:
@@ -206,22 +239,22 @@ def embed(
 
     Raises:
         UserError: where an argument is wrong, or no image can be read.
+        PartsWritten: with `part`, once these parts are written.
     """
+    divided = parts_of(embed, locals())
     check_numbers(batch=batch)
     target = checked_output(output, (".npz",), "--output") if output else None
     split = open_any_images(images)
     model, card, resolved, workers = _predictor(source, device, on_event)
+    how = prepared(card, preprocess, on_event)
     with displayed(on_event) as handler:
-        embeddings = embed_split(
-            model,
-            split,
-            prepared(card, preprocess, on_event),
-            batch=batch,
-            pool=pool,
-            device=resolved,
-            workers=workers,
-            on_event=handler,
-        )
+
+        def compute(images: Split) -> Embeddings:
+            return embed_split(
+                model, images, how, batch=batch, pool=pool, device=resolved, workers=workers, on_event=handler
+            )
+
+        embeddings = Embeddings(*joined(divided.compute(split, batch, compute, handler)))
     paths = [split.keys[index] for index in embeddings.indices[embeddings.valid]]
     if not paths:
         raise UserError(f"{none_read(unread(split, 0, card.architecture.channels))}: nothing was written.")
@@ -229,6 +262,7 @@ def embed(
     if target is not None:
         with atomic_write(target) as temporary, temporary.open("wb") as stream:
             np.savez(stream, paths=np.array(paths), features=features)
+        divided.finish()
     return EmbedResult(paths, features, unread_images(split, paths), str(output))
 
 

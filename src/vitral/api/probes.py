@@ -11,15 +11,24 @@ import numpy as np
 
 from vitral.api.checkpoints import Source, load_source, source_name
 from vitral.api.data import open_to_probe
+from vitral.api.engines import Engine
 from vitral.api.ensembles import compute_device, prepared, reading_workers
+from vitral.api.parts import Arrays, parts_of
 from vitral.atomic import checked_output
 from vitral.checkpoints.hub import located
 from vitral.cost import cost
+from vitral.data.copies import CHUNK as SIGNATURE_BLOCK
 from vitral.data.loader import default_workers
 from vitral.data.sources import Split, open_data, with_test_split
 from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
-from vitral.evaluation.duplicates import DedupeResult, find_duplicates, write_exclusions
+from vitral.evaluation.duplicates import (
+    FEATURE_BLOCK,
+    DedupeResult,
+    find_duplicates,
+    merge_duplicates,
+    write_exclusions,
+)
 from vitral.evaluation.features import SplitFeatures, cached_features
 from vitral.evaluation.probes import FewShotResult, knn, linear_probe
 from vitral.evaluation.probes import fewshot as ridge_fewshot
@@ -147,6 +156,11 @@ def dedupe(
     weights: Source = "",
     preprocess: str = "",
     device: str = "",
+    parts: int = 1,
+    part: Sequence[str] = (),
+    engine: Engine = "local",
+    slurm: Sequence[str] = (),
+    parallel: int = 0,
     on_event: EventHandler | None = None,
 ) -> DedupeResult:
     """Find training images that are copies of test images.
@@ -161,6 +175,13 @@ def dedupe(
         weights: a model whose features find copies that the hashes miss; slower.
         preprocess: how pixels are prepared for it, where it differs from what the weights state.
         device: cpu, cuda or mps for the model; chosen when not given.
+        parts: number of parts to compute the images in, each a command of its own; they are kept beside the output
+            until all are there, and the output is the same as of one process.
+        part: single parts to compute, such as 3/16, and no output.
+        engine: where parts are computed: local, on the GPUs or the cores of this machine, or slurm, as an array of
+            jobs.
+        slurm: options of sbatch for the jobs as KEY=VALUE, such as partition=gpu time=4:00:00 gres=gpu:1.
+        parallel: parts at a time; one per GPU when not given.
         on_event: handler of progress events.
 
     Returns:
@@ -168,7 +189,9 @@ def dedupe(
 
     Raises:
         UserError: where an argument is wrong.
+        PartsWritten: with `part`, once these parts are written.
     """
+    divided = parts_of(dedupe, locals())
     if preprocess and not weights:
         raise UserError("preprocess is for the images of a model: name its weights, too, or leave it out.")
     resolved = compute_device(weights, device)
@@ -178,17 +201,25 @@ def dedupe(
     model, card = load_source(weights, on_event) if weights else (None, None)
     how = prepared(card, preprocess, on_event) if card is not None else None
     with displayed(on_event) as handler:
-        duplicates = find_duplicates(
-            opened.train,
-            others,
-            model=model,
-            preprocess=how,
-            device=resolved,
-            workers=default_workers("cuda"),
-            on_event=handler,
-        )
+
+        def compute(images: Split) -> Arrays:
+            duplicates = find_duplicates(
+                images,
+                others,
+                model=model,
+                preprocess=how,
+                device=resolved,
+                workers=default_workers("cuda"),
+                on_event=handler,
+            )
+            return (np.frombuffer(duplicates.to_json().encode(), np.uint8),)
+
+        block = SIGNATURE_BLOCK if model is None else FEATURE_BLOCK
+        results = divided.compute(opened.train, block, compute, handler)
+    duplicates = merge_duplicates([DedupeResult.from_json(array.tobytes().decode()) for _, (array,) in results])
     if target is not None:
         write_exclusions(target, duplicates)
+        divided.finish()
     return duplicates
 
 

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vitral.api.data import check_folder
-from vitral.api.study_engines import ENGINES, StudyJob
+from vitral.api.engines import ENGINES, Engine, command
+from vitral.api.slurm import FOLDER as SLURM_FOLDER
+from vitral.api.slurm import sbatch_options
+from vitral.api.study_job import StudyJob
 from vitral.api.study_runs import check_run
 from vitral.atomic import atomic_write
 from vitral.display import SummaryRepr, displayed, duration
@@ -32,7 +35,6 @@ from vitral.studies.definition import (
 from vitral.studies.planning import CellResult, Plan, PlanCost, Record, plan, plan_cost, read_records, results, table
 
 StudyAction = Literal["list", "run", "report"]
-Engine = Literal["local"]
 _STUDY = "study.json"  # which study a folder holds
 
 
@@ -132,6 +134,7 @@ def study(
     scale: str = "small",
     only: Sequence[str] = (),
     engine: Engine = "local",
+    slurm: Sequence[str] = (),
     parallel: int = 0,
     dry_run: bool = False,
     print_commands: bool = False,
@@ -154,7 +157,8 @@ def study(
         out: folder of the runs; results/NAME when not given.
         scale: small, or another scale of the study, such as paper.
         only: ids of the runs to carry out; all that are pending when not given.
-        engine: local: on the GPUs or the cores of this machine.
+        engine: local, on the GPUs or the cores of this machine, or slurm, as an array of jobs.
+        slurm: options of sbatch for the jobs as KEY=VALUE, such as partition=gpu time=4:00:00 gres=gpu:1.
         parallel: runs at a time; small runs may share a GPU. One per GPU when not given.
         dry_run: only print the number of runs, and what they take.
         print_commands: only print one command per pending run, for a scheduler.
@@ -181,10 +185,13 @@ def study(
     chosen = read_study(name, scale, _overrides(words))
     folder = Path(out or Path("results") / chosen.name)
     check_folder(folder, [], (_STUDY, "*.jsonl"))
-    job = StudyJob(chosen, str(name), folder, tuple(data), str(init), words, tuple(only), parallel, keep, device)
+    options = sbatch_options(slurm)
+    job = StudyJob(
+        chosen, str(name), folder, tuple(data), str(init), words, tuple(only), parallel, keep, device, options
+    )
     with displayed(on_event) as handler:
         if dry_run or print_commands:
-            commands = [job.command([run.id]) for run in job.pending()] if print_commands else []
+            commands = [command(job.words([run.id])) for run in job.pending()] if print_commands else []
             return replace(study_state(job), commands=tuple(commands))
         for run in job.pending():
             check_run(job.context, run)
@@ -193,12 +200,12 @@ def study(
         handler(RunDirChosen(str(folder)))
         _write_study(folder, name, chosen, words)
         while pending := job.pending():
-            ENGINES[engine](job, pending, handler)
+            ENGINES[engine](job, [run.id for run in pending], handler)
             if {run.id for run in job.pending()} & {run.id for run in pending}:
                 break  # failed, or left to other processes
         state = study_state(job)
         if not state.plan.pending and not keep:
-            for leftover in ("pixels", "running", "weights"):
+            for leftover in ("pixels", "running", "weights", *([SLURM_FOLDER] if engine == "slurm" else [])):
                 shutil.rmtree(folder / leftover, ignore_errors=True)
     return state
 
@@ -246,10 +253,10 @@ def open_folder(folder: Path) -> StudyRuns:
 
 def study_state(job: StudyJob) -> StudyRuns:
     """A study as its records are now."""
-    records = read_records(job.out)
+    records = read_records(job.folder)
     current = plan(job.study, records)
     cost = plan_cost(job.study, current, records, _sizes(job) if current.pending else {})
-    return StudyRuns(job.study, job.out, current, cost, results(job.study, records), records)
+    return StudyRuns(job.study, job.folder, current, cost, results(job.study, records), records)
 
 
 def _sizes(job: StudyJob) -> dict[str, tuple[int, int]]:

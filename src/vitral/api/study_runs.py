@@ -42,7 +42,6 @@ from vitral.version import __version__
 
 PROBE_IMAGES = 50  # training images per class that a few-shot evaluation draws from, as Google's code draws from a part
 PROBE_SEEDS = 5
-_WAIT = 2.0  # seconds between two looks at a lock
 _SMALLEST = 8  # images of the first batch whose speed is measured
 
 
@@ -141,17 +140,7 @@ def execute(context: StudyContext, planned: PlannedRun, folder: Path, on_event: 
     Raises:
         Interrupted: after Ctrl-C or SIGTERM, once the state is saved.
     """
-    study, began, shared = context.study, time.perf_counter(), 0.0
-    varied = {*planned.cell.changes, *planned.cell.choose, "seed"}
-    record = Record(
-        id=planned.id,
-        study=study.name,
-        changes={key: value for key, value in planned.settings.items() if key in varied},
-        trial=planned.trial,
-        beside=context.beside,
-        recipe=recipe_hash(study.recipe_of(planned)),
-        version=__version__,
-    )
+    began, shared, record = time.perf_counter(), 0.0, record_of(context, planned)
     try:
         measured = MEASURES[planned.cell.measure](context, planned, folder, on_event)
     except Diverged as error:
@@ -166,6 +155,25 @@ def execute(context: StudyContext, planned: PlannedRun, folder: Path, on_event: 
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return replace(record, seconds=round(time.perf_counter() - began - shared, 1))
+
+
+def record_of(context: StudyContext, planned: PlannedRun) -> Record:
+    """The record of a run before it is known how it ended."""
+    varied = {*planned.cell.changes, *planned.cell.choose, "seed"}
+    return Record(
+        id=planned.id,
+        study=context.study.name,
+        changes={key: value for key, value in planned.settings.items() if key in varied},
+        trial=planned.trial,
+        beside=context.beside,
+        recipe=recipe_hash(context.study.recipe_of(planned)),
+        version=__version__,
+    )
+
+
+def release_run(folder: Path) -> None:
+    """Remove the lock of a run whose folder is inside one that this process holds: a lost machine has left it."""
+    (folder / ".lock").unlink(missing_ok=True)
 
 
 def _train(context: StudyContext, planned: PlannedRun, folder: Path, on_event: EventHandler) -> Measured:
@@ -202,14 +210,9 @@ def _pretrained(context: StudyContext, planned: PlannedRun, on_event: EventHandl
     folder = context.out / "weights" / f"{planned.cell.start}-{recipe_hash(recipe)}"
     folder.mkdir(parents=True, exist_ok=True)
     lock = FolderLock(folder)
-    while True:
-        try:
-            lock.acquire()
-        except UserError:  # another process trains it
-            time.sleep(_WAIT)
-        else:
-            break
+    lock.acquire(wait=True)
     try:
+        release_run(folder / "run")
         return run(recipe, data, folder / "run", device=context.device, on_event=on_event)
     finally:
         lock.release()

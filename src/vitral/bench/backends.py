@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,6 +64,7 @@ class Backend:
     library: str
     mode: str = "eager"
     attention: str = "auto"
+    float32_residual: bool = False  # ours with a residual stream in float32, as the others have it under autocast
 
     @property
     def captures(self) -> bool:
@@ -72,7 +73,8 @@ class Backend:
 
     @property
     def settings(self) -> str:
-        return self.mode if self.attention == "auto" else f"{self.mode}, {self.attention}"
+        parts = [self.mode, *([self.attention] if self.attention != "auto" else [])]
+        return ", ".join([*parts, *(["float32 residual"] if self.float32_residual else [])])
 
     @property
     def label(self) -> str:
@@ -111,10 +113,17 @@ def select_backends(
         elif mode := _only_mode(library, workload.work):
             backends.append(Backend(library, mode))
         elif library == OURS:  # it chooses its attention itself, and compiling adds nothing to its CUDA graphs
-            backends += [Backend(OURS, mode) for mode in (["graphs"] if graphs else modes)]
+            ours = [Backend(OURS, mode) for mode in (["graphs"] if graphs else modes)]
+            backends += ours
+            if workload.work == "train" and workload.precision == "bfloat16" and _is_vit(workload.architecture):
+                backends += [replace(backend, float32_residual=True) for backend in ours]
         else:
             backends += [Backend(library, mode, attention) for mode in modes for attention in attentions]
     return backends, excluded
+
+
+def _is_vit(architecture: Architecture) -> bool:
+    return isinstance(architecture, ViTConfig) and architecture.stem is None and not architecture.axial
 
 
 def default_modes(device: str) -> tuple[str, ...]:
@@ -143,8 +152,9 @@ def _unsupported_reason(library: str, workload: Workload) -> str:
         return f"bench {workload.work} supports {supported[0]} only"
     config = workload.architecture
     # The peers have the Vision Transformer of section 3.1 only, and timm its successors.
-    plain = isinstance(config, ViTConfig) and config.stem is None and not config.axial
-    return "" if plain and (library == "timm" or not family_of(config)) else f"it has no {workload.model_name}"
+    return (
+        "" if _is_vit(config) and (library == "timm" or not family_of(config)) else f"it has no {workload.model_name}"
+    )
 
 
 def build_model(library: str, architecture: Architecture) -> nn.Module:

@@ -73,7 +73,11 @@ class BenchmarkModel(nn.Module):
 def float32_model(backend: Backend, workload: Workload) -> BenchmarkModel:
     """The model in float32 on the device; its weights are the same on every call."""
     torch.manual_seed(_SEED)
-    return BenchmarkModel(build_model(backend.library, workload.architecture)).to(workload.device)
+    model = build_model(backend.library, workload.architecture)
+    if backend.float32_residual:  # tokens in float32 stay so from block to block; a hook keeps blocks from being fused
+        first = model.get_submodule("blocks.0")
+        first.register_forward_pre_hook(lambda block, inputs: (inputs[0].float(), *inputs[1:]))
+    return BenchmarkModel(model).to(workload.device)
 
 
 def inference_model(backend: Backend, workload: Workload) -> BenchmarkModel:

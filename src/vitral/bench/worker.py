@@ -115,12 +115,12 @@ class RequestHandler:
         self.step: Any = None
         self.peak_memory: Callable[[], int] = lambda: 0
 
-    def check_parity(self, backend: dict[str, str], workload: dict[str, Any]) -> dict[str, float]:
+    def check_parity(self, backend: dict[str, Any], workload: dict[str, Any]) -> dict[str, float]:
         """Compare with the float32 model on a few images."""
         small: dict[str, Any] = {**workload, "batch": min(steps.PARITY_BATCH, workload["batch"])}
         return steps.check_parity(make_step(Backend(**backend), Workload(**small)))._asdict()
 
-    def build(self, backend: dict[str, str], workload: dict[str, Any]) -> dict[str, str]:
+    def build(self, backend: dict[str, Any], workload: dict[str, Any]) -> dict[str, str]:
         """Make the step and return the environment; a second call replaces the step and frees the first."""
         compiled = self.step is not None and self.step.backend.mode == "compile"
         self.step = None

@@ -27,6 +27,7 @@ HEARTBEAT = 30.0  # seconds between two touches of the lock
 STALE = 300.0  # seconds without one after which a process of another machine counts as dead
 _SETTLE = 1.0  # seconds after which simultaneous takeovers are decided, on file systems without locks
 _TRIES = 50
+_WAIT = 2.0  # seconds between two looks at a lock that is waited for
 _held: set[str] = set()  # tokens of the locks that this process holds
 
 
@@ -82,12 +83,20 @@ class FolderLock:
         self._owner: LockOwner | None = None
         self._released = threading.Event()
 
-    def acquire(self) -> None:
+    def acquire(self, *, wait: bool = False) -> None:
         """Take the lock; nothing happens where it is held already.
+
+        Args:
+            wait: wait while another run holds it.
 
         Raises:
             UserError: another run holds it.
         """
+        while wait:
+            try:
+                return self.acquire()
+            except UserError:
+                time.sleep(_WAIT)
         if self._owner is not None:
             return
         owner = LockOwner.current()

@@ -92,6 +92,7 @@ class RunFolder:
         self.model = path / "model.safetensors"
         self.best = path / "best.safetensors"
         self._lock = FolderLock(path)
+        self._created = False  # by this object
 
     def make(self) -> None:
         """Create and lock the folder, and remove temporary files of interrupted writes.
@@ -100,6 +101,7 @@ class RunFolder:
             UserError: another run uses the folder.
         """
         check_name(self.path)
+        self._created = not self.path.exists()
         self.states.mkdir(parents=True, exist_ok=True)
         self._lock.acquire()
         for leftover in (*self.states.glob(".*.part"), *self.path.glob(".*.part")):
@@ -108,6 +110,11 @@ class RunFolder:
     def unlock(self) -> None:
         """Leave the folder to other runs; nothing happens where it is not locked by this one."""
         self._lock.release()
+
+    def discard(self) -> None:
+        """Remove the folder, where this object created it and no step of a run is recorded in it."""
+        if self._created and not self.begun and not (self.path / "metrics.jsonl").exists():
+            shutil.rmtree(self.path, ignore_errors=True)
 
     @property
     def begun(self) -> bool:

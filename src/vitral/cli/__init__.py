@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from vitral.errors import Interrupted, UserError, printable
+from vitral.errors import Interrupted, PartsWritten, UserError, printable
 from vitral.version import __version__
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ VERBS = {
     "demo": Verb("demonstration", "demo", "training.show_demo"),
     "train": Verb("training", "train", "training.show_training", own_json=True),
     "predict": Verb("prediction", "predict", "results.show_predictions", own_json=True),
+    "serve": Verb("serve", "serve", "models.show_served"),
     "evaluate": Verb("evaluation", "evaluate", "results.show_evaluation"),
     "embed": Verb("prediction", "embed", "results.show_embeddings"),
     "inspect": Verb("inspection", "inspect", "results.show_inspection"),
@@ -55,6 +56,7 @@ VERBS = {
     "cost": Verb("models", "cost", "models.show_cost"),
     "info": Verb("checkpoints", "info", "models.show_info"),
     "convert": Verb("checkpoints", "convert", "models.show_conversion"),
+    "export": Verb("export", "export_model", "models.show_export"),
     "push": Verb("hub", "push", "models.show_push"),
 }
 _EXAMPLES = """Examples:
@@ -83,6 +85,8 @@ def main() -> None:
             run_verb(words[0], words[1:])
     except UserError as mistake:
         _fail(str(mistake), mistake.exit_code)
+    except PartsWritten as written:
+        print(printable(str(written)))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has closed the pipe
         sys.exit(0)

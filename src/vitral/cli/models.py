@@ -1,4 +1,4 @@
-"""Results of list, cost, info, convert, push and bench as tables or JSON."""
+"""Results of list, cost, info, convert, export, push, serve and bench as tables or JSON."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from vitral.cli.results import by, print_facts, print_table
 if TYPE_CHECKING:
     from vitral.api.bench import BenchmarkReport
     from vitral.api.checkpoints import CheckpointInfo, ConvertResult
+    from vitral.api.export import ExportResult
     from vitral.api.hub import PushResult
     from vitral.api.models import CostResult
+    from vitral.api.serve import ServeResult
 
 
 def show_available(result: list[dict[str, Any]], values: Mapping[str, Any]) -> None:
@@ -82,9 +84,21 @@ def show_conversion(result: ConvertResult, values: Mapping[str, Any]) -> None:
     )
 
 
+def show_export(result: ExportResult, values: Mapping[str, Any]) -> None:
+    """Print how the exported file compares with its model."""
+    print_table([result.report.images, "model", result.format, "limit"], result.report.rows())
+    size = f"{result.bytes / 1e6:,.1f} MB"
+    print_facts({"wrote": f"{result.target} ({result.format}, {size}: {', '.join(result.outputs)})"})
+
+
 def show_push(result: PushResult, values: Mapping[str, Any]) -> None:
     """Print the repository that was written, and what loads it."""
     print_facts({**result.summary(), "not for others": "; ".join(result.refusals)})
+
+
+def show_served(result: ServeResult, values: Mapping[str, Any]) -> None:
+    """Print what a server answered."""
+    print_facts(result.summary())
 
 
 def show_benchmark(result: BenchmarkReport, values: Mapping[str, Any]) -> None:

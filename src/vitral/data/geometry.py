@@ -143,3 +143,58 @@ def ratio_fit(image: Size, size: Size) -> Size:
 
 def _by_ratio(image: Size, ratio: float) -> Size:
     return max(round(image[0] / ratio), 1), max(round(image[1] / ratio), 1)
+
+
+SIDE_RULES: dict[str, Callable[[Size, Size], Size]] = {
+    "resize_small": rounded_cover,
+    "resize_short": truncated_cover,
+    "resize_cover": ratio_cover,
+    "resize_fit": ratio_fit,
+}
+
+
+def shown_region(image: Size, steps: Sequence[tuple[str, Size]]) -> tuple[float, float, float, float]:
+    """The part of an image that deterministic steps keep.
+
+    Args:
+        image: its height and width.
+        steps: names and sizes, as a pipeline has them.
+
+    Returns:
+        Left, top, width and height as fractions of the image; what is padded lies below 0 or above 1.
+    """
+    spans = [_axis_span(image, steps, axis) for axis in (0, 1)]
+    (top, height), (left, width) = spans
+    return left, top, width, height
+
+
+def _axis_span(image: Size, steps: Sequence[tuple[str, Size]], axis: int) -> tuple[float, float]:
+    """Start and length along an axis, as fractions of the image."""
+    size, start, length = image, 0.0, 1.0
+
+    def cropped(offset: int, after: Size) -> None:
+        nonlocal size, start, length
+        start, length = start + length * offset / size[axis], length * after[axis] / size[axis]
+        size = after
+
+    def resized(rule: Callable[[Size, Size], Size], to: Size) -> None:
+        nonlocal size
+        kept = trimmed(size)
+        cropped((size[axis] - kept[axis]) // 2, kept)
+        size = rule(size, to)
+
+    for name, to in steps:
+        if name == "resize":
+            size = to
+        elif name in SIDE_RULES:
+            resized(SIDE_RULES[name], to)
+        elif name == "central_crop":
+            if size[0] < to[0] or size[1] < to[1]:
+                resized(rounded_cover, to)
+            cropped((size[axis] - to[axis]) // 2, to)
+        else:  # center_crop and pad
+            canvas = max(size[0], to[0]), max(size[1], to[1])
+            cropped(-((canvas[axis] - size[axis]) // 2), canvas)
+            if name == "center_crop":
+                cropped(round((size[axis] - to[axis]) / 2), to)
+    return start, length

@@ -61,6 +61,10 @@ class ImageError(ValueError):
     """An image that cannot be read; the message is one short reason."""
 
 
+class ImageTooLarge(ImageError):
+    """An image of more pixels than are allowed."""
+
+
 @dataclass(frozen=True)
 class UnreadableImage:
     """The record of an image that could not be read: its path (or another key of its split), and why."""
@@ -274,6 +278,8 @@ def _opened(data: bytes) -> Iterator[Image.Image]:
             yield image
     except (ImageError, UserError):
         raise
+    except Image.DecompressionBombError as error:
+        raise ImageTooLarge("too many pixels") from error
     except Exception as error:  # Pillow's readers raise nearly anything on damaged bytes
         raise ImageError(_reason(error)) from error
 
@@ -290,7 +296,7 @@ def _register_heif() -> None:
 def _reason(error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
         return "not an image in a known format"
-    if isinstance(error, Image.DecompressionBombError | MemoryError):
+    if isinstance(error, MemoryError):
         return "too many pixels"
     text = str(error).strip().rstrip(".")
     if "truncated" in text.lower() or isinstance(error, EOFError):
@@ -357,7 +363,7 @@ def _check_size(image: Image.Image, size: int) -> None:
     """Refuse an image before memory for its pixels is allocated; `size` is that of the file in bytes."""
     pixels = image.width * image.height
     if pixels > _pixel_limit():
-        raise ImageError(f"too many pixels ({pixels:,}; VITRAL_MAX_PIXELS is {_pixel_limit():,})")
+        raise ImageTooLarge(f"too many pixels ({pixels:,}; VITRAL_MAX_PIXELS is {_pixel_limit():,})")
     tiles = getattr(image, "tile", ())
     codecs = {tile[0] for tile in tiles}
     if len(codecs) != 1 or (codec := codecs.pop()) not in _PIXELS_PER_BYTE:

@@ -35,6 +35,7 @@ import numpy as np
 from vitral.architecture import Size
 from vitral.data.augment import draw_flip, erase, flip, randaugment
 from vitral.data.geometry import (
+    SIDE_RULES,
     ImageInput,
     center_crop,
     central_crop,
@@ -43,12 +44,9 @@ from vitral.data.geometry import (
     inception_box,
     padded,
     random_resized_box,
-    ratio_cover,
-    ratio_fit,
     resized_to,
-    rounded_cover,
+    shown_region,
     trimmed,
-    truncated_cover,
     whole_image,
 )
 from vitral.data.images import METHODS, resize
@@ -145,6 +143,10 @@ class Pipeline:
             image = _STEP_TYPES[step.name].run(image, step, rng)
         return np.ascontiguousarray(whole_image(image))
 
+    def shown_region(self, image: Size) -> tuple[float, float, float, float]:
+        """The part of an image of this size that the result shows, without flips: as `geometry.shown_region`."""
+        return shown_region(image, [(step.name, step.size) for step in self.steps if step.sides])
+
     @property
     def ends_in_random_crop(self) -> bool:
         """Whether it ends in the bilinear resize of a random crop, flipped or not: `crop_region` can then be used."""
@@ -224,7 +226,7 @@ def _resize(image: ImageInput, step: PipelineStep, rng: np.random.Generator) -> 
 
 
 def _resize_in_proportion(image: ImageInput, step: PipelineStep, rng: np.random.Generator) -> np.ndarray:
-    return resized_to(image, _SIDE_RULES[step.name], step.size, step.method, antialias=step.antialias)
+    return resized_to(image, SIDE_RULES[step.name], step.size, step.method, antialias=step.antialias)
 
 
 def _random_crop(image: ImageInput, step: PipelineStep, rng: np.random.Generator) -> np.ndarray:
@@ -254,12 +256,6 @@ class _StepType(NamedTuple):
     random: bool = False
 
 
-_SIDE_RULES: dict[str, Callable[[Size, Size], Size]] = {
-    "resize_small": rounded_cover,
-    "resize_short": truncated_cover,
-    "resize_cover": ratio_cover,
-    "resize_fit": ratio_fit,
-}
 _BOXES = {"inception_crop": inception_box, "random_resized_crop": random_resized_box}
 _MIN_AREAS = {"inception_crop": 0.05, "random_resized_crop": 0.08}  # Google's and torchvision's defaults
 _STEP_TYPES = {
@@ -346,9 +342,9 @@ def _final_size(text: str, steps: tuple[PipelineStep, ...]) -> Size:
     """The size of the results. `least` is the smallest size at each step, and `fixed` whether all have exactly that."""
     least, fixed = (0, 0), False
     for step in steps:
-        if step.name in _SIDE_RULES:
+        if step.name in SIDE_RULES:
             unknown = (0, 0) if step.name == "resize_fit" else step.size
-            least = _SIDE_RULES[step.name](trimmed(least), step.size) if fixed else unknown
+            least = SIDE_RULES[step.name](trimmed(least), step.size) if fixed else unknown
         elif step.name == "pad":
             least = max(least[0], step.size[0]), max(least[1], step.size[1])
         elif step.sides:

@@ -11,9 +11,10 @@ depend on their number.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -40,7 +41,7 @@ from vitral.events import Event, EventHandler, Progress, ignore_events
 from vitral.models.build import Model
 
 MIN_COSINE = 0.5  # similarity of features from which a pair is a candidate
-_BLOCK = 4096  # training images whose features are in memory at a time
+FEATURE_BLOCK = 4096  # training images whose features are in memory at a time
 
 CopyKind = Literal["exact", "near"]
 CopyMethod = Literal["bytes", "pixels", "hash", "features"]
@@ -66,11 +67,24 @@ class DedupeResult:
     against: tuple[int, ...]  # images per test split
     unreadable: int
     not_compared: int  # tiny or of one colour: compared by digest only
+    unreadable_tests: int = 0  # of the unreadable ones, and
+    not_compared_tests: int = 0  # of those not compared, test images
 
     @property
     def keys(self) -> list[str]:
         """The training images to exclude, each once."""
         return list(dict.fromkeys(pair.train for pair in self.pairs))
+
+    def to_json(self) -> str:
+        """As text that `from_json` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> DedupeResult:
+        """The result that `to_json` wrote."""
+        values = json.loads(text)
+        pairs = tuple(TrainTestCopy(*pair) for pair in values.pop("pairs"))
+        return cls(pairs=pairs, against=tuple(values.pop("against")), **values)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, with the thresholds."""
@@ -137,6 +151,18 @@ def find_duplicates(
 
         search.by_features(embed)
     return search.result()
+
+
+def merge_duplicates(parts: Sequence[DedupeResult]) -> DedupeResult:
+    """The result for all training images from those of consecutive parts, each compared with the same test images."""
+    first, others = parts[0], parts[1:]
+    return replace(
+        first,
+        pairs=tuple(pair for part in parts for pair in part.pairs),
+        train=sum(part.train for part in parts),
+        unreadable=first.unreadable + sum(part.unreadable - part.unreadable_tests for part in others),
+        not_compared=first.not_compared + sum(part.not_compared - part.not_compared_tests for part in others),
+    )
 
 
 def write_exclusions(path: Path, result: DedupeResult) -> None:
@@ -214,8 +240,9 @@ class _Search:
         self.pairs: dict[tuple[int, int], TrainTestCopy] = {}
         self.done = 0  # training images
         tested = [image for index in indexes for image in index.signatures]
-        self.unreadable = sum(not image.pixel_digest for image in tested)
+        self.unreadable = self.unreadable_tests = sum(not image.pixel_digest for image in tested)
         self.comparable = sum(image.comparable for image in tested)
+        self.not_compared_tests = len(tested) - self.unreadable - self.comparable
 
     def add_block(self, block: list[ImageSignature]) -> None:
         """Compare the next images of train by digest and by hash."""
@@ -232,8 +259,8 @@ class _Search:
     def by_features(self, embed: Callable[[Split], Tensor]) -> None:
         """Compare each image of train with the one of each test split that is most similar; `embed` gives (n, d)."""
         tests = [embed(split) if len(split) else None for split in self.against]
-        for start in range(0, len(self.train), _BLOCK):
-            rows = np.arange(start, min(start + _BLOCK, len(self.train)))
+        for start in range(0, len(self.train), FEATURE_BLOCK):
+            rows = np.arange(start, min(start + FEATURE_BLOCK, len(self.train)))
             features = embed(self.train.select(rows))
             for number, test in enumerate(tests):
                 if test is None:
@@ -252,6 +279,8 @@ class _Search:
             against=tuple(map(len, self.against)),
             unreadable=self.unreadable,
             not_compared=images - self.unreadable - self.comparable,
+            unreadable_tests=self.unreadable_tests,
+            not_compared_tests=self.not_compared_tests,
         )
 
     def _compare(self, rows: np.ndarray, number: int, matches: np.ndarray) -> None:

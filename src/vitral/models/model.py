@@ -209,13 +209,13 @@ def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
         raise UserError(
             f"images of {channels} channels need as many values of mean and std, not {len(mean)} and {len(std)}."
         )
-    scale, shift = _constants(tuple(mean), tuple(std), images.device)
+    scale, shift = scale_and_shift(tuple(mean), tuple(std), images.device)
     return torch.addcmul(shift, images.to(torch.float32, memory_format=torch.contiguous_format), scale)
 
 
 @cache
 @torch.inference_mode(False)
-def _constants(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def scale_and_shift(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Scale and shift, (channels, 1, 1) each, in double precision until the last rounding.
 
     Cached: a step that is captured as a CUDA graph must not copy anything from the host.

@@ -24,18 +24,31 @@ class Section(NamedTuple):
     body: str  # HTML
 
 
-def page(title: str, lead: str, sections: Sequence[Section], data: Mapping[str, Any]) -> str:
-    """Write a self-contained HTML file.
+class PageKind(NamedTuple):
+    """What differs between kinds of pages, besides their contents."""
+
+    script: str  # JavaScript, after the one of all pages
+    style: str = ""  # CSS, likewise
+    policy: str = "img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"  # all that it may load
+    footer: str = "This file is self-contained: it loads nothing and sends nothing."
+
+
+def page(
+    title: str, lead: str, sections: Sequence[Section], data: Mapping[str, Any], kind: PageKind | None = None
+) -> str:
+    """Write an HTML file that loads nothing from elsewhere.
 
     Args:
         title: heading of the page.
         lead: HTML below the heading.
         sections: the parts of the page, linked from its head.
         data: JSON-ready values that the script reads.
+        kind: its script and what that may load; a report by default.
 
     Returns:
         HTML.
     """
+    kind = kind or PageKind(_resource("page.js"))
     links = "".join(f'<a href="#{section.name}">{section.name.capitalize()}</a>' for section in sections)
     body = "".join(_section(section) for section in sections)
     html = f"""<!doctype html>
@@ -44,12 +57,11 @@ def page(title: str, lead: str, sections: Sequence[Section], data: Mapping[str, 
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy"
-  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; {kind.policy}">
 <link rel="icon" href="data:,">
 <title>{escape(title)}</title>
 <style>
-{_resource("page.css")}</style>
+{_resource("page.css")}{kind.style}</style>
 </head>
 <body>
 <a class="skip" href="#main">Skip to the content</a>
@@ -61,10 +73,10 @@ def page(title: str, lead: str, sections: Sequence[Section], data: Mapping[str, 
 </header>
 <main id="main">
 {body}</main>
-<footer>Made by vitral {__version__}. This file is self-contained: it loads nothing and sends nothing.</footer>
+<footer>Made by vitral {__version__}. {kind.footer}</footer>
 <script type="application/json" id="data">{_embedded(data)}</script>
 <script>
-{_resource("page.js")}</script>
+{_resource("frame.js")}{kind.script}</script>
 </body>
 </html>
 """

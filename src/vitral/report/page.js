@@ -1,15 +1,4 @@
-"use strict";
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  const $ = (id) => document.getElementById(id);
-  const percent = (value) => (100 * value).toFixed(value < 0.0995 ? 1 : 0) + "\u00a0%";
-
-  // Light or dark: the system setting, until the button is used.
-  const root = document.documentElement;
-  const isDark = () =>
-    root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  $("theme").addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; });
-
   // Sortable tables are sorted by a click on a column header.
   for (const head of document.querySelectorAll("table.sortable th button")) {
     head.addEventListener("click", () => {
@@ -23,19 +12,6 @@
       const rows = [...table.tBodies[0].rows].sort((a, b) => (rising ? 1 : -1) * compare(key(a), key(b)));
       table.tBodies[0].append(...rows);
     });
-  }
-
-  // The edges of what scrolls fade where there is more, but not the scrollbars beside them.
-  for (const box of document.querySelectorAll(".scroll")) {
-    const mark = () => {
-      box.classList.toggle("more-left", box.scrollLeft > 1);
-      box.classList.toggle("more-right", box.scrollLeft + box.clientWidth < box.scrollWidth - 1);
-      box.classList.toggle("more-below", box.scrollTop + box.clientHeight < box.scrollHeight - 1);
-      box.style.setProperty("--bar-x", `${box.offsetWidth - box.clientWidth}px`);
-      box.style.setProperty("--bar-y", `${box.offsetHeight - box.clientHeight}px`);
-    };
-    box.addEventListener("scroll", mark, { passive: true });
-    new ResizeObserver(mark).observe(box);
   }
 
   // A confusion matrix of many classes is an image: the cell below the pointer is described in words.
@@ -72,21 +48,9 @@
   const N = ROWS * COLUMNS;
   const stage = $("stage"), overview = $("overview");
   const thumbs = [...document.querySelectorAll(".thumb")];
-  const RAMP = makeRamp([[4, 4, 20], [72, 18, 104], [176, 46, 94], [244, 128, 42], [252, 246, 170]]);
   const state = { image: 0, mode: "", layer: data.start, head: -1, pinned: -1, hover: -1 };
   const ABOUT = Object.fromEntries(
     [...document.querySelectorAll("input[name=mode]")].map((input) => [input.value, input.parentElement.title]));
-
-  function makeRamp(stops) {
-    const ramp = new Uint8ClampedArray(256 * 3);
-    for (let i = 0; i < 256; i++) {
-      const place = (i / 255) * (stops.length - 1);
-      const low = Math.min(Math.floor(place), stops.length - 2);
-      for (let c = 0; c < 3; c++)
-        ramp[3 * i + c] = stops[low][c] + (place - low) * (stops[low + 1][c] - stops[low][c]);
-    }
-    return ramp;
-  }
 
   function bytes(text) {
     return Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
@@ -392,11 +356,7 @@
     });
   }
 
-  const ramp = $("ramp").getContext("2d");
-  for (let i = 0; i < 256; i++) {
-    ramp.fillStyle = `rgb(${RAMP.slice(3 * i, 3 * i + 3).join(",")})`;
-    ramp.fillRect(i, 0, 1, 1);
-  }
+  drawRamp($("ramp"));
   state.image = Number(document.querySelector("input[name=image]:checked").value);
   state.mode = document.querySelector("input[name=mode]:checked").value;
   answers();

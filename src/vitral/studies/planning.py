@@ -55,7 +55,8 @@ class Record:
 
 
 def read_records(folder: Path) -> dict[str, Record]:
-    """The records of a folder by run; of several for one run, the first that is best (ok, then diverged, then failed).
+    """The records of a folder by run: of several for one run the first that is ok, else the first that diverged, else
+    the last failure.
 
     Raises:
         UserError: a file holds something else.
@@ -72,7 +73,7 @@ def read_records(folder: Path) -> dict[str, Record]:
             except TypeError as error:
                 raise UserError(f"line {number} of {path} is not the record of a run: remove it.") from error
             known = records.get(record.id)
-            if known is None or _BETTER[record.status] > _BETTER[known.status]:
+            if known is None or known.status == "failed" or _BETTER[record.status] > _BETTER[known.status]:
                 records[record.id] = record
     return records
 

@@ -107,6 +107,7 @@ def run(
     with stop_requests(lambda: on_event(stopping_note)) as stopping, ExitStack() as on_exit:
         # Set-up
         folder = RunFolder(on_rank0(lambda: path, world))  # a name free for one process may be taken for the next
+        on_exit.push(lambda kind, error, trace: folder.discard() if isinstance(error, UserError) else None)
         on_exit.callback(folder.unlock)
         finished = on_rank0(lambda: _claim(folder, recipe, data, own, on_event), world)
         if finished is not None:

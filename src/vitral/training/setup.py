@@ -138,12 +138,14 @@ def read_data(
     if selects and data.test is not None:
         test, more = decoded(data.test)
         data, unreadable = replace(data, test=test), [*unreadable, *more]
+    refusal = unreadable_refusal(data.train, train, eval_split)
     if unreadable:
         listed = "; ".join(f"{image.path}: {image.reason}" for image in unreadable[:3])
-        listed += f"; and {len(unreadable) - 3} more, listed in result.json" if unreadable[3:] else ""
+        where = "`vitral check` lists them" if refusal else "listed in result.json"
+        listed += f"; and {len(unreadable) - 3} more, {where}" if unreadable[3:] else ""
         on_event(Note(f"left out {len(unreadable)} unreadable image{'s' * (len(unreadable) > 1)} ({listed})"))
-    if reason := unreadable_refusal(data.train, train, eval_split):
-        raise UserError(reason)
+    if refusal:
+        raise UserError(refusal)
     readable = replace(data, test=eval_split) if data.val is None else replace(data, val=eval_split)
     return replace(readable, train=train), unreadable
 

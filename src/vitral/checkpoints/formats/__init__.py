@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from vitral.checkpoints.formats.bit import BIT, HUGGING_FACE_BIT, TIMM_BIT
 from vitral.checkpoints.formats.deit import HUGGING_FACE_DEIT, TIMM_DEIT
-from vitral.checkpoints.formats.google import BIG_VISION, GOOGLE, GOOGLE_LINEN
+from vitral.checkpoints.formats.google import BIG_VISION, BIG_VISION_SCAN, GOOGLE, GOOGLE_LINEN
 from vitral.checkpoints.formats.hf_clip import HUGGING_FACE_CLIP, HUGGING_FACE_SIGLIP, HUGGING_FACE_SIGLIP2
 from vitral.checkpoints.formats.hf_dino import HUGGING_FACE_DINO, HUGGING_FACE_DINOV3
 from vitral.checkpoints.formats.hugging_face import (
@@ -32,7 +32,7 @@ from vitral.names import VIT_SIZES
 FORMATS: dict[str, Format[Any]] = {
     table.name: table
     for table in (
-        *(NATIVE, GOOGLE, GOOGLE_LINEN, BIG_VISION, BIT),
+        *(NATIVE, GOOGLE, GOOGLE_LINEN, BIG_VISION, BIG_VISION_SCAN, BIT),
         # Before the plain ViTs, which they resemble.
         *(TIMM_HYBRID, TIMM_BIT, TIMM_DEIT, NAFLEX, HUGGING_FACE_DEIT, HUGGING_FACE_BIT),
         TIMM,

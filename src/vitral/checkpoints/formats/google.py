@@ -8,13 +8,24 @@ prepended, so that it has no position row.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from vitral.architecture import Architecture, Pool, StemConfig, ViTConfig
 from vitral.checkpoints.card import Preprocess
 from vitral.checkpoints.formats.layout import ResNetLayout
-from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, grid_of_rows, is_square, later_parts
+from vitral.checkpoints.formats.table import (
+    CheckpointHeader,
+    Entry,
+    Format,
+    Tensors,
+    grid_of_rows,
+    is_square,
+    later_parts,
+)
+from vitral.errors import UserError
 
 _POSITION = "Transformer/posembed_input/pos_embedding"
 _BIG_VISION_POSITION = "pos_embedding"
@@ -317,4 +328,52 @@ BIG_VISION = Format(
     positions=("1d", "sincos2d"),
     class_row=lambda c: "folded",
     preprocess=_big_vision_preprocess,
+)
+
+
+# Trained with `scan=True`, all blocks are one whose tensors have a leading axis of layers.
+_STACKED, _NUMBERED = "Transformer/encoderblock/", "Transformer/encoderblock_{}/"
+
+
+def _scan_recognises(header: CheckpointHeader) -> bool:
+    return header.has("embedding/kernel") and header.has(f"{_STACKED}{_LINEN.attention}/query/kernel")
+
+
+def _scan_architecture(header: CheckpointHeader) -> ViTConfig:
+    shapes = {}
+    for key, shape in header.shapes.items():
+        numbered = [key.replace(_STACKED, _NUMBERED.format(i)) for i in range(shape[0] if shape else 0)]
+        shapes |= dict.fromkeys(numbered, shape[1:]) if key.startswith(_STACKED) else {key: shape}
+    return _big_vision_architecture(replace(header, shapes=shapes))
+
+
+def _scan_unpack(tensors: Tensors, c: ViTConfig) -> Tensors:
+    unpacked: Tensors = {}
+    for key, tensor in tensors.items():
+        if not key.startswith(_STACKED):
+            unpacked[key] = tensor
+        elif tensor.ndim and len(tensor) == c.depth:
+            unpacked |= {key.replace(_STACKED, _NUMBERED.format(i)): layer for i, layer in enumerate(tensor)}
+        else:
+            raise UserError(f"tensor {key} has the shape {list(tensor.shape)} where {c.depth} layers are expected.")
+    return unpacked
+
+
+def _scan_pack(tensors: Tensors, c: ViTConfig) -> Tensors:
+    first = _NUMBERED.format(0)
+    packed = {key: tensor for key, tensor in tensors.items() if not key.startswith("Transformer/encoderblock_")}
+    for key in [key for key in tensors if key.startswith(first)]:
+        layers = [tensors[key.replace(first, _NUMBERED.format(i))] for i in range(c.depth)]
+        packed[key.replace(first, _STACKED)] = torch.stack(layers)
+    return packed
+
+
+BIG_VISION_SCAN = replace(
+    BIG_VISION,
+    name="big_vision-scan",
+    title="big_vision npz, layers stacked (scan=True)",
+    recognises=_scan_recognises,
+    architecture=_scan_architecture,
+    unpack=_scan_unpack,
+    pack=_scan_pack,
 )

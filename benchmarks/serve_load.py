@@ -1,0 +1,331 @@
+"""Load on `vitral serve`: closed-loop clients, then Poisson arrivals at 70 % of that rate; LitServe beside it.
+
+    python benchmarks/serve_load.py WEIGHTS FOLDER --rounds 3 --seconds 15 --litserve ENVIRONMENT/bin/python
+
+WEIGHTS is the model, FOLDER has JPEG files in class folders, and ENVIRONMENT has litserve, torch and vitral's own
+requirements. Every contestant gets the same multipart requests, one JPEG each, from raw sockets in this process; in
+each round every contestant runs once, in turn, beside `vitral bench predict`. Numbers are medians over the rounds, with
+the CPU time of the server's processes per image, the generator's own share of the machine, and that of other programs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).parents[1] / "src"
+TICKS = os.sysconf("SC_CLK_TCK")
+LITSERVE = """
+import sys
+import litserve as ls
+import numpy as np
+import torch
+from fastapi import Request
+import vitral
+from vitral.data.images import decode
+from vitral.data.preprocess import parse_deterministic
+from vitral.kernels.packed import pack
+from vitral.models.model import normalize
+
+weights, port, kind, workers, batch, fast = sys.argv[1:7]
+
+
+class Api(ls.LitAPI):
+    def setup(self, device):
+        torch.set_num_threads(max(1, 2 // int(workers)))
+        self.model, card = vitral.load(weights)
+        if kind == "packed":
+            pack(self.model)
+        self.how, self.names = card.preprocess, card.class_names or tuple(map(str, range(card.architecture.classes)))
+        self.pipeline = parse_deterministic(self.how.pipeline)
+
+    def decode_request(self, request: Request):
+        return self.pipeline(decode(request["content"].file.read(), 3))
+
+    def batch(self, inputs):
+        return np.stack(inputs)
+
+    def unbatch(self, output):
+        return list(output)
+
+    def predict(self, pixels):
+        pixels = pixels if pixels.ndim == 4 else pixels[None]
+        with torch.inference_mode():
+            images = normalize(torch.from_numpy(pixels).permute(0, 3, 1, 2), self.how.mean, self.how.std)
+            answers = self.model(images).softmax(-1).topk(5)
+        return list(zip(answers.indices.tolist(), answers.values.tolist()))
+
+    def encode_response(self, answer):
+        answer = answer if isinstance(answer, tuple) else answer[0]
+        return {"classes": [{"name": self.names[i], "probability": p} for i, p in zip(*answer)]}
+
+
+if __name__ == "__main__":
+    api = Api(max_batch_size=int(batch), batch_timeout=0.002 if int(batch) > 1 else 0.0)
+    server = ls.LitServer(api, accelerator="cpu", workers_per_device=int(workers), fast_queue=fast == "1", timeout=60)
+    server.run(port=int(port), host="127.0.0.1", generate_client_file=False, log_level="warning")
+"""
+
+
+@dataclass(frozen=True)
+class Load:
+    """One contestant in one round."""
+
+    images: int
+    seconds: float
+    latencies: tuple[float, ...]  # seconds
+    cpu: float  # seconds of the server's processes
+    generator: float  # share of the machine
+    others: float  # share of the machine
+
+    @property
+    def rate(self) -> float:
+        return self.images / self.seconds
+
+    def quantile(self, share: float) -> float:
+        ordered = sorted(self.latencies)
+        return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else float("nan")
+
+
+def requests_of(folder: Path, count: int) -> list[bytes]:
+    """Complete HTTP requests, each with one JPEG."""
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg"))
+    paths = random.Random(0).sample(paths, min(count, len(paths)))
+    return [_request(path.read_bytes()) for path in paths]
+
+
+def _request(jpeg: bytes) -> bytes:
+    boundary = b"vitral-boundary-7d1f"
+    disposition = b'Content-Disposition: form-data; name="content"; filename="a.jpg"'
+    head = b"--" + boundary + b"\r\n" + disposition + b"\r\nContent-Type: image/jpeg\r\n\r\n"
+    body = head + jpeg + b"\r\n--" + boundary + b"--\r\n"
+    lines = [
+        *(b"POST /predict HTTP/1.1", b"Host: 127.0.0.1", b"Content-Length: %d" % len(body)),
+        b"Content-Type: multipart/form-data; boundary=" + boundary,
+    ]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes) -> int:
+    """Send a request and read its answer; the status."""
+    writer.write(request)
+    head = await reader.readuntil(b"\r\n\r\n")
+    lines = head.lower().split(b"\r\n")
+    length = next(int(line.split(b":")[1]) for line in lines if line.startswith(b"content-length:"))
+    await reader.readexactly(length)
+    return int(head.split(b" ", 2)[1])
+
+
+async def closed_loop(port: int, requests: Sequence[bytes], clients: int, seconds: float) -> list[float]:
+    """Latencies of clients that each send their next request as soon as they have an answer."""
+    latencies: list[float] = []
+    end = time.perf_counter() + seconds
+
+    async def client(number: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        turn = number
+        while (started := time.perf_counter()) < end:
+            status = await ask(reader, writer, requests[turn % len(requests)])
+            assert status == 200, status
+            if time.perf_counter() < end:
+                latencies.append(time.perf_counter() - started)
+            turn += clients
+        writer.close()
+
+    await asyncio.gather(*(client(number) for number in range(clients)))
+    return latencies
+
+
+async def open_loop(port: int, requests: Sequence[bytes], rate: float, seconds: float) -> list[float]:
+    """Latencies of requests that arrive at random times, counted from the time of arrival."""
+    latencies: list[float] = []
+    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+    rng, tasks = random.Random(1), []
+    start = time.perf_counter()
+
+    async def arrive(moment: float, request: bytes) -> None:
+        pair = idle.pop() if idle else await asyncio.open_connection("127.0.0.1", port)
+        status = await ask(*pair, request)
+        assert status == 200, status
+        latencies.append(time.perf_counter() - moment)
+        idle.append(pair)
+
+    moment = start
+    while (moment := moment + rng.expovariate(rate)) < start + seconds:
+        await asyncio.sleep(max(0.0, moment - time.perf_counter()))
+        tasks.append(asyncio.ensure_future(arrive(moment, requests[len(tasks) % len(requests)])))
+    await asyncio.gather(*tasks)
+    for _, writer in idle:
+        writer.close()
+    return latencies
+
+
+def measured(server: int, work: Coroutine[Any, Any, list[float]], seconds: float) -> Load:
+    """Run a load and account for the machine's time meanwhile; `server` is the process that was started."""
+    before, ours, machine = tree_cpu(server), time.process_time(), busy_cpu()
+    started = time.perf_counter()
+    latencies = asyncio.run(work)
+    elapsed = time.perf_counter() - started
+    cpu, generator, busy = tree_cpu(server) - before, time.process_time() - ours, busy_cpu() - machine
+    cores = len(os.sched_getaffinity(0))
+    whole = elapsed * cores
+    others = max(0.0, busy - cpu - generator) / whole
+    return Load(len(latencies), seconds, tuple(latencies), cpu, generator / whole, others)
+
+
+def tree_cpu(root: int) -> float:
+    """CPU seconds of a process and of its descendants."""
+    parents: dict[int, int] = {}
+    spent: dict[int, float] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        number = int(path.parent.name)
+        parents[number], spent[number] = int(fields[1]), (int(fields[11]) + int(fields[12])) / TICKS
+    return sum(seconds for number, seconds in spent.items() if root in _line(number, parents))
+
+
+def _line(number: int, parents: dict[int, int]) -> Iterator[int]:
+    while number in parents:
+        yield number
+        number = parents[number]
+
+
+def busy_cpu() -> float:
+    """CPU seconds that this machine was busy."""
+    user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
+    return (user + nice + system + irq + softirq) / TICKS
+
+
+@contextmanager
+def running(command: Sequence[str], port: int, log: Path) -> Iterator[int]:
+    """A server process that answers on a port."""
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "GOMP_SPINCOUNT": "3000"}
+    with log.open("wb") as stream:
+        process = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, start_new_session=True)
+    try:
+        _await_port(process, port, log)
+        yield process.pid
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _await_port(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    for _ in range(240):
+        if process.poll() is not None:
+            break
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.5)
+    raise SystemExit(f"the server did not start:\n{log.read_text()[-2000:]}")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def bench_predict(folder: Path, scratch: Path) -> float:
+    """Images per second of `vitral bench predict`."""
+    words = ["bench", "predict", "--data", str(folder), "--device", "cpu", "--against", "none", "--rounds", "1"]
+    command = [sys.executable, "-m", "vitral", *words, "--json", "--out", str(scratch / "bench.json")]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    (row,) = json.loads(done.stdout)
+    return row["batch"] / row["seconds"]
+
+
+def contestants(weights: Path, litserve: str, settings: Sequence[str], serve: Sequence[str]) -> dict[str, list[str]]:
+    """Commands by name; PORT stands for the port."""
+    commands = {"vitral": [sys.executable, "-m", "vitral", "serve", str(weights), "--port", "PORT", *serve]}
+    for setting in settings if litserve else ():
+        commands[f"litserve {setting}"] = [litserve, "-c", LITSERVE, str(weights), "PORT", *setting.split("/")]
+    return commands
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("weights", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--litserve", default="", help="Python of an environment with litserve")
+    settings = ["plain/1/8/0", "plain/2/1/0", "plain/2/8/1", "packed/2/8/1"]
+    parser.add_argument("--settings", nargs="+", default=settings, help="model/workers_per_device/batch/fast_queue")
+    parser.add_argument("--serve", nargs="*", default=[], help="more options of vitral serve, without their dashes")
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=15)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--open", type=float, default=30, help="seconds of Poisson arrivals per round; 0 for none")
+    arguments = parser.parse_args()
+    requests = requests_of(arguments.folder, 200)
+    serve = [word if index % 2 else f"--{word}" for index, word in enumerate(arguments.serve)]
+    commands = contestants(arguments.weights, arguments.litserve, arguments.settings, serve)
+    closed: dict[str, list[Load]] = {name: [] for name in commands}
+    opened: list[Load] = []
+    predicted: list[float] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for round in range(arguments.rounds):
+            predicted.append(bench_predict(arguments.folder, Path(scratch)))
+            print(f"round {round}: bench predict {predicted[-1]:.1f} images/s", flush=True)
+            for name, command in commands.items():
+                port = free_port()
+                words = [word.replace("PORT", str(port)) for word in command]
+                with running(words, port, Path(scratch) / "log") as server:
+                    asyncio.run(closed_loop(port, requests, 8, 2))  # warm-up
+                    load = closed_loop(port, requests, arguments.clients, arguments.seconds)
+                    closed[name].append(measured(server, load, arguments.seconds))
+                    _show(f"  {name}", closed[name][-1])
+                    if name == "vitral" and arguments.open:
+                        arrivals = open_loop(port, requests, 0.7 * closed[name][-1].rate, arguments.open)
+                        opened.append(measured(server, arrivals, arguments.open))
+                        _show("  vitral at 70 %", opened[-1])
+    _summary(predicted, closed, opened, arguments.clients)
+
+
+def _show(name: str, load: Load) -> None:
+    print(
+        f"{name}: {load.rate:.1f} images/s (n = {load.images}), p50 {load.quantile(0.5) * 1e3:.0f} ms, "
+        f"p99 {load.quantile(0.99) * 1e3:.0f} ms, server {load.cpu / load.images * 1e3:.1f} CPU ms per image, "
+        f"generator {load.generator:.1%} and others {load.others:.1%} of the machine",
+        flush=True,
+    )
+
+
+def _summary(predicted: Sequence[float], closed: dict[str, list[Load]], opened: Sequence[Load], clients: int) -> None:
+    ours = statistics.median(load.rate for load in closed["vitral"])
+    bench = statistics.median(predicted)
+    print(f"\n{clients} clients, median of {len(predicted)} rounds")
+    print(f"bench predict: {bench:.1f} images/s; vitral serve is {ours / bench:.2f} of it")
+    cost = statistics.median(load.cpu / load.images for load in closed["vitral"])
+    for name, loads in closed.items():
+        rate = statistics.median(load.rate for load in loads)
+        spent = statistics.median(load.cpu / load.images for load in loads)
+        print(f"{name}: {rate:.1f} images/s; vitral is {ours / rate:.2f} times as fast, by CPU time {spent / cost:.2f}")
+    for load in opened:
+        print(f"at 70 % load: p99 / p50 = {load.quantile(0.99) / load.quantile(0.5):.2f} (n = {load.images})")
+
+
+if __name__ == "__main__":
+    main()

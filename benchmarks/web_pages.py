@@ -1,0 +1,231 @@
+"""The pages of `vitral export --format web` and `vitral serve` in headless Chromium, compared with Python.
+
+    python benchmarks/web_pages.py WEIGHTS PHOTOS [--classes FILE] [--runtime FOLDER] [--n 50] [--shots FOLDER]
+
+Three pages are driven: the web export without images (float32), the one with images (int8 where the gate allows it),
+and the page of the server. PHOTOS are sampled; the others of them are the gate's images. The exported folder is served
+below a sub-path by a plain file server without any special headers, which is shut down after the first visit: pictures
+are classified by the page that its service worker kept. No page may ask another host for anything. Classes are read
+from the page after its file chooser was used; probabilities, attention and decoded pixels come from the functions that
+the page itself calls. Python's are those of the float32 model, not of an exported file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import functools
+import http.server
+import json
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from playwright.sync_api import BrowserContext, Page, sync_playwright
+from rich.console import Console
+from rich.table import Table
+
+import vitral
+from vitral.data.images import decode
+from vitral.data.preprocess import parse_deterministic
+from vitral.export.graph import ExportGraph
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+SIZES = ((1400, 1000), (390, 844))
+READ = "Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0))"
+CLASSIFY = f"async (text) => backend.classify(new Blob([{READ}]), backend.models[0])"
+DECODE = f"""async (text) => {{
+  const {{ decode }} = await import(new URL("preprocess.js", location));
+  const image = await decode(new Blob([{READ}]), 3);
+  let letters = "";
+  for (let i = 0; i < image.data.length; i += 8192) letters += String.fromCharCode(...image.data.subarray(i, i + 8192));
+  return btoa(letters);
+}}"""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What Python says about a photograph."""
+
+    pixels: np.ndarray  # (height, width, channels) uint8, decoded
+    names: list[str]  # of the top classes
+    probabilities: list[float]
+    attention: np.ndarray  # (rows, columns)
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("weights")
+    parser.add_argument("photos", type=Path)
+    parser.add_argument("--classes", default="")
+    parser.add_argument("--runtime", default=None)
+    parser.add_argument("--n", type=int, default=50)
+    parser.add_argument("--gate", type=int, default=300, help="photographs that the int8 export is compared on")
+    parser.add_argument("--agreement", type=float, default=0.98, help="limit of the int8 export's gate")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shots", type=Path, default=None)
+    options = parser.parse_args()
+    paths = sorted(path for path in options.photos.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png"))
+    random.Random(options.seed).shuffle(paths)
+    photos, gate_images = paths[: options.n], paths[options.n : options.n + options.gate]
+    table = Table("page", "top-1 as Python", "probability", "attention", "decoded pixels", "MB", "ms per picture")
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as play:
+        answers = python_answers(options.weights, options.classes, photos)
+        browser = play.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"], ignore_default_args=["--hide-scrollbars"]
+        )
+        for name, images in (("web float32", []), ("web int8", gate_images)):
+            site = Path(folder, name.replace(" ", "-"), "some", "where")
+            result = vitral.export_model(
+                options.weights,
+                site,
+                format="web",
+                images=images,
+                agreement=options.agreement if images else 0.99,
+                classes=options.classes,
+                runtime=options.runtime,
+            )
+            with browser.new_context() as context:
+                page = offline_page(context, site.parent.parent, "some/where/")
+                row = compare(page, photos, answers, decoded=True)
+                take_shots(page, options.shots, name)
+            table.add_row(name, *row[:-1], f"{result.bytes / 1e6:.1f}", row[-1])
+        with server(options.weights, options.classes) as address, browser.new_context() as context:
+            page = opened(context, address)
+            row = compare(page, photos, answers, decoded=False)
+            take_shots(page, options.shots, "server")
+            table.add_row("server", *row[:-1], "", row[-1])
+        browser.close()
+    console = Console()
+    console.print(f"{len(photos)} photographs (seed {options.seed}), {platform.machine()}, {os.cpu_count()} cores")
+    console.print(table)
+
+
+def python_answers(weights: str, classes: str, photos: list[Path]) -> list[Answer]:
+    """The float32 model on Python's pixels."""
+    rows = vitral.predict(weights, photos, classes=classes, device="cpu").rows
+    model, card = vitral.load(weights)
+    assert card.preprocess is not None
+    pipeline, graph = parse_deterministic(card.preprocess.pipeline), ExportGraph(model, card, ["attention"])
+    answers = []
+    for photo, row in zip(photos, rows, strict=True):
+        pixels = decode(photo.read_bytes())
+        with torch.inference_mode():
+            _, attention = graph(torch.from_numpy(pipeline(pixels))[None])
+        answers.append(Answer(pixels, list(row.names), list(row.probabilities), attention[0].numpy()))
+    return answers
+
+
+def offline_page(context: BrowserContext, root: Path, path: str) -> Page:
+    """A page that was loaded from a server once, and again when the server was gone."""
+    host = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=root))
+    threading.Thread(target=host.serve_forever, daemon=True).start()
+    page = opened(context, f"http://127.0.0.1:{host.server_port}/{path}")
+    page.evaluate("() => navigator.serviceWorker.ready.then(() => true)")
+    host.shutdown()
+    host.server_close()
+    page.reload()
+    page.wait_for_selector("#status:has-text('Ready')", timeout=120_000)
+    return page
+
+
+def opened(context: BrowserContext, address: str) -> Page:
+    """The page at an address, ready; any request to another host ends the benchmark."""
+    page = context.new_page()
+    page.set_default_timeout(120_000)
+    outside: list[str] = []
+    context.on("request", lambda request: outside.append(request.url))
+    page.on("console", lambda message: sys.exit(f"console: {message.text}"))
+    page.on("pageerror", lambda error: sys.exit(f"error: {error}"))
+    page.goto(address)
+    page.wait_for_selector("#status:has-text('Ready')")
+    if others := [url for url in outside if not url.startswith((address, "blob:", "data:"))]:
+        sys.exit(f"{address} asked for {others[0]}")
+    return page
+
+
+def compare(page: Page, photos: list[Path], answers: list[Answer], *, decoded: bool) -> list[str]:
+    """Cells of the table; of differences, the largest."""
+    page.set_input_files("#files", photos)
+    page.wait_for_selector(".thumb.waiting", state="detached")
+    labels = [label.rsplit(",", 1)[0] for label in page.locator(".thumb span").all_inner_texts()]
+    same = sum(label == answer.names[0] for label, answer in zip(labels, answers, strict=True))
+    differences, times = [], []
+    for photo, answer in zip(photos, answers, strict=True):
+        text = base64.b64encode(photo.read_bytes()).decode()
+        started = time.perf_counter()
+        result = page.evaluate(CLASSIFY, text)
+        times.append(time.perf_counter() - started)
+        found = [one["probability"] for one in result["classes"]]
+        probability = np.abs(np.subtract(found, answer.probabilities)).max()
+        attention = np.abs(np.ravel(answer.attention) - result["attention"]["values"]).max()
+        pixels = np.abs(pixels_of(page, text, answer) - answer.pixels) if decoded else np.zeros(1)
+        differences.append((probability, attention, pixels.max(), pixels.mean()))
+    probability, attention, pixel, _ = np.max(differences, axis=0)
+    mean = np.mean(differences, axis=0)[3]
+    levels = f"{pixel:.0f} levels, {mean:.3f} on average" if decoded else ""
+    return [
+        f"{same} of {len(photos)}",
+        f"{probability:.1e}",
+        f"{attention:.1e}",
+        levels,
+        f"{1000 * np.median(times):.0f}",
+    ]
+
+
+def pixels_of(page: Page, text: str, answer: Answer) -> np.ndarray:
+    """What the page decodes: (height, width, channels), as integers with a sign."""
+    return (
+        np.frombuffer(base64.b64decode(page.evaluate(DECODE, text)), np.uint8).reshape(answer.pixels.shape).astype(int)
+    )
+
+
+@contextmanager
+def server(weights: str, classes: str) -> Iterator[str]:
+    """The address of `vitral serve` with one model."""
+    named = ["--classes", classes] if classes else []
+    command = [sys.executable, "-m", "vitral", "serve", weights, "--port", "0", "--device", "cpu", *named]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    try:
+        events = (json.loads(line) for line in process.stdout if line.startswith("{"))
+        port = next(event["port"] for event in events if event["event"] == "listening")
+        threading.Thread(target=process.stdout.read, daemon=True).start()  # its log must not block it
+        yield f"http://127.0.0.1:{port}/"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def take_shots(page: Page, folder: Path | None, name: str) -> None:
+    """The page with its pictures, light and dark, wide and narrow."""
+    if folder is None:
+        return
+    schemes: tuple[Literal["light", "dark"], ...] = ("light", "dark")
+    for scheme in schemes:
+        for width, height in SIZES:
+            page.emulate_media(color_scheme=scheme)
+            page.set_viewport_size({"width": width, "height": height})
+            page.screenshot(path=folder / f"{name.replace(' ', '-')}-{scheme}-{width}.png", full_page=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""`export_model`: a model as a file that runs without vitral, written only where it computes the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from vitral.api.checkpoints import Source, load_source, source_name
+from vitral.api.ensembles import check_head, named_card, prepared
+from vitral.api.held_out import eval_images
+from vitral.atomic import atomic_write, check_writable, checked_output
+from vitral.checkpoints.card import Card
+from vitral.checkpoints.files import open_weights, sha256
+from vitral.checkpoints.hub import located
+from vitral.checkpoints.weights import assemble, weights_of
+from vitral.data.sources import open_images
+from vitral.display import SummaryRepr, displayed
+from vitral.errors import UserError
+from vitral.evaluation.mapping import class_mapping
+from vitral.events import EventHandler, Note
+from vitral.export.exported import CARD, GATE, SOURCE, VERSION, open_exported
+from vitral.export.gate import ExportRefused, Gate, GateImages, GateReport, Limits, decoded_images
+from vitral.export.graph import ExportGraph, Output, has_attention
+from vitral.export.onnx import add_metadata, write_onnx
+from vitral.export.web import WebRuntime, browser_steps, find_runtime, write_page
+from vitral.version import __version__
+
+ExportFormat = Literal["onnx", "web"]
+
+# Both models compute in float32, with sums in another order.
+_FLOAT_DIFFERENCE, _FLOAT_LOG_DIFFERENCE = 1e-4, 1e-2
+
+
+@dataclass(frozen=True)
+class ExportJob:
+    """What a format writes."""
+
+    graph: ExportGraph
+    metadata: dict[str, str]  # of every file; the gate's report is added to it after the comparison
+    gate: Gate
+    dynamic_size: bool
+    web_runtime: WebRuntime | None = None  # of the format web
+
+
+class FormatEntry(NamedTuple):
+    """A format of `vitral export`."""
+
+    write: Callable[[ExportJob, Path], Path]  # writes the file or folder, and returns the file that the gate opens
+    suffix: str  # of the target; "" for a folder
+    limits: Limits  # by default
+    finish: Callable[[ExportJob, Path], None] | None = None  # completes a folder when the gate has opened its file
+
+
+def _write_onnx(job: ExportJob, path: Path) -> Path:
+    write_onnx(job.graph, path, dynamic_size=job.dynamic_size)
+    add_metadata(path, job.metadata)
+    return path
+
+
+def _write_web_model(job: ExportJob, folder: Path) -> Path:
+    return _write_onnx(job, folder / "model.onnx")
+
+
+def _finish_web(job: ExportJob, written: Path) -> None:
+    assert job.web_runtime is not None
+    write_page(open_exported(written), job.web_runtime, "float32")
+
+
+_FLOAT_LIMITS = Limits(0.99, _FLOAT_DIFFERENCE, _FLOAT_LOG_DIFFERENCE)
+FORMATS: dict[str, FormatEntry] = {
+    "onnx": FormatEntry(_write_onnx, ".onnx", _FLOAT_LIMITS),
+    "web": FormatEntry(_write_web_model, "", _FLOAT_LIMITS, _finish_web),
+}
+
+
+@dataclass(frozen=True, repr=False)
+class ExportResult(SummaryRepr):
+    """What was written, and how it compares with the model."""
+
+    source: str
+    target: Path
+    format: str
+    outputs: tuple[str, ...]
+    bytes: int  # of the file, or of all files in the folder
+    report: GateReport
+
+    def summary(self) -> dict[str, str]:
+        return {
+            "agreement": f"{self.report.agreement:.2%}",
+            "difference": f"{self.report.difference:.2g}",
+            "target": str(self.target),
+            "format": self.format,
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "source": self.source,
+            "target": str(self.target),
+            "format": self.format,
+            "outputs": self.outputs,
+            "bytes": self.bytes,
+            "report": self.report.as_dict(),
+        }
+
+
+def export_model(
+    source: Source,
+    target: str | Path,
+    *,
+    format: ExportFormat = "onnx",
+    images: Sequence[str | Path] = (),
+    agreement: float = 0.99,
+    difference: float | None = None,
+    outputs: Sequence[Output] = (),
+    dynamic_size: bool = False,
+    classes: str | Path = "",
+    preprocess: str = "",
+    runtime: str | Path | None = None,
+    on_event: EventHandler | None = None,
+) -> ExportResult:
+    """Export a model to a file that runs without vitral, compared with the model first.
+
+    The file takes uint8 pixels (batch, height, width, channels), resized and cropped already, and returns
+    probabilities; normalisation and temperature are inside, class names and preprocessing in its metadata. Both models
+    are run on images, and nothing is written where they do not agree. The format web writes a folder with a page that
+    runs the model in a browser, for any static host.
+
+    Args:
+        source: a run folder, weights, hf:owner/name or timm:name.
+        target: the file or, for web, the folder to write.
+        format: format to write.
+        images: image files and folders to compare the models on, or one data set with labels; generated images when not
+            given.
+        agreement: smallest share of images with the same top class.
+        difference: largest difference of a probability; 0.0001 for formats in float32 when not given.
+        outputs: further outputs, the input of the head (features) and the last block's attention (attention).
+        dynamic_size: accept images of any height and width.
+        classes: file that names the model's outputs in order: a name per line, a table or JSON.
+        preprocess: how pixels are prepared, where the weights do not state it.
+        runtime: folder of the npm package onnxruntime-web, for the format web; ./node_modules/onnxruntime-web when not
+            given.
+        on_event: handler of progress events.
+
+    Returns:
+        What was written, and the comparison.
+
+    Raises:
+        UserError: where an argument is wrong, or the model cannot be exported; its subclass ExportRefused where the
+            exported file does not agree with the model.
+    """
+    if format not in FORMATS:
+        raise UserError(f'format="{format}" is not one of {", ".join(FORMATS)}.')
+    if not 0 <= agreement <= 1:
+        raise UserError(f"agreement is a share of images from 0 to 1, not {agreement:g}.")
+    entry = FORMATS[format]
+    path = checked_output(target, (entry.suffix,), "TARGET") if entry.suffix else _checked_folder(target)
+    web_runtime = find_runtime(runtime) if format == "web" else None
+    model, card = load_source(source, on_event)
+    check_head(source, card)
+    if isinstance(source, tuple):
+        model = assemble(weights_of(model))  # in float32 on the CPU, whatever the given one is
+    card = replace(named_card(card, classes), architecture=model.config)
+    with displayed(on_event) as handler:
+        card = replace(card, preprocess=prepared(card, preprocess, handler))
+        limits = entry.limits._replace(agreement=agreement)
+        limits = limits if difference is None else limits._replace(difference=difference, log_difference=None)
+        if format == "web":
+            browser_steps(card)
+            outputs = ("attention",) if has_attention(model.config) else ()
+        given = _gate_images(source, images, card, handler)
+        graph = ExportGraph(model, card, outputs)
+        gate = Gate(graph, card, given, limits, handler)
+        job = ExportJob(graph, _metadata(source, card), gate, dynamic_size, web_runtime)
+        with atomic_write(path, folder=not entry.suffix) as temporary:
+            written = entry.write(job, temporary)
+            report = gate.measure(open_exported(written))
+            if report.failures:
+                handler(Note("\n".join("  ".join(filter(None, row)) for row in report.rows())))
+                raise ExportRefused(
+                    f"the {format} file does not compute what the model does: {'; '.join(report.failures[:2])}; "
+                    "nothing was written.",
+                    report,
+                )
+            add_metadata(written, {GATE: json.dumps(report.as_dict())})
+            if entry.finish:
+                entry.finish(job, written)
+    return ExportResult(source_name(source), path, format, graph.names, _bytes(path), report)
+
+
+def _checked_folder(target: str | Path) -> Path:
+    """The path of a folder that can be written: a new one, or an empty one."""
+    path = Path(target)
+    check_writable(path)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{path} exists and is not empty: choose another folder, or remove it first.")
+    return path
+
+
+def _bytes(path: Path) -> int:
+    """The size of a file, or of all files in a folder."""
+    return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
+
+
+def _metadata(source: Source, card: Card) -> dict[str, str]:
+    digest = card.sha256 if isinstance(source, tuple) else sha256(open_weights(located(source)).path)
+    origin = {"name": source_name(source), "sha256": digest}
+    return {CARD: card.to_json(), SOURCE: json.dumps(origin), VERSION: __version__}
+
+
+def _gate_images(source: Source, images: Sequence[str | Path], card: Card, on_event: EventHandler) -> GateImages | None:
+    """The user's images, with labels where they are one data set whose classes are the model's."""
+    if not images:
+        return None
+    if len(images) == 1 and not Path(images[0]).is_file():
+        try:
+            split = eval_images([source], images[0], "").split
+            mapping, _ = class_mapping(split.classes, card.class_names, card.architecture.classes)
+            if not split.multilabel:
+                return decoded_images(split, mapping[split.labels], card, on_event)
+        except UserError as error:
+            on_event(Note(f"the images are compared without labels: {error}"))
+    split = open_images(images)
+    return decoded_images(split, np.full(len(split), -1, np.int64), card, on_event)

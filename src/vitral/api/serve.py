@@ -1,0 +1,162 @@
+"""`serve`: models behind HTTP."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vitral.api.checkpoints import load_source
+from vitral.api.ensembles import check_head, named_card, prepared
+from vitral.display import SummaryRepr
+from vitral.errors import UserError
+from vitral.events import EventHandler
+from vitral.export.exported import is_exported
+from vitral.models.build import resolve_device
+
+if TYPE_CHECKING:
+    from vitral.server.runtime import Runtime
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
+
+
+@dataclass(frozen=True, repr=False)
+class ServeResult(SummaryRepr):
+    """What a server did until it was stopped."""
+
+    requests: int
+    images: int
+
+    def summary(self) -> dict[str, str]:
+        return {"requests": f"{self.requests:,}", "images": f"{self.images:,}"}
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+
+def serve(
+    source: Sequence[str | Path],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    max_batch: int | None = None,
+    max_wait_ms: float = 2.0,
+    max_queue: int = 256,
+    max_body_mb: float = 16.0,
+    max_pixels: int = 50_000_000,
+    timeout: float = 30.0,
+    token_file: str | Path = "",
+    classes: str | Path = "",
+    preprocess: str = "",
+    device: str = "",
+    on_event: EventHandler | None = None,
+) -> ServeResult:
+    """Serve models over HTTP.
+
+    `POST /predict` takes image files, `/v2` is the Open Inference Protocol, `/metrics` is for Prometheus, and `/` is a
+    page to try it; docs/serving.md describes them. SIGTERM ends the server when it has answered what it accepted, and
+    SIGHUP reloads the models.
+
+    Args:
+        source: models: run folders, weights, hf:owner/name, timm:name or exported files, each perhaps as NAME=SOURCE.
+        host: address to listen on; 0.0.0.0 for all, which other machines can reach.
+        port: port to listen on; 0 for any that is free.
+        max_batch: images computed at once at most; 8 on a CPU and 64 on a GPU when not given.
+        max_wait_ms: milliseconds that an image waits at most for its batch to fill.
+        max_queue: images per model that may wait; more are refused with 429.
+        max_body_mb: megabytes of a request at most; larger ones are refused with 413.
+        max_pixels: pixels of an image at most; larger ones are refused with 413.
+        timeout: seconds in which a request must arrive, and in which it must be answered.
+        token_file: file that holds the token which requests must send; otherwise the environment variable VITRAL_TOKEN
+            may hold it.
+        classes: file that names the models' outputs in order: a name per line, a table or JSON.
+        preprocess: how pixels are prepared, where the weights do not state it.
+        device: cpu, cuda or mps; chosen when not given.
+        on_event: handler of notes about the models.
+
+    Returns:
+        The numbers of requests and images that were answered.
+
+    Raises:
+        UserError: where an argument is wrong, a model cannot be loaded, or the address cannot be used.
+    """
+    try:
+        from vitral.server.models import Settings
+        from vitral.server.process import run_server
+    except ImportError as error:
+        raise UserError(f"serve needs {error.name}: pip install 'vitral[serve]'.") from error
+    resolved = resolve_device(device)
+    batch = (8 if resolved == "cpu" else 64) if max_batch is None else max_batch
+    _check(port=(port, 0, 65535), max_batch=(batch, 1, 1024), max_queue=(max_queue, 1, 1_000_000))
+    _check(max_wait_ms=(max_wait_ms, 0, 10_000), timeout=(timeout, 0.1, 3600), max_body_mb=(max_body_mb, 0.001, 1000))
+    _check(max_pixels=(max_pixels, 1, 10**9))
+    os.environ["VITRAL_MAX_PIXELS"] = str(max_pixels)  # where the decoders look
+    settings = Settings(
+        host=host,
+        port=port,
+        max_batch=batch,
+        max_wait=max_wait_ms / 1000,
+        max_queue=max_queue,
+        max_body=round(max_body_mb * 1e6),
+        timeout=timeout,
+        token=_token(token_file),
+    )
+
+    def loader(each: str | Path) -> Callable[[], Runtime]:
+        return lambda: _load(each, classes, preprocess, resolved, batch, on_event)
+
+    served = run_server({name: loader(each) for name, each in named_sources(source).items()}, settings)
+    return ServeResult(served.requests, served.images)
+
+
+def named_sources(sources: Sequence[str | Path]) -> dict[str, str | Path]:
+    """Sources by the names that requests use: NAME=SOURCE, or else the end of the source without its suffix."""
+    named: dict[str, str | Path] = {}
+    for source in [sources] if isinstance(sources, str | Path) else sources:
+        name, equals, rest = str(source).partition("=")
+        if not equals or Path(source).exists() or not _NAME.fullmatch(name):
+            stem = re.split(r"[/:\\]", str(source).rstrip("/"))[-1].removesuffix(".safetensors").removesuffix(".onnx")
+            name, rest = re.sub(r"[^A-Za-z0-9._-]", "-", stem).lstrip("._-") or "model", source
+        if name in named:
+            raise UserError(f'two models would be called "{name}": name them, as in first={source} second=...')
+        named[name] = rest
+    return named
+
+
+def _load(
+    source: str | Path, classes: str | Path, preprocess: str, device: str, batch: int, on_event: EventHandler | None
+) -> Runtime:
+    from vitral.server.runtime import exported_runtime, torch_runtime
+
+    if is_exported(source):
+        return exported_runtime(source, lambda card: named_card(card, classes), torch.device(device))
+    model, card = load_source(source, on_event)
+    check_head(source, card)
+    card = named_card(card, classes)
+    return torch_runtime(model, card, prepared(card, preprocess, on_event), torch.device(device), max_batch=batch)
+
+
+def _token(path: str | Path) -> str:
+    """The token of a file, else of the environment; empty where none is needed."""
+    if not path:
+        return os.environ.get("VITRAL_TOKEN", "").strip()
+    try:
+        token = Path(path).expanduser().read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the token cannot be read from {path}: name a text file that holds it.") from error
+    if len(token) < 16:
+        raise UserError(f"the token in {path} has {len(token)} characters: use at least 16 random ones.")
+    return token
+
+
+def _check(**numbers: tuple[float, float, float]) -> None:
+    """Refuse numbers outside of their limits."""
+    for name, (value, low, high) in numbers.items():
+        if not low <= value <= high:
+            raise UserError(f"{name} must be from {low:g} to {high:g}, not {value:g}.")

@@ -1,0 +1,188 @@
+"""Work as arrays of Slurm jobs, submitted with submitit.
+
+Each item is a task of an array that runs a plain command of `vitral`. Submitit writes the script and calls sbatch;
+nothing is pickled or unpickled. Which items are queued is known from the names of the jobs, so that a command that was
+killed and is given again submits nothing twice.
+
+A job that is preempted, or is about to reach its time limit, gets SIGTERM: it saves its state and exits, and its script
+puts it back into the queue. One whose node fails is put back by Slurm.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vitral.atomic import atomic_write
+from vitral.checkpoints.lock import FolderLock
+from vitral.errors import UserError
+from vitral.events import EventHandler, Note, Progress
+
+if TYPE_CHECKING:
+    from vitral.api.engines import Work
+
+LOG = "VITRAL_LOG"  # tells a job where its output goes
+RESTARTED = "SLURM_RESTART_COUNT"  # set by Slurm where a job was requeued
+FOLDER = "slurm"  # of scripts and logs
+_OURS = ("array", "chdir", "error", "input", "job-name", "open-mode", "output", "parsable", "requeue", "wait", "wrap")
+_LARGEST = 1000  # tasks of an array; Slurm's own limit is 1001 unless a cluster changes it
+_AT_A_TIME = 256  # tasks of an array, unless the user says otherwise
+_ITEM = "@ITEM@"
+# 130: stopped, and the state is saved; 143: ended by SIGTERM where there was none. A job that never gets on must end.
+_REQUEUE = (
+    "code=$?",
+    f'case $code in 130|143) [ "${{{RESTARTED}:-0}}" -lt 100 ] && scontrol requeue "$SLURM_JOB_ID" ;; esac',
+    "exit $code",
+)
+
+
+def sbatch_options(words: Sequence[str]) -> dict[str, str]:
+    """Options of sbatch from KEY=VALUE.
+
+    Raises:
+        UserError: one is not written so, or is set by the engine.
+    """
+    options = {}
+    for word in words:
+        key, separator, value = word.partition("=")
+        name = key.strip().lstrip("-").replace("_", "-")
+        if not (separator and re.fullmatch(r"[a-z][a-z-]*", name) and value.isprintable()):
+            raise UserError(f'--slurm takes KEY=VALUE with an option of sbatch, such as partition=gpu, not "{word}".')
+        if name in _OURS:
+            raise UserError(f"--slurm {name}=... is set by vitral: leave it out.")
+        options[name] = value
+    return options
+
+
+def run_slurm(work: Work, items: Sequence[str], on_event: EventHandler) -> None:
+    """Submit the items that are not queued yet, and wait until no item is.
+
+    Args:
+        work: what the items belong to.
+        items: those to carry out.
+        on_event: handler of notes and progress.
+
+    Raises:
+        UserError: there is no Slurm, or it refuses the jobs.
+    """
+    folder = work.folder / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(folder)
+    lock.acquire(wait=True)  # of two commands at once, the second finds the first one's jobs
+    try:
+        jobs = {item: job for item, job in _queued(folder).items() if item in items}
+        new = [item for item in items if item not in jobs]
+        before = len(jobs)
+        for start in range(0, len(new), _LARGEST):
+            jobs |= _submit(work, new[start : start + _LARGEST], folder)
+    finally:
+        lock.release()
+    earlier = f", {before} were queued before" if before else ""
+    on_event(Note(f"{len(new)} jobs submitted{earlier}; logs in {folder}; jobs go on when this command is stopped"))
+    _wait(work, jobs, folder, on_event)
+
+
+def _submit(work: Work, items: Sequence[str], folder: Path) -> dict[str, str]:
+    """Submit an array, and return the job of each item."""
+    try:
+        from submitit import SlurmExecutor
+        from submitit.core.utils import FailedJobError, FailedSubmissionError
+    except ImportError as error:
+        raise UserError("the engine slurm needs submitit: pip install 'vitral[slurm]'.") from error
+    token = uuid.uuid4().hex[:12]
+    with atomic_write(folder / f"{token}.json") as temporary:
+        temporary.write_text(json.dumps(list(items)), "utf-8")
+    command = shlex.join([sys.executable, "-m", "vitral", *work.words([_ITEM])]).replace(_ITEM, '"$item"')
+    log = shlex.quote(str(folder.absolute())) + "/${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}_0_log.out"
+    setup = [
+        f"items=({shlex.join(items)})",
+        'item="${items[$SLURM_ARRAY_TASK_ID]}"',
+        f"export {LOG}={log}",
+        'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$SLURM_CPUS_ON_NODE}"',
+        # Since 22.05, srun does not take it from sbatch.
+        '[ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
+    ]
+    name = f"vitral-{re.sub('[^A-Za-z0-9.]+', '-', work.folder.absolute().name)}-{token}"
+    try:
+        executor = SlurmExecutor(folder)
+        executor.update_parameters(
+            job_name=name,
+            time=None,  # the partition's
+            array_parallelism=work.parallel or _AT_A_TIME,
+            stderr_to_stdout=True,
+            setup=setup,
+            teardown=list(_REQUEUE),
+            additional_parameters={"signal": "TERM@90", "requeue": True, **work.slurm},
+        )
+        executor.parameters["map_count"] = len(items)
+        array = executor._submit_command(command).job_id  # submit() would pickle
+    except (FailedJobError, FailedSubmissionError) as error:
+        reason = (str(error).strip().splitlines() or [""])[-1]
+        raise UserError(f"Slurm refuses the jobs ({reason}): change --slurm.") from error
+    except (RuntimeError, OSError) as error:
+        raise UserError("this machine has no Slurm (srun, sbatch): run it where jobs are submitted from.") from error
+    return {item: f"{array}_{index}" for index, item in enumerate(items)}
+
+
+def _queued(folder: Path) -> dict[str, str]:
+    """The jobs of a folder's items that wait or run, by item.
+
+    Raises:
+        UserError: Slurm does not answer.
+    """
+    words = ["squeue", "--me", "--noheader", "--array", "--format=%i|%j"]
+    try:
+        answer = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError("Slurm does not answer (squeue): run this where jobs are submitted from.") from error
+    if answer.returncode:
+        raise UserError(f"Slurm does not answer ({answer.stderr.strip()[-150:]}): give the same command again later.")
+    items = {path.stem: json.loads(path.read_text("utf-8")) for path in folder.glob("*.json")}
+    queued = {}
+    for line in answer.stdout.splitlines():
+        job, _, name = line.strip().partition("|")
+        token, index = name.rpartition("-")[2], job.rpartition("_")[2]
+        if token in items and index.isdecimal():
+            queued[items[token][int(index)]] = job
+    return queued
+
+
+def _wait(work: Work, jobs: Mapping[str, str], folder: Path, on_event: EventHandler) -> None:
+    """Wait until no job is left; items whose job has ended without a result have failed."""
+    began, waiting, gone = time.monotonic(), dict(jobs), set[str]()
+    while waiting:
+        time.sleep(min(15.0, 1.0 + (time.monotonic() - began) / 20))
+        try:
+            queued = _queued(folder)
+        except UserError:  # a controller that is busy or restarts
+            continue
+        for item, job in list(waiting.items()):
+            if item in queued:
+                gone.discard(item)
+                continue
+            if not work.is_done(item) and item not in gone:
+                gone.add(item)  # its file may come late on a network: look again
+                continue
+            del waiting[item]
+            if not work.is_done(item):
+                work.fail(item, _reason(job), str(folder.absolute() / f"{job}_0_log.out"))
+            done = len(jobs) - len(waiting)
+            on_event(Note(f"{done} of {len(jobs)}: {work.outcome(item)}"))
+            on_event(Progress("running", done, len(jobs), unit=work.unit))
+
+
+def _reason(job: str) -> str:
+    """Why a job has ended, as far as Slurm still knows."""
+    words = ["scontrol", "show", "job", "--oneliner", job]
+    text = subprocess.run(words, capture_output=True, text=True, timeout=120).stdout
+    facts = dict(word.split("=", 1) for word in text.split() if "=" in word)
+    state = facts.get("JobState", "")
+    return f"job {job} ended as {state}, exit code {facts.get('ExitCode', '?')}" if state else f"job {job} has ended"

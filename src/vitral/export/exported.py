@@ -1,0 +1,124 @@
+"""Open an exported file and run it; the file states all that is needed to use it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vitral.checkpoints.card import Card
+from vitral.errors import UserError, shorten
+from vitral.export.graph import INPUT, PROBABILITIES
+
+CARD, GATE, SOURCE, VERSION = "vitral.card", "vitral.gate", "vitral.source", "vitral.version"
+SUFFIXES = (".onnx",)
+
+Run = Callable[[np.ndarray, Sequence[str]], list[np.ndarray]]
+
+
+@dataclass(frozen=True)
+class ExportedModel:
+    """An exported file, ready to run."""
+
+    path: Path
+    card: Card  # of the model it was exported from; its temperature is applied in the file
+    names: tuple[str, ...]  # outputs: probabilities, and perhaps features and attention
+    size: tuple[int | None, int | None]  # height and width of images; None where any will do
+    metadata: dict[str, str] = field(repr=False)
+    run: Run = field(repr=False)
+
+    def __call__(self, pixels: np.ndarray) -> np.ndarray:
+        """uint8 (batch, height, width, channels) -> probabilities (batch, classes), float32"""
+        return self.outputs(pixels, (PROBABILITIES,))[PROBABILITIES]
+
+    def outputs(self, pixels: np.ndarray, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """Compute several outputs at once.
+
+        Args:
+            pixels: uint8 (batch, height, width, channels), resized and cropped by the card's pipeline.
+            names: outputs to compute, of `self.names`.
+
+        Returns:
+            Arrays by name: probabilities (batch, classes), features (batch, dim), attention (batch, rows, columns).
+
+        Raises:
+            UserError: the pixels have another shape or type, or the file has no such output.
+        """
+        if missing := [name for name in names if name not in self.names]:
+            raise UserError(
+                f"{self.path} has no output {missing[0]!r}, only {', '.join(self.names)}: export it with --outputs."
+            )
+        channels = self.card.architecture.channels
+        wanted = (*(side or "any" for side in self.size), channels)
+        fits = pixels.ndim == 4 and all(
+            want in ("any", side) for want, side in zip(wanted, pixels.shape[1:], strict=True)
+        )
+        if pixels.dtype != np.uint8 or not fits:
+            shape = ", ".join(map(str, wanted))
+            raise UserError(
+                f"these pixels are {pixels.dtype} {pixels.shape}: {self.path} takes uint8 (batch, {shape})."
+            )
+        return dict(zip(names, self.run(np.ascontiguousarray(pixels), names), strict=True))
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What the gate measured before the file was written; empty where it states nothing."""
+        return json.loads(self.metadata.get(GATE, "{}"))
+
+
+def is_exported(source: object) -> bool:
+    """Whether a source is the path of an exported file, by its name."""
+    return isinstance(source, str | Path) and Path(source).suffix.lower() in SUFFIXES
+
+
+def open_exported(path: str | Path, *, device: str = "cpu") -> ExportedModel:
+    """Open a file that `vitral export` wrote.
+
+    Args:
+        path: the file.
+        device: cpu, or cuda where the installed onnxruntime supports it.
+
+    Returns:
+        The model, a function of pixels.
+
+    Raises:
+        UserError: there is no such file, it was not written by vitral, or it cannot be read.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise UserError(f"there is no file {path}: check the path.")
+    return _open_onnx(path, device)
+
+
+def _open_onnx(path: Path, device: str) -> ExportedModel:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise UserError(f"{path} needs onnxruntime: pip install 'vitral[export]'.") from error
+    providers = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+    kind, _, index = device.partition(":")
+    if providers.get(kind) not in onnxruntime.get_available_providers():
+        raise UserError(f"the installed onnxruntime does not support the device {device}: use --device cpu.")
+    provider = (providers[kind], {"device_id": int(index or 0)}) if kind == "cuda" else providers[kind]
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+    try:
+        session = onnxruntime.InferenceSession(path, options, providers=[provider])
+    except Exception as error:  # onnxruntime has a class for each of its status codes
+        raise UserError(f"{path} cannot be read ({shorten(error)}): it is damaged, or not ONNX.") from error
+    metadata = dict(session.get_modelmeta().custom_metadata_map)
+    inputs, names = session.get_inputs(), tuple(output.name for output in session.get_outputs())
+    if CARD not in metadata or [each.name for each in inputs] != [INPUT] or PROBABILITIES not in names:
+        raise UserError(f"{path} was not written by `vitral export`: export the model again.")
+    height, width = (side if isinstance(side, int) else None for side in inputs[0].shape[1:3])
+
+    def run(pixels: np.ndarray, outputs: Sequence[str]) -> list[np.ndarray]:
+        return [np.asarray(array) for array in session.run(list(outputs), {INPUT: pixels})]
+
+    return ExportedModel(path, Card.from_json(metadata[CARD]), names, (height, width), metadata, run)

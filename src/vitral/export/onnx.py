@@ -1,0 +1,73 @@
+"""Write a graph as one ONNX file, by PyTorch's exporter, with metadata that states all that is needed to use it."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from vitral.errors import UserError
+from vitral.export.graph import INPUT, ExportGraph
+
+OPSET = 20  # the first with Gelu, and that onnxruntime 1.17 and later read
+_LARGEST = 2**31 - 2**20  # bytes: a protobuf, and so an ONNX file, ends at 2 GiB
+
+
+def write_onnx(graph: ExportGraph, path: Path, *, dynamic_size: bool = False) -> None:
+    """Write a graph as an ONNX file, whose batch is dynamic.
+
+    Args:
+        graph: what to export.
+        path: the file to write.
+        dynamic_size: whether height and width are dynamic as well.
+
+    Raises:
+        UserError: onnx is not installed, or the model does not fit into one file.
+    """
+    import_onnx()
+    size = sum(tensor.nbytes for tensor in graph.state_dict().values())
+    if size > _LARGEST:
+        raise UserError(f"an ONNX file holds at most 2 GB and the weights are {size / 1e9:.1f}: use --format pt2.")
+    # The exporter reports its steps on standard output, which is for results, and warns about itself.
+    with redirect_stdout(io.StringIO()), warnings.catch_warnings(), torch.inference_mode(False):
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            graph,
+            (graph.example(),),
+            dynamo=True,
+            verbose=False,
+            opset_version=OPSET,
+            input_names=[INPUT],
+            output_names=list(graph.names),
+            dynamic_shapes=graph.dynamic_shapes(size=dynamic_size),
+        )
+        assert program is not None
+        program.save(path, external_data=False)
+
+
+def add_metadata(path: Path, metadata: Mapping[str, str]) -> None:
+    """Set metadata of an ONNX file; values of other keys are kept."""
+    onnx = import_onnx()
+    model = onnx.load(path)
+    merged = {entry.key: entry.value for entry in model.metadata_props} | dict(metadata)
+    onnx.helper.set_model_props(model, merged)
+    onnx.save(model, path)
+
+
+def import_onnx() -> ModuleType:
+    """The onnx package, with onnxscript, which PyTorch's exporter needs.
+
+    Raises:
+        UserError: one of them is not installed.
+    """
+    try:
+        import onnx
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise UserError("exporting needs onnx and onnxscript: pip install 'vitral[export]'.") from error
+    return onnx

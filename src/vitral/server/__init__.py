@@ -1,0 +1,1 @@
+"""`vitral serve`: models behind HTTP."""

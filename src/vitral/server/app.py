@@ -1,0 +1,194 @@
+"""The HTTP application: `/predict`, `/models`, health, metrics and the page; `/v2` is in `open_inference`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from vitral.data.images import ImageError, ImageTooLarge
+from vitral.export.web import server_page
+from vitral.server.guard import Guard
+from vitral.server.metrics import Metrics
+from vitral.server.models import Prediction, QueueFull, ServedModel, Settings, decoding_pool
+from vitral.server.openapi import openapi
+from vitral.server.requests import BodyReader, Query, RequestError, images_in, until_gone
+
+Endpoint = Callable[["Service", Request], Coroutine[Any, Any, Response]]
+_Result = TypeVar("_Result")
+
+
+class Service:
+    """What the routes share: models, limits, and whether the server is shutting down."""
+
+    def __init__(self, models: Mapping[str, ServedModel], settings: Settings, metrics: Metrics) -> None:
+        self.models, self.settings, self.metrics = models, settings, metrics
+        self.bodies = BodyReader(settings.max_body, settings.timeout)
+        self.pool = decoding_pool()
+        self.draining = False  # answers end their connections, and readiness is denied
+
+    def model(self, name: str) -> ServedModel:
+        """The model of that name; the first one where none is given."""
+        if name and name not in self.models:
+            raise RequestError(404, f"there is no model {name[:80]!r}: use one of {', '.join(self.models)}.")
+        return self.models[name] if name else next(iter(self.models.values()))
+
+    async def compute(
+        self, request: Request, served: ServedModel, count: int, work: Callable[[], Coroutine[Any, Any, _Result]]
+    ) -> _Result:
+        """Await what a model computes, in its queue's places and within the time limit, while the client is there."""
+        most = self.settings.max_queue
+        if count > most:
+            raise RequestError(413, f"{count} images are more than the queue of {most} takes: send fewer at once.")
+        try:
+            with served.admitted(count):
+                return await self._awaited(request, asyncio.ensure_future(work()))
+        except QueueFull as error:
+            raise RequestError(429, "the queue is full: retry later.", retry_after=1) from error
+
+    async def _awaited(self, request: Request, task: asyncio.Task[_Result]) -> _Result:
+        gone = asyncio.ensure_future(until_gone(request))
+        try:
+            await asyncio.wait((task, gone), timeout=self.settings.timeout, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if gone.done():
+                raise ClientDisconnect
+            raise RequestError(503, "the answer was not ready in time: retry later.", retry_after=1)
+        finally:
+            task.cancel()
+            gone.cancel()
+
+    def close(self) -> None:
+        """Finish what is queued and end all threads."""
+        for served in self.models.values():
+            served.batcher.close()
+        self.pool.shutdown()
+
+
+def build_app(service: Service) -> Guard:
+    """The application of a service, behind its guard."""
+    from vitral.server.open_inference import ROUTES as V2_ROUTES
+
+    routes = [Route(path, _bound(service, endpoint), methods=[method]) for method, path, endpoint in ROUTES + V2_ROUTES]
+    app = Starlette(
+        routes=routes,
+        exception_handlers={RequestError: _request_error, HTTPException: _http_error},  # type: ignore[dict-item]
+    )
+    return Guard(app, service, {route.endpoint: route.path for route in routes})
+
+
+def _bound(service: Service, endpoint: Endpoint) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    async def call(request: Request) -> Response:
+        return await endpoint(service, request)
+
+    return call
+
+
+async def _request_error(request: Request, error: RequestError) -> Response:
+    return error.response()
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+
+
+async def predict(service: Service, request: Request) -> Response:
+    """`POST /predict`: the top classes of one image or several, and where the model looked."""
+    query = Query(request, ("model", "top", "attention"))
+    served, attention = service.model(query.text("model")), query.flag("attention")
+    top = min(query.number("top", 5, 1_000_000), len(served.runtime.classes))
+    if attention and not served.runtime.attention:
+        raise RequestError(400, f"{served.name} has no attention between all patches: leave out attention.")
+    async with service.bodies.body(request) as body:
+        images = images_in(body, request.headers.get("content-type", ""))
+        request.state.images, request.state.model = len(images), served.name
+        results = await service.compute(
+            request, served, len(images), lambda: served.predict(images, attention, service.pool)
+        )
+    classes = served.runtime.classes
+    answer: dict[str, Any] = {
+        "model": served.name,
+        "predictions": [_prediction(result, classes, top) for result in results],
+    }
+    errors = [result for result in results if isinstance(result, ImageError)]
+    if len(errors) < len(results):
+        return JSONResponse(answer)
+    too_large = all(isinstance(error, ImageTooLarge) for error in errors)
+    reason = f"the image cannot be read ({errors[0]}): send a complete image file."
+    return JSONResponse({"error": reason, **answer}, 413 if too_large else 415)
+
+
+def _prediction(result: Prediction | ImageError, classes: tuple[str, ...], top: int) -> dict[str, Any]:
+    if isinstance(result, ImageError):
+        return {"error": str(result)}
+    values, attention = result.answer.probabilities, result.answer.attention
+    best = np.argsort(-result.answer.ranking, kind="stable")[:top]  # ties in the order of the classes
+    answer: dict[str, Any] = {
+        "classes": [{"name": classes[index], "probability": float(values[index])} for index in best]
+    }
+    if attention is not None:
+        rows, columns = attention.shape
+        box = list(result.region)
+        answer["attention"] = {"rows": rows, "columns": columns, "values": attention.ravel().tolist(), "box": box}
+    return answer
+
+
+async def models(service: Service, request: Request) -> Response:
+    """`GET /models`"""
+    return JSONResponse(
+        [
+            {
+                "name": served.name,
+                "classes": len(served.runtime.classes),
+                "image": list(served.runtime.pipeline.size),
+                "attention": served.runtime.attention,
+            }
+            for served in service.models.values()
+        ]
+    )
+
+
+async def healthz(service: Service, request: Request) -> Response:
+    """`GET /healthz`: the process answers."""
+    return JSONResponse({"live": True})
+
+
+async def readyz(service: Service, request: Request) -> Response:
+    """`GET /readyz`: new requests are welcome."""
+    if service.draining:
+        raise RequestError(503, "the server is shutting down.", retry_after=1)
+    return JSONResponse({"ready": True})
+
+
+async def metrics(service: Service, request: Request) -> Response:
+    """`GET /metrics`"""
+    return Response(service.metrics.text(), headers={"Content-Type": service.metrics.content_type})
+
+
+async def openapi_json(service: Service, request: Request) -> Response:
+    """`GET /openapi.json`"""
+    return JSONResponse(openapi())
+
+
+async def page(service: Service, request: Request) -> Response:
+    """`GET /`"""
+    return HTMLResponse(server_page(), headers={"Content-Security-Policy": "frame-ancestors 'none'"})
+
+
+ROUTES: list[tuple[str, str, Endpoint]] = [
+    ("POST", "/predict", predict),
+    ("GET", "/models", models),
+    ("GET", "/healthz", healthz),
+    ("GET", "/readyz", readyz),
+    ("GET", "/metrics", metrics),
+    ("GET", "/openapi.json", openapi_json),
+    ("GET", "/", page),
+]
