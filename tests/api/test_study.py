@@ -8,7 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from runs import STUDY, make_pictures
 
 import vitral
 from vitral.api import study_runs
+from vitral.checkpoints import lock
 from vitral.data.sources import open_data
 from vitral.errors import UserError
 from vitral.studies.records import read_records
@@ -97,6 +100,25 @@ def test_processes_share_the_runs(toml, tmp_path):
     assert not state.plan.pending
     assert len((tmp_path / "parallel" / "runs.jsonl").read_text().splitlines()) == 12  # none was made twice
     assert scores(state) == scores(run(toml, "alone"))
+
+
+def test_a_requeued_job_waits_for_the_lock_of_the_node_that_was_lost(toml, tmp_path, monkeypatch):
+    """Slurm starts a job again before the lock of its first start is stale; the lock inside the run is no obstacle."""
+    monkeypatch.setattr(lock, "_WAIT", 0.05)
+    run_id = run(toml, "out", dry_run=True).plan.pending[0].id
+    folder = tmp_path / "out" / "running" / run_id
+    (folder / "run").mkdir(parents=True)
+    (tmp_path / "out" / "study.json").write_text(
+        json.dumps({"study": "mine", "scale": "small", "set": [], "definition": None})
+    )
+    elsewhere = replace(lock.LockOwner.current(), host="elsewhere", token="of the lost node")
+    for path in (folder, folder / "run"):
+        (path / ".lock").write_text(json.dumps(asdict(elsewhere)))
+    assert len(run(toml, "out", only=[run_id]).plan.pending) == 12  # left to the other process
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    threading.Timer(0.3, (folder / ".lock").unlink).start()
+    (record,) = run(toml, "out", only=[run_id]).records.values()
+    assert record.status == "ok"
 
 
 def test_what_diverges_or_fails_is_a_row(toml, tmp_path, monkeypatch):
