@@ -16,6 +16,7 @@ from vitral.api.held_out import eval_images
 from vitral.api.inspection import model_facts, most_confident_mistakes, reliabilities
 from vitral.api.parts import Parts, joined, parts_of
 from vitral.api.prediction import check_numbers, none_read
+from vitral.api.slurm import SlurmOptions
 from vitral.atomic import atomic_write, checked_output
 from vitral.checkpoints.card import Card
 from vitral.data.catalog.imagenet import imagenet_outputs, real_labels
@@ -85,7 +86,7 @@ def evaluate(
     parts: int = 1,
     part: Sequence[str] = (),
     engine: Engine = "local",
-    slurm: Sequence[str] = (),
+    slurm: SlurmOptions = (),
     parallel: int = 0,
     on_event: EventHandler | None = None,
 ) -> EvalResult:

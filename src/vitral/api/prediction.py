@@ -24,6 +24,7 @@ from vitral.api.ensembles import (
     reading_workers,
 )
 from vitral.api.parts import joined, parts_of
+from vitral.api.slurm import SlurmOptions
 from vitral.atomic import atomic_write, checked_output
 from vitral.checkpoints.card import Card
 from vitral.data.images import UnreadableImage, encode_png
@@ -61,7 +62,7 @@ def predict(
     parts: int = 1,
     part: Sequence[str] = (),
     engine: Engine = "local",
-    slurm: Sequence[str] = (),
+    slurm: SlurmOptions = (),
     parallel: int = 0,
     on_event: EventHandler | None = None,
 ) -> PredictionResults:
@@ -210,7 +211,7 @@ def embed(
     parts: int = 1,
     part: Sequence[str] = (),
     engine: Engine = "local",
-    slurm: Sequence[str] = (),
+    slurm: SlurmOptions = (),
     parallel: int = 0,
     on_event: EventHandler | None = None,
 ) -> EmbedResult:
