@@ -7,7 +7,8 @@ and the page of the server. PHOTOS are sampled; the others of them are the gate'
 below a sub-path by a plain file server without any special headers, which is shut down after the first visit: pictures
 are classified by the page that its service worker kept. No page may ask another host for anything. Classes are read
 from the page after its file chooser was used; probabilities, attention and decoded pixels come from the functions that
-the page itself calls. Python's are those of the float32 model, not of an exported file.
+the page itself calls. Classes, probabilities and attention of the float32 model are Python's reference; attention is also
+compared with that of the exported file itself, run by onnxruntime in Python.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from rich.table import Table
 import vitral
 from vitral.data.images import decode
 from vitral.data.preprocess import parse_deterministic
+from vitral.export.exported import ExportedModel, open_exported
 from vitral.export.graph import ExportGraph
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -61,6 +63,7 @@ class Answer:
     """What Python says about a photograph."""
 
     pixels: np.ndarray  # (height, width, channels) uint8, decoded
+    input: np.ndarray  # (height, width, channels) uint8, resized and cropped
     names: list[str]  # of the top classes
     probabilities: list[float]
     attention: np.ndarray  # (rows, columns)
@@ -86,7 +89,10 @@ def main() -> None:
     paths = sorted(path for path in options.photos.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png"))
     random.Random(options.seed).shuffle(paths)
     photos, gate_images = paths[: options.n], paths[options.n : options.n + options.gate]
-    table = Table("page", "top-1 as Python", "probability", "attention", "decoded pixels", "MB", "ms per picture")
+    table = Table(
+        *("page", "top-1 as Python", "probability", "attention", "attention, same file", "decoded pixels", "MB"),
+        "ms per picture",
+    )
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as play:
         answers = python_answers(options.weights, options.classes, photos)
         browser = play.chromium.launch(
@@ -103,14 +109,15 @@ def main() -> None:
                 classes=options.classes,
                 runtime=options.runtime,
             )
+            exported = open_exported(next(site.glob("*.onnx")))
             with browser.new_context() as context:
                 page = offline_page(context, site.parent.parent, "some/where/")
-                row = compare(page, photos, answers, decoded=True)
+                row = compare(page, photos, answers, exported)
                 take_shots(page, options.shots, name)
             table.add_row(name, *row[:-1], f"{result.bytes / 1e6:.1f}", row[-1])
         with server(options.weights, options.classes) as address, browser.new_context() as context:
             page = opened(context, address)
-            row = compare(page, photos, answers, decoded=False)
+            row = compare(page, photos, answers, None)
             take_shots(page, options.shots, "server")
             table.add_row("server", *row[:-1], "", row[-1])
         browser.close()
@@ -128,9 +135,10 @@ def python_answers(weights: str, classes: str, photos: list[Path]) -> list[Answe
     answers = []
     for photo, row in zip(photos, rows, strict=True):
         pixels = decode(photo.read_bytes())
+        prepared = pipeline(pixels)
         with torch.inference_mode():
-            _, attention = graph(torch.from_numpy(pipeline(pixels))[None])
-        answers.append(Answer(pixels, list(row.names), list(row.probabilities), attention[0].numpy()))
+            _, attention = graph(torch.from_numpy(prepared)[None])
+        answers.append(Answer(pixels, prepared, list(row.names), list(row.probabilities), attention[0].numpy()))
     return answers
 
 
@@ -162,8 +170,8 @@ def opened(context: BrowserContext, address: str) -> Page:
     return page
 
 
-def compare(page: Page, photos: list[Path], answers: list[Answer], *, decoded: bool) -> list[str]:
-    """Cells of the table; of differences, the largest."""
+def compare(page: Page, photos: list[Path], answers: list[Answer], exported: ExportedModel | None) -> list[str]:
+    """Cells of the table; of differences, the largest. Without an exported file, the page decodes nothing itself."""
     page.set_input_files("#files", photos)
     page.wait_for_selector(".thumb.waiting", state="detached")
     labels = [label.rsplit(",", 1)[0] for label in page.locator(".thumb span").all_inner_texts()]
@@ -174,21 +182,16 @@ def compare(page: Page, photos: list[Path], answers: list[Answer], *, decoded: b
         started = time.perf_counter()
         result = page.evaluate(CLASSIFY, text)
         times.append(time.perf_counter() - started)
-        found = [one["probability"] for one in result["classes"]]
-        probability = np.abs(np.subtract(found, answer.probabilities)).max()
-        attention = np.abs(np.ravel(answer.attention) - result["attention"]["values"]).max()
-        pixels = np.abs(pixels_of(page, text, answer) - answer.pixels) if decoded else np.zeros(1)
-        differences.append((probability, attention, pixels.max(), pixels.mean()))
-    probability, attention, pixel, _ = np.max(differences, axis=0)
-    mean = np.mean(differences, axis=0)[3]
-    levels = f"{pixel:.0f} levels, {mean:.3f} on average" if decoded else ""
-    return [
-        f"{same} of {len(photos)}",
-        f"{probability:.1e}",
-        f"{attention:.1e}",
-        levels,
-        f"{1000 * np.median(times):.0f}",
-    ]
+        probabilities = [one["probability"] for one in result["classes"]]
+        attention = np.reshape(result["attention"]["values"], answer.attention.shape)
+        row = [np.subtract(probabilities, answer.probabilities), attention - answer.attention]
+        if exported:
+            row.append(attention - exported.outputs(answer.input[None], ["attention"])["attention"][0])
+            row.append(pixels_of(page, text, answer) - answer.pixels)
+        differences.append([float(np.abs(values).max()) for values in row])
+    largest = [f"{value:.1e}" for value in np.max(differences, axis=0)]
+    largest = [*largest[:3], f"{float(largest[3]):.0f} levels"] if exported else [*largest, "", ""]
+    return [f"{same} of {len(photos)}", *largest, f"{1000 * np.median(times):.0f}"]
 
 
 def pixels_of(page: Page, text: str, answer: Answer) -> np.ndarray:
