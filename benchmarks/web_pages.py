@@ -7,8 +7,8 @@ and the page of the server. PHOTOS are sampled; the others of them are the gate'
 below a sub-path by a plain file server without any special headers, which is shut down after the first visit: pictures
 are classified by the page that its service worker kept. No page may ask another host for anything. Classes are read
 from the page after its file chooser was used; probabilities, attention and decoded pixels come from the functions that
-the page itself calls. Classes, probabilities and attention of the float32 model are Python's reference; attention is also
-compared with that of the exported file itself, run by onnxruntime in Python.
+the page itself calls. They are compared with Python's float32 model, and attention also with that of the exported file
+itself, run by onnxruntime in Python.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ def main() -> None:
         *("page", "top-1 as Python", "probability", "attention", "attention, same file", "decoded pixels", "MB"),
         "ms per picture",
     )
+    problems: list[str] = []
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as play:
         answers = python_answers(options.weights, options.classes, photos)
         browser = play.chromium.launch(
@@ -111,12 +112,12 @@ def main() -> None:
             )
             exported = open_exported(next(site.glob("*.onnx")))
             with browser.new_context() as context:
-                page = offline_page(context, site.parent.parent, "some/where/")
+                page = offline_page(context, site.parent.parent, "some/where/", problems)
                 row = compare(page, photos, answers, exported)
                 take_shots(page, options.shots, name)
             table.add_row(name, *row[:-1], f"{result.bytes / 1e6:.1f}", row[-1])
         with server(options.weights, options.classes) as address, browser.new_context() as context:
-            page = opened(context, address)
+            page = opened(context, address, problems)
             row = compare(page, photos, answers, None)
             take_shots(page, options.shots, "server")
             table.add_row("server", *row[:-1], "", row[-1])
@@ -124,6 +125,8 @@ def main() -> None:
     console = Console()
     console.print(f"{len(photos)} photographs (seed {options.seed}), {platform.machine()}, {os.cpu_count()} cores")
     console.print(table)
+    if problems:
+        sys.exit("\n".join(problems))
 
 
 def python_answers(weights: str, classes: str, photos: list[Path]) -> list[Answer]:
@@ -142,11 +145,11 @@ def python_answers(weights: str, classes: str, photos: list[Path]) -> list[Answe
     return answers
 
 
-def offline_page(context: BrowserContext, root: Path, path: str) -> Page:
-    """A page that was loaded from a server once, and again when the server was gone."""
+def offline_page(context: BrowserContext, root: Path, path: str, problems: list[str]) -> Page:
+    """A page that was loaded from a server once, and again when that was gone."""
     host = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=root))
     threading.Thread(target=host.serve_forever, daemon=True).start()
-    page = opened(context, f"http://127.0.0.1:{host.server_port}/{path}")
+    page = opened(context, f"http://127.0.0.1:{host.server_port}/{path}", problems)
     page.evaluate("() => navigator.serviceWorker.ready.then(() => true)")
     host.shutdown()
     host.server_close()
@@ -155,18 +158,20 @@ def offline_page(context: BrowserContext, root: Path, path: str) -> Page:
     return page
 
 
-def opened(context: BrowserContext, address: str) -> Page:
-    """The page at an address, ready; any request to another host ends the benchmark."""
+def opened(context: BrowserContext, address: str, problems: list[str]) -> Page:
+    """The page at an address, ready; `problems` collects its messages and what it asks of other hosts."""
     page = context.new_page()
     page.set_default_timeout(120_000)
-    outside: list[str] = []
-    context.on("request", lambda request: outside.append(request.url))
-    page.on("console", lambda message: sys.exit(f"console: {message.text}"))
-    page.on("pageerror", lambda error: sys.exit(f"error: {error}"))
+
+    def check(url: str) -> None:
+        if not url.startswith((address, "blob:", "data:")):
+            problems.append(f"{address} asked for {url}")
+
+    context.on("request", lambda request: check(request.url))
+    page.on("console", lambda message: problems.append(message.text))
+    page.on("pageerror", lambda error: problems.append(str(error)))
     page.goto(address)
     page.wait_for_selector("#status:has-text('Ready')")
-    if others := [url for url in outside if not url.startswith((address, "blob:", "data:"))]:
-        sys.exit(f"{address} asked for {others[0]}")
     return page
 
 
@@ -196,9 +201,8 @@ def compare(page: Page, photos: list[Path], answers: list[Answer], exported: Exp
 
 def pixels_of(page: Page, text: str, answer: Answer) -> np.ndarray:
     """What the page decodes: (height, width, channels), as integers with a sign."""
-    return (
-        np.frombuffer(base64.b64decode(page.evaluate(DECODE, text)), np.uint8).reshape(answer.pixels.shape).astype(int)
-    )
+    values = np.frombuffer(base64.b64decode(page.evaluate(DECODE, text)), np.uint8)
+    return values.reshape(answer.pixels.shape).astype(int)
 
 
 @contextmanager
