@@ -132,7 +132,8 @@ async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reques
 
 
 async def closed_loop(port: int, requests: Sequence[bytes], clients: int, seconds: float) -> list[float]:
-    """Latencies of clients that each send their next request as soon as they have an answer."""
+    """Latencies of clients that each send their next request as soon as they have an answer; the last ones may be
+    answered after `seconds`, and count."""
     latencies: list[float] = []
     end = time.perf_counter() + seconds
 
@@ -142,8 +143,7 @@ async def closed_loop(port: int, requests: Sequence[bytes], clients: int, second
         while (started := time.perf_counter()) < end:
             status = await ask(reader, writer, requests[turn % len(requests)])
             assert status == 200, status
-            if time.perf_counter() < end:
-                latencies.append(time.perf_counter() - started)
+            latencies.append(time.perf_counter() - started)
             turn += clients
         writer.close()
 
@@ -175,7 +175,7 @@ async def open_loop(port: int, requests: Sequence[bytes], rate: float, seconds: 
     return latencies
 
 
-def measured(server: int, work: Coroutine[Any, Any, list[float]], seconds: float) -> Load:
+def measured(server: int, work: Coroutine[Any, Any, list[float]]) -> Load:
     """Run a load and account for the machine's time meanwhile; `server` is the process that was started."""
     before, ours, machine = tree_cpu(server), time.process_time(), busy_cpu()
     started = time.perf_counter()
@@ -185,7 +185,7 @@ def measured(server: int, work: Coroutine[Any, Any, list[float]], seconds: float
     cores = len(os.sched_getaffinity(0))
     whole = elapsed * cores
     others = max(0.0, busy - cpu - generator) / whole
-    return Load(len(latencies), seconds, tuple(latencies), cpu, generator / whole, others)
+    return Load(len(latencies), elapsed, tuple(latencies), cpu, generator / whole, others)
 
 
 def tree_cpu(root: int) -> float:
@@ -295,11 +295,11 @@ def main() -> None:
                 with running(words, port, Path(scratch) / "log") as server:
                     asyncio.run(closed_loop(port, requests, 8, 2))  # warm-up
                     load = closed_loop(port, requests, arguments.clients, arguments.seconds)
-                    closed[name].append(measured(server, load, arguments.seconds))
+                    closed[name].append(measured(server, load))
                     _show(f"  {name}", closed[name][-1])
                     if name == "vitral" and arguments.open:
                         arrivals = open_loop(port, requests, 0.7 * closed[name][-1].rate, arguments.open)
-                        opened.append(measured(server, arrivals, arguments.open))
+                        opened.append(measured(server, arrivals))
                         _show("  vitral at 70 %", opened[-1])
     _summary(predicted, closed, opened, arguments.clients)
 
