@@ -61,8 +61,8 @@ class Running:
 
     def __init__(self, sources: dict[str, Path], **settings: Any) -> None:
         loaders = {name: self._loader(path) for name, path in sources.items()}
-        self.server = ModelServer(loaders, Settings(**{"port": 0, "timeout": 10.0} | settings))
-        self.loop: Any = None
+        options: dict[str, Any] = {"port": 0, "timeout": 10.0, **settings}
+        self.server = ModelServer(loaders, Settings(**options))
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
         while not self.server.started:
