@@ -30,56 +30,7 @@ from typing import Any
 
 SOURCE = Path(__file__).parents[1] / "src"
 TICKS = os.sysconf("SC_CLK_TCK")
-LITSERVE = """
-import sys
-import litserve as ls
-import numpy as np
-import torch
-from fastapi import Request
-import vitral
-from vitral.data.images import decode
-from vitral.data.preprocess import parse_deterministic
-from vitral.kernels.packed import pack
-from vitral.models.normalize import normalize
-
-weights, port, kind, workers, batch, fast = sys.argv[1:7]
-
-
-class Api(ls.LitAPI):
-    def setup(self, device):
-        torch.set_num_threads(max(1, 2 // int(workers)))
-        self.model, card = vitral.load(weights)
-        if kind == "packed":
-            pack(self.model)
-        self.how, self.names = card.preprocess, card.class_names or tuple(map(str, range(card.architecture.classes)))
-        self.pipeline = parse_deterministic(self.how.pipeline)
-
-    def decode_request(self, request: Request):
-        return self.pipeline(decode(request["content"].file.read(), 3))
-
-    def batch(self, inputs):
-        return np.stack(inputs)
-
-    def unbatch(self, output):
-        return list(output)
-
-    def predict(self, pixels):
-        pixels = pixels if pixels.ndim == 4 else pixels[None]
-        with torch.inference_mode():
-            images = normalize(torch.from_numpy(pixels).permute(0, 3, 1, 2), self.how.mean, self.how.std)
-            answers = self.model(images).softmax(-1).topk(5)
-        return list(zip(answers.indices.tolist(), answers.values.tolist()))
-
-    def encode_response(self, answer):
-        answer = answer if isinstance(answer, tuple) else answer[0]
-        return {"classes": [{"name": self.names[i], "probability": p} for i, p in zip(*answer)]}
-
-
-if __name__ == "__main__":
-    api = Api(max_batch_size=int(batch), batch_timeout=0.002 if int(batch) > 1 else 0.0)
-    server = ls.LitServer(api, accelerator="cpu", workers_per_device=int(workers), fast_queue=fast == "1", timeout=60)
-    server.run(port=int(port), host="127.0.0.1", generate_client_file=False, log_level="warning")
-"""
+LITSERVE = Path(__file__).with_name("serve_litserve.py")
 
 
 @dataclass(frozen=True)
@@ -262,7 +213,7 @@ def contestants(weights: Path, litserve: str, settings: Sequence[str], serve: Se
     """Commands by name; PORT stands for the port."""
     commands = {"vitral": [sys.executable, "-m", "vitral", "serve", str(weights), "--port", "PORT", *serve]}
     for setting in settings if litserve else ():
-        commands[f"litserve {setting}"] = [litserve, "-c", LITSERVE, str(weights), "PORT", *setting.split("/")]
+        commands[f"litserve {setting}"] = [litserve, str(LITSERVE), str(weights), "PORT", *setting.split("/")]
     return commands
 
 
