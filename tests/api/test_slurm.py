@@ -20,7 +20,7 @@ import vitral
 from vitral.api.slurm import run_slurm
 from vitral.errors import UserError
 from vitral.events import Event, EventHandler
-from vitral.studies.records import read_records
+from vitral.studies.planning import read_records
 
 pytestmark = pytest.mark.skipif(bool(cluster_daemons.missing()), reason=cluster_daemons.missing())
 SOURCE = Path(__file__).parents[2] / "src"
