@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -262,7 +263,7 @@ def another_preprocessing(model: onnx.ModelProto, weights: Weights) -> None:
     set_card(model, preprocess=replace(PREPROCESS, pipeline="decode|resize_small(18)|central_crop(16)"))
 
 
-def set_card(model: onnx.ModelProto, **changes: object) -> None:
+def set_card(model: onnx.ModelProto, **changes: Any) -> None:
     entry = next(each for each in model.metadata_props if each.key == CARD)
     entry.value = replace(Card.from_json(entry.value), **changes).to_json()
 
@@ -349,8 +350,9 @@ def test_images_with_labels_are_scored(source, good, tmp_path, monkeypatch):
         (tmp_path / "data" / label).mkdir(parents=True, exist_ok=True)
         (tmp_path / "data" / label / f"{index}.png").write_bytes(encode_png(pixels))
     edited_by(monkeypatch, good, lambda model, weights: None)
-    outputs = ["features", "attention"]
-    result = vitral.export_model(source, tmp_path / "same.onnx", images=[tmp_path / "data"], outputs=outputs)
+    result = vitral.export_model(
+        source, tmp_path / "same.onnx", images=[tmp_path / "data"], outputs=["features", "attention"]
+    )
     assert result.report.n == result.report.labelled == 6
     assert result.report.accuracy == (5 / 6, 5 / 6)
 
