@@ -30,56 +30,7 @@ from typing import Any
 
 SOURCE = Path(__file__).parents[1] / "src"
 TICKS = os.sysconf("SC_CLK_TCK")
-LITSERVE = """
-import sys
-import litserve as ls
-import numpy as np
-import torch
-from fastapi import Request
-import vitral
-from vitral.data.images import decode
-from vitral.data.preprocess import parse_deterministic
-from vitral.kernels.packed import pack
-from vitral.models.model import normalize
-
-weights, port, kind, workers, batch, fast = sys.argv[1:7]
-
-
-class Api(ls.LitAPI):
-    def setup(self, device):
-        torch.set_num_threads(max(1, 2 // int(workers)))
-        self.model, card = vitral.load(weights)
-        if kind == "packed":
-            pack(self.model)
-        self.how, self.names = card.preprocess, card.class_names or tuple(map(str, range(card.architecture.classes)))
-        self.pipeline = parse_deterministic(self.how.pipeline)
-
-    def decode_request(self, request: Request):
-        return self.pipeline(decode(request["content"].file.read(), 3))
-
-    def batch(self, inputs):
-        return np.stack(inputs)
-
-    def unbatch(self, output):
-        return list(output)
-
-    def predict(self, pixels):
-        pixels = pixels if pixels.ndim == 4 else pixels[None]
-        with torch.inference_mode():
-            images = normalize(torch.from_numpy(pixels).permute(0, 3, 1, 2), self.how.mean, self.how.std)
-            answers = self.model(images).softmax(-1).topk(5)
-        return list(zip(answers.indices.tolist(), answers.values.tolist()))
-
-    def encode_response(self, answer):
-        answer = answer if isinstance(answer, tuple) else answer[0]
-        return {"classes": [{"name": self.names[i], "probability": p} for i, p in zip(*answer)]}
-
-
-if __name__ == "__main__":
-    api = Api(max_batch_size=int(batch), batch_timeout=0.002 if int(batch) > 1 else 0.0)
-    server = ls.LitServer(api, accelerator="cpu", workers_per_device=int(workers), fast_queue=fast == "1", timeout=60)
-    server.run(port=int(port), host="127.0.0.1", generate_client_file=False, log_level="warning")
-"""
+LITSERVE = Path(__file__).with_name("serve_litserve.py")
 
 
 @dataclass(frozen=True)
@@ -132,7 +83,8 @@ async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reques
 
 
 async def closed_loop(port: int, requests: Sequence[bytes], clients: int, seconds: float) -> list[float]:
-    """Latencies of clients that each send their next request as soon as they have an answer."""
+    """Latencies of clients that each send their next request as soon as they have an answer; the last ones may be
+    answered after `seconds`, and count."""
     latencies: list[float] = []
     end = time.perf_counter() + seconds
 
@@ -142,8 +94,7 @@ async def closed_loop(port: int, requests: Sequence[bytes], clients: int, second
         while (started := time.perf_counter()) < end:
             status = await ask(reader, writer, requests[turn % len(requests)])
             assert status == 200, status
-            if time.perf_counter() < end:
-                latencies.append(time.perf_counter() - started)
+            latencies.append(time.perf_counter() - started)
             turn += clients
         writer.close()
 
@@ -175,7 +126,7 @@ async def open_loop(port: int, requests: Sequence[bytes], rate: float, seconds: 
     return latencies
 
 
-def measured(server: int, work: Coroutine[Any, Any, list[float]], seconds: float) -> Load:
+def measured(server: int, work: Coroutine[Any, Any, list[float]]) -> Load:
     """Run a load and account for the machine's time meanwhile; `server` is the process that was started."""
     before, ours, machine = tree_cpu(server), time.process_time(), busy_cpu()
     started = time.perf_counter()
@@ -185,7 +136,7 @@ def measured(server: int, work: Coroutine[Any, Any, list[float]], seconds: float
     cores = len(os.sched_getaffinity(0))
     whole = elapsed * cores
     others = max(0.0, busy - cpu - generator) / whole
-    return Load(len(latencies), seconds, tuple(latencies), cpu, generator / whole, others)
+    return Load(len(latencies), elapsed, tuple(latencies), cpu, generator / whole, others)
 
 
 def tree_cpu(root: int) -> float:
@@ -262,7 +213,7 @@ def contestants(weights: Path, litserve: str, settings: Sequence[str], serve: Se
     """Commands by name; PORT stands for the port."""
     commands = {"vitral": [sys.executable, "-m", "vitral", "serve", str(weights), "--port", "PORT", *serve]}
     for setting in settings if litserve else ():
-        commands[f"litserve {setting}"] = [litserve, "-c", LITSERVE, str(weights), "PORT", *setting.split("/")]
+        commands[f"litserve {setting}"] = [litserve, str(LITSERVE), str(weights), "PORT", *setting.split("/")]
     return commands
 
 
@@ -295,11 +246,11 @@ def main() -> None:
                 with running(words, port, Path(scratch) / "log") as server:
                     asyncio.run(closed_loop(port, requests, 8, 2))  # warm-up
                     load = closed_loop(port, requests, arguments.clients, arguments.seconds)
-                    closed[name].append(measured(server, load, arguments.seconds))
+                    closed[name].append(measured(server, load))
                     _show(f"  {name}", closed[name][-1])
                     if name == "vitral" and arguments.open:
                         arrivals = open_loop(port, requests, 0.7 * closed[name][-1].rate, arguments.open)
-                        opened.append(measured(server, arrivals, arguments.open))
+                        opened.append(measured(server, arrivals))
                         _show("  vitral at 70 %", opened[-1])
     _summary(predicted, closed, opened, arguments.clients)
 

@@ -7,7 +7,8 @@ and the page of the server. PHOTOS are sampled; the others of them are the gate'
 below a sub-path by a plain file server without any special headers, which is shut down after the first visit: pictures
 are classified by the page that its service worker kept. No page may ask another host for anything. Classes are read
 from the page after its file chooser was used; probabilities, attention and decoded pixels come from the functions that
-the page itself calls. Python's are those of the float32 model, not of an exported file.
+the page itself calls. They are compared with Python's float32 model, and attention also with that of the exported file
+itself, run by onnxruntime in Python.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from rich.table import Table
 import vitral
 from vitral.data.images import decode
 from vitral.data.preprocess import parse_deterministic
+from vitral.export.exported import ExportedModel, open_exported
 from vitral.export.graph import ExportGraph
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -61,6 +63,7 @@ class Answer:
     """What Python says about a photograph."""
 
     pixels: np.ndarray  # (height, width, channels) uint8, decoded
+    input: np.ndarray  # (height, width, channels) uint8, resized and cropped
     names: list[str]  # of the top classes
     probabilities: list[float]
     attention: np.ndarray  # (rows, columns)
@@ -86,7 +89,11 @@ def main() -> None:
     paths = sorted(path for path in options.photos.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png"))
     random.Random(options.seed).shuffle(paths)
     photos, gate_images = paths[: options.n], paths[options.n : options.n + options.gate]
-    table = Table("page", "top-1 as Python", "probability", "attention", "decoded pixels", "MB", "ms per picture")
+    table = Table(
+        *("page", "top-1 as Python", "probability", "attention", "attention, same file", "decoded pixels", "MB"),
+        "ms per picture",
+    )
+    problems: list[str] = []
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as play:
         answers = python_answers(options.weights, options.classes, photos)
         browser = play.chromium.launch(
@@ -103,20 +110,23 @@ def main() -> None:
                 classes=options.classes,
                 runtime=options.runtime,
             )
+            exported = open_exported(next(site.glob("*.onnx")))
             with browser.new_context() as context:
-                page = offline_page(context, site.parent.parent, "some/where/")
-                row = compare(page, photos, answers, decoded=True)
+                page = offline_page(context, site.parent.parent, "some/where/", problems)
+                row = compare(page, photos, answers, exported)
                 take_shots(page, options.shots, name)
             table.add_row(name, *row[:-1], f"{result.bytes / 1e6:.1f}", row[-1])
         with server(options.weights, options.classes) as address, browser.new_context() as context:
-            page = opened(context, address)
-            row = compare(page, photos, answers, decoded=False)
+            page = opened(context, address, problems)
+            row = compare(page, photos, answers, None)
             take_shots(page, options.shots, "server")
             table.add_row("server", *row[:-1], "", row[-1])
         browser.close()
     console = Console()
     console.print(f"{len(photos)} photographs (seed {options.seed}), {platform.machine()}, {os.cpu_count()} cores")
     console.print(table)
+    if problems:
+        sys.exit("\n".join(problems))
 
 
 def python_answers(weights: str, classes: str, photos: list[Path]) -> list[Answer]:
@@ -128,17 +138,18 @@ def python_answers(weights: str, classes: str, photos: list[Path]) -> list[Answe
     answers = []
     for photo, row in zip(photos, rows, strict=True):
         pixels = decode(photo.read_bytes())
+        prepared = pipeline(pixels)
         with torch.inference_mode():
-            _, attention = graph(torch.from_numpy(pipeline(pixels))[None])
-        answers.append(Answer(pixels, list(row.names), list(row.probabilities), attention[0].numpy()))
+            _, attention = graph(torch.from_numpy(prepared)[None])
+        answers.append(Answer(pixels, prepared, list(row.names), list(row.probabilities), attention[0].numpy()))
     return answers
 
 
-def offline_page(context: BrowserContext, root: Path, path: str) -> Page:
-    """A page that was loaded from a server once, and again when the server was gone."""
+def offline_page(context: BrowserContext, root: Path, path: str, problems: list[str]) -> Page:
+    """A page that was loaded from a server once, and again when that was gone."""
     host = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=root))
     threading.Thread(target=host.serve_forever, daemon=True).start()
-    page = opened(context, f"http://127.0.0.1:{host.server_port}/{path}")
+    page = opened(context, f"http://127.0.0.1:{host.server_port}/{path}", problems)
     page.evaluate("() => navigator.serviceWorker.ready.then(() => true)")
     host.shutdown()
     host.server_close()
@@ -147,23 +158,25 @@ def offline_page(context: BrowserContext, root: Path, path: str) -> Page:
     return page
 
 
-def opened(context: BrowserContext, address: str) -> Page:
-    """The page at an address, ready; any request to another host ends the benchmark."""
+def opened(context: BrowserContext, address: str, problems: list[str]) -> Page:
+    """The page at an address, ready; `problems` collects its messages and what it asks of other hosts."""
     page = context.new_page()
     page.set_default_timeout(120_000)
-    outside: list[str] = []
-    context.on("request", lambda request: outside.append(request.url))
-    page.on("console", lambda message: sys.exit(f"console: {message.text}"))
-    page.on("pageerror", lambda error: sys.exit(f"error: {error}"))
+
+    def check(url: str) -> None:
+        if not url.startswith((address, "blob:", "data:")):
+            problems.append(f"{address} asked for {url}")
+
+    context.on("request", lambda request: check(request.url))
+    page.on("console", lambda message: problems.append(message.text))
+    page.on("pageerror", lambda error: problems.append(str(error)))
     page.goto(address)
     page.wait_for_selector("#status:has-text('Ready')")
-    if others := [url for url in outside if not url.startswith((address, "blob:", "data:"))]:
-        sys.exit(f"{address} asked for {others[0]}")
     return page
 
 
-def compare(page: Page, photos: list[Path], answers: list[Answer], *, decoded: bool) -> list[str]:
-    """Cells of the table; of differences, the largest."""
+def compare(page: Page, photos: list[Path], answers: list[Answer], exported: ExportedModel | None) -> list[str]:
+    """Cells of the table; of differences, the largest. Without an exported file, the page decodes nothing itself."""
     page.set_input_files("#files", photos)
     page.wait_for_selector(".thumb.waiting", state="detached")
     labels = [label.rsplit(",", 1)[0] for label in page.locator(".thumb span").all_inner_texts()]
@@ -174,28 +187,22 @@ def compare(page: Page, photos: list[Path], answers: list[Answer], *, decoded: b
         started = time.perf_counter()
         result = page.evaluate(CLASSIFY, text)
         times.append(time.perf_counter() - started)
-        found = [one["probability"] for one in result["classes"]]
-        probability = np.abs(np.subtract(found, answer.probabilities)).max()
-        attention = np.abs(np.ravel(answer.attention) - result["attention"]["values"]).max()
-        pixels = np.abs(pixels_of(page, text, answer) - answer.pixels) if decoded else np.zeros(1)
-        differences.append((probability, attention, pixels.max(), pixels.mean()))
-    probability, attention, pixel, _ = np.max(differences, axis=0)
-    mean = np.mean(differences, axis=0)[3]
-    levels = f"{pixel:.0f} levels, {mean:.3f} on average" if decoded else ""
-    return [
-        f"{same} of {len(photos)}",
-        f"{probability:.1e}",
-        f"{attention:.1e}",
-        levels,
-        f"{1000 * np.median(times):.0f}",
-    ]
+        probabilities = [one["probability"] for one in result["classes"]]
+        attention = np.reshape(result["attention"]["values"], answer.attention.shape)
+        row = [np.subtract(probabilities, answer.probabilities), attention - answer.attention]
+        if exported:
+            row.append(attention - exported.outputs(answer.input[None], ["attention"])["attention"][0])
+            row.append(pixels_of(page, text, answer) - answer.pixels)
+        differences.append([float(np.abs(values).max()) for values in row])
+    largest = [f"{value:.1e}" for value in np.max(differences, axis=0)]
+    largest = [*largest[:3], f"{float(largest[3]):.0f} levels"] if exported else [*largest, "", ""]
+    return [f"{same} of {len(photos)}", *largest, f"{1000 * np.median(times):.0f}"]
 
 
 def pixels_of(page: Page, text: str, answer: Answer) -> np.ndarray:
     """What the page decodes: (height, width, channels), as integers with a sign."""
-    return (
-        np.frombuffer(base64.b64decode(page.evaluate(DECODE, text)), np.uint8).reshape(answer.pixels.shape).astype(int)
-    )
+    values = np.frombuffer(base64.b64decode(page.evaluate(DECODE, text)), np.uint8)
+    return values.reshape(answer.pixels.shape).astype(int)
 
 
 @contextmanager

@@ -321,7 +321,7 @@ def is_in_repository(path: str) -> bool:
 # Files that runs, protocols and other libraries write, or that a reader brings.
 OTHER_FILES = re.compile(
     r"(x|answers|page|inspect|real|real_labels|config|preprocessor_config|recipe|data|split|metrics|result|protocol|vtab"
-    r"|dataset_info|TASK|exclude|FILE|my_\w+)\.\w+|runs/.*|vtab/.*|state/?|.*/?page\.html|pytorch_model\.bin.*"
+    r"|dataset_info|TASK|exclude|FILE|LICENSES|my_\w+)\.\w+|runs/.*|vtab/.*|state/?|.*/?page\.html|pytorch_model\.bin.*"
 )
 
 

@@ -131,6 +131,11 @@ def test_images_in_memory_have_no_command(weights, tmp_path):
         vitral.embed(weights, np.zeros((3, 8, 8, 3), np.uint8), output=tmp_path / "a.npz", parts=2)
 
 
+def test_several_sources_are_one_and_its_ensemble(weights, pictures, tmp_path):
+    with pytest.raises(UserError, match="the others are in ensemble"):
+        vitral.predict([weights, weights], pictures, output=tmp_path / "a.csv", parts=2)
+
+
 def test_every_option_of_a_verb_is_in_the_command_of_its_parts(tmp_path):
     """A forgotten one would change parts in silence."""
     asked = {

@@ -8,50 +8,30 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from runs import make_pictures
+from runs import STUDY, make_pictures
 
 import vitral
 from vitral.api import study_runs
+from vitral.checkpoints import lock
 from vitral.data.sources import open_data
 from vitral.errors import UserError
 from vitral.studies.planning import read_records
 from vitral.training.loop import Diverged
 
 ROOT = Path(__file__).parents[2]
-TEXT = """
-title = "Depth and pooling"
-data = "pictures"
-seeds = [0, 1, 2]
-metric = "top1"
-x = "shape.depth"
-[recipe]
-model = "ViT-Ti/4@8"
-steps = 4
-batch = 6
-workers = 0
-save_every = 1
-shape.width = 16
-shape.heads = 2
-[axes]
-shape.depth = [1, 2]
-shape.pool = ["token", "mean"]
-[[claims]]
-text = "more layers are better"
-kind = "compare"
-a.shape.depth = 2
-b.shape.depth = 1
-"""
 
 
 @pytest.fixture
 def toml(tmp_path):
     make_pictures(tmp_path / "pictures")
     path = tmp_path / "mine.toml"
-    path.write_text(TEXT)
+    path.write_text(STUDY)
     return path
 
 
@@ -122,6 +102,25 @@ def test_processes_share_the_runs(toml, tmp_path):
     assert scores(state) == scores(run(toml, "alone"))
 
 
+def test_a_requeued_job_waits_for_the_lock_of_the_node_that_was_lost(toml, tmp_path, monkeypatch):
+    """Slurm starts a job again before the lock of its first start is stale; the lock inside the run is no obstacle."""
+    monkeypatch.setattr(lock, "_WAIT", 0.05)
+    run_id = run(toml, "out", dry_run=True).plan.pending[0].id
+    folder = tmp_path / "out" / "running" / run_id
+    (folder / "run").mkdir(parents=True)
+    (tmp_path / "out" / "study.json").write_text(
+        json.dumps({"study": "mine", "scale": "small", "set": [], "definition": None})
+    )
+    elsewhere = replace(lock.LockOwner.current(), host="elsewhere", token="of the lost node")
+    for path in (folder, folder / "run"):
+        (path / ".lock").write_text(json.dumps(asdict(elsewhere)))
+    assert len(run(toml, "out", only=[run_id]).plan.pending) == 12  # left to the other process
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    threading.Timer(0.3, (folder / ".lock").unlink).start()
+    (record,) = run(toml, "out", only=[run_id]).records.values()
+    assert record.status == "ok"
+
+
 def test_what_diverges_or_fails_is_a_row(toml, tmp_path, monkeypatch):
     def measure(context, planned, folder, on_event):
         if planned.settings["seed"] == 1:
@@ -142,7 +141,7 @@ def test_what_diverges_or_fails_is_a_row(toml, tmp_path, monkeypatch):
 
 
 def test_mistakes_are_found_before_anything_is_written(toml, tmp_path):
-    toml.write_text(TEXT.replace("batch = 6", "batch = 6000"))
+    toml.write_text(STUDY.replace("batch = 6", "batch = 6000"))
     with pytest.raises(UserError, match="more than the 18 training images"):
         run(toml, "out")
     with pytest.raises(UserError, match="is not a data set"):
@@ -157,7 +156,7 @@ def test_mistakes_are_found_before_anything_is_written(toml, tmp_path):
 def test_another_study_does_not_take_the_folder(toml, tmp_path):
     run(toml, "out", only=[run(toml, "out", dry_run=True).plan.pending[0].id])
     other = tmp_path / "other.toml"
-    other.write_text(TEXT)
+    other.write_text(STUDY)
     with pytest.raises(UserError, match=r"holds another study \(mine\)"):
         run(other, "out")
 
@@ -165,7 +164,7 @@ def test_another_study_does_not_take_the_folder(toml, tmp_path):
 def test_choices_starts_and_patience(toml, tmp_path):
     """One run of each kind: trials on dev, a shared pre-training, a test split that early stopping never sees."""
     toml.write_text(
-        TEXT[: TEXT.index("[axes]")].replace("[0, 1, 2]", "[0]").replace("save_every = 1", "patience = 1")
+        STUDY[: STUDY.index("[axes]")].replace("[0, 1, 2]", "[0]").replace("save_every = 1", "patience = 1")
         + 'shape.depth = 1\nevaluate_every = 2\n[[points]]\nname = "scratch"\nchoose.optim.lr = [0.001, 0.01]\n'
         '[[points]]\nname = "masked"\nstart = "masked"\nseeds = [0, 1]\n'
         '[starts.masked]\non = "pictures"\nmodel = "ViT-Ti/4@8"\nobjective = "masked"\nsteps = 2\nbatch = 6\n'

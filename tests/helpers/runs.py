@@ -35,6 +35,31 @@ TINY = (
     "data.train_transform=decode|random_resized_crop({size}, 0.05)|flip|randaugment(2, 10)",
 )
 
+# A study of 12 runs on the pictures below, in the folder of this name.
+STUDY = """
+title = "Depth and pooling"
+data = "pictures"
+seeds = [0, 1, 2]
+metric = "top1"
+x = "shape.depth"
+[recipe]
+model = "ViT-Ti/4@8"
+steps = 4
+batch = 6
+workers = 0
+save_every = 1
+shape.width = 16
+shape.heads = 2
+[axes]
+shape.depth = [1, 2]
+shape.pool = ["token", "mean"]
+[[claims]]
+text = "more layers are better"
+kind = "compare"
+a.shape.depth = 2
+b.shape.depth = 1
+"""
+
 
 def make_pictures(folder: Path, classes: int = 3, images: int = 8, size: int = 12) -> Path:
     """Noise with a tint, a folder per class: learnt in a few dozen steps, but not at once."""

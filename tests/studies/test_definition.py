@@ -115,6 +115,8 @@ def test_records_merge_and_survive_a_cut_line(tmp_path):
     assert list(read_records(tmp_path)) == [runs[0].id]
     append_record(tmp_path, Record(runs[1].id, "mine", {}, status="failed", reason="no memory"))
     assert list(read_records(tmp_path)) == [runs[0].id, runs[1].id]  # on a line of its own
+    append_record(tmp_path, Record(runs[1].id, "mine", {}, status="failed", reason="no space"))
+    assert read_records(tmp_path)[runs[1].id].reason == "no space"  # why it failed when it was last tried
     other = tmp_path / "other machine.jsonl"
     other.write_text("".join(f"{ok(run, 0.9).to_json()}\n" for run in runs[:2]))
     records = read_records(tmp_path)

@@ -16,6 +16,7 @@ from vitral.api.held_out import eval_images
 from vitral.api.inspection import model_facts, most_confident_mistakes, reliabilities
 from vitral.api.parts import Parts, joined, parts_of
 from vitral.api.prediction import check_numbers, none_read
+from vitral.api.slurm import SlurmOptions
 from vitral.atomic import atomic_write, checked_output
 from vitral.checkpoints.card import Card
 from vitral.data.catalog.imagenet import imagenet_outputs, real_labels
@@ -85,15 +86,15 @@ def evaluate(
     parts: int = 1,
     part: Sequence[str] = (),
     engine: Engine = "local",
-    slurm: Sequence[str] = (),
+    slurm: SlurmOptions = (),
     parallel: int = 0,
     on_event: EventHandler | None = None,
 ) -> EvalResult:
     """Evaluate a model on labelled images: accuracy, per class, calibration.
 
     Args:
-        source: a run folder, weights, hf:owner/name or timm:name; the folder of several folds or seeds stands for all
-            of them, and in Python a list for several models: their probabilities are averaged.
+        source: a run folder, weights, an exported file, hf:owner/name or timm:name; the folder of several folds or
+            seeds stands for all of them, and in Python a list for several models: their probabilities are averaged.
         data: what `vitral train` takes; its val or test split is evaluated, or all of it where it has neither. Images
             that a run was trained on are left out, and those that are new since then are scored apart.
         output: page to write, a .html file: confusions, calibration, the most confident mistakes.

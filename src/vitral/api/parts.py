@@ -178,6 +178,8 @@ def _words(verb: Callable[..., Any], arguments: Mapping[str, Any]) -> list[str]:
         values = _several(value)
         if not all(isinstance(each, str | Path | int | float) for each in values):
             raise UserError(f"parts are computed by commands, which cannot take {name} from memory: name files.")
+        if name == "source" and len(values) > 1:
+            raise UserError("in parts, one model is the source and the others are in ensemble: name them so.")
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
             positional += map(str, values)
         else:

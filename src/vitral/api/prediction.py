@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,16 @@ from vitral.api.engines import Engine
 from vitral.api.ensembles import (
     Sources,
     check_head,
+    check_normalization,
     compute_device,
+    load_predictor,
     named_card,
     open_ensemble,
     prepared,
     reading_workers,
 )
 from vitral.api.parts import joined, parts_of
+from vitral.api.slurm import SlurmOptions
 from vitral.atomic import atomic_write, checked_output
 from vitral.checkpoints.card import Card
 from vitral.data.images import UnreadableImage, encode_png
@@ -34,6 +38,7 @@ from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
 from vitral.evaluation.predict import EmbeddingPool, Embeddings, Predictions, TestTimeAugmentation, embed_split
 from vitral.events import EventHandler
+from vitral.export.exported import PixelLogits
 from vitral.kernels.packed import pack
 from vitral.models.build import Model
 from vitral.serving import (
@@ -61,15 +66,15 @@ def predict(
     parts: int = 1,
     part: Sequence[str] = (),
     engine: Engine = "local",
-    slurm: Sequence[str] = (),
+    slurm: SlurmOptions = (),
     parallel: int = 0,
     on_event: EventHandler | None = None,
 ) -> PredictionResults:
     """Predict the classes of images.
 
     Args:
-        source: a run folder, weights, hf:owner/name or timm:name; the folder of several folds or seeds stands for all
-            of them, and in Python a list for several models: their probabilities are averaged.
+        source: a run folder, weights, an exported file, hf:owner/name or timm:name; the folder of several folds or
+            seeds stands for all of them, and in Python a list for several models: their probabilities are averaged.
         images: image files, and folders of them.
         output: .csv or .json file to write the predictions to.
         top: number of classes per image.
@@ -141,7 +146,7 @@ def classifier(
     a list of answers. On an NVIDIA GPU it computes in half precision, unlike `predict`.
 
     Args:
-        source: a run folder, weights, hf:owner/name or timm:name.
+        source: a run folder, weights, an exported file, hf:owner/name or timm:name.
         top: number of classes per image.
         classes: file that names the model's outputs in order: a name per line, a table or JSON.
         preprocess: how pixels are prepared, where the weights do not state it.
@@ -151,14 +156,17 @@ def classifier(
         The function.
     """
     check_numbers(top=top)
-    model, card = load_source(source)
+    model, card = load_predictor(source, device)
     if isinstance(source, tuple):
         model = copy.deepcopy(model)  # a classifier changes the weights of its model
     resolved = compute_device(source, device)
     check_head(source, card)
     card = named_card(card, classes)
     how, channels, outputs = prepared(card, preprocess), card.architecture.channels, card.architecture.classes
-    pipeline = parse_deterministic(how.pipeline)
+    pipeline, names = parse_deterministic(how.pipeline), card.class_names or tuple(map(str, range(outputs)))
+    if isinstance(model, PixelLogits):
+        check_normalization(how, card)
+        return NamedClassifier(partial(model.exported.top_classes, top=min(top, outputs)), pipeline, channels, names)
     likeliest = TopKClassifier(
         model,
         torch.device(resolved),
@@ -170,7 +178,7 @@ def classifier(
         sigmoid=card.multilabel,
         temperature=card.temperature,
     )
-    return NamedClassifier(likeliest, pipeline, channels, card.class_names or tuple(map(str, range(outputs))))
+    return NamedClassifier(likeliest, pipeline, channels, names)
 
 
 @dataclass(frozen=True, repr=False)
@@ -210,7 +218,7 @@ def embed(
     parts: int = 1,
     part: Sequence[str] = (),
     engine: Engine = "local",
-    slurm: Sequence[str] = (),
+    slurm: SlurmOptions = (),
     parallel: int = 0,
     on_event: EventHandler | None = None,
 ) -> EmbedResult:

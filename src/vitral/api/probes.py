@@ -14,6 +14,7 @@ from vitral.api.data import open_to_probe
 from vitral.api.engines import Engine
 from vitral.api.ensembles import compute_device, prepared, reading_workers
 from vitral.api.parts import Arrays, parts_of
+from vitral.api.slurm import SlurmOptions
 from vitral.atomic import checked_output
 from vitral.checkpoints.hub import located
 from vitral.cost import cost
@@ -159,7 +160,7 @@ def dedupe(
     parts: int = 1,
     part: Sequence[str] = (),
     engine: Engine = "local",
-    slurm: Sequence[str] = (),
+    slurm: SlurmOptions = (),
     parallel: int = 0,
     on_event: EventHandler | None = None,
 ) -> DedupeResult:

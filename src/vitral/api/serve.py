@@ -22,6 +22,7 @@ from vitral.models.build import resolve_device
 if TYPE_CHECKING:
     from vitral.server.runtime import Runtime
 
+_TOKEN = re.compile(r"[!-~]{16,500}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 
 
@@ -87,8 +88,9 @@ def serve(
         UserError: where an argument is wrong, a model cannot be loaded, or the address cannot be used.
     """
     try:
+        from vitral.server.logs import set_up_logs
         from vitral.server.models import Settings
-        from vitral.server.process import run_server
+        from vitral.server.process import ModelServer
     except ImportError as error:
         raise UserError(f"serve needs {error.name}: pip install 'vitral[serve]'.") from error
     resolved = resolve_device(device)
@@ -97,6 +99,7 @@ def serve(
     _check(max_wait_ms=(max_wait_ms, 0, 10_000), timeout=(timeout, 0.1, 3600), max_body_mb=(max_body_mb, 0.001, 1000))
     _check(max_pixels=(max_pixels, 1, 10**9))
     os.environ["VITRAL_MAX_PIXELS"] = str(max_pixels)  # where the decoders look
+    token = _token(token_file)
     settings = Settings(
         host=host,
         port=port,
@@ -105,13 +108,15 @@ def serve(
         max_queue=max_queue,
         max_body=round(max_body_mb * 1e6),
         timeout=timeout,
-        token=_token(token_file),
+        token=token,
     )
 
     def loader(each: str | Path) -> Callable[[], Runtime]:
         return lambda: _load(each, classes, preprocess, resolved, batch, on_event)
 
-    served = run_server({name: loader(each) for name, each in named_sources(source).items()}, settings)
+    set_up_logs()
+    server = ModelServer({name: loader(each) for name, each in named_sources(source).items()}, settings)
+    served = server.run_until_stopped()
     return ServeResult(served.requests, served.images)
 
 
@@ -144,14 +149,14 @@ def _load(
 
 def _token(path: str | Path) -> str:
     """The token of a file, else of the environment; empty where none is needed."""
-    if not path:
-        return os.environ.get("VITRAL_TOKEN", "").strip()
-    try:
-        token = Path(path).expanduser().read_text("ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the token cannot be read from {path}: name a text file that holds it.") from error
-    if len(token) < 16:
-        raise UserError(f"the token in {path} has {len(token)} characters: use at least 16 random ones.")
+    token, origin = os.environ.get("VITRAL_TOKEN", "").strip(), "VITRAL_TOKEN"
+    if path:
+        try:
+            token, origin = Path(path).expanduser().read_text("utf-8").strip(), str(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"the token cannot be read from {path}: name a text file that holds it.") from error
+    if (token or path) and not _TOKEN.fullmatch(token):
+        raise UserError(f"the token of {origin} is not usable: use 16 to 500 characters without spaces.")
     return token
 
 

@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vitral.atomic import atomic_write
 from vitral.checkpoints.lock import FolderLock
@@ -29,6 +29,7 @@ from vitral.events import EventHandler, Note, Progress
 if TYPE_CHECKING:
     from vitral.api.engines import Work
 
+SlurmOptions = Sequence[str] | Mapping[str, Any]  # ["partition=gpu"] or {"partition": "gpu"}
 LOG = "VITRAL_LOG"  # tells a job where its output goes
 RESTARTED = "SLURM_RESTART_COUNT"  # set by Slurm where a job was requeued
 FOLDER = "slurm"  # of scripts and logs
@@ -44,14 +45,14 @@ _REQUEUE = (
 )
 
 
-def sbatch_options(words: Sequence[str]) -> dict[str, str]:
-    """Options of sbatch from KEY=VALUE.
+def sbatch_options(given: SlurmOptions) -> dict[str, str]:
+    """Options of sbatch as the user gives them.
 
     Raises:
         UserError: one is not written so, or is set by the engine.
     """
     options = {}
-    for word in words:
+    for word in [f"{key}={value}" for key, value in given.items()] if isinstance(given, Mapping) else given:
         key, separator, value = word.partition("=")
         name = key.strip().lstrip("-").replace("_", "-")
         if not (separator and re.fullmatch(r"[a-z][a-z-]*", name) and value.isprintable()):

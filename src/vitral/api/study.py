@@ -13,7 +13,7 @@ from typing import Any, Literal
 from vitral.api.data import check_folder
 from vitral.api.engines import ENGINES, Engine, command
 from vitral.api.slurm import FOLDER as SLURM_FOLDER
-from vitral.api.slurm import sbatch_options
+from vitral.api.slurm import SlurmOptions, sbatch_options
 from vitral.api.study_job import StudyJob
 from vitral.api.study_runs import check_run
 from vitral.atomic import atomic_write
@@ -134,7 +134,7 @@ def study(
     scale: str = "small",
     only: Sequence[str] = (),
     engine: Engine = "local",
-    slurm: Sequence[str] = (),
+    slurm: SlurmOptions = (),
     parallel: int = 0,
     dry_run: bool = False,
     print_commands: bool = False,

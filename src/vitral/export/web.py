@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Iterable
 from functools import cache
-from html import escape
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -174,7 +173,7 @@ def _licences(card: Card, runtime: WebRuntime) -> str:
     parts = [
         "index.html, worker.js, preprocess.js and service-worker.js were made by vitral and are licensed under the\n"
         "Apache License 2.0: https://www.apache.org/licenses/LICENSE-2.0\n",
-        f"The weights in model-*.onnx: {escape(card.licence) or 'no licence is stated'}.\n",
+        f"The weights in model-*.onnx: {card.licence or 'no licence is stated'}.\n",
         f"runtime/ort.js and runtime/ort.wasm are onnxruntime-web {runtime.version}, under the licence that follows.\n",
     ]
     parts += [files("onnxruntime").joinpath(name).read_text("utf-8") for name in ("LICENSE", "ThirdPartyNotices.txt")]

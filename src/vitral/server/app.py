@@ -80,7 +80,7 @@ def build_app(service: Service) -> Guard:
     routes = [Route(path, _bound(service, endpoint), methods=[method]) for method, path, endpoint in ROUTES + V2_ROUTES]
     app = Starlette(
         routes=routes,
-        exception_handlers={RequestError: _request_error, HTTPException: _http_error},  # type: ignore[dict-item]
+        exception_handlers=dict.fromkeys((RequestError, HTTPException, ClientDisconnect, Exception), _failed),
     )
     return Guard(app, service, {route.endpoint: route.path for route in routes})
 
@@ -92,12 +92,15 @@ def _bound(service: Service, endpoint: Endpoint) -> Callable[[Request], Coroutin
     return call
 
 
-async def _request_error(request: Request, error: RequestError) -> Response:
-    return error.response()
-
-
-async def _http_error(request: Request, error: HTTPException) -> Response:
-    return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+async def _failed(request: Request, error: Exception) -> Response:
+    """The answer to a request that raised."""
+    if isinstance(error, RequestError):
+        return error.response()
+    if isinstance(error, HTTPException):
+        return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # for the log: nobody receives it
+    return JSONResponse({"error": f"internal error: see the log for {request.state.id}."}, 500)
 
 
 async def predict(service: Service, request: Request) -> Response:

@@ -8,8 +8,6 @@ import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vitral.server.logs import log
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
     from vitral.server.app import Service
 
 _PUBLIC = ("/", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready")  # they tell nothing that needs a token
-_CLOSED = 499  # logged for a client that has gone; nothing is sent
 
 
 class Guard:
@@ -39,8 +36,9 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        started, status, number = time.monotonic(), _CLOSED, uuid.uuid4().hex
+        started, status, number = time.monotonic(), 500, uuid.uuid4().hex
         state = scope.setdefault("state", {})
+        state["id"] = number
 
         async def sent(message: Message) -> None:
             nonlocal status
@@ -58,12 +56,8 @@ class Guard:
             else:
                 refusal = RequestError(401, "the token is missing or wrong: send Authorization: Bearer TOKEN.")
                 await refusal.response()(scope, receive, sent)
-        except ClientDisconnect:
-            pass
         except Exception:
-            log("error", level="error", id=number, exc_info=True)
-            if status == _CLOSED:
-                await JSONResponse({"error": f"internal error: see the log for {number}."}, 500)(scope, receive, sent)
+            log("error", level="error", id=number, exc_info=True)  # the application has answered with 500
         finally:
             seconds = time.monotonic() - started
             path = self.paths.get(scope.get("endpoint"), "other")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import gc
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -94,6 +97,8 @@ class ServedModel:
                 if isinstance(error, UserError):
                     raise
                 raise UserError(f"{self.name} cannot be loaded ({type(error).__name__}): see the log.") from error
+            finally:
+                _release_memory()
 
     @contextmanager
     def admitted(self, count: int) -> Iterator[None]:
@@ -147,6 +152,14 @@ class ServedModel:
             raise
         self._metrics.count_images(self.name, "predicted")
         return answer
+
+
+def _release_memory() -> None:
+    """Give back the memory of a model that was replaced: the C library would keep it for later."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def decoding_pool() -> ThreadPoolExecutor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,14 +19,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from vitral.errors import UserError
 from vitral.server.app import Service, build_app
-from vitral.server.logs import log, set_up_logs
+from vitral.server.logs import log
 from vitral.server.metrics import Metrics
 from vitral.server.models import ServedModel, Settings
 from vitral.server.runtime import Runtime
 
 _DRAIN = 1.0  # seconds of answering with `Connection: close` before the socket is closed
 _MAX_HEADERS = 64_000  # bytes of the address and the headers of a request
-_BACKLOG = 2048
+_BACKLOG = 2048  # connections that wait to be accepted
+_KEEP_ALIVE = 75  # seconds that a connection may be idle
 
 
 @dataclass(frozen=True)
@@ -36,69 +38,76 @@ class Served:
     images: int
 
 
-def run_server(loaders: Mapping[str, Callable[[], Runtime]], settings: Settings) -> Served:
-    """Load the models and answer requests until a signal ends it.
+class ModelServer(uvicorn.Server):
+    """Models behind a listening socket: uvicorn with our signals, limits and logs."""
 
-    Args:
-        loaders: by the name of each model, what loads it.
-        settings: address and limits.
+    def __init__(self, loaders: Mapping[str, Callable[[], Runtime]], settings: Settings) -> None:
+        """Bind the address and load the models.
 
-    Raises:
-        UserError: a model cannot be loaded, or the address cannot be used.
-    """
-    set_up_logs()
-    listener = _listen(settings.host, settings.port)
-    metrics = Metrics()
-    try:
-        models = {name: ServedModel(name, load, settings, metrics) for name, load in loaders.items()}
-        service = Service(models, settings, metrics)
-        config = uvicorn.Config(
-            build_app(service),  # type: ignore[arg-type]
-            http=_protocol(settings.timeout),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            backlog=_BACKLOG,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=int(settings.timeout) + 5,
-        )
-        _Server(config, service).run([listener])
-    finally:
-        listener.close()
-    service.close()
-    log("stopped", requests=metrics.requests(), images=metrics.images())
-    return Served(metrics.requests(), metrics.images())
+        Args:
+            loaders: by the name of each model, what loads it.
+            settings: address and limits.
 
-
-class _Server(uvicorn.Server):
-    """uvicorn with our signals."""
-
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
-        super().__init__(config)
-        self._service = service
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None]:
-        """Signals that end the server drain it first; a second one ends it at once."""
-        loop = asyncio.get_running_loop()
-        actions = {signal.SIGTERM: self._stop, signal.SIGINT: self._stop, signal.SIGHUP: self._reload}
-        for number, action in actions.items():
-            loop.add_signal_handler(number, action)
+        Raises:
+            UserError: a model cannot be loaded, or the address cannot be used.
+        """
+        self._listener, self._metrics = _bound_socket(settings.host, settings.port), Metrics()
         try:
-            yield
+            models = {name: ServedModel(name, load, settings, self._metrics) for name, load in loaders.items()}
+        except BaseException:
+            self._listener.close()
+            raise
+        self._service = Service(models, settings, self._metrics)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._protocol_class = _limited_protocol(settings.timeout)
+        super().__init__(
+            uvicorn.Config(
+                build_app(self._service),
+                http=self._protocol_class,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                backlog=_BACKLOG,
+                timeout_keep_alive=_KEEP_ALIVE,
+                timeout_graceful_shutdown=int(settings.timeout) + 5,
+            )
+        )
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on."""
+        return self._listener.getsockname()[1]
+
+    def run_until_stopped(self) -> Served:
+        """Answer requests until a signal, or `stop`, ends it."""
+        try:
+            self.run([self._listener])
         finally:
-            for number in actions:
-                loop.remove_signal_handler(number)
+            self._listener.close()
+            self._service.close()
+        log("stopped", requests=self._metrics.requests(), images=self._metrics.images())
+        return Served(self._metrics.requests(), self._metrics.images())
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        host, port = (sockets or [])[0].getsockname()[:2]
-        log("listening", host=host, port=port, models=list(self._service.models))
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening, answer all who have connected, then close the connections that are idle."""
+        loop = asyncio.get_running_loop()
+        waiting = _accepted(self._listener)  # they would be reset with the listener
+        for server in self.servers:
+            server.close()
+        for client in waiting:
+            await loop.connect_accepted_socket(self._protocol, client)
+        end = loop.time() + _DRAIN
+        while self.server_state.connections and loop.time() < end and not self.force_exit:
+            await asyncio.sleep(0.02)
+        await super().shutdown(sockets)
 
-    def _stop(self) -> None:
+    def _protocol(self) -> asyncio.Protocol:
+        return self._protocol_class(config=self.config, server_state=self.server_state, app_state={})
+
+    def stop(self) -> None:
+        """Drain, then end; the second time at once. To be called in the server's event loop."""
         if self._service.draining:
             self.should_exit = self.force_exit = True
             return
@@ -106,7 +115,8 @@ class _Server(uvicorn.Server):
         self._service.draining = True
         asyncio.get_running_loop().call_later(_DRAIN, setattr, self, "should_exit", True)
 
-    def _reload(self) -> None:
+    def reload(self) -> None:
+        """Reload all models. To be called in the server's event loop."""
         task = asyncio.ensure_future(self._reload_all())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -116,19 +126,49 @@ class _Server(uvicorn.Server):
             with suppress(UserError):  # logged
                 await asyncio.to_thread(served.reload)
 
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Our signals in place of uvicorn's; in another than the main thread there are none."""
+        loop = asyncio.get_running_loop()
+        actions = {signal.SIGTERM: self.stop, signal.SIGINT: self.stop, signal.SIGHUP: self.reload}
+        if threading.current_thread() is not threading.main_thread():
+            actions = {}
+        for number, action in actions.items():
+            loop.add_signal_handler(number, action)
+        try:
+            yield
+        finally:
+            for number in actions:
+                loop.remove_signal_handler(number)
 
-def _listen(host: str, port: int) -> socket.socket:
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and write so to the log."""
+        await super().startup(sockets)
+        host, port = self._listener.getsockname()[:2]
+        log("listening", host=host, port=port, models=list(self._service.models))
+
+
+def _bound_socket(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
     except OSError as error:
+        listener.close()
         raise UserError(f"cannot listen on {host} port {port} ({error.strerror}): choose another --port.") from error
     return listener
 
 
-def _protocol(timeout: float) -> type[HttpToolsProtocol]:
+def _accepted(listener: socket.socket) -> list[socket.socket]:
+    """The connections that wait to be accepted."""
+    clients = []
+    with suppress(BlockingIOError):
+        while True:
+            clients.append(listener.accept()[0])
+    return clients
+
+
+def _limited_protocol(timeout: float) -> type[HttpToolsProtocol]:
     """uvicorn's protocol with limits on the size of headers and on the time until a request is complete."""
 
     class LimitedProtocol(HttpToolsProtocol):

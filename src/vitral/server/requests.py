@@ -86,6 +86,7 @@ def images_in(body: bytes, content_type: str) -> list[bytes]:
         return [body]
     boundary = options.get(b"boundary", b"")
     parts: list[bytearray] = []
+    ended = False
 
     def begin() -> None:
         parts.append(bytearray())
@@ -93,12 +94,17 @@ def images_in(body: bytes, content_type: str) -> list[bytes]:
     def data(chunk: bytes, start: int, end: int) -> None:
         parts[-1] += memoryview(chunk)[start:end]
 
+    def finish() -> None:
+        nonlocal ended
+        ended = True
+
     try:
         if not 0 < len(boundary) <= 70:  # RFC 2046
             raise FormParserError("boundary")
-        parser = MultipartParser(boundary, {"on_part_begin": begin, "on_part_data": data})
+        parser = MultipartParser(boundary, {"on_part_begin": begin, "on_part_data": data, "on_end": finish})
         parser.write(body)
-        parser.finalize()
+        if not ended:
+            raise FormParserError("end")
     except FormParserError as error:
         raise RequestError(400, "the multipart form is damaged: send it with a boundary and to its end.") from error
     if not parts:

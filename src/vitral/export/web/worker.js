@@ -17,8 +17,18 @@ async function download(name, onProgress) {
   return new Uint8Array(await new Blob(parts).arrayBuffer());
 }
 
+// Some browsers, where they are set to resist fingerprinting, give pages wrong pixels.
+function checkPixels() {
+  const context = new OffscreenCanvas(16, 16).getContext("2d", { willReadFrequently: true });
+  context.fillStyle = "#123456";
+  context.fillRect(0, 0, 16, 16);
+  const same = context.getImageData(0, 0, 16, 16).data.every((value, i) => value === [0x12, 0x34, 0x56, 255][i % 4]);
+  if (!same) throw new Error("this browser hides the pixels of pictures from pages; allow this page to read them");
+}
+
 async function start(given) {
   settings = given;
+  checkPixels();
   let loaded = 0;
   const count = (bytes) => postMessage({ loaded: (loaded += bytes), total: settings.bytes });
   const [wasm, model] = await Promise.all([download("runtime/ort.wasm", count), download(settings.model, count)]);
