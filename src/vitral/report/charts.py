@@ -212,14 +212,14 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
     return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def log_ticks(low: float, high: float, most: int = 7) -> list[float]:
-    """1, 2 and 5 times powers of ten between `low` and `high`; the powers alone where those are more than `most`."""
+def log_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten between `low` and `high`; the powers alone where those are more than seven."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     values: list[float] = []
     for factors in ((1, 2, 5), (1,)):
         values = [float(f"{factor}e{power}") for power in powers for factor in factors]
         values = [value for value in values if low <= value <= high]
-        if len(values) <= most:
+        if len(values) <= 7:
             break
     return values or [float(f"{end:.3g}") for end in dict.fromkeys((low, high))]
 

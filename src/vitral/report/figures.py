@@ -67,14 +67,13 @@ def write_figures(
     return tuple(path for name, figure in figures.items() for path in figure.write(folder, name))
 
 
-def filter_figure(filters: np.ndarray, columns: int = 7) -> Figure:
+def filter_figure(filters: np.ndarray) -> Figure:
     """Figure 7, left: the principal components of the embedding filters.
 
     Args:
         filters: (count, height, width, channels) between 0 and 1; other than 3 channels are averaged.
-        columns: Filters per row.
     """
-    columns = min(columns, len(filters))
+    columns = min(7, len(filters))
     image = image_grid(_as_uint8(filters), columns, 100 * columns)
     return Figure(_svg(image, "Embedding filters (principal components)"), image)
 
