@@ -26,12 +26,14 @@ from vitral.events import EventHandler, Note
 from vitral.export.exported import CARD, GATE, SOURCE, VERSION, open_exported
 from vitral.export.gate import ExportRefused, Gate, GateImages, GateReport, Limits, decoded_images
 from vitral.export.graph import ExportGraph, Output
+from vitral.export.int8 import INT8, search
 from vitral.export.onnx import add_metadata, write_onnx
 from vitral.version import __version__
 
-ExportFormat = Literal["onnx"]
+ExportFormat = Literal["onnx", "onnx-int8"]
 
 # Both models compute in float32, with sums in another order.
+_FEWEST_CALIBRATED = 8
 _FLOAT_DIFFERENCE, _FLOAT_LOG_DIFFERENCE = 1e-4, 1e-2
 
 
@@ -43,6 +45,8 @@ class ExportJob:
     metadata: dict[str, str]  # of every file; the gate's report is added to it after the comparison
     gate: Gate
     dynamic_size: bool
+    calibration: GateImages | None  # images for a format with `calibrated`
+    on_event: EventHandler
 
 
 class FormatEntry(NamedTuple):
@@ -51,6 +55,7 @@ class FormatEntry(NamedTuple):
     write: Callable[[ExportJob, Path], Path]  # writes the file or folder, and returns the file that the gate opens
     suffix: str  # of the target; "" for a folder
     limits: Limits  # by default
+    calibrated: bool = False  # whether it needs images, of which half are compared
 
 
 def _write_onnx(job: ExportJob, path: Path) -> Path:
@@ -59,9 +64,31 @@ def _write_onnx(job: ExportJob, path: Path) -> Path:
     return path
 
 
+def _write_int8(job: ExportJob, path: Path) -> Path:
+    _write_onnx(job, path)
+    assert job.calibration is not None
+    limit = job.gate.limits.agreement
+
+    def agreement(file: Path) -> float:
+        return job.gate.agreement(open_exported(file))
+
+    found = search(path, job.calibration.pixels, agreement, limit, job.on_event)
+    if found.agreement < limit:
+        raise ExportRefused(
+            f"in int8 the top class is the model's on {found.agreement:.2%} of {len(job.gate.images.pixels):,} images "
+            f"at best, with {len(found.in_float)} layers in float32: lower --agreement; nothing was written."
+        )
+    names = f" ({', '.join(found.in_float[:4])}{', ...' if len(found.in_float) > 4 else ''})" if found.in_float else ""
+    job.on_event(Note(f"int8: {len(found.int8)} linear layers; float32: {len(found.in_float)}{names}"))
+    layers = {"calibration images": len(job.calibration.pixels), "int8": found.int8, "float32": found.in_float}
+    add_metadata(path, {INT8: json.dumps(layers)})
+    return path
+
+
 _FLOAT_LIMITS = Limits(0.99, _FLOAT_DIFFERENCE, _FLOAT_LOG_DIFFERENCE)
 FORMATS: dict[str, FormatEntry] = {
     "onnx": FormatEntry(_write_onnx, ".onnx", _FLOAT_LIMITS),
+    "onnx-int8": FormatEntry(_write_int8, ".onnx", Limits(), calibrated=True),
 }
 
 
@@ -119,7 +146,7 @@ def export_model(
         target: the file to write.
         format: format to write.
         images: image files and folders to compare the models on, or one data set with labels; generated images when not
-            given.
+            given. onnx-int8 needs them: every other one calibrates, and the rest are compared.
         agreement: smallest share of images with the same top class.
         difference: largest difference of a probability; 0.0001 for formats in float32 when not given.
         outputs: further outputs, the input of the head (features) and the last block's attention (attention).
@@ -151,9 +178,10 @@ def export_model(
         limits = entry.limits._replace(agreement=agreement)
         limits = limits if difference is None else limits._replace(difference=difference, log_difference=None)
         given = _gate_images(source, images, card, handler)
+        calibration, given = _halves(given, format) if entry.calibrated else (None, given)
         graph = ExportGraph(model, card, outputs)
         gate = Gate(graph, card, given, limits, handler)
-        job = ExportJob(graph, _metadata(source, card), gate, dynamic_size)
+        job = ExportJob(graph, _metadata(source, card), gate, dynamic_size, calibration, handler)
         with atomic_write(path, folder=not entry.suffix) as temporary:
             written = entry.write(job, temporary)
             report = gate.measure(open_exported(written))
@@ -172,6 +200,18 @@ def _metadata(source: Source, card: Card) -> dict[str, str]:
     digest = card.sha256 if isinstance(source, tuple) else sha256(open_weights(located(source)).path)
     origin = {"name": source_name(source), "sha256": digest}
     return {CARD: card.to_json(), SOURCE: json.dumps(origin), VERSION: __version__}
+
+
+def _halves(images: GateImages | None, format: str) -> tuple[GateImages, GateImages]:
+    """Images to calibrate with, and others to compare on: every other one, since data sets are sorted by class."""
+    if images is None or len(images.pixels) < _FEWEST_CALIBRATED:
+        raise UserError(
+            f"{format} is calibrated on images like those that it will see: name at least {_FEWEST_CALIBRATED} with "
+            "--images; half of them are compared."
+        )
+    first, second = (GateImages(images.pixels[i::2], images.labels[i::2], "") for i in (0, 1))
+    name = f"{len(second.pixels):,} images; {len(first.pixels):,} others calibrated it"
+    return first, second._replace(name=name)
 
 
 def _gate_images(source: Source, images: Sequence[str | Path], card: Card, on_event: EventHandler) -> GateImages | None:
