@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitral.events import EventHandler, Progress, ignore_events
-from vitral.export.graph import INPUT
 from vitral.export.onnx import import_onnx
 
 INT8 = "vitral.int8"  # metadata: which layers are in int8
@@ -23,7 +22,8 @@ WEIGHT_LIMIT = 64
 CALIBRATION_IMAGES = 128  # at most: more change neither ranges nor rounding
 _BATCH = 4  # calibration images at once: the inputs of all layers are kept
 _ROWS = 2048  # tokens of each layer's input that are kept to choose its scales and to round its weights
-_EXPONENTS = (0.0, 0.5, 0.65, 0.8)  # how far differences between input channels move into the weights
+_EXPONENTS = (0.0, 0.5, 0.8)  # how far differences between input channels move into the weights
+_WORTH = 0.9  # divisors cost time where no norm can include them: they must lower the error to this share
 _DAMPING = 0.01  # of the mean of the Hessian's diagonal
 _BLOCK = 64  # input channels that are rounded before the others are corrected
 
@@ -117,7 +117,7 @@ def calibrate(path: Path, pixels: np.ndarray, on_event: EventHandler = ignore_ev
 
     Args:
         path: the file.
-        pixels: uint8 (n, height, width, channels).
+        pixels: n images as the file takes them, (n, ...).
         on_event: handler of progress events.
 
     Returns:
@@ -171,7 +171,7 @@ def int8_layer(weight: np.ndarray, inputs: np.ndarray, low: np.ndarray, high: np
         scales = weight_scales(scaled)
         layer = Int8Layer(rank, divisors, scale, zero, np.rint(scaled / scales).astype(np.int8), scales, 0.0)
         layer = layer._replace(error=_output_error(layer, inputs, weight))
-        if best is None or layer.error < best.error:
+        if best is None or layer.error < _WORTH * best.error:
             best = layer
     assert best is not None
     rounded, scales = round_weight(weight * best.divisors[:, None], _as_bytes(best, inputs))
@@ -207,7 +207,9 @@ def _layer_inputs(model: Any, layers: Sequence[LinearLayer], pixels: np.ndarray)
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(observed.SerializeToString(), options, providers=["CPUExecutionProvider"])
     for start in range(0, len(pixels), _BATCH):
-        yield dict(zip(names, session.run(names, {INPUT: pixels[start : start + _BATCH]}), strict=True))
+        yield dict(
+            zip(names, session.run(names, {model.graph.input[0].name: pixels[start : start + _BATCH]}), strict=True)
+        )
 
 
 def quantize(model: Any, layers: Mapping[str, Int8Layer]) -> Any:
@@ -258,7 +260,7 @@ class _Editor:
         """The nodes of a layer, with onnxruntime's product of bytes that returns floats."""
         make, (target,) = import_onnx().helper.make_node, node.output
         source, nodes = node.input[0], []
-        if not self._fold_into_norm(source, 1 / layer.divisors):
+        if (layer.divisors != 1).any() and not self._fold_into_norm(source, 1 / layer.divisors):
             factors = self._add(f"{target}.factors", 1 / layer.divisors)
             nodes.append(make("Mul", [source, factors], [f"{target}.divided"]))
             source = f"{target}.divided"
@@ -331,8 +333,8 @@ def search(
 ) -> Int8Result:
     """Quantise a float32 ONNX file in place, with as few layers in float as a limit needs.
 
-    Layers are ordered by the error of their outputs on calibration images. None is kept in float at first, then the
-    worst one, the worst two, and so on in growing steps, until the agreement on other images holds.
+    Layers are ordered by the error of their outputs on calibration images, and the worst are kept in float: as few as
+    the agreement on other images needs, found by bisection.
 
     Args:
         path: the file, which is overwritten.
@@ -349,25 +351,29 @@ def search(
     layers = calibrate(path, pixels, on_event)
     names = {layer.node.output[0]: layer.name for layer in linear_layers(model)}
     worst_first = sorted(layers, key=lambda output: -layers[output].error)
-    best: tuple[float, int] | None = None
-    for count in float_counts(len(worst_first)):
-        onnx.save(quantize(model, {output: layers[output] for output in worst_first[count:]}), path)
-        share = agreement(path)
-        best = max(best or (share, count), (share, count))
-        if share >= limit:
-            break
-    assert best is not None
-    share, count = best
-    return Int8Result(
-        tuple(names[output] for output in worst_first[count:]),
-        tuple(names[output] for output in worst_first[:count]),
-        share,
-    )
+    shares: dict[int, float] = {}
+
+    def holds(in_float: int) -> bool:
+        onnx.save(quantize(model, {output: layers[output] for output in worst_first[in_float:]}), path)
+        shares[in_float] = agreement(path)
+        return shares[in_float] >= limit
+
+    count = fewest(holds, len(layers) // 2)
+    if count is None:
+        count = max(shares, key=lambda tried: (shares[tried], -tried))
+    onnx.save(quantize(model, {output: layers[output] for output in worst_first[count:]}), path)
+    outputs = [names[output] for output in worst_first]
+    return Int8Result(tuple(outputs[count:]), tuple(outputs[:count]), shares[count])
 
 
-def float_counts(layers: int) -> list[int]:
-    """How many layers to keep in float, one try after the other: 0, 1, 2, 3, 4, 6, 8, 12, ... up to half of them."""
-    counts = [0, 1, 2, 3]
-    while counts[-1] < layers:
-        counts.append(counts[-1] + max(1, counts[-1] // 3))
-    return [count for count in counts if count <= layers // 2] or [0]
+def fewest(holds: Callable[[int], bool], most: int) -> int | None:
+    """The smallest number up to `most` that holds, by doubling and then halving the interval; None where none does."""
+    failed, number = -1, 0
+    while not holds(number):
+        if number == most:
+            return None
+        failed, number = number, min(max(1, 2 * number), most)
+    while number - failed > 1:
+        middle = (failed + number) // 2
+        failed, number = (failed, middle) if holds(middle) else (middle, number)
+    return number
