@@ -73,7 +73,7 @@ class BenchmarkModel(nn.Module):
 def float32_model(backend: Backend, workload: Workload) -> BenchmarkModel:
     """The model in float32 on the device; its weights are the same on every call."""
     torch.manual_seed(_SEED)
-    return BenchmarkModel(build_model(backend.library, workload.architecture)).to(workload.device)
+    return BenchmarkModel(build_model(backend, workload.architecture)).to(workload.device)
 
 
 def inference_model(backend: Backend, workload: Workload) -> BenchmarkModel:
