@@ -75,8 +75,8 @@ def _write_int8(job: ExportJob, path: Path) -> Path:
     found = search(path, job.calibration.pixels, agreement, limit, job.on_event)
     if found.agreement < limit:
         raise ExportRefused(
-            f"in int8 the top class is the model's on {found.agreement:.2%} of {len(job.gate.images.pixels):,} images "
-            f"at best, with {len(found.in_float)} layers in float32: lower --agreement; nothing was written."
+            f"in int8 the top class is the model's on {found.agreement:.1%} of images at best, with "
+            f"{len(found.in_float)} layers in float32: lower --agreement; nothing was written."
         )
     names = f" ({', '.join(found.in_float[:4])}{', ...' if len(found.in_float) > 4 else ''})" if found.in_float else ""
     job.on_event(Note(f"int8: {len(found.int8)} linear layers; float32: {len(found.in_float)}{names}"))

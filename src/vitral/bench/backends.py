@@ -17,7 +17,7 @@ from vitral.architecture import Architecture, ViTConfig, as_size
 from vitral.bench.families import FAMILIES, family_of, model_name, parse_model
 from vitral.errors import UserError
 from vitral.export.int8 import calibrate, quantize
-from vitral.export.onnx import OPSET, import_onnx
+from vitral.export.onnx import convert, import_onnx
 from vitral.models.build import build
 from vitral.models.layers import LayerScale
 
@@ -143,6 +143,8 @@ def _unsupported_reason(library: str, workload: Workload) -> str:
         return "its models are exported with onnxscript, which is not installed (pip install onnx onnxscript)"
     if library in EXPORTED and (workload.work not in ("infer", "latency", "predict") or workload.device != "cpu"):
         return "it predicts on the CPU only"
+    if library in EXPORTED:
+        return ""
     supported = {"data": ("torchvision",), "start": ("transformers",)}.get(workload.work, PEERS)
     if library not in supported:
         return f"bench {workload.work} supports {supported[0]} only"
@@ -232,9 +234,7 @@ class _ExportedModel(nn.Module):
         pixels = torch.rand(8, config.channels, *config.image, generator=torch.Generator().manual_seed(0)) * 2 - 1
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.onnx"
-            dynamic: dict[str, Any] = {"dynamo": True, "dynamic_shapes": ({0: torch.export.Dim("batch")},)}
-            dynamic |= {"opset_version": OPSET, "external_data": False, "verbose": False}
-            torch.onnx.export(model.eval(), (pixels[:2],), path, input_names=["images"], **dynamic)
+            convert(model.eval(), pixels[:2], path, "images", ["logits"], {"images": {0: torch.export.Dim("batch")}})
             if backend.mode == "int8":
                 float_model = import_onnx().load(path)
                 import_onnx().save(quantize(float_model, calibrate(path, pixels.numpy())), path)
