@@ -23,14 +23,15 @@ from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
 from vitral.evaluation.mapping import class_mapping
 from vitral.events import EventHandler, Note
-from vitral.export.exported import CARD, GATE, SOURCE, VERSION, open_exported
+from vitral.export.exported import CARD, GATE, OUTPUTS, SOURCE, VERSION, open_exported, write_metadata
 from vitral.export.gate import ExportRefused, Gate, GateImages, GateReport, Limits, decoded_images
 from vitral.export.graph import ExportGraph, Output
 from vitral.export.int8 import INT8, search
 from vitral.export.onnx import add_metadata, write_onnx
+from vitral.export.pt2 import append_metadata, write_pt2
 from vitral.version import __version__
 
-ExportFormat = Literal["onnx", "onnx-int8"]
+ExportFormat = Literal["onnx", "onnx-int8", "pt2"]
 
 # Of formats that compute in float32, as the model does, with sums in another order.
 FLOAT_LIMITS = Limits(difference=1e-4, log_difference=1e-3, outputs=1e-3)
@@ -85,9 +86,16 @@ def _write_int8(job: ExportJob, path: Path) -> Path:
     return path
 
 
+def _write_pt2(job: ExportJob, path: Path) -> Path:
+    write_pt2(job.graph, path, dynamic_size=job.dynamic_size)
+    append_metadata(path, job.metadata)
+    return path
+
+
 FORMATS: dict[str, FormatEntry] = {
     "onnx": FormatEntry(_write_onnx, ".onnx", FLOAT_LIMITS),
     "onnx-int8": FormatEntry(_write_int8, ".onnx", Limits(), calibrated=True),
+    "pt2": FormatEntry(_write_pt2, ".pt2", FLOAT_LIMITS),
 }
 
 
@@ -182,6 +190,7 @@ def export_model(
         graph = ExportGraph(model, card, outputs)
         gate = Gate(graph, card, given, limits, handler)
         job = ExportJob(graph, _metadata(source, card), gate, dynamic_size, calibration, handler)
+        job = ExportJob(graph, _metadata(source, card, graph), gate, dynamic_size)
         with atomic_write(path, folder=not entry.suffix) as temporary:
             written = entry.write(job, temporary)
             report = gate.measure(open_exported(written))
@@ -192,14 +201,14 @@ def export_model(
                     "nothing was written.",
                     report,
                 )
-            add_metadata(written, {GATE: json.dumps(report.as_dict())})
+            write_metadata(written, {GATE: json.dumps(report.as_dict())})
     return ExportResult(source_name(source), path, format, graph.names, report)
 
 
-def _metadata(source: Source, card: Card) -> dict[str, str]:
+def _metadata(source: Source, card: Card, graph: ExportGraph) -> dict[str, str]:
     digest = card.sha256 if isinstance(source, tuple) else sha256(open_weights(located(source)).path)
     origin = {"name": source_name(source), "sha256": digest}
-    return {CARD: card.to_json(), SOURCE: json.dumps(origin), VERSION: __version__}
+    return {CARD: card.to_json(), SOURCE: json.dumps(origin), OUTPUTS: json.dumps(graph.names), VERSION: __version__}
 
 
 def _halves(images: GateImages | None, format: str) -> tuple[GateImages, GateImages]:

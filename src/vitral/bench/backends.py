@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from vitral.architecture import Architecture, ViTConfig, as_size
 from vitral.bench.families import FAMILIES, family_of, model_name, parse_model
 from vitral.errors import UserError
 from vitral.export.int8 import calibrate, quantize
-from vitral.export.onnx import convert, import_onnx
+from vitral.export.onnx import OPSET, import_onnx
 from vitral.models.build import build
 from vitral.models.layers import LayerScale
 
@@ -234,7 +235,11 @@ class _ExportedModel(nn.Module):
         pixels = torch.rand(8, config.channels, *config.image, generator=torch.Generator().manual_seed(0)) * 2 - 1
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.onnx"
-            convert(model.eval(), pixels[:2], path, "images", ["logits"], {"images": {0: torch.export.Dim("batch")}})
+            options: dict[str, Any] = {"dynamo": True, "verbose": False, "external_data": False, "opset_version": OPSET}
+            options |= {"input_names": ["images"], "dynamic_shapes": ({0: torch.export.Dim("batch")},)}
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the exporter warns about itself
+                torch.onnx.export(model.eval(), (pixels[:2],), path, **options)
             if backend.mode == "int8":
                 float_model = import_onnx().load(path)
                 import_onnx().save(quantize(float_model, calibrate(path, pixels.numpy())), path)

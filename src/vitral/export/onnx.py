@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from vitral.errors import UserError
+from vitral.errors import UserError, shorten
 from vitral.export.graph import INPUT, ExportGraph
+from vitral.export.pt2 import traced
 
 OPSET = 20  # the first with Gelu, and that onnxruntime 1.17 and later read
 _LARGEST = 2**31 - 2**20  # bytes: a protobuf, and so an ONNX file, ends at 2 GiB
@@ -35,35 +34,21 @@ def write_onnx(graph: ExportGraph, path: Path, *, dynamic_size: bool = False) ->
     size = sum(tensor.nbytes for tensor in graph.state_dict().values())
     if size > _LARGEST:
         raise UserError(f"an ONNX file holds at most 2 GB and the weights are {size / 1e9:.1f}: use --format pt2.")
-    convert(graph, graph.example(), path, INPUT, graph.names, graph.dynamic_shapes(size=dynamic_size))
-
-
-def convert(
-    module: nn.Module, example: Tensor, path: Path, name: str, outputs: Sequence[str], dynamic_shapes: dict[str, Any]
-) -> None:
-    """Write a module as an ONNX file.
-
-    Args:
-        module: takes one tensor.
-        example: an input to trace it with.
-        path: the file to write.
-        name: of the input.
-        outputs: names of the outputs.
-        dynamic_shapes: sizes of the input that may vary, as torch.export takes them.
-    """
     # The exporter reports its steps on standard output, which is for results, and warns about itself.
     with redirect_stdout(io.StringIO()), warnings.catch_warnings(), torch.inference_mode(False):
         warnings.simplefilter("ignore")
-        program = torch.onnx.export(
-            module,
-            (example,),
-            dynamo=True,
-            verbose=False,
-            opset_version=OPSET,
-            input_names=[name],
-            output_names=list(outputs),
-            dynamic_shapes=dynamic_shapes,
-        )
+        traced_program = traced(graph, dynamic_size=dynamic_size)
+        try:
+            program = torch.onnx.export(
+                traced_program,
+                dynamo=True,
+                verbose=False,
+                opset_version=OPSET,
+                input_names=[INPUT],
+                output_names=list(graph.names),
+            )
+        except Exception as error:  # an operator without a translation, for one
+            raise UserError(f"ONNX cannot express this model ({shorten(error)}): use --format pt2.") from error
         assert program is not None
         program.save(path, external_data=False)
 
