@@ -207,9 +207,8 @@ def _layer_inputs(model: Any, layers: Sequence[LinearLayer], pixels: np.ndarray)
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(observed.SerializeToString(), options, providers=["CPUExecutionProvider"])
     for start in range(0, len(pixels), _BATCH):
-        yield dict(
-            zip(names, session.run(names, {model.graph.input[0].name: pixels[start : start + _BATCH]}), strict=True)
-        )
+        inputs = session.run(names, {model.graph.input[0].name: pixels[start : start + _BATCH]})
+        yield {name: np.asarray(array) for name, array in zip(names, inputs, strict=True)}
 
 
 def quantize(model: Any, layers: Mapping[str, Int8Layer]) -> Any:
