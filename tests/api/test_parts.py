@@ -84,7 +84,7 @@ def test_finished_parts_are_kept(weights, pictures, tmp_path, monkeypatch):
         vitral.embed(weights, pictures, **how)
     assert not (tmp_path / "a.npz").exists()
     result = vitral.embed(weights, pictures, **how)
-    assert len(computed) == 4
+    assert sorted(map(len, computed)) == [0, 8, 8, 9]  # whole batches of 4, as one process has them
     assert len({key for keys in computed for key in keys}) == sum(map(len, computed)) == 25
     assert [path.name for path in tmp_path.iterdir() if "npz" in path.name] == ["a.npz"]
     alone = vitral.embed(weights, pictures, batch=4, device="cpu")

@@ -150,8 +150,8 @@ def test_the_residual_stream_is_float32_in_one_row(float32: bool) -> None:
 def test_peers_have_our_architecture(library: str) -> None:
     """Exactly as many parameters as ours, and logits that are not all zero."""
     pytest.importorskip(library)
-    model = build_model(library, WORKLOAD.architecture).eval()
-    ours = build_model("vitral", WORKLOAD.architecture)
+    model = build_model(Backend(library), WORKLOAD.architecture).eval()
+    ours = build_model(Backend("vitral"), WORKLOAD.architecture)
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in ours.parameters())
     with torch.inference_mode():
         logits = model(torch.randn(2, 3, 32, 32))
@@ -166,7 +166,7 @@ def test_timm_has_the_later_families(family: str) -> None:
     workload = replace(WORKLOAD, model=f"{family}-Ti/16", image=0, depth=0)
     assert workload.model_name == f"{family}-Ti/16"
     assert replace(workload, image=32).model_name == f"{family}-Ti/16@32"
-    ours, model = (build_model(library, workload.architecture) for library in ("vitral", "timm"))
+    ours, model = (build_model(Backend(library), workload.architecture) for library in ("vitral", "timm"))
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in ours.parameters())
     with torch.inference_mode():
         assert model.eval()(torch.randn(2, 3, 224, 224)).std() > 0

@@ -65,7 +65,8 @@ def in_node(folder: Path, cases: list[tuple[str, np.ndarray]]) -> list[tuple[np.
         for pipeline, image in cases
     ]
     (folder / "cases.json").write_text(json.dumps(described))
-    module = Path(shutil.copy(WEB / "preprocess.js", folder / "preprocess.mjs"))  # node takes a .js file for CommonJS
+    module = folder / "preprocess.mjs"  # node takes a .js file for CommonJS
+    shutil.copy(WEB / "preprocess.js", module)
     command = [NODE or "", "--input-type=module", "-e", RUN_CASES, module.as_uri(), str(folder / "cases.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from vitral.atomic import atomic_write, checked_output
-from vitral.bench.backends import Backend, Work, Workload, default_modes, select_backends
+from vitral.bench.backends import EXPORTED, Backend, Work, Workload, default_modes, select_backends
 from vitral.bench.benchmark import measure_cold_start, run_benchmark
 from vitral.bench.results import (
     COLUMNS,
@@ -32,7 +32,7 @@ from vitral.models.build import check_device, default_device
 _MODELS = {"cuda": "ViT-B/16", "cpu": "ViT-Ti/16"}
 _TORCH_PEERS = ("timm", "transformers", "torchvision")
 _PEERS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("infer", "latency", "predict"), (*_TORCH_PEERS, "onnxruntime")),
+    **dict.fromkeys(("infer", "latency", "predict"), (*_TORCH_PEERS, *EXPORTED)),
     **{"train": _TORCH_PEERS, "data": ("torchvision",), "start": ("transformers",), "growth": ()},
 }
 _BATCHES = {
@@ -99,7 +99,8 @@ def benchmark(
         model: name of the model, also DINOv3-B/16, CLIP-B/16 and OpenCLIP-B/16 (or another size); ViT-B/16 on a GPU and
             ViT-Ti/16 on a CPU when not given.
         batch: images per step; chosen when not given.
-        against: timm, transformers, torchvision, onnxruntime, or none; all that are installed when not given.
+        against: timm, transformers, torchvision, onnxruntime and openvino (which run our exported model), or none; all
+            that are installed when not given.
         settings: eager, compile, graphs (compiled, with CUDA graphs), autotune (the same, with the fastest of many
             kernels for each product); usually the fastest when not given.
         attention: attention backends to try on an NVIDIA GPU: auto, flash, cudnn, efficient.
@@ -185,8 +186,8 @@ def _select(
     workload: Workload, against: Sequence[str] | None, settings: Sequence[str], attention: Sequence[str]
 ) -> tuple[list[Backend], list[str]]:
     peers = _PEERS[workload.work] if against is None else against
-    if against is None and workload.device == "cuda":  # not worth a note on a GPU, where it never takes part
-        peers = tuple(name for name in peers if name != "onnxruntime")
+    if against is None and workload.device == "cuda":  # not worth a note on a GPU, where they never take part
+        peers = tuple(name for name in peers if name not in EXPORTED)
     return select_backends(workload, peers, tuple(settings) or default_modes(workload.device), attention)
 
 

@@ -26,14 +26,16 @@ from vitral.events import EventHandler, Note
 from vitral.export.exported import CARD, GATE, SOURCE, VERSION, open_exported
 from vitral.export.gate import ExportRefused, Gate, GateImages, GateReport, Limits, decoded_images
 from vitral.export.graph import ExportGraph, Output, has_attention
+from vitral.export.int8 import INT8, search
 from vitral.export.onnx import add_metadata, write_onnx
 from vitral.export.web import WebRuntime, browser_steps, find_runtime, write_page
 from vitral.version import __version__
 
-ExportFormat = Literal["onnx", "web"]
+ExportFormat = Literal["onnx", "onnx-int8", "web"]
 
 # Of formats that compute in float32, as the model does, with sums in another order.
 FLOAT_LIMITS = Limits(difference=1e-4, log_difference=1e-3, outputs=1e-3)
+_FEWEST_CALIBRATED = 8
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class ExportJob:
     metadata: dict[str, str]  # of every file; the gate's report is added to it after the comparison
     gate: Gate
     dynamic_size: bool
+    calibration: GateImages | None  # images for a format with `calibrated`
+    on_event: EventHandler
     web_runtime: WebRuntime | None = None  # of the format web
 
 
@@ -53,7 +57,8 @@ class FormatEntry(NamedTuple):
     write: Callable[[ExportJob, Path], Path]  # writes the file or folder, and returns the file that the gate opens
     suffix: str  # of the target; "" for a folder
     limits: Limits  # by default
-    finish: Callable[[ExportJob, Path], None] | None = None  # completes a folder when the gate has opened its file
+    calibrated: bool = False  # whether it needs images, of which half are compared
+    finish: Callable[[ExportJob, Path], None] | None = None  # completes a folder when the gate has passed its file
 
 
 def _write_onnx(job: ExportJob, path: Path) -> Path:
@@ -62,19 +67,57 @@ def _write_onnx(job: ExportJob, path: Path) -> Path:
     return path
 
 
-def _write_web_model(job: ExportJob, folder: Path) -> Path:
+def _write_int8(job: ExportJob, path: Path) -> Path:
+    _write_onnx(job, path)
+    assert job.calibration is not None
+    limit = job.gate.limits.agreement
+
+    def agreement(file: Path) -> float:
+        return job.gate.agreement(open_exported(file))
+
+    found = search(path, job.calibration.pixels, agreement, limit, job.on_event)
+    if found.agreement < limit:
+        raise ExportRefused(
+            f"in int8 the top class is the model's on {found.agreement:.2%} of {len(job.gate.images.pixels):,} images "
+            f"at best, with {len(found.in_float)} layers in float32: lower --agreement; nothing was written."
+        )
+    names = f" ({', '.join(found.in_float[:4])}{', ...' if len(found.in_float) > 4 else ''})" if found.in_float else ""
+    job.on_event(Note(f"int8: {len(found.int8)} linear layers; float32: {len(found.in_float)}{names}"))
+    layers = {"calibration images": len(job.calibration.pixels), "int8": found.int8, "float32": found.in_float}
+    add_metadata(path, {INT8: json.dumps(layers)})
+    return path
+
+
+def _write_web(job: ExportJob, folder: Path) -> Path:
     return _write_onnx(job, folder / "model.onnx")
+
+
+def _write_web_int8(job: ExportJob, folder: Path) -> Path:
+    """In int8 or, where that does not meet the limits, in float32."""
+    path = folder / "model.onnx"
+    try:
+        _write_int8(job, path)
+        if job.gate.limits.difference is None or not job.gate.measure(open_exported(path)).failures:
+            return path
+    except ExportRefused:
+        pass
+    job.on_event(Note("in int8 the model does not meet the limits: the page has it in float32"))
+    job.gate.limits = FLOAT_LIMITS._replace(agreement=job.gate.limits.agreement)
+    return _write_onnx(job, path)
 
 
 def _finish_web(job: ExportJob, written: Path) -> None:
     assert job.web_runtime is not None
-    write_page(open_exported(written), job.web_runtime, "float32")
+    exported = open_exported(written)
+    write_page(exported, job.web_runtime, "int8" if INT8 in exported.metadata else "float32")
 
 
 FORMATS: dict[str, FormatEntry] = {
     "onnx": FormatEntry(_write_onnx, ".onnx", FLOAT_LIMITS),
-    "web": FormatEntry(_write_web_model, "", FLOAT_LIMITS, _finish_web),
+    "onnx-int8": FormatEntry(_write_int8, ".onnx", Limits(), calibrated=True),
+    "web": FormatEntry(_write_web, "", FLOAT_LIMITS, finish=_finish_web),
 }
+_WEB_INT8 = FormatEntry(_write_web_int8, "", Limits(), calibrated=True, finish=_finish_web)  # web with images
 
 
 @dataclass(frozen=True, repr=False)
@@ -135,7 +178,8 @@ def export_model(
         target: the file or, for web, the folder to write.
         format: format to write.
         images: image files and folders to compare the models on, or one data set with labels; generated images when not
-            given.
+            given. onnx-int8 needs them, and web is in int8 with them: every other one calibrates, and the rest are
+            compared.
         agreement: smallest share of images with the same top class.
         difference: largest difference of a probability. When not given, formats in float32 are held to 0.0001, and to
             limits of its logarithm and of further outputs as well.
@@ -158,7 +202,7 @@ def export_model(
         raise UserError(f'format="{format}" is not one of {", ".join(FORMATS)}.')
     if not 0 <= agreement <= 1:
         raise UserError(f"agreement is a share of images from 0 to 1, not {agreement:g}.")
-    entry = FORMATS[format]
+    entry = _WEB_INT8 if format == "web" and images else FORMATS[format]
     path = checked_output(target, (entry.suffix,), "TARGET") if entry.suffix else _checked_folder(target)
     web_runtime = find_runtime(runtime) if format == "web" else None
     model, card = load_source(source, on_event)
@@ -174,9 +218,10 @@ def export_model(
             browser_steps(card)
             outputs = ("attention",) if has_attention(model.config) else ()
         given = _gate_images(source, images, card, handler)
+        calibration, given = _halves(given, format) if entry.calibrated else (None, given)
         graph = ExportGraph(model, card, outputs)
         gate = Gate(graph, card, given, limits, handler)
-        job = ExportJob(graph, _metadata(source, card), gate, dynamic_size, web_runtime)
+        job = ExportJob(graph, _metadata(source, card), gate, dynamic_size, calibration, handler, web_runtime)
         with atomic_write(path, folder=not entry.suffix) as temporary:
             written = entry.write(job, temporary)
             report = gate.measure(open_exported(written))
@@ -211,6 +256,18 @@ def _metadata(source: Source, card: Card) -> dict[str, str]:
     digest = card.sha256 if isinstance(source, tuple) else sha256(open_weights(located(source)).path)
     origin = {"name": source_name(source), "sha256": digest}
     return {CARD: card.to_json(), SOURCE: json.dumps(origin), VERSION: __version__}
+
+
+def _halves(images: GateImages | None, format: str) -> tuple[GateImages, GateImages]:
+    """Images to calibrate with, and others to compare on: every other one, since data sets are sorted by class."""
+    if images is None or len(images.pixels) < _FEWEST_CALIBRATED:
+        raise UserError(
+            f"{format} is calibrated on images like those that it will see: name at least {_FEWEST_CALIBRATED} with "
+            "--images; half of them are compared."
+        )
+    first, second = (GateImages(images.pixels[i::2], images.labels[i::2], "") for i in (0, 1))
+    name = f"{len(second.pixels):,} images; {len(first.pixels):,} others calibrated it"
+    return first, second._replace(name=name)
 
 
 def _gate_images(source: Source, images: Sequence[str | Path], card: Card, on_event: EventHandler) -> GateImages | None:

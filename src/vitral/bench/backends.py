@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from vitral.architecture import Architecture, ViTConfig, as_size
 from vitral.bench.families import FAMILIES, family_of, model_name, parse_model
 from vitral.errors import UserError
+from vitral.export.int8 import calibrate, quantize
+from vitral.export.onnx import OPSET, import_onnx
 from vitral.models.build import build
 from vitral.models.layers import LayerScale
 
 Work = Literal["train", "infer", "latency", "data", "predict", "start", "growth"]
 OURS = "vitral"
-PEERS = ("timm", "transformers", "torchvision", "onnxruntime")
+EXPORTED = {"onnxruntime": ("float32", "int8"), "openvino": ("float32",)}  # run our model, exported; and how
+PEERS = ("timm", "transformers", "torchvision", *EXPORTED)
 MODES = ("eager", "compile", "graphs", "autotune")
+_EXPORT_TOLERANCES = {"float32": 1e-4, "int8": 0.1}  # of the norm of the logits, of random images and weights
 ATTENTIONS = ("auto", "flash", "cudnn", "efficient")
 
 
@@ -110,7 +116,9 @@ def select_backends(
     for library in (OURS, *dict.fromkeys(against)):
         if reason := _unsupported_reason(library, workload):
             excluded.append(f"{library} is excluded: {reason}.")
-        elif mode := _only_mode(library, workload.work):
+        elif library in EXPORTED:
+            backends += [Backend(library, mode) for mode in EXPORTED[library]]
+        elif mode := _only_mode(workload.work):
             backends.append(Backend(library, mode))
         elif library == OURS:  # it chooses its attention itself, and compiling adds nothing to its CUDA graphs
             ours = [Backend(OURS, mode) for mode in (["graphs"] if graphs else modes)]
@@ -131,10 +139,8 @@ def default_modes(device: str) -> tuple[str, ...]:
     return ("compile", "graphs") if device == "cuda" else ("eager",)
 
 
-def _only_mode(library: str, work: Work) -> str:
+def _only_mode(work: Work) -> str:
     """The name of the mode where PyTorch's modes do not apply; empty where they do."""
-    if library == "onnxruntime":
-        return "session"
     return {"data": "loader", "predict": "eager", "start": "command"}.get(work, "")
 
 
@@ -143,9 +149,9 @@ def _unsupported_reason(library: str, workload: Workload) -> str:
         return ""
     if importlib.util.find_spec(library) is None:
         return f"it is not installed (pip install {library})"
-    if library == "onnxruntime" and importlib.util.find_spec("onnxscript") is None:
+    if library in EXPORTED and importlib.util.find_spec("onnxscript") is None:
         return "its models are exported with onnxscript, which is not installed (pip install onnx onnxscript)"
-    if library == "onnxruntime" and (workload.work not in ("infer", "latency", "predict") or workload.device != "cpu"):
+    if library in EXPORTED and (workload.work not in ("infer", "latency", "predict") or workload.device != "cpu"):
         return "it predicts on the CPU only"
     supported = {"data": ("torchvision",), "start": ("transformers",)}.get(workload.work, PEERS)
     if library not in supported:
@@ -157,10 +163,13 @@ def _unsupported_reason(library: str, workload: Workload) -> str:
     )
 
 
-def build_model(library: str, architecture: Architecture) -> nn.Module:
+def build_model(backend: Backend, architecture: Architecture) -> nn.Module:
     """Build a library's model of this architecture, with random weights and a head that is not zero."""
+    library = backend.library
     if library == OURS:
         return _with_visible_blocks(_with_random_head(build(architecture)))
+    if library in EXPORTED:
+        return _ExportedModel(build_model(Backend(OURS), architecture), backend, architecture)
     if not isinstance(architecture, ViTConfig):
         raise UserError(f"{library} has no such model: leave it out of --against.")
     return _BUILDERS[library](architecture)
@@ -226,25 +235,48 @@ def _torchvision(config: ViTConfig) -> nn.Module:
     return _with_random_head(VisionTransformer(side, config.patch, num_classes=config.classes, **sizes))
 
 
-class _OnnxSession(nn.Module):
-    """Our model, exported to ONNX in float32 and run by ONNX Runtime with as many threads as PyTorch."""
+class _ExportedModel(nn.Module):
+    """Our model, exported to ONNX and run by another library with as many threads as PyTorch."""
 
-    def __init__(self, config: ViTConfig) -> None:
+    def __init__(self, model: nn.Module, backend: Backend, config: Architecture) -> None:
         super().__init__()
-        import onnxruntime  # type: ignore[import-not-found]
-
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
+        pixels = torch.rand(8, config.channels, *config.image, generator=torch.Generator().manual_seed(0)) * 2 - 1
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.onnx"
-            model, example = _with_random_head(build(config)).eval(), torch.zeros(2, config.channels, *config.image)
             dynamic: dict[str, Any] = {"dynamo": True, "dynamic_shapes": ({0: torch.export.Dim("batch")},)}
-            torch.onnx.export(model, (example,), path, input_names=["images"], verbose=False, **dynamic)
-            self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+            dynamic |= {"opset_version": OPSET, "external_data": False, "verbose": False}
+            torch.onnx.export(model.eval(), (pixels[:2],), path, input_names=["images"], **dynamic)
+            if backend.mode == "int8":
+                float_model = import_onnx().load(path)
+                import_onnx().save(quantize(float_model, calibrate(path, pixels.numpy())), path)
+            self.run = _RUNNERS[backend.library](path)
+        with torch.no_grad():
+            exact, found = model(pixels[:2]), self.forward(pixels[:2])
+        difference = float((found - exact).norm() / exact.norm())
+        if not difference <= _EXPORT_TOLERANCES[backend.mode]:  # NaN fails too
+            raise UserError(f"its logits differ by {difference:.1e} of their norm from those of the exported model")
 
     def forward(self, images: Tensor) -> Tensor:
         """float32 (batch, channels, height, width) -> (batch, classes)"""
-        return torch.from_numpy(self.session.run(None, {"images": images.numpy()})[0])
+        return torch.from_numpy(self.run(images.numpy()))
 
 
-_BUILDERS = {"timm": _timm, "transformers": _transformers, "torchvision": _torchvision, "onnxruntime": _OnnxSession}
+def _onnxruntime(path: Path) -> Callable[[np.ndarray], np.ndarray]:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return lambda images: session.run(None, {"images": images})[0]
+
+
+def _openvino(path: Path) -> Callable[[np.ndarray], np.ndarray]:
+    import openvino  # type: ignore[import-not-found]
+
+    options = {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "INFERENCE_PRECISION_HINT": "f32"}
+    compiled = openvino.Core().compile_model(path, "CPU", {**options, "PERFORMANCE_HINT": "LATENCY"})
+    return lambda images: compiled(images)[0]
+
+
+_RUNNERS = {"onnxruntime": _onnxruntime, "openvino": _openvino}
+_BUILDERS = {"timm": _timm, "transformers": _transformers, "torchvision": _torchvision}

@@ -143,6 +143,11 @@ class Gate:
             logits = self.graph.model(images).numpy()
         return probabilities(logits, sigmoid=self.card.multilabel, temperature=self.card.temperature)
 
+    def agreement(self, exported: ExportedModel) -> float:
+        """The share of the images that get the model's top class."""
+        found = self._predict(exported, self.images.pixels, "the exported file")
+        return float((self._of_images.argmax(axis=1) == found.argmax(axis=1)).mean())
+
     def measure(self, exported: ExportedModel) -> GateReport:
         """Compare an exported file with the model; failures are in the report.
 
