@@ -166,10 +166,6 @@ def _hf_renames(keys: Iterable[str]) -> dict[str, str]:
     return {key: renamed[name] for key, name in zip(keys, stripped, strict=True)}
 
 
-def _hf_key(key: str, c: ViTConfig) -> str:
-    return f"deit.{key}" if c.classes and "classifier." not in key else key
-
-
 def _format(names: Names, **functions: Any) -> Format[ViTConfig]:
     return Format(
         container="safetensors",
@@ -204,5 +200,5 @@ HUGGING_FACE_DEIT = _format(
     ignored=r"embeddings\.mask_token$|pooler\.",
     config=_hf_config,
     preprocessor=HUGGING_FACE.preprocessor,
-    file_key=_hf_key,
+    file_key=lambda key, c: f"deit.{key}" if c.classes and "classifier." not in key else key,
 )

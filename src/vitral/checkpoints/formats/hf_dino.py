@@ -150,14 +150,6 @@ def _v2_config(card: Card, c: ViTConfig) -> dict[str, Any]:
     }
 
 
-def _v2_file_key(key: str, c: ViTConfig) -> str:
-    return f"{_v2_name(c)}.{key}" if c.classes and not key.startswith("classifier.") else key
-
-
-def _v2_zeros(c: ViTConfig) -> dict[str, Shape]:
-    return {"embeddings.mask_token": (1, c.width)}
-
-
 _V2_ACCEPTS = {"registers": (), "layer_scale": (True,), "swiglu": (True, False), "qkv_bias": (True, False)}
 _V2_CLASSES = (
     Variant("Dinov2ForImageClassification", True, {**_V2_ACCEPTS, "pool": ("token+mean",)}, _v2_reason),
@@ -177,8 +169,8 @@ HUGGING_FACE_DINO = hf_format(
     unpack=_v2_unpack,
     architecture=_v2_architecture,
     config=_v2_config,
-    file_key=_v2_file_key,
-    zeros=_v2_zeros,
+    file_key=lambda key, c: f"{_v2_name(c)}.{key}" if c.classes and not key.startswith("classifier.") else key,
+    zeros=lambda c: {"embeddings.mask_token": (1, c.width)},
 )
 
 

@@ -142,10 +142,6 @@ def _mean_note(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]:
     return () if c.classes else ("features are the mean of the patches, as for IJepaForImageClassification",)
 
 
-def _mae_note(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]:
-    return ("features are the class token of the whole image: nothing is masked",)
-
-
 def _config(kind: str, variants: tuple[Variant, ...], **values: Any) -> Callable[[Card, ViTConfig], dict[str, Any]]:
     def config(card: Card, c: ViTConfig) -> dict[str, Any]:
         pooler = {"pooler_output_size": c.representation, "pooler_act": "tanh"} if c.representation else {}
@@ -213,7 +209,7 @@ HUGGING_FACE_MAE = _format(
     "Hugging Face MAE, the encoder (a folder)",
     _MAE,
     "vit_mae",
-    notes=_mae_note,
+    notes=lambda header, c: ("features are the class token of the whole image: nothing is masked",),
     architecture=_read,
     config=_config("vit_mae", _MAE, mask_ratio=0.0),
 )

@@ -20,7 +20,6 @@ from vitral.checkpoints.formats.table import (
     CheckpointHeader,
     Entry,
     Format,
-    Shape,
     Tensors,
     grid_of_rows,
     heads_of,
@@ -191,10 +190,6 @@ _DINO = replace(timm_layout(), registers="register_tokens", pooled_norm="")
 _CHUNK = re.compile(r"^blocks\.\d+\.(\d+)\.")  # sharded training groups the blocks: blocks.CHUNK.INDEX
 
 
-def _dino_renames(keys: Iterable[str]) -> dict[str, str]:
-    return {key: _CHUNK.sub(r"blocks.\1.", key) for key in keys}
-
-
 def _dino_architecture(header: CheckpointHeader) -> ViTConfig:
     sizes = read_sizes(header, "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight", r"blocks\.(\d+)\.")
     heads = heads_of(header, sizes["depth"], sizes["width"])
@@ -228,11 +223,6 @@ def _dino_unsupported_reason(architecture: Architecture) -> str | None:
     return None
 
 
-def _dino_zeros(c: ViTConfig) -> dict[str, Shape]:
-    """DINOv2's model always has a mask token, which only its pre-training uses."""
-    return {"mask_token": (1, c.width)} if c.layer_scale or c.registers else {}
-
-
 DINO = Format(
     name="dino",
     title="DINO and DINOv2 backbones (safetensors)",
@@ -241,10 +231,11 @@ DINO = Format(
     architecture=_dino_architecture,
     entries=lambda c: layout_entries(_DINO, c),
     unsupported_reason=_dino_unsupported_reason,
-    renames=_dino_renames,
+    renames=lambda keys: {key: _CHUNK.sub(r"blocks.\1.", key) for key in keys},
     # Of the pre-training: projection heads, and the decoder of MAE, whose files have the same names.
     ignored=r"mask_token$|(dino_|ibot_)head\.|head\.(mlp|last_layer)\.|decoder_",
-    zeros=_dino_zeros,
+    # DINOv2's model always has a mask token, which only its pre-training uses.
+    zeros=lambda c: {"mask_token": (1, c.width)} if c.layer_scale or c.registers else {},
 )
 
 
@@ -288,10 +279,6 @@ def _dinov3_architecture(header: CheckpointHeader) -> ViTConfig:
     )
 
 
-def _dinov3_assumptions(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]:
-    return ("a LayerNorm epsilon of 1e-5 assumed, as of all releases",)
-
-
 def _dinov3_unpack(tensors: Tensors, c: ViTConfig) -> Tensors:
     """Check the periods, and reduce biases to those of queries and values where a mask hides those of keys."""
     tensors = dict(tensors)
@@ -327,10 +314,6 @@ def _mask(c: ViTConfig) -> Tensor:
     return torch.tensor([1.0, 0.0, 1.0]).repeat_interleave(c.width)
 
 
-def _dinov3_zeros(c: ViTConfig) -> dict[str, Shape]:
-    return {"mask_token": (1, c.width)}
-
-
 def _dinov3_reason(c: ViTConfig) -> str | None:
     if c.gelu != "erf" and not c.swiglu:
         return "it implies the exact (erf) GELU"
@@ -357,8 +340,8 @@ DINOV3 = Format(
     unsupported_reason=unsupported((_DINOV3_MODEL,)),
     unpack=_dinov3_unpack,
     pack=_dinov3_pack,
-    assumptions=_dinov3_assumptions,
+    assumptions=lambda header, c: ("a LayerNorm epsilon of 1e-5 assumed, as of all releases",),
     ignored=r"mask_token$|local_cls_norm\.",  # both are for training alone
     positions=("none",),
-    zeros=_dinov3_zeros,
+    zeros=lambda c: {"mask_token": (1, c.width)},
 )
