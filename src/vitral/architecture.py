@@ -191,7 +191,7 @@ class ViTConfig:
     def grid(self, image: Size) -> Size:
         """Rows and columns of patches; pixels at the right and bottom that fill no patch are dropped, as by Google."""
         height, width = self.stem.grid(image) if self.stem else image
-        if min(height, width) < self.patch:
+        if height < self.patch or width < self.patch:  # not min(): a symbolic size has no order
             raise UserError(
                 f"an image of {image[0]}x{image[1]} pixels is smaller than one patch: "
                 f"make each side at least {self._smallest_side()} pixels."
@@ -245,7 +245,7 @@ class ResNetConfig:
 
     def grid(self, image: Size) -> Size:
         """Height and width of the last feature map for an image size."""
-        if min(image) < 1:
+        if image[0] < 1 or image[1] < 1:
             raise UserError(f"an image of {image[0]}x{image[1]} pixels is empty: make each side at least 1 pixel.")
         return self.stage_grid(image, 3)
 

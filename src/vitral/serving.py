@@ -301,7 +301,7 @@ class TopKClassifier:
 class NamedClassifier:
     """A classifier of images of any size that returns class names."""
 
-    classifier: TopKClassifier
+    classifier: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]  # a `TopKClassifier`, or an exported file
     pipeline: Pipeline
     channels: int
     names: Sequence[str]

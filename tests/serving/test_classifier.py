@@ -129,6 +129,7 @@ def test_threads_share_a_classifier(tmp_path):
     classify = vitral.classifier(saved(tmp_path / "model.safetensors"), device="cpu")
     pictures = [noise(32, 32, seed=seed) for seed in range(8)]
     expected = [classify(picture) for picture in pictures]
+    assert isinstance(classify.classifier, TopKClassifier)
     compute = classify.classifier.runner.function
 
     def slowly(pixels: torch.Tensor) -> Any:

@@ -28,6 +28,7 @@ from vitral.evaluation.averaging import (
 from vitral.evaluation.mapping import read_table
 from vitral.evaluation.predict import Predictions, predict_split
 from vitral.events import EventHandler, Note
+from vitral.export.exported import PixelLogits, is_exported, open_exported
 from vitral.kernels.packed import pack
 from vitral.models.build import Model
 from vitral.models.device import resolve_device
@@ -41,7 +42,7 @@ class Member:
     """A model of an ensemble, which may be the only one."""
 
     source: Source
-    model: Model
+    model: Model | PixelLogits
     card: Card
     device: str
     order: np.ndarray  # (classes,) int64: its outputs in the order of the first model
@@ -94,6 +95,8 @@ class Ensemble:
             text = preprocess if len(self.members) == 1 or member.card.preprocess is None else ""
             count = f" ({number} of {len(self.members)})" if len(self.members) > 1 else ""
             how = prepared(member.card, text, on_event)
+            if isinstance(member.model, PixelLogits):
+                check_normalization(how, member.card)
             results.append(self._predict(member, split, how, batch, f"{task}{count}", on_event))
         return mean_predictions(results, sigmoid=self.card.multilabel) if len(results) > 1 else results[0]
 
@@ -105,6 +108,7 @@ class Ensemble:
         options = {
             "batch": batch,
             "device": member.device,
+            "normalized": not isinstance(member.model, PixelLogits),
             "workers": reading_workers(member.device),
             "task": task,
             "on_event": on_event,
@@ -151,10 +155,11 @@ def open_ensemble(
     members: list[Member] = []
     names: tuple[str, ...] = ()
     for each in sources:
-        model, card = load_source(each, on_event)
+        model, card = load_predictor(each, device, on_event)
         check_head(each, card)
         resolved = compute_device(each, device)
-        if packed and resolved.split(":")[0] == "cpu" and not isinstance(each, tuple):
+        loaded_here = not isinstance(each, tuple) and not isinstance(model, PixelLogits)
+        if packed and resolved.split(":")[0] == "cpu" and loaded_here:
             pack(model)
         own = card.class_names or named_card(card, classes).class_names
         names = names if members else own
@@ -168,6 +173,23 @@ def open_ensemble(
         order = class_order(names, own, source_name(each)) if own or names else np.arange(card.architecture.classes)
         members.append(Member(each, model, card, resolved, order))
     return Ensemble(tuple(members), named_card(members[0].card, classes), tta)
+
+
+def load_predictor(
+    source: Source, device: str, on_event: EventHandler | None = None
+) -> tuple[Model | PixelLogits, Card]:
+    """Load a source, which may be an exported file, and its card."""
+    if not is_exported(source):
+        return load_source(source, on_event)
+    exported = open_exported(str(source), device=device or "cpu")
+    return PixelLogits(exported), exported.card
+
+
+def check_normalization(how: Preprocess, card: Card) -> None:
+    """Refuse another normalisation than that inside an exported file."""
+    assert card.preprocess is not None
+    if (how.mean, how.std) != (card.preprocess.mean, card.preprocess.std):
+        raise UserError("an exported file normalises pixels by itself: give --preprocess its own mean and std.")
 
 
 def _runs_in(source: Source, on_event: EventHandler | None) -> list[Source]:
@@ -198,6 +220,8 @@ def named_card(card: Card, classes: str | Path) -> Card:
 
 def compute_device(source: Source, device: str) -> str:
     """The device to compute on: where a loaded model already is, unless `device` names another."""
+    if is_exported(source):
+        return "cpu"  # where its inputs and outputs are, whatever it computes on
     if isinstance(source, tuple) and not device:
         return str(next(source[0].parameters()).device)
     return resolve_device(device)

@@ -86,8 +86,8 @@ def evaluate(
     """Evaluate a model on labelled images: accuracy, per class, calibration.
 
     Args:
-        source: a run folder, weights, hf:owner/name or timm:name; the folder of several folds or seeds stands for all
-            of them, and in Python a list for several models: their probabilities are averaged.
+        source: a run folder, weights, an exported file, hf:owner/name or timm:name; the folder of several folds or
+            seeds stands for all of them, and in Python a list for several models: their probabilities are averaged.
         data: what `vitral train` takes; its val or test split is evaluated, or all of it where it has neither. Images
             that a run was trained on are left out, and those that are new since then are scored apart.
         output: page to write, a .html file: confusions, calibration, the most confident mistakes.

@@ -31,8 +31,8 @@ from vitral.version import __version__
 
 ExportFormat = Literal["onnx"]
 
-# Both models compute in float32, with sums in another order.
-_FLOAT_DIFFERENCE, _FLOAT_LOG_DIFFERENCE = 1e-4, 1e-2
+# Of formats that compute in float32, as the model does, with sums in another order.
+FLOAT_LIMITS = Limits(difference=1e-4, log_difference=1e-3, outputs=1e-3)
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,8 @@ def _write_onnx(job: ExportJob, path: Path) -> Path:
     return path
 
 
-_FLOAT_LIMITS = Limits(0.99, _FLOAT_DIFFERENCE, _FLOAT_LOG_DIFFERENCE)
 FORMATS: dict[str, FormatEntry] = {
-    "onnx": FormatEntry(_write_onnx, ".onnx", _FLOAT_LIMITS),
+    "onnx": FormatEntry(_write_onnx, ".onnx", FLOAT_LIMITS),
 }
 
 
@@ -121,7 +120,8 @@ def export_model(
         images: image files and folders to compare the models on, or one data set with labels; generated images when not
             given.
         agreement: smallest share of images with the same top class.
-        difference: largest difference of a probability; 0.0001 for formats in float32 when not given.
+        difference: largest difference of a probability. When not given, formats in float32 are held to 0.0001, and to
+            limits of its logarithm and of further outputs as well.
         outputs: further outputs, the input of the head (features) and the last block's attention (attention).
         dynamic_size: accept images of any height and width.
         classes: file that names the model's outputs in order: a name per line, a table or JSON.
@@ -149,7 +149,7 @@ def export_model(
     with displayed(on_event) as handler:
         card = replace(card, preprocess=prepared(card, preprocess, handler))
         limits = entry.limits._replace(agreement=agreement)
-        limits = limits if difference is None else limits._replace(difference=difference, log_difference=None)
+        limits = limits if difference is None else Limits(agreement, difference)
         given = _gate_images(source, images, card, handler)
         graph = ExportGraph(model, card, outputs)
         gate = Gate(graph, card, given, limits, handler)

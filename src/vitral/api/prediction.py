@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from vitral.api.data import Images, open_any_images, unread_images
 from vitral.api.ensembles import (
     Sources,
     check_head,
+    check_normalization,
     compute_device,
+    load_predictor,
     named_card,
     open_ensemble,
     prepared,
@@ -33,6 +36,7 @@ from vitral.errors import UserError
 from vitral.evaluation.averaging import TestTimeAugmentation
 from vitral.evaluation.predict import EmbeddingPool, embed_split
 from vitral.events import EventHandler
+from vitral.export.exported import PixelLogits
 from vitral.kernels.packed import pack
 from vitral.models.build import Model
 from vitral.serving import (
@@ -62,8 +66,8 @@ def predict(
     """Predict the classes of images.
 
     Args:
-        source: a run folder, weights, hf:owner/name or timm:name; the folder of several folds or seeds stands for all
-            of them, and in Python a list for several models: their probabilities are averaged.
+        source: a run folder, weights, an exported file, hf:owner/name or timm:name; the folder of several folds or
+            seeds stands for all of them, and in Python a list for several models: their probabilities are averaged.
         images: image files, and folders of them.
         output: .csv or .json file to write the predictions to.
         top: number of classes per image.
@@ -121,7 +125,7 @@ def classifier(
     a list of answers. On an NVIDIA GPU it computes in half precision, unlike `predict`.
 
     Args:
-        source: a run folder, weights, hf:owner/name or timm:name.
+        source: a run folder, weights, an exported file, hf:owner/name or timm:name.
         top: number of classes per image.
         classes: file that names the model's outputs in order: a name per line, a table or JSON.
         preprocess: how pixels are prepared, where the weights do not state it.
@@ -131,14 +135,17 @@ def classifier(
         The function.
     """
     check_numbers(top=top)
-    model, card = load_source(source)
+    model, card = load_predictor(source, device)
     if isinstance(source, tuple):
         model = copy.deepcopy(model)  # a classifier changes the weights of its model
     resolved = compute_device(source, device)
     check_head(source, card)
     card = named_card(card, classes)
     how, channels, outputs = prepared(card, preprocess), card.architecture.channels, card.architecture.classes
-    pipeline = parse_deterministic(how.pipeline)
+    pipeline, names = parse_deterministic(how.pipeline), card.class_names or tuple(map(str, range(outputs)))
+    if isinstance(model, PixelLogits):
+        check_normalization(how, card)
+        return NamedClassifier(partial(model.exported.top_classes, top=min(top, outputs)), pipeline, channels, names)
     likeliest = TopKClassifier(
         model,
         torch.device(resolved),
@@ -150,7 +157,7 @@ def classifier(
         sigmoid=card.multilabel,
         temperature=card.temperature,
     )
-    return NamedClassifier(likeliest, pipeline, channels, card.class_names or tuple(map(str, range(outputs))))
+    return NamedClassifier(likeliest, pipeline, channels, names)
 
 
 @dataclass(frozen=True, repr=False)

@@ -41,6 +41,7 @@ FOLDER_FILES = (
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
+EXPORTED_SUFFIXES = (".onnx", ".pt2")  # of what `vitral export` writes: programs, not weights
 _SUFFIXES = (".npz", ".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".pth.tar")
 _ARCHIVES = (b"\x1f\x8b", b"7z\xbc\xaf\x27\x1c", b"\xfd7zXZ\0", b"BZh", b"\x28\xb5\x2f\xfd", b"Rar!")
 # Files of programs and of other frameworks, by their first bytes.
@@ -140,6 +141,11 @@ def _find(source: Path) -> Path:
     if not source.is_dir():
         if not source.is_file():  # a pipe would be waited for
             raise UserError(f"{source} is not a regular file: copy the weights into one.")
+        if source.suffix.lower() in EXPORTED_SUFFIXES:
+            raise UserError(
+                f"{source} is an exported model, which predict, evaluate and vitral.classifier run: name the "
+                "weights that it was exported from."
+            )
         return source
     for name in FOLDER_FILES:
         if (source / name).is_file():

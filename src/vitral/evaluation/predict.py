@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitral.data.loader import PADDING, evaluation_batches
 from vitral.data.order import evaluation_indices
@@ -52,7 +52,7 @@ class Embeddings(NamedTuple):
 
 
 def predict_split(
-    model: Model,
+    model: nn.Module,
     split: Split,
     preprocess: Preprocessing,
     *,
@@ -63,6 +63,7 @@ def predict_split(
     workers: int = 0,
     precision: Precision = "float32",
     function: Callable[[Tensor], Tensor] | None = None,
+    normalized: bool = True,
     task: str = "evaluating",
     on_event: EventHandler = ignore_events,
 ) -> Predictions:
@@ -78,7 +79,8 @@ def predict_split(
         world: Number of processes.
         workers: Processes that load images; 0 loads them in this one.
         precision: "bfloat16" runs under autocast.
-        function: What computes logits (batch, k) of normalised images; the model itself by default.
+        function: What computes logits (batch, k) of images; the model itself by default.
+        normalized: Whether it takes normalised images, or uint8 pixels, both (batch, channels, height, width).
         task: What the progress is called.
         on_event: Receives `Progress(task, ...)` over this process's shard.
 
@@ -86,8 +88,11 @@ def predict_split(
         UserError: The split is empty.
     """
     loading = {"batch": batch, "rank": rank, "world": world, "workers": workers}
+    compute = function or model
+    if normalized:
+        compute = _of_pixels(compute, preprocess)
     return Predictions(
-        *_compute(model, function or model, split, loading, preprocess, torch.device(device), precision, task, on_event)
+        *_compute(model, compute, split, loading, preprocess, torch.device(device), precision, task, on_event)
     )
 
 
@@ -126,14 +131,19 @@ def embed_split(
         UserError: The split is empty, or the model has no such pool.
     """
     loading = {"batch": batch, "rank": rank, "world": world, "workers": workers}
-    embed = _embedder(model, pool)
+    embed = _of_pixels(_embedder(model, pool), preprocess)
     return Embeddings(
         *_compute(model, embed, split, loading, preprocess, torch.device(device), precision, "embedding", on_event)
     )
 
 
+def _of_pixels(function: Callable[[Tensor], Tensor], preprocess: Preprocessing) -> Callable[[Tensor], Tensor]:
+    """A function of normalised images as one of pixels; images that are normalised already are left as they are."""
+    return lambda pixels: function(normalize(pixels, preprocess.mean, preprocess.std))
+
+
 def _compute(
-    model: Model,
+    model: nn.Module,
     function: Callable[[Tensor], Tensor],
     split: Split,
     loading: dict[str, int],
@@ -158,7 +168,7 @@ def _compute(
                 count = int((batch.indices != PADDING).sum())  # images come first, padding last
                 # Padding is not computed, except for one row of an empty shard, which tells the width of the outputs.
                 pixels = batch.images[: max(count, 1)].to(device, non_blocking=True)
-                rows = function(normalize(pixels, preprocess.mean, preprocess.std)).float().cpu()
+                rows = function(pixels).float().cpu()
                 results.append((batch.indices[:count].numpy(), rows[:count].numpy(), batch.valid[:count].numpy()))
                 done += count
                 on_event(Progress(task, done, total))

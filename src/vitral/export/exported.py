@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from vitral.checkpoints.card import Card
+from vitral.checkpoints.files import EXPORTED_SUFFIXES
 from vitral.errors import UserError, shorten
 from vitral.export.graph import INPUT, PROBABILITIES
 
 CARD, GATE, SOURCE, VERSION = "vitral.card", "vitral.gate", "vitral.source", "vitral.version"
-SUFFIXES = (".onnx",)
 
 Run = Callable[[np.ndarray, Sequence[str]], list[np.ndarray]]
 
@@ -65,15 +66,42 @@ class ExportedModel:
             )
         return dict(zip(names, self.run(np.ascontiguousarray(pixels), names), strict=True))
 
+    def top_classes(self, pixels: np.ndarray, *, top: int) -> tuple[np.ndarray, np.ndarray]:
+        """uint8 (height, width, channels) -> indices of the top classes (top,), their probabilities (top,)"""
+        values = self(pixels[None])[0]
+        best = np.argsort(-values, kind="stable")[:top]
+        return best, values[best]
+
     @property
     def report(self) -> dict[str, Any]:
         """What the gate measured before the file was written; empty where it states nothing."""
         return json.loads(self.metadata.get(GATE, "{}"))
 
 
+class PixelLogits(nn.Module):
+    """An exported file in place of a model: uint8 (batch, channels, height, width) -> logits (batch, classes).
+
+    Logits are recovered from the probabilities, which alone a deployment sees: where these round to 0 or 1, they are
+    those of the nearest number.
+    """
+
+    def __init__(self, exported: ExportedModel) -> None:
+        super().__init__()
+        self.exported = exported
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        card = self.exported.card
+        values = self.exported(pixels.permute(0, 2, 3, 1).numpy()).astype(np.float64)
+        values = np.maximum(values, np.finfo(np.float32).tiny)
+        logits = np.log(values)
+        if card.multilabel:
+            logits -= np.log1p(-np.minimum(values, 1 - np.finfo(np.float32).epsneg))
+        return torch.from_numpy((logits * card.temperature).astype(np.float32))
+
+
 def is_exported(source: object) -> bool:
     """Whether a source is the path of an exported file, by its name."""
-    return isinstance(source, str | Path) and Path(source).suffix.lower() in SUFFIXES
+    return isinstance(source, str | Path) and Path(source).suffix.lower() in EXPORTED_SUFFIXES
 
 
 def open_exported(path: str | Path, *, device: str = "cpu") -> ExportedModel:

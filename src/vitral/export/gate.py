@@ -8,8 +8,9 @@ probabilities beside probabilities, batches of several sizes, other image sizes 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +43,7 @@ class Limits(NamedTuple):
     agreement: float = 0.99  # share of images with the same top class
     difference: float | None = None  # largest difference of a probability
     log_difference: float | None = None  # largest difference of the logarithm of a probability
+    outputs: float | None = None  # largest difference of a further output, relative to its largest value
 
 
 class GateImages(NamedTuple):
@@ -93,7 +95,10 @@ class GateReport:
             *([[f"top-1 of {self.labelled:,} labelled", *accuracy, ""]] if accuracy else []),
             ["probability, largest difference", "", f"{self.difference:.2g}", _at_most(limits.difference)],
             ["its logarithm", "", f"{self.log_difference:.2g}", _at_most(limits.log_difference)],
-            *([f"{name}, largest relative difference", "", f"{value:.2g}", ""] for name, value in self.outputs.items()),
+            *(
+                [f"{name}, largest relative difference", "", f"{value:.2g}", _at_most(limits.outputs)]
+                for name, value in self.outputs.items()
+            ),
             ["MB", *(f"{size / 1e6:,.1f}" for size in self.size), ""],
             *([title, *(f"{value:,.1f}" for value in pair), ""] for title, pair in pairs.items()),
         ]
@@ -139,34 +144,32 @@ class Gate:
         return probabilities(logits, sigmoid=self.card.multilabel, temperature=self.card.temperature)
 
     def measure(self, exported: ExportedModel) -> GateReport:
-        """Compare an exported file with the model; failures are in the report."""
-        failures = [] if exported.card == self.card else ["its card is not the model's"]
-        found = self._predict(exported, self.images.pixels, "the exported file")
-        generated = found if self.images.pixels is self.generated else self._predict(exported, self.generated, "")
-        pairs = [(self._of_images, found), (self._of_generated, generated)]
-        milliseconds: dict[int, tuple[float, float]] = {}
+        """Compare an exported file with the model; failures are in the report.
+
+        Raises:
+            ExportRefused: the file does not run on a batch of 1, 3 or 8 images.
+        """
+        pairs, milliseconds = [], {}
         for batch in BATCHES:
-            try:
-                theirs = np.concatenate([exported(self.generated[i : i + batch]) for i in range(0, GENERATED, batch)])
-            except Exception as error:
-                failures.append(f"it does not run on a batch of {batch} ({shorten(error)})")
-                continue
-            pairs.append((self._of_generated, theirs))
-            sample = self.generated[:batch]
-            milliseconds[batch] = (_milliseconds(self.model_probabilities, sample), _milliseconds(exported, sample))
-        for size in _other_sizes(self.graph.image) if exported.size == (None, None) else []:
+            with _refused_unless_it_runs(f"a batch of {batch}"):
+                pairs.append((self._of_generated, self._predict(exported, self.generated, "", batch)))
+                sample = self.generated[:batch]
+                milliseconds[batch] = (_milliseconds(self.model_probabilities, sample), _milliseconds(exported, sample))
+        found = pairs[-1][1]
+        for size in _other_sizes(self.graph) if exported.size == (None, None) else []:
             pixels = generated_images(size, self.card)[:3]
-            pairs.append((self.model_probabilities(pixels), exported(pixels)))
-        same = (self._of_images.argmax(axis=1) == found.argmax(axis=1)).mean()
-        labelled = self.images.labels >= 0
+            with _refused_unless_it_runs(f"images of {size[0]}x{size[1]} pixels"):
+                pairs.append((self.model_probabilities(pixels), exported(pixels)))
+        if self.images.pixels is not self.generated:
+            found = self._predict(exported, self.images.pixels, "the exported file")
+            pairs.append((self._of_images, found))
+        labels = self.images.labels
         report = GateReport(
             images=self.images.name,
             n=len(found),
-            agreement=float(same),
-            accuracy=(_accuracy(self._of_images, self.images.labels), _accuracy(found, self.images.labels))
-            if labelled.any()
-            else None,
-            labelled=int(labelled.sum()),
+            agreement=float((self._of_images.argmax(axis=1) == found.argmax(axis=1)).mean()),
+            accuracy=(_accuracy(self._of_images, labels), _accuracy(found, labels)) if (labels >= 0).any() else None,
+            labelled=int((labels >= 0).sum()),
             difference=max(_largest(theirs - ours) for ours, theirs in pairs),
             log_difference=max(_log_difference(ours, theirs) for ours, theirs in pairs),
             outputs=self._output_differences(exported),
@@ -175,15 +178,31 @@ class Gate:
             limits=self.limits,
             failures=(),
         )
-        return _judged(report, failures)
+        return replace(report, failures=tuple(self._failures(report, exported.card)))
 
-    def _predict(self, model: Predict, pixels: np.ndarray, name: str) -> np.ndarray:
-        """Run either model in batches: (n, height, width, channels) -> (n, classes)"""
+    def _failures(self, report: GateReport, card: Card) -> Iterator[str]:
+        """What does not meet the limits, each as a clause."""
+        limits = report.limits
+        for name in (field.name for field in fields(Card)):
+            if getattr(card, name) != getattr(self.card, name):
+                yield f"its card has another {name.replace('_', ' ')}"
+        if not report.agreement >= limits.agreement:
+            yield f"its top class is the model's on {report.agreement:.2%} of {report.n:,} images only"
+        if limits.difference is not None and not report.difference <= limits.difference:
+            yield f"a probability differs by {report.difference:.2g}"
+        if limits.log_difference is not None and not report.log_difference <= limits.log_difference:
+            yield f"the logarithm of a probability differs by {report.log_difference:.2g}"
+        for name, value in report.outputs.items():
+            if limits.outputs is not None and not value <= limits.outputs:
+                yield f"its output {name} differs by {value:.2g} of the largest value"
+
+    def _predict(self, model: Predict, pixels: np.ndarray, name: str, batch: int = BATCHES[-1]) -> np.ndarray:
+        """Run either model in batches, with progress where it is named: (n, h, w, channels) -> (n, classes)"""
         rows = []
-        for start in range(0, len(pixels), BATCHES[-1]):
-            rows.append(model(pixels[start : start + BATCHES[-1]]))
+        for start in range(0, len(pixels), batch):
+            rows.append(model(pixels[start : start + batch]))
             if name:
-                self.on_event(Progress(f"running {name}", min(start + BATCHES[-1], len(pixels)), len(pixels)))
+                self.on_event(Progress(f"running {name}", min(start + batch, len(pixels)), len(pixels)))
         return np.concatenate(rows)
 
     def _output_differences(self, exported: ExportedModel) -> dict[str, float]:
@@ -245,24 +264,19 @@ def generated_images(size: Size, card: Card) -> np.ndarray:
     return (stacked * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
 
 
-def _judged(report: GateReport, failures: list[str]) -> GateReport:
-    limits = report.limits
-    if not report.agreement >= limits.agreement:
-        failures.append(f"its top class is the model's on {report.agreement:.2%} of {report.n:,} images only")
-    if limits.difference is not None and not report.difference <= limits.difference:
-        failures.append(f"a probability differs by {report.difference:.2g}")
-    if limits.log_difference is not None and not report.log_difference <= limits.log_difference:
-        failures.append(f"the logarithm of a probability differs by {report.log_difference:.2g}")
-    values = {**asdict(report), "limits": limits, "failures": tuple(failures)}
-    return GateReport(**values)
+@contextmanager
+def _refused_unless_it_runs(what: str) -> Generator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever the runtime raises
+        raise ExportRefused(f"the exported file does not run on {what} ({shorten(error)}): nothing was written.") from error
 
 
-def _other_sizes(image: Size) -> list[Size]:
-    """Below and above a size, and below in one direction and above in the other."""
-    (height, width), (low, high) = image, ((0.6, 0.75), (1.25, 1.4))
-    return [
-        (round(rows * height), round(columns * width)) for rows, columns in (low, high, (low[0], high[0]), (1, high[1]))
-    ]
+def _other_sizes(graph: ExportGraph) -> list[Size]:
+    """Sizes in whole patches below and above the exported one, and below in one direction and above in the other."""
+    stride = graph.model.config.stride
+    low, high = ([max(2, round(side * factor / stride)) * stride for side in graph.image] for factor in (0.6, 1.4))
+    return [(low[0], low[1]), (high[0], high[1]), (low[0], high[1])]
 
 
 def _accuracy(scores: np.ndarray, labels: np.ndarray) -> float:

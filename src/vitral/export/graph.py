@@ -81,11 +81,11 @@ class ExportGraph(nn.Module):
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
     def dynamic_shapes(self, *, size: bool) -> dict[str, dict[int, torch.export.Dim]]:
-        """Which sizes of the input may vary: the batch and, with `size`, height and width of at least two patches."""
+        """Which sizes of the input may vary: the batch and, with `size`, height and width in whole patches."""
         dims = {0: torch.export.Dim("batch", min=1)}
         if size:
-            least = 2 * max(1, -(-self.image[0] // max(self.model.config.grid(self.image)[0], 1)))
-            dims |= {axis: torch.export.Dim(name, min=least) for axis, name in ((1, "height"), (2, "width"))}
+            stride = self.model.config.stride
+            dims |= {1: stride * torch.export.Dim("rows", min=2), 2: stride * torch.export.Dim("columns", min=2)}
         return {INPUT: dims}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -222,20 +222,25 @@ def sincos2d(grid: Size, width: int, device: torch.device | None = None) -> Tens
 def resize_table(table: Tensor, grid: Size, rule: ResizeRule) -> Tensor:
     """(h, w, dim) -> (h', w', dim) by a named rule; the same grid returns the table itself."""
     height, width, _ = table.shape
-    if (height, width) == grid:
+    if not _is_symbolic(*grid) and (height, width) == grid:
         return table
     # NaFlexVit's aspect-ratio preserving rules: what a square of the longer side has at the top and left.
-    sides = (max(grid),) * 2 if rule.startswith("naflex") else grid
+    sides = (_larger(*grid),) * 2 if rule.startswith("naflex") else grid
+    # Where the grid is symbolic, 0 if it is that of the table, else 1: DINO's rule alone is not the identity there.
+    moved: Any = 1
+    if _is_symbolic(*grid):
+        distance = sum(_larger(new - old, old - new) for new, old in zip(grid, (height, width), strict=True))
+        moved = torch.sym_min(distance, 1)
     with _full_precision(table):
         exact = _at_least_float32(table)
-        rows = _resize_matrix(height, sides[0], rule, exact)[: grid[0]]
-        columns = _resize_matrix(width, sides[1], rule, exact)[: grid[1]]
+        rows = _resize_matrix(height, sides[0], rule, exact, moved)[: grid[0]]
+        columns = _resize_matrix(width, sides[1], rule, exact, moved)[: grid[1]]
         return torch.einsum("ih,jw,hwd->ijd", rows, columns, exact).to(table.dtype)
 
 
 def resize_offsets(table: Tensor, length: int) -> Tensor:
     """(2n - 1, dim) -> (2n' - 1, dim), linear, ends and offset 0 aligned; n' = 1 has offset 0 alone."""
-    if len(table) == length:
+    if not _is_symbolic(length) and len(table) == length:
         return table
     if length == 1:
         return table[len(table) // 2 :][:1]
@@ -244,7 +249,17 @@ def resize_offsets(table: Tensor, length: int) -> Tensor:
         return (_resize_matrix(len(table), length, "google", exact) @ exact).to(table.dtype)
 
 
-def _resize_matrix(old: int, new: int, rule: ResizeRule, like: Tensor) -> Tensor:
+def _is_symbolic(*sizes: int) -> bool:
+    """Whether one of the sizes is unknown, as dynamic sizes of `torch.export` are, so that no branch may ask for it."""
+    return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+def _larger(a: Any, b: Any) -> Any:
+    """`max` of two numbers, of which one may be symbolic."""
+    return torch.sym_max(a, b)
+
+
+def _resize_matrix(old: int, new: int, rule: ResizeRule, like: Tensor, moved: Any = 1) -> Tensor:
     """(new, old): the weight of each old row in each new one. All rules are linear and separable.
 
     google       linear, corners aligned (scipy.ndimage.zoom of order 1)
@@ -257,11 +272,11 @@ def _resize_matrix(old: int, new: int, rule: ResizeRule, like: Tensor) -> Tensor
     """
     row = torch.arange(new, dtype=like.dtype, device=like.device)
     if rule in ("google", "torchvision"):
-        center = row * ((old - 1) / (new - 1) if new > 1 else 0.0)
+        center = row * ((old - 1) / _larger(new - 1, 1))
     else:
-        center = (row + 0.5) * (old / (new + 0.1) if rule == "dino" else old / new) - 0.5
+        center = (row + 0.5) * (old / (new + 0.1 * moved) if rule == "dino" else old / new) - 0.5
     if rule in ("timm", "naflex-par", "siglip"):
-        distance = (torch.arange(old, dtype=like.dtype, device=like.device) - center[:, None]) / max(old / new, 1.0)
+        distance = (torch.arange(old, dtype=like.dtype, device=like.device) - center[:, None]) / _larger(old / new, 1.0)
         weights = _linear(distance) if rule == "siglip" else _cubic(distance, -0.5)
         return weights / weights.sum(dim=1, keepdim=True)
     taps = torch.arange(-1, 3, device=like.device)
