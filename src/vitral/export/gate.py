@@ -269,7 +269,9 @@ def _refused_unless_it_runs(what: str) -> Generator[None]:
     try:
         yield
     except Exception as error:  # whatever the runtime raises
-        raise ExportRefused(f"the exported file does not run on {what} ({shorten(error)}): nothing was written.") from error
+        raise ExportRefused(
+            f"the exported file does not run on {what} ({shorten(error)}): nothing was written."
+        ) from error
 
 
 def _other_sizes(graph: ExportGraph) -> list[Size]:
