@@ -146,6 +146,34 @@ def test_peers_have_our_architecture(library: str) -> None:
     assert logits.std() > 0
 
 
+@pytest.mark.parametrize(
+    ("library", "mode"), [("onnxruntime", "float32"), ("onnxruntime", "int8"), ("openvino", "float32")]
+)
+def test_an_exported_model_computes_what_ours_does(library: str, mode: str) -> None:
+    pytest.importorskip(library)
+    pytest.importorskip("onnxscript")
+    torch.manual_seed(0)
+    ours = build_model(Backend("vitral"), WORKLOAD.architecture).eval()
+    torch.manual_seed(0)
+    exported = build_model(Backend(library, mode), WORKLOAD.architecture)
+    images = torch.rand(3, 3, 32, 32) * 2 - 1
+    with torch.inference_mode():
+        expected, logits = ours(images), exported(images)
+    difference = (logits - expected).norm() / expected.norm()
+    assert difference < {"float32": 1e-5, "int8": 0.1}[mode]
+    assert (difference > 1e-4) == (mode == "int8")
+
+
+def test_exported_models_run_on_a_cpu_in_each_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"onnxruntime", "onnxscript"}
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: name if name in installed else None)
+    peers = ("onnxruntime", "openvino")
+    selected, excluded = select_backends(replace(WORKLOAD, work="infer"), peers, ("eager",), ("auto",))
+    assert [backend.label for backend in selected[1:]] == ["onnxruntime (float32)", "onnxruntime (int8)"]
+    assert "pip install openvino" in excluded[0]
+    assert len(select_backends(WORKLOAD, peers, ("eager",), ("auto",))[0]) == 1  # nobody else trains
+
+
 @pytest.mark.parametrize("family", ["DINOv3", "CLIP", "OpenCLIP"])
 def test_timm_has_the_later_families(family: str) -> None:
     """Exactly as many parameters as ours, and a name of their own in rows."""

@@ -80,7 +80,7 @@ class Weights:
         return numpy_helper.to_array(self.stored[name]).copy()
 
     def __setitem__(self, name: str, array: np.ndarray) -> None:
-        self.stored[name].CopyFrom(numpy_helper.from_array(np.ascontiguousarray(array), name))
+        self.stored[name].CopyFrom(numpy_helper.from_array(np.array(array, order="C"), name))
 
     def shaped(self, *shape: int) -> list[str]:
         """Names of the float arrays of a shape, in order: the exporter names those that it has folded by numbers."""

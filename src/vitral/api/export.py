@@ -25,15 +25,16 @@ from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
 from vitral.evaluation.mapping import class_mapping
 from vitral.events import EventHandler, Note
-from vitral.export.exported import CARD, GATE, SOURCE, VERSION, open_exported
+from vitral.export.exported import CARD, GATE, OUTPUTS, SOURCE, VERSION, open_exported, write_metadata
 from vitral.export.gate import ExportRefused, Gate, GateImages, GateReport, Limits, decoded_images
 from vitral.export.graph import ExportGraph, Output, has_attention
 from vitral.export.int8 import INT8, search
 from vitral.export.onnx import add_metadata, write_onnx
+from vitral.export.pt2 import append_metadata, write_pt2
 from vitral.export.web import WebRuntime, browser_steps, find_runtime, write_page
 from vitral.version import __version__
 
-ExportFormat = Literal["onnx", "onnx-int8", "web"]
+ExportFormat = Literal["onnx", "onnx-int8", "pt2", "web"]
 
 # Of formats that compute in float32, as the model does, with sums in another order.
 FLOAT_LIMITS = Limits(difference=1e-4, log_difference=1e-3, outputs=1e-3)
@@ -84,13 +85,19 @@ def _quantize(job: ExportJob, path: Path) -> Path:
     found = search(path, job.calibration.pixels, agreement, limit, job.on_event)
     if found.agreement < limit:
         raise ExportRefused(
-            f"in int8 the top class is the model's on {found.agreement:.2%} of {len(job.gate.images.pixels):,} images "
-            f"at best, with {len(found.in_float)} layers in float32: lower --agreement; nothing was written."
+            f"in int8 the top class is the model's on {found.agreement:.1%} of images at best, with "
+            f"{len(found.in_float)} layers in float32: lower --agreement; nothing was written."
         )
     names = f" ({', '.join(found.in_float[:4])}{', ...' if len(found.in_float) > 4 else ''})" if found.in_float else ""
     job.on_event(Note(f"int8: {len(found.int8)} linear layers; float32: {len(found.in_float)}{names}"))
     layers = {"calibration images": len(job.calibration.pixels), "int8": found.int8, "float32": found.in_float}
     add_metadata(path, {INT8: json.dumps(layers)})
+    return path
+
+
+def _write_pt2(job: ExportJob, path: Path) -> Path:
+    write_pt2(job.graph, path, dynamic_size=job.dynamic_size)
+    append_metadata(path, job.metadata)
     return path
 
 
@@ -126,6 +133,7 @@ def _finish_web(job: ExportJob, written: Path) -> None:
 FORMATS: dict[str, FormatEntry] = {
     "onnx": FormatEntry(_write_onnx, ".onnx", FLOAT_LIMITS),
     "onnx-int8": FormatEntry(_write_int8, ".onnx", Limits(), calibrated=True),
+    "pt2": FormatEntry(_write_pt2, ".pt2", FLOAT_LIMITS),
     "web": FormatEntry(_write_web, "", FLOAT_LIMITS, finish=_finish_web),
 }
 _WEB_INT8 = FormatEntry(_write_web_int8, "", Limits(), calibrated=True, finish=_finish_web)  # web with images
@@ -232,7 +240,8 @@ def export_model(
         calibration, given = _halves(given, format) if entry.calibrated else (None, given)
         graph = ExportGraph(model, card, outputs)
         gate = Gate(graph, card, given, limits, handler)
-        job = ExportJob(graph, _metadata(source, card), gate, dynamic_size, calibration, handler, web_runtime)
+        metadata = _metadata(source, card, graph)
+        job = ExportJob(graph, metadata, gate, dynamic_size, calibration, handler, web_runtime)
         with atomic_write(path, folder=not entry.suffix) as temporary:
             written = entry.write(job, temporary)
             report = gate.measure(open_exported(written))
@@ -243,7 +252,7 @@ def export_model(
                     "nothing was written.",
                     report,
                 )
-            add_metadata(written, {GATE: json.dumps(report.as_dict())})
+            write_metadata(written, {GATE: json.dumps(report.as_dict())})
             if entry.finish:
                 entry.finish(job, written)
     return ExportResult(source_name(source), path, format, graph.names, _bytes(path), report)
@@ -263,10 +272,10 @@ def _bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
 
 
-def _metadata(source: Source, card: Card) -> dict[str, str]:
+def _metadata(source: Source, card: Card, graph: ExportGraph) -> dict[str, str]:
     digest = card.sha256 if isinstance(source, tuple) else sha256(open_weights(located(source)).path)
     origin = {"name": source_name(source), "sha256": digest}
-    return {CARD: card.to_json(), SOURCE: json.dumps(origin), VERSION: __version__}
+    return {CARD: card.to_json(), SOURCE: json.dumps(origin), OUTPUTS: json.dumps(graph.names), VERSION: __version__}
 
 
 def _halves(images: GateImages | None, format: str) -> tuple[GateImages, GateImages]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,6 +144,8 @@ def _unsupported_reason(library: str, workload: Workload) -> str:
         return "its models are exported with onnxscript, which is not installed (pip install onnx onnxscript)"
     if library in EXPORTED and (workload.work not in ("infer", "latency", "predict") or workload.device != "cpu"):
         return "it predicts on the CPU only"
+    if library in EXPORTED:
+        return ""
     supported = {"data": ("torchvision",), "start": ("transformers",)}.get(workload.work, PEERS)
     if library not in supported:
         return f"bench {workload.work} supports {supported[0]} only"
@@ -232,9 +235,11 @@ class _ExportedModel(nn.Module):
         pixels = torch.rand(8, config.channels, *config.image, generator=torch.Generator().manual_seed(0)) * 2 - 1
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.onnx"
-            dynamic: dict[str, Any] = {"dynamo": True, "dynamic_shapes": ({0: torch.export.Dim("batch")},)}
-            dynamic |= {"opset_version": OPSET, "external_data": False, "verbose": False}
-            torch.onnx.export(model.eval(), (pixels[:2],), path, input_names=["images"], **dynamic)
+            options: dict[str, Any] = {"dynamo": True, "verbose": False, "external_data": False, "opset_version": OPSET}
+            options |= {"input_names": ["images"], "dynamic_shapes": ({0: torch.export.Dim("batch")},)}
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the exporter warns about itself
+                torch.onnx.export(model.eval(), (pixels[:2],), path, **options)
             if backend.mode == "int8":
                 float_model = import_onnx().load(path)
                 import_onnx().save(quantize(float_model, calibrate(path, pixels.numpy())), path)

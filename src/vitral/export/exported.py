@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ from vitral.checkpoints.card import Card
 from vitral.checkpoints.files import EXPORTED_SUFFIXES
 from vitral.errors import UserError, shorten
 from vitral.export.graph import INPUT, PROBABILITIES
+from vitral.export.onnx import add_metadata
+from vitral.export.pt2 import append_metadata, read_pt2
 
-CARD, GATE, SOURCE, VERSION = "vitral.card", "vitral.gate", "vitral.source", "vitral.version"
+CARD, GATE, SOURCE, VERSION, OUTPUTS = (f"vitral.{key}" for key in ("card", "gate", "source", "version", "outputs"))
 
 Run = Callable[[np.ndarray, Sequence[str]], list[np.ndarray]]
+_Opened = tuple[Run, tuple[str, ...], tuple[int | None, ...], dict[str, str]]  # outputs, shape of the input, metadata
 
 
 @dataclass(frozen=True)
@@ -120,10 +124,33 @@ def open_exported(path: str | Path, *, device: str = "cpu") -> ExportedModel:
     path = Path(path).expanduser()
     if not path.is_file():
         raise UserError(f"there is no file {path}: check the path.")
-    return _open_onnx(path, device)
+    is_archive = zipfile.is_zipfile(path)  # by its content: the gate opens files under temporary names
+    run, names, shape, metadata = (_open_pt2 if is_archive else _open_onnx)(path, device)
+    if CARD not in metadata or PROBABILITIES not in names or len(shape) != 4:
+        raise UserError(f"{path} was not written by `vitral export`: export the model again.")
+    return ExportedModel(path, Card.from_json(metadata[CARD]), names, (shape[1], shape[2]), metadata, run)
 
 
-def _open_onnx(path: Path, device: str) -> ExportedModel:
+def write_metadata(path: Path, metadata: Mapping[str, str]) -> None:
+    """Add metadata to an exported file."""
+    (append_metadata if zipfile.is_zipfile(path) else add_metadata)(path, metadata)
+
+
+def _open_pt2(path: Path, device: str) -> _Opened:
+    if device != "cpu":
+        raise UserError(f"{path} runs on the CPU: use --device cpu, or --format onnx.")
+    program, shape, metadata = read_pt2(path)
+    names = tuple(json.loads(metadata.get(OUTPUTS, "[]")))
+
+    def run(pixels: np.ndarray, outputs: Sequence[str]) -> list[np.ndarray]:
+        with torch.inference_mode():
+            arrays = dict(zip(names, program(torch.from_numpy(pixels)), strict=True))
+        return [arrays[name].numpy() for name in outputs]
+
+    return run, names, shape, metadata
+
+
+def _open_onnx(path: Path, device: str) -> _Opened:
     try:
         import onnxruntime
     except ImportError as error:
@@ -140,13 +167,11 @@ def _open_onnx(path: Path, device: str) -> ExportedModel:
         session = onnxruntime.InferenceSession(path, options, providers=[provider])
     except Exception as error:  # onnxruntime has a class for each of its status codes
         raise UserError(f"{path} cannot be read ({shorten(error)}): it is damaged, or not ONNX.") from error
-    metadata = dict(session.get_modelmeta().custom_metadata_map)
     inputs, names = session.get_inputs(), tuple(output.name for output in session.get_outputs())
-    if CARD not in metadata or [each.name for each in inputs] != [INPUT] or PROBABILITIES not in names:
-        raise UserError(f"{path} was not written by `vitral export`: export the model again.")
-    height, width = (side if isinstance(side, int) else None for side in inputs[0].shape[1:3])
+    shape = inputs[0].shape if [each.name for each in inputs] == [INPUT] else ()
 
     def run(pixels: np.ndarray, outputs: Sequence[str]) -> list[np.ndarray]:
         return [np.asarray(array) for array in session.run(list(outputs), {INPUT: pixels})]
 
-    return ExportedModel(path, Card.from_json(metadata[CARD]), names, (height, width), metadata, run)
+    sizes = tuple(side if isinstance(side, int) else None for side in shape)
+    return run, names, sizes, dict(session.get_modelmeta().custom_metadata_map)

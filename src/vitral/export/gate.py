@@ -144,9 +144,14 @@ class Gate:
         return probabilities(logits, sigmoid=self.card.multilabel, temperature=self.card.temperature)
 
     def agreement(self, exported: ExportedModel) -> float:
-        """The share of the images that get the model's top class."""
-        found = self._predict(exported, self.images.pixels, "the exported file")
-        return float((self._of_images.argmax(axis=1) == found.argmax(axis=1)).mean())
+        """The share of images that get the model's top class, of those seen until the limit cannot be met any more."""
+        same = seen = 0
+        while seen < len(self.images.pixels) and seen - same <= (1 - self.limits.agreement) * len(self.images.pixels):
+            found = exported(self.images.pixels[seen : seen + BATCHES[-1]])
+            same += int((found.argmax(axis=1) == self._of_images[seen : seen + len(found)].argmax(axis=1)).sum())
+            seen += len(found)
+            self.on_event(Progress("comparing", seen, len(self.images.pixels)))
+        return same / seen
 
     def measure(self, exported: ExportedModel) -> GateReport:
         """Compare an exported file with the model; failures are in the report.

@@ -11,8 +11,9 @@ from types import ModuleType
 
 import torch
 
-from vitral.errors import UserError
+from vitral.errors import UserError, shorten
 from vitral.export.graph import INPUT, ExportGraph
+from vitral.export.pt2 import traced
 
 OPSET = 20  # the first with Gelu, and that onnxruntime 1.17 and later read
 _LARGEST = 2**31 - 2**20  # bytes: a protobuf, and so an ONNX file, ends at 2 GiB
@@ -36,16 +37,18 @@ def write_onnx(graph: ExportGraph, path: Path, *, dynamic_size: bool = False) ->
     # The exporter reports its steps on standard output, which is for results, and warns about itself.
     with redirect_stdout(io.StringIO()), warnings.catch_warnings(), torch.inference_mode(False):
         warnings.simplefilter("ignore")
-        program = torch.onnx.export(
-            graph,
-            (graph.example(),),
-            dynamo=True,
-            verbose=False,
-            opset_version=OPSET,
-            input_names=[INPUT],
-            output_names=list(graph.names),
-            dynamic_shapes=graph.dynamic_shapes(size=dynamic_size),
-        )
+        traced_program = traced(graph, dynamic_size=dynamic_size)
+        try:
+            program = torch.onnx.export(
+                traced_program,
+                dynamo=True,
+                verbose=False,
+                opset_version=OPSET,
+                input_names=[INPUT],
+                output_names=list(graph.names),
+            )
+        except Exception as error:  # an operator without a translation, for one
+            raise UserError(f"ONNX cannot express this model ({shorten(error)}): use --format pt2.") from error
         assert program is not None
         program.save(path, external_data=False)
 

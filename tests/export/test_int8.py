@@ -1,0 +1,225 @@
+"""int8 export: rounded weights, bytes, the search for layers in float, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+import vitral
+from vitral.api import export as verb
+from vitral.architecture import ViTConfig
+from vitral.checkpoints.card import Card, Preprocess
+from vitral.data.images import encode_png
+from vitral.errors import UserError
+from vitral.export.exported import open_exported
+from vitral.export.gate import ExportRefused
+from vitral.export.int8 import (
+    INT8,
+    Int8Layer,
+    activation_scale,
+    calibrate,
+    fewest,
+    int8_layer,
+    linear_layers,
+    quantize,
+    round_weight,
+    weight_scales,
+)
+from vitral.models.build import build
+
+RNG = np.random.default_rng(0)
+
+
+def test_scales_are_those_of_the_formula() -> None:
+    weight = np.array([[0.5, -2.0], [-1.0, 4.0]], np.float32)
+    np.testing.assert_allclose(weight_scales(weight), [1 / 64, 4 / 64])
+    scale, zero = activation_scale(-1.0, 4.1)
+    assert (scale, zero) == (np.float32(5.1 / 255), 50)
+    assert activation_scale(0.5, 2.55) == (np.float32(0.01), 0)  # 0 is always exact
+
+
+def correlated_inputs(rows: int, channels: int) -> np.ndarray:
+    common = RNG.standard_normal((rows, 4)) @ RNG.standard_normal((4, channels))
+    return (common + 0.1 * RNG.standard_normal((rows, channels))).astype(np.float32)
+
+
+def test_rounding_with_correction_beats_the_nearest_integers() -> None:
+    """More channels than a block, so that corrections cross blocks."""
+    inputs, weight = correlated_inputs(500, 80), RNG.standard_normal((80, 7)).astype(np.float32)
+    rounded, scales = round_weight(weight, inputs)
+    nearest = np.rint(weight / scales)
+    assert rounded.dtype == np.int8
+    assert np.abs(rounded.astype(int)).max() <= 64
+    errors = [np.linalg.norm(inputs @ (values * scales - weight)) for values in (rounded, nearest)]
+    assert errors[0] < 0.6 * errors[1]
+
+
+def test_corrected_rounding_is_near_the_best_of_all_neighbours() -> None:
+    inputs, weight = correlated_inputs(200, 8), RNG.standard_normal((8, 1)).astype(np.float32)
+    rounded, scales = round_weight(weight, inputs)
+
+    def error(values: np.ndarray) -> float:
+        return float(np.linalg.norm(inputs @ (values * scales - weight)))
+
+    floors = np.floor(weight / scales)
+    best = min(error(floors + np.array(ups)[:, None]) for ups in product((0, 1), repeat=8))
+    nearest = error(np.rint(weight / scales))
+    assert error(rounded) - best < 0.5 * (nearest - best)
+
+
+def linear_model(weight: np.ndarray, bias: np.ndarray, *, norm: bool) -> onnx.ModelProto:
+    """LayerNorm (or nothing), product, sum with a bias, GELU."""
+    inner = "normed" if norm else "images"
+    nodes = [helper.make_node("LayerNormalization", ["images", "gain", "offset"], ["normed"])] if norm else []
+    nodes.append(helper.make_node("MatMul", [inner, "weight"], ["product"], name="product"))
+    nodes.append(helper.make_node("Add", ["product", "bias"], ["sum"]))
+    constants = {"weight": weight, "bias": bias}
+    constants |= {"gain": np.linspace(0.5, 9, len(weight)), "offset": np.linspace(-1, 1, len(weight))} if norm else {}
+    graph = helper.make_graph(
+        nodes,
+        "linear",
+        [helper.make_tensor_value_info("images", TensorProto.FLOAT, ["batch", 5, len(weight)])],
+        [helper.make_tensor_value_info("sum", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(values.astype(np.float32), name) for name, values in constants.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+def run(model: onnx.ModelProto, images: np.ndarray) -> np.ndarray:
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, {"images": images})[0]
+
+
+def integers(layer: Int8Layer, inputs: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """A layer by integer arithmetic, which cannot saturate."""
+    values = np.clip(np.rint(inputs / layer.divisors / layer.scale) + layer.zero, 0, 255).astype(np.int64)
+    sums = (values - int(layer.zero)) @ layer.weight.astype(np.int64)
+    return sums * (layer.scale.astype(np.float64) * layer.scales) + bias
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_layer_computes_what_integer_arithmetic_does(norm: bool, tmp_path: Path) -> None:
+    """Large bytes beside the largest weights: pairs of products overflow 16 bits where weights have 8."""
+    weight, bias = np.full((32, 6), 0.7, np.float32), RNG.standard_normal(6).astype(np.float32)
+    weight[::5] *= RNG.standard_normal((7, 6)).astype(np.float32)
+    images = np.abs(RNG.standard_normal((16, 5, 32))).astype(np.float32) + 3
+    images[..., 3] *= 40  # a channel that needs a divisor
+    model = linear_model(weight, bias, norm=norm)
+    onnx.save(model, tmp_path / "model.onnx")
+    layers = calibrate(tmp_path / "model.onnx", images)
+    assert list(layers) == ["product"]
+    assert norm or layers["product"].divisors.max() > 2 * layers["product"].divisors.min()
+    int8 = quantize(model, layers)
+    assert "Add" not in {node.op_type for node in int8.graph.node}
+    assert ("Mul" in {node.op_type for node in int8.graph.node}) != norm  # a LayerNorm takes the divisors
+    inputs = images
+    if norm:
+        centred = images - images.mean(axis=-1, keepdims=True)
+        inputs = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + 1e-5) * np.linspace(0.5, 9, 32)
+        inputs += np.linspace(-1, 1, 32)
+    expected = integers(layers["product"], inputs, bias)
+    # A byte may round the other way, where the division gives a half.
+    step = float(
+        layers["product"].scale * (np.abs(layers["product"].weight).max(axis=0) * layers["product"].scales).max()
+    )
+    assert np.abs(run(int8, images) - expected).max() < (2 * step if norm else 1e-3 * np.abs(expected).max())
+    relative = np.linalg.norm(run(int8, images) - run(model, images)) / np.linalg.norm(run(model, images))
+    assert relative < 0.02
+
+
+def test_divisors_help_a_channel_with_large_values() -> None:
+    inputs, weight = RNG.standard_normal((256, 16)).astype(np.float32), RNG.standard_normal((16, 4)).astype(np.float32)
+    inputs[:, 2] *= 200
+    weight[2] /= 200
+    low, high = inputs.min(axis=0), inputs.max(axis=0)
+    layer = int8_layer(weight, inputs, low, high)
+    assert layer.error < 0.02
+    assert layer.divisors[2] == layer.divisors.max()
+
+
+def test_the_fewest_is_found_and_none_where_none_holds() -> None:
+    for least, most in product(range(9), range(8)):
+        tried: list[int] = []
+
+        def holds(number: int, least: int = least, tried: list[int] = tried) -> bool:
+            tried.append(number)
+            return number >= least
+
+        assert fewest(holds, most) == (least if least <= most else None)
+        assert len(tried) == len(set(tried))
+
+
+CONFIG = ViTConfig(depth=2, width=32, mlp=64, heads=2, patch=4, image=(16, 16), classes=4, gelu="erf")
+PREPROCESS = Preprocess("decode|resize(16, 16)", (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+
+
+@pytest.fixture(scope="module")
+def source() -> tuple[torch.nn.Module, Card]:
+    torch.manual_seed(0)
+    model = build(CONFIG).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model, Card(CONFIG, tuple("abcd"), preprocess=PREPROCESS)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("images")
+    for number in range(48):
+        colours = RNG.integers(0, 256, (2, 2, 3), np.uint8)
+        (folder / f"{number}.png").write_bytes(encode_png(np.kron(colours, np.ones((8, 8, 1), np.uint8))))
+    return folder
+
+
+def test_a_model_is_exported_in_int8(source, images, tmp_path: Path) -> None:
+    target = tmp_path / "model.onnx"
+    result = vitral.export_model(source, target, format="onnx-int8", images=[images], agreement=0.9)
+    assert result.report.n == 24
+    assert "24 others" in result.report.images
+    exported = open_exported(target)
+    stored = json.loads(exported.metadata[INT8])
+    assert len(linear_layers(onnx.load(target))) == len(stored["float32"])
+    assert "blocks.0.mlp.hidden" in stored["int8"]
+    assert stored["calibration images"] == 24
+    operators = [node.op_type for node in onnx.load(target).graph.node]
+    assert operators.count("MatMulIntegerToFloat") == len(stored["int8"]) >= 5
+    pixels = RNG.integers(0, 256, (3, 16, 16, 3), np.uint8)
+    alone = np.concatenate([exported(pixels[i : i + 1]) for i in range(3)])
+    np.testing.assert_allclose(exported(pixels), alone, atol=1e-5)  # other images of a batch have no effect
+
+
+def test_int8_needs_images(source, images, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--images"):
+        vitral.export_model(source, tmp_path / "model.onnx", format="onnx-int8")
+    with pytest.raises(UserError, match="at least 8"):
+        vitral.export_model(source, tmp_path / "model.onnx", format="onnx-int8", images=[images / "1.png"])
+
+
+def test_nothing_is_written_where_the_limit_cannot_be_met(source, images, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(verb.Gate, "agreement", lambda gate, exported: 0.5)
+    with pytest.raises(ExportRefused, match=r"50.0% of images at best, with 0 layers"):
+        vitral.export_model(source, tmp_path / "model.onnx", format="onnx-int8", images=[images], agreement=0.9)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_layers_are_kept_in_float_until_the_limit_holds(source, images, tmp_path: Path, monkeypatch) -> None:
+    def share_of_products_in_float(gate: object, exported: vitral.export.exported.ExportedModel) -> float:
+        return min(1.0, len(linear_layers(onnx.load(exported.path))) / 3)
+
+    monkeypatch.setattr(verb.Gate, "agreement", share_of_products_in_float)
+    target = tmp_path / "model.onnx"
+    vitral.export_model(source, target, format="onnx-int8", images=[images], agreement=0.0)
+    most = len(linear_layers(onnx.load(target)))
+    result = vitral.export_model(source, target, format="onnx-int8", images=[images], agreement=0.9)
+    stored = json.loads(open_exported(target).metadata[INT8])
+    assert len(stored["float32"]) == 3 - most
+    assert result.report.agreement >= 0.9
