@@ -1,4 +1,4 @@
-"""Load on `vitral serve`: closed-loop clients, then Poisson arrivals at 70 % of that rate; LitServe beside it.
+"""Load on `vitral serve`: closed-loop clients, then arrivals at 70 % of that rate; LitServe beside it.
 
     python benchmarks/serve_load.py WEIGHTS FOLDER --rounds 3 --seconds 15 --litserve ENVIRONMENT/bin/python
 
@@ -30,6 +30,7 @@ from typing import Any
 
 SOURCE = Path(__file__).parents[1] / "src"
 TICKS = os.sysconf("SC_CLK_TCK")
+ARRIVALS = {True: "even arrivals", False: "Poisson arrivals"}
 LITSERVE = Path(__file__).with_name("serve_litserve.py")
 
 
@@ -102,8 +103,8 @@ async def closed_loop(port: int, requests: Sequence[bytes], clients: int, second
     return latencies
 
 
-async def open_loop(port: int, requests: Sequence[bytes], rate: float, seconds: float) -> list[float]:
-    """Latencies of requests that arrive at random times, counted from the time of arrival."""
+async def open_loop(port: int, requests: Sequence[bytes], rate: float, seconds: float, paced: bool) -> list[float]:
+    """Latencies of requests that arrive evenly (`paced`) or at random times, counted from the time of arrival."""
     latencies: list[float] = []
     idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
     rng, tasks = random.Random(1), []
@@ -117,7 +118,7 @@ async def open_loop(port: int, requests: Sequence[bytes], rate: float, seconds: 
         idle.append(pair)
 
     moment = start
-    while (moment := moment + rng.expovariate(rate)) < start + seconds:
+    while (moment := moment + (1 / rate if paced else rng.expovariate(rate))) < start + seconds:
         await asyncio.sleep(max(0.0, moment - time.perf_counter()))
         tasks.append(asyncio.ensure_future(arrive(moment, requests[len(tasks) % len(requests)])))
     await asyncio.gather(*tasks)
@@ -209,9 +210,11 @@ def bench_predict(folder: Path, scratch: Path) -> float:
     return row["batch"] / row["seconds"]
 
 
-def contestants(weights: Path, litserve: str, settings: Sequence[str], serve: Sequence[str]) -> dict[str, list[str]]:
+def contestants(weights: Path, exported: Sequence[str], litserve: str, settings: Sequence[str]) -> dict[str, list[str]]:
     """Commands by name; PORT stands for the port."""
-    commands = {"vitral": [sys.executable, "-m", "vitral", "serve", str(weights), "--port", "PORT", *serve]}
+    serve = [sys.executable, "-m", "vitral", "serve", "--port", "PORT"]
+    commands = {"vitral": [*serve, str(weights)]}
+    commands |= {f"vitral {Path(path).name}": [*serve, path] for path in exported}
     for setting in settings if litserve else ():
         commands[f"litserve {setting}"] = [litserve, str(LITSERVE), str(weights), "PORT", *setting.split("/")]
     return commands
@@ -224,17 +227,16 @@ def main() -> None:
     parser.add_argument("--litserve", default="", help="Python of an environment with litserve")
     settings = ["plain/1/8/0", "plain/2/1/0", "plain/2/8/1", "packed/2/8/1"]
     parser.add_argument("--settings", nargs="+", default=settings, help="model/workers_per_device/batch/fast_queue")
-    parser.add_argument("--serve", nargs="*", default=[], help="more options of vitral serve, without their dashes")
+    parser.add_argument("--exported", nargs="*", default=[], help="files of `vitral export` to serve as well")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=15)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--open", type=float, default=30, help="seconds of Poisson arrivals per round; 0 for none")
+    parser.add_argument("--open", type=float, default=30, help="seconds of each kind of arrivals per round; 0 for none")
     arguments = parser.parse_args()
     requests = requests_of(arguments.folder, 200)
-    serve = [word if index % 2 else f"--{word}" for index, word in enumerate(arguments.serve)]
-    commands = contestants(arguments.weights, arguments.litserve, arguments.settings, serve)
+    commands = contestants(arguments.weights, arguments.exported, arguments.litserve, arguments.settings)
     closed: dict[str, list[Load]] = {name: [] for name in commands}
-    opened: list[Load] = []
+    opened: list[tuple[str, Load]] = []
     predicted: list[float] = []
     with tempfile.TemporaryDirectory() as scratch:
         for round in range(arguments.rounds):
@@ -248,10 +250,11 @@ def main() -> None:
                     load = closed_loop(port, requests, arguments.clients, arguments.seconds)
                     closed[name].append(measured(server, load))
                     _show(f"  {name}", closed[name][-1])
-                    if name == "vitral" and arguments.open:
-                        arrivals = open_loop(port, requests, 0.7 * closed[name][-1].rate, arguments.open)
-                        opened.append(measured(server, arrivals))
-                        _show("  vitral at 70 %", opened[-1])
+                    for paced in (True, False) if name == "vitral" and arguments.open else ():
+                        rate = 0.7 * closed[name][-1].rate
+                        arrivals = open_loop(port, requests, rate, arguments.open, paced)
+                        opened.append((ARRIVALS[paced], measured(server, arrivals)))
+                        _show(f"  vitral at 70 %, {opened[-1][0]}", opened[-1][1])
     _summary(predicted, closed, opened, arguments.clients)
 
 
@@ -274,8 +277,9 @@ def _summary(predicted: Sequence[float], closed: dict[str, list[Load]], opened: 
         rate = statistics.median(load.rate for load in loads)
         spent = statistics.median(load.cpu / load.images for load in loads)
         print(f"{name}: {rate:.1f} images/s; vitral is {ours / rate:.2f} times as fast, by CPU time {spent / cost:.2f}")
-    for load in opened:
-        print(f"at 70 % load: p99 / p50 = {load.quantile(0.99) / load.quantile(0.5):.2f} (n = {load.images})")
+    for arrivals, load in opened:
+        ratio = load.quantile(0.99) / load.quantile(0.5)
+        print(f"at 70 % load, {arrivals}: p99 / p50 = {ratio:.2f} (n = {load.images})")
 
 
 if __name__ == "__main__":

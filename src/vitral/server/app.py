@@ -178,7 +178,7 @@ async def metrics(service: Service, request: Request) -> Response:
 
 async def openapi_json(service: Service, request: Request) -> Response:
     """`GET /openapi.json`"""
-    return JSONResponse(openapi())
+    return JSONResponse(openapi(list(service.models)))
 
 
 async def page(service: Service, request: Request) -> Response:

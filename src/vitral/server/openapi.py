@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vitral.version import __version__
@@ -25,10 +26,11 @@ _TEXT = {"type": "string"}
 _WHOLE = {"type": "integer"}
 
 
-def openapi() -> Json:
-    """The whole description."""
+def openapi(models: Sequence[str]) -> Json:
+    """The whole description, for models of these names."""
+    model = _path("model", {"type": "string", "enum": list(models)})
     paths: Json = {
-        "/predict": {"post": _predict()},
+        "/predict": {"post": _predict(models)},
         "/models": {"get": _get("The models", _list(_model()), (401,))},
         "/healthz": {"get": _get("Whether the process answers", _object(live={"type": "boolean"}))},
         "/readyz": {"get": _get("Whether requests are welcome", _object(ready={"type": "boolean"}), (503,))},
@@ -42,12 +44,12 @@ def openapi() -> Json:
         "/v2/repository/models/{model}/load": {
             "post": {
                 **_get("Reload a model from its source", {"type": "object"}, (400, 401, 403, 404, 408, 413, 415, 429)),
-                "parameters": [_path("model")],
+                "parameters": [model],
             }
         },
     }
     for version in ("", "/versions/{version}"):
-        parameters = [_path("model"), *([_path("version")] if version else [])]
+        parameters = [model, *([_path("version", {"type": "string", "enum": ["1"]})] if version else [])]
         for path, method, operation in (
             ("", "get", _get("Open Inference Protocol: a model", _v2_model(), (401, 404))),
             ("/ready", "get", _get("Open Inference Protocol: a model is ready", _object(), (401, 404, 503))),
@@ -63,13 +65,15 @@ def openapi() -> Json:
     }
 
 
-def _predict() -> Json:
+def _predict(models: Sequence[str]) -> Json:
     image = {"type": "string", "format": "binary", "minLength": 1}
     form = {"type": "object", "additionalProperties": {"type": "string", "format": "binary"}, "minProperties": 1}
     return {
         **_get("The top classes of images", _predictions(), _COMPUTING),
         "parameters": [
-            _query("model", _TEXT, "name of the model; the first one when not given"),
+            _query(
+                "model", {"type": "string", "enum": list(models)}, "model; the first one when not given"
+            ),
             _query("top", {"type": "integer", "minimum": 1, "maximum": 1_000_000, "default": 5}, "number of classes"),
             _query("attention", {"type": "integer", "enum": [0, 1]}, "whether to return where the model looked"),
         ],
@@ -89,7 +93,11 @@ def _infer() -> Json:
     answer = _object(model_name=_TEXT, model_version=_TEXT, outputs=_list(tensor))
     operation = _get("Open Inference Protocol: inference", answer, _COMPUTING)
     operation["responses"]["200"]["content"]["application/octet-stream"] = {"schema": {"type": "string"}}
-    content = {"application/json": {"schema": _object(inputs=_list(tensor))}, "application/octet-stream": {}}
+    given = {"name": {"enum": ["images"]}, "datatype": {"enum": ["BYTES"]}, "shape": _list(_WHOLE)}
+    encoded = _object(**given, data=_list({"type": "string", "contentEncoding": "base64"}))
+    pixels = _object(name={"enum": ["pixels"]}, datatype={"enum": ["UINT8"]}, shape=_list(_WHOLE), data=_list(_WHOLE))
+    inputs = {"type": "array", "items": {"oneOf": [encoded, pixels]}, "minItems": 1, "maxItems": 1}
+    content = {"application/json": {"schema": _object(inputs=inputs)}, "application/octet-stream": {}}
     return {**operation, "requestBody": {"required": True, "content": content}}
 
 
@@ -136,5 +144,5 @@ def _query(name: str, schema: Json, description: str) -> Json:
     return {"name": name, "in": "query", "schema": schema, "description": description}
 
 
-def _path(name: str) -> Json:
-    return {"name": name, "in": "path", "required": True, "schema": _TEXT}
+def _path(name: str, schema: Json) -> Json:
+    return {"name": name, "in": "path", "required": True, "schema": schema}
