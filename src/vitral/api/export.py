@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,7 +71,11 @@ def _write_onnx(job: ExportJob, path: Path) -> Path:
 
 
 def _write_int8(job: ExportJob, path: Path) -> Path:
-    _write_onnx(job, path)
+    return _quantize(job, _write_onnx(job, path))
+
+
+def _quantize(job: ExportJob, path: Path) -> Path:
+    """Put linear layers of a file into int8, in place."""
     assert job.calibration is not None
     limit = job.gate.limits.agreement
 
@@ -101,16 +107,21 @@ def _write_web(job: ExportJob, folder: Path) -> Path:
 
 def _write_web_int8(job: ExportJob, folder: Path) -> Path:
     """In int8 or, where that does not meet the limits, in float32."""
-    path = folder / "model.onnx"
+    path = _write_web(job, folder)
+    in_float = shutil.copy(path, folder / "float32.onnx")
     try:
-        _write_int8(job, path)
-        if job.gate.limits.difference is None or not job.gate.measure(open_exported(path)).failures:
-            return path
+        _quantize(job, path)
+        met = job.gate.limits.difference is None or not job.gate.measure(open_exported(path)).failures
     except ExportRefused:
-        pass
-    job.on_event(Note("in int8 the model does not meet the limits: the page has it in float32"))
-    job.gate.limits = FLOAT_LIMITS._replace(agreement=job.gate.limits.agreement)
-    return _write_onnx(job, path)
+        met = False
+    if met:
+        os.remove(in_float)
+    else:
+        os.replace(in_float, path)
+        job.on_event(Note("in int8 the model does not meet the limits: the page has it in float32"))
+        if job.gate.limits.difference is None:
+            job.gate.limits = FLOAT_LIMITS._replace(agreement=job.gate.limits.agreement)
+    return path
 
 
 def _finish_web(job: ExportJob, written: Path) -> None:
