@@ -31,6 +31,7 @@ from vitral.export.int8 import (
     linear_layers,
     quantize,
     round_weight,
+    search,
     weight_scales,
 )
 from vitral.models.build import build
@@ -95,7 +96,7 @@ def linear_model(weight: np.ndarray, bias: np.ndarray, *, norm: bool) -> onnx.Mo
 
 def run(model: onnx.ModelProto, images: np.ndarray) -> np.ndarray:
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, {"images": images})[0]
+    return np.asarray(session.run(None, {"images": images})[0])
 
 
 def integers(layer: Int8Layer, inputs: np.ndarray, bias: np.ndarray) -> np.ndarray:
@@ -209,6 +210,14 @@ def test_nothing_is_written_where_the_limit_cannot_be_met(source, images, tmp_pa
     with pytest.raises(ExportRefused, match=r"50.0% of images at best, with 0 layers"):
         vitral.export_model(source, tmp_path / "model.onnx", format="onnx-int8", images=[images], agreement=0.9)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_of_convolutions_is_refused(tmp_path: Path) -> None:
+    model = linear_model(np.ones((4, 4), np.float32), np.ones(4, np.float32), norm=False)
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((3, 2, 3, 3), np.float32), "convolution"))
+    onnx.save(model, tmp_path / "model.onnx")
+    with pytest.raises(UserError, match="22% of this model's weights"):
+        search(tmp_path / "model.onnx", np.ones((8, 5, 4), np.float32), lambda path: 1.0, 0.9)
 
 
 def test_layers_are_kept_in_float_until_the_limit_holds(source, images, tmp_path: Path, monkeypatch) -> None:

@@ -189,8 +189,7 @@ def export_model(
         calibration, given = _halves(given, format) if entry.calibrated else (None, given)
         graph = ExportGraph(model, card, outputs)
         gate = Gate(graph, card, given, limits, handler)
-        job = ExportJob(graph, _metadata(source, card), gate, dynamic_size, calibration, handler)
-        job = ExportJob(graph, _metadata(source, card, graph), gate, dynamic_size)
+        job = ExportJob(graph, _metadata(source, card, graph), gate, dynamic_size, calibration, handler)
         with atomic_write(path, folder=not entry.suffix) as temporary:
             written = entry.write(job, temporary)
             report = gate.measure(open_exported(written))
