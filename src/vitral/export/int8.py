@@ -24,8 +24,8 @@ WEIGHT_LIMIT = 64
 CALIBRATION_IMAGES = 128  # at most: more change neither ranges nor rounding
 _BATCH = 4  # calibration images at once: the inputs of all layers are kept
 _ROWS = 2048  # tokens of each layer's input that are kept to choose its scales and to round its weights
-_EXPONENTS = (0.0, 0.5, 0.8)  # how far differences between input channels move into the weights
-_WORTH = 0.9  # divisors cost time where no norm can include them: they must lower the error to this share
+_EXPONENTS = (0.0, 0.5, 0.65, 0.8)  # how far differences between input channels move into the weights
+_WORTH = 0.97  # divisors cost time where no norm can include them: they must lower the error to this share
 _DAMPING = 0.01  # of the mean of the Hessian's diagonal
 _BLOCK = 64  # input channels that are rounded before the others are corrected
 
