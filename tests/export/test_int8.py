@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from vitral.export.int8 import (
     linear_layers,
     quantize,
     round_weight,
+    search,
     weight_scales,
 )
 from vitral.models.build import build
@@ -95,7 +97,7 @@ def linear_model(weight: np.ndarray, bias: np.ndarray, *, norm: bool) -> onnx.Mo
 
 def run(model: onnx.ModelProto, images: np.ndarray) -> np.ndarray:
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, {"images": images})[0]
+    return np.asarray(session.run(None, {"images": images})[0])
 
 
 def integers(layer: Int8Layer, inputs: np.ndarray, bias: np.ndarray) -> np.ndarray:
@@ -211,15 +213,35 @@ def test_nothing_is_written_where_the_limit_cannot_be_met(source, images, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_layers_are_kept_in_float_until_the_limit_holds(source, images, tmp_path: Path, monkeypatch) -> None:
-    def share_of_products_in_float(gate: object, exported: vitral.export.exported.ExportedModel) -> float:
-        return min(1.0, len(linear_layers(onnx.load(exported.path))) / 3)
+def test_a_model_of_convolutions_is_refused(tmp_path: Path) -> None:
+    model = linear_model(np.ones((4, 4), np.float32), np.ones(4, np.float32), norm=False)
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((3, 2, 3, 3), np.float32), "convolution"))
+    onnx.save(model, tmp_path / "model.onnx")
+    with pytest.raises(UserError, match="22% of this model's weights"):
+        search(tmp_path / "model.onnx", np.ones((8, 5, 4), np.float32), lambda path: 1.0, 0.9)
 
-    monkeypatch.setattr(verb.Gate, "agreement", share_of_products_in_float)
-    target = tmp_path / "model.onnx"
-    vitral.export_model(source, target, format="onnx-int8", images=[images], agreement=0.0)
-    most = len(linear_layers(onnx.load(target)))
-    result = vitral.export_model(source, target, format="onnx-int8", images=[images], agreement=0.9)
-    stored = json.loads(open_exported(target).metadata[INT8])
-    assert len(stored["float32"]) == 3 - most
-    assert result.report.agreement >= 0.9
+
+def test_layers_are_kept_in_float_until_the_limit_holds(tmp_path: Path) -> None:
+    """The one with the largest error first."""
+    path = tmp_path / "model.onnx"
+    model = linear_model(RNG.standard_normal((16, 8)).astype(np.float32), np.zeros(8, np.float32), norm=False)
+    for number in range(4):
+        weight = numpy_helper.from_array(RNG.standard_normal((16, 8)).astype(np.float32), f"weight{number}")
+        model.graph.initializer.append(weight)
+        model.graph.node.append(
+            helper.make_node("MatMul", ["images", f"weight{number}"], [f"more{number}"], name=f"{number}")
+        )
+        model.graph.output.append(helper.make_tensor_value_info(f"more{number}", TensorProto.FLOAT, None))
+    images = RNG.standard_normal((16, 5, 16)).astype(np.float32)
+
+    def share(needed: int) -> Callable[[Path], float]:
+        return lambda file: min(1.0, len(linear_layers(onnx.load(file))) / needed)
+
+    onnx.save(model, path)
+    errors = {output: layer.error for output, layer in calibrate(path, images).items()}
+    result = search(path, images, share(2), 1.0)
+    names = {layer.node.output[0]: layer.name for layer in linear_layers(model)}
+    assert list(result.in_float) == [names[output] for output in sorted(errors, key=lambda output: -errors[output])[:2]]
+    assert len(linear_layers(onnx.load(path))) == 2
+    onnx.save(model, path)
+    assert search(path, images, share(4), 1.0) == (result.in_float[2:] + result.int8, result.in_float, 0.5)

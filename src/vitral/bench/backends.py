@@ -261,7 +261,7 @@ def _onnxruntime(path: Path) -> Callable[[np.ndarray], np.ndarray]:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    return lambda images: session.run(None, {"images": images})[0]
+    return lambda images: np.asarray(session.run(None, {"images": images})[0])
 
 
 def _openvino(path: Path) -> Callable[[np.ndarray], np.ndarray]:

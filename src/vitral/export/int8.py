@@ -8,12 +8,14 @@ prediction does not depend on the other images of its batch. Attention, norms, G
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from vitral.errors import UserError
 from vitral.events import EventHandler, Progress, ignore_events
 from vitral.export.onnx import import_onnx
 
@@ -207,9 +209,8 @@ def _layer_inputs(model: Any, layers: Sequence[LinearLayer], pixels: np.ndarray)
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(observed.SerializeToString(), options, providers=["CPUExecutionProvider"])
     for start in range(0, len(pixels), _BATCH):
-        yield dict(
-            zip(names, session.run(names, {model.graph.input[0].name: pixels[start : start + _BATCH]}), strict=True)
-        )
+        values = session.run(names, {model.graph.input[0].name: pixels[start : start + _BATCH]})
+        yield {name: np.asarray(value) for name, value in zip(names, values, strict=True)}
 
 
 def quantize(model: Any, layers: Mapping[str, Int8Layer]) -> Any:
@@ -345,9 +346,19 @@ def search(
 
     Returns:
         What was done; its agreement is below the limit where half of the layers in float are not enough.
+
+    Raises:
+        UserError: the model consists of convolutions.
     """
     onnx = import_onnx()
     model = onnx.load(path)
+    linear = sum(layer.weight.size for layer in linear_layers(model))
+    share = linear / sum(math.prod(tensor.dims) for tensor in model.graph.initializer)
+    if share < 0.5:
+        raise UserError(
+            f"int8 is for linear layers, which have {share:.0%} of this model's weights (convolutions stay in "
+            "float32): use --format onnx."
+        )
     layers = calibrate(path, pixels, on_event)
     names = {layer.node.output[0]: layer.name for layer in linear_layers(model)}
     worst_first = sorted(layers, key=lambda output: -layers[output].error)
