@@ -19,6 +19,7 @@ from vitral.data.images import encode_png
 from vitral.errors import UserError
 from vitral.export.exported import open_exported
 from vitral.export.gate import generated_images
+from vitral.models.layers import Block
 from vitral.models.normalize import normalize
 from vitral.models.vit import ViT
 
@@ -53,6 +54,7 @@ def model_outputs(source: Any, pixels: np.ndarray) -> tuple[np.ndarray, np.ndarr
     with torch.no_grad():
         probabilities = (model(images) / card.temperature).softmax(dim=-1)
         tokens, block = model.intermediates(images, [-2], reshape=False)[0], model.blocks[-1]
+        assert isinstance(block, Block)
         q, k, _ = block.attention.qkv(block.norm1(tokens)).chunk(3, dim=-1)
         q, k = (x.unflatten(-1, (2, 16)).transpose(1, 2) for x in (q, k))
         row = (q[:, :, :1] @ k.transpose(-1, -2) / 4).softmax(dim=-1)[:, :, 0, 1:].mean(dim=1)
@@ -79,7 +81,7 @@ def test_the_reference_implementation_of_onnx_agrees(source, good):
     pixels = pixels_of(source)[:2]
     found = ReferenceEvaluator(model).run(["probabilities", "attention"], {"pixels": pixels})
     for array, expected in zip(found, model_outputs(source, pixels), strict=True):
-        np.testing.assert_allclose(array, expected, atol=1e-5)
+        np.testing.assert_allclose(np.asarray(array), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [(16, 16), (8, 12), (24, 32), (8, 24), (16, 20)])
