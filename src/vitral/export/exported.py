@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vitral.architecture import ModuleConfig
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.files import EXPORTED_SUFFIXES
 from vitral.errors import UserError, shorten
@@ -58,8 +59,8 @@ class ExportedModel:
             raise UserError(
                 f"{self.path} has no output {missing[0]!r}, only {', '.join(self.names)}: export it with --outputs."
             )
-        channels = self.card.architecture.channels
-        wanted = (*(side or "any" for side in self.size), channels)
+        architecture = self.card.architecture
+        wanted = (*(side or "any" for side in self.size), architecture.channels)
         fits = pixels.ndim == 4 and all(
             want in ("any", side) for want, side in zip(wanted, pixels.shape[1:], strict=True)
         )
@@ -67,6 +68,12 @@ class ExportedModel:
             shape = ", ".join(map(str, wanted))
             raise UserError(
                 f"these pixels are {pixels.dtype} {pixels.shape}: {self.path} takes uint8 (batch, {shape})."
+            )
+        stride = 1 if isinstance(architecture, ModuleConfig) else architecture.stride
+        if None in self.size and any(side % stride or side < 2 * stride for side in pixels.shape[1:3]):
+            height, width = pixels.shape[1:3]
+            raise UserError(
+                f"{self.path} takes sides that are multiples of {stride}, at least {2 * stride}, not {height}x{width}."
             )
         return dict(zip(names, self.run(np.ascontiguousarray(pixels), names), strict=True))
 

@@ -124,7 +124,8 @@ def read_pt2(path: Path) -> tuple[Callable[[Tensor], tuple[Tensor, ...]], tuple[
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.export.load(io.BytesIO(data))
-            pixels = next(node for node in program.graph.nodes if node.name == program.graph_signature.user_inputs[0])
+            [name] = program.graph_signature.user_inputs
+            pixels = next(node for node in program.graph.nodes if node.name == name)
             module = program.module(check_guards=False)
     except Exception as error:  # damaged files fail in many ways
         raise UserError(

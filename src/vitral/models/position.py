@@ -224,13 +224,16 @@ def resize_table(table: Tensor, grid: Size, rule: ResizeRule) -> Tensor:
     height, width, _ = table.shape
     if not _is_symbolic(*grid) and (height, width) == grid:
         return table
-    # NaFlexVit's aspect-ratio preserving rules: what a square of the longer side has at the top and left.
-    sides = (_larger(*grid),) * 2 if rule.startswith("naflex") else grid
-    # Where the grid is symbolic, 0 if it is that of the table, else 1: DINO's rule alone is not the identity there.
+    # Where the grid is symbolic, 0 if it is that of the table, else 1: some rules are not the identity there.
     moved: Any = 1
     if _is_symbolic(*grid):
         distance = sum(_larger(new - old, old - new) for new, old in zip(grid, (height, width), strict=True))
         moved = torch.sym_min(distance, 1)
+    sides = grid
+    if rule.startswith("naflex"):
+        # NaFlexVit's aspect-ratio preserving rules: what a square of the longer side has at the top and left.
+        longer = _larger(*grid)
+        sides = grid[0] + moved * (longer - grid[0]), grid[1] + moved * (longer - grid[1])
     with _full_precision(table):
         exact = _at_least_float32(table)
         rows = _resize_matrix(height, sides[0], rule, exact, moved)[: grid[0]]

@@ -1,0 +1,105 @@
+"""Every kind of model that vitral reads exports, and computes the same at other batches and sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import vitral
+from vitral.architecture import Architecture, ResNetConfig, RopeConfig, StemConfig, ViTConfig
+from vitral.checkpoints.card import Card, Preprocess
+from vitral.errors import UserError
+from vitral.export.graph import Output
+from vitral.models.build import Model, build
+from vitral.models.position import resize_offsets, resize_table
+
+SMALL: dict[str, Any] = {"depth": 2, "width": 32, "mlp": 48, "heads": 4, "patch": 8, "image": (32, 32), "classes": 5}
+FREE: dict[str, Any] = {"class_token": False, "pool": "map"}
+EVA: dict[str, Any] = {"pairs": "adjacent", "coordinates": "index", "reference": (4, 4)}
+FAMILIES: dict[str, Architecture] = {
+    "ViT": ViTConfig(**SMALL),
+    "ViT, pre-training head": ViTConfig(**SMALL, representation=16),
+    "hybrid": ViTConfig(**SMALL | {"patch": 1, "image": (64, 64)}, stem=StemConfig(blocks=(1, 1))),
+    "BiT": ResNetConfig(blocks=(1, 1, 1, 1), image=(64, 64), classes=5),
+    "axial ResNet": ResNetConfig(blocks=(1, 1, 1, 1), image=(64, 64), classes=5, axial=True),
+    "axial ViT": ViTConfig(**SMALL, axial=True, class_token=False, pool="mean"),
+    "CLIP": ViTConfig(**SMALL, pre_norm=True, gelu="quick", patch_bias=False, head_bias=False),
+    "SigLIP": ViTConfig(**SMALL, **FREE, resize="siglip"),
+    "DINOv2": ViTConfig(**SMALL, registers=4, layer_scale=True, resize="dino", pool="token+mean"),
+    "DINOv3": ViTConfig(**SMALL, registers=4, layer_scale=True, position="none", rope=RopeConfig(), key_bias=False),
+    "BEiT": ViTConfig(**SMALL, position="bias", layer_scale=True, pool="mean", norm_place="features", key_bias=False),
+    "EVA-02": ViTConfig(
+        **SMALL, rope=RopeConfig(**EVA), swiglu=True, mlp_norm=True, attention_norm=True, key_bias=False, pool="mean"
+    ),
+    "mixed RoPE": ViTConfig(**SMALL, rope=RopeConfig(learned=True, coordinates="index")),
+    "DeiT": ViTConfig(**SMALL, registers=1, pool="token+register"),
+    "NaFlex": ViTConfig(**SMALL, **FREE, resize="naflex-par"),
+    "2-D positions": ViTConfig(**SMALL, position="2d", injection="every"),
+    "relative positions": ViTConfig(**SMALL, position="relative"),
+    "sines": ViTConfig(**SMALL, position="sincos2d", class_token=False, pool="mean"),
+    "post-norm": ViTConfig(**SMALL, qk_norm=True, post_norm=True),
+}
+
+
+def random_model(architecture: Architecture) -> tuple[Model, Card]:
+    torch.manual_seed(0)
+    model = build(architecture).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    height, width = architecture.image
+    pipeline = f"decode|resize({height}, {width})"
+    return model, Card(architecture, preprocess=Preprocess(pipeline, (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic_size", [False, True], ids=["fixed", "dynamic"])
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_exports(name, format, dynamic_size, tmp_path):
+    """The gate compares probabilities, features and attention, at sizes below and above the native one if dynamic."""
+    source = random_model(FAMILIES[name])
+    has_attention = isinstance(source[0].config, ViTConfig) and not source[0].config.axial
+    outputs: list[Output] = ["features", "attention"] if has_attention else ["features"]
+    path = tmp_path / f"model.{format}"
+    result = vitral.export_model(source, path, format=format, outputs=outputs, dynamic_size=dynamic_size)
+    assert result.report.agreement == 1
+
+
+def test_what_a_model_does_not_have_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no attention between all patches"):
+        vitral.export_model(random_model(FAMILIES["BiT"]), tmp_path / "a.onnx", outputs=["attention"])
+    headless = random_model(ViTConfig(**SMALL | {"classes": 0}))
+    with pytest.raises(UserError, match="no classification head"):
+        vitral.export_model(headless, tmp_path / "a.onnx")
+    with pytest.raises(UserError, match=r"ends in \.onnx"):
+        vitral.export_model(random_model(FAMILIES["ViT"]), tmp_path / "a.pt")
+    assert not list(tmp_path.iterdir())
+
+
+class Resized(torch.nn.Module):
+    """Tables of every rule at a grid that is known only when it runs."""
+
+    def __init__(self, rule: Any) -> None:
+        super().__init__()
+        self.rule = rule
+        generator = torch.Generator().manual_seed(0)
+        self.table = torch.nn.Parameter(torch.randn(5, 4, 3, generator=generator))
+        self.offsets = torch.nn.Parameter(torch.randn(7, 3, generator=generator))
+
+    def forward(self, grid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        height, width = grid.shape
+        return resize_table(self.table, (height, width), self.rule), resize_offsets(self.offsets, 2 * height - 1)
+
+
+@pytest.mark.parametrize("rule", ["google", "timm", "dino", "siglip", "naflex-par"])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_table_is_resized_across_its_own_grid_in_one_program(rule):
+    module = Resized(rule)
+    dims = {"grid": {0: torch.export.Dim("rows", min=2), 1: torch.export.Dim("columns", min=2)}}
+    program = torch.export.export(module, (torch.zeros(6, 7),), dynamic_shapes=dims).module()
+    for grid in ((5, 4), (2, 3), (9, 8), (3, 9), (5, 6), (4, 4)):
+        for found, expected in zip(program(torch.zeros(grid)), module(torch.zeros(grid)), strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
