@@ -267,7 +267,9 @@ def _show(name: str, load: Load) -> None:
     )
 
 
-def _summary(predicted: Sequence[float], closed: dict[str, list[Load]], opened: Sequence[Load], clients: int) -> None:
+def _summary(
+    predicted: Sequence[float], closed: dict[str, list[Load]], opened: Sequence[tuple[str, Load]], clients: int
+) -> None:
     ours = statistics.median(load.rate for load in closed["vitral"])
     bench = statistics.median(predicted)
     print(f"\n{clients} clients, median of {len(predicted)} rounds")

@@ -36,7 +36,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 SETS_KEYS = {"--set", "--sweep"}
 PURE = {"list", "show", "cost"}  # verbs that read no files: their printed output is compared as well
 QUICK = PURE | {"info", "check", "convert", "predict", "embed", "evaluate", "inspect", "search"}
-OTHER_PROGRAMS = {"git", "pip", "pipx", "uv", "cd", "source", "export", "pre-commit", "pytest", ".ci/run"}
+OTHER_PROGRAMS = {
+    *("git", "pip", "pipx", "uv", "cd", "source", "export", "pre-commit", "pytest", ".ci/run", "curl", "docker")
+}
 FILE_SUFFIXES = "py|toml|md|css|js|yml|sh|json|cff|txt|ipynb|log|svg|png"
 MAKE_TARGETS = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 SHAPE = ("shape.depth=1", "shape.width=32", "shape.mlp=64", "shape.heads=2")

@@ -7,6 +7,8 @@ import base64
 import http.client
 import json
 import os
+import shlex
+import shutil
 import signal
 import socket
 import struct
@@ -620,6 +622,24 @@ def test_wrong_options_are_sentences(weights, tmp_path):
         options: dict[str, Any] = {"device": "cpu", "port": 0, **changes}
         with pytest.raises(UserError, match=sentence):
             vitral.serve([weights], **options)
+
+
+def test_commands_of_the_documentation(weights, tmp_path):
+    """Every curl line of docs/serving.md answers 200."""
+    curl = shutil.which("curl")
+    if curl is None:
+        pytest.skip("needs curl")
+    page = (SOURCE.parent / "docs" / "serving.md").read_text("utf-8")
+    commands = [line for line in page.splitlines() if line.startswith("curl ")]
+    (tmp_path / "photo.jpg").write_bytes(photograph())
+    (tmp_path / "other.png").write_bytes(encode_png(np.zeros((40, 50, 3), np.uint8)))
+    assert len(commands) >= 8
+    with started({"pets": weights}) as server:
+        for command in commands:
+            words = shlex.split(command.replace("localhost:8000", f"127.0.0.1:{server.server.port}"))
+            words = [curl, "-s", "-w", "%{http_code}", *words[1:]]
+            done = subprocess.run(words, cwd=tmp_path, capture_output=True, timeout=60)
+            assert done.stdout.endswith(b"200"), (command, done.stdout)
 
 
 def test_batch_sizes():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,14 +89,12 @@ def serve(
     Raises:
         UserError: where an argument is wrong, a model cannot be loaded, or the address cannot be used.
     """
-    try:
+    with _needs_extra():
         from vitral.server.logs import set_up_logs
         from vitral.server.models import Settings
         from vitral.server.process import ModelServer
-    except ImportError as error:
-        raise UserError(f"serve needs {error.name}: pip install 'vitral[serve]'.") from error
     resolved = resolve_device(device)
-    batch = (8 if resolved == "cpu" else 64) if max_batch is None else max_batch
+    batch = _largest_batch(resolved) if max_batch is None else max_batch
     _check(port=(port, 0, 65535), max_batch=(batch, 1, 1024), max_queue=(max_queue, 1, 1_000_000))
     _check(max_wait_ms=(max_wait_ms, 0, 10_000), timeout=(timeout, 0.1, 3600), max_body_mb=(max_body_mb, 0.001, 1000))
     _check(max_pixels=(max_pixels, 1, 10**9))
@@ -111,13 +111,60 @@ def serve(
         token=token,
     )
 
-    def loader(each: str | Path) -> Callable[[], Runtime]:
-        return lambda: _load(each, classes, preprocess, resolved, batch, on_event)
-
     set_up_logs()
-    server = ModelServer({name: loader(each) for name, each in named_sources(source).items()}, settings)
+    loaders = _loaders(source, classes, preprocess, resolved, batch, on_event)
+    server = ModelServer(loaders, settings)
     served = server.run_until_stopped()
     return ServeResult(served.requests, served.images)
+
+
+def asgi_app(source: Sequence[str | Path], *, classes: str | Path = "", preprocess: str = "", device: str = "") -> Any:
+    """Build the application of `serve`, with its default limits, for another server such as Ray Serve.
+
+    Args:
+        source: models, as `serve` takes them.
+        classes: file that names the models' outputs in order.
+        preprocess: how pixels are prepared, where the weights do not state it.
+        device: cpu, cuda or mps; chosen when not given.
+
+    Returns:
+        An ASGI application; its log has to be set up by the caller.
+
+    Raises:
+        UserError: a model cannot be loaded.
+    """
+    with _needs_extra():
+        from vitral.server.app import Service, build_app
+        from vitral.server.models import Settings
+    resolved = resolve_device(device)
+    settings = Settings(max_batch=_largest_batch(resolved))
+    return build_app(Service(_loaders(source, classes, preprocess, resolved, settings.max_batch, None), settings))
+
+
+@contextmanager
+def _needs_extra() -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(f"serve needs {error.name}: pip install 'vitral[serve]'.") from error
+
+
+def _largest_batch(device: str) -> int:
+    return 8 if device == "cpu" else 64
+
+
+def _loaders(
+    sources: Sequence[str | Path],
+    classes: str | Path,
+    preprocess: str,
+    device: str,
+    batch: int,
+    on_event: EventHandler | None,
+) -> dict[str, Callable[[], Runtime]]:
+    return {
+        name: partial(_load, source, classes, preprocess, device, batch, on_event)
+        for name, source in named_sources(sources).items()
+    }
 
 
 def named_sources(sources: Sequence[str | Path]) -> dict[str, str | Path]:

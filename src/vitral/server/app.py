@@ -20,6 +20,7 @@ from vitral.server.metrics import Metrics
 from vitral.server.models import Prediction, QueueFull, ServedModel, Settings, decoding_pool
 from vitral.server.openapi import openapi
 from vitral.server.requests import BodyReader, Query, RequestError, images_in, until_gone
+from vitral.server.runtime import Runtime
 
 Endpoint = Callable[["Service", Request], Coroutine[Any, Any, Response]]
 _Result = TypeVar("_Result")
@@ -28,8 +29,18 @@ _Result = TypeVar("_Result")
 class Service:
     """What the routes share: models, limits, and whether the server is shutting down."""
 
-    def __init__(self, models: Mapping[str, ServedModel], settings: Settings, metrics: Metrics) -> None:
-        self.models, self.settings, self.metrics = models, settings, metrics
+    def __init__(self, loaders: Mapping[str, Callable[[], Runtime]], settings: Settings) -> None:
+        """Load the models.
+
+        Args:
+            loaders: by the name of each model, what loads it.
+            settings: limits of requests, batches and queues.
+
+        Raises:
+            UserError: a model cannot be loaded.
+        """
+        self.settings, self.metrics = settings, Metrics()
+        self.models = {name: ServedModel(name, load, settings, self.metrics) for name, load in loaders.items()}
         self.bodies = BodyReader(settings.max_body, settings.timeout)
         self.pool = decoding_pool()
         self.draining = False  # answers end their connections, and readiness is denied

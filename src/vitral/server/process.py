@@ -20,8 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from vitral.errors import UserError
 from vitral.server.app import Service, build_app
 from vitral.server.logs import log
-from vitral.server.metrics import Metrics
-from vitral.server.models import ServedModel, Settings
+from vitral.server.models import Settings
 from vitral.server.runtime import Runtime
 
 _DRAIN = 1.0  # seconds of answering with `Connection: close` before the socket is closed
@@ -51,13 +50,12 @@ class ModelServer(uvicorn.Server):
         Raises:
             UserError: a model cannot be loaded, or the address cannot be used.
         """
-        self._listener, self._metrics = _bound_socket(settings.host, settings.port), Metrics()
+        self._listener = _bound_socket(settings.host, settings.port)
         try:
-            models = {name: ServedModel(name, load, settings, self._metrics) for name, load in loaders.items()}
+            self._service = Service(loaders, settings)
         except BaseException:
             self._listener.close()
             raise
-        self._service = Service(models, settings, self._metrics)
         self._tasks: set[asyncio.Task[None]] = set()
         self._protocol_class = _limited_protocol(settings.timeout)
         super().__init__(
@@ -87,8 +85,9 @@ class ModelServer(uvicorn.Server):
         finally:
             self._listener.close()
             self._service.close()
-        log("stopped", requests=self._metrics.requests(), images=self._metrics.images())
-        return Served(self._metrics.requests(), self._metrics.images())
+        served = Served(self._service.metrics.requests(), self._service.metrics.images())
+        log("stopped", requests=served.requests, images=served.images)
+        return served
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, answer all who have connected, then close the connections that are idle."""
