@@ -343,6 +343,21 @@ def test_reload_serves_the_new_file_and_keeps_the_old_one_if_that_is_broken(tmp_
         assert server.json("POST", "/predict", photograph())[1]["predictions"] == after
 
 
+def test_exported_files_are_served(running, weights, tmp_path):
+    vitral.export_model(weights, tmp_path / "tiny.onnx", outputs=["attention"])
+    path = f"/predict?attention=1&top={len(NAMES)}"
+    wanted = running.json("POST", path, photograph(6))[1]["predictions"][0]
+    with started({"m": tmp_path / "tiny.onnx"}) as server, ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: server.json("POST", path, photograph(6)), range(8)))
+        assert server.json("GET", "/v2/models/m")[1]["platform"] == "onnxruntime_onnx"
+    for status, answer in answers:
+        (found,) = answer["predictions"]
+        assert status == 200
+        assert [each["name"] for each in found["classes"]] == [each["name"] for each in wanted["classes"]]
+        for key in ("values", "box"):
+            assert found["attention"][key] == pytest.approx(wanted["attention"][key], abs=1e-4)
+
+
 def infer(running: Running, tensor: dict[str, Any], tail: bytes | None = None, **more: Any) -> tuple[int, Any]:
     head = json.dumps({"inputs": [tensor], **more}).encode()
     headers = {} if tail is None else {"Inference_Header_Content_Length": str(len(head))}
