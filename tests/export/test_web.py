@@ -34,7 +34,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 WEB = Path(vitral.__file__).parent / "export" / "web"
 NAMES = ("ant", "bee", "cat", "<b>dog</b>")
 PIPELINE = "decode|resize_small(40, bicubic)|central_crop(32)"
-HALF = (0.5, 0.5, 0.5)
+TOKEN = "a-token-of-the-test"
 
 RUN_CASES = """
 import { readFileSync } from "node:fs";
@@ -223,7 +223,7 @@ class Opened:
         self.said: list[str] = []
         self.page.on("console", lambda message: self.said.append(message.text))
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("dialog", lambda dialog: dialog.accept("secret"))
+        self.page.on("dialog", lambda dialog: dialog.accept(TOKEN))
         self.outside: list[str] = []
         self.context.on("request", lambda request: self.outside.append(request.url))
         self.address = address
@@ -374,12 +374,12 @@ def test_the_servers_page_shows_what_python_computes(browser, tmp_path):
     model = tiny_model()
     vitral.save(model, tmp_path / "tiny.safetensors", card())
     command = [sys.executable, "-m", "vitral", "serve", str(tmp_path / "tiny.safetensors"), "--port", "0"]
-    environment = {**os.environ, "VITRAL_TOKEN": "secret", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "VITRAL_TOKEN": TOKEN, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     assert process.stdout is not None
     try:
-        events = [json.loads(next(process.stdout)) for _ in range(2)]
-        opened = Opened(browser, f"http://127.0.0.1:{events[-1]['port']}/")
+        listening = next(line for line in process.stdout if '"listening"' in line)
+        opened = Opened(browser, f"http://127.0.0.1:{json.loads(listening)['port']}/")
         *paths, broken = photographs(tmp_path)
         check_answers(opened, [*paths, broken], python_answers(model, paths))
         assert opened.outside_requests() == []
