@@ -21,7 +21,7 @@ import torch
 from vitral.api.checkpoints import load_source
 from vitral.export.exported import open_exported
 from vitral.kernels.packed import pack
-from vitral.models.normalize import normalize
+from vitral.models.model import normalize
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -54,8 +54,10 @@ def main() -> None:
     files = [open_exported(path) for path in options.files]
     models: dict[str, Callable[[np.ndarray], np.ndarray]] = {str(file.path): file for file in files}
     models["vitral, packed"] = packed_model(options.source)
-    shape = (max(options.batches), *files[0].size, files[0].card.architecture.channels)
-    images = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    config = files[0].card.architecture
+    images = np.random.default_rng(0).integers(
+        0, 256, (max(options.batches), *config.image, config.channels), dtype=np.uint8
+    )
     for batch in options.batches:
         times: dict[str, list[float]] = {name: [] for name in models}
         for number in range(options.rounds + 1):  # the first warms up
