@@ -7,8 +7,8 @@ and the page of the server. PHOTOS are sampled; the others of them are the gate'
 below a sub-path by a plain file server without any special headers, which is shut down after the first visit: pictures
 are classified by the page that its service worker kept. No page may ask another host for anything. Classes are read
 from the page after its file chooser was used; probabilities, attention and decoded pixels come from the functions that
-the page itself calls. They are compared with Python's float32 model, and attention also with that of the exported file
-itself, run by onnxruntime in Python.
+the page itself calls. They are compared with Python's float32 model, and with the exported file itself, run by
+onnxruntime in Python.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def main() -> None:
     random.Random(options.seed).shuffle(paths)
     photos, gate_images = paths[: options.n], paths[options.n : options.n + options.gate]
     table = Table(
-        *("page", "top-1 as Python", "probability", "attention", "attention, same file", "decoded pixels", "MB"),
-        "ms per picture",
+        *("page", "top-1 as Python", "probability", "attention", "top-1, same file", "attention, same file"),
+        *("decoded pixels", "MB", "ms per picture"),
     )
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as play:
@@ -181,7 +181,7 @@ def compare(page: Page, photos: list[Path], answers: list[Answer], exported: Exp
     page.wait_for_selector(".thumb.waiting", state="detached")
     labels = [label.rsplit(",", 1)[0] for label in page.locator(".thumb span").all_inner_texts()]
     same = sum(label == answer.names[0] for label, answer in zip(labels, answers, strict=True))
-    differences, times = [], []
+    differences, times, same_file = [], [], 0
     for photo, answer in zip(photos, answers, strict=True):
         text = base64.b64encode(photo.read_bytes()).decode()
         started = time.perf_counter()
@@ -191,12 +191,15 @@ def compare(page: Page, photos: list[Path], answers: list[Answer], exported: Exp
         attention = np.reshape(result["attention"]["values"], answer.attention.shape)
         row = [np.subtract(probabilities, answer.probabilities), attention - answer.attention]
         if exported:
-            row.append(attention - exported.outputs(answer.input[None], ["attention"])["attention"][0])
+            outputs = exported.outputs(answer.input[None], ["probabilities", "attention"])
+            best = exported.card.class_names[outputs["probabilities"][0].argmax()]
+            same_file += result["classes"][0]["name"] == best
+            row.append(attention - outputs["attention"][0])
             row.append(pixels_of(page, text, answer) - answer.pixels)
         differences.append([float(np.abs(values).max()) for values in row])
     largest = [f"{value:.1e}" for value in np.max(differences, axis=0)]
-    largest = [*largest[:3], f"{float(largest[3]):.0f} levels"] if exported else [*largest, "", ""]
-    return [f"{same} of {len(photos)}", *largest, f"{1000 * np.median(times):.0f}"]
+    of_file = [f"{same_file} of {len(photos)}", largest[2], f"{float(largest[3]):.0f} levels"] if exported else [""] * 3
+    return [f"{same} of {len(photos)}", *largest[:2], *of_file, f"{1000 * np.median(times):.0f}"]
 
 
 def pixels_of(page: Page, text: str, answer: Answer) -> np.ndarray:
