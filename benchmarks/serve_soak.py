@@ -162,7 +162,7 @@ class Soak:
 
     def _check(self, expected: int, status: int) -> None:
         self.counts[f"refused {status}"] += 1
-        if status not in (expected, 429):
+        if status not in (expected, 429, 503):
             self.fail(f"status {status} in place of {expected}")
 
     async def watch(self, pid: int, every: float, memory: list[tuple[float, int]]) -> None:
