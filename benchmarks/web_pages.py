@@ -2,7 +2,7 @@
 
     python benchmarks/web_pages.py WEIGHTS PHOTOS [--classes FILE] [--runtime FOLDER] [--n 50] [--shots FOLDER]
 
-Three pages are driven: the web export without images (float32), the one with images (int8 where the gate allows it),
+Three pages are driven: the web export in float32 (web), the one in int8 (web-int8),
 and the page of the server. PHOTOS are sampled; the others of them are the gate's images. The exported folder is served
 below a sub-path by a plain file server without any special headers, which is shut down after the first visit: pictures
 are classified by the page that its service worker kept. No page may ask another host for anything. Classes are read
@@ -40,6 +40,7 @@ from rich.console import Console
 from rich.table import Table
 
 import vitral
+from vitral.api.export import ExportFormat
 from vitral.data.images import decode
 from vitral.data.preprocess import parse_deterministic
 from vitral.export.exported import ExportedModel, open_exported
@@ -99,12 +100,13 @@ def main() -> None:
         browser = play.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox"], ignore_default_args=["--hide-scrollbars"]
         )
-        for name, images in (("web float32", []), ("web int8", gate_images)):
-            site = Path(folder, name.replace(" ", "-"), "some", "where")
+        formats: dict[ExportFormat, list[Path]] = {"web": [], "web-int8": gate_images}
+        for format, images in formats.items():
+            site = Path(folder, format, "some", "where")
             result = vitral.export_model(
                 options.weights,
                 site,
-                format="web",
+                format=format,
                 images=images,
                 agreement=options.agreement if images else 0.99,
                 classes=options.classes,
@@ -114,8 +116,8 @@ def main() -> None:
             with browser.new_context() as context:
                 page = offline_page(context, site.parent.parent, "some/where/", problems)
                 row = compare(page, photos, answers, exported)
-                take_shots(page, options.shots, name)
-            table.add_row(name, *row[:-1], f"{result.bytes / 1e6:.1f}", row[-1])
+                take_shots(page, options.shots, format)
+            table.add_row(format, *row[:-1], f"{result.bytes / 1e6:.1f}", row[-1])
         with server(options.weights, options.classes) as address, browser.new_context() as context:
             page = opened(context, address, problems)
             row = compare(page, photos, answers, None)

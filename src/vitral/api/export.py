@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +32,7 @@ from vitral.export.pt2 import append_metadata, write_pt2
 from vitral.export.web import WebRuntime, browser_steps, find_runtime, write_page
 from vitral.version import __version__
 
-ExportFormat = Literal["onnx", "onnx-int8", "pt2", "web"]
+ExportFormat = Literal["onnx", "onnx-int8", "pt2", "web", "web-int8"]
 
 # Of formats that compute in float32, as the model does, with sums in another order.
 FLOAT_LIMITS = Limits(difference=1e-4, log_difference=1e-3, outputs=1e-3)
@@ -51,7 +49,7 @@ class ExportJob:
     dynamic_size: bool
     calibration: GateImages | None  # images for a format with `calibrated`
     on_event: EventHandler
-    web_runtime: WebRuntime | None = None  # of the format web
+    web_runtime: WebRuntime | None = None  # of a page
 
 
 class FormatEntry(NamedTuple):
@@ -71,11 +69,7 @@ def _write_onnx(job: ExportJob, path: Path) -> Path:
 
 
 def _write_int8(job: ExportJob, path: Path) -> Path:
-    return _quantize(job, _write_onnx(job, path))
-
-
-def _quantize(job: ExportJob, path: Path) -> Path:
-    """Put linear layers of a file into int8, in place."""
+    _write_onnx(job, path)
     assert job.calibration is not None
     limit = job.gate.limits.agreement
 
@@ -106,22 +100,7 @@ def _write_web(job: ExportJob, folder: Path) -> Path:
 
 
 def _write_web_int8(job: ExportJob, folder: Path) -> Path:
-    """In int8 or, where that does not meet the limits, in float32."""
-    path = _write_web(job, folder)
-    in_float = shutil.copy(path, folder / "float32.onnx")
-    try:
-        _quantize(job, path)
-        met = job.gate.limits.difference is None or not job.gate.measure(open_exported(path)).failures
-    except UserError:  # it refuses models of convolutions, and those that do not agree
-        met = False
-    if met:
-        os.remove(in_float)
-    else:
-        os.replace(in_float, path)
-        job.on_event(Note("in int8 the model does not meet the limits: the page has it in float32"))
-        if job.gate.limits.difference is None:
-            job.gate.limits = FLOAT_LIMITS._replace(agreement=job.gate.limits.agreement)
-    return path
+    return _write_int8(job, folder / "model.onnx")
 
 
 def _finish_web(job: ExportJob, written: Path) -> None:
@@ -135,8 +114,8 @@ FORMATS: dict[str, FormatEntry] = {
     "onnx-int8": FormatEntry(_write_int8, ".onnx", Limits(), calibrated=True),
     "pt2": FormatEntry(_write_pt2, ".pt2", FLOAT_LIMITS),
     "web": FormatEntry(_write_web, "", FLOAT_LIMITS, finish=_finish_web),
+    "web-int8": FormatEntry(_write_web_int8, "", Limits(), calibrated=True, finish=_finish_web),
 }
-_WEB_INT8 = FormatEntry(_write_web_int8, "", Limits(), calibrated=True, finish=_finish_web)  # web with images
 
 
 @dataclass(frozen=True, repr=False)
@@ -189,16 +168,15 @@ def export_model(
 
     The file takes uint8 pixels (batch, height, width, channels), resized and cropped already, and returns
     probabilities; normalisation and temperature are inside, class names and preprocessing in its metadata. Both models
-    are run on images, and nothing is written where they do not agree. The format web writes a folder with a page that
-    runs the model in a browser, for any static host.
+    are run on images, and nothing is written where they do not agree. The formats web and web-int8 write a folder with
+    a page that runs the model in a browser, for any static host.
 
     Args:
         source: a run folder, weights, hf:owner/name or timm:name.
-        target: the file or, for web, the folder to write.
+        target: the file or, for a page, the folder to write.
         format: format to write.
         images: image files and folders to compare the models on, or one data set with labels; generated images when not
-            given. onnx-int8 needs them, and web is in int8 with them: every other one calibrates, and the rest are
-            compared.
+            given. Formats in int8 need them: every other one calibrates, and the rest are compared.
         agreement: smallest share of images with the same top class.
         difference: largest difference of a probability. When not given, formats in float32 are held to 0.0001, and to
             limits of its logarithm and of further outputs as well.
@@ -206,8 +184,7 @@ def export_model(
         dynamic_size: accept images of any height and width.
         classes: file that names the model's outputs in order: a name per line, a table or JSON.
         preprocess: how pixels are prepared, where the weights do not state it.
-        runtime: folder of the npm package onnxruntime-web, for the format web; ./node_modules/onnxruntime-web when not
-            given.
+        runtime: folder of the npm package onnxruntime-web, for a page; ./node_modules/onnxruntime-web when not given.
         on_event: handler of progress events.
 
     Returns:
@@ -221,9 +198,9 @@ def export_model(
         raise UserError(f'format="{format}" is not one of {", ".join(FORMATS)}.')
     if not 0 <= agreement <= 1:
         raise UserError(f"agreement is a share of images from 0 to 1, not {agreement:g}.")
-    entry = _WEB_INT8 if format == "web" and images else FORMATS[format]
+    entry = FORMATS[format]
     path = checked_output(target, (entry.suffix,), "TARGET") if entry.suffix else _checked_folder(target)
-    web_runtime = find_runtime(runtime) if format == "web" else None
+    web_runtime = find_runtime(runtime) if entry.finish else None
     model, card = load_source(source, on_event)
     check_head(source, card)
     if isinstance(source, tuple):
@@ -233,7 +210,7 @@ def export_model(
         card = replace(card, preprocess=prepared(card, preprocess, handler))
         limits = entry.limits._replace(agreement=agreement)
         limits = limits if difference is None else Limits(agreement, difference)
-        if format == "web":
+        if web_runtime is not None:
             browser_steps(card)
             outputs = ("attention",) if has_attention(model.config) else ()
         given = _gate_images(source, images, card, handler)
