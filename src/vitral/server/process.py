@@ -205,8 +205,8 @@ def _limited_protocol(timeout: float) -> type[HttpToolsProtocol]:
                 self.transport.abort()
 
         def _start(self) -> None:
-            if self._deadline is None:  # one second more than a body has, so that its error is sent
-                self._deadline = self.loop.call_later(timeout + 1, self.transport.close)
+            if self._deadline is None:  # more than a body has, so that its error is sent even by a busy machine
+                self._deadline = self.loop.call_later(timeout + max(1.0, timeout / 4), self.transport.close)
 
         def _finish(self) -> None:
             if self._deadline is not None:
