@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, TypeGuard
 
 import torch
@@ -16,6 +18,7 @@ from vitral.models.build import Model
 from vitral.models.capture import AttentionCapture, Rows, capture
 from vitral.models.model import scale_and_shift
 from vitral.models.position import grid_of
+from vitral.models.resnet import StdConv2d
 
 Output = Literal["features", "attention"]
 INPUT, PROBABILITIES = "pixels", "probabilities"
@@ -87,6 +90,18 @@ class ExportGraph(nn.Module):
             stride = self.model.config.stride
             dims |= {1: stride * torch.export.Dim("rows", min=2), 2: stride * torch.export.Dim("columns", min=2)}
         return {INPUT: dims}
+
+
+def with_constant_filters(graph: ExportGraph) -> ExportGraph:
+    """The graph to trace: filters that a ResNet standardizes in each forward pass are computed once, in a copy."""
+    if not any(isinstance(module, StdConv2d) for module in graph.modules()):
+        return graph
+    copied = copy.deepcopy(graph)
+    for module in copied.modules():
+        if isinstance(module, StdConv2d):
+            module.weight = nn.Parameter(module.standardized(), requires_grad=False)
+            module.standardized = partial(getattr, module, "weight")
+    return copied
 
 
 def attention_map(captured: AttentionCapture, grid: Size) -> Tensor:

@@ -25,6 +25,7 @@ CALIBRATION_IMAGES = 128  # at most: more change neither ranges nor rounding
 _BATCH = 4  # calibration images at once: the inputs of all layers are kept
 _ROWS = 2048  # tokens of each layer's input that are kept to choose its scales and to round its weights
 _EXPONENTS = (0.0, 0.5, 0.65, 0.8)  # how far differences between input channels move into the weights
+_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)  # of the largest value: a few that are clipped make the steps finer for all
 _WORTH = 0.97  # divisors cost time where no norm can include them: they must lower the error to this share
 _DAMPING = 0.01  # of the mean of the Hessian's diagonal
 _BLOCK = 64  # input channels that are rounded before the others are corrected
@@ -160,7 +161,7 @@ def int8_layer(weight: np.ndarray, inputs: np.ndarray, low: np.ndarray, high: np
         rank: axes of its input.
 
     Returns:
-        The layer, with the divisors that give the smallest error.
+        The layer, with the divisors and the range of bytes that give the smallest error.
     """
     largest = np.maximum(np.maximum(-low, high), 1e-5)
     of_weight = np.maximum(np.abs(weight).max(axis=1), 1e-5)
@@ -168,11 +169,16 @@ def int8_layer(weight: np.ndarray, inputs: np.ndarray, low: np.ndarray, high: np
     for exponent in _EXPONENTS:
         divisors = np.ones(len(weight)) if exponent == 0 else largest**exponent / of_weight ** (1 - exponent)
         divisors = (divisors / np.exp(np.log(divisors).mean())).astype(np.float32)
-        scale, zero = activation_scale(float((low / divisors).min()), float((high / divisors).max()))
         scaled = weight * divisors[:, None]
         scales = weight_scales(scaled)
-        layer = Int8Layer(rank, divisors, scale, zero, np.rint(scaled / scales).astype(np.int8), scales, 0.0)
-        layer = layer._replace(error=_output_error(layer, inputs, weight))
+        lowest, highest = float((low / divisors).min()), float((high / divisors).max())
+        tried = []
+        for share in _SHARES:
+            limit = share * max(-lowest, highest)
+            scale, zero = activation_scale(max(lowest, -limit), min(highest, limit))
+            layer = Int8Layer(rank, divisors, scale, zero, np.rint(scaled / scales).astype(np.int8), scales, 0.0)
+            tried.append(layer._replace(error=_output_error(layer, inputs, weight)))
+        layer = min(tried, key=lambda layer: layer.error)
         if best is None or layer.error < _WORTH * best.error:
             best = layer
     assert best is not None

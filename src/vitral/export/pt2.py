@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vitral.errors import UserError, shorten
-from vitral.export.graph import ExportGraph
+from vitral.export.graph import ExportGraph, with_constant_filters
 
 _MEMBERS = re.compile(
     r"models/model\.json|data/(?:weights|constants)/model_(?:weights|constants)_config\.json"
@@ -32,7 +32,7 @@ _ATEN = re.compile(
     r"_assert_tensor_metadata|abs|add|addcmul|alias|arange|avg_pool2d|cat|chunk|clamp|clamp_min|clone"
     r"|concat|contiguous|conv2d|cos|detach|div|dropout|einsum|eq|exp|expand|expand_as|flatten|flip|floor"
     r"|full|full_like|gather|ge|gelu|group_norm|gt|index|layer_norm|le|linear|lt|matmul|max_pool2d|maximum"
-    r"|mean|meshgrid|minimum|mul|ne|neg|new_zeros|one_hot|ones|ones_like|pad|permute|pow|reciprocal|relu"
+    r"|mean|meshgrid|minimum|mul|narrow|ne|neg|new_zeros|numpy_T|one_hot|ones|ones_like|pad|permute|pow|reciprocal|relu"
     r"|repeat|reshape|rsqrt|rsub|scalar_tensor|scaled_dot_product_attention|select|sigmoid|silu|sin|slice"
     r"|softmax|split|split_with_sizes|sqrt|square|squeeze|stack|sub|sum|sym_size|t|tanh|to|transpose"
     r"|type_as|unbind|unflatten|unsqueeze|view|where|zeros|zeros_like"
@@ -51,6 +51,7 @@ _RULES: dict[str, re.Pattern[str]] = {
     "expr_str": _EXPRESSION,
     **dict.fromkeys(("in_spec", "out_spec"), _TREE),
     **dict.fromkeys(("parameter_name", "buffer_name", "fqn", "path_name"), re.compile(r"[\w.]*")),
+    "as_float": re.compile(r"-?Infinity"),  # other numbers are no strings
     "as_string": re.compile(r"[\w,>. -]*"),  # such as the equation of an einsum
     "torch_version": re.compile(r"[\w.+-]*"),
 }
@@ -91,7 +92,10 @@ def traced(graph: ExportGraph, *, dynamic_size: bool) -> torch.export.ExportedPr
     """
     try:
         return torch.export.export(
-            graph, (graph.example(),), dynamic_shapes=graph.dynamic_shapes(size=dynamic_size), strict=False
+            with_constant_filters(graph),
+            (graph.example(),),
+            dynamic_shapes=graph.dynamic_shapes(size=dynamic_size),
+            strict=False,
         )
     except Exception as error:  # torch.export has no common class for what it cannot trace
         fix = "export it without --dynamic-size" if dynamic_size else "it cannot be exported"

@@ -75,6 +75,17 @@ class StdConv2d(nn.Conv2d):
         return self._conv_forward(input, self.standardized(), None)
 
 
+def _zeros_around(x: Tensor) -> Tensor:
+    """(batch, channels, h, w) -> (batch, channels, h + 2, w + 2)"""
+    if not torch.compiler.is_exporting():
+        return F.pad(x, (1, 1, 1, 1))
+    # onnxruntime makes a Pad before a MaxPool part of it, and so minus infinity of the zeros.
+    for axis in (2, 3):
+        zeros = torch.zeros_like(x.narrow(axis, 0, 1))
+        x = torch.cat([zeros, x, zeros], dim=axis)
+    return x
+
+
 def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
     """Pad (batch, channels, h, w) to ceil(h / stride) windows, as TensorFlow: an odd pixel goes right and below."""
     top, bottom = _same_padding(x.shape[-2], kernel, stride)
@@ -114,7 +125,7 @@ class ResNet(VisionModel[ResNetConfig]):
         check_images(images, self.config.channels)
         x = self.root(images)
         if self.config.root_pool == "zero":
-            x = F.max_pool2d(F.pad(x, (1, 1, 1, 1)), 3, 2)  # not max_pool2d's own padding, which is minus infinity
+            x = F.max_pool2d(_zeros_around(x), 3, 2)  # not max_pool2d's own padding, which is minus infinity
         else:
             x = F.max_pool2d(x, 3, 2, padding=1)
         return x.permute(0, 2, 3, 1)
