@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import onnxruntime
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import vitral
 from vitral.architecture import Architecture, ResNetConfig, RopeConfig, StemConfig, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.errors import UserError
 from vitral.export.graph import Output
+from vitral.export.onnx import OPSET
 from vitral.models.build import Model, build
 from vitral.models.position import resize_offsets, resize_table
+from vitral.models.resnet import _zeros_around
 
 SMALL: dict[str, Any] = {"depth": 2, "width": 32, "mlp": 48, "heads": 4, "patch": 8, "image": (32, 32), "classes": 5}
 FREE: dict[str, Any] = {"class_token": False, "pool": "map"}
@@ -67,6 +73,24 @@ def test_a_family_exports(name, format, dynamic_size, tmp_path):
     path = tmp_path / f"model.{format}"
     result = vitral.export_model(source, path, format=format, outputs=outputs, dynamic_size=dynamic_size)
     assert result.report.agreement == 1
+
+
+class FirstPooling(nn.Module):
+    """The pooling of a BiT ResNet, whose values here are all negative, so that its zeros are the largest."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.max_pool2d(_zeros_around(x), 3, 2)
+
+
+@pytest.mark.filterwarnings("ignore")  # the exporter warns about itself
+def test_zeros_around_the_first_pooling_stay_zeros_in_onnxruntime(tmp_path):
+    """It makes a Pad before a MaxPool part of it, where padding is minus infinity."""
+    values = -1 - torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    options: dict[str, Any] = {"dynamo": True, "verbose": False, "opset_version": OPSET}
+    torch.onnx.export(FirstPooling().eval(), (values,), tmp_path / "pooling.onnx", input_names=["values"], **options)
+    session = onnxruntime.InferenceSession(tmp_path / "pooling.onnx", providers=["CPUExecutionProvider"])
+    expected = F.max_pool2d(F.pad(values, (1, 1, 1, 1)), 3, 2)
+    assert (np.asarray(session.run(None, {"values": values.numpy()})[0]) == expected.numpy()).all()
 
 
 def test_what_a_model_does_not_have_is_refused(tmp_path):
