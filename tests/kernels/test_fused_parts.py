@@ -190,7 +190,6 @@ def test_learned_frequencies_use_the_kernels_in_inference_only(calls, monkeypatc
         {"mlp_norm": True},
         {"post_norm": True},
         {"position": "bias"},
-        {"stochastic_depth": 0.5},
     ],
 )
 def test_other_parts_use_plain_pytorch(parts, calls):

@@ -80,7 +80,7 @@ class ViT(VisionModel[ViTConfig]):
         x = x if visible is None else self._only_visible(x, visible)
         fusible = self.config.injection == "input" and self.config.norm_place == "tokens"
         if fusible and fits_blocks(x, self.config.heads):
-            from vitral.models.fused import fused_blocks  # imports torch's compiler, which few runs need
+            from vitral.models.fused import fused_blocks  # imports Triton, which few runs need
 
             tokens = fused_blocks(x, self.blocks, self.norm, rotations)
             if tokens is not None:
