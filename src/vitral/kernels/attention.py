@@ -117,7 +117,7 @@ def _uses_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 @cache
 def _cudnn_lse_dims(device: torch.device, dtype: torch.dtype, head_dim: int) -> int:
-    """Dimensions of cuDNN's log-sum-exp, 3 or 4 by PyTorch's version; 0 where it fails on a small example, tried once."""
+    """Dimensions of cuDNN's log-sum-exp, 3 or 4 by PyTorch's version; 0 where cuDNN fails on a small example."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         wide = torch.linspace(-1, 1, 2 * 320 * head_dim, device=device).view(1, 2, 320, head_dim).sin()
         tokens = wide.to(dtype)

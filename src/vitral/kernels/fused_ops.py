@@ -207,7 +207,9 @@ def fold_norm(linear: LinearWeights, norm: NormWeights, dtype: torch.dtype) -> L
     return folded
 
 
-def unfold_norm_reference(dfolded: Tensor, dbias: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> FoldGradients:
+def unfold_norm_reference(
+    dfolded: Tensor, dbias: Tensor, weight: Tensor, scale: Tensor, shift: Tensor
+) -> FoldGradients:
     """From the gradients of the folded weight (out, in) and bias (out,), those of the weights before folding."""
     dnorm = torch.stack([(dfolded * weight).sum(0), dbias @ weight])
     return FoldGradients(dfolded * scale + dbias[:, None] * shift, dnorm)
