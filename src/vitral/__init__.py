@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         Saved,
         StepDone,
     )
+    from vitral.kernels.cuda_graph import graphed
     from vitral.models.capture import capture
     from vitral.recipe import Recipe
     from vitral.serving import PredictionResults
@@ -68,6 +69,7 @@ _MODULES = {
     "vitral.checkpoints.card": "Card Preprocess",
     "vitral.errors": "Interrupted UserError",
     "vitral.events": "Evaluated Event EventHandler Note Progress RunDirChosen RunFinished RunStarted Saved StepDone",
+    "vitral.kernels.cuda_graph": "graphed",
     "vitral.models.capture": "capture",
     "vitral.display": "Display",
     "vitral.recipe": "Recipe",
@@ -86,8 +88,8 @@ __all__ = [
     "RunStarted", "Saved", "SearchResult", "Source", "StepDone", "StudyList", "StudyReport", "StudyRuns", "Tracker",
     "TrainResult", "UserError", "ViTConfig", "VtabResult",
     "__version__", "benchmark", "capture", "check", "classifier", "convert", "create", "dedupe", "demo", "embed",
-    "evaluate", "fewshot", "finetune", "info", "inspect", "list_available", "load", "predict", "pretrain", "push",
-    "save", "search", "show_recipe", "study", "train", "vtab1k",
+    "evaluate", "fewshot", "finetune", "graphed", "info", "inspect", "list_available", "load", "predict", "pretrain",
+    "push", "save", "search", "show_recipe", "study", "train", "vtab1k",
 ]  # fmt: skip
 
 
