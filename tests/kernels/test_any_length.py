@@ -61,7 +61,15 @@ def forget_graphs(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 def make_model(**parts: Any) -> ViT:
     """Four patches, and heads of 24 channels, for which there is no kernel for short rows."""
     torch.manual_seed(0)
-    sizes = {"depth": 2, "width": 48, "mlp": 64, "heads": 2, "patch": 16, "image": (32, 32), "classes": 5}
+    sizes: dict[str, Any] = {
+        "depth": 2,
+        "width": 48,
+        "mlp": 64,
+        "heads": 2,
+        "patch": 16,
+        "image": (32, 32),
+        "classes": 5,
+    }
     model = ViT(ViTConfig(**(sizes | parts))).to(DEVICE)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -126,7 +134,7 @@ def test_stochastic_depth_in_the_norm_matches_the_reference_with_gradients(affin
     found = fused_ops.add_norm(x, y, bias, norm, drop)
     leaves = [tensor.double().requires_grad_() for tensor in (x, y, bias, *((weight, shift) if affine else ()))]
     wide_norm = NormWeights(leaves[3], leaves[4], 1e-6) if affine else norm
-    total, normed = fused_ops.add_norm_reference(*leaves[:3], wide_norm, drop)
+    total, normed = fused_ops.add_norm_reference(leaves[0], leaves[1], leaves[2], wide_norm, drop)
     torch.testing.assert_close(total[7:14], leaves[0][7:14])
     torch.testing.assert_close(found.total.double(), total, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found.normed.double(), normed, rtol=1e-4, atol=1e-5)

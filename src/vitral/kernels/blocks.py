@@ -146,7 +146,14 @@ def _to_half(weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 def _block_inputs(
     x: Tensor, branch: Tensor | None, bias: Tensor | None, layer: BlockWeights, half_pair: tuple[Tensor, Tensor]
 ) -> BlockInputs:
-    weights = (*layer.norm1[:2], *layer.qkv, *layer.out, *layer.norm2[:2], *layer.hidden, layer.output.weight)
+    weights: tuple[Tensor, ...] = (
+        *layer.norm1[:2],
+        *layer.qkv,
+        *layer.out,
+        *layer.norm2[:2],
+        *layer.hidden,
+        layer.output.weight,
+    )
     return BlockInputs(x, branch, bias, *weights, *half_pair)
 
 

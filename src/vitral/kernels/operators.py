@@ -81,25 +81,24 @@ def block_forward(*arguments: Any) -> tuple[Tensor, ...]:
 def _(*arguments: Any) -> tuple[Tensor, ...]:
     inputs, options = split_block(arguments)
     x, batch, heads = inputs.x, options.batch, options.heads
-    (rows, dim), mlp = x.shape, inputs.whidden.shape[0]
-
-    def moments() -> Tensor:
-        return x.new_empty(2, rows, dtype=torch.float32)
-
-    def like_x(count: int) -> list[Tensor]:
-        return [x.new_empty(rows, dim) for _ in range(count)]
-
-    tokens = rows // batch
-    return tuple(
-        BlockOutputs(
-            *(*like_x(3), moments(), x.new_empty(rows, 3 * dim)),
-            x.new_empty(batch, tokens, heads, dim // heads),
-            x.new_empty(batch, heads, tokens, dtype=torch.float32),
-            *(*like_x(1), moments(), x.new_empty(rows, mlp)),
-            x.new_empty(rows, mlp) if options.saves_gelu else x.new_empty(0),
-            *(x.new_empty(3 * dim, dim), x.new_empty(mlp, dim)),
-        )
+    (rows, dim), mlp, tokens = x.shape, inputs.whidden.shape[0], x.shape[0] // options.batch
+    wide = {"dtype": torch.float32}
+    outputs = BlockOutputs(
+        total=x.new_empty(rows, dim),
+        branch=x.new_empty(rows, dim),
+        normed1=x.new_empty(rows, dim),
+        moments1=x.new_empty(2, rows, **wide),
+        qkv=x.new_empty(rows, 3 * dim),
+        attn=x.new_empty(batch, tokens, heads, dim // heads),
+        lse=x.new_empty(batch, heads, tokens, **wide),
+        normed2=x.new_empty(rows, dim),
+        moments2=x.new_empty(2, rows, **wide),
+        h=x.new_empty(rows, mlp),
+        activated=x.new_empty(rows, mlp) if options.saves_gelu else x.new_empty(0),
+        folded_qkv=x.new_empty(3 * dim, dim),
+        folded_hidden=x.new_empty(mlp, dim),
     )
+    return tuple(outputs)
 
 
 @torch.library.custom_op(

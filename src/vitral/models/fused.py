@@ -14,7 +14,7 @@ from vitral.models.position import Rotation
 
 
 def fused_blocks(
-    x: Tensor, blocks: nn.ModuleList, final_norm: nn.LayerNorm, rotations: Sequence[Rotation | None]
+    x: Tensor, blocks: nn.ModuleList, final_norm: nn.Module, rotations: Sequence[Rotation | None]
 ) -> Tensor | None:
     """All blocks and the final norm in fused kernels: (batch, tokens, dim) -> (batch, tokens, dim).
 
@@ -35,7 +35,9 @@ def fused_blocks(
         torch.export, so that its programs need no operators of ours.
     """
     plain = [block for block in blocks if isinstance(block, Block) and _is_fusible(block, x.dtype)]
-    if len(plain) < len(blocks) or not _is_fusible_norm(final_norm) or torch.compiler.is_exporting():
+    if len(plain) < len(blocks) or torch.compiler.is_exporting():
+        return None
+    if not isinstance(final_norm, nn.LayerNorm) or not _is_fusible_norm(final_norm):
         return None
     if torch.is_grad_enabled():
         weights = [*blocks.parameters(), *final_norm.parameters()]
