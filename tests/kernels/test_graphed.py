@@ -1,4 +1,4 @@
-"""`vitral.graphed`: a step equals that of a loop by hand. Without a GPU, a stand-in for CUDA graphs shows which steps are
+"""`vitral.graphed`: a step equals that of a loop by hand. Without a GPU, a stand-in for CUDA graphs shows which are
 captured; on a GPU they are."""
 
 from __future__ import annotations
