@@ -109,7 +109,7 @@ def race(workloads: Sequence[Workload], rounds: int) -> None:
     with ExitStack() as stack:
         workers = [(workload, stack.enter_context(Worker(backend))) for workload, backend in cases]
         with ThreadPoolExecutor(max(len(workers), 1)) as pool:
-            ready = list(pool.map(lambda pair: is_ready(*pair, rounds), workers))
+            ready = list(pool.map(lambda pair: is_ready(pair[0], pair[1], rounds), workers))
         for workload in workloads:
             pairs = zip(workers, ready, strict=True)
             contestants = [worker for (of, worker), started in pairs if of is workload and started]

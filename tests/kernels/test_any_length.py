@@ -237,7 +237,7 @@ def test_exported_programs_have_no_operators_of_ours(kernels):
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
-@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("dropped", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_operators_follow_the_rules_of_torch_library(dropped):
     torch.manual_seed(0)
     model = make_model(stochastic_depth=0.5 if dropped else 0.0, rope=RopeConfig(), position="none")

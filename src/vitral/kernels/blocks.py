@@ -146,15 +146,12 @@ def _to_half(weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 def _block_inputs(
     x: Tensor, branch: Tensor | None, bias: Tensor | None, layer: BlockWeights, half_pair: tuple[Tensor, Tensor]
 ) -> BlockInputs:
-    weights: tuple[Tensor, ...] = (
-        *layer.norm1[:2],
-        *layer.qkv,
-        *layer.out,
-        *layer.norm2[:2],
-        *layer.hidden,
-        layer.output.weight,
-    )
-    return BlockInputs(x, branch, bias, *weights, *half_pair)
+    return BlockInputs(
+        x, branch, bias,
+        layer.norm1.weight, layer.norm1.bias, layer.qkv.weight, layer.qkv.bias, layer.out.weight, layer.out.bias,
+        layer.norm2.weight, layer.norm2.bias, layer.hidden.weight, layer.hidden.bias, layer.output.weight,
+        half_pair[0], half_pair[1],
+    )  # fmt: skip
 
 
 def _norm_arguments(norm: NormWeights, drop: BranchDrop | None) -> tuple[Tensor, Tensor, Tensor | None, float, float]:
