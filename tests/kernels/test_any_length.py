@@ -200,6 +200,24 @@ def test_compiled_models_match_eager_ones_without_break_or_warning(kernels):
     assert targets.count("vitral.block.default") == model.config.depth * (not ON_GPU)  # float32 is plain on a GPU
 
 
+@pytest.mark.usefixtures("forget_graphs")
+def test_autocast_inside_of_a_compiled_function_gives_no_warning(kernels, monkeypatch):
+    half = torch.bfloat16 if ON_GPU else torch.float16  # Triton's interpreter computes wrongly in bfloat16
+    monkeypatch.setattr(dispatch, "HALF_DTYPES", (half,))
+    model = make_model(depth=1)
+    images = make_images(model)
+
+    def forward(images: Tensor) -> Tensor:
+        with torch.autocast(DEVICE, half):
+            return model(images)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = torch.compile(forward, fullgraph=True, backend="eager")(images)
+    assert found.dtype == half
+    torch.testing.assert_close(found, forward(images))
+
+
 @pytest.mark.skipif(not CAN_BUILD, reason="needs a C++ compiler (g++) and Python's headers")
 @pytest.mark.slow
 @pytest.mark.usefixtures("forget_graphs")
