@@ -184,20 +184,21 @@ def test_draws_are_those_of_the_blocks_one_by_one():
 
 
 @pytest.mark.usefixtures("forget_graphs")
-def test_compiled_models_match_eager_ones_without_break_or_warning(kernels):
+def test_compiled_models_match_eager_ones_without_break_or_warning(kernels, monkeypatch):
     model = make_model(**DINO)
-    images = make_images(model)
+    images = make_images(model, 2)
     eager = logits_and_gradients(model, model, images)
+    used = []
+    forward = block.forward
+    monkeypatch.setattr(block, "forward", lambda *arguments: used.append(1) or forward(*arguments))
+    monkeypatch.setattr(blocks, "_Block", None)  # only the operators are left
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         found = logits_and_gradients(model, compiled, images)
+    assert len(used) == model.config.depth
     for name, tensor in eager.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
-    explained = torch._dynamo.explain(model)(images)
-    targets = [str(node.target) for graph in explained.graphs for node in graph.graph.nodes]
-    assert explained.graph_break_count == 0
-    assert targets.count("vitral.block.default") == model.config.depth * (not ON_GPU)  # float32 is plain on a GPU
 
 
 @pytest.mark.usefixtures("forget_graphs")
