@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         Saved,
         StepDone,
     )
+    from vitral.kernels.cuda_graph import graphed
     from vitral.models.capture import capture
     from vitral.recipe import Recipe
     from vitral.serving import PredictionResults
@@ -72,6 +73,7 @@ _MODULES = {
     "vitral.checkpoints.card": "Card Preprocess",
     "vitral.errors": "Interrupted PartsWritten UserError",
     "vitral.events": "Evaluated Event EventHandler Note Progress RunDirChosen RunFinished RunStarted Saved StepDone",
+    "vitral.kernels.cuda_graph": "graphed",
     "vitral.models.capture": "capture",
     "vitral.display": "Display",
     "vitral.recipe": "Recipe",
@@ -91,8 +93,8 @@ __all__ = [
     "RunStarted", "Saved", "SearchResult", "ServeResult", "Source", "StepDone", "StudyList", "StudyReport", "StudyRuns",
     "Tracker", "TrainResult", "UserError", "ViTConfig", "VtabResult",
     "__version__", "benchmark", "capture", "check", "classifier", "convert", "create", "dedupe", "demo", "embed",
-    "evaluate", "export_model", "fewshot", "finetune", "info", "inspect", "list_available", "load", "predict",
-    "pretrain", "push", "save", "search", "serve", "show_recipe", "study", "train", "vtab1k",
+    "evaluate", "export_model", "fewshot", "finetune", "graphed", "info", "inspect", "list_available", "load",
+    "predict", "pretrain", "push", "save", "search", "serve", "show_recipe", "study", "train", "vtab1k",
 ]  # fmt: skip
 
 

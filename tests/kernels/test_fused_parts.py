@@ -12,7 +12,7 @@ from torch import nn
 pytest.importorskip("triton", reason="the kernels need Triton (pip install triton)")
 
 from vitral.architecture import RopeConfig, ViTConfig
-from vitral.kernels import blocks, dispatch, quick_gelu, rotary
+from vitral.kernels import blocks, dispatch, gelu, rotary
 from vitral.models.layers import LayerScale
 from vitral.models.position import Rotation
 from vitral.models.vit import ViT
@@ -104,31 +104,42 @@ def test_rotation_matches_the_reference_with_gradients(n, heads, d, adjacent, pe
 def test_quick_gelu_matches_the_reference(shape):
     torch.manual_seed(0)
     h = torch.randn(shape, device=DEVICE) * 4
-    torch.testing.assert_close(quick_gelu.quick_gelu(h).double(), quick_gelu.reference(h.double()), **EXACT)
+    torch.testing.assert_close(gelu.quick_gelu(h).double(), gelu.reference(h.double(), "quick"), **EXACT)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+def test_exact_gelu_at_the_end_of_a_product_is_exact_to_five_digits():
+    dtype, rounding = (torch.float32, 0.0) if DEVICE == "cpu" else (torch.bfloat16, 2**-8)
+    h = torch.cat([torch.linspace(-8, 8, 508), torch.tensor([-1e4, -30.0, 30.0, 1e4])]).to(DEVICE, dtype)
+    x, weight = h[:, None].repeat(1, 16), torch.zeros(16, 16, device=DEVICE, dtype=dtype)
+    weight[:, 0] = 1.0
+    found = gelu.fused_linear_gelu(x, weight, torch.zeros_like(weight[0]), "none")
+    torch.testing.assert_close(found[:, 3].double(), gelu.reference(h.double(), "none"), rtol=rounding, atol=3e-5)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs"), [(8, 16, 32), (130, 72, 264), pytest.param(300, 192, 768, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("linear", [quick_gelu.linear_quick_gelu, quick_gelu.fused_linear])
-def test_a_linear_layer_with_quick_gelu_matches_the_reference(rows, inputs, outputs, linear):
+@pytest.mark.parametrize("linear", [gelu.linear_gelu, gelu.fused_linear_gelu])
+@pytest.mark.parametrize("kind", ["quick", "none"])
+def test_a_linear_layer_with_a_gelu_matches_the_reference(rows, inputs, outputs, linear, kind):
     torch.manual_seed(0)
     x, weight = torch.randn(rows, inputs, device=DEVICE), torch.randn(outputs, inputs, device=DEVICE)
     bias = 3 * torch.randn(outputs, device=DEVICE)
-    found = linear(x.to(HALF), weight.to(HALF), bias.to(HALF))
+    found = linear(x.to(HALF), weight.to(HALF), bias.to(HALF), kind)
     x, weight, bias = (tensor.to(HALF).double() for tensor in (x, weight, bias))
-    expected = quick_gelu.linear_quick_gelu_reference(x, weight, bias)
+    expected = gelu.reference(torch.nn.functional.linear(x, weight, bias), kind)
     torch.testing.assert_close(found.double(), expected, rtol=2e-2 if torch.bfloat16 == HALF else 4e-3, atol=2e-2)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the kernel is for large batches on a GPU")
 def test_large_batches_have_the_gelu_in_the_product(monkeypatch):
-    rows = 128 * quick_gelu._MIN_TILES * torch.cuda.get_device_properties(0).multi_processor_count
+    rows = 128 * gelu._MIN_TILES * torch.cuda.get_device_properties(0).multi_processor_count
     x, weight = torch.randn(rows, 64, device=DEVICE, dtype=HALF), torch.randn(256, 64, device=DEVICE, dtype=HALF)
-    expected = quick_gelu.quick_gelu(torch.addmm(weight[:, 0], x, weight.t()))
-    monkeypatch.setattr(quick_gelu, "quick_gelu", None)
-    found = quick_gelu.linear_quick_gelu(x, weight, weight[:, 0].contiguous())
+    expected = gelu.quick_gelu(torch.addmm(weight[:, 0], x, weight.t()))
+    monkeypatch.setattr(gelu, "quick_gelu", None)
+    found = gelu.linear_gelu(x, weight, weight[:, 0].contiguous(), "quick")
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
@@ -190,7 +201,6 @@ def test_learned_frequencies_use_the_kernels_in_inference_only(calls, monkeypatc
         {"mlp_norm": True},
         {"post_norm": True},
         {"position": "bias"},
-        {"stochastic_depth": 0.5},
     ],
 )
 def test_other_parts_use_plain_pytorch(parts, calls):

@@ -1,4 +1,4 @@
-"""Vision Transformers after the paper's, as names of benchmarks: DINOv3-B/16, CLIP-B/16 and OpenCLIP-B/16."""
+"""Vision Transformers after the paper's, as names of benchmarks: DINOv3-B/16, DINOv2-B/14, CLIP-B/16, OpenCLIP-B/16."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ FAMILIES = {
         },
         {"global_pool": "token"},
     ),
+    "DINOv2": Family("vit_base_patch14_dinov2", {"layer_scale": True, "gelu": "erf", "rope": None}, {}),
     "CLIP": Family("vit_base_patch16_clip_quickgelu_224", {**_CLIP, "gelu": "quick"}, {}),
     "OpenCLIP": Family("vit_base_patch16_clip_224", {**_CLIP, "gelu": "erf"}, {}),
 }

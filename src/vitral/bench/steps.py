@@ -27,7 +27,11 @@ _CLIP_NORM = 1.0
 _LEARNING_RATE = 1e-4
 _TOP = 5
 _TIE = 2e-2  # share of the largest logit: closer classes may change their order in bfloat16
-_COMPILE_MODES = {"compile": "default", "graphs": "reduce-overhead", "autotune": "max-autotune"}
+# "loop": as "graphs", for ours as well, which otherwise captures its own CUDA graph; what a user's loop gets.
+_COMPILE_MODES = {
+    **{"compile": "default", "graphs": "reduce-overhead", "autotune": "max-autotune"},
+    **{"loop": "reduce-overhead"},
+}
 _ATTENTION = {
     "flash": torch.backends.cuda.enable_flash_sdp,
     "cudnn": torch.backends.cuda.enable_cudnn_sdp,
@@ -137,7 +141,7 @@ class TimedStep:
 
     def _mark_step(self) -> None:
         """Allow torch.compile's CUDA graphs to overwrite their earlier outputs."""
-        if self.backend.mode in ("graphs", "autotune") and not self.backend.captures:
+        if self.backend.mode in ("graphs", "autotune", "loop") and not self.backend.captures:
             torch.compiler.cudagraph_mark_step_begin()
 
 

@@ -1,25 +1,32 @@
-"""Attention over short sequences with whole rows on chip: launchers of the kernels, and a reference in PyTorch.
+"""Attention that reads the fused qkv projection as it is: our own kernels for short sequences, cuDNN's for long ones.
 
 General flash kernels are built for long sequences; at 197 tokens they spend time on what short rows do not need. Here
 the keys and values of a head stay on chip, a row of logits is never split, so the softmax needs a single pass, and
 lengths are padded to a multiple of 16 instead of a power of two. Inputs and gradients keep the layout of the fused qkv
 projection: nothing is transposed or copied around the kernels. The backward pass computes the logits twice, once along
 the queries and once along the keys: that costs less than accumulating a gradient across programs.
+
+Beyond 256 tokens, and for other head dimensions, `forward` and `backward` call cuDNN's attention through PyTorch, or
+its flash attention where cuDNN's does not apply. They read queries, keys and values as views of the projection; their
+three gradients are packed into one in a pass. Without dropout nothing in them is random or read on the host, so that a
+CUDA graph can record them.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitral.kernels.dispatch import ceil_div, launch, on_device_of
+from vitral.kernels.dispatch import ceil_div, is_short, launch, on_device_of
 from vitral.kernels.jit import attention as jit
 
 Spans = tuple[tuple[int, int], ...]  # (first, size) of each part of a sequence
 _ROWS = 64  # that a program computes at a time; tuned on an H200
+_aten = torch.ops.aten
 
 
 def reference(qkv: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -49,7 +56,12 @@ def _launch(kernel: Any, tensors: tuple[Any, ...], qkv: Tensor, bias: Tensor | N
 
 
 def forward(qkv: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As the reference, for contiguous inputs; and the log-sum-exp for the backward pass, (batch, heads, tokens)"""
+    """As the reference, for contiguous inputs; and the log-sum-exp for the backward pass, (batch, heads, tokens)
+
+    A bias is for short sequences only.
+    """
+    if not is_short(qkv.shape[1], qkv.shape[4]):
+        return _long_forward(qkv)
     out, lse = _empty(qkv)
     _launch(jit.attention_forward, (qkv, bias, out, lse), qkv, bias, 128)
     return out, lse
@@ -57,11 +69,64 @@ def forward(qkv: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 def backward(qkv: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of `qkv` and of `bias`; without a bias the second is empty."""
+    if not is_short(qkv.shape[1], qkv.shape[4]):
+        return _long_backward(qkv, out, lse, grad), qkv.new_empty(0)
     dqkv, dbias = _empty_gradients(qkv, bias)
     delta = torch.empty_like(lse)
     _launch(jit.attention_queries, (qkv, bias, out, grad, lse, delta, dqkv, dbias), qkv, bias, 64)
     _launch(jit.attention_keys, (qkv, bias, grad, lse, delta, dqkv), qkv, bias, 128)
     return dqkv, dbias
+
+
+def _long_forward(qkv: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    if not qkv.is_cuda:
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+    elif _uses_cudnn(q, k, v):
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)
+    else:
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v)
+    # Already in this layout on a GPU, where the output has that of the queries.
+    return out.transpose(1, 2).contiguous(), lse.reshape(q.shape[:3]).contiguous()
+
+
+def _long_backward(qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor) -> Tensor:
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    grad, out, n = grad.transpose(1, 2), out.transpose(1, 2), qkv.shape[1]
+    if not qkv.is_cuda:
+        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, False)
+    elif _uses_cudnn(q, k, v):
+        seed = torch.empty((), dtype=torch.int64, device=qkv.device)  # of dropout, which there is none of
+        lse = lse.unsqueeze(-1) if _cudnn_lse_dims(q.device, q.dtype, q.shape[3]) == 4 else lse
+        grads = _aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, lse, seed, seed, None, None, None, n, n, 0.0, False
+        )
+    else:
+        seed = torch.empty(2, dtype=torch.uint64, device=qkv.device)
+        grads = _aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, None, None, n, n, 0.0, False, seed, seed
+        )
+    return torch.stack([part.transpose(1, 2) for part in grads], dim=2)
+
+
+def _uses_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether PyTorch allows cuDNN's attention for these inputs (batch, heads, tokens, dim), and it works."""
+    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, False)
+    return torch.backends.cuda.can_use_cudnn_attention(params) and _cudnn_lse_dims(q.device, q.dtype, q.shape[3]) > 0
+
+
+@cache
+def _cudnn_lse_dims(device: torch.device, dtype: torch.dtype, head_dim: int) -> int:
+    """Dimensions of cuDNN's log-sum-exp, 3 or 4 by PyTorch's version; 0 where cuDNN fails on a small example."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        wide = torch.linspace(-1, 1, 2 * 320 * head_dim, device=device).view(1, 2, 320, head_dim).sin()
+        tokens = wide.to(dtype)
+        try:
+            out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(tokens, tokens, tokens, None, True)
+        except RuntimeError:
+            return 0
+        expected = (wide @ wide.transpose(2, 3) * head_dim**-0.5).softmax(-1) @ wide
+        return lse.ndim if torch.allclose(out.float(), expected, rtol=5e-2, atol=5e-2) else 0
 
 
 def _empty(qkv: Tensor) -> tuple[Tensor, Tensor]:

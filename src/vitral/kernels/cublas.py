@@ -93,7 +93,8 @@ def _run_matmul(shape: _MatmulShape, left: Tensor, right: Tensor, out: Tensor, b
     plan = _plan(shape, device)
     _set_attribute(plan.product, _BIAS, c_void_p(bias.data_ptr()))
     _set_attribute(plan.product, _AUX, c_void_p(aux.data_ptr()))
-    workspace = _workspace(device)
+    # Not kept: memory that outlives the call would be lost to a CUDA graph that torch.compile records meanwhile.
+    workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=out.device)
     one, zero = c_float(1.0), c_float(0.0)
     _check(
         _library().cublasLtMatmul(
@@ -158,11 +159,6 @@ def _handle(device: int) -> c_void_p:
     with torch.cuda.device(device):
         _check(_library().cublasLtCreate(byref(handle)))
     return handle
-
-
-@cache
-def _workspace(device: int) -> Tensor:
-    return torch.empty(_WORKSPACE, dtype=torch.uint8, device=torch.device("cuda", device))
 
 
 def _check(status: int) -> None:

@@ -15,6 +15,7 @@ from torch.nn.modules import module as nn_module
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 _MAX_TOKENS = 256  # of a sequence whose rows stay on chip
 _HEAD_DIMS = (16, 32, 64, 128)
+_MAX_HEAD_DIM = 128  # of cuDNN's attention, for multiples of 8
 _MAX_DIM = 4096  # channels that a LayerNorm's program holds at once
 # Major numbers of compute capabilities: Hopper, where the kernels were measured, and data-center Blackwell. There a
 # program may use 227 KiB of shared memory; the 99 KiB of consumer Blackwell, with a higher number, are too few.
@@ -62,13 +63,20 @@ def attention(qkv: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
 
 def fits_blocks(x: Tensor, heads: int) -> bool:
     """Whether `blocks.encode` supports tokens (batch, tokens, dim)."""
-    return x.shape[2] <= _MAX_DIM and fits_short_attention(x, x.shape[2] // heads)
+    dim = x.shape[2] // heads
+    fits = x.dtype in HALF_DTYPES and x.shape[2] <= _MAX_DIM and x.shape[0] > 0
+    return fits and (is_short(x.shape[1], dim) or (dim <= _MAX_HEAD_DIM and dim % 8 == 0)) and _has_kernels(x.device)
+
+
+def is_short(tokens: int, head_dim: int) -> bool:
+    """Whether our own attention kernels are built for the length and the width of the heads."""
+    return tokens <= _MAX_TOKENS and head_dim in _HEAD_DIMS
 
 
 def fits_short_attention(tokens: Tensor, head_dim: int) -> bool:
     """Whether the attention kernels support tokens (batch, tokens, ...) with heads of this width."""
-    fits = tokens.dtype in HALF_DTYPES and tokens.shape[1] <= _MAX_TOKENS and head_dim in _HEAD_DIMS
-    return fits and tokens.shape[0] > 0 and _has_kernels(tokens.device)
+    fits = tokens.dtype in HALF_DTYPES and is_short(tokens.shape[1], head_dim) and tokens.shape[0] > 0
+    return fits and _has_kernels(tokens.device)
 
 
 @cache
@@ -77,11 +85,18 @@ def supports_crop_resize(device: torch.device) -> bool:
     return device.type == "cuda" and _HAS_TRITON and torch.cuda.get_device_capability(device) >= _MIN_TRITON_CAPABILITY
 
 
-@cache
 def _has_kernels(device: torch.device) -> bool:
-    if device.type != "cuda" or not _HAS_TRITON:
-        return False
-    return torch.cuda.get_device_capability(device)[0] in _COMPUTE_CAPABILITIES
+    return device.type == "cuda" and _HAS_TRITON and _compute_capability(device)[0] in _COMPUTE_CAPABILITIES
+
+
+# As `torch.compiler.assume_constant_result` does, which would import the compiler here: dynamo calls the function and
+# does not trace into it, where it would warn of the cache.
+setattr(_has_kernels, "_dynamo_marked_constant", True)  # noqa: B010
+
+
+@cache
+def _compute_capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:

@@ -2,7 +2,8 @@
 
 - GELU backward, of "tanh", "none" (the exact one) or "quick": the gradient, the output once more where it was not
   saved, and the gradient of the bias before it.
-- Residual sum and LayerNorm: x' = x + y + bias;  z = LN(x'), which stands between two branches of a block.
+- Residual sum and LayerNorm: x' = x + y + bias;  z = LN(x'), which stands between two branches of a block. With
+  stochastic depth, y + bias has a factor per image.
 - A LayerNorm's weight and bias folded into the linear layer that reads it:
 
       W (z * scale + shift) + b  =  (W * scale) z + (b + W shift)
@@ -19,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitral.kernels import quick_gelu
 from vitral.kernels.dispatch import ceil_div, launch, next_power_of_2
+from vitral.kernels.gelu import reference as gelu_reference
 from vitral.kernels.jit import fused_ops as jit
 
 # Rows per program, and at a time.
@@ -63,6 +64,13 @@ class BlockWeights(NamedTuple):
     output: LinearWeights
 
 
+class BranchDrop(NamedTuple):
+    """Stochastic depth: the branch of an image is multiplied by 1 / keep where its draw is below `keep`, else by 0."""
+
+    draws: Tensor  # uniform in [0, 1), batch elements in any shape
+    keep: float
+
+
 class AddNormOutput(NamedTuple):
     """x + y + bias and its LayerNorm, (rows, dim) each."""
 
@@ -71,19 +79,26 @@ class AddNormOutput(NamedTuple):
     moments: Tensor  # mean and 1 / std of the rows, (2, rows), for the backward pass
 
 
+class AddNormGradients(NamedTuple):
+    """Gradients of `add_norm`."""
+
+    dx: Tensor  # (rows, dim)
+    dy: Tensor  # (rows, dim); without stochastic depth it is `dx` itself
+    sums: Tensor  # gradients of `bias` and, where the norm has them, of its weight and bias, (1 or 3, dim)
+
+
 class FoldGradients(NamedTuple):
-    """Gradients of the linear layer's weight (out, in), and of the norm's weight and bias (in,)"""
+    """Gradients of the linear layer's weight (out, in), and of the norm's weight and bias (2, in)"""
 
     weight: Tensor
-    scale: Tensor
-    shift: Tensor
+    norm: Tensor
 
 
 def gelu_backward_reference(h: Tensor, grad: Tensor, gelu: str) -> tuple[Tensor, Tensor, Tensor]:
     """dh (rows, dim), GELU(h) (rows, dim) and the column sums of dh (dim,), from h and the gradient (rows, dim)"""
     with torch.enable_grad():
         leaf = h.detach().requires_grad_()
-        out = quick_gelu.reference(leaf) if gelu == "quick" else F.gelu(leaf, approximate=gelu)
+        out = gelu_reference(leaf, gelu)
     (dh,) = torch.autograd.grad(out, leaf, grad)
     return dh, out.detach(), dh.sum(0, dtype=torch.float32)
 
@@ -103,30 +118,48 @@ def gelu_backward(h: Tensor, grad: Tensor, gelu: str, saved: Tensor | None = Non
     return dh, out, sums.sum(0)
 
 
-def add_norm_reference(x: Tensor, y: Tensor, bias: Tensor, norm: NormWeights | NonAffineNorm) -> tuple[Tensor, Tensor]:
+def add_norm_reference(
+    x: Tensor, y: Tensor, bias: Tensor, norm: NormWeights | NonAffineNorm, drop: BranchDrop | None = None
+) -> tuple[Tensor, Tensor]:
     """The sum and its LayerNorm: (rows, dim), (rows, dim), (dim,) -> (rows, dim), (rows, dim)"""
-    total = x + y + bias
+    branch = y + bias
+    if drop is not None:
+        factors = (drop.draws.flatten() < drop.keep) / drop.keep
+        branch = branch * factors.repeat_interleave(len(x) // len(factors))[:, None]
+    total = x + branch
     return total, F.layer_norm(total, total.shape[-1:], norm.weight, norm.bias, norm.eps)
 
 
-def add_norm(x: Tensor, y: Tensor | None, bias: Tensor | None, norm: NormWeights | NonAffineNorm) -> AddNormOutput:
+def add_norm(
+    x: Tensor,
+    y: Tensor | None,
+    bias: Tensor | None,
+    norm: NormWeights | NonAffineNorm,
+    drop: BranchDrop | None = None,
+) -> AddNormOutput:
     """As the reference, in the dtype of x; without `y` and `bias` the sum is x itself."""
     rows, width = x.shape
     total = x if y is None else torch.empty_like(x)
     normed, moments = torch.empty_like(x), x.new_empty(2, rows, dtype=torch.float32)
     columns = next_power_of_2(width)
     tile = max(4096 // columns, 1)
+    draws, tokens, keep = _drop_arguments(drop, rows)
     launch(
         jit.norm_forward, (ceil_div(rows, tile),),
-        x, y, bias, norm.weight, norm.bias, total, normed, moments, rows, width, norm.eps,
-        HAS_Y=y is not None, AFFINE=norm.weight is not None, ROWS=tile, COLUMNS=columns,
+        x, y, bias, draws, norm.weight, norm.bias, total, normed, moments, rows, width, norm.eps, tokens, keep,
+        HAS_Y=y is not None, HAS_DRAWS=drop is not None, AFFINE=norm.weight is not None, ROWS=tile, COLUMNS=columns,
     )  # fmt: skip
     return AddNormOutput(total, normed, moments)
 
 
 def add_norm_backward(
-    saved: Tensor, moments: Tensor, weight: Tensor | None, dtotal: Tensor | None, dnormed: Tensor
-) -> tuple[Tensor, Tensor]:
+    saved: Tensor,
+    moments: Tensor,
+    weight: Tensor | None,
+    dtotal: Tensor | None,
+    dnormed: Tensor,
+    drop: BranchDrop | None = None,
+) -> AddNormGradients:
     """Gradients of `add_norm`.
 
     Args:
@@ -135,22 +168,27 @@ def add_norm_backward(
         weight: of the norm, (dim,).
         dtotal: gradient of the sum, (rows, dim), where anything else reads it.
         dnormed: gradient of the LayerNorm's output, (rows, dim).
-
-    Returns:
-        The gradient of x and of y, (rows, dim); the gradients of `bias` and, with a `weight`, of the norm's weight and
-        bias, (1 or 3, dim).
+        drop: as in the forward pass.
     """
     rows, width = saved.shape
     dx = torch.empty_like(saved)
+    dy = dx if drop is None else torch.empty_like(saved)
     programs = ceil_div(rows, _NORM_PROGRAM_ROWS)
     sums = saved.new_empty(programs, 1 if weight is None else 3, width, dtype=torch.float32)
     columns = next_power_of_2(width)
+    draws, tokens, keep = _drop_arguments(drop, rows)
     launch(
-        jit.norm_backward, (programs,), saved, moments, weight, dtotal, dnormed, dx, sums, rows, width,
-        HAS_TOTAL=dtotal is not None, AFFINE=weight is not None,
+        jit.norm_backward, (programs,),
+        saved, moments, weight, dtotal, dnormed, draws, dx, dy, sums, rows, width, tokens, keep,
+        HAS_TOTAL=dtotal is not None, HAS_DRAWS=drop is not None, AFFINE=weight is not None,
         PROGRAM_ROWS=_NORM_PROGRAM_ROWS, ROWS=_NORM_ROWS, COLUMNS=columns, warps=max(columns // 512, 1),
     )  # fmt: skip
-    return dx, sums.sum(0)
+    return AddNormGradients(dx, dy, sums.sum(0))
+
+
+def _drop_arguments(drop: BranchDrop | None, rows: int) -> tuple[Tensor | None, int, float]:
+    """The draws, the rows of an image and the share of branches that is kept, as the kernels take them."""
+    return (None, 1, 1.0) if drop is None else (drop.draws, rows // drop.draws.numel(), drop.keep)
 
 
 def fold_norm_reference(linear: LinearWeights, norm: NormWeights) -> LinearWeights:
@@ -169,21 +207,21 @@ def fold_norm(linear: LinearWeights, norm: NormWeights, dtype: torch.dtype) -> L
     return folded
 
 
-def unfold_norm_reference(dfolded: Tensor, dbias: Tensor, linear: LinearWeights, norm: NormWeights) -> FoldGradients:
+def unfold_norm_reference(
+    dfolded: Tensor, dbias: Tensor, weight: Tensor, scale: Tensor, shift: Tensor
+) -> FoldGradients:
     """From the gradients of the folded weight (out, in) and bias (out,), those of the weights before folding."""
-    return FoldGradients(
-        dfolded * norm.weight + dbias[:, None] * norm.bias, (dfolded * linear.weight).sum(0), dbias @ linear.weight
-    )
+    dnorm = torch.stack([(dfolded * weight).sum(0), dbias @ weight])
+    return FoldGradients(dfolded * scale + dbias[:, None] * shift, dnorm)
 
 
-def unfold_norm(dfolded: Tensor, dbias: Tensor, linear: LinearWeights, norm: NormWeights) -> FoldGradients:
+def unfold_norm(dfolded: Tensor, dbias: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> FoldGradients:
     """As the reference, in float32; `dfolded` is overwritten."""
     rows, width = dfolded.shape
     programs = ceil_div(rows, _FOLD_PROGRAM_ROWS)
     sums = dfolded.new_empty(programs, 2, width)
     launch(
-        jit.unfold_norm, (programs,), dfolded, dbias, linear.weight, norm.weight, norm.bias, sums, rows, width,
+        jit.unfold_norm, (programs,), dfolded, dbias, weight, scale, shift, sums, rows, width,
         PROGRAM_ROWS=_FOLD_PROGRAM_ROWS, ROWS=_FOLD_ROWS, COLUMNS=next_power_of_2(width),
     )  # fmt: skip
-    dscale, dshift = sums.sum(0)
-    return FoldGradients(dfolded, dscale, dshift)
+    return FoldGradients(dfolded, sums.sum(0))

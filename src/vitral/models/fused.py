@@ -8,19 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from vitral.kernels.dispatch import is_plain
-from vitral.kernels.fused_ops import BlockWeights, LinearWeights, NormWeights
-from vitral.models.layers import Attention, Block, LayerScale, Mlp
+from vitral.kernels.fused_ops import BlockWeights, BranchDrop, LinearWeights, NormWeights
+from vitral.models.layers import Attention, Block, LayerScale, Mlp, StochasticDepth
 from vitral.models.position import Rotation
 
 
-@torch.compiler.disable
 def fused_blocks(
-    x: Tensor, blocks: nn.ModuleList, final_norm: nn.LayerNorm, rotations: Sequence[Rotation | None]
+    x: Tensor, blocks: nn.ModuleList, final_norm: nn.Module, rotations: Sequence[Rotation | None]
 ) -> Tensor | None:
     """All blocks and the final norm in fused kernels: (batch, tokens, dim) -> (batch, tokens, dim).
 
-    Any GELU, LayerScale (not in float16, where its products with the weights underflow), RoPE with fixed frequencies
-    and projections without some or all of the qkv bias are supported.
+    Any length, any GELU, LayerScale (not in float16, where its products with the weights underflow), stochastic depth,
+    RoPE with fixed frequencies and projections without some or all of the qkv bias are supported. Stochastic depth
+    draws what the blocks would draw one by one.
 
     Args:
         x: what the first block reads.
@@ -29,13 +29,15 @@ def fused_blocks(
         rotations: of each block's queries and keys, where the model has RoPE.
 
     Returns:
-        None where the kernels would leave something out, so that the blocks must be called one by one: dropout and
-        stochastic depth in training, adapters, SwiGLU, norms inside of attention or MLP (QK norm, too), relative
-        positions, learned frequencies of RoPE in training, observers, hooks, weights that are partly frozen or not
-        contiguous.
+        None where the kernels would leave something out, so that the blocks must be called one by one: dropout in
+        training, adapters, SwiGLU, norms inside of attention or MLP (QK norm, too), relative positions, learned
+        frequencies of RoPE in training, observers, hooks, weights that are partly frozen or not contiguous; and for
+        torch.export, so that its programs need no operators of ours.
     """
     plain = [block for block in blocks if isinstance(block, Block) and _is_fusible(block, x.dtype)]
-    if len(plain) < len(blocks) or not _is_fusible_norm(final_norm):
+    if len(plain) < len(blocks) or torch.compiler.is_exporting():
+        return None
+    if not isinstance(final_norm, nn.LayerNorm) or not _is_fusible_norm(final_norm):
         return None
     if torch.is_grad_enabled():
         weights = [*blocks.parameters(), *final_norm.parameters()]
@@ -52,6 +54,7 @@ def fused_blocks(
         heads=plain[0].attention.heads,
         gelu="quick" if mlp.gelu == "quick" else mlp.approximate,
         rotations=rotations,
+        drops=[(_draw(block.drop, x), _draw(block.drop, x)) for block in plain],
     )
 
 
@@ -59,7 +62,7 @@ def _is_fusible(block: Block, dtype: torch.dtype) -> bool:
     attention, mlp = block.attention, block.mlp
     if not (is_plain(block, Block) and is_plain(attention, Attention) and is_plain(mlp, Mlp)):
         return False
-    rates = (attention.attention_dropout, attention.dropout.p, mlp.dropout.p, block.drop.rate)
+    rates = (attention.attention_dropout, attention.dropout.p, mlp.dropout.p)
     return (
         not (block.training and any(rates))
         and _is_fusible_linear(attention.qkv, bias=False)
@@ -93,6 +96,11 @@ def _trains_all_or_none(x: Tensor, weights: Iterable[Tensor]) -> bool:
     """Whether all weights are trained, or neither these nor anything before them."""
     trained = {weight.requires_grad for weight in weights}
     return trained == {True} or (trained == {False} and not x.requires_grad)
+
+
+def _draw(drop: StochasticDepth, x: Tensor) -> BranchDrop | None:
+    draws = drop.draw(x)
+    return None if draws is None else BranchDrop(draws, 1.0 - drop.rate)
 
 
 def _block_weights(block: Block) -> BlockWeights:

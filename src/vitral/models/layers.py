@@ -135,11 +135,17 @@ class StochasticDepth(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, ...) -> (batch, ...)"""
-        if not self.training or self.rate == 0.0:
+        draws = self.draw(x)
+        if draws is None:
             return x
         keep = 1.0 - self.rate
-        kept = torch.rand(x.shape[0], *[1] * (x.ndim - 1), device=x.device) < keep
-        return x * kept.to(x.dtype) / keep
+        return x * (draws < keep).to(x.dtype) / keep
+
+    def draw(self, x: Tensor) -> Tensor | None:
+        """A uniform number per image, (batch, 1, ...): it keeps the branch where that is below 1 - rate; or None."""
+        if not self.training or self.rate == 0.0:
+            return None
+        return torch.rand(x.shape[0], *[1] * (x.ndim - 1), device=x.device)
 
 
 class LayerScale(nn.Module):

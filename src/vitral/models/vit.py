@@ -80,7 +80,7 @@ class ViT(VisionModel[ViTConfig]):
         x = x if visible is None else self._only_visible(x, visible)
         fusible = self.config.injection == "input" and self.config.norm_place == "tokens"
         if fusible and fits_blocks(x, self.config.heads):
-            from vitral.models.fused import fused_blocks  # imports torch's compiler, which few runs need
+            from vitral.models.fused import fused_blocks  # imports Triton, which few runs need
 
             tokens = fused_blocks(x, self.blocks, self.norm, rotations)
             if tokens is not None:
@@ -189,5 +189,5 @@ def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
 
 def _autocast_dtype(device: str) -> torch.dtype | None:
     """The half precision of an enabled autocast; the "meta" device has none."""
-    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    enabled = device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if enabled else None

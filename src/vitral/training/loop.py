@@ -22,13 +22,12 @@ from torch import Tensor
 from vitral.data.loader import Batch
 from vitral.errors import Interrupted, UserError
 from vitral.events import Evaluated, EventHandler, Note, Saved, StepDone
-from vitral.kernels.cuda_graph import CudaGraph
+from vitral.kernels.cuda_graph import EAGER_STEPS, CudaGraph
 from vitral.training.metrics import AsyncMetrics, StepMetrics
 from vitral.training.optimizer import set_lr
 from vitral.training.parallel import World, all_ranks, all_reduce_sum, full_tensor, gradient_sync, local_shard
 from vitral.training.state import TrainState
 
-_EAGER_STEPS = 3  # before the step is captured: kernels are compiled and optimizer states made in them
 _GRAPH_MEMORY = 0.6  # the largest share of a GPU's memory that a captured step may take
 
 
@@ -119,7 +118,7 @@ class TrainStep:
         """Take a step; on a GPU it is queued when this returns. The caller increments the state's step count."""
         self.count += 1
         draws = self.state.objective.draw(self.state.step, tuple(batch.images.shape[-2:]))
-        if self.captures and self.count > _EAGER_STEPS and self._is_one_microbatch(batch):
+        if self.captures and self.count > EAGER_STEPS and self._is_one_microbatch(batch):
             metrics = self._replay(batch, draws)
             if metrics is not None:
                 return metrics

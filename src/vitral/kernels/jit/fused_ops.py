@@ -42,9 +42,16 @@ def gelu_backward(
 
 
 @triton.jit
+def _branch_factor(DRAWS, row, rows, tokens, keep):
+    """1 / keep where the row's image keeps the branch, else 0: (rows,)"""
+    draw = tl.load(DRAWS + row // tokens, mask=row < rows, other=1.0).to(tl.float32)
+    return tl.where(draw < keep, 1.0, 0.0) / keep
+
+
+@triton.jit
 def norm_forward(
-    X, Y, BIAS, WEIGHT, SHIFT, TOTAL, NORMED, MOMENTS, rows, width, eps,
-    HAS_Y: tl.constexpr, AFFINE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    X, Y, BIAS, DRAWS, WEIGHT, SHIFT, TOTAL, NORMED, MOMENTS, rows, width, eps, tokens, keep,
+    HAS_Y: tl.constexpr, HAS_DRAWS: tl.constexpr, AFFINE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -55,7 +62,11 @@ def norm_forward(
         bias = tl.load(BIAS + column, mask=column < width, other=0.0).to(tl.float32)
         y = tl.load(Y + offset, mask=inside, other=0.0)
         # Rounded before it is normalized: later readers of the sum get the rounded values, too.
-        total = (total.to(tl.float32) + y.to(tl.float32) + bias[None, :]).to(TOTAL.dtype.element_ty)
+        if HAS_DRAWS:
+            branch = (y.to(tl.float32) + bias[None, :]) * _branch_factor(DRAWS, row, rows, tokens, keep)[:, None]
+            total = (total.to(tl.float32) + branch).to(TOTAL.dtype.element_ty)
+        else:
+            total = (total.to(tl.float32) + y.to(tl.float32) + bias[None, :]).to(TOTAL.dtype.element_ty)
         tl.store(TOTAL + offset, total, mask=inside)
     value = total.to(tl.float32)
     mean = tl.sum(value, 1) / width
@@ -78,8 +89,8 @@ def _add_pairs(a, b, c, d):
 
 @triton.jit
 def norm_backward(
-    SAVED, MOMENTS, WEIGHT, DTOTAL, DNORMED, DX, SUMS, rows, width,
-    HAS_TOTAL: tl.constexpr, AFFINE: tl.constexpr,
+    SAVED, MOMENTS, WEIGHT, DTOTAL, DNORMED, DRAWS, DX, DY, SUMS, rows, width, tokens, keep,
+    HAS_TOTAL: tl.constexpr, HAS_DRAWS: tl.constexpr, AFFINE: tl.constexpr,
     PROGRAM_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """SAVED is the sum x + y + bias where the norm is AFFINE, else the normalized output."""
@@ -107,6 +118,9 @@ def norm_backward(
         if HAS_TOTAL:
             dx += tl.load(DTOTAL + offset, mask=inside, other=0.0).to(tl.float32)
         tl.store(DX + offset, dx.to(DX.dtype.element_ty), mask=inside)
+        if HAS_DRAWS:
+            dx *= _branch_factor(DRAWS, row, rows, tokens, keep)[:, None]
+            tl.store(DY + offset, dx.to(DY.dtype.element_ty), mask=inside)
         dbias += tl.sum(dx, 0)  # rows beyond the last are zero, as their scale is
     if AFFINE:
         pointer = SUMS + tl.program_id(0) * 3 * width + column

@@ -1,7 +1,7 @@
-"""Quick GELU, h * sigmoid(1.702 * h): a pass of its own and, for large batches in inference, with the linear layer.
+"""GELUs that cuBLAS has no product for: in inference with large batches, quick and exact GELU share a kernel with it.
 
-cuBLAS fuses a product with the tanh approximation only, and a pass takes half of the product's time. The product here
-is slower than that of cuBLAS by less. For the exact GELU it was not: its error function costs too much there.
+Quick GELU is h * sigmoid(1.702 * h). cuBLAS fuses a product with the tanh approximation only, and a pass takes half of
+the product's time. The product here is slower than that of cuBLAS by less.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vitral.kernels.dispatch import HALF_DTYPES, ceil_div, launch
-from vitral.kernels.jit import quick_gelu as jit
+from vitral.kernels.jit import gelu as jit
 
 _BLOCK = 4096  # elements per program of the pass
 _ROWS, _COLUMNS, _DEPTH, _GROUP = 128, 256, 64, 8  # of a tile; tuned on an H200
 _MIN_TILES = 8  # per multiprocessor: with fewer, some are idle at the end, and cuBLAS has smaller tiles
 
 
-def reference(h: Tensor) -> Tensor:
-    """Any shape"""
-    return h * torch.sigmoid(1.702 * h)
+def reference(h: Tensor, gelu: str) -> Tensor:
+    """GELU, "tanh", "none" (exact) or "quick": any shape"""
+    return h * torch.sigmoid(1.702 * h) if gelu == "quick" else F.gelu(h, approximate=gelu)
 
 
 def quick_gelu(h: Tensor) -> Tensor:
@@ -33,34 +33,33 @@ def quick_gelu(h: Tensor) -> Tensor:
     return out
 
 
-def linear_quick_gelu_reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """(rows, in), (out, in), (out,) -> (rows, out)"""
-    return reference(F.linear(x, weight, bias))
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, gelu: str) -> Tensor:
+    """A linear layer and "quick" or ("none") exact GELU, for contiguous inputs; by one kernel where that is faster.
 
-
-def linear_quick_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """As the reference, for contiguous inputs; by one kernel where that is faster."""
+    (rows, in), (out, in), (out,) -> (rows, out)
+    """
     if _is_faster(x, weight):
-        return fused_linear(x, weight, bias)
-    return quick_gelu(torch.addmm(bias, x, weight.t()))
+        return fused_linear_gelu(x, weight, bias, gelu)
+    h = torch.addmm(bias, x, weight.t())
+    return quick_gelu(h) if gelu == "quick" else F.gelu(h)
 
 
-def fused_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """`linear_quick_gelu` by one kernel, for rows that a multiple of 16 bytes separates."""
+def fused_linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, gelu: str) -> Tensor:
+    """`linear_gelu` by one kernel, for rows that a multiple of 16 bytes separates."""
     (rows, inputs), outputs = x.shape, weight.shape[0]
     out = x.new_empty(rows, outputs)
     operands = ((x, (_ROWS, _DEPTH)), (weight, (_COLUMNS, _DEPTH)), (out, (_ROWS, _COLUMNS // 2)))
     descriptors = (TensorDescriptor.from_tensor(tensor, list(tile)) for tensor, tile in operands)
     launch(
-        jit.linear_quick_gelu, (min(_tiles(rows, outputs), _multiprocessors(x.device)),),
+        jit.linear_gelu, (min(_tiles(rows, outputs), _multiprocessors(x.device)),),
         *descriptors, bias, rows, outputs, inputs,
-        ROWS=_ROWS, COLUMNS=_COLUMNS, DEPTH=_DEPTH, GROUP=_GROUP, warps=8,
+        ROWS=_ROWS, COLUMNS=_COLUMNS, DEPTH=_DEPTH, GROUP=_GROUP, QUICK=gelu == "quick", warps=8,
     )  # fmt: skip
     return out
 
 
 def _is_faster(x: Tensor, weight: Tensor) -> bool:
-    """Whether `fused_linear` supports these inputs and beats a product and a pass after it."""
+    """Whether `fused_linear_gelu` supports these inputs and beats a product and a pass after it."""
     if not x.is_cuda or x.dtype not in HALF_DTYPES:
         return False
     aligned = all(tensor.data_ptr() % 16 == 0 and tensor.shape[1] % 8 == 0 for tensor in (x, weight))
