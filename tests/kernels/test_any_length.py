@@ -198,8 +198,7 @@ def test_compiled_models_match_eager_ones_without_break_or_warning(kernels, monk
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         found = logits_and_gradients(model, compiled, images)
     assert len(used) == model.config.depth
-    for name, tensor in eager.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+    assert_equal_up_to_rounding(found, eager)
 
 
 @pytest.mark.usefixtures("forget_graphs")
@@ -217,7 +216,7 @@ def test_autocast_inside_of_a_compiled_function_gives_no_warning(kernels, monkey
         warnings.simplefilter("error")
         found = torch.compile(forward, fullgraph=True, backend="eager")(images)
     assert found.dtype == half
-    torch.testing.assert_close(found, forward(images))
+    assert relative(found, forward(images)) < 1e-2  # PyTorch 2.11 compiles the patch embedding with other roundings
 
 
 @pytest.mark.skipif(not CAN_BUILD, reason="needs a C++ compiler (g++) and Python's headers")
