@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vitral.checkpoints.card import Preprocess
-from vitral.data.images import decode, resize
+from vitral.data.geometry import resize
+from vitral.data.images import decode
 from vitral.data.preprocess import NumberArgument, as_number, parse_pipeline, parse_preprocess, split_step
 from vitral.errors import UserError
 

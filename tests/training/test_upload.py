@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vitral.data.batch_buffers import MAX_SHRINK, PackedCrops
-from vitral.data.images import ImageError, resize
+from vitral.data.geometry import resize
+from vitral.data.images import ImageError
 from vitral.data.loader import training_batches
 from vitral.data.preprocess import parse_pipeline
 from vitral.data.sources import Split

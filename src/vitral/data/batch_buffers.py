@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitral.data.geometry import ImageInput
-from vitral.data.images import resize
+from vitral.data.geometry import ImageInput, resize
 from vitral.data.preprocess import Pipeline
 from vitral.data.transforms import CallableTransform
 

@@ -18,7 +18,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from vitral.data.images import ImageError, decode, resize
+from vitral.data.geometry import resize
+from vitral.data.images import ImageError, decode
 from vitral.data.loader import iterate_in_workers
 from vitral.data.splits import Split
 

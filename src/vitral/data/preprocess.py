@@ -35,6 +35,7 @@ import numpy as np
 from vitral.architecture import Size
 from vitral.data.augment import draw_flip, erase, flip, randaugment
 from vitral.data.geometry import (
+    METHODS,
     SIDE_RULES,
     ImageInput,
     center_crop,
@@ -44,12 +45,12 @@ from vitral.data.geometry import (
     inception_box,
     padded,
     random_resized_box,
+    resize,
     resized_to,
     shown_region,
     trimmed,
     whole_image,
 )
-from vitral.data.images import METHODS, resize
 from vitral.errors import UserError
 
 EXAMPLE = '"decode|resize_small(256)|central_crop(224)"'
