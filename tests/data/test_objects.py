@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
+from vitral.data.cache import decode_once
 from vitral.data.images import encode_png
 from vitral.data.loader import training_batches
-from vitral.data.memory_map import decode_once
 from vitral.data.objects import open_objects
 from vitral.data.preprocess import parse_pipeline
 from vitral.data.sources import open_data

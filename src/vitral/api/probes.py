@@ -18,9 +18,9 @@ from vitral.api.slurm import SlurmOptions
 from vitral.atomic import checked_output
 from vitral.checkpoints.hub import located
 from vitral.cost import cost
-from vitral.data.copies import CHUNK as SIGNATURE_BLOCK
 from vitral.data.loader import default_workers
 from vitral.data.sources import Split, open_data, with_test_split
+from vitral.data.workers import CHUNK as SIGNATURE_BLOCK
 from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
 from vitral.evaluation.duplicates import (

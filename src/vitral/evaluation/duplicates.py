@@ -30,10 +30,11 @@ from vitral.data.copies import (
     THRESHOLDS,
     CopyIndex,
     ImageSignature,
+    nearest,
     signatures,
     thumbnail_correlation,
+    unit_vectors,
 )
-from vitral.data.nearest import nearest, unit_vectors
 from vitral.data.sources import Split
 from vitral.errors import UserError
 from vitral.evaluation.predict import Preprocessing, embed_split

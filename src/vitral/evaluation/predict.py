@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax, logsigmoid
 
-from vitral.data.loader import PADDING, evaluation_batches
-from vitral.data.order import evaluation_indices
+from vitral.data.loader import PADDING, evaluation_batches, rank_slice
 from vitral.data.preprocess import Pipeline, parse_deterministic
 from vitral.data.sources import Split
 from vitral.data.transforms import CallableTransform, FiveCrops
@@ -167,7 +166,11 @@ def _compute(
     steps = parse_deterministic(pipeline) if isinstance(pipeline, str) else pipeline
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
     results: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-    training, done, total = model.training, 0, len(evaluation_indices(len(split), loading["rank"], loading["world"]))
+    training, done, total = (
+        model.training,
+        0,
+        len(range(len(split))[rank_slice(len(split), loading["rank"], loading["world"])]),
+    )
     model.to(device).eval()
     try:
         with torch.inference_mode(), autocast:

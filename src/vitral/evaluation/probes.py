@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitral.data.nearest import nearest, unit_vectors
+from vitral.data.copies import nearest, unit_vectors
 from vitral.errors import UserError
 
 NEIGHBOURS, TEMPERATURE = 20, 0.07  # those of DINO (Caron et al. 2021)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.atomic import atomic_write
-from vitral.data.nearest import nearest, unit_vectors
+from vitral.data.copies import nearest, unit_vectors
 from vitral.errors import UserError
 from vitral.models.build import Model
 from vitral.models.position import Position
