@@ -16,8 +16,8 @@ from vitral.atomic import atomic_write, checked_output
 from vitral.checkpoints.card import Preprocess
 from vitral.data.check import CheckReport, SuspectLabel, open_to_check
 from vitral.data.check import check as check_data
-from vitral.data.geometry import resize
 from vitral.data.loader import default_workers, read_pixels
+from vitral.data.pixels import resize
 from vitral.data.sources import DataSet, Split
 from vitral.data.splits import unreadable_refusal
 from vitral.display import displayed

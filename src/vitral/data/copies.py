@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitral.data.geometry import resize
 from vitral.data.images import ImageError, decode
-from vitral.data.splits import Split
+from vitral.data.pixels import resize
+from vitral.data.splits import Split, content_bytes
 from vitral.data.workers import CHUNK, map_images
 
 SIDE = 32  # pixels per side of what is hashed
@@ -77,7 +77,7 @@ def signature(data: bytes | np.ndarray) -> ImageSignature:
     """The signature of an encoded image, or of uint8 pixels (height, width, channels); raises ImageError."""
     pixels = decode(data) if isinstance(data, bytes) else data
     rgb = np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels  # as `decode` returns a grey file
-    pixel_digest = hashlib.sha256(f"{rgb.shape}".encode() + rgb.tobytes()).digest()
+    pixel_digest = hashlib.sha256(content_bytes(rgb)).digest()
     thumbnail = _grey(resize(rgb, (THUMBNAIL, THUMBNAIL)))
     comparable = min(pixels.shape[:2]) >= MIN_SIDE and float(thumbnail.std()) >= MIN_STD
     file_digest = hashlib.sha256(data).digest() if isinstance(data, bytes) else b""

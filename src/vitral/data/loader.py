@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitral.data.geometry import ImageInput
+from vitral.data.augment import CallableTransform
 from vitral.data.images import ImageError, decode, open_lazily
+from vitral.data.pixels import ImageInput
 from vitral.data.preprocess import Pipeline
 from vitral.data.splits import Split
-from vitral.data.transforms import CallableTransform
 from vitral.data.workers import (
     PREFETCH,
     BufferLayout,

@@ -34,7 +34,7 @@ import numpy as np
 
 from vitral.architecture import Size
 from vitral.data.augment import draw_flip, erase, flip, randaugment
-from vitral.data.geometry import (
+from vitral.data.pixels import (
     METHODS,
     SIDE_RULES,
     ImageInput,

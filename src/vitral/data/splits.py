@@ -28,6 +28,11 @@ IMAGE_COLUMNS = ("image", "img", "picture")
 LABEL_COLUMNS = ("label", "labels", "class", "fine_label")
 
 
+def content_bytes(image: bytes | np.ndarray) -> bytes:
+    """The bytes that identify an encoded image, or pixels."""
+    return image if isinstance(image, bytes) else f"{image.shape}".encode() + image.tobytes()
+
+
 class Reader(Protocol):
     """Reads the images of a split. Readers can be pickled, and open their files in the process that reads."""
 

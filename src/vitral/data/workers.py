@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from vitral.data.geometry import ImageInput, resize
+from vitral.data.augment import CallableTransform
+from vitral.data.pixels import ImageInput, resize
 from vitral.data.preprocess import Pipeline
 from vitral.data.splits import Split
-from vitral.data.transforms import CallableTransform
 from vitral.errors import UserError
 
 PREFETCH = 2  # items that each worker makes in advance

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax, logsigmoid
 
+from vitral.architecture import Size
+from vitral.data.augment import CallableTransform
 from vitral.data.loader import PADDING, evaluation_batches, rank_slice
+from vitral.data.pixels import ImageInput, center_crop, central_crop, cut, fitting, padded, whole_image
 from vitral.data.preprocess import Pipeline, parse_deterministic
 from vitral.data.sources import Split
-from vitral.data.transforms import CallableTransform, FiveCrops
 from vitral.errors import UserError
 from vitral.events import EventHandler, Progress, ignore_events
 from vitral.models.build import Model
@@ -205,6 +208,42 @@ def _embedder(model: Model, pool: EmbeddingPool) -> Callable[[Tensor], Tensor]:
         return model.norm(pooled) if model.config.norm_place == "features" else pooled
 
     return embed
+
+
+@dataclass(frozen=True)
+class FiveCrops(Pipeline):
+    """A pipeline that gives five crops where another gives the central one: the corners, then the centre.
+
+    The crops of an image are stacked along its height: `size` is (5 * height, width). An image of one size that the
+    other pipeline does not crop is resized to 8/7 of it first.
+    """
+
+    crop: Size
+    pads: bool  # as torchvision's center_crop does; big_vision's central_crop enlarges
+
+    @classmethod
+    def of(cls, pipeline: Pipeline) -> FiveCrops:
+        """The crops of a pipeline that ends in central_crop, center_crop or resize.
+
+        Raises:
+            UserError: it ends in another step.
+        """
+        *before, last = pipeline.steps
+        (height, width), name = pipeline.size, last.name
+        if name == "resize":
+            before.append(replace(last, sides=(round(height * 8 / 7), round(width * 8 / 7))))
+        elif name not in ("central_crop", "center_crop"):
+            raise UserError(f'"{pipeline.text}" does not end in a crop or a resize that five crops replace: use flip.')
+        return cls(pipeline.text, tuple(before), (5 * height, width), False, (height, width), name == "center_crop")
+
+    def __call__(self, image: ImageInput, rng: np.random.Generator | None = None) -> np.ndarray:
+        """(h, w, c) -> (*size, c)"""
+        pixels = super().__call__(image, rng)
+        pixels = whole_image(padded(pixels, self.crop) if self.pads else fitting(pixels, self.crop))
+        bottom, right = pixels.shape[0] - self.crop[0], pixels.shape[1] - self.crop[1]
+        corners = [cut(pixels, top, left, self.crop) for top in (0, bottom) for left in (0, right)]
+        middle = center_crop(pixels, self.crop) if self.pads else central_crop(pixels, self.crop)
+        return np.concatenate([*corners, middle])
 
 
 class ViewPreprocess(NamedTuple):

@@ -1,4 +1,4 @@
-"""Sides and crops of images, by two conventions of rounding; and how random crops are drawn.
+"""Pixels (h, w, c): the values that count as an image, resizing, and crops, by two conventions of rounding.
 
 big_vision's, which the paper's pipelines have: the longer side is rounded, an odd margin is larger at the bottom and
 right, and an image that is too small is enlarged. That of torchvision and timm: the longer side is truncated, halves of
@@ -11,17 +11,63 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch.nn.functional as F
+from torch import Tensor
 
 from vitral.architecture import Size
-from vitral.data.images import PILLOW_METHODS, LazyJpeg, as_tensor, pillow_resize
+from vitral.data.images import PILLOW_METHODS, LazyJpeg, as_tensor, is_pil, pil_to_array, pillow_resize
+from vitral.errors import UserError
 
 ImageInput = np.ndarray | LazyJpeg  # uint8 (h, w, c); of a lazy one only what a crop needs is decoded
 Box = tuple[int, int, Size]  # top, left, and (height, width) of a crop
 MAX_ASPECT = 16  # an image of 1 x 10,000 pixels would otherwise take gigabytes
 METHODS = ("bilinear", "bicubic", "nearest", "area", "float_bilinear", *PILLOW_METHODS)
+_CHANNELS = (1, 3, 4)  # of an array or a tensor, which tell the order of its axes
+
+
+def image_array(value: Any, name: str) -> np.ndarray:
+    """A PIL image, an array (h, w) or (h, w, c), or a tensor (h, w) or (c, h, w) -> uint8 or float32 (h, w, c).
+
+    Any other value is a UserError, which calls it `name`; a PIL image whose file is damaged is an ImageError.
+    """
+    if is_pil(value):
+        return pil_to_array(value)
+    if isinstance(value, Tensor):
+        array, order = value.detach().cpu(), "(channels, height, width)"
+        array = np.asarray(array.float() if array.is_floating_point() else array)
+        if array.ndim == 3 and not (array.shape[0] not in _CHANNELS and array.shape[2] in _CHANNELS):
+            array = array.transpose(1, 2, 0)
+        elif array.ndim != 2:
+            raise UserError(f"{name} is a tensor of shape {tuple(value.shape)}: return {order}.")
+    elif isinstance(value, np.ndarray):
+        array = value.astype(np.float32) if np.issubdtype(value.dtype, np.floating) else value
+        if array.ndim != 2 and (array.ndim != 3 or (array.shape[2] not in _CHANNELS and array.shape[0] in _CHANNELS)):
+            raise UserError(f"{name} is an array of shape {value.shape}: return (height, width, channels).")
+    else:
+        type_name = "None" if value is None else f"a {type(value).__name__}"
+        raise UserError(f"{name} is {type_name}: return a PIL image, a uint8 array or a tensor.")
+    if array.dtype not in (np.uint8, np.float32):
+        raise UserError(f"{name} is of dtype {array.dtype}: return uint8, or floating-point values.")
+    if not array.size:
+        raise UserError(f"{name} has the shape {tuple(value.shape)} and no pixels: return an image.")
+    return np.ascontiguousarray(array if array.ndim == 3 else array[:, :, None])
+
+
+def eight_bit_array(value: Any, name: str) -> np.ndarray:
+    """As `image_array`, with floating-point values in [0, 1] rounded to uint8; others are refused."""
+    array = image_array(value, name)
+    if array.dtype == np.uint8:
+        return array
+    low, high = float(array.min()), float(array.max())
+    if not (low >= 0 and high <= 1):  # so written that NaN is refused too
+        raise UserError(
+            f"{name} has values from {low:.3g} to {high:.3g}, not 0 to 1: return images without normalisation, "
+            "or pass it as transform=."
+        )
+    return np.rint(array * 255).astype(np.uint8)
 
 
 def whole_image(image: ImageInput) -> np.ndarray:
