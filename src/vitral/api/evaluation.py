@@ -19,7 +19,7 @@ from vitral.api.prediction import check_numbers, none_read
 from vitral.api.slurm import SlurmOptions
 from vitral.atomic import atomic_write, checked_output
 from vitral.checkpoints.card import Card
-from vitral.data.catalog.imagenet import imagenet_outputs, real_labels
+from vitral.data.catalog import imagenet_outputs, real_labels
 from vitral.data.images import UnreadableImage
 from vitral.data.sources import Split
 from vitral.display import SummaryRepr, displayed, score_summary
