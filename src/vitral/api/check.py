@@ -22,8 +22,8 @@ from vitral.data.sources import DataSet, Split
 from vitral.data.splits import unreadable_refusal
 from vitral.display import displayed
 from vitral.errors import UntrainableData, UserError
-from vitral.evaluation.features import cached_features
-from vitral.evaluation.label_errors import find_label_errors
+from vitral.evaluation.predict import cached_features
+from vitral.evaluation.probes import find_label_errors
 from vitral.events import EventHandler
 from vitral.models.build import Model
 from vitral.recipe import Recipe

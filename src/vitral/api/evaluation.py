@@ -24,15 +24,9 @@ from vitral.data.images import UnreadableImage
 from vitral.data.sources import Split
 from vitral.display import SummaryRepr, displayed, score_summary
 from vitral.errors import UserError
-from vitral.evaluation.accuracy import (
-    classification_metrics,
-    multilabel_metrics,
-    objectnet_accuracy,
-    real_accuracy,
-    wilson_interval,
-)
+from vitral.evaluation.accuracy import classification_metrics, multilabel_metrics, wilson_interval
 from vitral.evaluation.calibration import FOLDS, calibrate, probabilities
-from vitral.evaluation.mapping import class_mapping
+from vitral.evaluation.mapping import class_mapping, objectnet_accuracy, real_accuracy
 from vitral.evaluation.predict import Predictions, TestTimeAugmentation
 from vitral.events import EventHandler, Note, ignore_events
 from vitral.report.evaluation import TemperatureAdvice, evaluation_page

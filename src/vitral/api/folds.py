@@ -17,7 +17,7 @@ from vitral.data.sources import DataSet, fold_data, open_data
 from vitral.data.splits import too_few_classes
 from vitral.errors import UserError
 from vitral.evaluation.accuracy import confusion_metrics, tables_as_dict, wilson_interval
-from vitral.evaluation.probes import interval as half_interval
+from vitral.evaluation.accuracy import interval as half_interval
 from vitral.events import EventHandler, Note
 from vitral.recipe import Recipe
 from vitral.training.callbacks import OwnParts

@@ -30,7 +30,7 @@ from vitral.evaluation.duplicates import (
     merge_duplicates,
     write_exclusions,
 )
-from vitral.evaluation.features import SplitFeatures, cached_features
+from vitral.evaluation.predict import SplitFeatures, cached_features
 from vitral.evaluation.probes import FewShotResult, knn, linear_probe
 from vitral.evaluation.probes import fewshot as ridge_fewshot
 from vitral.events import EventHandler
