@@ -49,12 +49,7 @@ def draw_flip(rng: np.random.Generator) -> bool:
 
 
 def mirrored_labels(source: str, classes: Sequence[str]) -> str:
-    """What a mirror image would get the wrong label of; empty where nothing is known.
-
-    Args:
-        source: the data as the user names it: a path, or a name of the catalog.
-        classes: names of the classes.
-    """
+    """What a mirror image would get the wrong label of, in data as the user names it; empty where nothing is known."""
     name = source.partition(":")[0] if ":" in source and not source.startswith("hf:") else Path(source).name
     words = re.split("[^a-z]+", name.lower())
     known = next((ORIENTED[word] for word in words if word in ORIENTED and "fashion" not in words), "")
@@ -285,28 +280,15 @@ class CallableTransform:
     Before each call the global random generators of Python, NumPy and torch (CPU) are seeded with a number drawn from
     the example's own generator, and restored afterwards. So augmentations are repeatable and a resumed run continues
     exactly, whatever the number of workers.
-
-    Attributes:
-        size: height and width of the results.
-        dtype: uint8, or float32 where the function returns floating-point tensors.
-        text: the function's name, for messages.
-        random: True: nobody knows whether a function is random, so its results are never cached.
-        ends_in_random_crop: False: the function resizes its crops by itself.
     """
 
-    random = True
-    ends_in_random_crop = False
+    random = True  # nobody knows whether a function is random, so its results are never cached
+    ends_in_random_crop = False  # the function resizes its crops by itself
 
     def __init__(self, function: Callable[[Any], Any], size: Size | None = None, *, channels: int = 3) -> None:
-        """Try the function on a blank image to find its size and dtype.
+        """Try the function on a blank image to find its dtype, and its size unless that is given.
 
-        Args:
-            function: takes a PIL image.
-            size: what the height and width must be; whatever the trial gives if None.
-            channels: of the images, 1, 3 or 4.
-
-        Raises:
-            UserError: the function fails on the blank image, or returns no image, or one of another size.
+        It is a UserError if the function fails on the blank image, or returns no image, or one of another size.
         """
         self.function, self.channels = function, channels
         self.text = f"transform={getattr(function, '__name__', type(function).__name__)}"

@@ -1,17 +1,8 @@
 """Results on disk that are computed once: decoded pixels, shard indexes, features.
 
 `DiskCache` is a folder of files. A file's name is its key, a hash of everything that decides its content (`cache_key`),
-so a changed input means another file and no entry is ever out of date:
-
-    cache = DiskCache(cache_folder("features"), ".npz", limit_bytes=20e9)
-    key = cache_key({"model": digest, "split": split.stamp()})
-    arrays = cache.read(key, load)      # None if there is no entry, or a damaged one
-    if arrays is None:
-        arrays = compute()
-        with cache.write(key) as path:  # a temporary file, renamed when the block ends without an error
-            save(path, arrays)
-
-Nothing is locked: an entry that another process removes is computed again.
+so a changed input means another file and no entry is ever out of date. Nothing is locked: an entry that another process
+removes is computed again.
 
 The file of a split decoded once (`decode_once`) holds the images one after the other (uint8, row-major), then an .npz
 archive of their heights and widths and of the reasons why some could not be read, then the length of that archive (8
@@ -148,15 +139,9 @@ def decode_once(
     limit_bytes: float = 4e9,
     on_event: EventHandler = ignore_events,
 ) -> tuple[Split, list[UnreadableImage]]:
-    """Decode all images of a split into one memory-mapped file, or find the file of an earlier call.
+    """Decode all images of a split into one memory-mapped file in a folder, or find the file of an earlier call.
 
-    Args:
-        split: the images.
-        folder: where the file is kept.
-        channels: of the decoded images.
-        workers: processes that decode.
-        limit_bytes: the most that the pixels may take.
-        on_event: receives `Progress` while images are decoded, and a `Note` about the disk space.
+    `on_event` receives `Progress` while images are decoded, and a `Note` about the disk space.
 
     Returns:
         The split without its unreadable images, reading decoded pixels, and those unreadable images. The split comes

@@ -50,14 +50,8 @@ class CheckReport:
     # Findings by what becomes of them: reading images takes care of the first, the user has to look at the others.
     HANDLED: ClassVar = ("rotated", "deep", "cmyk", "animated", "tiny", "grey", "transparent")
     NEEDS_YOU: ClassVar = (
-        "refusal",
-        "empty",
-        "unreadable",
-        "contradictions",
-        "leaks",
-        "duplicates",
-        "near",
-        "suspects",
+        *("refusal", "empty", "unreadable", "contradictions"),
+        *("leaks", "duplicates", "near", "suspects"),
     )
 
     source: str
@@ -121,9 +115,6 @@ def check(source: str | Path | DataSet, *, workers: int = 0, on_event: EventHand
             of the split that training makes by default.
         workers: Processes that read images; 0 reads them in this one.
         on_event: Receives `Progress("checking", ...)`.
-
-    Returns:
-        The report.
     """
     data = source if isinstance(source, DataSet) else open_to_check(source)
     images: list[_Image] = []

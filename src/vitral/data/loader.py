@@ -81,19 +81,14 @@ def training_batches(
     order: np.ndarray | None = None,
     resize: ResizeCrops | None = None,
 ) -> Iterator[Batch]:
-    """This rank's slice of the global batch of each step.
+    """This rank's slice of the global batch, of `batch` images, of each step from `first_step` to before `last_step`.
 
     Args:
         split: the images.
         transform: what makes an image of them.
-        batch: images of the global batch.
         seed: of the order and of the augmentations.
-        first_step: the first step to yield, counted from 0.
-        last_step: the step to stop before.
-        rank: of this process.
-        world: the number of processes.
+        rank: of this process, of `world`.
         workers: worker processes; 0 reads in this one.
-        channels: of the images.
         mix_partner: put one more row in front (`rank_positions`), so that each row can be mixed with the row before
             it, alike on any number of ranks.
         pin: return tensors in pinned memory, where there is a GPU.
@@ -150,14 +145,9 @@ def _evaluation_rows(indices: np.ndarray, item: int) -> Rows:
 
 
 def default_workers(device: str, ranks: int = 1) -> int:
-    """The number of worker processes that each of `ranks` processes on this machine should start.
-
-    Args:
-        device: the type of the model's device. On a CPU the model needs the cores itself: one worker hides the reading.
-        ranks: training processes on this machine.
-    """
+    """The number of worker processes that each of `ranks` processes on this machine should start."""
     cores_per_rank = cores() // ranks
-    if device == "cpu":
+    if device == "cpu":  # the model needs the cores itself: one worker hides the reading
         return 1 if cores_per_rank >= 4 else 0
     return min(max(cores_per_rank - 1, 1), MAX_WORKERS)
 

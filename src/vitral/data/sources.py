@@ -91,11 +91,7 @@ def _open_folder(folder: Path, seed: int, held_out: float) -> DataSet:
 
 
 def open_images(sources: Sequence[str | Path]) -> Split:
-    """Open image files, and all those in folders, without labels (-1); a file given by name need not look like one.
-
-    Raises:
-        UserError: no image, or a path that does not exist.
-    """
+    """Open image files, and all those in folders, without labels (-1); a file given by name need not look like one."""
     if not sources:
         raise UserError("IMAGES are missing: name image files, or folders that have some.")
     names: list[str] = []
@@ -116,15 +112,9 @@ def open_images(sources: Sequence[str | Path]) -> Split:
 def restrict_train(
     data: DataSet, *, exclude: Collection[str] = (), subset: int = 0, subset_seed: int = 0, dev: float = 0.0
 ) -> DataSet:
-    """Remove images from train, with a note for each reason.
+    """Remove images from train, with a note for each reason: keys, all but `subset` images, and a dev split.
 
-    Args:
-        data: the data set.
-        exclude: keys of images to leave out of train.
-        subset: the number of training images to draw; 0 keeps all.
-        subset_seed: of that draw.
-        dev: the share of each class of train that becomes the val split (`with_dev_split`); it is split off before
-            `subset` images are drawn, so that subsets of any size are evaluated on the same images.
+    The dev split is split off before the subset is drawn, so that subsets of any size are evaluated on the same images.
     """
     if exclude:
         data = _exclude(data, set(exclude))
@@ -183,14 +173,8 @@ def assign_folds(keys: Sequence[str], classes: np.ndarray, groups: np.ndarray, f
     """Which fold each image belongs to, (n,) int64 from 0.
 
     Each group goes to the fold with the fewest images of its class, then to the smallest one. Groups are taken from
-    large to small and in the order of a hash of key and seed, so the order of files changes nothing.
-
-    Args:
-        keys: names of the images.
-        classes: the class of each, (n,); of a group that of its first image counts.
-        groups: images with the same number stay together, (n,).
-        folds: number of folds.
-        seed: of the draw.
+    large to small and in the order of a hash of key and seed, so the order of files changes nothing. Images of the same
+    entry in groups (n,) are one group; the class of its first image, in classes (n,), counts.
     """
     members: dict[int, list[int]] = {}
     for index, group in enumerate(groups.tolist()):
@@ -235,11 +219,7 @@ def copy_groups(split: Split, workers: int = 0, on_event: EventHandler = ignore_
 
 
 def fold_data(data: DataSet, folds: int, *, workers: int = 0, on_event: EventHandler = ignore_events) -> list[DataSet]:
-    """The data once per fold, with that fold of train as the test split and the others as train. Drawn with seed 0.
-
-    Raises:
-        UserError: there are fewer images than folds.
-    """
+    """The data once per fold, with that fold of train as the test split and the others as train. Drawn with seed 0."""
     train = data.train
     groups = copy_groups(train, workers, on_event)
     if len(np.unique(groups)) < folds:

@@ -11,14 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitral.errors import UserError
-from vitral.evaluation.calibration import (
-    Calibration,
-    calibrate,
-    calibration_error,
-    check_scores,
-    negative_log_likelihood,
-    reliability,
-)
+from vitral.evaluation.calibration import Calibration, calibrate, calibration_at, check_scores
 
 CONFIDENCE = 0.95
 _ROWS = 4096  # rows compared at a time, which bounds the memory of the masks
@@ -76,18 +69,12 @@ def classification_metrics(
     sigmoid: bool = False,
     temperature: float | None = None,
 ) -> ClassificationMetrics:
-    """Compute the metrics of single-label classification.
+    """Compute the metrics of single-label classification of logits (n, k) and labels (n,) int64.
 
     Args:
-        logits: (n, k).
-        labels: (n,) int64.
-        classes: k names.
         sigmoid: Whether each class has its own probability (sigmoid), or they sum to 1 (softmax).
         temperature: What the logits are divided by to calibrate them. By default it is fitted to these examples, for
             which the calibrated metrics are cross-fitted; with `sigmoid` it is 1 then.
-
-    Raises:
-        UserError: There are no examples, outputs are not finite, or shapes or labels do not fit.
     """
     check_scores(logits, labels)
     _check_names(classes, logits.shape[1])
@@ -116,23 +103,16 @@ def _calibrations(
     logits: np.ndarray, labels: np.ndarray, sigmoid: bool, temperature: float | None
 ) -> tuple[Calibration, Calibration]:
     """Loss and calibration error without a temperature and with it."""
-
-    def at(value: float) -> Calibration:
-        bins = reliability(logits, labels, sigmoid=sigmoid, temperature=value)
-        return Calibration(value, negative_log_likelihood(logits, labels, value), calibration_error(bins))
-
-    plain = at(1.0)
-    if temperature is None and not sigmoid:
-        return plain, calibrate(logits, labels)
-    return plain, plain if temperature is None else at(temperature)
+    plain = calibration_at(logits, labels, 1.0, sigmoid=sigmoid)
+    if temperature is None:
+        return plain, plain if sigmoid else calibrate(logits, labels)
+    return plain, calibration_at(logits, labels, temperature, sigmoid=sigmoid)
 
 
 def confusion_metrics(confusion: np.ndarray, classes: Sequence[str]) -> dict[str, Any]:
     """The fields of `ClassificationMetrics` that need no probabilities, but for top5.
 
-    Args:
-        confusion: (m, 3) int64, sparse: true class, predicted class, count. Rows of several evaluations are pooled.
-        classes: k names.
+    The confusion matrix is (m, 3) int64, sparse: true class, predicted class, count. Equal pairs of classes are pooled.
     """
     k = len(classes)
     codes, places = np.unique(confusion[:, 0] * k + confusion[:, 1], return_inverse=True)
@@ -235,16 +215,9 @@ class MultiLabelMetrics:
 def multilabel_metrics(
     scores: np.ndarray, labels: np.ndarray, classes: Sequence[str], thresholds: Sequence[float] | None = None
 ) -> MultiLabelMetrics:
-    """Compute mAP, and F1 at probability 0.5 and at one threshold per class.
+    """Compute mAP, and F1 at probability 0.5 and at one threshold per class, of probabilities and labels (n, k).
 
-    Args:
-        scores: Probabilities (n, k).
-        labels: 0 or 1, (n, k).
-        classes: k names.
-        thresholds: k thresholds; fitted to these examples by default.
-
-    Raises:
-        UserError: There are no examples or no labels, values are no probabilities, or shapes do not fit.
+    The thresholds are fitted to these examples by default.
     """
     _check_probabilities(scores, labels)
     _check_names(classes, scores.shape[1])

