@@ -169,9 +169,7 @@ def shear_x(image: np.ndarray, level: float, rng: np.random.Generator) -> np.nda
 
 def shear_y(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
     """Column x moves by 0.3 * level * x up or down."""
-    height, width = image.shape[:2]
-    column = np.arange(width)
-    return _sample_nearest(image, np.arange(height)[:, None] + 0.3 * level * _sign(rng) * column, column)
+    return shear_x(image.swapaxes(0, 1), level, rng).swapaxes(0, 1)
 
 
 def translate_x(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:

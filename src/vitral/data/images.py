@@ -206,8 +206,13 @@ def _fast_jpeg(data: bytes, channels: int) -> np.ndarray | None:
     """The pixels of a common JPEG; None for those that Pillow has to decode."""
     if channels not in (1, 3) or not data.startswith(_JPEG):
         return None
-    pixels = decode_jpeg(data, channels, _max_pixels(data))
-    if pixels is None:
+    limit = _max_pixels(data)
+    try:
+        height, width, space, _ = simplejpeg.decode_jpeg_header(data)
+        if space not in ("Gray", "YCbCr", "RGB") or int(height) * int(width) > limit:
+            return None
+        pixels = simplejpeg.decode_jpeg(data, "GRAY" if space == "Gray" and channels == 1 else "RGB")
+    except (KeyError, ValueError):  # unknown subsampling; warnings too, some of which Pillow tolerates
         return None
     if pixels.shape[2] != channels:
         pixels = _array(Image.fromarray(pixels).convert("L"))
@@ -247,17 +252,6 @@ def decode_upper_rows(jpeg: bytes, frame: JpegFrame, rows: int) -> np.ndarray | 
     except ValueError as warning:
         return pixels if _LEFT_OVER.fullmatch(str(warning)) else None
     return None  # no data was left over: the file is truncated
-
-
-def decode_jpeg(jpeg: bytes, channels: int, max_pixels: float) -> np.ndarray | None:
-    """uint8 (h, w, 1 or 3), grey only if the file is and `channels` is 1; None for what Pillow has to decode."""
-    try:
-        height, width, space, _ = simplejpeg.decode_jpeg_header(jpeg)
-        if space not in ("Gray", "YCbCr", "RGB") or int(height) * int(width) > max_pixels:
-            return None
-        return simplejpeg.decode_jpeg(jpeg, "GRAY" if space == "Gray" and channels == 1 else "RGB")
-    except (KeyError, ValueError):  # unknown subsampling; warnings too, some of which Pillow tolerates
-        return None
 
 
 def _jpeg_orientation(data: bytes) -> int:
