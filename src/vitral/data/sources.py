@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import os
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -32,7 +31,7 @@ from vitral.data.images import ImageError, describe
 from vitral.data.loader import permute
 from vitral.data.objects import open_objects
 from vitral.data.shards import expand_pattern, read_shards
-from vitral.data.splits import HELD_OUT, SPLIT_NAMES, DataSet, Reader, Split, strata, stratified
+from vitral.data.splits import HELD_OUT, SPLIT_NAMES, DataSet, Reader, Split, key_hash, strata, stratified
 from vitral.errors import UserError
 from vitral.events import EventHandler, Progress, ignore_events
 
@@ -181,8 +180,7 @@ def assign_folds(keys: Sequence[str], classes: np.ndarray, groups: np.ndarray, f
         members.setdefault(group, []).append(index)
 
     def rank(indices: list[int]) -> tuple[int, bytes]:
-        key = min(keys[index] for index in indices).encode("utf-8", "surrogateescape")
-        return -len(indices), hashlib.blake2b(f"{seed} ".encode() + key, digest_size=16).digest()
+        return -len(indices), key_hash(min(keys[index] for index in indices), f"{seed} ")
 
     result = np.zeros(len(keys), np.int64)
     sizes, of_class = [0] * folds, Counter()

@@ -249,15 +249,24 @@ def unreadable_refusal(train: Split, readable: Split, held_out: Split | None) ->
     return ""
 
 
+def key_hash(key: str, prefix: str = "") -> bytes:
+    """Depends on nothing but the key of an image and a prefix, on any machine and in any version of Python."""
+    return hashlib.blake2b(prefix.encode() + _encoded(key), digest_size=16).digest()
+
+
+def hashed_order(keys: Sequence[str], prefix: str = "") -> np.ndarray:
+    """A permutation that depends on the keys alone, (n,) int64: in the order of their hashes."""
+    hashes = [key_hash(key, prefix) for key in keys]
+    return np.array(sorted(range(len(keys)), key=hashes.__getitem__), np.int64)
+
+
 def stratified(keys: Sequence[str], strata: np.ndarray, held_out: float, seed: int) -> np.ndarray:
     """Which images are held out, (n,) bool: the same share of each stratum, at least one on each side if it has two.
 
     The draw orders images by a hash of key and seed: the order of files, the platform and the version of a random
     generator change nothing, and a new image moves few of the others.
     """
-    held = np.zeros(len(keys), bool)
-    hashes = [hashlib.blake2b(f"{seed} ".encode() + _encoded(key), digest_size=16).digest() for key in keys]
-    order = np.array(sorted(range(len(keys)), key=hashes.__getitem__), np.int64)
+    held, order = np.zeros(len(keys), bool), hashed_order(keys, f"{seed} ")
     for stratum in np.unique(strata):
         members = order[strata[order] == stratum]
         wanted = int(np.floor(len(members) * held_out + 0.5))

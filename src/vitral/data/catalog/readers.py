@@ -53,23 +53,16 @@ def read_digits(copy: LocalCopy) -> DataSet:
 
 SIDE = 32
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
+BATCHES = {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]}
 
 
 def read_cifar10(copy: LocalCopy) -> DataSet | None:
     if folder := copy.find_folder("test_batch.bin"):
-        train = [folder / f"{name}.bin" for name in BATCHES]
-        parts = {
-            "train": _records("train", train, CIFAR10, head=1),
-            "test": _records("test", [folder / "test_batch.bin"], CIFAR10, head=1),
-        }
-        return copy.build(parts, CIFAR10)
+        files = {split: [folder / f"{name}.bin" for name in names] for split, names in BATCHES.items()}
+        return copy.build({split: _records(split, files[split], CIFAR10, head=1) for split in files}, CIFAR10)
     if folder := copy.find_folder("test_lables.json"):
-        train = [folder / f"{name}.png" for name in BATCHES]
-        parts = {
-            "train": _image_strips("train", train, folder / "train_lables.json"),
-            "test": _image_strips("test", [folder / "test_batch.png"], folder / "test_lables.json"),
-        }
+        files = {split: [folder / f"{name}.png" for name in names] for split, names in BATCHES.items()}
+        parts = {split: _image_strips(split, files[split], folder / f"{split}_lables.json") for split in files}
         return copy.build(parts, CIFAR10)
     _refuse_python_version(copy, "batches.meta", "cifar-10-binary.tar.gz")
     return read_generic(copy)

@@ -19,7 +19,7 @@ from vitral.data.folders import read_folder
 from vitral.data.images import ImageError, decode
 from vitral.data.parquet import ParquetReader, open_parquet, read_parquet, row_group_sizes, row_keys
 from vitral.data.shards import ShardReader, read_shards
-from vitral.data.splits import DataSet, Reader, Split
+from vitral.data.splits import DataSet, Reader, Split, hashed_order
 from vitral.data.vtab import tasks
 from vitral.data.vtab.files import TaskFiles, TFRecordFiles, find_files, recorded_lengths
 from vitral.data.vtab.tasks import TASKS, TaskSpec, find_task, stored_split
@@ -97,7 +97,7 @@ def _open_store(task: TaskSpec, files: TaskFiles, counts: Mapping[str, int]) -> 
         order = f"tfds order: not verified ({order})"
     else:
         notes.append(f"{task.name} is not stored in random order: its images are taken by the hashes of their keys.")
-        splits = {key: split.select(tasks.hashed_order(split.keys)) for key, split in splits.items()}
+        splits = {key: split.select(hashed_order(split.keys)) for key, split in splits.items()}
         order = "tfds order: no (not stored in random order, taken by key hashes)"
     return _Store(lengths, lambda stored, indices, name: splits[stored].select(indices, name), order, tuple(notes))
 

@@ -9,7 +9,6 @@ second one.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -171,9 +170,3 @@ def fairly_drawn(chosen: np.ndarray, stored: np.ndarray) -> bool:
     distance = ((chosen[stored > 0] - expected) ** 2 / expected).sum()
     variance = 2 * (classes - 1) + ((1 / share).sum() - classes**2 - 2 * classes + 2) / drawn
     return bool(distance <= classes - 1 + _MAX_DEVIATIONS * np.sqrt(max(variance, 0)))
-
-
-def hashed_order(keys: Sequence[str]) -> np.ndarray:
-    """A permutation that depends on the keys alone, (n,) int64: in the order of their hashes."""
-    hashes = [hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16).digest() for key in keys]
-    return np.array(sorted(range(len(keys)), key=hashes.__getitem__), np.int64)
