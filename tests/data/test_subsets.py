@@ -18,7 +18,7 @@ import vitral
 from vitral.api import ensembles
 from vitral.api.data import open_restricted, open_to_choose
 from vitral.data.catalog.readers import ArrayReader
-from vitral.data.order import SMALL
+from vitral.data.loader import SMALL
 from vitral.data.sources import nested_subset, open_data, restrict_train, with_dev_split, with_test_split
 from vitral.data.splits import DataSet, RawSplit, Split, make_dataset
 from vitral.errors import UserError

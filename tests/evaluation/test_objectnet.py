@@ -18,7 +18,7 @@ from vitral.api import ensembles
 from vitral.architecture import ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.errors import UserError
-from vitral.evaluation.accuracy import objectnet_accuracy
+from vitral.evaluation.mapping import objectnet_accuracy
 from vitral.models.build import build
 
 SMALL = ViTConfig(depth=1, width=16, mlp=32, heads=2, patch=4, image=(30, 30), classes=1000)

@@ -16,14 +16,14 @@ from vitral.atomic import atomic_write, checked_output
 from vitral.checkpoints.card import Preprocess
 from vitral.data.check import CheckReport, SuspectLabel, open_to_check
 from vitral.data.check import check as check_data
-from vitral.data.images import resize
 from vitral.data.loader import default_workers, read_pixels
+from vitral.data.pixels import resize
 from vitral.data.sources import DataSet, Split
 from vitral.data.splits import unreadable_refusal
 from vitral.display import displayed
 from vitral.errors import UntrainableData, UserError
-from vitral.evaluation.features import cached_features
-from vitral.evaluation.label_errors import find_label_errors
+from vitral.evaluation.predict import cached_features
+from vitral.evaluation.probes import find_label_errors
 from vitral.events import EventHandler
 from vitral.models.build import Model
 from vitral.recipe import Recipe

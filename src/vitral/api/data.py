@@ -18,9 +18,9 @@ from vitral.atomic import check_writable
 from vitral.data.catalog import CATALOG
 from vitral.data.folders import FileReader
 from vitral.data.images import ImageError, PILImage, UnreadableImage
+from vitral.data.pixels import eight_bit_array
 from vitral.data.sources import DataSet, Split, open_data, open_images, restrict_train, with_test_split
 from vitral.data.splits import SPLIT_NAMES
-from vitral.data.transforms import eight_bit_array
 from vitral.errors import UserError
 from vitral.evaluation.duplicates import read_exclusions
 from vitral.recipe import Recipe, from_toml, with_dev

@@ -16,14 +16,13 @@ from vitral.data.preprocess import parse_preprocess
 from vitral.data.sources import Split
 from vitral.display import displayed
 from vitral.errors import UserError
-from vitral.evaluation.mapping import read_table
+from vitral.evaluation.mapping import class_order, read_table
 from vitral.evaluation.predict import (
     VIEWS,
     Predictions,
     TestTimeAugmentation,
     ViewPreprocess,
     averaging,
-    class_order,
     mean_predictions,
     predict_split,
     view_pipeline,

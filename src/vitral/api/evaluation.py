@@ -19,20 +19,14 @@ from vitral.api.prediction import check_numbers, none_read
 from vitral.api.slurm import SlurmOptions
 from vitral.atomic import atomic_write, checked_output
 from vitral.checkpoints.card import Card
-from vitral.data.catalog.imagenet import imagenet_outputs, real_labels
+from vitral.data.catalog import imagenet_outputs, real_labels
 from vitral.data.images import UnreadableImage
 from vitral.data.sources import Split
 from vitral.display import SummaryRepr, displayed, score_summary
 from vitral.errors import UserError
-from vitral.evaluation.accuracy import (
-    classification_metrics,
-    multilabel_metrics,
-    objectnet_accuracy,
-    real_accuracy,
-    wilson_interval,
-)
+from vitral.evaluation.accuracy import classification_metrics, multilabel_metrics, wilson_interval
 from vitral.evaluation.calibration import FOLDS, calibrate, probabilities
-from vitral.evaluation.mapping import class_mapping
+from vitral.evaluation.mapping import class_mapping, objectnet_accuracy, real_accuracy
 from vitral.evaluation.predict import Predictions, TestTimeAugmentation
 from vitral.events import EventHandler, Note, ignore_events
 from vitral.report.evaluation import TemperatureAdvice, evaluation_page

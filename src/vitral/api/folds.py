@@ -12,13 +12,12 @@ import numpy as np
 
 from vitral.api.data import Data
 from vitral.checkpoints.write import write_json
-from vitral.data.folds import fold_data
 from vitral.data.loader import default_workers
-from vitral.data.sources import DataSet, open_data
+from vitral.data.sources import DataSet, fold_data, open_data
 from vitral.data.splits import too_few_classes
 from vitral.errors import UserError
 from vitral.evaluation.accuracy import confusion_metrics, tables_as_dict, wilson_interval
-from vitral.evaluation.probes import interval as half_interval
+from vitral.evaluation.accuracy import interval as half_interval
 from vitral.events import EventHandler, Note
 from vitral.recipe import Recipe
 from vitral.training.callbacks import OwnParts

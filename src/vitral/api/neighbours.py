@@ -24,8 +24,7 @@ from vitral.data.preprocess import parse_deterministic
 from vitral.data.sources import Split, open_images
 from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
-from vitral.evaluation.features import weights_digest
-from vitral.evaluation.predict import embed_split
+from vitral.evaluation.predict import embed_split, weights_digest
 from vitral.events import EventHandler, Progress
 from vitral.inspection.representations import (
     FeatureIndex,

@@ -18,9 +18,9 @@ from vitral.api.slurm import SlurmOptions
 from vitral.atomic import checked_output
 from vitral.checkpoints.hub import located
 from vitral.cost import cost
-from vitral.data.copies import CHUNK as SIGNATURE_BLOCK
 from vitral.data.loader import default_workers
 from vitral.data.sources import Split, open_data, with_test_split
+from vitral.data.workers import CHUNK as SIGNATURE_BLOCK
 from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
 from vitral.evaluation.duplicates import (
@@ -30,7 +30,7 @@ from vitral.evaluation.duplicates import (
     merge_duplicates,
     write_exclusions,
 )
-from vitral.evaluation.features import SplitFeatures, cached_features
+from vitral.evaluation.predict import SplitFeatures, cached_features
 from vitral.evaluation.probes import FewShotResult, knn, linear_probe
 from vitral.evaluation.probes import fewshot as ridge_fewshot
 from vitral.events import EventHandler

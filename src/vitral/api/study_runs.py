@@ -21,8 +21,8 @@ from vitral.checkpoints.card import Preprocess
 from vitral.checkpoints.hub import located
 from vitral.checkpoints.lock import FolderLock
 from vitral.checkpoints.weights import describe
+from vitral.data.cache import decode_once
 from vitral.data.loader import default_workers
-from vitral.data.memory_map import decode_once
 from vitral.data.sources import DataSet, Split, open_data, with_test_split
 from vitral.data.splits import HELD_OUT
 from vitral.errors import UserError

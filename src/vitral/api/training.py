@@ -17,7 +17,7 @@ from vitral.api.folds import FoldScores, check_folds, open_for_folds, run_folds
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.hub import located
 from vitral.checkpoints.weights import describe
-from vitral.data.labels import mirrored_labels
+from vitral.data.augment import mirrored_labels
 from vitral.data.sources import DataSet, median_short_side
 from vitral.display import SummaryRepr, displayed, interval_text, score_summary, with_deviation
 from vitral.errors import UserError

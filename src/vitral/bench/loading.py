@@ -19,18 +19,11 @@ from torch.utils.data import DataLoader
 
 from vitral.bench.backends import OURS, Backend, Workload, default_modes
 from vitral.bench.steps import TrainingStep, inference_model
-from vitral.data.batch_buffers import PackedCrops, ResizeCrops
 from vitral.data.images import decode
-from vitral.data.loader import (
-    PREFETCH,
-    buffer_count,
-    default_workers,
-    evaluation_batches,
-    read_pixels,
-    training_batches,
-)
+from vitral.data.loader import buffer_count, default_workers, evaluation_batches, read_pixels, training_batches
 from vitral.data.preprocess import Pipeline, parse_pipeline
 from vitral.data.sources import Split, open_data
+from vitral.data.workers import PREFETCH, PackedCrops, ResizeCrops
 from vitral.training.device_data import crop_uploader
 
 _STAGE_IMAGES = 64  # that each stage is timed on

@@ -20,7 +20,7 @@ from typing import Any
 from vitral.architecture import Size
 from vitral.checkpoints.card import Preprocess
 from vitral.checkpoints.formats.timm_arguments import factory_named, split_name
-from vitral.data.images import METHODS
+from vitral.data.pixels import METHODS
 from vitral.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, PipelineStep, parse_pipeline
 
 _TIMM_CROP = 0.875  # timm's crop_pct where none is stated

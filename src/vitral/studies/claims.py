@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from vitral.errors import UserError
-from vitral.evaluation.probes import student_quantile
+from vitral.evaluation.accuracy import student_quantile
 from vitral.studies.definition import Claim, Study, Where
 from vitral.studies.planning import CellResult
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from vitral.cost import cost, training_flops
 from vitral.errors import UserError
-from vitral.evaluation.probes import interval
+from vitral.evaluation.accuracy import interval
 from vitral.recipe import Recipe, architecture_of
 from vitral.studies.definition import Cell, PlannedRun, Study, planned_run, settings_text
 
