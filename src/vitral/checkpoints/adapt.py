@@ -60,16 +60,7 @@ def adapt(
     classes: int | None = None,
     resize: ResizeRule | None = None,
 ) -> Weights:
-    """Adapt weights; tensors that need no change stay bit-identical.
-
-    Args:
-        weights: the weights to adapt.
-        image: new image size: position embeddings are resized.
-        patch: new patch size: the patch embedding is resized, too.
-        channels: new number of input channels.
-        classes: new number of classes: the head is replaced by zeros; 0 removes it.
-        resize: another interpolation rule for position embeddings.
-    """
+    """Adapt weights as an `Adaptation` of these fields asks; tensors that need no change stay bit-identical."""
     if resize is not None and isinstance(weights.architecture, ViTConfig):
         weights = replace(weights, architecture=replace(weights.architecture, resize=resize))
     if channels is not None and channels != weights.architecture.channels:

@@ -54,13 +54,7 @@ class _Classifier:
 
 
 def describe(path: Path, format: str | None = None, hints: Hints | None = None) -> Description:
-    """Recognise a checkpoint and derive its architecture without reading its tensors.
-
-    Args:
-        path: a weight file, or a folder that has one.
-        format: name of the format, None to recognise it.
-        hints: what the file does not state.
-    """
+    """Recognise a checkpoint, a file or a folder, and derive its architecture without reading its tensors."""
     file = open_weights(path)
     try:
         return _describe(file, path, format, hints)
@@ -148,8 +142,7 @@ def _with_classes(architecture: ModelConfig, classifier: _Classifier) -> ModelCo
 def _architecture(file: WeightFile, path: Path, model: FoundModel) -> tuple[FoundModel, Architecture, list[str]]:
     """The architecture by the header, the hints and the name of the file, and what was assumed.
 
-    Returns:
-        Also the model, whose header has a config.json that names timm's architecture if the name of the file does.
+    The model comes back with a config.json that names timm's architecture where the name of the file does.
     """
     if named := _named_by_timm(file, path, model):
         return named
@@ -268,11 +261,7 @@ def _names(file: WeightFile, path: Path) -> list[str]:
 
 
 def _classifier(file: WeightFile, model: FoundModel, architecture: Architecture) -> _Classifier | None:
-    """The classifier beside a backbone, such as "fc.weight" beside "backbone.blocks.0...".
-
-    Raises:
-        UserError: there is a head that is not one linear layer on the features, and nobody asked to replace it.
-    """
+    """The classifier beside a backbone, such as "fc.weight" beside "backbone.blocks.0..."; UserError for others."""
     heads: dict[str, dict[str, str]] = {}  # name of the module -> its key in the file -> rest of the key
     for key, plain in model.outside.items():
         match = None if plain.startswith(model.others) else _CLASSIFIER.search(plain)

@@ -90,19 +90,9 @@ def check_licence(licence: str) -> None:
 
 
 def upload(folder: Path, repository: str, *, private: bool, message: str) -> tuple[str, str]:
-    """Create the repository where it does not exist, and upload a folder in one commit.
+    """Create the repository where it does not exist, and upload the files of a folder in one commit.
 
-    Args:
-        folder: its files are uploaded; others in the repository stay.
-        repository: owner/name.
-        private: of a new repository.
-        message: of the commit.
-
-    Returns:
-        The address of the repository, and the commit.
-
-    Raises:
-        UserError: huggingface_hub is not installed, or the hub refuses.
+    Returns its address and the commit. Other files in the repository stay.
     """
     try:
         from huggingface_hub import HfApi, errors
@@ -144,14 +134,7 @@ def model_card(
 ) -> str:
     """The text of README.md, with the hub's metadata in front.
 
-    Args:
-        repository: owner/name.
-        card: of the model.
-        name: of its architecture.
-        cost: its parameters and multiply-accumulates.
-        readers: the libraries that load it.
-        licence: of the weights; empty if unknown.
-        run: of the training: "result", "data" and "recipe"; empty if unknown.
+    `readers` are the libraries that load it; `run` has "result", "data" and "recipe" of the training, if known.
     """
     height, width = card.architecture.image
     parts = [

@@ -84,14 +84,7 @@ class FolderLock:
         self._released = threading.Event()
 
     def acquire(self, *, wait: bool = False) -> None:
-        """Take the lock; nothing happens where it is held already.
-
-        Args:
-            wait: wait while another run holds it.
-
-        Raises:
-            UserError: another run holds it.
-        """
+        """Take the lock; nothing happens where it is held already. UserError, or `wait`, while another run holds it."""
         while wait:
             try:
                 return self.acquire()

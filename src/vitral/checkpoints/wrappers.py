@@ -45,26 +45,16 @@ class FoundModel:
 
 
 def strip_wrappers(keys: Iterable[str]) -> dict[str, str]:
-    """Map each key to the key without the parts that torch.compile, FSDP and activation checkpointing add.
-
-    Raises:
-        UserError: two keys would be the same.
-    """
+    """Map each key to the key without the parts that torch.compile, FSDP and activation checkpointing add."""
     plain = {key: _MODULE_WRAPPER.sub("", key) for key in keys}
     _check_unique(plain)
     return plain
 
 
 def find_model(file: WeightFile, tables: Iterable[Format[Any]], hints: Hints) -> FoundModel | None:
-    """The model of a file, None if no format recognises one.
+    """The model of a file, in the first of the formats that recognises one; None if none does.
 
-    Args:
-        file: the file.
-        tables: the formats, in the order of recognition.
-        hints: `hints.part` chooses one of several models.
-
-    Raises:
-        UserError: there are several models, or none is the chosen part.
+    `hints.part` chooses one of several models: UserError without it.
     """
     plain, tables = strip_wrappers(file.headers), list(tables)
     prefixes = [""] if CARD in file.metadata else _prefixes(plain.values())

@@ -7,11 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from vitral.checkpoints.formats.bit import BIT, HUGGING_FACE_BIT, TIMM_BIT
-from vitral.checkpoints.formats.deit import HUGGING_FACE_DEIT, TIMM_DEIT
+from vitral.checkpoints.formats.clip import HUGGING_FACE_CLIP, HUGGING_FACE_SIGLIP, HUGGING_FACE_SIGLIP2, OPEN_CLIP
+from vitral.checkpoints.formats.dino import DINO, DINOV3, HUGGING_FACE_DINO, HUGGING_FACE_DINOV3
 from vitral.checkpoints.formats.google import BIG_VISION, BIG_VISION_SCAN, GOOGLE, GOOGLE_LINEN
-from vitral.checkpoints.formats.hf_clip import HUGGING_FACE_CLIP, HUGGING_FACE_SIGLIP, HUGGING_FACE_SIGLIP2
-from vitral.checkpoints.formats.hf_dino import HUGGING_FACE_DINO, HUGGING_FACE_DINOV3
 from vitral.checkpoints.formats.hugging_face import (
     HUGGING_FACE,
     HUGGING_FACE_BEIT,
@@ -20,11 +18,11 @@ from vitral.checkpoints.formats.hugging_face import (
     HUGGING_FACE_MAE,
     HUGGING_FACE_MSN,
 )
-from vitral.checkpoints.formats.makers import DINO, DINOV3, OPEN_CLIP, TORCHVISION
 from vitral.checkpoints.formats.native import NATIVE
+from vitral.checkpoints.formats.resnets import BIT, HUGGING_FACE_BIT, TIMM_BIT, TIMM_HYBRID
 from vitral.checkpoints.formats.table import Format
-from vitral.checkpoints.formats.timm import TIMM
-from vitral.checkpoints.formats.timm_variants import NAFLEX, TIMM_HYBRID
+from vitral.checkpoints.formats.timm import TIMM, TORCHVISION
+from vitral.checkpoints.formats.variants import HUGGING_FACE_DEIT, NAFLEX, TIMM_DEIT
 from vitral.errors import UserError
 from vitral.names import VIT_SIZES
 
@@ -136,11 +134,7 @@ _OPTIMIZER = re.compile(r"(?:^|\.)(?:exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_
 
 
 def family_of(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """What a file that no format recognises is, and what to do; None if that is not known either.
-
-    Args:
-        shapes: shapes of the tensors of the file.
-    """
+    """What a file that no format recognises is, by its shapes, and what to do; None if that is not known either."""
     if all(map(_OPTIMIZER.search, shapes)):
         return "the state of an optimizer without the weights: choose the file of the model"
     lines = "\n".join(shapes)

@@ -6,11 +6,15 @@ of BiT and of hybrids.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from vitral.architecture import ViTConfig
-from vitral.checkpoints.formats.table import Entry, bias, linear, norm
+from vitral.checkpoints.formats.table import CheckpointHeader, Entry, bias, heads_of, image_of_rows, linear, norm
+
+TIMM_SHARED_BIAS = "rel_pos_bias.relative_position_bias_table"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,98 @@ def separate(queries: str, keys: str, values: str) -> tuple[tuple[str, ...], tup
     """Weights and biases of three projections, for `Layout.qkv` and `Layout.qkv_biases`."""
     names = (queries, keys, values)
     return tuple(f"{name}.weight" for name in names), tuple(f"{name}.bias" for name in names)
+
+
+def timm_layout(
+    *,
+    gamma: bool = False,
+    separate_qkv: bool = False,
+    separate_gate: bool = False,
+    shared_bias: bool = False,
+    register_rows: bool = False,
+) -> Layout:
+    """The names of timm's VisionTransformer, Eva and Beit, which the code of DINO and of MAE shares.
+
+    With `gamma`, LayerScale is gamma_1 instead of ls1.gamma; `shared_bias` is one table of relative positions for all
+    blocks.
+    """
+    fused = (("attn.qkv.weight",), ("attn.qkv.bias",))
+    qkv, biases = separate("attn.q_proj", "attn.k_proj", "attn.v_proj") if separate_qkv else fused
+    return Layout(
+        patches="patch_embed.proj",
+        positions="pos_embed",
+        class_token="cls_token",
+        registers="reg_token",
+        pre_norm="norm_pre",
+        block="blocks.{}",
+        norm1="norm1",
+        qkv=qkv,
+        qkv_biases=biases,
+        qv_biases=() if separate_qkv else ("attn.q_bias", "attn.v_bias"),
+        qk_norms=("attn.q_norm", "attn.k_norm"),
+        attention_norm="attn.norm",
+        out="attn.proj",
+        norm2="norm2",
+        hidden="mlp.fc1",
+        gates=("mlp.fc1_g", "mlp.fc1_x") if separate_gate else ("mlp.fc1",),
+        mlp_norm="mlp.norm",
+        output="mlp.fc2",
+        scales=("gamma_1", "gamma_2") if gamma else ("ls1.gamma", "ls2.gamma"),
+        bias_table="attn.relative_position_bias_table",
+        shared_bias_table=TIMM_SHARED_BIAS if shared_bias else "",
+        frequencies="rope.freqs",
+        norm="norm",
+        pooled_norm="fc_norm",
+        map_head=tuple(f"attn_pool.{part}" for part in ("latent", "q", "kv", "proj", "norm", "mlp.fc1", "mlp.fc2")),
+        head="head",
+        register_rows=register_rows,
+    )
+
+
+def read_sizes(header: CheckpointHeader, names: Layout) -> dict[str, Any]:
+    """The fields of `ViTConfig` that the shapes of every layout show."""
+    width, channels, patch, _ = header.shape(f"{names.patches}.weight", 4)
+    gated = bool(names.gates) and header.has(names.in_block(0, f"{names.gates[0]}.weight"))
+    mlp = header.shape(names.in_block(0, f"{names.gates[0] if gated else names.hidden}.weight"), 2)[0]
+    if names.gates == (names.hidden,):  # the second layer shows whether the first is a gate and its value
+        rows, mlp = mlp, header.shape(names.in_block(0, f"{names.output}.weight"), 2)[1]
+        gated = rows == 2 * mlp
+    elif gated and len(names.gates) == 1:
+        mlp //= 2
+    return {
+        "depth": header.count(re.escape(names.block).replace(r"\{\}", r"(\d+)") + r"\."),
+        **{"width": width, "mlp": mlp, "swiglu": gated, "patch": patch, "channels": channels},
+        "class_token": bool(names.class_token),
+        "registers": header.size(names.registers, 3, 1),
+        "layer_scale": bool(names.scales[0]) and header.has(names.in_block(0, names.scales[0])),
+        "classes": header.size(f"{names.head}.weight"),
+    }
+
+
+def plain_architecture(header: CheckpointHeader, names: Layout, **fields: Any) -> ViTConfig:
+    """A ViT with a class token and learned positions; `fields` are what the names of this layout imply."""
+    sizes = read_sizes(header, names)
+    rows = header.shape(names.positions, 2 if names.embedding else 3)[-2]
+    sizes |= {"image": image_of_rows(header, rows - 1, sizes["patch"]), "gelu": "erf"}
+    sizes |= {"heads": heads_of(header, sizes["depth"], sizes["width"]), **fields}
+    return ViTConfig(**sizes)
+
+
+def read_parts(header: CheckpointHeader, names: Layout) -> dict[str, Any]:
+    """The parts of a layout that a model may have or not, where every name of the layout is optional."""
+    block = names.in_block(0, "")
+    bias = any(header.has(block + name) for name in (*names.qkv_biases[:1], *names.qv_biases[:1]))
+    key_bias = header.has(block + names.qkv_biases[len(names.qkv_biases) // 2])
+    return {
+        "class_token": header.has(names.class_token),
+        "qkv_bias": bias,
+        "key_bias": key_bias or not bias,
+        "patch_bias": header.has(f"{names.patches}.bias"),
+        "pre_norm": header.has(f"{names.pre_norm}.weight"),
+        "qk_norm": header.has(f"{block}{names.qk_norms[0]}.weight"),
+        "attention_norm": header.has(f"{block}{names.attention_norm}.weight"),
+        "mlp_norm": header.has(f"{block}{names.mlp_norm}.weight"),
+    }
 
 
 def layout_entries(names: Layout, c: ViTConfig) -> list[Entry]:
@@ -190,10 +286,10 @@ class ResNetLayout:
         return entries
 
 
-def torch_resnet(unit: Callable[[int, int], str], projection_norm: str = "") -> ResNetLayout:
-    """The names of timm and transformers."""
+def torch_resnet(unit: str, projection_norm: str = "") -> ResNetLayout:
+    """The names of timm and transformers; `unit` has {} for a stage and for its unit."""
     return ResNetLayout(
-        unit,
+        unit.format,
         convs=("conv1", "conv2", "conv3"),
         norms=("norm1", "norm2", "norm3"),
         projection="downsample.conv",

@@ -107,6 +107,10 @@ class CheckpointHeader:
             raise UserError(f"tensor {key} has the shape {list(shape)}, which does not have {rank} axes.")
         return shape
 
+    def size(self, key: str, rank: int = 2, axis: int = 0) -> int:
+        """The length of an axis of a tensor with `rank` axes, 0 if the file does not have it."""
+        return self.shape(key, rank)[axis] if self.has(key) else 0
+
     def count(self, pattern: str) -> int:
         """The number of layers, whose indices are the group of `pattern`; they must be 0, 1, 2, ..."""
         numbers = {int(match[1]) for key in self.shapes if (match := re.match(pattern, key))}
@@ -157,15 +161,9 @@ class Format(Generic[A]):
 def read_entries(
     entries: list[Entry], theirs: Mapping[str, Tensor], shapes: Mapping[str, Shape]
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Convert a format's tensors to ours; two that fill the same part of one are added.
+    """Our state dict in float32, and the keys of the file that no entry uses; `shapes` are those of our tensors.
 
-    Args:
-        entries: the format's table.
-        theirs: tensors of the file, by the keys of the table.
-        shapes: shapes of our tensors.
-
-    Returns:
-        Our state dict in float32, and the keys of the file that no entry uses.
+    Two tensors that fill the same part of one of ours are added.
     """
     parts: dict[str, dict[int, Tensor]] = {}
     for entry in entries:
@@ -188,8 +186,7 @@ def write_entries(entries: list[Entry], state: Mapping[str, Tensor]) -> dict[str
 def heads_of(header: CheckpointHeader, depth: int, width: int) -> int:
     """The number of heads, which fused projections hide: the hint, or that of the standard size, which is recorded.
 
-    Raises:
-        UserError: no standard size has this depth and width, so that any number would be a guess.
+    Any number for another size would be a guess: UserError.
     """
     if header.hints.heads:
         return header.hints.heads
@@ -218,6 +215,12 @@ def grid_of_rows(header: CheckpointHeader, rows: int) -> Size:
     if side * side != rows:
         raise UserError(f"{rows} positions are not a square grid: pass the file's own grid=(rows, columns).")
     return side, side
+
+
+def image_of_rows(header: CheckpointHeader, rows: int, stride: int) -> Size:
+    """The image size whose patches fill a flat table of positions."""
+    grid = grid_of_rows(header, rows)
+    return grid[0] * stride, grid[1] * stride
 
 
 def is_square(rows: int) -> bool:
@@ -282,17 +285,3 @@ def bias(theirs: str, ours: str, outputs: int) -> list[Entry]:
 
 def norm(theirs: str, ours: str, width: int) -> list[Entry]:
     return [Entry(f"{theirs}.weight", f"{ours}.weight", (width,)), *bias(theirs, ours, width)]
-
-
-def read_sizes(header: CheckpointHeader, projection: str, hidden: str, block: str) -> dict[str, Any]:
-    """The sizes that the shapes of any PyTorch ViT show, as fields of `ViTConfig`.
-
-    Args:
-        header: the checkpoint.
-        projection: key of the patch embedding.
-        hidden: key of the first MLP layer of block 0.
-        block: pattern of keys whose group is the index of a block.
-    """
-    width, channels, patch, _ = header.shape(projection, 4)
-    mlp, depth = header.shape(hidden, 2)[0], header.count(block)
-    return {"depth": depth, "width": width, "mlp": mlp, "patch": patch, "channels": channels}

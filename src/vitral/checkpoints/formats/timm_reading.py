@@ -13,19 +13,24 @@ from functools import cache
 from typing import Any
 
 from vitral.architecture import Size, ViTConfig
-from vitral.checkpoints.formats.layout import layout_entries
+from vitral.checkpoints.formats.layout import (
+    TIMM_SHARED_BIAS,
+    Layout,
+    layout_entries,
+    read_parts,
+    read_sizes,
+    timm_layout,
+)
 from vitral.checkpoints.formats.table import (
     HINTED,
     CheckpointHeader,
     Entry,
     Shape,
-    grid_of_rows,
     heads_of,
+    image_of_rows,
     is_square,
-    read_sizes,
 )
 from vitral.checkpoints.formats.timm_arguments import (
-    SHARED_BIAS,
     TimmFactory,
     factories,
     factory_named,
@@ -34,7 +39,6 @@ from vitral.checkpoints.formats.timm_arguments import (
     missing_parts,
     mlp_width,
     size_of_argument,
-    timm_layout,
 )
 from vitral.errors import UserError
 
@@ -62,15 +66,21 @@ class TimmFile:
     register_rows: bool
     assumed: tuple[str, ...]  # for `Card.changes`
 
-    def entries(self, header: CheckpointHeader) -> list[Entry]:
-        layout = timm_layout(
-            gamma=header.has("blocks.0.gamma_1"),
-            separate_qkv=header.has("blocks.0.attn.q_proj.weight"),
-            separate_gate=header.has("blocks.0.mlp.fc1_g.weight"),
-            shared_bias=header.has(SHARED_BIAS),
-            register_rows=self.register_rows,
-        )
-        return layout_entries(layout, self.architecture)
+
+def _layout(header: CheckpointHeader, register_rows: bool = False) -> Layout:
+    return timm_layout(
+        gamma=header.has("blocks.0.gamma_1"),
+        separate_qkv=header.has("blocks.0.attn.q_proj.weight"),
+        separate_gate=header.has("blocks.0.mlp.fc1_g.weight"),
+        shared_bias=header.has(TIMM_SHARED_BIAS),
+        register_rows=register_rows,
+    )
+
+
+def file_entries(header: CheckpointHeader) -> list[Entry]:
+    """The table of a file, whose names depend on timm's class and its options."""
+    file = read_header(header)
+    return layout_entries(_layout(header, file.register_rows), file.architecture)
 
 
 def named_factory(header: CheckpointHeader) -> TimmFactory | None:
@@ -80,12 +90,9 @@ def named_factory(header: CheckpointHeader) -> TimmFactory | None:
 
 
 def plain_header(header: CheckpointHeader, shapes: Mapping[str, Shape], **changes: Any) -> CheckpointHeader:
-    """The header of the plain ViT in a model that is one but for a part of its own, such as a stem.
+    """The header of the plain ViT, of these shapes, in a model that is one but for a part of its own, such as a stem.
 
-    Args:
-        header: of that model.
-        shapes: of the plain ViT's tensors.
-        changes: to the arguments of the architecture that config.json names, which otherwise are the ViT's.
+    `changes` are those of the arguments of the architecture that config.json names, which otherwise are the ViT's.
     """
     named, config = named_factory(header), dict(header.config or {})
     if named:
@@ -97,12 +104,7 @@ def plain_header(header: CheckpointHeader, shapes: Mapping[str, Shape], **change
 
 
 def read_header(header: CheckpointHeader) -> TimmFile:
-    """Derive the architecture.
-
-    Raises:
-        UserError: it has parts that vitral does not have, the file does not match its config.json, or what the file
-            does not state would be a guess.
-    """
+    """Derive the architecture; UserError where what the file does not state would be a guess."""
     named, overrides = named_factory(header), _overrides(header)
     model = named.model if named else "Eva" if _is_eva(header) else "VisionTransformer"
     arguments = {**(named.arguments if named else _defaults(model)), **overrides}
@@ -157,41 +159,27 @@ def _is_eva(header: CheckpointHeader) -> bool:
 
 def _shown(header: CheckpointHeader) -> dict[str, Any]:
     """The fields of the architecture that the tensors show."""
-    block = "blocks.0."
-    separate, gated = header.has(block + "attn.q_proj.weight"), header.has(block + "mlp.fc1_g.weight")
-    hidden = block + ("mlp.fc1_g.weight" if gated else "mlp.fc1.weight")
-    sizes = read_sizes(header, "patch_embed.proj.weight", hidden, r"blocks\.(\d+)\.")
-    kernel = header.shape("patch_embed.proj.weight", 4)
-    if kernel[2] != kernel[3]:
-        raise UserError(f"its patches of {kernel[2]}x{kernel[3]} pixels are not square: that is not supported.")
-    mlp = header.shape(block + "mlp.fc2.weight", 2)[1]
-    if header.has("norm.weight") and header.has("fc_norm.weight"):
+    names = _layout(header)
+    sizes = read_sizes(header, names)
+    _, _, height, width = header.shape("patch_embed.proj.weight", 4)
+    if height != width:
+        raise UserError(f"its patches of {height}x{width} pixels are not square: that is not supported.")
+    before, after = header.has("norm.weight"), header.has("fc_norm.weight")
+    if before and after:
         raise UserError("the file has a final LayerNorm before and one after pooling: that is not supported.")
-    qkv_bias = any(header.has(f"{block}attn.{key}") for key in ("qkv.bias", "q_bias", "q_proj.bias"))
-    key_bias = header.has(block + ("attn.k_proj.bias" if separate else "attn.qkv.bias"))
-    biased = any(key.endswith("relative_position_bias_table") for key in header.shapes)
-    if biased and header.has("pos_embed"):
+    absolute, biased = header.has("pos_embed"), _bias_table(header) is not None
+    if biased and absolute:
         raise UserError("the file has absolute and relative positions together: that is not supported.")
     return {
         **sizes,
-        "mlp": mlp,
-        "class_token": header.has("cls_token"),
-        "registers": header.shape("reg_token", 3)[1] if header.has("reg_token") else 0,
-        "position": "bias" if biased else "1d" if header.has("pos_embed") else "none",
-        "norm_place": (
-            "features" if header.has("fc_norm.weight") else "tokens" if header.has("norm.weight") else "none"
-        ),
-        "layer_scale": header.has(block + "ls1.gamma") or header.has(block + "gamma_1"),
-        "swiglu": gated or sizes["mlp"] == 2 * mlp,
-        "qkv_bias": qkv_bias,
-        "key_bias": key_bias or not qkv_bias,
-        "patch_bias": header.has("patch_embed.proj.bias"),
-        "qk_norm": header.has(block + "attn.q_norm.weight"),
-        "pre_norm": header.has("norm_pre.weight"),
-        "attention_norm": header.has(block + "attn.norm.weight"),
-        "mlp_norm": header.has(block + "mlp.norm.weight"),
-        "classes": header.shape("head.weight", 2)[0] if header.has("head.weight") else 0,
+        **read_parts(header, names),
+        "position": "bias" if biased else "1d" if absolute else "none",
+        "norm_place": "features" if after else "tokens" if before else "none",
     }
+
+
+def _bias_table(header: CheckpointHeader) -> str | None:
+    return next((key for key in header.shapes if key.endswith("relative_position_bias_table")), None)
 
 
 _MUST_AGREE = (
@@ -312,10 +300,8 @@ def _shown_heads(header: CheckpointHeader, shown: dict[str, Any]) -> int | None:
         return shown["width"] // header.shape("blocks.0.attn.q_norm.weight", 1)[0]
     if header.has("rope.freqs"):
         return header.shape("rope.freqs", 4)[2]
-    if shown["position"] == "bias":
-        key = next(key for key in header.shapes if key.endswith("relative_position_bias_table"))
-        return header.shape(key, 2)[1]
-    return None
+    key = _bias_table(header)
+    return header.shape(key, 2)[1] if key else None
 
 
 def _heads(header: CheckpointHeader, shown: dict[str, Any], same: list[_Candidate]) -> int:
@@ -373,14 +359,12 @@ def _image(header: CheckpointHeader, shown: dict[str, Any], arguments: dict[str,
             return size, rows, True
     hint = header.hints.grid
     fitting = [n for n in sorted(possible, reverse=True) if (hint[0] * hint[1] == n if hint else is_square(n))]
-    grid = grid_of_rows(header, fitting[0] if fitting else rows - prefix)
-    return (grid[0] * patch, grid[1] * patch), rows, True
+    return image_of_rows(header, fitting[0] if fitting else rows - prefix, patch), rows, True
 
 
 def _image_of_bias(header: CheckpointHeader, patch: int, configured: list[Size]) -> Size:
     """The image size of a table of relative positions: (2h - 1)(2w - 1) offsets and 3 rows of the class token."""
-    key = next(key for key in header.shapes if key.endswith("relative_position_bias_table"))
-    offsets = header.shape(key, 2)[0] - 3
+    offsets = header.size(_bias_table(header) or "") - 3
     for size in [(rows * patch, columns * patch) for rows, columns in [header.hints.grid or (0, 0)]] + configured:
         if (2 * (size[0] // patch) - 1) * (2 * (size[1] // patch) - 1) == offsets:
             return size

@@ -1,4 +1,4 @@
-"""Hugging Face CLIP, SigLIP and SigLIP 2, the image tower: a folder for `from_pretrained`.
+"""The image towers of CLIP, SigLIP and SigLIP 2: a folder of Hugging Face, or CLIP as OpenAI and OpenCLIP name it.
 
 CLIP's projection into the space of texts is a head without a bias; SigLIP's image tower ends in attention pooling.
 """
@@ -18,7 +18,6 @@ from vitral.checkpoints.formats.hf_config import (
     UNUSED,
     Variant,
     chosen,
-    classes_of,
     hf_format,
     is_family,
     labels,
@@ -26,9 +25,10 @@ from vitral.checkpoints.formats.hf_config import (
     requires,
     shared_config,
     square_only,
+    unsupported,
     vision_config,
 )
-from vitral.checkpoints.formats.layout import Layout, layout_entries, separate
+from vitral.checkpoints.formats.layout import Layout, layout_entries, plain_architecture, separate
 from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Shape, Tensors
 from vitral.errors import UserError
 
@@ -106,8 +106,8 @@ def _file_key(key: str, c: ViTConfig) -> str:
 
 
 def _format(name: str, title: str, variants: tuple[Variant, ...], **functions: Any) -> Format[ViTConfig]:
-    shared: dict[str, Any] = {"layout": _LAYOUT, "parts": _PARTS, "renames": _renames, "file_key": _file_key}
-    return hf_format(name, title, _is(name), variants=variants, **shared, **functions)
+    shared: dict[str, Any] = {"recognises": _is(name), "renames": _renames, "file_key": _file_key}
+    return hf_format(name, title, "", variants, _LAYOUT, _PARTS, **shared, **functions)
 
 
 # ------------------------------------------------------------------------------------------------------------- CLIP
@@ -116,15 +116,16 @@ def _format(name: str, title: str, variants: tuple[Variant, ...], **functions: A
 def _clip_architecture(header: CheckpointHeader) -> ViTConfig:
     settings = read_settings(header, _LAYOUT, _CLIP_DEFAULTS)
     settings |= {"pre_norm": True, "patch_bias": False}
-    if classes := classes_of(header):
-        return ViTConfig(**settings, classes=classes, pool="mean", norm_place="none")
-    outputs, stated = classes_of(header, "visual_projection"), (header.config or {}).get("projection_dim")
+    if settings["classes"]:
+        return ViTConfig(**settings, pool="mean", norm_place="none")
+    outputs, stated = header.size("visual_projection.weight"), (header.config or {}).get("projection_dim")
     if isinstance(stated, int) and outputs not in (0, stated):
         raise UserError(
             f"config.json states projection_dim={stated} and the projection has {outputs} outputs: "
             "one of them is of another model."
         )
-    return ViTConfig(**settings, classes=outputs, head_bias=False)
+    settings["classes"] = outputs
+    return ViTConfig(**settings, head_bias=False)
 
 
 def _clip_entries(c: ViTConfig) -> list[Entry]:
@@ -171,7 +172,7 @@ def _siglip_architecture(header: CheckpointHeader) -> ViTConfig:
     pool = "map" if header.has("head.probe") else "mean"
     if pool == "map":
         requires(header, vision_use_head=True)
-    return ViTConfig(**settings, classes=classes_of(header), pool=pool)
+    return ViTConfig(**settings, pool=pool)
 
 
 def _siglip_note(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]:
@@ -283,4 +284,90 @@ HUGGING_FACE_SIGLIP2 = _format(
     architecture=_siglip2_architecture,
     entries=_siglip2_entries,
     config=_siglip2_config,
+)
+
+
+# ---------------------------------------------------------------------------------------- CLIP of OpenAI and OpenCLIP
+#
+# The image tower with the names of OpenAI's code, which OpenCLIP shares. The projection into the space of texts is a
+# head without a bias, stored transposed. A file does not state its GELU: OpenAI's own models have the "quick" one,
+# those that OpenCLIP trained mostly the exact one.
+
+_BLOCK = "visual.transformer.resblocks"
+_OPEN = Layout(
+    patches="visual.conv1",
+    positions="visual.positional_embedding",
+    class_token="visual.class_embedding",
+    pre_norm="visual.ln_pre",
+    block=_BLOCK + ".{}",
+    norm1="ln_1",
+    qkv=("attn.in_proj_weight",),
+    qkv_biases=("attn.in_proj_bias",),
+    out="attn.out_proj",
+    norm2="ln_2",
+    hidden="mlp.c_fc",
+    output="mlp.c_proj",
+    scales=("ls_1.gamma", "ls_2.gamma"),
+    norm="visual.ln_post",
+    embedding=True,
+)
+_OPENAI = "input_resolution"  # in the state dict of OpenAI's programs only
+_OPEN_UNUSED = re.compile(
+    r"text\.|transformer\.|token_embedding\.|positional_embedding$|ln_final\.|text_projection|logit_scale$|logit_bias$"
+    r"|(input_resolution|context_length|vocab_size|attn_mask)$"
+)
+
+
+def _open_architecture(header: CheckpointHeader) -> ViTConfig:
+    return plain_architecture(
+        header,
+        _OPEN,
+        classes=header.size("visual.proj", 2, 1),
+        head_bias=False,
+        patch_bias=False,
+        pre_norm=header.has("visual.ln_pre.weight"),
+        norm_eps=1e-5,
+        gelu="quick" if header.has(_OPENAI) else "erf",
+        resize="timm",  # OpenCLIP resizes its positions by cubic interpolation with antialiasing
+    )
+
+
+def _open_assumptions(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]:
+    gelu = (
+        "quick GELU, as of OpenAI's models"
+        if c.gelu == "quick"
+        else "exact (erf) GELU, which OpenAI's models and OpenCLIP's with -quickgelu in their name do not have"
+    )
+    notes = [f"{c.heads} heads, a LayerNorm epsilon of 1e-5 and the {gelu}, assumed"]
+    count = sum(bool(_OPEN_UNUSED.match(key)) for key in header.shapes)
+    return (*notes, f"text tower not read ({count} tensors)") if count else tuple(notes)
+
+
+def _open_entries(c: ViTConfig) -> list[Entry]:
+    projection = Entry("visual.proj", "head.output.weight", (c.width, c.classes), axes=(1, 0))
+    return layout_entries(_OPEN, replace(c, classes=0)) + ([projection] if c.classes else [])
+
+
+def _open_reason(c: ViTConfig) -> str | None:
+    if c.norm_eps != 1e-5 or c.gelu != "erf":
+        return "its file would be read with a LayerNorm epsilon of 1e-5 and the exact (erf) GELU: write hf-clip instead"
+    return square_only(c)
+
+
+_OPEN_ACCEPTS = {"pre_norm": (True, False), "layer_scale": (True, False), "patch_bias": (False,)}
+_OPEN_TOWERS = (
+    Variant("CLIP", True, {**_OPEN_ACCEPTS, "head_bias": (False,), "norm_place": ("tokens", "features")}, _open_reason),
+    Variant("CLIP", False, {**_OPEN_ACCEPTS, "norm_place": ("tokens", "features")}, _open_reason),
+)
+
+OPEN_CLIP = Format(
+    name="open_clip",
+    title="CLIP as OpenAI and OpenCLIP name it, the image tower (safetensors)",
+    container="safetensors",
+    recognises=lambda header: header.has(f"{_BLOCK}.0.attn.in_proj_weight"),
+    architecture=_open_architecture,
+    entries=_open_entries,
+    unsupported_reason=unsupported(_OPEN_TOWERS),
+    assumptions=_open_assumptions,
+    ignored=_OPEN_UNUSED.pattern,
 )
