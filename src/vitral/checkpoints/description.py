@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vitral.architecture import Architecture, ModelConfig, ModuleConfig, ViTConfig
+from vitral.architecture import Architecture, ModuleConfig, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.files import WeightFile, open_weights
 from vitral.checkpoints.formats import FORMATS, family_of, format_named
@@ -89,7 +89,7 @@ def _described(file: WeightFile, path: Path, model: FoundModel) -> Description:
         _check_depth(architecture, len(file.headers))
     else:
         model, architecture, assumed = _architecture(file, path, model)
-    entries = table.file_entries(model.header, architecture) if table.file_entries else table.entries(architecture)
+    entries = table.table_of(model.header, architecture)
     names, outside = dict(model.names), dict(model.outside)
     ignored = ignored_keys(model, {entry.theirs for entry in entries})
     unmapped = [key for key, name in model.names.items() if name in set(ignored)]
@@ -98,7 +98,8 @@ def _described(file: WeightFile, path: Path, model: FoundModel) -> Description:
         entries += classifier.entries(architecture.features)
         names |= classifier.names
         outside = {key: name for key, name in outside.items() if key not in classifier.names}
-        architecture = _with_classes(architecture, classifier)
+        bias: dict[str, Any] = {"head_bias": classifier.bias} if isinstance(architecture, ViTConfig) else {}
+        architecture = replace(architecture, classes=classifier.classes, **bias)
         missing = "" if classifier.bias else ", without a bias"
         notes.append(
             f'assumed: the classifier "{classifier.name}." ({classifier.classes} classes{missing}) reads the '
@@ -131,12 +132,6 @@ def _check_depth(architecture: Architecture, tensors: int) -> None:
         blocks = sum(getattr(architecture, "blocks", ()))
     if blocks > tensors:
         raise UserError(f"the card states {blocks:,} blocks and the file has {tensors:,} tensors: download it again.")
-
-
-def _with_classes(architecture: ModelConfig, classifier: _Classifier) -> ModelConfig:
-    if isinstance(architecture, ViTConfig):
-        return replace(architecture, classes=classifier.classes, head_bias=classifier.bias)
-    return replace(architecture, classes=classifier.classes)
 
 
 def _architecture(file: WeightFile, path: Path, model: FoundModel) -> tuple[FoundModel, Architecture, list[str]]:

@@ -26,20 +26,14 @@ from vitral.checkpoints.description import Description, describe
 from vitral.checkpoints.files import read_tensors, sha256
 from vitral.checkpoints.formats import format_named
 from vitral.checkpoints.formats.native import CARD, NATIVE, entries
-from vitral.checkpoints.formats.table import (
-    CheckpointHeader,
-    Format,
-    Hints,
-    heads_of,
-    read_entries,
-    write_entries,
-)
+from vitral.checkpoints.formats.table import Format, Hints, read_entries, write_entries
 from vitral.checkpoints.hub import is_hub_name, located
 from vitral.checkpoints.wrappers import strip_wrappers
 from vitral.checkpoints.write import write_json, write_npz, write_safetensors
 from vitral.errors import UserError
 from vitral.models.adapters import LoraLinear
 from vitral.models.build import Model, build
+from vitral.names import size_of
 
 
 @dataclass(frozen=True)
@@ -209,20 +203,14 @@ def _unstated_shape(written: Architecture, back: Architecture, table: Format[Any
     rows, columns = written.grid(written.image)
     alone = table.config is None and table.name != "vitral"
     missing = [f"its grid is {rows}x{columns}"] if alone and rows != columns else []
-    if alone and table.container == "safetensors" and _guessed_heads(written) != written.heads:
+    standard = size_of(written.depth, written.width)
+    if alone and table.container == "safetensors" and (standard is None or standard.heads != written.heads):
         missing.append(f"it has {written.heads} heads")
     if back.resize != written.resize:
         missing.append(
             f"positions are resized to other image sizes by rule {written.resize}, its readers use {back.resize}"
         )
     return missing
-
-
-def _guessed_heads(architecture: ViTConfig) -> int | None:
-    try:
-        return heads_of(CheckpointHeader({}), architecture.depth, architecture.width)
-    except UserError:
-        return None
 
 
 def _arrays(weights: Weights, table: Format[Any]) -> Mapping[str, Tensor]:

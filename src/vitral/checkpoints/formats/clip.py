@@ -6,7 +6,7 @@ CLIP's projection into the space of texts is a head without a bias; SigLIP's ima
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from vitral.checkpoints.formats.hf_config import (
     vision_config,
 )
 from vitral.checkpoints.formats.layout import Layout, layout_entries, plain_architecture, separate
-from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Shape, Tensors
+from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Tensors
 from vitral.errors import UserError
 
 _QKV, _BIASES = separate("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -79,18 +79,14 @@ def _renames(keys: Iterable[str]) -> dict[str, str]:
     return renamed
 
 
-def _is(name: str) -> Callable[[CheckpointHeader], bool]:
+def _is(header: CheckpointHeader, name: str) -> bool:
     """Whether a checkpoint with these names is of this family, by its model_type or else by its tensors."""
-
-    def recognises(header: CheckpointHeader) -> bool:
-        patches = header.shapes.get(_PATCHES)  # a text tower has none
-        if patches is None or not header.has("encoder.layers.0.self_attn.q_proj.weight"):
-            return False
-        flat = len(patches) == 2
-        by_tensors = "hf-clip" if header.has(_LAYOUT.class_token) else "hf-siglip2" if flat else "hf-siglip"
-        return is_family(header, name, by_tensors)
-
-    return recognises
+    patches = header.shapes.get(_PATCHES)  # a text tower has none
+    if patches is None or not header.has("encoder.layers.0.self_attn.q_proj.weight"):
+        return False
+    flat = len(patches) == 2
+    by_tensors = "hf-clip" if header.has(_LAYOUT.class_token) else "hf-siglip2" if flat else "hf-siglip"
+    return is_family(header, name, by_tensors)
 
 
 def _shared_config(card: Card, c: ViTConfig) -> dict[str, Any]:
@@ -100,13 +96,12 @@ def _shared_config(card: Card, c: ViTConfig) -> dict[str, Any]:
     return {**{k: v for k, v in shared.items() if k not in dropped}, "attention_dropout": c.attention_dropout}
 
 
-def _file_key(key: str, c: ViTConfig) -> str:
-    """As in releases, the image tower is below its name even where it is alone."""
-    return key if key.startswith(("classifier.", "visual_projection.")) else f"vision_model.{key}"
-
-
 def _format(name: str, title: str, variants: tuple[Variant, ...], **functions: Any) -> Format[ViTConfig]:
-    shared: dict[str, Any] = {"recognises": _is(name), "renames": _renames, "file_key": _file_key}
+    def file_key(key: str, c: ViTConfig) -> str:  # as in releases, even where the image tower is alone
+        return key if key.startswith(("classifier.", "visual_projection.")) else f"vision_model.{key}"
+
+    shared: dict[str, Any] = {"renames": _renames, "file_key": file_key}
+    shared["recognises"] = lambda header: _is(header, name)
     return hf_format(name, title, "", variants, _LAYOUT, _PARTS, **shared, **functions)
 
 
@@ -128,21 +123,11 @@ def _clip_architecture(header: CheckpointHeader) -> ViTConfig:
     return ViTConfig(**settings, head_bias=False)
 
 
-def _clip_entries(c: ViTConfig) -> list[Entry]:
-    return layout_entries(_LAYOUT if c.head_bias else replace(_LAYOUT, head="visual_projection"), c)
-
-
 def _clip_config(card: Card, c: ViTConfig) -> dict[str, Any]:
     model, vision = chosen(_CLIP, c), {"model_type": "clip_vision_model", **_shared_config(card, c)}
     if model == "CLIPForImageClassification":
         return {"architectures": [model], "model_type": "clip", "vision_config": vision, **labels(card)}
     return {"architectures": [model], **vision, **({"projection_dim": c.classes} if c.classes else {})}
-
-
-def _clip_zeros(c: ViTConfig) -> dict[str, Shape]:
-    """The last norm, which the classifier has and does not run."""
-    parts = ("weight", "bias") if c.norm_place == "none" else ()
-    return {f"post_layernorm.{part}": (c.width,) for part in parts}
 
 
 _TOWER = {"pre_norm": (True,), "patch_bias": (False,)}
@@ -158,9 +143,10 @@ HUGGING_FACE_CLIP = _format(
     "Hugging Face CLIP, the image tower (a folder)",
     _CLIP,
     architecture=_clip_architecture,
-    entries=_clip_entries,
+    entries=lambda c: layout_entries(_LAYOUT if c.head_bias else replace(_LAYOUT, head="visual_projection"), c),
     config=_clip_config,
-    zeros=_clip_zeros,
+    # The last norm, which the classifier has and does not run.
+    zeros=lambda c: {f"post_layernorm.{part}": (c.width,) for part in ("weight", "bias") if c.norm_place == "none"},
 )
 
 
@@ -259,10 +245,6 @@ def _siglip2_unpack(tensors: Tensors, c: ViTConfig) -> Tensors:
     return tensors
 
 
-def _siglip2_pack(tensors: Tensors, c: ViTConfig) -> Tensors:
-    return _pack({**tensors, _PATCHES: tensors[_PATCHES].flatten(1)}, c)
-
-
 def _siglip2_config(card: Card, c: ViTConfig) -> dict[str, Any]:
     config = _siglip_config(replace(card, class_names=()), c)
     vision = config.get("vision_config", config)
@@ -280,7 +262,7 @@ HUGGING_FACE_SIGLIP2 = _format(
     _SIGLIP2,
     notes=_siglip_note,
     unpack=_siglip2_unpack,
-    pack=_siglip2_pack,
+    pack=lambda tensors, c: _pack({**tensors, _PATCHES: tensors[_PATCHES].flatten(1)}, c),
     architecture=_siglip2_architecture,
     entries=_siglip2_entries,
     config=_siglip2_config,

@@ -34,7 +34,7 @@ from vitral.checkpoints.formats.layout import (
     separate,
     timm_layout,
 )
-from vitral.checkpoints.formats.table import CheckpointHeader, Format, Shape, Tensors
+from vitral.checkpoints.formats.table import CheckpointHeader, Format, Tensors
 from vitral.checkpoints.formats.timm import unsupported_reason
 from vitral.errors import UserError
 
@@ -72,10 +72,6 @@ _V3_DEFAULTS = {"num_attention_heads": 6, "hidden_act": "gelu", "layer_norm_eps"
 
 
 # ----------------------------------------------------------------------------------------------------------- DINOv2
-
-
-def _v2_renames(keys: Iterable[str]) -> dict[str, str]:
-    return {key: new.replace(".mlp.down_proj.", ".mlp.weights_out.") for key, new in hf_renames(keys).items()}
 
 
 def _v2_names(header: CheckpointHeader) -> Layout:
@@ -146,7 +142,9 @@ HUGGING_FACE_DINO = hf_format(
     ),
     layout=_V2,
     parts=PARTS,
-    renames=_v2_renames,
+    renames=lambda keys: {
+        key: new.replace(".mlp.down_proj.", ".mlp.weights_out.") for key, new in hf_renames(keys).items()
+    },
     file_entries=lambda header, c: layout_entries(_v2_names(header), c),
     architecture=_v2_architecture,
     stated=_v2_stated,
@@ -160,15 +158,9 @@ HUGGING_FACE_DINO = hf_format(
 
 def _v3_renames(keys: Iterable[str]) -> dict[str, str]:
     """In the memory of transformers 5, the layers are below "model."."""
-    keys = list(keys)
-    renamed = {key: key.removeprefix("model.") for key in keys}
     unused = re.compile(r"embeddings\.mask_token$|rope_embeddings\.")
+    renamed = {key: key.removeprefix("model.") for key in keys}
     return {key: UNUSED + new if unused.match(new) else new for key, new in renamed.items()}
-
-
-def _v3_unpack(tensors: Tensors, c: ViTConfig) -> Tensors:
-    """A model without registers has a tensor of none."""
-    return {key: tensor for key, tensor in tensors.items() if key != _V3.registers or tensor.shape[1]}
 
 
 def _v3_architecture(header: CheckpointHeader) -> ViTConfig:
@@ -221,11 +213,6 @@ def _v3_stated(c: ViTConfig) -> dict[str, Any]:
     }
 
 
-def _v3_zeros(c: ViTConfig) -> dict[str, Shape]:
-    registers = {} if c.registers else {"embeddings.register_tokens": (1, 0, c.width)}
-    return {"embeddings.mask_token": (1, 1, c.width), **registers}
-
-
 _V3_CLASSES = (
     Variant(
         "DINOv3ViTModel",
@@ -249,10 +236,14 @@ HUGGING_FACE_DINOV3 = hf_format(
     layout=_V3,
     parts=PARTS,
     renames=_v3_renames,
-    unpack=_v3_unpack,
+    # A model without registers has a tensor of none.
+    unpack=lambda tensors, c: {key: one for key, one in tensors.items() if key != _V3.registers or one.shape[1]},
     architecture=_v3_architecture,
     stated=_v3_stated,
-    zeros=_v3_zeros,
+    zeros=lambda c: {
+        "embeddings.mask_token": (1, 1, c.width),
+        **({} if c.registers else {"embeddings.register_tokens": (1, 0, c.width)}),
+    },
     positions=("none",),
 )
 
@@ -261,11 +252,6 @@ HUGGING_FACE_DINOV3 = hf_format(
 
 _DINO = replace(timm_layout(), registers="register_tokens", gates=(), pooled_norm="")
 _CHUNK = re.compile(r"^blocks\.\d+\.(\d+)\.")  # sharded training groups the blocks: blocks.CHUNK.INDEX
-
-
-def _dino_architecture(header: CheckpointHeader) -> ViTConfig:
-    # The models with registers were released with antialiasing and without the offset of 0.1.
-    return plain_architecture(header, _DINO, classes=0, resize="timm" if header.has("register_tokens") else "dino")
 
 
 def _dino_unsupported_reason(architecture: Architecture) -> str | None:
@@ -287,7 +273,10 @@ DINO = Format(
     title="DINO and DINOv2 backbones (safetensors)",
     container="safetensors",
     recognises=lambda header: all(map(header.has, ("blocks.0.attn.qkv.weight", "cls_token", "pos_embed"))),
-    architecture=_dino_architecture,
+    # The models with registers were released with antialiasing and without the offset of 0.1.
+    architecture=lambda header: plain_architecture(
+        header, _DINO, classes=0, resize="timm" if header.has("register_tokens") else "dino"
+    ),
     entries=lambda c: layout_entries(_DINO, c),
     unsupported_reason=_dino_unsupported_reason,
     renames=lambda keys: {key: _CHUNK.sub(r"blocks.\1.", key) for key in keys},

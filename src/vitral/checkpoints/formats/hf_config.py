@@ -174,12 +174,9 @@ class Variant:
             value = getattr(c, item.name)
             if allowed and item.name not in skipped and value not in allowed:
                 label = f" ({_LABELS[item.name]})" if item.name in _LABELS else ""
-                return f"{self.model} has {item.name}={' or '.join(map(repr, allowed))}{label}, not {_brief(value)}"
+                brief = repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
+                return f"{self.model} has {item.name}={' or '.join(map(repr, allowed))}{label}, not {brief}"
         return self.reason(c)
-
-
-def _brief(value: Any) -> str:
-    return repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
 
 
 def choose(variants: tuple[Variant, ...], c: ViTConfig) -> Variant | str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -96,15 +96,10 @@ def in_file(key: str, memory: Mapping[str, str] = _MEMORY | _MEMORY_MLP) -> str:
     return key
 
 
-def _recognises(name: str) -> Callable[[CheckpointHeader], bool]:
+def _is(header: CheckpointHeader, name: str) -> bool:
     """Whether a checkpoint with the names of ViT is of this family, by its model_type or else by its tensors."""
-
-    def recognises(header: CheckpointHeader) -> bool:
-        if not header.has(LAYOUT.in_block(0, "layernorm_before.weight")):
-            return False
-        return is_family(header, name, _by_tensors(header))
-
-    return recognises
+    named = header.has(LAYOUT.in_block(0, "layernorm_before.weight"))
+    return named and is_family(header, name, _by_tensors(header))
 
 
 def _by_tensors(header: CheckpointHeader) -> str:
@@ -133,10 +128,6 @@ def _vit_architecture(header: CheckpointHeader) -> ViTConfig:
     return _read(header, representation=representation)
 
 
-def _mean_note(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]:
-    return () if c.classes else ("features are the mean of the patches, as for IJepaForImageClassification",)
-
-
 _TOKEN = {"qkv_bias": (True, False)}
 _MEAN = {**_TOKEN, "pool": ("mean",), "class_token": (False,)}
 _VIT = (
@@ -157,7 +148,8 @@ def _format(
         return f"{prefix}.{key}" if prefix and c.classes and not key.startswith("classifier.") else key
 
     shared: dict[str, Any] = {"layout": LAYOUT, "renames": hf_renames, "file_key": file_key}
-    return hf_format(name, title, kind, variants, parts=PARTS, recognises=_recognises(name), **{**shared, **functions})
+    shared["recognises"] = lambda header: _is(header, name)
+    return hf_format(name, title, kind, variants, parts=PARTS, **{**shared, **functions})
 
 
 HUGGING_FACE = _format(
@@ -180,7 +172,9 @@ HUGGING_FACE_IJEPA = _format(
     "Hugging Face I-JEPA (a folder)",
     _IJEPA,
     *("ijepa", "ijepa"),
-    notes=_mean_note,
+    notes=lambda header, c: (
+        () if c.classes else ("features are the mean of the patches, as for IJepaForImageClassification",)
+    ),
     architecture=lambda header: _read(header, replace(LAYOUT, class_token=""), pool="mean"),
 )
 HUGGING_FACE_MAE = _format(

@@ -162,7 +162,9 @@ def layout_entries(names: Layout, c: ViTConfig) -> list[Entry]:
     entries += bias(names.patches, "embed", c.width) if c.patch_bias else []
     entries += [Entry(names.class_token, "class_token", token)] if c.class_token else []
     entries += [Entry(names.registers, "registers", (1, c.registers, c.width))] if c.registers else []
-    entries += _positions(names, c) if c.position == "1d" else []
+    if c.position == "1d":
+        options = {"embedding": names.embedding, "register_rows": names.register_rows}
+        entries += position_entries(names.positions, c, **options)
     entries += norm(names.pre_norm, "pre_norm", c.width) if c.pre_norm else []
     if c.rope and c.rope.learned:
         shape = (2, c.depth, c.heads, c.width // c.heads // 2)
@@ -177,14 +179,14 @@ def layout_entries(names: Layout, c: ViTConfig) -> list[Entry]:
     return entries + (head if c.head_bias else head[:1])
 
 
-def _positions(names: Layout, c: ViTConfig) -> list[Entry]:
+def position_entries(key: str, c: ViTConfig, *, embedding: bool = False, register_rows: bool = False) -> list[Entry]:
     """A table (1, rows, dim): rows of the class token and the registers, where it has them, then of the patches."""
     rows, columns = c.grid(c.image)
     parts = [("positions.0.class_row", 1)] if c.class_row else []
-    parts += [("registers", c.registers)] if names.register_rows else []  # added to them, which computes the same
-    entries, start, lead = [], 0, () if names.embedding else (1,)
+    parts += [("registers", c.registers)] if register_rows else []  # added to them, which computes the same
+    entries, start, lead = [], 0, () if embedding else (1,)
     for ours, count in (*parts, ("positions.0.table", rows * columns)):
-        entries.append(Entry(names.positions, ours, (*lead, count, c.width), rows=(start, start + count)))
+        entries.append(Entry(key, ours, (*lead, count, c.width), rows=(start, start + count)))
         start += count
     return entries
 

@@ -108,7 +108,9 @@ def _stated(header: CheckpointHeader) -> dict[str, Any]:
 
 
 def _vit(header: CheckpointHeader) -> ViTConfig:
-    axial, stem = header.has(_VIT[1]), _stem(header)
+    axial, stem = header.has(_VIT[1]), None
+    if wide := header.size("stem.root.conv.weight", 4):
+        stem = StemConfig(blocks=_stages(header, "stem.stages"), width=wide // 64)
     names = replace(_LAYOUT, block="blocks.{}.row") if axial else _LAYOUT
     sizes = {**read_sizes(header, names), **read_parts(header, names)}
     depth, width, patch, token = sizes["depth"], sizes["width"], sizes["patch"], sizes["class_token"]
@@ -166,12 +168,6 @@ def _resnet(header: CheckpointHeader) -> ResNetConfig:
         classes=header.size("head.output.weight"),
         axial=axial,
     )
-
-
-def _stem(header: CheckpointHeader) -> StemConfig | None:
-    if not header.has("stem.root.conv.weight"):
-        return None
-    return StemConfig(blocks=_stages(header, "stem.stages"), width=header.shape("stem.root.conv.weight", 4)[0] // 64)
 
 
 def _stages(header: CheckpointHeader, name: str) -> tuple[int, ...]:

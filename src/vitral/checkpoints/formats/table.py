@@ -157,6 +157,10 @@ class Format(Generic[A]):
     alone: Callable[[A], str | None] = lambda c: None  # why the weights need config.json to be read correctly
     file_key: Callable[[str, A], str] = lambda key, c: key  # key of the table -> key in a written file
 
+    def table_of(self, header: CheckpointHeader, c: A) -> list[Entry]:
+        """The entries of a file."""
+        return self.file_entries(header, c) if self.file_entries else self.entries(c)
+
 
 def read_entries(
     entries: list[Entry], theirs: Mapping[str, Tensor], shapes: Mapping[str, Shape]

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from vitral.architecture import Architecture, ModelConfig, RopeConfig, ViTConfig
-from vitral.checkpoints.card import Card, Preprocess
+from vitral.checkpoints.card import Card
 from vitral.checkpoints.formats.layout import Layout, layout_entries, plain_architecture, timm_layout
-from vitral.checkpoints.formats.table import CheckpointHeader, ClassRow, Entry, Format, Hints, later_parts
+from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Hints, later_parts
 from vitral.checkpoints.formats.timm_arguments import POOLS, arguments_of
 from vitral.checkpoints.formats.timm_reading import INDEX, file_entries, named_factory, read_header
 from vitral.checkpoints.processors import from_timm, to_timm
@@ -44,18 +44,6 @@ def _recognises(header: CheckpointHeader) -> bool:
     projections = ("blocks.0.attn.qkv.weight", "blocks.0.attn.q_proj.weight")
     plain = header.has("patch_embed.proj.weight") and any(header.has(key) for key in projections)
     return plain and not any(header.has(key) for key in _OTHERS)
-
-
-def _entries(c: ViTConfig) -> list[Entry]:
-    return layout_entries(_layout(c), c)
-
-
-def _pretrained(header: CheckpointHeader) -> dict[str, Any]:
-    return dict((header.config or {}).get("pretrained_cfg") or {})
-
-
-def _preprocess(header: CheckpointHeader, architecture: Architecture) -> Preprocess | None:
-    return from_timm(_pretrained(header), architecture.image)
 
 
 def _class_names(header: CheckpointHeader) -> tuple[str, ...]:
@@ -89,17 +77,13 @@ def _unsupported_reason(architecture: Architecture) -> str | None:
     return _reason(architecture)
 
 
-def _class_row(c: ViTConfig) -> ClassRow:
-    """With registers, timm has a position row for every prefix token or for none."""
-    return "folded" if c.registers else "either"
-
-
 def _alone(c: ViTConfig) -> str | None:
     """What a reader of the file without config.json takes for granted, ours as an example."""
     plain = replace(c, dropout=0.0, attention_dropout=0.0, stochastic_depth=0.0, resize="timm")
     shapes = {entry.theirs: entry.shape for entry in _entries(c)}
-    shapes |= {"pos_embed": _position_shape(c)} if c.position == "1d" else {}
-    hints = Hints(grid=c.grid(c.image), heads=c.heads)
+    rows, columns = c.grid(c.image)
+    shapes |= {"pos_embed": (1, int(c.class_row) + rows * columns, c.width)} if c.position == "1d" else {}
+    hints = Hints(grid=(rows, columns), heads=c.heads)
     try:
         back = read_header(CheckpointHeader(shapes, hints=hints)).architecture
     except UserError:
@@ -114,11 +98,6 @@ def _alone(c: ViTConfig) -> str | None:
     return None if back == plain else "its tensors do not state all of its architecture"
 
 
-def _position_shape(c: ViTConfig) -> tuple[int, int, int]:
-    rows, columns = c.grid(c.image)
-    return 1, int(c.class_row) + rows * columns, c.width
-
-
 def pretrained_cfg(card: Card, c: ModelConfig) -> dict[str, Any]:
     """What config.json states of images and classes."""
     return {"input_size": [c.channels, *c.image], "num_classes": c.classes, **to_timm(card.preprocess, c.image)}
@@ -128,8 +107,13 @@ def _config(card: Card, c: ViTConfig) -> dict[str, Any]:
     model = _class_of(c)
     assert model is not None
     arguments = arguments_of(model, c)
+    bases = {
+        "VisionTransformer": _VIT_BASES.get((c.norm_eps, c.swiglu, c.post_norm)),
+        "Eva": _EVA_BASES[c.norm_eps, c.layer_scale],
+        "Beit": "beit_base_patch16_224",
+    }
     config: dict[str, Any] = {
-        "architecture": _base(model, c),  # every size is in the arguments
+        "architecture": bases[model],  # every size is in the arguments
         "num_classes": c.classes,
         "num_features": c.width,
         "global_pool": arguments["global_pool"],
@@ -160,23 +144,11 @@ def _reason(c: ViTConfig) -> str | None:
     return _eva_reason(c) if c.rope or not c.key_bias else _vit_reason(c)
 
 
-def _base(model: str, c: ViTConfig) -> str:
-    """An architecture of timm with the layers of this one, where its config.json cannot name them."""
-    if model == "Beit":
-        return "beit_base_patch16_224"
-    if model == "Eva":
-        return _EVA_BASES[c.norm_eps, c.layer_scale]
-    return _VIT_BASES[c.norm_eps, c.swiglu, c.post_norm]
-
-
-def _layout(c: ViTConfig) -> Layout:
-    """How the class of timm that holds an architecture stores it."""
-    match _class_of(c):
-        case "Eva":
-            return timm_layout(gamma=True, separate_gate=c.swiglu and c.mlp_norm)
-        case "Beit":
-            return timm_layout(gamma=True, separate_gate=c.swiglu)
-    return timm_layout()
+def _entries(c: ViTConfig) -> list[Entry]:
+    """The table of the class of timm that holds an architecture."""
+    model = _class_of(c)
+    gates = c.swiglu and (model == "Beit" or (model == "Eva" and c.mlp_norm))
+    return layout_entries(timm_layout(gamma=model in ("Eva", "Beit"), separate_gate=gates), c)
 
 
 def _general_reason(c: ViTConfig) -> str | None:
@@ -267,9 +239,10 @@ TIMM = Format(
     unsupported_reason=_unsupported_reason,
     ignored=rf".*{INDEX}$",
     positions=("1d", "none", "bias"),
-    class_row=_class_row,
+    # With registers, timm has a position row for every prefix token or for none.
+    class_row=lambda c: "folded" if c.registers else "either",
     assumptions=lambda header, c: read_header(header).assumed,
-    preprocess=_preprocess,
+    preprocess=lambda header, c: from_timm((header.config or {}).get("pretrained_cfg") or {}, c.image),
     class_names=_class_names,
     config=_config,
     alone=_alone,

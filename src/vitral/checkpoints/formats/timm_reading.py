@@ -239,7 +239,7 @@ def _guessed(
     outside = [key for key in header.shapes if not key.startswith(("blocks.", "head."))]
     blocks = [key for key in header.shapes if key.startswith("blocks.0.") and not key.endswith(INDEX)]
     keys = frozenset([*outside, *blocks])
-    similar = [one for one in _candidates() if one.keys == keys and _agrees(one, known)]
+    similar = [one for one in _candidates() if one.keys == keys and known.items() <= one.fields.items()]
     sizes = (shown["depth"], shown["width"], shown["mlp"], shown["patch"])
     same = [one for one in similar if one.sizes == sizes]
     hidden = {**(_common(header, same or similar) if similar else _usual(header, shown)), **known}
@@ -247,7 +247,8 @@ def _guessed(
         raise UserError(f"the file does not state the frequencies of its rotary positions (RoPE): {_remedy(header)}.")
     if hidden["post_norm"] and "post_norm" not in known:
         raise UserError(f"the file does not state if its norms come before or after the branches: {_remedy(header)}.")
-    assumed = [f"{key}={hidden[key]}" for key in HINTED if _is_assumed(key, shown, known)]
+    decided = {*known, *(["gelu"] if shown["swiglu"] else []), *([] if shown["class_token"] else ["pool"])}
+    assumed = [f"{key}={hidden[key]}" for key in HINTED if key not in decided]
     stated_heads = header.hints.heads or heads or _shown_heads(header, shown)
     hidden["heads"] = stated_heads or _heads(header, shown, same)
     assumed += [] if stated_heads else [f"heads={hidden['heads']}"]
@@ -257,10 +258,6 @@ def _guessed(
     remedy = f"pass {options}, or {_remedy(header).removeprefix('pass ')}" if options else _remedy(header)
     sentence = f"assumed: {', '.join(assumed)}, as timm's models with these tensors have; if not, {remedy}"
     return hidden, (sentence,) if assumed else ()
-
-
-def _agrees(candidate: _Candidate, known: dict[str, Any]) -> bool:
-    return all(candidate.fields[key] == value for key, value in known.items())
 
 
 def _common(header: CheckpointHeader, similar: list[_Candidate]) -> dict[str, Any]:
@@ -287,11 +284,6 @@ def _usual(header: CheckpointHeader, shown: dict[str, Any]) -> dict[str, Any]:
     pool = "map" if header.has("attn_pool.latent") else "mean" if mean else "token"
     plain = {"post_norm": False, "rope": None, "map_heads": 0, "map_prefix": False}
     return {"gelu": "erf", "pool": pool, "norm_eps": 1e-6, **plain}
-
-
-def _is_assumed(key: str, shown: dict[str, Any], known: dict[str, Any]) -> bool:
-    decided = (key == "gelu" and shown["swiglu"]) or (key == "pool" and not shown["class_token"])
-    return key not in known and not decided
 
 
 def _shown_heads(header: CheckpointHeader, shown: dict[str, Any]) -> int | None:
@@ -330,15 +322,13 @@ def _file(
         raise UserError(f'its pooling is "{hidden["pool"]}", which its tensors do not match: check its config.json.')
     notes = [_FOLDED] if register_rows else []
     notes += [] if certain else [f"assumed: image={image[0]}x{image[1]}; if not, {_remedy(header)}"]
-    architecture = ViTConfig(**shown, **hidden, image=image, resize="timm", class_position=_class_row(shown, extra))
+    architecture = ViTConfig(
+        **shown, **hidden, image=image, resize="timm", class_position=shown["class_token"] and extra > 0
+    )
     if architecture.pool == "map":
         mlp = header.shape("attn_pool.mlp.fc1.weight", 2)[0]
         architecture = replace(architecture, map_mlp=0 if mlp == architecture.mlp else mlp)
     return TimmFile(architecture, register_rows, (*notes, *assumed))
-
-
-def _class_row(shown: dict[str, Any], extra: int) -> bool:
-    return shown["class_token"] and shown["position"] == "1d" and extra > 0
 
 
 def _image(header: CheckpointHeader, shown: dict[str, Any], arguments: dict[str, Any]) -> tuple[Size, int, bool]:
