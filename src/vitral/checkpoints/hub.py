@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -160,7 +161,11 @@ def _front_matter(readers: Sequence[str], licence: str, repository: str, run: Ma
     accuracy = run.get("result", {}).get("metrics", {}).get("top1")
     if accuracy is not None:
         lines += ["model-index:", f"- name: {repository.partition('/')[2]}", "  results:", "  - task:"]
-        lines += ["      type: image-classification", "    dataset:", f"      name: {_quoted(_data_name(run))}"]
+        lines += [
+            "      type: image-classification",
+            "    dataset:",
+            f"      name: {json.dumps(_data_name(run), ensure_ascii=False)}",
+        ]
         lines += ["      type: custom", "    metrics:", "    - type: accuracy", f"      value: {accuracy:.4f}"]
     return "\n".join([*lines, "---"])
 
@@ -218,7 +223,3 @@ def _recipe(run: Mapping[str, Any]) -> str:
 def _plain(text: str) -> str:
     """A name as Markdown shows it, not as it would interpret it."""
     return "".join(f"\\{char}" if char in r"\`*_[]<>|#" else char for char in " ".join(text.split()))
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

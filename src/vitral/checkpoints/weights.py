@@ -80,7 +80,7 @@ def read_adapted(
     card, before = checkpoint.card, checkpoint.weights.architecture
     if is_hub_name(str(source)) and checkpoint.format != "vitral":
         card = replace(card, source=str(source))
-    weights = adapt(checkpoint.weights, **vars(changes))
+    weights = adapt(checkpoint.weights, changes)
     after = weights.architecture
     preprocess = card.preprocess and card.preprocess.adapted(before.image, after.image, after.channels)
     names = card.class_names if after.classes == before.classes else ()

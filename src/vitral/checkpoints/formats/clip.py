@@ -28,11 +28,10 @@ from vitral.checkpoints.formats.hf_config import (
     unsupported,
     vision_config,
 )
-from vitral.checkpoints.formats.layout import Layout, layout_entries, plain_architecture, separate
+from vitral.checkpoints.formats.layout import Layout, layout_entries, plain_architecture
 from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Tensors
 from vitral.errors import UserError
 
-_QKV, _BIASES = separate("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _LAYOUT = Layout(
     patches="embeddings.patch_embedding",
     positions="embeddings.position_embedding.weight",
@@ -40,8 +39,7 @@ _LAYOUT = Layout(
     pre_norm="pre_layrnorm",
     block="encoder.layers.{}",
     norm1="layer_norm1",
-    qkv=_QKV,
-    qkv_biases=_BIASES,
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     out="self_attn.out_proj",
     norm2="layer_norm2",
     hidden="mlp.fc1",
@@ -283,8 +281,8 @@ _OPEN = Layout(
     pre_norm="visual.ln_pre",
     block=_BLOCK + ".{}",
     norm1="ln_1",
-    qkv=("attn.in_proj_weight",),
-    qkv_biases=("attn.in_proj_bias",),
+    qkv=("attn.in_proj",),
+    qkv_separator="_",
     out="attn.out_proj",
     norm2="ln_2",
     hidden="mlp.c_fc",

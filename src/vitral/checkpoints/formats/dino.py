@@ -31,7 +31,6 @@ from vitral.checkpoints.formats.layout import (
     layout_entries,
     plain_architecture,
     read_sizes,
-    separate,
     timm_layout,
 )
 from vitral.checkpoints.formats.table import CheckpointHeader, Format, Tensors
@@ -49,7 +48,6 @@ _V2 = replace(
     gated_output="mlp.weights_out",
     scales=("layer_scale1.lambda1", "layer_scale2.lambda1"),
 )
-_V3_QKV, _V3_BIASES = separate("attention.q_proj", "attention.k_proj", "attention.v_proj")
 _V3 = Layout(
     patches="embeddings.patch_embeddings",
     positions="",
@@ -57,8 +55,7 @@ _V3 = Layout(
     registers="embeddings.register_tokens",
     block="layer.{}",
     norm1="norm1",
-    qkv=_V3_QKV,
-    qkv_biases=_V3_BIASES,
+    qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
     out="attention.o_proj",
     norm2="norm2",
     hidden="mlp.up_proj",

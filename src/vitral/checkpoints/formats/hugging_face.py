@@ -22,8 +22,8 @@ from vitral.checkpoints.formats.hf_config import (
     read_settings,
     square_only,
 )
-from vitral.checkpoints.formats.layout import Layout, bias_rows, separate
-from vitral.checkpoints.formats.table import CheckpointHeader, Format, Tensors
+from vitral.checkpoints.formats.layout import Layout, layout_entries
+from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format
 from vitral.errors import UserError
 
 _PREFIX = re.compile(r"^(?:vit|deit|ijepa|beit|data2vec_vision|dinov2|dinov2_with_registers)\.")
@@ -49,15 +49,13 @@ PARTS = {
     r"lm_head\.|layernorm\.": "head of the masked image modeling",
 }
 
-_QKV, _BIASES = separate("attention.attention.query", "attention.attention.key", "attention.attention.value")
 LAYOUT = Layout(
     patches="embeddings.patch_embeddings.projection",
     positions="embeddings.position_embeddings",
     class_token="embeddings.cls_token",
     block="encoder.layer.{}",
     norm1="layernorm_before",
-    qkv=_QKV,
-    qkv_biases=_BIASES,
+    qkv=("attention.attention.query", "attention.attention.key", "attention.attention.value"),
     out="attention.output.dense",
     norm2="layernorm_after",
     hidden="intermediate.dense",
@@ -252,22 +250,12 @@ def _beit_notes(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _beit_unpack(tensors: Tensors, c: ViTConfig) -> Tensors:
+def _beit_entries(header: CheckpointHeader, c: ViTConfig) -> list[Entry]:
     """Give each block the bias that all share, added to its own where it has one."""
-    if c.position != "bias":
-        return tensors
-    tensors = dict(tensors)
-    shared = tensors.pop(_SHARED, None)
-    for i in range(c.depth):
-        key = _BEIT_LAYOUT.in_block(i, _BEIT_LAYOUT.bias_table)
-        if shared is not None:
-            tensors[key] = tensors[key] + shared if key in tensors else shared
-        expected = (bias_rows(c) + 3, c.heads)
-        if key in tensors and tensors[key].shape != expected:
-            raise UserError(
-                f"tensor {key} has the shape {list(tensors[key].shape)} where {list(expected)} is expected."
-            )
-    return tensors
+    own, shared = (layout_entries(replace(_BEIT_LAYOUT, shared_bias_table=name), c) for name in ("", _SHARED))
+    if not header.has(_SHARED):
+        return own
+    return shared + ([entry for entry in own if entry not in shared] if header.has(_FIRST) else [])
 
 
 def _beit_stated(c: ViTConfig) -> dict[str, Any]:
@@ -304,7 +292,7 @@ def _beit_format(name: str, title: str, model: str, kind: str, prefix: str, mean
         *(kind, prefix),
         layout=_BEIT_LAYOUT,
         notes=_beit_notes,
-        unpack=_beit_unpack,
+        file_entries=_beit_entries,
         architecture=_beit_architecture,
         stated=_beit_stated,
         positions=("bias", "1d", "none"),

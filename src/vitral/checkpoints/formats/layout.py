@@ -26,13 +26,13 @@ class Layout:
     class_token: str
     block: str  # with {} for the index
     norm1: str
-    qkv: tuple[str, ...]  # the weight of all three, or those of queries, keys and values
-    qkv_biases: tuple[str, ...]
+    qkv: tuple[str, ...]  # the layer of all three, or those of queries, keys and values
     out: str
     norm2: str
     hidden: str
     output: str
     norm: str
+    qkv_separator: str = "."  # between the name of such a layer and "weight" or "bias"
     qv_biases: tuple[str, ...] = ()  # where keys have none; if empty, the first and the last of `qkv_biases`
     registers: str = ""
     pre_norm: str = ""
@@ -52,15 +52,13 @@ class Layout:
     embedding: bool = False  # positions are an nn.Embedding, (rows, dim) instead of (1, rows, dim)
     register_rows: bool = False  # the position table has rows for the registers
 
+    @property
+    def qkv_biases(self) -> tuple[str, ...]:
+        return tuple(f"{name}{self.qkv_separator}bias" for name in self.qkv)
+
     def in_block(self, index: int, name: str) -> str:
         """The full name of a part of a block."""
         return f"{self.block.format(index)}.{name}"
-
-
-def separate(queries: str, keys: str, values: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Weights and biases of three projections, for `Layout.qkv` and `Layout.qkv_biases`."""
-    names = (queries, keys, values)
-    return tuple(f"{name}.weight" for name in names), tuple(f"{name}.bias" for name in names)
 
 
 def timm_layout(
@@ -76,8 +74,6 @@ def timm_layout(
     With `gamma`, LayerScale is gamma_1 instead of ls1.gamma; `shared_bias` is one table of relative positions for all
     blocks.
     """
-    fused = (("attn.qkv.weight",), ("attn.qkv.bias",))
-    qkv, biases = separate("attn.q_proj", "attn.k_proj", "attn.v_proj") if separate_qkv else fused
     return Layout(
         patches="patch_embed.proj",
         positions="pos_embed",
@@ -86,8 +82,7 @@ def timm_layout(
         pre_norm="norm_pre",
         block="blocks.{}",
         norm1="norm1",
-        qkv=qkv,
-        qkv_biases=biases,
+        qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj") if separate_qkv else ("attn.qkv",),
         qv_biases=() if separate_qkv else ("attn.q_bias", "attn.v_bias"),
         qk_norms=("attn.q_norm", "attn.k_norm"),
         attention_norm="attn.norm",
@@ -196,7 +191,8 @@ def block_entries(names: Layout, index: int, ours: str, c: ViTConfig) -> list[En
     theirs, attention = names.block.format(index), f"{ours}.attention"
     entries = norm(f"{theirs}.{names.norm1}", f"{ours}.norm1", c.width)
     entries += norm(f"{theirs}.{names.norm2}", f"{ours}.norm2", c.width)
-    entries += _parts(theirs, names.qkv, f"{attention}.qkv.weight", (3 * c.width, c.width))
+    weights = tuple(f"{name}{names.qkv_separator}weight" for name in names.qkv)
+    entries += _parts(theirs, weights, f"{attention}.qkv.weight", (3 * c.width, c.width))
     if c.qkv_bias and c.key_bias:
         entries += _parts(theirs, names.qkv_biases, f"{attention}.qkv.bias", (3 * c.width,))
     elif c.qkv_bias:
@@ -207,7 +203,8 @@ def block_entries(names: Layout, index: int, ours: str, c: ViTConfig) -> list[En
     entries += linear(f"{theirs}.{names.out}", f"{attention}.out", c.width, c.width)
     if c.position == "bias":
         key = names.shared_bias_table or f"{theirs}.{names.bias_table}"
-        n, relative = bias_rows(c), f"{attention}.relative"
+        rows, columns = c.grid(c.image)
+        n, relative = (2 * rows - 1) * (2 * columns - 1), f"{attention}.relative"  # one per offset of two patches
         entries.append(Entry(key, f"{relative}.table", (n, c.heads), rows=(0, n)))
         entries.append(Entry(key, f"{relative}.class_table", (3, c.heads), rows=(n, n + 3)))
     if c.swiglu:
@@ -243,12 +240,6 @@ def _map_head(names: tuple[str, ...], c: ViTConfig) -> list[Entry]:
         *linear(hidden, "map.mlp.hidden", c.width, mlp),
         *linear(output, "map.mlp.output", mlp, c.width),
     ]
-
-
-def bias_rows(c: ViTConfig) -> int:
-    """The rows of a table of relative biases, without the three of the class token."""
-    rows, columns = c.grid(c.image)
-    return (2 * rows - 1) * (2 * columns - 1)
 
 
 @dataclass(frozen=True)

@@ -170,8 +170,12 @@ def read_entries(
     Two tensors that fill the same part of one of ours are added.
     """
     parts: dict[str, dict[int, Tensor]] = {}
+    rows: dict[str, int] = {}
     for entry in entries:
-        piece, pieces = entry.to_ours(_checked(entry, theirs)), parts.setdefault(entry.ours, {})
+        rows[entry.theirs] = max(rows.get(entry.theirs, 0), entry.rows[1] if entry.rows else 0)
+    for entry in entries:
+        piece = entry.to_ours(_checked(entry, theirs, rows[entry.theirs]))
+        pieces = parts.setdefault(entry.ours, {})
         earlier = pieces.get(entry.part[0])
         pieces[entry.part[0]] = piece if earlier is None else earlier.float() + piece.float()
     state = {key: _joined(key, pieces, shapes[key]) for key, pieces in parts.items()}
@@ -231,14 +235,15 @@ def is_square(rows: int) -> bool:
     return math.isqrt(rows) ** 2 == rows
 
 
-def _checked(entry: Entry, theirs: Mapping[str, Tensor]) -> Tensor:
+def _checked(entry: Entry, theirs: Mapping[str, Tensor], rows: int) -> Tensor:
+    """Their tensor, of which all entries together take this many rows, or all of it (0)."""
     if entry.theirs not in theirs:
         raise UserError(f"the file has no tensor {entry.theirs}: it is incomplete or of another kind.")
     tensor = theirs[entry.theirs]
     shape, expected = list(tensor.shape), list(entry.shape)
-    if entry.rows is not None and len(shape) > 1 and len(expected) > 1:
-        if shape[-2] < entry.rows[1]:
-            raise UserError(f"tensor {entry.theirs} has {shape[-2]} rows where {entry.rows[1]} are expected.")
+    if rows and len(shape) > 1 and len(expected) > 1:
+        if shape[-2] != rows:
+            raise UserError(f"tensor {entry.theirs} has {shape[-2]} rows where {rows} are expected.")
         shape[-2] = expected[-2]
     # Some writers keep axes of length one, such as (1, 1, 1, channels) for GroupNorm.
     if [n for n in shape if n != 1] != [n for n in expected if n != 1]:

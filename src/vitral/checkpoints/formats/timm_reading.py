@@ -43,16 +43,10 @@ from vitral.checkpoints.formats.timm_arguments import (
 from vitral.errors import UserError
 
 _PLAIN = "vit_base_patch16_224"
-_HIDDEN = ("gelu", "pool", "norm_eps", "post_norm", "rope", "map_heads", "map_prefix")
-# Which arguments of config.json state a hidden field, for an architecture that is not in the table.
+# Fields that no tensor shows, and the arguments of config.json that state them.
 _STATED_BY = {
-    "gelu": ("act_layer",),
-    "pool": ("global_pool",),
-    "norm_eps": ("norm_layer",),
-    "post_norm": ("use_post_norm",),
-    "rope": ("use_rot_pos_emb",),
-    "map_heads": ("attn_pool_num_heads",),
-    "map_prefix": ("pool_include_prefix",),
+    **{"gelu": "act_layer", "pool": "global_pool", "norm_eps": "norm_layer", "post_norm": "use_post_norm"},
+    **{"rope": "use_rot_pos_emb", "map_heads": "attn_pool_num_heads", "map_prefix": "pool_include_prefix"},
 }
 INDEX = "relative_position_index"  # which older files store beside the table of relative positions
 _FOLDED = "position rows of the registers folded into the registers"
@@ -115,11 +109,11 @@ def read_header(header: CheckpointHeader) -> TimmFile:
     stated = fields_of(model, arguments)
     if named:
         _check_config(named.name, shown, stated, arguments)
-        hidden: dict[str, Any] = {key: stated[key] for key in _HIDDEN}
+        hidden: dict[str, Any] = {key: stated[key] for key in _STATED_BY}
         hidden["heads"] = header.hints.heads or arguments["num_heads"]
         assumed: tuple[str, ...] = ()
     else:
-        known = {key: stated[key] for key, names in _STATED_BY.items() if any(name in overrides for name in names)}
+        known = {key: stated[key] for key, name in _STATED_BY.items() if name in overrides}
         known |= {key: value for key in HINTED if (value := getattr(header.hints, key))}
         hidden, assumed = _guessed(header, shown, known, overrides.get("num_heads"))
     return _file(header, shown, hidden, assumed, arguments if named else overrides)
@@ -264,7 +258,7 @@ def _common(header: CheckpointHeader, similar: list[_Candidate]) -> dict[str, An
     """The hidden fields of some architectures; UserError where they differ."""
     first = similar[0]
     for other in similar:
-        different = [key for key in _HIDDEN if other.fields[key] != first.fields[key]]
+        different = [key for key in _STATED_BY if other.fields[key] != first.fields[key]]
         if different:
             names = f"{first.name} and {other.name}"
             options = " and ".join(f"{key}=" for key in different) if {*different} <= {*HINTED} else ""
@@ -272,7 +266,7 @@ def _common(header: CheckpointHeader, similar: list[_Candidate]) -> dict[str, An
                 f"the file does not state its {_listed(different)}, in which {names}, of the same tensors, differ: "
                 f"{f'pass {options}, or ' if options else ''}{_remedy(header)}."
             )
-    return {key: first.fields[key] for key in _HIDDEN}
+    return {key: first.fields[key] for key in _STATED_BY}
 
 
 def _usual(header: CheckpointHeader, shown: dict[str, Any]) -> dict[str, Any]:
