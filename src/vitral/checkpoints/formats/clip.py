@@ -343,7 +343,6 @@ _OPEN_TOWERS = (
 OPEN_CLIP = Format(
     name="open_clip",
     title="CLIP as OpenAI and OpenCLIP name it, the image tower (safetensors)",
-    container="safetensors",
     recognises=lambda header: header.has(f"{_BLOCK}.0.attn.in_proj_weight"),
     architecture=_open_architecture,
     entries=_open_entries,

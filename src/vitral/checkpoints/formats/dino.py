@@ -268,7 +268,6 @@ def _dino_unsupported_reason(architecture: Architecture) -> str | None:
 DINO = Format(
     name="dino",
     title="DINO and DINOv2 backbones (safetensors)",
-    container="safetensors",
     recognises=lambda header: all(map(header.has, ("blocks.0.attn.qkv.weight", "cls_token", "pos_embed"))),
     # The models with registers were released with antialiasing and without the offset of 0.1.
     architecture=lambda header: plain_architecture(
@@ -368,7 +367,6 @@ _DINOV3_MODEL = Variant(
 DINOV3 = Format(
     name="dinov3",
     title="DINOv3 ViTs, as Meta's files (safetensors)",
-    container="safetensors",
     recognises=lambda header: header.has("blocks.0.attn.qkv.weight") and header.has(_PERIODS),
     architecture=_dinov3_architecture,
     entries=lambda c: layout_entries(_DINOV3, c),

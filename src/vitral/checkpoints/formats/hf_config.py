@@ -270,7 +270,6 @@ def hf_format(
         return {key: value for key, value in {**usual, **stated(c)}.items() if value is not None}
 
     shared: dict[str, Any] = {
-        "container": "safetensors",
         "entries": lambda c: layout_entries(layout, c),
         "unsupported_reason": unsupported(variants),
         "assumptions": lambda header, c: _assumed(header, c, parts) + notes(header, c),

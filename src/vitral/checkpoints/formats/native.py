@@ -237,7 +237,6 @@ def _assumptions(header: CheckpointHeader, architecture: Architecture) -> tuple[
 NATIVE = Format(
     name="vitral",
     title="vitral safetensors with its card",
-    container="safetensors",
     recognises=_recognises,
     architecture=_architecture,
     entries=entries,

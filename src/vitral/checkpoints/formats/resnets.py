@@ -205,7 +205,6 @@ def _hf_unsupported_reason(architecture: Architecture) -> str | None:
 TIMM_BIT = Format(
     name="timm-bit",
     title="timm's BiT ResNets (safetensors, or a folder with its config.json)",
-    container="safetensors",
     recognises=lambda header: header.has("stem.conv.weight") and header.has("stages.0.blocks.0.conv1.weight"),
     architecture=_timm_architecture,
     entries=_timm_entries,
@@ -219,7 +218,6 @@ TIMM_BIT = Format(
 HUGGING_FACE_BIT = Format(
     name="hf-bit",
     title="Hugging Face BiT ResNets (a folder)",
-    container="safetensors",
     recognises=lambda header: header.has("bit.embedder.convolution.weight"),
     architecture=_hf_architecture,
     entries=_hf_entries,
@@ -333,7 +331,6 @@ def _hybrid_config(card: Card, c: ViTConfig) -> dict[str, Any]:
 TIMM_HYBRID = Format(
     name="timm-hybrid",
     title="timm's hybrids with a ResNet (safetensors, or a folder with its config.json)",
-    container="safetensors",
     recognises=lambda header: any(key.startswith(f"{_BACKBONE}.") for key in header.shapes),
     architecture=_hybrid_architecture,
     entries=_hybrid_entries,

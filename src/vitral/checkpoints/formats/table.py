@@ -122,22 +122,21 @@ class CheckpointHeader:
         return len(numbers)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Format(Generic[A]):
     """How one library stores a Vision Transformer (or a ResNet): the functions take architectures of type A alone."""
 
     name: str
     title: str
-    container: Literal["npz", "safetensors"]
+    container: Literal["npz", "safetensors"] = "safetensors"
     recognises: Callable[[CheckpointHeader], bool]
     architecture: Callable[[CheckpointHeader], A]
     entries: Callable[[A], list[Entry]]
     unsupported_reason: Callable[[Architecture], str | None]  # why the format cannot represent an architecture
     # Where files of one architecture differ in their tensors: the entries of this file; None for `entries`.
     file_entries: Callable[[CheckpointHeader, A], list[Entry]] | None = None
-    renames: Callable[[Iterable[str]], dict[str, str]] = lambda keys: {
-        key: key for key in keys
-    }  # older keys -> the table's
+    # Older keys -> the table's.
+    renames: Callable[[Iterable[str]], dict[str, str]] = lambda keys: {key: key for key in keys}
     # For what no entry expresses, such as two heads whose outputs are averaged: `unpack` turns the tensors of a file,
     # by the keys of the table, into those of the table, and `pack` is its inverse. What `unpack` changes is known from
     # the header, so `assumptions` states it; `pack_changes` states what `pack` does.

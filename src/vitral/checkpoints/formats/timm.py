@@ -231,7 +231,6 @@ def _combination(c: ViTConfig) -> str:
 TIMM = Format(
     name="timm",
     title="timm (safetensors, or a folder with its config.json)",
-    container="safetensors",
     recognises=_recognises,
     architecture=lambda header: read_header(header).architecture,
     entries=_entries,
@@ -290,7 +289,6 @@ def _torchvision_unsupported_reason(architecture: Architecture) -> str | None:
 TORCHVISION = Format(
     name="torchvision",
     title="torchvision VisionTransformer (safetensors)",
-    container="safetensors",
     recognises=lambda header: header.has("conv_proj.weight") and header.has("encoder.pos_embedding"),
     architecture=lambda header: plain_architecture(
         header, _TORCHVISION, representation=header.size("heads.pre_logits.weight"), resize="torchvision"

@@ -165,7 +165,6 @@ def _hf_config(card: Card, c: ViTConfig) -> dict[str, Any]:
 
 def _deit_format(names: _DeitNames, **functions: Any) -> Format[ViTConfig]:
     return Format(
-        container="safetensors",
         architecture=lambda header: _deit_architecture(header, names),
         entries=lambda c: _deit_entries(c, names),
         unsupported_reason=lambda c: _deit_unsupported_reason(c, names),
@@ -205,7 +204,7 @@ HUGGING_FACE_DEIT = _deit_format(
 
 _PROJECTION, _POSITIONS = "patch_embed.proj.weight", "pos_embed"
 _ROWS, _COLUMNS = "embeds.pos_embed_y", "embeds.pos_embed_x"  # of factorized positions
-_KEYS = {
+_NAFLEX_KEYS = {
     "embeds.proj.weight": _PROJECTION,
     "embeds.proj.bias": "patch_embed.proj.bias",
     "embeds.pos_embed": _POSITIONS,
@@ -225,12 +224,12 @@ _NAFLEX: dict[str, dict[str, Any]] = {
     "naflexvit_so400m_patch16_siglip": {**_SIGLIP, "num_heads": 16},
 }
 # Arguments that NaFlexVit shares with timm's plain ViT.
-_ARGUMENTS = (
+_SHARED_ARGUMENTS = (
     *("patch_size", "in_chans", "embed_dim", "depth", "num_heads", "mlp_ratio", "class_token", "reg_tokens"),
     *("init_values", "act_layer", "fc_norm", "global_pool", "qkv_bias"),
 )
 # Arguments that another network would need.
-_PLAIN = {
+_ONLY = {
     **{"rope_type": ("", "none"), "attn_type": ("standard",), "patchify_channels_last": (True,)},
     **{"dynamic_img_pad": (False,), "input_norm_layer": (None,), "embed_norm_layer": (None,), "norm_layer": (None,)},
     **{"pool_include_prefix": (False,), "final_norm": (True,), "embed_proj_type": ("linear",)},
@@ -254,7 +253,7 @@ def _naflex_arguments(header: CheckpointHeader) -> dict[str, Any]:
             else "a NaFlexVit of timm is not defined by its weights alone: put its config.json next to them."
         )
     arguments = {**_NAFLEX[name], **(config.get("model_args") or {})}
-    for key, plain in _PLAIN.items():
+    for key, plain in _ONLY.items():
         if arguments.get(key, plain[0]) not in plain:
             raise UserError(f"timm's {name} with {key}={arguments[key]!r} is not supported.")
     return arguments
@@ -270,7 +269,7 @@ def _naflex_grid(header: CheckpointHeader) -> Size:
     return rows, columns
 
 
-def _classic(header: CheckpointHeader) -> CheckpointHeader:
+def _plain_vit_header(header: CheckpointHeader) -> CheckpointHeader:
     """The header of the plain ViT with the same weights."""
     arguments = _naflex_arguments(header)
     pretrained = (header.config or {}).get("pretrained_cfg") or {}
@@ -291,7 +290,7 @@ def _naflex_architecture(header: CheckpointHeader) -> ViTConfig:
     arguments = _naflex_arguments(header)
     if header.has("norm.weight") and header.has("fc_norm.weight"):
         raise UserError("the file has a LayerNorm before and after pooling: that is not supported.")
-    vit = TIMM.architecture(_classic(header))
+    vit = TIMM.architecture(_plain_vit_header(header))
     way = (
         arguments.get("pos_embed_interp_mode", "bicubic"),
         bool(arguments.get("pos_embed_ar_preserving")),
@@ -303,7 +302,7 @@ def _naflex_architecture(header: CheckpointHeader) -> ViTConfig:
     return replace(vit, resize=_RULES[way], class_position=False, map_prefix=False)
 
 
-def _unpack(tensors: Tensors, c: ViTConfig) -> Tensors:
+def _naflex_unpack(tensors: Tensors, c: ViTConfig) -> Tensors:
     tensors = dict(tensors)
     if _ROWS in tensors and _COLUMNS in tensors:
         tensors[_POSITIONS] = tensors.pop(_ROWS).float().unsqueeze(2) + tensors.pop(_COLUMNS).float().unsqueeze(1)
@@ -315,13 +314,13 @@ def _unpack(tensors: Tensors, c: ViTConfig) -> Tensors:
     return tensors
 
 
-def _pack(tensors: Tensors, c: ViTConfig) -> Tensors:
+def _naflex_pack(tensors: Tensors, c: ViTConfig) -> Tensors:
     projection = tensors[_PROJECTION].permute(0, 2, 3, 1).flatten(1).contiguous()
     positions = tensors[_POSITIONS].unflatten(1, c.grid(c.image))
     return {**tensors, _PROJECTION: projection, _POSITIONS: positions}
 
 
-def _preprocess(header: CheckpointHeader, architecture: Architecture) -> Preprocess | None:
+def _naflex_preprocess(header: CheckpointHeader, architecture: Architecture) -> Preprocess | None:
     """For the size that timm evaluates at, which is not that of the position table."""
     size = ((header.config or {}).get("pretrained_cfg") or {}).get("input_size") or (0, *architecture.image)
     return TIMM.preprocess(header, replace(architecture, image=(size[-2], size[-1])))
@@ -344,7 +343,7 @@ def _naflex_unsupported_reason(architecture: Architecture) -> str | None:
 def _naflex_config(card: Card, c: ViTConfig) -> dict[str, Any]:
     assert TIMM.config is not None
     config = TIMM.config(card, c)
-    arguments = {key: config["model_args"][key] for key in _ARGUMENTS}
+    arguments = {key: config["model_args"][key] for key in _SHARED_ARGUMENTS}
     mode = "bilinear" if c.resize == "siglip" else "bicubic"
     arguments |= {"pos_embed_grid_size": list(c.grid(c.image)), "pos_embed_interp_mode": mode}
     arguments |= {"pos_embed_ar_preserving": c.resize.startswith("naflex"), "qkv_bias": c.qkv_bias}
@@ -354,21 +353,20 @@ def _naflex_config(card: Card, c: ViTConfig) -> dict[str, Any]:
 NAFLEX = Format(
     name="timm-naflex",
     title="timm's NaFlexVit (a folder with its config.json)",
-    container="safetensors",
     recognises=lambda header: (
         header.has("blocks.0.attn.qkv.weight") and (header.has(_ROWS) or len(header.shapes.get(_POSITIONS, ())) == 4)
     ),
     architecture=_naflex_architecture,
     entries=TIMM.entries,
     unsupported_reason=_naflex_unsupported_reason,
-    renames=lambda keys: {key: _KEYS.get(key, key) for key in keys},
-    unpack=_unpack,
-    pack=_pack,
+    renames=lambda keys: {key: _NAFLEX_KEYS.get(key, key) for key in keys},
+    unpack=_naflex_unpack,
+    pack=_naflex_pack,
     class_row=lambda c: "folded",
     assumptions=lambda header, c: ("factorized positions added up to a table",) if header.has(_ROWS) else (),
-    preprocess=_preprocess,
+    preprocess=_naflex_preprocess,
     class_names=TIMM.class_names,
     config=_naflex_config,
     alone=lambda c: "timm needs config.json to know how positions are resized",
-    file_key=lambda key, c: {theirs: file for file, theirs in _KEYS.items()}.get(key, key),
+    file_key=lambda key, c: {theirs: file for file, theirs in _NAFLEX_KEYS.items()}.get(key, key),
 )
