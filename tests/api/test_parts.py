@@ -48,7 +48,7 @@ def test_parts_give_the_same_files_as_one_process(weights, pictures, tmp_path, m
         shutil.copy(pictures / name, tmp_path / "copies" / "any" / f"{number}.png")
     (tmp_path / "copies" / "any" / "broken.png").write_bytes(b"no image")
     whole = outputs(weights, pictures, tmp_path / "whole")
-    monkeypatch.setattr("vitral.api.probes.SIGNATURE_BLOCK", 5)
+    monkeypatch.setattr("vitral.api.check.SIGNATURE_BLOCK", 5)
     divided = outputs(weights, pictures, tmp_path / "divided", parts=3)
     assert sorted(divided) == ["classes.csv", "copies.txt", "features.npz", "page.html"]
     assert divided == whole
@@ -59,7 +59,7 @@ def test_dedupe_counts_test_images_once(pictures, tmp_path, monkeypatch):
     (tmp_path / "tests" / "any").mkdir(parents=True)
     (tmp_path / "tests" / "any" / "broken.png").write_bytes(b"no image")
     shutil.copy(pictures / "class-0" / "1.png", tmp_path / "tests" / "any")
-    monkeypatch.setattr("vitral.api.probes.SIGNATURE_BLOCK", 5)
+    monkeypatch.setattr("vitral.api.check.SIGNATURE_BLOCK", 5)
     results = [
         vitral.dedupe(pictures, against=[tmp_path / "tests"], output=tmp_path / "a.txt", parts=parts)
         for parts in (1, 3)

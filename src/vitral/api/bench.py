@@ -9,7 +9,14 @@ from typing import Any, get_args
 
 from vitral.atomic import atomic_write, checked_output
 from vitral.bench.backends import EXPORTED, Backend, Work, Workload, default_modes, select_backends
-from vitral.bench.benchmark import measure_cold_start, run_benchmark
+from vitral.bench.benchmark import (
+    measure_cold_start,
+    newest_sweep,
+    run_benchmark,
+    run_sweep,
+    summarize_sweep,
+    sweep_chart,
+)
 from vitral.bench.results import (
     COLUMNS,
     BenchmarkRow,
@@ -22,7 +29,6 @@ from vitral.bench.results import (
     table,
     write_rows,
 )
-from vitral.bench.sweep import newest_sweep, run_sweep, summarize_sweep, sweep_chart
 from vitral.data.loader import cores, default_workers
 from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError

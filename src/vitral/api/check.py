@@ -1,8 +1,9 @@
-"""`check`: problems of a data set, and with a model its suspicious labels."""
+"""`check` and `dedupe`: problems of a data set, with a model its suspicious labels, and copies of test images."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -11,17 +12,27 @@ import numpy as np
 
 from vitral.api.checkpoints import Source, load_source
 from vitral.api.data import Data, open_to_train
+from vitral.api.engines import Engine, SlurmOptions
 from vitral.api.ensembles import compute_device, prepared, reading_workers
+from vitral.api.parts import Arrays, parts_of
 from vitral.atomic import atomic_write, checked_output
 from vitral.checkpoints.card import Preprocess
 from vitral.data.check import CheckReport, SuspectLabel, open_to_check
 from vitral.data.check import check as check_data
+from vitral.data.copies import CHUNK as SIGNATURE_BLOCK
 from vitral.data.images import resize
 from vitral.data.loader import default_workers, read_pixels
-from vitral.data.sources import DataSet, Split
+from vitral.data.sources import DataSet, Split, open_data, with_test_split
 from vitral.data.splits import unreadable_refusal
 from vitral.display import displayed
 from vitral.errors import UntrainableData, UserError
+from vitral.evaluation.duplicates import (
+    FEATURE_BLOCK,
+    DedupeResult,
+    find_duplicates,
+    merge_duplicates,
+    write_exclusions,
+)
 from vitral.evaluation.features import cached_features
 from vitral.evaluation.label_errors import find_label_errors
 from vitral.events import EventHandler
@@ -141,3 +152,84 @@ def _thumbnail(split: Split, index: int) -> np.ndarray:
     pixels = read_pixels(split, index, 3)
     scale = min(1.0, _THUMBNAIL / max(pixels.shape[:2]))
     return resize(pixels, (max(round(pixels.shape[0] * scale), 1), max(round(pixels.shape[1] * scale), 1)))
+
+
+def dedupe(
+    train: str | Path,
+    *,
+    against: Sequence[str | Path],
+    output: str | Path = "",
+    weights: Source = "",
+    preprocess: str = "",
+    device: str = "",
+    parts: int = 1,
+    part: Sequence[str] = (),
+    engine: Engine = "local",
+    slurm: SlurmOptions = (),
+    parallel: int = 0,
+    on_event: EventHandler | None = None,
+) -> DedupeResult:
+    """Find training images that are copies of test images.
+
+    Re-encoded, resized, slightly cropped and mirrored copies are found by perceptual hashes and a comparison of pixels.
+    `vitral train ... --set data.exclude=FILE` excludes the images listed in a file.
+
+    Args:
+        train: the training images: what `vitral train` takes.
+        against: data sets whose test images must not be trained on.
+        output: .txt file to list the copies in.
+        weights: a model whose features find copies that the hashes miss; slower.
+        preprocess: how pixels are prepared for it, where it differs from what the weights state.
+        device: cpu, cuda or mps for the model; chosen when not given.
+        parts: number of parts to compute the images in, each a command of its own; they are kept beside the output
+            until all are there, and the output is the same as of one process.
+        part: single parts to compute, such as 3/16, and no output.
+        engine: where parts are computed: local, on the GPUs or the cores of this machine, or slurm, as an array of
+            jobs.
+        slurm: options of sbatch for the jobs as KEY=VALUE, such as partition=gpu time=4:00:00 gres=gpu:1.
+        parallel: parts at a time; one per GPU when not given.
+        on_event: handler of progress events.
+
+    Returns:
+        The pairs of training and test images that are copies.
+
+    Raises:
+        UserError: where an argument is wrong.
+        PartsWritten: with `part`, once these parts are written.
+    """
+    divided = parts_of(dedupe, locals())
+    if preprocess and not weights:
+        raise UserError("preprocess is for the images of a model: name its weights, too, or leave it out.")
+    resolved = compute_device(weights, device)
+    target = checked_output(output, (".txt",), "--output") if output else None
+    opened = open_data(train, held_out=0.0)
+    others = [_tested(name) for name in against]
+    model, card = load_source(weights, on_event) if weights else (None, None)
+    how = prepared(card, preprocess, on_event) if card is not None else None
+    with displayed(on_event) as handler:
+
+        def compute(images: Split) -> Arrays:
+            duplicates = find_duplicates(
+                images,
+                others,
+                model=model,
+                preprocess=how,
+                device=resolved,
+                workers=default_workers("cuda"),
+                on_event=handler,
+            )
+            return (np.frombuffer(duplicates.to_json().encode(), np.uint8),)
+
+        block = SIGNATURE_BLOCK if model is None else FEATURE_BLOCK
+        results = divided.compute(opened.train, block, compute, handler)
+    duplicates = merge_duplicates([DedupeResult.from_json(array.tobytes().decode()) for _, (array,) in results])
+    if target is not None:
+        write_exclusions(target, duplicates)
+        divided.finish()
+    return duplicates
+
+
+def _tested(name: str | Path) -> Split:
+    """The images that a data set is tested on; all of them where it has one split."""
+    opened = with_test_split(open_data(name, held_out=0.0))
+    return opened.train if opened.eval_split is None else opened.eval_split

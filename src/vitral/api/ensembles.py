@@ -83,12 +83,7 @@ class Ensemble:
     ) -> Predictions:
         """Compute logits in the order of the first model's classes.
 
-        Args:
-            split: images.
-            preprocess: what the user gives; of several models, for those that do not state theirs.
-            batch: images per forward pass.
-            task: what the progress is called.
-            on_event: handler of progress events.
+        `preprocess` is what the user gives; of several models, it is for those that do not state theirs.
         """
         results = []
         for number, member in enumerate(self.members, 1):
@@ -134,19 +129,10 @@ def open_ensemble(
     packed: bool = False,
     on_event: EventHandler | None = None,
 ) -> Ensemble:
-    """Load the models to average.
+    """Load the models to average; raises UserError where one has no head, or they are of different classes.
 
-    Args:
-        source: a model; or several, or the folder of a `vitral train` with several folds or seeds.
-        ensemble: further models.
-        classes: file that names the outputs.
-        tta: views of each image to average over.
-        device: where to compute.
-        packed: pack weights on a CPU, which is faster and changes the last bits of a float32.
-        on_event: handler of notes.
-
-    Raises:
-        UserError: one of them has no head, or they are of different classes.
+    A source may be the folder of a `vitral train` with several folds or seeds. With `packed`, weights are packed on a
+    CPU, which is faster and changes the last bits of a float32.
     """
     if tta is not None and tta not in VIEWS:
         raise UserError(f'tta="{tta}" is not one of {", ".join(VIEWS)}.')

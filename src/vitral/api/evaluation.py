@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from vitral.api.engines import Engine
+from vitral.api.data import eval_images
+from vitral.api.engines import Engine, SlurmOptions
 from vitral.api.ensembles import Ensemble, Sources, open_ensemble, prepared
-from vitral.api.held_out import eval_images
 from vitral.api.inspection import model_facts, most_confident_mistakes, reliabilities
 from vitral.api.parts import Parts, joined, parts_of
 from vitral.api.prediction import check_numbers, none_read
-from vitral.api.slurm import SlurmOptions
 from vitral.atomic import atomic_write, checked_output
 from vitral.checkpoints.card import Card
 from vitral.data.catalog.imagenet import imagenet_outputs, real_labels

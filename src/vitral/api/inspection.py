@@ -40,8 +40,7 @@ from vitral.models.vit import ViT
 from vitral.names import name_of
 from vitral.recipe import from_toml
 from vitral.report.evaluation import Mistake, Reliability
-from vitral.report.figures import write_figures
-from vitral.report.pages import AttentionDistance, LearnedWeights, RunExamples, inspect_page, run_page
+from vitral.report.pages import AttentionDistance, LearnedWeights, RunExamples, inspect_page, run_page, write_figures
 from vitral.report.viewer import ViewerImage, choose_layers
 from vitral.serving import unread
 
@@ -315,15 +314,8 @@ def most_confident_mistakes(
 ) -> list[Mistake]:
     """The wrong predictions with the highest probability, with their images, for a page.
 
-    Args:
-        split: where the images are.
-        indices: the images in it that were predicted, (n,).
-        logits: (n, classes).
-        labels: the right outputs, (n,).
-        names: the outputs.
-        card: states how logits become probabilities.
-        preprocess: how the images are prepared.
-        most: how many mistakes.
+    `indices` (n,) are the images of the split that logits (n, classes) and labels (n,) are of; `names` are the
+    outputs'.
     """
     wrong, order = _by_confidence(logits, labels, card)
     order = order[: min(int(wrong.sum()), most)]

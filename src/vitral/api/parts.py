@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from vitral.api.engines import ENGINES
-from vitral.api.slurm import sbatch_options
+from vitral.api.engines import ENGINES, Work, sbatch_options
 from vitral.atomic import atomic_write
 from vitral.data.sources import Split
 from vitral.errors import PartsWritten, UserError
@@ -28,46 +27,26 @@ _OPTIONS = ("parts", "part", "engine", "slurm", "parallel", "on_event")
 _ABOUT = "parts.json"  # which command a folder has the parts of
 
 
-@dataclass
-class Parts:
+@dataclass(kw_only=True)
+class Parts(Work):
     """How a verb's images are divided; one part where the user does not ask for more."""
 
     verb: list[str]  # its words on the command line, without those about parts
-    output: str
     count: int
     only: tuple[int, ...]  # the parts to compute, from 0; all of them where there are none
     engine: str
-    parallel: int
-    device: str
-    slurm: Mapping[str, str]
     weights: list[list[Any]]  # name, size and time of each file of weights
-    unit: str = "parts"
-    alone: bool = False
-    keep: bool = False
+    unit = "parts"
     _compute: Callable[[int], Arrays] | None = None
     _failures: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def folder(self) -> Path:
-        return Path(f"{self.output}.parts")
 
     def compute(
         self, split: Split, block: int, compute: Callable[[Split], Arrays], on_event: EventHandler
     ) -> list[tuple[int, Arrays]]:
-        """Compute something of each image, in parts.
+        """Compute arrays of the images, in parts: of each the index of its first image, and its arrays.
 
-        Args:
-            split: the images.
-            block: images that stay together: those of a batch.
-            compute: what gives arrays for some of the images.
-            on_event: handler of progress events.
-
-        Returns:
-            Of each part the index of its first image, and its arrays.
-
-        Raises:
-            UserError: a part has failed, or the folder has the parts of another command.
-            PartsWritten: the user asked for single parts, which are written.
+        Blocks of so many images, those of a batch, stay together. Raises UserError where a part has failed or the
+        folder has the parts of another command, and PartsWritten where the user asked for single parts.
         """
         if self.count == 1 and not self.only:
             return [(0, compute(split))]
@@ -130,15 +109,7 @@ class Parts:
 
 
 def parts_of(verb: Callable[..., Any], arguments: Mapping[str, Any]) -> Parts:
-    """The parts that the arguments of a verb ask for.
-
-    Args:
-        verb: its function; the name is that of the command.
-        arguments: the value of each parameter.
-
-    Raises:
-        UserError: parts have no output beside which to write them, or an argument is no word of a command.
-    """
+    """The parts that the arguments of a verb, a function called as its command, ask for."""
     part, count, output = arguments["part"], arguments["parts"], str(arguments["output"])
     slurm = sbatch_options(arguments["slurm"])
     only, counts = [], {count} if count != 1 or not part else set[int]()
@@ -158,8 +129,9 @@ def parts_of(verb: Callable[..., Any], arguments: Mapping[str, Any]) -> Parts:
         words = _words(verb, arguments)
         models = [arguments.get(name, ()) for name in ("source", "ensemble", "weights")]
         weights = [mark for model in models for word in _several(model) for mark in _marks(Path(word).expanduser())]
-    facts = (arguments["engine"], arguments["parallel"], arguments["device"], slurm)
-    return Parts(words, output, count, tuple(only), *facts, weights)
+    options = {name: arguments[name] for name in ("engine", "parallel", "device")}
+    parts = {"verb": words, "count": count, "only": tuple(only), "weights": weights, "slurm": slurm}
+    return Parts(folder=Path(f"{output}.parts"), **parts, **options)
 
 
 def joined(results: Sequence[tuple[int, Arrays]]) -> Arrays:

@@ -14,7 +14,7 @@ import torch
 
 from vitral.api.checkpoints import Source, load_source
 from vitral.api.data import Images, open_any_images, unread_images
-from vitral.api.engines import Engine
+from vitral.api.engines import Engine, SlurmOptions
 from vitral.api.ensembles import (
     Sources,
     check_head,
@@ -27,13 +27,11 @@ from vitral.api.ensembles import (
     reading_workers,
 )
 from vitral.api.parts import joined, parts_of
-from vitral.api.slurm import SlurmOptions
 from vitral.atomic import atomic_write, checked_output
 from vitral.checkpoints.card import Card
-from vitral.data.images import UnreadableImage, encode_png
-from vitral.data.loader import read_pixels
+from vitral.data.images import UnreadableImage
 from vitral.data.preprocess import parse_deterministic
-from vitral.data.sources import Split, open_data
+from vitral.data.sources import Split
 from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
 from vitral.evaluation.predict import EmbeddingPool, Embeddings, Predictions, TestTimeAugmentation, embed_split
@@ -272,31 +270,6 @@ def embed(
             np.savez(stream, paths=np.array(paths), features=features)
         divided.finish()
     return EmbedResult(paths, features, unread_images(split, paths), str(output))
-
-
-def write_sample_images(data: str | Path, folder: Path, *, count: int) -> list[Path]:
-    """Write held-out images as PNG files named by their class, taking one of each class in turn.
-
-    Args:
-        data: what `vitral train` takes.
-        folder: where to write them.
-        count: number of images.
-
-    Returns:
-        The paths of the files.
-    """
-    split = open_data(data).eval_split
-    if split is None or split.multilabel:
-        raise UserError(f"{data} has no held-out images with one label each.")
-    per_class = [np.flatnonzero(split.labels == label) for label in range(len(split.classes))]
-    chosen = [int(indices[turn]) for turn in range(count) for indices in per_class if turn < len(indices)][:count]
-    paths = []
-    for number, index in enumerate(chosen):
-        path = folder / f"{split.classes[split.labels[index]]}-{number}.png"
-        with atomic_write(path) as temporary:
-            temporary.write_bytes(encode_png(read_pixels(split, index, 3)))
-        paths.append(path)
-    return paths
 
 
 def _predictor(source: Source, device: str, on_event: EventHandler | None) -> tuple[Model, Card, str, int]:

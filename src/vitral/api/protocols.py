@@ -10,7 +10,7 @@ from typing import Any
 
 from vitral.api.data import check_out, new_folder, open_to_choose
 from vitral.api.evaluation import real_scores
-from vitral.api.training import assumed_pixels, read_recipe
+from vitral.api.recipes import assumed_pixels, read_recipe
 from vitral.architecture import ResNetConfig
 from vitral.atomic import atomic_write
 from vitral.checkpoints.card import Card

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vitral.api.data import check_folder
-from vitral.api.engines import ENGINES, Engine, command
-from vitral.api.slurm import FOLDER as SLURM_FOLDER
-from vitral.api.slurm import SlurmOptions, sbatch_options
-from vitral.api.study_job import StudyJob
-from vitral.api.study_runs import check_run
+from vitral.api.engines import ENGINES, SLURM_FOLDER, Engine, SlurmOptions, command, sbatch_options
+from vitral.api.recipes import keys_of
+from vitral.api.study_runs import StudyJob, check_run
 from vitral.atomic import atomic_write
 from vitral.display import SummaryRepr, displayed, duration
 from vitral.errors import UserError
@@ -182,13 +180,12 @@ def study(
         return write_report(Path(name))
     check_device(device)
     words = override_words(set)
-    chosen = read_study(name, scale, _overrides(words))
+    chosen = read_study(name, scale, keys_of(words))
     folder = Path(out or Path("results") / chosen.name)
     check_folder(folder, [], (_STUDY, "*.jsonl"))
-    options = sbatch_options(slurm)
-    job = StudyJob(
-        chosen, str(name), folder, tuple(data), str(init), words, tuple(only), parallel, keep, device, options
-    )
+    engine_options = {"parallel": parallel, "keep": keep, "device": device, "slurm": sbatch_options(slurm)}
+    given = {"data": tuple(data), "init": str(init), "overrides": words, "only": tuple(only)}
+    job = StudyJob(study=chosen, name=str(name), folder=folder, **given, **engine_options)
     with displayed(on_event) as handler:
         if dry_run or print_commands:
             commands = [command(job.words([run.id])) for run in job.pending()] if print_commands else []
@@ -247,8 +244,8 @@ def open_folder(folder: Path) -> StudyRuns:
         raise UserError(f"{folder} holds no study: name a folder that `vitral study run` has written.")
     settings = json.loads(path.read_text("utf-8"))
     definition = settings["definition"] or definition_of(settings["study"])
-    chosen = parse_study(definition, settings["study"], settings["scale"], _overrides(settings["set"]))
-    return study_state(StudyJob(chosen, settings["study"], folder))
+    chosen = parse_study(definition, settings["study"], settings["scale"], keys_of(settings["set"]))
+    return study_state(StudyJob(study=chosen, name=settings["study"], folder=folder))
 
 
 def study_state(job: StudyJob) -> StudyRuns:
@@ -285,11 +282,6 @@ def _info(name: str) -> StudyInfo:
     chosen = read_study(name)
     scales = ("small", *definition_of(name).get("scales", {}))
     return StudyInfo(name, chosen.title, chosen.source, plan(chosen, {}).total, chosen.data_names, scales)
-
-
-def _overrides(words: Sequence[str]) -> dict[str, str]:
-    pairs = [word.partition("=") for word in words]
-    return {key.strip(): value for key, _, value in pairs}
 
 
 def _write_study(folder: Path, name: str | Path, chosen: Study, words: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from vitral.api.data import check_folder, new_folder
 from vitral.api.protocols import changed_keys, run_readings, sweep_words, write_row
-from vitral.api.training import assumed_pixels
+from vitral.api.recipes import assumed_pixels, keys_of
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.hub import located
 from vitral.checkpoints.weights import describe
@@ -226,7 +226,7 @@ def _data_folders(root: Path) -> list[Path]:
 
 
 def _check_fixed_keys(words: Sequence[str]) -> None:
-    for key in (word.partition("=")[0].strip() for word in words):
+    for key in keys_of(words):
         if key in _FIXED_KEYS:
             raise UserError(f"{key} is fixed by VTAB's protocol: leave it out.")
 

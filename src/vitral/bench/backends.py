@@ -1,4 +1,7 @@
-"""What is benchmarked: workloads and the libraries that run them, as plain data that is sent to worker processes."""
+"""What is benchmarked: workloads and the libraries that run them, as plain data that is sent to worker processes.
+
+Besides the paper's models there are families after it, by names such as DINOv3-B/16, CLIP-B/16 and OpenCLIP-B/16.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,19 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitral.architecture import Architecture, ViTConfig, as_size
-from vitral.bench.families import FAMILIES, family_of, model_name, parse_model
+from vitral.architecture import Architecture, ModelConfig, RopeConfig, ViTConfig, as_size
 from vitral.errors import UserError
 from vitral.export.int8 import calibrate, quantize
 from vitral.export.onnx import OPSET, import_onnx
 from vitral.models.build import build
 from vitral.models.layers import LayerScale
+from vitral.names import name_of, parse
 
 Work = Literal["train", "infer", "latency", "data", "predict", "start", "growth"]
 OURS = "vitral"
@@ -92,17 +95,8 @@ def select_backends(
 ) -> tuple[list[Backend], list[str]]:
     """Choose ours first, then each peer that is installed and supports the workload, in each setting.
 
-    Args:
-        workload: what is benchmarked.
-        against: names of other libraries, out of PEERS.
-        modes: how PyTorch runs the models, out of MODES.
-        attentions: kernels of PyTorch's attention to try, out of ATTENTIONS.
-
-    Returns:
-        The backends, and one sentence for each library that cannot take part.
-
-    Raises:
-        UserError: if a name is unknown, or a setting needs a GPU.
+    Returns the backends, and one sentence for each library that cannot take part; raises UserError for unknown names,
+    and for a setting that needs a GPU.
     """
     options = ("--against", against, PEERS), ("--settings", modes, MODES), ("--attention", attentions, ATTENTIONS)
     for option, names, choices in options:
@@ -284,3 +278,54 @@ def _openvino(path: Path) -> Callable[[np.ndarray], np.ndarray]:
 
 _RUNNERS = {"onnxruntime": _onnxruntime, "openvino": _openvino}
 _BUILDERS = {"timm": _timm, "transformers": _transformers, "torchvision": _torchvision}
+
+
+class Family(NamedTuple):
+    """What a family changes in the ViT of the same size, and a name of it in timm, which overrides replace sizes of."""
+
+    timm: str
+    changes: dict[str, Any]
+    overrides: dict[str, Any]
+
+
+_CLIP: dict[str, Any] = {"pre_norm": True, "patch_bias": False, "norm_eps": 1e-5}
+FAMILIES = {
+    # As in timm, without the biases of queries and values, which Meta's checkpoints have.
+    "DINOv3": Family(
+        "vit_base_patch16_dinov3",
+        {
+            **{"rope": RopeConfig(), "position": "none", "registers": 4, "layer_scale": True},
+            **{"qkv_bias": False, "gelu": "erf", "norm_eps": 1e-5},
+        },
+        {"global_pool": "token"},
+    ),
+    "CLIP": Family("vit_base_patch16_clip_quickgelu_224", {**_CLIP, "gelu": "quick"}, {}),
+    "OpenCLIP": Family("vit_base_patch16_clip_224", {**_CLIP, "gelu": "erf"}, {}),
+}
+
+
+def parse_model(name: str, **changes: Any) -> ModelConfig:
+    """The architecture of a model's name, with fields replaced."""
+    family, _, size = name.partition("-")
+    if family not in FAMILIES:
+        return parse(name, **changes)
+    return parse(f"ViT-{size}", **FAMILIES[family].changes, **changes)
+
+
+def model_name(architecture: Architecture) -> str:
+    """The inverse of `parse_model`."""
+    return name_of(architecture).replace("ViT", family_of(architecture) or "ViT", 1)
+
+
+def family_of(architecture: Architecture) -> str:
+    """The name of the family, empty for the paper's models."""
+    if not isinstance(architecture, ViTConfig):
+        return ""
+    return next(
+        (
+            name
+            for name, family in FAMILIES.items()
+            if all(getattr(architecture, field) == value for field, value in family.changes.items())
+        ),
+        "",
+    )

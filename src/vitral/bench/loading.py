@@ -97,14 +97,8 @@ class PredictionStep:
 def time_training_from_files(backend: Backend, workload: Workload, *, loader_seconds: float) -> dict[str, float]:
     """Compare training on files with training on a batch that stays on the device, timed right before and after.
 
-    Args:
-        backend: the library.
-        workload: the model, the files, and the most workers; training may start fewer.
-        loader_seconds: seconds per batch of the loader alone. Batches that were prefetched may hide it for a few steps,
-            but in the long run no step is shorter.
-
-    Returns:
-        Details of a row.
+    `loader_seconds` per batch are of the loader alone: batches that were prefetched may hide it for a few steps, but in
+    the long run no step is shorter. Training may start fewer workers than the workload has.
     """
     workload = replace(workload, workers=min(workload.workers, default_workers(workload.device)))
     modes = default_modes(workload.device)  # ours captures CUDA graphs on a GPU, the others are compiled there
@@ -131,11 +125,8 @@ def time_training_from_files(backend: Backend, workload: Workload, *, loader_sec
 def time_feeding(
     feed: Callable[[Tensor], None], batches: Iterable[Tensor], first: int, device: str
 ) -> tuple[float, float]:
-    """Train on batches as training does, with one step queued ahead; the first `first` steps do not count.
-
-    Returns:
-        The seconds per step, and the share of the time in which the device was idle.
-    """
+    """Train on batches as training does, with one step queued ahead; the first `first` steps do not count. Returns
+    seconds per step, and the share of the time in which the device was idle."""
     began, ended = [], []
     for images in batches:
         began.append(_Timestamp(device))

@@ -197,16 +197,7 @@ def format_rate(rate: float) -> str:
 
 
 def page(rows: Sequence[BenchmarkRow], *, summary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
-    """A Markdown page of the rows of one machine.
-
-    Args:
-        rows: at least one.
-        summary: sentences above the table.
-        figures: paths of images below it.
-
-    Returns:
-        Markdown.
-    """
+    """A Markdown page of the rows of one machine: sentences, the table, and images at these paths."""
     versions: dict[str, set[str]] = {}
     for row in rows:
         for name, value in row.environment.items():

@@ -307,17 +307,7 @@ class ParityResult(NamedTuple):
 
 
 def check_parity(step: TimedStep) -> ParityResult:
-    """Compare a step of a small batch with the eager float32 model.
-
-    Args:
-        step: the step that is checked.
-
-    Returns:
-        The differences.
-
-    Raises:
-        ParityError: if a difference is above its tolerance.
-    """
+    """Compare a step of a small batch with the eager float32 model; raises ParityError above a tolerance."""
     reference = reference_outputs(step)
     return compare(step.outputs(), reference, TOLERANCES[step.workload.precision], step.backend.label)
 

@@ -17,10 +17,9 @@ from vitral.errors import UserError, printable
 
 if TYPE_CHECKING:
     from vitral.api.evaluation import EvalResult
+    from vitral.api.features import ProbeResult, SearchResult
     from vitral.api.inspection import InspectResult
-    from vitral.api.neighbours import SearchResult
     from vitral.api.prediction import EmbedResult
-    from vitral.api.probes import ProbeResult
 
 _CLASSES = 30  # rows of a table of classes
 _UNREADABLE = 20  # names in a line

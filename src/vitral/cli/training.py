@@ -16,10 +16,9 @@ from vitral.errors import UserError
 from vitral.recipe import Recipe, to_toml
 
 if TYPE_CHECKING:
-    from vitral.api.demonstration import DemoResult
     from vitral.api.protocols import PaperNumber, ProtocolResult
     from vitral.api.study import StudyList, StudyReport, StudyRuns
-    from vitral.api.training import TrainResult
+    from vitral.api.training import DemoResult, TrainResult
     from vitral.api.vtab import VtabResult
 
 _CLASSES = 12  # rows of a table of classes

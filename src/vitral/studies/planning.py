@@ -173,7 +173,7 @@ def plan(study: Study, records: Records) -> Plan:
         runs |= {run.id: run for run in finals}
         if trials and not finals:
             waiting |= {(*(run.id for run in trials), str(seed)) for seed in cell.seeds}
-    pending = [run for run in runs.values() if not _is_done(records.get(run.id))]
+    pending = [run for run in runs.values() if not is_done(records.get(run.id))]
     return Plan(tuple(runs.values()), tuple(pending), len(waiting))
 
 
@@ -190,7 +190,7 @@ def final_runs(study: Study, cell: Cell, records: Records) -> tuple[PlannedRun, 
 def chosen_settings(study: Study, cell: Cell, records: Records) -> Mapping[str, Any] | None:
     """The settings with the highest score on the dev split, the first of equal ones; None while trials are missing."""
     trials = [(run, records.get(run.id)) for run in _trials(study, cell)]
-    if not all(_is_done(record) for _, record in trials):
+    if not all(is_done(record) for _, record in trials):
         return None
     finished = [(run, record) for run, record in trials if record is not None and record.status == "ok"]
     best = max(finished, key=lambda trial: trial[1].metrics["score"], default=trials[0])[0]  # all may have diverged
@@ -206,7 +206,7 @@ def _trials(study: Study, cell: Cell) -> list[PlannedRun]:
     return [planned_run(study, cell, {**change, "seed": cell.seeds[0]}, trial=True) for change in changes]
 
 
-def _is_done(record: Record | None) -> bool:
+def is_done(record: Record | None) -> bool:
     """Diverging is a result; a failure (no memory, no disk) may be the machine's, and is tried again."""
     return record is not None and record.status != "failed"
 
