@@ -21,17 +21,9 @@ class Unwritable(UserError, OSError):
 
 
 def checked_output(path: str | Path, suffixes: Sequence[str], option: str) -> Path:
-    """Check the path of an output file before any work is done.
+    """Check the path of an output file before any work is done; raises UserError.
 
     The suffix is checked because a forgotten value makes the next argument the file to write, which may be a photo.
-
-    Args:
-        path: the path to write.
-        suffixes: allowed suffixes, in lower case.
-        option: name of the option, for the error.
-
-    Raises:
-        UserError: if it cannot be written, is a folder, or has another suffix.
     """
     path = Path(path)
     check_writable(path)
@@ -89,6 +81,12 @@ def atomic_write(path: Path, *, folder: bool = False) -> Generator[Path]:
                 parent.rmdir()
         raise
     _flush(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file; a reader sees the old one or the whole new one."""
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, "utf-8")
 
 
 @contextmanager

@@ -34,15 +34,8 @@ class Cost:
 
 
 def cost(architecture: Architecture, image: int | Size | None = None) -> Cost:
-    """The cost of a model.
-
-    Args:
-        architecture: a ViT or ResNet.
-        image: height and width, or one number for both; None for the architecture's own size.
-
-    Raises:
-        UserError: the architecture is a user's own module, whose layers vitral does not know.
-    """
+    """The cost of a model for images of a size, by default its own; raises UserError for a user's own module, whose
+    layers vitral does not know."""
     if isinstance(architecture, ModuleConfig):
         raise UserError(f'cannot compute the cost of "{architecture.name}": vitral does not know its layers.')
     size = architecture.image if image is None else as_size(image)
@@ -59,25 +52,16 @@ def training_flops(
     """Floating-point operations of a training run, counted as for the paper's exaFLOPs (Table 6).
 
     A multiply-accumulate is 2 operations, and the backward pass takes twice the operations of the forward pass.
-
-    Args:
-        architecture: a ViT or ResNet.
-        images: size of the training set.
-        epochs: passes over it.
-        image: as in `cost`.
     """
     return 2.0 * 3.0 * cost(architecture, image).macs * images * epochs
 
 
 def run_flops(architecture: Architecture, *, seen: int, images: int, trainable: str) -> float:
-    """Floating-point operations of a run, counted as in `training_flops`.
+    """Floating-point operations of a run that processes `seen` of its images, repetitions included, as in
+    `training_flops`.
 
-    Args:
-        architecture: a ViT or ResNet.
-        seen: images processed, repetitions included.
-        images: size of the training set.
-        trainable: with "head", features are computed once, in a forward pass of each image; other partial fine-tuning
-            counts in full, since its gradients go through the whole model.
+    With a trainable "head", features are computed once, in a forward pass of each image; other partial fine-tuning
+    counts in full, since its gradients go through the whole model.
     """
     if trainable == "head":
         return 2.0 * cost(architecture).macs * images

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from vitral.atomic import atomic_write, checked_output
+from vitral.atomic import checked_output, write_text
 from vitral.bench.backends import EXPORTED, Backend, Work, Workload, default_modes, select_backends
 from vitral.bench.benchmark import (
     measure_cold_start,
@@ -66,7 +66,6 @@ class BenchmarkReport(SummaryRepr):
         }
 
     def as_dict(self) -> list[dict[str, Any]]:
-        """JSON-ready: the rows of this call."""
         return [asdict(row) for row in self.rows]
 
     def table(self) -> tuple[tuple[str, ...], list[list[str]]]:
@@ -155,9 +154,9 @@ def write_page(folder: Path, rows: Sequence[BenchmarkRow]) -> Path:
     name, figures = page_name(rows), []
     if sweep := newest_sweep(rows):
         figures.append(f"{name}-growth.svg")
-        _write_text(folder / figures[0], sweep_chart(sweep))
+        write_text(folder / figures[0], sweep_chart(sweep))
     path = folder / f"{name}.md"
-    _write_text(path, page(rows, summary=[*summarize(rows), *summarize_sweep(rows)], figures=figures))
+    write_text(path, page(rows, summary=[*summarize(rows), *summarize_sweep(rows)], figures=figures))
     return path
 
 
@@ -218,8 +217,3 @@ def _check(work: str, rounds: int, batch: int | None, data: str | Path, workers:
 def _comparable(rows: Sequence[BenchmarkRow], hardware_rows: Sequence[BenchmarkRow]) -> list[BenchmarkRow]:
     keys = {row.comparison_key for row in rows}
     return [row for row in hardware_rows if row.comparison_key in keys]
-
-
-def _write_text(path: Path, text: str) -> None:
-    with atomic_write(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")

@@ -15,7 +15,7 @@ from vitral.api.data import Data, open_to_train
 from vitral.api.engines import Engine, SlurmOptions
 from vitral.api.ensembles import compute_device, prepared, reading_workers
 from vitral.api.parts import Arrays, parts_of
-from vitral.atomic import atomic_write, checked_output
+from vitral.atomic import checked_output, write_text
 from vitral.checkpoints.card import Preprocess
 from vitral.data.check import CheckReport, SuspectLabel, open_to_check
 from vitral.data.check import check as check_data
@@ -86,8 +86,7 @@ def check(
             return report
         suspects, places, judged = _suspects(opened, judge, handler)
     thumbnails = [_thumbnail(*place) for place in places[:_SHOWN]]
-    with atomic_write(target) as temporary:
-        temporary.write_text(label_errors_page(opened.source, judged, suspects, thumbnails), encoding="utf-8")
+    write_text(target, label_errors_page(opened.source, judged, suspects, thumbnails))
     return replace(report, suspects=tuple(suspects), judged=judged, page=str(target))
 
 

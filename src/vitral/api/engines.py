@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 import torch
 
-from vitral.atomic import atomic_write
+from vitral.atomic import write_text
 from vitral.checkpoints.lock import FolderLock
 from vitral.data.loader import cores
 from vitral.errors import UserError
@@ -201,8 +201,7 @@ def _submit(work: Work, items: Sequence[str], folder: Path) -> dict[str, str]:
     except ImportError as error:
         raise UserError("the engine slurm needs submitit: pip install 'vitral[slurm]'.") from error
     token = uuid.uuid4().hex[:12]
-    with atomic_write(folder / f"{token}.json") as temporary:
-        temporary.write_text(json.dumps(list(items)), "utf-8")
+    write_text(folder / f"{token}.json", json.dumps(list(items)))
     command = shlex.join([sys.executable, "-m", "vitral", *work.words([_ITEM])]).replace(_ITEM, '"$item"')
     log = shlex.quote(str(folder.absolute())) + "/${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}_0_log.out"
     setup = [

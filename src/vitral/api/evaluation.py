@@ -16,7 +16,7 @@ from vitral.api.ensembles import Ensemble, Sources, open_ensemble, prepared
 from vitral.api.inspection import model_facts, most_confident_mistakes, reliabilities
 from vitral.api.parts import Parts, joined, parts_of
 from vitral.api.prediction import check_numbers, none_read
-from vitral.atomic import atomic_write, checked_output
+from vitral.atomic import checked_output, write_text
 from vitral.checkpoints.card import Card
 from vitral.data.catalog.imagenet import imagenet_outputs, real_labels
 from vitral.data.images import UnreadableImage
@@ -65,7 +65,6 @@ class EvalResult(SummaryRepr):
         return {**score_summary(self.metrics), "data": self.data, "source": self.source}
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {**asdict(self), "interval": self.interval}
 
 
@@ -206,8 +205,7 @@ def _with_page(result: EvalResult, path: Path, models: Ensemble, divided: Parts,
         left_out=result.unreadable,
         **parts,
     )
-    with atomic_write(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_text(path, text)
     divided.finish()
     return replace(result, page=str(path))
 

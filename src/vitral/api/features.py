@@ -76,7 +76,6 @@ class ProbeResult(SummaryRepr):
         return {"n": f"{self.test:,}", **rows, "data": self.data}
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         rows = [{**asdict(row), "mean": row.mean, "interval": row.interval} for row in self.shots]
         return {**asdict(self), "shots": rows}
 
@@ -194,7 +193,6 @@ class SearchResult(SummaryRepr):
         return {"best": best, "n": f"{len(self):,}", "query": self.query}
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {
             "query": self.query,
             "neighbours": [neighbour._asdict() for neighbour in self.neighbours],

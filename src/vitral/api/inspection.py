@@ -18,7 +18,7 @@ from vitral.api.data import Images, open_any_images, open_restricted
 from vitral.api.ensembles import compute_device, prepared
 from vitral.api.prediction import none_read
 from vitral.architecture import ViTConfig
-from vitral.atomic import atomic_write, check_writable, checked_output
+from vitral.atomic import check_writable, checked_output, write_text
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.run import RunFolder
 from vitral.cost import cost
@@ -65,7 +65,6 @@ class InspectResult(SummaryRepr):
         return {"page": str(self.page), "images": f"{self.images:,}", "size": f"{self.bytes / 1e6:.1f} MB"}
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {**asdict(self), "page": str(self.page), "figures": [str(path) for path in self.figures]}
 
 
@@ -128,8 +127,7 @@ def inspect(
         title = f"Inside {_short_name(card)}"
         attends = isinstance(model, ViT)
         page = inspect_page(title, model_facts(card), learned, shown, _pooled_name(model), reach, attends, left_out)
-        with atomic_write(path) as temporary:
-            temporary.write_text(page, encoding="utf-8")
+        write_text(path, page)
         written = write_figures(Path(figures), learned, shown, reach) if figures else ()
     return InspectResult(path, path.stat().st_size, len(shown), tuple(image.path for image in left_out), written)
 

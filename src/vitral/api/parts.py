@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from vitral.api.engines import ENGINES, Work, sbatch_options
-from vitral.atomic import atomic_write
+from vitral.atomic import atomic_write, write_text
 from vitral.data.sources import Split
 from vitral.errors import PartsWritten, UserError
 from vitral.events import EventHandler
@@ -102,8 +102,7 @@ class Parts(Work):
         about = {"command": self.verb, "parts": self.count, "weights": self.weights, "images": split.fingerprint()}
         path = self.folder / _ABOUT
         if not path.is_file():
-            with atomic_write(path) as temporary:
-                temporary.write_text(json.dumps(about, indent=2), "utf-8")
+            write_text(path, json.dumps(about, indent=2))
         elif json.loads(path.read_text("utf-8")) != about:
             raise UserError(f"{self.folder} has parts of another command, of other weights or images: remove it first.")
 

@@ -197,7 +197,6 @@ class EmbedResult(SummaryRepr):
         return {"n": f"{len(self.paths):,}", "dim": f"{self.features.shape[1]:,}", **unreadable}
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready: the features themselves where they were not written to a file."""
         values = {"output": self.output, "images": len(self.paths), "features": self.features.shape[1]}
         if not self.output:
             values |= {"paths": self.paths, "features": self.features.tolist()}

@@ -12,7 +12,7 @@ from vitral.api.data import check_out, new_folder, open_to_choose
 from vitral.api.evaluation import real_scores
 from vitral.api.recipes import assumed_pixels, read_recipe
 from vitral.architecture import ResNetConfig
-from vitral.atomic import atomic_write
+from vitral.atomic import write_text
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.hub import located
 from vitral.checkpoints.weights import describe
@@ -91,7 +91,6 @@ class ProtocolResult(SummaryRepr):
         return {"masked_loss" if "masked_loss" in metrics else "score": score, "n": f"{metrics['n']:,}", **runs}
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready: the score with everything that is needed to trust or repeat it."""
         outcome, last = self.outcome, self.outcome.results[-1]
         return {
             "model": self.model,
@@ -271,7 +270,7 @@ def _follow(
     rows = paper_numbers(name, model, "other recipe" if changed else "", real=bool(real))
     given = (*overrides, *sweep)
     result = ProtocolResult(model, str(data), str(folder), outcome, rows, readings, name, given, changed, real, real_n)
-    on_rank0(lambda: write_row(folder / "protocol.json", result.as_dict()), world)
+    on_rank0(lambda: write_text(folder / "protocol.json", json.dumps(result.as_dict(), indent=2) + "\n"), world)
     return result
 
 
@@ -298,12 +297,6 @@ def changed_keys(preset: Preset, recipe: Recipe, sweep: Sequence[str], space: Se
     own_sweep = space if sweep else {}
     by_preset = set(space) - set(own_sweep)
     return tuple(sorted(preset.changed(recipe, own_sweep) - by_preset - _SAME_RECIPE))
-
-
-def write_row(path: Path, row: dict[str, Any]) -> None:
-    """Write a result as JSON."""
-    with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(row, indent=2) + "\n", "utf-8")
 
 
 def _bit_candidate(

@@ -22,6 +22,7 @@ from vitral.recipe import (
     check_given_once,
     flips,
     from_toml,
+    keys_of,
     override_words,
     with_dev,
     with_overrides,
@@ -216,11 +217,6 @@ def _early_recipe(recipe: Recipe | None, overrides: Sequence[str]) -> Recipe:
     """The keys that are needed before the others are chosen: which images there are, and the weights to start from."""
     words = [word for word in overrides if word.replace(" ", "").startswith(_EARLY)]
     return with_overrides(recipe or Recipe(), words)
-
-
-def keys_of(overrides: Sequence[str]) -> dict[str, str]:
-    """Overrides such as "optim.lr = 0.1" by key."""
-    return {key.strip(): value.strip() for key, _, value in (word.partition("=") for word in overrides)}
 
 
 def _allows_muon(overrides: dict[str, str]) -> bool:

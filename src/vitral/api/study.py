@@ -12,14 +12,13 @@ from typing import Any, Literal
 
 from vitral.api.data import check_folder
 from vitral.api.engines import ENGINES, SLURM_FOLDER, Engine, SlurmOptions, command, sbatch_options
-from vitral.api.recipes import keys_of
 from vitral.api.study_runs import StudyJob, check_run
-from vitral.atomic import atomic_write
+from vitral.atomic import write_text
 from vitral.display import SummaryRepr, displayed, duration
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.build import check_device
-from vitral.recipe import Overrides, override_words
+from vitral.recipe import Overrides, keys_of, override_words
 from vitral.studies import report
 from vitral.studies.claims import ClaimResult, judge
 from vitral.studies.definition import (
@@ -58,7 +57,6 @@ class StudyList(SummaryRepr):
         return {entry.name: f"{entry.title} ({entry.source}), {entry.runs} runs" for entry in self.studies}
 
     def as_dict(self) -> list[dict[str, Any]]:
-        """JSON-ready."""
         return [asdict(entry) for entry in self.studies]
 
 
@@ -83,7 +81,6 @@ class StudyRuns(SummaryRepr):
         return table(self.study, self.cells)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         columns, rows = self.table()
         return {
             "study": self.study.name,
@@ -113,7 +110,6 @@ class StudyReport(SummaryRepr):
         return {**counts, "files": ", ".join(map(str, self.files))}
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         claims = [
             {"study": name, "claim": result.claim.text, "verdict": result.verdict, "measured": result.measured}
             for name, result in self.claims
@@ -215,30 +211,22 @@ def write_report(folder: Path) -> StudyReport:
     states = [open_folder(path) for path in folders]
     if not states:
         raise UserError(f"{folder} holds no study: name a folder that `vitral study run` has written.")
-    files = []
+    files: dict[Path, str] = {}
     for state in states:
         parts = (state.study, state.cells, state.records)
         texts = {"html": report.html(*parts), "md": report.markdown(*parts)}
         texts["json"] = json.dumps(report.as_dict(*parts), indent=2) + "\n"
-        files += [_write(state.folder / f"report.{suffix}", text) for suffix, text in texts.items()]
+        files |= {state.folder / f"report.{suffix}": text for suffix, text in texts.items()}
     if several:
-        files.append(_write(folder / "claims.md", report.claims_table([(s.study, s.cells) for s in states])))
+        files[folder / "claims.md"] = report.claims_table([(s.study, s.cells) for s in states])
+    for path, text in files.items():
+        write_text(path, text)
     claims = [(state.study.name, result) for state in states for result in judge(state.study, state.cells)]
     return StudyReport(tuple(states), tuple(claims), tuple(files))
 
 
-def _write(path: Path, text: str) -> Path:
-    with atomic_write(path) as temporary:
-        temporary.write_text(text, "utf-8")
-    return path
-
-
 def open_folder(folder: Path) -> StudyRuns:
-    """A study by the folder of its runs.
-
-    Raises:
-        UserError: the folder holds no study.
-    """
+    """A study by the folder of its runs."""
     path = folder / _STUDY
     if not path.is_file():
         raise UserError(f"{folder} holds no study: name a folder that `vitral study run` has written.")
@@ -298,4 +286,4 @@ def _write_study(folder: Path, name: str | Path, chosen: Study, words: Sequence[
         before = json.loads(path.read_text("utf-8"))
         if (before["study"], before["scale"], before["set"]) != (study_name(name), chosen.scale, list(words)):
             raise UserError(f"{folder} holds another study ({before['study']}): choose another folder with --out.")
-    _write(path, json.dumps(settings, indent=2) + "\n")
+    write_text(path, json.dumps(settings, indent=2) + "\n")

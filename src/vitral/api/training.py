@@ -16,7 +16,7 @@ from vitral.api.checkpoints import load
 from vitral.api.data import Data, check_out, new_folder
 from vitral.api.inspection import write_run_page
 from vitral.api.prediction import predict
-from vitral.api.recipes import choose_recipe, keys_of
+from vitral.api.recipes import choose_recipe
 from vitral.atomic import atomic_write
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.write import write_json
@@ -31,7 +31,7 @@ from vitral.evaluation.accuracy import confusion_metrics, tables_as_dict, wilson
 from vitral.evaluation.probes import interval as half_interval
 from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.build import check_device
-from vitral.recipe import Overrides, Recipe, check_given_once, override_words
+from vitral.recipe import Overrides, Recipe, check_given_once, keys_of, override_words
 from vitral.serving import PredictionResults
 from vitral.trackers import Tracker, TrackerName, Tracking
 from vitral.training.callbacks import Callback, Loss, OptimizerFactory, OwnParts, Transform
@@ -56,7 +56,6 @@ class FoldScores:
     out_of_fold_interval: tuple[float, float] | None  # Wilson's, by the number of images
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {"folds": len(self.scores), **asdict(self)}
 
 
@@ -292,7 +291,6 @@ class DemoResult(SummaryRepr):
         return {"top1": f"{self.accuracy:.2%}", "n": f"{self.n:,}", "page": str(self.page)}
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {**asdict(self), "predictions": self.predictions.as_dict(), "page": str(self.page)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from vitral.api.data import check_folder, new_folder
-from vitral.api.protocols import changed_keys, run_readings, sweep_words, write_row
-from vitral.api.recipes import assumed_pixels, keys_of
+from vitral.api.protocols import changed_keys, run_readings, sweep_words
+from vitral.api.recipes import assumed_pixels
+from vitral.atomic import write_text
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.hub import located
 from vitral.checkpoints.weights import describe
@@ -21,7 +23,7 @@ from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.build import check_device
 from vitral.names import name_of
 from vitral.paper import VtabRow, table9
-from vitral.recipe import Overrides, Recipe, Sweep, override_words, recipe_hash, with_overrides
+from vitral.recipe import Overrides, Recipe, Sweep, keys_of, override_words, recipe_hash, with_overrides
 from vitral.recipe_presets import Preset, get_preset
 from vitral.studies.protocol import (
     SearchSpace,
@@ -78,7 +80,6 @@ class VtabResult(SummaryRepr):
         return f"{len(self.tasks)} of {len(TASKS)} tasks{missing}"
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready: the score with everything that is needed to trust or repeat it."""
         suite, scores = self.suite, self.suite.scores
         first = next(iter(suite.results.values()))
         return {
@@ -214,7 +215,7 @@ def vtab1k(
     changed = changed_keys(preset, chosen, swept, space)
     facts = (tuple(opened), missing, suite, paper_rows(model), readings, notes)
     result = VtabResult(model, str(root), str(folder), *facts, recipe, (*overrides, *swept), changed)
-    on_rank0(lambda: write_row(folder / "vtab.json", result.as_dict()), world)
+    on_rank0(lambda: write_text(folder / "vtab.json", json.dumps(result.as_dict(), indent=2) + "\n"), world)
     return result
 
 

@@ -151,15 +151,9 @@ def shipped() -> tuple[str, ...]:
 
 
 def read_study(name: str | Path, scale: str = "small", overrides: Mapping[str, Any] | None = None) -> Study:
-    """Read a study that comes with the package, or a TOML file.
+    """Read a study that comes with the package, or a TOML file, at its own ("small") or another of its scales.
 
-    Args:
-        name: name of the study, or path of the file.
-        scale: "small" for the study as it is, or one of its other scales.
-        overrides: recipe keys of all runs, for trying out.
-
-    Raises:
-        UserError: there is no such study or scale, or it has a mistake.
+    Overrides are recipe keys of all runs. Raises UserError for a study or scale that does not exist, or has a mistake.
     """
     return parse_study(definition_of(name), study_name(name), scale, overrides)
 

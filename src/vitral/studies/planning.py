@@ -56,11 +56,7 @@ class Record:
 
 def read_records(folder: Path) -> dict[str, Record]:
     """The records of a folder by run: of several for one run the first that is ok, else the first that diverged, else
-    the last failure.
-
-    Raises:
-        UserError: a file holds something else.
-    """
+    the last failure."""
     records: dict[str, Record] = {}
     for path in sorted(folder.glob("*.jsonl")):
         for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
@@ -234,14 +230,8 @@ class PlanCost:
 
 
 def plan_cost(study: Study, current: Plan, records: Records, sizes: Mapping[str, tuple[int, int]]) -> PlanCost:
-    """The cost of the pending runs, and of those that wait for a choice.
-
-    Args:
-        study: the study.
-        current: its plan.
-        records: its records.
-        sizes: training images and classes by data set.
-    """
+    """The cost of the pending runs, and of those that wait for a choice; `sizes` are training images and classes by
+    data set."""
     runs = [*current.pending, *_stand_ins(study, records)]
     each: list[float | None] = []
     state = 0

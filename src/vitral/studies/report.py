@@ -210,12 +210,8 @@ def _row_name(cell: CellResult, cells: Sequence[CellResult]) -> str:
 
 
 def row_chart(rows: Sequence[tuple[str, float, float | None]], *, percent: bool) -> str:
-    """A dot per row with its interval (SVG).
-
-    Args:
-        rows: name, value and half of the interval, if there is one.
-        percent: whether values are shares of 1.
-    """
+    """A dot per row of a name, a value (of a share of 1 with `percent`) and half of its interval, if there is one
+    (SVG)."""
     ends = [value + sign * (half or 0.0) for _, value, half in rows for sign in (-1, 1)]
     low, high = min(ends), max(ends)
     span = (high - low) or abs(high) or 1.0
