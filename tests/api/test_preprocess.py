@@ -49,14 +49,14 @@ def named(folder: Path, name: str, config: Architecture) -> Path:
 
 def verbs(weights: Path, photos: Path, out: Path, heard: list[Any]) -> dict[str, Preprocess]:
     """The preprocessing that each verb used, as far as it can be seen from outside or at the one place it is asked."""
-    import vitral.api.ensembles as ensembles
     import vitral.api.features as features
+    import vitral.api.inference as inference
     import vitral.api.inspection as inspection
     import vitral.api.prediction as prediction
 
     used: dict[str, Preprocess] = {}
-    original = ensembles.prepared
-    modules = {"predict": ensembles, "evaluate": ensembles, "inspect": inspection, "search": features}
+    original = inference.prepared
+    modules = {"predict": inference, "evaluate": inference, "inspect": inspection, "search": features}
     image = sorted(photos.rglob("*.png"))[0]
     calls = {
         "predict": lambda: vitral.predict(weights, image, device="cpu", on_event=heard.append),

@@ -373,7 +373,7 @@ def test_a_worker_reports_errors_and_goes_on() -> None:
         with pytest.raises(WorkerFailed, match="AttributeError") as failed:
             worker.call("unknown")
         assert failed.value.kind == "error"
-        os.kill(worker.pid, 9)
+        os.kill(worker._process.pid, 9)
         with pytest.raises(WorkerFailed, match="its process ended") as died:
             worker.call("memory")
         assert died.value.kind == "died"
@@ -382,7 +382,7 @@ def test_a_worker_reports_errors_and_goes_on() -> None:
 def test_a_worker_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     """Even before its first request, as its input ends."""
     code = "import sys, time; from vitral.bench.worker import Worker; from vitral.bench.backends import Backend\n"
-    code += "worker = Worker(Backend('vitral')); sys.stdout.write(f'{worker.pid}\\n'); sys.stdout.flush()\n"
+    code += "worker = Worker(Backend('vitral')); sys.stdout.write(f'{worker._process.pid}\\n'); sys.stdout.flush()\n"
     code += "time.sleep(60)"
     source = str(Path(runner.__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": source}

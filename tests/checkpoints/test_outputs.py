@@ -59,7 +59,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (prediction, inspection, features, check):
         monkeypatch.setattr(module, "load_source", late)
-    monkeypatch.setattr(check, "find_duplicates", late)
+    monkeypatch.setattr("vitral.evaluation.duplicates.find_duplicates", late)
     monkeypatch.setattr("vitral.api.checkpoints.read_adapted", late)
     monkeypatch.setattr("vitral.api.bench._measure", late)
 

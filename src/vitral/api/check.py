@@ -6,15 +6,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from vitral.api.checkpoints import Source, load_source
 from vitral.api.data import Data, open_to_train
 from vitral.api.engines import Engine, SlurmOptions
-from vitral.api.ensembles import compute_device, prepared, reading_workers
-from vitral.api.parts import Arrays, parts_of
+from vitral.api.inference import Arrays, compute_device, parts_of, prepared, reading_workers
 from vitral.atomic import checked_output, write_text
 from vitral.checkpoints.card import Preprocess
 from vitral.data.check import CheckReport, SuspectLabel, open_to_check
@@ -26,13 +24,8 @@ from vitral.data.sources import DataSet, Split, open_data, with_test_split
 from vitral.data.splits import unreadable_refusal
 from vitral.display import displayed
 from vitral.errors import UntrainableData, UserError
-from vitral.evaluation.duplicates import (
-    FEATURE_BLOCK,
-    DedupeResult,
-    find_duplicates,
-    merge_duplicates,
-    write_exclusions,
-)
+from vitral.evaluation import duplicates
+from vitral.evaluation.duplicates import DedupeResult
 from vitral.evaluation.features import cached_features
 from vitral.evaluation.label_errors import find_label_errors
 from vitral.events import EventHandler
@@ -40,6 +33,7 @@ from vitral.models.build import Model
 from vitral.recipe import Recipe
 from vitral.report.pages import label_errors_page
 
+Judge = tuple[Model, Preprocess, str]
 _SHOWN = 200  # suspicious labels on the page
 _THUMBNAIL = 160  # pixels of the longer side
 
@@ -105,24 +99,16 @@ def _refusal(data: Data, report: CheckReport) -> str:
     return unreadable_refusal(opened.train, readable(opened.train), readable(held_out) if held_out else None)
 
 
-class _Judge(NamedTuple):
-    """What computes the features."""
-
-    model: Model
-    preprocess: Preprocess
-    device: str
-
-
-def _judge(opened: DataSet, source: Source, preprocess: str, device: str, on_event: EventHandler) -> _Judge:
-    """The model, loaded before any image is read."""
+def _judge(opened: DataSet, source: Source, preprocess: str, device: str, on_event: EventHandler) -> Judge:
+    """The model that computes features, its preprocessing and its device, before any image is read."""
     if opened.train.multilabel:
         raise UserError("suspicious labels are found where images have one label each: leave out --model.")
     model, card = load_source(source, on_event)
-    return _Judge(model, prepared(card, preprocess, on_event), compute_device(source, device))
+    return model, prepared(card, preprocess, on_event), compute_device(source, device)
 
 
 def _suspects(
-    opened: DataSet, judge: _Judge, on_event: EventHandler
+    opened: DataSet, judge: Judge, on_event: EventHandler
 ) -> tuple[list[SuspectLabel], list[tuple[Split, int]], int]:
     """The suspicious labels of all splits together, their splits and indices there, and how many images were judged."""
     model, how, device = judge
@@ -208,7 +194,7 @@ def dedupe(
     with displayed(on_event) as handler:
 
         def compute(images: Split) -> Arrays:
-            duplicates = find_duplicates(
+            copies = duplicates.find_duplicates(
                 images,
                 others,
                 model=model,
@@ -217,15 +203,15 @@ def dedupe(
                 workers=default_workers("cuda"),
                 on_event=handler,
             )
-            return (np.frombuffer(duplicates.to_json().encode(), np.uint8),)
+            return (np.frombuffer(copies.to_json().encode(), np.uint8),)
 
-        block = SIGNATURE_BLOCK if model is None else FEATURE_BLOCK
+        block = SIGNATURE_BLOCK if model is None else duplicates.FEATURE_BLOCK
         results = divided.compute(opened.train, block, compute, handler)
-    duplicates = merge_duplicates([DedupeResult.from_json(array.tobytes().decode()) for _, (array,) in results])
+    merged = duplicates.merge_duplicates([DedupeResult.from_json(array.tobytes().decode()) for _, (array,) in results])
     if target is not None:
-        write_exclusions(target, duplicates)
+        duplicates.write_exclusions(target, merged)
         divided.finish()
-    return duplicates
+    return merged
 
 
 def _tested(name: str | Path) -> Split:

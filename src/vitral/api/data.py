@@ -6,11 +6,9 @@ images that a run was trained on, by the content of each file.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -20,8 +18,8 @@ from vitral.api.checkpoints import Source
 from vitral.atomic import check_writable
 from vitral.data.catalog import CATALOG
 from vitral.data.contents import RunContents, content_hashes, not_hashed_reason
-from vitral.data.folders import FileReader
 from vitral.data.images import ImageError, PILImage, UnreadableImage
+from vitral.data.objects import ObjectReader
 from vitral.data.sources import DataSet, Split, open_data, open_images, restrict_train, with_test_split
 from vitral.data.splits import SPLIT_NAMES
 from vitral.data.transforms import eight_bit_array
@@ -118,23 +116,6 @@ def _to_train(data: Data, opened: DataSet) -> DataSet:
     return opened
 
 
-@dataclass(frozen=True)
-class MixedReader:
-    """Images in memory and image files, in one list."""
-
-    images: Sequence[str | np.ndarray]  # a path, or uint8 pixels (height, width, channels)
-
-    def read(self, index: int) -> bytes | np.ndarray:
-        image = self.images[index]
-        return image if isinstance(image, np.ndarray) else FileReader("", [image]).read(0)
-
-    def mark(self, index: int) -> str:
-        image = self.images[index]
-        if isinstance(image, np.ndarray):
-            return hashlib.sha256(image.tobytes()).hexdigest()
-        return FileReader("", [image]).mark(0)
-
-
 def open_any_images(images: Images) -> Split:
     """Open images to predict on, as a split without labels.
 
@@ -162,7 +143,7 @@ def open_any_images(images: Images) -> Split:
         else:
             keys.append(f"image {position}")
             opened.append(_pixels(image, keys[-1]))
-    return Split("images", keys, np.full(len(keys), -1, np.int64), (), MixedReader(opened))
+    return Split("images", keys, np.full(len(keys), -1, np.int64), (), ObjectReader(opened.__getitem__, keys))
 
 
 def _pixels(image: PILImage | np.ndarray, name: str) -> np.ndarray:

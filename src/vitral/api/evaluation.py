@@ -12,9 +12,8 @@ import numpy as np
 
 from vitral.api.data import eval_images
 from vitral.api.engines import Engine, SlurmOptions
-from vitral.api.ensembles import Ensemble, Sources, open_ensemble, prepared
+from vitral.api.inference import Ensemble, Parts, Sources, joined, open_ensemble, parts_of, prepared
 from vitral.api.inspection import model_facts, most_confident_mistakes, reliabilities
-from vitral.api.parts import Parts, joined, parts_of
 from vitral.api.prediction import check_numbers, none_read
 from vitral.atomic import checked_output, write_text
 from vitral.checkpoints.card import Card

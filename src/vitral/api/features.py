@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitral.api.checkpoints import Source, load_source, source_name
 from vitral.api.data import ImageLike, open_any_images, open_to_probe, unread_images
-from vitral.api.ensembles import compute_device, prepared, reading_workers
+from vitral.api.inference import compute_device, prepared, reading_workers
 from vitral.api.inspection import readable_pixels
 from vitral.api.prediction import none_read
 from vitral.architecture import Size
@@ -32,16 +32,7 @@ from vitral.evaluation.predict import embed_split
 from vitral.evaluation.probes import FewShotResult, knn, linear_probe
 from vitral.evaluation.probes import fewshot as ridge_fewshot
 from vitral.events import EventHandler, Progress
-from vitral.inspection.representations import (
-    FeatureIndex,
-    index_images,
-    index_patches,
-    load_index,
-    nearest_images,
-    nearest_patches,
-    patch_features,
-    save_index,
-)
+from vitral.inspection import representations
 from vitral.models.build import Model
 from vitral.models.model import normalize
 from vitral.serving import unread
@@ -251,13 +242,13 @@ def search(
     positions = {Path(path).resolve(): position for position, path in enumerate(indexed.paths)}
     own = positions.get(Path(query).expanduser().resolve()) if isinstance(query, str | Path) else None
     if patch is not None:
-        feature = patch_features(model, image)[0][patch].float().cpu().numpy()
-        matches = nearest_patches(indexed, feature, top, skip=own)
+        feature = representations.patch_features(model, image)[0][patch].float().cpu().numpy()
+        matches = representations.nearest_patches(indexed, feature, top, skip=own)
         neighbours = [Neighbour(indexed.paths[match.image], match.score, match.row, match.column) for match in matches]
     else:
         with torch.inference_mode():
             features = model.features(image).float().cpu().numpy()
-        scores, indices = nearest_images(indexed, features, top + 1)
+        scores, indices = representations.nearest_images(indexed, features, top + 1)
         pairs = zip(indices[0].tolist(), scores[0].tolist(), strict=True)
         neighbours = [Neighbour(indexed.paths[i], score) for i, score in pairs if i != own][:top]
     unreadable = unread_images(split, indexed.paths) if len(indexed.paths) < len(split) else ()
@@ -266,11 +257,11 @@ def search(
 
 def _index(
     model: Model, split: Split, how: Preprocess, patches: bool, path: Path | None, on_event: EventHandler
-) -> FeatureIndex:
+) -> representations.FeatureIndex:
     """The index from its file, or computed and written there."""
     origin = _origin(model, split, how) if path is not None else ""
     if path is not None and path.exists():
-        indexed = load_index(path)
+        indexed = representations.load_index(path)
         if indexed.origin != origin:
             raise UserError(
                 f"{path} is not the index of these images, as they are now, by this model: "
@@ -278,16 +269,16 @@ def _index(
             )
         return indexed
     if patches:
-        indexed = index_patches(model, _readable(model, split, how, on_event), len(split))
+        indexed = representations.index_patches(model, _readable(model, split, how, on_event), len(split))
     else:
         device = next(model.parameters()).device
         embeddings = embed_split(model, split, how, batch=BATCH, device=device, on_event=on_event)
         paths = [split.keys[i] for i in embeddings.indices[embeddings.valid]]
-        indexed = index_images(paths, embeddings.features[embeddings.valid])
+        indexed = representations.index_images(paths, embeddings.features[embeddings.valid])
     if not indexed.paths:
         raise UserError(f"{none_read(unread(split, 0, model.config.channels))}: name whole image files.")
     if path is not None:
-        save_index(path, replace(indexed, origin=origin))
+        representations.save_index(path, replace(indexed, origin=origin))
     return indexed
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vitral.api.checkpoints import Source, load, load_source
 from vitral.api.data import Images, open_any_images, open_restricted
-from vitral.api.ensembles import compute_device, prepared
+from vitral.api.inference import compute_device, prepared
 from vitral.api.prediction import none_read
 from vitral.architecture import ViTConfig
 from vitral.atomic import check_writable, checked_output, write_text

@@ -15,18 +15,19 @@ import torch
 from vitral.api.checkpoints import Source, load_source
 from vitral.api.data import Images, open_any_images, unread_images
 from vitral.api.engines import Engine, SlurmOptions
-from vitral.api.ensembles import (
+from vitral.api.inference import (
     Sources,
     check_head,
     check_normalization,
     compute_device,
+    joined,
     load_predictor,
     named_card,
     open_ensemble,
+    parts_of,
     prepared,
     reading_workers,
 )
-from vitral.api.parts import joined, parts_of
 from vitral.atomic import atomic_write, checked_output
 from vitral.checkpoints.card import Card
 from vitral.data.images import UnreadableImage

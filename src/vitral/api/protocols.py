@@ -36,14 +36,7 @@ from vitral.recipe import (
     with_overrides,
 )
 from vitral.recipe_presets import Preset, get_preset, hyperrule, is_preset
-from vitral.studies.protocol import (
-    ProtocolRuns,
-    SearchSpace,
-    TrialConfig,
-    choose_search_space,
-    run_protocol,
-    trial_configs,
-)
+from vitral.studies import protocol
 from vitral.training.build import FREE_KEYS, check_recipe, flip_warning
 from vitral.training.optimizer import warmup_steps
 from vitral.training.parallel import init_distributed, on_rank0
@@ -72,7 +65,7 @@ class ProtocolResult(SummaryRepr):
     model: str
     data: str
     folder: str
-    outcome: ProtocolRuns
+    outcome: protocol.ProtocolRuns
     reported: tuple[PaperNumber, ...]
     readings: tuple[str, ...]  # where the paper is silent or contradicts itself, as far as they are true of the run
     recipe: str  # name of the preset, or ""
@@ -239,8 +232,8 @@ def _follow(
     base = with_overrides(base, overrides)
     dev = base.data.dev or preset.dev
     opened, choosing = open_to_choose(data, base, dev, uses_val=preset.uses_val)
-    space = choose_search_space(sweep, preset.sweep, overrides)
-    tried = trial_configs(base, space)
+    space = protocol.choose_search_space(sweep, preset.sweep, overrides)
+    tried = protocol.trial_configs(base, space)
     card = describe(located(base.init)).card if base.init else None
     bit = _bit_candidate(preset, base, opened, card, sweep, overrides)
     if bit is not None:
@@ -255,7 +248,7 @@ def _follow(
     for text in (*opened.messages, *readings, *assumed, *flip_warning(tried[0].recipe, opened)):
         on_event(Note(text))
     on_event(RunDirChosen(str(folder)))
-    outcome = run_protocol(
+    outcome = protocol.run_protocol(
         tried, opened, folder, choosing=choosing, dev=dev, seeds=seeds or preset.seeds, device=device, on_event=on_event
     )
     recipe = outcome.chosen.recipe
@@ -274,7 +267,7 @@ def _follow(
     return result
 
 
-def sweep_words(preset: Preset, space: SearchSpace, tried: int) -> list[str]:
+def sweep_words(preset: Preset, space: protocol.SearchSpace, tried: int) -> list[str]:
     """What `Reading.requires` calls a sweep, where one is made."""
     return ["sweep", *(["preset sweep"] if space == preset.sweep else [])] if tried > 1 else []
 
@@ -292,7 +285,7 @@ def run_readings(
     return (*preset.true_readings(recipe, swept, happens), f"{sentence} would not fit.")
 
 
-def changed_keys(preset: Preset, recipe: Recipe, sweep: Sequence[str], space: SearchSpace) -> tuple[str, ...]:
+def changed_keys(preset: Preset, recipe: Recipe, sweep: Sequence[str], space: protocol.SearchSpace) -> tuple[str, ...]:
     """The keys in which a run differs from its preset, or that were swept over instead of the preset's own."""
     own_sweep = space if sweep else {}
     by_preset = set(space) - set(own_sweep)
@@ -301,7 +294,7 @@ def changed_keys(preset: Preset, recipe: Recipe, sweep: Sequence[str], space: Se
 
 def _bit_candidate(
     preset: Preset, base: Recipe, data: DataSet, card: Card | None, sweep: Sequence[str], overrides: Sequence[str]
-) -> TrialConfig | None:
+) -> protocol.TrialConfig | None:
     """BiT's transfer recipe, tried beside the paper's where a ResNet is fine-tuned."""
     if card is None or not isinstance(card.architecture, ResNetConfig) or sweep:
         return None
@@ -310,7 +303,7 @@ def _bit_candidate(
     name = hyperrule(len(data.train))
     recipe = get_preset(name, base.model).recipe
     recipe = replace(recipe, init=base.init, data=replace(recipe.data, mean=base.data.mean, std=base.data.std))
-    return TrialConfig(name, with_overrides(recipe, overrides))
+    return protocol.TrialConfig(name, with_overrides(recipe, overrides))
 
 
 def paper_numbers(recipe: str, model: str, label: str, *, real: bool = False) -> tuple[PaperNumber, ...]:

@@ -16,8 +16,8 @@ import torch
 from vitral.api.checkpoints import load_source
 from vitral.api.data import restricted
 from vitral.api.engines import BESIDE, LOG, Work
-from vitral.api.ensembles import compute_device, prepared, reading_workers
 from vitral.api.evaluation import evaluate
+from vitral.api.inference import compute_device, prepared, reading_workers
 from vitral.bench.backends import OURS, Backend, Workload
 from vitral.bench.steps import InferenceStep, TimedStep, TrainingStep
 from vitral.checkpoints.card import Preprocess

@@ -25,17 +25,7 @@ from vitral.names import name_of
 from vitral.paper import VtabRow, table9
 from vitral.recipe import Overrides, Recipe, Sweep, keys_of, override_words, recipe_hash, with_overrides
 from vitral.recipe_presets import Preset, get_preset
-from vitral.studies.protocol import (
-    SearchSpace,
-    SuiteResult,
-    TrialConfig,
-    choose_search_space,
-    for_task,
-    group_scores,
-    mean_score,
-    run_suite,
-    trial_configs,
-)
+from vitral.studies import protocol
 from vitral.training.build import check_recipe
 from vitral.training.parallel import init_distributed, on_rank0
 from vitral.version import __version__
@@ -58,7 +48,7 @@ class VtabResult(SummaryRepr):
     folder: str
     tasks: tuple[VtabTask, ...]
     missing: dict[str, str]  # tasks that cannot be opened, with the reasons
-    suite: SuiteResult
+    suite: protocol.SuiteResult
     paper: tuple[VtabRow, ...]  # the rows of the model first
     readings: tuple[str, ...]  # where the paper is silent, as far as they are true of the runs
     notes: tuple[str, ...]  # caveats about the numbers
@@ -70,7 +60,7 @@ class VtabResult(SummaryRepr):
         score = f"{self.suite.mean:.2%}"
         if self.suite.spread is not None:
             score = with_deviation(score, f"{self.suite.spread:.2%}", len(self.suite.seed_scores))
-        groups = {name: f"{score:.2%}" for name, score in group_scores(self.suite.scores).items()}
+        groups = {name: f"{score:.2%}" for name, score in protocol.group_scores(self.suite.scores).items()}
         return {"score": score, "tasks": self.coverage, **groups, "model": self.model}
 
     @property
@@ -90,7 +80,7 @@ class VtabResult(SummaryRepr):
             "scores": list(suite.seed_scores),
             "seeds": [result.seed for result in first],
             "coverage": self.coverage,
-            "groups": group_scores(scores),
+            "groups": protocol.group_scores(scores),
             "tasks": {task.task.name: self._task(task) for task in self.tasks},
             "missing": self.missing,
             "chosen": suite.chosen.name,
@@ -136,8 +126,8 @@ class VtabResult(SummaryRepr):
             "source": row.source,
             "label": "other recipe" if self.changed or not self.recipe.startswith("paper:finetune/vtab") else "",
             "tasks": measured,
-            "groups": group_scores(measured),
-            "mean": mean_score(measured),
+            "groups": protocol.group_scores(measured),
+            "mean": protocol.mean_score(measured),
             "mean_of_all": row.mean,
         }
 
@@ -195,7 +185,7 @@ def vtab1k(
     _check_fixed_keys((*overrides, *swept))
     space = _search_space(preset, overrides, swept, fixed)
     base = _recipe(preset, source, card, overrides)
-    tried = trial_configs(base, space)
+    tried = protocol.trial_configs(base, space)
     opened, missing = _open_tasks(tasks, Path(root), train_size, val_size)
     _check(tried, opened, card)
     world = init_distributed(device)
@@ -209,7 +199,7 @@ def vtab1k(
         handler(RunDirChosen(str(folder)))
         for task in opened:
             handler(Note(on_rank0(partial(_listed, task, folder, beside=(train_size, val_size) == _COUNTS), world)))
-        suite = run_suite(tried, opened, folder, seeds=seeds, device=device, on_event=handler)
+        suite = protocol.run_suite(tried, opened, folder, seeds=seeds, device=device, on_event=handler)
     chosen = suite.chosen.recipe
     readings = run_readings(preset, chosen, space, happens, images)
     changed = changed_keys(preset, chosen, swept, space)
@@ -241,11 +231,11 @@ def _recipe(preset: Preset, source: str | Path, card: Card, overrides: Sequence[
     return with_overrides(replace(preset.recipe, init=str(source), reset_head=True, data=data), overrides)
 
 
-def _search_space(preset: Preset, overrides: Sequence[str], sweep: Sequence[str], fixed: bool) -> SearchSpace:
+def _search_space(preset: Preset, overrides: Sequence[str], sweep: Sequence[str], fixed: bool) -> protocol.SearchSpace:
     """The user's sweep, else the preset's without the keys that overrides set."""
     if fixed and sweep:
         raise UserError("fixed uses the paper's choice instead of a sweep: leave out one of the two.")
-    return {} if fixed else choose_search_space(sweep, preset.sweep, overrides)
+    return {} if fixed else protocol.choose_search_space(sweep, preset.sweep, overrides)
 
 
 def _open_tasks(names: Sequence[str], root: Path, train: int, val: int) -> tuple[list[VtabTask], dict[str, str]]:
@@ -268,17 +258,17 @@ def _open_tasks(names: Sequence[str], root: Path, train: int, val: int) -> tuple
     return opened, missing
 
 
-def _check(tried: Sequence[TrialConfig], tasks: Sequence[VtabTask], card: Card) -> None:
+def _check(tried: Sequence[protocol.TrialConfig], tasks: Sequence[VtabTask], card: Card) -> None:
     """Refuse recipes that cannot work before there is a run folder; tasks differ in their pipelines alone."""
     for task in {(task.task.flip, task.task.crop): task for task in tasks}.values():
         for candidate in tried:
-            recipe = for_task(candidate.recipe, task.task)
+            recipe = protocol.for_task(candidate.recipe, task.task)
             # A batch shrinks to the number of images, which is noted.
             batch = min(recipe.batch, len(task.train800))
             check_recipe(replace(recipe, batch=batch, micro_batch=0), task.with_dev_split(), card)
 
 
-def _notes(tasks: Sequence[VtabTask], tried: Sequence[TrialConfig]) -> tuple[str, ...]:
+def _notes(tasks: Sequence[VtabTask], tried: Sequence[protocol.TrialConfig]) -> tuple[str, ...]:
     notes = list(dict.fromkeys(note for task in tasks for note in task.notes))
     batch = max(candidate.recipe.batch for candidate in tried)
     images = min(len(task.train800 if len(tried) > 1 else task.train1000) for task in tasks)

@@ -29,6 +29,7 @@ Work = Literal["train", "infer", "latency", "data", "predict", "start", "growth"
 OURS = "vitral"
 EXPORTED = {"onnxruntime": ("float32", "int8"), "openvino": ("float32",)}  # run our model, exported; and how
 PEERS = ("timm", "transformers", "torchvision", *EXPORTED)
+_ONLY_MODES = {"data": "loader", "predict": "eager", "start": "command"}  # where PyTorch's do not apply
 MODES = ("eager", "compile", "graphs", "autotune")
 _EXPORT_TOLERANCES = {"float32": 1e-4, "int8": 0.1}  # of the norm of the logits, of random images and weights
 ATTENTIONS = ("auto", "flash", "cudnn", "efficient")
@@ -112,7 +113,7 @@ def select_backends(
             excluded.append(f"{library} is excluded: {reason}.")
         elif library in EXPORTED:
             backends += [Backend(library, mode) for mode in EXPORTED[library]]
-        elif mode := _only_mode(workload.work):
+        elif mode := _ONLY_MODES.get(workload.work):
             backends.append(Backend(library, mode))
         elif library == OURS:  # it chooses its attention itself, and compiling adds nothing to its CUDA graphs
             ours = [Backend(OURS, mode) for mode in (["graphs"] if graphs else modes)]
@@ -133,11 +134,6 @@ def default_modes(device: str) -> tuple[str, ...]:
     return ("compile", "graphs") if device == "cuda" else ("eager",)
 
 
-def _only_mode(work: Work) -> str:
-    """The name of the mode where PyTorch's modes do not apply; empty where they do."""
-    return {"data": "loader", "predict": "eager", "start": "command"}.get(work, "")
-
-
 def _unsupported_reason(library: str, workload: Workload) -> str:
     if library == OURS:
         return ""
@@ -154,16 +150,15 @@ def _unsupported_reason(library: str, workload: Workload) -> str:
         return f"bench {workload.work} supports {supported[0]} only"
     config = workload.architecture
     # The peers have the Vision Transformer of section 3.1 only, and timm its successors.
-    return (
-        "" if _is_vit(config) and (library == "timm" or not family_of(config)) else f"it has no {workload.model_name}"
-    )
+    supports = _is_vit(config) and (library == "timm" or not family_of(config))
+    return "" if supports else f"it has no {workload.model_name}"
 
 
 def build_model(backend: Backend, architecture: Architecture) -> nn.Module:
     """Build a library's model of this architecture, with random weights and a head that is not zero."""
     library = backend.library
     if library == OURS:
-        return _with_visible_blocks(_with_random_head(build(architecture)))
+        return _with_visible_layers(build(architecture))
     if library in EXPORTED:
         return _ExportedModel(build_model(Backend(OURS), architecture), backend, architecture)
     if not isinstance(architecture, ViTConfig):
@@ -171,18 +166,13 @@ def build_model(backend: Backend, architecture: Architecture) -> nn.Module:
     return _BUILDERS[library](architecture)
 
 
-def _with_random_head(model: nn.Module) -> nn.Module:
-    """Replace linear layers of zeros: behind them all logits are zero, and the parity check would compare nothing."""
+def _with_visible_layers(model: nn.Module) -> nn.Module:
+    """Replace linear layers of zeros, behind which all logits are zero, and the first LayerScale factors, 1e-5: the
+    parity check would hardly see what is behind them."""
     for layer in model.modules():
         if isinstance(layer, nn.Linear) and not layer.weight.any():
             nn.init.normal_(layer.weight, std=0.02)
-    return model
-
-
-def _with_visible_blocks(model: nn.Module) -> nn.Module:
-    """Replace the first LayerScale factors, 1e-5: behind them the parity check would hardly see the blocks."""
-    for layer in model.modules():
-        if isinstance(layer, LayerScale):
+        elif isinstance(layer, LayerScale):
             nn.init.normal_(layer.scale, mean=0.5, std=0.1)
     return model
 
@@ -228,7 +218,7 @@ def _torchvision(config: ViTConfig) -> nn.Module:
     if side != width:
         raise UserError("torchvision takes square images only: choose one side, or leave it out of --against.")
     sizes = {"num_layers": config.depth, "num_heads": config.heads, "hidden_dim": config.width, "mlp_dim": config.mlp}
-    return _with_random_head(VisionTransformer(side, config.patch, num_classes=config.classes, **sizes))
+    return _with_visible_layers(VisionTransformer(side, config.patch, num_classes=config.classes, **sizes))
 
 
 class _ExportedModel(nn.Module):
@@ -321,11 +311,7 @@ def family_of(architecture: Architecture) -> str:
     """The name of the family, empty for the paper's models."""
     if not isinstance(architecture, ViTConfig):
         return ""
-    return next(
-        (
-            name
-            for name, family in FAMILIES.items()
-            if all(getattr(architecture, field) == value for field, value in family.changes.items())
-        ),
-        "",
-    )
+    for name, family in FAMILIES.items():
+        if all(getattr(architecture, field) == value for field, value in family.changes.items()):
+            return name
+    return ""

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -95,12 +96,8 @@ def _check_parity(backend: Backend, workload: Workload, on_event: EventHandler) 
     with Worker(backend) as worker:
         parity = worker.call("check_parity", workload)
     gradients = f" and gradients within {parity['gradients']:.0e}" if workload.work == "train" else ""
-    on_event(
-        Note(
-            f"{backend.label}: logits within {parity['logits']:.0e}{gradients} of the float32 model, relative to the "
-            f"norm (tolerance: {parity['tolerance']:g})"
-        )
-    )
+    within = f"logits within {parity['logits']:.0e}{gradients} of the float32 model"
+    on_event(Note(f"{backend.label}: {within}, relative to the norm (tolerance: {parity['tolerance']:g})"))
 
 
 def _raise_ours(failure: WorkerFailed, backend: Backend) -> None:
@@ -247,36 +244,25 @@ def run_sweep(workload: Workload, backend: Backend, on_event: EventHandler) -> l
     long."""
     rows: list[BenchmarkRow] = []
     axes = [axis for axis in SIZES if axis != "depth" or isinstance(workload.architecture, ViTConfig)]
-    started_at, remaining = now(), [(axis, size) for axis in axes for size in SIZES[axis]]
-    while remaining:
+    started_at, points = now(), deque((axis, size) for axis in axes for size in SIZES[axis])
+    while points:  # in a new process after one that failed, which ends the axis
         with Worker(backend) as worker:
-            remaining = _measure_until_failure(worker, workload, remaining, rows, started_at, on_event)
+            while points:
+                axis, size = points.popleft()
+                changes: dict[str, Any] = {axis: size}
+                sized = replace(workload, **changes)
+                last = next((row for row in reversed(rows) if row.axis == axis), None)
+                if last is not None and last.seconds * step_macs(sized) / last.macs > _MAX_SECONDS:  # by the arithmetic
+                    continue
+                on_event(Note(f"{axis} {size}"))
+                try:
+                    row = _measure(worker, sized, started_at)
+                except WorkerFailed as failure:
+                    on_event(Note(f"{axis} {size}: {failure}"))
+                    points = deque(point for point in points if point[0] != axis)
+                    break
+                rows.append(replace(row, axis=axis, axis_value=size))
     return rows
-
-
-def _measure_until_failure(
-    worker: Worker,
-    workload: Workload,
-    points: Sequence[tuple[str, int]],
-    rows: list[BenchmarkRow],
-    started_at: str,
-    on_event: EventHandler,
-) -> list[tuple[str, int]]:
-    """Add rows; return the points for a new process after this one failed, which ends the axis."""
-    for index, (axis, size) in enumerate(points):
-        changes: dict[str, Any] = {axis: size}
-        sized = replace(workload, **changes)
-        last = next((row for row in reversed(rows) if row.axis == axis), None)
-        if last is not None and last.seconds * step_macs(sized) / last.macs > _MAX_SECONDS:  # by the arithmetic
-            continue
-        on_event(Note(f"{axis} {size}"))
-        try:
-            row = _measure(worker, sized, started_at)
-        except WorkerFailed as failure:
-            on_event(Note(f"{axis} {size}: {failure}"))
-            return [point for point in points[index:] if point[0] != axis]
-        rows.append(replace(row, axis=axis, axis_value=size))
-    return []
 
 
 def _measure(worker: Worker, workload: Workload, started_at: str) -> BenchmarkRow:

@@ -97,10 +97,6 @@ class Worker:
             raise WorkerFailed(response["error"], response["reason"])
         return response["result"]
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
 
 def child_environment() -> dict[str, str]:
     """Environment variables of child processes, which import this very package."""

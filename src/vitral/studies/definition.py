@@ -47,17 +47,8 @@ _TOP = {
     *("title", "source", "about", "differs", "data", "images", "classes", "seeds", "metric", "measure", "shots", "dev"),
     *("x", "columns", "preprocess", "preset", "recipe", "axes", "points", "claims", "starts", "scales"),
 }
-_POINT = {
-    "name",
-    "group",
-    "paper",
-    "data",
-    "start",
-    "preset",
-    "choose",
-    "seeds",
-    "measure",
-}  # of a point, besides recipe keys
+# Of a point, besides recipe keys.
+_POINT = {*("name", "group", "paper", "data", "start", "preset", "choose", "seeds", "measure")}
 _FOLDED = ("recipe", "axes")  # of a scale, merged with those of the study
 
 
@@ -185,7 +176,8 @@ def parse_study(
 ) -> Study:
     """The study of a definition as `definition_of` reads it."""
     settings = _scaled(definition, name, scale)
-    _check_names(settings, name)
+    if unknown := sorted(set(settings) - _TOP):
+        raise UserError(f'the study {name} has an unknown key "{unknown[0]}": use {", ".join(sorted(_TOP))}.')
     for key in ("title", "metric"):
         if not isinstance(settings.get(key), str):
             raise UserError(f'the study {name} lacks its {key}: add {key} = "...".')
@@ -219,12 +211,6 @@ def _scaled(definition: Mapping[str, Any], name: str, scale: str) -> dict[str, A
     if "points" in changes and "axes" not in changes:
         merged["axes"] = {}
     return merged
-
-
-def _check_names(settings: Mapping[str, Any], name: str) -> None:
-    unknown = sorted(set(settings) - _TOP)
-    if unknown:
-        raise UserError(f'the study {name} has an unknown key "{unknown[0]}": use {", ".join(sorted(_TOP))}.')
 
 
 def _flat(table: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
