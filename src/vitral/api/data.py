@@ -220,9 +220,7 @@ class EvalImages(NamedTuple):
     split: Split
     is_new: np.ndarray  # (n,) bool: images that were not the run's, scored apart from those that it held out
     notes: tuple[str, ...]
-    held_out: bool = (
-        False  # whether the others are images that the run held out, and may have fitted its temperature on
-    )
+    held_out: bool = False  # whether the run held out the others, and may have fitted its temperature on them
 
 
 class RunRecord(NamedTuple):
@@ -278,7 +276,8 @@ def _images_of(source: Source, data: str | Path, name: str) -> EvalImages:
         if split.name in contents.splits and hashes == contents.splits[split.name].hashes:
             trained = contents.hashes(["train"])
             repeated = sum(digest in trained for digest in hashes)
-            scored = _all(split, _held_out_note(split), *_repeated_note(repeated))
+            equal = f"{repeated:,} of them equal{'s' * (repeated == 1)} a training image byte for byte."
+            scored = _all(split, _held_out_note(split), *([equal] if repeated else []))
             return scored._replace(held_out=record.fitted(split))
     known = name if contents is not None and name in contents.splits and name != "train" else ""
     split, note = _candidates(data, name, known, contents.evaluated if contents is not None else "")
@@ -354,10 +353,6 @@ def _all(split: Split, *notes: str) -> EvalImages:
 def _held_out_note(split: Split) -> str:
     held_out = f"the {len(split):,} held-out images of its {split.name} split"
     return f"The model was trained on this data: only {held_out} are scored."
-
-
-def _repeated_note(count: int) -> tuple[str, ...]:
-    return (f"{count:,} of them equal{'s' * (count == 1)} a training image byte for byte.",) if count else ()
 
 
 def _split_named(data: DataSet, name: str, evaluated: str = "") -> Split | None:

@@ -182,8 +182,11 @@ def vtab1k(
     card = describe(located(str(source))).card
     model = name_of(replace(card.architecture, classes=1000))
     preset = get_preset(recipe, model)
-    _check_fixed_keys((*overrides, *swept))
-    space = _search_space(preset, overrides, swept, fixed)
+    if keys := [key for key in keys_of((*overrides, *swept)) if key in _FIXED_KEYS]:
+        raise UserError(f"{keys[0]} is fixed by VTAB's protocol: leave it out.")
+    if fixed and swept:
+        raise UserError("fixed uses the paper's choice instead of a sweep: leave out one of the two.")
+    space = {} if fixed else protocol.choose_search_space(swept, preset.sweep, overrides)
     base = _recipe(preset, source, card, overrides)
     tried = protocol.trial_configs(base, space)
     opened, missing = _open_tasks(tasks, Path(root), train_size, val_size)
@@ -216,12 +219,6 @@ def _data_folders(root: Path) -> list[Path]:
     ]
 
 
-def _check_fixed_keys(words: Sequence[str]) -> None:
-    for key in keys_of(words):
-        if key in _FIXED_KEYS:
-            raise UserError(f"{key} is fixed by VTAB's protocol: leave it out.")
-
-
 def _recipe(preset: Preset, source: str | Path, card: Card, overrides: Sequence[str]) -> Recipe:
     """The preset with these weights and their normalisation."""
     data = preset.recipe.data
@@ -229,13 +226,6 @@ def _recipe(preset: Preset, source: str | Path, card: Card, overrides: Sequence[
         data = replace(data, mean=card.preprocess.mean, std=card.preprocess.std)
     # Whatever the preset, a task starts from a new head, even where it has the classes of the weights.
     return with_overrides(replace(preset.recipe, init=str(source), reset_head=True, data=data), overrides)
-
-
-def _search_space(preset: Preset, overrides: Sequence[str], sweep: Sequence[str], fixed: bool) -> protocol.SearchSpace:
-    """The user's sweep, else the preset's without the keys that overrides set."""
-    if fixed and sweep:
-        raise UserError("fixed uses the paper's choice instead of a sweep: leave out one of the two.")
-    return {} if fixed else protocol.choose_search_space(sweep, preset.sweep, overrides)
 
 
 def _open_tasks(names: Sequence[str], root: Path, train: int, val: int) -> tuple[list[VtabTask], dict[str, str]]:

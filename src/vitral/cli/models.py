@@ -71,17 +71,16 @@ def show_info(result: CheckpointInfo, values: Mapping[str, Any]) -> None:
 def show_conversion(result: ConvertResult, values: Mapping[str, Any]) -> None:
     """Print the certificate of a conversion."""
     outputs = f"of the outputs, same image of {by(result.image)} pixels"
-    print_facts(
-        {
-            "read": f"{result.source} ({result.source_format})",
-            "wrote": f"{result.target} ({result.target_format})",
-            "model": result.model,
-            "changes": "; ".join(result.changes) or "none",
-            "unmapped": ", ".join(result.unmapped) or "none",
-            "not in the file": "; ".join(result.unstated),
-            "difference": f"max |difference| {result.difference:.3g} {outputs}",
-        }
-    )
+    facts = {
+        "read": f"{result.source} ({result.source_format})",
+        "wrote": f"{result.target} ({result.target_format})",
+        "model": result.model,
+        "changes": "; ".join(result.changes) or "none",
+        "unmapped": ", ".join(result.unmapped) or "none",
+        "not in the file": "; ".join(result.unstated),
+        "difference": f"max |difference| {result.difference:.3g} {outputs}",
+    }
+    print_facts(facts)
 
 
 def show_export(result: ExportResult, values: Mapping[str, Any]) -> None:

@@ -86,13 +86,12 @@ def show_embeddings(result: EmbedResult, values: Mapping[str, Any]) -> None:
 def show_inspection(result: InspectResult, values: Mapping[str, Any]) -> None:
     """Print which files were written."""
     size = f"{result.bytes / 1e6:.1f} MB, {counted(result.images, 'image')}"
-    print_facts(
-        {
-            "wrote": f"{result.page} ({size}): open it in a browser",
-            "figures": ", ".join(map(str, result.figures)),
-            "left out": f"{', '.join(result.unreadable)}: cannot be read" if result.unreadable else "",
-        }
-    )
+    facts = {
+        "wrote": f"{result.page} ({size}): open it in a browser",
+        "figures": ", ".join(map(str, result.figures)),
+        "left out": f"{', '.join(result.unreadable)}: cannot be read" if result.unreadable else "",
+    }
+    print_facts(facts)
 
 
 def show_neighbours(result: SearchResult, values: Mapping[str, Any]) -> None:
@@ -133,15 +132,14 @@ def show_probes(result: ProbeResult, values: Mapping[str, Any]) -> None:
         note = f"{counted(result.seeds, 'draw')}; l2 {l2}; n = {result.test:,}."
         print_table(["shots", "accuracy", "95 % interval of the mean", "training images"], rows, note=note)
     cached = f"cached in {result.kept}" if result.kept else "not cached"
-    print_facts(
-        {
-            "data": f"{result.data}: {result.train:,} training images, {result.test:,} ({result.split}) to test on",
-            "how": " ".join(result.notes),
-            "nearest neighbours": "" if result.knn is None else f"{result.knn:.2%} (k = 20, all of train)",
-            "linear probe": "" if result.linear is None else f"{result.linear:.2%} (all of train)",
-            "features": f"{result.features:,} per image, {result.flops:.3g} FLOPs; {cached}",
-        }
-    )
+    facts = {
+        "data": f"{result.data}: {result.train:,} training images, {result.test:,} ({result.split}) to test on",
+        "how": " ".join(result.notes),
+        "nearest neighbours": "" if result.knn is None else f"{result.knn:.2%} (k = 20, all of train)",
+        "linear probe": "" if result.linear is None else f"{result.linear:.2%} (all of train)",
+        "features": f"{result.features:,} per image, {result.flops:.3g} FLOPs; {cached}",
+    }
+    print_facts(facts)
 
 
 def _mean_interval(mean: float, half_width: float | None) -> str:
@@ -157,15 +155,14 @@ def show_duplicates(result: Any, values: Mapping[str, Any]) -> None:
     more = f"and {len(result.pairs) - _PAIRS:,} more pairs" if result.pairs[_PAIRS:] else ""
     if cells:
         print_table(["training image", "test image", "of", "how", "score"], cells, left=4, note=more)
-    print_facts(
-        {
-            "copies": f"{len(result.keys):,} of {counted(result.train, 'training image')}",
-            "compared with": counted(sum(result.against), "test image"),
-            "unreadable": f"{result.unreadable:,}" if result.unreadable else "",
-            "not compared": f"{result.not_compared:,} tiny or of one colour" if result.not_compared else "",
-            "wrote": values["output"],
-        }
-    )
+    facts = {
+        "copies": f"{len(result.keys):,} of {counted(result.train, 'training image')}",
+        "compared with": counted(sum(result.against), "test image"),
+        "unreadable": f"{result.unreadable:,}" if result.unreadable else "",
+        "not compared": f"{result.not_compared:,} tiny or of one colour" if result.not_compared else "",
+        "wrote": values["output"],
+    }
+    print_facts(facts)
 
 
 def _classes(image: Any) -> str:

@@ -31,13 +31,9 @@ def markdown(study: Study, cells: Sequence[CellResult], records: Mapping[str, Re
     head = f"## {study.title} ({study.source})" if study.source else f"## {study.title}"
     lines = [head, "", *([study.about, ""] if study.about else [])]
     if study.claims:
-        lines += [*_table(["claim", "verdict", "measured"], _claim_rows(judge(study, cells)), left=3), ""]
-    lines += [
-        *_table(columns, rows, left=columns.index(study.metric)),
-        "",
-        _table_notes(study, cells, records),
-        "",
-    ]
+        claims = [[result.claim.text, _bold(result.verdict), result.measured] for result in judge(study, cells)]
+        lines += [*_table(["claim", "verdict", "measured"], claims, left=3), ""]
+    lines += [*_table(columns, rows, left=columns.index(study.metric)), "", _table_notes(study, cells, records), ""]
     lines += ["Differs from the paper:", "", *(f"- {text}" for text in study.differs), ""] if study.differs else []
     return "\n".join(lines)
 
@@ -50,10 +46,6 @@ def claims_table(reports: Sequence[tuple[Study, Sequence[CellResult]]]) -> str:
         for result in judge(study, cells)
     ]
     return "\n".join(_table(["claim", "the paper", "ours", "verdict"], rows, left=4)) + "\n"
-
-
-def _claim_rows(results: Sequence[ClaimResult]) -> list[list[str]]:
-    return [[result.claim.text, _bold(result.verdict), result.measured] for result in results]
 
 
 def _paper(study: Study, result: ClaimResult) -> str:
