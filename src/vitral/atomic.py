@@ -101,7 +101,6 @@ def _errors_name(path: Path) -> Generator[None]:
 
 
 def _existing_folder(path: Path) -> Path:
-    """The nearest existing parent."""
     above = next((parent for parent in path.parents if parent.exists()), path)
     if not above.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, f"{above} is not a folder")

@@ -56,16 +56,13 @@ class PredictionResults(SummaryRepr):
 
     @property
     def rows(self) -> tuple[ImagePrediction, ...]:
-        """The images that were predicted."""
         return tuple(image for image in self.images if isinstance(image, ImagePrediction))
 
     @property
     def unreadable(self) -> tuple[UnreadableImage, ...]:
-        """The images that could not be read."""
         return tuple(image for image in self.images if isinstance(image, UnreadableImage))
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready values."""
         return {
             "predictions": [
                 {

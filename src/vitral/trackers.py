@@ -146,7 +146,6 @@ class Tracking:
         self._finish(None)
 
     def __call__(self, event: Event) -> None:
-        """Pass an event on, and record it."""
         self._on_event(event)
         if isinstance(event, RunStarted):
             self._running = True

@@ -74,7 +74,6 @@ class Ensemble:
 
     @property
     def name(self) -> str:
-        """The sources as results name them."""
         return " + ".join(source_name(member.source) for member in self.members)
 
     @property
@@ -222,12 +221,10 @@ def compute_device(source: Source, device: str) -> str:
 
 
 def reading_workers(resolved: str) -> int:
-    """The number of processes that read images for a device."""
     return default_workers(resolved.split(":")[0])
 
 
 def check_head(source: Source, card: Card) -> None:
-    """Refuse a model without a classification head."""
     if not card.architecture.classes:
         raise UserError(
             f"{source_name(source)} has no classification head: fine-tune it first, or evaluate its features with "
@@ -300,7 +297,6 @@ class Parts(Work):
         return self._file(item).is_file()
 
     def carry_out(self, item: str, folder: Path, on_event: EventHandler) -> None:
-        """Compute a part, and write its arrays."""
         assert self._compute is not None
         arrays = self._compute(int(item.partition("/")[0]) - 1)
         with atomic_write(self._file(item)) as temporary, temporary.open("wb") as stream:

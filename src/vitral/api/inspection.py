@@ -350,6 +350,5 @@ def _evenly(count: int, most: int) -> np.ndarray:
 
 
 def _truth(split: Split, index: int) -> tuple[str, ...]:
-    """The classes of an image."""
     labels = np.flatnonzero(split.labels[index]) if split.multilabel else [split.labels[index]]
     return tuple(split.classes[label] for label in labels)

@@ -286,7 +286,6 @@ def _predictor(source: Source, device: str, on_event: EventHandler | None) -> tu
 
 
 def check_numbers(**numbers: int) -> None:
-    """Refuse numbers below 1."""
     for name, number in numbers.items():
         if number < 1:
             raise UserError(f"{name} must be at least 1, not {number}.")

@@ -77,7 +77,6 @@ class StudyRuns(SummaryRepr):
         return {"runs": f"{done} of {self.plan.total}", "folder": str(self.folder)}
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Columns and rows."""
         return table(self.study, self.cells)
 
     def as_dict(self) -> dict[str, Any]:
@@ -226,7 +225,6 @@ def write_report(folder: Path) -> StudyReport:
 
 
 def open_folder(folder: Path) -> StudyRuns:
-    """A study by the folder of its runs."""
     path = folder / _STUDY
     if not path.is_file():
         raise UserError(f"{folder} holds no study: name a folder that `vitral study run` has written.")
@@ -237,7 +235,6 @@ def open_folder(folder: Path) -> StudyRuns:
 
 
 def study_state(job: StudyJob) -> StudyRuns:
-    """A study as its records are now."""
     records = read_records(job.folder)
     current = plan(job.study, records)
     cost = plan_cost(job.study, current, records, _sizes(job) if current.pending else {})

@@ -63,7 +63,6 @@ class StudyContext:
     _restricted: dict[tuple[Any, ...], DataSet] = field(default_factory=dict)
 
     def open(self, name: str, held_out: float = HELD_OUT) -> DataSet:
-        """A data set, opened once."""
         if (name, held_out) not in self._opened:
             self._opened[name, held_out] = open_data(self.sources[name], held_out=held_out)
         return self._opened[name, held_out]
@@ -292,7 +291,6 @@ def _features(model: Model, how: Preprocess, split: Split, device: str) -> tuple
 
 
 def _first_of_classes(train: Split) -> Split:
-    """The first images of each class."""
     order = np.argsort(train.labels, kind="stable")
     ranks = np.arange(len(train)) - np.searchsorted(train.labels[order], train.labels[order])
     return train.select(np.sort(order[ranks < PROBE_IMAGES]))
@@ -328,7 +326,6 @@ class StudyJob(Work):
 
     @cached_property
     def context(self) -> StudyContext:
-        """What the runs of this process share."""
         names, beside = self.study.data_names, int(os.environ.get(BESIDE, 0))
         sources = {name: _source(name, self.data, names) for name in names}
         return StudyContext(self.study, self.folder, sources, self.init, self.device, beside)

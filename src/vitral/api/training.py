@@ -232,7 +232,6 @@ def _open_for_folds(data: Data, folds: int, overrides: Collection[str]) -> DataS
 
 
 def _check_folds(recipe: Recipe) -> None:
-    """Refuse what does not go together with folds."""
     if recipe.objective == "masked":
         raise UserError("folds compare predictions of classes: leave out objective=masked, or folds.")
     if recipe.patience or recipe.data.dev:

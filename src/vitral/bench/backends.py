@@ -303,7 +303,6 @@ def parse_model(name: str, **changes: Any) -> ModelConfig:
 
 
 def model_name(architecture: Architecture) -> str:
-    """The inverse of `parse_model`."""
     return name_of(architecture).replace("ViT", family_of(architecture) or "ViT", 1)
 
 

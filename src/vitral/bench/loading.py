@@ -83,7 +83,6 @@ class PredictionStep:
         self.model = inference_model(backend, workload)
 
     def run(self, count: int) -> list[float]:
-        """The mean seconds of `count` batches."""
         start = time.perf_counter()
         with torch.inference_mode():
             for images in _batches(self.backend, self.workload, count, training=False):
@@ -211,7 +210,6 @@ def _pipeline(workload: Workload, *, training: bool) -> Pipeline:
 
 
 def _megapixels(workload: Workload) -> float:
-    """The mean size of an image."""
     split = _open_split(workload.folder)
     images = [read_pixels(split, index, 3) for index in range(min(_STAGE_IMAGES, len(split)))]
     return statistics.mean(image.shape[0] * image.shape[1] for image in images) / 1e6

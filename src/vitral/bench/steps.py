@@ -283,7 +283,6 @@ def matmul_flops(device: str, repeats: int = 8) -> float:
 
 
 def parameters_with_gradient(model: nn.Module) -> list[tuple[str, Any]]:
-    """Names and parameters that have a gradient."""
     return [(name, weight) for name, weight in model.named_parameters() if weight.grad is not None]
 
 

@@ -47,7 +47,6 @@ class VerbParser(argparse.ArgumentParser):
         self.add_argument("--json", action="store_true", help=JSON_HELP)
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print."""
         raise UserError(f"{message}: see `vitral {self.verb} --help`.")
 
     def parse_values(self, words: Sequence[str]) -> dict[str, Any]:

@@ -42,7 +42,6 @@ def show_predictions(result: Any, values: Mapping[str, Any]) -> None:
 
 
 def show_evaluation(result: EvalResult, values: Mapping[str, Any]) -> None:
-    """Print the metrics."""
     metrics = result.metrics
     facts = {"data": f"{result.data} (n = {metrics['n']:,})", "how": " ".join(result.notes)}
     if "mean_average_precision" in metrics:
@@ -84,7 +83,6 @@ def show_embeddings(result: EmbedResult, values: Mapping[str, Any]) -> None:
 
 
 def show_inspection(result: InspectResult, values: Mapping[str, Any]) -> None:
-    """Print which files were written."""
     size = f"{result.bytes / 1e6:.1f} MB, {counted(result.images, 'image')}"
     facts = {
         "wrote": f"{result.page} ({size}): open it in a browser",
@@ -95,7 +93,6 @@ def show_inspection(result: InspectResult, values: Mapping[str, Any]) -> None:
 
 
 def show_neighbours(result: SearchResult, values: Mapping[str, Any]) -> None:
-    """Print the nearest images or patches."""
     columns = ["path", "score"] if values["patch"] is None else ["path", "row", "column", "score"]
     rows = [neighbour._asdict() for neighbour in result.neighbours]
     cells = [[f"{row[name]:.3f}" if name == "score" else str(row[name]) for name in columns] for row in rows]
@@ -122,7 +119,6 @@ def show_check(result: Any, values: Mapping[str, Any]) -> None:
 
 
 def show_probes(result: ProbeResult, values: Mapping[str, Any]) -> None:
-    """Print few-shot accuracies, and those of the other probes."""
     rows = [
         [str(row.shots), f"{row.mean:.2%}", _mean_interval(row.mean, row.interval), str(row.drawn)]
         for row in result.shots
@@ -147,7 +143,6 @@ def _mean_interval(mean: float, half_width: float | None) -> str:
 
 
 def show_duplicates(result: Any, values: Mapping[str, Any]) -> None:
-    """Print the training images that are copies of test images."""
     cells = [
         [pair.train, pair.test, values["against"][pair.split], f"{pair.kind} ({pair.method})", f"{pair.score:.3f}"]
         for pair in result.pairs[:_PAIRS]
@@ -262,7 +257,6 @@ def console() -> Console:
 
 
 def print_json(value: Any) -> None:
-    """Print a value as indented JSON."""
     print(printable(json.dumps(value, indent=2, ensure_ascii=False)))
 
 

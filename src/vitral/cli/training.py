@@ -99,7 +99,6 @@ def _calibration(run: Any) -> str:
 
 
 def show_recipe(result: Recipe, values: Mapping[str, Any]) -> None:
-    """Print a recipe as TOML."""
     if values["json"]:
         print_json(asdict(result))
     else:
@@ -183,7 +182,6 @@ def show_protocol(result: ProtocolResult, values: Mapping[str, Any]) -> None:
 
 
 def show_vtab(result: VtabResult, values: Mapping[str, Any]) -> None:
-    """Print the tasks beside the paper's rows, and the cost."""
     row = result.as_dict()
     if row["trials"]:
         cells = [[trial["name"], f"{trial['score']:.2%}"] for trial in row["trials"]]

@@ -204,7 +204,6 @@ class Scale:
         return self.start + (at - low) / ((high - low) or 1) * (self.end - self.start)
 
     def ticks(self, most: int) -> list[float]:
-        """Round numbers in the range."""
         return log_ticks(self.low, self.high) if self.log else ticks(self.low, self.high, most)
 
 
@@ -235,11 +234,9 @@ class Panel:
         self.x_ticks = sorted(set(xs)) if log else self.x.ticks(8)
 
     def position(self, point: tuple[float, float]) -> tuple[float, float]:
-        """Pixels of a point."""
         return self.x(point[0]), self.y(point[1])
 
     def polyline(self, points: Points) -> str:
-        """The `points` attribute of a polyline."""
         return " ".join(f"{x:.1f},{y:.1f}" for x, y in map(self.position, points))
 
     def dot(self, point: tuple[float, float], series: int, tooltip: str) -> str:
@@ -248,7 +245,6 @@ class Panel:
         return f'<circle class="s{series}" cx="{x:.1f}" cy="{y:.1f}" r="3.2"><title>{escape(tooltip)}</title></circle>'
 
     def describe(self, point: tuple[float, float]) -> str:
-        """A point in words, for tooltips."""
         return f"{_number(point[1], self.percent)} at {self.labels[0]} {_number(point[0], self.percent_x)}"
 
     def svg(self, parts: Sequence[str], description: str) -> str:

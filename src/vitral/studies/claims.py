@@ -39,13 +39,11 @@ class Estimate(NamedTuple):
     half: float | None = None
 
     def above(self, margin: float) -> Verdict:
-        """Whether it is above a margin."""
         if self.half is None:
             return "undecided"
         return "held" if self.value - self.half > margin else "not held" if self.value + self.half < margin else _OPEN
 
     def within(self, margin: float) -> Verdict:
-        """Whether it is between -margin and margin."""
         if self.half is None:
             return "undecided"
         low, high = self.value - self.half, self.value + self.half
@@ -64,7 +62,6 @@ _OPEN: Verdict = "undecided"
 
 
 def judge(study: Study, cells: Sequence[CellResult]) -> tuple[ClaimResult, ...]:
-    """Test every claim of a study on its runs."""
     tests = {"compare": _compare, "rank": _rank, "trend": _trend, "best": _best}
     done = [cell for cell in cells if cell.records]
     return tuple(tests[claim.kind](claim, study, done) for claim in study.claims)

@@ -122,14 +122,12 @@ class Study:
     overrides: Mapping[str, Any] = field(default_factory=dict)  # recipe keys of all runs, whatever the cells say
 
     def recipe_of(self, run: PlannedRun) -> Recipe:
-        """The complete recipe of a run."""
         preset = run.cell.preset
         start = get_preset(preset, run.settings.get("model", "")).recipe if preset else Recipe()
         return with_overrides(start, run.settings)
 
     @property
     def data_names(self) -> tuple[str, ...]:
-        """The data sets of the study."""
         starts = (self.starts[cell.start].data for cell in self.cells if cell.start)
         return tuple(dict.fromkeys([*(cell.data for cell in self.cells if cell.data), *starts]))
 
@@ -308,7 +306,6 @@ class PlannedRun:
 
     @property
     def text(self) -> str:
-        """The run in words."""
         values = [f"{key}={self.settings[key]}" for key in (*self.cell.choose, "seed")]
         return f"{self.cell.labels['name']} ({', '.join([*values, *(['trial'] if self.trial else [])])})"
 

@@ -49,7 +49,6 @@ class Record:
     version: str = ""
 
     def to_json(self) -> str:
-        """One line, without what is empty."""
         needed = ("id", "study", "changes")
         return json.dumps({key: value for key, value in asdict(self).items() if value or key in needed})
 
@@ -130,11 +129,9 @@ class CellResult:
         return [f"{key} {value}" for key, value in self.chosen.items() if value in ends.get(key, ())]
 
     def values(self, metric: str) -> tuple[float, ...]:
-        """A metric, one value per seed."""
         return tuple(record.metrics[metric] for record in self.records if metric in record.metrics)
 
     def mean(self, metric: str) -> float | None:
-        """The mean over seeds; None without a run."""
         values = self.values(metric)
         return statistics.fmean(values) if values else None
 
@@ -208,7 +205,6 @@ def is_done(record: Record | None) -> bool:
 
 
 def results(study: Study, records: Records) -> tuple[CellResult, ...]:
-    """Every cell of a study with its final runs."""
     return tuple(_result(study, cell, records) for cell in study.cells)
 
 

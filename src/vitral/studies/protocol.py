@@ -61,7 +61,6 @@ class StudyResult:
 
     @property
     def mean(self) -> float:
-        """Mean score over seeds."""
         return statistics.fmean(self.seed_scores)
 
     @property
@@ -71,7 +70,6 @@ class StudyResult:
 
     @property
     def all_flops(self) -> float:
-        """Of all runs, trials included."""
         return sum(result.flops for result in self.all_runs())
 
     @property
@@ -193,7 +191,6 @@ def _final_data(data: DataSet) -> DataSet:
 
 
 def trial_folder(folder: Path, config: TrialConfig) -> Path:
-    """The folder of a trial's run."""
     return folder / "sweep" / config.name.replace("/", "-").replace(" ", ",")
 
 

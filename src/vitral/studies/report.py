@@ -39,7 +39,6 @@ def markdown(study: Study, cells: Sequence[CellResult], records: Mapping[str, Re
 
 
 def claims_table(reports: Sequence[tuple[Study, Sequence[CellResult]]]) -> str:
-    """One table of the claims of several studies."""
     rows = [
         [result.claim.text, _paper(study, result), result.measured, _bold(result.verdict)]
         for study, cells in reports
@@ -99,7 +98,6 @@ def edge_sentence(study: Study, cells: Sequence[CellResult]) -> str:
 
 
 def as_dict(study: Study, cells: Sequence[CellResult], records: Mapping[str, Record]) -> dict[str, Any]:
-    """The report as JSON-ready data."""
     return {
         "study": study.name,
         "title": study.title,
@@ -137,7 +135,6 @@ def _cell_dict(study: Study, cell: CellResult) -> dict[str, Any]:
 
 
 def html(study: Study, cells: Sequence[CellResult], records: Mapping[str, Record]) -> str:
-    """The self-contained page."""
     columns, rows = table(study, cells)
     claims = judge(study, cells)
     held = f"{sum(result.verdict == 'held' for result in claims)} of {len(claims)}" if claims else ""
