@@ -57,8 +57,7 @@ def training_flops(
 
 
 def run_flops(architecture: Architecture, *, seen: int, images: int, trainable: str) -> float:
-    """Floating-point operations of a run that processes `seen` of its images, repetitions included, as in
-    `training_flops`.
+    """Floating-point operations of a run, as in `training_flops`; `seen` are images processed, repetitions included.
 
     With a trainable "head", features are computed once, in a forward pass of each image; other partial fine-tuning
     counts in full, since its gradients go through the whole model.

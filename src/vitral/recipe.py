@@ -61,8 +61,7 @@ def to_toml(recipe: Recipe) -> str:
 
 
 def with_overrides(recipe: Recipe, overrides: Iterable[str] | Mapping[str, Any]) -> Recipe:
-    """A copy of the recipe with some keys replaced, by texts such as "optim.lr=0.01" or a mapping such as {"optim.lr":
-    0.01}.
+    """A copy of the recipe with some keys replaced, by texts ("optim.lr=0.01") or a mapping ({"optim.lr": 0.01}).
 
     Setting `steps` clears `epochs` and vice versa, as a run has one length. Raises UserError as `from_dict` does.
     """

@@ -46,8 +46,7 @@ def default_recipe(
     muon: bool = True,
     overrides: Mapping[str, str] | None = None,
 ) -> tuple[Recipe, tuple[str, ...]]:
-    """Choose a recipe for so many images, typically of so many pixels on the shorter side, and give one reason per
-    choice.
+    """Choose a recipe for a data set, and give one reason per choice; `pixels` is the shorter side of a typical image.
 
     With pre-trained weights, `model` can only ask for another image size. What the user overrides is not applied here,
     but reasons that it contradicts are left out, and length and learning rate suit an overridden `trainable`.

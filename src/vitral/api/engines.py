@@ -113,11 +113,6 @@ def run_local(work: Work, items: Sequence[str], on_event: EventHandler) -> None:
             on_event(Progress("running", number, len(items), unit=work.unit))
 
 
-def command(words: Sequence[str]) -> str:
-    """Words after `vitral` as a command for a shell."""
-    return shlex.join(["vitral", *words])
-
-
 def _run_processes(work: Work, items: Sequence[str], count: int, gpus: int, on_event: EventHandler) -> None:
     """Start processes that each take the next item that no other has claimed."""
     words = [sys.executable, "-m", "vitral", *work.words(items), "--parallel", "1"]

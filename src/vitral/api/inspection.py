@@ -136,14 +136,6 @@ def write_run_page(folder: str | Path, data: str | Path | DataSet, *, device: st
     """Write page.html into a run folder: its curves, mistakes, calibration, and what the model has learned.
 
     The tables are those of result.json. Mistakes and calibration are computed anew, on at most 2,000 held-out images.
-
-    Args:
-        folder: the run folder.
-        data: the data of the run.
-        device: cpu, cuda or mps; chosen when not given.
-
-    Returns:
-        The page.
     """
     run = RunFolder(Path(folder))
     model, card = load(run.path)
@@ -312,8 +304,7 @@ def most_confident_mistakes(
 ) -> list[Mistake]:
     """The wrong predictions with the highest probability, with their images, for a page.
 
-    `indices` (n,) are the images of the split that logits (n, classes) and labels (n,) are of; `names` are the
-    outputs'.
+    Logits (n, classes) and labels (n,) are of the images at `indices` (n,) of the split; `names` are of the outputs.
     """
     wrong, order = _by_confidence(logits, labels, card)
     order = order[: min(int(wrong.sum()), most)]

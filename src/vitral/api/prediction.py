@@ -29,7 +29,6 @@ from vitral.api.inference import (
     reading_workers,
 )
 from vitral.atomic import atomic_write, checked_output
-from vitral.checkpoints.card import Card
 from vitral.data.images import UnreadableImage
 from vitral.data.preprocess import parse_deterministic
 from vitral.data.sources import Split
@@ -39,7 +38,6 @@ from vitral.evaluation.predict import EmbeddingPool, Embeddings, Predictions, Te
 from vitral.events import EventHandler
 from vitral.export.exported import PixelLogits
 from vitral.kernels.packed import pack
-from vitral.models.build import Model
 from vitral.serving import (
     NamedClassifier,
     PredictionResults,
@@ -251,8 +249,11 @@ def embed(
     check_numbers(batch=batch)
     target = checked_output(output, (".npz",), "--output") if output else None
     split = open_any_images(images)
-    model, card, resolved, workers = _predictor(source, device, on_event)
-    how = prepared(card, preprocess, on_event)
+    model, card = load_source(source, on_event)
+    how, resolved = prepared(card, preprocess, on_event), compute_device(source, device)
+    if resolved.split(":")[0] == "cpu" and not isinstance(source, tuple):  # it was loaded here
+        pack(model)
+    workers = reading_workers(resolved)
     with displayed(on_event) as handler:
 
         def compute(images: Split) -> Embeddings:
@@ -270,19 +271,6 @@ def embed(
             np.savez(stream, paths=np.array(paths), features=features)
         divided.finish()
     return EmbedResult(paths, features, unread_images(split, paths), str(output))
-
-
-def _predictor(source: Source, device: str, on_event: EventHandler | None) -> tuple[Model, Card, str, int]:
-    """A model to predict with, its card, its device, and the number of processes that read images.
-
-    On a CPU a model that was loaded here is packed, which changes the last bits of a float32: `evaluate`, which repeats
-    a run's own numbers exactly, uses a plain one.
-    """
-    model, card = load_source(source, on_event)
-    resolved = compute_device(source, device)
-    if resolved.split(":")[0] == "cpu" and not isinstance(source, tuple):
-        pack(model)
-    return model, card, resolved, reading_workers(resolved)
 
 
 def check_numbers(**numbers: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from vitral.api.data import check_out, new_folder, open_to_choose
 from vitral.api.evaluation import real_scores
+from vitral.api.prediction import check_numbers
 from vitral.api.recipes import assumed_pixels, read_recipe
 from vitral.architecture import ResNetConfig
 from vitral.atomic import write_text
@@ -18,7 +19,6 @@ from vitral.checkpoints.hub import located
 from vitral.checkpoints.weights import describe
 from vitral.data.sources import DataSet
 from vitral.display import SummaryRepr, displayed, with_deviation
-from vitral.errors import UserError
 from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.build import check_device
 from vitral.names import name_of
@@ -226,8 +226,7 @@ def _follow(
 ) -> ProtocolResult:
     check_device(device)
     name = preset.name
-    if seeds is not None and seeds < 1:
-        raise UserError(f"seeds must be at least 1, not {seeds}.")
+    check_numbers(seeds=preset.seeds if seeds is None else seeds)
     check_out(out, data)
     base = with_overrides(base, overrides)
     dev = base.data.dev or preset.dev

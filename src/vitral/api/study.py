@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vitral.api.data import check_folder
-from vitral.api.engines import ENGINES, SLURM_FOLDER, Engine, SlurmOptions, command, sbatch_options
+from vitral.api.engines import ENGINES, SLURM_FOLDER, Engine, SlurmOptions, sbatch_options
 from vitral.api.study_runs import StudyJob, check_run
 from vitral.atomic import write_text
 from vitral.display import SummaryRepr, displayed, duration
@@ -183,7 +184,7 @@ def study(
     job = StudyJob(study=chosen, name=str(name), folder=folder, **given, **engine_options)
     with displayed(on_event) as handler:
         if dry_run or print_commands:
-            commands = [command(job.words([run.id])) for run in job.pending()] if print_commands else []
+            commands = [shlex.join(["vitral", *job.words([run.id])]) for run in job.pending()] if print_commands else []
             return replace(study_state(job), commands=tuple(commands))
         for run in job.pending():
             check_run(job.context, run)

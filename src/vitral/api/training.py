@@ -15,7 +15,7 @@ from torch import nn
 from vitral.api.checkpoints import load
 from vitral.api.data import Data, check_out, new_folder
 from vitral.api.inspection import write_run_page
-from vitral.api.prediction import predict
+from vitral.api.prediction import check_numbers, predict
 from vitral.api.recipes import choose_recipe
 from vitral.atomic import atomic_write
 from vitral.checkpoints.card import Card
@@ -162,8 +162,7 @@ def train(
         UserError: what cannot work, before anything is written.
         Interrupted: after Ctrl-C or SIGTERM, once the state is saved.
     """
-    if seeds < 1:
-        raise UserError(f"seeds must be at least 1, not {seeds}.")
+    check_numbers(seeds=seeds)
     if folds and seeds > 1:
         raise UserError("each fold has a seed of its own: give folds or seeds, not both.")
     check_device(device)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vitral.api.data import check_folder, new_folder
+from vitral.api.prediction import check_numbers
 from vitral.api.protocols import changed_keys, run_readings, sweep_words
 from vitral.api.recipes import assumed_pixels
 from vitral.atomic import write_text
@@ -176,8 +177,7 @@ def vtab1k(
     """
     overrides, swept = override_words(set), override_words(sweep)
     check_device(device)
-    if seeds < 1:
-        raise UserError(f"seeds must be at least 1, not {seeds}.")
+    check_numbers(seeds=seeds)
     check_folder(out, _data_folders(Path(root)), _BEGUN)
     card = describe(located(str(source))).card
     model = name_of(replace(card.architecture, classes=1000))

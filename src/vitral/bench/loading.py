@@ -124,8 +124,8 @@ def time_training_from_files(backend: Backend, workload: Workload, *, loader_sec
 def time_feeding(
     feed: Callable[[Tensor], None], batches: Iterable[Tensor], first: int, device: str
 ) -> tuple[float, float]:
-    """Train on batches as training does, with one step queued ahead; the first `first` steps do not count. Returns
-    seconds per step, and the share of the time in which the device was idle."""
+    """Train on batches as training does, with one step queued ahead, and not counting the first ones. Returns seconds
+    per step, and the share of the time in which the device was idle."""
     began, ended = [], []
     for images in batches:
         began.append(_Timestamp(device))

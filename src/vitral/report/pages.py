@@ -278,8 +278,7 @@ def write_figures(
 
 
 def filter_figure(filters: np.ndarray) -> Figure:
-    """Figure 7, left: the principal components of the embedding filters, (count, height, width, channels) from 0 to
-    1."""
+    """Figure 7, left: principal components of the embedding filters, (count, height, width, channels) from 0 to 1."""
     columns = min(7, len(filters))
     image = image_grid(_as_uint8(filters), columns, 100 * columns)
     return Figure(_svg(image, "Embedding filters (principal components)"), image)
@@ -321,8 +320,7 @@ def distance_figure(distance: np.ndarray, image_size: int = 0) -> Figure:
 def overlay_figure(
     images: Sequence[np.ndarray], maps: np.ndarray, names: Sequence[str] = (), title: str = "Attention"
 ) -> Figure:
-    """Figures 6 and 14: each image, uint8 (height, width, channels), and the same with its brightness scaled by its
-    map.
+    """Figures 6 and 14: each image, uint8 (height, width, channels), beside itself darkened by its map.
 
     Maps are (images, h, w). Values below zero (occlusion: patches that lower the probability) are black.
     """
