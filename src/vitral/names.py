@@ -76,8 +76,7 @@ _SIZE_WORDS = {"resnet": "r", "tiny": "ti", "small": "s", "base": "b", "large": 
 
 
 def parse(name: str, **changes: Any) -> ModelConfig:
-    """The architecture of a model name such as "ViT-B/16" or "B/16@384", with fields replaced (`parse("B/16",
-    classes=10)`).
+    """The architecture of a model name such as "ViT-B/16" or "B/16@384", with fields such as `classes` replaced.
 
     Raises UserError for an unknown name, with the nearest known ones.
     """

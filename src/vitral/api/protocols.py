@@ -40,6 +40,7 @@ from vitral.studies import protocol
 from vitral.training.build import FREE_KEYS, check_recipe, flip_warning
 from vitral.training.optimizer import warmup_steps
 from vitral.training.parallel import init_distributed, on_rank0
+from vitral.training.run import RunResult
 from vitral.version import __version__
 
 _SAME_RECIPE = {*FREE_KEYS, "seed", "evaluate_every"}  # keys that change no result but by chance
@@ -58,19 +59,52 @@ class PaperNumber:
         return {"data": self.data, "pretraining": self.pretraining, "label": self.label, **asdict(self.number)}
 
 
-@dataclass(frozen=True, repr=False)
-class ProtocolResult(SummaryRepr):
-    """The result of a protocol: scores, cost, and the paper's own numbers."""
+@dataclass(frozen=True, repr=False, kw_only=True)
+class ProtocolReport(SummaryRepr):
+    """What the results of all protocols have: what was run, and how far it is the paper's."""
 
     model: str
     data: str
     folder: str
-    outcome: protocol.ProtocolRuns
-    reported: tuple[PaperNumber, ...]
-    readings: tuple[str, ...]  # where the paper is silent or contradicts itself, as far as they are true of the run
+    readings: tuple[str, ...]  # where the paper is silent or contradicts itself, as far as they are true of the runs
     recipe: str  # name of the preset, or ""
     overrides: tuple[str, ...]  # of its keys, and the user's own sweep, as key=value
-    changed: tuple[str, ...]  # keys in which the run differs from the preset
+    changed: tuple[str, ...]  # keys in which the runs differ from the preset
+
+    def score_dict(
+        self, outcome: protocol.ProtocolRuns | protocol.SuiteResult, runs: Sequence[RunResult]
+    ) -> dict[str, Any]:
+        """JSON-ready: the score with everything that is needed to trust or repeat it; of the runs, one per seed."""
+        return {
+            "model": self.model,
+            "data": self.data,
+            "score": outcome.mean,
+            "spread": outcome.spread,
+            "scores": list(outcome.seed_scores),
+            "seeds": [result.seed for result in runs],
+            "chosen": outcome.chosen.name,
+            "diverged": list(outcome.diverged),
+            "training_flops": outcome.flops,
+            "all_flops": outcome.all_flops,
+            "device_hours": outcome.device_hours,
+            "device": runs[-1].device,
+            "devices": runs[-1].devices,
+            "recipe": recipe_hash(outcome.chosen.recipe),
+            "preset": self.recipe,
+            "overrides": list(self.overrides),
+            "changed": list(self.changed),
+            "readings": list(self.readings),
+            "version": __version__,
+            "folder": self.folder,
+        }
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class ProtocolResult(ProtocolReport):
+    """The result of a protocol: scores, cost, and the paper's own numbers."""
+
+    outcome: protocol.ProtocolRuns
+    reported: tuple[PaperNumber, ...]
     real: tuple[float, ...] = ()  # ImageNet's ReaL accuracy of each seed, where the data has real.json
     real_n: int = 0  # images with a ReaL label
 
@@ -85,37 +119,17 @@ class ProtocolResult(SummaryRepr):
 
     def as_dict(self) -> dict[str, Any]:
         outcome, last = self.outcome, self.outcome.results[-1]
+        trials = [(trial.name, trial.score, trial.result.metrics["n"]) for trial in outcome.trials]
         return {
-            "model": self.model,
-            "data": self.data,
+            **self.score_dict(outcome, outcome.results),
             "split": outcome.split,
-            "score": outcome.mean,
-            "spread": outcome.spread,
-            "scores": list(outcome.seed_scores),
-            "seeds": [result.seed for result in outcome.results],
             "n": last.metrics["n"],
             "real": list(self.real),
             "real_n": self.real_n,
-            "chosen": outcome.chosen.name,
             "chosen_on": outcome.dev if outcome.trials else "",
-            "trials": [
-                {"name": trial.name, "score": trial.score, "n": trial.result.metrics["n"]} for trial in outcome.trials
-            ],
-            "diverged": list(outcome.diverged),
-            "training_flops": outcome.flops,
-            "all_flops": outcome.all_flops,
-            "device_hours": outcome.device_hours,
+            "trials": [{"name": name, "score": score, "n": n} for name, score, n in trials],
             "images_per_second_per_device": last.images_per_second / last.devices,
-            "device": last.device,
-            "devices": last.devices,
-            "recipe": recipe_hash(outcome.chosen.recipe),
-            "preset": self.recipe,
-            "overrides": list(self.overrides),
-            "changed": list(self.changed),
             "paper": [row.as_dict() for row in self.reported],
-            "readings": list(self.readings),
-            "version": __version__,
-            "folder": self.folder,
         }
 
 
@@ -260,8 +274,9 @@ def _follow(
     folders, classes = [run.folder for run in outcome.results], len(opened.train.classes)
     real, real_n = on_rank0(lambda: real_scores(folders, data, classes, device, on_event), world) if card else ((), 0)
     rows = paper_numbers(name, model, "other recipe" if changed else "", real=bool(real))
-    given = (*overrides, *sweep)
-    result = ProtocolResult(model, str(data), str(folder), outcome, rows, readings, name, given, changed, real, real_n)
+    followed = {"readings": readings, "recipe": name, "overrides": (*overrides, *sweep), "changed": changed}
+    numbers = {"outcome": outcome, "reported": rows, "real": real, "real_n": real_n}
+    result = ProtocolResult(model=model, data=str(data), folder=str(folder), **followed, **numbers)
     on_rank0(lambda: write_text(folder / "protocol.json", json.dumps(result.as_dict(), indent=2) + "\n"), world)
     return result
 

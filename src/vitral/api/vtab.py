@@ -11,25 +11,24 @@ from typing import Any
 
 from vitral.api.data import check_folder, new_folder
 from vitral.api.prediction import check_numbers
-from vitral.api.protocols import changed_keys, run_readings, sweep_words
+from vitral.api.protocols import ProtocolReport, changed_keys, run_readings, sweep_words
 from vitral.api.recipes import assumed_pixels
 from vitral.atomic import write_text
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.hub import located
 from vitral.checkpoints.weights import describe
 from vitral.data.vtab import TASKS, VtabTask, find_task, open_task, write_ids
-from vitral.display import SummaryRepr, displayed, with_deviation
+from vitral.display import displayed, with_deviation
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.build import check_device
 from vitral.names import name_of
 from vitral.paper import VtabRow, table9
-from vitral.recipe import Overrides, Recipe, Sweep, keys_of, override_words, recipe_hash, with_overrides
+from vitral.recipe import Overrides, Recipe, Sweep, keys_of, override_words, with_overrides
 from vitral.recipe_presets import Preset, get_preset
 from vitral.studies import protocol
 from vitral.training.build import check_recipe
 from vitral.training.parallel import init_distributed, on_rank0
-from vitral.version import __version__
 
 # Keys that the protocol fixes: they would have no effect, or another one than documented.
 _FIXED_KEYS = {
@@ -40,22 +39,15 @@ _COUNTS = (800, 200)  # training and validation images
 _BEGUN = ("vtab.json", "sweep", *(f"{name}/seed-*" for name in TASKS))  # files that mark the folder of a suite
 
 
-@dataclass(frozen=True, repr=False)
-class VtabResult(SummaryRepr):
+@dataclass(frozen=True, repr=False, kw_only=True)
+class VtabResult(ProtocolReport):
     """The scores of the suite, the tasks that were evaluated, those that are missing, and the paper's rows."""
 
-    model: str
-    data: str
-    folder: str
     tasks: tuple[VtabTask, ...]
     missing: dict[str, str]  # tasks that cannot be opened, with the reasons
     suite: protocol.SuiteResult
     paper: tuple[VtabRow, ...]  # the rows of the model first
-    readings: tuple[str, ...]  # where the paper is silent, as far as they are true of the runs
     notes: tuple[str, ...]  # caveats about the numbers
-    recipe: str  # name of the preset
-    overrides: tuple[str, ...]  # of its keys, and the user's own sweep, as key=value
-    changed: tuple[str, ...]  # keys in which the runs differ from the preset
 
     def summary(self) -> dict[str, str]:
         score = f"{self.suite.mean:.2%}"
@@ -71,36 +63,16 @@ class VtabResult(SummaryRepr):
         return f"{len(self.tasks)} of {len(TASKS)} tasks{missing}"
 
     def as_dict(self) -> dict[str, Any]:
-        suite, scores = self.suite, self.suite.scores
-        first = next(iter(suite.results.values()))
+        suite = self.suite
         return {
-            "model": self.model,
-            "data": self.data,
-            "score": suite.mean,
-            "spread": suite.spread,
-            "scores": list(suite.seed_scores),
-            "seeds": [result.seed for result in first],
+            **self.score_dict(suite, next(iter(suite.results.values()))),
             "coverage": self.coverage,
-            "groups": protocol.group_scores(scores),
+            "groups": protocol.group_scores(suite.scores),
             "tasks": {task.task.name: self._task(task) for task in self.tasks},
             "missing": self.missing,
-            "chosen": suite.chosen.name,
             "trials": [{"name": trial.name, "score": trial.score, "tasks": trial.scores} for trial in suite.trials],
-            "diverged": list(suite.diverged),
-            "training_flops": suite.flops,
-            "all_flops": suite.all_flops,
-            "device_hours": suite.device_hours,
-            "device": first[-1].device,
-            "devices": first[-1].devices,
-            "recipe": recipe_hash(suite.chosen.recipe),
-            "preset": self.recipe,
-            "overrides": list(self.overrides),
-            "changed": list(self.changed),
             "paper": [self._paper(row) for row in self.paper],
-            "readings": list(self.readings),
             "notes": list(self.notes),
-            "version": __version__,
-            "folder": self.folder,
         }
 
     def _task(self, task: VtabTask) -> dict[str, Any]:
@@ -206,8 +178,9 @@ def vtab1k(
     chosen = suite.chosen.recipe
     readings = run_readings(preset, chosen, space, happens, images)
     changed = changed_keys(preset, chosen, swept, space)
-    facts = (tuple(opened), missing, suite, paper_rows(model), readings, notes)
-    result = VtabResult(model, str(root), str(folder), *facts, recipe, (*overrides, *swept), changed)
+    followed = {"readings": readings, "recipe": recipe, "overrides": (*overrides, *swept), "changed": changed}
+    numbers = {"tasks": tuple(opened), "missing": missing, "suite": suite, "paper": paper_rows(model), "notes": notes}
+    result = VtabResult(model=model, data=str(root), folder=str(folder), **followed, **numbers)
     on_rank0(lambda: write_text(folder / "vtab.json", json.dumps(result.as_dict(), indent=2) + "\n"), world)
     return result
 

@@ -1,6 +1,6 @@
 """What is benchmarked: workloads and the libraries that run them, as plain data that is sent to worker processes.
 
-Besides the paper's models there are families after it, by names such as DINOv3-B/16, CLIP-B/16 and OpenCLIP-B/16.
+Besides the paper's models there are families after it, by names such as DINOv3-B/16, DINOv2-B/14 and CLIP-B/16.
 """
 
 from __future__ import annotations
@@ -289,6 +289,7 @@ FAMILIES = {
         },
         {"global_pool": "token"},
     ),
+    "DINOv2": Family("vit_base_patch14_dinov2", {"layer_scale": True, "gelu": "erf", "rope": None}, {}),
     "CLIP": Family("vit_base_patch16_clip_quickgelu_224", {**_CLIP, "gelu": "quick"}, {}),
     "OpenCLIP": Family("vit_base_patch16_clip_224", {**_CLIP, "gelu": "erf"}, {}),
 }
