@@ -63,19 +63,11 @@ class PredictionResults(SummaryRepr):
         return tuple(image for image in self.images if isinstance(image, UnreadableImage))
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "predictions": [
-                {
-                    "path": row.path,
-                    "classes": [
-                        {"name": name, "probability": value}
-                        for name, value in zip(row.names, row.probabilities, strict=True)
-                    ],
-                }
-                for row in self.rows
-            ],
-            "unreadable": [asdict(image) for image in self.unreadable],
-        }
+        rows = []
+        for row in self.rows:
+            pairs = zip(row.names, row.probabilities, strict=True)
+            rows.append({"path": row.path, "classes": [{"name": name, "probability": value} for name, value in pairs]})
+        return {"predictions": rows, "unreadable": [asdict(image) for image in self.unreadable]}
 
 
 def collect_predictions(

@@ -182,6 +182,8 @@ def _check_overview(report: Any) -> dict[str, str]:
 def _check_findings(report: Any) -> dict[str, tuple[str, str]]:
     """By the name of its field, a finding's title and text."""
     leaks = [f"{pair.first} ~ {pair.second}" for pair in report.leaks]
+    unreadable = [f"{image.path}: {image.reason}" for image in report.unreadable]
+    contradictions = [" = ".join(group) for group in report.contradictions]
     suspects = [f"{s.image} ({s.label}, looks like {s.suggested})" for s in report.suspects]
     likely = sum(suspect.likely for suspect in report.suspects)
     return {
@@ -194,14 +196,8 @@ def _check_findings(report: Any) -> dict[str, tuple[str, str]]:
         "transparent": ("transparent", f"{report.transparent:,} (placed on white)"),
         "refusal": ("train refuses", report.refusal),
         "empty": ("classes without images", _count_and_first(report.empty)),
-        "unreadable": (
-            "unreadable",
-            _count_and_first([f"{image.path}: {image.reason}" for image in report.unreadable]) + " (left out)",
-        ),
-        "contradictions": (
-            "identical, other label",
-            _count_and_first([" = ".join(group) for group in report.contradictions]),
-        ),
+        "unreadable": ("unreadable", f"{_count_and_first(unreadable)} (left out)"),
+        "contradictions": ("identical, other label", _count_and_first(contradictions)),
         "leaks": ("in train and test", _count_and_first(leaks) + _leak_advice(report)),
         "duplicates": ("identical", _count_and_first([" = ".join(group) for group in report.duplicates])),
         "near": ("nearly identical", _count_and_first([f"{pair.first} ~ {pair.second}" for pair in report.near])),
