@@ -143,7 +143,9 @@ def evaluate(
         predictions = Predictions(*joined(divided.compute(scored, batch, compute, handler)))
     unreadable = _unreadable(scored, predictions, card)
     if objectnet:
-        result = _objectnet(models.name, str(data), scored, predictions, unreadable, notes)
+        rule = "A prediction is correct where it is one of the ImageNet classes of the object."
+        metrics = _objectnet_metrics(str(data), scored, predictions)
+        result = EvalResult(models.name, str(data), metrics, None, unreadable, (*notes, rule))
         return result if page is None else _with_page(result, page, models, divided)
     names = models.card.class_names or tuple(_output_names(scored.classes, mapping, card.architecture.classes))
     added = predictions.valid & is_new[predictions.indices]
@@ -262,20 +264,10 @@ def _objectnet_card(card: Card, on_event: EventHandler | None) -> Card:
     return replace(card, preprocess=replace(prepared(card, "", on_event), pipeline=pipeline))
 
 
-def _objectnet(
-    source: str,
-    data: str,
-    split: Split,
-    predictions: Predictions,
-    unreadable: tuple[UnreadableImage, ...],
-    notes: tuple[str, ...],
-) -> EvalResult:
-    mapping = imagenet_outputs(data, split.classes)
-    indices = predictions.indices[predictions.valid]
-    score = objectnet_accuracy(predictions.logits[predictions.valid], split.labels[indices], mapping)
-    rule = "A prediction is correct where it is one of the ImageNet classes of the object."
-    metrics = {"top1": score.top1, "top5": score.top5, "n": score.n}
-    return EvalResult(source, data, metrics, None, unreadable, (*notes, rule))
+def _objectnet_metrics(data: str, split: Split, predictions: Predictions) -> dict[str, Any]:
+    labels, logits = split.labels[predictions.indices[predictions.valid]], predictions.logits[predictions.valid]
+    score = objectnet_accuracy(logits, labels, imagenet_outputs(data, split.classes))
+    return {"top1": score.top1, "top5": score.top5, "n": score.n}
 
 
 def _unreadable(split: Split, predictions: Predictions, card: Card) -> tuple[UnreadableImage, ...]:

@@ -167,7 +167,9 @@ def train(
         raise UserError("each fold has a seed of its own: give folds or seeds, not both.")
     check_device(device)
     check_out(out, data)
-    own = _own_parts(model, loss, optimizer, transform, callbacks)
+    train_transform, eval_transform = transform if isinstance(transform, tuple) else (transform, transform)
+    module = model if isinstance(model, nn.Module) else None
+    own = OwnParts(module, loss, optimizer, train_transform, eval_transform, tuple(callbacks))
     if own.model is not None and (seeds > 1 or folds):
         raise UserError("seeds and folds train new models, and model= is one module: call train once for each module.")
     words = override_words(set)
@@ -198,24 +200,6 @@ def train(
     if own.model is not None:
         own.model.load_state_dict(load_file(Path(results[0].folder) / "model.safetensors"))
     return TrainResult(tuple(results), chosen, own.model)
-
-
-def _own_parts(
-    model: str | nn.Module,
-    loss: Loss | None,
-    optimizer: OptimizerFactory | None,
-    transform: Transform | tuple[Transform | None, Transform | None] | None,
-    callbacks: Sequence[Callback],
-) -> OwnParts:
-    train_transform, eval_transform = transform if isinstance(transform, tuple) else (transform, transform)
-    return OwnParts(
-        model=model if isinstance(model, nn.Module) else None,
-        loss=loss,
-        optimizer=optimizer,
-        train_transform=train_transform,
-        eval_transform=eval_transform,
-        callbacks=tuple(callbacks),
-    )
 
 
 def _open_for_folds(data: Data, folds: int, overrides: Collection[str]) -> DataSet:

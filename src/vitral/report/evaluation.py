@@ -237,11 +237,7 @@ def _dense(cells: np.ndarray, classes: int) -> np.ndarray:
 
 
 def _calibration_section(
-    reliability: Reliability,
-    metrics: Mapping[str, Any],
-    fitted: str,
-    advice: TemperatureAdvice | None,
-    sigmoid: bool,
+    reliability: Reliability, metrics: Mapping[str, Any], fitted: str, advice: TemperatureAdvice | None, sigmoid: bool
 ) -> Section:
     function = "sigmoid" if sigmoid else "softmax"
     rows = [(f"raw ({function} of the logits)", metrics["ece"], metrics["nll"])]
