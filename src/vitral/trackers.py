@@ -126,9 +126,7 @@ class Tracking:
     """Event handler that passes every event on, and records runs; a tracker that fails is left out from then on."""
 
     def __init__(
-        self,
-        trackers: TrackerName | Tracker | Sequence[TrackerName | Tracker],
-        on_event: EventHandler,
+        self, trackers: TrackerName | Tracker | Sequence[TrackerName | Tracker], on_event: EventHandler
     ) -> None:
         """Open the trackers: names, or objects with the methods of `Tracker`; raises UserError for an unknown name, or
         one whose package is not installed."""

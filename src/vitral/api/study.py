@@ -22,14 +22,7 @@ from vitral.models.build import check_device
 from vitral.recipe import Overrides, keys_of, override_words
 from vitral.studies import report
 from vitral.studies.claims import ClaimResult, judge
-from vitral.studies.definition import (
-    Study,
-    definition_of,
-    parse_study,
-    read_study,
-    shipped,
-    study_name,
-)
+from vitral.studies.definition import Study, definition_of, parse_study, read_study, shipped, study_name
 from vitral.studies.planning import CellResult, Plan, PlanCost, Record, plan, plan_cost, read_records, results, table
 
 StudyAction = Literal["list", "run", "report"]
