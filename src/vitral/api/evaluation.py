@@ -148,6 +148,17 @@ def evaluate(
         result = EvalResult(models.name, str(data), metrics, None, unreadable, (*notes, rule))
         return result if page is None else _with_page(result, page, models, divided)
     names = models.card.class_names or tuple(_output_names(scored.classes, mapping, card.architecture.classes))
+
+    def measured(chosen: np.ndarray, temperature: float | None) -> dict[str, Any]:
+        """The metrics of the predictions that are chosen, (n,) bool; without a temperature it is cross-fitted."""
+        logits, truth = predictions.logits[chosen], scored.labels[predictions.indices[chosen]]
+        if scored.multilabel:
+            labels = np.zeros((len(truth), len(names)), np.uint8)
+            labels[:, mapping] = truth
+            return multilabel_metrics(probabilities(logits, sigmoid=True), labels, names).as_dict()
+        how = {"sigmoid": card.multilabel, "temperature": temperature}
+        return classification_metrics(logits, mapping[truth], names, **how).as_dict()
+
     added = predictions.valid & is_new[predictions.indices]
     if (added == predictions.valid).all():  # nothing to keep them apart from: what was held out cannot be read
         added = np.zeros_like(added)
@@ -155,8 +166,7 @@ def evaluate(
     logits, indices = predictions.logits[old], predictions.indices[old]
     single_label = not (scored.multilabel or card.multilabel)
     fitted_here = single_label and models.temperature != 1.0 and held_out
-    temperature = None if fitted_here else models.temperature
-    metrics = _metrics(logits, scored, indices, mapping, names, card, temperature)
+    metrics = measured(old, None if fitted_here else models.temperature)
     tempered = _tempered(logits, mapping[scored.labels[indices]]) if single_label else dict[str, Any]()
     if fitted_here:
         notes = (*notes, f"Its temperature was fitted on these images: calibrated numbers are over {FOLDS} folds.")
@@ -164,8 +174,7 @@ def evaluate(
         notes = (*notes, "Temperatures were fitted on these images: loss and calibration error are optimistic.")
     new = None
     if added.any():
-        positions = predictions.indices[added]
-        new = _metrics(predictions.logits[added], scored, positions, mapping, names, card, models.temperature)
+        new = measured(added, models.temperature)
         score = ", ".join(f"{name} {value}" for name, value in score_summary(new).items())
         notes = (*notes, f"The new images are scored apart: {score}.")
     keys = [scored.keys[index] for index in indices]
@@ -230,24 +239,6 @@ def real_scores(
         on_event(Note(f"ReaL accuracy is not reported: {error}"))
         return (), 0
     return tuple(score[0] for score in scores if score), scores[0][1] if scores[0] else 0
-
-
-def _metrics(
-    logits: np.ndarray,
-    split: Split,
-    indices: np.ndarray,
-    mapping: np.ndarray,
-    names: Sequence[str],
-    card: Card,
-    temperature: float | None,
-) -> dict[str, Any]:
-    """The metrics of logits (n, classes) of the images at these indices; without a temperature it is cross-fitted."""
-    if split.multilabel:
-        labels = np.zeros((len(indices), len(names)), np.uint8)
-        labels[:, mapping] = split.labels[indices]
-        return multilabel_metrics(probabilities(logits, sigmoid=True), labels, names).as_dict()
-    labels = mapping[split.labels[indices]]
-    return classification_metrics(logits, labels, names, sigmoid=card.multilabel, temperature=temperature).as_dict()
 
 
 def _tempered(logits: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
