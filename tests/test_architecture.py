@@ -72,7 +72,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "torch.distributed": ("training/parallel.py", "checkpoints/run.py"),
     "PIL": ("data/images.py",),
     "simplejpeg": ("data/images.py",),
-    "submitit": ("api/slurm.py",),
+    "submitit": ("api/engines.py",),
     "starlette": ("server/",),
     "uvicorn": ("server/process.py",),
     "prometheus_client": ("server/metrics.py",),

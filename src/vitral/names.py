@@ -76,14 +76,9 @@ _SIZE_WORDS = {"resnet": "r", "tiny": "ti", "small": "s", "base": "b", "large": 
 
 
 def parse(name: str, **changes: Any) -> ModelConfig:
-    """The architecture of a model name.
+    """The architecture of a model name such as "ViT-B/16" or "B/16@384", with fields such as `classes` replaced.
 
-    Args:
-        name: as the paper prints it, optionally with an image size: "ViT-B/16", "B/16@384".
-        changes: fields of the architecture to replace (`parse("B/16", classes=10)`).
-
-    Raises:
-        UserError: unknown name, with the nearest known ones.
+    Raises UserError for an unknown name, with the nearest known ones.
     """
     body, at, image = name.strip().partition("@")
     architecture = _vit(body) or _resnet(body)

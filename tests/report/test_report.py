@@ -20,8 +20,8 @@ from journeys import COLOURS, MODEL, QUICK, SHAPE, Command, colour_folder, paint
 from PIL import Image
 
 import vitral
+from vitral.api.features import search
 from vitral.api.inspection import inspect, most_confident_mistakes, reliabilities, write_run_page
-from vitral.api.neighbours import search
 from vitral.checkpoints.card import Card
 from vitral.data.sources import open_data
 from vitral.errors import UserError
