@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -142,6 +142,13 @@ def find_images(folder: Path, below: str = "", listing: ImageListing | None = No
             listing.others[extension or "without extension"] += 1
     listing.names += sorted(names, key=natural_key)
     return listing
+
+
+def labelled_images(folder: Path, labels: Mapping[str, str]) -> RawSplit:
+    """The images of some folders below `folder`, which end in "/", with the label of each."""
+    found = {below: find_images(folder, below).names for below in labels}
+    names = [name for images in found.values() for name in images]
+    return RawSplit(names, [labels[below] for below in found for _ in found[below]], FileReader(str(folder), names))
 
 
 def sub_folders(folder: Path) -> list[str]:

@@ -23,7 +23,7 @@ import numpy as np
 
 from vitral.data.catalog import readers
 from vitral.data.catalog.readers import CatalogEntry, LocalCopy, find_copy
-from vitral.data.folders import FileReader, find_images, sub_folders
+from vitral.data.folders import FileReader, find_images, labelled_images, sub_folders
 from vitral.data.images import decode
 from vitral.data.splits import DataSet, RawSplit
 from vitral.errors import UserError
@@ -61,18 +61,13 @@ def real_labels(source: str, classes: int) -> Path | None:
 
 
 def _by_folder(root: Path, split: str) -> RawSplit:
-    names: list[str] = []
-    labels: list[str] = []
-    for wnid in sub_folders(root / split):
-        if not _ID.fullmatch(wnid):
-            raise UserError(
-                f"{root / split / wnid} is not named by a WordNet id such as n01440764: rename it, or open {root} "
-                "as an ordinary folder."
-            )
-        images = find_images(root, f"{split}/{wnid}/").names
-        names += images
-        labels += [wnid] * len(images)
-    return RawSplit(names, labels, FileReader(str(root), names))
+    wnids = sub_folders(root / split)
+    if other := next((name for name in wnids if not _ID.fullmatch(name)), ""):
+        raise UserError(
+            f"{root / split / other} is not named by a WordNet id such as n01440764: rename it, or open {root} "
+            "as an ordinary folder."
+        )
+    return labelled_images(root, {f"{split}/{wnid}/": wnid for wnid in wnids})
 
 
 def _by_table(root: Path, folders: Sequence[Path]) -> RawSplit:
@@ -144,17 +139,12 @@ def read_objectnet(copy: LocalCopy) -> DataSet | None:
         return None
     overlap, folder_labels = _json(root / OVERLAP), _json(root / FOLDERS)
     folders = sub_folders(root / "images")
-    names: list[str] = []
-    labels: list[str] = []
-    for folder in folders:
-        if folder_labels.get(folder) in overlap:
-            images = find_images(root, f"images/{folder}/").names
-            names += images
-            labels += [folder_labels[folder]] * len(images)
-    left_out = sum(folder_labels.get(folder) not in overlap for folder in folders)
+    labels = {f"images/{name}/": folder_labels[name] for name in folders if folder_labels.get(name) in overlap}
+    left_out = len(folders) - len(labels)
     notes = ["ObjectNet is for testing only: its licence forbids training on it."]
     notes += [f"Left out {left_out} of {len(folders)} classes, which ImageNet does not have."] if left_out else []
-    part = RawSplit(names, labels, BorderlessReader(FileReader(str(root), names)))
+    part = labelled_images(root, labels)
+    part = replace(part, reader=BorderlessReader(FileReader(str(root), part.keys)))
     return readers.test_only(copy, "test", part, notes)
 
 

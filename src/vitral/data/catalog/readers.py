@@ -308,4 +308,5 @@ def listed_files(folder: Path, names: Sequence[str], listing: str) -> FileReader
 def test_only(copy: LocalCopy, name: str, part: RawSplit, notes: Iterable[str]) -> DataSet:
     """A data set whose images are all in one held-out split, called `name`; train is empty."""
     data = copy.build({"test": part}, notes=notes)
-    return replace(data, test=data.test and replace(data.test, name=name))
+    assert data.test is not None
+    return replace(data, test=replace(data.test, name=name))
