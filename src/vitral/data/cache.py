@@ -15,6 +15,7 @@ import contextlib
 import errno
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -30,14 +31,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from vitral.atomic import atomic_write
 from vitral.data.images import ImageError, UnreadableImage, describe
 from vitral.data.loader import read_pixels
 from vitral.data.splits import Split
-from vitral.data.workers import map_images
+from vitral.data.workers import CHUNK, map_images
 from vitral.events import EventHandler, Note, Progress, ignore_events
 
 IN_USE = 3600  # seconds: an entry that was used within them stays, and so does a temporary file that was written to
@@ -47,6 +46,7 @@ DAMAGE = (OSError, ValueError, TypeError, KeyError, EOFError, RecursionError, zi
 SAMPLE = 64  # images whose headers give the estimated size of all
 LARGE = 1e9  # bytes of decoded images from which the user is informed
 _LENGTH = 8  # bytes of the archive's length
+_CHUNK_BYTES = 4e6  # of decoded images that a worker sends together
 
 T = TypeVar("T")
 
@@ -158,7 +158,10 @@ def decode_once(
         try:
             if expected > _free_bytes(folder) / 2:  # a run has other files to write
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            index = _write(split, cache, key, channels, workers, limit_bytes, on_event)
+            # Small images travel together: one by one, each takes longer to send than to decode.
+            chunk = int(min(max(_CHUNK_BYTES * len(split) / max(expected, 1.0), 1), CHUNK))
+            decoded = map_images(partial(_decoded, channels), [split], workers, chunk)
+            index = _write(split, decoded, cache, key, limit_bytes, on_event)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -226,10 +229,10 @@ class _TooLarge(Exception):
     """The pixels take more than the limit: the temporary file is removed."""
 
 
-def _decoded(channels: int, split: Split, index: int) -> Tensor | str:
+def _decoded(channels: int, split: Split, index: int) -> np.ndarray | str:
     """Pixels (h, w, c), or the reason why there are none."""
     try:
-        return torch.from_numpy(np.ascontiguousarray(read_pixels(split, index, channels)))
+        return np.ascontiguousarray(read_pixels(split, index, channels))
     except ImageError as error:
         return str(error)
 
@@ -265,12 +268,17 @@ def _load(path: Path, n: int, channels: int) -> _Index | None:
 
 
 def _write(
-    split: Split, cache: DiskCache, key: str, channels: int, workers: int, limit_bytes: float, on_event: EventHandler
+    split: Split,
+    decoded: Generator[list[np.ndarray | str]],
+    cache: DiskCache,
+    key: str,
+    limit_bytes: float,
+    on_event: EventHandler,
 ) -> _Index | None:
     """Decode everything into the cache; None, and no file, where that would exceed the limit."""
-    decoded = contextlib.closing(map_images(partial(_decoded, channels), [split], workers, chunk=1))
-    with contextlib.suppress(_TooLarge), decoded as images, cache.write(key) as path, path.open("wb") as stream:
-        index = _write_pixels(stream, images, split, limit_bytes, on_event)
+    images = contextlib.closing(decoded)
+    with contextlib.suppress(_TooLarge), images as chunks, cache.write(key) as path, path.open("wb") as stream:
+        index = _write_pixels(stream, itertools.chain.from_iterable(chunks), split, limit_bytes, on_event)
         archive = io.BytesIO()
         np.savez(archive, shapes=index.shapes, reasons=index.reasons)
         stream.write(archive.getvalue() + len(archive.getvalue()).to_bytes(_LENGTH, "little"))
@@ -279,15 +287,15 @@ def _write(
 
 
 def _write_pixels(
-    stream: BinaryIO, images: Iterable[list[Tensor | str]], split: Split, limit_bytes: float, on_event: EventHandler
+    stream: BinaryIO, images: Iterable[np.ndarray | str], split: Split, limit_bytes: float, on_event: EventHandler
 ) -> _Index:
     shapes, reasons, written = np.zeros((len(split), 2), np.int32), [], 0
-    for index, (pixels,) in enumerate(images):
+    for index, pixels in enumerate(images):
         if isinstance(pixels, str):
             reasons.append(pixels)
         else:
             shapes[index] = pixels.shape[:2]
-            written += stream.write(pixels.numpy().data)
+            written += stream.write(pixels.data)
         if written > limit_bytes:
             raise _TooLarge
         on_event(Progress(f"reading {split.name}", index + 1, len(split)))

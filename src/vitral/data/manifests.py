@@ -91,7 +91,7 @@ def _require_columns(path: Path, names: Any) -> None:
     columns = {_COLUMNS.get(str(name).strip().lower()) for name in names}
     for column in ("path", "label"):
         if column not in columns:
-            has = ", ".join(map(str, names)) or "nothing"
+            has = shorten(", ".join(map(str, names))) or "nothing"
             raise UserError(
                 f'{path} has no column "{column}": its first line names {has}, and must be as "path,label".'
             )
