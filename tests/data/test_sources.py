@@ -375,7 +375,7 @@ def test_test_images_need_no_training_images_that_are_missing(tmp_path):
     ("name", "text", "said"),
     [
         ("m.csv", "0.png,cat\n", 'no column "path": its first line names 0.png, cat'),
-        ("m.csv", ",".join(["column"] * 99) + "\n", r"names column, column, [colum, ]{37}\.\.\., and must be"),
+        ("m.csv", ",".join(["column"] * 99) + "\n", "column, c..., and must be as"),
         ("m.csv", "path,label\n0.png,a\n1.png,\n", "line 3 has an empty label"),
         ("m.csv", "path,label\n0.png,a|\n", "line 2 has an empty label"),
         ("m.csv", "path,label\n,a\n", "line 2 has no path"),
