@@ -210,6 +210,7 @@ UNSAYABLE: list[tuple[str, Architecture, str]] = [
     ("hf", replace(SMALL, representation=32), "tanh layer"),
     ("hf-dinov2", replace(SMALL, classes=0), "LayerScale"),
     ("hf-dinov2", replace(SMALL, classes=0, layer_scale=True), "a multiple of"),
+    ("hf-dinov3", replace(SMALL, classes=0, layer_scale=True, position="none"), "its RoPE turns by the centers"),
     ("dino", replace(ERF, layer_scale=True), "classes=0"),
     ("dino", replace(SMALL, classes=0), "exact .erf. GELU"),
 ]
@@ -303,6 +304,14 @@ def test_damaged_files_are_refused_with_the_name_of_the_tensor(case, tmp_path):
     text = refusal(lambda: read(path, hints=Hints(heads=4)))
     assert re.search(words, text), text
     assert str(path) in text
+
+
+@pytest.mark.parametrize("rows", [51, 53])
+def test_a_table_of_relative_positions_has_exactly_its_rows(rows, tmp_path):
+    path, key = tmp_path / "model", "blocks.1.attn.relative_position_bias_table"
+    written(random_weights(replace(ERF, position="bias", key_bias=False)), path, "timm")
+    put(changed(key, lambda table: torch.zeros(rows, table.shape[1]))(arrays_in(path)), path)
+    assert f"{key} has {rows} rows where 52 are expected" in refusal(lambda: read(path))
 
 
 # Dropped, these leave a complete file of another model: no table means fixed positions, no reg_token no registers.
