@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from vitral.architecture import Architecture, ViTConfig, as_size
 from vitral.bench.families import FAMILIES, family_of, model_name, parse_model
 from vitral.errors import UserError
-from vitral.export.int8 import calibrate, quantize
+from vitral.export.int8 import calibrate
+from vitral.export.int8_graph import quantize
 from vitral.export.onnx import OPSET, import_onnx
 from vitral.models.build import build
 from vitral.models.layers import LayerScale
