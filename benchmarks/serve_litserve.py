@@ -1,11 +1,12 @@
 """The model of `serve_load.py` in LitServe, as its documentation writes such a server; started by that benchmark.
 
-    python benchmarks/serve_litserve.py WEIGHTS PORT plain|packed WORKERS_PER_DEVICE MAX_BATCH_SIZE FAST_QUEUE
+    python benchmarks/serve_litserve.py WEIGHTS PORT timm|plain|packed WORKERS_PER_DEVICE MAX_BATCH_SIZE FAST_QUEUE
 
-Decoding, preprocessing and model are vitral's own in both servers; `packed` has the packed weights as well, which a
-user of LitServe would have to know about.
+`timm` is what its user writes: Pillow, timm's transforms and timm's model. In `plain`, decoding, preprocessing and
+model are vitral's own, in both servers; `packed` has the packed weights as well.
 """
 
+import io
 import os
 import sys
 from typing import Any
@@ -14,6 +15,7 @@ import litserve as ls  # type: ignore[import-not-found]
 import numpy as np
 import torch
 from fastapi import Request  # type: ignore[import-not-found]
+from PIL import Image
 
 import vitral
 from vitral.data.images import decode
@@ -59,10 +61,31 @@ class Api(ls.LitAPI):
         return {"classes": [{"name": self.names[index], "probability": value} for index, value in pairs]}
 
 
+class TimmApi(Api):
+    def setup(self, device: str) -> None:
+        import timm  # type: ignore[import-not-found]
+
+        super().setup(device)
+        name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+        self.model = timm.create_model(name, checkpoint_path=self.weights).eval()
+        self.transform = timm.data.create_transform(**timm.data.resolve_model_data_config(self.model))
+
+    def decode_request(self, request: Request) -> torch.Tensor:
+        return self.transform(Image.open(io.BytesIO(request["content"].file.read())).convert("RGB"))
+
+    def batch(self, inputs: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(inputs)
+
+    def predict(self, images: torch.Tensor) -> list[Any]:
+        with torch.inference_mode():
+            best = self.model(images if images.ndim == 4 else images[None]).softmax(-1).topk(5)
+        return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
+
 if __name__ == "__main__":
     weights, port, kind, workers, batch, fast = sys.argv[1:]
     threads = max(1, len(os.sched_getaffinity(0)) // int(workers))
     waiting = 0.002 if int(batch) > 1 else 0.0
-    api = Api(weights, kind, threads, max_batch_size=int(batch), batch_timeout=waiting)
+    api = (TimmApi if kind == "timm" else Api)(weights, kind, threads, max_batch_size=int(batch), batch_timeout=waiting)
     server = ls.LitServer(api, accelerator="cpu", workers_per_device=int(workers), fast_queue=fast == "1", timeout=60)
     server.run(port=int(port), host="127.0.0.1", generate_client_file=False, log_level="warning")

@@ -201,7 +201,7 @@ def test_a_model_is_exported_in_int8(source, images, tmp_path: Path) -> None:
     operators = [node.op_type for node in onnx.load(target).graph.node]
     assert operators.count("QAttention") == CONFIG.depth
     assert operators.count("Softmax") == 1  # of the probabilities
-    assert operators.count("MatMulIntegerToFloat") + CONFIG.depth == len(stored["int8"]) >= 4 * CONFIG.depth, stored["int8"]
+    assert operators.count("MatMulIntegerToFloat") + CONFIG.depth == len(stored["int8"]) >= 4 * CONFIG.depth
     assert stored["float32"] == ["head.output"]
     pixels = RNG.integers(0, 256, (3, 16, 16, 3), np.uint8)
     alone = np.concatenate([exported(pixels[i : i + 1]) for i in range(3)])

@@ -152,6 +152,8 @@ def search(
     agreement: Callable[[Path], float],
     limit: float,
     on_event: EventHandler = ignore_events,
+    *,
+    fuse_attention: bool = True,
 ) -> Int8Result:
     """Quantise a float32 ONNX file in place, with as few layers in float as a limit needs.
 
@@ -164,6 +166,7 @@ def search(
         agreement: measures a file: the share of other images that get the same top class.
         limit: the smallest agreement.
         on_event: handler of progress events.
+        fuse_attention: as `quantize` takes it.
 
     Returns:
         What was done; its agreement is below the limit where half of the layers in float are not enough.
@@ -185,15 +188,19 @@ def search(
     worst_first = sorted(layers, key=lambda output: -layers[output].error)
     shares: dict[int, float] = {}
 
+    def write(in_float: int) -> None:
+        chosen = {output: layers[output] for output in worst_first[in_float:]}
+        onnx.save(quantize(model, chosen, fuse_attention=fuse_attention), path)
+
     def holds(in_float: int) -> bool:
-        onnx.save(quantize(model, {output: layers[output] for output in worst_first[in_float:]}), path)
+        write(in_float)
         shares[in_float] = agreement(path)
         return shares[in_float] >= limit
 
     count = fewest(holds, len(layers) // 2)
     if count is None:
         count = max(shares, key=lambda tried: (shares[tried], -tried))
-    onnx.save(quantize(model, {output: layers[output] for output in worst_first[count:]}), path)
+    write(count)
     int8 = [names[output] for output in worst_first[count:]]
     in_float = [names[output] for output in (*worst_first[:count], *(names.keys() - layers.keys()))]
     return Int8Result(tuple(int8), tuple(in_float), shares[count])

@@ -68,12 +68,13 @@ def _module_name(node: Any) -> str:
     return modules[-1].removeprefix("model.") if modules and modules[-1] else node.name
 
 
-def quantize(model: Any, layers: Mapping[str, Int8Layer]) -> Any:
+def quantize(model: Any, layers: Mapping[str, Int8Layer], *, fuse_attention: bool = True) -> Any:
     """A model with linear layers in int8.
 
     Args:
         model: float32 ONNX model.
         layers: those that are replaced, by the name of their output.
+        fuse_attention: whether attention is onnxruntime's own operator: faster on a CPU, and slower in a browser.
 
     Returns:
         Another ONNX model.
@@ -85,7 +86,7 @@ def quantize(model: Any, layers: Mapping[str, Int8Layer]) -> Any:
     nodes: list[Any] = []
     for node in result.graph.node:
         layer = layers.get(node.output[0])
-        nodes += [node] if layer is None else editor.int8_nodes(node, layer)
+        nodes += [node] if layer is None else editor.int8_nodes(node, layer, fuse_attention)
     nodes = [node for node in nodes if not any(node is merged for merged in editor.merged)]
     _approximate_gelu(nodes)
     used = {name for node in nodes for name in node.input}
@@ -112,7 +113,7 @@ class Editor:
         self.added: dict[str, np.ndarray] = {}  # constants
         self.merged: list[Any] = []  # nodes that are part of others now
 
-    def int8_nodes(self, node: Any, layer: Int8Layer) -> list[Any]:
+    def int8_nodes(self, node: Any, layer: Int8Layer, fuse_attention: bool) -> list[Any]:
         """The nodes of a layer, with onnxruntime's product of bytes that returns floats."""
         make, (target,), source = import_onnx().helper.make_node, node.output, node.input[0]
         scale, zero = self._add(f"{target}.scale", layer.scale), self._add(f"{target}.zero", layer.zero)
@@ -124,7 +125,7 @@ class Editor:
         if layer.divisors is not None:
             self._fold_into_norm(source, 1 / layer.divisors)
             rounded = make("QuantizeLinear", [source, scale, zero], [f"{target}.bytes"])
-            if bias and (attention := self._attention_after(output)) is not None:
+            if fuse_attention and bias and (attention := self._attention_after(output)) is not None:
                 heads, merged = attention
                 self.merged += merged
                 tensors = [f"{target}.bytes", weight, *bias, scale, scales, "", zero, zeros]
