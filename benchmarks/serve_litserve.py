@@ -67,8 +67,9 @@ class TimmApi(Api):
 
         super().setup(device)
         name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
-        self.model = timm.create_model(name, checkpoint_path=self.weights).eval()
-        self.transform = timm.data.create_transform(**timm.data.resolve_model_data_config(self.model))
+        self.timm_model = timm.create_model(name, checkpoint_path=self.weights).eval()
+        settings: dict[str, Any] = timm.data.resolve_model_data_config(self.timm_model)
+        self.transform: Any = timm.data.create_transform(**settings)
 
     def decode_request(self, request: Request) -> torch.Tensor:
         return self.transform(Image.open(io.BytesIO(request["content"].file.read())).convert("RGB"))
@@ -78,7 +79,7 @@ class TimmApi(Api):
 
     def predict(self, images: torch.Tensor) -> list[Any]:
         with torch.inference_mode():
-            best = self.model(images if images.ndim == 4 else images[None]).softmax(-1).topk(5)
+            best = self.timm_model(images if images.ndim == 4 else images[None]).softmax(-1).topk(5)
         return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
 
