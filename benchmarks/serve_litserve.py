@@ -39,16 +39,16 @@ class Api(ls.LitAPI):
         self.names = card.class_names or tuple(map(str, range(card.architecture.classes)))
         self.pipeline = parse_deterministic(self.how.pipeline)
 
-    def decode_request(self, request: Request) -> np.ndarray:  # LitServe reads the annotation: it must be no text
+    def decode_request(self, request: Request) -> Any:  # LitServe reads the annotation: it must be no text
         return self.pipeline(decode(request["content"].file.read(), 3))
 
-    def batch(self, inputs: list[np.ndarray]) -> np.ndarray:
+    def batch(self, inputs: list[Any]) -> Any:
         return np.stack(inputs)
 
     def unbatch(self, output: list[Any]) -> list[Any]:
         return output
 
-    def predict(self, pixels: np.ndarray) -> list[Any]:
+    def predict(self, pixels: Any) -> list[Any]:
         pixels = pixels if pixels.ndim == 4 else pixels[None]  # without batching it is one image
         with torch.inference_mode():
             images = normalize(torch.from_numpy(pixels).permute(0, 3, 1, 2), self.how.mean, self.how.std)
@@ -71,15 +71,15 @@ class TimmApi(Api):
         settings: dict[str, Any] = timm.data.resolve_model_data_config(self.timm_model)
         self.transform: Any = timm.data.create_transform(**settings)
 
-    def decode_request(self, request: Request) -> torch.Tensor:
+    def decode_request(self, request: Request) -> Any:
         return self.transform(Image.open(io.BytesIO(request["content"].file.read())).convert("RGB"))
 
-    def batch(self, inputs: list[torch.Tensor]) -> torch.Tensor:
+    def batch(self, inputs: list[Any]) -> Any:
         return torch.stack(inputs)
 
-    def predict(self, images: torch.Tensor) -> list[Any]:
+    def predict(self, pixels: Any) -> list[Any]:
         with torch.inference_mode():
-            best = self.timm_model(images if images.ndim == 4 else images[None]).softmax(-1).topk(5)
+            best = self.timm_model(pixels if pixels.ndim == 4 else pixels[None]).softmax(-1).topk(5)
         return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
 
