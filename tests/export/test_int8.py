@@ -254,3 +254,25 @@ def test_layers_are_kept_in_float_until_the_limit_holds(tmp_path: Path) -> None:
     assert len(linear_layers(onnx.load(path))) == 2
     onnx.save(model, path)
     assert search(path, images, share(4), 1.0) == (result.in_float[2:] + result.int8, result.in_float, 0.5)
+
+
+def test_attention_is_fused_where_it_is_the_usual_one(source, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    vitral.export_model(source, path)
+    model, pixels = onnx.load(path), RNG.integers(0, 256, (8, 16, 16, 3), np.uint8)
+    layers = calibrate(path, pixels)
+
+    def probabilities(model: onnx.ModelProto) -> np.ndarray:
+        session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+        return np.asarray(session.run(["probabilities"], {"pixels": pixels})[0])
+
+    fused, plain = quantize(model, layers), quantize(model, layers, fuse_attention=False)
+    assert [sum(node.op_type == "QAttention" for node in each.graph.node) for each in (fused, plain)] == [2, 0]
+    np.testing.assert_allclose(probabilities(fused), probabilities(plain), atol=0.02)
+    softmax = next(node for node in model.graph.node if node.op_type == "Softmax")
+    queries = next(node for node in model.graph.node if node.output[0] == softmax.input[0]).input[0]
+    scaled = next(node for node in model.graph.node if node.output[0] == queries)
+    scaled.input[1] = "doubled"  # another temperature than that of the operator, in the first block
+    model.graph.initializer.append(numpy_helper.from_array(np.float32(2), "doubled"))
+    other = quantize(model, layers)
+    assert sum(node.op_type == "QAttention" for node in other.graph.node) == 1
