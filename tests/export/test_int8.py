@@ -273,6 +273,6 @@ def test_attention_is_fused_where_it_is_the_usual_one(source, tmp_path: Path) ->
     queries = next(node for node in model.graph.node if node.output[0] == softmax.input[0]).input[0]
     scaled = next(node for node in model.graph.node if node.output[0] == queries)
     scaled.input[1] = "doubled"  # another temperature than that of the operator, in the first block
-    model.graph.initializer.append(numpy_helper.from_array(np.float32(2), "doubled"))
+    model.graph.initializer.append(numpy_helper.from_array(np.array(2, np.float32), "doubled"))
     other = quantize(model, layers)
     assert sum(node.op_type == "QAttention" for node in other.graph.node) == 1
