@@ -23,12 +23,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SOURCE = Path(__file__).parents[1] / "src"
+SOURCE, REPAIR = (Path(__file__).parents[1] / folder for folder in ("src", "tests/helpers/repair"))  # for timm
 TICKS = os.sysconf("SC_CLK_TCK")
 ARRIVALS = {True: "even arrivals", False: "Poisson arrivals"}
 LITSERVE = Path(__file__).with_name("serve_litserve.py")
@@ -169,14 +169,15 @@ def busy_cpu() -> float:
 @contextmanager
 def running(command: Sequence[str], port: int, log: Path) -> Iterator[int]:
     """A server process that answers on a port."""
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "GOMP_SPINCOUNT": "3000"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), str(REPAIR)]), "GOMP_SPINCOUNT": "3000"}
     with log.open("wb") as stream:
         process = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, start_new_session=True)
     try:
         _await_port(process, port, log)
         yield process.pid
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):  # where it ended by itself
+            os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:
@@ -225,7 +226,7 @@ def main() -> None:
     parser.add_argument("weights", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--litserve", default="", help="Python of an environment with litserve")
-    settings = ["plain/1/8/0", "plain/2/1/0", "plain/2/8/1", "packed/2/8/1"]
+    settings = ["timm/1/8/0", "timm/2/8/1", "timm/2/1/1", "plain/2/8/1", "packed/2/8/1"]
     parser.add_argument("--settings", nargs="+", default=settings, help="model/workers_per_device/batch/fast_queue")
     parser.add_argument("--exported", nargs="*", default=[], help="files of `vitral export` to serve as well")
     parser.add_argument("--clients", type=int, default=64)

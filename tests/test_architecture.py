@@ -75,7 +75,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "submitit": ("api/engines.py",),
     "starlette": ("server/",),
     "uvicorn": ("server/process.py",),
-    "prometheus_client": ("server/metrics.py",),
+    "prometheus_client": ("server/monitoring.py",),
     "python_multipart": ("server/requests.py",),
     "matplotlib": (),
     "triton": ("kernels/",),

@@ -35,9 +35,8 @@ from vitral.checkpoints.weights import write
 from vitral.data.images import encode_jpeg, encode_png
 from vitral.data.preprocess import parse_deterministic
 from vitral.errors import UserError
-from vitral.server.batching import Batcher
-from vitral.server.metrics import Metrics
-from vitral.server.models import Settings
+from vitral.server.models import Batcher, Settings
+from vitral.server.monitoring import Metrics
 from vitral.server.process import ModelServer
 from vitral.server.runtime import Outputs, Runtime, batch_sizes
 

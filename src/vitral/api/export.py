@@ -76,7 +76,8 @@ def _write_int8(job: ExportJob, path: Path) -> Path:
     def agreement(file: Path) -> float:
         return job.gate.agreement(open_exported(file))
 
-    found = search(path, job.calibration.pixels, agreement, limit, job.on_event)
+    fused = job.web_runtime is None
+    found = search(path, job.calibration.pixels, agreement, limit, job.on_event, fuse_attention=fused)
     if found.agreement < limit:
         raise ExportRefused(
             f"in int8 the top class is the model's on {found.agreement:.1%} of images at best, with "

@@ -90,8 +90,8 @@ def serve(
         UserError: where an argument is wrong, a model cannot be loaded, or the address cannot be used.
     """
     with _needs_extra():
-        from vitral.server.logs import set_up_logs
         from vitral.server.models import Settings
+        from vitral.server.monitoring import set_up_logs
         from vitral.server.process import ModelServer
     resolved = resolve_device(device)
     batch = _largest_batch(resolved) if max_batch is None else max_batch

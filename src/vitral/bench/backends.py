@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from vitral.architecture import Architecture, ModelConfig, RopeConfig, ViTConfig, as_size
 from vitral.errors import UserError
-from vitral.export.int8 import calibrate, quantize
+from vitral.export.int8 import calibrate
+from vitral.export.int8_graph import quantize
 from vitral.export.onnx import OPSET, import_onnx
 from vitral.models.build import build
 from vitral.models.layers import LayerScale

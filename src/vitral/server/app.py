@@ -15,11 +15,10 @@ from starlette.routing import Route
 
 from vitral.data.images import ImageError, ImageTooLarge
 from vitral.export.web import server_page
-from vitral.server.guard import Guard
-from vitral.server.metrics import Metrics
 from vitral.server.models import Prediction, QueueFull, ServedModel, Settings, decoding_pool
+from vitral.server.monitoring import Metrics
 from vitral.server.openapi import openapi
-from vitral.server.requests import BodyReader, Query, RequestError, images_in, until_gone
+from vitral.server.requests import BodyReader, Guard, Query, RequestError, images_in, until_gone
 from vitral.server.runtime import Runtime
 
 Endpoint = Callable[["Service", Request], Coroutine[Any, Any, Response]]

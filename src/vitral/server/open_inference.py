@@ -24,8 +24,7 @@ from starlette.responses import JSONResponse, Response
 
 from vitral.data.images import ImageError, ImageTooLarge
 from vitral.errors import UserError
-from vitral.server.batching import Answer
-from vitral.server.models import ServedModel
+from vitral.server.models import Answer, ServedModel
 from vitral.server.requests import RequestError
 from vitral.server.runtime import Runtime
 from vitral.version import __version__

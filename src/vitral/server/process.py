@@ -19,8 +19,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from vitral.errors import UserError
 from vitral.server.app import Service, build_app
-from vitral.server.logs import log
 from vitral.server.models import Settings
+from vitral.server.monitoring import log
 from vitral.server.runtime import Runtime
 
 _DRAIN = 1.0  # seconds of answering with `Connection: close` before the socket is closed

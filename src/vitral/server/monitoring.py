@@ -1,15 +1,47 @@
-"""What `/metrics` reports, in Prometheus' text format."""
+"""What a server tells about itself: structured logs, never with the contents of an image, and metrics."""
 
 from __future__ import annotations
 
+import json
+import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+_LOGGER = logging.getLogger("vitral.server")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class _JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        fields = getattr(record, "fields", None) or {"event": "message", "text": record.getMessage()}
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {"time": f"{stamp}.{int(record.msecs):03}Z", "level": record.levelname.lower(), **fields}
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def set_up_logs() -> None:
+    """Send our records, and the warnings of uvicorn, to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonLines())
+    for logger, level in ((_LOGGER, logging.INFO), (logging.getLogger("uvicorn.error"), logging.WARNING)):
+        logger.handlers.clear()
+        logger.addHandler(handler)
+        logger.propagate = False
+        logger.setLevel(level)
+
+
+def log(event: str, *, level: str = "info", exc_info: bool = False, **fields: Any) -> None:
+    """Write an event with its fields."""
+    number = logging.getLevelNamesMapping()[level.upper()]
+    _LOGGER.log(number, event, extra={"fields": {"event": event, **fields}}, exc_info=exc_info)
 
 
 class Metrics:
