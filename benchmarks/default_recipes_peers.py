@@ -208,7 +208,7 @@ def run_method(
     if method.endswith("same length"):
         if ours is None:
             sys.exit(f'"{method}" needs the run of vitral with seed {seed}: name vitral first in --methods.')
-        length = {"epochs": round(ours["recipe"]["epochs"]), "batch": min(ours["recipe"]["batch"], 128)}
+        length = {"epochs": round(ours["recipe"]["epochs"]), "batch": ours["recipe"]["batch"]}
     program = options.timm if method.startswith("timm") else options.lightly
     if not program:
         sys.exit(f'"{method}" needs --timm TRAIN_PY or --lightly PYTHON.')
