@@ -51,7 +51,7 @@ from vitral.data.sources import Split, open_data, with_test_split
 METHODS = ("vitral", "timm, same length", "lightly-train, same length", "timm, defaults", "lightly-train, defaults")
 LIGHTLY = "import ast, sys, lightly_train; lightly_train.train_image_classification(**ast.literal_eval(sys.argv[1]))"
 TOP1 = re.compile(r"val_metric/top1_acc_micro *\| *[\d.]+ *\| *([\d.]+) *\|")  # the best, then the last value
-PEER_TEXT_TAIL = 2_000  # characters of a failed program's output
+OUTPUT_TAIL = 2_000  # characters of a failed program's output
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def run_program(words: list[str], **environment: str) -> str:
     merged = os.environ | environment
     done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=merged)
     if done.returncode:
-        sys.exit(f"{' '.join(words)}\nfailed:\n{done.stdout[-PEER_TEXT_TAIL:]}")
+        raise RuntimeError(f"{' '.join(words)}\nfailed:\n{done.stdout[-OUTPUT_TAIL:]}")
     return done.stdout
 
 
@@ -191,7 +191,11 @@ def main() -> None:
                 if (names[-1], method, seed) in rows:
                     continue
                 ours = rows.get((names[-1], "vitral", seed))
-                row = run_method(method, folder, ours, options, seed)
+                try:
+                    row = run_method(method, folder, ours, options, seed)
+                except RuntimeError as error:  # the other runs are carried out; this one is repeated next time
+                    print(error, file=sys.stderr)
+                    continue
                 rows[names[-1], method, seed] = {"data": names[-1], "method": method, "seed": seed, **row}
                 with options.out.open("a") as file:
                     print(json.dumps(rows[names[-1], method, seed]), file=file)
