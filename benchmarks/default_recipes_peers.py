@@ -11,12 +11,13 @@ safetensors file under its timm name. Each run is evaluated on these images once
 |---|---|
 | vitral | all defaults |
 | timm, defaults | train.py --pretrained, all defaults: SGD at 0.05, batches of 128, 300 epochs |
-| timm, same length | the same with the epochs and the batch that vitral chose, and a tenth of them as warmup |
+| timm, same length | the same with the epochs and the batch that vitral chose |
 | lightly-train, defaults | train_image_classification, all defaults: AdamW at 3e-4, 100,000 steps of 16 images |
-| lightly-train, same length | likewise; and pixels are normalised as the weights expect |
+| lightly-train, same length | likewise, a tenth of the steps as warmup, pixels normalised as the weights expect |
 
-The warmups of the peers' defaults, 5 epochs and 500 steps, would be much or all of such short runs. lightly-train
-normalises by ImageNet's mean and standard deviation, whatever weights are given.
+lightly-train's warmup of 500 steps would be all of such a short run, and it normalises by ImageNet's mean and standard
+deviation, whatever weights are given. timm keeps its warmup of 5 epochs: it changes the rate once per epoch and does
+not clip gradients, and with a single epoch of warmup a run diverged.
 
 timm's train.py is not part of its wheel: name that of a checkout. PYTHON is an interpreter that has lightly-train. A
 run that the file has already is not repeated, so a comparison that was stopped continues. The table is Markdown.
@@ -110,8 +111,7 @@ def run_timm(program: str, job: Job) -> float:
     words += ["--seed", str(job.seed), "--workers", str(job.workers), "--val-interval", "1000000"]
     words += ["--output", str(job.out), "--experiment", "run"]
     if job.epochs:
-        words += ["--epochs", str(job.epochs), "--warmup-epochs", str(math.ceil(job.epochs / 10))]
-        words += ["--batch-size", str(job.batch)]
+        words += ["--epochs", str(job.epochs), "--batch-size", str(job.batch)]
     run_program(words, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(hub_cache(job)))
     with (job.out / "run" / "summary.csv").open() as file:
         return float(list(csv.DictReader(file))[-1]["eval_top1"]) / 100
