@@ -4,7 +4,7 @@
 
 Each run is evaluated once, at its end, on the test split of the data, or on the held-out fifth where it has none;
 nothing is selected on these images. A run that the file has already is not repeated, so a comparison that was stopped
-continues. The table is Markdown.
+continues. `--set KEY=VALUE` changes the recipe of all runs, for comparison. The table is Markdown.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -25,8 +26,8 @@ KEYS = ("trainable", "balance", "epochs", "steps", "batch", "image")
 NEVER = 1_000_000  # steps between evaluations: only the end is evaluated
 
 
-def measure(data: str, weights: str, seed: int, device: str) -> dict[str, Any]:
-    """Train once with the defaults; the accuracy, and what was chosen."""
+def measure(data: str, weights: str, seed: int, device: str, changes: Sequence[str] = ()) -> dict[str, Any]:
+    """Train once with the defaults, or with changes ("KEY=VALUE"); the accuracy, and what was chosen."""
     opened = with_test_split(open_data(data))
     with tempfile.TemporaryDirectory() as out:
         result = vitral.train(
@@ -35,7 +36,7 @@ def measure(data: str, weights: str, seed: int, device: str) -> dict[str, Any]:
             out=Path(out, "run"),
             seed=seed,
             device=device,
-            set={"evaluate_every": NEVER},
+            set=[f"evaluate_every={NEVER}", *changes],
             on_event=ignore_events,
         )
     run = result.results[0]
@@ -57,18 +58,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--device", default="")
+    parser.add_argument("--set", nargs="+", default=[], help="keys of the recipe to change, as KEY=VALUE")
     options = parser.parse_args()
     lines = options.out.read_text().splitlines() if options.out.is_file() else []
-    rows = {(row["data"], row["weights"], row["seed"]): row for row in map(json.loads, lines)}
-    name = Path(options.weights).name
+    name, changes = Path(options.weights).name, " ".join(options.set)
+    rows = {(row["data"], row["weights"], row["seed"], row["set"]): row for row in map(json.loads, lines)}
     for data, seed in itertools.product(options.data, options.seeds):
-        key = (short_name(data), name, seed)
+        key = (short_name(data), name, seed, changes)
         if key not in rows:
-            row = measure(data, options.weights, seed, options.device)
-            rows[key] = {"data": key[0], "weights": name, "seed": seed, **row}
+            row = measure(data, options.weights, seed, options.device, options.set)
+            rows[key] = {"data": key[0], "weights": name, "seed": seed, "set": changes, **row}
             with options.out.open("a") as file:
                 print(json.dumps(rows[key]), file=file)
-    print_table([row for row in rows.values() if row["weights"] == name])
+    print_table([row for row in rows.values() if (row["weights"], row["set"]) == (name, changes)])
 
 
 def short_name(data: str) -> str:
