@@ -1,6 +1,6 @@
 """The pages of `vitral export --format web` and `vitral serve` in headless Chromium, compared with Python.
 
-    python benchmarks/web_pages.py WEIGHTS PHOTOS [--classes FILE] [--runtime FOLDER] [--n 50] [--shots FOLDER]
+    python benchmarks/web_pages.py WEIGHTS PHOTOS --classes FILE [--runtime FOLDER] [--n 50] [--shots FOLDER]
 
 Three pages are driven: the web export in float32 (web), the one in int8 (web-int8),
 and the page of the server. PHOTOS are sampled; the others of them are the gate's images. The exported folder is served
@@ -79,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("weights")
     parser.add_argument("photos", type=Path)
-    parser.add_argument("--classes", default="")
+    parser.add_argument("--classes", required=True, help="a line for each output of the model")
     parser.add_argument("--runtime", default=None)
     parser.add_argument("--n", type=int, default=50)
     parser.add_argument("--gate", type=int, default=300, help="photographs that the int8 export is compared on")
@@ -213,7 +213,7 @@ def pixels_of(page: Page, text: str, answer: Answer) -> np.ndarray:
 @contextmanager
 def server(weights: str, classes: str) -> Iterator[str]:
     """The address of `vitral serve` with one model."""
-    named = ["--classes", classes] if classes else []
+    named = ["--classes", classes]
     command = [sys.executable, "-m", "vitral", "serve", weights, "--port", "0", "--device", "cpu", *named]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
