@@ -133,7 +133,7 @@ class Pipeline:
         return np.ascontiguousarray(whole_image(image))
 
     def shown_region(self, image: Size) -> tuple[float, float, float, float]:
-        """The part of an image of this size that the result shows, without flips: as `geometry.shown_region`."""
+        """The part of an image of this size that the result shows, without flips: as `pixels.shown_region`."""
         return pixels.shown_region(image, [(step.name, step.size) for step in self.steps if step.sides])
 
     @property
