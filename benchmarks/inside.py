@@ -16,7 +16,7 @@ from vitral.data.loader import evaluation_batches
 from vitral.data.preprocess import parse_pipeline, parse_preprocess
 from vitral.data.sources import open_images
 from vitral.inspection.attention import mean_attention_distance
-from vitral.inspection.attribution import deletion_area, deletion_curve, gradient_rollout, random_maps
+from vitral.inspection.image_inspection import deletion_area, deletion_curve, gradient_rollout, random_maps
 from vitral.inspection.representations import position_similarity
 from vitral.models.model import normalize
 

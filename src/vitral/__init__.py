@@ -9,22 +9,21 @@ from vitral.version import __version__
 
 if TYPE_CHECKING:
     from vitral.api.bench import BenchmarkReport, benchmark
-    from vitral.api.check import check
+    from vitral.api.check import check, dedupe
     from vitral.api.checkpoints import CheckpointInfo, ConvertResult, Source, convert, create, info, load, save
     from vitral.api.data import Images
-    from vitral.api.demonstration import DemoResult, demo
     from vitral.api.evaluation import EvalResult, evaluate
     from vitral.api.export import ExportResult, export_model
+    from vitral.api.features import Neighbour, ProbeResult, SearchResult, fewshot, search
     from vitral.api.hub import PushResult, push
     from vitral.api.inspection import InspectResult, inspect
     from vitral.api.models import CostResult, list_available
-    from vitral.api.neighbours import Neighbour, SearchResult, search
     from vitral.api.prediction import EmbedResult, classifier, embed, predict
-    from vitral.api.probes import ProbeResult, dedupe, fewshot
     from vitral.api.protocols import ProtocolResult, finetune, pretrain
+    from vitral.api.recipes import show_recipe
     from vitral.api.serve import ServeResult, serve
     from vitral.api.study import StudyList, StudyReport, StudyRuns, study
-    from vitral.api.training import TrainResult, show_recipe, train
+    from vitral.api.training import DemoResult, TrainResult, demo, train
     from vitral.api.vtab import VtabResult, vtab1k
     from vitral.architecture import ModuleConfig, ResNetConfig, ViTConfig
     from vitral.checkpoints.card import Card, Preprocess
@@ -52,22 +51,21 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "vitral.api.bench": "BenchmarkReport benchmark",
-    "vitral.api.check": "check",
+    "vitral.api.check": "check dedupe",
     "vitral.api.checkpoints": "CheckpointInfo ConvertResult Source convert create info load save",
     "vitral.api.data": "Images",
-    "vitral.api.demonstration": "DemoResult demo",
     "vitral.api.evaluation": "EvalResult evaluate",
     "vitral.api.export": "ExportResult export_model",
+    "vitral.api.features": "Neighbour ProbeResult SearchResult fewshot search",
     "vitral.api.hub": "PushResult push",
     "vitral.api.inspection": "InspectResult inspect",
     "vitral.api.models": "CostResult list_available",
-    "vitral.api.neighbours": "Neighbour SearchResult search",
     "vitral.api.prediction": "EmbedResult classifier embed predict",
-    "vitral.api.probes": "ProbeResult dedupe fewshot",
     "vitral.api.protocols": "ProtocolResult finetune pretrain",
     "vitral.api.serve": "ServeResult serve",
     "vitral.api.study": "StudyList StudyReport StudyRuns study",
-    "vitral.api.training": "TrainResult show_recipe train",
+    "vitral.api.recipes": "show_recipe",
+    "vitral.api.training": "DemoResult TrainResult demo train",
     "vitral.api.vtab": "VtabResult vtab1k",
     "vitral.architecture": "ModuleConfig ResNetConfig ViTConfig",
     "vitral.checkpoints.card": "Card Preprocess",

@@ -21,17 +21,9 @@ class Unwritable(UserError, OSError):
 
 
 def checked_output(path: str | Path, suffixes: Sequence[str], option: str) -> Path:
-    """Check the path of an output file before any work is done.
+    """Check the path of an output file before any work is done; raises UserError.
 
     The suffix is checked because a forgotten value makes the next argument the file to write, which may be a photo.
-
-    Args:
-        path: the path to write.
-        suffixes: allowed suffixes, in lower case.
-        option: name of the option, for the error.
-
-    Raises:
-        UserError: if it cannot be written, is a folder, or has another suffix.
     """
     path = Path(path)
     check_writable(path)
@@ -91,6 +83,12 @@ def atomic_write(path: Path, *, folder: bool = False) -> Generator[Path]:
     _flush(path.parent)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text file; a reader sees the old one or the whole new one."""
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, "utf-8")
+
+
 @contextmanager
 def _errors_name(path: Path) -> Generator[None]:
     """Report errors about temporary files and parent folders with the name that the user gave."""
@@ -103,7 +101,6 @@ def _errors_name(path: Path) -> Generator[None]:
 
 
 def _existing_folder(path: Path) -> Path:
-    """The nearest existing parent."""
     above = next((parent for parent in path.parents if parent.exists()), path)
     if not above.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, f"{above} is not a folder")

@@ -5,7 +5,7 @@ Matrix products and convolutions count; norms, activations, softmax, pooling and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,15 +34,8 @@ class Cost:
 
 
 def cost(architecture: Architecture, image: int | Size | None = None) -> Cost:
-    """The cost of a model.
-
-    Args:
-        architecture: a ViT or ResNet.
-        image: height and width, or one number for both; None for the architecture's own size.
-
-    Raises:
-        UserError: the architecture is a user's own module, whose layers vitral does not know.
-    """
+    """The cost of a model for images of a size, by default its own; raises UserError for a user's own module, whose
+    layers vitral does not know."""
     if isinstance(architecture, ModuleConfig):
         raise UserError(f'cannot compute the cost of "{architecture.name}": vitral does not know its layers.')
     size = architecture.image if image is None else as_size(image)
@@ -59,25 +52,15 @@ def training_flops(
     """Floating-point operations of a training run, counted as for the paper's exaFLOPs (Table 6).
 
     A multiply-accumulate is 2 operations, and the backward pass takes twice the operations of the forward pass.
-
-    Args:
-        architecture: a ViT or ResNet.
-        images: size of the training set.
-        epochs: passes over it.
-        image: as in `cost`.
     """
     return 2.0 * 3.0 * cost(architecture, image).macs * images * epochs
 
 
 def run_flops(architecture: Architecture, *, seen: int, images: int, trainable: str) -> float:
-    """Floating-point operations of a run, counted as in `training_flops`.
+    """Floating-point operations of a run, as in `training_flops`; `seen` are images processed, repetitions included.
 
-    Args:
-        architecture: a ViT or ResNet.
-        seen: images processed, repetitions included.
-        images: size of the training set.
-        trainable: with "head", features are computed once, in a forward pass of each image; other partial fine-tuning
-            counts in full, since its gradients go through the whole model.
+    With a trainable "head", features are computed once, in a forward pass of each image; other partial fine-tuning
+    counts in full, since its gradients go through the whole model.
     """
     if trainable == "head":
         return 2.0 * cost(architecture).macs * images
@@ -91,7 +74,7 @@ class _LayerCost(NamedTuple):
     macs: int = 0
 
 
-def _total(parts: Iterable[_LayerCost]) -> _LayerCost:
+def _total(*parts: _LayerCost) -> _LayerCost:
     params, macs = zip(*parts, strict=True)
     return _LayerCost(sum(params), sum(macs))
 
@@ -134,7 +117,7 @@ def _vit(config: ViTConfig, image: Size) -> _LayerCost:
         parts.append(_stem(config.stem, config.channels, image))
     if config.pool == "map":
         parts.append(_probe(config, rows * columns + config.prefix * config.map_prefix))
-    return _total(parts)
+    return _total(*parts)
 
 
 def _positions(config: ViTConfig, rows: int, columns: int) -> _LayerCost:
@@ -167,18 +150,16 @@ def _block(config: ViTConfig, *, sequences: int, length: int) -> _LayerCost:
     """One block over `sequences` separate sequences of `length` tokens."""
     width, tokens = config.width, sequences * length
     return _total(
-        (
-            _norm(width),
-            _linear(width, 3 * width, tokens, bias=False),
-            _LayerCost(params=width * (2 + config.key_bias) * config.qkv_bias),
-            _attention(width, tokens, length),
-            _linear(width, width, tokens),
-            _norm(width),
-            _mlp(config, tokens),
-            _LayerCost(params=2 * width * config.layer_scale),
-            _LayerCost(params=4 * width // config.heads * config.qk_norm),
-            _LayerCost(params=2 * (width * config.attention_norm + config.mlp * config.mlp_norm)),
-        )
+        _norm(width),
+        _linear(width, 3 * width, tokens, bias=False),
+        _LayerCost(params=width * (2 + config.key_bias) * config.qkv_bias),
+        _attention(width, tokens, length),
+        _linear(width, width, tokens),
+        _norm(width),
+        _two_layers(width, config.mlp * (2 if config.swiglu else 1), config.mlp, tokens),
+        _LayerCost(params=2 * width * config.layer_scale),
+        _LayerCost(params=4 * width // config.heads * config.qk_norm),
+        _LayerCost(params=2 * (width * config.attention_norm + config.mlp * config.mlp_norm)),
     )
 
 
@@ -187,35 +168,29 @@ def _attention(width: int, queries: int, keys: int) -> _LayerCost:
     return _LayerCost(macs=2 * queries * keys * width)
 
 
-def _mlp(config: ViTConfig, rows: int) -> _LayerCost:
-    return _two_layers(config.width, config.mlp * (2 if config.swiglu else 1), config.mlp, rows)
-
-
 def _two_layers(width: int, hidden: int, inner: int, rows: int) -> _LayerCost:
     """width -> hidden, which an activation may halve to inner, -> width"""
-    return _total((_linear(width, hidden, rows), _linear(inner, width, rows)))
+    return _total(_linear(width, hidden, rows), _linear(inner, width, rows))
 
 
 def _probe(config: ViTConfig, patches: int) -> _LayerCost:
     """Attention pooling: one learned query over the patches, then an MLP."""
     width = config.width
     return _total(
-        (
-            _LayerCost(params=width),
-            _linear(width, width, 1),
-            _linear(width, 2 * width, patches),
-            _attention(width, 1, patches),
-            _linear(width, width, 1),
-            _norm(width),
-            _two_layers(width, config.map_mlp or config.mlp, config.map_mlp or config.mlp, 1),
-        )
+        _LayerCost(params=width),
+        _linear(width, width, 1),
+        _linear(width, 2 * width, patches),
+        _attention(width, 1, patches),
+        _linear(width, width, 1),
+        _norm(width),
+        _two_layers(width, config.map_mlp or config.mlp, config.map_mlp or config.mlp, 1),
     )
 
 
 def _head(config: ViTConfig) -> _LayerCost:
     hidden = _linear(config.features, config.representation, 1)
     logits = _linear(config.representation or config.features, config.classes, 1, bias=config.head_bias)
-    return _total((hidden, logits))
+    return _total(hidden, logits)
 
 
 class _BottleneckShape(NamedTuple):
@@ -254,7 +229,7 @@ def _bottleneck(shape: _BottleneckShape, *, axial: bool = False) -> _LayerCost:
     ]
     if shape.first:
         parts.append(_convolution(shape.inputs, shape.outputs, 1, shape.after))
-    return _total(parts)
+    return _total(*parts)
 
 
 def _axial(channels: int, size: Size) -> _LayerCost:
@@ -266,7 +241,7 @@ def _axial(channels: int, size: Size) -> _LayerCost:
         # Queries and keys have half the channels, values all: q.k, q.offset, k.offset, then values and their offsets.
         attention = positions * length * (3 * channels // 2 + 2 * channels)
         parts += [_convolution(channels, 2 * channels, 1, size), _LayerCost(offsets, attention)]
-    return _total(parts)
+    return _total(*parts)
 
 
 def _stem(config: StemConfig, channels: int, image: Size) -> _LayerCost:
@@ -277,7 +252,7 @@ def _stem(config: StemConfig, channels: int, image: Size) -> _LayerCost:
         parts += [_bottleneck(shape), _norm(shape.middle), _norm(shape.middle), _norm(shape.outputs)]
         if shape.first:
             parts.append(_norm(shape.outputs))
-    return _total(parts)
+    return _total(*parts)
 
 
 def _resnet(config: ResNetConfig, image: Size) -> _LayerCost:
@@ -285,4 +260,4 @@ def _resnet(config: ResNetConfig, image: Size) -> _LayerCost:
     parts = [_convolution(config.channels, 64 * config.width, 7, _half(image))]
     for shape in _bottleneck_shapes(config.blocks, config.width, image):
         parts += [_bottleneck(shape, axial=config.axial), _norm(shape.inputs), _norm(shape.middle), _norm(shape.middle)]
-    return _total((*parts, _norm(config.features), _linear(config.features, config.classes, 1)))
+    return _total(*parts, _norm(config.features), _linear(config.features, config.classes, 1))

@@ -51,7 +51,6 @@ class ThroughputMeter:
         self._recent: deque[StepDone] = deque(maxlen=_RECENT)
 
     def __call__(self, event: Event) -> None:
-        """Take an event into account."""
         if isinstance(event, StepDone):
             self.steps_left = event.steps - event.step
             if event.step > self._warm:
@@ -61,7 +60,6 @@ class ThroughputMeter:
             self.evaluation_seconds = event.seconds
 
     def seconds_left(self) -> float:
-        """Estimated seconds until the run ends."""
         return self.steps_left * self.step_seconds + self.evaluations_left * self.evaluation_seconds
 
     def _add_step(self, event: StepDone) -> None:
@@ -102,7 +100,6 @@ class Display:
             self.bar.stop()
 
     def __call__(self, event: Event) -> None:
-        """Show an event."""
         if isinstance(event, RunStarted):
             self._show_start(event)
         elif isinstance(event, Note):

@@ -76,14 +76,9 @@ _SIZE_WORDS = {"resnet": "r", "tiny": "ti", "small": "s", "base": "b", "large": 
 
 
 def parse(name: str, **changes: Any) -> ModelConfig:
-    """The architecture of a model name.
+    """The architecture of a model name such as "ViT-B/16" or "B/16@384", with fields such as `classes` replaced.
 
-    Args:
-        name: as the paper prints it, optionally with an image size: "ViT-B/16", "B/16@384".
-        changes: fields of the architecture to replace (`parse("B/16", classes=10)`).
-
-    Raises:
-        UserError: unknown name, with the nearest known ones.
+    Raises UserError for an unknown name, with the nearest known ones.
     """
     body, at, image = name.strip().partition("@")
     architecture = _vit(body) or _resnet(body)
@@ -128,7 +123,8 @@ def _vit(body: str) -> ViTConfig | None:
         raise UserError(f"{body}: the patch size must be at least 1.")
     # Appendix D.6 does not define a class token within a row or a column: axial models average the patches instead.
     pool: dict[str, Any] = {"pool": "mean", "class_token": False} if axial else {}
-    return ViTConfig(**size._asdict(), patch=patch, image=_native_image(stem, patch), stem=stem, axial=axial, **pool)
+    side = max(224, patch * (stem.stride if stem else 1))  # a patch may be larger than 224 pixels
+    return ViTConfig(**size._asdict(), patch=patch, image=(side, side), stem=stem, axial=axial, **pool)
 
 
 def _stem(body: str, depth: str, width: int, stride: int) -> tuple[StemConfig, int]:
@@ -161,12 +157,6 @@ def _resnet(body: str) -> ResNetConfig | None:
     )
 
 
-def _native_image(stem: StemConfig | None, patch: int) -> Size:
-    """224 pixels, or the size of a patch that is larger."""
-    side = max(224, patch * (stem.stride if stem else 1))
-    return side, side
-
-
 def _image(name: str, text: str) -> Size:
     match = _IMAGE.fullmatch(text)
     if not match:
@@ -178,14 +168,9 @@ def _size_label(architecture: ViTConfig) -> str:
     size = ViTSize(architecture.depth, architecture.width, architecture.mlp, architecture.heads)
     label = next((name for name, named in VIT_SIZES.items() if named == size), None)
     label = label or f"({size.depth} layers, width {size.width}, MLP {size.mlp}, {size.heads} heads)"
-    return f"ViT-{label}/{_stride_label(architecture)}"
-
-
-def _stride_label(architecture: ViTConfig) -> int:
-    stem = architecture.stem
-    if stem is None:
-        return architecture.patch
-    return architecture.patch * (2 if not stem.blocks else 2 ** (1 + len(stem.blocks)))
+    # On the root alone, names count 2x downsampling for it (see `_stem`).
+    root = architecture.stem is not None and not architecture.stem.blocks
+    return f"ViT-{label}/{architecture.stride // (2 if root else 1)}"
 
 
 def _stem_label(architecture: ViTConfig) -> str:

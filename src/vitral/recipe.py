@@ -25,15 +25,8 @@ Sweep = Sequence[str] | Mapping[str, Sequence[Any]]  # ["optim.lr=0.003,0.01"] o
 
 
 def from_dict(settings: Mapping[str, Any]) -> Recipe:
-    """Make a recipe from its keys.
-
-    Args:
-        settings: keys and values, nested ({"optim": {"lr": 0.01}}) or flat ({"optim.lr": 0.01}). Missing keys take
-            their defaults.
-
-    Raises:
-        UserError: if a key is unknown or a value is invalid.
-    """
+    """Make a recipe from its keys, nested ({"optim": {"lr": 0.01}}) or flat ({"optim.lr": 0.01}); missing keys take
+    their defaults. Raises UserError for an unknown key or an invalid value."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):
@@ -68,17 +61,9 @@ def to_toml(recipe: Recipe) -> str:
 
 
 def with_overrides(recipe: Recipe, overrides: Iterable[str] | Mapping[str, Any]) -> Recipe:
-    """A copy of the recipe with some keys replaced.
+    """A copy of the recipe with some keys replaced, by texts ("optim.lr=0.01") or a mapping ({"optim.lr": 0.01}).
 
-    Setting `steps` clears `epochs` and vice versa, as a run has one length.
-
-    Args:
-        recipe: the recipe to start from.
-        overrides: strings "key=value", such as "optim.lr=0.01" or "data.mean=0.5,0.5,0.5", or a mapping such as
-            {"optim.lr": 0.01}.
-
-    Raises:
-        UserError: if a key is unknown or a value is invalid.
+    Setting `steps` clears `epochs` and vice versa, as a run has one length. Raises UserError as `from_dict` does.
     """
     pairs = overrides.items() if isinstance(overrides, Mapping) else map(_split_override, overrides)
     changes = {}
@@ -223,14 +208,7 @@ def _check_key(key: str) -> None:
 
 
 def override_words(overrides: Overrides | Sweep) -> tuple[str, ...]:
-    """Overrides as "key=value" texts.
-
-    Args:
-        overrides: texts, or a mapping from keys to values; a sequence of values is joined by commas.
-
-    Returns:
-        One text per key.
-    """
+    """Overrides as "key=value" texts; a sequence of values of a mapping is joined by commas."""
     if isinstance(overrides, str):
         raise UserError(f'set and sweep take a list: write ["{overrides}"].')
     if isinstance(overrides, Mapping):
@@ -238,14 +216,15 @@ def override_words(overrides: Overrides | Sweep) -> tuple[str, ...]:
     return tuple(overrides)
 
 
-def check_given_once(parameters: Mapping[str, Any], words: Sequence[str]) -> None:
-    """Refuse a recipe key that is given both as a parameter of its own and in `set`.
+def keys_of(words: Iterable[str]) -> dict[str, str]:
+    """The values of "key=value" texts by key."""
+    return {key.strip(): value.strip() for key, _, value in (word.partition("=") for word in words)}
 
-    Args:
-        parameters: values by recipe key; None and "" mean that the parameter was not given.
-        words: the overrides as "key=value" texts.
-    """
-    for key in (word.partition("=")[0].strip() for word in words):
+
+def check_given_once(parameters: Mapping[str, Any], words: Sequence[str]) -> None:
+    """Refuse a recipe key that is given both in `set` and as a parameter of its own, which is None or "" where it is
+    not given."""
+    for key in keys_of(words):
         if parameters.get(key) not in (None, ""):
             raise UserError(f"{key} is given twice, as an option and as --set {key}=...: leave one of them out.")
 

@@ -46,22 +46,10 @@ def default_recipe(
     muon: bool = True,
     overrides: Mapping[str, str] | None = None,
 ) -> tuple[Recipe, tuple[str, ...]]:
-    """Choose a recipe for a data set.
+    """Choose a recipe for a data set, and give one reason per choice; `pixels` is the shorter side of a typical image.
 
-    Args:
-        images: number of training images.
-        class_counts: number of training images of each class.
-        pretrained: architecture of the pre-trained weights, None to train from scratch.
-        device: cpu, cuda or mps.
-        model: model name, "" to choose one; with weights it can only ask for another image size.
-        multilabel: whether images have several labels.
-        pixels: shorter side of a typical image.
-        muon: whether the Muon optimizer may be chosen.
-        overrides: keys that the user sets. They are not applied here, but reasons that they contradict are left out,
-            and length and learning rate suit an overridden `trainable`.
-
-    Returns:
-        The recipe, and one reason per choice.
+    With pre-trained weights, `model` can only ask for another image size. What the user overrides is not applied here,
+    but reasons that it contradicts are left out, and length and learning rate suit an overridden `trainable`.
     """
     overrides = overrides or {}
     if pretrained is None:

@@ -67,24 +67,15 @@ class Preset:
     uses_val: bool = True  # False: choices are made on a share of train even where the data has a val split
 
     def changed(self, recipe: Recipe, swept: Collection[str] = ()) -> frozenset[str]:
-        """The keys that a run with this recipe does not take from the preset: overridden, or swept over.
-
-        Args:
-            recipe: what the run follows; its weights, model and normalisation are not the preset's to choose.
-            swept: keys of the search space.
-        """
+        """The keys that a run with this recipe does not take from the preset: overridden, or swept over. Its weights,
+        model and normalisation are not the preset's to choose."""
         ours, theirs = values(recipe), values(self.recipe)
         differing = {key for key in ours if ours[key] != theirs[key]}
         return frozenset((differing | set(swept)) - {"model", "init", "data.mean", "data.std"})
 
     def true_readings(self, recipe: Recipe, swept: Collection[str], happens: Collection[str]) -> tuple[str, ...]:
-        """The sentences of the readings that are true of a run.
-
-        Args:
-            recipe: what the run follows.
-            swept: keys of the search space: their values in the recipe do not count.
-            happens: the words of `Reading.requires` that are true of the protocol.
-        """
+        """The sentences of the readings that are true of a run, where `happens` has the words of `Reading.requires`
+        that are true of the protocol. Values of keys that are swept over do not count."""
         ours, changed = values(recipe), self.changed(recipe, swept)
         return tuple(
             reading.why
@@ -126,15 +117,10 @@ def preset_names() -> dict[str, str]:
 
 
 def get_preset(name: str, model: str = "") -> Preset:
-    """The preset of this name for a model.
+    """The preset of this name for a model, by default the first that the table lists.
 
-    Args:
-        name: one of `preset_names`, such as "paper:finetune/pets".
-        model: model name, "" for the first that the table lists. An image size in it does not select the row, and
-            fine-tuning takes its image size from the table.
-
-    Raises:
-        UserError: if there is no such preset, or it has no row for the model.
+    An image size in the model's name does not select the row, and fine-tuning takes its image size from the table.
+    Raises UserError if there is no such preset, or it has no row for the model.
     """
     if name not in _presets():
         near = difflib.get_close_matches(name, _presets(), n=3, cutoff=0.5) or list(_presets())[:3]

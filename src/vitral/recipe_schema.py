@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -186,7 +186,8 @@ class Recipe:
         for key, value in values(self).items():
             _check_type(key, value)
         _check_ranges(values(self))
-        _check_combinations(self)
+        if sentence := next(_contradictions(self), ""):
+            raise UserError(sentence)
 
 
 class Key(NamedTuple):
@@ -277,47 +278,37 @@ def _check_ranges(flat: Mapping[str, Any]) -> None:
             raise UserError(f"{key} must be at most 1, not {value}.")
 
 
-def _check_combinations(recipe: Recipe) -> None:
+def _contradictions(recipe: Recipe) -> Iterator[str]:
+    """A sentence for each pair of values that do not go together."""
     if bool(recipe.epochs) == bool(recipe.steps):
-        raise UserError("a run has one length: set either epochs or steps above 0, and the other to 0.")
+        yield "a run has one length: set either epochs or steps above 0, and the other to 0."
     if recipe.micro_batch > recipe.batch:
-        raise UserError(
-            f"micro_batch={recipe.micro_batch} is more than batch={recipe.batch}: lower it, or set it to 0."
-        )
+        yield f"micro_batch={recipe.micro_batch} is more than batch={recipe.batch}: lower it, or set it to 0."
     if not re.fullmatch(r"full|head|bias|(last|lora):[1-9]\d*", recipe.trainable):
-        raise UserError(
-            f'trainable="{recipe.trainable}" is not one of full, head, bias, last:K (such as last:2), lora:R (lora:8).'
-        )
+        choices = "full, head, bias, last:K (such as last:2), lora:R (lora:8)"
+        yield f'trainable="{recipe.trainable}" is not one of {choices}.'
     if len(recipe.schedule.drops) != len(recipe.schedule.factors):
-        raise UserError("schedule.drops and schedule.factors must have the same length: set both.")
+        yield "schedule.drops and schedule.factors must have the same length: set both."
     if recipe.schedule.kind == "multistep" and not recipe.schedule.drops:
-        raise UserError(
-            'schedule.kind="multistep" needs schedule.drops and schedule.factors, such as 0.3,0.6 and 0.1,0.01.'
-        )
+        yield 'schedule.kind="multistep" needs schedule.drops and schedule.factors, such as 0.3,0.6 and 0.1,0.01.'
     if len(recipe.data.mean) != len(recipe.data.std) or not all(number > 0 for number in recipe.data.std):
-        raise UserError("data.mean and data.std need one number per channel each, and std numbers above 0.")
+        yield "data.mean and data.std need one number per channel each, and std numbers above 0."
     if recipe.loss == "sigmoid" and (recipe.balance == "logit-adjust" or recipe.regularization.label_smoothing):
-        raise UserError(
-            'loss="sigmoid" cannot be combined with balance="logit-adjust" or regularization.label_smoothing: '
-            "leave those out, or use softmax."
-        )
+        others = 'balance="logit-adjust" or regularization.label_smoothing'
+        yield f'loss="sigmoid" cannot be combined with {others}: leave those out, or use softmax.'
     if recipe.shape.head not in ("", "linear", "tanh"):
-        raise UserError(f'shape.head="{recipe.shape.head}" is not one of linear, tanh.')
+        yield f'shape.head="{recipe.shape.head}" is not one of linear, tanh.'
     if recipe.objective == "masked":
-        _check_masked(recipe)
+        yield from _masked_contradictions(recipe)
     if recipe.init and recipe.shape != ShapeRecipe():
-        raise UserError("the weights in init have a shape already: leave out the shape keys, or train from scratch.")
+        yield "the weights in init have a shape already: leave out the shape keys, or train from scratch."
 
 
-def _check_masked(recipe: Recipe) -> None:
+def _masked_contradictions(recipe: Recipe) -> Iterator[str]:
     masked, data = recipe.masked, recipe.data
     if masked.ratio > 1 or masked.token_ratio + masked.random_ratio > 1:
-        raise UserError(
-            "masked.ratio must be at most 1, and masked.token_ratio and masked.random_ratio together at most 1."
-        )
+        yield "masked.ratio must be at most 1, and masked.token_ratio and masked.random_ratio together at most 1."
     if masked.decoder_width % masked.decoder_heads or masked.decoder_width % 4:
-        raise UserError("masked.decoder_width must be a multiple of masked.decoder_heads and of 4: change one of them.")
+        yield "masked.decoder_width must be a multiple of masked.decoder_heads and of 4: change one of them."
     if recipe.trainable != "full" or recipe.balance != "none" or data.mixup or data.cutmix or data.augment:
-        raise UserError(
-            'objective="masked" needs trainable="full", balance="none" and neither mixup, cutmix nor data.augment.'
-        )
+        yield 'objective="masked" needs trainable="full", balance="none" and neither mixup, cutmix nor data.augment.'

@@ -56,29 +56,18 @@ class PredictionResults(SummaryRepr):
 
     @property
     def rows(self) -> tuple[ImagePrediction, ...]:
-        """The images that were predicted."""
         return tuple(image for image in self.images if isinstance(image, ImagePrediction))
 
     @property
     def unreadable(self) -> tuple[UnreadableImage, ...]:
-        """The images that could not be read."""
         return tuple(image for image in self.images if isinstance(image, UnreadableImage))
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready values."""
-        return {
-            "predictions": [
-                {
-                    "path": row.path,
-                    "classes": [
-                        {"name": name, "probability": value}
-                        for name, value in zip(row.names, row.probabilities, strict=True)
-                    ],
-                }
-                for row in self.rows
-            ],
-            "unreadable": [asdict(image) for image in self.unreadable],
-        }
+        rows = []
+        for row in self.rows:
+            pairs = zip(row.names, row.probabilities, strict=True)
+            rows.append({"path": row.path, "classes": [{"name": name, "probability": value} for name, value in pairs]})
+        return {"predictions": rows, "unreadable": [asdict(image) for image in self.unreadable]}
 
 
 def collect_predictions(
@@ -91,19 +80,9 @@ def collect_predictions(
     temperature: float = 1.0,
     channels: int = 3,
 ) -> PredictionResults:
-    """Find the top classes of each image.
+    """Find the top classes of each image; without names of classes their indices are used.
 
-    Args:
-        predictions: logits and validity of the images of `split`.
-        split: the images.
-        classes: names of the classes; without them their indices are used.
-        top: how many classes per image.
-        sigmoid: whether classes have independent probabilities (multi-label).
-        temperature: what the logits are divided by.
-        channels: channels that unreadable images are decoded to once more, to find the reason.
-
-    Returns:
-        One result per image.
+    Unreadable images are decoded once more, to so many channels, to find the reason.
     """
     names = classes or tuple(map(str, range(predictions.logits.shape[1])))
     images: list[ImagePrediction | UnreadableImage] = []
@@ -183,15 +162,8 @@ class BatchRunner:
         channels: int,
         batches: Sequence[int] = (1,),
     ) -> None:
-        """Capture the function on a GPU.
-
-        Args:
-            function: pixels on the device to tensors whose first axis is the batch.
-            device: where to compute.
-            size: height and width of the images.
-            channels: channels of the images.
-            batches: sizes of batches to capture, ascending; the last one is the largest batch.
-        """
+        """Capture the function, of pixels on the device to tensors whose first axis is the batch, on a GPU: for batches
+        of these sizes, ascending; the last one is the largest batch."""
         self.function, self.device, self.lock = function, device, Lock()
         self.shape = (*size, channels)
         self.graphs: dict[int, tuple[CudaGraph, tuple[Tensor, ...]]] = {}
@@ -266,18 +238,9 @@ class TopKClassifier:
         sigmoid: bool = False,
         temperature: float = 1.0,
     ) -> None:
-        """Move the model to the device and prepare it there.
+        """Move the model to the device, where its weights are packed (CPU) or converted to bfloat16 (GPU).
 
-        Args:
-            model: the model, which is modified: its weights are packed (CPU) or converted to bfloat16 (GPU).
-            device: where to compute.
-            size: height and width of the images.
-            channels: channels of the images.
-            mean: per-channel mean of pixel values scaled to [0, 1].
-            std: per-channel standard deviation of the same.
-            top: how many classes to return, at most as many as the model has.
-            sigmoid: whether classes have independent probabilities (multi-label).
-            temperature: what the logits are divided by.
+        `sigmoid`: classes have independent probabilities (multi-label). Logits are divided by the temperature.
         """
         self.model, self.mean, self.std = prepare_model(model, device), mean, std
         self.top, self.sigmoid, self.temperature = top, sigmoid, temperature

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vitral.api.data import ImageLike, open_any_images
-from vitral.api.ensembles import compute_device
+from vitral.api.inference import compute_device
 from vitral.api.prediction import predict
 from vitral.api.training import train
 from vitral.errors import UserError

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, get_args
 
-from vitral.atomic import atomic_write
+from vitral.atomic import write_text
 from vitral.errors import UserError
 from vitral.events import Evaluated, Event, EventHandler, Note, RunFinished, RunStarted, StepDone
 
@@ -29,13 +29,7 @@ class Tracker(Protocol):
     """Records one run after the other."""
 
     def start(self, folder: Path, recipe: Mapping[str, Any], step: int) -> None:
-        """A run begins, or is resumed.
-
-        Args:
-            folder: of the run.
-            recipe: the value of each key.
-            step: steps done before; above 0 in a resumed run.
-        """
+        """A run begins, or is resumed after so many steps; `recipe` has the value of each key."""
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -132,19 +126,10 @@ class Tracking:
     """Event handler that passes every event on, and records runs; a tracker that fails is left out from then on."""
 
     def __init__(
-        self,
-        trackers: TrackerName | Tracker | Sequence[TrackerName | Tracker],
-        on_event: EventHandler,
+        self, trackers: TrackerName | Tracker | Sequence[TrackerName | Tracker], on_event: EventHandler
     ) -> None:
-        """Open the trackers.
-
-        Args:
-            trackers: names, or objects with the methods of `Tracker`.
-            on_event: receives every event, and a note where a tracker fails.
-
-        Raises:
-            UserError: a name is unknown, or its package is not installed.
-        """
+        """Open the trackers: names, or objects with the methods of `Tracker`; raises UserError for an unknown name, or
+        one whose package is not installed."""
         several = trackers if isinstance(trackers, Sequence) and not isinstance(trackers, str) else [trackers]
         self._trackers = [_opened(tracker) if isinstance(tracker, str) else tracker for tracker in several]
         self._on_event = on_event
@@ -159,7 +144,6 @@ class Tracking:
         self._finish(None)
 
     def __call__(self, event: Event) -> None:
-        """Pass an event on, and record it."""
         self._on_event(event)
         if isinstance(event, RunStarted):
             self._running = True
@@ -219,5 +203,4 @@ def _stored_id(folder: Path, tracker: str) -> str:
 def _store_id(folder: Path, tracker: str, identifier: str) -> None:
     path = folder / "tracker.json"
     stored = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps({**stored, tracker: identifier}) + "\n", encoding="utf-8")
+    write_text(path, json.dumps({**stored, tracker: identifier}) + "\n")

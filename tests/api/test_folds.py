@@ -12,7 +12,7 @@ import runs
 
 import vitral
 from vitral import events
-from vitral.api.folds import fold_scores
+from vitral.api.training import fold_scores
 from vitral.evaluation.accuracy import classification_metrics, wilson_interval
 from vitral.training.run import RunResult
 

@@ -10,7 +10,7 @@ import pytest
 from runs import Crash, make_pictures, starting_from
 
 import vitral
-from vitral.api import parts as parts_module
+from vitral.api import inference
 from vitral.errors import UserError
 from vitral.evaluation.predict import embed_split
 
@@ -48,7 +48,7 @@ def test_parts_give_the_same_files_as_one_process(weights, pictures, tmp_path, m
         shutil.copy(pictures / name, tmp_path / "copies" / "any" / f"{number}.png")
     (tmp_path / "copies" / "any" / "broken.png").write_bytes(b"no image")
     whole = outputs(weights, pictures, tmp_path / "whole")
-    monkeypatch.setattr("vitral.api.probes.SIGNATURE_BLOCK", 5)
+    monkeypatch.setattr("vitral.api.check.SIGNATURE_BLOCK", 5)
     divided = outputs(weights, pictures, tmp_path / "divided", parts=3)
     assert sorted(divided) == ["classes.csv", "copies.txt", "features.npz", "page.html"]
     assert divided == whole
@@ -59,7 +59,7 @@ def test_dedupe_counts_test_images_once(pictures, tmp_path, monkeypatch):
     (tmp_path / "tests" / "any").mkdir(parents=True)
     (tmp_path / "tests" / "any" / "broken.png").write_bytes(b"no image")
     shutil.copy(pictures / "class-0" / "1.png", tmp_path / "tests" / "any")
-    monkeypatch.setattr("vitral.api.probes.SIGNATURE_BLOCK", 5)
+    monkeypatch.setattr("vitral.api.check.SIGNATURE_BLOCK", 5)
     results = [
         vitral.dedupe(pictures, against=[tmp_path / "tests"], output=tmp_path / "a.txt", parts=parts)
         for parts in (1, 3)
@@ -143,7 +143,7 @@ def test_every_option_of_a_verb_is_in_the_command_of_its_parts(tmp_path):
         "ensemble": ("second", "third"), "tta": "flip", "preprocess": "decode", "batch": 7, "device": "cpu",
         "parts": 4, "part": (), "engine": "slurm", "slurm": ("time=5",), "parallel": 2, "on_event": None,
     }  # fmt: skip
-    made = parts_module.parts_of(vitral.predict, asked)
+    made = inference.parts_of(vitral.predict, asked)
     assert made.words(["2/4"]) == [
         "predict", "model", "a", "b", "--output", str(tmp_path / "a.csv"), "--top", "3", "--classes", "names.txt",
         "--ensemble", "second", "third", "--tta", "flip", "--preprocess", "decode", "--batch", "7", "--device", "cpu",

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 import vitral
-from vitral.api.training import choose_recipe
+from vitral.api.recipes import choose_recipe
 from vitral.architecture import Architecture
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.events import Note
@@ -49,15 +49,14 @@ def named(folder: Path, name: str, config: Architecture) -> Path:
 
 def verbs(weights: Path, photos: Path, out: Path, heard: list[Any]) -> dict[str, Preprocess]:
     """The preprocessing that each verb used, as far as it can be seen from outside or at the one place it is asked."""
-    import vitral.api.ensembles as ensembles
+    import vitral.api.features as features
+    import vitral.api.inference as inference
     import vitral.api.inspection as inspection
-    import vitral.api.neighbours as neighbours
     import vitral.api.prediction as prediction
-    import vitral.api.probes as probes
 
     used: dict[str, Preprocess] = {}
-    original = ensembles.prepared
-    modules = {"predict": ensembles, "evaluate": ensembles, "inspect": inspection, "search": neighbours}
+    original = inference.prepared
+    modules = {"predict": inference, "evaluate": inference, "inspect": inspection, "search": features}
     image = sorted(photos.rglob("*.png"))[0]
     calls = {
         "predict": lambda: vitral.predict(weights, image, device="cpu", on_event=heard.append),
@@ -73,7 +72,7 @@ def verbs(weights: Path, photos: Path, out: Path, heard: list[Any]) -> dict[str,
     }
     import vitral.api.check as check
 
-    modules |= {"embed": prediction, "classifier": prediction, "fewshot": probes, "check": check}
+    modules |= {"embed": prediction, "classifier": prediction, "fewshot": features, "check": check}
     for name, call in calls.items():
         with pytest.MonkeyPatch.context() as patch:
 

@@ -20,7 +20,7 @@ from vitral.checkpoints.card import Card, Preprocess
 from vitral.cost import cost
 from vitral.data.images import encode_png
 from vitral.data.sources import Split, open_data
-from vitral.evaluation import features
+from vitral.evaluation import predict
 from vitral.evaluation.duplicates import read_exclusions
 from vitral.evaluation.probes import fewshot
 from vitral.models.build import build
@@ -69,7 +69,7 @@ def test_json_is_what_the_algorithm_gives(command, weights, colours):
     model, card = vitral.load(weights)
     assert card.preprocess is not None
     both = [
-        features.cached_features(model, split, card.preprocess, folder=Path(found["kept"]).parent)
+        predict.cached_features(model, split, card.preprocess, folder=Path(found["kept"]).parent)
         for split in (opened.train, opened.test)
     ]
     expected = fewshot(*both[0].readable(), *both[1].readable(), classes=3, shots=(2,), seeds=5, l2=0.5)[0]
@@ -92,13 +92,13 @@ def test_the_strength_may_be_chosen(command, weights, colours):
 
 def test_features_are_computed_once(command, weights, colours, monkeypatch, tmp_path):
     computed: list[int] = []
-    real = features.embed_split
+    real = predict.embed_split
 
     def counting(model: Any, split: Split, *rest: Any, **named: Any) -> Any:
         computed.append(len(split))
         return real(model, split, *rest, **named)
 
-    monkeypatch.setattr(features, "embed_split", counting)
+    monkeypatch.setattr(predict, "embed_split", counting)
     words = ("fewshot", weights, colours, "--device", "cpu", "--json", "--shots")
     first = json.loads(command(*words, "1").out)
     assert computed == [24, 6]

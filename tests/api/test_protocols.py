@@ -23,7 +23,7 @@ from vitral.architecture import ResNetConfig, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.run import RunFolder
 from vitral.cost import training_flops
-from vitral.data.catalog import imagenet
+from vitral.data import catalog
 from vitral.data.images import encode_png
 from vitral.data.loader import read_pixels
 from vitral.data.sources import DataSet, open_data
@@ -444,7 +444,7 @@ def test_the_dev_split_of_flowers_is_a_share_of_train(tmp_path, swept, monkeypat
 
 
 def test_imagenet_reports_real_where_the_labels_are(tmp_path, swept, monkeypatch, capsys):
-    monkeypatch.setattr(imagenet, "CLASSES", 3)
+    monkeypatch.setattr(catalog, "CLASSES", 3)
     data, real = tmp_path / "data", [[0, 2], [1], [], [2, 0]]
     make_pictures(data / "train", images=6)
     for label in range(3):

@@ -17,7 +17,7 @@ from runs import STUDY, make_pictures, starting_from
 from slurm import SlurmCluster
 
 import vitral
-from vitral.api.slurm import run_slurm
+from vitral.api.engines import Work, run_slurm
 from vitral.errors import UserError
 from vitral.events import Event, EventHandler
 from vitral.studies.planning import read_records
@@ -41,16 +41,10 @@ def cluster(started, monkeypatch):
 
 
 @dataclass
-class Helps:
+class Helps(Work):
     """Work that takes no time: the help texts of verbs, each in the log of its job."""
 
-    folder: Path
-    unit: str = "texts"
-    parallel: int = 0
-    device: str = ""
-    alone: bool = False
-    keep: bool = False
-    slurm: dict[str, str] = field(default_factory=dict)
+    unit = "texts"
     failures: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def is_done(self, item: str) -> bool:

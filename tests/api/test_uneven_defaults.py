@@ -9,7 +9,7 @@ from runs import make_pictures
 from torch.nn.functional import cross_entropy
 
 import vitral
-from vitral.api.training import choose_recipe
+from vitral.api.recipes import choose_recipe
 from vitral.architecture import ViTConfig
 from vitral.checkpoints.card import Card
 from vitral.models.build import build

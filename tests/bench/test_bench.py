@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import vitral
 from vitral.api.bench import benchmark
-from vitral.bench import backends, loading, sweep
+from vitral.bench import backends, loading
 from vitral.bench import benchmark as runner
 from vitral.bench.backends import Backend, Workload, build_model, default_modes, select_backends
 from vitral.bench.loading import LoadingStep, PredictionStep, time_feeding, time_training_from_files
@@ -373,7 +373,7 @@ def test_a_worker_reports_errors_and_goes_on() -> None:
         with pytest.raises(WorkerFailed, match="AttributeError") as failed:
             worker.call("unknown")
         assert failed.value.kind == "error"
-        os.kill(worker.pid, 9)
+        os.kill(worker._process.pid, 9)
         with pytest.raises(WorkerFailed, match="its process ended") as died:
             worker.call("memory")
         assert died.value.kind == "died"
@@ -382,7 +382,7 @@ def test_a_worker_reports_errors_and_goes_on() -> None:
 def test_a_worker_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     """Even before its first request, as its input ends."""
     code = "import sys, time; from vitral.bench.worker import Worker; from vitral.bench.backends import Backend\n"
-    code += "worker = Worker(Backend('vitral')); sys.stdout.write(f'{worker.pid}\\n'); sys.stdout.flush()\n"
+    code += "worker = Worker(Backend('vitral')); sys.stdout.write(f'{worker._process.pid}\\n'); sys.stdout.flush()\n"
     code += "time.sleep(60)"
     source = str(Path(runner.__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": source}
@@ -606,9 +606,9 @@ def sweep_rows(axis: str, sizes: Sequence[int], seconds: Callable[[int], float],
 def test_sizes_where_time_grows_faster_than_the_arithmetic_are_named() -> None:
     linear = sweep_rows("batch", (1, 2, 4), lambda size: 0.1 * size)
     square = sweep_rows("image", (64, 128), lambda size: 0.1 * size**2)
-    assert sweep.summarize_sweep(linear) == []
-    assert sweep.relative_growth(sweep.measured_points(square)["image"]) == [2.0]
-    assert sweep.summarize_sweep([*linear, *square]) == [
+    assert runner.summarize_sweep(linear) == []
+    assert runner.relative_growth(runner.measured_points(square)["image"]) == [2.0]
+    assert runner.summarize_sweep([*linear, *square]) == [
         "up to image 128, time grows 2.00 times as fast as the arithmetic."
     ]
 
@@ -617,7 +617,7 @@ def test_a_slower_clock_is_not_growth() -> None:
     """Twice the work in four times the time, on a machine at half of its speed."""
     fast = row(work="growth", axis="batch", axis_value=1, macs=100, seconds=1.0, matmul_flops=8e9)
     slow = replace(fast, axis_value=2, macs=200, seconds=4.0, matmul_flops=4e9)
-    assert sweep.relative_growth(sweep.measured_points([fast, slow])["batch"]) == [1.0]
+    assert runner.relative_growth(runner.measured_points([fast, slow])["batch"]) == [1.0]
 
 
 def test_a_sweep_continues_along_the_other_axes_when_memory_ends_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -635,24 +635,24 @@ def test_a_sweep_continues_along_the_other_axes_when_memory_ends_one(monkeypatch
             return super().call(method)
 
     FakeWorker.log = []
-    monkeypatch.setattr(sweep, "Worker", SmallWorker)
-    monkeypatch.setattr(sweep, "_MAX_SECONDS", 1e9)
-    rows = sweep.run_sweep(replace(WORKLOAD, image=0, depth=0), OURS, ignore_events)
-    points = sweep.measured_points(rows)
+    monkeypatch.setattr(runner, "Worker", SmallWorker)
+    monkeypatch.setattr(runner, "_MAX_SECONDS", 1e9)
+    rows = runner.run_sweep(replace(WORKLOAD, image=0, depth=0), OURS, ignore_events)
+    points = runner.measured_points(rows)
     assert len(started) == 2
     sizes = {axis: tuple(point.axis_value for point in along) for axis, along in points.items()}
-    assert list(sizes.items()) == list({**sweep.SIZES, "image": (64, 128)}.items())
+    assert list(sizes.items()) == list({**runner.SIZES, "image": (64, 128)}.items())
     assert {measured.startup_seconds for measured in rows} == {0}
     batches = [point.macs for point in points["batch"]]
-    assert batches == [batches[0] * size for size in sweep.SIZES["batch"]]
+    assert batches == [batches[0] * size for size in runner.SIZES["batch"]]
 
 
 def test_a_sweep_ends_where_the_next_step_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of any size takes a quarter of a second: by the arithmetic, 64 images after 4 take four seconds."""
     FakeWorker.log = []
-    monkeypatch.setattr(sweep, "Worker", FakeWorker)
-    monkeypatch.setitem(sweep.SIZES, "batch", (1, 4, 64))
-    points = sweep.measured_points(sweep.run_sweep(replace(WORKLOAD, image=0, depth=0), OURS, ignore_events))
+    monkeypatch.setattr(runner, "Worker", FakeWorker)
+    monkeypatch.setitem(runner.SIZES, "batch", (1, 4, 64))
+    points = runner.measured_points(runner.run_sweep(replace(WORKLOAD, image=0, depth=0), OURS, ignore_events))
     assert [point.axis_value for point in points["batch"]] == [1, 4]
 
 
@@ -660,10 +660,10 @@ def test_only_the_last_sweep_is_drawn() -> None:
     """A later one may have measured another model."""
     old = sweep_rows("batch", (1, 2), lambda size: 0.1 * size, model="ViT-L/16")
     new = [replace(measured, model="ViT-S/16", started_at="2027") for measured in old]
-    assert sweep.newest_sweep([*old, *new, row()]) == new
-    assert "Training step of ViT-S/16 on Abacus (R) 2000" in sweep.sweep_chart(new)
-    assert sweep.newest_sweep([row()]) == []
-    assert sweep.measured_points([row()]) == {}
+    assert runner.newest_sweep([*old, *new, row()]) == new
+    assert "Training step of ViT-S/16 on Abacus (R) 2000" in runner.sweep_chart(new)
+    assert runner.newest_sweep([row()]) == []
+    assert runner.measured_points([row()]) == {}
 
 
 def test_rows_with_other_image_sizes_are_not_compared() -> None:
@@ -679,7 +679,7 @@ def test_rows_with_other_image_sizes_are_not_compared() -> None:
 
 def test_the_chart_has_every_point() -> None:
     rows = sweep_rows("batch", (1, 2, 4), lambda size: 0.1 * size)
-    root = ElementTree.fromstring(sweep.sweep_chart(rows))
+    root = ElementTree.fromstring(runner.sweep_chart(rows))
     circles = [element for element in root.iter() if element.tag.endswith("circle")]
     assert len(circles) == 3
     lines = [element.get("points") for element in root.iter() if element.tag.endswith("polyline")]

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from vitral import UserError
 from vitral.architecture import ViTConfig
-from vitral.checkpoints.adapt import adapt
+from vitral.checkpoints.adapt import Adaptation, adapt
 from vitral.checkpoints.weights import read
 
 LIMIT = 1e-5
@@ -73,7 +73,7 @@ def test_distilled_deit_of_timm_at_another_size(size, tmp_path):
     weights = read(saved(model, tmp_path, TIMM)).weights
     images = pictures(2, 3, *size)
     assert gap(run(weights, images), outcome(model, images)) <= LIMIT
-    assert gap(run(adapt(weights, image=size), images), outcome(model, images)) <= LIMIT
+    assert gap(run(adapt(weights, Adaptation(image=size)), images), outcome(model, images)) <= LIMIT
 
 
 def test_distilled_weights_in_half_precision_are_added_in_float32(tmp_path):

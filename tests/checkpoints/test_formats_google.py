@@ -18,7 +18,7 @@ from oracles import ARCHITECTURES, SMALL, gap, pictures, random_weights, run, sa
 from torch import Tensor
 
 from vitral.architecture import Architecture, ResNetConfig, Size, ViTConfig
-from vitral.checkpoints.adapt import Weights, adapt, resize_patch_kernel
+from vitral.checkpoints.adapt import Adaptation, Weights, adapt, resize_patch_kernel
 from vitral.checkpoints.weights import Checkpoint, assemble, read
 from vitral.errors import UserError
 from vitral.models.position import resize_table
@@ -81,7 +81,7 @@ def test_logits_are_those_of_google(golden_file, case, size, way):
     format, _, limit = GOLDENS[case]
     found = loaded(checkpoint(golden_file, case))
     truth = expected(golden_file, case, size)
-    weights = adapt(found.weights, image=pixels(size)) if way == "adapted" else found.weights
+    weights = adapt(found.weights, Adaptation(image=pixels(size))) if way == "adapted" else found.weights
     model = assemble(weights)
     with torch.no_grad():
         features = model.features(truth["images"])
@@ -148,8 +148,8 @@ def test_a_new_head_sits_on_the_encoder(golden_file):
     """Google's fine-tuning drops the tanh layer together with the head."""
     truth = expected(golden_file, "vit_token_rep_p16_224", "384")
     read_weights = loaded(checkpoint(golden_file, "vit_token_rep_p16_224")).weights
-    weights = adapt(read_weights, image=384, classes=0)
-    weights = adapt(weights, classes=21)
+    weights = adapt(read_weights, Adaptation(image=384, classes=0))
+    weights = adapt(weights, Adaptation(classes=21))
     head = {"weight": truth["drop_head/head/kernel"].T, "bias": truth["drop_head/head/bias"]}
     weights.state.update({f"head.output.{name}": array for name, array in head.items()})
     model = assemble(weights)
@@ -282,7 +282,7 @@ POSITIONS: dict[str, Architecture] = {
 @pytest.mark.parametrize("size", [(64, 64), (16, 16), (24, 56)])
 def test_adapted_to_a_size_is_resized_at_run_time(name, size):
     weights = random_weights(POSITIONS[name])
-    adapted = adapt(weights, image=size)
+    adapted = adapt(weights, Adaptation(image=size))
     images = pictures(2, 3, *size)
     assert adapted.architecture == replace(weights.architecture, image=size)
     assert gap(run(adapted, images), run(weights, images)) <= 1e-5
@@ -295,7 +295,7 @@ def test_an_unchanged_request_changes_nothing(name):
     weights = random_weights(ARCHITECTURES[name])
     c = weights.architecture
     patch = c.patch if isinstance(c, ViTConfig) else None
-    same = adapt(weights, image=c.image, patch=patch, channels=c.channels, classes=c.classes)
+    same = adapt(weights, Adaptation(image=c.image, patch=patch, channels=c.channels, classes=c.classes))
     assert same.changes == ()
     assert all(same.state[key] is array for key, array in weights.state.items())
 
@@ -317,15 +317,15 @@ def test_larger_patches_of_larger_images_give_the_same_logits():
     patches = images.unfold(2, 8, 8).unfold(3, 8, 8)  # (b, c, h, w, 8, 8)
     larger = F.interpolate(patches.reshape(-1, 1, 8, 8), size=(12, 12), mode="bilinear", antialias=True)
     stitched = larger.reshape(2, 3, 4, 6, 12, 12).permute(0, 1, 2, 4, 3, 5).reshape(2, 3, 48, 72)
-    adapted = adapt(weights, patch=12, image=(48, 72))
+    adapted = adapt(weights, Adaptation(patch=12, image=(48, 72)))
     assert gap(run(adapted, stitched), run(weights, images)) <= 1e-5
     assert adapted.changes == ("patch 8 -> 12 (pseudo-inverse resize), image 32x48 -> 48x72 pixels",)
-    config: Any = adapt(weights, patch=60, image=120).architecture
+    config: Any = adapt(weights, Adaptation(patch=60, image=120)).architecture
     assert config.grid((120, 120)) == (2, 2)  # 60 does not fit the old image
 
 
 def test_a_patch_alone_changes_the_grid():
-    adapted = adapt(random_weights(SMALL), patch=4)
+    adapted = adapt(random_weights(SMALL), Adaptation(patch=4))
     assert adapted.state["positions.0.table"].shape == (8, 8, 32)
     assert adapted.changes == ("patch 8 -> 4 (pseudo-inverse resize), grid 4x4 -> 8x8 (rule google)",)
 
@@ -333,9 +333,9 @@ def test_a_patch_alone_changes_the_grid():
 def test_one_channel_gives_the_output_of_repeated_channels():
     weights = random_weights(SMALL)
     grey = pictures(2, 1, 32, 32)
-    one = adapt(weights, channels=1)
+    one = adapt(weights, Adaptation(channels=1))
     assert gap(run(one, grey), run(weights, grey.expand(-1, 3, -1, -1))) <= 1e-5
-    three = adapt(one, channels=3)
+    three = adapt(one, Adaptation(channels=3))
     assert gap(run(three, grey.expand(-1, 3, -1, -1)), run(one, grey)) <= 1e-5
     assert one.changes == ("channels 3 -> 1 (summed)",)
 
@@ -343,17 +343,17 @@ def test_one_channel_gives_the_output_of_repeated_channels():
 @pytest.mark.parametrize("channels", [2, 4, 5, 6])
 def test_more_channels_repeat_the_old_ones(channels):
     weights = random_weights(SMALL)
-    kernel, adapted = weights.state["embed.weight"], adapt(weights, channels=channels).state["embed.weight"]
+    kernel, adapted = weights.state["embed.weight"], adapt(weights, Adaptation(channels=channels)).state["embed.weight"]
     assert all(gap(adapted[:, j], kernel[:, j % 3] * 3 / channels) <= 1e-7 for j in range(channels))
     if channels == 6:
         images = pictures(2, 3, 32, 32)
-        twice = run(adapt(weights, channels=6), images.repeat(1, 2, 1, 1))
+        twice = run(adapt(weights, Adaptation(channels=6)), images.repeat(1, 2, 1, 1))
         assert gap(twice, run(weights, images)) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["hybrid", "BiT"])
 def test_channels_of_a_standardised_root_are_noted_as_approximate(name):
-    adapted = adapt(random_weights(ARCHITECTURES[name]), channels=1)
+    adapted = adapt(random_weights(ARCHITECTURES[name]), Adaptation(channels=1))
     assert run(adapted, pictures(1, 1, 32, 32)).shape == (1, 5)
     assert "approximate" in adapted.changes[0]
 
@@ -362,7 +362,7 @@ def test_channels_of_a_standardised_root_are_noted_as_approximate(name):
 def test_other_classes_get_a_zero_head_on_the_same_encoder(name):
     weights = random_weights(ARCHITECTURES[name])
     images = pictures(2, 3, 32, 32)
-    new, bare = adapt(weights, classes=7), adapt(weights, classes=0)
+    new, bare = adapt(weights, Adaptation(classes=7)), adapt(weights, Adaptation(classes=0))
     with torch.no_grad():
         features = assemble(weights).features(images)
     assert torch.equal(run(new, images), torch.zeros(2, 7))
@@ -374,8 +374,10 @@ def test_other_classes_get_a_zero_head_on_the_same_encoder(name):
 
 def test_several_changes_are_recorded_one_by_one():
     weights = random_weights(SMALL)
-    adapted = adapt(weights, image=(40, 24), channels=1, classes=3, resize="hf")
-    step = adapt(adapt(adapt(weights, channels=1), image=(40, 24), resize="hf"), classes=3)
+    adapted = adapt(weights, Adaptation(image=(40, 24), channels=1, classes=3, resize="hf"))
+    step = adapt(
+        adapt(adapt(weights, Adaptation(channels=1)), Adaptation(image=(40, 24), resize="hf")), Adaptation(classes=3)
+    )
     assert same_bits(adapted.state, step.state)
     assert adapted.changes == (
         "channels 3 -> 1 (summed)",
@@ -396,4 +398,4 @@ IMPOSSIBLE: list[tuple[dict[str, int], str]] = [
 @pytest.mark.parametrize(("wish", "words"), IMPOSSIBLE)
 def test_impossible_adaptations_are_refused(wish, words):
     with pytest.raises(UserError, match=words):
-        adapt(random_weights(SMALL), **wish)
+        adapt(random_weights(SMALL), Adaptation(**wish))

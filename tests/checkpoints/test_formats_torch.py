@@ -32,7 +32,7 @@ from oracles import (
 from safetensors.torch import load_file, save_file
 
 from vitral.architecture import ResizeRule, ViTConfig
-from vitral.checkpoints.adapt import adapt, resize_patch_kernel
+from vitral.checkpoints.adapt import Adaptation, adapt, resize_patch_kernel
 from vitral.checkpoints.formats.table import Hints
 from vitral.checkpoints.weights import read
 from vitral.models.position import resize_table
@@ -146,7 +146,7 @@ def test_transformers_interpolates_as_rule_hf(size, tmp_path):
     assert isinstance(weights.architecture, ViTConfig)
     assert weights.architecture.resize == "hf"
     assert gap(run(weights, images), theirs) <= LIMIT
-    assert gap(run(adapt(weights, image=size), images), theirs) <= LIMIT
+    assert gap(run(adapt(weights, Adaptation(image=size)), images), theirs) <= LIMIT
 
 
 @pytest.mark.parametrize("kind", ["Dinov2Model", "Dinov2WithRegistersModel"])
@@ -247,7 +247,7 @@ def test_timm_resizes_as_rule_timm(native, size, tmp_path):
     weights = read(timm_saved(model, tmp_path, img_size=native)).weights
     images = pictures(2, 3, *size)
     assert gap(run(weights, images), outcome(model, images)) <= LIMIT
-    assert gap(run(adapt(weights, image=size), images), outcome(model, images)) <= LIMIT
+    assert gap(run(adapt(weights, Adaptation(image=size)), images), outcome(model, images)) <= LIMIT
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_torchvision_interpolates_as_rule_torchvision(side, tmp_path):
     larger.load_state_dict(library.interpolate_embeddings(side, 8, model.state_dict()))
     images = pictures(2, 3, side, side)
     assert gap(run(weights, images), outcome(larger, images)) <= LIMIT
-    assert gap(run(adapt(weights, image=side), images), outcome(larger, images)) <= LIMIT
+    assert gap(run(adapt(weights, Adaptation(image=side)), images), outcome(larger, images)) <= LIMIT
 
 
 # --------------------------------------------------------------------------- position tables by each rule, and patches

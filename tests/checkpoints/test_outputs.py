@@ -16,12 +16,13 @@ import torch
 from journeys import COLOURS, colour_folder, paint
 
 import vitral
-from vitral.api import inspection, neighbours, prediction, probes
+from vitral.api import check, features, inspection, prediction
 from vitral.api.bench import benchmark
 from vitral.architecture import ViTConfig
 from vitral.atomic import atomic_write, check_writable
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.formats import format_named
+from vitral.data.sources import open_data
 from vitral.errors import UserError
 from vitral.models.build import build
 
@@ -56,9 +57,9 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(*words: Any, **options: Any) -> None:
         pytest.fail("the work began")
 
-    for module in (prediction, inspection, neighbours, probes):
+    for module in (prediction, inspection, features, check):
         monkeypatch.setattr(module, "load_source", late)
-    monkeypatch.setattr(probes, "find_duplicates", late)
+    monkeypatch.setattr("vitral.evaluation.duplicates.find_duplicates", late)
     monkeypatch.setattr("vitral.api.checkpoints.read_adapted", late)
     monkeypatch.setattr("vitral.api.bench._measure", late)
 
@@ -172,7 +173,7 @@ def test_an_index_that_exists_is_only_read(command, weights, pictures, tmp_path,
     index = tmp_path / "index.npz"
     words = words_of("search", weights, pictures, index)
     assert command(*words).code == 0
-    monkeypatch.setattr(neighbours, "check_writable", lambda path: pytest.fail("nothing is to be written"))
+    monkeypatch.setattr(features, "check_writable", lambda path: pytest.fail("nothing is to be written"))
     assert command(*words).code == 0
 
 
@@ -250,7 +251,7 @@ def test_aliases_of_formats_are_suggested(name, meant):
 def test_classes_with_too_few_images_for_the_shots_are_reported(command, weights, pictures):
     words = ("fewshot", weights, pictures, "--seeds", "1", "--device", "cpu")
     found = json.loads(command(*words, "--shots", "1", "5", "99", "--json").out)
-    opened = vitral.api.prediction.open_data(pictures).train
+    opened = open_data(pictures).train
     counts = np.bincount(opened.labels)
     expected = [f"{(counts < shots).sum()} of 4 classes have fewer than {shots} training images" for shots in (5, 99)]
     told = [note for note in found["notes"] if "fewer than" in note]

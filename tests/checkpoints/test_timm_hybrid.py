@@ -26,7 +26,7 @@ from torch import Tensor
 
 from vitral import UserError
 from vitral.architecture import Epsilons, ResNetConfig, StemConfig, ViTConfig, as_dict, from_dict
-from vitral.checkpoints.adapt import Weights, adapt, to_epsilons
+from vitral.checkpoints.adapt import Adaptation, Weights, adapt, to_epsilons
 from vitral.checkpoints.formats.table import Hints
 from vitral.checkpoints.weights import assemble, read
 
@@ -103,7 +103,7 @@ def test_hybrids_of_timm_at_another_size(size, tmp_path):
     assert weights.architecture.image == (64, 96)
     images = pictures(2, 1, *size)
     assert relative(run64(weights, images), theirs64(model, images)) <= LIMIT
-    assert relative(run64(adapt(weights, image=size), images), theirs64(model, images)) <= LIMIT
+    assert relative(run64(adapt(weights, Adaptation(image=size)), images), theirs64(model, images)) <= LIMIT
 
 
 def test_weights_of_a_hybrid_alone(tmp_path):

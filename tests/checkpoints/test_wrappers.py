@@ -403,7 +403,6 @@ def of_transformers(model: str, **settings: Any) -> dict[str, tuple[int, ...]]:
         ("swin_tiny_patch4_window7_224", "a Swin Transformer"),
         ("convnext_atto", "a ConvNeXt"),
         ("resnet18", "a ResNet with BatchNorm"),
-        ("resnetv2_50x1_bit", "a BiT ResNet in timm's names"),
         ("efficientnet_b0", "an EfficientNet or MobileNet"),
         ("mixer_s32_224", "an MLP-Mixer"),
         ("beit_base_patch16_224", "a ViT-B/16 of BEiT"),

@@ -19,8 +19,7 @@ from journeys import Command
 
 from vitral.api import models
 from vitral.cli import VERBS
-from vitral.cli.parsing import CLI_OPTIONS, VerbParser
-from vitral.cli.signatures import REQUIRED, VerbSignature, read_signature
+from vitral.cli.parsing import JSON_HELP, REQUIRED, VerbParser, VerbSignature, read_signature
 from vitral.errors import UserError
 
 SOURCE = Path(__file__).parents[2] / "src" / "vitral"
@@ -37,7 +36,7 @@ def signature_of(verb: str) -> VerbSignature:
 
 
 def actions_of(verb: str) -> dict[str, argparse.Action]:
-    parser = VerbParser(verb, signature_of(verb), VERBS[verb].cli_options)
+    parser = VerbParser(verb, signature_of(verb))
     return {action.dest: action for action in parser._actions if action.dest != "help"}
 
 
@@ -45,7 +44,7 @@ def actions_of(verb: str) -> dict[str, argparse.Action]:
 def test_names_kinds_and_defaults_are_the_functions(verb: str) -> None:
     actions = actions_of(verb)
     parameters = inspect.signature(function_of(verb)).parameters
-    assert set(actions) - set(CLI_OPTIONS) == set(parameters) - PYTHON_ONLY
+    assert set(actions) - {"json"} == set(parameters) - PYTHON_ONLY
     for name, parameter in parameters.items():
         if name in PYTHON_ONLY:
             continue
@@ -62,8 +61,8 @@ def test_help_texts_are_the_docstrings(verb: str) -> None:
     docstring = inspect.getdoc(function_of(verb)) or ""
     words = " ".join(docstring.split())
     for name, action in actions_of(verb).items():
-        if name in CLI_OPTIONS:
-            assert action.help == CLI_OPTIONS[name]
+        if name == "json":
+            assert action.help == JSON_HELP
             continue
         assert action.help
         text = f" {name}: {action.help} "
@@ -71,7 +70,7 @@ def test_help_texts_are_the_docstrings(verb: str) -> None:
         following = words.partition(text)[2].split(" ")[0]  # the text ends where the next entry or section begins
         assert following.endswith(":") or not following, (name, following)
     assert docstring.startswith(signature_of(verb).description)
-    parser = VerbParser(verb, signature_of(verb), VERBS[verb].cli_options)
+    parser = VerbParser(verb, signature_of(verb))
     shown = " ".join(parser.format_help().split())
     assert all(" ".join(str(action.help).split()[:3]) in shown for action in actions_of(verb).values())
 
@@ -99,8 +98,6 @@ def test_options_are_described_in_one_place() -> None:
         helps = [keyword.value for call in added for keyword in call.keywords if keyword.arg == "help"]
         assert not added or path.name == "parsing.py"
         assert not [text for text in helps if isinstance(text, ast.Constant | ast.JoinedStr)]
-    used = {name for verb in VERBS.values() for name in verb.cli_options}
-    assert used == set(CLI_OPTIONS)
 
 
 def parser_of(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VerbParser:
@@ -110,7 +107,7 @@ def parser_of(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> V
     (folder / "__init__.py").touch()
     (folder / "verbs.py").write_text(source, "utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    return VerbParser("run", read_signature.__wrapped__("invented.verbs", "run"), ())
+    return VerbParser("run", read_signature.__wrapped__("invented.verbs", "run"))
 
 
 def test_types_are_read_from_annotations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +156,7 @@ def run(
     assert plain == {
         **{"first": "x", "rest": (), "number": 3, "maybe": None, "either": "auto", "kind": "a", "kinds": ("a",)},
         **{"rule": None, "size": None, "grid": None, "fast": False, "set": ()},
+        "json": False,
     }
     numbers = ["--number", "-4", "y", "--maybe", "1e3", "--either", "2", "--size", "7", "--grid", "2", "3"]
     names = ["--kind", "c", "--kinds", "a", "b", "--rule", "timm", "--fast", "--set", "a=1", "b=2,3"]
@@ -173,7 +171,7 @@ def run(
             "kind": "c",
             "kinds": ("a", "b"),
         },
-        **{"rule": "timm", "size": 7, "grid": (2, 3), "fast": True, "set": ("a=1", "b=2,3")},
+        **{"rule": "timm", "size": 7, "grid": (2, 3), "fast": True, "set": ("a=1", "b=2,3"), "json": False},
     }
     assert parser.parse_values(["x", "--size", "7", "8"])["size"] == (7, 8)
     assert parser.parse_values(["x", "--number=5"])["number"] == 5

@@ -335,7 +335,7 @@ def test_show_prints_a_recipe_that_reads_back(command, bag, journey, tmp_path):
     chosen = command("show", "--data", bag, "--set", "batch=7")
     recipe = from_toml(chosen.out)
     assert recipe.batch == 7
-    assert recipe == vitral.api.training.choose_recipe(bag, set=["batch=7"])[1]
+    assert recipe == vitral.api.recipes.choose_recipe(bag, set=["batch=7"])[1]
     assert json.loads(command("show", "--data", bag, "--json").out)["data"]["held_out"] == 0.2
     again = from_toml(command("show", journey.run).out)
     assert recipe_hash(again) == json.loads((journey.run / "result.json").read_text())["recipe"]

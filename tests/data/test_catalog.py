@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from catalog_files import RNG, objectnet, png, put, small_pictures
 
-from vitral.data.catalog import CATALOG
-from vitral.data.catalog.imagenet import imagenet_outputs
+from vitral.data.catalog import CATALOG, imagenet_outputs
 from vitral.data.loader import read_pixels
 from vitral.data.sources import DataSet, Split, open_data
 from vitral.errors import UserError

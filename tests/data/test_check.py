@@ -242,7 +242,7 @@ def test_large_train_splits_are_searched_without_crops(tmp_path, monkeypatch):
     assert uncropped < {pair[:2] for pair in report.near}
     assert any(crops in pair for pair in report.near)
     assert report.notes == ()
-    monkeypatch.setattr("vitral.data.check.MAX_CROP_SEARCH", 17)
+    monkeypatch.setattr("vitral.data.copies.MAX_CROP_SEARCH", 17)
     report = check(tmp_path)
     assert {pair[:2] for pair in report.near} == uncropped
     assert [pair[:2] for pair in report.leaks] == [leak]

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from vitral.data.folds import assign_folds, copy_groups, fold_data
-from vitral.data.sources import open_data
+from vitral.data.sources import assign_folds, copy_groups, fold_data, open_data
 from vitral.errors import UserError
 
 

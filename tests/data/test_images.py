@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile, ImageOps
 
-from vitral.data.images import METHODS, ImageError, ImageFacts, decode, describe, open_lazily, resize
+from vitral.data.images import ImageError, ImageFacts, decode, describe, open_lazily
+from vitral.data.pixels import METHODS, resize
 from vitral.errors import UserError
 
 RNG = np.random.default_rng(0)

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from vitral.data.images import ImageError, LazyJpeg, decode, encode_png, open_lazily
-from vitral.data.jpeg import jpeg_header
+from vitral.data.images import ImageError, LazyJpeg, decode, encode_png, jpeg_header, open_lazily
 from vitral.data.preprocess import parse_pipeline
 
 RNG = np.random.default_rng(0)

@@ -8,8 +8,8 @@ import pytest
 from runs import make_pictures
 
 import vitral
-from vitral.api.training import choose_recipe
-from vitral.data.labels import mirrored_labels
+from vitral.api.recipes import choose_recipe
+from vitral.data.augment import mirrored_labels
 from vitral.events import Note
 from vitral.recipe import flips, from_dict, without_flip
 

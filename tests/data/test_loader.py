@@ -25,11 +25,18 @@ from PIL import Image
 from runs import make_pictures
 
 from vitral.atomic import atomic_write
-from vitral.data import loader, memory_map
+from vitral.data import cache, loader
+from vitral.data.cache import decode_once
 from vitral.data.images import ImageError, decode
-from vitral.data.loader import Batch, default_workers, evaluation_batches, training_batches
-from vitral.data.memory_map import decode_once
-from vitral.data.order import balanced_order, batch_indices, example_rng
+from vitral.data.loader import (
+    Batch,
+    balanced_order,
+    batch_indices,
+    default_workers,
+    evaluation_batches,
+    example_rng,
+    training_batches,
+)
 from vitral.data.preprocess import parse_pipeline
 from vitral.data.sources import Split
 from vitral.errors import UserError
@@ -374,7 +381,7 @@ def test_decode_once_leaves_out_what_cannot_be_read(tmp_path: Path):
 
 def test_decode_once_decodes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     decode_once(a_split(), tmp_path)
-    monkeypatch.setattr(memory_map, "read_pixels", None)
+    monkeypatch.setattr(cache, "read_pixels", None)
     kept, _ = decode_once(a_split(), tmp_path)
     assert np.array_equal(kept.reader.read(16), decoded(a_split(), 16))
 
@@ -419,7 +426,7 @@ def test_too_large_a_split_stays_as_it_is(tmp_path: Path):
 
 
 def test_a_limit_passed_on_the_way_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(memory_map, "SAMPLE", 1)
+    monkeypatch.setattr(cache, "SAMPLE", 1)
     split = split_of((png(np.zeros((4, 4, 3), np.uint8)), png(np.zeros((400, 400, 3), np.uint8))))
     assert decode_once(split, tmp_path, limit_bytes=1000) == (split, [])
     assert not list(tmp_path.iterdir())
@@ -446,7 +453,7 @@ def test_a_full_disk_leaves_the_split_as_it_is(tmp_path: Path, monkeypatch: pyte
     assert not list(tmp_path.iterdir())
     size = sum(decoded(split, index).size for index in range(17))
     for free, kept in ((2 * size - 1, False), (2 * size, True)):
-        monkeypatch.setattr(memory_map, "_free_bytes", lambda folder, free=free: free)
+        monkeypatch.setattr(cache, "_free_bytes", lambda folder, free=free: free)
         assert (decode_once(split, tmp_path / "not-there-yet", on_event=notes.append)[0] is not split) is kept
         assert (tmp_path / "not-there-yet").exists() is kept
     assert sum(isinstance(event, Note) for event in notes) == 1
@@ -460,7 +467,7 @@ def test_large_files_of_pixels_are_reported(tmp_path: Path, monkeypatch: pytest.
     decode_once(a_split(), tmp_path / "quiet", on_event=notes.append)
     assert not any(isinstance(event, Note) for event in notes)
     size = sum(decoded(a_split(), index).size for index in range(17))
-    monkeypatch.setattr(memory_map, "LARGE", size - 1)
+    monkeypatch.setattr(cache, "LARGE", size - 1)
     decode_once(a_split(), tmp_path, on_event=notes.append)
     assert notes[-1] == Note(f"decoded train images take {size / 1e9:.1f} GB in {tmp_path} until the run ends")
 

@@ -13,10 +13,9 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
+from vitral.data.cache import decode_once
 from vitral.data.images import encode_png
 from vitral.data.loader import training_batches
-from vitral.data.memory_map import decode_once
-from vitral.data.objects import open_objects
 from vitral.data.preprocess import parse_pipeline
 from vitral.data.sources import open_data
 from vitral.data.splits import DataSet, Split
@@ -477,8 +476,8 @@ def test_marks_follow_the_content(tmp_path: Path):
     np.testing.assert_array_equal(kept.reader.read(0), PIXELS[1])
 
 
-def test_open_objects_alone():
+def test_reading_labels_item_by_item_is_reported():
     events: list[Event] = []
-    data = open_objects(Pictures(), on_event=events.append)
+    data = open_data(Pictures(), on_event=events.append)
     assert isinstance(data, DataSet)
     assert events

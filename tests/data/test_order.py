@@ -13,11 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from vitral.data.order import (
+from vitral.data.loader import (
     SMALL,
     balanced_order,
     batch_indices,
-    evaluation_indices,
     example_rng,
     permute,
     rank_slice,
@@ -124,8 +123,6 @@ def test_slices_of_the_ranks_cover_the_batch_evenly(total: int, world: int):
     parts = [range(total)[rank_slice(total, rank, world)] for rank in range(world)]
     assert [place for part in parts for place in part] == list(range(total))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    shares = [evaluation_indices(total, rank, world).tolist() for rank in range(world)]
-    assert shares == [list(part) for part in parts]
 
 
 def test_random_numbers_belong_to_seed_step_and_position_alone():

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vitral.checkpoints.card import Preprocess
-from vitral.data.images import decode, resize
+from vitral.data.images import decode
+from vitral.data.pixels import resize
 from vitral.data.preprocess import NumberArgument, as_number, parse_pipeline, parse_preprocess, split_step
 from vitral.errors import UserError
 
@@ -230,7 +231,7 @@ def test_an_absurdly_long_image_stays_small(steps, monkeypatch):
         sizes.append(size)
         return resize(image, size, method, **options)
 
-    monkeypatch.setattr("vitral.data.geometry.resize", noted)
+    monkeypatch.setattr("vitral.data.pixels.resize", noted)
     line = np.zeros((1, 60_000, 3), np.uint8)
     line[:, 30_000 - 8 : 30_000 + 8] = 200
     got = parse_pipeline(f"decode|{steps}")(line)

@@ -15,10 +15,10 @@ from journeys import MODEL, PLAIN, SHAPE, Command
 from runs import make_pictures, train
 
 import vitral
-from vitral.api import ensembles
+from vitral.api import inference
 from vitral.api.data import open_restricted, open_to_choose
 from vitral.data.catalog.readers import ArrayReader
-from vitral.data.order import SMALL
+from vitral.data.loader import SMALL
 from vitral.data.sources import nested_subset, open_data, restrict_train, with_dev_split, with_test_split
 from vitral.data.splits import DataSet, RawSplit, Split, make_dataset
 from vitral.errors import UserError
@@ -237,9 +237,9 @@ def test_the_command_line_prints_subset_and_dev_split(pictures, tmp_path, monkey
 @pytest.mark.parametrize("split", ["", "dev", "test"])
 def test_evaluation_never_uses_training_images(pictures, small_run, monkeypatch, split):
     scored: list[set[str]] = []
-    real = ensembles.predict_split
+    real = inference.predict_split
     monkeypatch.setattr(
-        ensembles,
+        inference,
         "predict_split",
         lambda model, images, *rest, **named: scored.append(set(images.keys)) or real(model, images, *rest, **named),
     )

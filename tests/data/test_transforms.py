@@ -10,10 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
+from vitral.data.augment import CallableTransform
 from vitral.data.images import encode_png
 from vitral.data.loader import evaluation_batches, training_batches
 from vitral.data.sources import open_data
-from vitral.data.transforms import CallableTransform
 from vitral.errors import UserError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (10, 20, 24, 3), np.uint8)

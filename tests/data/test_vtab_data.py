@@ -22,11 +22,12 @@ from PIL import Image
 from vtab_files import Record, encode, write_frames, write_parquet, write_records
 from vtab_stand_ins import write_real_counts, write_real_locations, write_stand_in
 
-from vitral.data.catalog import ArrayReader
-from vitral.data.images import decode, encode_png, resize
+from vitral.data.catalog.readers import ArrayReader
+from vitral.data.images import decode, encode_png
+from vitral.data.pixels import resize
 from vitral.data.sources import Split, open_data
 from vitral.data.vtab import TASKS, VtabTask, open_task, write_ids
-from vitral.data.vtab.tfrecord import TFRecordFiles, checksum, parse
+from vitral.data.vtab.files import TFRecordFiles, checksum, parse
 from vitral.errors import UserError
 
 FEW = {"train": 40, "val": 10}

@@ -10,17 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitral.data.vtab.tasks import (
-    RULES,
-    TASKS,
-    bin_of,
-    fairly_drawn,
-    find_task,
-    flattened,
-    hashed_order,
-    positions,
-    stored_split,
-)
+from vitral.data.splits import hashed_order
+from vitral.data.vtab.tasks import RULES, TASKS, bin_of, fairly_drawn, find_task, flattened, positions, stored_split
 from vitral.errors import UserError
 
 # Images of each split as TFDS's catalogue states them, of the data sets whose splits are cut by percentages.

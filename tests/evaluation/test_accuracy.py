@@ -17,7 +17,6 @@ from vitral.evaluation.accuracy import (
     classification_metrics,
     confused_pairs,
     multilabel_metrics,
-    real_accuracy,
 )
 from vitral.evaluation.calibration import (
     BINS,
@@ -28,6 +27,7 @@ from vitral.evaluation.calibration import (
     probabilities,
     reliability,
 )
+from vitral.evaluation.mapping import real_accuracy
 
 
 def outputs(seed: int, n: int, k: int, levels: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -16,8 +16,8 @@ from PIL import Image
 import vitral
 from vitral.architecture import ViTConfig
 from vitral.data.preprocess import parse_pipeline
-from vitral.data.transforms import FiveCrops
-from vitral.evaluation.predict import class_order, mean_logits
+from vitral.evaluation.mapping import class_order
+from vitral.evaluation.predict import FiveCrops, mean_logits
 from vitral.models.build import build
 from vitral.report.evaluation import percent
 

@@ -15,9 +15,8 @@ from vitral.architecture import ViTConfig
 from vitral.atomic import atomic_write
 from vitral.checkpoints.card import Preprocess
 from vitral.data.splits import Split
-from vitral.evaluation import features as cache
-from vitral.evaluation.features import SplitFeatures, cached_features, weights_digest
-from vitral.evaluation.predict import embed_split
+from vitral.evaluation import predict
+from vitral.evaluation.predict import SplitFeatures, cached_features, embed_split, weights_digest
 from vitral.events import Event, Progress
 from vitral.models.build import Model, build
 
@@ -116,8 +115,6 @@ def test_everything_that_changes_the_features_changes_the_file_name(split, tmp_p
         cached_features(fresh(), split.select(np.arange(5)), PREPROCESS, folder=tmp_path),
         cached_features(fresh(), split, replace(PREPROCESS, pipeline="decode|central_crop(16)"), folder=tmp_path),
         cached_features(fresh(), split, replace(PREPROCESS, std=(0.5, 0.5, 0.6)), folder=tmp_path),
-        cached_features(fresh(), split, PREPROCESS, folder=tmp_path, pool="features"),
-        cached_features(fresh(), split, PREPROCESS, folder=tmp_path, precision="bfloat16"),
     ]
     assert len({case.path for case in cases}) == len(cases) == len(list(tmp_path.iterdir()))
 
@@ -181,7 +178,7 @@ def test_without_a_writable_folder_features_are_returned_uncached(split, tmp_pat
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache.np, "savez", full)
+    monkeypatch.setattr(predict.np, "savez", full)
     assert cached_features(fresh(), split, PREPROCESS, folder=tmp_path / "full").path is None
     assert not (tmp_path / "full").exists()  # nothing half written, not even its folder
 
@@ -211,12 +208,12 @@ def test_the_least_recently_used_files_are_removed(split, tmp_path, monkeypatch)
     assert all(path.exists() for path in (*old, recent, *others, own))  # there is room for all
     second = replace(PREPROCESS, std=(0.5, 0.5, 0.6))
     one = own.stat().st_size
-    monkeypatch.setattr(cache, "MAX_BYTES", 50_000 + 2 * one + 2500)
+    monkeypatch.setattr(predict, "MAX_BYTES", 50_000 + 2 * one + 2500)
     kept = cached_features(fresh(), split, second, folder=tmp_path).path
     assert kept is not None
     assert kept.stat().st_size == one
     assert [path.exists() for path in old] == [True, True, False, False]
-    monkeypatch.setattr(cache, "MAX_BYTES", 0)
+    monkeypatch.setattr(predict, "MAX_BYTES", 0)
     newest = cached_features(fresh(seed=1), split, PREPROCESS, folder=tmp_path).path
     assert newest is not None
     assert not any(path.exists() for path in old)
@@ -235,7 +232,7 @@ def test_reading_counts_as_use(split, tmp_path, monkeypatch):
     counter = Counter()
     cached_features(fresh(), split, PREPROCESS, folder=tmp_path, on_event=counter)
     assert counter.runs == 0
-    monkeypatch.setattr(cache, "MAX_BYTES", 2.5 * first.stat().st_size)
+    monkeypatch.setattr(predict, "MAX_BYTES", 2.5 * first.stat().st_size)
     cached_features(fresh(seed=2), split, PREPROCESS, folder=tmp_path)
     assert (first.exists(), second.exists()) == (True, False)
 
@@ -261,6 +258,6 @@ def test_a_file_that_cannot_be_removed_is_skipped(split, tmp_path, monkeypatch):
         unlink(path, missing_ok)
 
     monkeypatch.setattr(Path, "unlink", refuse)
-    monkeypatch.setattr(cache, "MAX_BYTES", 0)
+    monkeypatch.setattr(predict, "MAX_BYTES", 0)
     assert cached_features(fresh(), split, PREPROCESS, folder=tmp_path).path is not None
     assert (stuck.exists(), loose.exists()) == (True, False)

@@ -19,7 +19,8 @@ from vitral.data.preprocess import parse_preprocess
 from vitral.data.sources import open_data
 from vitral.errors import UserError
 from vitral.evaluation import probes as room
-from vitral.evaluation.features import SplitFeatures, cached_features
+from vitral.evaluation.accuracy import interval
+from vitral.evaluation.predict import SplitFeatures, cached_features
 from vitral.evaluation.probes import (
     RIDGE_L2,
     RIDGE_L2_CANDIDATES,
@@ -27,7 +28,6 @@ from vitral.evaluation.probes import (
     choose_l2,
     draw,
     fewshot,
-    interval,
     knn,
     linear_probe,
     stratified_folds,

@@ -7,7 +7,7 @@ import pytest
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import cross_val_predict
 
-from vitral.evaluation.label_errors import _held_out_logits, find_label_errors
+from vitral.evaluation.probes import _held_out_logits, find_label_errors
 
 
 def clusters(rng: np.random.Generator, sizes: list[int], spread: float = 0.6) -> tuple[np.ndarray, np.ndarray]:

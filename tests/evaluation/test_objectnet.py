@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vitral
-from vitral.api import ensembles
+from vitral.api import inference
 from vitral.architecture import ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.errors import UserError
-from vitral.evaluation.accuracy import objectnet_accuracy
+from vitral.evaluation.mapping import objectnet_accuracy
 from vitral.models.build import build
 
 SMALL = ViTConfig(depth=1, width=16, mlp=32, heads=2, patch=4, image=(30, 30), classes=1000)
@@ -69,9 +69,9 @@ def test_other_models_and_empty_splits_are_errors():
 
 def test_preprocessing_is_that_of_bit_with_the_mean_and_std_of_the_weights(saved, tmp_path, monkeypatch):
     seen = []
-    real = ensembles.predict_split
+    real = inference.predict_split
     monkeypatch.setattr(
-        ensembles,
+        inference,
         "predict_split",
         lambda model, split, how, **rest: (seen.append(how), real(model, split, how, **rest))[1],
     )

@@ -23,7 +23,8 @@ import torch
 import vitral
 from vitral.api.export import ExportFormat
 from vitral.checkpoints.card import Card, Preprocess
-from vitral.data.images import METHODS, decode, encode_jpeg, encode_png
+from vitral.data.images import decode, encode_jpeg, encode_png
+from vitral.data.pixels import METHODS
 from vitral.data.preprocess import parse_deterministic
 from vitral.errors import UserError
 from vitral.export.graph import ExportGraph

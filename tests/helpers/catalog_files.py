@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from vitral.data.catalog.imagenet import BORDER
+from vitral.data.catalog import BORDER
 
 RNG = np.random.default_rng(0)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 from vtab_files import Record, write_parquet, write_records
 
-from vitral.data.images import decode, encode_png, resize
+from vitral.data.images import decode, encode_png
+from vitral.data.pixels import resize
 from vitral.data.splits import Split
 from vitral.data.vtab.tasks import CLASS, TaskSpec, find_task, stored_split
 

@@ -24,13 +24,13 @@ from vitral.data.sources import Split, open_data
 from vitral.errors import UserError
 from vitral.inspection.attention import (
     attention_distance,
-    attention_maps,
     expand_lines,
     mean_attention_distance,
     pooling_weights,
     rollout,
     rollout_maps,
 )
+from vitral.inspection.image_inspection import inspect_images
 from vitral.models.build import build
 from vitral.models.capture import capture
 from vitral.models.model import normalize
@@ -145,30 +145,23 @@ def product_by_loops(matrices: list[list[list[float]]]) -> list[list[float]]:
     return result
 
 
-def rollout_by_loops(attentions: list[Tensor], image: int, residual: float, heads: str) -> list[list[float]]:
-    """(n, n): each layer's heads merged, rows summing to 1, mixed with the identity; then all multiplied."""
+def rollout_by_loops(attentions: list[Tensor], image: int) -> list[list[float]]:
+    """(n, n): the mean of each layer's heads, rows summing to 1, mixed with the identity; then all multiplied."""
     matrices = []
     for attention in attentions:
         maps = attention[image].tolist()
         n = range(len(maps[0]))
-        merge = {"mean": lambda values: sum(values) / len(values), "max": max, "min": min}[heads]
-        merged = [[merge([one[i][j] for one in maps]) for j in n] for i in n]
-        matrices.append([[residual * (i == j) + (1 - residual) * merged[i][j] / sum(merged[i]) for j in n] for i in n])
+        merged = [[sum(one[i][j] for one in maps) / len(maps) for j in n] for i in n]
+        matrices.append([[0.5 * (i == j) + 0.5 * merged[i][j] / sum(merged[i]) for j in n] for i in n])
     return product_by_loops(matrices)
 
 
-@given(
-    depth=st.integers(1, 3),
-    n=st.integers(1, 5),
-    residual=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
-    heads=st.sampled_from(["mean", "max", "min"]),
-)
-def test_rollout_equals_that_of_loops(depth: int, n: int, residual: float, heads: Any) -> None:
+@given(depth=st.integers(1, 3), n=st.integers(1, 5))
+def test_rollout_equals_that_of_loops(depth: int, n: int) -> None:
     attentions = [random_attention(2, 3, n, n, seed=seed) for seed in range(depth)]
-    found = rollout(attentions, residual=residual, heads=heads)
-    means = rollout(attentions, residual=residual, heads=heads, start=torch.full((n,), 1 / n))
+    found, means = (rollout(attentions, start) for start in (torch.eye(n)[:1], torch.full((1, n), 1 / n)))
     for image in range(2):
-        expected = torch.tensor(rollout_by_loops(attentions, image, residual, heads))
+        expected = torch.tensor(rollout_by_loops(attentions, image))
         assert gap(found[image], expected[0]) <= 1e-5
         assert gap(means[image], expected.mean(dim=0)) <= 1e-5
     assert gap(found.sum(-1), torch.ones(2)) <= 1e-5
@@ -220,48 +213,37 @@ def test_lines_become_a_matrix(axis: Any) -> None:
 
 
 @each_model
-@pytest.mark.parametrize("heads", ["mean", "max"])
-def test_rollout_maps_lead_from_the_pooled_output_to_the_patches(config: ViTConfig, heads: Any) -> None:
+def test_rollout_maps_lead_from_the_pooled_output_to_the_patches(config: ViTConfig) -> None:
     model, images = random_model(config), pictures(2, 3, *IMAGE)
-    found = rollout_maps(model, images, residual=0.4, heads=heads)
+    found = rollout_maps(model, images)
     matrices, start = full_matrices(model, images), pooling_by_hand(model, images)
-    if heads == "max" and model.map is not None:
-        with torch.no_grad(), capture(model) as seen:
-            model(images)
-        largest = seen.pool.amax(dim=1).squeeze(1)
-        start[:, config.prefix :] = largest / largest.sum(dim=-1, keepdim=True)
     assert found.shape == (2, *config.grid(IMAGE))
     for image in range(2):
-        full = torch.tensor(rollout_by_loops(matrices, image, 0.4, heads))
+        full = torch.tensor(rollout_by_loops(matrices, image))
         assert gap(found[image].flatten(), (start[image] @ full)[config.prefix :]) <= 1e-5
 
 
 @each_model
-def test_attention_maps_are_the_pooled_rows(config: ViTConfig) -> None:
+def test_the_attention_of_the_pooled_output(config: ViTConfig) -> None:
     model, images = random_model(config), pictures(2, 3, *IMAGE)
-    for layer in (0, -1):
-        found = attention_maps(model, images, layer=layer)
+    inspections = inspect_images(model, images)
+    for layer in range(config.depth):
         expected = pooling_by_hand(model, images)[:, None].expand(-1, 2, -1)
         for matrix in reversed(full_matrices(model, images, [layer])):
             expected = torch.einsum("bhi,bhij->bhj", expected, matrix)
-        assert found.shape == (2, 2, *config.grid(IMAGE))
-        assert gap(found.flatten(2), expected[..., config.prefix :]) <= 1e-5
+        for image, inspection in enumerate(inspections):
+            assert inspection.pooled is not None
+            assert gap(torch.from_numpy(inspection.pooled[layer]), expected[image, :, config.prefix :]) <= 1e-5
 
 
 def test_models_without_attention_and_invalid_arguments_are_errors() -> None:
     resnet = build(ResNetConfig(blocks=(1, 1, 1, 1), image=(32, 32)))
     images = pictures(1, 3, 32, 32)
-    for look in (attention_maps, rollout_maps, mean_attention_distance):
+    for look in (rollout_maps, mean_attention_distance):
         with pytest.raises(UserError, match="choose a Vision Transformer"):
             look(resnet, images)
     with pytest.raises(UserError, match="at least one"):
         mean_attention_distance(random_model(SMALL), [])
-    with pytest.raises(UserError, match="at least one layer"):
-        rollout([])
-    with pytest.raises(UserError, match="between 0 and 1"):
-        rollout([random_attention(1, 1, 2, 2)], residual=1.5)
-    with pytest.raises(UserError, match='heads="median" is not one of mean, max, min'):
-        rollout([random_attention(1, 1, 2, 2)], heads="median")  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -22,14 +22,8 @@ from vitral.data.loader import evaluation_batches
 from vitral.data.preprocess import parse_pipeline, parse_preprocess
 from vitral.data.sources import open_images
 from vitral.errors import UserError
-from vitral.inspection import attribution
-from vitral.inspection.attribution import (
-    deletion_area,
-    deletion_curve,
-    gradient_rollout,
-    occlusion,
-    random_maps,
-)
+from vitral.inspection import image_inspection
+from vitral.inspection.image_inspection import deletion_area, deletion_curve, gradient_rollout, occlusion, random_maps
 from vitral.models.build import Model, build
 from vitral.models.capture import capture
 from vitral.models.model import normalize
@@ -50,8 +44,10 @@ def test_two_layers_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """A class token and two patches. With the layers in the wrong order, nothing would come from the second patch."""
     first = torch.tensor([[0.0, 0.1, 0.0], [0.0, 0.0, 0.3], [0.0, 0.0, 0.0]])
     second = torch.tensor([[0.0, 0.4, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
-    evidence = attribution._GradientAttention({0: first[None], 1: second[None]}, torch.tensor([[1.0, 0, 0]]), (1, 2))
-    monkeypatch.setattr(attribution, "_gradient_attention", lambda *_: evidence)
+    evidence = image_inspection._GradientAttention(
+        {0: first[None], 1: second[None]}, torch.tensor([[1.0, 0, 0]]), (1, 2)
+    )
+    monkeypatch.setattr(image_inspection, "_gradient_attention", lambda *_: evidence)
     model, image = made(SMALL), pictures(1, 3, 8, 16)
     # The class token reads patch 1 in both layers (0.1 / 0.3 + 0.4 / 0.4), and patch 2 through patch 1 (1 * 0.3 / 0.3).
     torch.testing.assert_close(gradient_rollout(model, image), torch.tensor([[[4 / 3, 1.0]]]))
@@ -134,22 +130,22 @@ def test_axial_relevance_propagates_along_rows_and_columns():
 
 
 @pytest.mark.parametrize("name", ["tanh", "hybrid", "BiT"])
-@pytest.mark.parametrize(("window", "sigmoid"), [(1, False), (3, False), (1, True)])
-def test_occlusion_equals_a_loop_over_occluded_images(name: str, window: int, sigmoid: bool) -> None:
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_occlusion_equals_a_loop_over_occluded_images(name: str, sigmoid: bool, monkeypatch) -> None:
     """Sides that the cells do not divide: a ViT drops the remainder, a hybrid and a ResNet have a cell for it."""
     model, side = made(ARCHITECTURES[name]), {"tanh": 8, "hybrid": 8, "BiT": 32}[name]
     images, classes = pictures(2, 3, 2 * side + 3, side + 5), torch.tensor([2, 2])
     chances = Tensor.sigmoid if sigmoid else partial(torch.softmax, dim=1)
-    result = occlusion(model, images, classes, window=window, batch=5, sigmoid=sigmoid)
+    monkeypatch.setattr(image_inspection, "OCCLUDED", 5)
+    result = occlusion(model, images, classes, sigmoid=sigmoid)
     assert result.shape[1:] == ((2, 1) if name == "tanh" else (3, 2))
     with torch.no_grad():
         before = chances(model(images))[:, 2]
         for i, row, column in np.ndindex(*result.shape):
             painted = images[i : i + 1].clone()
-            top, left = (max((index - window // 2) * side, 0) for index in (row, column))
-            bottom = min((row + window // 2 + 1) * side, result.shape[1] * side)
-            right = min((column + window // 2 + 1) * side, result.shape[2] * side)
-            painted[..., top:bottom, left:right] = images[i].mean((1, 2))[:, None, None]
+            painted[..., row * side : (row + 1) * side, column * side : (column + 1) * side] = images[i].mean((1, 2))[
+                :, None, None
+            ]
             drop = before[i] - chances(model(painted))[0, 2]
             assert result[i, row, column].item() == pytest.approx(drop.item(), abs=1e-5)
 
@@ -228,9 +224,6 @@ def test_invalid_arguments_are_errors():
     for method in METHODS.values():
         with pytest.raises(UserError, match="no head"):
             method(bare, images)
-    for window in (0, 2):
-        with pytest.raises(UserError, match="odd number of patches"):
-            occlusion(model, images, window=window)
     for maps, steps in ((torch.rand(2, 4, 3), 4), (torch.rand(1, 4, 4), 4), (torch.rand(2, 4, 4), 0)):
         with pytest.raises(UserError, match="do not fit"):
             deletion_curve(model, images, maps, steps)

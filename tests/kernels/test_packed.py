@@ -17,7 +17,7 @@ from PIL import Image
 from scipy.special import erf
 from torch import Tensor, nn
 
-from vitral.api import ensembles, prediction
+from vitral.api import inference, prediction
 from vitral.architecture import ResNetConfig, StemConfig, ViTConfig
 from vitral.checkpoints.adapt import Weights
 from vitral.checkpoints.card import Card, Preprocess
@@ -194,7 +194,7 @@ def test_predict_and_embed_pack_and_return_the_same(saved, monkeypatch):
 
 def test_padding_is_not_computed(saved, monkeypatch):
     weights, folder = saved
-    seen = CallRecorder(monkeypatch, ensembles, "predict_split")
+    seen = CallRecorder(monkeypatch, inference, "predict_split")
     found = prediction.predict(weights, folder, batch=4, device="cpu")
     assert seen.packed == [torch.backends.mkldnn.is_available()]
     assert seen.rows == [4, 1]

@@ -8,7 +8,7 @@ from runs import make_pictures
 
 import vitral
 from vitral import recipe as recipes
-from vitral.api.training import choose_recipe
+from vitral.api.recipes import choose_recipe
 from vitral.errors import UserError
 from vitral.models.build import build, mimetic_init
 from vitral.models.layers import Attention

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from vitral.report.charts import heat_map
-from vitral.report.figures import Figure, colour_figure, distance_figure, filter_figure, overlay_figure, position_figure
+from vitral.report.pages import Figure, colour_figure, distance_figure, filter_figure, overlay_figure, position_figure
 
 
 def tile(figure: Figure, row: int, column: int, shape: tuple[int, int], tiles: tuple[int, int]) -> np.ndarray:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import vitral
 from vitral import TrainResult
-from vitral.api.training import choose_recipe
+from vitral.api.recipes import choose_recipe
 from vitral.architecture import ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.data.images import encode_png

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from vitral.data.batch_buffers import MAX_SHRINK, PackedCrops
-from vitral.data.images import ImageError, resize
+from vitral.data.images import ImageError
 from vitral.data.loader import training_batches
+from vitral.data.pixels import resize
 from vitral.data.preprocess import parse_pipeline
 from vitral.data.sources import Split
+from vitral.data.workers import MAX_SHRINK, PackedCrops
 from vitral.training import device_data
 from vitral.training.device_data import crop_uploader
 

@@ -7,22 +7,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from vitral.atomic import atomic_write, checked_output
+from vitral.atomic import checked_output, write_text
+from vitral.bench import results
 from vitral.bench.backends import EXPORTED, Backend, Work, Workload, default_modes, select_backends
-from vitral.bench.benchmark import measure_cold_start, run_benchmark
-from vitral.bench.results import (
-    COLUMNS,
-    BenchmarkRow,
-    merge_rows,
-    page,
-    page_name,
-    read_rows,
-    speedup,
-    summarize,
-    table,
-    write_rows,
+from vitral.bench.benchmark import (
+    measure_cold_start,
+    newest_sweep,
+    run_benchmark,
+    run_sweep,
+    summarize_sweep,
+    sweep_chart,
 )
-from vitral.bench.sweep import newest_sweep, run_sweep, summarize_sweep, sweep_chart
+from vitral.bench.results import BenchmarkRow
 from vitral.data.loader import cores, default_workers
 from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
@@ -60,16 +56,15 @@ class BenchmarkReport(SummaryRepr):
         }
 
     def as_dict(self) -> list[dict[str, Any]]:
-        """JSON-ready: the rows of this call."""
         return [asdict(row) for row in self.rows]
 
     def table(self) -> tuple[tuple[str, ...], list[list[str]]]:
         """Columns and cells: the rows of this benchmark, and older ones that they may be compared with."""
-        return COLUMNS, table(_comparable(self.rows, self.hardware_rows))
+        return results.COLUMNS, results.table(_comparable(self.rows, self.hardware_rows))
 
     def speedups(self) -> list[tuple[BenchmarkRow, float]]:
         """Our rows of this benchmark with their speed relative to the best peer."""
-        ratios = [(row, speedup(row, self.hardware_rows)) for row in self.rows]
+        ratios = [(row, results.speedup(row, self.hardware_rows)) for row in self.rows]
         return [(row, ratio) for row, ratio in ratios if ratio is not None]
 
 
@@ -126,7 +121,7 @@ def benchmark(
     if work == "growth" and (against or len(settings) > 1):
         raise UserError("growth times vitral alone, in one setting: leave out --against, and name one of --settings.")
     out = checked_output(out, (".json",), "--out")
-    old_rows = read_rows(out)
+    old_rows = results.read_rows(out)
     workload = _workload(work, model, batch, data, workers, device or default_device().type)
     backends, excluded = _select(workload, against, settings, attention)
     with displayed(on_event) as handler:
@@ -136,22 +131,22 @@ def benchmark(
     failures = [*excluded, *failed]
     if not rows:
         raise UserError(f"no backend could be timed ({' '.join(failures)}): choose other settings.")
-    all_rows = merge_rows(old_rows, rows)
-    write_rows(out, all_rows)
+    all_rows = results.merge_rows(old_rows, rows)
+    results.write_rows(out, all_rows)
     hardware_rows = [row for row in all_rows if row.hardware == rows[0].hardware]
     comparable = _comparable(rows, hardware_rows)
-    notes = (*failures, *summarize(comparable), *summarize_sweep(comparable))
+    notes = (*failures, *results.summarize(comparable), *summarize_sweep(comparable))
     return BenchmarkReport(rows, hardware_rows, notes, out, write_page(out.parent, hardware_rows))
 
 
 def write_page(folder: Path, rows: Sequence[BenchmarkRow]) -> Path:
     """Write the Markdown page about the rows of one machine, and the chart of its last sweep."""
-    name, figures = page_name(rows), []
+    name, figures = results.page_name(rows), []
     if sweep := newest_sweep(rows):
         figures.append(f"{name}-growth.svg")
-        _write_text(folder / figures[0], sweep_chart(sweep))
+        write_text(folder / figures[0], sweep_chart(sweep))
     path = folder / f"{name}.md"
-    _write_text(path, page(rows, summary=[*summarize(rows), *summarize_sweep(rows)], figures=figures))
+    write_text(path, results.page(rows, summary=[*results.summarize(rows), *summarize_sweep(rows)], figures=figures))
     return path
 
 
@@ -212,8 +207,3 @@ def _check(work: str, rounds: int, batch: int | None, data: str | Path, workers:
 def _comparable(rows: Sequence[BenchmarkRow], hardware_rows: Sequence[BenchmarkRow]) -> list[BenchmarkRow]:
     keys = {row.comparison_key for row in rows}
     return [row for row in hardware_rows if row.comparison_key in keys]
-
-
-def _write_text(path: Path, text: str) -> None:
-    with atomic_write(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")

@@ -1,34 +1,39 @@
-"""`check`: problems of a data set, and with a model its suspicious labels."""
+"""`check` and `dedupe`: problems of a data set, with a model its suspicious labels, and copies of test images."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from vitral.api.checkpoints import Source, load_source
 from vitral.api.data import Data, open_to_train
-from vitral.api.ensembles import compute_device, prepared, reading_workers
-from vitral.atomic import atomic_write, checked_output
+from vitral.api.engines import Engine, SlurmOptions
+from vitral.api.inference import Arrays, compute_device, parts_of, prepared, reading_workers
+from vitral.atomic import checked_output, write_text
 from vitral.checkpoints.card import Preprocess
 from vitral.data.check import CheckReport, SuspectLabel, open_to_check
 from vitral.data.check import check as check_data
-from vitral.data.images import resize
 from vitral.data.loader import default_workers, read_pixels
-from vitral.data.sources import DataSet, Split
+from vitral.data.pixels import resize
+from vitral.data.sources import DataSet, Split, open_data, with_test_split
 from vitral.data.splits import unreadable_refusal
+from vitral.data.workers import CHUNK as SIGNATURE_BLOCK
 from vitral.display import displayed
 from vitral.errors import UntrainableData, UserError
-from vitral.evaluation.features import cached_features
-from vitral.evaluation.label_errors import find_label_errors
+from vitral.evaluation import duplicates
+from vitral.evaluation.duplicates import DedupeResult
+from vitral.evaluation.predict import cached_features
+from vitral.evaluation.probes import find_label_errors
 from vitral.events import EventHandler
 from vitral.models.build import Model
 from vitral.recipe import Recipe
 from vitral.report.pages import label_errors_page
 
+Judge = tuple[Model, Preprocess, str]
 _SHOWN = 200  # suspicious labels on the page
 _THUMBNAIL = 160  # pixels of the longer side
 
@@ -75,8 +80,7 @@ def check(
             return report
         suspects, places, judged = _suspects(opened, judge, handler)
     thumbnails = [_thumbnail(*place) for place in places[:_SHOWN]]
-    with atomic_write(target) as temporary:
-        temporary.write_text(label_errors_page(opened.source, judged, suspects, thumbnails), encoding="utf-8")
+    write_text(target, label_errors_page(opened.source, judged, suspects, thumbnails))
     return replace(report, suspects=tuple(suspects), judged=judged, page=str(target))
 
 
@@ -95,24 +99,16 @@ def _refusal(data: Data, report: CheckReport) -> str:
     return unreadable_refusal(opened.train, readable(opened.train), readable(held_out) if held_out else None)
 
 
-class _Judge(NamedTuple):
-    """What computes the features."""
-
-    model: Model
-    preprocess: Preprocess
-    device: str
-
-
-def _judge(opened: DataSet, source: Source, preprocess: str, device: str, on_event: EventHandler) -> _Judge:
-    """The model, loaded before any image is read."""
+def _judge(opened: DataSet, source: Source, preprocess: str, device: str, on_event: EventHandler) -> Judge:
+    """The model that computes features, its preprocessing and its device, before any image is read."""
     if opened.train.multilabel:
         raise UserError("suspicious labels are found where images have one label each: leave out --model.")
     model, card = load_source(source, on_event)
-    return _Judge(model, prepared(card, preprocess, on_event), compute_device(source, device))
+    return model, prepared(card, preprocess, on_event), compute_device(source, device)
 
 
 def _suspects(
-    opened: DataSet, judge: _Judge, on_event: EventHandler
+    opened: DataSet, judge: Judge, on_event: EventHandler
 ) -> tuple[list[SuspectLabel], list[tuple[Split, int]], int]:
     """The suspicious labels of all splits together, their splits and indices there, and how many images were judged."""
     model, how, device = judge
@@ -141,3 +137,84 @@ def _thumbnail(split: Split, index: int) -> np.ndarray:
     pixels = read_pixels(split, index, 3)
     scale = min(1.0, _THUMBNAIL / max(pixels.shape[:2]))
     return resize(pixels, (max(round(pixels.shape[0] * scale), 1), max(round(pixels.shape[1] * scale), 1)))
+
+
+def dedupe(
+    train: str | Path,
+    *,
+    against: Sequence[str | Path],
+    output: str | Path = "",
+    weights: Source = "",
+    preprocess: str = "",
+    device: str = "",
+    parts: int = 1,
+    part: Sequence[str] = (),
+    engine: Engine = "local",
+    slurm: SlurmOptions = (),
+    parallel: int = 0,
+    on_event: EventHandler | None = None,
+) -> DedupeResult:
+    """Find training images that are copies of test images.
+
+    Re-encoded, resized, slightly cropped and mirrored copies are found by perceptual hashes and a comparison of pixels.
+    `vitral train ... --set data.exclude=FILE` excludes the images listed in a file.
+
+    Args:
+        train: the training images: what `vitral train` takes.
+        against: data sets whose test images must not be trained on.
+        output: .txt file to list the copies in.
+        weights: a model whose features find copies that the hashes miss; slower.
+        preprocess: how pixels are prepared for it, where it differs from what the weights state.
+        device: cpu, cuda or mps for the model; chosen when not given.
+        parts: number of parts to compute the images in, each a command of its own; they are kept beside the output
+            until all are there, and the output is the same as of one process.
+        part: single parts to compute, such as 3/16, and no output.
+        engine: where parts are computed: local, on the GPUs or the cores of this machine, or slurm, as an array of
+            jobs.
+        slurm: options of sbatch for the jobs as KEY=VALUE, such as partition=gpu time=4:00:00 gres=gpu:1.
+        parallel: parts at a time; one per GPU when not given.
+        on_event: handler of progress events.
+
+    Returns:
+        The pairs of training and test images that are copies.
+
+    Raises:
+        UserError: where an argument is wrong.
+        PartsWritten: with `part`, once these parts are written.
+    """
+    divided = parts_of(dedupe, locals())
+    if preprocess and not weights:
+        raise UserError("preprocess is for the images of a model: name its weights, too, or leave it out.")
+    resolved = compute_device(weights, device)
+    target = checked_output(output, (".txt",), "--output") if output else None
+    opened = open_data(train, held_out=0.0)
+    others = [_tested(name) for name in against]
+    model, card = load_source(weights, on_event) if weights else (None, None)
+    how = prepared(card, preprocess, on_event) if card is not None else None
+    with displayed(on_event) as handler:
+
+        def compute(images: Split) -> Arrays:
+            copies = duplicates.find_duplicates(
+                images,
+                others,
+                model=model,
+                preprocess=how,
+                device=resolved,
+                workers=default_workers("cuda"),
+                on_event=handler,
+            )
+            return (np.frombuffer(copies.to_json().encode(), np.uint8),)
+
+        block = SIGNATURE_BLOCK if model is None else duplicates.FEATURE_BLOCK
+        results = divided.compute(opened.train, block, compute, handler)
+    merged = duplicates.merge_duplicates([DedupeResult.from_json(array.tobytes().decode()) for _, (array,) in results])
+    if target is not None:
+        duplicates.write_exclusions(target, merged)
+        divided.finish()
+    return merged
+
+
+def _tested(name: str | Path) -> Split:
+    """The images that a data set is tested on; all of them where it has one split."""
+    opened = with_test_split(open_data(name, held_out=0.0))
+    return opened.train if opened.eval_split is None else opened.eval_split

@@ -1,26 +1,28 @@
 """What verbs read and write: data sets as a recipe narrows them, images to predict on, and the folder of a run.
 
-A run is written neither among its images, nor among other files, nor over another run.
+A run is written neither among its images, nor among other files, nor over another run. `evaluate` never scores the
+images that a run was trained on, by the content of each file.
 """
 
 from __future__ import annotations
 
-import hashlib
+import json
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
+from vitral.api.checkpoints import Source
 from vitral.atomic import check_writable
 from vitral.data.catalog import CATALOG
-from vitral.data.folders import FileReader
+from vitral.data.contents import RunContents, content_hashes, not_hashed_reason
 from vitral.data.images import ImageError, PILImage, UnreadableImage
+from vitral.data.objects import ObjectReader
+from vitral.data.pixels import eight_bit_array
 from vitral.data.sources import DataSet, Split, open_data, open_images, restrict_train, with_test_split
 from vitral.data.splits import SPLIT_NAMES
-from vitral.data.transforms import eight_bit_array
 from vitral.errors import UserError
 from vitral.evaluation.duplicates import read_exclusions
 from vitral.recipe import Recipe, from_toml, with_dev
@@ -114,35 +116,12 @@ def _to_train(data: Data, opened: DataSet) -> DataSet:
     return opened
 
 
-@dataclass(frozen=True)
-class MixedReader:
-    """Images in memory and image files, in one list."""
-
-    images: Sequence[str | np.ndarray]  # a path, or uint8 pixels (height, width, channels)
-
-    def read(self, index: int) -> bytes | np.ndarray:
-        image = self.images[index]
-        return image if isinstance(image, np.ndarray) else FileReader("", [image]).read(0)
-
-    def mark(self, index: int) -> str:
-        image = self.images[index]
-        if isinstance(image, np.ndarray):
-            return hashlib.sha256(image.tobytes()).hexdigest()
-        return FileReader("", [image]).mark(0)
-
-
 def open_any_images(images: Images) -> Split:
-    """Open images to predict on.
+    """Open images to predict on, as a split without labels.
 
-    Args:
-        images: paths of image files and of folders of them, PIL images, and arrays (height, width, channels) of uint8
-            pixels or of values from 0 to 1; one, several, or an array (n, height, width, channels).
-
-    Returns:
-        A split without labels; images in memory are called "image 0", "image 1", ... by their position.
-
-    Raises:
-        UserError: where there is no image, or one of them is of another type.
+    Images are files, folders of them, PIL images, and arrays (height, width, channels) of uint8 pixels or of values
+    from 0 to 1; one, several, or an array (n, height, width, channels). Those in memory are called "image 0", "image
+    1", ... by their position.
     """
     several: Sequence[ImageLike] = (
         list(images)
@@ -164,7 +143,7 @@ def open_any_images(images: Images) -> Split:
         else:
             keys.append(f"image {position}")
             opened.append(_pixels(image, keys[-1]))
-    return Split("images", keys, np.full(len(keys), -1, np.int64), (), MixedReader(opened))
+    return Split("images", keys, np.full(len(keys), -1, np.int64), (), ObjectReader(opened.__getitem__, keys))
 
 
 def _pixels(image: PILImage | np.ndarray, name: str) -> np.ndarray:
@@ -186,12 +165,8 @@ def known_data() -> dict[str, str]:
 
 
 def check_out(out: str | Path, data: object) -> None:
-    """Refuse a run folder that lies among the images of the data, holds other files, or cannot be written.
-
-    Args:
-        out: the run folder; without it there will be one in runs/.
-        data: what `vitral train` takes; only paths are checked.
-    """
+    """Refuse a run folder that lies among the images of the data, holds other files, or cannot be written; without one
+    there will be one in runs/."""
     source = str(data) if isinstance(data, str | Path) else ""
     name, _, location = source.partition(":")
     source = location if name in known_data() else source
@@ -237,3 +212,158 @@ def new_folder(data: str | Path, recipe: Recipe) -> Path:
     while (folder := Path("runs") / (base if number == 1 else f"{base}-{number}")).exists():
         number += 1
     return folder
+
+
+class EvalImages(NamedTuple):
+    """What is scored."""
+
+    split: Split
+    is_new: np.ndarray  # (n,) bool: images that were not the run's, scored apart from those that it held out
+    notes: tuple[str, ...]
+    held_out: bool = False  # whether the run held out the others, and may have fitted its temperature on them
+
+
+class RunRecord(NamedTuple):
+    """A run's folder, and what it states of its images."""
+
+    folder: Path
+    contents: RunContents | None  # None in a folder without split.json
+    fingerprints: dict[str, str]  # of data.json
+
+    def fitted(self, split: Split) -> bool:
+        """Whether the run evaluated this split during training, and so fitted its temperature on it."""
+        stated = self.fingerprints
+        return split.fingerprint() == stated.get("selected", stated["evaluated"])
+
+
+def eval_images(sources: Sequence[Source], data: str | Path, name: str) -> EvalImages:
+    """Choose the images to evaluate: those that all of the models can be evaluated on, and none was trained on.
+
+    `name` is that of the split; by default the one that the run was evaluated on, else the first that is held out.
+    Raises UserError where there is no such split, or no image is left.
+    """
+    first, *others = [_images_of(source, data, name) for source in sources]
+    for other in others:
+        positions = {key: index for index, key in enumerate(other.split.keys)}
+        kept = [index for index, key in enumerate(first.split.keys) if key in positions]
+        if not kept:
+            raise UserError(
+                "each image was trained on by one of the models: evaluate them on images that none has seen."
+            )
+        same = [positions[first.split.keys[index]] for index in kept]
+        left = len(first.split) - len(kept)
+        note = (f"{left:,} more are left out, which another model was trained on or not evaluated on.",) if left else ()
+        first = EvalImages(
+            first.split if not left else first.split.select(np.array(kept)),
+            first.is_new[kept] & other.is_new[same],
+            (*first.notes, *note),
+            first.held_out or other.held_out,
+        )
+    return first
+
+
+def _images_of(source: Source, data: str | Path, name: str) -> EvalImages:
+    """The images to evaluate one model on; where it is a run, those that it was trained on are left out."""
+    record = _run_record(source)
+    if record is None:
+        return _all(*_candidates(data, name))
+    split = _same_split(record, data, name)
+    contents = record.contents
+    if split is not None and (contents is None or contents.reason or not_hashed_reason([split])):
+        return _all(split, _held_out_note(split))._replace(held_out=record.fitted(split))
+    if split is not None and contents is not None:
+        hashes = content_hashes(split)
+        if split.name in contents.splits and hashes == contents.splits[split.name].hashes:
+            trained = contents.hashes(["train"])
+            repeated = sum(digest in trained for digest in hashes)
+            equal = f"{repeated:,} of them equal{'s' * (repeated == 1)} a training image byte for byte."
+            scored = _all(split, _held_out_note(split), *([equal] if repeated else []))
+            return scored._replace(held_out=record.fitted(split))
+    known = name if contents is not None and name in contents.splits and name != "train" else ""
+    split, note = _candidates(data, name, known, contents.evaluated if contents is not None else "")
+    reason = "the run has no split.json" if contents is None else contents.reason or not_hashed_reason([split])
+    if contents is None or reason:
+        return _all(split, note, f"Whether the model was trained on some of them is unknown: {reason}.")
+    return _without_trained(split, note, contents, known)
+
+
+def _run_record(source: Source) -> RunRecord | None:
+    path = None if isinstance(source, tuple) else Path(source).expanduser()
+    folder = path if path is None or path.is_dir() else path.parent
+    if folder is None or not (folder / "recipe.toml").is_file() or not (folder / "data.json").is_file():
+        return None
+    contents = folder / "split.json"
+    return RunRecord(
+        folder,
+        RunContents.from_json(contents.read_text("utf-8")) if contents.is_file() else None,
+        json.loads((folder / "data.json").read_text("utf-8")),
+    )
+
+
+def _same_split(record: RunRecord, data: str | Path, name: str) -> Split | None:
+    """The held-out split of data whose images are named as in the run; None where some are not."""
+    recipe = from_toml((record.folder / "recipe.toml").read_text("utf-8"))
+    same = open_as_trained(data, recipe, record.fingerprints["train"])
+    return _split_named(same, name, record.fingerprints["evaluated"]) if same is not None else None
+
+
+def _candidates(data: str | Path, name: str, known: str = "", evaluated: str = "") -> tuple[Split, str]:
+    """A held-out split of the data, or all its images where it has none: the one that is named, else the one evaluated
+    by the run. `known` is the name where the run has a split of that name, which data without splits need not have."""
+    opened = open_data(data, held_out=0.0)
+    name = name or (evaluated if evaluated in [split.name for split in opened.splits[1:]] else "")
+    split = _split_named(opened, "" if known and len(opened.splits) == 1 else name)
+    if split is None:
+        return opened.train, f"All {len(opened.train):,} images are scored."
+    return split, f"The {len(split):,} images of the {split.name} split are scored."
+
+
+def _without_trained(split: Split, note: str, contents: RunContents, name: str) -> EvalImages:
+    """Leave out what the run was trained on, and keep apart what it held out and what is new."""
+    hashes = content_hashes(split)
+
+    def among(names: list[str]) -> np.ndarray:
+        digests = contents.hashes(names)
+        return np.array([digest in digests for digest in hashes], bool)
+
+    trained = among(["train"])
+    others = [other for other in contents.splits if other != "train"]
+    # Data without splits mixes all of the run's; a split of the data is scored whole, whatever the run called it.
+    asked = [name or contents.evaluated] if split.name == "train" else others
+    held, new = among(asked) & ~trained, ~(trained | among(others))
+    aside = ~(trained | held | new)
+    if new.all():
+        return _all(split, note)
+    if not (held | new).any():
+        raise UserError(f"the model was trained on all {len(split):,} images: evaluate it on images that it never saw.")
+    counts = f"{trained.sum():,} of {len(split):,} images were trained on and are left out"
+    if aside.any():
+        names = " and ".join(other for other in others if other not in asked)
+        counts += f", {aside.sum():,} of its {names} split as well"
+    scored = np.flatnonzero(held | new)
+    is_new = new[scored] & held.any()  # where nothing was held out there is nothing to keep them apart from
+    note = f"{counts}; {held.sum():,} held out, {new.sum():,} new."
+    return EvalImages(split.select(scored), is_new, (note,), held_out=bool(held.any()))
+
+
+def _all(split: Split, *notes: str) -> EvalImages:
+    return EvalImages(split, np.zeros(len(split), bool), notes)
+
+
+def _held_out_note(split: Split) -> str:
+    held_out = f"the {len(split):,} held-out images of its {split.name} split"
+    return f"The model was trained on this data: only {held_out} are scored."
+
+
+def _split_named(data: DataSet, name: str, evaluated: str = "") -> Split | None:
+    """The split with this name; without a name the one with the fingerprint that a run evaluated, else the first."""
+    held_out = list(data.splits[1:])
+    matching = [split for split in held_out if name in ("", split.name)]
+    if name and not matching:
+        choices = " or ".join(f"--split {split.name}" for split in held_out)
+        raise UserError(
+            f'{data.source} has no split "{name}" to score: {f"use {choices}" if choices else "leave it out"}.'
+        )
+    if not name and evaluated:
+        matching = [split for split in held_out if split.fingerprint() == evaluated] or matching
+    return matching[0] if matching else None

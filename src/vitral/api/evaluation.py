@@ -10,29 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from vitral.api.engines import Engine
-from vitral.api.ensembles import Ensemble, Sources, open_ensemble, prepared
-from vitral.api.held_out import eval_images
+from vitral.api.data import eval_images
+from vitral.api.engines import Engine, SlurmOptions
+from vitral.api.inference import Ensemble, Parts, Sources, joined, open_ensemble, parts_of, prepared
 from vitral.api.inspection import model_facts, most_confident_mistakes, reliabilities
-from vitral.api.parts import Parts, joined, parts_of
 from vitral.api.prediction import check_numbers, none_read
-from vitral.api.slurm import SlurmOptions
-from vitral.atomic import atomic_write, checked_output
+from vitral.atomic import checked_output, write_text
 from vitral.checkpoints.card import Card
-from vitral.data.catalog.imagenet import imagenet_outputs, real_labels
+from vitral.data.catalog import imagenet_outputs, real_labels
 from vitral.data.images import UnreadableImage
 from vitral.data.sources import Split
 from vitral.display import SummaryRepr, displayed, score_summary
 from vitral.errors import UserError
-from vitral.evaluation.accuracy import (
-    classification_metrics,
-    multilabel_metrics,
-    objectnet_accuracy,
-    real_accuracy,
-    wilson_interval,
-)
+from vitral.evaluation.accuracy import classification_metrics, multilabel_metrics, wilson_interval
 from vitral.evaluation.calibration import FOLDS, calibrate, probabilities
-from vitral.evaluation.mapping import class_mapping
+from vitral.evaluation.mapping import class_mapping, objectnet_accuracy, real_accuracy
 from vitral.evaluation.predict import Predictions, TestTimeAugmentation
 from vitral.events import EventHandler, Note, ignore_events
 from vitral.report.evaluation import TemperatureAdvice, evaluation_page
@@ -66,7 +58,6 @@ class EvalResult(SummaryRepr):
         return {**score_summary(self.metrics), "data": self.data, "source": self.source}
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {**asdict(self), "interval": self.interval}
 
 
@@ -146,9 +137,22 @@ def evaluate(
         predictions = Predictions(*joined(divided.compute(scored, batch, compute, handler)))
     unreadable = _unreadable(scored, predictions, card)
     if objectnet:
-        result = _objectnet(models.name, str(data), scored, predictions, unreadable, notes)
+        rule = "A prediction is correct where it is one of the ImageNet classes of the object."
+        metrics = _objectnet_metrics(str(data), scored, predictions)
+        result = EvalResult(models.name, str(data), metrics, None, unreadable, (*notes, rule))
         return result if page is None else _with_page(result, page, models, divided)
     names = models.card.class_names or tuple(_output_names(scored.classes, mapping, card.architecture.classes))
+
+    def measured(chosen: np.ndarray, temperature: float | None) -> dict[str, Any]:
+        """The metrics of the predictions that are chosen, (n,) bool; without a temperature it is cross-fitted."""
+        logits, truth = predictions.logits[chosen], scored.labels[predictions.indices[chosen]]
+        if scored.multilabel:
+            labels = np.zeros((len(truth), len(names)), np.uint8)
+            labels[:, mapping] = truth
+            return multilabel_metrics(probabilities(logits, sigmoid=True), labels, names).as_dict()
+        how = {"sigmoid": card.multilabel, "temperature": temperature}
+        return classification_metrics(logits, mapping[truth], names, **how).as_dict()
+
     added = predictions.valid & is_new[predictions.indices]
     if (added == predictions.valid).all():  # nothing to keep them apart from: what was held out cannot be read
         added = np.zeros_like(added)
@@ -156,8 +160,7 @@ def evaluate(
     logits, indices = predictions.logits[old], predictions.indices[old]
     single_label = not (scored.multilabel or card.multilabel)
     fitted_here = single_label and models.temperature != 1.0 and held_out
-    temperature = None if fitted_here else models.temperature
-    metrics = _metrics(logits, scored, indices, mapping, names, card, temperature)
+    metrics = measured(old, None if fitted_here else models.temperature)
     tempered = _tempered(logits, mapping[scored.labels[indices]]) if single_label else dict[str, Any]()
     if fitted_here:
         notes = (*notes, f"Its temperature was fitted on these images: calibrated numbers are over {FOLDS} folds.")
@@ -165,8 +168,7 @@ def evaluate(
         notes = (*notes, "Temperatures were fitted on these images: loss and calibration error are optimistic.")
     new = None
     if added.any():
-        positions = predictions.indices[added]
-        new = _metrics(predictions.logits[added], scored, positions, mapping, names, card, models.temperature)
+        new = measured(added, models.temperature)
         score = ", ".join(f"{name} {value}" for name, value in score_summary(new).items())
         notes = (*notes, f"The new images are scored apart: {score}.")
     keys = [scored.keys[index] for index in indices]
@@ -207,8 +209,7 @@ def _with_page(result: EvalResult, path: Path, models: Ensemble, divided: Parts,
         left_out=result.unreadable,
         **parts,
     )
-    with atomic_write(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_text(path, text)
     divided.finish()
     return replace(result, page=str(path))
 
@@ -234,24 +235,6 @@ def real_scores(
     return tuple(score[0] for score in scores if score), scores[0][1] if scores[0] else 0
 
 
-def _metrics(
-    logits: np.ndarray,
-    split: Split,
-    indices: np.ndarray,
-    mapping: np.ndarray,
-    names: Sequence[str],
-    card: Card,
-    temperature: float | None,
-) -> dict[str, Any]:
-    """The metrics of logits (n, classes) of the images at these indices; without a temperature it is cross-fitted."""
-    if split.multilabel:
-        labels = np.zeros((len(indices), len(names)), np.uint8)
-        labels[:, mapping] = split.labels[indices]
-        return multilabel_metrics(probabilities(logits, sigmoid=True), labels, names).as_dict()
-    labels = mapping[split.labels[indices]]
-    return classification_metrics(logits, labels, names, sigmoid=card.multilabel, temperature=temperature).as_dict()
-
-
 def _tempered(logits: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
     """The temperature fields of an `EvalResult`, from logits (n, classes) and labels (n,)."""
     best = calibrate(logits, labels)
@@ -266,20 +249,10 @@ def _objectnet_card(card: Card, on_event: EventHandler | None) -> Card:
     return replace(card, preprocess=replace(prepared(card, "", on_event), pipeline=pipeline))
 
 
-def _objectnet(
-    source: str,
-    data: str,
-    split: Split,
-    predictions: Predictions,
-    unreadable: tuple[UnreadableImage, ...],
-    notes: tuple[str, ...],
-) -> EvalResult:
-    mapping = imagenet_outputs(data, split.classes)
-    indices = predictions.indices[predictions.valid]
-    score = objectnet_accuracy(predictions.logits[predictions.valid], split.labels[indices], mapping)
-    rule = "A prediction is correct where it is one of the ImageNet classes of the object."
-    metrics = {"top1": score.top1, "top5": score.top5, "n": score.n}
-    return EvalResult(source, data, metrics, None, unreadable, (*notes, rule))
+def _objectnet_metrics(data: str, split: Split, predictions: Predictions) -> dict[str, Any]:
+    labels, logits = split.labels[predictions.indices[predictions.valid]], predictions.logits[predictions.valid]
+    score = objectnet_accuracy(logits, labels, imagenet_outputs(data, split.classes))
+    return {"top1": score.top1, "top5": score.top5, "n": score.n}
 
 
 def _unreadable(split: Split, predictions: Predictions, card: Card) -> tuple[UnreadableImage, ...]:

@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from vitral.api.checkpoints import Source, load_source, source_name
-from vitral.api.ensembles import check_head, named_card, prepared
-from vitral.api.held_out import eval_images
+from vitral.api.data import eval_images
+from vitral.api.inference import check_head, named_card, prepared
 from vitral.atomic import atomic_write, check_writable, checked_output
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.files import open_weights, sha256

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vitral.api.checkpoints import convert, load_source
-from vitral.api.ensembles import named_card
+from vitral.api.inference import named_card
 from vitral.atomic import check_writable
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.hub import check_licence, model_card, repository_of, upload

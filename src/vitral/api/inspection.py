@@ -15,10 +15,10 @@ from torch import Tensor
 
 from vitral.api.checkpoints import Source, load, load_source
 from vitral.api.data import Images, open_any_images, open_restricted
-from vitral.api.ensembles import compute_device, prepared
+from vitral.api.inference import compute_device, prepared
 from vitral.api.prediction import none_read
 from vitral.architecture import ViTConfig
-from vitral.atomic import atomic_write, check_writable, checked_output
+from vitral.atomic import check_writable, checked_output, write_text
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.run import RunFolder
 from vitral.cost import cost
@@ -40,8 +40,7 @@ from vitral.models.vit import ViT
 from vitral.names import name_of
 from vitral.recipe import from_toml
 from vitral.report.evaluation import Mistake, Reliability
-from vitral.report.figures import write_figures
-from vitral.report.pages import AttentionDistance, LearnedWeights, RunExamples, inspect_page, run_page
+from vitral.report.pages import AttentionDistance, LearnedWeights, RunExamples, inspect_page, run_page, write_figures
 from vitral.report.viewer import ViewerImage, choose_layers
 from vitral.serving import unread
 
@@ -66,7 +65,6 @@ class InspectResult(SummaryRepr):
         return {"page": str(self.page), "images": f"{self.images:,}", "size": f"{self.bytes / 1e6:.1f} MB"}
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {**asdict(self), "page": str(self.page), "figures": [str(path) for path in self.figures]}
 
 
@@ -129,8 +127,7 @@ def inspect(
         title = f"Inside {_short_name(card)}"
         attends = isinstance(model, ViT)
         page = inspect_page(title, model_facts(card), learned, shown, _pooled_name(model), reach, attends, left_out)
-        with atomic_write(path) as temporary:
-            temporary.write_text(page, encoding="utf-8")
+        write_text(path, page)
         written = write_figures(Path(figures), learned, shown, reach) if figures else ()
     return InspectResult(path, path.stat().st_size, len(shown), tuple(image.path for image in left_out), written)
 
@@ -139,14 +136,6 @@ def write_run_page(folder: str | Path, data: str | Path | DataSet, *, device: st
     """Write page.html into a run folder: its curves, mistakes, calibration, and what the model has learned.
 
     The tables are those of result.json. Mistakes and calibration are computed anew, on at most 2,000 held-out images.
-
-    Args:
-        folder: the run folder.
-        data: the data of the run.
-        device: cpu, cuda or mps; chosen when not given.
-
-    Returns:
-        The page.
     """
     run = RunFolder(Path(folder))
     model, card = load(run.path)
@@ -315,15 +304,7 @@ def most_confident_mistakes(
 ) -> list[Mistake]:
     """The wrong predictions with the highest probability, with their images, for a page.
 
-    Args:
-        split: where the images are.
-        indices: the images in it that were predicted, (n,).
-        logits: (n, classes).
-        labels: the right outputs, (n,).
-        names: the outputs.
-        card: states how logits become probabilities.
-        preprocess: how the images are prepared.
-        most: how many mistakes.
+    Logits (n, classes) and labels (n,) are of the images at `indices` (n,) of the split; `names` are of the outputs.
     """
     wrong, order = _by_confidence(logits, labels, card)
     order = order[: min(int(wrong.sum()), most)]
@@ -360,6 +341,5 @@ def _evenly(count: int, most: int) -> np.ndarray:
 
 
 def _truth(split: Split, index: int) -> tuple[str, ...]:
-    """The classes of an image."""
     labels = np.flatnonzero(split.labels[index]) if split.multilabel else [split.labels[index]]
     return tuple(split.classes[label] for label in labels)

@@ -14,33 +14,30 @@ import torch
 
 from vitral.api.checkpoints import Source, load_source
 from vitral.api.data import Images, open_any_images, unread_images
-from vitral.api.engines import Engine
-from vitral.api.ensembles import (
+from vitral.api.engines import Engine, SlurmOptions
+from vitral.api.inference import (
     Sources,
     check_head,
     check_normalization,
     compute_device,
+    joined,
     load_predictor,
     named_card,
     open_ensemble,
+    parts_of,
     prepared,
     reading_workers,
 )
-from vitral.api.parts import joined, parts_of
-from vitral.api.slurm import SlurmOptions
 from vitral.atomic import atomic_write, checked_output
-from vitral.checkpoints.card import Card
-from vitral.data.images import UnreadableImage, encode_png
-from vitral.data.loader import read_pixels
+from vitral.data.images import UnreadableImage
 from vitral.data.preprocess import parse_deterministic
-from vitral.data.sources import Split, open_data
+from vitral.data.sources import Split
 from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
 from vitral.evaluation.predict import EmbeddingPool, Embeddings, Predictions, TestTimeAugmentation, embed_split
 from vitral.events import EventHandler
 from vitral.export.exported import PixelLogits
 from vitral.kernels.packed import pack
-from vitral.models.build import Model
 from vitral.serving import (
     NamedClassifier,
     PredictionResults,
@@ -199,7 +196,6 @@ class EmbedResult(SummaryRepr):
         return {"n": f"{len(self.paths):,}", "dim": f"{self.features.shape[1]:,}", **unreadable}
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready: the features themselves where they were not written to a file."""
         values = {"output": self.output, "images": len(self.paths), "features": self.features.shape[1]}
         if not self.output:
             values |= {"paths": self.paths, "features": self.features.tolist()}
@@ -253,8 +249,11 @@ def embed(
     check_numbers(batch=batch)
     target = checked_output(output, (".npz",), "--output") if output else None
     split = open_any_images(images)
-    model, card, resolved, workers = _predictor(source, device, on_event)
-    how = prepared(card, preprocess, on_event)
+    model, card = load_source(source, on_event)
+    how, resolved = prepared(card, preprocess, on_event), compute_device(source, device)
+    if resolved.split(":")[0] == "cpu" and not isinstance(source, tuple):  # it was loaded here
+        pack(model)
+    workers = reading_workers(resolved)
     with displayed(on_event) as handler:
 
         def compute(images: Split) -> Embeddings:
@@ -274,46 +273,7 @@ def embed(
     return EmbedResult(paths, features, unread_images(split, paths), str(output))
 
 
-def write_sample_images(data: str | Path, folder: Path, *, count: int) -> list[Path]:
-    """Write held-out images as PNG files named by their class, taking one of each class in turn.
-
-    Args:
-        data: what `vitral train` takes.
-        folder: where to write them.
-        count: number of images.
-
-    Returns:
-        The paths of the files.
-    """
-    split = open_data(data).eval_split
-    if split is None or split.multilabel:
-        raise UserError(f"{data} has no held-out images with one label each.")
-    per_class = [np.flatnonzero(split.labels == label) for label in range(len(split.classes))]
-    chosen = [int(indices[turn]) for turn in range(count) for indices in per_class if turn < len(indices)][:count]
-    paths = []
-    for number, index in enumerate(chosen):
-        path = folder / f"{split.classes[split.labels[index]]}-{number}.png"
-        with atomic_write(path) as temporary:
-            temporary.write_bytes(encode_png(read_pixels(split, index, 3)))
-        paths.append(path)
-    return paths
-
-
-def _predictor(source: Source, device: str, on_event: EventHandler | None) -> tuple[Model, Card, str, int]:
-    """A model to predict with, its card, its device, and the number of processes that read images.
-
-    On a CPU a model that was loaded here is packed, which changes the last bits of a float32: `evaluate`, which repeats
-    a run's own numbers exactly, uses a plain one.
-    """
-    model, card = load_source(source, on_event)
-    resolved = compute_device(source, device)
-    if resolved.split(":")[0] == "cpu" and not isinstance(source, tuple):
-        pack(model)
-    return model, card, resolved, reading_workers(resolved)
-
-
 def check_numbers(**numbers: int) -> None:
-    """Refuse numbers below 1."""
     for name, number in numbers.items():
         if number < 1:
             raise UserError(f"{name} must be at least 1, not {number}.")

@@ -10,15 +10,15 @@ from typing import Any
 
 from vitral.api.data import check_out, new_folder, open_to_choose
 from vitral.api.evaluation import real_scores
-from vitral.api.training import assumed_pixels, read_recipe
+from vitral.api.prediction import check_numbers
+from vitral.api.recipes import assumed_pixels, read_recipe
 from vitral.architecture import ResNetConfig
-from vitral.atomic import atomic_write
+from vitral.atomic import write_text
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.hub import located
 from vitral.checkpoints.weights import describe
 from vitral.data.sources import DataSet
 from vitral.display import SummaryRepr, displayed, with_deviation
-from vitral.errors import UserError
 from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.build import check_device
 from vitral.names import name_of
@@ -36,17 +36,11 @@ from vitral.recipe import (
     with_overrides,
 )
 from vitral.recipe_presets import Preset, get_preset, hyperrule, is_preset
-from vitral.studies.protocol import (
-    ProtocolRuns,
-    SearchSpace,
-    TrialConfig,
-    choose_search_space,
-    run_protocol,
-    trial_configs,
-)
+from vitral.studies import protocol
 from vitral.training.build import FREE_KEYS, check_recipe, flip_warning
 from vitral.training.optimizer import warmup_steps
 from vitral.training.parallel import init_distributed, on_rank0
+from vitral.training.run import RunResult
 from vitral.version import __version__
 
 _SAME_RECIPE = {*FREE_KEYS, "seed", "evaluate_every"}  # keys that change no result but by chance
@@ -65,19 +59,52 @@ class PaperNumber:
         return {"data": self.data, "pretraining": self.pretraining, "label": self.label, **asdict(self.number)}
 
 
-@dataclass(frozen=True, repr=False)
-class ProtocolResult(SummaryRepr):
-    """The result of a protocol: scores, cost, and the paper's own numbers."""
+@dataclass(frozen=True, repr=False, kw_only=True)
+class ProtocolReport(SummaryRepr):
+    """What the results of all protocols have: what was run, and how far it is the paper's."""
 
     model: str
     data: str
     folder: str
-    outcome: ProtocolRuns
-    reported: tuple[PaperNumber, ...]
-    readings: tuple[str, ...]  # where the paper is silent or contradicts itself, as far as they are true of the run
+    readings: tuple[str, ...]  # where the paper is silent or contradicts itself, as far as they are true of the runs
     recipe: str  # name of the preset, or ""
     overrides: tuple[str, ...]  # of its keys, and the user's own sweep, as key=value
-    changed: tuple[str, ...]  # keys in which the run differs from the preset
+    changed: tuple[str, ...]  # keys in which the runs differ from the preset
+
+    def score_dict(
+        self, outcome: protocol.ProtocolRuns | protocol.SuiteResult, runs: Sequence[RunResult]
+    ) -> dict[str, Any]:
+        """JSON-ready: the score with everything that is needed to trust or repeat it; of the runs, one per seed."""
+        return {
+            "model": self.model,
+            "data": self.data,
+            "score": outcome.mean,
+            "spread": outcome.spread,
+            "scores": list(outcome.seed_scores),
+            "seeds": [result.seed for result in runs],
+            "chosen": outcome.chosen.name,
+            "diverged": list(outcome.diverged),
+            "training_flops": outcome.flops,
+            "all_flops": outcome.all_flops,
+            "device_hours": outcome.device_hours,
+            "device": runs[-1].device,
+            "devices": runs[-1].devices,
+            "recipe": recipe_hash(outcome.chosen.recipe),
+            "preset": self.recipe,
+            "overrides": list(self.overrides),
+            "changed": list(self.changed),
+            "readings": list(self.readings),
+            "version": __version__,
+            "folder": self.folder,
+        }
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class ProtocolResult(ProtocolReport):
+    """The result of a protocol: scores, cost, and the paper's own numbers."""
+
+    outcome: protocol.ProtocolRuns
+    reported: tuple[PaperNumber, ...]
     real: tuple[float, ...] = ()  # ImageNet's ReaL accuracy of each seed, where the data has real.json
     real_n: int = 0  # images with a ReaL label
 
@@ -91,39 +118,18 @@ class ProtocolResult(SummaryRepr):
         return {"masked_loss" if "masked_loss" in metrics else "score": score, "n": f"{metrics['n']:,}", **runs}
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready: the score with everything that is needed to trust or repeat it."""
         outcome, last = self.outcome, self.outcome.results[-1]
+        trials = [(trial.name, trial.score, trial.result.metrics["n"]) for trial in outcome.trials]
         return {
-            "model": self.model,
-            "data": self.data,
+            **self.score_dict(outcome, outcome.results),
             "split": outcome.split,
-            "score": outcome.mean,
-            "spread": outcome.spread,
-            "scores": list(outcome.seed_scores),
-            "seeds": [result.seed for result in outcome.results],
             "n": last.metrics["n"],
             "real": list(self.real),
             "real_n": self.real_n,
-            "chosen": outcome.chosen.name,
             "chosen_on": outcome.dev if outcome.trials else "",
-            "trials": [
-                {"name": trial.name, "score": trial.score, "n": trial.result.metrics["n"]} for trial in outcome.trials
-            ],
-            "diverged": list(outcome.diverged),
-            "training_flops": outcome.flops,
-            "all_flops": outcome.all_flops,
-            "device_hours": outcome.device_hours,
+            "trials": [{"name": name, "score": score, "n": n} for name, score, n in trials],
             "images_per_second_per_device": last.images_per_second / last.devices,
-            "device": last.device,
-            "devices": last.devices,
-            "recipe": recipe_hash(outcome.chosen.recipe),
-            "preset": self.recipe,
-            "overrides": list(self.overrides),
-            "changed": list(self.changed),
             "paper": [row.as_dict() for row in self.reported],
-            "readings": list(self.readings),
-            "version": __version__,
-            "folder": self.folder,
         }
 
 
@@ -234,14 +240,13 @@ def _follow(
 ) -> ProtocolResult:
     check_device(device)
     name = preset.name
-    if seeds is not None and seeds < 1:
-        raise UserError(f"seeds must be at least 1, not {seeds}.")
+    check_numbers(seeds=preset.seeds if seeds is None else seeds)
     check_out(out, data)
     base = with_overrides(base, overrides)
     dev = base.data.dev or preset.dev
     opened, choosing = open_to_choose(data, base, dev, uses_val=preset.uses_val)
-    space = choose_search_space(sweep, preset.sweep, overrides)
-    tried = trial_configs(base, space)
+    space = protocol.choose_search_space(sweep, preset.sweep, overrides)
+    tried = protocol.trial_configs(base, space)
     card = describe(located(base.init)).card if base.init else None
     bit = _bit_candidate(preset, base, opened, card, sweep, overrides)
     if bit is not None:
@@ -256,7 +261,7 @@ def _follow(
     for text in (*opened.messages, *readings, *assumed, *flip_warning(tried[0].recipe, opened)):
         on_event(Note(text))
     on_event(RunDirChosen(str(folder)))
-    outcome = run_protocol(
+    outcome = protocol.run_protocol(
         tried, opened, folder, choosing=choosing, dev=dev, seeds=seeds or preset.seeds, device=device, on_event=on_event
     )
     recipe = outcome.chosen.recipe
@@ -269,13 +274,14 @@ def _follow(
     folders, classes = [run.folder for run in outcome.results], len(opened.train.classes)
     real, real_n = on_rank0(lambda: real_scores(folders, data, classes, device, on_event), world) if card else ((), 0)
     rows = paper_numbers(name, model, "other recipe" if changed else "", real=bool(real))
-    given = (*overrides, *sweep)
-    result = ProtocolResult(model, str(data), str(folder), outcome, rows, readings, name, given, changed, real, real_n)
-    on_rank0(lambda: write_row(folder / "protocol.json", result.as_dict()), world)
+    followed = {"readings": readings, "recipe": name, "overrides": (*overrides, *sweep), "changed": changed}
+    numbers = {"outcome": outcome, "reported": rows, "real": real, "real_n": real_n}
+    result = ProtocolResult(model=model, data=str(data), folder=str(folder), **followed, **numbers)
+    on_rank0(lambda: write_text(folder / "protocol.json", json.dumps(result.as_dict(), indent=2) + "\n"), world)
     return result
 
 
-def sweep_words(preset: Preset, space: SearchSpace, tried: int) -> list[str]:
+def sweep_words(preset: Preset, space: protocol.SearchSpace, tried: int) -> list[str]:
     """What `Reading.requires` calls a sweep, where one is made."""
     return ["sweep", *(["preset sweep"] if space == preset.sweep else [])] if tried > 1 else []
 
@@ -293,22 +299,16 @@ def run_readings(
     return (*preset.true_readings(recipe, swept, happens), f"{sentence} would not fit.")
 
 
-def changed_keys(preset: Preset, recipe: Recipe, sweep: Sequence[str], space: SearchSpace) -> tuple[str, ...]:
+def changed_keys(preset: Preset, recipe: Recipe, sweep: Sequence[str], space: protocol.SearchSpace) -> tuple[str, ...]:
     """The keys in which a run differs from its preset, or that were swept over instead of the preset's own."""
     own_sweep = space if sweep else {}
     by_preset = set(space) - set(own_sweep)
     return tuple(sorted(preset.changed(recipe, own_sweep) - by_preset - _SAME_RECIPE))
 
 
-def write_row(path: Path, row: dict[str, Any]) -> None:
-    """Write a result as JSON."""
-    with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(row, indent=2) + "\n", "utf-8")
-
-
 def _bit_candidate(
     preset: Preset, base: Recipe, data: DataSet, card: Card | None, sweep: Sequence[str], overrides: Sequence[str]
-) -> TrialConfig | None:
+) -> protocol.TrialConfig | None:
     """BiT's transfer recipe, tried beside the paper's where a ResNet is fine-tuned."""
     if card is None or not isinstance(card.architecture, ResNetConfig) or sweep:
         return None
@@ -317,7 +317,7 @@ def _bit_candidate(
     name = hyperrule(len(data.train))
     recipe = get_preset(name, base.model).recipe
     recipe = replace(recipe, init=base.init, data=replace(recipe.data, mean=base.data.mean, std=base.data.std))
-    return TrialConfig(name, with_overrides(recipe, overrides))
+    return protocol.TrialConfig(name, with_overrides(recipe, overrides))
 
 
 def paper_numbers(recipe: str, model: str, label: str, *, real: bool = False) -> tuple[PaperNumber, ...]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vitral.api.checkpoints import load_source
-from vitral.api.ensembles import check_head, named_card, prepared
+from vitral.api.inference import check_head, named_card, prepared
 from vitral.display import SummaryRepr
 from vitral.errors import UserError
 from vitral.events import EventHandler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -11,27 +12,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vitral.api.data import check_folder
-from vitral.api.engines import ENGINES, Engine, command
-from vitral.api.slurm import FOLDER as SLURM_FOLDER
-from vitral.api.slurm import SlurmOptions, sbatch_options
-from vitral.api.study_job import StudyJob
-from vitral.api.study_runs import check_run
-from vitral.atomic import atomic_write
+from vitral.api.engines import ENGINES, SLURM_FOLDER, Engine, SlurmOptions, sbatch_options
+from vitral.api.study_runs import StudyJob, check_run
+from vitral.atomic import write_text
 from vitral.display import SummaryRepr, displayed, duration
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.build import check_device
-from vitral.recipe import Overrides, override_words
+from vitral.recipe import Overrides, keys_of, override_words
 from vitral.studies import report
 from vitral.studies.claims import ClaimResult, judge
-from vitral.studies.definition import (
-    Study,
-    definition_of,
-    parse_study,
-    read_study,
-    shipped,
-    study_name,
-)
+from vitral.studies.definition import Study, definition_of, parse_study, read_study, shipped, study_name
 from vitral.studies.planning import CellResult, Plan, PlanCost, Record, plan, plan_cost, read_records, results, table
 
 StudyAction = Literal["list", "run", "report"]
@@ -60,7 +51,6 @@ class StudyList(SummaryRepr):
         return {entry.name: f"{entry.title} ({entry.source}), {entry.runs} runs" for entry in self.studies}
 
     def as_dict(self) -> list[dict[str, Any]]:
-        """JSON-ready."""
         return [asdict(entry) for entry in self.studies]
 
 
@@ -81,11 +71,9 @@ class StudyRuns(SummaryRepr):
         return {"runs": f"{done} of {self.plan.total}", "folder": str(self.folder)}
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Columns and rows."""
         return table(self.study, self.cells)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         columns, rows = self.table()
         return {
             "study": self.study.name,
@@ -115,7 +103,6 @@ class StudyReport(SummaryRepr):
         return {**counts, "files": ", ".join(map(str, self.files))}
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         claims = [
             {"study": name, "claim": result.claim.text, "verdict": result.verdict, "measured": result.measured}
             for name, result in self.claims
@@ -182,16 +169,15 @@ def study(
         return write_report(Path(name))
     check_device(device)
     words = override_words(set)
-    chosen = read_study(name, scale, _overrides(words))
+    chosen = read_study(name, scale, keys_of(words))
     folder = Path(out or Path("results") / chosen.name)
     check_folder(folder, [], (_STUDY, "*.jsonl"))
-    options = sbatch_options(slurm)
-    job = StudyJob(
-        chosen, str(name), folder, tuple(data), str(init), words, tuple(only), parallel, keep, device, options
-    )
+    engine_options = {"parallel": parallel, "keep": keep, "device": device, "slurm": sbatch_options(slurm)}
+    given = {"data": tuple(data), "init": str(init), "overrides": words, "only": tuple(only)}
+    job = StudyJob(study=chosen, name=str(name), folder=folder, **given, **engine_options)
     with displayed(on_event) as handler:
         if dry_run or print_commands:
-            commands = [command(job.words([run.id])) for run in job.pending()] if print_commands else []
+            commands = [shlex.join(["vitral", *job.words([run.id])]) for run in job.pending()] if print_commands else []
             return replace(study_state(job), commands=tuple(commands))
         for run in job.pending():
             check_run(job.context, run)
@@ -218,41 +204,31 @@ def write_report(folder: Path) -> StudyReport:
     states = [open_folder(path) for path in folders]
     if not states:
         raise UserError(f"{folder} holds no study: name a folder that `vitral study run` has written.")
-    files = []
+    files: dict[Path, str] = {}
     for state in states:
         parts = (state.study, state.cells, state.records)
         texts = {"html": report.html(*parts), "md": report.markdown(*parts)}
         texts["json"] = json.dumps(report.as_dict(*parts), indent=2) + "\n"
-        files += [_write(state.folder / f"report.{suffix}", text) for suffix, text in texts.items()]
+        files |= {state.folder / f"report.{suffix}": text for suffix, text in texts.items()}
     if several:
-        files.append(_write(folder / "claims.md", report.claims_table([(s.study, s.cells) for s in states])))
+        files[folder / "claims.md"] = report.claims_table([(s.study, s.cells) for s in states])
+    for path, text in files.items():
+        write_text(path, text)
     claims = [(state.study.name, result) for state in states for result in judge(state.study, state.cells)]
     return StudyReport(tuple(states), tuple(claims), tuple(files))
 
 
-def _write(path: Path, text: str) -> Path:
-    with atomic_write(path) as temporary:
-        temporary.write_text(text, "utf-8")
-    return path
-
-
 def open_folder(folder: Path) -> StudyRuns:
-    """A study by the folder of its runs.
-
-    Raises:
-        UserError: the folder holds no study.
-    """
     path = folder / _STUDY
     if not path.is_file():
         raise UserError(f"{folder} holds no study: name a folder that `vitral study run` has written.")
     settings = json.loads(path.read_text("utf-8"))
     definition = settings["definition"] or definition_of(settings["study"])
-    chosen = parse_study(definition, settings["study"], settings["scale"], _overrides(settings["set"]))
-    return study_state(StudyJob(chosen, settings["study"], folder))
+    chosen = parse_study(definition, settings["study"], settings["scale"], keys_of(settings["set"]))
+    return study_state(StudyJob(study=chosen, name=settings["study"], folder=folder))
 
 
 def study_state(job: StudyJob) -> StudyRuns:
-    """A study as its records are now."""
     records = read_records(job.folder)
     current = plan(job.study, records)
     cost = plan_cost(job.study, current, records, _sizes(job) if current.pending else {})
@@ -287,11 +263,6 @@ def _info(name: str) -> StudyInfo:
     return StudyInfo(name, chosen.title, chosen.source, plan(chosen, {}).total, chosen.data_names, scales)
 
 
-def _overrides(words: Sequence[str]) -> dict[str, str]:
-    pairs = [word.partition("=") for word in words]
-    return {key.strip(): value for key, _, value in pairs}
-
-
 def _write_study(folder: Path, name: str | Path, chosen: Study, words: Sequence[str]) -> None:
     """Note which study a folder holds; the definition of one that does not come with the package is kept."""
     own = str(name) not in shipped()
@@ -306,4 +277,4 @@ def _write_study(folder: Path, name: str | Path, chosen: Study, words: Sequence[
         before = json.loads(path.read_text("utf-8"))
         if (before["study"], before["scale"], before["set"]) != (study_name(name), chosen.scale, list(words)):
             raise UserError(f"{folder} holds another study ({before['study']}): choose another folder with --out.")
-    _write(path, json.dumps(settings, indent=2) + "\n")
+    write_text(path, json.dumps(settings, indent=2) + "\n")

@@ -1,10 +1,12 @@
-"""One run of a study, from its settings to its record, and the data that runs of one process share."""
+"""A study as work for an engine: its runs, each from its settings to its record, and the data that they share."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,17 @@ import torch
 
 from vitral.api.checkpoints import load_source
 from vitral.api.data import restricted
-from vitral.api.ensembles import compute_device, prepared, reading_workers
+from vitral.api.engines import BESIDE, LOG, Work
 from vitral.api.evaluation import evaluate
+from vitral.api.inference import compute_device, prepared, reading_workers
 from vitral.bench.backends import OURS, Backend, Workload
 from vitral.bench.steps import InferenceStep, TimedStep, TrainingStep
 from vitral.checkpoints.card import Preprocess
 from vitral.checkpoints.hub import located
 from vitral.checkpoints.lock import FolderLock
 from vitral.checkpoints.weights import describe
+from vitral.data.cache import decode_once
 from vitral.data.loader import default_workers
-from vitral.data.memory_map import decode_once
 from vitral.data.sources import DataSet, Split, open_data, with_test_split
 from vitral.data.splits import HELD_OUT
 from vitral.errors import UserError
@@ -33,7 +36,7 @@ from vitral.models.build import Model
 from vitral.recipe import Recipe, recipe_hash, with_dev, with_overrides
 from vitral.recipe_schema import ShapeRecipe
 from vitral.studies.definition import PlannedRun, Study
-from vitral.studies.planning import Record
+from vitral.studies.planning import Record, append_record, is_done, plan, read_records
 from vitral.training.build import check_recipe
 from vitral.training.loop import Diverged
 from vitral.training.parallel import init_distributed
@@ -60,7 +63,6 @@ class StudyContext:
     _restricted: dict[tuple[Any, ...], DataSet] = field(default_factory=dict)
 
     def open(self, name: str, held_out: float = HELD_OUT) -> DataSet:
-        """A data set, opened once."""
         if (name, held_out) not in self._opened:
             self._opened[name, held_out] = open_data(self.sources[name], held_out=held_out)
         return self._opened[name, held_out]
@@ -68,14 +70,12 @@ class StudyContext:
     def decoded(self, name: str, held_out: float) -> DataSet:
         """A data set whose images are decoded once, into files that processes share."""
         if (name, held_out) not in self._decoded:
-            data = self.open(name, held_out)
-            splits: dict[str, Any] = {part: self._decode(getattr(data, part)) for part in ("train", "val", "test")}
+            data, folder, workers = self.open(name, held_out), self.out / "pixels", default_workers("cuda")
+            splits: dict[str, Any] = {part: getattr(data, part) for part in ("train", "val", "test")}
+            for part, split in splits.items():
+                splits[part] = None if split is None else decode_once(split, folder, workers=workers)[0]
             self._decoded[name, held_out] = replace(data, **splits)
         return self._decoded[name, held_out]
-
-    def _decode(self, split: Split | None) -> Split | None:
-        workers = default_workers("cuda")
-        return split if split is None else decode_once(split, self.out / "pixels", workers=workers)[0]
 
     def data_of(self, planned: PlannedRun, recipe: Recipe, *, decoded: bool = True) -> DataSet:
         """The images of a run: a trial is evaluated on the dev split, a final run on the test split."""
@@ -129,17 +129,7 @@ def check_run(context: StudyContext, planned: PlannedRun) -> None:
 
 
 def execute(context: StudyContext, planned: PlannedRun, folder: Path, on_event: EventHandler) -> Record:
-    """Carry out one run; what diverges or fails has a record, too.
-
-    Args:
-        context: what runs share.
-        planned: the run.
-        folder: where it keeps its state; it resumes what it finds there.
-        on_event: handler of the events of the run.
-
-    Raises:
-        Interrupted: after Ctrl-C or SIGTERM, once the state is saved.
-    """
+    """Carry out one run, or resume what its folder holds; what diverges or fails has a record, too."""
     began, shared, record = time.perf_counter(), 0.0, record_of(context, planned)
     try:
         measured = MEASURES[planned.cell.measure](context, planned, folder, on_event)
@@ -169,11 +159,6 @@ def record_of(context: StudyContext, planned: PlannedRun) -> Record:
         recipe=recipe_hash(context.study.recipe_of(planned)),
         version=__version__,
     )
-
-
-def release_run(folder: Path) -> None:
-    """Remove the lock of a run whose folder is inside one that this process holds: a lost machine has left it."""
-    (folder / ".lock").unlink(missing_ok=True)
 
 
 def _train(context: StudyContext, planned: PlannedRun, folder: Path, on_event: EventHandler) -> Measured:
@@ -212,7 +197,7 @@ def _pretrained(context: StudyContext, planned: PlannedRun, on_event: EventHandl
     lock = FolderLock(folder)
     lock.acquire(wait=True)
     try:
-        release_run(folder / "run")
+        (folder / "run" / ".lock").unlink(missing_ok=True)  # left by a lost machine: this process holds the folder
         return run(recipe, data, folder / "run", device=context.device, on_event=on_event)
     finally:
         lock.release()
@@ -306,7 +291,6 @@ def _features(model: Model, how: Preprocess, split: Split, device: str) -> tuple
 
 
 def _first_of_classes(train: Split) -> Split:
-    """The first images of each class."""
     order = np.argsort(train.labels, kind="stable")
     ranks = np.arange(len(train)) - np.searchsorted(train.labels[order], train.labels[order])
     return train.select(np.sort(order[ranks < PROBE_IMAGES]))
@@ -318,3 +302,85 @@ MEASURES: dict[str, Callable[[StudyContext, PlannedRun, Path, EventHandler], Mea
     "evaluate": _evaluate,
     "speed": _speed,
 }
+
+
+@dataclass(kw_only=True)
+class StudyJob(Work):
+    """A study as it was asked for: what a command for each of its runs needs to know."""
+
+    study: Study
+    name: str
+    data: tuple[str, ...] = ()
+    init: str = ""
+    overrides: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    unit = "runs"
+
+    def pending(self) -> list[PlannedRun]:
+        """The runs to carry out, as far as they are known."""
+        current = plan(self.study, read_records(self.folder))
+        unknown = {*self.only} - {run.id for run in current.runs}
+        if unknown:
+            raise UserError(f"the study has no run {unknown.pop()}: `--print-commands` lists those that are pending.")
+        return [run for run in current.pending if not self.only or run.id in self.only]
+
+    @cached_property
+    def context(self) -> StudyContext:
+        names, beside = self.study.data_names, int(os.environ.get(BESIDE, 0))
+        sources = {name: _source(name, self.data, names) for name in names}
+        return StudyContext(self.study, self.folder, sources, self.init, self.device, beside)
+
+    @property
+    def alone(self) -> bool:
+        """A device that is shared says nothing about speed."""
+        return any(run.cell.measure == "speed" for run in self.pending())
+
+    def is_done(self, item: str) -> bool:
+        return is_done(read_records(self.folder).get(item))
+
+    def carry_out(self, item: str, folder: Path, on_event: EventHandler) -> None:
+        (folder / "run" / ".lock").unlink(missing_ok=True)  # left by a lost machine: the engine holds the folder
+        record = execute(self.context, self._run(item), folder / "run", on_event)
+        if record.status == "failed" and LOG in os.environ:
+            record = replace(record, reason=f"{record.reason}; log: {os.environ[LOG]}")
+        append_record(self.folder, record)
+
+    def outcome(self, item: str) -> str:
+        return f"{self._run(item).text}: {_outcome(read_records(self.folder)[item], self.study.metric)}"
+
+    def fail(self, item: str, reason: str, log: str) -> None:
+        record = read_records(self.folder).get(item)
+        if record is None or not record.reason.endswith(log):
+            record = record_of(self.context, self._run(item))
+            append_record(self.folder, replace(record, status="failed", reason=f"{reason}; log: {log}"))
+
+    def words(self, items: Sequence[str]) -> list[str]:
+        words = ["study", "run", self.name, "--out", str(self.folder), "--only", *items]
+        options = {"--scale": [self.study.scale] if self.study.scale != "small" else [], "--data": self.data}
+        options |= {"--init": [self.init] if self.init else [], "--device": [self.device] if self.device else []}
+        options |= {"--set": self.overrides}
+        words += [word for option, values in options.items() if values for word in (option, *values)]
+        return [*words, *(["--keep"] if self.keep else [])]
+
+    def _run(self, item: str) -> PlannedRun:
+        return next(run for run in plan(self.study, read_records(self.folder)).runs if run.id == item)
+
+
+def _outcome(record: Record, metric: str) -> str:
+    if record.status != "ok":
+        return f"{record.status} ({record.reason})"
+    value = record.metrics.get("score" if record.trial else metric)
+    shown = "" if value is None else f"{value:.2%}, " if 0 <= value <= 1 else f"{value:,.1f}, "
+    return f"{shown}{record.seconds:.1f} s"
+
+
+def _source(name: str, given: Sequence[str], names: Sequence[str]) -> str:
+    """The source that the user gives for a data set of the study; one that is not given is its own name."""
+    for word in given:
+        label, separator, source = word.partition("=")
+        if separator and label == name:
+            return source
+        if word.partition(":")[0] == name:
+            return word
+    only = len(given) == 1 and len(names) == 1 and "=" not in given[0]
+    return given[0] if only else name

@@ -1,51 +1,61 @@
-"""`train` and `show_recipe`: a folder of images in, a run folder with a model out; and the recipe it would follow."""
+"""`train`: a folder of images in, a run folder with a model out, or one per seed or fold; and `demo`."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from safetensors.torch import load_file
 from torch import nn
 
 from vitral.api.checkpoints import load
-from vitral.api.data import Data, check_out, new_folder, open_to_train
-from vitral.api.folds import FoldScores, check_folds, open_for_folds, run_folds
-from vitral.checkpoints.card import Card, Preprocess
-from vitral.checkpoints.hub import located
-from vitral.checkpoints.weights import describe
-from vitral.data.labels import mirrored_labels
-from vitral.data.sources import DataSet, median_short_side
-from vitral.display import SummaryRepr, displayed, interval_text, score_summary, with_deviation
+from vitral.api.data import Data, check_out, new_folder
+from vitral.api.inspection import write_run_page
+from vitral.api.prediction import check_numbers, predict
+from vitral.api.recipes import choose_recipe
+from vitral.atomic import atomic_write
+from vitral.checkpoints.card import Card
+from vitral.checkpoints.write import write_json
+from vitral.data.images import encode_png
+from vitral.data.loader import default_workers, read_pixels
+from vitral.data.sources import DataSet, fold_data, open_data
+from vitral.data.splits import too_few_classes
+from vitral.display import SummaryRepr, displayed, headline, interval_text, score_summary, with_deviation
 from vitral.errors import UserError
+from vitral.evaluation.accuracy import confusion_metrics, tables_as_dict, wilson_interval
+from vitral.evaluation.accuracy import interval as half_interval
 from vitral.events import EventHandler, Note, RunDirChosen
-from vitral.models.build import check_device, default_device
-from vitral.recipe import (
-    Overrides,
-    Recipe,
-    check_given_once,
-    flips,
-    from_toml,
-    override_words,
-    with_dev,
-    with_overrides,
-    without_flip,
-)
-from vitral.recipe_defaults import FLIP_REASON, default_recipe
-from vitral.recipe_presets import get_preset, is_preset
+from vitral.models.build import check_device
+from vitral.recipe import Overrides, Recipe, check_given_once, keys_of, override_words
+from vitral.serving import PredictionResults
 from vitral.trackers import Tracker, TrackerName, Tracking
-from vitral.training.build import check_recipe, flip_warning, keeps_head, own_card
 from vitral.training.callbacks import Callback, Loss, OptimizerFactory, OwnParts, Transform
 from vitral.training.run import RunResult, run
 
 if TYPE_CHECKING:
     from vitral.models.build import Model
 
-_DATA_KEYS = ("held_out", "dev", "subset", "subset_seed", "exclude")  # of recipe.data: which images there are
-_EARLY = tuple(f"{key}=" for key in ("init", "patience", *(f"data.{name}" for name in _DATA_KEYS)))
+
+@dataclass(frozen=True)
+class FoldScores:
+    """The scores of all folds; also OUT/folds.json."""
+
+    scores: tuple[float, ...]  # one per fold
+    seeds: tuple[int, ...]
+    mean: float
+    # Of the mean, by Student's t over the folds. Their models share most training images, so that it is approximate.
+    interval: tuple[float, float]
+    # Of all images, each predicted by the model that did not see it: n, top1, mean_per_class, ...; None for several
+    # labels per image.
+    out_of_fold: dict[str, Any] | None
+    out_of_fold_interval: tuple[float, float] | None  # Wilson's, by the number of images
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"folds": len(self.scores), **asdict(self)}
 
 
 @dataclass(frozen=True, repr=False)
@@ -151,17 +161,18 @@ def train(
         UserError: what cannot work, before anything is written.
         Interrupted: after Ctrl-C or SIGTERM, once the state is saved.
     """
-    if seeds < 1:
-        raise UserError(f"seeds must be at least 1, not {seeds}.")
+    check_numbers(seeds=seeds)
     if folds and seeds > 1:
         raise UserError("each fold has a seed of its own: give folds or seeds, not both.")
     check_device(device)
     check_out(out, data)
-    own = _own_parts(model, loss, optimizer, transform, callbacks)
+    train_transform, eval_transform = transform if isinstance(transform, tuple) else (transform, transform)
+    module = model if isinstance(model, nn.Module) else None
+    own = OwnParts(module, loss, optimizer, train_transform, eval_transform, tuple(callbacks))
     if own.model is not None and (seeds > 1 or folds):
         raise UserError("seeds and folds train new models, and model= is one module: call train once for each module.")
     words = override_words(set)
-    source: Any = open_for_folds(data, folds, _keys(words)) if folds else data
+    source: Any = _open_for_folds(data, folds, keys_of(words)) if folds else data
     parameters = {"epochs": epochs, "trainable": trainable or None, "balance": balance or None, "seed": seed}
     check_given_once({**parameters, "model": model, "init": str(init)}, words)
     overrides = [*(f"{key}={value}" for key, value in parameters.items() if value is not None), *words]
@@ -173,11 +184,11 @@ def train(
         for message in (*opened.messages, *reasons):
             handler(Note(message))
         if folds:
-            check_folds(chosen)
+            _check_folds(chosen)
         handler(RunDirChosen(str(folder)))
         if folds:
             options = {"folds": folds, "device": device, "on_event": handler, "own": own}
-            results, scores = run_folds(chosen, opened, folder, **options)
+            results, scores = _run_folds(chosen, opened, folder, **options)
             return TrainResult(results, chosen, folds=scores)
         results = []
         for number in range(chosen.seed, chosen.seed + seeds):
@@ -190,211 +201,113 @@ def train(
     return TrainResult(tuple(results), chosen, own.model)
 
 
-def show_recipe(
-    recipe: str | Path | Recipe = "",
-    *,
-    data: str | Path = "",
-    model: str = "",
-    init: str | Path = "",
-    device: str = "",
-    set: Overrides = (),
-) -> Recipe:
-    """Show a training recipe, every key with its meaning.
+def _open_for_folds(data: Data, folds: int, overrides: Collection[str]) -> DataSet:
+    """All images of data without splits, which a single run would hold some of out; else the splits as they are."""
+    if folds < 2:
+        raise UserError(f"folds must be at least 2, not {folds}.")
+    if "data.held_out" in overrides:
+        raise UserError("each fold is held out once: leave out data.held_out, or folds.")
+    opened = open_data(data, held_out=0.0)
+    if reason := too_few_classes(opened.source, opened.train):
+        raise UserError(reason)
+    return opened
 
-    Without arguments it has the default values; with `data` it is the recipe that `vitral train DATA` would follow.
+
+def _check_folds(recipe: Recipe) -> None:
+    if recipe.objective == "masked":
+        raise UserError("folds compare predictions of classes: leave out objective=masked, or folds.")
+    if recipe.patience or recipe.data.dev:
+        raise UserError("a fold is scored once, after training: leave out patience and data.dev, or folds.")
+
+
+def _run_folds(
+    recipe: Recipe, data: DataSet, folder: Path, *, folds: int, device: str, on_event: EventHandler, own: OwnParts
+) -> tuple[tuple[RunResult, ...], FoldScores]:
+    """Train once per fold, each with its own seed, and write folds.json; finished folds are not repeated."""
+    results = []
+    for number, fold in enumerate(fold_data(data, folds, workers=default_workers("cuda"), on_event=on_event)):
+        seed = recipe.seed + number
+        for note in fold.notes if not number else ():
+            on_event(Note(note))
+        assert fold.test is not None
+        images = f"{len(fold.train):,} images to train on, {len(fold.test):,} to score"
+        on_event(Note(f"fold {number + 1} of {folds}, seed {seed}: {images}"))
+        path = folder / f"fold-{number + 1}"
+        results.append(run(replace(recipe, seed=seed), fold, path, device=device, on_event=on_event, own=own))
+    scores = fold_scores(results, data.train.classes)
+    write_json(folder / "folds.json", scores.as_dict())
+    return tuple(results), scores
+
+
+def fold_scores(results: Sequence[RunResult], classes: Sequence[str]) -> FoldScores:
+    """What the runs of all folds say together."""
+    values = tuple(result.metrics["score"] for result in results)
+    mean, half = statistics.fmean(values), half_interval(values) or 0.0
+    pooled = None
+    if all("confusion" in result.metrics for result in results):
+        rows = [np.array(result.metrics["confusion"], np.int64).reshape(-1, 3) for result in results]
+        pooled = confusion_metrics(np.concatenate(rows), classes)
+        pooled |= tables_as_dict(pooled)
+    return FoldScores(
+        scores=values,
+        seeds=tuple(result.seed for result in results),
+        mean=mean,
+        interval=(max(mean - half, 0.0), min(mean + half, 1.0)),
+        out_of_fold=pooled,
+        out_of_fold_interval=wilson_interval(pooled["top1"], pooled["n"]) if pooled else None,
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class DemoResult(SummaryRepr):
+    """The run folders of the demonstration, its predictions and its page."""
+
+    folders: tuple[str, str]  # trained from scratch, fine-tuned
+    accuracy: float
+    n: int
+    predictions: PredictionResults
+    page: Path
+
+    def summary(self) -> dict[str, str]:
+        return {"top1": f"{self.accuracy:.2%}", "n": f"{self.n:,}", "page": str(self.page)}
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "predictions": self.predictions.as_dict(), "page": str(self.page)}
+
+
+def demo(*, on_event: EventHandler | None = None) -> DemoResult:
+    """Train, fine-tune and predict in two minutes, on handwritten digits.
 
     Args:
-        recipe: name of a recipe (`vitral list recipes`), a TOML file or a run folder.
-        data: data set to choose a recipe for.
-        model: name of the model to train from scratch.
-        init: weights to start from.
-        device: device to choose a recipe for; chosen when not given.
-        set: keys of the recipe to change, such as optim.lr=0.01.
+        on_event: handler of the events of the runs.
 
     Returns:
-        The complete recipe.
+        The run folders, predictions of held-out images, and a page about the model.
     """
-    words = override_words(set)
-    check_given_once({"model": model, "init": str(init)}, words)
-    if data:
-        return choose_recipe(data, model=model, init=init, recipe=recipe, set=words, device=device)[1]
-    chosen = recipe if isinstance(recipe, Recipe) else read_recipe(recipe, model) if recipe else Recipe()
-    return with_overrides(replace(chosen, model=model or chosen.model, init=str(init) or chosen.init), words)
+    changes = {"image": 16, "epochs": 10, "optim.lr": 5e-4, "optim.layer_decay": 1}
+    with displayed(on_event) as handler:
+        handler(Note("1. Train a Vision Transformer from scratch on 1,438 handwritten digits of 8x8 pixels"))
+        first = train("digits", on_event=handler).results[0]
+        handler(Note(f"   {headline(first.metrics)} after {first.seconds:.0f} s"))
+        handler(Note("2. Fine-tune it at 16x16 pixels: position embeddings are resized, patches stay 2x2"))
+        second = train("digits", init=first.folder, set=changes, on_event=handler).results[0]
+        handler(Note(f"   {headline(second.metrics)} after {second.seconds:.0f} s"))
+        handler(Note("3. Predict digits that it was not trained on"))
+        images = _write_digits(Path(second.folder) / "pictures")
+        predictions = predict(second.folder, images, top=2, on_event=handler)
+        handler(Note("4. Write a page about what it has learned"))
+        page = write_run_page(second.folder, "digits")
+    metrics = second.metrics
+    return DemoResult((first.folder, second.folder), metrics["top1"], metrics["n"], predictions, page)
 
 
-def _own_parts(
-    model: str | nn.Module,
-    loss: Loss | None,
-    optimizer: OptimizerFactory | None,
-    transform: Transform | tuple[Transform | None, Transform | None] | None,
-    callbacks: Sequence[Callback],
-) -> OwnParts:
-    train_transform, eval_transform = transform if isinstance(transform, tuple) else (transform, transform)
-    return OwnParts(
-        model=model if isinstance(model, nn.Module) else None,
-        loss=loss,
-        optimizer=optimizer,
-        train_transform=train_transform,
-        eval_transform=eval_transform,
-        callbacks=tuple(callbacks),
-    )
-
-
-def choose_recipe(
-    data: Data,
-    *,
-    model: str | nn.Module = "",
-    init: str | Path = "",
-    recipe: str | Path | Recipe = "",
-    set: Sequence[str] = (),
-    device: str = "",
-    own: OwnParts | None = None,
-) -> tuple[DataSet, Recipe, tuple[str, ...]]:
-    """Open the data and choose the recipe that `train` would follow, with the reasons."""
-    own, name = own or OwnParts(), "" if isinstance(model, nn.Module) else model
-    written = recipe if isinstance(recipe, Recipe) else read_recipe(recipe, name) if recipe else None
-    early = _early_recipe(written, set)
-    opened, dev = open_to_train(data, early)
-    start = str(init) or early.init
-    path = located(start) if start else None
-    card = describe(path).card if path is not None else None
-    if written is not None:
-        chosen, reasons = replace(written, model=name or written.model, init=start), ("following the recipe given",)
-        if card is not None and card.preprocess and isinstance(recipe, str) and is_preset(recipe):
-            # A preset's are those of the paper's own weights; a recipe file states what the user wants.
-            chosen = replace(chosen, data=replace(chosen.data, mean=card.preprocess.mean, std=card.preprocess.std))
-    elif own.model is not None:
-        chosen, reasons = _recipe_for_module(opened, own.model, _keys(set), device)
-    else:
-        fixed = {} if own.optimizer is None else {"optim.name": "adamw"}  # lengths that suit an optimizer unlike Muon
-        fixed |= {} if own.loss is None else {"balance": "none"}  # balances change vitral's own loss
-        if own.train_transform is not None or own.eval_transform is not None:
-            fixed["trainable"] = "full"  # a head alone is trained on features, without own transforms
-        chosen, reasons = _suited_recipe(opened, card, name, {**fixed, **_keys(set)}, device)
-        chosen = replace(chosen, init=start)
-        if path is not None and card is not None:
-            chosen, reasons = _with_preprocessing_of(chosen, reasons, path, card, early, set)
-    chosen = with_dev(with_overrides(chosen, set), dev)
-    if dev and not early.data.dev:
-        share = f"a share of {dev:g} of train (data.dev) is the dev split for that"
-        reasons = (*reasons, f"patience selects weights by their evaluations: {share}, and the result is on test")
-    if own.model is not None:
-        classes = 0 if chosen.objective == "masked" else len(opened.train.classes)
-        card = own_card(own.model, chosen, classes)
-        chosen = replace(chosen, model=type(own.model).__name__)
-    check_recipe(chosen, opened, card, own)
-    reasons = (*reasons, *_head_reason(chosen, opened, card))
-    reasons += flip_warning(chosen, opened) if own.train_transform is None else ()
-    return opened, chosen, (*reasons, *((f"overridden: {', '.join(set)}",) if set else ()))
-
-
-def _head_reason(recipe: Recipe, data: DataSet, card: Card | None) -> tuple[str, ...]:
-    """That the run starts from the head of the weights, where it does."""
-    reset = not recipe.init or card is None or recipe.reset_head or recipe.objective == "masked"
-    if reset or not keeps_head(card, data.train.classes):
-        return ()
-    return ("the weights have a head for the same classes, which is kept (reset_head=true starts from zeros)",)
-
-
-def _suited_recipe(
-    opened: DataSet, card: Card | None, model: str, overrides: dict[str, str], device: str
-) -> tuple[Recipe, tuple[str, ...]]:
-    """The recipe that suits this data and these weights, and why."""
-    recipe, reasons = default_recipe(
-        images=len(opened.train),
-        class_counts=opened.train.counts().tolist(),
-        pretrained=card.architecture if card else None,
-        device=device.split(":")[0] or default_device().type,
-        model=model or overrides.get("model", ""),
-        multilabel=opened.train.multilabel,
-        pixels=median_short_side(opened.train),
-        muon=_allows_muon(overrides),
-        overrides=overrides,
-    )
-    mirrored = mirrored_labels(opened.source, opened.train.classes)
-    if not mirrored or not flips(recipe):
-        return recipe, reasons
-    kept = (reason.replace("flips, ", "") for reason in reasons if reason != FLIP_REASON)
-    return without_flip(recipe), (*kept, f"no flips, which would change the labels of {mirrored}")
-
-
-def _recipe_for_module(
-    opened: DataSet, module: nn.Module, overrides: dict[str, str], device: str
-) -> tuple[Recipe, tuple[str, ...]]:
-    """The recipe for a user's own module: length, batch and augmentation by the data, AdamW without layer decay."""
-    pixels = median_short_side(opened.train)
-    config = getattr(module, "config", None)
-    recipe, _ = _suited_recipe(opened, None, "", {**overrides, "optim.name": "adamw"}, device)
-    image = (
-        0 if config is not None and hasattr(module, "patchify") else int(overrides.get("image") or _image_size(pixels))
-    )
-    recipe = replace(recipe, image=image, shape=Recipe().shape)
-    return recipe, (
-        f"a module of your own: AdamW at a rate of {recipe.optim.lr:g}, images of {image or 'its own'} pixels",
-    )
-
-
-def _image_size(pixels: int) -> int:
-    return max(pixels - pixels % 2, 4) if pixels <= 16 else 32 if pixels <= 40 else 64 if pixels <= 96 else 224
-
-
-def _with_preprocessing_of(
-    chosen: Recipe, reasons: tuple[str, ...], path: Path, card: Card, early: Recipe, overrides: Sequence[str]
-) -> tuple[Recipe, tuple[str, ...]]:
-    """The recipe with the preprocessing that the weights were trained with: the data part of their run's recipe, else
-    what their card states."""
-    if (path / "recipe.toml").is_file():
-        images = {name: getattr(early.data, name) for name in _DATA_KEYS}
-        chosen = replace(chosen, data=replace(read_recipe(path).data, **images))
-        augmented = "" if chosen.trainable == "head" else " and augmented"
-        reason = f"images are preprocessed{augmented} as in the run it starts from"
-        return chosen, (*(other for other in reasons if other != FLIP_REASON), reason)
-    stated = card.preprocess or Preprocess.assumed(card.architecture.image, card.architecture.channels)
-    image = with_overrides(chosen, overrides).image
-    if image:
-        stated = stated.adapted(card.architecture.image, (image, image), len(stated.mean))
-    data = replace(chosen.data, mean=stated.mean, std=stated.std, eval_transform=stated.pipeline)
-    chosen = replace(chosen, data=data)
-    if card.preprocess is None:
-        reasons = (*reasons, *assumed_pixels(overrides))
-    elif _keys(overrides).keys().isdisjoint(("data.mean", "data.std", "data.eval_transform")):
-        reason = f"preprocessing as the weights state: {stated.pipeline}, mean {stated.mean}, std {stated.std}"
-        reasons = (*reasons, reason)
-    return chosen, reasons
-
-
-def assumed_pixels(overrides: Sequence[str]) -> tuple[str, ...]:
-    """The note about weights that do not state their preprocessing, where the user does not either."""
-    missing = [name for name in ("mean", "std") if f"data.{name}" not in _keys(overrides)]
-    if not missing:
-        return ()
-    assumed = f"{' and '.join(missing)} 0.5 {'are' if missing[1:] else 'is'} assumed"
-    fix = " ".join(f"data.{name}=..." for name in missing)
-    return (f"the weights do not state their preprocessing: {assumed} (else --set {fix})",)
-
-
-def read_recipe(path: str | Path, model: str = "") -> Recipe:
-    """A recipe by its name (paper:finetune/pets; some need the model's, too), from a TOML file or a run's folder."""
-    if is_preset(str(path)):
-        return get_preset(str(path), model).recipe
-    file = Path(path).expanduser()
-    file = file / "recipe.toml" if file.is_dir() else file
-    if not file.is_file():
-        raise UserError(f"{file} is not a recipe file: `vitral show` prints one to start from.")
-    return from_toml(file.read_text("utf-8"))
-
-
-def _early_recipe(recipe: Recipe | None, overrides: Sequence[str]) -> Recipe:
-    """The keys that are needed before the others are chosen: which images there are, and the weights to start from."""
-    words = [word for word in overrides if word.replace(" ", "").startswith(_EARLY)]
-    return with_overrides(recipe or Recipe(), words)
-
-
-def _keys(overrides: Sequence[str]) -> dict[str, str]:
-    return {key.strip(): value.strip() for key, _, value in (word.partition("=") for word in overrides)}
-
-
-def _allows_muon(overrides: dict[str, str]) -> bool:
-    """Whether no override rules out Muon, which needs unsharded matrices and was not tried with masked patches."""
-    required = {"optim.name": "muon", "parallel": "ddp", "objective": "classes"}
-    return all(overrides.get(key, value) == value for key, value in required.items())
+def _write_digits(folder: Path) -> list[Path]:
+    """Write a held-out image of each digit from 0 to 7 as a PNG file named by its class."""
+    split = open_data("digits").eval_split
+    assert split is not None
+    paths = [folder / f"{split.classes[label]}-{label}.png" for label in range(8)]
+    for label, path in enumerate(paths):
+        index = int(np.flatnonzero(split.labels == label)[0])
+        with atomic_write(path) as temporary:
+            temporary.write_bytes(encode_png(read_pixels(split, index, 3)))
+    return paths

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,34 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from vitral.api.data import check_folder, new_folder
-from vitral.api.protocols import changed_keys, run_readings, sweep_words, write_row
-from vitral.api.training import assumed_pixels
+from vitral.api.prediction import check_numbers
+from vitral.api.protocols import ProtocolReport, changed_keys, run_readings, sweep_words
+from vitral.api.recipes import assumed_pixels
+from vitral.atomic import write_text
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.hub import located
 from vitral.checkpoints.weights import describe
 from vitral.data.vtab import TASKS, VtabTask, find_task, open_task, write_ids
-from vitral.display import SummaryRepr, displayed, with_deviation
+from vitral.display import displayed, with_deviation
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.build import check_device
 from vitral.names import name_of
 from vitral.paper import VtabRow, table9
-from vitral.recipe import Overrides, Recipe, Sweep, override_words, recipe_hash, with_overrides
+from vitral.recipe import Overrides, Recipe, Sweep, keys_of, override_words, with_overrides
 from vitral.recipe_presets import Preset, get_preset
-from vitral.studies.protocol import (
-    SearchSpace,
-    SuiteResult,
-    TrialConfig,
-    choose_search_space,
-    for_task,
-    group_scores,
-    mean_score,
-    run_suite,
-    trial_configs,
-)
+from vitral.studies import protocol
 from vitral.training.build import check_recipe
 from vitral.training.parallel import init_distributed, on_rank0
-from vitral.version import __version__
 
 # Keys that the protocol fixes: they would have no effect, or another one than documented.
 _FIXED_KEYS = {
@@ -47,28 +39,21 @@ _COUNTS = (800, 200)  # training and validation images
 _BEGUN = ("vtab.json", "sweep", *(f"{name}/seed-*" for name in TASKS))  # files that mark the folder of a suite
 
 
-@dataclass(frozen=True, repr=False)
-class VtabResult(SummaryRepr):
+@dataclass(frozen=True, repr=False, kw_only=True)
+class VtabResult(ProtocolReport):
     """The scores of the suite, the tasks that were evaluated, those that are missing, and the paper's rows."""
 
-    model: str
-    data: str
-    folder: str
     tasks: tuple[VtabTask, ...]
     missing: dict[str, str]  # tasks that cannot be opened, with the reasons
-    suite: SuiteResult
+    suite: protocol.SuiteResult
     paper: tuple[VtabRow, ...]  # the rows of the model first
-    readings: tuple[str, ...]  # where the paper is silent, as far as they are true of the runs
     notes: tuple[str, ...]  # caveats about the numbers
-    recipe: str  # name of the preset
-    overrides: tuple[str, ...]  # of its keys, and the user's own sweep, as key=value
-    changed: tuple[str, ...]  # keys in which the runs differ from the preset
 
     def summary(self) -> dict[str, str]:
         score = f"{self.suite.mean:.2%}"
         if self.suite.spread is not None:
             score = with_deviation(score, f"{self.suite.spread:.2%}", len(self.suite.seed_scores))
-        groups = {name: f"{score:.2%}" for name, score in group_scores(self.suite.scores).items()}
+        groups = {name: f"{score:.2%}" for name, score in protocol.group_scores(self.suite.scores).items()}
         return {"score": score, "tasks": self.coverage, **groups, "model": self.model}
 
     @property
@@ -78,37 +63,16 @@ class VtabResult(SummaryRepr):
         return f"{len(self.tasks)} of {len(TASKS)} tasks{missing}"
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready: the score with everything that is needed to trust or repeat it."""
-        suite, scores = self.suite, self.suite.scores
-        first = next(iter(suite.results.values()))
+        suite = self.suite
         return {
-            "model": self.model,
-            "data": self.data,
-            "score": suite.mean,
-            "spread": suite.spread,
-            "scores": list(suite.seed_scores),
-            "seeds": [result.seed for result in first],
+            **self.score_dict(suite, next(iter(suite.results.values()))),
             "coverage": self.coverage,
-            "groups": group_scores(scores),
+            "groups": protocol.group_scores(suite.scores),
             "tasks": {task.task.name: self._task(task) for task in self.tasks},
             "missing": self.missing,
-            "chosen": suite.chosen.name,
             "trials": [{"name": trial.name, "score": trial.score, "tasks": trial.scores} for trial in suite.trials],
-            "diverged": list(suite.diverged),
-            "training_flops": suite.flops,
-            "all_flops": suite.all_flops,
-            "device_hours": suite.device_hours,
-            "device": first[-1].device,
-            "devices": first[-1].devices,
-            "recipe": recipe_hash(suite.chosen.recipe),
-            "preset": self.recipe,
-            "overrides": list(self.overrides),
-            "changed": list(self.changed),
             "paper": [self._paper(row) for row in self.paper],
-            "readings": list(self.readings),
             "notes": list(self.notes),
-            "version": __version__,
-            "folder": self.folder,
         }
 
     def _task(self, task: VtabTask) -> dict[str, Any]:
@@ -135,8 +99,8 @@ class VtabResult(SummaryRepr):
             "source": row.source,
             "label": "other recipe" if self.changed or not self.recipe.startswith("paper:finetune/vtab") else "",
             "tasks": measured,
-            "groups": group_scores(measured),
-            "mean": mean_score(measured),
+            "groups": protocol.group_scores(measured),
+            "mean": protocol.mean_score(measured),
             "mean_of_all": row.mean,
         }
 
@@ -185,16 +149,18 @@ def vtab1k(
     """
     overrides, swept = override_words(set), override_words(sweep)
     check_device(device)
-    if seeds < 1:
-        raise UserError(f"seeds must be at least 1, not {seeds}.")
+    check_numbers(seeds=seeds)
     check_folder(out, _data_folders(Path(root)), _BEGUN)
     card = describe(located(str(source))).card
     model = name_of(replace(card.architecture, classes=1000))
     preset = get_preset(recipe, model)
-    _check_fixed_keys((*overrides, *swept))
-    space = _search_space(preset, overrides, swept, fixed)
+    if keys := [key for key in keys_of((*overrides, *swept)) if key in _FIXED_KEYS]:
+        raise UserError(f"{keys[0]} is fixed by VTAB's protocol: leave it out.")
+    if fixed and swept:
+        raise UserError("fixed uses the paper's choice instead of a sweep: leave out one of the two.")
+    space = {} if fixed else protocol.choose_search_space(swept, preset.sweep, overrides)
     base = _recipe(preset, source, card, overrides)
-    tried = trial_configs(base, space)
+    tried = protocol.trial_configs(base, space)
     opened, missing = _open_tasks(tasks, Path(root), train_size, val_size)
     _check(tried, opened, card)
     world = init_distributed(device)
@@ -208,13 +174,14 @@ def vtab1k(
         handler(RunDirChosen(str(folder)))
         for task in opened:
             handler(Note(on_rank0(partial(_listed, task, folder, beside=(train_size, val_size) == _COUNTS), world)))
-        suite = run_suite(tried, opened, folder, seeds=seeds, device=device, on_event=handler)
+        suite = protocol.run_suite(tried, opened, folder, seeds=seeds, device=device, on_event=handler)
     chosen = suite.chosen.recipe
     readings = run_readings(preset, chosen, space, happens, images)
     changed = changed_keys(preset, chosen, swept, space)
-    facts = (tuple(opened), missing, suite, paper_rows(model), readings, notes)
-    result = VtabResult(model, str(root), str(folder), *facts, recipe, (*overrides, *swept), changed)
-    on_rank0(lambda: write_row(folder / "vtab.json", result.as_dict()), world)
+    followed = {"readings": readings, "recipe": recipe, "overrides": (*overrides, *swept), "changed": changed}
+    numbers = {"tasks": tuple(opened), "missing": missing, "suite": suite, "paper": paper_rows(model), "notes": notes}
+    result = VtabResult(model=model, data=str(root), folder=str(folder), **followed, **numbers)
+    on_rank0(lambda: write_text(folder / "vtab.json", json.dumps(result.as_dict(), indent=2) + "\n"), world)
     return result
 
 
@@ -225,12 +192,6 @@ def _data_folders(root: Path) -> list[Path]:
     ]
 
 
-def _check_fixed_keys(words: Sequence[str]) -> None:
-    for key in (word.partition("=")[0].strip() for word in words):
-        if key in _FIXED_KEYS:
-            raise UserError(f"{key} is fixed by VTAB's protocol: leave it out.")
-
-
 def _recipe(preset: Preset, source: str | Path, card: Card, overrides: Sequence[str]) -> Recipe:
     """The preset with these weights and their normalisation."""
     data = preset.recipe.data
@@ -238,13 +199,6 @@ def _recipe(preset: Preset, source: str | Path, card: Card, overrides: Sequence[
         data = replace(data, mean=card.preprocess.mean, std=card.preprocess.std)
     # Whatever the preset, a task starts from a new head, even where it has the classes of the weights.
     return with_overrides(replace(preset.recipe, init=str(source), reset_head=True, data=data), overrides)
-
-
-def _search_space(preset: Preset, overrides: Sequence[str], sweep: Sequence[str], fixed: bool) -> SearchSpace:
-    """The user's sweep, else the preset's without the keys that overrides set."""
-    if fixed and sweep:
-        raise UserError("fixed uses the paper's choice instead of a sweep: leave out one of the two.")
-    return {} if fixed else choose_search_space(sweep, preset.sweep, overrides)
 
 
 def _open_tasks(names: Sequence[str], root: Path, train: int, val: int) -> tuple[list[VtabTask], dict[str, str]]:
@@ -267,17 +221,17 @@ def _open_tasks(names: Sequence[str], root: Path, train: int, val: int) -> tuple
     return opened, missing
 
 
-def _check(tried: Sequence[TrialConfig], tasks: Sequence[VtabTask], card: Card) -> None:
+def _check(tried: Sequence[protocol.TrialConfig], tasks: Sequence[VtabTask], card: Card) -> None:
     """Refuse recipes that cannot work before there is a run folder; tasks differ in their pipelines alone."""
     for task in {(task.task.flip, task.task.crop): task for task in tasks}.values():
         for candidate in tried:
-            recipe = for_task(candidate.recipe, task.task)
+            recipe = protocol.for_task(candidate.recipe, task.task)
             # A batch shrinks to the number of images, which is noted.
             batch = min(recipe.batch, len(task.train800))
             check_recipe(replace(recipe, batch=batch, micro_batch=0), task.with_dev_split(), card)
 
 
-def _notes(tasks: Sequence[VtabTask], tried: Sequence[TrialConfig]) -> tuple[str, ...]:
+def _notes(tasks: Sequence[VtabTask], tried: Sequence[protocol.TrialConfig]) -> tuple[str, ...]:
     notes = list(dict.fromkeys(note for task in tasks for note in task.notes))
     batch = max(candidate.recipe.batch for candidate in tried)
     images = min(len(task.train800 if len(tried) > 1 else task.train1000) for task in tasks)

@@ -1,4 +1,7 @@
-"""What is benchmarked: workloads and the libraries that run them, as plain data that is sent to worker processes."""
+"""What is benchmarked: workloads and the libraries that run them, as plain data that is sent to worker processes.
+
+Besides the paper's models there are families after it, by names such as DINOv3-B/16, DINOv2-B/14 and CLIP-B/16.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,25 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitral.architecture import Architecture, ViTConfig, as_size
-from vitral.bench.families import FAMILIES, family_of, model_name, parse_model
+from vitral.architecture import Architecture, ModelConfig, RopeConfig, ViTConfig, as_size
 from vitral.errors import UserError
 from vitral.export.int8 import calibrate, quantize
 from vitral.export.onnx import OPSET, import_onnx
 from vitral.models.build import build
 from vitral.models.layers import LayerScale
+from vitral.names import name_of, parse
 
 Work = Literal["train", "infer", "latency", "data", "predict", "start", "growth"]
 OURS = "vitral"
 EXPORTED = {"onnxruntime": ("float32", "int8"), "openvino": ("float32",)}  # run our model, exported; and how
 PEERS = ("timm", "transformers", "torchvision", *EXPORTED)
+_ONLY_MODES = {"data": "loader", "predict": "eager", "start": "command"}  # where PyTorch's do not apply
 MODES = ("eager", "compile", "graphs", "autotune")
 _EXPORT_TOLERANCES = {"float32": 1e-4, "int8": 0.1}  # of the norm of the logits, of random images and weights
 ATTENTIONS = ("auto", "flash", "cudnn", "efficient")
@@ -92,17 +96,8 @@ def select_backends(
 ) -> tuple[list[Backend], list[str]]:
     """Choose ours first, then each peer that is installed and supports the workload, in each setting.
 
-    Args:
-        workload: what is benchmarked.
-        against: names of other libraries, out of PEERS.
-        modes: how PyTorch runs the models, out of MODES.
-        attentions: kernels of PyTorch's attention to try, out of ATTENTIONS.
-
-    Returns:
-        The backends, and one sentence for each library that cannot take part.
-
-    Raises:
-        UserError: if a name is unknown, or a setting needs a GPU.
+    Returns the backends, and one sentence for each library that cannot take part; raises UserError for unknown names,
+    and for a setting that needs a GPU.
     """
     options = ("--against", against, PEERS), ("--settings", modes, MODES), ("--attention", attentions, ATTENTIONS)
     for option, names, choices in options:
@@ -118,7 +113,7 @@ def select_backends(
             excluded.append(f"{library} is excluded: {reason}.")
         elif library in EXPORTED:
             backends += [Backend(library, mode) for mode in EXPORTED[library]]
-        elif mode := _only_mode(workload.work):
+        elif mode := _ONLY_MODES.get(workload.work):
             backends.append(Backend(library, mode))
         elif library == OURS:  # it chooses its attention itself, and compiling adds nothing to its CUDA graphs
             ours = [Backend(OURS, mode) for mode in (["graphs"] if graphs else modes)]
@@ -139,11 +134,6 @@ def default_modes(device: str) -> tuple[str, ...]:
     return ("compile", "graphs") if device == "cuda" else ("eager",)
 
 
-def _only_mode(work: Work) -> str:
-    """The name of the mode where PyTorch's modes do not apply; empty where they do."""
-    return {"data": "loader", "predict": "eager", "start": "command"}.get(work, "")
-
-
 def _unsupported_reason(library: str, workload: Workload) -> str:
     if library == OURS:
         return ""
@@ -160,16 +150,15 @@ def _unsupported_reason(library: str, workload: Workload) -> str:
         return f"bench {workload.work} supports {supported[0]} only"
     config = workload.architecture
     # The peers have the Vision Transformer of section 3.1 only, and timm its successors.
-    return (
-        "" if _is_vit(config) and (library == "timm" or not family_of(config)) else f"it has no {workload.model_name}"
-    )
+    supports = _is_vit(config) and (library == "timm" or not family_of(config))
+    return "" if supports else f"it has no {workload.model_name}"
 
 
 def build_model(backend: Backend, architecture: Architecture) -> nn.Module:
     """Build a library's model of this architecture, with random weights and a head that is not zero."""
     library = backend.library
     if library == OURS:
-        return _with_visible_blocks(_with_random_head(build(architecture)))
+        return _with_visible_layers(build(architecture))
     if library in EXPORTED:
         return _ExportedModel(build_model(Backend(OURS), architecture), backend, architecture)
     if not isinstance(architecture, ViTConfig):
@@ -177,18 +166,13 @@ def build_model(backend: Backend, architecture: Architecture) -> nn.Module:
     return _BUILDERS[library](architecture)
 
 
-def _with_random_head(model: nn.Module) -> nn.Module:
-    """Replace linear layers of zeros: behind them all logits are zero, and the parity check would compare nothing."""
+def _with_visible_layers(model: nn.Module) -> nn.Module:
+    """Replace linear layers of zeros, behind which all logits are zero, and the first LayerScale factors, 1e-5: the
+    parity check would hardly see what is behind them."""
     for layer in model.modules():
         if isinstance(layer, nn.Linear) and not layer.weight.any():
             nn.init.normal_(layer.weight, std=0.02)
-    return model
-
-
-def _with_visible_blocks(model: nn.Module) -> nn.Module:
-    """Replace the first LayerScale factors, 1e-5: behind them the parity check would hardly see the blocks."""
-    for layer in model.modules():
-        if isinstance(layer, LayerScale):
+        elif isinstance(layer, LayerScale):
             nn.init.normal_(layer.scale, mean=0.5, std=0.1)
     return model
 
@@ -234,7 +218,7 @@ def _torchvision(config: ViTConfig) -> nn.Module:
     if side != width:
         raise UserError("torchvision takes square images only: choose one side, or leave it out of --against.")
     sizes = {"num_layers": config.depth, "num_heads": config.heads, "hidden_dim": config.width, "mlp_dim": config.mlp}
-    return _with_random_head(VisionTransformer(side, config.patch, num_classes=config.classes, **sizes))
+    return _with_visible_layers(VisionTransformer(side, config.patch, num_classes=config.classes, **sizes))
 
 
 class _ExportedModel(nn.Module):
@@ -284,3 +268,50 @@ def _openvino(path: Path) -> Callable[[np.ndarray], np.ndarray]:
 
 _RUNNERS = {"onnxruntime": _onnxruntime, "openvino": _openvino}
 _BUILDERS = {"timm": _timm, "transformers": _transformers, "torchvision": _torchvision}
+
+
+class Family(NamedTuple):
+    """What a family changes in the ViT of the same size, and a name of it in timm, which overrides replace sizes of."""
+
+    timm: str
+    changes: dict[str, Any]
+    overrides: dict[str, Any]
+
+
+_CLIP: dict[str, Any] = {"pre_norm": True, "patch_bias": False, "norm_eps": 1e-5}
+FAMILIES = {
+    # As in timm, without the biases of queries and values, which Meta's checkpoints have.
+    "DINOv3": Family(
+        "vit_base_patch16_dinov3",
+        {
+            **{"rope": RopeConfig(), "position": "none", "registers": 4, "layer_scale": True},
+            **{"qkv_bias": False, "gelu": "erf", "norm_eps": 1e-5},
+        },
+        {"global_pool": "token"},
+    ),
+    "DINOv2": Family("vit_base_patch14_dinov2", {"layer_scale": True, "gelu": "erf", "rope": None}, {}),
+    "CLIP": Family("vit_base_patch16_clip_quickgelu_224", {**_CLIP, "gelu": "quick"}, {}),
+    "OpenCLIP": Family("vit_base_patch16_clip_224", {**_CLIP, "gelu": "erf"}, {}),
+}
+
+
+def parse_model(name: str, **changes: Any) -> ModelConfig:
+    """The architecture of a model's name, with fields replaced."""
+    family, _, size = name.partition("-")
+    if family not in FAMILIES:
+        return parse(name, **changes)
+    return parse(f"ViT-{size}", **FAMILIES[family].changes, **changes)
+
+
+def model_name(architecture: Architecture) -> str:
+    return name_of(architecture).replace("ViT", family_of(architecture) or "ViT", 1)
+
+
+def family_of(architecture: Architecture) -> str:
+    """The name of the family, empty for the paper's models."""
+    if not isinstance(architecture, ViTConfig):
+        return ""
+    for name, family in FAMILIES.items():
+        if all(getattr(architecture, field) == value for field, value in family.changes.items()):
+            return name
+    return ""

@@ -1,6 +1,7 @@
-"""Timing backends in turns: each runs a few steps while the others wait, so that a busy machine slows all alike.
+"""Timing of backends in turns, so that a busy machine slows all alike; of cold starts; and of larger and larger steps.
 
-A cold start, from a command to its first prediction, is timed in a new process each time.
+A cold start, from a command to its first prediction, is timed in a new process each time. A sweep measures how the time
+of a training step grows with image size, batch and depth, compared with its arithmetic.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 
+from vitral.architecture import ViTConfig
 from vitral.bench.backends import OURS, Backend, Workload
 from vitral.bench.results import BenchmarkRow, now, percentiles_ms, timed_row
 from vitral.bench.steps import ParityError
@@ -32,6 +37,7 @@ from vitral.errors import UserError
 from vitral.events import EventHandler, Note
 from vitral.models.build import build
 from vitral.names import parse
+from vitral.report.charts import line_chart, svg_file
 
 _WARM_UP = 3  # steps after the first, which compiles and allocates
 _TURN_SECONDS = 1.0
@@ -46,24 +52,20 @@ from transformers import pipeline
 print(pipeline("image-classification", model=sys.argv[1])(sys.argv[2]))
 """
 _SETTINGS = {OURS: "predict", "transformers": "pipeline"}
+SIZES = {"image": (64, 128, 256, 512, 1024), "batch": (1, 4, 16, 64, 256), "depth": (3, 6, 12, 24)}
+AXES = {"image": "image size in pixels", "batch": "batch size in images", "depth": "depth in blocks"}
+_MIN_STEPS = 3
+_MAX_SECONDS = 2.0  # of a step: an axis ends where the next one would take longer
+_NOISE = 1.15  # factor by which a step may exceed the arithmetic
 
 
 def run_benchmark(
     workload: Workload, backends: Sequence[Backend], *, rounds: int, on_event: EventHandler
 ) -> tuple[list[BenchmarkRow], list[str]]:
-    """Time every backend in every round.
+    """Time every backend in every round; the first one also measures the FLOP/s of a matrix product.
 
-    Args:
-        workload: what every backend computes.
-        backends: the backends; the first one also measures the FLOP/s of a matrix product.
-        rounds: turns of each backend.
-        on_event: called with notes about the progress.
-
-    Returns:
-        A row for each backend that finished, and one sentence for each that failed.
-
-    Raises:
-        ParityError: if our outputs differ from those of the float32 model; nobody gets a row then.
+    Returns a row for each backend that finished, and one sentence for each that failed. Raises ParityError if our
+    outputs differ from those of the float32 model; nobody gets a row then.
     """
     failures: list[str] = []
     started_at = now()
@@ -94,12 +96,8 @@ def _check_parity(backend: Backend, workload: Workload, on_event: EventHandler) 
     with Worker(backend) as worker:
         parity = worker.call("check_parity", workload)
     gradients = f" and gradients within {parity['gradients']:.0e}" if workload.work == "train" else ""
-    on_event(
-        Note(
-            f"{backend.label}: logits within {parity['logits']:.0e}{gradients} of the float32 model, relative to the "
-            f"norm (tolerance: {parity['tolerance']:g})"
-        )
-    )
+    within = f"logits within {parity['logits']:.0e}{gradients} of the float32 model"
+    on_event(Note(f"{backend.label}: {within}, relative to the norm (tolerance: {parity['tolerance']:g})"))
 
 
 def _raise_ours(failure: WorkerFailed, backend: Backend) -> None:
@@ -181,17 +179,7 @@ def _details(worker: Worker, workload: Workload, failures: list[str]) -> dict[st
 def measure_cold_start(
     workload: Workload, libraries: Sequence[str], rounds: int, on_event: EventHandler
 ) -> list[BenchmarkRow]:
-    """Time the first prediction of each library, the libraries in turns.
-
-    Args:
-        workload: names the model.
-        libraries: vitral, transformers or both.
-        rounds: timed starts of each.
-        on_event: called with notes about the progress.
-
-    Returns:
-        A row per library.
-    """
+    """Time the first prediction of each library (vitral, transformers), the libraries in turns."""
     started_at = now()
     with tempfile.TemporaryDirectory() as folder:
         commands = _prepare_commands(Path(folder), workload.model)
@@ -249,3 +237,94 @@ def _time_command(name: str, command: Sequence[str]) -> float:
         message = (process.stderr.strip().splitlines() or ["no message"])[-1]
         raise UserError(f"{name} failed to predict ({message}): leave it out of --against.")
     return seconds
+
+
+def run_sweep(workload: Workload, backend: Backend, on_event: EventHandler) -> list[BenchmarkRow]:
+    """Measure a row per size of images, batches and depths; an axis ends where memory runs out or steps take too
+    long."""
+    rows: list[BenchmarkRow] = []
+    axes = [axis for axis in SIZES if axis != "depth" or isinstance(workload.architecture, ViTConfig)]
+    started_at, points = now(), deque((axis, size) for axis in axes for size in SIZES[axis])
+    while points:  # in a new process after one that failed, which ends the axis
+        with Worker(backend) as worker:
+            while points:
+                axis, size = points.popleft()
+                changes: dict[str, Any] = {axis: size}
+                sized = replace(workload, **changes)
+                last = next((row for row in reversed(rows) if row.axis == axis), None)
+                if last is not None and last.seconds * step_macs(sized) / last.macs > _MAX_SECONDS:  # by the arithmetic
+                    continue
+                on_event(Note(f"{axis} {size}"))
+                try:
+                    row = _measure(worker, sized, started_at)
+                except WorkerFailed as failure:
+                    on_event(Note(f"{axis} {size}: {failure}"))
+                    points = deque(point for point in points if point[0] != axis)
+                    break
+                rows.append(replace(row, axis=axis, axis_value=size))
+    return rows
+
+
+def _measure(worker: Worker, workload: Workload, started_at: str) -> BenchmarkRow:
+    """One row; all sizes share a process, so there is no startup time, and peak memory only where it can be reset."""
+    warm_up(worker, workload, rounds=1)
+    worker.seconds += worker.run(max(worker.steps, _MIN_STEPS))
+    row = worker_row(worker, workload, started_at, worker.call("matmul_flops"))
+    peak = row.peak_bytes if workload.device == "cuda" else 0
+    return replace(row, work="growth", peak_bytes=peak, startup_seconds=0.0)
+
+
+def newest_sweep(rows: Iterable[BenchmarkRow]) -> list[BenchmarkRow]:
+    """The rows of the last sweep; an earlier one may have been of another model."""
+    sweep_rows = [row for row in rows if row.axis]
+    last = max((row.started_at for row in sweep_rows), default="")
+    return [row for row in sweep_rows if row.started_at == last]
+
+
+def measured_points(rows: Iterable[BenchmarkRow]) -> dict[str, list[BenchmarkRow]]:
+    """The rows of the last sweep by axis, from the smallest size to the largest.
+
+    Sizes are measured one after the other, not in turns: times are scaled to the median matmul FLOP/s, so that a clock
+    that drops or another process does not look like growth.
+    """
+    sweep = sorted(newest_sweep(rows), key=lambda row: row.axis_value)
+    rate = median(row.matmul_flops for row in sweep) if sweep else 0.0
+    scaled = [replace(row, seconds=row.seconds * row.matmul_flops / rate) for row in sweep]
+    points = {axis: [row for row in scaled if row.axis == axis] for axis in AXES}
+    return {axis: rows for axis, rows in points.items() if rows}
+
+
+def relative_growth(points: Sequence[BenchmarkRow]) -> list[float]:
+    """For each point of an axis after the first: growth of the time over growth of the arithmetic."""
+    return [(after.seconds / before.seconds) / (after.macs / before.macs) for before, after in pairwise(points)]
+
+
+def summarize_sweep(rows: Iterable[BenchmarkRow]) -> list[str]:
+    """One sentence for each size where time grows faster than the arithmetic, beyond noise."""
+    return [
+        f"up to {axis} {point.axis_value}, time grows {growth:.2f} times as fast as the arithmetic."
+        for axis, points in measured_points(rows).items()
+        for point, growth in zip(points[1:], relative_growth(points), strict=True)
+        if growth > _NOISE
+    ]
+
+
+def sweep_chart(rows: Sequence[BenchmarkRow]) -> str:
+    """An SVG file with one panel per axis.
+
+    The dashed line is the arithmetic scaled to the last point: the measured line lies above it where there is overhead.
+    """
+    charts = []
+    for axis, points in measured_points(rows).items():
+        last = points[-1]
+        measured = [(point.axis_value, 1e3 * point.seconds) for point in points]
+        expected = [(point.axis_value, 1e3 * last.seconds * point.macs / last.macs) for point in points]
+        charts.append(line_chart({"measured": measured}, x=AXES[axis], y="ms per step", log=True, guide=expected))
+    model = next((row.model for row in rows if row.axis == "batch"), rows[0].model)
+    batches = sorted({str(row.batch) for row in rows if row.axis != "batch"})
+    note = f" Image size and depth: batch {' and '.join(batches)}." if batches else ""
+    return svg_file(
+        charts,
+        f"Training step of {model} on {rows[0].hardware}",
+        f"Solid: measured. Dashed: the arithmetic, scaled to the last point.{note}",
+    )

@@ -19,18 +19,11 @@ from torch.utils.data import DataLoader
 
 from vitral.bench.backends import OURS, Backend, Workload, default_modes
 from vitral.bench.steps import TrainingStep, inference_model
-from vitral.data.batch_buffers import PackedCrops, ResizeCrops
 from vitral.data.images import decode
-from vitral.data.loader import (
-    PREFETCH,
-    buffer_count,
-    default_workers,
-    evaluation_batches,
-    read_pixels,
-    training_batches,
-)
+from vitral.data.loader import buffer_count, default_workers, evaluation_batches, read_pixels, training_batches
 from vitral.data.preprocess import Pipeline, parse_pipeline
 from vitral.data.sources import Split, open_data
+from vitral.data.workers import PREFETCH, PackedCrops, ResizeCrops
 from vitral.training.device_data import crop_uploader
 
 _STAGE_IMAGES = 64  # that each stage is timed on
@@ -83,7 +76,6 @@ class PredictionStep:
         self.model = inference_model(backend, workload)
 
     def run(self, count: int) -> list[float]:
-        """The mean seconds of `count` batches."""
         start = time.perf_counter()
         with torch.inference_mode():
             for images in _batches(self.backend, self.workload, count, training=False):
@@ -97,14 +89,8 @@ class PredictionStep:
 def time_training_from_files(backend: Backend, workload: Workload, *, loader_seconds: float) -> dict[str, float]:
     """Compare training on files with training on a batch that stays on the device, timed right before and after.
 
-    Args:
-        backend: the library.
-        workload: the model, the files, and the most workers; training may start fewer.
-        loader_seconds: seconds per batch of the loader alone. Batches that were prefetched may hide it for a few steps,
-            but in the long run no step is shorter.
-
-    Returns:
-        Details of a row.
+    `loader_seconds` per batch are of the loader alone: batches that were prefetched may hide it for a few steps, but in
+    the long run no step is shorter. Training may start fewer workers than the workload has.
     """
     workload = replace(workload, workers=min(workload.workers, default_workers(workload.device)))
     modes = default_modes(workload.device)  # ours captures CUDA graphs on a GPU, the others are compiled there
@@ -131,11 +117,8 @@ def time_training_from_files(backend: Backend, workload: Workload, *, loader_sec
 def time_feeding(
     feed: Callable[[Tensor], None], batches: Iterable[Tensor], first: int, device: str
 ) -> tuple[float, float]:
-    """Train on batches as training does, with one step queued ahead; the first `first` steps do not count.
-
-    Returns:
-        The seconds per step, and the share of the time in which the device was idle.
-    """
+    """Train on batches as training does, with one step queued ahead, and not counting the first ones. Returns seconds
+    per step, and the share of the time in which the device was idle."""
     began, ended = [], []
     for images in batches:
         began.append(_Timestamp(device))
@@ -220,7 +203,6 @@ def _pipeline(workload: Workload, *, training: bool) -> Pipeline:
 
 
 def _megapixels(workload: Workload) -> float:
-    """The mean size of an image."""
     split = _open_split(workload.folder)
     images = [read_pixels(split, index, 3) for index in range(min(_STAGE_IMAGES, len(split)))]
     return statistics.mean(image.shape[0] * image.shape[1] for image in images) / 1e6

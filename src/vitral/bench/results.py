@@ -108,18 +108,15 @@ def timed_row(
 
 
 def now() -> str:
-    """The time as rows have it."""
     return datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median, upper quartile."""
     low, median, high = statistics.quantiles(values if len(values) > 1 else [*values, *values], method="inclusive")
     return low, median, high
 
 
 def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
-    """The percentiles of latencies, as details of a row."""
     ordered = sorted(seconds)
     return {f"p{share}_ms": 1e3 * ordered[min(len(ordered) * share // 100, len(ordered) - 1)] for share in _PERCENTILES}
 
@@ -150,7 +147,6 @@ def merge_rows(old: Iterable[BenchmarkRow], new: Iterable[BenchmarkRow]) -> list
 
 
 def best_peer(row: BenchmarkRow, rows: Sequence[BenchmarkRow]) -> BenchmarkRow | None:
-    """The fastest comparable row of another library."""
     peers = [other for other in rows if other.comparison_key == row.comparison_key and other.library != OURS]
     return min(peers, key=lambda other: other.seconds, default=None)
 
@@ -192,21 +188,11 @@ def _cells(row: BenchmarkRow, rows: Sequence[BenchmarkRow]) -> list[str]:
 
 
 def format_rate(rate: float) -> str:
-    """Images per second as text."""
     return f"{rate:,.1f}" if rate < 100 else f"{rate:,.0f}"
 
 
 def page(rows: Sequence[BenchmarkRow], *, summary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
-    """A Markdown page of the rows of one machine.
-
-    Args:
-        rows: at least one.
-        summary: sentences above the table.
-        figures: paths of images below it.
-
-    Returns:
-        Markdown.
-    """
+    """A Markdown page of the rows of one machine: sentences, the table, and images at these paths."""
     versions: dict[str, set[str]] = {}
     for row in rows:
         for name, value in row.environment.items():

@@ -287,7 +287,6 @@ def matmul_flops(device: str, repeats: int = 8) -> float:
 
 
 def parameters_with_gradient(model: nn.Module) -> list[tuple[str, Any]]:
-    """Names and parameters that have a gradient."""
     return [(name, weight) for name, weight in model.named_parameters() if weight.grad is not None]
 
 
@@ -311,17 +310,7 @@ class ParityResult(NamedTuple):
 
 
 def check_parity(step: TimedStep) -> ParityResult:
-    """Compare a step of a small batch with the eager float32 model.
-
-    Args:
-        step: the step that is checked.
-
-    Returns:
-        The differences.
-
-    Raises:
-        ParityError: if a difference is above its tolerance.
-    """
+    """Compare a step of a small batch with the eager float32 model; raises ParityError above a tolerance."""
     reference = reference_outputs(step)
     return compare(step.outputs(), reference, TOLERANCES[step.workload.precision], step.backend.label)
 

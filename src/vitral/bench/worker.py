@@ -97,10 +97,6 @@ class Worker:
             raise WorkerFailed(response["error"], response["reason"])
         return response["result"]
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
 
 def child_environment() -> dict[str, str]:
     """Environment variables of child processes, which import this very package."""
@@ -116,7 +112,6 @@ class RequestHandler:
         self.peak_memory: Callable[[], int] = lambda: 0
 
     def check_parity(self, backend: dict[str, Any], workload: dict[str, Any]) -> dict[str, float]:
-        """Compare with the float32 model on a few images."""
         small: dict[str, Any] = {**workload, "batch": min(steps.PARITY_BATCH, workload["batch"])}
         return steps.check_parity(make_step(Backend(**backend), Workload(**small)))._asdict()
 
@@ -132,7 +127,6 @@ class RequestHandler:
         return environment_info(backend["library"], workload["device"])
 
     def run(self, count: int) -> list[float]:
-        """Time steps."""
         return self.step.run(count)
 
     def memory(self) -> int:
@@ -140,7 +134,6 @@ class RequestHandler:
         return self.peak_memory()
 
     def matmul_flops(self) -> float:
-        """FLOP/s of a large matrix product."""
         return steps.matmul_flops(self.step.workload.device)
 
     def details(self) -> dict[str, float]:
@@ -175,7 +168,6 @@ def handle_request(handler: RequestHandler, line: str) -> dict[str, Any]:
 
 
 def environment_info(library: str, device: str) -> dict[str, str]:
-    """Hardware, threads and versions that a result depends on."""
     versions = {name: importlib.metadata.version(name) for name in ("torch", library) if name != "vitral"}
     threads = str(torch.get_num_threads())
     return {"hardware": hardware_name(device), "threads": threads, "python": platform.python_version(), **versions}

@@ -44,39 +44,23 @@ class Weights:
 class Adaptation:
     """Requested changes of weights; None keeps a property as it is."""
 
-    image: int | Size | None = None
-    patch: int | None = None
+    image: int | Size | None = None  # position embeddings are resized
+    patch: int | None = None  # the patch embedding is resized, too
     channels: int | None = None
-    classes: int | None = None
-    resize: ResizeRule | None = None
+    classes: int | None = None  # the head is replaced by zeros; 0 removes it
+    resize: ResizeRule | None = None  # another interpolation rule for position embeddings
 
 
-def adapt(
-    weights: Weights,
-    *,
-    image: int | Size | None = None,
-    patch: int | None = None,
-    channels: int | None = None,
-    classes: int | None = None,
-    resize: ResizeRule | None = None,
-) -> Weights:
-    """Adapt weights; tensors that need no change stay bit-identical.
-
-    Args:
-        weights: the weights to adapt.
-        image: new image size: position embeddings are resized.
-        patch: new patch size: the patch embedding is resized, too.
-        channels: new number of input channels.
-        classes: new number of classes: the head is replaced by zeros; 0 removes it.
-        resize: another interpolation rule for position embeddings.
-    """
-    if resize is not None and isinstance(weights.architecture, ViTConfig):
-        weights = replace(weights, architecture=replace(weights.architecture, resize=resize))
-    if channels is not None and channels != weights.architecture.channels:
-        weights = to_channels(weights, channels)
-    weights = to_size(weights, weights.architecture.image if image is None else as_size(image), patch)
-    if classes is not None and classes != weights.architecture.classes:
-        weights = to_classes(weights, classes)
+def adapt(weights: Weights, changes: Adaptation) -> Weights:
+    """Adapt weights; tensors that need no change stay bit-identical."""
+    if changes.resize is not None and isinstance(weights.architecture, ViTConfig):
+        weights = replace(weights, architecture=replace(weights.architecture, resize=changes.resize))
+    if changes.channels is not None and changes.channels != weights.architecture.channels:
+        weights = to_channels(weights, changes.channels)
+    image = weights.architecture.image if changes.image is None else as_size(changes.image)
+    weights = to_size(weights, image, changes.patch)
+    if changes.classes is not None and changes.classes != weights.architecture.classes:
+        weights = to_classes(weights, changes.classes)
     return weights
 
 

@@ -13,7 +13,8 @@ import numpy as np
 from torch import Tensor
 
 from vitral.architecture import Architecture, Size, as_dict, from_dict, is_a
-from vitral.data.images import METHODS, ImageError, PILImage, as_tensor, decode, is_pil, pil_to_array
+from vitral.data.images import ImageError, PILImage, as_tensor, decode, is_pil, pil_to_array
+from vitral.data.pixels import METHODS
 from vitral.data.preprocess import Pipeline, parse_deterministic
 from vitral.errors import UserError, shorten
 from vitral.models.model import normalize

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vitral.architecture import Architecture, ModelConfig, ModuleConfig, ViTConfig
+from vitral.architecture import Architecture, ModuleConfig, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.files import WeightFile, open_weights
 from vitral.checkpoints.formats import FORMATS, family_of, format_named
@@ -54,13 +54,7 @@ class _Classifier:
 
 
 def describe(path: Path, format: str | None = None, hints: Hints | None = None) -> Description:
-    """Recognise a checkpoint and derive its architecture without reading its tensors.
-
-    Args:
-        path: a weight file, or a folder that has one.
-        format: name of the format, None to recognise it.
-        hints: what the file does not state.
-    """
+    """Recognise a checkpoint, a file or a folder, and derive its architecture without reading its tensors."""
     file = open_weights(path)
     try:
         return _describe(file, path, format, hints)
@@ -95,7 +89,7 @@ def _described(file: WeightFile, path: Path, model: FoundModel) -> Description:
         _check_depth(architecture, len(file.headers))
     else:
         model, architecture, assumed = _architecture(file, path, model)
-    entries = table.file_entries(model.header, architecture) if table.file_entries else table.entries(architecture)
+    entries = table.table_of(model.header, architecture)
     names, outside = dict(model.names), dict(model.outside)
     ignored = ignored_keys(model, {entry.theirs for entry in entries})
     unmapped = [key for key, name in model.names.items() if name in set(ignored)]
@@ -104,7 +98,8 @@ def _described(file: WeightFile, path: Path, model: FoundModel) -> Description:
         entries += classifier.entries(architecture.features)
         names |= classifier.names
         outside = {key: name for key, name in outside.items() if key not in classifier.names}
-        architecture = _with_classes(architecture, classifier)
+        bias: dict[str, Any] = {"head_bias": classifier.bias} if isinstance(architecture, ViTConfig) else {}
+        architecture = replace(architecture, classes=classifier.classes, **bias)
         missing = "" if classifier.bias else ", without a bias"
         notes.append(
             f'assumed: the classifier "{classifier.name}." ({classifier.classes} classes{missing}) reads the '
@@ -139,17 +134,10 @@ def _check_depth(architecture: Architecture, tensors: int) -> None:
         raise UserError(f"the card states {blocks:,} blocks and the file has {tensors:,} tensors: download it again.")
 
 
-def _with_classes(architecture: ModelConfig, classifier: _Classifier) -> ModelConfig:
-    if isinstance(architecture, ViTConfig):
-        return replace(architecture, classes=classifier.classes, head_bias=classifier.bias)
-    return replace(architecture, classes=classifier.classes)
-
-
 def _architecture(file: WeightFile, path: Path, model: FoundModel) -> tuple[FoundModel, Architecture, list[str]]:
     """The architecture by the header, the hints and the name of the file, and what was assumed.
 
-    Returns:
-        Also the model, whose header has a config.json that names timm's architecture if the name of the file does.
+    The model comes back with a config.json that names timm's architecture where the name of the file does.
     """
     if named := _named_by_timm(file, path, model):
         return named
@@ -268,11 +256,7 @@ def _names(file: WeightFile, path: Path) -> list[str]:
 
 
 def _classifier(file: WeightFile, model: FoundModel, architecture: Architecture) -> _Classifier | None:
-    """The classifier beside a backbone, such as "fc.weight" beside "backbone.blocks.0...".
-
-    Raises:
-        UserError: there is a head that is not one linear layer on the features, and nobody asked to replace it.
-    """
+    """The classifier beside a backbone, such as "fc.weight" beside "backbone.blocks.0..."; UserError for others."""
     heads: dict[str, dict[str, str]] = {}  # name of the module -> its key in the file -> rest of the key
     for key, plain in model.outside.items():
         match = None if plain.startswith(model.others) else _CLASSIFIER.search(plain)

@@ -1,4 +1,4 @@
-"""Read weight files (npz, safetensors, PyTorch) as named tensors, safely; nothing here knows about models.
+"""Read weight files (npz, safetensors, PyTorch) as named tensors, safely.
 
 A file is recognised by its first bytes, never by its suffix. Every size in its header is checked against the bytes in
 the file before memory is allocated, and no code in it is executed. `write.py` is the inverse.
@@ -10,10 +10,13 @@ import hashlib
 import json
 import math
 import re
+import warnings
 import zipfile
-from collections.abc import Generator
+from argparse import Namespace
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
@@ -22,8 +25,8 @@ import safetensors.torch
 import torch
 
 from vitral.atomic import check_name
-from vitral.checkpoints.torch_files import is_short_of_memory, load_torch
 from vitral.errors import UserError
+from vitral.models.model import CONFIG
 
 Container = Literal["npz", "safetensors", "pickle"]
 
@@ -74,14 +77,6 @@ class WeightFile:
     preprocessor: dict[str, Any] | None  # preprocessor_config.json in the same folder
 
 
-class _ShardHeader(NamedTuple):
-    """The header of one file of a sharded set, or of a single file."""
-
-    container: Container
-    headers: dict[str, TensorHeader]
-    metadata: dict[str, str]
-
-
 def open_weights(source: Path) -> WeightFile:
     """Find and check a weight file, given by its path or its folder, without loading its tensors."""
     path = _find(source)
@@ -89,16 +84,16 @@ def open_weights(source: Path) -> WeightFile:
         shards = [_open_shard(shard) for shard in _shards(path)]
     headers: dict[str, TensorHeader] = {}
     metadata: dict[str, str] = {}
-    for shard in shards:
-        if repeated := sorted(headers.keys() & shard.headers.keys()):
+    for _, shard, stated in shards:
+        if repeated := sorted(headers.keys() & shard.keys()):
             raise UserError(f"{path} lists shards that both have {repeated[0]!r}: download the set again.")
-        headers.update(shard.headers)
-        metadata.update(shard.metadata)
+        headers.update(shard)
+        metadata.update(stated)
     if not headers:
         raise UserError(f"{path} has no tensors: choose another weight file.")
     folder = path.parent
     config, preprocessor = _json_object(folder / "config.json"), _json_object(folder / "preprocessor_config.json")
-    return WeightFile(path, shards[0].container, headers, metadata, config, preprocessor)
+    return WeightFile(path, shards[0][0], headers, metadata, config, preprocessor)
 
 
 def read_tensors(file: WeightFile) -> dict[str, torch.Tensor]:
@@ -128,7 +123,7 @@ def _readable(path: Path) -> Generator[None]:
     except PermissionError as error:
         raise UserError(f"{path} cannot be read: you have no permission; change its permissions.") from error
     except Exception as error:
-        if is_short_of_memory(path, error):
+        if _is_short_of_memory(path, error):
             raise MemoryError(str(error)) from error
         raise UserError(f"{path} is truncated or damaged: download or copy it again.") from error
 
@@ -142,10 +137,8 @@ def _find(source: Path) -> Path:
         if not source.is_file():  # a pipe would be waited for
             raise UserError(f"{source} is not a regular file: copy the weights into one.")
         if source.suffix.lower() in EXPORTED_SUFFIXES:
-            raise UserError(
-                f"{source} is an exported model, which predict, evaluate and vitral.classifier run: name the "
-                "weights that it was exported from."
-            )
+            runs = "which predict, evaluate and vitral.classifier run"
+            raise UserError(f"{source} is an exported model, {runs}: name the weights that it was exported from.")
         return source
     for name in FOLDER_FILES:
         if (source / name).is_file():
@@ -165,8 +158,7 @@ def _shards(path: Path) -> list[Path]:
     """The files of a sharded set that an index names, or the file itself."""
     if not path.name.endswith(".index.json"):
         return [path]
-    index = _json_object(path)
-    shards = index.get("weight_map") if index else None
+    shards = (_json_object(path) or {}).get("weight_map")
     if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
         raise UserError(f'{path} is not an index of shards (no "weight_map"): download it again.')
     names = sorted(set(shards.values()))
@@ -222,15 +214,16 @@ def _json_object(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _open_shard(path: Path) -> _ShardHeader:
+def _open_shard(path: Path) -> tuple[Container, dict[str, TensorHeader], dict[str, str]]:
+    """The header of one file: its container, its tensors and its metadata."""
     with _readable(path):
         container = _recognise(path)
         if container == "npz":
-            return _ShardHeader(container, {name: header for name, _, header in _npz_members(path)}, {})
+            return container, {name: header for name, _, header in _npz_members(path)}, {}
         if container == "safetensors":
-            return _ShardHeader(container, *_safetensors_headers(path))
-        tensors, metadata = load_torch(path, "meta")
-        return _ShardHeader(container, {name: _header_of(tensor) for name, tensor in tensors.items()}, metadata)
+            return container, *_safetensors_headers(path)
+        tensors, metadata = _load_torch(path, "meta")
+        return container, {name: _header_of(tensor) for name, tensor in tensors.items()}, metadata
 
 
 def _read_shard(path: Path) -> dict[str, torch.Tensor]:
@@ -243,7 +236,7 @@ def _read_shard(path: Path) -> dict[str, torch.Tensor]:
         if container == "safetensors":
             _safetensors_headers(path)
             return safetensors.torch.load_file(path)
-        return load_torch(path, "cpu")[0]
+        return _load_torch(path, "cpu")[0]
 
 
 def _header_of(tensor: torch.Tensor) -> TensorHeader:
@@ -271,27 +264,20 @@ def _npz_header(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) ->
     growth = 1 if entry.compress_type == zipfile.ZIP_STORED else _DEFLATE_LIMIT
     limit = growth * min(entry.compress_size, path.stat().st_size)
     if claimed != entry.file_size or claimed > limit or min(shape, default=0) < 0:
-        raise UserError(
-            f"{path} claims {claimed:,} bytes for {entry.filename!r}, which the file does not have: download it again."
-        )
+        claim = f"{claimed:,} bytes for {entry.filename!r}, which the file does not have"
+        raise UserError(f"{path} claims {claim}: download it again.")
     return TensorHeader(shape, name)
 
 
 def _npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """Shape, whether it is in Fortran order, and dtype. Version 3 is for structured arrays, which are not weights."""
-    version = np.lib.format.read_magic(stream)
-    if version == (1, 0):
-        return np.lib.format.read_array_header_1_0(stream)
-    if version == (2, 0):
-        return np.lib.format.read_array_header_2_0(stream)
-    raise ValueError(f"npy version {version}")
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    return readers[np.lib.format.read_magic(stream)](stream)
 
 
 def _torch_name(dtype: np.dtype[Any]) -> str | None:
     """PyTorch's name of a NumPy dtype. NumPy has no bfloat16: JAX stores it as two untyped bytes."""
-    if dtype == np.dtype("V2"):
-        return "bfloat16"
-    return dtype.name if dtype.name in NUMPY_DTYPES else None
+    return "bfloat16" if dtype == np.dtype("V2") else dtype.name if dtype.name in NUMPY_DTYPES else None
 
 
 def _read_npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> torch.Tensor:
@@ -327,7 +313,14 @@ def _safetensors_headers(path: Path) -> tuple[dict[str, TensorHeader], dict[str,
             raise UserError(f"{path} claims a shape for {name!r} that does not match its bytes: download it again.")
         headers[name] = TensorHeader(tuple(shape), dtype)
         spans.append((start, end))
-    _check_spans(path, sorted(spans), size - 8 - length)
+    position = 0
+    for start, end in sorted(spans):
+        if start != position:
+            raise UserError(f"{path} has tensors that overlap or leave a gap: download it again or write it again.")
+        position = end
+    if position != size - 8 - length:
+        claim = f"it claims {position:,} bytes of tensors and has {size - 8 - length:,}"
+        raise UserError(f"{path} is truncated or damaged ({claim}): download it again.")
     return headers, metadata
 
 
@@ -339,13 +332,69 @@ def _unique_entries(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return entries
 
 
-def _check_spans(path: Path, spans: list[tuple[int, int]], size: int) -> None:
-    """Check that the tensors fill the file without overlaps or gaps."""
-    position = 0
-    for start, end in spans:
-        if start != position:
-            raise UserError(f"{path} has tensors that overlap or leave a gap: download it again or write it again.")
-        position = end
-    if position != size:
-        claim = f"it claims {position:,} bytes of tensors and has {size:,}"
-        raise UserError(f"{path} is truncated or damaged ({claim}): download it again.")
+def _load_torch(path: Path, device: Literal["cpu", "meta"]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of a file, nested ones under dotted names, and the configuration that a state dict of ours has."""
+    mapped = device == "cpu" and zipfile.is_zipfile(path)  # so optimizer state in the file takes no memory
+    try:
+        # Training scripts store their options as a Namespace, a plain object that runs no code.
+        with torch.serialization.safe_globals([Namespace]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            content = torch.load(path, map_location=device, weights_only=True, mmap=mapped)
+    except Exception as error:
+        if isinstance(error, MemoryError) or _is_short_of_memory(path, error):
+            raise
+        raise UserError(_refusal(path, str(error))) from error
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in _nested_tensors(content, "", set()) if isinstance(content, Mapping) else ():
+        if name in tensors:
+            raise UserError(f"{path} has two tensors that are both called {name!r}: save model.state_dict() alone.")
+        if tensor.layout is not torch.strided or tensor.nbytes > path.stat().st_size:
+            raise UserError(f"{path} claims more of {name!r} than the file has: save it again as plain tensors.")
+        tensors[name] = tensor
+    if not tensors:
+        keys = ", ".join(map(repr, islice(content, 8))) if isinstance(content, Mapping) else type(content).__name__
+        raise UserError(f"{path} has no named tensors (but: {keys}): save only model.state_dict().")
+    return tensors, _configuration(content)
+
+
+def _is_short_of_memory(path: Path, error: Exception) -> bool:
+    """On a CPU, torch reports this in a message only. A damaged file requests more memory than it has bytes."""
+    requested = re.search(r"allocate (\d+) bytes", str(error))
+    return "allocate memory" in str(error) and (requested is None or int(requested[1]) <= path.stat().st_size)
+
+
+def _nested_tensors(content: object, name: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in nested dicts and lists with its dotted name.
+
+    A container is visited once: a dict may contain itself, and repeated ones could grow exponentially.
+    """
+    if isinstance(content, torch.Tensor):
+        yield name, content.detach()
+    elif isinstance(content, Mapping | list | tuple) and id(content) not in seen:
+        seen.add(id(content))
+        items = content.items() if isinstance(content, Mapping) else enumerate(content)
+        for key, value in items:
+            yield from _nested_tensors(value, f"{name}.{key}" if name else str(key), seen)
+
+
+def _configuration(content: object) -> dict[str, str]:
+    """The configuration in the metadata of state dicts of ours, as JSON; empty if there is none or several differ."""
+    dicts = [content, *content.values()] if isinstance(content, Mapping) else []
+    metadata = [found for state in dicts if isinstance(found := getattr(state, "_metadata", None), Mapping)]
+    modules = [module for found in metadata for module in found.values() if isinstance(module, Mapping)]
+    stated = {json.dumps(module[CONFIG]) for module in modules if CONFIG in module}
+    return {CONFIG: stated.pop()} if len(stated) == 1 else {}
+
+
+def _refusal(path: Path, message: str) -> str:
+    trusted = (
+        f'on a machine that trusts it, save only the tensors, checkpoint = torch.load("{path.name}", '
+        f'weights_only=False) and torch.save(checkpoint["model"], "weights.pth")'
+    )
+    if "TorchScript" in message:
+        return f"{path} is a TorchScript program, not weights: save its model.state_dict() instead."
+    if refused := re.search(r"GLOBAL (\w+(?:\.\w+)+)\s", message):
+        return f"{path} has {refused[1]}, which is refused because unpickling it can run code: {trusted}."
+    if "weights_only" in message:
+        return f"{path} is damaged, or not a plain torch.save file: download it again or, {trusted}."
+    return f"{path} is truncated or damaged: download or copy it again."

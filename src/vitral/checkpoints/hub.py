@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -90,19 +91,9 @@ def check_licence(licence: str) -> None:
 
 
 def upload(folder: Path, repository: str, *, private: bool, message: str) -> tuple[str, str]:
-    """Create the repository where it does not exist, and upload a folder in one commit.
+    """Create the repository where it does not exist, and upload the files of a folder in one commit.
 
-    Args:
-        folder: its files are uploaded; others in the repository stay.
-        repository: owner/name.
-        private: of a new repository.
-        message: of the commit.
-
-    Returns:
-        The address of the repository, and the commit.
-
-    Raises:
-        UserError: huggingface_hub is not installed, or the hub refuses.
+    Returns its address and the commit. Other files in the repository stay.
     """
     try:
         from huggingface_hub import HfApi, errors
@@ -144,14 +135,7 @@ def model_card(
 ) -> str:
     """The text of README.md, with the hub's metadata in front.
 
-    Args:
-        repository: owner/name.
-        card: of the model.
-        name: of its architecture.
-        cost: its parameters and multiply-accumulates.
-        readers: the libraries that load it.
-        licence: of the weights; empty if unknown.
-        run: of the training: "result", "data" and "recipe"; empty if unknown.
+    `readers` are the libraries that load it; `run` has "result", "data" and "recipe" of the training, if known.
     """
     height, width = card.architecture.image
     parts = [
@@ -177,7 +161,11 @@ def _front_matter(readers: Sequence[str], licence: str, repository: str, run: Ma
     accuracy = run.get("result", {}).get("metrics", {}).get("top1")
     if accuracy is not None:
         lines += ["model-index:", f"- name: {repository.partition('/')[2]}", "  results:", "  - task:"]
-        lines += ["      type: image-classification", "    dataset:", f"      name: {_quoted(_data_name(run))}"]
+        lines += [
+            "      type: image-classification",
+            "    dataset:",
+            f"      name: {json.dumps(_data_name(run), ensure_ascii=False)}",
+        ]
         lines += ["      type: custom", "    metrics:", "    - type: accuracy", f"      value: {accuracy:.4f}"]
     return "\n".join([*lines, "---"])
 
@@ -235,7 +223,3 @@ def _recipe(run: Mapping[str, Any]) -> str:
 def _plain(text: str) -> str:
     """A name as Markdown shows it, not as it would interpret it."""
     return "".join(f"\\{char}" if char in r"\`*_[]<>|#" else char for char in " ".join(text.split()))
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

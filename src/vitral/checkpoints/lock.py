@@ -15,7 +15,6 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -84,14 +83,7 @@ class FolderLock:
         self._released = threading.Event()
 
     def acquire(self, *, wait: bool = False) -> None:
-        """Take the lock; nothing happens where it is held already.
-
-        Args:
-            wait: wait while another run holds it.
-
-        Raises:
-            UserError: another run holds it.
-        """
+        """Take the lock; nothing happens where it is held already. UserError, or `wait`, while another run holds it."""
         while wait:
             try:
                 return self.acquire()
@@ -102,7 +94,11 @@ class FolderLock:
         owner = LockOwner.current()
         temporary = self.path.with_name(f".lock.{owner.token}.part")
         try:
-            if not any(self._place(temporary, owner) for _ in _attempts()):
+            for attempt in range(_TRIES):
+                time.sleep(0.02 if attempt else 0)
+                if self._place(temporary, owner):
+                    break
+            else:
                 raise UserError(f"{self.path} cannot be created: remove it if no run uses the folder, and try again.")
         finally:
             temporary.unlink(missing_ok=True)
@@ -187,13 +183,6 @@ class FolderLock:
                 current = self._read()
                 if current is not None and current.token == owner.token:
                     os.utime(self.path)
-
-
-def _attempts() -> Iterator[int]:
-    for attempt in range(_TRIES):
-        if attempt:
-            time.sleep(0.02)
-        yield attempt
 
 
 def _create(path: Path, owner: LockOwner) -> bool:

@@ -17,9 +17,8 @@ from vitral.checkpoints.card import Card
 from vitral.checkpoints.files import WeightFile, open_weights, read_tensors
 from vitral.checkpoints.formats import format_named
 from vitral.checkpoints.formats.hugging_face import LAYOUT, in_file
-from vitral.checkpoints.formats.layout import Layout, block_entries
+from vitral.checkpoints.formats.layout import Layout, block_entries, timm_layout
 from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Hints, linear, norm, read_entries, write_entries
-from vitral.checkpoints.formats.timm_arguments import timm_layout
 from vitral.checkpoints.hub import located
 from vitral.checkpoints.weights import assemble, prepared, read, weights_of
 from vitral.checkpoints.wrappers import ignored_sentences
@@ -93,11 +92,7 @@ def read_mae(
 
 
 def read_decoder(source: str | Path, model: MaskedAutoencoder) -> bool:
-    """Read the decoder of a file into a model of its sizes; False if the file has none.
-
-    Raises:
-        UserError: it has other sizes.
-    """
+    """Read the decoder of a file into a model of its sizes (UserError for others); False if the file has none."""
     path = located(source)
     file = open_weights(path)
     if (parts := _parts(file)) is None:

@@ -20,7 +20,7 @@ from typing import Any
 from vitral.architecture import Size
 from vitral.checkpoints.card import Preprocess
 from vitral.checkpoints.formats.timm_arguments import factory_named, split_name
-from vitral.data.images import METHODS
+from vitral.data.pixels import METHODS
 from vitral.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, PipelineStep, parse_pipeline
 
 _TIMM_CROP = 0.875  # timm's crop_pct where none is stated
@@ -75,14 +75,9 @@ _RELEASES = (
 
 
 def from_timm(pretrained_cfg: Mapping[str, Any], image: Size) -> Preprocess | None:
-    """timm's evaluation transform.
+    """timm's evaluation transform; None if mean and std are not stated, or if timm has no such transform.
 
-    Args:
-        pretrained_cfg: of timm's config.json.
-        image: height and width that the model takes; the `test_input_size` is not timm's default.
-
-    Returns:
-        None if mean and std are not stated, or if timm has no such transform.
+    `image` is the size that the model takes: the `test_input_size` is not timm's default.
     """
     mean, std = pretrained_cfg.get("mean"), pretrained_cfg.get("std")
     method, mode = pretrained_cfg.get("interpolation") or "bicubic", pretrained_cfg.get("crop_mode") or "center"
@@ -107,15 +102,7 @@ def from_timm(pretrained_cfg: Mapping[str, Any], image: Size) -> Preprocess | No
 
 
 def to_timm(preprocess: Preprocess | None, image: Size) -> dict[str, Any]:
-    """The preprocessing in the keys of timm's pretrained_cfg.
-
-    Args:
-        preprocess: also in steps of ours that timm rounds differently.
-        image: height and width that the model takes.
-
-    Returns:
-        No keys if timm has no such transform for images of that size.
-    """
+    """The preprocessing in the keys of timm's pretrained_cfg, also where timm rounds differently; {} if it has none."""
     if preprocess is None:
         return {}
     asked = _steps(preprocess)
@@ -135,14 +122,9 @@ def to_timm(preprocess: Preprocess | None, image: Size) -> dict[str, Any]:
 
 
 def from_transformers(preprocessor: Mapping[str, Any], model_type: str) -> Preprocess | None:
-    """The default (torchvision) backend of an image processor of transformers.
+    """The default (torchvision) backend of an image processor of transformers, by its name or else by the model_type.
 
-    Args:
-        preprocessor: preprocessor_config.json, empty if there is none.
-        model_type: of config.json; it decides where the file names no processor.
-
-    Returns:
-        None if the processor is not known, or does more or less than to resize, crop, rescale and normalise.
+    None if it is not known, or does more or less than to resize, crop, rescale and normalise.
     """
     processor = _processor(preprocessor, model_type)
     if not preprocessor or processor not in _PROCESSORS:
@@ -157,11 +139,7 @@ def from_transformers(preprocessor: Mapping[str, Any], model_type: str) -> Prepr
 
 
 def to_transformers(preprocess: Preprocess | None) -> dict[str, Any] | None:
-    """preprocessor_config.json for a preprocessing, also in steps of ours that transformers rounds differently.
-
-    Returns:
-        None if transformers has no such image processor.
-    """
+    """preprocessor_config.json, also where transformers rounds differently; None if it has no such processor."""
     codes = {name: code for code, name in _RESAMPLE.items()}
     steps = _steps(preprocess) if preprocess else []
     if preprocess is None or not steps or steps[0].method not in codes:
@@ -271,14 +249,9 @@ def releases() -> dict[str, dict[str, Any]]:
 
 
 def named_preprocess(name: str, image: Size) -> Preprocess | None:
-    """How the authors of a released model prepare images for it.
+    """How the authors of a released model prepare images for it, by its name or that of its file.
 
-    Args:
-        name: a model's or a file's name, such as vit_base_patch16_224.augreg_in21k_ft_in1k or deit-base-patch16-224.
-        image: height and width that the model takes.
-
-    Returns:
-        None where the name is not known, or could be that of several releases whose pixels are normalised differently.
+    None where that is not known, or could be one of several releases whose pixels are normalised differently.
     """
     if factory_named(name) is not None:
         return from_timm(release_named(name) or {}, image)
@@ -292,10 +265,9 @@ def named_preprocess(name: str, image: Size) -> Preprocess | None:
 def release_named(name: str) -> dict[str, Any] | None:
     """The preprocessing of the release that a name means, as timm's pretrained_cfg states it.
 
-    Args:
-        name: as that of `factory_named`. Without a tag it is timm's default release. What follows may also be a part of
-            a tag (vit_base_patch16_224_dino) or anything else (deit_tiny_patch16_224-a1311bcf), if all releases that
-            it may be share mean and std.
+    Without a tag it is timm's default release. What follows the name of an architecture may also be a part of a tag
+    (vit_base_patch16_224_dino) or anything else (deit_tiny_patch16_224-a1311bcf), if all releases that it may be share
+    mean and std.
     """
     factory, rest = split_name(name)
     if factory is None:

@@ -95,11 +95,7 @@ class RunFolder:
         self._created = False  # by this object
 
     def make(self) -> None:
-        """Create and lock the folder, and remove temporary files of interrupted writes.
-
-        Raises:
-            UserError: another run uses the folder.
-        """
+        """Create and lock the folder, and remove leftovers of interrupted writes; UserError if another run uses it."""
         check_name(self.path)
         self._created = not self.path.exists()
         self.states.mkdir(parents=True, exist_ok=True)
@@ -122,14 +118,7 @@ class RunFolder:
         return (self.path / "result.json").exists() or any(self.states.glob("step-*"))
 
     def save_state(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], keep: int) -> Path:
-        """Write a state as one file, then remove all but the newest `keep` states.
-
-        Args:
-            step: training step of the state.
-            tensors: weights, optimizer state and so on.
-            facts: JSON-ready metadata.
-            keep: number of states to keep.
-        """
+        """Write a state as one file, with JSON-ready `facts`, then remove all but the newest `keep` states."""
         self._lock.confirm()
         path = self.states / f"step-{step:08d}.safetensors"
         write_safetensors(path, tensors, {_FACTS: json.dumps({"step": step, **facts})})
@@ -265,12 +254,7 @@ class ShardReader(FileSystemReader):
 
 
 def read_index(folder: Path) -> Metadata:
-    """The tensors of a sharded state and where they are.
-
-    Raises:
-        ValueError: the index is damaged, or names a file outside the folder.
-        OSError: it cannot be read.
-    """
+    """The tensors of a sharded state and where they are; ValueError if it is damaged, or names a file elsewhere."""
     try:
         tensors = json.loads((folder / INDEX).read_bytes())["tensors"]
         metadata: dict[str, Any] = {}

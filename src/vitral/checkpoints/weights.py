@@ -26,20 +26,14 @@ from vitral.checkpoints.description import Description, describe
 from vitral.checkpoints.files import read_tensors, sha256
 from vitral.checkpoints.formats import format_named
 from vitral.checkpoints.formats.native import CARD, NATIVE, entries
-from vitral.checkpoints.formats.table import (
-    CheckpointHeader,
-    Format,
-    Hints,
-    heads_of,
-    read_entries,
-    write_entries,
-)
+from vitral.checkpoints.formats.table import Format, Hints, read_entries, write_entries
 from vitral.checkpoints.hub import is_hub_name, located
 from vitral.checkpoints.wrappers import strip_wrappers
 from vitral.checkpoints.write import write_json, write_npz, write_safetensors
 from vitral.errors import UserError
 from vitral.models.adapters import LoraLinear
 from vitral.models.build import Model, build
+from vitral.names import size_of
 
 
 @dataclass(frozen=True)
@@ -53,16 +47,7 @@ class Checkpoint:
 
 
 def read(path: Path, format: str | None = None, hints: Hints | None = None) -> Checkpoint:
-    """Read a checkpoint and check every tensor.
-
-    Args:
-        path: a weight file, or a folder that has one.
-        format: name of the format, None to recognise it.
-        hints: what the file does not state.
-
-    Raises:
-        UserError: if the file is damaged, or not exactly the architecture that its header indicates.
-    """
+    """Read a checkpoint; UserError if it is damaged, or not exactly the architecture that its header indicates."""
     described = describe(path, format, hints)
     table, card = described.format, described.card
     try:
@@ -95,7 +80,7 @@ def read_adapted(
     card, before = checkpoint.card, checkpoint.weights.architecture
     if is_hub_name(str(source)) and checkpoint.format != "vitral":
         card = replace(card, source=str(source))
-    weights = adapt(checkpoint.weights, **vars(changes))
+    weights = adapt(checkpoint.weights, changes)
     after = weights.architecture
     preprocess = card.preprocess and card.preprocess.adapted(before.image, after.image, after.channels)
     names = card.class_names if after.classes == before.classes else ()
@@ -106,14 +91,10 @@ def read_adapted(
 
 
 def weights_of(model: nn.Module, changes: tuple[str, ...] = ()) -> Weights:
-    """The weights of a model on the CPU; wrappers are removed and LoRA adapters merged, without changing the model.
+    """The weights of a model on the CPU, without changing the model.
 
-    Args:
-        model: a model of vitral's, perhaps inside torch.compile, DistributedDataParallel or DataParallel.
-        changes: earlier changes of the weights.
-
-    Raises:
-        UserError: if it is not a model of vitral's, or does not match its `config`.
+    It may be inside torch.compile, DistributedDataParallel or DataParallel; LoRA adapters are merged. `changes` are
+    earlier ones of the weights. UserError if it is not a model of vitral's, or does not match its `config`.
     """
     plain = _unwrapped(model)
     state = {key: tensor.detach() for key, tensor in plain.state_dict().items()}
@@ -160,17 +141,10 @@ def assemble(weights: Weights) -> Model:
 
 
 def write(weights: Weights, card: Card, path: Path, format: str) -> Card:
-    """Write weights in a format, atomically.
+    """Write weights in a format, atomically, and return the card as written.
 
-    Args:
-        weights: what to write.
-        card: its card; architecture and changes are taken from the weights.
-        path: a file or, for formats with a config.json, a folder. There, a path that ends in .safetensors writes the
-            weights alone if the format can be read without config.json.
-        format: name of the format.
-
-    Returns:
-        The card as written.
+    The path is a file or, for formats with a config.json, a folder. There, a path that ends in .safetensors writes the
+    weights alone if the format can be read without config.json.
     """
     table = format_named(format)
     weights = prepared(weights, table)
@@ -209,12 +183,9 @@ def prepared(weights: Weights, table: Format[Any]) -> Weights:
 
 
 def unstated(card: Card, back: Card, table: Format[Any]) -> list[str]:
-    """What a file of this format does not state, so that its reader must be told or behaves differently at other sizes.
+    """What a file of this format does not state of its card, so that its reader must be told or behaves differently.
 
-    Args:
-        card: the card the file was written with.
-        back: the card it is read with.
-        table: its format.
+    `back` is the card that it is read with.
     """
     missing = _unstated_shape(card.architecture, back.architecture, table)
     if card.class_names and not back.class_names:
@@ -232,20 +203,14 @@ def _unstated_shape(written: Architecture, back: Architecture, table: Format[Any
     rows, columns = written.grid(written.image)
     alone = table.config is None and table.name != "vitral"
     missing = [f"its grid is {rows}x{columns}"] if alone and rows != columns else []
-    if alone and table.container == "safetensors" and _guessed_heads(written) != written.heads:
+    standard = size_of(written.depth, written.width)
+    if alone and table.container == "safetensors" and (standard is None or standard.heads != written.heads):
         missing.append(f"it has {written.heads} heads")
     if back.resize != written.resize:
         missing.append(
             f"positions are resized to other image sizes by rule {written.resize}, its readers use {back.resize}"
         )
     return missing
-
-
-def _guessed_heads(architecture: ViTConfig) -> int | None:
-    try:
-        return heads_of(CheckpointHeader({}), architecture.depth, architecture.width)
-    except UserError:
-        return None
 
 
 def _arrays(weights: Weights, table: Format[Any]) -> Mapping[str, Tensor]:

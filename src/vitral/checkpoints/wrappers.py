@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,46 +46,43 @@ class FoundModel:
 
 
 def strip_wrappers(keys: Iterable[str]) -> dict[str, str]:
-    """Map each key to the key without the parts that torch.compile, FSDP and activation checkpointing add.
-
-    Raises:
-        UserError: two keys would be the same.
-    """
+    """Map each key to the key without the parts that torch.compile, FSDP and activation checkpointing add."""
     plain = {key: _MODULE_WRAPPER.sub("", key) for key in keys}
     _check_unique(plain)
     return plain
 
 
 def find_model(file: WeightFile, tables: Iterable[Format[Any]], hints: Hints) -> FoundModel | None:
-    """The model of a file, None if no format recognises one.
+    """The model of a file, in the first of the formats that recognises one; None if none does.
 
-    Args:
-        file: the file.
-        tables: the formats, in the order of recognition.
-        hints: `hints.part` chooses one of several models.
-
-    Raises:
-        UserError: there are several models, or none is the chosen part.
+    `hints.part` chooses one of several models: UserError without it.
     """
-    plain, tables = strip_wrappers(file.headers), list(tables)
+    plain = strip_wrappers(file.headers)
+    recognised = partial(_recognised, file, plain, list(tables), hints)
     prefixes = [""] if CARD in file.metadata else _prefixes(plain.values())
     models: list[list[FoundModel]] = []
     for prefix in prefixes:
         keys = [key for key, name in plain.items() if name.startswith(prefix)]
-        found = _recognised(file, plain, keys, prefix, tables, hints)
+        found = recognised(keys, prefix)
         if found is None:
             continue
-        around = next((group for group in models if prefix.startswith(group[0].prefix)), None)
-        if around is None or _is_separate(file, plain, around[0], prefix, tables, hints):
+        around = next((group for group in models if prefix.startswith(group[0].prefix)), [])
+        # Whether the outer keys are still a model of the same format without those under the prefix.
+        outer = [key for model in around[:1] for key in model.names if not plain[key].startswith(prefix)]
+        rest = recognised(outer, around[0].prefix) if around else None
+        if not around or (rest and rest.format is around[0].format):
             models.append([found])
         else:  # the same model, as the format allows a prefix of its own
             around.append(found)
     if not models:
         return None
-    chosen = _chosen(file, [_complete(group) for group in models], hints.part)
+    # The widest view of a model in which its format knows every key; else the widest, for the error it leads to.
+    views = [next((view for view in group if not group[1:] or _knows_every_key(view)), group[0]) for group in models]
+    chosen = _chosen(file, views, hints.part)
     others = [group[0].prefix for group in models if group[0].prefix != chosen.prefix and chosen not in group]
-    keys = [key for key, name in plain.items() if _is_inside(name, chosen.prefix, others)]
-    model = _recognised(file, plain, keys, chosen.prefix, tables, hints)
+    nested = tuple(other for other in others if other.startswith(chosen.prefix))
+    keys = [key for key, name in plain.items() if name.startswith(chosen.prefix) and not name.startswith(nested)]
+    model = recognised(keys, chosen.prefix)
     assert model is not None
     _check_unique(model.names)
     return replace(model, others=tuple(others))
@@ -109,23 +107,14 @@ def ignored_keys(model: FoundModel, used: Collection[str]) -> list[str]:
 
 def _prefixes(keys: Iterable[str]) -> list[str]:
     """Paths of which the keys have layers, the shortest first; always the empty one."""
-    counts: Counter[str] = Counter()
-    for key in keys:
-        ends = [match.end() for match in re.finditer(r"[./]", key)]
-        counts.update(key[:end] for end in ends if _LAYER.search(key[end:]))
-    sizes = Counter({prefix: 0 for prefix in counts})
-    for key in keys:
-        sizes.update(key[: match.end()] for match in re.finditer(r"[./]", key) if key[: match.end()] in counts)
-    return ["", *sorted((prefix for prefix in counts if sizes[prefix] >= _FEWEST), key=len)]
+    ends = [(key, match.end()) for key in keys for match in re.finditer(r"[./]", key)]
+    sizes = Counter(key[:end] for key, end in ends)
+    layered = dict.fromkeys(key[:end] for key, end in ends if _LAYER.search(key[end:]))
+    return ["", *sorted((prefix for prefix in layered if sizes[prefix] >= _FEWEST), key=len)]
 
 
 def _recognised(
-    file: WeightFile,
-    plain: Mapping[str, str],
-    keys: Collection[str],
-    prefix: str,
-    tables: list[Format[Any]],
-    hints: Hints,
+    file: WeightFile, plain: Mapping[str, str], tables: list[Format[Any]], hints: Hints, keys: list[str], prefix: str
 ) -> FoundModel | None:
     """The model that these keys, less the prefix, are in the first format that recognises them."""
     for table in tables:
@@ -145,25 +134,11 @@ def _notes(keys: Collection[str], prefix: str) -> tuple[str, ...]:
     return (*notes, *([f'keys: prefix "{prefix}" removed'] if prefix else []))
 
 
-def _is_separate(
-    file: WeightFile, plain: Mapping[str, str], outer: FoundModel, prefix: str, tables: list[Format[Any]], hints: Hints
-) -> bool:
-    """Whether the outer keys are still a model of the same format without those under the prefix."""
-    keys = [key for key in outer.names if not plain[key].startswith(prefix)]
-    rest = _recognised(file, plain, keys, outer.prefix, tables, hints)
-    return rest is not None and rest.format is outer.format
-
-
-def _complete(group: list[FoundModel]) -> FoundModel:
-    """The widest view of a model in which its format knows every key; else the widest, for the error it leads to."""
-    return next((model for model in group if len(group) == 1 or _knows_every_key(model)), group[0])
-
-
 def _knows_every_key(model: FoundModel) -> bool:
     table, header = model.format, model.header
     try:
         architecture = table.architecture(header)
-        entries = table.file_entries(header, architecture) if table.file_entries else table.entries(architecture)
+        entries = table.table_of(header, architecture)
         shapes = {name: torch.empty(shape, device="meta") for name, shape in header.shapes.items()}
         names = table.unpack(shapes, architecture)
     except UserError:
@@ -196,11 +171,6 @@ def _matching(models: list[FoundModel], part: str) -> list[FoundModel]:
 def _shortest_part(model: FoundModel, models: list[FoundModel]) -> str:
     words = [word for word in re.split("[./]", model.part) if word]
     return next((word for word in words if _matching(models, word) == [model]), model.part)
-
-
-def _is_inside(name: str, prefix: str, others: list[str]) -> bool:
-    nested = [other for other in others if other.startswith(prefix)]
-    return name.startswith(prefix) and not name.startswith(tuple(nested))
 
 
 def _branch(key: str, prefix: str) -> str:

@@ -30,28 +30,27 @@ class Verb(NamedTuple):
     module: str  # of vitral.api
     function: str
     renderer: str  # "module.function" of vitral.cli
-    cli_options: tuple[str, ...] = ("json",)
     own_json: bool = False  # the renderer prints JSON itself, not the result's `as_dict`
 
 
 VERBS = {
-    "demo": Verb("demonstration", "demo", "training.show_demo"),
+    "demo": Verb("training", "demo", "training.show_demo"),
     "train": Verb("training", "train", "training.show_training", own_json=True),
     "predict": Verb("prediction", "predict", "results.show_predictions", own_json=True),
     "serve": Verb("serve", "serve", "models.show_served"),
     "evaluate": Verb("evaluation", "evaluate", "results.show_evaluation"),
     "embed": Verb("prediction", "embed", "results.show_embeddings"),
     "inspect": Verb("inspection", "inspect", "results.show_inspection"),
-    "search": Verb("neighbours", "search", "results.show_neighbours"),
+    "search": Verb("features", "search", "results.show_neighbours"),
     "check": Verb("check", "check", "results.show_check", own_json=True),
     "pretrain": Verb("protocols", "pretrain", "training.show_protocol"),
     "finetune": Verb("protocols", "finetune", "training.show_protocol"),
-    "fewshot": Verb("probes", "fewshot", "results.show_probes"),
+    "fewshot": Verb("features", "fewshot", "results.show_probes"),
     "study": Verb("study", "study", "training.show_study"),
     "vtab": Verb("vtab", "vtab1k", "training.show_vtab"),
-    "dedupe": Verb("probes", "dedupe", "results.show_duplicates"),
+    "dedupe": Verb("check", "dedupe", "results.show_duplicates"),
     "bench": Verb("bench", "benchmark", "models.show_benchmark"),
-    "show": Verb("training", "show_recipe", "training.show_recipe", own_json=True),
+    "show": Verb("recipes", "show_recipe", "training.show_recipe", own_json=True),
     "list": Verb("models", "list_available", "models.show_available"),
     "cost": Verb("models", "cost", "models.show_cost"),
     "info": Verb("checkpoints", "info", "models.show_info"),
@@ -101,21 +100,15 @@ def main() -> None:
 
 
 def run_verb(name: str, words: list[str]) -> None:
-    """Parse the words after a verb, call its function of `vitral.api` under a progress display, and print the result.
-
-    Args:
-        name: the verb.
-        words: its positional arguments and options.
-    """
+    """Parse the words after a verb, call its function of `vitral.api` under a progress display, print the result."""
     if name not in VERBS:
         raise UserError(f'there is no verb "{name}": {_nearest_verb(name)}')
-    from vitral.cli.parsing import CLI_OPTIONS, VerbParser, swapped_order
-    from vitral.cli.signatures import read_signature
+    from vitral.cli.parsing import VerbParser, read_signature, swapped_order
 
     verb = VERBS[name]
     signature = read_signature(f"vitral.api.{verb.module}", verb.function)
-    values = VerbParser(name, signature, verb.cli_options).parse_values(words)
-    keywords = {key: value for key, value in values.items() if key not in CLI_OPTIONS}
+    values = VerbParser(name, signature).parse_values(words)
+    keywords = {key: value for key, value in values.items() if key != "json"}
     positional = [keywords.pop(parameter.name) for parameter in signature.parameters if parameter.positional]
     from vitral.display import Display
 
@@ -143,7 +136,7 @@ def run_verb(name: str, words: list[str]) -> None:
 
 
 def _help() -> str:
-    from vitral.cli.signatures import read_summary
+    from vitral.cli.parsing import read_summary
 
     lines = ["vitral: Vision Transformers as the paper describes them, for every checkpoint.", ""]
     lines += ["  vitral VERB ...           `vitral VERB --help` explains a verb", ""]
@@ -228,11 +221,8 @@ def _claim(sentence: str, folder: Path) -> bool:
 
 
 def _rank() -> int:
-    """The number of this process; the variables that torchrun sets are checked, as torch would fail with a traceback.
-
-    Raises:
-        UserError: a variable is no number, or several processes have no address to meet at.
-    """
+    """The number of this process; the variables that torchrun sets are checked, as torch would fail with a
+    traceback."""
     numbers = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
     for name in numbers:
         text = os.environ.get(name, str(numbers[name]))

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def show_available(result: list[dict[str, Any]], values: Mapping[str, Any]) -> None:
-    """Print what was listed."""
     cells = [[_cell(cell) for cell in row.values()] for row in result]
     if values["what"] == "models":
         note = "1,000 classes, 224 pixels. Other sizes, patches and ResNets work too: ViT-S/8, B/16@384, R101+ViT-L/32."
@@ -28,7 +27,6 @@ def show_available(result: list[dict[str, Any]], values: Mapping[str, Any]) -> N
 
 
 def show_cost(result: CostResult, values: Mapping[str, Any]) -> None:
-    """Print parameters and FLOPs."""
     facts = {
         "model": f"{result.model}{_dimensions(result.architecture)}",
         "image": f"{by(result.image)} pixels, grid {by(result.grid)}, {result.tokens:,} tokens",
@@ -43,7 +41,6 @@ def show_cost(result: CostResult, values: Mapping[str, Any]) -> None:
 
 
 def show_info(result: CheckpointInfo, values: Mapping[str, Any]) -> None:
-    """Print the description of a checkpoint."""
     card, architecture = result.card, result.card.architecture
     facts = {
         "file": f"{result.path} ({result.bytes / 1e6:,.1f} MB)",
@@ -69,40 +66,34 @@ def show_info(result: CheckpointInfo, values: Mapping[str, Any]) -> None:
 
 
 def show_conversion(result: ConvertResult, values: Mapping[str, Any]) -> None:
-    """Print the certificate of a conversion."""
     outputs = f"of the outputs, same image of {by(result.image)} pixels"
-    print_facts(
-        {
-            "read": f"{result.source} ({result.source_format})",
-            "wrote": f"{result.target} ({result.target_format})",
-            "model": result.model,
-            "changes": "; ".join(result.changes) or "none",
-            "unmapped": ", ".join(result.unmapped) or "none",
-            "not in the file": "; ".join(result.unstated),
-            "difference": f"max |difference| {result.difference:.3g} {outputs}",
-        }
-    )
+    facts = {
+        "read": f"{result.source} ({result.source_format})",
+        "wrote": f"{result.target} ({result.target_format})",
+        "model": result.model,
+        "changes": "; ".join(result.changes) or "none",
+        "unmapped": ", ".join(result.unmapped) or "none",
+        "not in the file": "; ".join(result.unstated),
+        "difference": f"max |difference| {result.difference:.3g} {outputs}",
+    }
+    print_facts(facts)
 
 
 def show_export(result: ExportResult, values: Mapping[str, Any]) -> None:
-    """Print how the exported file compares with its model."""
     print_table([result.report.images, "model", result.format, "limit"], result.report.rows())
     size = f"{result.bytes / 1e6:,.1f} MB"
     print_facts({"wrote": f"{result.target} ({result.format}, {size}: {', '.join(result.outputs)})"})
 
 
 def show_push(result: PushResult, values: Mapping[str, Any]) -> None:
-    """Print the repository that was written, and what loads it."""
     print_facts({**result.summary(), "not for others": "; ".join(result.refusals)})
 
 
 def show_served(result: ServeResult, values: Mapping[str, Any]) -> None:
-    """Print what a server answered."""
     print_facts(result.summary())
 
 
 def show_benchmark(result: BenchmarkReport, values: Mapping[str, Any]) -> None:
-    """Print the rows of a benchmark."""
     columns, cells = result.table()
     print_table(columns, cells, left=5, note="\n".join(result.notes))
     print_facts({"written to": f"{result.results} (all rows), {result.page} (a page)"})

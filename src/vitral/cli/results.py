@@ -17,10 +17,9 @@ from vitral.errors import UserError, printable
 
 if TYPE_CHECKING:
     from vitral.api.evaluation import EvalResult
+    from vitral.api.features import ProbeResult, SearchResult
     from vitral.api.inspection import InspectResult
-    from vitral.api.neighbours import SearchResult
     from vitral.api.prediction import EmbedResult
-    from vitral.api.probes import ProbeResult
 
 _CLASSES = 30  # rows of a table of classes
 _UNREADABLE = 20  # names in a line
@@ -43,7 +42,6 @@ def show_predictions(result: Any, values: Mapping[str, Any]) -> None:
 
 
 def show_evaluation(result: EvalResult, values: Mapping[str, Any]) -> None:
-    """Print the metrics."""
     metrics = result.metrics
     facts = {"data": f"{result.data} (n = {metrics['n']:,})", "how": " ".join(result.notes)}
     if "mean_average_precision" in metrics:
@@ -85,19 +83,16 @@ def show_embeddings(result: EmbedResult, values: Mapping[str, Any]) -> None:
 
 
 def show_inspection(result: InspectResult, values: Mapping[str, Any]) -> None:
-    """Print which files were written."""
     size = f"{result.bytes / 1e6:.1f} MB, {counted(result.images, 'image')}"
-    print_facts(
-        {
-            "wrote": f"{result.page} ({size}): open it in a browser",
-            "figures": ", ".join(map(str, result.figures)),
-            "left out": f"{', '.join(result.unreadable)}: cannot be read" if result.unreadable else "",
-        }
-    )
+    facts = {
+        "wrote": f"{result.page} ({size}): open it in a browser",
+        "figures": ", ".join(map(str, result.figures)),
+        "left out": f"{', '.join(result.unreadable)}: cannot be read" if result.unreadable else "",
+    }
+    print_facts(facts)
 
 
 def show_neighbours(result: SearchResult, values: Mapping[str, Any]) -> None:
-    """Print the nearest images or patches."""
     columns = ["path", "score"] if values["patch"] is None else ["path", "row", "column", "score"]
     rows = [neighbour._asdict() for neighbour in result.neighbours]
     cells = [[f"{row[name]:.3f}" if name == "score" else str(row[name]) for name in columns] for row in rows]
@@ -124,7 +119,6 @@ def show_check(result: Any, values: Mapping[str, Any]) -> None:
 
 
 def show_probes(result: ProbeResult, values: Mapping[str, Any]) -> None:
-    """Print few-shot accuracies, and those of the other probes."""
     rows = [
         [str(row.shots), f"{row.mean:.2%}", _mean_interval(row.mean, row.interval), str(row.drawn)]
         for row in result.shots
@@ -134,15 +128,14 @@ def show_probes(result: ProbeResult, values: Mapping[str, Any]) -> None:
         note = f"{counted(result.seeds, 'draw')}; l2 {l2}; n = {result.test:,}."
         print_table(["shots", "accuracy", "95 % interval of the mean", "training images"], rows, note=note)
     cached = f"cached in {result.kept}" if result.kept else "not cached"
-    print_facts(
-        {
-            "data": f"{result.data}: {result.train:,} training images, {result.test:,} ({result.split}) to test on",
-            "how": " ".join(result.notes),
-            "nearest neighbours": "" if result.knn is None else f"{result.knn:.2%} (k = 20, all of train)",
-            "linear probe": "" if result.linear is None else f"{result.linear:.2%} (all of train)",
-            "features": f"{result.features:,} per image, {result.flops:.3g} FLOPs; {cached}",
-        }
-    )
+    facts = {
+        "data": f"{result.data}: {result.train:,} training images, {result.test:,} ({result.split}) to test on",
+        "how": " ".join(result.notes),
+        "nearest neighbours": "" if result.knn is None else f"{result.knn:.2%} (k = 20, all of train)",
+        "linear probe": "" if result.linear is None else f"{result.linear:.2%} (all of train)",
+        "features": f"{result.features:,} per image, {result.flops:.3g} FLOPs; {cached}",
+    }
+    print_facts(facts)
 
 
 def _mean_interval(mean: float, half_width: float | None) -> str:
@@ -150,7 +143,6 @@ def _mean_interval(mean: float, half_width: float | None) -> str:
 
 
 def show_duplicates(result: Any, values: Mapping[str, Any]) -> None:
-    """Print the training images that are copies of test images."""
     cells = [
         [pair.train, pair.test, values["against"][pair.split], f"{pair.kind} ({pair.method})", f"{pair.score:.3f}"]
         for pair in result.pairs[:_PAIRS]
@@ -158,15 +150,14 @@ def show_duplicates(result: Any, values: Mapping[str, Any]) -> None:
     more = f"and {len(result.pairs) - _PAIRS:,} more pairs" if result.pairs[_PAIRS:] else ""
     if cells:
         print_table(["training image", "test image", "of", "how", "score"], cells, left=4, note=more)
-    print_facts(
-        {
-            "copies": f"{len(result.keys):,} of {counted(result.train, 'training image')}",
-            "compared with": counted(sum(result.against), "test image"),
-            "unreadable": f"{result.unreadable:,}" if result.unreadable else "",
-            "not compared": f"{result.not_compared:,} tiny or of one colour" if result.not_compared else "",
-            "wrote": values["output"],
-        }
-    )
+    facts = {
+        "copies": f"{len(result.keys):,} of {counted(result.train, 'training image')}",
+        "compared with": counted(sum(result.against), "test image"),
+        "unreadable": f"{result.unreadable:,}" if result.unreadable else "",
+        "not compared": f"{result.not_compared:,} tiny or of one colour" if result.not_compared else "",
+        "wrote": values["output"],
+    }
+    print_facts(facts)
 
 
 def _classes(image: Any) -> str:
@@ -191,6 +182,8 @@ def _check_overview(report: Any) -> dict[str, str]:
 def _check_findings(report: Any) -> dict[str, tuple[str, str]]:
     """By the name of its field, a finding's title and text."""
     leaks = [f"{pair.first} ~ {pair.second}" for pair in report.leaks]
+    unreadable = [f"{image.path}: {image.reason}" for image in report.unreadable]
+    contradictions = [" = ".join(group) for group in report.contradictions]
     suspects = [f"{s.image} ({s.label}, looks like {s.suggested})" for s in report.suspects]
     likely = sum(suspect.likely for suspect in report.suspects)
     return {
@@ -203,14 +196,8 @@ def _check_findings(report: Any) -> dict[str, tuple[str, str]]:
         "transparent": ("transparent", f"{report.transparent:,} (placed on white)"),
         "refusal": ("train refuses", report.refusal),
         "empty": ("classes without images", _count_and_first(report.empty)),
-        "unreadable": (
-            "unreadable",
-            _count_and_first([f"{image.path}: {image.reason}" for image in report.unreadable]) + " (left out)",
-        ),
-        "contradictions": (
-            "identical, other label",
-            _count_and_first([" = ".join(group) for group in report.contradictions]),
-        ),
+        "unreadable": ("unreadable", f"{_count_and_first(unreadable)} (left out)"),
+        "contradictions": ("identical, other label", _count_and_first(contradictions)),
         "leaks": ("in train and test", _count_and_first(leaks) + _leak_advice(report)),
         "duplicates": ("identical", _count_and_first([" = ".join(group) for group in report.duplicates])),
         "near": ("nearly identical", _count_and_first([f"{pair.first} ~ {pair.second}" for pair in report.near])),
@@ -266,7 +253,6 @@ def console() -> Console:
 
 
 def print_json(value: Any) -> None:
-    """Print a value as indented JSON."""
     print(printable(json.dumps(value, indent=2, ensure_ascii=False)))
 
 

@@ -16,10 +16,9 @@ from vitral.errors import UserError
 from vitral.recipe import Recipe, to_toml
 
 if TYPE_CHECKING:
-    from vitral.api.demonstration import DemoResult
     from vitral.api.protocols import PaperNumber, ProtocolResult
     from vitral.api.study import StudyList, StudyReport, StudyRuns
-    from vitral.api.training import TrainResult
+    from vitral.api.training import DemoResult, TrainResult
     from vitral.api.vtab import VtabResult
 
 _CLASSES = 12  # rows of a table of classes
@@ -46,19 +45,18 @@ def show_training(result: Any, values: Mapping[str, Any]) -> None:
     flops = f"{last.flops:.3g} FLOPs{' per run' if result.results[1:] else ''}"
     pairs = (last.metrics.get("confused") or [])[:3]
     confused = [f"{p['true']} taken for {p['predicted']} ({p['count']} of {p['support']})" for p in pairs]
-    print_facts(
-        {
-            "result": score,
-            "selection": last.selection,
-            "calibration": _calibration(last),
-            "time": f"{duration(sum(run.seconds for run in result.results))}{rate}",
-            "cost": f"{flops}, {hours:.2g} device-hours ({last.devices} x {last.device})",
-            "memory": f"{last.peak_bytes / 1e9:.2f} GB peak ({last.predicted_peak_bytes / 1e9:.2f} GB estimated)",
-            "left out": f"{counted(len(last.unreadable), 'image')} that cannot be read" if last.unreadable else "",
-            "often confused": "; ".join(confused),
-            _run_folders(result.results): ", ".join(run.folder for run in result.results),
-        }
-    )
+    facts = {
+        "result": score,
+        "selection": last.selection,
+        "calibration": _calibration(last),
+        "time": f"{duration(sum(run.seconds for run in result.results))}{rate}",
+        "cost": f"{flops}, {hours:.2g} device-hours ({last.devices} x {last.device})",
+        "memory": f"{last.peak_bytes / 1e9:.2f} GB peak ({last.predicted_peak_bytes / 1e9:.2f} GB estimated)",
+        "left out": f"{counted(len(last.unreadable), 'image')} that cannot be read" if last.unreadable else "",
+        "often confused": "; ".join(confused),
+        _run_folders(result.results): ", ".join(run.folder for run in result.results),
+    }
+    print_facts(facts)
     _print_classes(last.metrics)
     print(f"\nOpen the page:  {page}")
     print(f"Predict:        vitral predict {last.folder} IMAGES...")
@@ -79,16 +77,15 @@ def _show_folds(result: TrainResult, values: Mapping[str, Any]) -> None:
         pooled = (
             f"{accuracy} of {counted(folds.out_of_fold['n'], 'image')}, each predicted by the model that never saw it"
         )
-    print_facts(
-        {
-            "result": f"{result.mean:.2%}, mean of {len(runs)} folds ({interval_text(*folds.interval)}, {approximate})",
-            "folds": f"{scores} (seeds {folds.seeds[0]} to {folds.seeds[-1]})",
-            "out of fold": pooled,
-            "time": duration(sum(run.seconds for run in runs)),
-            "cost": f"{hours:.2g} device-hours ({runs[-1].devices} x {runs[-1].device})",
-            "run folders": f"{', '.join(run.folder for run in runs)}; all numbers in {result.folder / 'folds.json'}",
-        }
-    )
+    facts = {
+        "result": f"{result.mean:.2%}, mean of {len(runs)} folds ({interval_text(*folds.interval)}, {approximate})",
+        "folds": f"{scores} (seeds {folds.seeds[0]} to {folds.seeds[-1]})",
+        "out of fold": pooled,
+        "time": duration(sum(run.seconds for run in runs)),
+        "cost": f"{hours:.2g} device-hours ({runs[-1].devices} x {runs[-1].device})",
+        "run folders": f"{', '.join(run.folder for run in runs)}; all numbers in {result.folder / 'folds.json'}",
+    }
+    print_facts(facts)
     _print_classes(folds.out_of_fold or {})
     print(f"\nPredict:  vitral predict {result.folder} IMAGES...  (averages the {len(runs)} models)")
 
@@ -102,7 +99,6 @@ def _calibration(run: Any) -> str:
 
 
 def show_recipe(result: Recipe, values: Mapping[str, Any]) -> None:
-    """Print a recipe as TOML."""
     if values["json"]:
         print_json(asdict(result))
     else:
@@ -119,13 +115,12 @@ def show_demo(result: DemoResult, values: Mapping[str, Any]) -> None:
     if sys.stdout.isatty() and result.page.is_file():
         webbrowser.open(result.page.resolve().as_uri())
     first, second = result.folders
-    print_facts(
-        {
-            "result": f"accuracy {result.accuracy:.2%} (n = {result.n:,})",
-            "page": f"{result.page} (open it in a browser: curves, mistakes, attention maps)",
-            "run folders": f"{first}, {second} (recipe.toml, metrics.jsonl, model.safetensors, result.json)",
-        }
-    )
+    facts = {
+        "result": f"accuracy {result.accuracy:.2%} (n = {result.n:,})",
+        "page": f"{result.page} (open it in a browser: curves, mistakes, attention maps)",
+        "run folders": f"{first}, {second} (recipe.toml, metrics.jsonl, model.safetensors, result.json)",
+    }
+    print_facts(facts)
     print("\nNext, with a folder that has one sub-folder of pictures per class:")
     print("  vitral check photos/")
     print("  vitral train photos/ --init hf:google/vit-base-patch16-224")
@@ -166,29 +161,27 @@ def show_protocol(result: ProtocolResult, values: Mapping[str, Any]) -> None:
         cells = [[trial.name, _score(trial.result.metrics)] for trial in outcome.trials]
         print_table(["tried", f"on {outcome.dev} (n = {n:,})"], cells)
     speed = last.images_per_second / last.devices
-    print_facts(
-        {
-            "model": result.model,
-            "data": result.data,
-            "diverged": ", ".join(outcome.diverged),
-            "chosen": outcome.chosen.name if outcome.trials else "",
-            "result": _protocol_score(result),
-            "ReaL": _real_score(result),
-            "the paper": "\n".join(_paper_number(entry) for entry in result.reported),
-            "not as in the paper": ", ".join(result.changed) if result.reported else "",
-            "FLOPs": f"{outcome.flops:.3g} per run, {outcome.all_flops:.3g} in all",
-            "device-hours": f"{outcome.device_hours:.3g} in all",
-            "speed": f"{speed:,.0f} images/s per device" if speed else "",
-            "device": f"{last.devices} x {last.device}",
-            "time": f"{duration(outcome.device_hours * 3600 / last.devices)} in all",
-            _run_folders(outcome.results): ", ".join(run.folder for run in outcome.results),
-            "all numbers": f"{result.folder}/protocol.json",
-        }
-    )
+    facts = {
+        "model": result.model,
+        "data": result.data,
+        "diverged": ", ".join(outcome.diverged),
+        "chosen": outcome.chosen.name if outcome.trials else "",
+        "result": _protocol_score(result),
+        "ReaL": f"{fmean(result.real):.2%} (n = {result.real_n:,})" if result.real else "",
+        "the paper": "\n".join(_paper_number(entry) for entry in result.reported),
+        "not as in the paper": ", ".join(result.changed) if result.reported else "",
+        "FLOPs": f"{outcome.flops:.3g} per run, {outcome.all_flops:.3g} in all",
+        "device-hours": f"{outcome.device_hours:.3g} in all",
+        "speed": f"{speed:,.0f} images/s per device" if speed else "",
+        "device": f"{last.devices} x {last.device}",
+        "time": f"{duration(outcome.device_hours * 3600 / last.devices)} in all",
+        _run_folders(outcome.results): ", ".join(run.folder for run in outcome.results),
+        "all numbers": f"{result.folder}/protocol.json",
+    }
+    print_facts(facts)
 
 
 def show_vtab(result: VtabResult, values: Mapping[str, Any]) -> None:
-    """Print the tasks beside the paper's rows, and the cost."""
     row = result.as_dict()
     if row["trials"]:
         cells = [[trial["name"], f"{trial['score']:.2%}"] for trial in row["trials"]]
@@ -247,11 +240,6 @@ def _protocol_score(result: ProtocolResult) -> str:
     seeds = "1 seed" if not outcome.results[1:] else f"mean and standard deviation of {len(outcome.results)} seeds"
     mean = _score({**metrics, "score": outcome.mean})
     return f"{mean}{spread} on {outcome.split} (n = {metrics['n']:,}; {seeds}{weights})"
-
-
-def _real_score(result: ProtocolResult) -> str:
-    """The mean over seeds by ImageNet's ReaL labels; empty without them."""
-    return f"{fmean(result.real):.2%} (n = {result.real_n:,})" if result.real else ""
 
 
 def _score(metrics: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Augmentations of uint8 images (h, w, c), each a function of the generator it is given.
+"""Augmentations of uint8 images (h, w, c), each a function of the generator it is given; or a function of the user's.
 
 RandAugment is AugReg's: sixteen operations, each equally likely, with that code's strengths. Its scale is kept so that
 settings mean the same here: magnitude 10 is the unit, larger values are allowed, 0 is not the identity, and posterize
@@ -7,14 +7,33 @@ and solarize get weaker as the magnitude grows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+import re
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
-from vitral.data.images import as_tensor
+from vitral.architecture import Size
+from vitral.data.images import array_to_pil, as_tensor
+from vitral.data.pixels import ImageInput, image_array, whole_image
+from vitral.errors import UserError
 
 FILL = 128  # the value of pixels that an operation leaves empty
 LUMINANCE = 19595, 38470, 7471  # of red, green and blue: ITU-R 601 in 1/65536, as Pillow rounds it
+
+# Data sets whose labels a mirror image does not keep, by a word of their name, and what is in the images.
+ORIENTED = {
+    **dict.fromkeys(("digits", "mnist", "svhn"), "digits"),
+    **dict.fromkeys(("emnist", "kmnist", "qmnist", "omniglot"), "characters"),
+    **{"gtsrb": "traffic signs", "dsprites": "positions and orientations", "smallnorb": "directions"},
+}
+_SIDE = re.compile("(?<![a-z])(left|right)(?![a-z])")
+_ALPHABET = 10  # classes that are single letters; fewer may be names of anything
+_TRIAL_SIZE = (256, 320)  # of the blank image that a function is tried on
 
 Operation = Callable[[np.ndarray, float, np.random.Generator], np.ndarray]
 
@@ -27,6 +46,23 @@ def flip(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 def draw_flip(rng: np.random.Generator) -> bool:
     return rng.random() < 0.5
+
+
+def mirrored_labels(source: str, classes: Sequence[str]) -> str:
+    """What a mirror image would get the wrong label of, in data as the user names it; empty where nothing is known."""
+    name = source.partition(":")[0] if ":" in source and not source.startswith("hf:") else Path(source).name
+    words = re.split("[^a-z]+", name.lower())
+    known = next((ORIENTED[word] for word in words if word in ORIENTED and "fashion" not in words), "")
+    if known:
+        return f"the {known} in {name}"
+    lower = {label.lower(): label for label in classes}
+    for label in lower:
+        other = _SIDE.sub(lambda match: "right" if match[0] == "left" else "left", label)
+        if other != label and other in lower:
+            return f'"{lower[label]}" and "{lower[other]}"'
+    if len(classes) >= _ALPHABET and all(len(label) == 1 and label.isalpha() for label in classes):
+        return "single letters"
+    return ""
 
 
 def erase(image: np.ndarray, rng: np.random.Generator, chance: float) -> np.ndarray:
@@ -133,9 +169,7 @@ def shear_x(image: np.ndarray, level: float, rng: np.random.Generator) -> np.nda
 
 def shear_y(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
     """Column x moves by 0.3 * level * x up or down."""
-    height, width = image.shape[:2]
-    column = np.arange(width)
-    return _sample_nearest(image, np.arange(height)[:, None] + 0.3 * level * _sign(rng) * column, column)
+    return shear_x(image.swapaxes(0, 1), level, rng).swapaxes(0, 1)
 
 
 def translate_x(image: np.ndarray, level: float, rng: np.random.Generator) -> np.ndarray:
@@ -233,3 +267,76 @@ def _sample_nearest(image: np.ndarray, row: np.ndarray, column: np.ndarray) -> n
     inside = (y >= 0) & (y < height) & (x >= 0) & (x < width)
     pixels = np.concatenate([image.reshape(-1, channels), np.full((1, channels), FILL, np.uint8)])
     return np.take(pixels, np.where(inside, y * width + x, height * width), axis=0)
+
+
+class CallableTransform:
+    """A function that makes a model's input of a PIL image, used where a `Pipeline` is.
+
+    The function returns a PIL image, a uint8 array (h, w) or (h, w, c), a uint8 tensor (c, h, w), or a float tensor
+    (c, h, w), which the model takes as it is: it must be normalised already. All results must have one size.
+
+    Before each call the global random generators of Python, NumPy and torch (CPU) are seeded with a number drawn from
+    the example's own generator, and restored afterwards. So augmentations are repeatable and a resumed run continues
+    exactly, whatever the number of workers.
+    """
+
+    random = True  # nobody knows whether a function is random, so its results are never cached
+    ends_in_random_crop = False  # the function resizes its crops by itself
+
+    def __init__(self, function: Callable[[Any], Any], size: Size | None = None, *, channels: int = 3) -> None:
+        """Try the function on a blank image to find its dtype, and its size unless that is given.
+
+        It is a UserError if the function fails on the blank image, or returns no image, or one of another size.
+        """
+        self.function, self.channels = function, channels
+        self.text = f"transform={getattr(function, '__name__', type(function).__name__)}"
+        blank = np.full((*_TRIAL_SIZE, channels), 128, np.uint8)
+        try:
+            trial = self._result(blank, seed=0)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"{self.text} fails on a blank image of {_TRIAL_SIZE[1]} x {_TRIAL_SIZE[0]} pixels "
+                f"({type(error).__name__}: {error}): it must take any PIL image."
+            ) from error
+        height, width = trial.shape[:2]
+        self.size: Size = size or (height, width)
+        self.dtype = trial.dtype
+        self._check(trial)
+
+    def __call__(self, image: ImageInput, rng: np.random.Generator | None = None) -> np.ndarray:
+        """uint8 (h, w, c) -> `dtype` (*size, c); without a generator the seed is always 0. Raises ImageError."""
+        result = self._result(whole_image(image), seed=0 if rng is None else int(rng.integers(2**63)))
+        self._check(result)
+        return result
+
+    def _result(self, pixels: np.ndarray, seed: int) -> np.ndarray:
+        with seeded(seed):
+            value = self.function(array_to_pil(pixels))
+        return image_array(value, f"the result of {self.text}")
+
+    def _check(self, result: np.ndarray) -> None:
+        height, width, channels = result.shape
+        if (height, width) != tuple(self.size):
+            expected = f"{self.size[1]} x {self.size[0]}"
+            raise UserError(f"{self.text} returns {width} x {height} pixels, not {expected}: resize to one size.")
+        if channels not in (1, self.channels):
+            raise UserError(f"{self.text} returns {channels} channels and the model takes {self.channels}: change one.")
+        if result.dtype != self.dtype:
+            raise UserError(f"{self.text} returns {result.dtype} and {self.dtype} images: return one of them.")
+
+
+@contextmanager
+def seeded(seed: int) -> Generator[None]:
+    """Seed the global random generators of Python, NumPy and torch's CPU for a block, and restore them after it."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])

@@ -6,34 +6,21 @@ Duplicates are files with the same bytes. Near copies are found by `vitral.data.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from vitral.data.copies import (
-    CHUNK,
-    CROPS,
-    MIN_SIDE,
-    THRESHOLDS,
-    UNCROPPED,
-    UNREADABLE,
-    CopyIndex,
-    ImageSignature,
-    signature,
-)
+from vitral.data import copies
+from vitral.data.copies import MIN_SIDE, THRESHOLDS, UNREADABLE, ImageSignature, signature
 from vitral.data.folders import EmptyClass, read_folder
 from vitral.data.images import ImageError, ImageFacts, UnreadableImage, describe
-from vitral.data.loader import iterate_in_workers
 from vitral.data.sources import DataSet, Split, open_data
 from vitral.data.splits import HELD_OUT, strata, stratified, too_few_classes
+from vitral.data.workers import map_images
 from vitral.events import EventHandler, Progress, ignore_events
-
-# Images of a train split up to which cropped copies within it are found too: that search is quadratic, and takes
-# about a minute for so many. Copies of val and test images are always searched with crops.
-MAX_CROP_SEARCH = 20_000
 
 
 class CopyPair(NamedTuple):
@@ -63,14 +50,8 @@ class CheckReport:
     # Findings by what becomes of them: reading images takes care of the first, the user has to look at the others.
     HANDLED: ClassVar = ("rotated", "deep", "cmyk", "animated", "tiny", "grey", "transparent")
     NEEDS_YOU: ClassVar = (
-        "refusal",
-        "empty",
-        "unreadable",
-        "contradictions",
-        "leaks",
-        "duplicates",
-        "near",
-        "suspects",
+        *("refusal", "empty", "unreadable", "contradictions"),
+        *("leaks", "duplicates", "near", "suspects"),
     )
 
     source: str
@@ -134,14 +115,11 @@ def check(source: str | Path | DataSet, *, workers: int = 0, on_event: EventHand
             of the split that training makes by default.
         workers: Processes that read images; 0 reads them in this one.
         on_event: Receives `Progress("checking", ...)`.
-
-    Returns:
-        The report.
     """
     data = source if isinstance(source, DataSet) else open_to_check(source)
     images: list[_Image] = []
     total = sum(map(len, data.splits))
-    for chunk in iterate_in_workers(_Chunks(data.splits), workers):
+    for chunk in map_images(_read, data.splits, workers):
         images += chunk
         on_event(Progress("checking", len(images), total))
     return _report(data, images)
@@ -153,27 +131,6 @@ def open_to_check(source: str | Path) -> DataSet:
         return open_data(source, held_out=0)
     except EmptyClass as error:
         return dataclasses.replace(read_folder(error.folder, seed=0, held_out=0, empty=True), source=str(source))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Chunks:
-    """A map-style dataset of lists of images, for the workers."""
-
-    splits: Sequence[Split]
-
-    def __len__(self) -> int:
-        return -(-sum(map(len, self.splits)) // CHUNK)
-
-    def __getitem__(self, item: int) -> list[_Image]:
-        indices = range(item * CHUNK, min((item + 1) * CHUNK, sum(map(len, self.splits))))
-        return [_read(*self._locate(index)) for index in indices]
-
-    def _locate(self, index: int) -> tuple[Split, int]:
-        for split in self.splits:
-            if index < len(split):
-                return split, index
-            index -= len(split)
-        raise IndexError(index)
 
 
 def _read(split: Split, index: int) -> _Image:
@@ -194,15 +151,15 @@ def _report(data: DataSet, images: list[_Image]) -> CheckReport:
     keys = [key for split in data.splits for key in split.keys]
     labels = [row.tobytes() for split in data.splits for row in split.labels]
     group = _groups(data)
-    same_file = _identical([image.signature.file_digest or image.signature.pixel_digest for image in images])
-    same_pixels = _identical([image.signature.pixel_digest for image in images])
-    near = _near_copies([image.signature for image in images], group)
+    same_file = copies.identical([image.signature.file_digest or image.signature.pixel_digest for image in images])
+    same_pixels = copies.identical([image.signature.pixel_digest for image in images])
+    near = copies.near_pairs([image.signature for image in images], group)
     facts = [(key, image.facts) for key, image in zip(keys, images, strict=True) if image.facts]
     counts = data.train.counts()
     trainable = counts.any() or not data.splits[1:]  # else the source has a test split only
     notes = [*data.notes, too_few_classes(data.source, data.train) if trainable else ""]
-    if (group == 0).sum() > MAX_CROP_SEARCH:
-        notes.append(f"Cropped copies within train are not searched for above {MAX_CROP_SEARCH:,} images.")
+    if (group == 0).sum() > copies.MAX_CROP_SEARCH:
+        notes.append(f"Cropped copies within train are not searched for above {copies.MAX_CROP_SEARCH:,} images.")
 
     def select(condition: Callable[[ImageFacts], bool]) -> tuple[str, ...]:
         return tuple(key for key, fact in facts if condition(fact))
@@ -248,36 +205,6 @@ def _groups(data: DataSet) -> np.ndarray:
     if not data.splits[1:]:
         return stratified(data.train.keys, strata(data.train), HELD_OUT, seed=0).astype(np.int64)
     return np.repeat(np.arange(len(data.splits)), [len(split) for split in data.splits])
-
-
-def _identical(digests: Sequence[Hashable]) -> list[list[int]]:
-    """Groups of at least two indices with the same digest; an empty digest belongs to no group."""
-    groups: dict[Hashable, list[int]] = defaultdict(list)
-    for index, digest in enumerate(digests):
-        if digest:
-            groups[digest].append(index)
-    return [members for members in groups.values() if len(members) > 1]
-
-
-def _near_copies(signatures: list[ImageSignature], group: np.ndarray) -> list[tuple[int, int, float]]:
-    """Near copies (index, index, score) whose pixels differ, the best first.
-
-    Every image is compared with the images of later groups, as `dedupe` compares train with test, and with the later
-    ones of its own.
-    """
-    pairs = []
-    for number in range(int(group.max(initial=-1)) + 1):
-        stored = np.flatnonzero(group == number)
-        crops = UNCROPPED if number == 0 and len(stored) > MAX_CROP_SEARCH else CROPS
-        index = CopyIndex([signatures[i] for i in stored], crops)
-        for earlier in range(number + 1):
-            queries = np.flatnonzero(group == earlier)
-            for start in range(0, len(queries), CHUNK):
-                chunk = queries[start : start + CHUNK]
-                found = index.near_copies([signatures[i] for i in chunk], first=start if earlier == number else None)
-                pairs += [(int(chunk[row]), int(stored[match]), score) for row, match, score in found]
-    different = [pair for pair in pairs if signatures[pair[0]].pixel_digest != signatures[pair[1]].pixel_digest]
-    return sorted(different, key=lambda pair: (-pair[2], *pair[:2]))
 
 
 def _reencoded(same_pixels: list[list[int]], images: list[_Image]) -> list[tuple[int, int, float]]:

@@ -20,7 +20,7 @@ from vitral.data.folders import FileReader
 from vitral.data.images import ImageError
 from vitral.data.parquet import ParquetReader
 from vitral.data.shards import ShardReader
-from vitral.data.splits import DataSet, Reader, Split, SubsetReader
+from vitral.data.splits import DataSet, Reader, Split, SubsetReader, content_bytes
 from vitral.events import EventHandler, Progress, ignore_events
 
 MAX_IMAGES = 100_000  # of a run, train and held out: hashing more would take minutes
@@ -117,7 +117,7 @@ def _content_hash(reader: Reader, index: int) -> str:
         data = reader.read(index)
     except ImageError:
         return ""
-    content = data if isinstance(data, bytes) else f"{data.shape}".encode() + data.tobytes()
+    content = content_bytes(data)
     return hashlib.sha256(content).hexdigest()[:_HASH_DIGITS] if len(content) else ""
 
 

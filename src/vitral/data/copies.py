@@ -5,22 +5,26 @@ rest, perceptual hashes of crops propose a few candidates (`CopyIndex`), and the
 decides. On photographs this finds re-encoded, resized and mirrored copies, and crops of up to 9 % per side; few rotated
 copies are found. Images that are tiny or of one colour are compared by digest only: their hashes carry no information.
 
-Perceptual hashes: 64 bits per image, of which few differ between similar images, and a table to look them up.
+Vectors of features are compared by cosine similarity: `nearest` is exact.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from vitral.data.images import ImageError, decode, resize
-from vitral.data.loader import iterate_in_workers
-from vitral.data.splits import Split
+from vitral.data.images import ImageError, decode
+from vitral.data.pixels import resize
+from vitral.data.splits import Split, content_bytes
+from vitral.data.workers import CHUNK, map_images
 
 SIDE = 32  # pixels per side of what is hashed
 _BANDS, _BAND_BITS = 4, 16
@@ -32,13 +36,17 @@ MIN_STD = 2.0  # grey levels; flatter images are compared by digest only
 MAX_CANDIDATES = 4  # images of one index that are compared with one query, those with the nearest hashes first
 THRESHOLDS = {"min_correlation": MIN_CORRELATION, "hash_bits": MAX_BITS, "min_side": MIN_SIDE, "min_std": MIN_STD}
 
+# Images of a train split up to which cropped copies within it are found too: that search is quadratic, and takes
+# about a minute for so many. Copies of val and test images are always searched with crops.
+MAX_CROP_SEARCH = 20_000
+
 THUMBNAIL = 64  # pixels per side
-CHUNK = 64  # images per work item
 Spans = Sequence[tuple[float, float]]  # parts of a side, (start, end) in 0..1; two of them span a crop
 ExactMethod = Literal["bytes", "pixels"]
 
 _CELLS = 16  # per side; the crop steps of 3 % shift the image by at most half a cell
 _AROUND = 2  # cells to each side whose mean is subtracted
+QUERY_BLOCK, STORED_BLOCK = 1 << 10, 1 << 14  # similarities of this many vectors exist at a time
 _LUMINANCE = np.array([0.299, 0.587, 0.114], np.float32)
 
 _STEP = 0.03
@@ -69,7 +77,7 @@ def signature(data: bytes | np.ndarray) -> ImageSignature:
     """The signature of an encoded image, or of uint8 pixels (height, width, channels); raises ImageError."""
     pixels = decode(data) if isinstance(data, bytes) else data
     rgb = np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels  # as `decode` returns a grey file
-    pixel_digest = hashlib.sha256(f"{rgb.shape}".encode() + rgb.tobytes()).digest()
+    pixel_digest = hashlib.sha256(content_bytes(rgb)).digest()
     thumbnail = _grey(resize(rgb, (THUMBNAIL, THUMBNAIL)))
     comparable = min(pixels.shape[:2]) >= MIN_SIDE and float(thumbnail.std()) >= MIN_STD
     file_digest = hashlib.sha256(data).digest() if isinstance(data, bytes) else b""
@@ -78,21 +86,14 @@ def signature(data: bytes | np.ndarray) -> ImageSignature:
 
 def signatures(split: Split, workers: int = 0) -> Iterator[list[ImageSignature]]:
     """The signatures of all images of a split in order, in lists of `CHUNK`."""
-    return iterate_in_workers(_Chunks(split), workers)
+    return map_images(_read, [split], workers)
 
 
 def thumbnail_correlation(first: np.ndarray, second: np.ndarray, families: Sequence[Spans] = (CROPS,)) -> float:
     """The best correlation of one thumbnail with a crop of the other, mirrored or not.
 
     The local mean is subtracted first: many photographs are bright above and dark below, and correlate for that alone.
-
-    Args:
-        first: (64, 64).
-        second: (64, 64).
-        families: Crops to try; a crop is spanned by two spans of one family.
-
-    Returns:
-        The correlation, at most 1.
+    Thumbnails are (64, 64), and a crop to try is spanned by two spans of one family.
     """
     best = max(
         _best_correlation(whole, other, spans)
@@ -105,9 +106,7 @@ def thumbnail_correlation(first: np.ndarray, second: np.ndarray, families: Seque
 class CopyIndex:
     """The images of one split, indexed to find their copies; about 10 kB per image.
 
-    Args:
-        signatures: One per image.
-        crops: Crops of each image whose hashes are stored. The lookup time grows with their number.
+    The time of a lookup grows with the number of crops of each image whose hashes are stored.
     """
 
     def __init__(self, signatures: Sequence[ImageSignature], crops: Spans = CROPS) -> None:
@@ -140,10 +139,7 @@ class CopyIndex:
     ) -> Iterator[tuple[int, int, float]]:
         """Pairs (query, index, correlation) of images that show the same picture.
 
-        Args:
-            queries: Signatures; those that are not comparable have no copies.
-            first: Where the queries are the index's own images, starting with this one: pairs are then limited to an
-                image and a later one.
+        Where the queries are the index's own images, starting with `first`, pairs are an image and a later one.
         """
         rows = np.array([row for row, image in enumerate(queries) if image.comparable], np.int64)
         if not len(rows):
@@ -175,6 +171,36 @@ class CopyIndex:
         return candidates[:2].T
 
 
+def identical(digests: Sequence[Hashable]) -> list[list[int]]:
+    """Groups of at least two indices with the same digest; an empty digest belongs to no group."""
+    groups: dict[Hashable, list[int]] = defaultdict(list)
+    for index, digest in enumerate(digests):
+        if digest:
+            groups[digest].append(index)
+    return [members for members in groups.values() if len(members) > 1]
+
+
+def near_pairs(signatures: list[ImageSignature], group: np.ndarray) -> list[tuple[int, int, float]]:
+    """Near copies (index, index, score) whose pixels differ, the best first.
+
+    Every image is compared with the later ones of its own group, an entry of `group` (n,), and with the images of later
+    groups, as `dedupe` compares train with test.
+    """
+    pairs = []
+    for number in range(int(group.max(initial=-1)) + 1):
+        stored = np.flatnonzero(group == number)
+        crops = UNCROPPED if number == 0 and len(stored) > MAX_CROP_SEARCH else CROPS
+        index = CopyIndex([signatures[i] for i in stored], crops)
+        for earlier in range(number + 1):
+            queries = np.flatnonzero(group == earlier)
+            for start in range(0, len(queries), CHUNK):
+                chunk = queries[start : start + CHUNK]
+                found = index.near_copies([signatures[i] for i in chunk], first=start if earlier == number else None)
+                pairs += [(int(chunk[row]), int(stored[match]), score) for row, match, score in found]
+    different = [pair for pair in pairs if signatures[pair[0]].pixel_digest != signatures[pair[1]].pixel_digest]
+    return sorted(different, key=lambda pair: (-pair[2], *pair[:2]))
+
+
 def _nearest_candidates(candidates: np.ndarray) -> np.ndarray:
     """(3, n) of row, index and bits -> the same with each pair once and at most MAX_CANDIDATES per row."""
     candidates = candidates[:, np.lexsort(candidates[::-1])]
@@ -185,19 +211,6 @@ def _nearest_candidates(candidates: np.ndarray) -> np.ndarray:
     candidates = candidates[:, np.lexsort((candidates[2], candidates[0]))]
     rank = np.arange(candidates.shape[1]) - np.searchsorted(candidates[0], candidates[0])
     return candidates[:, rank < MAX_CANDIDATES]
-
-
-@dataclass(frozen=True)
-class _Chunks:
-    """A map-style dataset of lists of signatures, for the workers."""
-
-    split: Split
-
-    def __len__(self) -> int:
-        return -(-len(self.split) // CHUNK)
-
-    def __getitem__(self, item: int) -> list[ImageSignature]:
-        return [_read(self.split, i) for i in range(item * CHUNK, min((item + 1) * CHUNK, len(self.split)))]
 
 
 def _read(split: Split, index: int) -> ImageSignature:
@@ -244,18 +257,12 @@ def _local_mean() -> np.ndarray:
     return near / near.sum(1, keepdims=True)
 
 
-def perceptual_hashes(thumbnails: np.ndarray, spans: Sequence[tuple[float, float]] = ((0.0, 1.0),)) -> np.ndarray:
+def perceptual_hashes(thumbnails: np.ndarray, spans: Spans = UNCROPPED) -> np.ndarray:
     """pHash of every crop that the spans span: the signs of its 64 lowest frequencies about their median.
 
     The mean brightness (frequency 0, 0) is left out: 8 x 8 frequencies begin at 1 in both directions. Averaging a crop
-    to 32 x 32 and the cosine transform are both linear, so the crops themselves are never computed.
-
-    Args:
-        thumbnails: (n, side, side), grey.
-        spans: k parts of a side, (start, end) in 0..1.
-
-    Returns:
-        (n, k * k) uint64.
+    to 32 x 32 and the cosine transform are both linear, so the crops themselves are never computed. Grey thumbnails
+    (n, side, side) and k spans -> (n, k * k) uint64.
     """
     n, side, k = len(thumbnails), thumbnails.shape[1], len(spans)
     low = np.concatenate([_cosines() @ area_weights(side, SIDE, start, end) for start, end in spans])
@@ -279,20 +286,11 @@ class HashTable:
         self._starts = [np.searchsorted(bands[order, band], values) for band, order in enumerate(self._orders)]
 
     def near(self, queries: np.ndarray, max_bits: int) -> Iterator[np.ndarray]:
-        """All pairs (query, stored hash) that differ in at most `max_bits` bits, each once.
+        """All pairs of queries (m,) and stored hashes that differ in at most `max_bits` bits, 0 to 7, each once.
 
         Where four bands together differ in at most seven bits, one of them differs in at most one. So only hashes with
-        an equal band, or a band with one bit flipped, are compared.
-
-        Args:
-            queries: (m,) uint64.
-            max_bits: 0 to 7.
-
-        Yields:
-            Blocks (p, 2) int64 of indices into the queries and into the table.
+        an equal band, or a band with one bit flipped, are compared. Yields blocks (p, 2) int64 of indices.
         """
-        if not 0 <= max_bits <= MAX_BITS:
-            raise ValueError(f"max_bits must be between 0 and {MAX_BITS}, not {max_bits}")
         queries = np.ascontiguousarray(queries)
         query_bands, stored_bands = _bands(queries), _bands(self.hashes)
         for band, (order, starts) in enumerate(zip(self._orders, self._starts, strict=True)):
@@ -351,3 +349,48 @@ def _cosines() -> np.ndarray:
     """Rows 1 to 8 of the cosine transform (DCT-II), (8, 32)."""
     phases = (np.arange(SIDE) + 0.5) * np.pi / SIDE
     return np.cos(np.arange(1, 9)[:, None] * phases).astype(np.float32)
+
+
+def unit_vectors(features: np.ndarray | Tensor) -> Tensor:
+    """(..., d) -> float32 (..., d) of length 1; a vector of zeros stays one, and is similar to nothing."""
+    vectors = torch.from_numpy(np.ascontiguousarray(features)) if isinstance(features, np.ndarray) else features
+    return F.normalize(vectors.float(), dim=-1, eps=torch.finfo(torch.float32).tiny)
+
+
+def nearest(queries: Tensor, stored: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k most similar stored vectors (n, d) of each query (q, d), all of length 1; every pair is compared.
+
+    Returns:
+        Cosine similarities (q, min(k, n)) float32, the highest first, and indices (q, min(k, n)) int64. Among equal
+        similarities the lower index comes first.
+    """
+    results = [_nearest_of_block(block, stored, k) for block in queries.split(QUERY_BLOCK)]
+    scores, indices = zip(*results, strict=True)
+    return torch.cat(scores), torch.cat(indices)
+
+
+def _nearest_of_block(queries: Tensor, stored: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    scores = queries.new_zeros(len(queries), 0)
+    indices = torch.zeros(len(queries), 0, dtype=torch.long, device=queries.device)
+    for start in range(0, len(stored), STORED_BLOCK):
+        block = queries @ stored[start : start + STORED_BLOCK].float().T
+        columns = _top(block, k)
+        scores = torch.cat([scores, block.gather(1, columns)], 1)
+        indices = torch.cat([indices, columns + start], 1)
+        kept = _top(scores, k)
+        scores, indices = scores.gather(1, kept), indices.gather(1, kept)
+    return scores, indices
+
+
+def _top(scores: Tensor, k: int) -> Tensor:
+    """(q, m) -> (q, min(k, m)): the columns of the highest scores; unlike in `topk`, the first of equal ones."""
+    if k >= scores.shape[1]:
+        return scores.argsort(dim=1, descending=True, stable=True)
+    if k == 1:
+        return scores.argmax(1, keepdim=True)
+    least = scores.topk(k).values[:, -1:]
+    above, equal = scores > least, scores == least
+    chosen = above | (equal & (equal.cumsum(1) <= k - above.sum(1, keepdim=True)))
+    columns = chosen.nonzero()[:, 1].view(len(scores), k)
+    order = scores.gather(1, columns).argsort(dim=1, descending=True, stable=True)
+    return columns.gather(1, order)

@@ -13,22 +13,11 @@ from vitral.data.images import ImageError
 from vitral.data.splits import SPLIT_NAMES, DataSet, RawSplit, make_dataset, natural_key
 from vitral.errors import UserError
 
-EXTENSIONS = frozenset(
-    f".{extension}"
-    for extension in (
-        *("jpg", "jpeg", "jpe", "jfif", "mpo", "png", "apng", "webp", "gif", "bmp", "dib", "tif", "tiff", "avif"),
-        *("heic", "heif", "hif"),
-        *("jp2", "j2k", "jpx", "ppm", "pgm", "pbm", "pnm", "tga", "pcx", "ico", "qoi"),
-    )
-)
+_FORMATS = "jpg jpeg jpe jfif mpo png apng webp gif bmp dib tif tiff avif heic heif hif jp2 j2k jpx"
+_FORMATS += " ppm pgm pbm pnm tga pcx ico qoi"
 # Images in formats that are not read; they are named, as their owner counts on them.
-_UNSUPPORTED = frozenset(
-    f".{extension}"
-    for extension in (
-        *("cr2", "cr3", "nef", "arw", "dng", "raf", "orf", "rw2", "raw", "psd", "svg", "jxl", "exr", "hdr", "eps"),
-        *("pdf", "mp4", "mov", "avi", "mkv", "webm"),
-    )
-)
+_OTHER_FORMATS = "cr2 cr3 nef arw dng raf orf rw2 raw psd svg jxl exr hdr eps pdf mp4 mov avi mkv webm"
+EXTENSIONS, _UNSUPPORTED = (frozenset(f".{name}" for name in names.split()) for names in (_FORMATS, _OTHER_FORMATS))
 # The first bytes of the common formats, for files without an extension.
 _MAGIC_BYTES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"\0\0\0\x0cjP")
 
@@ -104,11 +93,8 @@ class ImageListing:
 def read_folder(folder: Path, *, seed: int, held_out: float, empty: bool = False) -> DataSet:
     """Read a folder with one sub-folder per class, or with train (and val, test) folders of such sub-folders.
 
-    Args:
-        folder: the folder. If it has val and test alone, the data is for testing only and train is empty.
-        seed: of the draw of held-out images.
-        held_out: the share of each class to hold out where there is no val or test.
-        empty: accept a class without an image in train, which raises EmptyClass otherwise.
+    If it has val and test alone, the data is for testing only. A class without an image in train raises EmptyClass
+    unless `empty` accepts it.
     """
     source, children = str(folder), sub_folders(folder)
     splits: dict[str, str] = {}
@@ -132,9 +118,7 @@ def read_folder(folder: Path, *, seed: int, held_out: float, empty: bool = False
     )
     notes = listing.notes()
     if not has_train:
-        parts["train"] = RawSplit([], [], FileReader(source, []))
         notes.append("There is no train folder: this is for testing only.")
-        return make_dataset(source, parts, seed=seed, held_out=held_out, classes=classes, notes=notes)
     ignored = [child for child in children if child not in splits.values()]
     if ignored:
         notes.append(f"Left out the folder{'s' * (len(ignored) > 1)} {', '.join(ignored)} beside {splits['train']}.")
@@ -170,9 +154,8 @@ def _read_classes(folder: Path, below: str, listing: ImageListing, empty: bool) 
     labels: list[str] = []
     classes = sub_folders(folder / below)
     for name in classes:
-        images = find_images(
-            folder, f"{below}{name}/", ImageListing(others=listing.others, unsupported=listing.unsupported)
-        ).names
+        start = len(listing.names)
+        images = find_images(folder, f"{below}{name}/", listing).names[start:]
         if not (images or empty) and SPLIT_NAMES.get(below.rstrip("/").lower(), "train") == "train":
             raise EmptyClass(folder, f"{below}{name}")
         names += images

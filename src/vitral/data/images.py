@@ -16,39 +16,31 @@
 from __future__ import annotations
 
 import io
-import math
 import os
+import re
+import struct
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+import simplejpeg
 import torch
-import torch.nn.functional as F
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from vitral.data.jpeg import JpegFrame, decode_jpeg, decode_upper_rows, jpeg_header
 from vitral.errors import UserError
 
 PILImage = Image.Image
-_PILLOW = {f"pil_{filter.name.lower()}": filter for filter in Image.Resampling}
-METHODS = ("bilinear", "bicubic", "nearest", "area", "float_bilinear", *_PILLOW)
+PILLOW_METHODS = {f"pil_{filter.name.lower()}": filter for filter in Image.Resampling}
 
-# Brings each EXIF orientation upright: (h, w, c) -> (h, w, c) or (w, h, c).
-_TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
-    1: lambda pixels: pixels,
-    2: lambda pixels: pixels[:, ::-1],
-    3: lambda pixels: pixels[::-1, ::-1],
-    4: lambda pixels: pixels[::-1],
-    5: lambda pixels: pixels.swapaxes(0, 1),
-    6: lambda pixels: pixels.swapaxes(0, 1)[:, ::-1],
-    7: lambda pixels: pixels.swapaxes(0, 1)[::-1, ::-1],
-    8: lambda pixels: pixels.swapaxes(0, 1)[::-1],
-}
 _JPEG = b"\xff\xd8\xff"
+_SEGMENTS = frozenset((*range(0xC0, 0xD0), *range(0xDA, 0xFF)))  # markers of a JPEG that are followed by a length
+_END = b"\xff\xd9"
+_LEFT_OVER = re.compile(r"Corrupt JPEG data: \d+ extraneous bytes before marker 0xd[0-79]")  # the end, or a restart
+_MCU_HEIGHT = 16  # pixels: of a row of blocks where chroma is subsampled
 # Pixels that one byte can hold at most, by Pillow's name of the codec, where they have 1 bit. Deflate grows by at most
 # 1032. A JPEG has at least 1 bit per block of 8x8 in its first scan (512); twice that is allowed.
 _PIXELS_PER_BYTE = {"raw": 8, "zip": 8 * 1032, "jpeg": 1024}
@@ -94,6 +86,19 @@ def decode(data: bytes, channels: int = 3) -> np.ndarray:
     with _opened(data) as image:
         image.load()
         return _upright(_bands(image, channels), _orientation(image))
+
+
+class JpegHeader(NamedTuple):
+    """The part of a JPEG before its pixels."""
+
+    frame: JpegFrame | None  # None unless baseline, with 8 bits and 1 or 3 channels
+    tagged: bool  # has a segment that may hold EXIF or XMP, or an unknown structure
+
+
+class JpegFrame(NamedTuple):
+    offset: int  # of the height field in the file
+    height: int
+    width: int
 
 
 class LazyJpeg:
@@ -185,36 +190,11 @@ def encode_jpeg(image: np.ndarray, quality: int = 90) -> bytes:
     return stream.getvalue()
 
 
-def resize(image: np.ndarray, size: tuple[int, int], method: str = "bilinear", *, antialias: bool = True) -> np.ndarray:
-    """uint8 (h, w, c) -> (*size, c); `image` may be a view. Only `bilinear` has no antialiasing where asked for.
-
-    `bilinear` and `bicubic` are PyTorch's for bytes, close to Pillow's but not equal; `pil_...` are Pillow's own.
-    `float_bilinear` is PyTorch's in float32, rounded at the end. `area` is the exact mean of what each pixel covers, as
-    TensorFlow's method of that name.
-    """
-    if image.shape[:2] == size:
-        return image
-    if method in _PILLOW:
-        return _pillow(image, size, _PILLOW[method])
-    if method == "area":
-        return _area(image, size)
-    if method == "nearest":
-        rows, columns = (_nearest(before, after) for before, after in zip(image.shape, size, strict=False))
-        return image.take(rows, 0).take(columns, 1)
-    # Torch recognises channels_last, which is twice as fast, only if the batch axis is added before the permutation.
-    batch = as_tensor(image)[None].permute(0, 3, 1, 2)
-    if method == "float_bilinear":
-        exact = F.interpolate(batch.float(), size, mode="bilinear", antialias=True)
-        return exact[0].permute(1, 2, 0).round().byte().numpy()
-    # Antialias when enlarging, too: it costs nothing there, and bicubic would use another kernel than Pillow's.
-    resized = F.interpolate(batch, size, mode=method, antialias=antialias)
-    return resized[0].permute(1, 2, 0).numpy()
-
-
-def _pillow(image: np.ndarray, size: tuple[int, int], filter: Image.Resampling) -> np.ndarray:
+def pillow_resize(image: np.ndarray, size: tuple[int, int], method: str) -> np.ndarray:
     """By Pillow; other channel counts than 1 and 3 one by one, as it would take a fourth for opacity."""
     bands = [image] if image.shape[2] in (1, 3) else np.split(image, image.shape[2], axis=2)
-    return np.concatenate([_array(array_to_pil(band).resize(size[::-1], filter)) for band in bands], axis=2)
+    resized = [array_to_pil(band).resize(size[::-1], PILLOW_METHODS[method]) for band in bands]
+    return np.concatenate([_array(band) for band in resized], axis=2)
 
 
 def as_tensor(image: np.ndarray) -> torch.Tensor:
@@ -222,42 +202,56 @@ def as_tensor(image: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.require(image, requirements=["C", "W"]))
 
 
-def _nearest(before: int, after: int) -> np.ndarray:
-    """(after,): the source pixels that contain the centres of the new pixels."""
-    return ((np.arange(after) + 0.5) * before / after).astype(int)
-
-
-def _area(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Means over cells with fractional borders, one axis after the other."""
-    means = image.astype(np.float32)
-    for axis, length in enumerate(size):
-        means = _cell_means(means, length, axis)
-    return np.rint(means).astype(np.uint8)
-
-
-def _cell_means(image: np.ndarray, length: int, axis: int) -> np.ndarray:
-    """float32 (h, w, c) -> the same with `length` along the axis: the k-th pixels of all cells are added at a time."""
-    before = image.shape[axis]
-    start, end = np.arange(length) * before / length, np.arange(1, length + 1) * before / length
-    shape = [-1 if dimension == axis else 1 for dimension in range(3)]
-    means = np.zeros([length if dimension == axis else side for dimension, side in enumerate(image.shape)], np.float32)
-    for k in range(math.ceil(before / length) + 1):
-        pixel = start.astype(int) + k
-        share = (np.minimum(end, pixel + 1) - np.maximum(start, pixel)).clip(0) * length / before
-        means += share.astype(np.float32).reshape(shape) * image.take(pixel, axis, mode="clip")
-    return means
-
-
 def _fast_jpeg(data: bytes, channels: int) -> np.ndarray | None:
     """The pixels of a common JPEG; None for those that Pillow has to decode."""
     if channels not in (1, 3) or not data.startswith(_JPEG):
         return None
-    pixels = decode_jpeg(data, channels, _max_pixels(data))
-    if pixels is None:
+    limit = _max_pixels(data)
+    try:
+        height, width, space, _ = simplejpeg.decode_jpeg_header(data)
+        if space not in ("Gray", "YCbCr", "RGB") or int(height) * int(width) > limit:
+            return None
+        pixels = simplejpeg.decode_jpeg(data, "GRAY" if space == "Gray" and channels == 1 else "RGB")
+    except (KeyError, ValueError):  # unknown subsampling; warnings too, some of which Pillow tolerates
         return None
     if pixels.shape[2] != channels:
         pixels = _array(Image.fromarray(pixels).convert("L"))
     return _upright(pixels, _jpeg_orientation(data)) if jpeg_header(data).tagged else pixels
+
+
+def jpeg_header(jpeg: bytes) -> JpegHeader:
+    """Parse the segments up to the start of the scan."""
+    offset, frame, tagged = 2, None, False
+    while offset + 10 < len(jpeg) and jpeg[offset] == 0xFF and jpeg[offset + 1] in _SEGMENTS:
+        marker = jpeg[offset + 1]
+        if marker == 0xDA:  # start of scan
+            return JpegHeader(frame, tagged)
+        if marker == 0xE1:
+            tagged = True
+        elif marker in (0xC0, 0xC1) and jpeg[offset + 4] == 8 and jpeg[offset + 9] in (1, 3):
+            frame = JpegFrame(offset + 5, *struct.unpack_from(">HH", jpeg, offset + 5))
+        offset += 2 + int.from_bytes(jpeg[offset + 2 : offset + 4])
+    return JpegHeader(None, tagged=True)
+
+
+def decode_upper_rows(jpeg: bytes, frame: JpegFrame, rows: int) -> np.ndarray | None:
+    """Decode the first rows of a JPEG by writing a smaller height into its header.
+
+    Returns:
+        uint8 (rows + 1, w, 3), of which all but the last row are correct; None if the whole image has to be decoded.
+    """
+    if not jpeg.endswith(_END):  # the decoder reports its first warning alone, which may be about a restart marker
+        return None
+    end = rows + 1  # subsampled chroma is blended with that of the next row
+    if end > (frame.height - 1) // _MCU_HEIGHT * _MCU_HEIGHT:  # in the last row of blocks: nothing to skip
+        return None
+    shorter = b"".join((jpeg[: frame.offset], end.to_bytes(2), jpeg[frame.offset + 2 :]))
+    pixels = np.empty((end, frame.width, 3), np.uint8)
+    try:
+        simplejpeg.decode_jpeg(shorter, "RGB", buffer=pixels)
+    except ValueError as warning:
+        return pixels if _LEFT_OVER.fullmatch(str(warning)) else None
+    return None  # no data was left over: the file is truncated
 
 
 def _jpeg_orientation(data: bytes) -> int:
@@ -344,11 +338,16 @@ def _orientation(image: Image.Image) -> int:
         value = image.getexif().get(ExifTags.Base.Orientation, 1)
     except Exception:  # damaged EXIF raises nearly anything, and does not affect the pixels
         return 1
-    return value if value in _TURNS else 1
+    return value if value in range(1, 9) else 1
 
 
 def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    return pixels if orientation == 1 else _TURNS[orientation](pixels).copy()  # contiguous
+    """(h, w, c) -> (h, w, c) or (w, h, c), contiguous, by the EXIF orientation, 1 to 8."""
+    if orientation == 1:
+        return pixels
+    pixels = pixels.swapaxes(0, 1) if orientation >= 5 else pixels
+    pixels = pixels[:, ::-1] if orientation in (2, 3, 6, 7) else pixels
+    return (pixels[::-1] if orientation in (3, 4, 7, 8) else pixels).copy()
 
 
 def _bits(image: Image.Image) -> int:

@@ -1,41 +1,48 @@
 """Batches of images in torch tensors, made by worker processes, in an order that needs no state.
 
-Item i of the dataset that the workers read is the whole batch of step `first_step + i`. So the order is that of the
-steps whatever the number of workers, and a run that starts at a later step reads what the uninterrupted run would have
-read there.
+The order of examples is a function of (seed, step) alone, so a run that starts at a later step reads what the
+uninterrupted run would have read there. The order of an epoch is a permutation that is computed position by position: a
+Feistel network (a chain of invertible steps, each of which changes one half of a number by a hash of the other half)
+over the smallest power of two that is at least n, applied again to any result at or above n ("cycle walking").
 
-Workers write pixels into a few shared buffers in turn, and each batch is copied out before its buffer is filled again:
-allocating and clearing new shared memory for every batch takes longer than the copy.
+Item i of the dataset that the workers read is the whole batch of step `first_step + i`. Workers write pixels into a few
+shared buffers in turn, and each batch is copied out before its buffer is filled again: allocating and clearing new
+shared memory for every batch takes longer than the copy.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import multiprocessing
+import hashlib
 import os
-import signal
-from collections.abc import Generator, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from vitral.data.batch_buffers import BufferLayout, PackedCrops, ResizeCrops, copy_buffer, new_buffer
-from vitral.data.geometry import ImageInput
+from vitral.data.augment import CallableTransform
 from vitral.data.images import ImageError, decode, open_lazily
-from vitral.data.order import batch_indices, evaluation_indices, example_rng, rank_positions
+from vitral.data.pixels import ImageInput
 from vitral.data.preprocess import Pipeline
-from vitral.data.sources import Split
-from vitral.data.transforms import CallableTransform
+from vitral.data.splits import Split
+from vitral.data.workers import (
+    PREFETCH,
+    BufferLayout,
+    PackedCrops,
+    ResizeCrops,
+    copy_buffer,
+    iterate_in_workers,
+    new_buffer,
+)
 from vitral.errors import UserError
 
 PADDING = -1  # the index of a row that only fills up the last batch
 MAX_WORKERS = 32
-PREFETCH = 2  # batches that each worker makes in advance
+SMALL = 4096  # up to here sorting is as fast, and all orders are equally likely, which a network does not achieve
 
 Transform = Pipeline | CallableTransform
 
@@ -74,19 +81,14 @@ def training_batches(
     order: np.ndarray | None = None,
     resize: ResizeCrops | None = None,
 ) -> Iterator[Batch]:
-    """This rank's slice of the global batch of each step.
+    """This rank's slice of the global batch, of `batch` images, of each step from `first_step` to before `last_step`.
 
     Args:
         split: the images.
         transform: what makes an image of them.
-        batch: images of the global batch.
         seed: of the order and of the augmentations.
-        first_step: the first step to yield, counted from 0.
-        last_step: the step to stop before.
-        rank: of this process.
-        world: the number of processes.
+        rank: of this process, of `world`.
         workers: worker processes; 0 reads in this one.
-        channels: of the images.
         mix_partner: put one more row in front (`rank_positions`), so that each row can be mixed with the row before
             it, alike on any number of ranks.
         pin: return tensors in pinned memory, where there is a GPU.
@@ -96,9 +98,9 @@ def training_batches(
     """
     positions = rank_positions(batch, rank, world, mix_partner=mix_partner)
     examples = len(split) if order is None else len(order)
-    sampler = _TrainingSampler(order, examples, batch, seed, positions, range(first_step, last_step))
+    rows = partial(_training_rows, order, examples, batch, seed, positions, first_step)
     layout = BufferLayout(transform, len(positions), channels, packed=resize is not None)
-    return _batches(split, layout, sampler, workers, pin, resize)
+    return _batches(split, layout, rows, max(last_step - first_step, 0), workers, pin, resize)
 
 
 def evaluation_batches(
@@ -117,24 +119,35 @@ def evaluation_batches(
     Every rank gets equally many batches, the last of them perhaps all padding, so that ranks stay in step. The
     parameters are those of `training_batches`.
     """
-    indices = evaluation_indices(len(split), rank, world)
+    indices = np.arange(len(split))[rank_slice(len(split), rank, world)]
     largest_share = -(-len(split) // world)
     batch = min(batch, max(largest_share, 1))  # memory is allocated for whole batches
     padded = np.full(-(-largest_share // batch) * batch, PADDING, dtype=np.int64)
     padded[: len(indices)] = indices
+    rows = partial(_evaluation_rows, padded.reshape(-1, batch))
     layout = BufferLayout(transform, batch, channels, packed=False)
-    return _batches(split, layout, _EvaluationSampler(padded.reshape(-1, batch)), workers, pin)
+    return _batches(split, layout, rows, len(padded) // batch, workers, pin)
+
+
+Rows = tuple[np.ndarray, Sequence[np.random.Generator | None]]  # indices of a batch, and a generator for each
+
+
+def _training_rows(
+    order: np.ndarray | None, examples: int, batch: int, seed: int, positions: np.ndarray, first_step: int, item: int
+) -> Rows:
+    indices = batch_indices(examples, batch, first_step + item, seed)[positions]
+    rngs = [example_rng(seed, first_step + item, int(position)) for position in positions]
+    return indices if order is None else order[indices], rngs
+
+
+def _evaluation_rows(indices: np.ndarray, item: int) -> Rows:
+    return indices[item], [None] * indices.shape[1]
 
 
 def default_workers(device: str, ranks: int = 1) -> int:
-    """The number of worker processes that each of `ranks` processes on this machine should start.
-
-    Args:
-        device: the type of the model's device. On a CPU the model needs the cores itself: one worker hides the reading.
-        ranks: training processes on this machine.
-    """
+    """The number of worker processes that each of `ranks` processes on this machine should start."""
     cores_per_rank = cores() // ranks
-    if device == "cpu":
+    if device == "cpu":  # the model needs the cores itself: one worker hides the reading
         return 1 if cores_per_rank >= 4 else 0
     return min(max(cores_per_rank - 1, 1), MAX_WORKERS)
 
@@ -144,36 +157,83 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@dataclass(frozen=True)
-class _TrainingSampler:
-    """Which examples each step reads, and the random generator of each."""
-
-    order: np.ndarray | None
-    examples: int
-    batch: int
-    seed: int
-    positions: np.ndarray  # (b,) this rank's positions in the global batch
-    steps: range
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def __call__(self, item: int) -> tuple[np.ndarray, Sequence[np.random.Generator | None]]:
-        step = self.steps[item]
-        indices = batch_indices(self.examples, self.batch, step, self.seed)[self.positions]
-        rngs = [example_rng(self.seed, step, int(position)) for position in self.positions]
-        return indices if self.order is None else self.order[indices], rngs
+def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
+    """The examples at these positions of an epoch's order: (m,) below n -> (m,) int64 below n, one-to-one."""
+    keys = np.frombuffer(hashlib.blake2b(f"order {seed} {epoch}".encode()).digest(), dtype="<u8").astype(np.uint64)
+    if n <= SMALL:
+        hashes = _mix(_mix(np.arange(n, dtype=np.uint64) + keys[0]) + keys[1])
+        return np.argsort(hashes, kind="stable")[positions]
+    low = (n - 1).bit_length() // 2
+    high = (n - 1).bit_length() - low
+    values = positions.astype(np.uint64)
+    outside = np.arange(len(values))
+    # A value that leaves the range comes back to it: the cycle it is on began inside.
+    while len(outside):
+        values[outside] = _feistel(values[outside], low, high, keys)
+        outside = outside[values[outside] >= np.uint64(n)]
+    return values.astype(np.int64)
 
 
-@dataclass(frozen=True)
-class _EvaluationSampler:
-    rows: np.ndarray  # (batches, b) indices, PADDING at the end
+def batch_indices(n: int, batch: int, step: int, seed: int) -> np.ndarray:
+    """The examples of the global batch of a step, (batch,) int64.
 
-    def __len__(self) -> int:
-        return len(self.rows)
+    Each epoch visits each of n examples once; batches continue across epochs, so none is short and none is dropped.
+    """
+    epochs, positions = np.divmod(step * batch + np.arange(batch, dtype=np.int64), n)
+    parts = [permute(positions[epochs == epoch], n, seed, int(epoch)) for epoch in np.unique(epochs)]
+    return np.concatenate(parts)
 
-    def __call__(self, item: int) -> tuple[np.ndarray, Sequence[np.random.Generator | None]]:
-        return self.rows[item], [None] * len(self.rows[item])
+
+def rank_slice(batch: int, rank: int, world: int) -> slice:
+    """The slice of the global batch that a rank computes; the lengths of two ranks differ by at most one."""
+    return slice(batch * rank // world, batch * (rank + 1) // world)
+
+
+def rank_positions(batch: int, rank: int, world: int, *, mix_partner: bool) -> np.ndarray:
+    """The positions of a rank's slice in the global batch.
+
+    With `mix_partner` one more comes first: the position before the slice, or the batch's last if there is none.
+    """
+    local = rank_slice(batch, rank, world)
+    return np.arange(local.start - mix_partner, local.stop) % batch
+
+
+def example_rng(seed: int, step: int, position: int) -> np.random.Generator:
+    """The random generator of one example of one step; `position` is its position in the global batch.
+
+    Philox is counter-based: (position, step) in the upper words of its counter gives streams that never overlap.
+    """
+    return np.random.Generator(np.random.Philox(key=seed % 2**128, counter=[0, 0, position, step]))
+
+
+def balanced_order(labels: np.ndarray, seed: int) -> np.ndarray:
+    """Indices in which every class occurs as often as the largest one: (n,) labels -> (classes * largest,).
+
+    Within a class all examples occur equally often, up to one; the seed chooses those that occur once more.
+    """
+    if labels.ndim != 1:
+        raise UserError("a balanced sampler needs one label per image: use class weights for several labels.")
+    rng = np.random.default_rng(seed % 2**128)
+    _, counts = np.unique(labels, return_counts=True)
+    by_class = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
+    return np.concatenate([np.resize(rng.permutation(members), counts.max()) for members in by_class])
+
+
+def _feistel(values: np.ndarray, low: int, high: int, keys: np.ndarray) -> np.ndarray:
+    """A permutation of the numbers of `low + high` bits: (m,) uint64 -> (m,) uint64."""
+    shift, low_mask, high_mask = np.uint64(low), np.uint64(2**low - 1), np.uint64(2**high - 1)
+    left, right = values >> shift, values & low_mask
+    for first, second in keys.reshape(-1, 2):
+        left = left ^ (_mix(right + first) & high_mask)
+        right = right ^ (_mix(left + second) & low_mask)
+    return (left << shift) | right
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """The finalizer of SplitMix64: every bit of the input flips half of the output. (m,) uint64 -> (m,) uint64."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 class _BatchMetadata(NamedTuple):
@@ -192,18 +252,19 @@ class _BatchDataset:
 
     split: Split
     layout: BufferLayout
-    sampler: _TrainingSampler | _EvaluationSampler
+    rows: Callable[[int], Rows]
+    count: int
     buffers: Sequence[Tensor]
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        return self.count
 
     def buffer(self, item: int) -> Tensor:
         return self.buffers[item % len(self.buffers)]
 
     def __getitem__(self, item: int) -> _BatchMetadata:
         """Rows without a readable image are zero and not valid."""
-        indices, rngs = self.sampler(item)
+        indices, rngs = self.rows(item)
         writer, valid = self.layout.writer(self.buffer(item)), np.zeros(len(indices), dtype=bool)
         labels = np.zeros((len(indices), *self.split.labels.shape[1:]), dtype=self.split.labels.dtype)
         for row, (index, rng) in enumerate(zip(indices.tolist(), rngs, strict=True)):
@@ -220,7 +281,8 @@ class _BatchDataset:
 def _batches(
     split: Split,
     layout: BufferLayout,
-    sampler: _TrainingSampler | _EvaluationSampler,
+    rows: Callable[[int], Rows],
+    count: int,
     workers: int,
     pin: bool,
     resize: ResizeCrops | None = None,
@@ -228,9 +290,8 @@ def _batches(
     """While a batch is copied the workers make at most the PREFETCH * workers next ones, and each of those, like the
     batch itself, has its own buffer. As workers take turns, a buffer is always filled by the same one: a process that
     writes to shared memory for the first time waits for each of its pages."""
-    count = min(buffer_count(workers), len(sampler))
-    buffers = [new_buffer(layout.nbytes, shared=workers > 0) for _ in range(count)]
-    batches = _BatchDataset(split, layout, sampler, buffers)
+    buffers = [new_buffer(layout.nbytes, shared=workers > 0) for _ in range(min(buffer_count(workers), count))]
+    batches = _BatchDataset(split, layout, rows, count, buffers)
     pin = pin and torch.cuda.is_available()
     # Closed explicitly: the first releases of Python 3.12 keep what a closed generator was looping over.
     with contextlib.closing(iterate_in_workers(batches, workers)) as items:
@@ -254,61 +315,6 @@ def buffer_count(workers: int) -> int:
     return (PREFETCH + 1) * workers or 1
 
 
-def iterate_in_workers(dataset: Sized, workers: int) -> Generator[Any]:
-    """The items of a map-style dataset in order, made by worker processes, or in this process if `workers` is 0.
-
-    When the consumer stops early and closes the generator, the loader and its processes end.
-    """
-    workers = min(workers, len(dataset))
-    if workers:  # registered once, and to run before Python's own handlers
-        atexit.unregister(_end_workers)
-        atexit.register(_end_workers)
-    loader = DataLoader(
-        _ErrorsAsItems(dataset),  # type: ignore[arg-type]
-        batch_size=None,
-        num_workers=workers,
-        prefetch_factor=PREFETCH if workers else None,
-        collate_fn=_identity,
-        worker_init_fn=_start_worker,
-        generator=torch.Generator(),  # by default a loader draws from the global generator, which dropout uses
-    )
-    with _killed_workers():
-        for item in loader:
-            if isinstance(item, UserError):
-                raise item
-            yield item
-
-
-@contextlib.contextmanager
-def _killed_workers() -> Iterator[None]:
-    """Explain the end of a worker process: the system kills one that needs more memory than there is."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not str(error).startswith("DataLoader worker"):
-            raise
-        raise UserError(
-            "a worker process that reads images was killed, as happens when memory runs out: "
-            "set fewer workers or a smaller batch, or free some memory."
-        ) from error
-
-
-@dataclass(frozen=True)
-class _ErrorsAsItems:
-    """Returns a UserError as an item: torch would raise it with a worker's traceback in its message."""
-
-    dataset: Any
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, item: int) -> Any:
-        try:
-            return self.dataset[item]
-        except UserError as error:
-            return error
-
-
 def read_pixels(split: Split, index: int, channels: int) -> np.ndarray:
     """One example's uint8 (h, w, channels); raises ImageError."""
     data = split.reader.read(index)
@@ -329,27 +335,3 @@ def _with_channels(split: Split, index: int, pixels: np.ndarray, channels: int) 
             f"{split.keys[index]} has {pixels.shape[2]} channels and the model takes {channels}: change one."
         )
     return np.repeat(pixels, channels, axis=2)
-
-
-def _identity(item: Any) -> Any:
-    return item
-
-
-def _end_workers() -> None:
-    """At the end of a program that still holds a loader: its workers ignore signals (`_start_worker`), and Python would
-    wait for them for ever."""
-    if hasattr(signal, "SIGCHLD"):  # not on Windows
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's own handler would report the workers killed here
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.kill()
-
-
-def _start_worker(worker: int) -> None:
-    """Ignore Ctrl-C and SIGTERM, which reach the whole process group: the training process still has to finish its step
-    and save, and ends the workers itself (they also end by themselves when it is gone)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():
-        os._exit(1)  # the parent died before torch recorded its id: this process would wait for ever

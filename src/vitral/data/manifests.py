@@ -12,11 +12,12 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vitral.data.folders import FileReader
-from vitral.data.splits import SPLIT_NAMES, DataSet, RawSplit, make_dataset, natural_key
+from vitral.data.splits import SPLIT_NAMES, DataSet, RawSplit, make_dataset
 from vitral.errors import UserError, shorten
 
 SUFFIXES = {".csv", ".tsv", ".jsonl", ".ndjson"}
@@ -33,16 +34,13 @@ class ManifestRow(NamedTuple):
     path: str
     labels: tuple[str, ...]
     split: str
+    listed: bool  # whether its labels are a list
 
 
 def read_manifest(path: Path, *, seed: int, held_out: float) -> DataSet:
     """Read a manifest; `seed` and `held_out` as in `make_dataset`."""
-    rows = []
-    multilabel = False
-    for line, entry in _entries(path):
-        row, has_list = _row(path, line, entry)
-        rows.append(row)
-        multilabel |= has_list
+    rows = [_row(path, line, entry) for line, entry in _entries(path)]
+    multilabel = any(row.listed for row in rows)
     if not rows:
         raise UserError(f"{path} lists no images: it needs a path and a label in each line.")
     _refuse_negative(path, rows)
@@ -58,13 +56,10 @@ def read_manifest(path: Path, *, seed: int, held_out: float) -> DataSet:
         labels = [row.labels for row in rows if row.split == split]
         plain = labels if multilabel else [label for (label,) in labels]
         parts[split or "train"] = RawSplit(names, plain, FileReader(str(path.parent), names))
-    classes = None
     if "train" not in parts:
-        classes = tuple(sorted({label for row in rows for label in row.labels}, key=natural_key))
-        parts["train"] = RawSplit([], [], FileReader(str(path.parent), []))
         notes.append("No image is of the split train: this is for testing only.")
     try:
-        return make_dataset(str(path), parts, seed=seed, held_out=held_out, classes=classes, notes=notes)
+        return make_dataset(str(path), parts, seed=seed, held_out=held_out, notes=notes)
     except UserError as error:  # the lines left out may be its cause
         raise UserError(" ".join([*notes, str(error)])) from error
 
@@ -117,13 +112,12 @@ def _renamed(entry: dict[Any, Any]) -> dict[str, Any]:
     return {_COLUMNS.get(str(name).strip().lower(), str(name)): value for name, value in entry.items()}
 
 
-def _row(path: Path, line: int, entry: dict[str, Any]) -> tuple[ManifestRow, bool]:
-    """A checked row, and whether its labels are a list."""
+def _row(path: Path, line: int, entry: dict[str, Any]) -> ManifestRow:
     where = f"{path}, line {line}"
     name, label = entry.get("path"), entry.get("label")
     if not isinstance(name, str) or not name.strip():
         raise UserError(f"{where} has no path: name the image file.")
-    has_list = isinstance(label, list) or (isinstance(label, str) and "|" in label)
+    listed = isinstance(label, list) or (isinstance(label, str) and "|" in label)
     labels = label if isinstance(label, list) else str("" if label is None else label).split("|")
     plain = tuple(str(item).strip() for item in labels)
     if any(not item or isinstance(raw, dict | list) for item, raw in zip(plain, labels, strict=True)):
@@ -133,7 +127,7 @@ def _row(path: Path, line: int, entry: dict[str, Any]) -> tuple[ManifestRow, boo
     split = str(entry.get("split") or "").strip().lower()
     if split and split not in SPLIT_NAMES:
         raise UserError(f'{where} has the split "{shorten(split)}": write train, val or test.')
-    return ManifestRow(line, name.strip(), tuple(dict.fromkeys(plain)), SPLIT_NAMES.get(split, "")), has_list
+    return ManifestRow(line, name.strip(), tuple(dict.fromkeys(plain)), SPLIT_NAMES.get(split, ""), listed)
 
 
 def _refuse_negative(path: Path, rows: list[ManifestRow]) -> None:
@@ -148,11 +142,11 @@ def _refuse_negative(path: Path, rows: list[ManifestRow]) -> None:
 
 def _present(path: Path, rows: list[ManifestRow]) -> tuple[list[ManifestRow], list[str]]:
     """The rows whose file exists, and a note about the others."""
-    present = [row for row in rows if os.path.isfile(path.parent / row.path)]
-    missing = len(rows) - len(present)
+    exists = [os.path.isfile(path.parent / row.path) for row in rows]
+    present, missing = list(compress(rows, exists)), exists.count(False)
     if not missing:
         return present, []
-    first = next(row.path for row in rows if not os.path.isfile(path.parent / row.path))
+    first = rows[exists.index(False)].path
     if not present:
         raise UserError(
             f"None of the files that {path} names exists, such as {path.parent / first}: correct the paths."

@@ -23,8 +23,9 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -32,23 +33,23 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from vitral.data.folders import FileReader
 from vitral.data.images import ImageError, is_pil
-from vitral.data.labels import name_labels, plain_label
+from vitral.data.pixels import eight_bit_array
 from vitral.data.splits import (
-    HELD_OUT,
     IMAGE_COLUMNS,
     LABEL_COLUMNS,
     SPLIT_NAMES,
     DataSet,
     RawSplit,
+    content_bytes,
     make_dataset,
     unique_names,
 )
-from vitral.data.transforms import eight_bit_array
 from vitral.errors import UserError
-from vitral.events import EventHandler, Progress, ignore_events
+from vitral.events import EventHandler, Progress
 
 _PROGRESS_EVERY = 100  # items
 
+PlainLabel = int | str | tuple[int | str, ...]
 Labels = Sequence[Any] | np.ndarray | Tensor
 
 
@@ -79,8 +80,7 @@ class ObjectReader:
             data = self.read(index)
         except ImageError as error:
             return str(error)
-        content = data if isinstance(data, bytes) else f"{data.shape}".encode() + data.tobytes()
-        return hashlib.sha256(content).hexdigest()
+        return hashlib.sha256(content_bytes(data)).hexdigest()
 
     def _value(self, index: int) -> Any:
         value = self.image(index)
@@ -89,8 +89,7 @@ class ObjectReader:
         return value
 
 
-@dataclass(frozen=True, eq=False)
-class _Items:
+class _Items(NamedTuple):
     """Access to an object's images, its labels as it has them, its class names if it has any, and keys."""
 
     image: Callable[[int], Any]
@@ -99,39 +98,8 @@ class _Items:
     keys: Sequence[str]
 
 
-@dataclass(frozen=True, eq=False)
-class _DatasetImages:
-    """The image of an item of a map-style dataset."""
-
-    dataset: Any
-
-    def __call__(self, index: int) -> Any:
-        return _image_and_label(self.dataset, index)[0]
-
-
-@dataclass(frozen=True, eq=False)
-class _ColumnImages:
-    dataset: Any
-    column: str
-
-    def __call__(self, index: int) -> Any:
-        return self.dataset[index][self.column]
-
-
-def open_objects(
-    data: Any, *, seed: int = 0, held_out: float = HELD_OUT, on_event: EventHandler = ignore_events
-) -> DataSet:
-    """Open an object of the table above.
-
-    Args:
-        data: the object.
-        seed: of the held-out split.
-        held_out: the share of each class that becomes the test split, where only one split is given.
-        on_event: receives `Progress` while labels are read item by item.
-
-    Raises:
-        UserError: the object is none of the table, is empty, or holds something else than images and labels.
-    """
+def open_objects(data: Any, *, seed: int, held_out: float, on_event: EventHandler) -> DataSet:
+    """Open an object of the table above; the other arguments are those of `open_data`."""
     splits, notes = _splits(data)
     parts: dict[str, RawSplit] = {}
     classes: tuple[str, ...] | None = None
@@ -242,25 +210,30 @@ def _from_table(table: Any, name: str) -> _Items:
     feature = getattr(feature, "feature", feature)  # of a list of class labels
     names = getattr(feature, "names", None)
     labels = list(table[label])
-    return _Items(
-        _ColumnImages(table, image), labels, unique_names(names) if names else None, _keys([None] * len(labels))
-    )
+    classes = unique_names(names) if names else None
+    return _Items(partial(_cell, table, image), labels, classes, _keys([None] * len(labels)))
+
+
+def _cell(table: Any, column: str, index: int) -> Any:
+    return table[index][column]
 
 
 def _column(columns: list[str], names: Sequence[str], features: Mapping[str, Any], type_name: str) -> str | None:
     """The first of the usual names, else the only column of the feature type."""
-    usual = [name for name in names if name in columns]
-    typed = [column for column in columns if type(features.get(column)).__name__ == type_name]
-    if usual:
-        return usual[0]
-    return typed[0] if len(typed) == 1 else None
+    typed = [column for column in columns if _type_name(features.get(column)) == type_name]
+    usual = next((name for name in names if name in columns), None)
+    return usual or (typed[0] if len(typed) == 1 else None)
 
 
 def _from_dataset(dataset: Any, name: str, on_event: EventHandler) -> _Items:
     count = _size(dataset)
     if count is None:
         raise UserError(f"The {name} data ({_type_name(dataset)}) has no length: pass a map-style Dataset.")
-    labels = _stored_labels(dataset, count)
+    base, indices = dataset, range(count)
+    while isinstance(base, Subset):
+        base, indices = base.dataset, [base.indices[index] for index in indices]
+    stored = _stored_labels(base, _size(base) or 0)
+    labels = stored if stored is None or base is dataset else [stored[index] for index in indices]
     if labels is not None and count and not _same_label(labels[0], _image_and_label(dataset, 0)[1]):
         labels = None  # something else than what the items give
     if labels is None:
@@ -269,14 +242,13 @@ def _from_dataset(dataset: Any, name: str, on_event: EventHandler) -> _Items:
             labels.append(_image_and_label(dataset, index)[1])
             if (index + 1) % _PROGRESS_EVERY == 0 or index + 1 == count:
                 on_event(Progress(f"reading labels of {name}", index + 1, count))
-    return _Items(_DatasetImages(dataset), labels, _stored_classes(dataset), _keys(_stored_paths(dataset, count)))
+    paths = _stored_paths(base, _size(base) or 0)
+    keys = _keys([paths[index] or f"item {index}" for index in indices])
+    return _Items(partial(_dataset_image, dataset), labels, _stored_classes(base), keys)
 
 
 def _stored_labels(dataset: Any, count: int) -> Labels | None:
     """The labels without reading any image, where the dataset keeps them; None where it does not."""
-    if isinstance(dataset, Subset):
-        inner = _stored_labels(dataset.dataset, _size(dataset.dataset) or 0)
-        return None if inner is None else [inner[index] for index in dataset.indices]
     if isinstance(dataset, TensorDataset):
         return dataset.tensors[1] if len(dataset.tensors) == 2 else None
     if getattr(dataset, "target_transform", None) is not None:
@@ -289,8 +261,6 @@ def _stored_labels(dataset: Any, count: int) -> Labels | None:
 
 
 def _stored_classes(dataset: Any) -> tuple[str, ...] | None:
-    if isinstance(dataset, Subset):
-        return _stored_classes(dataset.dataset)
     classes = getattr(dataset, "classes", None)
     named = isinstance(classes, list | tuple) and classes and all(isinstance(name, str) for name in classes)
     return unique_names(classes) if named else None
@@ -298,9 +268,6 @@ def _stored_classes(dataset: Any) -> tuple[str, ...] | None:
 
 def _stored_paths(dataset: Any, count: int) -> list[str | None]:
     """The paths of `samples`, as torchvision's folders of images have them, relative to the dataset's root."""
-    if isinstance(dataset, Subset):
-        inner = _stored_paths(dataset.dataset, _size(dataset.dataset) or 0)
-        return [inner[index] or f"item {index}" for index in dataset.indices]
     samples, root = getattr(dataset, "samples", None), getattr(dataset, "root", "")
     if not isinstance(samples, list) or len(samples) != count or not all(map(_is_pair, samples)):
         return [None] * count
@@ -316,6 +283,10 @@ def _keys(paths: Sequence[str | None]) -> list[str]:
     if len(known) == len(paths) == len(set(known)):
         return known
     return [f"item {index}" for index in range(len(paths))]
+
+
+def _dataset_image(dataset: Any, index: int) -> Any:
+    return _image_and_label(dataset, index)[0]
 
 
 def _image_and_label(dataset: Any, index: int) -> tuple[Any, Any]:
@@ -361,3 +332,68 @@ def _size(value: Any) -> int | None:
 
 def _type_name(value: Any) -> str:
     return type(value).__name__
+
+
+def plain_label(label: Any) -> PlainLabel:
+    """A label as an int, a string, or a tuple of either; vectors of zeros and ones become the indices of the ones."""
+    if isinstance(label, Tensor | np.ndarray | np.generic):
+        array = np.asarray(label.detach().cpu() if isinstance(label, Tensor) else label)
+        if array.ndim == 1:
+            if not np.isin(array, (0, 1)).all():
+                raise UserError(f"A label is the vector {array.tolist()}: use zeros and ones, or a list of classes.")
+            return _MultiHot(np.flatnonzero(array).tolist(), len(array))
+        label = array.item() if array.ndim == 0 else label
+    if isinstance(label, str) and label:
+        return label
+    if isinstance(label, int) and label >= -1:
+        return int(label)
+    if isinstance(label, list | tuple | set | frozenset):
+        inner = [plain_label(item) for item in (sorted(label, key=str) if isinstance(label, set) else label)]
+        if all(isinstance(item, int | str) for item in inner):
+            return tuple(inner)  # type: ignore[arg-type]
+    raise UserError(f"{label!r} is no label: use ints from 0, strings, or lists of either.")
+
+
+class _MultiHot(tuple[int, ...]):
+    """Indices of the ones in a vector of `length` zeros and ones."""
+
+    length: int
+
+    def __new__(cls, ones: Sequence[int], length: int) -> _MultiHot:
+        self = super().__new__(cls, ones)
+        self.length = length
+        return self
+
+
+def name_labels(
+    labels: list[PlainLabel], keys: Sequence[str], classes: tuple[str, ...] | None
+) -> tuple[list[Any], tuple[str, ...] | None]:
+    """Replace the class indices of `plain_label` by class names; `keys` are for messages.
+
+    Without `classes`, which are names by index, the names are "0", "1", ...; the result has the labels by name, and all
+    class names, or None where these are the names that occur.
+    """
+    labels = _as_multi_hot(labels)
+    flat = [name for label in labels for name in (label if isinstance(label, tuple) else (label,))]
+    numbers = [name for name in flat if isinstance(name, int)]
+    if numbers and len(numbers) < len(flat):
+        raise UserError(f"Labels are numbers ({numbers[0]}) and strings: use one of them.")
+    if numbers and min(numbers) < 0:
+        where = keys[next(i for i, label in enumerate(labels) if label == min(numbers))]
+        raise UserError(f"The label of {where} is {min(numbers)}: labels begin at 0.")
+    if not numbers and not any(isinstance(label, _MultiHot) for label in labels):
+        return labels, classes if classes and set(flat) <= set(classes) else None
+    count = max([*(number + 1 for number in numbers), *(x.length for x in labels if isinstance(x, _MultiHot))])
+    if classes is None or len(classes) < count:
+        classes = tuple(map(str, range(count)))
+    named = [tuple(classes[i] for i in x) if isinstance(x, tuple) else classes[x] for x in labels]  # type: ignore[index]
+    return named, classes
+
+
+def _as_multi_hot(labels: list[Any]) -> list[Any]:
+    """Lists of zeros and ones as vectors, where a repeated value shows that they are no lists of classes."""
+    lists = all(type(label) is tuple and len(label) > 1 for label in labels)
+    vectors = lists and len({len(label) for label in labels}) == 1 and {x for label in labels for x in label} <= {0, 1}
+    if not vectors or all(len(set(label)) == len(label) for label in labels):
+        return labels
+    return [_MultiHot([index for index, bit in enumerate(label) if bit], len(label)) for label in labels]

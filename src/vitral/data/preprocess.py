@@ -33,23 +33,19 @@ from typing import NamedTuple
 import numpy as np
 
 from vitral.architecture import Size
+from vitral.data import pixels
 from vitral.data.augment import draw_flip, erase, flip, randaugment
-from vitral.data.geometry import (
+from vitral.data.pixels import (
+    METHODS,
     SIDE_RULES,
     ImageInput,
     center_crop,
     central_crop,
     cut,
-    fitting,
-    inception_box,
-    padded,
-    random_resized_box,
-    resized_to,
-    shown_region,
+    resize,
     trimmed,
     whole_image,
 )
-from vitral.data.images import METHODS, resize
 from vitral.errors import UserError
 
 EXAMPLE = '"decode|resize_small(256)|central_crop(224)"'
@@ -117,19 +113,12 @@ class PipelineStep:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """uint8 images of any size to uint8 images of one size.
+    """uint8 images of any size to uint8 images of one size."""
 
-    Attributes:
-        text: the string that was parsed.
-        steps: in the order they are applied.
-        size: height and width of the results.
-        random: whether a step draws from the generator.
-    """
-
-    text: str
+    text: str  # the string that was parsed
     steps: tuple[PipelineStep, ...]
-    size: Size
-    random: bool
+    size: Size  # of the results
+    random: bool  # whether a step draws from the generator
 
     dtype = np.dtype(np.uint8)  # of the results
 
@@ -145,7 +134,7 @@ class Pipeline:
 
     def shown_region(self, image: Size) -> tuple[float, float, float, float]:
         """The part of an image of this size that the result shows, without flips: as `geometry.shown_region`."""
-        return shown_region(image, [(step.name, step.size) for step in self.steps if step.sides])
+        return pixels.shown_region(image, [(step.name, step.size) for step in self.steps if step.sides])
 
     @property
     def ends_in_random_crop(self) -> bool:
@@ -185,11 +174,7 @@ _UNUSED_RNG = np.random.default_rng(0)
 
 
 def parse_pipeline(text: str) -> Pipeline:
-    """Parse a preprocessing string.
-
-    Raises:
-        UserError: a step is unknown or has wrong arguments, or the results have no fixed size.
-    """
+    """Parse a preprocessing string; a UserError says what is unknown or wrong, or that results have no fixed size."""
     steps = tuple(_step(part.strip()) for part in text.split("|"))
     if steps[0].name != "decode" or any(step.name == "decode" for step in steps[1:]):
         raise UserError(f'"{text}": decode must be the first step, and only the first, as in {EXAMPLE}.')
@@ -206,11 +191,7 @@ def parse_deterministic(text: str) -> Pipeline:
 
 
 def parse_preprocess(text: str, channels: int = 3) -> tuple[str, tuple[float, ...], tuple[float, ...]]:
-    """Parse a pipeline whose last step may be a normalisation.
-
-    Returns:
-        The pipeline without it, and mean and std for (pixel / 255 - mean) / std.
-    """
+    """A pipeline without its last step if that is a normalisation, and mean and std for (pixel / 255 - mean) / std."""
     *steps, last = text.split("|")
     split = split_step(last.strip())
     if split and split[0] in _NORMALISATIONS:
@@ -226,11 +207,11 @@ def _resize(image: ImageInput, step: PipelineStep, rng: np.random.Generator) -> 
 
 
 def _resize_in_proportion(image: ImageInput, step: PipelineStep, rng: np.random.Generator) -> np.ndarray:
-    return resized_to(image, SIDE_RULES[step.name], step.size, step.method, antialias=step.antialias)
+    return pixels.resized_to(image, SIDE_RULES[step.name], step.size, step.method, antialias=step.antialias)
 
 
 def _random_crop(image: ImageInput, step: PipelineStep, rng: np.random.Generator) -> np.ndarray:
-    image = fitting(image, step.size)
+    image = pixels.fitting(image, step.size)
     (height, width), (high, wide) = image.shape[:2], step.size
     return cut(image, int(rng.integers(height - high + 1)), int(rng.integers(width - wide + 1)), step.size)
 
@@ -256,7 +237,7 @@ class _StepType(NamedTuple):
     random: bool = False
 
 
-_BOXES = {"inception_crop": inception_box, "random_resized_crop": random_resized_box}
+_BOXES = {"inception_crop": pixels.inception_box, "random_resized_crop": pixels.random_resized_box}
 _MIN_AREAS = {"inception_crop": 0.05, "random_resized_crop": 0.08}  # Google's and torchvision's defaults
 _STEP_TYPES = {
     "decode": _StepType("decode", lambda image, step, rng: image),
@@ -267,7 +248,7 @@ _STEP_TYPES = {
     "resize_fit": _StepType("resize_fit(h[, w][, method])", _resize_in_proportion, 1, 2, method=True),
     "pad": _StepType(
         "pad(h, w[, red, green, blue])",
-        lambda image, step, rng: padded(image, step.size, step.numbers),
+        lambda image, step, rng: pixels.padded(image, step.size, step.numbers),
         *(2, 2),
         numbers=tuple(NumberArgument(colour, 0, 255, 0, whole=True) for colour in ("red", "green", "blue")),
     ),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,14 +25,15 @@ import numpy as np
 
 from vitral.data import manifests, parquet
 from vitral.data.catalog import CATALOG, in_catalog, open_from_catalog
+from vitral.data.copies import ImageSignature, identical, near_pairs, signatures
 from vitral.data.folders import FileReader, find_images, read_folder, sub_folders
 from vitral.data.images import ImageError, describe
+from vitral.data.loader import permute
 from vitral.data.objects import open_objects
-from vitral.data.order import permute
 from vitral.data.shards import expand_pattern, read_shards
-from vitral.data.splits import HELD_OUT, SPLIT_NAMES, DataSet, Reader, Split, strata, stratified
+from vitral.data.splits import HELD_OUT, SPLIT_NAMES, DataSet, Reader, Split, key_hash, strata, stratified
 from vitral.errors import UserError
-from vitral.events import EventHandler, ignore_events
+from vitral.events import EventHandler, Progress, ignore_events
 
 __all__ = ["DataSet", "Reader", "Split", "open_data", "open_images"]
 
@@ -88,11 +90,7 @@ def _open_folder(folder: Path, seed: int, held_out: float) -> DataSet:
 
 
 def open_images(sources: Sequence[str | Path]) -> Split:
-    """Open image files, and all those in folders, without labels (-1); a file given by name need not look like one.
-
-    Raises:
-        UserError: no image, or a path that does not exist.
-    """
+    """Open image files, and all those in folders, without labels (-1); a file given by name need not look like one."""
     if not sources:
         raise UserError("IMAGES are missing: name image files, or folders that have some.")
     names: list[str] = []
@@ -113,15 +111,9 @@ def open_images(sources: Sequence[str | Path]) -> Split:
 def restrict_train(
     data: DataSet, *, exclude: Collection[str] = (), subset: int = 0, subset_seed: int = 0, dev: float = 0.0
 ) -> DataSet:
-    """Remove images from train, with a note for each reason.
+    """Remove images from train, with a note for each reason: keys, all but `subset` images, and a dev split.
 
-    Args:
-        data: the data set.
-        exclude: keys of images to leave out of train.
-        subset: the number of training images to draw; 0 keeps all.
-        subset_seed: of that draw.
-        dev: the share of each class of train that becomes the val split (`with_dev_split`); it is split off before
-            `subset` images are drawn, so that subsets of any size are evaluated on the same images.
+    The dev split is split off before the subset is drawn, so that subsets of any size are evaluated on the same images.
     """
     if exclude:
         data = _exclude(data, set(exclude))
@@ -174,6 +166,80 @@ def _exclude(data: DataSet, exclude: set[str]) -> DataSet:
         )
     note = f"Left out {left_out:,} training images that data.exclude names."
     return replace(data, train=data.train.select(np.array(kept, np.int64)), notes=(*data.notes, note))
+
+
+def assign_folds(keys: Sequence[str], classes: np.ndarray, groups: np.ndarray, folds: int, seed: int) -> np.ndarray:
+    """Which fold each image belongs to, (n,) int64 from 0.
+
+    Each group goes to the fold with the fewest images of its class, then to the smallest one. Groups are taken from
+    large to small and in the order of a hash of key and seed, so the order of files changes nothing. Images of the same
+    entry in groups (n,) are one group; the class of its first image, in classes (n,), counts.
+    """
+    members: dict[int, list[int]] = {}
+    for index, group in enumerate(groups.tolist()):
+        members.setdefault(group, []).append(index)
+
+    def rank(indices: list[int]) -> tuple[int, bytes]:
+        return -len(indices), key_hash(min(keys[index] for index in indices), f"{seed} ")
+
+    result = np.zeros(len(keys), np.int64)
+    sizes, of_class = [0] * folds, Counter()
+    for indices in sorted(members.values(), key=rank):
+        label = int(classes[indices[0]])
+        fold = min(range(folds), key=lambda number: (of_class[number, label], sizes[number], number))
+        result[indices] = fold
+        sizes[fold] += len(indices)
+        of_class[fold, label] += len(indices)
+    return result
+
+
+def copy_groups(split: Split, workers: int = 0, on_event: EventHandler = ignore_events) -> np.ndarray:
+    """(n,) int64: the same number for images that are copies of each other, by the rules of `vitral check`."""
+    images: list[ImageSignature] = []
+    for chunk in signatures(split, workers):
+        images += chunk
+        on_event(Progress("looking for copies", len(images), len(split)))
+    group = list(range(len(images)))
+
+    def root(index: int) -> int:
+        while group[index] != index:
+            group[index] = group[group[index]]
+            index = group[index]
+        return index
+
+    same = identical([image.pixel_digest for image in images])
+    pairs = [(members[0], member) for members in same for member in members[1:]]
+    pairs += [(first, second) for first, second, _ in near_pairs(images, np.zeros(len(images), np.int64))]
+    for pair in pairs:
+        first, second = sorted(map(root, pair))
+        group[second] = first
+    return np.array([root(index) for index in range(len(images))], np.int64)
+
+
+def fold_data(data: DataSet, folds: int, *, workers: int = 0, on_event: EventHandler = ignore_events) -> list[DataSet]:
+    """The data once per fold, with that fold of train as the test split and the others as train. Drawn with seed 0."""
+    train = data.train
+    groups = copy_groups(train, workers, on_event)
+    if len(np.unique(groups)) < folds:
+        raise UserError(f"{data.source} has {len(np.unique(groups))} different images, too few for {folds} folds.")
+    numbers = assign_folds(train.keys, strata(train), groups, folds, seed=0)
+    copies = len(train) - len(np.unique(groups))
+    notes = [f"{len(train):,} images in {folds} folds (drawn with seed 0), evenly by class."]
+    notes += [f"{copies:,} of them are copies of others, and in the same fold as those."] * bool(copies)
+    notes += ["Folds are made of train alone: the other splits are not used."] * bool(data.splits[1:])
+    rare = np.flatnonzero(train.counts() < folds)
+    if len(rare):
+        some = ", ".join(f'"{train.classes[index]}"' for index in rare[:3]) + ", ..." * (len(rare) > 3)
+        notes.append(f"{len(rare)} classes have fewer images than folds, so that some folds lack them: {some}.")
+    return [
+        DataSet(
+            data.source,
+            train.select(np.flatnonzero(numbers != fold)),
+            test=train.select(np.flatnonzero(numbers == fold), f"fold-{fold + 1}"),
+            notes=(*data.notes, *notes),
+        )
+        for fold in range(folds)
+    ]
 
 
 _SAMPLE = 32

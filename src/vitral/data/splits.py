@@ -28,6 +28,11 @@ IMAGE_COLUMNS = ("image", "img", "picture")
 LABEL_COLUMNS = ("label", "labels", "class", "fine_label")
 
 
+def content_bytes(image: bytes | np.ndarray) -> bytes:
+    """The bytes that identify an encoded image, or pixels."""
+    return image if isinstance(image, bytes) else f"{image.shape}".encode() + image.tobytes()
+
+
 class Reader(Protocol):
     """Reads the images of a split. Readers can be pickled, and open their files in the process that reads."""
 
@@ -194,26 +199,25 @@ def make_dataset(
     classes: tuple[str, ...] | None = None,
     notes: Iterable[str] = (),
 ) -> DataSet:
-    """Build a data set with one list of classes from raw splits.
+    """Build a data set with one list of classes from raw splits, called `source` in messages.
 
     Args:
-        source: what to call the data in messages.
-        parts: "train", and perhaps "val" and "test".
+        parts: "train", "val" and "test", as many as there are; without train the data is for testing only.
         seed: of the draw of held-out images.
         held_out: without val and test, the share of each class of train that becomes the test split; with 0 all
             images stay in train, and a single class is accepted.
-        classes: the class names in order; by default those of train, sorted naturally.
+        classes: the class names in order; by default those of train, or of all without it, sorted naturally.
         notes: messages for the user.
-
-    Raises:
-        UserError: fewer than two classes, or a held-out class that train lacks.
     """
     if not 0 <= held_out < 1:
         raise UserError(f"held_out is the share of images kept for testing, such as 0.2, not {held_out}.")
     messages = list(notes)
-    class_names = classes or tuple(sorted(_label_counts(parts["train"].labels), key=natural_key))
+    labelled = [parts["train"]] if "train" in parts else list(parts.values())
+    class_names = classes or tuple(
+        sorted({x for part in labelled for x in _label_counts(part.labels)}, key=natural_key)
+    )
     multilabel = any(isinstance(label, tuple) for part in parts.values() for label in part.labels)
-    train = _split("train", parts["train"], class_names, multilabel)
+    train = _split("train", parts.get("train", RawSplit([], [], labelled[0].reader)), class_names, multilabel)
     if held_out and len(train) and (reason := too_few_classes(source, train)):
         raise UserError(reason)
     held: dict[str, Split] = {}
@@ -236,13 +240,7 @@ def too_few_classes(source: str, train: Split) -> str:
 
 
 def unreadable_refusal(train: Split, readable: Split, held_out: Split | None) -> str:
-    """The reason why no classifier can be trained without the unreadable images; empty where one can.
-
-    Args:
-        train: the training images.
-        readable: those that can be read.
-        held_out: the images to evaluate on that can be read.
-    """
+    """The reason why no classifier can be trained on the readable images of train; empty where one can."""
     lost = np.flatnonzero((readable.counts() == 0) & (train.counts() > 0))
     if len(lost):
         return f'no training image of the class "{train.classes[lost[0]]}" can be read: add some, or remove the class.'
@@ -251,15 +249,24 @@ def unreadable_refusal(train: Split, readable: Split, held_out: Split | None) ->
     return ""
 
 
+def key_hash(key: str, prefix: str = "") -> bytes:
+    """Depends on nothing but the key of an image and a prefix, on any machine and in any version of Python."""
+    return hashlib.blake2b(prefix.encode() + _encoded(key), digest_size=16).digest()
+
+
+def hashed_order(keys: Sequence[str], prefix: str = "") -> np.ndarray:
+    """A permutation that depends on the keys alone, (n,) int64: in the order of their hashes."""
+    hashes = [key_hash(key, prefix) for key in keys]
+    return np.array(sorted(range(len(keys)), key=hashes.__getitem__), np.int64)
+
+
 def stratified(keys: Sequence[str], strata: np.ndarray, held_out: float, seed: int) -> np.ndarray:
     """Which images are held out, (n,) bool: the same share of each stratum, at least one on each side if it has two.
 
     The draw orders images by a hash of key and seed: the order of files, the platform and the version of a random
     generator change nothing, and a new image moves few of the others.
     """
-    held = np.zeros(len(keys), bool)
-    hashes = [hashlib.blake2b(f"{seed} ".encode() + _encoded(key), digest_size=16).digest() for key in keys]
-    order = np.array(sorted(range(len(keys)), key=hashes.__getitem__), np.int64)
+    held, order = np.zeros(len(keys), bool), hashed_order(keys, f"{seed} ")
     for stratum in np.unique(strata):
         members = order[strata[order] == stratum]
         wanted = int(np.floor(len(members) * held_out + 0.5))
@@ -313,8 +320,7 @@ def _refuse_unknown(source: str, name: str, part: RawSplit, classes: tuple[str, 
     counts = _label_counts(part.labels)
     unknown = sorted(set(counts) - set(classes), key=natural_key)
     if unknown:
-        shown = ", ".join(f'"{label}" ({_images(counts[label])})' for label in unknown[:3])
-        shown += f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+        shown = _some([f'"{label}" ({counts[label]} image{"s" * (counts[label] != 1)})' for label in unknown])
         raise UserError(f"{source}: {name} has classes that train lacks: {shown}; add them to train or remove them.")
 
 
@@ -326,14 +332,13 @@ def _absent(train: Split, test: Split) -> list[str]:
         absent = np.flatnonzero(counts == 0)
         if len(absent):
             other = "train" if split is test else test.name
-            shown = ", ".join(f'"{split.classes[i]}" ({others[i]} in {other})' for i in absent[:3])
-            shown += f" and {len(absent) - 3} more" if len(absent) > 3 else ""
+            shown = _some([f'"{split.classes[i]}" ({others[i]} in {other})' for i in absent])
             notes.append(f"{len(absent)} of {len(split.classes)} classes have no image in {split.name}: {shown}.")
     return notes
 
 
-def _images(count: int) -> str:
-    return f"{count} image" + "s" * (count != 1)
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _encoded(text: str) -> bytes:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -10,15 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitral.errors import UserError
-from vitral.evaluation.calibration import (
-    Calibration,
-    calibrate,
-    calibration_error,
-    check_scores,
-    negative_log_likelihood,
-    reliability,
-)
+from vitral.evaluation.calibration import Calibration, calibrate, calibration_at, check_scores
 
+CONFIDENCE = 0.95
 _ROWS = 4096  # rows compared at a time, which bounds the memory of the masks
 _NUMBERS = (
     *("n", "top1", "top5", "mean_per_class", "nll", "ece"),
@@ -74,18 +69,12 @@ def classification_metrics(
     sigmoid: bool = False,
     temperature: float | None = None,
 ) -> ClassificationMetrics:
-    """Compute the metrics of single-label classification.
+    """Compute the metrics of single-label classification of logits (n, k) and labels (n,) int64.
 
     Args:
-        logits: (n, k).
-        labels: (n,) int64.
-        classes: k names.
         sigmoid: Whether each class has its own probability (sigmoid), or they sum to 1 (softmax).
         temperature: What the logits are divided by to calibrate them. By default it is fitted to these examples, for
             which the calibrated metrics are cross-fitted; with `sigmoid` it is 1 then.
-
-    Raises:
-        UserError: There are no examples, outputs are not finite, or shapes or labels do not fit.
     """
     check_scores(logits, labels)
     _check_names(classes, logits.shape[1])
@@ -114,23 +103,16 @@ def _calibrations(
     logits: np.ndarray, labels: np.ndarray, sigmoid: bool, temperature: float | None
 ) -> tuple[Calibration, Calibration]:
     """Loss and calibration error without a temperature and with it."""
-
-    def at(value: float) -> Calibration:
-        bins = reliability(logits, labels, sigmoid=sigmoid, temperature=value)
-        return Calibration(value, negative_log_likelihood(logits, labels, value), calibration_error(bins))
-
-    plain = at(1.0)
-    if temperature is None and not sigmoid:
-        return plain, calibrate(logits, labels)
-    return plain, plain if temperature is None else at(temperature)
+    plain = calibration_at(logits, labels, 1.0, sigmoid=sigmoid)
+    if temperature is None:
+        return plain, plain if sigmoid else calibrate(logits, labels)
+    return plain, calibration_at(logits, labels, temperature, sigmoid=sigmoid)
 
 
 def confusion_metrics(confusion: np.ndarray, classes: Sequence[str]) -> dict[str, Any]:
     """The fields of `ClassificationMetrics` that need no probabilities, but for top5.
 
-    Args:
-        confusion: (m, 3) int64, sparse: true class, predicted class, count. Rows of several evaluations are pooled.
-        classes: k names.
+    The confusion matrix is (m, 3) int64, sparse: true class, predicted class, count. Equal pairs of classes are pooled.
     """
     k = len(classes)
     codes, places = np.unique(confusion[:, 0] * k + confusion[:, 1], return_inverse=True)
@@ -161,6 +143,32 @@ def wilson_interval(share: float, n: int) -> tuple[float, float]:
     return (centre - spread) / (1 + z * z / n), (centre + spread) / (1 + z * z / n)
 
 
+def interval(values: Sequence[float]) -> float | None:
+    """Half the width of the 95 % confidence interval of the mean (Student's t); None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    return student_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def student_quantile(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t distribution."""
+    low, high = 0.0, math.pi / 2
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if _within(middle, freedom) < CONFIDENCE else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def _within(angle: float, freedom: int) -> float:
+    """The probability of |t| < sqrt(freedom) tan(angle) (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
+    odd = freedom % 2
+    term = math.cos(angle) if odd else 1.0
+    total = 0.0
+    for power in range(odd, freedom - 1, 2):
+        total += term
+        term *= (power + 1) / (power + 2) * math.cos(angle) ** 2
+    return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+
+
 def confused_pairs(confusion: np.ndarray, classes: Sequence[str], most: int = 5) -> tuple[ConfusedPair, ...]:
     """The most frequent confusions of a sparse confusion matrix (m, 3), ties in the order of the classes."""
     support = np.bincount(confusion[:, 0], weights=confusion[:, 2], minlength=len(classes))
@@ -170,34 +178,6 @@ def confused_pairs(confusion: np.ndarray, classes: Sequence[str], most: int = 5)
         ConfusedPair(classes[true], classes[predicted], count, int(support[true]))
         for true, predicted, count in wrong[order].tolist()
     )
-
-
-def real_accuracy(logits: np.ndarray, keys: Sequence[str], real: Sequence[Sequence[int]]) -> tuple[float, int]:
-    """ImageNet accuracy by the ReaL labels (Beyer et al. 2020): a prediction of any of an image's labels is correct.
-
-    Args:
-        logits: (n, 1000).
-        keys: Names of the images, each of which contains ILSVRC2012_val_ and its number of eight digits.
-        real: Entry i are the labels of ILSVRC2012_val_{i + 1:08d}; images without labels are not scored.
-
-    Returns:
-        The accuracy and the number of scored images.
-    """
-    numbers = [re.search(r"ILSVRC2012_val_(\d{8})", key) for key in keys]
-    for key, number in zip(keys, numbers, strict=True):
-        if number is None or not 1 <= int(number[1]) <= len(real):
-            raise UserError(f'ReaL labels belong to files named as in ILSVRC2012_val_00000001.JPEG, not "{key}".')
-    allowed = [set(real[int(number[1]) - 1]) for number in numbers if number]
-    if len(logits) == 0 or not any(allowed):
-        raise UserError("none of these images has a ReaL label: there is nothing to score.")
-    if max(max(labels) for labels in allowed if labels) >= logits.shape[1]:
-        raise UserError(
-            f"ReaL labels are of ImageNet's 1000 classes, and this model has {logits.shape[1]}: choose another model."
-        )
-    check_scores(logits, np.zeros(len(allowed), np.int64))
-    predictions = logits.argmax(axis=1).tolist()
-    correct = [prediction in labels for prediction, labels in zip(predictions, allowed, strict=True) if labels]
-    return sum(correct) / len(correct), len(correct)
 
 
 class LabelMetrics(NamedTuple):
@@ -235,16 +215,9 @@ class MultiLabelMetrics:
 def multilabel_metrics(
     scores: np.ndarray, labels: np.ndarray, classes: Sequence[str], thresholds: Sequence[float] | None = None
 ) -> MultiLabelMetrics:
-    """Compute mAP, and F1 at probability 0.5 and at one threshold per class.
+    """Compute mAP, and F1 at probability 0.5 and at one threshold per class, of probabilities and labels (n, k).
 
-    Args:
-        scores: Probabilities (n, k).
-        labels: 0 or 1, (n, k).
-        classes: k names.
-        thresholds: k thresholds; fitted to these examples by default.
-
-    Raises:
-        UserError: There are no examples or no labels, values are no probabilities, or shapes do not fit.
+    The thresholds are fitted to these examples by default.
     """
     _check_probabilities(scores, labels)
     _check_names(classes, scores.shape[1])
@@ -341,33 +314,3 @@ def _check_probabilities(scores: np.ndarray, labels: np.ndarray) -> None:
     check_scores(scores, labels)
     if scores.min() < 0 or scores.max() > 1:
         raise UserError("multi-label scores are probabilities from 0 to 1: apply a sigmoid to the outputs first.")
-
-
-class ObjectNetScore(NamedTuple):
-    """Accuracy on ObjectNet and the number of images."""
-
-    top1: float
-    top5: float
-    n: int
-
-
-def objectnet_accuracy(logits: np.ndarray, labels: np.ndarray, mapping: Sequence[Sequence[int]]) -> ObjectNetScore:
-    """Top-1 and top-5 accuracy of an ImageNet model on ObjectNet. Ties go to the lower class index.
-
-    Args:
-        logits: (n, 1000).
-        labels: ObjectNet classes (n,).
-        mapping: The ImageNet classes that are correct for each ObjectNet class.
-    """
-    check_scores(logits, labels)
-    outputs = logits.shape[1]
-    if max(map(max, mapping)) >= outputs:
-        raise UserError(
-            f"ObjectNet is mapped to ImageNet's 1000 classes, and this model has {outputs}: choose another model."
-        )
-    correct = np.zeros((len(mapping), outputs), bool)
-    for label, allowed in enumerate(mapping):
-        correct[label, list(allowed)] = True
-    top5 = np.argsort(-logits, axis=1, kind="stable")[:, :5]
-    hits = correct[labels[:, None], top5]
-    return ObjectNetScore(float(hits[:, 0].mean()), float(hits.any(axis=1).mean()), len(labels))

@@ -102,19 +102,23 @@ def calibration_error(bins: tuple[ReliabilityBin, ...]) -> float:
     return sum(gaps) / sum(row.count for row in bins)
 
 
+def calibration_at(
+    logits: np.ndarray, labels: np.ndarray, temperature: float | np.ndarray, *, sigmoid: bool = False
+) -> Calibration:
+    """Loss and calibration error of (n, k) and (n,) at a temperature, one for all or (n,)."""
+    bins = reliability(logits, labels, sigmoid=sigmoid, temperature=temperature)
+    nll = negative_log_likelihood(logits, labels, temperature)
+    return Calibration(float(np.ravel(temperature)[0]), nll, calibration_error(bins))
+
+
 def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
     """Fit a temperature to examples and measure it on the same ones by cross-fitting.
 
     No example is measured at a temperature that was fitted to it. Unless both loss and calibration error
     improve, the temperature is 1. Each fit counts one more mistake than there is (`fit_temperature`), so that a few
-    examples without any mistake do not make a model certain.
-
-    Args:
-        logits: (n, k).
-        labels: (n,) int64.
+    examples without any mistake do not make a model certain. Logits are (n, k), labels (n,) int64.
     """
-    nll, ece = negative_log_likelihood(logits, labels), calibration_error(reliability(logits, labels))
-    plain = Calibration(1.0, nll, ece)
+    plain = calibration_at(logits, labels, 1.0)
     if len(labels) < 2 or logits.shape[1] < 2:
         return plain
     folds, fitted = _folds(labels), _evenly(len(labels), _FITTED)
@@ -122,12 +126,10 @@ def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
     for fold in range(min(FOLDS, len(labels))):
         others = fitted[folds[fitted] != fold]
         temperatures[folds == fold] = fit_temperature(logits[others], labels[others], mistakes=1)
-    crossed = Calibration(
-        fit_temperature(logits[fitted], labels[fitted], mistakes=1),
-        negative_log_likelihood(logits, labels, temperatures),
-        calibration_error(reliability(logits, labels, temperature=temperatures)),
-    )
-    return crossed if crossed.nll < nll and crossed.ece < ece else plain
+    _, nll, ece = calibration_at(logits, labels, temperatures)
+    if nll >= plain.nll or ece >= plain.ece:
+        return plain
+    return Calibration(fit_temperature(logits[fitted], labels[fitted], mistakes=1), nll, ece)
 
 
 def _folds(labels: np.ndarray) -> np.ndarray:

@@ -23,17 +23,8 @@ import torch
 from torch import Tensor
 
 from vitral.atomic import atomic_write
-from vitral.data.copies import (
-    CROPS,
-    LARGE_CROPS,
-    MIN_CORRELATION,
-    THRESHOLDS,
-    CopyIndex,
-    ImageSignature,
-    signatures,
-    thumbnail_correlation,
-)
-from vitral.data.nearest import nearest, unit_vectors
+from vitral.data import copies
+from vitral.data.copies import CopyIndex, ImageSignature, nearest, signatures, unit_vectors
 from vitral.data.sources import Split
 from vitral.errors import UserError
 from vitral.evaluation.predict import Preprocessing, embed_split
@@ -88,7 +79,7 @@ class DedupeResult:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, with the thresholds."""
-        thresholds = {**THRESHOLDS, "min_cosine": MIN_COSINE}
+        thresholds = {**copies.THRESHOLDS, "min_cosine": MIN_COSINE}
         return {**asdict(self), "pairs": [pair._asdict() for pair in self.pairs], "thresholds": thresholds}
 
 
@@ -105,21 +96,8 @@ def find_duplicates(
 ) -> DedupeResult:
     """Find the images of `train` that are copies of a test image.
 
-    Args:
-        train: Training images.
-        against: Test splits.
-        model: Adds the search by features.
-        preprocess: The model's preprocessing; required with a model.
-        batch: Images per forward pass.
-        device: Where the model runs.
-        workers: Processes that read images; 0 reads them in this one.
-        on_event: Receives `Progress("comparing", ...)`; with a model, every image counts twice.
-
-    Returns:
-        The pairs and what was compared.
-
-    Raises:
-        UserError: There are no training or no test images, or both are the same files.
+    A model, which comes with its preprocessing, adds the search by features. `on_event` receives
+    `Progress("comparing", ...)`; with a model, every image counts twice.
     """
     if not any(map(len, against)):
         raise UserError("there is no test image to compare with: name at least one test set.")
@@ -130,8 +108,6 @@ def find_duplicates(
             "the training images and the test images are the same files: `vitral check` finds copies inside one data "
             "set, `vitral dedupe` those between two."
         )
-    if (model is None) != (preprocess is None):
-        raise ValueError("a model comes with its preprocess, and a preprocess with its model")
     images = len(train) + sum(map(len, against))
     counter = _Counter(images if model is None else 2 * images, on_event)
     indexes = [CopyIndex(_read_signatures(split, workers, counter)) for split in against]
@@ -292,8 +268,9 @@ class _Search:
                 test = self.indexes[number].signatures[match]
                 if not (image.comparable and test.comparable):
                     continue
-                score = thumbnail_correlation(image.thumbnail, test.thumbnail, (CROPS, *LARGE_CROPS))
-                if score >= MIN_CORRELATION:
+                families = (copies.CROPS, *copies.LARGE_CROPS)
+                score = copies.thumbnail_correlation(image.thumbnail, test.thumbnail, families)
+                if score >= copies.MIN_CORRELATION:
                     self._add(row, number, match, "near", "features", score)
 
     def _add(self, row: int, number: int, match: int, kind: CopyKind, method: CopyMethod, score: float) -> None:

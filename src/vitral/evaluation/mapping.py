@@ -1,4 +1,7 @@
-"""Class mapping: which output of a model each class of a data set is, by name, number or WordNet id."""
+"""Class mapping: which output of a model each class of a data set is, by name, number or WordNet id.
+
+ImageNet models are also scored by the ReaL labels, of which an image may have several, and on ObjectNet's classes.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from vitral.errors import UserError
+from vitral.evaluation.calibration import check_scores
 
 _WNID = re.compile(r"n\d{8}")
 _IMAGENET = 1000
@@ -30,9 +35,6 @@ def class_mapping(
 
     Returns:
         The output of each class, (classes,) int64, and the rule that matched, as a sentence.
-
-    Raises:
-        UserError: No rule matches all classes.
     """
     columns = read_table(table, count) if table else []
     lists = columns + ([("the model's classes", model_classes)] if model_classes else [])
@@ -81,16 +83,11 @@ def _by_sorted_wnid(folder_classes: Sequence[str], model_classes: Sequence[str],
 
 
 def read_table(path: Path, count: int) -> list[tuple[str, list[str]]]:
-    """Read a class table.
+    """Read a class table: a description and the names, in the order of `count` outputs, of each column.
 
-    Args:
-        path: Text file with one line per output, optionally after a header line: a name, or a WordNet id and a name,
-            separated by tab, comma or space. Or JSON: a list of names, names by output number, or a configuration with
-            id2label or label_names, as of transformers and timm.
-        count: Number of outputs.
-
-    Returns:
-        A description and the names, in the order of the outputs, of each column.
+    It is a text file with one line per output, optionally after a header line: a name, or a WordNet id and a name,
+    separated by tab, comma or space. Or JSON: a list of names, names by output number, or a configuration with id2label
+    or label_names, as of transformers and timm.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -153,3 +150,69 @@ def _mismatch(
 
 def _examples(names: Sequence[str]) -> str:
     return ", ".join(f'"{name}"' for name in names[:2]) + (", ..." if len(names) > 2 else "")
+
+
+def class_order(reference: Sequence[str], names: Sequence[str], source: str) -> np.ndarray:
+    """Where a model, `source` in messages, has each class of the first model, (classes,) int64.
+
+    Models without names have their classes in one order.
+    """
+    if tuple(reference) == tuple(names):
+        return np.arange(len(names))
+    if len(set(names)) == len(names) and sorted(reference) == sorted(names):
+        return np.array([list(names).index(name) for name in reference], np.int64)
+    lacking = sorted(set(reference) ^ set(names))[:1] or [""]
+    raise UserError(
+        f'{source} has other classes than the first model (such as "{lacking[0]}"): average models of the same '
+        "classes, or name those of models without names with --classes."
+    )
+
+
+def real_accuracy(logits: np.ndarray, keys: Sequence[str], real: Sequence[Sequence[int]]) -> tuple[float, int]:
+    """ImageNet accuracy by the ReaL labels (Beyer et al. 2020), and the number of scored images.
+
+    A prediction, by logits (n, 1000), of any of an image's labels is correct. `keys` contain ILSVRC2012_val_ and eight
+    digits; entry i of `real` are the labels of number i + 1. Images without labels are not scored.
+    """
+    numbers = [re.search(r"ILSVRC2012_val_(\d{8})", key) for key in keys]
+    for key, number in zip(keys, numbers, strict=True):
+        if number is None or not 1 <= int(number[1]) <= len(real):
+            raise UserError(f'ReaL labels belong to files named as in ILSVRC2012_val_00000001.JPEG, not "{key}".')
+    allowed = [set(real[int(number[1]) - 1]) for number in numbers if number]
+    if len(logits) == 0 or not any(allowed):
+        raise UserError("none of these images has a ReaL label: there is nothing to score.")
+    if max(max(labels) for labels in allowed if labels) >= logits.shape[1]:
+        raise UserError(
+            f"ReaL labels are of ImageNet's 1000 classes, and this model has {logits.shape[1]}: choose another model."
+        )
+    check_scores(logits, np.zeros(len(allowed), np.int64))
+    predictions = logits.argmax(axis=1).tolist()
+    correct = [prediction in labels for prediction, labels in zip(predictions, allowed, strict=True) if labels]
+    return sum(correct) / len(correct), len(correct)
+
+
+class ObjectNetScore(NamedTuple):
+    """Accuracy on ObjectNet and the number of images."""
+
+    top1: float
+    top5: float
+    n: int
+
+
+def objectnet_accuracy(logits: np.ndarray, labels: np.ndarray, mapping: Sequence[Sequence[int]]) -> ObjectNetScore:
+    """Top-1 and top-5 accuracy of ImageNet logits (n, 1000) on ObjectNet. Ties go to the lower class index.
+
+    `mapping` has the ImageNet classes that are correct for each ObjectNet class, of which `labels` (n,) are.
+    """
+    check_scores(logits, labels)
+    outputs = logits.shape[1]
+    if max(map(max, mapping)) >= outputs:
+        raise UserError(
+            f"ObjectNet is mapped to ImageNet's 1000 classes, and this model has {outputs}: choose another model."
+        )
+    correct = np.zeros((len(mapping), outputs), bool)
+    for label, allowed in enumerate(mapping):
+        correct[label, list(allowed)] = True
+    top5 = np.argsort(-logits, axis=1, kind="stable")[:, :5]
+    hits = correct[labels[:, None], top5]
+    return ObjectNetScore(float(hits[:, 0].mean()), float(hits.any(axis=1).mean()), len(labels))

@@ -43,14 +43,8 @@ def histogram_entropy(targets: np.ndarray) -> float:
 def neighbour_loss(train: np.ndarray, train_masked: np.ndarray, test: np.ndarray, test_masked: np.ndarray) -> float:
     """The mean loss, in nats, of predicting masked patches from the visible patches around them.
 
-    The class of a masked patch is predicted from the class of its `neighbour_colours`, with probabilities counted on
-    the training images.
-
-    Args:
-        train: Colours of training images, int64 (m, h, w, channels).
-        train_masked: Their masked patches, bool (m, h, w).
-        test: Colours of held-out images.
-        test_masked: Their masked patches.
+    The class of a masked patch, bool (m, h, w), is predicted from the class of its `neighbour_colours`, int64
+    (m, h, w, channels), with probabilities counted on the training images.
     """
     classes = LEVELS ** train.shape[-1]
     contexts = colour_class(neighbour_colours(train, train_masked))
@@ -63,14 +57,7 @@ def neighbour_colours(colours: np.ndarray, masked: np.ndarray) -> np.ndarray:
     """The mean colour of the visible patches nearest to each masked one.
 
     These are its eight neighbours; where none of them is visible the ring around them, and so on. In an image without
-    visible patches the result is black.
-
-    Args:
-        colours: int64 (m, h, w, channels).
-        masked: bool (m, h, w).
-
-    Returns:
-        int64 (masked patches, channels).
+    visible patches the result is black. int64 (m, h, w, channels), bool (m, h, w) -> int64 (masked patches, channels).
     """
     visible = ~masked[..., None]
     sums = np.zeros((*masked.shape, colours.shape[-1] + 1), np.int64)  # of colours, and the number of patches

@@ -1,12 +1,16 @@
 """Run a model over a split: logits or embeddings of each image, once, for any batch size and number of processes.
 
-Probabilities are averaged over views of an image (test-time augmentation) and over models (an ensemble).
+Features of a split are cached. Probabilities are averaged over views of an image (test-time augmentation) and over
+models (an ensemble).
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
@@ -14,20 +18,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax, logsigmoid
 
-from vitral.data.loader import PADDING, evaluation_batches
-from vitral.data.order import evaluation_indices
+from vitral.architecture import Size
+from vitral.data.augment import CallableTransform
+from vitral.data.cache import DiskCache, cache_folder, cache_key
+from vitral.data.loader import PADDING, evaluation_batches, rank_slice
+from vitral.data.pixels import ImageInput, center_crop, central_crop, cut, fitting, padded, whole_image
 from vitral.data.preprocess import Pipeline, parse_deterministic
 from vitral.data.sources import Split
-from vitral.data.transforms import CallableTransform, FiveCrops
 from vitral.errors import UserError
 from vitral.events import EventHandler, Progress, ignore_events
 from vitral.models.build import Model
 from vitral.models.model import normalize
 from vitral.models.vit import ViT
+from vitral.version import __version__
 
 Precision = Literal["float32", "bfloat16"]
 EmbeddingPool = Literal["features", "cls", "mean", "pre_logits"]
 TestTimeAugmentation = Literal["flip", "five-crop", "ten-crop"]
+MAX_BYTES = 20e9  # of cached features; those of ImageNet's 1.3 million images by ViT-L take 5.2e9
 VIEWS: dict[str, int] = {"flip": 2, "five-crop": 5, "ten-crop": 10}
 
 
@@ -78,21 +86,16 @@ def predict_split(
 
     Args:
         model: Moved to the device; returned in the training or evaluation mode it was in.
-        split: Images.
+        split: Images; an empty split is a UserError.
         preprocess: Preprocessing of the pixels.
         batch: Images per forward pass.
         device: Where the model runs.
-        rank: Number of this process.
-        world: Number of processes.
+        rank: Number of this process, of `world`.
         workers: Processes that load images; 0 loads them in this one.
         precision: "bfloat16" runs under autocast.
         function: What computes logits (batch, k) of images; the model itself by default.
         normalized: Whether it takes normalised images, or uint8 pixels, both (batch, channels, height, width).
-        task: What the progress is called.
         on_event: Receives `Progress(task, ...)` over this process's shard.
-
-    Raises:
-        UserError: The split is empty.
     """
     loading = {"batch": batch, "rank": rank, "world": world, "workers": workers}
     compute = function or model
@@ -117,25 +120,12 @@ def embed_split(
     precision: Precision = "float32",
     on_event: EventHandler = ignore_events,
 ) -> Embeddings:
-    """Compute the embeddings of this process's shard of a split.
+    """Compute the embeddings of this process's shard of a split; the other arguments are those of `predict_split`.
 
     Args:
-        model: Moved to the device; returned in the training or evaluation mode it was in.
-        split: Images.
-        preprocess: Preprocessing of the pixels.
-        batch: Images per forward pass.
         pool: "features", the input of the model's head; "cls", the class token; "mean", the mean of the patch tokens,
             without class token and registers; "pre_logits", the input of the last linear layer, after the tanh layer
             where there is one.
-        device: Where the model runs.
-        rank: Number of this process.
-        world: Number of processes.
-        workers: Processes that load images; 0 loads them in this one.
-        precision: "bfloat16" runs under autocast.
-        on_event: Receives `Progress("embedding", ...)` over this process's shard.
-
-    Raises:
-        UserError: The split is empty, or the model has no such pool.
     """
     loading = {"batch": batch, "rank": rank, "world": world, "workers": workers}
     embed = _of_pixels(_embedder(model, pool), preprocess)
@@ -167,7 +157,11 @@ def _compute(
     steps = parse_deterministic(pipeline) if isinstance(pipeline, str) else pipeline
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
     results: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-    training, done, total = model.training, 0, len(evaluation_indices(len(split), loading["rank"], loading["world"]))
+    training, done, total = (
+        model.training,
+        0,
+        len(range(len(split))[rank_slice(len(split), loading["rank"], loading["world"])]),
+    )
     model.to(device).eval()
     try:
         with torch.inference_mode(), autocast:
@@ -204,6 +198,38 @@ def _embedder(model: Model, pool: EmbeddingPool) -> Callable[[Tensor], Tensor]:
     return embed
 
 
+@dataclass(frozen=True)
+class FiveCrops(Pipeline):
+    """A pipeline that gives five crops where another gives the central one: the corners, then the centre.
+
+    The crops of an image are stacked along its height: `size` is (5 * height, width). An image of one size that the
+    other pipeline does not crop is resized to 8/7 of it first.
+    """
+
+    crop: Size
+    pads: bool  # as torchvision's center_crop does; big_vision's central_crop enlarges
+
+    @classmethod
+    def of(cls, pipeline: Pipeline) -> FiveCrops:
+        """The crops of a pipeline that ends in central_crop, center_crop or resize; a UserError for any other."""
+        *before, last = pipeline.steps
+        (height, width), name = pipeline.size, last.name
+        if name == "resize":
+            before.append(replace(last, sides=(round(height * 8 / 7), round(width * 8 / 7))))
+        elif name not in ("central_crop", "center_crop"):
+            raise UserError(f'"{pipeline.text}" does not end in a crop or a resize that five crops replace: use flip.')
+        return cls(pipeline.text, tuple(before), (5 * height, width), False, (height, width), name == "center_crop")
+
+    def __call__(self, image: ImageInput, rng: np.random.Generator | None = None) -> np.ndarray:
+        """(h, w, c) -> (*size, c)"""
+        pixels = super().__call__(image, rng)
+        pixels = whole_image(padded(pixels, self.crop) if self.pads else fitting(pixels, self.crop))
+        bottom, right = pixels.shape[0] - self.crop[0], pixels.shape[1] - self.crop[1]
+        corners = [cut(pixels, top, left, self.crop) for top in (0, bottom) for left in (0, right)]
+        middle = center_crop(pixels, self.crop) if self.pads else central_crop(pixels, self.crop)
+        return np.concatenate([*corners, middle])
+
+
 class ViewPreprocess(NamedTuple):
     """Preprocessing whose images are stacks of views."""
 
@@ -225,14 +251,8 @@ def averaging(
 ) -> Callable[[Tensor], Tensor]:
     """A function from stacks of views (batch, channels, stacked height, width) to logits (batch, classes).
 
-    Args:
-        model: Images (batch, channels, height, width) to logits (batch, classes).
-        tta: "flip", the image and its mirror image; "five-crop"; "ten-crop", five crops and their mirror images.
-        temperature: What the logits of each view are divided by.
-        sigmoid: Whether classes have independent probabilities.
-
-    Returns:
-        The function; at temperature 1 its logits give the mean of the views' probabilities.
+    "flip" is the image and its mirror image; "ten-crop", five crops and their mirror images. Logits of each view are
+    divided by the temperature; at 1 the result gives the mean of the views' probabilities.
     """
 
     def compute(images: Tensor) -> Tensor:
@@ -263,23 +283,85 @@ def mean_predictions(members: Sequence[Predictions], *, sigmoid: bool = False) -
     return Predictions(first.indices, logits.float().numpy(), valid)
 
 
-def class_order(reference: Sequence[str], names: Sequence[str], source: str) -> np.ndarray:
-    """Where a model has each class of another, (classes,) int64; models without names have them in one order.
+@dataclass(frozen=True, eq=False)
+class SplitFeatures:
+    """The features of a split by a frozen model, in the order of the split."""
 
-    Args:
-        reference: Class names of the first model.
-        names: Class names of this one.
-        source: What to call this model in a message.
+    x: np.ndarray  # (n, d) float32
+    labels: np.ndarray  # as the split's
+    valid: np.ndarray  # (n,) bool: False where the image is unreadable; its row is undefined
+    keys: Sequence[str]
+    path: Path | None  # the cache file; None where the folder cannot be written
 
-    Raises:
-        UserError: They are of other classes.
+    def readable(self) -> tuple[np.ndarray, np.ndarray]:
+        """Features and labels of the readable images."""
+        return self.x[self.valid], self.labels[self.valid]
+
+
+def cached_features(
+    model: Model,
+    split: Split,
+    preprocess: Preprocessing,
+    *,
+    folder: Path | None = None,
+    batch: int = 32,
+    device: torch.device | str = "cpu",
+    workers: int = 0,
+    on_event: EventHandler = ignore_events,
+) -> SplitFeatures:
+    """The "pre_logits" of a split, read from the cache folder, the user's by default, where they were computed before.
+
+    Few-shot, nearest-neighbour and linear probes share them. Together the files take at most MAX_BYTES.
     """
-    if tuple(reference) == tuple(names):
-        return np.arange(len(names))
-    if len(set(names)) == len(names) and sorted(reference) == sorted(names):
-        return np.array([list(names).index(name) for name in reference], np.int64)
-    lacking = sorted(set(reference) ^ set(names))[:1] or [""]
-    raise UserError(
-        f'{source} has other classes than the first model (such as "{lacking[0]}"): average models of the same '
-        "classes, or name those of models without names with --classes."
+    key = _key(model, split, preprocess)
+    cache = DiskCache(folder or cache_folder("features"), ".npz", limit_bytes=MAX_BYTES)
+    arrays = cache.read(key, lambda path: _load(path, key, len(split)))
+    written = True
+    if arrays is None:
+        options = {"batch": batch, "device": device, "workers": workers, "on_event": on_event}
+        _, *arrays = embed_split(model, split, preprocess, pool="pre_logits", **options)
+        # Features that cannot be cached are still useful: no error.
+        written = _write(cache, key, *arrays)
+    x, valid = arrays
+    return SplitFeatures(x, split.labels, valid, split.keys, cache.path(key) if written else None)
+
+
+def _key(model: Model, split: Split, preprocess: Preprocessing) -> str:
+    return cache_key(
+        {
+            "version": __version__,  # preprocessing or computation may differ between versions
+            "model": weights_digest(model),
+            "pipeline": str(preprocess.pipeline),
+            "values": [list(preprocess.mean), list(preprocess.std)],
+            "pool": "pre_logits",
+            "precision": "float32",
+            "split": split.stamp(),
+        }
     )
+
+
+def weights_digest(model: Model) -> str:
+    """sha256 of the architecture and all weights."""
+    digest = hashlib.sha256(repr(model.config).encode())
+    for key, tensor in sorted(model.state_dict().items()):
+        digest.update(f"\n{key} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _load(path: Path, key: str, n: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Features (n, d) and validity (n,) from a complete file that matches its key, else None."""
+    with path.open("rb") as stream, np.load(stream) as arrays:
+        stored_key, x, valid = str(arrays["name"]), arrays["x"], arrays["valid"]
+    matches = stored_key == key and x.ndim == 2 and len(x) == n and valid.shape == (n,)
+    return (x, valid) if matches and (x.dtype, valid.dtype) == (np.float32, np.bool_) else None
+
+
+def _write(cache: DiskCache, key: str, x: np.ndarray, valid: np.ndarray) -> bool:
+    """Write a cache file; False where the folder cannot be written."""
+    try:
+        with cache.write(key) as temporary, temporary.open("wb") as stream:
+            np.savez(stream, name=np.array(key), x=x, valid=valid)
+    except OSError:
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""Probes of frozen features: few-shot ridge regression, k-nearest-neighbour classifier, linear probe.
+"""Probes of frozen features: few-shot ridge regression, k-nearest-neighbour classifier, linear probe, label errors.
 
 The few-shot algorithm is that of the paper's authors (section 4.1 and their later code): features are standardised by
 the drawn images, a constant feature of 100 is a bias that is hardly regularised, and the targets are -1 and +1.
@@ -17,8 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitral.data.nearest import nearest, unit_vectors
+from vitral.data.copies import nearest, unit_vectors
 from vitral.errors import UserError
+from vitral.evaluation.accuracy import interval
+from vitral.evaluation.calibration import probabilities
 
 NEIGHBOURS, TEMPERATURE = 20, 0.07  # those of DINO (Caron et al. 2021)
 L2_CANDIDATES = tuple(10.0**power for power in range(1, -7, -1))  # largest first: each fit starts from the last one
@@ -28,7 +30,7 @@ RIDGE_L2 = 1024.0  # of the authors' later code; the paper does not state it
 RIDGE_L2_CANDIDATES = tuple(2.0**power for power in range(-10, 21, 2))
 BIAS = 100.0
 FOLDS = 5
-CONFIDENCE = 0.95
+_LABEL_ERROR_L2 = (10.0, 1.0, 0.1, 0.01)  # weaker regularisation fits wrong labels, and takes longest
 _RIDGE_ROWS = 4096  # rows in float64 at a time
 _EPSILON = 1e-5  # added to standard deviations, against division by zero
 
@@ -45,17 +47,7 @@ def knn(
 ) -> np.ndarray:
     """Classify by the k nearest neighbours (cosine similarity), weighted by exp(cosine / temperature) as in DINO.
 
-    Args:
-        train_x: Features (n, d).
-        train_y: Labels (n,).
-        test_x: Features (m, d).
-        classes: Number of classes.
-        k: Neighbours.
-        temperature: Smaller values give near neighbours more weight.
-        device: Where similarities are computed.
-
-    Returns:
-        Each class's share of the votes, (m, classes) float32.
+    Features (n, d), labels (n,) and features (m, d) -> each class's share of the votes, (m, classes) float32.
     """
     check_features(train_x, train_y, classes)
     if k < 1 or temperature <= 0:
@@ -94,15 +86,10 @@ def linear_probe(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> LinearProbe:
-    """Fit a linear probe, with the L2 regularisation that makes the fewest errors in cross-validation.
+    """Fit a linear probe to features (n, d) and labels (n,).
 
-    Args:
-        train_x: Features (n, d).
-        train_y: Labels (n,).
-        classes: Number of classes.
-        l2_candidates: Regularisation strengths to choose from; ties go to the lower loss.
-        seed: Assigns images to folds; nothing else is random.
-        device: Where the probe is fitted.
+    The L2 regularisation is the candidate that makes the fewest errors in cross-validation; ties go to the lower loss.
+    The seed assigns images to folds; nothing else is random.
     """
     check_features(train_x, train_y, classes)
     if not l2_candidates or min(l2_candidates) <= 0:
@@ -204,28 +191,21 @@ def fewshot(
     seeds: int = 5,
     l2: float | Literal["choose"] = RIDGE_L2,
 ) -> list[FewShotResult]:
-    """Measure few-shot accuracy.
+    """Measure few-shot accuracy on features (m, d), for each number of `shots`, training images per class.
 
-    Args:
-        train_x: Features (n, d).
-        train_y: Labels (n,).
-        test_x: Features (m, d).
-        test_y: Labels (m,).
-        classes: Number of classes.
-        shots: Training images per class.
-        seeds: Number of draws.
-        l2: Strength of the regularisation; "choose" selects it by cross-validation within each draw.
-
-    Returns:
-        One result per number of shots.
+    They are drawn from features (n, d), `seeds` times. With "choose" the strength of the regularisation is selected by
+    cross-validation within each draw.
     """
     check_features(train_x, train_y, classes)
     check_features(test_x, test_y, classes)
-    _check_settings(shots, seeds, l2)
+    if not shots or min(shots) < 1 or seeds < 1:
+        raise UserError(f"shots and seeds must be at least 1, not {tuple(shots)} and {seeds}.")
+    if l2 != "choose" and not 0 < l2 < math.inf:
+        raise UserError(f'l2 must be a number above 0, such as {RIDGE_L2:.0f}, or "choose", not {l2}.')
     results = []
     for count in shots:
         draws = [draw(train_y, count, seed) for seed in range(seeds)]
-        fits = [_fit(train_x[rows], train_y[rows], classes, l2) for rows in draws]
+        fits = [Ridge.fit(train_x[rows], train_y[rows], classes, l2) for rows in draws]
         accuracies = tuple(float((ridge.predict(test_x) == test_y).mean()) for ridge in fits)
         strengths = tuple(ridge.l2 for ridge in fits)
         results.append(FewShotResult(count, accuracies, strengths, drawn=len(draws[0]), n=len(test_y)))
@@ -253,9 +233,10 @@ class Ridge:
     l2: float
 
     @classmethod
-    def fit(cls, x: np.ndarray, labels: np.ndarray, classes: int, l2: float = RIDGE_L2) -> Ridge:
+    def fit(cls, x: np.ndarray, labels: np.ndarray, classes: int, l2: float | Literal["choose"] = RIDGE_L2) -> Ridge:
         """(n, d), (n,) -> the minimum of |XW - Y|^2 + l2 |W|^2"""
-        return _NormalEquations.of(x, labels, classes).solve(l2)
+        strength = choose_l2(x, labels, classes) if l2 == "choose" else l2
+        return _NormalEquations.of(x, labels, classes).solve(strength)
 
     def scores(self, x: np.ndarray) -> np.ndarray:
         """(m, d) -> (m, classes) float64"""
@@ -297,11 +278,9 @@ class _NormalEquations(NamedTuple):
 def choose_l2(x: np.ndarray, labels: np.ndarray, classes: int) -> float:
     """The candidate with the fewest errors in cross-validation; ties go to the one nearest to the default.
 
-    Few images cannot separate many candidates by their errors; the squared error could, but prefers weaker
-    regularisation than the errors do. Each fold is standardised by its own training rows, so nothing leaks, and fitted
-    with fewer shots than the result is used for. (Leave-one-out in closed form would be cheaper, but leaves out one
-    example of the correct class, which disadvantages strong regularisation.) With one example per class the result is
-    the default.
+    Squared errors could separate more candidates, but prefer weaker regularisation than the errors do; leave-one-out in
+    closed form leaves out one example of the correct class, which disadvantages strong regularisation. Each fold is
+    standardised by its own training rows, so nothing leaks. With one example per class the result is the default.
     """
     folds = list(stratified_folds(labels, FOLDS))
     if not folds:
@@ -335,13 +314,6 @@ def whitening(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return exact.mean(0), exact.std(0) + _EPSILON
 
 
-def interval(values: Sequence[float]) -> float | None:
-    """Half the width of the 95 % confidence interval of the mean (Student's t); None for fewer than two values."""
-    if len(values) < 2:
-        return None
-    return student_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-
-
 def check_features(x: np.ndarray, labels: np.ndarray, classes: int) -> None:
     """Raise a UserError for features and labels that no classifier can be fitted to."""
     if labels.ndim != 1:
@@ -358,17 +330,6 @@ def check_features(x: np.ndarray, labels: np.ndarray, classes: int) -> None:
         raise UserError("some features are not finite (NaN or Inf): the weights are damaged or training diverged.")
 
 
-def _check_settings(shots: Sequence[int], seeds: int, l2: float | Literal["choose"]) -> None:
-    if not shots or min(shots) < 1 or seeds < 1:
-        raise UserError(f"shots and seeds must be at least 1, not {tuple(shots)} and {seeds}.")
-    if l2 != "choose" and not 0 < l2 < math.inf:
-        raise UserError(f'l2 must be a number above 0, such as {RIDGE_L2:.0f}, or "choose", not {l2}.')
-
-
-def _fit(x: np.ndarray, labels: np.ndarray, classes: int, l2: float | Literal["choose"]) -> Ridge:
-    return Ridge.fit(x, labels, classes, choose_l2(x, labels, classes) if l2 == "choose" else l2)
-
-
 def _standardised(x: np.ndarray, mean: np.ndarray, std: np.ndarray) -> np.ndarray:
     """(n, d) -> (n, d + 1) float64, with the constant feature"""
     extended = np.full((len(x), x.shape[1] + 1), BIAS)
@@ -380,20 +341,59 @@ def _is_dual(extended: np.ndarray) -> bool:
     return extended.shape[0] < extended.shape[1]
 
 
-def student_quantile(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t distribution."""
-    low, high = 0.0, math.pi / 2
-    while low < (middle := (low + high) / 2) < high:
-        low, high = (middle, high) if _within(middle, freedom) < CONFIDENCE else (low, middle)
-    return math.sqrt(freedom) * math.tan(low)
+class LabelError(NamedTuple):
+    """An image that looks more like another class than like its own."""
+
+    row: int
+    suggested: int  # the class that it looks like
+    confidence: float  # probability of its label
+    suggested_confidence: float
+    score: float  # from -2 to 0, the most suspicious first
+    likely: bool  # it looks as much like the suggested class as the images of that class do on average
 
 
-def _within(angle: float, freedom: int) -> float:
-    """The probability of |t| < sqrt(freedom) tan(angle) (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
-    odd = freedom % 2
-    term = math.cos(angle) if odd else 1.0
-    total = 0.0
-    for power in range(odd, freedom - 1, 2):
-        total += term
-        term *= (power + 1) / (power + 2) * math.cos(angle) ** 2
-    return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+def find_label_errors(
+    x: np.ndarray, labels: np.ndarray, *, classes: int, seed: int = 0, device: torch.device | str = "cpu"
+) -> list[LabelError]:
+    """The images, of features (n, d) and labels (n,), whose label is probably wrong, the most suspicious first.
+
+    No image is scored by a probe that was fitted to it; the seed assigns images to folds. As in confident learning
+    (Northcutt et al. 2021), a probability counts relative to its class: a class that is hard throughout has low
+    probabilities, and they are not suspicious. The only image of a class cannot be judged, and is left out.
+    """
+    chances = probabilities(_held_out_logits(x, labels, classes, seed, device))
+    rows = np.arange(len(labels))
+    counts = np.bincount(labels, minlength=classes)
+    typical = np.bincount(labels, chances[rows, labels], classes) / np.maximum(counts, 1)  # (classes,)
+    typical[counts < 2] = np.inf  # such a class is never suggested
+    relative = chances - typical
+    own = np.where(counts[labels] < 2, np.inf, relative[rows, labels])
+    relative[rows, labels] = -np.inf
+    suggested = relative.argmax(1)
+    scores = own - relative[rows, suggested]
+    return [
+        LabelError(
+            row=int(row),
+            suggested=int(suggested[row]),
+            confidence=float(chances[row, labels[row]]),
+            suggested_confidence=float(chances[row, suggested[row]]),
+            score=float(scores[row]),
+            likely=bool(relative[row, suggested[row]] >= 0),
+        )
+        for row in np.argsort(scores, kind="stable")
+        if scores[row] < 0
+    ]
+
+
+def _held_out_logits(
+    x: np.ndarray, labels: np.ndarray, classes: int, seed: int, device: torch.device | str
+) -> np.ndarray:
+    """(n, classes): of each image by the probe of the fold that it is held out from; zero where it never is."""
+    l2 = linear_probe(x, labels, classes=classes, l2_candidates=_LABEL_ERROR_L2, seed=seed, device=device).l2
+    order = np.random.default_rng(seed).permutation(len(labels))
+    logits = np.zeros((len(labels), classes), np.float32)
+    for training, held in stratified_folds(labels[order], FOLDS):
+        rows = order[training]
+        probe = linear_probe(x[rows], labels[rows], classes=classes, l2_candidates=(l2,), device=device)
+        logits[order[held]] = probe.logits(x[order[held]])
+    return logits

@@ -1,4 +1,4 @@
-"""Attention distance (figures 7 and 11), attention maps and attention rollout (figures 6 and 14).
+"""Attention distance (figures 7 and 11) and attention rollout (figures 6 and 14).
 
 An axial block attends twice, along the rows and then along the columns, and counts as two layers here.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,31 +16,24 @@ from torch import Tensor
 from vitral.architecture import Size, ViTConfig
 from vitral.errors import UserError
 from vitral.models.build import Model
-from vitral.models.capture import AttentionCapture, Axis, Rows, capture
+from vitral.models.capture import AttentionCapture, Axis, capture
 from vitral.models.vit import ViT
 
-Heads = Literal["mean", "max", "min"]
-
-_OVER_HEADS = {"mean": Tensor.mean, "max": Tensor.amax, "min": Tensor.amin}
+RESIDUAL = 0.5  # weight of the residual connection in a rollout
 
 
 def mean_attention_distance(model: Model, batches: Iterable[Tensor]) -> Tensor:
     """The mean attention distance of every layer and head, averaged over all images.
 
-    Attention is reduced layer by layer, so that only that of one layer and one batch is in memory.
-
-    Args:
-        model: A Vision Transformer.
-        batches: Normalised images (batch, channels, height, width).
-
-    Returns:
-        Pixels (layers, heads). An axial block has two rows: along the rows of the image, then along the columns.
+    Attention is reduced layer by layer, so that only that of one layer and one batch is in memory. Normalised images
+    (batch, channels, height, width) -> pixels (layers, heads). An axial block has two rows: along the rows of the
+    image, then along the columns.
     """
     model = _with_attention(model)
     total, count = torch.zeros((), dtype=torch.float64), 0
     with _evaluating(model):
         for images in batches:
-            reduce = partial(_distance_within, model.config, _grid(model, images))
+            reduce = partial(_distance_within, model.config, grid_of(model, images))
             with capture(model, rows="all", reduce=reduce) as captured:
                 model.encode(model.patchify(images))
             total = total + len(images) * torch.stack([captured[key].cpu().double() for key in captured.keys])
@@ -55,15 +47,8 @@ def attention_distance(attention: Tensor, grid: Size, patch: int) -> Tensor:
     """The mean distance between a query patch and all patches, weighted by its attention.
 
     The patch itself counts, with a distance of 0. The paper does not say how the class token is treated: here, prefix
-    tokens are left out, as queries and as keys, and the rest of a row is scaled to sum to 1.
-
-    Args:
-        attention: (batch, heads, tokens, tokens).
-        grid: Rows and columns of patches.
-        patch: Pixels per side of a patch.
-
-    Returns:
-        Pixels (heads,), averaged over patches and images.
+    tokens are left out, as queries and as keys, and the rest of a row is scaled to sum to 1. Attention (batch, heads,
+    tokens, tokens) over a grid of patches of `patch` pixels -> pixels (heads,), averaged over patches and images.
     """
     n = grid[0] * grid[1]
     patches = _normalised(attention[..., -n:, -n:])
@@ -71,88 +56,38 @@ def attention_distance(attention: Tensor, grid: Size, patch: int) -> Tensor:
     return torch.einsum("bhij,ij->h", patches, distance) / (len(patches) * n)
 
 
-def attention_maps(model: Model, images: Tensor, *, layer: int = -1) -> Tensor:
-    """The attention of one layer from the pooled output to the patches.
-
-    This is the row of the class token; without one, the mean over the rows of the patches, weighted by the pooling
-    attention where the model has it (MAP). In an axial block the attention of columns and rows is multiplied, head by
-    head. Attention to the class token and to registers is left out, so maps sum to less than 1.
-
-    Args:
-        model: A Vision Transformer.
-        images: (batch, channels, height, width).
-        layer: Block, counted from 0, or from the end where negative.
-
-    Returns:
-        (batch, heads, h, w).
-    """
+def rollout_maps(model: Model, images: Tensor) -> Tensor:
+    """Attention rollout from the pooled output to the patches: (batch, channels, height, width) -> (batch, h, w)."""
     model = _with_attention(model)
-    grid = _grid(model, images)
-    with _evaluating(model), capture(model, layers=[layer], rows=_pooled_rows(model.config)) as captured:
-        model.features(images)
-    if model.config.pool == "token":
-        weights = captured[layer]
-    else:
-        weights = pooling_weights(model, captured, grid)[:, None, None]
-        for matrix in reversed(attention_matrices(captured, grid)):
-            weights = weights @ matrix
-    return _on_grid(weights.squeeze(2), grid)
-
-
-def rollout_maps(model: Model, images: Tensor, *, residual: float = 0.5, heads: Heads = "mean") -> Tensor:
-    """Attention rollout from the pooled output to the patches (figures 6 and 14).
-
-    Args:
-        model: A Vision Transformer.
-        images: (batch, channels, height, width).
-        residual: Weight of the residual connection, as in `rollout`.
-        heads: How heads are merged.
-
-    Returns:
-        (batch, h, w).
-    """
-    model = _with_attention(model)
-    grid = _grid(model, images)
-    with _evaluating(model), capture(model, rows="all", reduce=partial(merge_heads, heads=heads)) as captured:
+    grid = grid_of(model, images)
+    with _evaluating(model), capture(model, rows="all", reduce=merge_heads) as captured:
         model.features(images)
     start = pooling_weights(model, captured, grid)
-    return _on_grid(rollout(attention_matrices(captured, grid), start=start, residual=residual), grid)
+    return on_grid(rollout(attention_matrices(captured, grid), start), grid)
 
 
-def rollout(
-    attentions: Sequence[Tensor], *, start: Tensor | None = None, residual: float = 0.5, heads: Heads = "mean"
-) -> Tensor:
+def rollout(attentions: Sequence[Tensor], start: Tensor) -> Tensor:
     """Attention rollout (Abnar & Zuidema 2020): heads are merged and the matrices of all layers multiplied.
 
-    With the residual connection a layer is residual * I + (1 - residual) * A. The ViT paper does not mention it.
+    With the residual connection a layer is RESIDUAL * I + (1 - RESIDUAL) * A. The ViT paper does not mention it.
 
     Args:
         attentions: (batch, heads, tokens, tokens) per layer, the first layer first.
-        start: Weights of the output tokens, (batch, tokens) or (tokens,); token 0, the class token, by default.
-        residual: Between 0 and 1.
-        heads: How heads are merged.
+        start: Weights of the output tokens, (batch, tokens) or (1, tokens).
 
     Returns:
         (batch, tokens); rows sum to 1.
     """
-    if not attentions:
-        raise UserError("rollout needs the attention of at least one layer: none was given.")
-    if not 0 <= residual <= 1:
-        raise UserError(f"residual={residual} is not between 0 and 1: choose a weight such as 0.5.")
     batch, n = len(attentions[0]), attentions[0].shape[-1]
-    if start is None:
-        start = _class_row(n)
     row = start.to(attentions[0]).expand(batch, n).unsqueeze(1)
     for attention in reversed(attentions):  # row vector times matrix: n^2 per layer, not n^3
-        row = residual * row + (1 - residual) * (row @ merge_heads(attention, heads).squeeze(1))
+        row = RESIDUAL * row + (1 - RESIDUAL) * (row @ merge_heads(attention).squeeze(1))
     return row.squeeze(1)
 
 
-def merge_heads(attention: Tensor, heads: Heads = "mean") -> Tensor:
+def merge_heads(attention: Tensor) -> Tensor:
     """(batch, heads, rows, tokens) -> (batch, 1, rows, tokens); rows sum to 1. The paper takes the mean."""
-    if heads not in _OVER_HEADS:
-        raise UserError(f'heads="{heads}" is not one of {", ".join(_OVER_HEADS)}.')
-    return _normalised(_OVER_HEADS[heads](attention, dim=1, keepdim=True))
+    return _normalised(attention.mean(dim=1, keepdim=True))
 
 
 def attention_matrices(captured: AttentionCapture, grid: Size) -> list[Tensor]:
@@ -163,15 +98,9 @@ def attention_matrices(captured: AttentionCapture, grid: Size) -> list[Tensor]:
 
 
 def expand_lines(attention: Tensor, grid: Size, axis: Axis) -> Tensor:
-    """Axial attention as full matrices, with zeros between patches of different lines.
+    """Axial attention as full matrices (batch, heads, h * w, h * w), with zeros between patches of different lines.
 
-    Args:
-        attention: Along rows (batch * h, heads, w, w), or along columns (batch * w, heads, h, h).
-        grid: (h, w).
-        axis: Which of the two.
-
-    Returns:
-        (batch, heads, h * w, h * w).
+    It is (batch * h, heads, w, w) along rows, (batch * w, heads, h, h) along columns.
     """
     lines = attention.unflatten(0, (-1, grid[0] if axis == "row" else grid[1]))
     # (b, heads, query, key, line) -> (b, heads, query, key, line of the query, line of the key)
@@ -181,15 +110,9 @@ def expand_lines(attention: Tensor, grid: Size, axis: Axis) -> Tensor:
 
 
 def pooling_weights(model: ViT, captured: AttentionCapture, grid: Size) -> Tensor:
-    """The weights of the output tokens in the model's pooling.
+    """The weights of the output tokens in the model's pooling, (batch, tokens), or (1, tokens) where all have the same.
 
-    Args:
-        model: A Vision Transformer.
-        captured: A capture, of any layers or none, of a forward pass that computed the features.
-        grid: Rows and columns of patches.
-
-    Returns:
-        (batch, tokens), or (1, tokens) where they are the same for all images.
+    The capture, of any layers or none, is of a forward pass that computed the features.
     """
     prefix, n = model.config.prefix, grid[0] * grid[1]
     if model.config.pool == "token":
@@ -208,11 +131,7 @@ def _class_row(tokens: int) -> Tensor:
     return F.one_hot(torch.tensor(0), tokens)
 
 
-def _pooled_rows(config: ViTConfig) -> Rows:
-    return "cls" if config.pool == "token" else "all"
-
-
-def _on_grid(weights: Tensor, grid: Size) -> Tensor:
+def on_grid(weights: Tensor, grid: Size) -> Tensor:
     """(..., prefix + h * w) -> (..., h, w)"""
     return weights[..., -grid[0] * grid[1] :].unflatten(-1, grid)
 
@@ -234,7 +153,7 @@ def _normalised(rows: Tensor) -> Tensor:
     return rows / rows.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
 
 
-def _grid(model: ViT, images: Tensor) -> Size:
+def grid_of(model: Model, images: Tensor) -> Size:
     return model.config.grid((images.shape[-2], images.shape[-1]))
 
 

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.atomic import atomic_write
-from vitral.data.nearest import nearest, unit_vectors
+from vitral.data.copies import nearest, unit_vectors
 from vitral.errors import UserError
+from vitral.inspection.attention import grid_of
 from vitral.models.build import Model
 from vitral.models.position import Position
 from vitral.models.resnet import ResNetStem
@@ -45,11 +46,7 @@ def embedding_filters(model: Model, count: int = 28) -> EmbeddingFilters:
     """The first principal components of the filters of the patch embedding, after subtracting the mean filter.
 
     In a hybrid, which embeds feature maps and not colours, and in a ResNet, these are the filters of the root's 7x7
-    convolution.
-
-    Args:
-        model: Any model.
-        count: Number of components; all where there are fewer.
+    convolution. There may be fewer than `count` components.
     """
     if count < 1:
         raise UserError(f"count must be at least 1, not {count}.")
@@ -96,18 +93,10 @@ def _kernel(model: Model) -> tuple[Tensor, str]:
 
 @torch.no_grad()
 def patch_features(model: Model, images: Tensor) -> Tensor:
-    """The output of the encoder for each patch, after the last norm; for a ResNet, its last feature map.
-
-    Args:
-        model: Any model.
-        images: (batch, channels, height, width).
-
-    Returns:
-        (batch, h, w, d).
-    """
+    """The encoder's output for each patch, after the last norm, (batch, h, w, d); of a ResNet the last feature map."""
     tokens = model.encode(model.patchify(images))
     if not isinstance(model, ViT):
-        return tokens.unflatten(1, model.config.grid((images.shape[2], images.shape[3])))
+        return tokens.unflatten(1, grid_of(model, images))
     patches = _patches(model, tokens, images)
     return model.norm(patches) if model.config.norm_place == "features" else patches
 
@@ -116,14 +105,7 @@ def patch_features(model: Model, images: Tensor) -> Tensor:
 def token_norms(model: Model, images: Tensor) -> Tensor:
     """The norm of each patch token after the last block, before the last LayerNorm, which would equalise the norms.
 
-    In large models without registers a few patches are outliers (Darcet et al. 2023).
-
-    Args:
-        model: A Vision Transformer.
-        images: (batch, channels, height, width).
-
-    Returns:
-        (batch, h, w).
+    In large models without registers a few patches are outliers (Darcet et al. 2023). Returns (batch, h, w).
     """
     if not isinstance(model, ViT):
         raise UserError("a ResNet has no tokens: choose a Vision Transformer.")
@@ -137,16 +119,9 @@ def token_norms(model: Model, images: Tensor) -> Tensor:
 
 
 def feature_colours(model: Model, images: Tensor) -> Tensor:
-    """The first three principal components of the patch features as red, green and blue.
+    """The first three principal components of the patch features as red, green and blue, (batch, h, w, 3) in 0..1.
 
     The components are common to all images, so colours can be compared between them.
-
-    Args:
-        model: Any model.
-        images: (batch, channels, height, width).
-
-    Returns:
-        (batch, h, w, 3) between 0 and 1.
     """
     return pca_colours(patch_features(model, images))
 
@@ -179,7 +154,7 @@ def _signs(scores: Tensor, axes: Tensor) -> Tensor:
 
 def _patches(model: ViT, tokens: Tensor, images: Tensor) -> Tensor:
     """(b, prefix + h * w, d) -> (b, h, w, d)"""
-    return tokens[:, model.config.prefix :].unflatten(1, model.config.grid((images.shape[2], images.shape[3])))
+    return tokens[:, model.config.prefix :].unflatten(1, grid_of(model, images))
 
 
 @dataclass(frozen=True)
@@ -216,15 +191,9 @@ def index_images(paths: Sequence[str], features: np.ndarray) -> FeatureIndex:
 
 
 def index_patches(model: Model, batches: Iterable[tuple[Sequence[str], Tensor]], max_images: int) -> FeatureIndex:
-    """An index of every patch of every image.
+    """An index of every patch of every image: of paths, and normalised images (batch, channels, height, width).
 
-    Args:
-        model: Computes the features.
-        batches: Paths and their images (batch, channels, height, width), normalised, all of one size.
-        max_images: Images in all batches at most: the array is allocated once, so memory stays that of the index.
-
-    Returns:
-        The index.
+    There are `max_images`, all of one size, at most: the array is allocated once, so memory stays that of the index.
     """
     paths, features = [], np.empty((0, 0, 0, 0), np.float16)
     for names, images in batches:
@@ -259,12 +228,7 @@ def load_index(path: Path) -> FeatureIndex:
 
 
 def nearest_images(index: FeatureIndex, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The k images most similar to each query; every image is compared.
-
-    Args:
-        index: An index of whole images.
-        queries: (q, d).
-        k: Neighbours per query; all images where there are fewer.
+    """The k images, or all where there are fewer, most similar to each query (q, d); every image is compared.
 
     Returns:
         Cosine similarities (q, k) float32, the best first, and indices into `index.paths` (q, k) int64. Among equal
@@ -276,13 +240,9 @@ def nearest_images(index: FeatureIndex, queries: np.ndarray, k: int) -> tuple[np
 
 
 def nearest_patches(index: FeatureIndex, query: np.ndarray, k: int, *, skip: int | None = None) -> list[PatchMatch]:
-    """The k patches most similar to a query, the best first.
+    """The k patches most similar to a query (d,), such as `index.features[image, row, column]`, the best first.
 
-    Args:
-        index: An index of patches.
-        query: (d,), such as `index.features[image, row, column]`.
-        k: Number of patches.
-        skip: Index of an image to leave out: that of the query, whose neighbouring patches would come first.
+    The image `skip` is left out: that of the query, whose neighbouring patches would come first.
     """
     if index.features.ndim != 4:
         raise UserError("this index holds whole images: make one of patches to search by a patch.")

@@ -127,49 +127,41 @@ class Reported:
     note: str = ""
 
 
-@cache
 def table2() -> tuple[TransferRow, ...]:
     """The comparison with the state of the art."""
     return read_rows(TransferRow, "table2.toml")
 
 
-@cache
 def table5() -> tuple[FinetunedRow, ...]:
     """Transfer from each of the three pre-training sets, which figure 3 draws."""
     return read_rows(FinetunedRow, "table5.toml")
 
 
-@cache
 def table6() -> tuple[ScalingRow, ...]:
     """The scaling study on JFT-300M, which figure 5 draws."""
     return read_rows(ScalingRow, "table6.toml")
 
 
-@cache
 def table7() -> tuple[OptimizerRow, ...]:
     """ResNets pre-trained with Adam and with SGD."""
     return read_rows(OptimizerRow, "table7.toml")
 
 
-@cache
 def table8() -> tuple[PositionRow, ...]:
     """Position embeddings of ViT-B/16."""
     return read_rows(PositionRow, "table8.toml")
 
 
-@cache
 def table9() -> tuple[VtabRow, ...]:
     """VTAB-1k task by task."""
     return read_rows(VtabRow, "table9.toml")
 
 
-@cache
 def objectnet() -> tuple[ObjectnetRow, ...]:
     """ObjectNet, by BiT's protocol."""
     return read_rows(ObjectnetRow, "objectnet.toml")
 
 
-@cache
 def near_duplicates() -> tuple[DuplicateRow, ...]:
     """How many test images the pre-training sets contained before deduplication."""
     return read_rows(DuplicateRow, "duplicates.toml")

@@ -23,6 +23,7 @@ class PaperRow:
 R = TypeVar("R", bound=PaperRow)
 
 
+@cache
 def read_rows(row_type: type[R], file: str) -> tuple[R, ...]:
     """The rows of a data file; `source` and the `every` table of the file are defaults for each row."""
     data = tomllib.loads(files("vitral.paper").joinpath(file).read_text(encoding="utf-8"))
@@ -182,56 +183,47 @@ class Reading(PaperRow):
     requires: tuple[str, ...] = ()
 
 
-@cache
 def table1() -> tuple[SizeRow, ...]:
     """The three model sizes."""
     return read_rows(SizeRow, "table1.toml")
 
 
-@cache
 def table3() -> tuple[PretrainingRow, ...]:
     """The hyper-parameters of pre-training."""
     return read_rows(PretrainingRow, "table3.toml")
 
 
-@cache
 def table4() -> tuple[FinetuningRow, ...]:
     """The hyper-parameters of fine-tuning."""
     return read_rows(FinetuningRow, "table4.toml")
 
 
-@cache
 def masked_training() -> MaskedRow:
     """The self-supervised run of section 4.6."""
     (row,) = read_rows(MaskedRow, "masked.toml")
     return row
 
 
-@cache
 def vtab_tasks() -> tuple[VtabTaskRow, ...]:
     """The 19 tasks of VTAB-1k, in the order of Table 9."""
     return read_rows(VtabTaskRow, "vtab.toml")
 
 
-@cache
 def bit_pretraining() -> tuple[BitPretrainingRow, ...]:
     """BiT-S, BiT-M and BiT-L: the SGD that Table 7 compares Adam with."""
     return read_rows(BitPretrainingRow, "bit_pretraining.toml")
 
 
-@cache
 def bit_finetuning() -> tuple[BitFinetuningRow, ...]:
     """BiT's HyperRule, which the paper also tried for ResNets, from the smallest to the largest data."""
     return read_rows(BitFinetuningRow, "bit_finetuning.toml")
 
 
-@cache
 def readings() -> dict[str, Reading]:
     """Every reading by name."""
     return {row.name: row for row in read_rows(Reading, "readings.toml")}
 
 
-@cache
 def pretraining_sets() -> dict[str, PretrainingSet]:
     """The pre-training data sets by the paper's name for them."""
     return {row.name: row for row in read_rows(PretrainingSet, "pretraining.toml")}

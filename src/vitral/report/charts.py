@@ -38,19 +38,8 @@ circle.s1, rect.s1 { fill: var(--s1); } circle.s2 { fill: var(--s2); } circle.s3
 def line_chart(
     series: Mapping[str, Points], *, x: str, y: str, percent: bool = False, log: bool = False, guide: Points = ()
 ) -> str:
-    """Draw lines; long ones are drawn faint behind their running mean.
-
-    Args:
-        series: points (x, y) by the name of the line.
-        x: label of the horizontal axis.
-        y: label of the vertical axis.
-        percent: whether y is a share of 1, shown in percent.
-        log: whether both axes are logarithmic; the horizontal ticks are then the x values themselves.
-        guide: points of a dashed reference line.
-
-    Returns:
-        SVG, followed by an HTML legend where there are several lines.
-    """
+    """Draw lines of points (x, y) by name as SVG, with an HTML legend of several; long ones are faint behind their
+    running mean. `guide` is a dashed line; `percent`: y is a share of 1; `log`: both axes, with a tick at every x."""
     points = [*guide, *(point for points in series.values() for point in points)]
     panel = Panel(points, x, y, percent=percent, log=log)
     parts = [f'<polyline class="guide" points="{panel.polyline(guide)}"/>'] if guide else []
@@ -65,18 +54,9 @@ def line_chart(
 
 
 def dot_chart(rows: np.ndarray, *, x: str, y: str, highest: float, row: str, dot: str) -> str:
-    """Draw a column of dots per row of an array, and the line of their means.
+    """Draw a column of dots per row of (rows, dots), and the line of their means, as SVG and an HTML legend.
 
-    Args:
-        rows: values, (rows, dots).
-        x: label of the horizontal axis, which counts rows from 1.
-        y: label of the vertical axis.
-        highest: value that the vertical axis includes at least.
-        row: what a row is, for tooltips.
-        dot: what a dot is, for tooltips and the legend.
-
-    Returns:
-        SVG, followed by an HTML legend.
+    The vertical axis includes `highest`; `row` and `dot` are the words for them in tooltips.
     """
     points = [(i + 1, float(value)) for i, values in enumerate(rows) for value in values]
     panel = Panel([*points, (1, 0.0), (len(rows), highest)], x, y, margin=0.5)
@@ -109,16 +89,7 @@ def reliability_chart(bins: Sequence[ReliabilityBin]) -> str:
 
 
 def svg_file(charts: Sequence[str], title: str, note: str = "") -> str:
-    """Put charts side by side into one SVG file with its own style, for light and dark themes.
-
-    Args:
-        charts: SVG elements as `line_chart` draws them, without legends.
-        title: heading of the file.
-        note: a line below the heading that explains what the lines are.
-
-    Returns:
-        The file's text.
-    """
+    """Put SVG charts without legends side by side into one file with its own style, for light and dark themes."""
     top, width = 60, len(charts) * WIDTH
     panels = "\n".join(
         chart.replace("<svg ", f'<svg x="{number * WIDTH}" y="{top}" width="{WIDTH}" height="{HEIGHT}" ', 1)
@@ -140,15 +111,9 @@ def heat_map(values: np.ndarray) -> np.ndarray:
 
 
 def image_grid(tiles: np.ndarray, columns: int, size: int) -> np.ndarray:
-    """Arrange small images row by row, enlarged, with transparent gaps.
+    """Arrange tiles uint8 (count, h, w, c) row by row with transparent gaps: uint8 (height, width, 4).
 
-    Args:
-        tiles: uint8 (count, h, w, c).
-        columns: tiles per row.
-        size: approximate pixels of the longer side of the grid; one pixel of a tile becomes at most 32 wide.
-
-    Returns:
-        uint8 (height, width, 4).
+    The longer side has about `size` pixels; one pixel of a tile becomes at most 32 wide.
     """
     rows = -(-len(tiles) // columns)
     scale = min(max(1, round(size / max(columns * tiles.shape[2], rows * tiles.shape[1])) - 1), 32)
@@ -239,7 +204,6 @@ class Scale:
         return self.start + (at - low) / ((high - low) or 1) * (self.end - self.start)
 
     def ticks(self, most: int) -> list[float]:
-        """Round numbers in the range."""
         return log_ticks(self.low, self.high) if self.log else ticks(self.low, self.high, most)
 
 
@@ -257,17 +221,7 @@ class Panel:
         margin: float = 0.0,
         log: bool = False,
     ) -> None:
-        """Fit the axes to the points.
-
-        Args:
-            points: everything that will be drawn, (x, y).
-            x: label of the horizontal axis.
-            y: label of the vertical axis.
-            percent: whether y is a share of 1, shown in percent.
-            percent_x: whether x is.
-            margin: added to the left and the right of the points.
-            log: whether both axes are logarithmic; every x value then has a tick.
-        """
+        """Fit the axes to all points that will be drawn, with a `margin` to the left and the right."""
         xs, ys = [point[0] for point in points] or [0.0], [point[1] for point in points] or [0.0]
         self.labels, self.percent, self.percent_x = (x, y), percent, percent_x
         bottom, top = min(ys), max(ys)
@@ -280,11 +234,9 @@ class Panel:
         self.x_ticks = sorted(set(xs)) if log else self.x.ticks(8)
 
     def position(self, point: tuple[float, float]) -> tuple[float, float]:
-        """Pixels of a point."""
         return self.x(point[0]), self.y(point[1])
 
     def polyline(self, points: Points) -> str:
-        """The `points` attribute of a polyline."""
         return " ".join(f"{x:.1f},{y:.1f}" for x, y in map(self.position, points))
 
     def dot(self, point: tuple[float, float], series: int, tooltip: str) -> str:
@@ -293,7 +245,6 @@ class Panel:
         return f'<circle class="s{series}" cx="{x:.1f}" cy="{y:.1f}" r="3.2"><title>{escape(tooltip)}</title></circle>'
 
     def describe(self, point: tuple[float, float]) -> str:
-        """A point in words, for tooltips."""
         return f"{_number(point[1], self.percent)} at {self.labels[0]} {_number(point[0], self.percent_x)}"
 
     def svg(self, parts: Sequence[str], description: str) -> str:

@@ -68,21 +68,8 @@ def evaluation_page(
 ) -> str:
     """Write the page of an evaluation: headline numbers, mistakes, confusions, calibration, classes, files left out.
 
-    A part whose numbers are missing is left out: multi-label metrics have no confusions, for example.
-
-    Args:
-        title: heading of the page, such as "ViT-Ti/16 on pets".
-        metrics: `EvalResult.metrics`, or the metrics of result.json.
-        facts: names and values for the last table: model, data, preprocessing, ...
-        notes: sentences about what was evaluated; `EvalResult.notes`.
-        mistakes: wrong predictions, the most confident first.
-        reliability: accuracy by confidence, of raw and of calibrated probabilities.
-        advice: `EvalResult.temperature` and `tempered_ece`, where the model's own temperature is 1.
-        sigmoid: whether each class has its own probability (`Card.multilabel`).
-        left_out: images that could not be read; `EvalResult.unreadable`.
-
-    Returns:
-        HTML.
+    The arguments are fields of an `EvalResult`; a part whose numbers are missing is left out: multi-label metrics have
+    no confusions, for example. `facts` are for the last table; `sigmoid`: each class has its own probability.
     """
     sections = [_gallery_section(mistakes, metrics["n"])] if mistakes else []
     sections += metric_sections(metrics, reliability, advice=advice, sigmoid=sigmoid)
@@ -101,15 +88,8 @@ def metric_sections(
     advice: TemperatureAdvice | None = None,
     sigmoid: bool = False,
 ) -> list[Section]:
-    """Confusions, calibration and the table of classes, as far as there are such metrics.
-
-    Args:
-        metrics: as `evaluation_page` takes them.
-        reliability: accuracy by confidence.
-        fitted: what the model's temperature was fitted on.
-        advice: a better temperature than 1, where the model has none.
-        sigmoid: whether each class has its own probability.
-    """
+    """Confusions, calibration and classes, as far as there are such metrics; `fitted`: what the temperature was fitted
+    on."""
     sections = [_confusion_section(metrics)] if metrics.get("confusion") else []
     if reliability is not None:
         sections.append(_calibration_section(reliability, metrics, fitted, advice, sigmoid))
@@ -203,15 +183,7 @@ def _confusion_section(metrics: Mapping[str, Any]) -> Section:
 
 
 def confusion_table(cells: np.ndarray, names: Sequence[str]) -> str:
-    """Show a confusion matrix as an HTML table that scrolls where it is wider than the page.
-
-    Args:
-        cells: true class, predicted class and count of each cell that is not zero, (m, 3).
-        names: the classes.
-
-    Returns:
-        HTML.
-    """
+    """A confusion matrix as an HTML table that scrolls; `cells` (m, 3) are true class, predicted class and count."""
     counts = _dense(cells, len(names))
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     labels = [f'<span title="{escape(name)}">{escape(name)}</span>' for name in names]
@@ -265,11 +237,7 @@ def _dense(cells: np.ndarray, classes: int) -> np.ndarray:
 
 
 def _calibration_section(
-    reliability: Reliability,
-    metrics: Mapping[str, Any],
-    fitted: str,
-    advice: TemperatureAdvice | None,
-    sigmoid: bool,
+    reliability: Reliability, metrics: Mapping[str, Any], fitted: str, advice: TemperatureAdvice | None, sigmoid: bool
 ) -> Section:
     function = "sigmoid" if sigmoid else "softmax"
     rows = [(f"raw ({function} of the logits)", metrics["ece"], metrics["nll"])]

@@ -36,18 +36,8 @@ class PageKind(NamedTuple):
 def page(
     title: str, lead: str, sections: Sequence[Section], data: Mapping[str, Any], kind: PageKind | None = None
 ) -> str:
-    """Write an HTML file that loads nothing from elsewhere.
-
-    Args:
-        title: heading of the page.
-        lead: HTML below the heading.
-        sections: the parts of the page, linked from its head.
-        data: JSON-ready values that the script reads.
-        kind: its script and what that may load; a report by default.
-
-    Returns:
-        HTML.
-    """
+    """Write an HTML file that loads nothing from elsewhere: `lead` is HTML below the heading, `data` what the script
+    reads."""
     kind = kind or PageKind(_resource("page.js"))
     links = "".join(f'<a href="#{section.name}">{section.name.capitalize()}</a>' for section in sections)
     body = "".join(_section(section) for section in sections)

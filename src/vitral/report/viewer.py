@@ -53,21 +53,11 @@ class ViewerLayers(NamedTuple):
 def choose_layers(
     depth: int, heads: int, patches: int, images: int, requested: Sequence[int] = (), budget: int = BUDGET
 ) -> ViewerLayers:
-    """Choose the layers whose single patches are embedded: head means first, then heads.
+    """Choose the layers, from 0, whose single patches are embedded: head means first, then heads.
 
     The layer that the viewer opens on, unless it has bright corners, comes first, then the last and the first layer.
-    The attention of the pooled output is embedded for all layers and heads, and counts as well.
-
-    Args:
-        depth: layers of the model.
-        heads: heads per layer.
-        patches: patches per image.
-        images: images in the viewer.
-        requested: layers that are embedded per head whatever their size.
-        budget: characters that all attention may take.
-
-    Returns:
-        The layers, counted from 0.
+    The attention of the pooled output is embedded for all layers and heads, and counts in the budget of characters as
+    well. Layers that are requested are embedded per head whatever their size.
     """
     layer_size = images * (_base64_length(patches * patches) + _base64_length(4 * patches))
     pooled_size = images * (_base64_length(depth * heads * patches) + _base64_length(4 * depth * heads))

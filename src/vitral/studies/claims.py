@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from vitral.errors import UserError
-from vitral.evaluation.probes import student_quantile
+from vitral.evaluation.accuracy import student_quantile
 from vitral.studies.definition import Claim, Study, Where
 from vitral.studies.planning import CellResult
 
@@ -39,13 +39,11 @@ class Estimate(NamedTuple):
     half: float | None = None
 
     def above(self, margin: float) -> Verdict:
-        """Whether it is above a margin."""
         if self.half is None:
             return "undecided"
         return "held" if self.value - self.half > margin else "not held" if self.value + self.half < margin else _OPEN
 
     def within(self, margin: float) -> Verdict:
-        """Whether it is between -margin and margin."""
         if self.half is None:
             return "undecided"
         low, high = self.value - self.half, self.value + self.half
@@ -64,23 +62,15 @@ _OPEN: Verdict = "undecided"
 
 
 def judge(study: Study, cells: Sequence[CellResult]) -> tuple[ClaimResult, ...]:
-    """Test every claim of a study on its runs."""
     tests = {"compare": _compare, "rank": _rank, "trend": _trend, "best": _best}
-    return tuple(tests[claim.kind](claim, study, _unique(cells)) for claim in study.claims)
-
-
-def _unique(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Cells with final runs; one that is part of several groups stays in each."""
-    return [cell for cell in cells if cell.records]
+    done = [cell for cell in cells if cell.records]
+    return tuple(tests[claim.kind](claim, study, done) for claim in study.claims)
 
 
 def select(cells: Sequence[CellResult], where: Where) -> list[CellResult]:
     """The cells whose labels have these values; a list means any of its values."""
-    return [cell for cell in cells if all(_matches(cell.labels.get(key), value) for key, value in where.items())]
-
-
-def _matches(label: Any, wanted: Any) -> bool:
-    return label in wanted if isinstance(wanted, list) else label == wanted
+    wanted = {key: value if isinstance(value, list) else [value] for key, value in where.items()}
+    return [cell for cell in cells if all(cell.labels.get(key) in values for key, values in wanted.items())]
 
 
 def _compare(claim: Claim, study: Study, cells: Sequence[CellResult]) -> ClaimResult:
@@ -96,7 +86,8 @@ def _compare(claim: Claim, study: Study, cells: Sequence[CellResult]) -> ClaimRe
         return ClaimResult(claim, "undecided", "no runs yet")
     estimate = difference(first, second, metric)
     verdict = _verdict(estimate, claim)
-    return ClaimResult(claim, verdict, f"{_shown(estimate, metric)}{notes}; {_counts(first, second)}")
+    counts = [sum(len(cell.records) for cell in group) for group in (first, second)]
+    return ClaimResult(claim, verdict, f"{_shown(estimate, metric)}{notes}; {counts[0]} and {counts[1]} runs")
 
 
 def _verdict(estimate: Estimate, claim: Claim) -> Verdict:
@@ -255,8 +246,3 @@ def _number(value: float, metric: str) -> str:
 def is_count(metric: str) -> bool:
     """Whether a metric is a number as it is, not a share of 1."""
     return metric in ("flops", "seconds", "largest_batch", "nll", "loss") or metric.endswith("per_second")
-
-
-def _counts(first: Sequence[CellResult], second: Sequence[CellResult]) -> str:
-    counts = [sum(len(cell.records) for cell in group) for group in (first, second)]
-    return f"{counts[0]} and {counts[1]} runs"

@@ -47,17 +47,8 @@ _TOP = {
     *("title", "source", "about", "differs", "data", "images", "classes", "seeds", "metric", "measure", "shots", "dev"),
     *("x", "columns", "preprocess", "preset", "recipe", "axes", "points", "claims", "starts", "scales"),
 }
-_POINT = {
-    "name",
-    "group",
-    "paper",
-    "data",
-    "start",
-    "preset",
-    "choose",
-    "seeds",
-    "measure",
-}  # of a point, besides recipe keys
+# Of a point, besides recipe keys.
+_POINT = {*("name", "group", "paper", "data", "start", "preset", "choose", "seeds", "measure")}
 _FOLDED = ("recipe", "axes")  # of a scale, merged with those of the study
 
 
@@ -131,14 +122,12 @@ class Study:
     overrides: Mapping[str, Any] = field(default_factory=dict)  # recipe keys of all runs, whatever the cells say
 
     def recipe_of(self, run: PlannedRun) -> Recipe:
-        """The complete recipe of a run."""
         preset = run.cell.preset
         start = get_preset(preset, run.settings.get("model", "")).recipe if preset else Recipe()
         return with_overrides(start, run.settings)
 
     @property
     def data_names(self) -> tuple[str, ...]:
-        """The data sets of the study."""
         starts = (self.starts[cell.start].data for cell in self.cells if cell.start)
         return tuple(dict.fromkeys([*(cell.data for cell in self.cells if cell.data), *starts]))
 
@@ -151,15 +140,9 @@ def shipped() -> tuple[str, ...]:
 
 
 def read_study(name: str | Path, scale: str = "small", overrides: Mapping[str, Any] | None = None) -> Study:
-    """Read a study that comes with the package, or a TOML file.
+    """Read a study that comes with the package, or a TOML file, at its own ("small") or another of its scales.
 
-    Args:
-        name: name of the study, or path of the file.
-        scale: "small" for the study as it is, or one of its other scales.
-        overrides: recipe keys of all runs, for trying out.
-
-    Raises:
-        UserError: there is no such study or scale, or it has a mistake.
+    Overrides are recipe keys of all runs. Raises UserError for a study or scale that does not exist, or has a mistake.
     """
     return parse_study(definition_of(name), study_name(name), scale, overrides)
 
@@ -191,7 +174,8 @@ def parse_study(
 ) -> Study:
     """The study of a definition as `definition_of` reads it."""
     settings = _scaled(definition, name, scale)
-    _check_names(settings, name)
+    if unknown := sorted(set(settings) - _TOP):
+        raise UserError(f'the study {name} has an unknown key "{unknown[0]}": use {", ".join(sorted(_TOP))}.')
     for key in ("title", "metric"):
         if not isinstance(settings.get(key), str):
             raise UserError(f'the study {name} lacks its {key}: add {key} = "...".')
@@ -225,12 +209,6 @@ def _scaled(definition: Mapping[str, Any], name: str, scale: str) -> dict[str, A
     if "points" in changes and "axes" not in changes:
         merged["axes"] = {}
     return merged
-
-
-def _check_names(settings: Mapping[str, Any], name: str) -> None:
-    unknown = sorted(set(settings) - _TOP)
-    if unknown:
-        raise UserError(f'the study {name} has an unknown key "{unknown[0]}": use {", ".join(sorted(_TOP))}.')
 
 
 def _flat(table: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -328,7 +306,6 @@ class PlannedRun:
 
     @property
     def text(self) -> str:
-        """The run in words."""
         values = [f"{key}={self.settings[key]}" for key in (*self.cell.choose, "seed")]
         return f"{self.cell.labels['name']} ({', '.join([*values, *(['trial'] if self.trial else [])])})"
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from vitral.cost import cost, training_flops
 from vitral.errors import UserError
-from vitral.evaluation.probes import interval
+from vitral.evaluation.accuracy import interval
 from vitral.recipe import Recipe, architecture_of
 from vitral.studies.definition import Cell, PlannedRun, Study, planned_run, settings_text
 
@@ -49,18 +49,13 @@ class Record:
     version: str = ""
 
     def to_json(self) -> str:
-        """One line, without what is empty."""
         needed = ("id", "study", "changes")
         return json.dumps({key: value for key, value in asdict(self).items() if value or key in needed})
 
 
 def read_records(folder: Path) -> dict[str, Record]:
     """The records of a folder by run: of several for one run the first that is ok, else the first that diverged, else
-    the last failure.
-
-    Raises:
-        UserError: a file holds something else.
-    """
+    the last failure."""
     records: dict[str, Record] = {}
     for path in sorted(folder.glob("*.jsonl")):
         for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
@@ -134,11 +129,9 @@ class CellResult:
         return [f"{key} {value}" for key, value in self.chosen.items() if value in ends.get(key, ())]
 
     def values(self, metric: str) -> tuple[float, ...]:
-        """A metric, one value per seed."""
         return tuple(record.metrics[metric] for record in self.records if metric in record.metrics)
 
     def mean(self, metric: str) -> float | None:
-        """The mean over seeds; None without a run."""
         values = self.values(metric)
         return statistics.fmean(values) if values else None
 
@@ -173,7 +166,7 @@ def plan(study: Study, records: Records) -> Plan:
         runs |= {run.id: run for run in finals}
         if trials and not finals:
             waiting |= {(*(run.id for run in trials), str(seed)) for seed in cell.seeds}
-    pending = [run for run in runs.values() if not _is_done(records.get(run.id))]
+    pending = [run for run in runs.values() if not is_done(records.get(run.id))]
     return Plan(tuple(runs.values()), tuple(pending), len(waiting))
 
 
@@ -190,7 +183,7 @@ def final_runs(study: Study, cell: Cell, records: Records) -> tuple[PlannedRun, 
 def chosen_settings(study: Study, cell: Cell, records: Records) -> Mapping[str, Any] | None:
     """The settings with the highest score on the dev split, the first of equal ones; None while trials are missing."""
     trials = [(run, records.get(run.id)) for run in _trials(study, cell)]
-    if not all(_is_done(record) for _, record in trials):
+    if not all(is_done(record) for _, record in trials):
         return None
     finished = [(run, record) for run, record in trials if record is not None and record.status == "ok"]
     best = max(finished, key=lambda trial: trial[1].metrics["score"], default=trials[0])[0]  # all may have diverged
@@ -206,13 +199,12 @@ def _trials(study: Study, cell: Cell) -> list[PlannedRun]:
     return [planned_run(study, cell, {**change, "seed": cell.seeds[0]}, trial=True) for change in changes]
 
 
-def _is_done(record: Record | None) -> bool:
+def is_done(record: Record | None) -> bool:
     """Diverging is a result; a failure (no memory, no disk) may be the machine's, and is tried again."""
     return record is not None and record.status != "failed"
 
 
 def results(study: Study, records: Records) -> tuple[CellResult, ...]:
-    """Every cell of a study with its final runs."""
     return tuple(_result(study, cell, records) for cell in study.cells)
 
 
@@ -234,14 +226,8 @@ class PlanCost:
 
 
 def plan_cost(study: Study, current: Plan, records: Records, sizes: Mapping[str, tuple[int, int]]) -> PlanCost:
-    """The cost of the pending runs, and of those that wait for a choice.
-
-    Args:
-        study: the study.
-        current: its plan.
-        records: its records.
-        sizes: training images and classes by data set.
-    """
+    """The cost of the pending runs, and of those that wait for a choice; `sizes` are training images and classes by
+    data set."""
     runs = [*current.pending, *_stand_ins(study, records)]
     each: list[float | None] = []
     state = 0

@@ -17,7 +17,7 @@ from vitral.data.sources import DataSet, with_test_split
 from vitral.data.vtab import TASKS, TaskSpec, VtabTask
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note
-from vitral.recipe import Recipe, keys, with_dev, with_overrides, without_flip
+from vitral.recipe import Recipe, keys, keys_of, with_dev, with_overrides, without_flip
 from vitral.training.loop import Diverged
 from vitral.training.run import RunResult, run
 
@@ -61,7 +61,6 @@ class StudyResult:
 
     @property
     def mean(self) -> float:
-        """Mean score over seeds."""
         return statistics.fmean(self.seed_scores)
 
     @property
@@ -71,7 +70,6 @@ class StudyResult:
 
     @property
     def all_flops(self) -> float:
-        """Of all runs, trials included."""
         return sum(result.flops for result in self.all_runs())
 
     @property
@@ -114,17 +112,8 @@ def trial_configs(recipe: Recipe, space: SearchSpace) -> list[TrialConfig]:
 
 
 def parse_search_space(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Parse texts such as `optim.lr=0.003,0.01`.
-
-    Args:
-        texts: a key and its values each; the values are checked by `trial_configs`.
-
-    Returns:
-        The values by key.
-
-    Raises:
-        UserError: if a key is given twice, cannot be searched, or has no values.
-    """
+    """Parse texts such as `optim.lr=0.003,0.01` to values by key, which `trial_configs` checks; raises UserError for a
+    key that is given twice, cannot be searched, or has no values."""
     space: dict[str, tuple[str, ...]] = {}
     for text in texts:
         key, _, value_text = text.partition("=")
@@ -144,7 +133,7 @@ def choose_search_space(sweep: Sequence[str], default: SearchSpace, overrides: I
     """The requested sweep, else the default one without the keys that are overridden."""
     if sweep:
         return parse_search_space(sweep)
-    fixed = {override.partition("=")[0].strip() for override in overrides}
+    fixed = set(keys_of(overrides))
     fixed |= {"steps"} if "epochs" in fixed else set()  # both set the length of a run
     return {key: values for key, values in default.items() if key not in fixed}
 
@@ -164,23 +153,9 @@ def run_protocol(
 
     The test split is evaluated at the end of a final run and never before. A recipe with patience selects weights by
     the dev split, so its final runs keep that out of train, too. Every run has its own folder: the same call resumes
-    where an earlier one stopped.
-
-    Args:
-        configs: the configurations to select from; a single one needs no trial.
-        data: the data of the final runs.
-        folder: where the runs are written.
-        choosing: the same data with a dev split as `val`; None where there is none.
-        dev: the share of train that the dev split is; 0 where the data has its own val split.
-        seeds: final runs.
-        device: where to compute; by default a GPU where there is one.
-        on_event: called with notes and the events of the runs.
-
-    Returns:
-        The trials and the final runs.
-
-    Raises:
-        UserError: if there is something to select but no dev split, or if all trials diverge.
+    where an earlier one stopped. `choosing` is the same data with a dev split as `val`, a share `dev` of train, or 0
+    where the data has its own. Raises UserError if there is something to select but no dev split, or if all trials
+    diverge.
     """
     if choosing is None and (len(configs) > 1 or configs[0].recipe.patience):
         raise UserError("selecting hyper-parameters needs a dev split: set data.dev, such as data.dev=0.1.")
@@ -216,26 +191,15 @@ def _final_data(data: DataSet) -> DataSet:
 
 
 def trial_folder(folder: Path, config: TrialConfig) -> Path:
-    """The folder of a trial's run."""
     return folder / "sweep" / config.name.replace("/", "-").replace(" ", ",")
 
 
 def select_best(
     configs: Sequence[TrialConfig], run_trial: Callable[[TrialConfig], T], on_event: EventHandler
 ) -> tuple[TrialConfig, tuple[T, ...], tuple[str, ...]]:
-    """Run a trial per configuration and select the one with the highest score.
-
-    Args:
-        configs: the configurations; a single one is selected without a trial.
-        run_trial: runs a trial; it may raise `Diverged`.
-        on_event: called with a note for each trial that diverges.
-
-    Returns:
-        The best configuration, the first of equal ones; the trials; the names of those that diverged.
-
-    Raises:
-        UserError: if all trials diverge.
-    """
+    """Run a trial per configuration, which may raise `Diverged`, and select the one with the highest score, the first
+    of equal ones; a single one is selected without a trial. Returns it, the trials, and the names of those that
+    diverged."""
     if len(configs) == 1:
         return configs[0], (), ()
     trials: dict[TrialConfig, T] = {}
@@ -360,17 +324,6 @@ def run_suite(
 
     The test splits are evaluated at the end of the final runs and never before. Every run has its own folder: the same
     call resumes where an earlier one stopped.
-
-    Args:
-        configs: the configurations to select from; a single one needs no trial.
-        tasks: the tasks.
-        folder: where the runs are written.
-        seeds: final runs per task.
-        device: where to compute; by default a GPU where there is one.
-        on_event: called with notes and the events of the runs.
-
-    Returns:
-        The trials and the final runs.
     """
 
     def run_trial(config: TrialConfig) -> SuiteTrial:

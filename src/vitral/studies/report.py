@@ -31,29 +31,20 @@ def markdown(study: Study, cells: Sequence[CellResult], records: Mapping[str, Re
     head = f"## {study.title} ({study.source})" if study.source else f"## {study.title}"
     lines = [head, "", *([study.about, ""] if study.about else [])]
     if study.claims:
-        lines += [*_table(["claim", "verdict", "measured"], _claim_rows(judge(study, cells)), left=3), ""]
-    lines += [
-        *_table(columns, rows, left=columns.index(study.metric)),
-        "",
-        _table_notes(study, cells, records),
-        "",
-    ]
+        claims = [[result.claim.text, _bold(result.verdict), result.measured] for result in judge(study, cells)]
+        lines += [*_table(["claim", "verdict", "measured"], claims, left=3), ""]
+    lines += [*_table(columns, rows, left=columns.index(study.metric)), "", _table_notes(study, cells, records), ""]
     lines += ["Differs from the paper:", "", *(f"- {text}" for text in study.differs), ""] if study.differs else []
     return "\n".join(lines)
 
 
 def claims_table(reports: Sequence[tuple[Study, Sequence[CellResult]]]) -> str:
-    """One table of the claims of several studies."""
     rows = [
         [result.claim.text, _paper(study, result), result.measured, _bold(result.verdict)]
         for study, cells in reports
         for result in judge(study, cells)
     ]
     return "\n".join(_table(["claim", "the paper", "ours", "verdict"], rows, left=4)) + "\n"
-
-
-def _claim_rows(results: Sequence[ClaimResult]) -> list[list[str]]:
-    return [[result.claim.text, _bold(result.verdict), result.measured] for result in results]
 
 
 def _paper(study: Study, result: ClaimResult) -> str:
@@ -107,7 +98,6 @@ def edge_sentence(study: Study, cells: Sequence[CellResult]) -> str:
 
 
 def as_dict(study: Study, cells: Sequence[CellResult], records: Mapping[str, Record]) -> dict[str, Any]:
-    """The report as JSON-ready data."""
     return {
         "study": study.name,
         "title": study.title,
@@ -145,7 +135,6 @@ def _cell_dict(study: Study, cell: CellResult) -> dict[str, Any]:
 
 
 def html(study: Study, cells: Sequence[CellResult], records: Mapping[str, Record]) -> str:
-    """The self-contained page."""
     columns, rows = table(study, cells)
     claims = judge(study, cells)
     held = f"{sum(result.verdict == 'held' for result in claims)} of {len(claims)}" if claims else ""
@@ -210,12 +199,8 @@ def _row_name(cell: CellResult, cells: Sequence[CellResult]) -> str:
 
 
 def row_chart(rows: Sequence[tuple[str, float, float | None]], *, percent: bool) -> str:
-    """A dot per row with its interval (SVG).
-
-    Args:
-        rows: name, value and half of the interval, if there is one.
-        percent: whether values are shares of 1.
-    """
+    """A dot per row of a name, a value (of a share of 1 with `percent`) and half of its interval, if there is one
+    (SVG)."""
     ends = [value + sign * (half or 0.0) for _, value, half in rows for sign in (-1, 1)]
     low, high = min(ends), max(ends)
     span = (high - low) or abs(high) or 1.0

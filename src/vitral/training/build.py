@@ -17,11 +17,10 @@ from vitral.checkpoints.adapt import Adaptation, to_classes
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.run import RunFolder
 from vitral.checkpoints.weights import assemble, read_adapted
+from vitral.data.augment import CallableTransform, mirrored_labels
 from vitral.data.contents import RunContents
-from vitral.data.labels import mirrored_labels
 from vitral.data.preprocess import parse_deterministic, parse_pipeline
 from vitral.data.sources import DataSet
-from vitral.data.transforms import CallableTransform
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note
 from vitral.models.build import Model, build, mimetic_init

@@ -16,11 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitral.data.batch_buffers import MAX_SHRINK, BufferLayout, PackedCrops
-from vitral.data.loader import PADDING, Batch, Transform, evaluation_batches
-from vitral.data.order import batch_indices, rank_positions
+from vitral.data.loader import PADDING, Batch, Transform, batch_indices, evaluation_batches, rank_positions
 from vitral.data.preprocess import Pipeline
 from vitral.data.sources import Split
+from vitral.data.workers import MAX_SHRINK, BufferLayout, PackedCrops
 from vitral.kernels.dispatch import supports_crop_resize
 from vitral.training.parallel import World
 

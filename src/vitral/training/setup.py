@@ -19,14 +19,21 @@ from vitral import recipe as recipes
 from vitral.architecture import ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.mae import read_decoder, unsupported_reason
+from vitral.data.augment import CallableTransform
+from vitral.data.cache import decode_once
 from vitral.data.images import UnreadableImage
-from vitral.data.loader import Batch, default_workers, training_batches
-from vitral.data.memory_map import decode_once
-from vitral.data.order import balanced_order, batch_indices, rank_positions, rank_slice
+from vitral.data.loader import (
+    Batch,
+    balanced_order,
+    batch_indices,
+    default_workers,
+    rank_positions,
+    rank_slice,
+    training_batches,
+)
 from vitral.data.preprocess import Pipeline, parse_pipeline
 from vitral.data.sources import DataSet, Split
 from vitral.data.splits import unreadable_refusal
-from vitral.data.transforms import CallableTransform
 from vitral.errors import UserError
 from vitral.evaluation.predict import Predictions, embed_split, predict_split
 from vitral.events import EventHandler, Note

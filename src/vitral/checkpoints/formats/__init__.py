@@ -5,13 +5,11 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from vitral.checkpoints.formats.bit import BIT, HUGGING_FACE_BIT, TIMM_BIT
-from vitral.checkpoints.formats.deit import HUGGING_FACE_DEIT, TIMM_DEIT
+from vitral.checkpoints.formats.clip import HUGGING_FACE_CLIP, HUGGING_FACE_SIGLIP, HUGGING_FACE_SIGLIP2, OPEN_CLIP
+from vitral.checkpoints.formats.dino import DINO, DINOV3, HUGGING_FACE_DINO, HUGGING_FACE_DINOV3
 from vitral.checkpoints.formats.google import BIG_VISION, BIG_VISION_SCAN, GOOGLE, GOOGLE_LINEN
-from vitral.checkpoints.formats.hf_clip import HUGGING_FACE_CLIP, HUGGING_FACE_SIGLIP, HUGGING_FACE_SIGLIP2
-from vitral.checkpoints.formats.hf_dino import HUGGING_FACE_DINO, HUGGING_FACE_DINOV3
 from vitral.checkpoints.formats.hugging_face import (
     HUGGING_FACE,
     HUGGING_FACE_BEIT,
@@ -20,11 +18,11 @@ from vitral.checkpoints.formats.hugging_face import (
     HUGGING_FACE_MAE,
     HUGGING_FACE_MSN,
 )
-from vitral.checkpoints.formats.makers import DINO, DINOV3, OPEN_CLIP, TORCHVISION
 from vitral.checkpoints.formats.native import NATIVE
+from vitral.checkpoints.formats.resnets import BIT, HUGGING_FACE_BIT, TIMM_BIT, TIMM_HYBRID
 from vitral.checkpoints.formats.table import Format
-from vitral.checkpoints.formats.timm import TIMM
-from vitral.checkpoints.formats.timm_variants import NAFLEX, TIMM_HYBRID
+from vitral.checkpoints.formats.timm import TIMM, TORCHVISION
+from vitral.checkpoints.formats.variants import HUGGING_FACE_DEIT, NAFLEX, TIMM_DEIT
 from vitral.errors import UserError
 from vitral.names import VIT_SIZES
 
@@ -58,76 +56,64 @@ def format_named(name: str) -> Format[Any]:
 # ------------------------------------------------------------------------------------------ files in none of these
 
 
-class _Family(NamedTuple):
-    """A kind of file: what it is and what to do, and the patterns of keys that it has, each after any prefix."""
-
-    sentence: str
-    patterns: tuple[str, ...]
-
-
 _USE_TIMM = "use timm for it"
 _USE_TRANSFORMERS = "use transformers for it"
 _MERGE_LORA = "merge them into the model (peft: merge_and_unload) and save its state dict"
 
-# The first that fits is named: adapters and parts of models come before the models they belong to.
+# What a kind of file is and what to do, and patterns of keys that it has, each after any prefix. The first that fits is
+# named: adapters and parts of models come before the models they belong to.
 _FAMILIES = (
-    _Family(
-        f"a model with LoRA adapters that are not merged: {_MERGE_LORA}", (r"lora_(A|down)\b", r"base_layer\.weight$")
-    ),
-    _Family(f"LoRA adapters without their model: {_MERGE_LORA}", (r"lora_(A|down)\b",)),
-    _Family(
+    (f"a model with LoRA adapters that are not merged: {_MERGE_LORA}", (r"lora_(A|down)\b", r"base_layer\.weight$")),
+    (f"LoRA adapters without their model: {_MERGE_LORA}", (r"lora_(A|down)\b",)),
+    (
         "a Segment Anything model (SAM), whose image encoder has windows and relative positions: use segment_anything",
         (r"(mask_decoder|image_encoder\.blocks\.0\.attn\.rel_pos_h|vision_encoder\.layers\.0\.attn\.rel_pos_h)",),
     ),
-    _Family(
+    (
         f"a DETR detector, not an image classifier: {_USE_TRANSFORMERS}",
         (r"(query_embed\.weight|query_position_embeddings\.weight)$", r"decoder\.layers\.0\."),
     ),
-    _Family(
+    (
         "a diffusion model, not an image classifier: use diffusers for it",
         (r"(down_blocks\.0\.|diffusion_model\.|input_blocks\.0\.|blocks\.0\.adaLN_modulation\.)",),
     ),
-    _Family(
+    (
         "{size} of DINOv3, which has rotary positions: {use}",
         (r"(storage_tokens|rope_embed\.periods)$",),
     ),
-    _Family(
+    (
         "{size} of DINOv3 in the names of transformers, which has rotary positions: {use}",
         (r"embeddings\.register_tokens$", r"layer\.0\.attention\.q_proj\.weight$", r"layer\.0\.layer_scale1\.lambda1$"),
     ),
-    _Family(
+    (
         f"a Swin Transformer, whose attention has windows: {_USE_TIMM}",
         (r"(layers\.\d\.blocks|features\.\d)\.\d+\.(attn|attention)\..*relative_position_bias_table$",),
     ),
-    _Family(
+    (
         "{size} of BEiT, which has relative positions in every block: {use}",
         (r"(blocks|layers?)\.0\..*relative_position_bias_table$",),
     ),
-    _Family("{size} of EVA, which has rotary positions or gated MLPs: {use}", (r"blocks\.0\.attn\.(q_bias|q_proj\.)",)),
-    _Family("{size} of EVA, which has rotary positions or gated MLPs: {use}", (r"blocks\.0\.attn\.qkv\.", r"gamma_1$")),
-    _Family(
+    ("{size} of EVA, which has rotary positions or gated MLPs: {use}", (r"blocks\.0\.attn\.(q_bias|q_proj\.)",)),
+    ("{size} of EVA, which has rotary positions or gated MLPs: {use}", (r"blocks\.0\.attn\.qkv\.", r"gamma_1$")),
+    (
         f"a ConvNeXt, a convolutional network: {_USE_TIMM}",
         (r"(stages\.0\.(blocks|layers)\.0\.(conv_dw|dwconv)|stages\.0\.0\.dwconv|features\.1\.0\.layer_scale)",),
     ),
-    _Family(f"an MLP-Mixer, which has no attention: {_USE_TIMM}", (r"(blocks\.0\.mlp_tokens\.|MixerBlock_0/)",)),
-    _Family(
+    (f"an MLP-Mixer, which has no attention: {_USE_TIMM}", (r"(blocks\.0\.mlp_tokens\.|MixerBlock_0/)",)),
+    (
         f"a ResNet with BatchNorm; only BiT's, with GroupNorm, are supported: {_USE_TIMM}",
         (r"layer1\.0\.conv1\.weight$", r"layer4\.0\.conv1\.weight$"),
     ),
-    _Family(
-        "a BiT ResNet in timm's names, which are not supported: use the npz file of big_transfer",
-        (r"stem\.conv\.weight$", r"stages\.0\.blocks\.0\.(downsample\.)?conv1?\.weight$", r"stages\.3\.blocks\.0\."),
-    ),
-    _Family(f"an EfficientNet or MobileNet, a convolutional network: {_USE_TIMM}", (r"conv_stem\.weight$",)),
-    _Family(
+    (f"an EfficientNet or MobileNet, a convolutional network: {_USE_TIMM}", (r"conv_stem\.weight$",)),
+    (
         "a CLIP model in a format whose vision tower is not supported: use open_clip or transformers for it",
         (r"(visual\.transformer\.resblocks\.0\.|vision_model\.encoder\.layers\.0\.)",),
     ),
-    _Family(
+    (
         "the text tower of a CLIP model, without its vision tower: use the whole model",
         (r"(encoder\.layers\.0\.self_attn\.|transformer\.resblocks\.0\.)", r"token_embedding\.weight$"),
     ),
-    _Family(
+    (
         f"a language model, not a vision model: {_USE_TRANSFORMERS}",
         (r"(embed_tokens|wte|word_embeddings|tok_embeddings|token_embedding|shared)\.weight$",),
     ),
@@ -136,17 +122,13 @@ _OPTIMIZER = re.compile(r"(?:^|\.)(?:exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_
 
 
 def family_of(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """What a file that no format recognises is, and what to do; None if that is not known either.
-
-    Args:
-        shapes: shapes of the tensors of the file.
-    """
+    """What a file that no format recognises is, by its shapes, and what to do; None if that is not known either."""
     if all(map(_OPTIMIZER.search, shapes)):
         return "the state of an optimizer without the weights: choose the file of the model"
     lines = "\n".join(shapes)
-    for family in _FAMILIES:
-        if all(re.search(rf"(?m)(?:^|[./]){pattern}", lines) for pattern in family.patterns):
-            return family.sentence.format(size=_size(shapes), use=_USE_TIMM)
+    for sentence, patterns in _FAMILIES:
+        if all(re.search(rf"(?m)(?:^|[./]){pattern}", lines) for pattern in patterns):
+            return sentence.format(size=_size(shapes), use=_USE_TIMM)
     return None
 
 

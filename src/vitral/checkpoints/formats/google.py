@@ -15,13 +15,13 @@ import torch
 
 from vitral.architecture import Architecture, Pool, StemConfig, ViTConfig
 from vitral.checkpoints.card import Preprocess
-from vitral.checkpoints.formats.layout import ResNetLayout
+from vitral.checkpoints.formats.layout import ResNetLayout, position_entries
 from vitral.checkpoints.formats.table import (
     CheckpointHeader,
     Entry,
     Format,
     Tensors,
-    grid_of_rows,
+    image_of_rows,
     is_square,
     later_parts,
 )
@@ -106,10 +106,9 @@ def _read_encoder(header: CheckpointHeader, names: _BlockNames) -> dict[str, Any
     _, heads, _ = header.shape(f"{first}/{names.attention}/query/kernel", 3)
     hidden = header.shape(f"{first}/{names.mlp}/Dense_0/kernel", 2)[1]
     depth = header.count(r"Transformer/encoderblock_(\d+)/")
-    representation = header.shape("pre_logits/kernel", 2)[1] if header.has("pre_logits/kernel") else 0
-    classes = header.shape("head/kernel", 2)[1] if header.has("head/kernel") else 0
     sizes = {"depth": depth, "width": width, "mlp": hidden, "heads": heads, "patch": patch, "channels": channels}
-    return {**sizes, "representation": representation, "classes": classes}
+    outputs = {"representation": header.size("pre_logits/kernel", 2, 1), "classes": header.size("head/kernel", 2, 1)}
+    return {**sizes, **outputs}
 
 
 def _unsupported_reason(architecture: Architecture) -> str | None:
@@ -140,14 +139,6 @@ def plain_resize(header: CheckpointHeader, architecture: Architecture) -> Prepro
     size = f"{height}" if height == width else f"{height}, {width}"
     half = (0.5,) * architecture.channels
     return Preprocess(f"decode|resize({size}, antialias=false)", half, half)
-
-
-def _positions(key: str, c: ViTConfig) -> list[Entry]:
-    """A table (1, n, d) or, with the class token's row in front, (1, 1 + n, d)."""
-    rows, columns = c.grid(c.image)
-    n, first = rows * columns, int(c.class_row)
-    row = [Entry(key, "positions.0.class_row", (1, 1, c.width), rows=(0, 1))] if first else []
-    return [*row, Entry(key, "positions.0.table", (1, n, c.width), rows=(first, first + n))]
 
 
 # ------------------------------------------------------------------------------------------------ vision_transformer
@@ -191,14 +182,11 @@ def _stem(header: CheckpointHeader) -> StemConfig | None:
 
 def _architecture(header: CheckpointHeader, names: _BlockNames) -> ViTConfig:
     sizes = _read_encoder(header, names)
-    token = header.has("cls")
-    rows = header.shape(_POSITION, 3)[1]
-    grid = grid_of_rows(header, rows - int(token))
-    stem = _stem(header)
-    stride = sizes["patch"] * (stem.stride if stem else 1)
+    token, stem = header.has("cls"), _stem(header)
     if stem:
         sizes["channels"] = header.shape("conv_root/kernel", 4)[2]
-    image = (grid[0] * stride, grid[1] * stride)
+    stride = sizes["patch"] * (stem.stride if stem else 1)
+    image = image_of_rows(header, header.shape(_POSITION, 3)[1] - int(token), stride)
     return ViTConfig(**sizes, image=image, stem=stem, class_token=token, pool="token" if token else "mean")
 
 
@@ -213,7 +201,7 @@ def _lacks_class_row(header: CheckpointHeader) -> bool:
 def _format(name: str, title: str, names: _BlockNames, group_norm: bool) -> Format[ViTConfig]:
     def entries(c: ViTConfig) -> list[Entry]:
         stem = _stem_entries(c, group_norm) if c.stem else []
-        return stem + _encoder(c, names) + _positions(_POSITION, c) + _head(c)
+        return stem + _encoder(c, names) + position_entries(_POSITION, c) + _head(c)
 
     def reason(architecture: Architecture) -> str | None:
         if isinstance(architecture, ViTConfig) and architecture.pool == "map":
@@ -257,11 +245,6 @@ def _renames(keys: Iterable[str]) -> dict[str, str]:
     return {key: _BIG_VISION_POSITION if new in older else new for key, new in renamed.items()}
 
 
-def _big_vision_recognises(header: CheckpointHeader) -> bool:
-    patches = header.has("embedding/kernel")  # a text tower has none
-    return patches and header.has(f"Transformer/encoderblock_0/{_LINEN.attention}/query/kernel")
-
-
 def _big_vision_architecture(header: CheckpointHeader) -> ViTConfig:
     sizes = _read_encoder(header, _LINEN)
     token = header.has("cls")
@@ -275,8 +258,7 @@ def _big_vision_architecture(header: CheckpointHeader) -> ViTConfig:
     rows = header.shape(_BIG_VISION_POSITION, 3)[1]
     hint = header.hints.grid
     class_row = token and (rows - 1 == hint[0] * hint[1] if hint else not is_square(rows))
-    grid = grid_of_rows(header, rows - int(class_row))
-    image = (grid[0] * sizes["patch"], grid[1] * sizes["patch"])
+    image = image_of_rows(header, rows - int(class_row), sizes["patch"])
     return ViTConfig(**sizes, image=image, class_token=token, pool=pool, class_position=class_row)
 
 
@@ -295,7 +277,7 @@ def _map_entries(c: ViTConfig) -> list[Entry]:
 
 
 def _big_vision_entries(c: ViTConfig) -> list[Entry]:
-    table = _positions(_BIG_VISION_POSITION, c) if c.position == "1d" else []
+    table = position_entries(_BIG_VISION_POSITION, c) if c.position == "1d" else []
     return _encoder(c, _LINEN) + table + (_map_entries(c) if c.pool == "map" else []) + _head(c)
 
 
@@ -318,7 +300,10 @@ BIG_VISION = Format(
     name="big_vision",
     title="big_vision npz",
     container="npz",
-    recognises=_big_vision_recognises,
+    recognises=lambda header: (
+        header.has("embedding/kernel")  # a text tower has none
+        and header.has(f"Transformer/encoderblock_0/{_LINEN.attention}/query/kernel")
+    ),
     architecture=_big_vision_architecture,
     entries=_big_vision_entries,
     unsupported_reason=_big_vision_unsupported_reason,
@@ -333,10 +318,6 @@ BIG_VISION = Format(
 
 # Trained with `scan=True`, all blocks are one whose tensors have a leading axis of layers.
 _STACKED, _NUMBERED = "Transformer/encoderblock/", "Transformer/encoderblock_{}/"
-
-
-def _scan_recognises(header: CheckpointHeader) -> bool:
-    return header.has("embedding/kernel") and header.has(f"{_STACKED}{_LINEN.attention}/query/kernel")
 
 
 def _scan_architecture(header: CheckpointHeader) -> ViTConfig:
@@ -372,7 +353,9 @@ BIG_VISION_SCAN = replace(
     BIG_VISION,
     name="big_vision-scan",
     title="big_vision npz, layers stacked (scan=True)",
-    recognises=_scan_recognises,
+    recognises=lambda header: (
+        header.has("embedding/kernel") and header.has(f"{_STACKED}{_LINEN.attention}/query/kernel")
+    ),
     architecture=_scan_architecture,
     unpack=_scan_unpack,
     pack=_scan_pack,

@@ -9,8 +9,8 @@ from typing import Any
 
 from vitral.architecture import Architecture, Gelu, Size, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
-from vitral.checkpoints.formats.layout import Layout, layout_entries
-from vitral.checkpoints.formats.table import CheckpointHeader, Format, grid_of_rows, heads_of
+from vitral.checkpoints.formats.layout import Layout, layout_entries, read_sizes
+from vitral.checkpoints.formats.table import CheckpointHeader, Format, heads_of, image_of_rows
 from vitral.checkpoints.processors import from_transformers, to_transformers
 from vitral.errors import UserError
 
@@ -65,20 +65,14 @@ def vision_config(header: CheckpointHeader) -> dict[str, Any]:
 def read_settings(header: CheckpointHeader, names: Layout, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a ViTConfig that all families read alike, from shapes and config.json.
 
-    Args:
-        header: the checkpoint.
-        names: the family's layout.
-        defaults: the values of its configuration class in transformers, for keys that config.json leaves out.
+    `defaults` are those of its configuration class in transformers, for keys that config.json leaves out.
     """
     kind = model_type(header)
     if kind is not None and kind not in _FAMILIES:
         raise UserError(f'its model_type "{kind}" is not supported: `vitral list formats` shows what is.')
     config = {**defaults, **vision_config(header)}
-    width, channels, patch, _ = header.shape(f"{names.patches}.weight", 4)
-    depth = header.count(re.escape(names.block).replace(r"\{\}", r"(\d+)") + r"\.")
-    gated = bool(names.gates) and header.has(names.in_block(0, f"{names.gates[0]}.weight"))
-    first = names.gates[0] if gated else names.hidden
-    rows = header.shape(names.in_block(0, f"{first}.weight"), 2)[0]
+    sizes = read_sizes(header, names)
+    depth, width, patch = sizes["depth"], sizes["width"], sizes["patch"]
     stated = vision_config(header).get("num_attention_heads") or (defaults["num_attention_heads"] if kind else None)
     heads = header.hints.heads or stated or heads_of(header, depth, width)
     head_dim = config.get("head_dim", width // heads)
@@ -87,15 +81,12 @@ def read_settings(header: CheckpointHeader, names: Layout, defaults: Mapping[str
     agrees(header, "num_hidden_layers", depth)
     table = bool(names.positions) and (header.has(names.positions) or not names.bias_table)
     return {
-        **{"depth": depth, "width": width, "heads": heads, "patch": patch, "channels": channels},
-        "mlp": rows // 2 if gated and len(names.gates) == 1 else rows,
-        "swiglu": gated,
+        **sizes,
+        "heads": heads,
         "image": _image(header, names, config, patch) if table else _stated_image(config, patch),
-        "class_token": bool(names.class_token),
         "position": "1d" if table else "none",
-        "gelu": "erf" if gated else _gelu(config["hidden_act"]),
+        "gelu": "erf" if sizes["swiglu"] else _gelu(config["hidden_act"]),
         "norm_eps": float(config["layer_norm_eps"]),
-        "layer_scale": bool(names.scales[0]) and header.has(names.in_block(0, names.scales[0])),
         **_biases(header, names),
         "dropout": float(config.get("hidden_dropout_prob") or 0.0),
         "attention_dropout": float(
@@ -140,8 +131,7 @@ def _image(header: CheckpointHeader, names: Layout, config: Mapping[str, Any], p
         height, width = _stated_image(config, patch)
         if (height // patch) * (width // patch) == rows:
             return height, width
-    grid = grid_of_rows(header, rows)
-    return grid[0] * patch, grid[1] * patch
+    return image_of_rows(header, rows, patch)
 
 
 def _stated_image(config: Mapping[str, Any], patch: int) -> Size:
@@ -151,13 +141,7 @@ def _stated_image(config: Mapping[str, Any], patch: int) -> Size:
 
 
 def _assumed(header: CheckpointHeader, c: ViTConfig, parts: Mapping[str, str]) -> tuple[str, ...]:
-    """What a reader must know: settings that no config.json states, and parts of the file that are not read.
-
-    Args:
-        header: the checkpoint.
-        c: the architecture that was derived from it.
-        parts: the words for unused tensors, by a pattern of their keys.
-    """
+    """Settings that no config.json states, and the `parts` of the file that are not read."""
     notes = []
     if model_type(header) is None:
         notes.append(
@@ -168,11 +152,6 @@ def _assumed(header: CheckpointHeader, c: ViTConfig, parts: Mapping[str, str]) -
         count = sum(bool(re.match(f"{re.escape(UNUSED)}(?:{pattern})", key)) for key in header.shapes)
         notes += [f"{words} not read ({count} tensor{'s' * (count > 1)})"] if count else []
     return tuple(notes)
-
-
-def classes_of(header: CheckpointHeader, key: str = "classifier") -> int:
-    """The rows of a head; 0 without one."""
-    return header.shape(f"{key}.weight", 2)[0] if header.has(f"{key}.weight") else 0
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
@@ -195,12 +174,9 @@ class Variant:
             value = getattr(c, item.name)
             if allowed and item.name not in skipped and value not in allowed:
                 label = f" ({_LABELS[item.name]})" if item.name in _LABELS else ""
-                return f"{self.model} has {item.name}={' or '.join(map(repr, allowed))}{label}, not {_brief(value)}"
+                brief = repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
+                return f"{self.model} has {item.name}={' or '.join(map(repr, allowed))}{label}, not {brief}"
         return self.reason(c)
-
-
-def _brief(value: Any) -> str:
-    return repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
 
 
 def choose(variants: tuple[Variant, ...], c: ViTConfig) -> Variant | str:
@@ -274,38 +250,37 @@ def labels(card: Card) -> dict[str, Any]:
 def hf_format(
     name: str,
     title: str,
-    recognises: Callable[[CheckpointHeader], bool],
-    layout: Layout,
+    kind: str,
     variants: tuple[Variant, ...],
+    layout: Layout,
     parts: Mapping[str, str],
     notes: Callable[[CheckpointHeader, ViTConfig], tuple[str, ...]] = lambda header, c: (),
+    stated: Callable[[ViTConfig], dict[str, Any]] = lambda c: {},
     **functions: Any,
 ) -> Format[ViTConfig]:
     """A format for `from_pretrained`: a folder with config.json, model.safetensors and preprocessor_config.json.
 
-    Args:
-        name: the format's.
-        title: its description.
-        recognises: whether a checkpoint is of this family.
-        layout: the names of its tensors.
-        variants: the classes that are written.
-        parts: words for the tensors that are not read, by a pattern of their keys.
-        notes: further assumptions about a checkpoint.
-        functions: the other fields of a Format.
+    `kind` is its model_type; `parts` are words for the tensors that are not read, by a pattern of their keys; `notes`
+    are further assumptions; `stated` are keys of config.json, None for those that the family does not have; and
+    `functions` are the other fields of a Format.
     """
 
+    def config(card: Card, c: ViTConfig) -> dict[str, Any]:
+        usual = {"architectures": [chosen(variants, c)], "model_type": kind, **shared_config(card, c)}
+        return {key: value for key, value in {**usual, **stated(c)}.items() if value is not None}
+
     shared: dict[str, Any] = {
-        "container": "safetensors",
         "entries": lambda c: layout_entries(layout, c),
         "unsupported_reason": unsupported(variants),
         "assumptions": lambda header, c: _assumed(header, c, parts) + notes(header, c),
         "ignored": re.escape(UNUSED),
         "preprocess": preprocess,
         "class_names": class_names,
+        "config": config,
         "preprocessor": preprocessor,
         "alone": alone,
     }
-    return Format(name=name, title=title, recognises=recognises, **{**shared, **functions})
+    return Format(name=name, title=title, **{**shared, **functions})
 
 
 def preprocess(header: CheckpointHeader, architecture: Architecture) -> Preprocess | None:

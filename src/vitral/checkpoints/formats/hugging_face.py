@@ -7,30 +7,26 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from vitral.architecture import Architecture, ViTConfig
-from vitral.checkpoints.card import Card
+from vitral.architecture import ViTConfig
 from vitral.checkpoints.formats.hf_config import (
     UNUSED,
     Variant,
     agrees,
-    chosen,
-    classes_of,
     hf_format,
     is_family,
     model_type,
     read_settings,
-    shared_config,
     square_only,
 )
-from vitral.checkpoints.formats.layout import Layout, bias_rows, separate
-from vitral.checkpoints.formats.table import CheckpointHeader, Format, Tensors
+from vitral.checkpoints.formats.layout import Layout, layout_entries
+from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format
 from vitral.errors import UserError
 
-_PREFIX = re.compile(r"^(?:vit|ijepa|beit|data2vec_vision|dinov2|dinov2_with_registers)\.")
+_PREFIX = re.compile(r"^(?:vit|deit|ijepa|beit|data2vec_vision|dinov2|dinov2_with_registers)\.")
 _LAYER = re.compile(r"^(?:layers|encoder\.layer)\.(?=\d+\.)")
 # Names in the memory of transformers 5 -> names in files, which a plain state dict does not have.
 _MEMORY = {
@@ -53,15 +49,13 @@ PARTS = {
     r"lm_head\.|layernorm\.": "head of the masked image modeling",
 }
 
-_QKV, _BIASES = separate("attention.attention.query", "attention.attention.key", "attention.attention.value")
 LAYOUT = Layout(
     patches="embeddings.patch_embeddings.projection",
     positions="embeddings.position_embeddings",
     class_token="embeddings.cls_token",
     block="encoder.layer.{}",
     norm1="layernorm_before",
-    qkv=_QKV,
-    qkv_biases=_BIASES,
+    qkv=("attention.attention.query", "attention.attention.key", "attention.attention.value"),
     out="attention.output.dense",
     norm2="layernorm_after",
     hidden="intermediate.dense",
@@ -100,15 +94,10 @@ def in_file(key: str, memory: Mapping[str, str] = _MEMORY | _MEMORY_MLP) -> str:
     return key
 
 
-def _recognises(name: str) -> Callable[[CheckpointHeader], bool]:
+def _is(header: CheckpointHeader, name: str) -> bool:
     """Whether a checkpoint with the names of ViT is of this family, by its model_type or else by its tensors."""
-
-    def recognises(header: CheckpointHeader) -> bool:
-        if not header.has(LAYOUT.in_block(0, "layernorm_before.weight")):
-            return False
-        return is_family(header, name, _by_tensors(header))
-
-    return recognises
+    named = header.has(LAYOUT.in_block(0, "layernorm_before.weight"))
+    return named and is_family(header, name, _by_tensors(header))
 
 
 def _by_tensors(header: CheckpointHeader) -> str:
@@ -125,42 +114,16 @@ def _by_tensors(header: CheckpointHeader) -> str:
 def _read(header: CheckpointHeader, names: Layout = LAYOUT, eps: float = 1e-12, **fields: Any) -> ViTConfig:
     settings = read_settings(header, names, {**DEFAULTS, "layer_norm_eps": eps})
     agrees(header, "qkv_bias", settings["qkv_bias"])
-    return ViTConfig(**settings, classes=classes_of(header), **fields)
+    return ViTConfig(**settings, **fields)
 
 
 def _vit_architecture(header: CheckpointHeader) -> ViTConfig:
     # ViTForImageClassification never runs the pooler, even if the file has one.
-    pooler = "pooler.dense.weight"
-    representation = header.shape(pooler, 2)[0] if header.has(pooler) else 0
+    representation = header.size("pooler.dense.weight")
     act = (header.config or {}).get("pooler_act", "tanh")
     if representation and act != "tanh":
         raise UserError(f'the file\'s pooler ends in "{act}" instead of tanh: that is not supported.')
     return _read(header, representation=representation)
-
-
-def _mean_note(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]:
-    return () if c.classes else ("features are the mean of the patches, as for IJepaForImageClassification",)
-
-
-def _config(kind: str, variants: tuple[Variant, ...], **values: Any) -> Callable[[Card, ViTConfig], dict[str, Any]]:
-    def config(card: Card, c: ViTConfig) -> dict[str, Any]:
-        pooler = {"pooler_output_size": c.representation, "pooler_act": "tanh"} if c.representation else {}
-        return {
-            **{"architectures": [chosen(variants, c)], "model_type": kind},
-            **shared_config(card, c),
-            **{**pooler, **values},
-        }
-
-    return config
-
-
-def prefixed(prefix: str) -> Callable[[str, Architecture], str]:
-    """`Format.file_key` where a classifier has the bare model below `prefix`."""
-
-    def file_key(key: str, c: Architecture) -> str:
-        return f"{prefix}.{key}" if c.classes and not key.startswith("classifier.") else key
-
-    return file_key
 
 
 _TOKEN = {"qkv_bias": (True, False)}
@@ -178,17 +141,23 @@ def _format(
     name: str, title: str, variants: tuple[Variant, ...], kind: str, prefix: str = "", **functions: Any
 ) -> Format[ViTConfig]:
     """A family with the names of ViT, whose model_type is `kind`; a classifier has the bare model below `prefix`."""
-    shared: dict[str, Any] = {
-        "layout": LAYOUT,
-        "parts": PARTS,
-        "renames": hf_renames,
-        "config": _config(kind, variants),
-    }
-    shared |= {"file_key": prefixed(prefix)} if prefix else {}
-    return hf_format(name, title, _recognises(name), variants=variants, **{**shared, **functions})
+
+    def file_key(key: str, c: ViTConfig) -> str:
+        return f"{prefix}.{key}" if prefix and c.classes and not key.startswith("classifier.") else key
+
+    shared: dict[str, Any] = {"layout": LAYOUT, "renames": hf_renames, "file_key": file_key}
+    shared["recognises"] = lambda header: _is(header, name)
+    return hf_format(name, title, kind, variants, parts=PARTS, **{**shared, **functions})
 
 
-HUGGING_FACE = _format("hf", "Hugging Face ViT (a folder)", _VIT, "vit", "vit", architecture=_vit_architecture)
+HUGGING_FACE = _format(
+    "hf",
+    "Hugging Face ViT (a folder)",
+    _VIT,
+    *("vit", "vit"),
+    architecture=_vit_architecture,
+    stated=lambda c: {"pooler_output_size": c.representation, "pooler_act": "tanh"} if c.representation else {},
+)
 HUGGING_FACE_MSN = _format(
     "hf-msn",
     "Hugging Face ViT-MSN (a folder)",
@@ -201,7 +170,9 @@ HUGGING_FACE_IJEPA = _format(
     "Hugging Face I-JEPA (a folder)",
     _IJEPA,
     *("ijepa", "ijepa"),
-    notes=_mean_note,
+    notes=lambda header, c: (
+        () if c.classes else ("features are the mean of the patches, as for IJepaForImageClassification",)
+    ),
     architecture=lambda header: _read(header, replace(LAYOUT, class_token=""), pool="mean"),
 )
 HUGGING_FACE_MAE = _format(
@@ -211,7 +182,7 @@ HUGGING_FACE_MAE = _format(
     "vit_mae",
     notes=lambda header, c: ("features are the class token of the whole image: nothing is masked",),
     architecture=_read,
-    config=_config("vit_mae", _MAE, mask_ratio=0.0),
+    stated=lambda c: {"mask_ratio": 0.0},
 )
 
 
@@ -237,7 +208,7 @@ def _beit_architecture(header: CheckpointHeader) -> ViTConfig:
         raise UserError("it has both absolute positions and a relative bias: that is not supported.")
     if own or shared:
         settings |= {"position": "bias", "image": _beit_image(header, settings), "resize": "siglip"}
-    return ViTConfig(**settings, classes=classes_of(header), **_pooling(header))
+    return ViTConfig(**settings, **_pooling(header))
 
 
 def _beit_image(header: CheckpointHeader, settings: dict[str, Any]) -> tuple[int, int]:
@@ -279,41 +250,25 @@ def _beit_notes(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _beit_unpack(tensors: Tensors, c: ViTConfig) -> Tensors:
+def _beit_entries(header: CheckpointHeader, c: ViTConfig) -> list[Entry]:
     """Give each block the bias that all share, added to its own where it has one."""
-    if c.position != "bias":
-        return tensors
-    tensors = dict(tensors)
-    shared = tensors.pop(_SHARED, None)
-    for i in range(c.depth):
-        key = _BEIT_LAYOUT.in_block(i, _BEIT_LAYOUT.bias_table)
-        if shared is not None:
-            tensors[key] = tensors[key] + shared if key in tensors else shared
-        expected = (bias_rows(c) + 3, c.heads)
-        if key in tensors and tensors[key].shape != expected:
-            raise UserError(
-                f"tensor {key} has the shape {list(tensors[key].shape)} where {list(expected)} is expected."
-            )
-    return tensors
+    own, shared = (layout_entries(replace(_BEIT_LAYOUT, shared_bias_table=name), c) for name in ("", _SHARED))
+    if not header.has(_SHARED):
+        return own
+    return shared + ([entry for entry in own if entry not in shared] if header.has(_FIRST) else [])
 
 
-def _beit_config(kind: str, variants: tuple[Variant, ...]) -> Callable[[Card, ViTConfig], dict[str, Any]]:
-    def config(card: Card, c: ViTConfig) -> dict[str, Any]:
-        shared = shared_config(card, c)
-        del shared["qkv_bias"]
-        return {
-            **{"architectures": [chosen(variants, c)], "model_type": kind},
-            **shared,
-            "use_absolute_position_embeddings": c.position == "1d",
-            "use_relative_position_bias": c.position == "bias",
-            "use_shared_relative_position_bias": False,
-            "layer_scale_init_value": 0.1 if c.layer_scale else 0.0,
-            "use_mean_pooling": c.pool == "mean",
-            "use_mask_token": False,
-            "drop_path_rate": c.stochastic_depth,
-        }
-
-    return config
+def _beit_stated(c: ViTConfig) -> dict[str, Any]:
+    return {
+        "qkv_bias": None,
+        "use_absolute_position_embeddings": c.position == "1d",
+        "use_relative_position_bias": c.position == "bias",
+        "use_shared_relative_position_bias": False,
+        "layer_scale_init_value": 0.1 if c.layer_scale else 0.0,
+        "use_mean_pooling": c.pool == "mean",
+        "use_mask_token": False,
+        "drop_path_rate": c.stochastic_depth,
+    }
 
 
 _BEIT_POSITIONS = ("bias", "1d", "2d", "sincos2d", "none")
@@ -337,9 +292,9 @@ def _beit_format(name: str, title: str, model: str, kind: str, prefix: str, mean
         *(kind, prefix),
         layout=_BEIT_LAYOUT,
         notes=_beit_notes,
-        unpack=_beit_unpack,
+        file_entries=_beit_entries,
         architecture=_beit_architecture,
-        config=_beit_config(kind, variants),
+        stated=_beit_stated,
         positions=("bias", "1d", "none"),
     )
 

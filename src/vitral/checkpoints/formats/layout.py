@@ -6,11 +6,15 @@ of BiT and of hybrids.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from vitral.architecture import ViTConfig
-from vitral.checkpoints.formats.table import Entry, bias, linear, norm
+from vitral.checkpoints.formats.table import CheckpointHeader, Entry, bias, heads_of, image_of_rows, linear, norm
+
+TIMM_SHARED_BIAS = "rel_pos_bias.relative_position_bias_table"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +26,13 @@ class Layout:
     class_token: str
     block: str  # with {} for the index
     norm1: str
-    qkv: tuple[str, ...]  # the weight of all three, or those of queries, keys and values
-    qkv_biases: tuple[str, ...]
+    qkv: tuple[str, ...]  # the layer of all three, or those of queries, keys and values
     out: str
     norm2: str
     hidden: str
     output: str
     norm: str
+    qkv_separator: str = "."  # between the name of such a layer and "weight" or "bias"
     qv_biases: tuple[str, ...] = ()  # where keys have none; if empty, the first and the last of `qkv_biases`
     registers: str = ""
     pre_norm: str = ""
@@ -48,15 +52,102 @@ class Layout:
     embedding: bool = False  # positions are an nn.Embedding, (rows, dim) instead of (1, rows, dim)
     register_rows: bool = False  # the position table has rows for the registers
 
+    @property
+    def qkv_biases(self) -> tuple[str, ...]:
+        return tuple(f"{name}{self.qkv_separator}bias" for name in self.qkv)
+
     def in_block(self, index: int, name: str) -> str:
         """The full name of a part of a block."""
         return f"{self.block.format(index)}.{name}"
 
 
-def separate(queries: str, keys: str, values: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Weights and biases of three projections, for `Layout.qkv` and `Layout.qkv_biases`."""
-    names = (queries, keys, values)
-    return tuple(f"{name}.weight" for name in names), tuple(f"{name}.bias" for name in names)
+def timm_layout(
+    *,
+    gamma: bool = False,
+    separate_qkv: bool = False,
+    separate_gate: bool = False,
+    shared_bias: bool = False,
+    register_rows: bool = False,
+) -> Layout:
+    """The names of timm's VisionTransformer, Eva and Beit, which the code of DINO and of MAE shares.
+
+    With `gamma`, LayerScale is gamma_1 instead of ls1.gamma; `shared_bias` is one table of relative positions for all
+    blocks.
+    """
+    return Layout(
+        patches="patch_embed.proj",
+        positions="pos_embed",
+        class_token="cls_token",
+        registers="reg_token",
+        pre_norm="norm_pre",
+        block="blocks.{}",
+        norm1="norm1",
+        qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj") if separate_qkv else ("attn.qkv",),
+        qv_biases=() if separate_qkv else ("attn.q_bias", "attn.v_bias"),
+        qk_norms=("attn.q_norm", "attn.k_norm"),
+        attention_norm="attn.norm",
+        out="attn.proj",
+        norm2="norm2",
+        hidden="mlp.fc1",
+        gates=("mlp.fc1_g", "mlp.fc1_x") if separate_gate else ("mlp.fc1",),
+        mlp_norm="mlp.norm",
+        output="mlp.fc2",
+        scales=("gamma_1", "gamma_2") if gamma else ("ls1.gamma", "ls2.gamma"),
+        bias_table="attn.relative_position_bias_table",
+        shared_bias_table=TIMM_SHARED_BIAS if shared_bias else "",
+        frequencies="rope.freqs",
+        norm="norm",
+        pooled_norm="fc_norm",
+        map_head=tuple(f"attn_pool.{part}" for part in ("latent", "q", "kv", "proj", "norm", "mlp.fc1", "mlp.fc2")),
+        head="head",
+        register_rows=register_rows,
+    )
+
+
+def read_sizes(header: CheckpointHeader, names: Layout) -> dict[str, Any]:
+    """The fields of `ViTConfig` that the shapes of every layout show."""
+    width, channels, patch, _ = header.shape(f"{names.patches}.weight", 4)
+    gated = bool(names.gates) and header.has(names.in_block(0, f"{names.gates[0]}.weight"))
+    mlp = header.shape(names.in_block(0, f"{names.gates[0] if gated else names.hidden}.weight"), 2)[0]
+    if names.gates == (names.hidden,):  # the second layer shows whether the first is a gate and its value
+        rows, mlp = mlp, header.shape(names.in_block(0, f"{names.output}.weight"), 2)[1]
+        gated = rows == 2 * mlp
+    elif gated and len(names.gates) == 1:
+        mlp //= 2
+    return {
+        "depth": header.count(re.escape(names.block).replace(r"\{\}", r"(\d+)") + r"\."),
+        **{"width": width, "mlp": mlp, "swiglu": gated, "patch": patch, "channels": channels},
+        "class_token": bool(names.class_token),
+        "registers": header.size(names.registers, 3, 1),
+        "layer_scale": bool(names.scales[0]) and header.has(names.in_block(0, names.scales[0])),
+        "classes": header.size(f"{names.head}.weight"),
+    }
+
+
+def plain_architecture(header: CheckpointHeader, names: Layout, **fields: Any) -> ViTConfig:
+    """A ViT with a class token and learned positions; `fields` are what the names of this layout imply."""
+    sizes = read_sizes(header, names)
+    rows = header.shape(names.positions, 2 if names.embedding else 3)[-2]
+    sizes |= {"image": image_of_rows(header, rows - 1, sizes["patch"]), "gelu": "erf"}
+    sizes |= {"heads": heads_of(header, sizes["depth"], sizes["width"]), **fields}
+    return ViTConfig(**sizes)
+
+
+def read_parts(header: CheckpointHeader, names: Layout) -> dict[str, Any]:
+    """The parts of a layout that a model may have or not, where every name of the layout is optional."""
+    block = names.in_block(0, "")
+    bias = any(header.has(block + name) for name in (*names.qkv_biases[:1], *names.qv_biases[:1]))
+    key_bias = header.has(block + names.qkv_biases[len(names.qkv_biases) // 2])
+    return {
+        "class_token": header.has(names.class_token),
+        "qkv_bias": bias,
+        "key_bias": key_bias or not bias,
+        "patch_bias": header.has(f"{names.patches}.bias"),
+        "pre_norm": header.has(f"{names.pre_norm}.weight"),
+        "qk_norm": header.has(f"{block}{names.qk_norms[0]}.weight"),
+        "attention_norm": header.has(f"{block}{names.attention_norm}.weight"),
+        "mlp_norm": header.has(f"{block}{names.mlp_norm}.weight"),
+    }
 
 
 def layout_entries(names: Layout, c: ViTConfig) -> list[Entry]:
@@ -66,7 +157,9 @@ def layout_entries(names: Layout, c: ViTConfig) -> list[Entry]:
     entries += bias(names.patches, "embed", c.width) if c.patch_bias else []
     entries += [Entry(names.class_token, "class_token", token)] if c.class_token else []
     entries += [Entry(names.registers, "registers", (1, c.registers, c.width))] if c.registers else []
-    entries += _positions(names, c) if c.position == "1d" else []
+    if c.position == "1d":
+        options = {"embedding": names.embedding, "register_rows": names.register_rows}
+        entries += position_entries(names.positions, c, **options)
     entries += norm(names.pre_norm, "pre_norm", c.width) if c.pre_norm else []
     if c.rope and c.rope.learned:
         shape = (2, c.depth, c.heads, c.width // c.heads // 2)
@@ -81,14 +174,14 @@ def layout_entries(names: Layout, c: ViTConfig) -> list[Entry]:
     return entries + (head if c.head_bias else head[:1])
 
 
-def _positions(names: Layout, c: ViTConfig) -> list[Entry]:
+def position_entries(key: str, c: ViTConfig, *, embedding: bool = False, register_rows: bool = False) -> list[Entry]:
     """A table (1, rows, dim): rows of the class token and the registers, where it has them, then of the patches."""
     rows, columns = c.grid(c.image)
     parts = [("positions.0.class_row", 1)] if c.class_row else []
-    parts += [("registers", c.registers)] if names.register_rows else []  # added to them, which computes the same
-    entries, start, lead = [], 0, () if names.embedding else (1,)
+    parts += [("registers", c.registers)] if register_rows else []  # added to them, which computes the same
+    entries, start, lead = [], 0, () if embedding else (1,)
     for ours, count in (*parts, ("positions.0.table", rows * columns)):
-        entries.append(Entry(names.positions, ours, (*lead, count, c.width), rows=(start, start + count)))
+        entries.append(Entry(key, ours, (*lead, count, c.width), rows=(start, start + count)))
         start += count
     return entries
 
@@ -98,7 +191,8 @@ def block_entries(names: Layout, index: int, ours: str, c: ViTConfig) -> list[En
     theirs, attention = names.block.format(index), f"{ours}.attention"
     entries = norm(f"{theirs}.{names.norm1}", f"{ours}.norm1", c.width)
     entries += norm(f"{theirs}.{names.norm2}", f"{ours}.norm2", c.width)
-    entries += _parts(theirs, names.qkv, f"{attention}.qkv.weight", (3 * c.width, c.width))
+    weights = tuple(f"{name}{names.qkv_separator}weight" for name in names.qkv)
+    entries += _parts(theirs, weights, f"{attention}.qkv.weight", (3 * c.width, c.width))
     if c.qkv_bias and c.key_bias:
         entries += _parts(theirs, names.qkv_biases, f"{attention}.qkv.bias", (3 * c.width,))
     elif c.qkv_bias:
@@ -109,7 +203,8 @@ def block_entries(names: Layout, index: int, ours: str, c: ViTConfig) -> list[En
     entries += linear(f"{theirs}.{names.out}", f"{attention}.out", c.width, c.width)
     if c.position == "bias":
         key = names.shared_bias_table or f"{theirs}.{names.bias_table}"
-        n, relative = bias_rows(c), f"{attention}.relative"
+        rows, columns = c.grid(c.image)
+        n, relative = (2 * rows - 1) * (2 * columns - 1), f"{attention}.relative"  # one per offset of two patches
         entries.append(Entry(key, f"{relative}.table", (n, c.heads), rows=(0, n)))
         entries.append(Entry(key, f"{relative}.class_table", (3, c.heads), rows=(n, n + 3)))
     if c.swiglu:
@@ -145,12 +240,6 @@ def _map_head(names: tuple[str, ...], c: ViTConfig) -> list[Entry]:
         *linear(hidden, "map.mlp.hidden", c.width, mlp),
         *linear(output, "map.mlp.output", mlp, c.width),
     ]
-
-
-def bias_rows(c: ViTConfig) -> int:
-    """The rows of a table of relative biases, without the three of the class token."""
-    rows, columns = c.grid(c.image)
-    return (2 * rows - 1) * (2 * columns - 1)
 
 
 @dataclass(frozen=True)
@@ -190,10 +279,10 @@ class ResNetLayout:
         return entries
 
 
-def torch_resnet(unit: Callable[[int, int], str], projection_norm: str = "") -> ResNetLayout:
-    """The names of timm and transformers."""
+def torch_resnet(unit: str, projection_norm: str = "") -> ResNetLayout:
+    """The names of timm and transformers; `unit` has {} for a stage and for its unit."""
     return ResNetLayout(
-        unit,
+        unit.format,
         convs=("conv1", "conv2", "conv3"),
         norms=("norm1", "norm2", "norm3"),
         projection="downsample.conv",

@@ -26,6 +26,7 @@ from vitral.architecture import (
     rope_from_dict,
 )
 from vitral.checkpoints.card import Card
+from vitral.checkpoints.formats.layout import Layout, read_parts, read_sizes
 from vitral.checkpoints.formats.table import HINTED, CheckpointHeader, Entry, Format, grid_of_rows, heads_of
 from vitral.errors import UserError
 from vitral.models.build import build
@@ -34,6 +35,27 @@ from vitral.models.model import CONFIG
 CARD = "vitral.card"
 
 _VIT = ("blocks.0.attention.qkv.weight", "blocks.0.row.attention.qkv.weight")  # the second of an axial model
+_LAYOUT = Layout(
+    patches="embed",
+    positions="positions.0.table",
+    class_token="class_token",
+    pre_norm="pre_norm",
+    block="blocks.{}",
+    norm1="norm1",
+    qkv=("attention.qkv",),
+    qv_biases=("attention.qv_bias",),
+    qk_norms=("attention.q_norm", "attention.k_norm"),
+    attention_norm="attention.norm",
+    out="attention.out",
+    norm2="norm2",
+    hidden="mlp.hidden",
+    gates=("mlp.hidden",),
+    mlp_norm="mlp.norm",
+    output="mlp.output",
+    scales=("scale1.scale", "scale2.scale"),
+    norm="norm",
+    head="head.output",
+)
 _RESNET = ("root.weight", "stages.0.0.conv1.weight")
 
 
@@ -85,34 +107,33 @@ def _stated(header: CheckpointHeader) -> dict[str, Any]:
 
 
 def _vit(header: CheckpointHeader) -> ViTConfig:
-    width, channels, patch, _ = header.shape("embed.weight", 4)
-    depth, stem = header.count(r"blocks\.(\d+)\."), _stem(header)
-    axial = header.has(_VIT[1])
-    block = "blocks.0.row" if axial else "blocks.0"
-    token, position = header.has("class_token"), _position(header, width)
+    axial, stem = header.has(_VIT[1]), None
+    if wide := header.size("stem.root.conv.weight", 4):
+        stem = StemConfig(blocks=_stages(header, "stem.stages"), width=wide // 64)
+    names = replace(_LAYOUT, block="blocks.{}.row") if axial else _LAYOUT
+    sizes = {**read_sizes(header, names), **read_parts(header, names)}
+    depth, width, patch, token = sizes["depth"], sizes["width"], sizes["patch"], sizes["class_token"]
+    position = _position(header, width)
     rows, columns = _grid(header, position, patch, stem)
     stride = patch * (stem.stride if stem else 1)
-    return ViTConfig(
-        depth=depth,
-        width=width,
-        mlp=header.shape(f"{block}.mlp.output.weight", 2)[1],
-        heads=_heads(header, depth, width),
-        patch=patch,
-        image=(rows * stride, columns * stride),
-        channels=header.shape("stem.root.conv.weight", 4)[1] if stem else channels,
-        classes=_first_axis(header, "head.output.weight"),
-        pool=_pool(header, width),
-        class_token=token,
-        registers=_first_axis(header, "registers"),
-        position=position,
-        injection="every" if any(key.startswith("positions.1.") for key in header.shapes) else "input",
-        class_position=header.has("positions.0.class_row") or not token or position not in ("1d", "2d"),
-        representation=_first_axis(header, "head.hidden.weight"),
-        layer_scale=header.has(f"{block}.scale1.scale"),
-        stem=stem,
-        axial=axial,
-        **_parts(header, block),
-    )
+    learned = RopeConfig(pairs="adjacent", coordinates="index", learned=True)
+    map_mlp = header.size("map.mlp.hidden.weight")
+    fields: dict[str, Any] = {
+        "heads": _heads(header, depth, width),
+        "image": (rows * stride, columns * stride),
+        "channels": header.shape("stem.root.conv.weight", 4)[1] if stem else sizes["channels"],
+        "pool": _pool(header, width),
+        "registers": header.size("registers"),
+        "position": position,
+        "injection": "every" if any(key.startswith("positions.1.") for key in header.shapes) else "input",
+        "class_position": header.has("positions.0.class_row") or not token or position not in ("1d", "2d"),
+        "representation": header.size("head.hidden.weight"),
+        "head_bias": header.has("head.output.bias") or not header.has("head.output.weight"),
+        "norm_place": "tokens" if header.has("norm.weight") else "none",
+        "map_mlp": 0 if map_mlp == sizes["mlp"] else map_mlp,
+        "rope": learned if header.has("rope.frequencies") else None,
+    }
+    return ViTConfig(**{**sizes, **fields}, stem=stem, axial=axial)
 
 
 def _pool(header: CheckpointHeader, width: int) -> Pool:
@@ -129,28 +150,6 @@ def _pool(header: CheckpointHeader, width: int) -> Pool:
     )
 
 
-def _parts(header: CheckpointHeader, block: str) -> dict[str, Any]:
-    """What later Vision Transformers changed, where names and shapes show it."""
-    separate = header.has(f"{block}.attention.qv_bias")
-    mlp = header.shape(f"{block}.mlp.output.weight", 2)[1]
-    return {
-        "swiglu": header.shape(f"{block}.mlp.hidden.weight", 2)[0] == 2 * mlp,
-        "qkv_bias": separate or header.has(f"{block}.attention.qkv.bias"),
-        "key_bias": not separate,
-        "patch_bias": header.has("embed.bias"),
-        "head_bias": header.has("head.output.bias") or not header.has("head.output.weight"),
-        "qk_norm": header.has(f"{block}.attention.q_norm.weight"),
-        "attention_norm": header.has(f"{block}.attention.norm.weight"),
-        "mlp_norm": header.has(f"{block}.mlp.norm.weight"),
-        "pre_norm": header.has("pre_norm.weight"),
-        "norm_place": "tokens" if header.has("norm.weight") else "none",
-        "map_mlp": 0 if (width := _first_axis(header, "map.mlp.hidden.weight")) == mlp else width,
-        "rope": RopeConfig(pairs="adjacent", coordinates="index", learned=True)
-        if header.has("rope.frequencies")
-        else None,
-    }
-
-
 def _resnet(header: CheckpointHeader) -> ResNetConfig:
     wide, channels, _, _ = header.shape("root.weight", 4)
     blocks = _stages(header, "stages")
@@ -165,15 +164,9 @@ def _resnet(header: CheckpointHeader) -> ResNetConfig:
         width=wide // 64,
         image=(sides[0], sides[1]),
         channels=channels,
-        classes=_first_axis(header, "head.output.weight"),
+        classes=header.size("head.output.weight"),
         axial=axial,
     )
-
-
-def _stem(header: CheckpointHeader) -> StemConfig | None:
-    if not header.has("stem.root.conv.weight"):
-        return None
-    return StemConfig(blocks=_stages(header, "stem.stages"), width=header.shape("stem.root.conv.weight", 4)[0] // 64)
 
 
 def _stages(header: CheckpointHeader, name: str) -> tuple[int, ...]:
@@ -223,11 +216,6 @@ def _heads(header: CheckpointHeader, depth: int, width: int) -> int:
     return _stated(header).get("heads") or heads_of(header, depth, width)
 
 
-def _first_axis(header: CheckpointHeader, key: str) -> int:
-    """The length of a matrix's first axis, 0 if the file does not have it."""
-    return header.shape(key, 2)[0] if header.has(key) else 0
-
-
 def _assumptions(header: CheckpointHeader, architecture: Architecture) -> tuple[str, ...]:
     """What the shapes of a plain state dict do not show; a file with a card is not asked."""
     c, assumed = architecture, {"image": f"{architecture.image[0]}x{architecture.image[1]}"}
@@ -249,7 +237,6 @@ def _assumptions(header: CheckpointHeader, architecture: Architecture) -> tuple[
 NATIVE = Format(
     name="vitral",
     title="vitral safetensors with its card",
-    container="safetensors",
     recognises=_recognises,
     architecture=_architecture,
     entries=entries,

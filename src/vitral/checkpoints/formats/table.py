@@ -107,6 +107,10 @@ class CheckpointHeader:
             raise UserError(f"tensor {key} has the shape {list(shape)}, which does not have {rank} axes.")
         return shape
 
+    def size(self, key: str, rank: int = 2, axis: int = 0) -> int:
+        """The length of an axis of a tensor with `rank` axes, 0 if the file does not have it."""
+        return self.shape(key, rank)[axis] if self.has(key) else 0
+
     def count(self, pattern: str) -> int:
         """The number of layers, whose indices are the group of `pattern`; they must be 0, 1, 2, ..."""
         numbers = {int(match[1]) for key in self.shapes if (match := re.match(pattern, key))}
@@ -118,22 +122,21 @@ class CheckpointHeader:
         return len(numbers)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Format(Generic[A]):
     """How one library stores a Vision Transformer (or a ResNet): the functions take architectures of type A alone."""
 
     name: str
     title: str
-    container: Literal["npz", "safetensors"]
+    container: Literal["npz", "safetensors"] = "safetensors"
     recognises: Callable[[CheckpointHeader], bool]
     architecture: Callable[[CheckpointHeader], A]
     entries: Callable[[A], list[Entry]]
     unsupported_reason: Callable[[Architecture], str | None]  # why the format cannot represent an architecture
     # Where files of one architecture differ in their tensors: the entries of this file; None for `entries`.
     file_entries: Callable[[CheckpointHeader, A], list[Entry]] | None = None
-    renames: Callable[[Iterable[str]], dict[str, str]] = lambda keys: {
-        key: key for key in keys
-    }  # older keys -> the table's
+    # Older keys -> the table's.
+    renames: Callable[[Iterable[str]], dict[str, str]] = lambda keys: {key: key for key in keys}
     # For what no entry expresses, such as two heads whose outputs are averaged: `unpack` turns the tensors of a file,
     # by the keys of the table, into those of the table, and `pack` is its inverse. What `unpack` changes is known from
     # the header, so `assumptions` states it; `pack_changes` states what `pack` does.
@@ -153,23 +156,25 @@ class Format(Generic[A]):
     alone: Callable[[A], str | None] = lambda c: None  # why the weights need config.json to be read correctly
     file_key: Callable[[str, A], str] = lambda key, c: key  # key of the table -> key in a written file
 
+    def table_of(self, header: CheckpointHeader, c: A) -> list[Entry]:
+        """The entries of a file."""
+        return self.file_entries(header, c) if self.file_entries else self.entries(c)
+
 
 def read_entries(
     entries: list[Entry], theirs: Mapping[str, Tensor], shapes: Mapping[str, Shape]
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Convert a format's tensors to ours; two that fill the same part of one are added.
+    """Our state dict in float32, and the keys of the file that no entry uses; `shapes` are those of our tensors.
 
-    Args:
-        entries: the format's table.
-        theirs: tensors of the file, by the keys of the table.
-        shapes: shapes of our tensors.
-
-    Returns:
-        Our state dict in float32, and the keys of the file that no entry uses.
+    Two tensors that fill the same part of one of ours are added.
     """
     parts: dict[str, dict[int, Tensor]] = {}
+    rows: dict[str, int] = {}
     for entry in entries:
-        piece, pieces = entry.to_ours(_checked(entry, theirs)), parts.setdefault(entry.ours, {})
+        rows[entry.theirs] = max(rows.get(entry.theirs, 0), entry.rows[1] if entry.rows else 0)
+    for entry in entries:
+        piece = entry.to_ours(_checked(entry, theirs, rows[entry.theirs]))
+        pieces = parts.setdefault(entry.ours, {})
         earlier = pieces.get(entry.part[0])
         pieces[entry.part[0]] = piece if earlier is None else earlier.float() + piece.float()
     state = {key: _joined(key, pieces, shapes[key]) for key, pieces in parts.items()}
@@ -188,8 +193,7 @@ def write_entries(entries: list[Entry], state: Mapping[str, Tensor]) -> dict[str
 def heads_of(header: CheckpointHeader, depth: int, width: int) -> int:
     """The number of heads, which fused projections hide: the hint, or that of the standard size, which is recorded.
 
-    Raises:
-        UserError: no standard size has this depth and width, so that any number would be a guess.
+    Any number for another size would be a guess: UserError.
     """
     if header.hints.heads:
         return header.hints.heads
@@ -220,18 +224,25 @@ def grid_of_rows(header: CheckpointHeader, rows: int) -> Size:
     return side, side
 
 
+def image_of_rows(header: CheckpointHeader, rows: int, stride: int) -> Size:
+    """The image size whose patches fill a flat table of positions."""
+    grid = grid_of_rows(header, rows)
+    return grid[0] * stride, grid[1] * stride
+
+
 def is_square(rows: int) -> bool:
     return math.isqrt(rows) ** 2 == rows
 
 
-def _checked(entry: Entry, theirs: Mapping[str, Tensor]) -> Tensor:
+def _checked(entry: Entry, theirs: Mapping[str, Tensor], rows: int) -> Tensor:
+    """Their tensor, of which all entries together take this many rows, or all of it (0)."""
     if entry.theirs not in theirs:
         raise UserError(f"the file has no tensor {entry.theirs}: it is incomplete or of another kind.")
     tensor = theirs[entry.theirs]
     shape, expected = list(tensor.shape), list(entry.shape)
-    if entry.rows is not None and len(shape) > 1 and len(expected) > 1:
-        if shape[-2] < entry.rows[1]:
-            raise UserError(f"tensor {entry.theirs} has {shape[-2]} rows where {entry.rows[1]} are expected.")
+    if rows and len(shape) > 1 and len(expected) > 1:
+        if shape[-2] != rows:
+            raise UserError(f"tensor {entry.theirs} has {shape[-2]} rows where {rows} are expected.")
         shape[-2] = expected[-2]
     # Some writers keep axes of length one, such as (1, 1, 1, channels) for GroupNorm.
     if [n for n in shape if n != 1] != [n for n in expected if n != 1]:
@@ -282,17 +293,3 @@ def bias(theirs: str, ours: str, outputs: int) -> list[Entry]:
 
 def norm(theirs: str, ours: str, width: int) -> list[Entry]:
     return [Entry(f"{theirs}.weight", f"{ours}.weight", (width,)), *bias(theirs, ours, width)]
-
-
-def read_sizes(header: CheckpointHeader, projection: str, hidden: str, block: str) -> dict[str, Any]:
-    """The sizes that the shapes of any PyTorch ViT show, as fields of `ViTConfig`.
-
-    Args:
-        header: the checkpoint.
-        projection: key of the patch embedding.
-        hidden: key of the first MLP layer of block 0.
-        block: pattern of keys whose group is the index of a block.
-    """
-    width, channels, patch, _ = header.shape(projection, 4)
-    mlp, depth = header.shape(hidden, 2)[0], header.count(block)
-    return {"depth": depth, "width": width, "mlp": mlp, "patch": patch, "channels": channels}

@@ -1,25 +1,26 @@
-"""timm's Vision Transformers: a safetensors file, alone or with timm's config.json.
+"""timm's Vision Transformers, a safetensors file alone or with timm's config.json; and torchvision's.
 
 timm reads what is written here with `timm.create_model("local-dir:FOLDER", pretrained=True)`.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from vitral.architecture import Architecture, ModelConfig, RopeConfig, ViTConfig
-from vitral.checkpoints.card import Card, Preprocess
-from vitral.checkpoints.formats.layout import Layout, layout_entries
-from vitral.checkpoints.formats.table import CheckpointHeader, ClassRow, Entry, Format, Hints, later_parts
-from vitral.checkpoints.formats.timm_arguments import GELUS, POOLS, ratio_of, timm_layout
-from vitral.checkpoints.formats.timm_reading import INDEX, named_factory, read_header
+from vitral.checkpoints.card import Card
+from vitral.checkpoints.formats.layout import Layout, layout_entries, plain_architecture, timm_layout
+from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Hints, later_parts
+from vitral.checkpoints.formats.timm_arguments import POOLS, arguments_of
+from vitral.checkpoints.formats.timm_reading import INDEX, file_entries, named_factory, read_header
 from vitral.checkpoints.processors import from_timm, to_timm
 from vitral.errors import UserError
 
 _PARTS = ("patch_embed.", "blocks.0.")
 _OTHERS = ("mask_token", "register_tokens", "storage_tokens")  # of DINO's and BEiT's own code
-_TimmClass = Literal["VisionTransformer", "Eva", "Beit"]
 
 # (norm_eps, swiglu, post_norm) -> an architecture of timm with these layers
 _VIT_BASES = {
@@ -43,18 +44,6 @@ def _recognises(header: CheckpointHeader) -> bool:
     projections = ("blocks.0.attn.qkv.weight", "blocks.0.attn.q_proj.weight")
     plain = header.has("patch_embed.proj.weight") and any(header.has(key) for key in projections)
     return plain and not any(header.has(key) for key in _OTHERS)
-
-
-def _entries(c: ViTConfig) -> list[Entry]:
-    return layout_entries(_layout(c), c)
-
-
-def _pretrained(header: CheckpointHeader) -> dict[str, Any]:
-    return dict((header.config or {}).get("pretrained_cfg") or {})
-
-
-def _preprocess(header: CheckpointHeader, architecture: Architecture) -> Preprocess | None:
-    return from_timm(_pretrained(header), architecture.image)
 
 
 def _class_names(header: CheckpointHeader) -> tuple[str, ...]:
@@ -88,17 +77,13 @@ def _unsupported_reason(architecture: Architecture) -> str | None:
     return _reason(architecture)
 
 
-def _class_row(c: ViTConfig) -> ClassRow:
-    """With registers, timm has a position row for every prefix token or for none."""
-    return "folded" if c.registers else "either"
-
-
 def _alone(c: ViTConfig) -> str | None:
     """What a reader of the file without config.json takes for granted, ours as an example."""
     plain = replace(c, dropout=0.0, attention_dropout=0.0, stochastic_depth=0.0, resize="timm")
     shapes = {entry.theirs: entry.shape for entry in _entries(c)}
-    shapes |= {"pos_embed": _position_shape(c)} if c.position == "1d" else {}
-    hints = Hints(grid=c.grid(c.image), heads=c.heads)
+    rows, columns = c.grid(c.image)
+    shapes |= {"pos_embed": (1, int(c.class_row) + rows * columns, c.width)} if c.position == "1d" else {}
+    hints = Hints(grid=(rows, columns), heads=c.heads)
     try:
         back = read_header(CheckpointHeader(shapes, hints=hints)).architecture
     except UserError:
@@ -113,20 +98,22 @@ def _alone(c: ViTConfig) -> str | None:
     return None if back == plain else "its tensors do not state all of its architecture"
 
 
-def _position_shape(c: ViTConfig) -> tuple[int, int, int]:
-    rows, columns = c.grid(c.image)
-    return 1, int(c.class_row) + rows * columns, c.width
-
-
 def pretrained_cfg(card: Card, c: ModelConfig) -> dict[str, Any]:
     """What config.json states of images and classes."""
     return {"input_size": [c.channels, *c.image], "num_classes": c.classes, **to_timm(card.preprocess, c.image)}
 
 
 def _config(card: Card, c: ViTConfig) -> dict[str, Any]:
-    name, arguments = _arguments(c)
+    model = _class_of(c)
+    assert model is not None
+    arguments = arguments_of(model, c)
+    bases = {
+        "VisionTransformer": _VIT_BASES.get((c.norm_eps, c.swiglu, c.post_norm)),
+        "Eva": _EVA_BASES[c.norm_eps, c.layer_scale],
+        "Beit": "beit_base_patch16_224",
+    }
     config: dict[str, Any] = {
-        "architecture": name,  # every size is in the arguments
+        "architecture": bases[model],  # every size is in the arguments
         "num_classes": c.classes,
         "num_features": c.width,
         "global_pool": arguments["global_pool"],
@@ -142,13 +129,10 @@ def _config(card: Card, c: ViTConfig) -> dict[str, Any]:
 # overridden. timm drops arguments that are null, so what a factory sets cannot be unset.
 
 
-def _class_of(c: ViTConfig) -> _TimmClass | None:
+def _class_of(c: ViTConfig) -> str | None:
     """The class of timm that can hold an architecture, None if there is none."""
-    if not _vit_reason(c):
-        return "VisionTransformer"
-    if not _eva_reason(c):
-        return "Eva"
-    return None if _beit_reason(c) else "Beit"
+    reasons = {"VisionTransformer": _vit_reason, "Eva": _eva_reason, "Beit": _beit_reason}
+    return next((model for model, reason in reasons.items() if not reason(c)), None)
 
 
 def _reason(c: ViTConfig) -> str | None:
@@ -160,35 +144,11 @@ def _reason(c: ViTConfig) -> str | None:
     return _eva_reason(c) if c.rope or not c.key_bias else _vit_reason(c)
 
 
-def _layout(c: ViTConfig) -> Layout:
-    """How the class of timm that holds an architecture stores it."""
-    match _class_of(c):
-        case "Eva":
-            return timm_layout(gamma=True, separate_gate=c.swiglu and c.mlp_norm)
-        case "Beit":
-            return timm_layout(gamma=True, separate_gate=c.swiglu)
-    return timm_layout()
-
-
-def _arguments(c: ViTConfig) -> tuple[str, dict[str, Any]]:
-    """An architecture of timm, and the arguments that make it this one."""
-    specific = {"VisionTransformer": _vit_arguments, "Eva": _eva_arguments, "Beit": _beit_arguments}
+def _entries(c: ViTConfig) -> list[Entry]:
+    """The table of the class of timm that holds an architecture."""
     model = _class_of(c)
-    assert model is not None
-    name, arguments = specific[model](c)
-    pools = {pool: name for name, pool in POOLS.items()}
-    return name, {
-        "img_size": list(c.image),
-        "patch_size": c.patch,
-        "in_chans": c.channels,
-        "embed_dim": c.width,
-        "depth": c.depth,
-        "num_heads": c.heads,
-        "mlp_ratio": ratio_of(c.width, c.mlp),
-        "qkv_bias": c.qkv_bias,
-        "global_pool": pools[c.pool],
-        **arguments,
-    }
+    gates = c.swiglu and (model == "Beit" or (model == "Eva" and c.mlp_norm))
+    return layout_entries(timm_layout(gamma=model in ("Eva", "Beit"), separate_gate=gates), c)
 
 
 def _general_reason(c: ViTConfig) -> str | None:
@@ -268,94 +228,72 @@ def _combination(c: ViTConfig) -> str:
     return ", ".join(parts)
 
 
-def _vit_arguments(c: ViTConfig) -> tuple[str, dict[str, Any]]:
-    gelus = {gelu: name for name, gelu in GELUS.items() if name != "gelu_erf"}
-    arguments = {
-        "class_token": c.class_token,
-        "pos_embed": "learn" if c.position == "1d" else "none",
-        "no_embed_class": not c.class_row,
-        "reg_tokens": c.registers,
-        "init_values": 1e-5 if c.layer_scale else 0.0,
-        "final_norm": c.norm_place != "none",
-        "fc_norm": c.norm_place == "features",
-        "pre_norm": c.pre_norm,
-        "qk_norm": c.qk_norm,
-        "scale_attn_norm": c.attention_norm,
-        "scale_mlp_norm": c.mlp_norm,
-        "pool_include_prefix": c.pool == "map" and c.map_prefix,
-    }
-    if c.swiglu:  # a packed layer of twice the width
-        arguments["mlp_ratio"] = ratio_of(c.width, 2 * c.mlp)
-    else:
-        arguments["act_layer"] = gelus[c.gelu]
-    return _VIT_BASES[c.norm_eps, c.swiglu, c.post_norm], arguments
-
-
-def _eva_arguments(c: ViTConfig) -> tuple[str, dict[str, Any]]:
-    arguments = {
-        "class_token": c.class_token,
-        "num_reg_tokens": c.registers,
-        "use_abs_pos_emb": c.position == "1d",
-        "no_embed_class": not c.class_row,
-        "qkv_fused": True,
-        "attn_type": "rope" if c.key_bias else "eva",
-        "qk_norm": c.qk_norm,
-        "swiglu_mlp": c.swiglu,
-        "swiglu_align_to": 0,
-        "scale_mlp": c.mlp_norm,
-        "scale_attn_inner": c.attention_norm,
-        "use_post_norm": c.post_norm,
-        "use_pre_transformer_norm": c.pre_norm,
-        "use_post_transformer_norm": c.norm_place == "tokens",
-        "use_fc_norm": c.norm_place == "features",
-        "attn_pool_num_heads": c.map_heads or c.heads,
-        "attn_pool_mlp_ratio": ratio_of(c.width, c.map_mlp or c.mlp),
-        "use_rot_pos_emb": c.rope is not None,
-        **(_rope_arguments(c.rope) if c.rope else {}),
-    }
-    if c.layer_scale:
-        arguments["init_values"] = 1e-5
-    return _EVA_BASES[c.norm_eps, c.layer_scale], arguments
-
-
-def _rope_arguments(rope: RopeConfig) -> dict[str, Any]:
-    kind = "mixed" if rope.learned else "dinov3" if rope.coordinates == "center" else "cat"
-    arguments: dict[str, Any] = {
-        "rope_type": kind,
-        "rope_temperature": rope.temperature,
-        "rope_rotate_half": kind == "dinov3",
-        "rope_grid_indexing": "xy" if rope.axes == "xy" else "ij",
-        "rope_grid_offset": rope.offset,
-    }
-    return {**arguments, "ref_feat_shape": list(rope.reference)} if rope.reference else arguments
-
-
-def _beit_arguments(c: ViTConfig) -> tuple[str, dict[str, Any]]:
-    return "beit_base_patch16_224", {
-        "use_abs_pos_emb": False,
-        "use_rel_pos_bias": True,
-        "use_shared_rel_pos_bias": False,
-        "init_values": 1e-5 if c.layer_scale else 0.0,
-        "swiglu_mlp": c.swiglu,
-        "scale_mlp": c.mlp_norm,
-    }
-
-
 TIMM = Format(
     name="timm",
     title="timm (safetensors, or a folder with its config.json)",
-    container="safetensors",
     recognises=_recognises,
     architecture=lambda header: read_header(header).architecture,
     entries=_entries,
-    file_entries=lambda header, c: read_header(header).entries(header),
+    file_entries=lambda header, c: file_entries(header),
     unsupported_reason=_unsupported_reason,
     ignored=rf".*{INDEX}$",
     positions=("1d", "none", "bias"),
-    class_row=_class_row,
+    # With registers, timm has a position row for every prefix token or for none.
+    class_row=lambda c: "folded" if c.registers else "either",
     assumptions=lambda header, c: read_header(header).assumed,
-    preprocess=_preprocess,
+    preprocess=lambda header, c: from_timm((header.config or {}).get("pretrained_cfg") or {}, c.image),
     class_names=_class_names,
     config=_config,
     alone=_alone,
+)
+
+
+# ------------------------------------------------------------------------------------------------------ torchvision
+
+_TORCHVISION = Layout(
+    patches="conv_proj",
+    positions="encoder.pos_embedding",
+    class_token="class_token",
+    block="encoder.layers.encoder_layer_{}",
+    norm1="ln_1",
+    qkv=("self_attention.in_proj",),
+    qkv_separator="_",
+    out="self_attention.out_proj",
+    norm2="ln_2",
+    hidden="mlp.0",
+    output="mlp.3",
+    norm="encoder.ln",
+    head_hidden="heads.pre_logits",
+    head="heads.head",
+)
+
+
+def _torchvision_renames(keys: Iterable[str]) -> dict[str, str]:
+    """Releases before 0.13 named the layers of the MLP linear_1 and linear_2."""
+    older = {"linear_1": "0", "linear_2": "3"}
+    return {key: re.sub(r"\.mlp\.(linear_[12])\.", lambda m: f".mlp.{older[m[1]]}.", key) for key in keys}
+
+
+def _torchvision_unsupported_reason(architecture: Architecture) -> str | None:
+    general = unsupported_reason(architecture)
+    if general or not isinstance(architecture, ViTConfig):
+        return general
+    c = architecture
+    if c.pool != "token" or c.registers or c.layer_scale:
+        return "it needs a class token, and does not support registers or LayerScale"
+    if c.gelu != "erf":
+        return "it implies the exact (erf) GELU, and these weights use the tanh one"
+    return None if c.norm_eps == 1e-6 else f"it implies a LayerNorm epsilon of 1e-6, not {c.norm_eps:g}"
+
+
+TORCHVISION = Format(
+    name="torchvision",
+    title="torchvision VisionTransformer (safetensors)",
+    recognises=lambda header: header.has("conv_proj.weight") and header.has("encoder.pos_embedding"),
+    architecture=lambda header: plain_architecture(
+        header, _TORCHVISION, representation=header.size("heads.pre_logits.weight"), resize="torchvision"
+    ),
+    entries=lambda c: layout_entries(_TORCHVISION, c),
+    unsupported_reason=_torchvision_unsupported_reason,
+    renames=_torchvision_renames,
 )

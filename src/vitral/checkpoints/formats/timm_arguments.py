@@ -9,20 +9,19 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from vitral.architecture import Gelu, NormPlace, Pool, RopeConfig, Size
-from vitral.checkpoints.formats.layout import Layout, separate
+from vitral.architecture import Gelu, NormPlace, Pool, RopeConfig, Size, ViTConfig
+from vitral.checkpoints.formats.layout import Layout, timm_layout
 from vitral.errors import UserError
 
 Arguments = Mapping[str, Any]
 
 GELUS: dict[str, Gelu] = {"gelu": "erf", "gelu_erf": "erf", "gelu_tanh": "tanh", "quick_gelu": "quick"}
 POOLS: dict[str, Pool] = {"token": "token", "avg": "mean", "map": "map"}
-SHARED_BIAS = "rel_pos_bias.relative_position_bias_table"
 SWIGLU = "GluMlp(act_layer=SiLU, gate_last=False)"
 _SUFFIXES = re.compile(r"\.(?:safetensors|pth|pt|bin|ckpt|tar|npz)$")
 # After a name: a tag, or a data set or method that older versions of timm had in the names themselves.
@@ -72,11 +71,8 @@ def stem_of(name: str) -> str:
 
 
 def factory_named(name: str) -> TimmFactory | None:
-    """The architecture that a name means, the longest one that fits.
-
-    Args:
-        name: of an architecture, with or without its tag, or of a file: "vit_base_patch16_clip_224.openai",
-            "vit_base_patch16_224.augreg_in21k_ft_in1k.safetensors", "timm/deit3_base_patch16_224".
+    """The architecture that a name means, the longest one that fits: "vit_base_patch16_clip_224.openai",
+    "vit_base_patch16_224.augreg_in21k_ft_in1k.safetensors", "timm/deit3_base_patch16_224".
     """
     return split_name(name)[0]
 
@@ -92,15 +88,9 @@ def split_name(name: str) -> tuple[TimmFactory | None, str]:
 
 
 def named_architecture(name: str) -> dict[str, Any] | None:
-    """Fields of the architecture that a released model of this name has.
+    """Fields of the `ViTConfig` of the released model of this name; None where it is not known, or has missing parts.
 
-    Args:
-        name: a model's or a file's name, with or without its tag and suffix.
-
-    Returns:
-        Fields of `ViTConfig`: depth, width, mlp, heads and patch, against which shapes can be checked, and all that the
-        shapes do not show, such as gelu, pool, norm_eps and rope. None where the name is not known, or the model has
-        parts that vitral does not have.
+    Sizes, against which shapes can be checked, and all that shapes do not show, such as gelu, pool, norm_eps and rope.
     """
     factory = factory_named(name)
     if factory is None or missing_parts(factory.model, factory.arguments):
@@ -115,12 +105,7 @@ def named_architecture(name: str) -> dict[str, Any] | None:
 
 
 def missing_parts(model: str, arguments: Arguments) -> list[str]:
-    """The parts of one of timm's models that vitral does not have, as nouns.
-
-    Args:
-        model: its class.
-        arguments: of the class, complete.
-    """
+    """The parts of a model of timm's that vitral does not have, as nouns, by its class and the complete arguments."""
     if model in _CLASSES:
         return [_CLASSES[model]]
     missing = []
@@ -178,79 +163,123 @@ def _missing_in_beit(arguments: Arguments) -> list[str]:
 
 _ROPES = (("cat", False), ("mixed", False), ("dinov3", True))  # (rope_type, rope_rotate_half)
 
+# Our fields and the arguments that mean the same, read and written.
+_SAME: dict[str, dict[str, str]] = {
+    "VisionTransformer": {
+        **{"class_token": "class_token", "registers": "reg_tokens", "pre_norm": "pre_norm", "qk_norm": "qk_norm"},
+        **{"attention_norm": "scale_attn_norm", "mlp_norm": "scale_mlp_norm", "map_prefix": "pool_include_prefix"},
+        "qkv_bias": "qkv_bias",
+    },
+    "Eva": {
+        **{"class_token": "class_token", "registers": "num_reg_tokens", "pre_norm": "use_pre_transformer_norm"},
+        **{"qk_norm": "qk_norm", "attention_norm": "scale_attn_inner", "mlp_norm": "scale_mlp"},
+        **{"swiglu": "swiglu_mlp", "post_norm": "use_post_norm", "qkv_bias": "qkv_bias"},
+    },
+    "Beit": {"swiglu": "swiglu_mlp", "mlp_norm": "scale_mlp", "qkv_bias": "qkv_bias"},
+}
+# Fields that arguments state, sizes aside; where a class has no argument, its models are as the paper's.
+_STATED = (
+    *("class_token", "registers", "class_position", "swiglu", "key_bias", "qk_norm", "pre_norm", "post_norm"),
+    *("attention_norm", "mlp_norm", "rope", "map_heads", "map_prefix"),
+)
+_PAPER = {field.name: field.default for field in fields(ViTConfig) if field.name in _STATED}
+
 
 def fields_of(model: str, arguments: Arguments) -> dict[str, Any]:
     """Fields of `ViTConfig` that the arguments of a class mean, without sizes. `missing_parts` must be empty."""
     specific = {"VisionTransformer": _vit_fields, "Eva": _eva_fields, "Beit": _beit_fields}
-    fields = specific[model](arguments)
+    same = {field: type(_PAPER.get(field, True))(arguments[name]) for field, name in _SAME[model].items()}
+    stated: dict[str, Any] = {**_PAPER, "gelu": "erf", **same, **specific[model](arguments)}
     match = _LAYER_NORM.fullmatch(arguments["norm_layer"] or "LayerNorm")
     assert match is not None
     pool = POOLS[arguments["global_pool"]]
-    prefix = fields["class_token"] or fields["registers"]
-    if pool == "token" and not fields["class_token"]:
+    if pool == "token" and not stated["class_token"]:
         raise UserError('its pooling "token" needs a class token, which its arguments leave out.')
     return {
-        **fields,
+        **stated,
         "pool": pool,
         "norm_eps": float(match["eps"] or 1e-6),
-        "qkv_bias": bool(arguments["qkv_bias"]),
-        "map_prefix": bool(fields["map_prefix"] and prefix and pool == "map"),
+        "patch_bias": not stated["pre_norm"],
+        "map_prefix": bool(stated["map_prefix"] and (stated["class_token"] or stated["registers"]) and pool == "map"),
         "resize": "timm",
+    }
+
+
+def arguments_of(model: str, c: ViTConfig) -> dict[str, Any]:
+    """The inverse of `fields_of`, with sizes: the arguments of a class that make it an architecture."""
+    specific = {"VisionTransformer": _vit_arguments, "Eva": _eva_arguments, "Beit": _beit_arguments}
+    return {
+        "img_size": list(c.image),
+        "patch_size": c.patch,
+        "in_chans": c.channels,
+        "embed_dim": c.width,
+        "depth": c.depth,
+        "num_heads": c.heads,
+        "mlp_ratio": _ratio(c.width, c.mlp),
+        "global_pool": next(name for name, pool in POOLS.items() if pool == c.pool),
+        **{name: getattr(c, field) for field, name in _SAME[model].items()},
+        **specific[model](c),
     }
 
 
 def _vit_fields(arguments: Arguments) -> dict[str, Any]:
     swiglu, post_norm = arguments["mlp_layer"] == SWIGLU, arguments["block_fn"] == "ResPostBlock"
-    average = arguments["global_pool"] == "avg"
-    after = average if arguments["fc_norm"] is None else arguments["fc_norm"]
-    place: NormPlace = "none" if not arguments["final_norm"] else "features" if after else "tokens"
-    learned = arguments["pos_embed"] not in ("", "none")
+    after = arguments["global_pool"] == "avg" if arguments["fc_norm"] is None else arguments["fc_norm"]
     return {
-        "class_token": bool(arguments["class_token"]),
-        "registers": arguments["reg_tokens"],
-        "position": "1d" if learned else "none",
+        "position": "none" if arguments["pos_embed"] in ("", "none") else "1d",
         "class_position": not arguments["no_embed_class"],
-        "norm_place": place,
+        "norm_place": "none" if not arguments["final_norm"] else "features" if after else "tokens",
         "gelu": "erf" if swiglu else GELUS[arguments["act_layer"] or "gelu"],
         "layer_scale": bool(arguments["init_values"]) and not post_norm,
         "swiglu": swiglu,
-        "key_bias": True,
-        "patch_bias": not arguments["pre_norm"],
-        "qk_norm": bool(arguments["qk_norm"]),
-        "pre_norm": bool(arguments["pre_norm"]),
         "post_norm": post_norm,
-        "attention_norm": bool(arguments["scale_attn_norm"]),
-        "mlp_norm": bool(arguments["scale_mlp_norm"]),
-        "rope": None,
-        "map_heads": 0,
-        "map_prefix": arguments["pool_include_prefix"],
+    }
+
+
+def _vit_arguments(c: ViTConfig) -> dict[str, Any]:
+    # The first layer of a SwiGLU is packed, of twice the width.
+    packed = {"mlp_ratio": _ratio(c.width, 2 * c.mlp)}
+    return {
+        "pos_embed": "learn" if c.position == "1d" else "none",
+        "no_embed_class": not c.class_row,
+        "init_values": 1e-5 if c.layer_scale else 0.0,
+        "final_norm": c.norm_place != "none",
+        "fc_norm": c.norm_place == "features",
+        "pool_include_prefix": c.pool == "map" and c.map_prefix,
+        **(packed if c.swiglu else {"act_layer": next(name for name, gelu in GELUS.items() if gelu == c.gelu)}),
     }
 
 
 def _eva_fields(arguments: Arguments) -> dict[str, Any]:
-    post_norm = bool(arguments["use_post_norm"])
-    # Keys have a bias in timm's AttentionRope, not in EvaAttention.
-    key_bias = arguments["attn_type"] == "rope" or not arguments["qkv_bias"]
-    heads = arguments["attn_pool_num_heads"] or 0
+    post_norm, heads = bool(arguments["use_post_norm"]), arguments["attn_pool_num_heads"] or 0
     return {
-        "class_token": bool(arguments["class_token"]),
-        "registers": arguments["num_reg_tokens"],
         "position": "1d" if arguments["use_abs_pos_emb"] else "none",
         "class_position": not arguments["no_embed_class"],
         "norm_place": _eva_norm_place(arguments),
-        "gelu": "erf",
         "layer_scale": arguments["init_values"] is not None and not post_norm,
-        "swiglu": bool(arguments["swiglu_mlp"]),
-        "key_bias": key_bias,
-        "patch_bias": not arguments["use_pre_transformer_norm"],
+        # Keys have a bias in timm's AttentionRope, not in EvaAttention.
+        "key_bias": arguments["attn_type"] == "rope" or not arguments["qkv_bias"],
         "qk_norm": bool(arguments["qk_norm"]) and not post_norm,
-        "pre_norm": bool(arguments["use_pre_transformer_norm"]),
-        "post_norm": post_norm,
-        "attention_norm": bool(arguments["scale_attn_inner"]),
-        "mlp_norm": bool(arguments["scale_mlp"]),
         "rope": _rope(arguments) if arguments["use_rot_pos_emb"] else None,
         "map_heads": 0 if heads == arguments["num_heads"] else heads,
         "map_prefix": True,
+    }
+
+
+def _eva_arguments(c: ViTConfig) -> dict[str, Any]:
+    return {
+        "use_abs_pos_emb": c.position == "1d",
+        "no_embed_class": not c.class_row,
+        "qkv_fused": True,
+        "attn_type": "rope" if c.key_bias else "eva",
+        "swiglu_align_to": 0,
+        "use_post_transformer_norm": c.norm_place == "tokens",
+        "use_fc_norm": c.norm_place == "features",
+        "attn_pool_num_heads": c.map_heads or c.heads,
+        "attn_pool_mlp_ratio": _ratio(c.width, c.map_mlp or c.mlp),
+        "use_rot_pos_emb": c.rope is not None,
+        **(_rope_arguments(c.rope) if c.rope else {}),
+        **({"init_values": 1e-5} if c.layer_scale else {}),
     }
 
 
@@ -281,75 +310,31 @@ def _rope(arguments: Arguments) -> RopeConfig:
     )
 
 
-def _beit_fields(arguments: Arguments) -> dict[str, Any]:
-    biased = arguments["use_rel_pos_bias"] or arguments["use_shared_rel_pos_bias"]
-    plain = dict.fromkeys(("qk_norm", "pre_norm", "post_norm", "attention_norm", "map_prefix"), False)
+def _rope_arguments(rope: RopeConfig) -> dict[str, Any]:
+    kind = "mixed" if rope.learned else "dinov3" if rope.coordinates == "center" else "cat"
     return {
-        **plain,
-        "class_token": True,
-        "registers": 0,
-        "position": "1d" if arguments["use_abs_pos_emb"] else "bias" if biased else "none",
-        "class_position": True,
-        "norm_place": "features" if arguments["global_pool"] == "avg" else "tokens",
-        "gelu": "erf",
-        "layer_scale": bool(arguments["init_values"]),
-        "swiglu": bool(arguments["swiglu_mlp"]),
-        "key_bias": not arguments["qkv_bias"],
-        "patch_bias": True,
-        "mlp_norm": bool(arguments["scale_mlp"]),
-        "rope": None,
-        "map_heads": 0,
+        "rope_type": kind,
+        "rope_temperature": rope.temperature,
+        "rope_rotate_half": kind == "dinov3",
+        "rope_grid_indexing": "xy" if rope.axes == "xy" else "ij",
+        "rope_grid_offset": rope.offset,
+        **({"ref_feat_shape": list(rope.reference)} if rope.reference else {}),
     }
 
 
-def timm_layout(
-    *,
-    gamma: bool = False,
-    separate_qkv: bool = False,
-    separate_gate: bool = False,
-    shared_bias: bool = False,
-    register_rows: bool = False,
-) -> Layout:
-    """The names of the tensors of VisionTransformer, Eva and Beit.
+def _beit_fields(arguments: Arguments) -> dict[str, Any]:
+    biased = arguments["use_rel_pos_bias"] or arguments["use_shared_rel_pos_bias"]
+    return {
+        "position": "1d" if arguments["use_abs_pos_emb"] else "bias" if biased else "none",
+        "norm_place": "features" if arguments["global_pool"] == "avg" else "tokens",
+        "layer_scale": bool(arguments["init_values"]),
+        "key_bias": not arguments["qkv_bias"],
+    }
 
-    Args:
-        gamma: LayerScale as gamma_1 (Eva, Beit), not ls1.gamma.
-        separate_qkv: q_proj, k_proj and v_proj, not qkv.
-        separate_gate: SwiGLU as fc1_g and fc1_x, not fc1.
-        shared_bias: one table of relative positions for all blocks.
-        register_rows: the position table has rows for the registers.
-    """
-    fused = (("attn.qkv.weight",), ("attn.qkv.bias",))
-    qkv, biases = separate("attn.q_proj", "attn.k_proj", "attn.v_proj") if separate_qkv else fused
-    return Layout(
-        patches="patch_embed.proj",
-        positions="pos_embed",
-        class_token="cls_token",
-        registers="reg_token",
-        pre_norm="norm_pre",
-        block="blocks.{}",
-        norm1="norm1",
-        qkv=qkv,
-        qkv_biases=biases,
-        qv_biases=() if separate_qkv else ("attn.q_bias", "attn.v_bias"),
-        qk_norms=("attn.q_norm", "attn.k_norm"),
-        attention_norm="attn.norm",
-        out="attn.proj",
-        norm2="norm2",
-        hidden="mlp.fc1",
-        gates=("mlp.fc1_g", "mlp.fc1_x") if separate_gate else ("mlp.fc1",),
-        mlp_norm="mlp.norm",
-        output="mlp.fc2",
-        scales=("gamma_1", "gamma_2") if gamma else ("ls1.gamma", "ls2.gamma"),
-        bias_table="attn.relative_position_bias_table",
-        shared_bias_table=SHARED_BIAS if shared_bias else "",
-        frequencies="rope.freqs",
-        norm="norm",
-        pooled_norm="fc_norm",
-        map_head=tuple(f"attn_pool.{part}" for part in ("latent", "q", "kv", "proj", "norm", "mlp.fc1", "mlp.fc2")),
-        head="head",
-        register_rows=register_rows,
-    )
+
+def _beit_arguments(c: ViTConfig) -> dict[str, Any]:
+    relative = {"use_abs_pos_emb": False, "use_rel_pos_bias": True, "use_shared_rel_pos_bias": False}
+    return {**relative, "init_values": 1e-5 if c.layer_scale else 0.0}
 
 
 def layout_of_arguments(model: str, arguments: Arguments) -> Layout:
@@ -373,7 +358,7 @@ def mlp_width(model: str, arguments: Arguments) -> int:
     return width + (-width % align) if align and not arguments["use_post_norm"] else width
 
 
-def ratio_of(width: int, mlp: int) -> float:
+def _ratio(width: int, mlp: int) -> float:
     """timm takes int(width * ratio): the quotient, or the next float where rounding would lose one channel."""
     ratio = mlp / width
     return ratio if int(width * ratio) == mlp else math.nextafter(ratio, math.inf)

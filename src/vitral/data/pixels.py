@@ -1,4 +1,4 @@
-"""Sides and crops of images, by two conventions of rounding; and how random crops are drawn.
+"""Pixels (h, w, c): the values that count as an image, resizing, and crops, by two conventions of rounding.
 
 big_vision's, which the paper's pipelines have: the longer side is rounded, an odd margin is larger at the bottom and
 right, and an image that is too small is enlarged. That of torchvision and timm: the longer side is truncated, halves of
@@ -11,15 +11,63 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import torch.nn.functional as F
+from torch import Tensor
 
 from vitral.architecture import Size
-from vitral.data.images import LazyJpeg, resize
+from vitral.data.images import PILLOW_METHODS, LazyJpeg, as_tensor, is_pil, pil_to_array, pillow_resize
+from vitral.errors import UserError
 
 ImageInput = np.ndarray | LazyJpeg  # uint8 (h, w, c); of a lazy one only what a crop needs is decoded
 Box = tuple[int, int, Size]  # top, left, and (height, width) of a crop
 MAX_ASPECT = 16  # an image of 1 x 10,000 pixels would otherwise take gigabytes
+METHODS = ("bilinear", "bicubic", "nearest", "area", "float_bilinear", *PILLOW_METHODS)
+_CHANNELS = (1, 3, 4)  # of an array or a tensor, which tell the order of its axes
+
+
+def image_array(value: Any, name: str) -> np.ndarray:
+    """A PIL image, an array (h, w) or (h, w, c), or a tensor (h, w) or (c, h, w) -> uint8 or float32 (h, w, c).
+
+    Any other value is a UserError, which calls it `name`; a PIL image whose file is damaged is an ImageError.
+    """
+    if is_pil(value):
+        return pil_to_array(value)
+    if isinstance(value, Tensor):
+        array, order = value.detach().cpu(), "(channels, height, width)"
+        array = np.asarray(array.float() if array.is_floating_point() else array)
+        if array.ndim == 3 and not (array.shape[0] not in _CHANNELS and array.shape[2] in _CHANNELS):
+            array = array.transpose(1, 2, 0)
+        elif array.ndim != 2:
+            raise UserError(f"{name} is a tensor of shape {tuple(value.shape)}: return {order}.")
+    elif isinstance(value, np.ndarray):
+        array = value.astype(np.float32) if np.issubdtype(value.dtype, np.floating) else value
+        if array.ndim != 2 and (array.ndim != 3 or (array.shape[2] not in _CHANNELS and array.shape[0] in _CHANNELS)):
+            raise UserError(f"{name} is an array of shape {value.shape}: return (height, width, channels).")
+    else:
+        type_name = "None" if value is None else f"a {type(value).__name__}"
+        raise UserError(f"{name} is {type_name}: return a PIL image, a uint8 array or a tensor.")
+    if array.dtype not in (np.uint8, np.float32):
+        raise UserError(f"{name} is of dtype {array.dtype}: return uint8, or floating-point values.")
+    if not array.size:
+        raise UserError(f"{name} has the shape {tuple(value.shape)} and no pixels: return an image.")
+    return np.ascontiguousarray(array if array.ndim == 3 else array[:, :, None])
+
+
+def eight_bit_array(value: Any, name: str) -> np.ndarray:
+    """As `image_array`, with floating-point values in [0, 1] rounded to uint8; others are refused."""
+    array = image_array(value, name)
+    if array.dtype == np.uint8:
+        return array
+    low, high = float(array.min()), float(array.max())
+    if not (low >= 0 and high <= 1):  # so written that NaN is refused too
+        raise UserError(
+            f"{name} has values from {low:.3g} to {high:.3g}, not 0 to 1: return images without normalisation, "
+            "or pass it as transform=."
+        )
+    return np.rint(array * 255).astype(np.uint8)
 
 
 def whole_image(image: ImageInput) -> np.ndarray:
@@ -153,48 +201,85 @@ SIDE_RULES: dict[str, Callable[[Size, Size], Size]] = {
 }
 
 
-def shown_region(image: Size, steps: Sequence[tuple[str, Size]]) -> tuple[float, float, float, float]:
-    """The part of an image that deterministic steps keep.
+def resize(image: np.ndarray, size: Size, method: str = "bilinear", *, antialias: bool = True) -> np.ndarray:
+    """uint8 (h, w, c) -> (*size, c); `image` may be a view. Only `bilinear` has no antialiasing where asked for.
 
-    Args:
-        image: its height and width.
-        steps: names and sizes, as a pipeline has them.
+    `bilinear` and `bicubic` are PyTorch's for bytes, close to Pillow's but not equal; `pil_...` are Pillow's own.
+    `float_bilinear` is PyTorch's in float32, rounded at the end. `area` is the exact mean of what each pixel covers, as
+    TensorFlow's method of that name.
+    """
+    if image.shape[:2] == size:
+        return image
+    if method in PILLOW_METHODS:
+        return pillow_resize(image, size, method)
+    if method == "area":
+        return _area(image, size)
+    if method == "nearest":
+        rows, columns = (_nearest(before, after) for before, after in zip(image.shape, size, strict=False))
+        return image.take(rows, 0).take(columns, 1)
+    # Torch recognises channels_last, which is twice as fast, only if the batch axis is added before the permutation.
+    batch = as_tensor(image)[None].permute(0, 3, 1, 2)
+    if method == "float_bilinear":
+        exact = F.interpolate(batch.float(), size, mode="bilinear", antialias=True)
+        return exact[0].permute(1, 2, 0).round().byte().numpy()
+    # Antialias when enlarging, too: it costs nothing there, and bicubic would use another kernel than Pillow's.
+    resized = F.interpolate(batch, size, mode=method, antialias=antialias)
+    return resized[0].permute(1, 2, 0).numpy()
+
+
+def _nearest(before: int, after: int) -> np.ndarray:
+    """(after,): the source pixels that contain the centres of the new pixels."""
+    return ((np.arange(after) + 0.5) * before / after).astype(int)
+
+
+def _area(image: np.ndarray, size: Size) -> np.ndarray:
+    """Means over cells with fractional borders, one axis after the other."""
+    means = image.astype(np.float32)
+    for axis, length in enumerate(size):
+        means = _cell_means(means, length, axis)
+    return np.rint(means).astype(np.uint8)
+
+
+def _cell_means(image: np.ndarray, length: int, axis: int) -> np.ndarray:
+    """float32 (h, w, c) -> the same with `length` along the axis: the k-th pixels of all cells are added at a time."""
+    before = image.shape[axis]
+    start, end = np.arange(length) * before / length, np.arange(1, length + 1) * before / length
+    shape = [-1 if dimension == axis else 1 for dimension in range(3)]
+    means = np.zeros([length if dimension == axis else side for dimension, side in enumerate(image.shape)], np.float32)
+    for k in range(math.ceil(before / length) + 1):
+        pixel = start.astype(int) + k
+        share = (np.minimum(end, pixel + 1) - np.maximum(start, pixel)).clip(0) * length / before
+        means += share.astype(np.float32).reshape(shape) * image.take(pixel, axis, mode="clip")
+    return means
+
+
+def shown_region(image: Size, steps: Sequence[tuple[str, Size]]) -> tuple[float, float, float, float]:
+    """The part of an image of this size that deterministic steps keep; they are names and sizes.
 
     Returns:
         Left, top, width and height as fractions of the image; what is padded lies below 0 or above 1.
     """
-    spans = [_axis_span(image, steps, axis) for axis in (0, 1)]
-    (top, height), (left, width) = spans
-    return left, top, width, height
+    size, start, length = np.array(image), np.zeros(2), np.ones(2)
 
-
-def _axis_span(image: Size, steps: Sequence[tuple[str, Size]], axis: int) -> tuple[float, float]:
-    """Start and length along an axis, as fractions of the image."""
-    size, start, length = image, 0.0, 1.0
-
-    def cropped(offset: int, after: Size) -> None:
+    def crop(offset: np.ndarray, after: np.ndarray) -> None:
         nonlocal size, start, length
-        start, length = start + length * offset / size[axis], length * after[axis] / size[axis]
-        size = after
+        start, length, size = start + length * offset / size, length * after / size, after
 
-    def resized(rule: Callable[[Size, Size], Size], to: Size) -> None:
-        nonlocal size
-        kept = trimmed(size)
-        cropped((size[axis] - kept[axis]) // 2, kept)
-        size = rule(size, to)
-
-    for name, to in steps:
+    for name, sides in steps:
+        to = np.array(sides)
+        enlarged = name == "central_crop" and (size < to).any()
+        if rule := rounded_cover if enlarged else SIDE_RULES.get(name):
+            kept = np.array(trimmed((size[0], size[1])))
+            crop((size - kept) // 2, kept)
+            size = np.array(rule((size[0], size[1]), sides))
         if name == "resize":
             size = to
-        elif name in SIDE_RULES:
-            resized(SIDE_RULES[name], to)
         elif name == "central_crop":
-            if size[0] < to[0] or size[1] < to[1]:
-                resized(rounded_cover, to)
-            cropped((size[axis] - to[axis]) // 2, to)
-        else:  # center_crop and pad
-            canvas = max(size[0], to[0]), max(size[1], to[1])
-            cropped(-((canvas[axis] - size[axis]) // 2), canvas)
+            crop((size - to) // 2, to)
+        elif name in ("center_crop", "pad"):
+            canvas = np.maximum(size, to)
+            crop(-((canvas - size) // 2), canvas)
             if name == "center_crop":
-                cropped(round((size[axis] - to[axis]) / 2), to)
-    return start, length
+                crop(np.rint((size - to) / 2), to)
+    (top, left), (height, width) = start.tolist(), length.tolist()
+    return left, top, width, height

@@ -1,47 +1,158 @@
-"""`search`: the images of a folder, or the patches in them, most similar to one."""
+"""`fewshot` and `search`: what the frozen features of a model tell, by a few images per class and by similarity."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from vitral.api.checkpoints import Source, load_source
-from vitral.api.data import ImageLike, open_any_images, unread_images
-from vitral.api.ensembles import compute_device, prepared
+from vitral.api.checkpoints import Source, load_source, source_name
+from vitral.api.data import ImageLike, open_any_images, open_to_probe, unread_images
+from vitral.api.inference import compute_device, prepared, reading_workers
 from vitral.api.inspection import readable_pixels
 from vitral.api.prediction import none_read
 from vitral.architecture import Size
 from vitral.atomic import check_writable
 from vitral.checkpoints.card import Preprocess
+from vitral.checkpoints.hub import located
+from vitral.cost import cost
 from vitral.data.images import UnreadableImage
 from vitral.data.loader import PADDING, evaluation_batches
 from vitral.data.preprocess import parse_deterministic
 from vitral.data.sources import Split, open_images
 from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
-from vitral.evaluation.features import weights_digest
-from vitral.evaluation.predict import embed_split
+from vitral.evaluation.predict import SplitFeatures, cached_features, embed_split, weights_digest
+from vitral.evaluation.probes import FewShotResult, knn, linear_probe
+from vitral.evaluation.probes import fewshot as ridge_fewshot
 from vitral.events import EventHandler, Progress
-from vitral.inspection.representations import (
-    FeatureIndex,
-    index_images,
-    index_patches,
-    load_index,
-    nearest_images,
-    nearest_patches,
-    patch_features,
-    save_index,
-)
+from vitral.inspection import representations
 from vitral.models.build import Model
 from vitral.models.model import normalize
 from vitral.serving import unread
 
-BATCH = 16
+ProbeMethod = Literal["ridge", "knn", "linear"]
+BATCH = 16  # images per forward pass of a search
+
+
+@dataclass(frozen=True, repr=False)
+class ProbeResult(SummaryRepr):
+    """Accuracy of classifiers on frozen features: few-shot rows, and those trained on all of train where asked for."""
+
+    source: str
+    data: str
+    split: str  # the split that was tested on
+    features: int
+    train: int
+    test: int
+    shots: tuple[FewShotResult, ...]
+    knn: float | None
+    linear: float | None
+    flops: float  # of the features, in one forward pass of each image
+    kept: str  # the file of cached features
+    notes: tuple[str, ...]  # about the data, and the shots that some classes have too few images for
+    seeds: int = 1
+    l2: float | Literal["choose"] = 1024.0
+
+    def summary(self) -> dict[str, str]:
+        rows = {f"{row.shots}-shot": f"{row.mean:.2%}" for row in self.shots}
+        rows |= {} if self.knn is None else {"knn": f"{self.knn:.2%}"}
+        rows |= {} if self.linear is None else {"linear": f"{self.linear:.2%}"}
+        return {"n": f"{self.test:,}", **rows, "data": self.data}
+
+    def as_dict(self) -> dict[str, Any]:
+        rows = [{**asdict(row), "mean": row.mean, "interval": row.interval} for row in self.shots]
+        return {**asdict(self), "shots": rows}
+
+
+def fewshot(
+    source: Source,
+    data: str | Path,
+    *,
+    shots: Sequence[int] = (1, 5, 10, 25),
+    seeds: int = 5,
+    l2: float | Literal["choose"] = 1024.0,
+    methods: Sequence[ProbeMethod] = ("ridge",),
+    preprocess: str = "",
+    batch: int = 32,
+    device: str = "",
+    on_event: EventHandler | None = None,
+) -> ProbeResult:
+    """Evaluate frozen features with a few images per class, as the paper does.
+
+    The classifier is ridge regression in closed form. Features are computed once and cached.
+
+    Args:
+        source: a run folder, weights, hf:owner/name or timm:name.
+        data: what `vitral train` takes.
+        shots: numbers of training images per class.
+        seeds: draws of those images, over which mean and 95 % interval are computed.
+        l2: strength of the regularisation, or choose: by cross-validation on the few images.
+        methods: ridge (few-shot); knn and linear use all of train.
+        preprocess: how pixels are prepared, where it differs from what the weights state.
+        batch: images per batch.
+        device: cpu, cuda or mps; chosen when not given.
+        on_event: handler of progress events.
+
+    Returns:
+        The accuracy for each number of shots and by each method.
+
+    Raises:
+        UserError: where an argument is wrong, or the data has no images to train or to test on.
+    """
+    if seeds < 1 or batch < 1 or not shots or min(shots) < 1:
+        raise UserError("shots, seeds and batch must be at least 1.")
+    opened = open_to_probe(data, None if isinstance(source, tuple) else located(source))
+    held_out = opened.eval_split
+    if held_out is None or not len(opened.train):
+        raise UserError(f"{data} has no images to learn from, or none to test on: name a data set with both.")
+    if opened.train.multilabel:
+        raise UserError("few-shot classification needs one label per image.")
+    model, card = load_source(source, on_event)
+    how, resolved = prepared(card, preprocess, on_event), compute_device(source, device)
+
+    def features(split: Split, handler: EventHandler) -> SplitFeatures:
+        workers = reading_workers(resolved)
+        return cached_features(model, split, how, batch=batch, device=resolved, workers=workers, on_event=handler)
+
+    with displayed(on_event) as handler:
+        train, test = features(opened.train, handler), features(held_out, handler)
+    (train_x, train_y), (test_x, test_y) = train.readable(), test.readable()
+    classes = len(opened.train.classes)
+    few: list[FewShotResult] = []
+    if "ridge" in methods:
+        few = ridge_fewshot(train_x, train_y, test_x, test_y, classes=classes, shots=tuple(shots), seeds=seeds, l2=l2)
+    near = knn(train_x, train_y, test_x, classes=classes).argmax(1) if "knn" in methods else None
+    lines = linear_probe(train_x, train_y, classes=classes).logits(test_x).argmax(1) if "linear" in methods else None
+    return ProbeResult(
+        source=source_name(source),
+        data=str(data),
+        split=held_out.name,
+        features=train_x.shape[1],
+        train=len(train_y),
+        test=len(test_y),
+        shots=tuple(few),
+        knn=None if near is None else float(np.mean(near == test_y)),
+        linear=None if lines is None else float(np.mean(lines == test_y)),
+        flops=2.0 * cost(card.architecture).macs * (len(train_y) + len(test_y)),
+        kept=str(train.path or ""),
+        notes=(
+            *opened.messages,
+            *(_too_few(train_y, classes, row.shots) for row in few if row.drawn < row.shots * classes),
+        ),
+        seeds=seeds,
+        l2=l2,
+    )
+
+
+def _too_few(labels: np.ndarray, classes: int, shots: int) -> str:
+    short = int((np.bincount(labels, minlength=classes) < shots).sum())
+    return f"{short:,} of {classes:,} classes have fewer than {shots:,} training images: all of these were used."
 
 
 class Neighbour(NamedTuple):
@@ -72,7 +183,6 @@ class SearchResult(SummaryRepr):
         return {"best": best, "n": f"{len(self):,}", "query": self.query}
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {
             "query": self.query,
             "neighbours": [neighbour._asdict() for neighbour in self.neighbours],
@@ -131,13 +241,13 @@ def search(
     positions = {Path(path).resolve(): position for position, path in enumerate(indexed.paths)}
     own = positions.get(Path(query).expanduser().resolve()) if isinstance(query, str | Path) else None
     if patch is not None:
-        feature = patch_features(model, image)[0][patch].float().cpu().numpy()
-        matches = nearest_patches(indexed, feature, top, skip=own)
+        feature = representations.patch_features(model, image)[0][patch].float().cpu().numpy()
+        matches = representations.nearest_patches(indexed, feature, top, skip=own)
         neighbours = [Neighbour(indexed.paths[match.image], match.score, match.row, match.column) for match in matches]
     else:
         with torch.inference_mode():
             features = model.features(image).float().cpu().numpy()
-        scores, indices = nearest_images(indexed, features, top + 1)
+        scores, indices = representations.nearest_images(indexed, features, top + 1)
         pairs = zip(indices[0].tolist(), scores[0].tolist(), strict=True)
         neighbours = [Neighbour(indexed.paths[i], score) for i, score in pairs if i != own][:top]
     unreadable = unread_images(split, indexed.paths) if len(indexed.paths) < len(split) else ()
@@ -146,11 +256,11 @@ def search(
 
 def _index(
     model: Model, split: Split, how: Preprocess, patches: bool, path: Path | None, on_event: EventHandler
-) -> FeatureIndex:
+) -> representations.FeatureIndex:
     """The index from its file, or computed and written there."""
     origin = _origin(model, split, how) if path is not None else ""
     if path is not None and path.exists():
-        indexed = load_index(path)
+        indexed = representations.load_index(path)
         if indexed.origin != origin:
             raise UserError(
                 f"{path} is not the index of these images, as they are now, by this model: "
@@ -158,16 +268,16 @@ def _index(
             )
         return indexed
     if patches:
-        indexed = index_patches(model, _readable(model, split, how, on_event), len(split))
+        indexed = representations.index_patches(model, _readable(model, split, how, on_event), len(split))
     else:
         device = next(model.parameters()).device
         embeddings = embed_split(model, split, how, batch=BATCH, device=device, on_event=on_event)
         paths = [split.keys[i] for i in embeddings.indices[embeddings.valid]]
-        indexed = index_images(paths, embeddings.features[embeddings.valid])
+        indexed = representations.index_images(paths, embeddings.features[embeddings.valid])
     if not indexed.paths:
         raise UserError(f"{none_read(unread(split, 0, model.config.channels))}: name whole image files.")
     if path is not None:
-        save_index(path, replace(indexed, origin=origin))
+        representations.save_index(path, replace(indexed, origin=origin))
     return indexed
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face CLIP, SigLIP and SigLIP 2, the image tower: a folder for `from_pretrained`.
+"""The image towers of CLIP, SigLIP and SigLIP 2: a folder of Hugging Face, or CLIP as OpenAI and OpenCLIP name it.
 
 CLIP's projection into the space of texts is a head without a bias; SigLIP's image tower ends in attention pooling.
 """
@@ -6,7 +6,7 @@ CLIP's projection into the space of texts is a head without a bias; SigLIP's ima
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from vitral.checkpoints.formats.hf_config import (
     UNUSED,
     Variant,
     chosen,
-    classes_of,
     hf_format,
     is_family,
     labels,
@@ -26,13 +25,13 @@ from vitral.checkpoints.formats.hf_config import (
     requires,
     shared_config,
     square_only,
+    unsupported,
     vision_config,
 )
-from vitral.checkpoints.formats.layout import Layout, layout_entries, separate
-from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Shape, Tensors
+from vitral.checkpoints.formats.layout import Layout, layout_entries, plain_architecture
+from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Tensors
 from vitral.errors import UserError
 
-_QKV, _BIASES = separate("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _LAYOUT = Layout(
     patches="embeddings.patch_embedding",
     positions="embeddings.position_embedding.weight",
@@ -40,8 +39,7 @@ _LAYOUT = Layout(
     pre_norm="pre_layrnorm",
     block="encoder.layers.{}",
     norm1="layer_norm1",
-    qkv=_QKV,
-    qkv_biases=_BIASES,
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     out="self_attn.out_proj",
     norm2="layer_norm2",
     hidden="mlp.fc1",
@@ -79,18 +77,14 @@ def _renames(keys: Iterable[str]) -> dict[str, str]:
     return renamed
 
 
-def _is(name: str) -> Callable[[CheckpointHeader], bool]:
+def _is(header: CheckpointHeader, name: str) -> bool:
     """Whether a checkpoint with these names is of this family, by its model_type or else by its tensors."""
-
-    def recognises(header: CheckpointHeader) -> bool:
-        patches = header.shapes.get(_PATCHES)  # a text tower has none
-        if patches is None or not header.has("encoder.layers.0.self_attn.q_proj.weight"):
-            return False
-        flat = len(patches) == 2
-        by_tensors = "hf-clip" if header.has(_LAYOUT.class_token) else "hf-siglip2" if flat else "hf-siglip"
-        return is_family(header, name, by_tensors)
-
-    return recognises
+    patches = header.shapes.get(_PATCHES)  # a text tower has none
+    if patches is None or not header.has("encoder.layers.0.self_attn.q_proj.weight"):
+        return False
+    flat = len(patches) == 2
+    by_tensors = "hf-clip" if header.has(_LAYOUT.class_token) else "hf-siglip2" if flat else "hf-siglip"
+    return is_family(header, name, by_tensors)
 
 
 def _shared_config(card: Card, c: ViTConfig) -> dict[str, Any]:
@@ -100,14 +94,13 @@ def _shared_config(card: Card, c: ViTConfig) -> dict[str, Any]:
     return {**{k: v for k, v in shared.items() if k not in dropped}, "attention_dropout": c.attention_dropout}
 
 
-def _file_key(key: str, c: ViTConfig) -> str:
-    """As in releases, the image tower is below its name even where it is alone."""
-    return key if key.startswith(("classifier.", "visual_projection.")) else f"vision_model.{key}"
-
-
 def _format(name: str, title: str, variants: tuple[Variant, ...], **functions: Any) -> Format[ViTConfig]:
-    shared: dict[str, Any] = {"layout": _LAYOUT, "parts": _PARTS, "renames": _renames, "file_key": _file_key}
-    return hf_format(name, title, _is(name), variants=variants, **shared, **functions)
+    def file_key(key: str, c: ViTConfig) -> str:  # as in releases, even where the image tower is alone
+        return key if key.startswith(("classifier.", "visual_projection.")) else f"vision_model.{key}"
+
+    shared: dict[str, Any] = {"renames": _renames, "file_key": file_key}
+    shared["recognises"] = lambda header: _is(header, name)
+    return hf_format(name, title, "", variants, _LAYOUT, _PARTS, **shared, **functions)
 
 
 # ------------------------------------------------------------------------------------------------------------- CLIP
@@ -116,19 +109,16 @@ def _format(name: str, title: str, variants: tuple[Variant, ...], **functions: A
 def _clip_architecture(header: CheckpointHeader) -> ViTConfig:
     settings = read_settings(header, _LAYOUT, _CLIP_DEFAULTS)
     settings |= {"pre_norm": True, "patch_bias": False}
-    if classes := classes_of(header):
-        return ViTConfig(**settings, classes=classes, pool="mean", norm_place="none")
-    outputs, stated = classes_of(header, "visual_projection"), (header.config or {}).get("projection_dim")
+    if settings["classes"]:
+        return ViTConfig(**settings, pool="mean", norm_place="none")
+    outputs, stated = header.size("visual_projection.weight"), (header.config or {}).get("projection_dim")
     if isinstance(stated, int) and outputs not in (0, stated):
         raise UserError(
             f"config.json states projection_dim={stated} and the projection has {outputs} outputs: "
             "one of them is of another model."
         )
-    return ViTConfig(**settings, classes=outputs, head_bias=False)
-
-
-def _clip_entries(c: ViTConfig) -> list[Entry]:
-    return layout_entries(_LAYOUT if c.head_bias else replace(_LAYOUT, head="visual_projection"), c)
+    settings["classes"] = outputs
+    return ViTConfig(**settings, head_bias=False)
 
 
 def _clip_config(card: Card, c: ViTConfig) -> dict[str, Any]:
@@ -136,12 +126,6 @@ def _clip_config(card: Card, c: ViTConfig) -> dict[str, Any]:
     if model == "CLIPForImageClassification":
         return {"architectures": [model], "model_type": "clip", "vision_config": vision, **labels(card)}
     return {"architectures": [model], **vision, **({"projection_dim": c.classes} if c.classes else {})}
-
-
-def _clip_zeros(c: ViTConfig) -> dict[str, Shape]:
-    """The last norm, which the classifier has and does not run."""
-    parts = ("weight", "bias") if c.norm_place == "none" else ()
-    return {f"post_layernorm.{part}": (c.width,) for part in parts}
 
 
 _TOWER = {"pre_norm": (True,), "patch_bias": (False,)}
@@ -157,9 +141,10 @@ HUGGING_FACE_CLIP = _format(
     "Hugging Face CLIP, the image tower (a folder)",
     _CLIP,
     architecture=_clip_architecture,
-    entries=_clip_entries,
+    entries=lambda c: layout_entries(_LAYOUT if c.head_bias else replace(_LAYOUT, head="visual_projection"), c),
     config=_clip_config,
-    zeros=_clip_zeros,
+    # The last norm, which the classifier has and does not run.
+    zeros=lambda c: {f"post_layernorm.{part}": (c.width,) for part in ("weight", "bias") if c.norm_place == "none"},
 )
 
 
@@ -171,7 +156,7 @@ def _siglip_architecture(header: CheckpointHeader) -> ViTConfig:
     pool = "map" if header.has("head.probe") else "mean"
     if pool == "map":
         requires(header, vision_use_head=True)
-    return ViTConfig(**settings, classes=classes_of(header), pool=pool)
+    return ViTConfig(**settings, pool=pool)
 
 
 def _siglip_note(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]:
@@ -258,10 +243,6 @@ def _siglip2_unpack(tensors: Tensors, c: ViTConfig) -> Tensors:
     return tensors
 
 
-def _siglip2_pack(tensors: Tensors, c: ViTConfig) -> Tensors:
-    return _pack({**tensors, _PATCHES: tensors[_PATCHES].flatten(1)}, c)
-
-
 def _siglip2_config(card: Card, c: ViTConfig) -> dict[str, Any]:
     config = _siglip_config(replace(card, class_names=()), c)
     vision = config.get("vision_config", config)
@@ -279,8 +260,93 @@ HUGGING_FACE_SIGLIP2 = _format(
     _SIGLIP2,
     notes=_siglip_note,
     unpack=_siglip2_unpack,
-    pack=_siglip2_pack,
+    pack=lambda tensors, c: _pack({**tensors, _PATCHES: tensors[_PATCHES].flatten(1)}, c),
     architecture=_siglip2_architecture,
     entries=_siglip2_entries,
     config=_siglip2_config,
+)
+
+
+# ---------------------------------------------------------------------------------------- CLIP of OpenAI and OpenCLIP
+#
+# The image tower with the names of OpenAI's code, which OpenCLIP shares. The projection into the space of texts is a
+# head without a bias, stored transposed. A file does not state its GELU: OpenAI's own models have the "quick" one,
+# those that OpenCLIP trained mostly the exact one.
+
+_BLOCK = "visual.transformer.resblocks"
+_OPEN = Layout(
+    patches="visual.conv1",
+    positions="visual.positional_embedding",
+    class_token="visual.class_embedding",
+    pre_norm="visual.ln_pre",
+    block=_BLOCK + ".{}",
+    norm1="ln_1",
+    qkv=("attn.in_proj",),
+    qkv_separator="_",
+    out="attn.out_proj",
+    norm2="ln_2",
+    hidden="mlp.c_fc",
+    output="mlp.c_proj",
+    scales=("ls_1.gamma", "ls_2.gamma"),
+    norm="visual.ln_post",
+    embedding=True,
+)
+_OPENAI = "input_resolution"  # in the state dict of OpenAI's programs only
+_OPEN_UNUSED = re.compile(
+    r"text\.|transformer\.|token_embedding\.|positional_embedding$|ln_final\.|text_projection|logit_scale$|logit_bias$"
+    r"|(input_resolution|context_length|vocab_size|attn_mask)$"
+)
+
+
+def _open_architecture(header: CheckpointHeader) -> ViTConfig:
+    return plain_architecture(
+        header,
+        _OPEN,
+        classes=header.size("visual.proj", 2, 1),
+        head_bias=False,
+        patch_bias=False,
+        pre_norm=header.has("visual.ln_pre.weight"),
+        norm_eps=1e-5,
+        gelu="quick" if header.has(_OPENAI) else "erf",
+        resize="timm",  # OpenCLIP resizes its positions by cubic interpolation with antialiasing
+    )
+
+
+def _open_assumptions(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]:
+    gelu = (
+        "quick GELU, as of OpenAI's models"
+        if c.gelu == "quick"
+        else "exact (erf) GELU, which OpenAI's models and OpenCLIP's with -quickgelu in their name do not have"
+    )
+    notes = [f"{c.heads} heads, a LayerNorm epsilon of 1e-5 and the {gelu}, assumed"]
+    count = sum(bool(_OPEN_UNUSED.match(key)) for key in header.shapes)
+    return (*notes, f"text tower not read ({count} tensors)") if count else tuple(notes)
+
+
+def _open_entries(c: ViTConfig) -> list[Entry]:
+    projection = Entry("visual.proj", "head.output.weight", (c.width, c.classes), axes=(1, 0))
+    return layout_entries(_OPEN, replace(c, classes=0)) + ([projection] if c.classes else [])
+
+
+def _open_reason(c: ViTConfig) -> str | None:
+    if c.norm_eps != 1e-5 or c.gelu != "erf":
+        return "its file would be read with a LayerNorm epsilon of 1e-5 and the exact (erf) GELU: write hf-clip instead"
+    return square_only(c)
+
+
+_OPEN_ACCEPTS = {"pre_norm": (True, False), "layer_scale": (True, False), "patch_bias": (False,)}
+_OPEN_TOWERS = (
+    Variant("CLIP", True, {**_OPEN_ACCEPTS, "head_bias": (False,), "norm_place": ("tokens", "features")}, _open_reason),
+    Variant("CLIP", False, {**_OPEN_ACCEPTS, "norm_place": ("tokens", "features")}, _open_reason),
+)
+
+OPEN_CLIP = Format(
+    name="open_clip",
+    title="CLIP as OpenAI and OpenCLIP name it, the image tower (safetensors)",
+    recognises=lambda header: header.has(f"{_BLOCK}.0.attn.in_proj_weight"),
+    architecture=_open_architecture,
+    entries=_open_entries,
+    unsupported_reason=unsupported(_OPEN_TOWERS),
+    assumptions=_open_assumptions,
+    ignored=_OPEN_UNUSED.pattern,
 )
