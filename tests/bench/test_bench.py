@@ -379,7 +379,7 @@ def test_a_benchmark_end_to_end_and_a_later_one_adds_rows(tmp_path: Path, monkey
 
 
 def test_a_worker_reports_errors_and_goes_on() -> None:
-    with Worker(Backend("timm", "eager")) as worker:
+    with Worker(Backend("transformers", "eager")) as worker:
         with pytest.raises(WorkerFailed, match="no such model") as refused:
             worker.call("build", replace(WORKLOAD, model="R50x1", depth=0))
         assert refused.value.kind == "usage"

@@ -166,9 +166,10 @@ def build_model(backend: Backend, architecture: Architecture) -> nn.Module:
         return _with_visible_layers(build(architecture))
     if library in EXPORTED:
         return _ExportedModel(build_model(Backend(OURS), architecture), backend, architecture)
-    if isinstance(architecture, ResNetConfig):
+    if isinstance(architecture, ResNetConfig) and library == "timm":
         return _timm_resnet(architecture.blocks, architecture.width, classes=architecture.classes)
-    assert isinstance(architecture, ViTConfig)
+    if not isinstance(architecture, ViTConfig):
+        raise UserError(f"{library} has no such model: leave it out of --against.")
     return _BUILDERS[library](architecture)
 
 
