@@ -159,6 +159,19 @@ def test_peers_have_our_architecture(library: str) -> None:
     assert logits.std() > 0
 
 
+@pytest.mark.parametrize("name", ["R26x1", "R26+ViT-Ti/32", "R+ViT-Ti/16"])
+def test_timm_has_resnets_and_hybrids(name: str) -> None:
+    """Exactly as many parameters as ours."""
+    pytest.importorskip("timm")
+    workload = replace(WORKLOAD, model=name, image=64, depth=0)
+    assert not backends._unsupported_reason("timm", workload)
+    assert backends._unsupported_reason("torchvision", workload)
+    ours, model = (build_model(Backend(library), workload.architecture) for library in ("vitral", "timm"))
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in ours.parameters())
+    with torch.inference_mode():
+        assert model.eval()(torch.randn(2, 3, 64, 64)).std() > 0
+
+
 @pytest.mark.parametrize(
     ("library", "mode"), [("onnxruntime", "float32"), ("onnxruntime", "int8"), ("openvino", "float32")]
 )
@@ -366,7 +379,7 @@ def test_a_benchmark_end_to_end_and_a_later_one_adds_rows(tmp_path: Path, monkey
 
 
 def test_a_worker_reports_errors_and_goes_on() -> None:
-    with Worker(Backend("timm", "eager")) as worker:
+    with Worker(Backend("transformers", "eager")) as worker:
         with pytest.raises(WorkerFailed, match="no such model") as refused:
             worker.call("build", replace(WORKLOAD, model="R50x1", depth=0))
         assert refused.value.kind == "usage"

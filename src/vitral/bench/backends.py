@@ -10,6 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitral.architecture import Architecture, ModelConfig, RopeConfig, ViTConfig, as_size
+from vitral.architecture import Architecture, ModelConfig, ResNetConfig, RopeConfig, ViTConfig, as_size
 from vitral.errors import UserError
 from vitral.export.int8 import calibrate
 from vitral.export.int8_graph import quantize
@@ -119,14 +120,15 @@ def select_backends(
         elif library == OURS:  # it chooses its attention itself, and compiling adds nothing to its CUDA graphs
             ours = [Backend(OURS, mode) for mode in (["graphs"] if graphs else modes)]
             backends += ours
-            if workload.work == "train" and workload.precision == "bfloat16" and _is_vit(workload.architecture):
+            if workload.work == "train" and workload.precision == "bfloat16" and is_vit(workload.architecture):
                 backends += [replace(backend, float32_residual=True) for backend in ours]
         else:
             backends += [Backend(library, mode, attention) for mode in modes for attention in attentions]
     return backends, excluded
 
 
-def _is_vit(architecture: Architecture) -> bool:
+def is_vit(architecture: Architecture) -> bool:
+    """Whether it is a Vision Transformer without a ResNet in front and without axial attention."""
     return isinstance(architecture, ViTConfig) and architecture.stem is None and not architecture.axial
 
 
@@ -150,8 +152,11 @@ def _unsupported_reason(library: str, workload: Workload) -> str:
     if library not in supported:
         return f"bench {workload.work} supports {supported[0]} only"
     config = workload.architecture
-    # The peers have the Vision Transformer of section 3.1 only, and timm its successors.
-    supports = _is_vit(config) and (library == "timm" or not family_of(config))
+    # The peers have the Vision Transformer of section 3.1 only, and timm its successors, hybrids and ResNets.
+    if library == "timm":
+        supports = isinstance(config, ViTConfig | ResNetConfig) and not config.axial
+    else:
+        supports = is_vit(config) and not family_of(config)
     return "" if supports else f"it has no {workload.model_name}"
 
 
@@ -162,6 +167,8 @@ def build_model(backend: Backend, architecture: Architecture) -> nn.Module:
         return _with_visible_layers(build(architecture))
     if library in EXPORTED:
         return _ExportedModel(build_model(Backend(OURS), architecture), backend, architecture)
+    if isinstance(architecture, ResNetConfig) and library == "timm":
+        return _timm_resnet(architecture.blocks, architecture.width, classes=architecture.classes)
     if not isinstance(architecture, ViTConfig):
         raise UserError(f"{library} has no such model: leave it out of --against.")
     return _BUILDERS[library](architecture)
@@ -187,7 +194,24 @@ def _timm(config: ViTConfig) -> nn.Module:
     sizes |= {"mlp_ratio": config.mlp / config.width}
     if name := family_of(config):
         return create_model(FAMILIES[name].timm, **sizes, **FAMILIES[name].overrides)
+    if config.stem is not None:
+        from timm.models.vision_transformer_hybrid import HybridEmbed
+
+        sizes["embed_layer"] = partial(HybridEmbed, backbone=_timm_resnet(config.stem.blocks, config.stem.width))
     return VisionTransformer(**sizes)
+
+
+def _timm_resnet(blocks: Sequence[int], width: int, classes: int = 0) -> nn.Module:
+    """A BiT ResNet or, without classes, the one in front of a hybrid."""
+    from timm.layers import StdConv2dSame
+    from timm.models.resnetv2 import ResNetV2, create_resnetv2_stem
+
+    if classes:
+        return ResNetV2([*blocks], width_factor=width, stem_type="fixed", num_classes=classes)
+    options: dict[str, Any] = {"stem_type": "same", "preact": False, "conv_layer": partial(StdConv2dSame, eps=1e-8)}
+    if not blocks:
+        return create_resnetv2_stem(3, 64 * width, **options)
+    return ResNetV2([*blocks], width_factor=width, num_classes=0, global_pool="", **options)
 
 
 class _Logits(nn.Module):

@@ -79,6 +79,30 @@ def fits_short_attention(tokens: Tensor, head_dim: int) -> bool:
     return fits and _has_kernels(tokens.device)
 
 
+def prefers_channels_last(images: Tensor) -> bool:
+    """Whether convolutions and norms of images (batch, channels, height, width) are fastest with channels last."""
+    half = images.dtype in HALF_DTYPES or autocast_dtype(images.device.type) in HALF_DTYPES
+    return half and _has_kernels(images.device)
+
+
+def group_norm(norm: nn.GroupNorm, x: Tensor, *, relu: bool = True, residual: Tensor | None = None) -> Tensor:
+    """GroupNorm, the sum with a residual and ReLU: (batch, channels, height, width) -> the same shape"""
+    fits = x.dtype in HALF_DTYPES and x.is_contiguous(memory_format=torch.channels_last) and x.shape[0] > 0
+    if fits and is_plain(norm, nn.GroupNorm) and _has_kernels(x.device):
+        from vitral.kernels import group_norm as kernels
+
+        parameters = (norm.weight, norm.bias, norm.num_groups, norm.eps)
+        return kernels.group_norm(x, *parameters, relu=relu, residual=residual)
+    x = norm(x) if residual is None else norm(x) + residual
+    return F.relu(x) if relu else x
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The half precision of an enabled autocast; the "meta" device has none."""
+    enabled = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if enabled else None
+
+
 @cache
 def supports_crop_resize(device: torch.device) -> bool:
     """Whether `resize.CropResize` runs on the device."""

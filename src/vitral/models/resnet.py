@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.architecture import Epsilons, ResNetConfig, Size, StemConfig
+from vitral.kernels.dispatch import group_norm, prefers_channels_last
 from vitral.models.init import lecun_normal
 from vitral.models.layers import AxialAttention2d
 from vitral.models.model import Head, VisionModel, check_images, layer_indices
@@ -123,7 +124,7 @@ class ResNet(VisionModel[ResNetConfig]):
     def patchify(self, images: Tensor) -> Tensor:
         """The root, with channels last: (batch, channels, height, width) -> (batch, h, w, dim)"""
         check_images(images, self.config.channels)
-        x = self.root(images)
+        x = self.root(_in_fastest_layout(images))
         if self.config.root_pool == "zero":
             x = F.max_pool2d(_zeros_around(x), 3, 2)  # not max_pool2d's own padding, which is minus infinity
         else:
@@ -135,7 +136,7 @@ class ResNet(VisionModel[ResNetConfig]):
         x = patches.permute(0, 3, 1, 2)
         for stage in self.stages:
             x = stage(x)
-        return F.relu(self.norm(x)).flatten(2).transpose(1, 2)
+        return group_norm(self.norm, x).flatten(2).transpose(1, 2)
 
     def intermediates(
         self, images: Tensor, layers: Sequence[int] | None = None, *, norm: bool = False, reshape: bool = True
@@ -162,7 +163,7 @@ class ResNet(VisionModel[ResNetConfig]):
             x = self.stages[i](x)
             last = i == len(self.stages) - 1
             if i in indices:
-                maps = F.relu(self.norm(x)) if norm and last else x
+                maps = group_norm(self.norm, x) if norm and last else x
                 outputs[i] = maps if reshape else maps.flatten(2).transpose(1, 2)
         return [outputs[i] for i in indices]
 
@@ -198,12 +199,12 @@ class BottleneckV2(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, inputs, h, w) -> (batch, 4 * hidden, ceil(h / stride), ceil(w / stride))"""
-        y = F.relu(self.norm1(x))
+        y = group_norm(self.norm1, x)
         if self.projection is not None:
             x = self.projection(y)
         y = self.conv1(y)
-        y = self.conv2(F.relu(self.norm2(y)))
-        y = self.conv3(F.relu(self.norm3(y)))
+        y = self.conv2(group_norm(self.norm2, y))
+        y = self.conv3(group_norm(self.norm3, y))
         return x + y
 
 
@@ -225,7 +226,7 @@ class ResNetStem(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """(batch, channels, height, width) -> (batch, StemConfig.channels, *StemConfig.grid)"""
-        x = self.root(images)
+        x = self.root(_in_fastest_layout(images))
         for stage in self.stages:
             x = stage(x)
         return x
@@ -241,7 +242,7 @@ class StemRoot(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, inputs, h, w) -> (batch, outputs, ceil(h / 4), ceil(w / 4))"""
-        x = F.relu(self.norm(self.conv(x)))
+        x = group_norm(self.norm, self.conv(x))
         return F.max_pool2d(pad_same(x, 3, 2, value=-torch.inf), 3, 2)
 
 
@@ -262,12 +263,16 @@ class StemBottleneck(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, inputs, h, w) -> (batch, 4 * hidden, ceil(h / stride), ceil(w / stride))"""
-        y = F.relu(self.norm1(self.conv1(x)))
-        y = F.relu(self.norm2(self.conv2(y)))
-        y = self.norm3(self.conv3(y))
+        y = group_norm(self.norm1, self.conv1(x))
+        y = group_norm(self.norm2, self.conv2(y))
         if self.projection is not None and self.projection_norm is not None:
-            x = self.projection_norm(self.projection(x))
-        return F.relu(x + y)
+            x = group_norm(self.projection_norm, self.projection(x), relu=False)
+        return group_norm(self.norm3, self.conv3(y), residual=x)
+
+
+def _in_fastest_layout(images: Tensor) -> Tensor:
+    """In memory; the shape stays. What is computed from the images inherits it."""
+    return images.contiguous(memory_format=torch.channels_last) if prefers_channels_last(images) else images
 
 
 def _conv_v2(inputs: int, outputs: int, kernel: int, stride: int, epsilons: Epsilons) -> StdConv2d:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.architecture import Size, ViTConfig
-from vitral.kernels.dispatch import fits_blocks, is_plain
+from vitral.kernels.dispatch import autocast_dtype, fits_blocks, is_plain
 from vitral.models.init import lecun_normal, normal, zero_bias
 from vitral.models.layers import AxialBlock, Block, MapPool
 from vitral.models.model import Head, VisionModel, check_images, layer_indices
@@ -64,7 +64,7 @@ class ViT(VisionModel[ViTConfig]):
         p, (h, w), channels = self.config.patch, grid, images.shape[1]
         pixels = images[:, :, : h * p, : w * p].unflatten(3, (w, p)).unflatten(2, (h, p))
         pixels = pixels.permute(0, 2, 4, 1, 3, 5)
-        if half := _autocast_dtype(images.device.type):  # converted and laid out in one pass
+        if half := autocast_dtype(images.device.type):  # converted and laid out in one pass
             pixels = pixels.to(half, memory_format=torch.contiguous_format)
         pixels = pixels.reshape(-1, h, w, channels * p * p)
         return F.linear(pixels, self.embed.weight.flatten(1), self.embed.bias)
@@ -134,7 +134,7 @@ class ViT(VisionModel[ViTConfig]):
         x = self._with_prefix(patches.flatten(1, 2))
         x = self.pre_norm(self.dropout(x + positions[0] if positions else x))
         # The residual stream, too, is in half precision: every block reads and writes it.
-        half = _autocast_dtype(x.device.type)
+        half = autocast_dtype(x.device.type)
         return x.to(half) if half else x
 
     def _only_visible(self, x: Tensor, visible: Tensor) -> Tensor:
@@ -185,9 +185,3 @@ class ViT(VisionModel[ViTConfig]):
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     """(b, n, dim), (b, k) -> (b, k, dim)"""
     return x.gather(1, indices.unsqueeze(-1).expand(-1, -1, x.shape[2]))
-
-
-def _autocast_dtype(device: str) -> torch.dtype | None:
-    """The half precision of an enabled autocast; the "meta" device has none."""
-    enabled = device != "meta" and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if enabled else None
