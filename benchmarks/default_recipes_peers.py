@@ -12,6 +12,7 @@ safetensors file under its timm name. Each run is evaluated on these images once
 | vitral | all defaults |
 | timm, defaults | train.py --pretrained, all defaults: SGD at 0.05, batches of 128, 300 epochs |
 | timm, same length | the same with the epochs and the batch that vitral chose |
+| timm with AdamW, same length | likewise with --opt adamw --lr 2e-4 --clip-grad 1 --warmup-epochs 2 --sched-on-updates |
 | lightly-train, defaults | train_image_classification, all defaults: AdamW at 3e-4, 100,000 steps of 16 images |
 | lightly-train, same length | likewise, a tenth of the steps as warmup, pixels normalised as the weights expect |
 
@@ -49,7 +50,14 @@ from safetensors.torch import load_file
 
 from vitral.data.sources import Split, open_data, with_test_split
 
-METHODS = ("vitral", "timm, same length", "lightly-train, same length", "timm, defaults", "lightly-train, defaults")
+METHODS = (
+    "vitral",
+    "timm, same length",
+    "timm with AdamW, same length",
+    "lightly-train, same length",
+    "timm, defaults",
+    "lightly-train, defaults",
+)
 LIGHTLY = "import ast, sys, lightly_train; lightly_train.train_image_classification(**ast.literal_eval(sys.argv[1]))"
 TOP1 = re.compile(r"val_metric/top1_acc_micro *\| *[\d.]+ *\| *([\d.]+) *\|")  # the best, then the last value
 OUTPUT_TAIL = 2_000  # characters of a failed program's output
@@ -67,6 +75,7 @@ class Job:
     out: Path  # a temporary folder
     epochs: int = 0  # 0: the peer's defaults
     batch: int = 0
+    adamw: bool = False  # timm: with settings that a user of Vision Transformers would choose
 
     def classes(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "train").iterdir())
@@ -112,6 +121,8 @@ def run_timm(program: str, job: Job) -> float:
     words += ["--output", str(job.out), "--experiment", "run"]
     if job.epochs:
         words += ["--epochs", str(job.epochs), "--batch-size", str(job.batch)]
+    if job.adamw:
+        words += "--opt adamw --lr 2e-4 --clip-grad 1 --warmup-epochs 2 --sched-on-updates".split()
     run_program(words, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(hub_cache(job)))
     with (job.out / "run" / "summary.csv").open() as file:
         return float(list(csv.DictReader(file))[-1]["eval_top1"]) / 100
@@ -172,7 +183,7 @@ def main() -> None:
     parser.add_argument("--folders", type=Path, required=True, help="where the images of all programs are written")
     parser.add_argument("--timm", default="", help="train.py of a checkout of pytorch-image-models")
     parser.add_argument("--lightly", default="", help="a Python that has lightly-train")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS[:3])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS[:4])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--test", type=int, default=1000, help="test images")
     parser.add_argument("--device", default="cpu")
@@ -219,7 +230,8 @@ def run_method(
         sys.exit(f'"{method}" needs --timm TRAIN_PY or --lightly PYTHON.')
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as out:
-        job = Job(folder, options.weights, seed, options.device, options.workers, Path(out), **length)
+        adamw = "AdamW" in method
+        job = Job(folder, options.weights, seed, options.device, options.workers, Path(out), **length, adamw=adamw)
         accuracy = (run_timm if method.startswith("timm") else run_lightly)(program, job)
     seconds = round(time.perf_counter() - began, 1)
     return {"accuracy": accuracy, "seconds": seconds, "device": options.device, **length}
