@@ -48,7 +48,7 @@ def test_it_follows_the_rules_of_torch_library():
     "name", [pytest.param("ResNet", marks=[] if DEVICE == "cuda" else [pytest.mark.slow]), "hybrid"]
 )
 def test_models_on_kernels_match_plain_pytorch(name, monkeypatch):
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # Triton's interpreter computes wrongly in bfloat16
+    """In float32: in bfloat16 rounding flips ReLUs, and the gradients of two right computations differ by half."""
     torch.manual_seed(0)
     stem = StemConfig(blocks=(1,))
     config = {
@@ -63,20 +63,19 @@ def test_models_on_kernels_match_plain_pytorch(name, monkeypatch):
 
     def logits_and_gradients() -> list[torch.Tensor]:
         model.zero_grad()
-        with torch.autocast(DEVICE, dtype, enabled=DEVICE == "cuda"):
+        with torch.backends.cudnn.flags(allow_tf32=False):
             logits = model(images)
-        logits.float().square().sum().backward()
+            logits.square().sum().backward()
         return [logits.detach(), *(weight.grad.clone() for weight in model.parameters() if weight.grad is not None)]
 
     monkeypatch.setattr(dispatch, "_has_kernels", lambda device: False)
     expected = logits_and_gradients()
     monkeypatch.setattr(dispatch, "_has_kernels", lambda device: True)
-    monkeypatch.setattr(dispatch, "HALF_DTYPES", (dtype,))
+    monkeypatch.setattr(dispatch, "HALF_DTYPES", (torch.float32,))
     monkeypatch.setattr(dispatch, "fits_blocks", lambda *_: False)
     used = []
     monkeypatch.setattr(group_norm, "_group_norm", lambda *arguments: used.append(1) or operator(*arguments))
     found = logits_and_gradients()
     assert len(used) == sum(isinstance(module, torch.nn.GroupNorm) for module in model.modules())
-    tolerance = 8e-2 if DEVICE == "cuda" else 1e-3  # on a GPU both round to eight bits after every layer
     for one, other in zip(found, expected, strict=True):
-        assert (one - other).norm() <= tolerance * (other.norm() + 1e-3)
+        assert (one - other).norm() <= 1e-3 * (other.norm() + 1e-3)

@@ -45,6 +45,8 @@ TOLERANCES = {"bfloat16": 2e-2, "float32": 1e-4}
 _PARAMETER_FACTOR = 4.0
 _SMALL_SHARE = 1e-2
 PARITY_BATCH = 4  # images that are compared
+_BRANCH_SCALE = 0.1  # of the residual branches of a ResNet
+_ROUNDING_FACTOR = 1.5  # our kernels against PyTorch's operators, where rounding alone exceeds the tolerance
 
 
 class ParityError(RuntimeError):
@@ -81,6 +83,10 @@ def float32_model(backend: Backend, workload: Workload) -> BenchmarkModel:
     if backend.float32_residual:  # tokens in float32 stay so from block to block; a hook keeps blocks from being fused
         first = model.get_submodule("blocks.0")
         first.register_forward_pre_hook(lambda block, inputs: (inputs[0].float(), *inputs[1:]))
+    # Undamped, the residual branches of a random ResNet turn rounding into errors as large as the gradients.
+    for name, module in model.named_modules():
+        if name.endswith("norm3") and isinstance(module, nn.GroupNorm):
+            nn.init.constant_(module.weight, _BRANCH_SCALE)
     return BenchmarkModel(model).to(workload.device)
 
 
@@ -312,23 +318,38 @@ class ParityResult(NamedTuple):
 
 
 def check_parity(step: TimedStep) -> ParityResult:
-    """Compare a step of a small batch with the eager float32 model; raises ParityError above a tolerance."""
+    """Compare a step of a small batch with the eager float32 model; raises ParityError above a tolerance.
+
+    In a ResNet rounding flips ReLUs: there, as far as PyTorch's own norms in bfloat16 are from float32 is tolerated.
+    """
     reference = reference_outputs(step)
-    return compare(step.outputs(), reference, TOLERANCES[step.workload.precision], step.backend.label)
+    tolerance = TOLERANCES[step.workload.precision]
+    if step.workload.precision == "bfloat16" and not is_vit(step.workload.architecture):
+        rounding, _ = _differences(reference_outputs(step, half=True), reference, tolerance)
+        worst = rounding.worst_gradient / _PARAMETER_FACTOR
+        tolerance = max(tolerance, _ROUNDING_FACTOR * max(rounding.logits, rounding.gradients, worst))
+    return compare(step.outputs(), reference, tolerance, step.backend.label)
 
 
-def reference_outputs(step: TimedStep) -> StepOutputs:
-    """Run the model eagerly in float32, with PyTorch's math attention, on the batch of a step."""
+def reference_outputs(step: TimedStep, *, half: bool = False) -> StepOutputs:
+    """Run the model eagerly in float32, with PyTorch's math attention, on the batch of a step.
+
+    With `half`, in bfloat16 with PyTorch's own GroupNorm, which a hook keeps from being replaced.
+    """
     training = step.workload.work == "train"
     model = float32_model(step.backend, step.workload).train(training)
+    for module in model.modules():
+        if half and isinstance(module, nn.GroupNorm):
+            module.register_forward_hook(lambda *_: None)
     with (
         torch.backends.cudnn.flags(allow_tf32=False),
         torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
         torch.set_grad_enabled(training),
+        torch.autocast(step.workload.device, torch.bfloat16, enabled=half),
     ):
         logits = model(step.images)  # the model is float32, and so are the images that it takes
         if training:
-            F.cross_entropy(logits, step.labels).backward()
+            F.cross_entropy(logits.float(), step.labels).backward()
     return StepOutputs(logits.detach(), {name: weight.grad for name, weight in parameters_with_gradient(model)})
 
 
@@ -337,20 +358,26 @@ def compare(fast: StepOutputs, reference: StepOutputs, tolerance: float, label: 
     if set(fast.gradients) != set(reference.gradients):
         names = ", ".join(sorted(set(fast.gradients) ^ set(reference.gradients))[:4])
         raise ParityError(f"{label} and the float32 model have gradients of different parameters: {names}.")
+    result, parameter = _differences(fast, reference, tolerance)
+    worst, most = result.worst_gradient, _PARAMETER_FACTOR * tolerance
+    if not (result.logits <= tolerance and result.gradients <= tolerance and worst <= most):  # NaN fails too
+        raise ParityError(
+            f"{label} differs from the float32 model: logits by {result.logits:.1e} of their norm, gradients by "
+            f"{result.gradients:.1e} (at most {tolerance:.2g}), that of {parameter} by {worst:.1e} "
+            f"(at most {most:.2g}); no row is written."
+        )
+    return result
+
+
+def _differences(fast: StepOutputs, reference: StepOutputs, tolerance: float) -> tuple[ParityResult, str]:
+    """Relative to the norm; and the parameter whose gradient differs most."""
     logits = _relative(fast.logits, reference.logits, 0.0)
     norm = _norm(reference.gradients.values())
     pairs = {name: (fast.gradients[name], gradient) for name, gradient in reference.gradients.items()}
     gradients = _norm(first.float() - second for first, second in pairs.values()) / norm if pairs else 0.0
     relative = ((_relative(*pair, _SMALL_SHARE * norm), name) for name, pair in pairs.items())
     worst, parameter = max(relative, default=(0.0, "no parameter"))
-    worst_tolerance = _PARAMETER_FACTOR * tolerance
-    if not (logits <= tolerance and gradients <= tolerance and worst <= worst_tolerance):  # NaN fails too
-        raise ParityError(
-            f"{label} differs from the float32 model: logits by {logits:.1e} of their norm, gradients by "
-            f"{gradients:.1e} (at most {tolerance:g}), that of {parameter} by {worst:.1e} "
-            f"(at most {worst_tolerance:g}); no row is written."
-        )
-    return ParityResult(logits, gradients, worst, tolerance)
+    return ParityResult(logits, gradients, worst, tolerance), parameter
 
 
 def _relative(fast: Tensor, reference: Tensor, least: float) -> float:
