@@ -135,7 +135,7 @@ def select_backends(
 def _has_fp8(workload: Workload) -> bool:
     """Whether FP8 is chosen for the model on this machine."""
     config = workload.architecture
-    wide = _is_vit(config) and config.width >= FP8_MIN_WIDTH
+    wide = isinstance(config, ViTConfig) and _is_vit(config) and config.width >= FP8_MIN_WIDTH
     return wide and workload.work in ("train", "infer") and has_fp8(torch.device(workload.device))
 
 

@@ -93,7 +93,7 @@ def inference_model(backend: Backend, workload: Workload) -> BenchmarkModel:
         _use_fp8(model, freeze=True)
     model = model.to(getattr(torch, workload.precision))
     if backend.fp8 and backend.library != OURS:
-        from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+        from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_  # type: ignore[import-not-found]
 
         quantize_(model, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()), filter_fn=_is_in_block)
     if backend.library == OURS and workload.device == "cpu":
@@ -175,7 +175,7 @@ class TrainingStep(TimedStep):
         if backend.fp8 and backend.library == OURS:
             _use_fp8(self.model, freeze=False)
         elif backend.fp8:
-            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
 
             config = Float8LinearConfig.from_recipe_name("rowwise")
             convert_to_float8_training(self.model, config=config, module_filter_fn=_is_in_block)
