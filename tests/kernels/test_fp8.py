@@ -223,7 +223,7 @@ def test_gradients_in_fp8_match_those_of_plain_pytorch(gelu, kernels_on_any_devi
     apart = torch.stack([(found[name] - gradient).norm() for name, gradient in expected.items()]).norm()
     assert apart < GRADIENTS_CLOSE * norm
     for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() < GRADIENTS_CLOSE * (2 * gradient.norm() + 0.1 * norm), name
+        assert (found[name] - gradient).norm() < GRADIENTS_CLOSE * (5 * gradient.norm() + 0.1 * norm), name
 
 
 def gradients_of(model: ViT) -> dict[str, torch.Tensor]:
