@@ -1,10 +1,11 @@
-"""Where the time of a training step goes on a GPU, by category of kernels.
+"""Where the time of a training step, or of a batch of predictions, goes on a GPU, by category of kernels.
 
     python benchmarks/step_profile.py --model ViT-B/16 --batch 256
+    python benchmarks/step_profile.py --model ViT-B/16 --batch 256 --infer --fp8
 
-One CUDA graph of a step, as `vitral bench train` times it, is replayed under PyTorch's profiler, and its kernels are
-grouped by name. A single profiled step runs at other clocks than many steps in a row, so shares are more reliable than
-milliseconds.
+One CUDA graph of a step, as `vitral bench train` or `vitral bench infer` times it, is replayed under PyTorch's
+profiler, and its kernels are grouped by name. A single profiled step runs at other clocks than many steps in a row, so
+shares are more reliable than milliseconds.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from vitral.bench.backends import OURS, Backend, Workload
-from vitral.bench.steps import TrainingStep
+from vitral.bench.worker import make_step
 
 CATEGORIES = {
     "matrix products": r"nvjet|gemm|cutlass|splitK|gemv|cublas",
     "attention": r"^attention_",
     "norms and residual sums": r"^norm_|fold_norm",
     "GELU": r"gelu",
+    "quantisation to FP8": r"^quantize",
     "optimizer and clipping": r"multi_tensor|foreach|adam",
 }
 
@@ -32,8 +34,11 @@ def main() -> None:
     parser.add_argument("--model", default="ViT-B/16")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--kernels", type=int, default=0, help="also list this many kernels by name")
+    parser.add_argument("--infer", action="store_true", help="predictions instead of training")
+    parser.add_argument("--fp8", action="store_true", help="with products in FP8")
     args = parser.parse_args()
-    step = TrainingStep(Backend(OURS, "graphs"), Workload("train", args.model, args.batch, "cuda"))
+    workload = Workload("infer" if args.infer else "train", args.model, args.batch, "cuda")
+    step = make_step(Backend(OURS, "graphs", fp8=args.fp8), workload)
     seconds = sorted(step.run(20))[10]
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         step.run(1)

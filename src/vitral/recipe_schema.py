@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 from vitral.errors import UserError
 
 Balance = Literal["none", "weights", "sampler", "logit-adjust"]
-Precision = Literal["auto", "float32", "bfloat16"]
+Precision = Literal["auto", "float32", "bfloat16", "fp8"]
 Parallel = Literal["ddp", "fsdp"]
 Loss = Literal["softmax", "sigmoid"]
 ObjectiveName = Literal["classes", "masked"]
@@ -163,7 +163,10 @@ class Recipe:
     ema_decay: Annotated[
         float, "exponential moving average (EMA) of the weights: decay per step, such as 0.9999; 0: off"
     ] = 0.0
-    precision: Annotated[Precision, "auto (bfloat16 on GPUs that support it), float32 or bfloat16"] = "auto"
+    precision: Annotated[
+        Precision,
+        "auto (bfloat16 on GPUs that support it), float32, bfloat16, or fp8 (Hopper, width >= 768)",
+    ] = "auto"
     compile: Annotated[bool, "torch.compile the model: slower start, faster steps"] = False
     cuda_graph: Annotated[bool, "on one GPU: capture the training step as a CUDA graph; helps small models"] = True
     grad_checkpointing: Annotated[

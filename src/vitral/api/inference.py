@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from vitral.api.checkpoints import Source, load_source, source_name
 from vitral.api.engines import ENGINES, Work, sbatch_options
@@ -29,6 +30,7 @@ from vitral.errors import PartsWritten, UserError
 from vitral.evaluation.mapping import class_order, read_table
 from vitral.evaluation.predict import (
     VIEWS,
+    Precision,
     Predictions,
     TestTimeAugmentation,
     ViewPreprocess,
@@ -39,6 +41,7 @@ from vitral.evaluation.predict import (
 )
 from vitral.events import EventHandler, Note
 from vitral.export.exported import PixelLogits, is_exported, open_exported
+from vitral.kernels.dispatch import check_fp8
 from vitral.kernels.packed import pack
 from vitral.models.build import Model, resolve_device
 
@@ -66,6 +69,7 @@ class Ensemble:
     members: tuple[Member, ...]
     card: Card
     tta: TestTimeAugmentation | None = None
+    precision: Precision = "float32"
 
     @property
     def averages(self) -> bool:
@@ -113,6 +117,7 @@ class Ensemble:
         options = {
             "batch": batch,
             "device": member.device,
+            "precision": self.precision,
             "normalized": not isinstance(member.model, PixelLogits),
             "workers": reading_workers(member.device),
             "task": task,
@@ -135,6 +140,7 @@ def open_ensemble(
     *,
     classes: str | Path = "",
     tta: TestTimeAugmentation | None = None,
+    precision: Precision = "float32",
     device: str = "",
     packed: bool = False,
     on_event: EventHandler | None = None,
@@ -155,8 +161,10 @@ def open_ensemble(
         check_head(each, card)
         resolved = compute_device(each, device)
         loaded_here = not isinstance(each, tuple) and not isinstance(model, PixelLogits)
-        if packed and resolved.split(":")[0] == "cpu" and loaded_here:
+        if packed and resolved.split(":")[0] == "cpu" and loaded_here and precision == "float32":
             pack(model)
+        if precision == "fp8":
+            _quantize(model, resolved, source_name(each), on_event)
         own = card.class_names or named_card(card, classes).class_names
         names = names if members else own
         if members and card.multilabel != members[0].card.multilabel:
@@ -168,7 +176,18 @@ def open_ensemble(
             raise UserError(f"{source_name(each)} has {classes_of}: average models of the same classes.")
         order = class_order(names, own, source_name(each)) if own or names else np.arange(card.architecture.classes)
         members.append(Member(each, model, card, resolved, order))
-    return Ensemble(tuple(members), named_card(members[0].card, classes), tta)
+    return Ensemble(tuple(members), named_card(members[0].card, classes), tta, precision)
+
+
+def _quantize(model: Model | PixelLogits, device: str, name: str, on_event: EventHandler | None) -> None:
+    """Compute the model in FP8, or say why it is computed in bfloat16."""
+    if isinstance(model, PixelLogits):
+        raise UserError(f"{name} is exported, with a precision of its own: leave --precision out.")
+    check_fp8(torch.device(device))
+    from vitral.models.fused import use_fp8  # imports Triton
+
+    if (reason := use_fp8(model.to(device).eval(), freeze=True)) and on_event is not None:
+        on_event(Note(f"{name} is computed in bfloat16 instead of FP8: {reason}"))
 
 
 def load_predictor(

@@ -34,7 +34,14 @@ from vitral.data.preprocess import parse_deterministic
 from vitral.data.sources import Split
 from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
-from vitral.evaluation.predict import EmbeddingPool, Embeddings, Predictions, TestTimeAugmentation, embed_split
+from vitral.evaluation.predict import (
+    EmbeddingPool,
+    Embeddings,
+    Precision,
+    Predictions,
+    TestTimeAugmentation,
+    embed_split,
+)
 from vitral.events import EventHandler
 from vitral.export.exported import PixelLogits
 from vitral.kernels.packed import pack
@@ -58,6 +65,7 @@ def predict(
     ensemble: Sequence[str | Path] = (),
     tta: TestTimeAugmentation | None = None,
     preprocess: str = "",
+    precision: Precision = "float32",
     batch: int = 32,
     device: str = "",
     parts: int = 1,
@@ -80,6 +88,7 @@ def predict(
         tta: test-time augmentation, views of each image to average over: the image and its mirror image (flip), four
             corners and the centre (five-crop), or these and their mirror images (ten-crop).
         preprocess: how pixels are prepared, where the weights do not state it.
+        precision: of the model: float32, bfloat16 or fp8, which needs an NVIDIA GPU of the Hopper generation or newer.
         batch: images per batch.
         device: cpu, cuda or mps; chosen when not given.
         parts: number of parts to compute the images in, each a command of its own; they are kept beside the output
@@ -103,7 +112,8 @@ def predict(
     check_numbers(batch=batch, top=top)
     target = checked_output(output, (".csv", ".json"), "--output") if output else None
     split = open_any_images(images)
-    models = open_ensemble(source, ensemble, classes=classes, tta=tta, device=device, packed=True, on_event=on_event)
+    loading = {"classes": classes, "tta": tta, "precision": precision, "device": device, "packed": True}
+    models = open_ensemble(source, ensemble, **loading, on_event=on_event)
     with displayed(on_event) as handler:
 
         def compute(images: Split) -> Predictions:

@@ -23,6 +23,7 @@ from vitral.errors import UserError
 from vitral.export.int8 import calibrate
 from vitral.export.int8_graph import quantize
 from vitral.export.onnx import OPSET, import_onnx
+from vitral.kernels.dispatch import FP8_MIN_WIDTH, has_fp8
 from vitral.models.build import build
 from vitral.models.layers import LayerScale
 from vitral.names import name_of, parse
@@ -77,6 +78,7 @@ class Backend:
     mode: str = "eager"
     attention: str = "auto"
     float32_residual: bool = False  # ours with a residual stream in float32, as the others have it under autocast
+    fp8: bool = False  # ours with its own FP8, timm with that of torchao
 
     @property
     def captures(self) -> bool:
@@ -86,7 +88,8 @@ class Backend:
     @property
     def settings(self) -> str:
         parts = [self.mode, *([self.attention] if self.attention != "auto" else [])]
-        return ", ".join([*parts, *(["float32 residual"] if self.float32_residual else [])])
+        parts += ["float32 residual"] if self.float32_residual else []
+        return ", ".join([*parts, *(["fp8" if self.library == OURS else "torchao fp8"] if self.fp8 else [])])
 
     @property
     def label(self) -> str:
@@ -122,9 +125,19 @@ def select_backends(
             backends += ours
             if workload.work == "train" and workload.precision == "bfloat16" and is_vit(workload.architecture):
                 backends += [replace(backend, float32_residual=True) for backend in ours]
+            backends += [replace(backend, fp8=True) for backend in ours if _has_fp8(workload)]
         else:
             backends += [Backend(library, mode, attention) for mode in modes for attention in attentions]
+            if library == "timm" and _has_fp8(workload) and importlib.util.find_spec("torchao") is not None:
+                backends += [Backend(library, mode, fp8=True) for mode in modes]
     return backends, excluded
+
+
+def _has_fp8(workload: Workload) -> bool:
+    """Whether FP8 is chosen for the model on this machine."""
+    config = workload.architecture
+    wide = isinstance(config, ViTConfig) and is_vit(config) and config.width >= FP8_MIN_WIDTH
+    return wide and workload.work in ("train", "infer") and has_fp8(torch.device(workload.device))
 
 
 def is_vit(architecture: Architecture) -> bool:

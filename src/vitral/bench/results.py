@@ -97,7 +97,7 @@ def timed_row(
         library=backend.library,
         settings=backend.settings,
         device=workload.device,
-        precision=workload.precision,
+        precision="fp8" if backend.fp8 else workload.precision,
         seconds=median,
         seconds_q1=low,
         seconds_q3=high,

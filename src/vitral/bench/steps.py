@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.bench.backends import OURS, Backend, Workload, build_model, is_vit
+from vitral.errors import UserError
 from vitral.kernels.cuda_graph import CudaGraph
 from vitral.kernels.packed import pack
 from vitral.models.model import normalize
@@ -38,8 +39,9 @@ _ATTENTION = {
     "efficient": torch.backends.cuda.enable_mem_efficient_sdp,
 }
 
-# Relative to the norm. bfloat16 keeps 8 bits of each number; float32 differs by the order of sums only.
-TOLERANCES = {"bfloat16": 2e-2, "float32": 1e-4}
+# Relative to the norm. bfloat16 keeps 8 bits of each number, FP8 (e4m3) 4 of those that the blocks multiply; float32
+# differs by the order of sums only.
+TOLERANCES = {"fp8": 0.15, "bfloat16": 2e-2, "float32": 1e-4}
 # The gradient of one parameter may differ by more than all together. Those that are nearly zero (a key's bias has no
 # effect at all) are compared to a share of the norm of the whole gradient instead.
 _PARAMETER_FACTOR = 4.0
@@ -92,10 +94,29 @@ def float32_model(backend: Backend, workload: Workload) -> BenchmarkModel:
 
 def inference_model(backend: Backend, workload: Workload) -> BenchmarkModel:
     """The model as it predicts: in bfloat16 on a GPU; on a CPU ours has packed weights."""
-    model = float32_model(backend, workload).eval().to(getattr(torch, workload.precision))
+    model = float32_model(backend, workload).eval()
+    if backend.fp8 and backend.library == OURS:  # before its weights are rounded to bfloat16
+        _use_fp8(model, freeze=True)
+    model = model.to(getattr(torch, workload.precision))
+    if backend.fp8 and backend.library != OURS:
+        from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_  # type: ignore[import-not-found]
+
+        quantize_(model, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()), filter_fn=_is_in_block)
     if backend.library == OURS and workload.device == "cpu":
         pack(model)
     return model
+
+
+def _use_fp8(model: BenchmarkModel, *, freeze: bool) -> None:
+    from vitral.models.fused import use_fp8  # imports Triton
+
+    if reason := use_fp8(model.model, freeze=freeze):
+        raise UserError(f"the model is not computed in FP8: {reason}.")
+
+
+def _is_in_block(module: nn.Module, name: str) -> bool:
+    """Whether it is a linear layer of timm's blocks; the first and the last layer are not computed in FP8."""
+    return isinstance(module, nn.Linear) and "blocks." in name
 
 
 class TimedStep:
@@ -159,6 +180,13 @@ class TrainingStep(TimedStep):
     def __init__(self, backend: Backend, workload: Workload) -> None:
         super().__init__(backend, workload)
         self.model = float32_model(backend, workload).train()
+        if backend.fp8 and backend.library == OURS:
+            _use_fp8(self.model, freeze=False)
+        elif backend.fp8:
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
+
+            config = Float8LinearConfig.from_recipe_name("rowwise")
+            convert_to_float8_training(self.model, config=config, module_filter_fn=_is_in_block)
         self.forward = self._compiled(self._forward)
         fused = True if workload.device == "cuda" else None
         options: dict[str, Any] = {"fused": fused, "capturable": backend.captures}
@@ -323,7 +351,7 @@ def check_parity(step: TimedStep) -> ParityResult:
     In a ResNet rounding flips ReLUs: there, as far as PyTorch's own norms in bfloat16 are from float32 is tolerated.
     """
     reference = reference_outputs(step)
-    tolerance = TOLERANCES[step.workload.precision]
+    tolerance = TOLERANCES["fp8" if step.backend.fp8 else step.workload.precision]
     if step.workload.precision == "bfloat16" and not is_vit(step.workload.architecture):
         rounding, _ = _differences(reference_outputs(step, half=True), reference, tolerance)
         worst = rounding.worst_gradient / _PARAMETER_FACTOR

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitral.kernels import fp8
 from vitral.kernels.dispatch import ceil_div, is_short, launch, on_device_of
 from vitral.kernels.jit import attention as jit
 
@@ -46,12 +47,14 @@ def split_sequence(n: int, max_size: int) -> Spans:
     return tuple(spans)
 
 
-def _launch(kernel: Any, tensors: tuple[Any, ...], qkv: Tensor, bias: Tensor | None, max_size: int) -> None:
+def _launch(
+    kernel: Any, tensors: tuple[Any, ...], qkv: Tensor, bias: Tensor | None, max_size: int, **constants: bool
+) -> None:
     b, n, _, heads, d = qkv.shape
     programs_per_head = ceil_div(n, _ROWS) if b * heads < 256 else 1  # a GPU has about 132 multiprocessors
     launch(
         kernel, (b * heads, programs_per_head), *tensors, heads, d**-0.5,
-        N=n, D=d, ROWS=_ROWS, PARTS=split_sequence(n, max_size), HAS_BIAS=bias is not None, stages=2,
+        N=n, D=d, ROWS=_ROWS, PARTS=split_sequence(n, max_size), HAS_BIAS=bias is not None, stages=2, **constants,
     )  # fmt: skip
 
 
@@ -63,8 +66,25 @@ def forward(qkv: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     if not is_short(qkv.shape[1], qkv.shape[4]):
         return _long_forward(qkv)
     out, lse = _empty(qkv)
-    _launch(jit.attention_forward, (qkv, bias, out, lse), qkv, bias, 128)
+    outputs = {"HAS_OUT": True, "HAS_QUANTIZED": False}
+    _launch(jit.attention_forward, (qkv, bias, out, None, None, lse), qkv, bias, 128, **outputs)
     return out, lse
+
+
+def forward_fp8(qkv: Tensor, scale: Tensor, *, half: bool) -> tuple[Tensor | None, Tensor, Tensor]:
+    """As `forward` without a bias, and the output divided by `scale`, a number on the device, in FP8.
+
+    Without `half` the first output is None.
+    """
+    if not is_short(qkv.shape[1], qkv.shape[4]):
+        out, lse = _long_forward(qkv)
+        return out, lse, fp8.quantize(out, scale)
+    out, lse = _empty(qkv)
+    quantized = torch.empty_like(out, dtype=fp8.E4M3)
+    outputs = {"HAS_OUT": half, "HAS_QUANTIZED": True}
+    tensors = (qkv, None, out if half else None, quantized, scale, lse)
+    _launch(jit.attention_forward, tensors, qkv, None, 128, **outputs)
+    return out if half else None, lse, quantized
 
 
 def backward(qkv: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,10 @@ only where asked for: else it is recomputed in the backward pass.
 
 With rotary position embeddings, queries and keys are rotated in place after the projection, and the rotated ones saved.
 
+In FP8 (`BlockOptions.fp8`, see `fp8.py`) the norms, attention and the GELU also write what the next product reads, and
+gradients are quantised before the products that give those of a layer's input. Attention, residual sums and the
+products that give the gradients of weights stay in half precision.
+
 The last sum of a block is left to the next one, where it shares a pass with a LayerNorm: between blocks the residual
 stream is a pair, the sum so far and the branch (with its bias) that is still to be added.
 """
@@ -20,12 +24,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitral.kernels import attention, cublas
+from vitral.kernels import attention, cublas, fp8
+from vitral.kernels.fp8 import Fp8Linear, Fp8Rows, Fp8Weight
 from vitral.kernels.fused_ops import (
+    AddNormOutput,
     BlockWeights,
     BranchDrop,
     LinearWeights,
     NonAffineNorm,
+    NormFormats,
     NormWeights,
     add_norm,
     add_norm_backward,
@@ -74,6 +81,7 @@ class BlockOptions(NamedTuple):
     keep_before: float
     keep: float
     saves_gelu: bool
+    fp8: bool
 
     @property
     def drop_before(self) -> BranchDrop | None:
@@ -84,6 +92,11 @@ class BlockOptions(NamedTuple):
     def drop(self) -> BranchDrop | None:
         """Stochastic depth of the attention branch."""
         return as_drop(self.draws, self.keep)
+
+    @property
+    def formats(self) -> NormFormats:
+        """What the norms write in inference."""
+        return "fp8" if self.fp8 else "half"
 
     @property
     def rotation(self) -> RotaryTables | None:
@@ -105,8 +118,26 @@ class BlockOutputs(NamedTuple):
     moments2: Tensor  # (2, rows)
     h: Tensor  # the MLP's hidden layer before its GELU, (rows, mlp)
     activated: Tensor  # and after it, or empty
-    folded_qkv: Tensor  # weights with those of the norms before them folded in, (3 * dim, dim)
-    folded_hidden: Tensor  # (mlp, dim)
+    # Weights with those of the norms before them folded in, (3 * dim, dim) and (mlp, dim); in FP8 their e4m3 values
+    # transposed, those of the other two layers, and the scales of qkv, out, hidden and output layer one after another.
+    folded_qkv: Tensor
+    folded_hidden: Tensor
+    fp8_out: Tensor  # (dim, dim), or empty
+    fp8_output: Tensor  # (mlp, dim), or empty
+    weight_scales: Tensor  # (5 * dim + mlp,), or empty
+
+
+class Fp8BlockWeights(NamedTuple):
+    """`BlockWeights` in FP8, with its norms folded into the linear layers after them."""
+
+    norm1: NonAffineNorm
+    qkv: Fp8Linear
+    out: Fp8Linear
+    norm2: NonAffineNorm
+    hidden: Fp8Linear
+    output: Fp8Linear
+    attn_scale: Tensor  # of attention's output, a number
+    gelu_scale: Tensor
 
 
 class BlockSaved(NamedTuple):
@@ -123,6 +154,9 @@ class BlockSaved(NamedTuple):
     activated: Tensor
     folded_qkv: Tensor
     folded_hidden: Tensor
+    fp8_out: Tensor
+    fp8_output: Tensor
+    weight_scales: Tensor
     half_out: Tensor
     half_output: Tensor
     wqkv: Tensor
@@ -161,50 +195,122 @@ def to_save(inputs: BlockInputs, outputs: BlockOutputs) -> BlockSaved:
     return BlockSaved(*outputs[2:], inputs.half_out, inputs.half_output, *weights)
 
 
+def quantize_block(layer: BlockWeights, dtype: torch.dtype) -> Fp8BlockWeights:
+    """The weights of a block in FP8; `dtype` is that of the products."""
+    width = layer.qkv.weight.shape[1]
+    norm_scale = 1.0 / fp8.norm_factor(width)
+    qkv, qkv_bias, qkv_bound = fp8.quantize_folded(*layer.qkv, layer.norm1.weight, layer.norm1.bias, dtype)
+    hidden, hidden_bias, hidden_bound = fp8.quantize_folded(*layer.hidden, layer.norm2.weight, layer.norm2.bias, dtype)
+    attn_scale, gelu_scale = fp8.scale_of_bound(qkv_bound[2 * width :]), fp8.scale_of_bound(hidden_bound)
+    out, output = fp8.quantize_weight(layer.out.weight), fp8.quantize_weight(layer.output.weight)
+    return Fp8BlockWeights(
+        NonAffineNorm(layer.norm1.eps),
+        Fp8Linear(qkv, qkv.scale * norm_scale, qkv_bias, dtype),
+        Fp8Linear(out, out.scale * attn_scale, layer.out.bias, dtype),
+        NonAffineNorm(layer.norm2.eps),
+        Fp8Linear(hidden, hidden.scale * norm_scale, hidden_bias, dtype),
+        Fp8Linear(output, output.scale * gelu_scale, layer.output.bias, dtype),
+        attn_scale,
+        gelu_scale,
+    )
+
+
+def inference_weights(
+    layer: BlockWeights | Fp8BlockWeights, options: BlockOptions, dtype: torch.dtype
+) -> BlockWeights | Fp8BlockWeights:
+    """The weights that a block reads in inference: as they are, or quantised now where they were not before."""
+    return quantize_block(layer, dtype) if options.fp8 and isinstance(layer, BlockWeights) else layer
+
+
 def forward(inputs: BlockInputs, options: BlockOptions) -> BlockOutputs:
     """A block in training, with its norms folded into the linear layers after them."""
     x, branch, bias, *_ = inputs
-    norm1 = NormWeights(inputs.scale1, inputs.shift1, options.eps1)
-    norm2 = NormWeights(inputs.scale2, inputs.shift2, options.eps2)
-    folded_qkv = fold_norm(LinearWeights(inputs.wqkv, inputs.bqkv), norm1, x.dtype)
-    folded_hidden = fold_norm(LinearWeights(inputs.whidden, inputs.bhidden), norm2, x.dtype)
-    first = add_norm(x, branch, bias, NonAffineNorm(norm1.eps), options.drop_before)
-    qkv = torch.addmm(folded_qkv.bias, first.normed, folded_qkv.weight.t())
+    layer = _training_weights(inputs, options)
+    formats: NormFormats = "both" if options.fp8 else "half"
+    first = add_norm(x, branch, bias, NonAffineNorm(options.eps1), options.drop_before, formats)
+    units = unit_scales(x) if options.fp8 else None
+    qkv = _linear(product_input(first, units), layer.qkv)
     if options.rotation is not None:
         rotate_(_split_heads(qkv, options), options.rotation)
-    attn, lse = attention.forward(_split_heads(qkv, options))
-    second = add_norm(
-        first.total, _merge_heads(attn) @ inputs.half_out.t(), inputs.bout, NonAffineNorm(norm2.eps), options.drop
-    )
-    activated, h = _linear_gelu_saved(second.normed, folded_hidden, options.gelu)
+    if isinstance(layer, Fp8BlockWeights):
+        attn, lse, quantized = attention.forward_fp8(_split_heads(qkv, options), layer.attn_scale, half=True)
+        assert attn is not None
+        assert units is not None
+        attn_branch = _matmul(Fp8Rows(_merge_heads(quantized), units), layer.out)
+    else:
+        attn, lse = attention.forward(_split_heads(qkv, options))
+        attn_branch = _matmul(_merge_heads(attn), layer.out)
+    second = add_norm(first.total, attn_branch, inputs.bout, NonAffineNorm(options.eps2), options.drop, formats)
+    if isinstance(layer, Fp8BlockWeights):
+        activated, h = _fp8_gelu(product_input(second, units), layer, options.gelu)
+    else:
+        activated, h = _linear_gelu_saved(second.normed, layer.hidden, options.gelu)
     return BlockOutputs(
         second.total,
-        activated @ inputs.half_output.t(),
+        _matmul(activated, layer.output),
         *(first.normed, first.moments, qkv, attn, lse, second.normed, second.moments, h),
-        activated if options.saves_gelu else h.new_empty(0),
-        *(folded_qkv.weight, folded_hidden.weight),
+        activated if options.saves_gelu and isinstance(activated, Tensor) else h.new_empty(0),
+        *_backward_weights(layer),
     )
+
+
+def _training_weights(inputs: BlockInputs, options: BlockOptions) -> BlockWeights | Fp8BlockWeights:
+    """The weights of the products, in half precision with the norms folded in, or in FP8."""
+    norm1 = NormWeights(inputs.scale1, inputs.shift1, options.eps1)
+    norm2 = NormWeights(inputs.scale2, inputs.shift2, options.eps2)
+    qkv, hidden = LinearWeights(inputs.wqkv, inputs.bqkv), LinearWeights(inputs.whidden, inputs.bhidden)
+    # The bias of the last layer is left to the next block; here the place is taken by another.
+    out, output = LinearWeights(inputs.half_out, inputs.bout), LinearWeights(inputs.half_output, inputs.bout)
+    if options.fp8:
+        return quantize_block(BlockWeights(norm1, qkv, out, norm2, hidden, output), inputs.x.dtype)
+    qkv, hidden = (fold_norm(*pair, inputs.x.dtype) for pair in ((qkv, norm1), (hidden, norm2)))
+    return BlockWeights(norm1, qkv, out, norm2, hidden, output)
+
+
+def _backward_weights(layer: BlockWeights | Fp8BlockWeights) -> tuple[Tensor, ...]:
+    """The last fields of BlockOutputs."""
+    if isinstance(layer, BlockWeights):
+        none = layer.qkv.weight.new_empty(0)
+        return layer.qkv.weight, layer.hidden.weight, none, none.clone(), none.clone()  # no two are the same memory
+    linears = (layer.qkv, layer.hidden, layer.out, layer.output)
+    scales = [linear.weight.scale for linear in (layer.qkv, layer.out, layer.hidden, layer.output)]
+    return *(linear.weight.values.t().contiguous() for linear in linears), torch.cat(scales)
+
+
+def _input_weights(saved: BlockSaved) -> tuple[Tensor | Fp8Weight, ...]:
+    """What gives the gradients of the inputs of qkv, out, hidden and output layer."""
+    if saved.weight_scales.numel() == 0:
+        return saved.folded_qkv, saved.half_out, saved.folded_hidden, saved.half_output
+    values = (saved.folded_qkv, saved.fp8_out, saved.folded_hidden, saved.fp8_output)
+    scales = saved.weight_scales.split([weight.shape[1] for weight in values])
+    return tuple(map(Fp8Weight, values, scales))
+
+
+def _input_grad(grad: Tensor, weight: Tensor | Fp8Weight) -> Tensor:
+    """The gradient of a layer's input: (rows, out) -> (rows, in)"""
+    return fp8.input_grad(grad, *weight) if isinstance(weight, Fp8Weight) else grad @ weight
 
 
 def backward(dx: Tensor, dbranch: Tensor, saved: BlockSaved, options: BlockOptions) -> BlockGradients:
     """From the gradients of the sum and the branch after the block, (rows, dim) each, those of its inputs."""
     activated = saved.activated if options.saves_gelu else None
-    dh, activated, dbhidden = gelu_backward(saved.h, dbranch @ saved.half_output, options.gelu, activated)
+    wqkv, wout, whidden, woutput = _input_weights(saved)
+    dh, activated, dbhidden = gelu_backward(saved.h, _input_grad(dbranch, woutput), options.gelu, activated)
     dwoutput = _weight_grad(dbranch, activated)
     del activated
     dx, dattn_branch, sums = add_norm_backward(
-        saved.normed2, saved.moments2, None, dx, dh @ saved.folded_hidden, options.drop
+        saved.normed2, saved.moments2, None, dx, _input_grad(dh, whidden), options.drop
     )
     dhidden = unfold_norm(_weight_grad(dh, saved.normed2), dbhidden, saved.whidden, saved.scale2, saved.shift2)
     dbout = sums[0]
     dwout = _weight_grad(dattn_branch, _merge_heads(saved.attn))
-    dattn = (dattn_branch @ saved.half_out).view(saved.attn.shape)
+    dattn = _input_grad(dattn_branch, wout).view(saved.attn.shape)
     del dattn_branch
     dqkv, _ = attention.backward(_split_heads(saved.qkv, options), None, saved.attn, saved.lse, dattn)
     dqkv_sums = None if options.rotation is None else rotate_back_(dqkv, options.rotation)
     dqkv = dqkv.view(saved.qkv.shape)
     dx, dbefore, sums = add_norm_backward(
-        saved.normed1, saved.moments1, None, dx, dqkv @ saved.folded_qkv, options.drop_before
+        saved.normed1, saved.moments1, None, dx, _input_grad(dqkv, wqkv), options.drop_before
     )
     dbqkv = _qkv_bias_grad(dqkv, dqkv_sums, dbout, saved.half_out)
     dproject = unfold_norm(_weight_grad(dqkv, saved.normed1), dbqkv, saved.wqkv, saved.scale1, saved.shift1)
@@ -215,18 +321,41 @@ def backward(dx: Tensor, dbranch: Tensor, saved: BlockSaved, options: BlockOptio
     )
 
 
-def attention_branch(normed: Tensor, layer: BlockWeights, options: BlockOptions) -> Tensor:
+def unit_scales(x: Tensor) -> Tensor:
+    """Of rows whose scale is part of the product's: (rows, dim) -> (rows, 1)"""
+    return torch.ones(x.shape[0], 1, dtype=torch.float32, device=x.device)
+
+
+def product_input(output: AddNormOutput, units: Tensor | None) -> Tensor | Fp8Rows:
+    """What a linear layer reads of a norm's output; in FP8 where there are scales for it."""
+    return output.normed if units is None else Fp8Rows(output.quantized, units)
+
+
+def attention_branch(normed: Tensor | Fp8Rows, layer: BlockWeights | Fp8BlockWeights, options: BlockOptions) -> Tensor:
     """The attention branch in inference, without its last bias: (rows, dim) -> (rows, dim)"""
     qkv = _split_heads(_linear(normed, layer.qkv), options)
     if options.rotation is not None:
         rotate_(qkv, options.rotation)
+    if isinstance(normed, Fp8Rows) and isinstance(layer, Fp8BlockWeights):
+        *_, attn = attention.forward_fp8(qkv, layer.attn_scale, half=False)
+        return _matmul(normed._replace(values=_merge_heads(attn)), layer.out)
     attn, _ = attention.forward(qkv)
-    return _matmul(_merge_heads(attn), layer.out.weight)
+    return _matmul(_merge_heads(attn), layer.out)
 
 
-def mlp_branch(normed: Tensor, layer: BlockWeights, options: BlockOptions) -> Tensor:
+def mlp_branch(normed: Tensor | Fp8Rows, layer: BlockWeights | Fp8BlockWeights, options: BlockOptions) -> Tensor:
     """The MLP branch in inference, without its last bias: (rows, dim) -> (rows, dim)"""
-    return _matmul(_linear_gelu(normed, layer.hidden, options.gelu), layer.output.weight)
+    if isinstance(layer, Fp8BlockWeights):
+        return _matmul(_fp8_gelu(normed, layer, options.gelu)[0], layer.output)
+    assert isinstance(normed, Tensor)
+    return _matmul(_linear_gelu(normed, layer.hidden, options.gelu), layer.output)
+
+
+def _fp8_gelu(x: Tensor | Fp8Rows, layer: Fp8BlockWeights, gelu: str) -> tuple[Fp8Rows, Tensor]:
+    """GELU(h), and h = the MLP's hidden layer: (rows, dim) -> (rows, mlp), (rows, mlp)"""
+    assert isinstance(x, Fp8Rows)
+    h = fp8.linear(x, layer.hidden)
+    return Fp8Rows(fp8.quantize(h, layer.gelu_scale, gelu), x.scale), h
 
 
 def _split_heads(qkv: Tensor, options: BlockOptions) -> Tensor:
@@ -272,11 +401,20 @@ def _weight_grad(left: Tensor, right: Tensor) -> Tensor:
     return (left.t() @ right).float()
 
 
-def _matmul(x: Tensor, weight: Tensor) -> Tensor:
-    return x @ weight.to(x.dtype).t()
+def _matmul(x: Tensor | Fp8Rows, linear: LinearWeights | Fp8Linear) -> Tensor:
+    """A linear layer without its bias."""
+    if isinstance(x, Fp8Rows) and isinstance(linear, Fp8Linear):
+        return fp8.linear(x, linear._replace(bias=None))
+    assert isinstance(x, Tensor)
+    assert isinstance(linear, LinearWeights)
+    return x @ linear.weight.to(x.dtype).t()
 
 
-def _linear(x: Tensor, linear: LinearWeights) -> Tensor:
+def _linear(x: Tensor | Fp8Rows, linear: LinearWeights | Fp8Linear) -> Tensor:
+    if isinstance(x, Fp8Rows) and isinstance(linear, Fp8Linear):
+        return fp8.linear(x, linear)
+    assert isinstance(x, Tensor)
+    assert isinstance(linear, LinearWeights)
     return torch.addmm(linear.bias.to(x.dtype), x, linear.weight.to(x.dtype).t())
 
 

@@ -8,14 +8,23 @@ inside of it is traced, its outputs are what the backward pass saves, and the co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from vitral.kernels import block, operators
-from vitral.kernels.block import BlockInputs, BlockOptions, as_drop, attention_branch, mlp_branch
+from vitral.kernels.block import (
+    BlockInputs,
+    BlockOptions,
+    Fp8BlockWeights,
+    as_drop,
+    attention_branch,
+    inference_weights,
+    mlp_branch,
+    product_input,
+)
 from vitral.kernels.dispatch import on_device_of
 from vitral.kernels.fused_ops import BlockWeights, BranchDrop, NormWeights, add_norm, add_norm_backward
 from vitral.kernels.rotary import RotaryTables
@@ -25,76 +34,86 @@ Drops = Sequence[tuple[BranchDrop | None, BranchDrop | None]]  # of each block's
 
 def encode(
     x: Tensor,
-    layers: Sequence[BlockWeights],
+    layers: Sequence[BlockWeights] | Sequence[Fp8BlockWeights],
     final_norm: NormWeights,
     *,
     heads: int,
     gelu: str,
     rotations: Sequence[RotaryTables | None],
     drops: Drops,
+    fp8: bool = False,
 ) -> Tensor:
     """All blocks and the final norm; with a gradient where the weights are trained.
 
     Args:
         x: (batch, tokens, dim) in half precision.
-        layers: weights of the blocks.
+        layers: weights of the blocks; only in eager inference they may be quantised already.
         final_norm: weights of the norm after them.
         heads: of the attention.
         gelu: "tanh", "none" (exact) or "quick".
         rotations: how each block rotates its queries and keys, if it does; the tables get no gradient.
         drops: stochastic depth of each block's two branches, where it is trained with.
+        fp8: multiply in FP8, with weights that are quantised here unless they are already.
 
     Returns:
         (batch, tokens, dim)
     """
     trained = torch.is_grad_enabled() and final_norm.weight.requires_grad
-    options = _block_options(x.shape[0], heads, gelu, layers, rotations, drops)
+    options = _block_options(x.shape[0], heads, gelu, layers, rotations, drops, fp8=fp8)
     rows = x.flatten(0, 1).contiguous()
     last_drop = drops[-1][1]
+    weights = cast("Sequence[BlockWeights]", layers)  # quantised ones are for `_encode_inference` only
     if torch.compiler.is_compiling():
         run = _encode_trained if trained else _encode_compiled_inference
-        return run(rows, layers, final_norm, options, last_drop).view(x.shape)
+        return run(rows, weights, final_norm, options, last_drop).view(x.shape)
     with on_device_of(x):
-        run = _encode_trained if trained else _encode_inference
-        return run(rows, layers, final_norm, options, last_drop).view(x.shape)
+        if trained:
+            return _encode_trained(rows, weights, final_norm, options, last_drop).view(x.shape)
+        return _encode_inference(rows, layers, final_norm, options, last_drop).view(x.shape)
 
 
 def _block_options(
     batch: int,
     heads: int,
     gelu: str,
-    layers: Sequence[BlockWeights],
+    layers: Sequence[BlockWeights] | Sequence[Fp8BlockWeights],
     rotations: Sequence[RotaryTables | None],
     drops: Drops,
+    *,
+    fp8: bool,
 ) -> list[BlockOptions]:
     options = []
     before: BranchDrop | None = None
     for index, (layer, rotation, (drop, drop_after)) in enumerate(zip(layers, rotations, drops, strict=True)):
-        saves_gelu = index % 2 == 1  # saving all of them takes twice the memory, recomputing all of them twice the time
+        # Saving all takes twice the memory, recomputing all twice the time; in FP8 none is written in half precision.
+        saves_gelu = index % 2 == 1 and not fp8
         draws_before, keep_before = before or (None, 1.0)
         draws, keep = drop or (None, 1.0)
         cos, sin, adjacent = rotation or (None, None, False)
         tensors = (draws_before, draws, cos, sin)
         numbers = (layer.norm1.eps, layer.norm2.eps, keep_before, keep)
-        options.append(BlockOptions(*tensors, adjacent, batch, heads, gelu, *numbers, saves_gelu))
+        options.append(BlockOptions(*tensors, adjacent, batch, heads, gelu, *numbers, saves_gelu, fp8))
         before = drop_after
     return options
 
 
 def _encode_inference(
     x: Tensor,
-    layers: Sequence[BlockWeights],
+    layers: Sequence[BlockWeights] | Sequence[Fp8BlockWeights],
     final_norm: NormWeights,
     options: Sequence[BlockOptions],
     last_drop: BranchDrop | None,
 ) -> Tensor:
     """Nothing is saved for a backward pass: (rows, dim) -> (rows, dim)"""
     branch, bias = None, None
+    units = block.unit_scales(x) if options[0].fp8 else None
     for layer, option in zip(layers, options, strict=True):
-        x, normed, _ = add_norm(x, branch, bias, layer.norm1, option.drop_before)
-        del branch  # part of the sum by now; frees memory before the peak
-        x, normed, _ = add_norm(x, attention_branch(normed, layer, option), layer.out.bias, layer.norm2, option.drop)
-        branch = mlp_branch(normed, layer, option)
+        layer = inference_weights(layer, option, x.dtype)
+        output = add_norm(x, branch, bias, layer.norm1, option.drop_before, option.formats)
+        del branch, x  # part of the sum by now; frees memory before the peak
+        branch = attention_branch(product_input(output, units), layer, option)
+        output = add_norm(output.total, branch, layer.out.bias, layer.norm2, option.drop, option.formats)
+        x, branch = output.total, mlp_branch(product_input(output, units), layer, option)
         bias = layer.output.bias
     return add_norm(x, branch, bias, final_norm, last_drop).normed
 

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
+from vitral.errors import UserError
+
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 _MAX_TOKENS = 256  # of a sequence whose rows stay on chip
 _HEAD_DIMS = (16, 32, 64, 128)
@@ -20,6 +22,7 @@ _MAX_DIM = 4096  # channels that a LayerNorm's program holds at once
 # Major numbers of compute capabilities: Hopper, where the kernels were measured, and data-center Blackwell. There a
 # program may use 227 KiB of shared memory; the 99 KiB of consumer Blackwell, with a higher number, are too few.
 _COMPUTE_CAPABILITIES = (9, 10)
+FP8_MIN_WIDTH = 768  # of a model: below, quantising costs more than the products gain
 _MIN_TRITON_CAPABILITY = (7, 0)
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -111,6 +114,21 @@ def supports_crop_resize(device: torch.device) -> bool:
 
 def _has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and _HAS_TRITON and _compute_capability(device)[0] in _COMPUTE_CAPABILITIES
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether our kernels multiply in FP8 on the device."""
+    return _has_kernels(device)
+
+
+def check_fp8(device: torch.device) -> None:
+    """Raise UserError unless our kernels multiply in FP8 on the device."""
+    if not has_fp8(device):
+        this = f"this is {torch.cuda.get_device_name(device)}" if device.type == "cuda" else f"this is {device.type}"
+        raise UserError(
+            f"FP8 needs a data-center GPU of NVIDIA's Hopper or Blackwell generation and Triton; {this}: "
+            "use the precision bfloat16 or float32."
+        )
 
 
 # As `torch.compiler.assume_constant_result` does, which would import the compiler here: dynamo calls the function and

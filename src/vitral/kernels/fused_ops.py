@@ -14,16 +14,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.kernels.dispatch import ceil_div, launch, next_power_of_2
+from vitral.kernels.fp8 import E4M3, norm_factor
 from vitral.kernels.gelu import reference as gelu_reference
 from vitral.kernels.jit import fused_ops as jit
 
+NormFormats = Literal["half", "fp8", "both"]  # of the output of `add_norm`
 # Rows per program, and at a time.
 _GELU_ROWS = 64
 _NORM_PROGRAM_ROWS, _NORM_ROWS = 16, 2
@@ -75,8 +77,9 @@ class AddNormOutput(NamedTuple):
     """x + y + bias and its LayerNorm, (rows, dim) each."""
 
     total: Tensor
-    normed: Tensor
+    normed: Tensor  # empty where only the one in FP8 is asked for
     moments: Tensor  # mean and 1 / std of the rows, (2, rows), for the backward pass
+    quantized: Tensor  # times `fp8.norm_factor`, in FP8, or empty
 
 
 class AddNormGradients(NamedTuple):
@@ -136,20 +139,26 @@ def add_norm(
     bias: Tensor | None,
     norm: NormWeights | NonAffineNorm,
     drop: BranchDrop | None = None,
+    formats: NormFormats = "half",
 ) -> AddNormOutput:
     """As the reference, in the dtype of x; without `y` and `bias` the sum is x itself."""
     rows, width = x.shape
     total = x if y is None else torch.empty_like(x)
-    normed, moments = torch.empty_like(x), x.new_empty(2, rows, dtype=torch.float32)
+    has_normed, has_quantized = formats != "fp8", formats != "half"
+    normed = torch.empty_like(x) if has_normed else x.new_empty(0)
+    quantized = x.new_empty(x.shape if has_quantized else 0, dtype=E4M3)
+    moments = x.new_empty(2, rows, dtype=torch.float32)
     columns = next_power_of_2(width)
     tile = max(4096 // columns, 1)
     draws, tokens, keep = _drop_arguments(drop, rows)
     launch(
         jit.norm_forward, (ceil_div(rows, tile),),
-        x, y, bias, draws, norm.weight, norm.bias, total, normed, moments, rows, width, norm.eps, tokens, keep,
-        HAS_Y=y is not None, HAS_DRAWS=drop is not None, AFFINE=norm.weight is not None, ROWS=tile, COLUMNS=columns,
+        x, y, bias, draws, norm.weight, norm.bias, total, normed, quantized, moments, rows, width, norm.eps, tokens,
+        keep, norm_factor(width),
+        HAS_Y=y is not None, HAS_DRAWS=drop is not None, AFFINE=norm.weight is not None,
+        HAS_NORMED=has_normed, HAS_QUANTIZED=has_quantized, ROWS=tile, COLUMNS=columns,
     )  # fmt: skip
-    return AddNormOutput(total, normed, moments)
+    return AddNormOutput(total, normed, moments, quantized)
 
 
 def add_norm_backward(

@@ -19,12 +19,17 @@ from vitral.kernels.block import (
     BlockOptions,
     BlockOutputs,
     BlockSaved,
+    Fp8BlockWeights,
     as_drop,
     attention_branch,
+    inference_weights,
     mlp_branch,
+    product_input,
     to_save,
+    unit_scales,
 )
 from vitral.kernels.dispatch import on_device_of
+from vitral.kernels.fp8 import E4M3
 from vitral.kernels.fused_ops import BlockWeights, LinearWeights, NormWeights, add_norm, add_norm_backward
 
 
@@ -95,10 +100,25 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
         moments2=x.new_empty(2, rows, **wide),
         h=x.new_empty(rows, mlp),
         activated=x.new_empty(rows, mlp) if options.saves_gelu else x.new_empty(0),
-        folded_qkv=x.new_empty(3 * dim, dim),
-        folded_hidden=x.new_empty(mlp, dim),
+        **_fake_weights(x, dim, mlp, fp8=options.fp8),
     )
     return tuple(outputs)
+
+
+def _fake_weights(x: Tensor, dim: int, mlp: int, *, fp8: bool) -> dict[str, Tensor]:
+    """The last fields of BlockOutputs."""
+    if not fp8:
+        names = ("fp8_out", "fp8_output", "weight_scales")
+        folded = {"folded_qkv": x.new_empty(3 * dim, dim), "folded_hidden": x.new_empty(mlp, dim)}
+        return folded | {name: x.new_empty(0) for name in names}
+    shapes = {
+        "folded_qkv": (dim, 3 * dim),
+        "folded_hidden": (dim, mlp),
+        "fp8_out": (dim, dim),
+        "fp8_output": (mlp, dim),
+    }
+    weights = {name: x.new_empty(shape, dtype=E4M3) for name, shape in shapes.items()}
+    return weights | {"weight_scales": x.new_empty(5 * dim + mlp, dtype=torch.float32)}
 
 
 @torch.library.custom_op(
@@ -157,21 +177,23 @@ block_forward.register_autograd(_block_grads, setup_context=_save_operator)
 def block_inference(*arguments: Any) -> tuple[Tensor, Tensor]:
     """A block without gradients: the sum and the branch after it."""
     inputs, options = split_block(arguments)
-    norm1 = NormWeights(inputs.scale1, inputs.shift1, options.eps1)
-    norm2 = NormWeights(inputs.scale2, inputs.shift2, options.eps2)
     # The bias of the last layer is left to the next block; here the place is taken by another.
-    layer = BlockWeights(
-        norm1,
+    layer: BlockWeights | Fp8BlockWeights = BlockWeights(
+        NormWeights(inputs.scale1, inputs.shift1, options.eps1),
         LinearWeights(inputs.wqkv, inputs.bqkv),
         LinearWeights(inputs.wout, inputs.bout),
-        norm2,
+        NormWeights(inputs.scale2, inputs.shift2, options.eps2),
         LinearWeights(inputs.whidden, inputs.bhidden),
         LinearWeights(inputs.woutput, inputs.bout),
     )
     with on_device_of(inputs.x):
-        x, normed, _ = add_norm(inputs.x.contiguous(), inputs.branch, inputs.bias, norm1, options.drop_before)
-        x, normed, _ = add_norm(x, attention_branch(normed, layer, options), inputs.bout, norm2, options.drop)
-        return x, mlp_branch(normed, layer, options)
+        x = inputs.x.contiguous()
+        units = unit_scales(x) if options.fp8 else None
+        layer = inference_weights(layer, options, x.dtype)
+        output = add_norm(x, inputs.branch, inputs.bias, layer.norm1, options.drop_before, options.formats)
+        branch = attention_branch(product_input(output, units), layer, options)
+        output = add_norm(output.total, branch, inputs.bout, layer.norm2, options.drop, options.formats)
+        return output.total, mlp_branch(product_input(output, units), layer, options)
 
 
 @block_inference.register_fake

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vitral.kernels.dispatch import is_plain
+from vitral.kernels.dispatch import FP8_MIN_WIDTH, check_fp8, is_plain, on_device_of
 from vitral.kernels.fused_ops import BlockWeights, BranchDrop, LinearWeights, NormWeights
 from vitral.models.layers import Attention, Block, LayerScale, Mlp, StochasticDepth
 from vitral.models.position import Rotation
+from vitral.models.vit import ViT
 
 
 def fused_blocks(
-    x: Tensor, blocks: nn.ModuleList, final_norm: nn.Module, rotations: Sequence[Rotation | None]
+    x: Tensor,
+    blocks: nn.ModuleList,
+    final_norm: nn.Module,
+    rotations: Sequence[Rotation | None],
+    fp8: bool | list[Any] = False,
 ) -> Tensor | None:
     """All blocks and the final norm in fused kernels: (batch, tokens, dim) -> (batch, tokens, dim).
 
@@ -27,6 +33,7 @@ def fused_blocks(
         blocks: of the model.
         final_norm: the norm after them.
         rotations: of each block's queries and keys, where the model has RoPE.
+        fp8: whether products are in FP8, or the weights of all blocks in FP8 for inference.
 
     Returns:
         None where the kernels would leave something out, so that the blocks must be called one by one: dropout in
@@ -47,15 +54,49 @@ def fused_blocks(
     from vitral.kernels.blocks import encode
 
     mlp = plain[0].mlp
+    frozen = None if torch.is_grad_enabled() or torch.compiler.is_compiling() or fp8 is True else fp8
     return encode(
         x,
-        [_block_weights(block) for block in plain],
+        frozen or [_block_weights(block) for block in plain],
         _norm_weights(final_norm),
         heads=plain[0].attention.heads,
         gelu="quick" if mlp.gelu == "quick" else mlp.approximate,
         rotations=rotations,
         drops=[(_draw(block.drop, x), _draw(block.drop, x)) for block in plain],
+        fp8=bool(fp8),
     )
+
+
+def use_fp8(model: nn.Module, *, freeze: bool) -> str:
+    """Compute the products of a model's blocks in FP8 from now on, where that is faster; see `kernels/fp8.py`.
+
+    Args:
+        model: on its device.
+        freeze: quantise the weights now and once, for inference: it can then neither be trained nor moved.
+
+    Returns:
+        Why it does not, as the end of a sentence; empty where it does.
+
+    Raises:
+        UserError: the device has no FP8 of ours.
+    """
+    check_fp8(next(model.parameters()).device)
+    if not isinstance(model, ViT):
+        return "only Vision Transformers have it"
+    config = model.config
+    if config.width < FP8_MIN_WIDTH:
+        return f"its width of {config.width} is below {FP8_MIN_WIDTH}, where FP8 is not faster"
+    blocks = [block for block in model.blocks if isinstance(block, Block) and _is_fusible(block, torch.bfloat16)]
+    if len(blocks) < config.depth or not model.fuses_blocks or config.width % 16 or config.mlp % 16:
+        return "its blocks are not those that our kernels compute (dropout, adapters, SwiGLU, norms inside of a block)"
+    if freeze:
+        from vitral.kernels.block import quantize_block
+
+        with torch.no_grad(), on_device_of(blocks[0].norm1.weight):
+            model.fp8 = [quantize_block(_block_weights(block), torch.bfloat16) for block in blocks]
+    else:
+        model.fp8 = True
+    return ""
 
 
 def _is_fusible(block: Block, dtype: torch.dtype) -> bool:

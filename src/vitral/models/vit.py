@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +47,7 @@ class ViT(VisionModel[ViTConfig]):
         lecun_normal(self.embed.weight)
         if config.patch_bias:
             zero_bias(self.embed)
+        self.fp8: bool | list[Any] = False  # set by `fused.use_fp8`
 
     def patchify(self, images: Tensor) -> Tensor:
         """Embed patches; pixels at the right and bottom that fill no patch are dropped.
@@ -69,6 +71,11 @@ class ViT(VisionModel[ViTConfig]):
         pixels = pixels.reshape(-1, h, w, channels * p * p)
         return F.linear(pixels, self.embed.weight.flatten(1), self.embed.bias)
 
+    @property
+    def fuses_blocks(self) -> bool:
+        """Whether nothing stands between the blocks, and the final norm follows them."""
+        return self.config.injection == "input" and self.config.norm_place == "tokens"
+
     def encode(self, patches: Tensor, visible: Tensor | None = None) -> Tensor:
         """Prepend class token and registers, add positions, apply blocks and final norm.
 
@@ -78,11 +85,10 @@ class ViT(VisionModel[ViTConfig]):
         grid, positions, rotations = grid_of(patches), self._position_rows(patches), self._rotations(patches)
         x = self._input_tokens(patches, positions)
         x = x if visible is None else self._only_visible(x, visible)
-        fusible = self.config.injection == "input" and self.config.norm_place == "tokens"
-        if fusible and fits_blocks(x, self.config.heads):
+        if self.fuses_blocks and fits_blocks(x, self.config.heads):
             from vitral.models.fused import fused_blocks  # imports Triton, which few runs need
 
-            tokens = fused_blocks(x, self.blocks, self.norm, rotations)
+            tokens = fused_blocks(x, self.blocks, self.norm, rotations, self.fp8)
             if tokens is not None:
                 return tokens
         for i in range(len(self.blocks)):

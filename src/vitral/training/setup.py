@@ -209,6 +209,11 @@ def build_training(model: nn.Module, setup: RunSetup, world: World, on_event: Ev
     model.to(world.device)
     freeze(model, recipe.trainable)
     model.to(world.device)  # adapters that were added
+    if recipe.precision == "fp8":
+        from vitral.models.fused import use_fp8  # imports Triton
+
+        if reason := use_fp8(model, freeze=False):
+            on_event(Note(f"trained in bfloat16 instead of FP8: {reason}"))
     if recipe.grad_checkpointing:
         if not isinstance(model, ViT | ResNet):
             raise UserError("grad_checkpointing=true needs a model of vitral: set it to false for your own module.")
@@ -394,6 +399,6 @@ def _evaluation_options(setup: RunSetup, world: World, on_event: EventHandler) -
 
 
 def _autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
-    """bfloat16 where asked for, or on a GPU that computes in it; on a CPU only where asked for."""
+    """bfloat16 where asked for (FP8 is within it), or on a GPU that computes in it; on a CPU only where asked for."""
     supported = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if precision == "bfloat16" or (precision == "auto" and supported) else None
+    return torch.bfloat16 if precision in ("bfloat16", "fp8") or (precision == "auto" and supported) else None

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vitral.kernels.jit.fp8 import to_e4m3
+
 
 @triton.jit
 def _rows(base, first, stride, N: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, MASK: tl.constexpr):
@@ -51,8 +53,9 @@ def _scores(q, k, BIAS, row, first, scale, N: tl.constexpr, SIZE: tl.constexpr, 
 
 @triton.jit
 def _forward_rows(
-    base, BIAS, OUT, LSE, keys, values, heads, scale, first,
+    base, BIAS, OUT, QUANTIZED, OUT_SCALE, LSE, keys, values, heads, scale, first,
     N: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_OUT: tl.constexpr, HAS_QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     """The outputs of SIZE queries from `first` on."""
     row = first + tl.arange(0, SIZE)
@@ -69,29 +72,43 @@ def _forward_rows(
         p = tl.exp2(scores[j] - row_max[:, None])
         total += tl.sum(p, 1)
         out = tl.dot(p.to(q.dtype), values[j], out)
-    pointer = OUT + row[:, None] * (heads * D) + tl.arange(0, D)[None, :]
-    tl.store(pointer, (out / total[:, None]).to(OUT.dtype.element_ty), mask=row[:, None] < N)
+    out /= total[:, None]
+    offset = row[:, None] * (heads * D) + tl.arange(0, D)[None, :]
+    if HAS_OUT:
+        tl.store(OUT + offset, out.to(OUT.dtype.element_ty), mask=row[:, None] < N)
+    if HAS_QUANTIZED:
+        tl.store(QUANTIZED + offset, to_e4m3(out / tl.load(OUT_SCALE), QUANTIZED), mask=row[:, None] < N)
     tl.store(LSE + row, row_max + tl.log2(total), mask=row < N)
 
 
 @triton.jit
 def attention_forward(
-    QKV, BIAS, OUT, LSE, heads, scale,
+    QKV, BIAS, OUT, QUANTIZED, OUT_SCALE, LSE, heads, scale,
     N: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_OUT: tl.constexpr, HAS_QUANTIZED: tl.constexpr,
 ):  # fmt: skip
-    """One head of one image; several programs share its rows where there are few heads."""
+    """One head of one image; several programs share its rows where there are few heads.
+
+    The output is written as it is, and in FP8, divided by OUT_SCALE; or one of the two.
+    """
     head = tl.program_id(0)
     image, head_offset = (head // heads).to(tl.int64), (head % heads) * D
     stride = 3 * heads * D
     base = QKV + image * N * stride + head_offset
-    OUT += image * N * heads * D + head_offset
+    if HAS_OUT:
+        OUT += image * N * heads * D + head_offset
+    if HAS_QUANTIZED:
+        QUANTIZED += image * N * heads * D + head_offset
     LSE += head.to(tl.int64) * N
     if HAS_BIAS:
         BIAS += head.to(tl.int64) * N * N
     keys = _tiles(base + heads * D, stride, N, D, PARTS)
     values = _tiles(base + 2 * heads * D, stride, N, D, PARTS)
     for tile in range(tl.program_id(1), tl.cdiv(N, ROWS), tl.num_programs(1)):
-        _forward_rows(base, BIAS, OUT, LSE, keys, values, heads, scale, tile * ROWS, N, D, ROWS, PARTS, HAS_BIAS)
+        _forward_rows(
+            base, BIAS, OUT, QUANTIZED, OUT_SCALE, LSE, keys, values, heads, scale, tile * ROWS, N, D, ROWS, PARTS,
+            HAS_BIAS, HAS_OUT, HAS_QUANTIZED,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vitral.kernels.jit.fp8 import to_e4m3
+
 
 @triton.jit
 def gelu_backward(
@@ -50,9 +52,11 @@ def _branch_factor(DRAWS, row, rows, tokens, keep):
 
 @triton.jit
 def norm_forward(
-    X, Y, BIAS, DRAWS, WEIGHT, SHIFT, TOTAL, NORMED, MOMENTS, rows, width, eps, tokens, keep,
-    HAS_Y: tl.constexpr, HAS_DRAWS: tl.constexpr, AFFINE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    X, Y, BIAS, DRAWS, WEIGHT, SHIFT, TOTAL, NORMED, QUANTIZED, MOMENTS, rows, width, eps, tokens, keep, factor,
+    HAS_Y: tl.constexpr, HAS_DRAWS: tl.constexpr, AFFINE: tl.constexpr,
+    HAS_NORMED: tl.constexpr, HAS_QUANTIZED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """QUANTIZED is the output times `factor` in FP8."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     offset = row[:, None].to(tl.int64) * width + column[None, :]
@@ -77,7 +81,10 @@ def norm_forward(
         weight = tl.load(WEIGHT + column, mask=column < width, other=0.0).to(tl.float32)
         shift = tl.load(SHIFT + column, mask=column < width, other=0.0).to(tl.float32)
         normed = normed * weight[None, :] + shift[None, :]
-    tl.store(NORMED + offset, normed.to(NORMED.dtype.element_ty), mask=inside)
+    if HAS_NORMED:
+        tl.store(NORMED + offset, normed.to(NORMED.dtype.element_ty), mask=inside)
+    if HAS_QUANTIZED:
+        tl.store(QUANTIZED + offset, to_e4m3(normed * factor, QUANTIZED), mask=inside)
     tl.store(MOMENTS + row, mean, mask=row < rows)
     tl.store(MOMENTS + rows + row, scale, mask=row < rows)
 

@@ -7,12 +7,18 @@ import triton.language as tl
 
 
 @triton.jit
-def _quick_gelu(h):
+def quick_gelu_of(h):
     return h / (1.0 + tl.exp2(h * -2.455466959412555))
 
 
 @triton.jit
-def _exact_gelu(h):
+def tanh_gelu(h):
+    """h * sigmoid(2 * sqrt(2 / pi) * (h + 0.044715 * h^3)), by powers of 2"""
+    return h / (1.0 + tl.exp2(h * (-2.302208198144325 - 0.10294323460941147 * h * h)))
+
+
+@triton.jit
+def exact_gelu(h):
     """Within 3e-5 of h * Phi(h), by the logistic function of a polynomial: the error function costs much more."""
     square = tl.minimum(h * h, 25.0)  # the polynomial was fitted up to there
     return h / (1.0 + tl.exp2(h * ((square * 0.0010145004 - 0.10677685) * square - 2.3011204)))
@@ -22,14 +28,14 @@ def _exact_gelu(h):
 def quick_gelu(H, OUT, size, BLOCK: tl.constexpr):
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     h = tl.load(H + offset, mask=offset < size, other=0.0).to(tl.float32)
-    tl.store(OUT + offset, _quick_gelu(h).to(OUT.dtype.element_ty), mask=offset < size)
+    tl.store(OUT + offset, quick_gelu_of(h).to(OUT.dtype.element_ty), mask=offset < size)
 
 
 @triton.jit
 def _store_columns(OUT, BIAS, h, row, first, outputs, COLUMNS: tl.constexpr, QUICK: tl.constexpr):
     column = first + tl.arange(0, COLUMNS)
     h += tl.load(BIAS + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
-    OUT.store([row, first], (_quick_gelu(h) if QUICK else _exact_gelu(h)).to(OUT.dtype))
+    OUT.store([row, first], (quick_gelu_of(h) if QUICK else exact_gelu(h)).to(OUT.dtype))
 
 
 @triton.jit

@@ -1,0 +1,179 @@
+"""Linear layers in FP8 (e4m3): quantised weights and activations, scales, and the product of the two.
+
+An e4m3 number has 4 bits of exponent and 3 of mantissa. Its relative error is the same over 15 powers of two, so that
+a scale which is ten times too large costs almost nothing. Hence activations are not searched for their maximum, which
+would take a pass of its own or another shape of the kernel before; their scale comes from a bound that holds for any
+input, and depends on the weights alone:
+
+- |z| <= sqrt(dim) for the output z of a LayerNorm whose weight and bias are folded into the next layer;
+- |w z + b| <= |w| sqrt(dim) + |b|, by Cauchy and Schwarz, for the outputs of that layer;
+- attention averages values, and |GELU(h)| <= |h|.
+
+Weights have a scale per output channel. Gradients differ between tokens by orders of magnitude, and have a scale per
+row, from its maximum. All scales stay on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vitral.kernels.dispatch import ceil_div, launch, next_power_of_2
+from vitral.kernels.gelu import reference as gelu_reference
+from vitral.kernels.jit import fp8 as jit
+
+E4M3 = torch.float8_e4m3fn
+_MAX = 448.0  # the largest e4m3
+_LEAST_SCALE = 1e-30  # of rows of zeros
+_BLOCK = 4096  # elements per program
+_TILE = 4096  # likewise, of whole rows
+
+
+class Fp8Rows(NamedTuple):
+    """Rows that a product reads: values * scale, e4m3 (rows, dim) and float32 (rows, 1)"""
+
+    values: Tensor
+    scale: Tensor
+
+
+class Fp8Weight(NamedTuple):
+    """A weight, values * scale, e4m3 (out, in) and float32 (out,)"""
+
+    values: Tensor
+    scale: Tensor
+
+
+class Fp8Linear(NamedTuple):
+    """A linear layer in FP8."""
+
+    weight: Fp8Weight
+    scale: Tensor  # of the product: that of the weight times that of the activations it reads, float32 (out,)
+    bias: Tensor | None  # (out,)
+    dtype: torch.dtype  # of its output
+
+
+def norm_factor(width: int) -> float:
+    """What the output of a LayerNorm without weights is multiplied by in e4m3: a power of two, so that it is exact."""
+    return 2.0 ** math.floor(math.log2(_MAX / math.sqrt(width)))
+
+
+def quantize_reference(x: Tensor, scale: Tensor, gelu: str | None = None) -> Tensor:
+    """x / scale, or GELU(x) / scale, in e4m3: any shape"""
+    values = (x if gelu is None else gelu_reference(x, gelu)).float() / scale
+    return values.clamp(-_MAX, _MAX).to(E4M3)
+
+
+def quantize(x: Tensor, scale: Tensor, gelu: str | None = None) -> Tensor:
+    """As the reference, in one pass, for a contiguous input."""
+    out = torch.empty_like(x, dtype=E4M3)
+    launch(jit.quantize, (ceil_div(x.numel(), _BLOCK),), x, out, scale, x.numel(), GELU=gelu or "", BLOCK=_BLOCK)
+    return out
+
+
+def quantize_rows_reference(x: Tensor, factor: Tensor) -> Fp8Rows:
+    """x * factor (rows, dim), with a factor per column (dim,), and a scale per row."""
+    wide = x.float() * factor
+    scale = (wide.abs().amax(1, keepdim=True) / _MAX).clamp(min=_LEAST_SCALE)
+    return Fp8Rows((wide / scale).to(E4M3), scale)
+
+
+def quantize_rows(x: Tensor, factor: Tensor) -> Fp8Rows:
+    """As the reference, in one pass, for a contiguous input."""
+    rows, width = x.shape
+    out = Fp8Rows(torch.empty_like(x, dtype=E4M3), x.new_empty(rows, 1, dtype=torch.float32))
+    columns = next_power_of_2(width)
+    tile = max(_TILE // columns, 1)
+    launch(
+        jit.quantize_rows, (ceil_div(rows, tile),), x, factor, *out, rows, width, ROWS=tile, COLUMNS=columns
+    )  # fmt: skip
+    return out
+
+
+def quantize_weight_reference(weight: Tensor) -> Fp8Weight:
+    """A weight (out, in) with a scale per row."""
+    values, scale = quantize_rows_reference(weight, torch.ones_like(weight[0]))
+    return Fp8Weight(values, scale.flatten())
+
+
+def quantize_weight(weight: Tensor) -> Fp8Weight:
+    """As the reference, in one pass."""
+    quantized = _empty_weight(weight)
+    _launch_weight(weight, (None, None, None), quantized, (None, None))
+    return quantized
+
+
+def quantize_folded(
+    weight: Tensor, bias: Tensor, norm_weight: Tensor, norm_bias: Tensor, dtype: torch.dtype
+) -> tuple[Fp8Weight, Tensor, Tensor]:
+    """A linear layer with the LayerNorm before it folded in, see `fused_ops.fold_norm`, and a bound of its outputs.
+
+    Returns:
+        The weight, the bias (out,) in `dtype`, and the largest magnitude of each output, float32 (out,).
+    """
+    quantized, folded = _empty_weight(weight), torch.empty_like(bias, dtype=dtype)
+    bound = torch.empty_like(quantized.scale)
+    _launch_weight(weight, (bias, norm_weight, norm_bias), quantized, (folded, bound))
+    return quantized, folded, bound
+
+
+def _empty_weight(weight: Tensor) -> Fp8Weight:
+    return Fp8Weight(
+        torch.empty_like(weight, dtype=E4M3), torch.empty_like(weight[:, 0], dtype=torch.float32).contiguous()
+    )
+
+
+def _launch_weight(
+    weight: Tensor,
+    folds: tuple[Tensor | None, Tensor | None, Tensor | None],
+    quantized: Fp8Weight,
+    outputs: tuple[Tensor | None, Tensor | None],
+) -> None:
+    rows, width = weight.shape
+    columns = next_power_of_2(width)
+    tile = max(_TILE // columns, 1)
+    launch(
+        jit.quantize_weight, (ceil_div(rows, tile),),
+        weight, *folds, *quantized, *outputs, rows, width, math.sqrt(width),
+        FOLDS=folds[0] is not None, ROWS=tile, COLUMNS=columns,
+    )  # fmt: skip
+
+
+def scale_of_bound(bound: Tensor) -> Tensor:
+    """The scale of activations that no magnitude in `bound` is exceeded by, a number on the device."""
+    return (bound.amax() / _MAX).clamp(min=_LEAST_SCALE)
+
+
+def product(x: Fp8Rows, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x weight' * scale + bias: e4m3 (out, in), float32 (out,), (out,) -> (rows, out) in `dtype`"""
+    return torch._scaled_mm(
+        x.values, weight.t(), scale_a=x.scale, scale_b=scale[None], bias=bias, out_dtype=dtype, use_fast_accum=True
+    )
+
+
+def linear(x: Fp8Rows, layer: Fp8Linear) -> Tensor:
+    """(rows, in) -> (rows, out)"""
+    return product(x, layer.weight.values, layer.scale, layer.bias, layer.dtype)
+
+
+def input_grad(grad: Tensor, transposed: Tensor, scale: Tensor) -> Tensor:
+    """The gradient of a layer's input: of its output (rows, out) -> (rows, in).
+
+    The scale of an output channel is a factor of the gradient here, so that the weight's values are those of the
+    forward pass.
+
+    Args:
+        grad: of the output, (rows, out).
+        transposed: values of the weight, e4m3 (in, out), contiguous.
+        scale: of the weight, float32 (out,).
+    """
+    ones = torch.ones(transposed.shape[0], dtype=torch.float32, device=grad.device)
+    return product(quantize_rows(grad, scale), transposed, ones, None, grad.dtype)
+
+
+def product_reference(x: Fp8Rows, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """As `product`, in float32 by plain PyTorch."""
+    out = (x.values.float() * x.scale) @ weight.float().t() * scale
+    return (out if bias is None else out + bias.float()).to(dtype)

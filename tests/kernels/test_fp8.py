@@ -1,0 +1,232 @@
+"""FP8 linear layers against plain PyTorch: on a GPU natively, elsewhere in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton", reason="the kernels need Triton (pip install triton)")
+
+import triton.language as tl
+
+from vitral.architecture import ViTConfig
+from vitral.kernels import attention, dispatch, fp8, fused_ops
+from vitral.kernels.fused_ops import NonAffineNorm
+from vitral.models.fused import use_fp8
+from vitral.models.layers import Block
+from vitral.models.vit import ViT
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# In the interpreter everything but the products is computed as plain PyTorch does. On a GPU, where a block computes in
+# bfloat16, values near the middle of two e4m3 numbers are rounded to either.
+CLOSE = 0.1 if DEVICE == "cuda" else 1e-4
+GRADIENTS_CLOSE = 0.1 if DEVICE == "cuda" else 1e-2  # a few are rounded differently there as well
+
+
+@pytest.fixture(autouse=True)
+def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter rounds to e4m3 without a carry into the exponent; PyTorch does it right."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def rounded(values: Any, source: Any, target: Any, mode: Any) -> Any:
+        if target != tl.float8e4nv:
+            return convert(values, source, target, mode)
+        return torch.from_numpy(np.ascontiguousarray(values)).to(fp8.E4M3).view(torch.uint8).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+
+
+@pytest.fixture
+def kernels_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are used on any device, without a GPU for float32, and FP8 at any width."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(dispatch, "HALF_DTYPES", (torch.float32,))
+    monkeypatch.setattr(dispatch, "_has_kernels", lambda device: True)
+    monkeypatch.setattr("vitral.models.fused.FP8_MIN_WIDTH", 0)
+
+
+def assert_same_fp8(found: torch.Tensor, expected: torch.Tensor, share: float = 0.01) -> None:
+    """Equal but for the rounding of a few elements, where float32 differs in its last bits."""
+    assert found.dtype == expected.dtype == fp8.E4M3
+    torch.testing.assert_close(found.float(), expected.float(), rtol=2**-3, atol=2**-9)
+    assert (found.float() != expected.float()).float().mean() < share
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # 1 / (1 + inf) is 0, as it should be
+@pytest.mark.parametrize("gelu", [None, "tanh", "none", "quick"])
+def test_quantize_matches_the_reference(gelu):
+    torch.manual_seed(0)
+    x, scale = torch.randn(70, 96, device=DEVICE) * 3, torch.tensor(0.013, device=DEVICE)
+    x[0, 0] = 10.0  # beyond the largest number, 448 * 0.013
+    found = fp8.quantize(x, scale, gelu)
+    # The exact GELU is computed to 3e-5, a 400th of the scale.
+    assert_same_fp8(found, fp8.quantize_reference(x, scale, gelu), 0.03 if gelu == "none" else 0.01)
+    assert found[0, 0].float() == 448
+
+
+def test_quantized_rows_and_weights_match_the_reference():
+    torch.manual_seed(0)
+    x = torch.randn(9, 48, device=DEVICE) * torch.logspace(-6, 6, 9, device=DEVICE)[:, None]
+    x[3] = 0.0
+    factor = torch.rand(48, device=DEVICE)
+    for found, expected in (
+        (fp8.quantize_rows(x, factor), fp8.quantize_rows_reference(x, factor)),
+        (fp8.quantize_weight(x), fp8.quantize_weight_reference(x)),
+    ):
+        assert_same_fp8(found[0], expected[0])
+        torch.testing.assert_close(found[1], expected[1])
+    values, scale = fp8.quantize_rows(x, factor)
+    torch.testing.assert_close(values.float() * scale, x * factor, rtol=2**-4, atol=1e-9)  # half of 2^-3, its last bit
+
+
+def test_the_bound_of_a_folded_layer_holds_and_is_reached():
+    torch.manual_seed(0)
+    weight, bias = torch.randn(20, 48, device=DEVICE), torch.randn(20, device=DEVICE)
+    scale, shift = torch.randn(2, 48, device=DEVICE)
+    folded, folded_bias, bound = fp8.quantize_folded(weight, bias, scale, shift, torch.float32)
+    exact = weight * scale
+    torch.testing.assert_close(folded_bias, bias + weight @ shift)
+    torch.testing.assert_close(folded.values.float() * folded.scale[:, None], exact, rtol=2**-4, atol=1e-2)
+    worst = exact * folded_bias.sign()[:, None]
+    worst *= 48**0.5 / worst.norm(dim=1, keepdim=True)  # the longest z, along the weight of each output
+    torch.testing.assert_close((F.linear(worst, exact, folded_bias)).diagonal().abs(), bound)
+    z = F.layer_norm(torch.randn(100, 48, device=DEVICE), (48,))
+    assert (F.linear(z, exact, folded_bias).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("formats", ["fp8", "both"])
+def test_add_norm_writes_fp8(formats):
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 30, 48, device=DEVICE)
+    x[0] = 0.0
+    x[0, 0] = 1e4  # the largest value that a norm can give: sqrt(47)
+    bias = torch.randn(48, device=DEVICE)
+    found = fused_ops.add_norm(x, y, bias, NonAffineNorm(1e-6), None, formats)
+    total, normed = fused_ops.add_norm_reference(x, y, bias, NonAffineNorm(1e-6))
+    assert_same_fp8(found.quantized, (normed * fp8.norm_factor(48)).to(fp8.E4M3))
+    torch.testing.assert_close(found.total, total)
+    assert found.normed.numel() == (0 if formats == "fp8" else normed.numel())
+    assert 224 < 48**0.5 * fp8.norm_factor(48) <= 448
+
+
+@pytest.mark.parametrize(("tokens", "dim"), [(20, 16), (257, 16)])
+@pytest.mark.parametrize("half", [False, True])
+def test_attention_writes_fp8(tokens, dim, half):
+    torch.manual_seed(0)
+    qkv, scale = torch.randn(2, tokens, 3, 2, dim, device=DEVICE), torch.tensor(0.01, device=DEVICE)
+    out, _, quantized = attention.forward_fp8(qkv, scale, half=half)
+    expected = attention.reference(qkv)
+    assert_same_fp8(quantized, fp8.quantize_reference(expected, scale))
+    if half:
+        assert out is not None
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def small_vit(**changes: Any) -> ViT:
+    torch.manual_seed(0)
+    sizes = {"depth": 2, "width": 48, "mlp": 96, "heads": 3, "patch": 16, "image": (48, 48), "classes": 5}
+    model = ViT(ViTConfig(**sizes, **changes)).to(DEVICE)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def make_images() -> torch.Tensor:
+    torch.manual_seed(10)
+    return torch.randn(2, 3, 48, 48).to(DEVICE)
+
+
+class FakeLinear(torch.autograd.Function):
+    """A linear layer by plain PyTorch: input and weight are rounded to e4m3, and the gradient where it is multiplied by
+    the weight, not where it is multiplied by the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
+        weight_scale = weight.abs().amax(1) / 448
+        values = round_e4m3(weight / weight_scale[:, None])
+        ctx.save_for_backward(x, values, weight_scale)
+        return F.linear(round_e4m3(x / scale) * scale, values * weight_scale[:, None], bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (grad,) = grads
+        x, values, weight_scale = ctx.saved_tensors
+        weighted = grad * weight_scale
+        scale = (weighted.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-30)
+        dx = (round_e4m3(weighted / scale) * scale) @ values
+        return dx, None, grad.flatten(0, 1).t() @ x.flatten(0, 1), grad.sum((0, 1))
+
+
+def round_e4m3(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-448, 448).to(fp8.E4M3).float()
+
+
+def fake_quantized(model: ViT, images: torch.Tensor) -> torch.Tensor:
+    """The model's logits with the blocks' linear layers in FP8, by plain PyTorch."""
+    config = model.config
+    width, heads, root, linear = config.width, config.heads, config.width**0.5, FakeLinear.apply
+    norm_scale = torch.tensor(1 / fp8.norm_factor(width), device=DEVICE)
+    x = model._input_tokens(model.patchify(images), model._position_rows(model.patchify(images)))
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        norm1, norm2, layer, mlp = block.norm1, block.norm2, block.attention, block.mlp
+        folded = []
+        for norm, dense in ((norm1, layer.qkv), (norm2, mlp.hidden)):
+            assert dense.bias is not None
+            folded.append((dense.weight * norm.weight, dense.bias + dense.weight @ norm.bias))
+        bounds = [(weight.norm(dim=1) * root + bias.abs()) / 448 for weight, bias in folded]
+        qkv = linear(F.layer_norm(x, (width,), eps=norm1.eps), norm_scale, *folded[0])
+        attn = attention.reference(qkv.view(*x.shape[:2], 3, heads, -1)).flatten(2)
+        x = x + linear(attn, bounds[0][2 * width :].max().detach(), layer.out.weight, layer.out.bias)
+        hidden = linear(F.layer_norm(x, (width,), eps=norm2.eps), norm_scale, *folded[1])
+        activated = F.gelu(hidden, approximate=mlp.approximate)
+        x = x + linear(activated, bounds[1].max().detach(), mlp.output.weight, mlp.output.bias)
+    return model.head(model.pool(model.norm(x)))
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("gelu", ["tanh", "erf"])
+def test_a_model_in_fp8_matches_plain_pytorch(freeze, gelu, kernels_on_any_device, monkeypatch):
+    model, images = small_vit(gelu=gelu), make_images()
+    if DEVICE == "cpu":
+        monkeypatch.setattr(torch, "bfloat16", torch.float32)  # of what `use_fp8` freezes
+    with torch.no_grad():
+        exact, expected = model(images), fake_quantized(model, images)
+        assert use_fp8(model, freeze=freeze) == ""
+        with torch.autocast(DEVICE, enabled=DEVICE == "cuda", dtype=torch.bfloat16):
+            found = model(images)
+    assert (found - expected).norm() < CLOSE * expected.norm()
+    assert 0.02 < (found - exact).norm() / exact.norm() < 0.2  # it is FP8
+
+
+@pytest.mark.parametrize("gelu", ["tanh", "erf"])
+def test_gradients_in_fp8_match_those_of_plain_pytorch(gelu, kernels_on_any_device):
+    model, images = small_vit(gelu=gelu), make_images()
+    assert use_fp8(model, freeze=False) == ""
+    with torch.autocast(DEVICE, enabled=DEVICE == "cuda", dtype=torch.bfloat16):
+        logits = model(images)
+    logits.float().square().sum().backward()
+    found = gradients_of(model)
+    fake_quantized(model, images).square().sum().backward()
+    expected = gradients_of(model)
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    apart = torch.stack([(found[name] - gradient).norm() for name, gradient in expected.items()]).norm()
+    assert apart < GRADIENTS_CLOSE * norm
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() < GRADIENTS_CLOSE * (5 * gradient.norm() + 0.1 * norm), name
+
+
+def gradients_of(model: ViT) -> dict[str, torch.Tensor]:
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    model.zero_grad()
+    return gradients
