@@ -63,7 +63,7 @@ def test_models_on_kernels_match_plain_pytorch(name, monkeypatch):
 
     def logits_and_gradients() -> list[torch.Tensor]:
         model.zero_grad()
-        with torch.backends.cudnn.flags(allow_tf32=False):
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             logits = model(images)
             logits.square().sum().backward()
         return [logits.detach(), *(weight.grad.clone() for weight in model.parameters() if weight.grad is not None)]

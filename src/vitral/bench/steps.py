@@ -370,7 +370,7 @@ def reference_outputs(step: TimedStep, *, half: bool = False) -> StepOutputs:
         if half and isinstance(module, nn.GroupNorm):
             module.register_forward_hook(lambda *_: None)
     with (
-        torch.backends.cudnn.flags(allow_tf32=False),
+        torch.backends.cudnn.flags(enabled=True, allow_tf32=False),
         torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
         torch.set_grad_enabled(training),
         torch.autocast(step.workload.device, torch.bfloat16, enabled=half),
