@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.kernels import attention, cublas, fp8
-from vitral.kernels.fp8 import Fp8Linear, Fp8Rows, Fp8Weight
+from vitral.kernels.fp8 import Fp8BlockWeights, Fp8Linear, Fp8Rows, Fp8Weight, quantize_block
 from vitral.kernels.fused_ops import (
     AddNormOutput,
     BlockWeights,
@@ -127,19 +127,6 @@ class BlockOutputs(NamedTuple):
     weight_scales: Tensor  # (5 * dim + mlp,), or empty
 
 
-class Fp8BlockWeights(NamedTuple):
-    """`BlockWeights` in FP8, with its norms folded into the linear layers after them."""
-
-    norm1: NonAffineNorm
-    qkv: Fp8Linear
-    out: Fp8Linear
-    norm2: NonAffineNorm
-    hidden: Fp8Linear
-    output: Fp8Linear
-    attn_scale: Tensor  # of attention's output, a number
-    gelu_scale: Tensor
-
-
 class BlockSaved(NamedTuple):
     """What the backward pass of a block reads: of its outputs, and of its inputs."""
 
@@ -193,26 +180,6 @@ def to_save(inputs: BlockInputs, outputs: BlockOutputs) -> BlockSaved:
     """What the backward pass reads."""
     weights = (inputs.wqkv, inputs.scale1, inputs.shift1, inputs.whidden, inputs.scale2, inputs.shift2)
     return BlockSaved(*outputs[2:], inputs.half_out, inputs.half_output, *weights)
-
-
-def quantize_block(layer: BlockWeights, dtype: torch.dtype) -> Fp8BlockWeights:
-    """The weights of a block in FP8; `dtype` is that of the products."""
-    width = layer.qkv.weight.shape[1]
-    norm_scale = 1.0 / fp8.norm_factor(width)
-    qkv, qkv_bias, qkv_bound = fp8.quantize_folded(*layer.qkv, layer.norm1.weight, layer.norm1.bias, dtype)
-    hidden, hidden_bias, hidden_bound = fp8.quantize_folded(*layer.hidden, layer.norm2.weight, layer.norm2.bias, dtype)
-    attn_scale, gelu_scale = fp8.scale_of_bound(qkv_bound[2 * width :]), fp8.scale_of_bound(hidden_bound)
-    out, output = fp8.quantize_weight(layer.out.weight), fp8.quantize_weight(layer.output.weight)
-    return Fp8BlockWeights(
-        NonAffineNorm(layer.norm1.eps),
-        Fp8Linear(qkv, qkv.scale * norm_scale, qkv_bias, dtype),
-        Fp8Linear(out, out.scale * attn_scale, layer.out.bias, dtype),
-        NonAffineNorm(layer.norm2.eps),
-        Fp8Linear(hidden, hidden.scale * norm_scale, hidden_bias, dtype),
-        Fp8Linear(output, output.scale * gelu_scale, layer.output.bias, dtype),
-        attn_scale,
-        gelu_scale,
-    )
 
 
 def inference_weights(

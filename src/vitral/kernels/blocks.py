@@ -18,7 +18,6 @@ from vitral.kernels import block, operators
 from vitral.kernels.block import (
     BlockInputs,
     BlockOptions,
-    Fp8BlockWeights,
     as_drop,
     attention_branch,
     inference_weights,
@@ -26,6 +25,7 @@ from vitral.kernels.block import (
     product_input,
 )
 from vitral.kernels.dispatch import on_device_of
+from vitral.kernels.fp8 import Fp8BlockWeights
 from vitral.kernels.fused_ops import BlockWeights, BranchDrop, NormWeights, add_norm, add_norm_backward
 from vitral.kernels.rotary import RotaryTables
 

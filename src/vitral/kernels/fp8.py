@@ -21,12 +21,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vitral.kernels.dispatch import ceil_div, launch, next_power_of_2
+from vitral.kernels.dispatch import E4M3, ceil_div, launch, next_power_of_2
+from vitral.kernels.fused_ops import E4M3_MAX, BlockWeights, NonAffineNorm, norm_factor
 from vitral.kernels.gelu import reference as gelu_reference
 from vitral.kernels.jit import fp8 as jit
 
-E4M3 = torch.float8_e4m3fn
-_MAX = 448.0  # the largest e4m3
 _LEAST_SCALE = 1e-30  # of rows of zeros
 _BLOCK = 4096  # elements per program
 _TILE = 4096  # likewise, of whole rows
@@ -55,15 +54,10 @@ class Fp8Linear(NamedTuple):
     dtype: torch.dtype  # of its output
 
 
-def norm_factor(width: int) -> float:
-    """What the output of a LayerNorm without weights is multiplied by in e4m3: a power of two, so that it is exact."""
-    return 2.0 ** math.floor(math.log2(_MAX / math.sqrt(width)))
-
-
 def quantize_reference(x: Tensor, scale: Tensor, gelu: str | None = None) -> Tensor:
     """x / scale, or GELU(x) / scale, in e4m3: any shape"""
     values = (x if gelu is None else gelu_reference(x, gelu)).float() / scale
-    return values.clamp(-_MAX, _MAX).to(E4M3)
+    return values.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
 def quantize(x: Tensor, scale: Tensor, gelu: str | None = None) -> Tensor:
@@ -76,7 +70,7 @@ def quantize(x: Tensor, scale: Tensor, gelu: str | None = None) -> Tensor:
 def quantize_rows_reference(x: Tensor, factor: Tensor) -> Fp8Rows:
     """x * factor (rows, dim), with a factor per column (dim,), and a scale per row."""
     wide = x.float() * factor
-    scale = (wide.abs().amax(1, keepdim=True) / _MAX).clamp(min=_LEAST_SCALE)
+    scale = (wide.abs().amax(1, keepdim=True) / E4M3_MAX).clamp(min=_LEAST_SCALE)
     return Fp8Rows((wide / scale).to(E4M3), scale)
 
 
@@ -143,7 +137,7 @@ def _launch_weight(
 
 def scale_of_bound(bound: Tensor) -> Tensor:
     """The scale of activations that no magnitude in `bound` is exceeded by, a number on the device."""
-    return (bound.amax() / _MAX).clamp(min=_LEAST_SCALE)
+    return (bound.amax() / E4M3_MAX).clamp(min=_LEAST_SCALE)
 
 
 def product(x: Fp8Rows, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -177,3 +171,36 @@ def product_reference(x: Fp8Rows, weight: Tensor, scale: Tensor, bias: Tensor | 
     """As `product`, in float32 by plain PyTorch."""
     out = (x.values.float() * x.scale) @ weight.float().t() * scale
     return (out if bias is None else out + bias.float()).to(dtype)
+
+
+class Fp8BlockWeights(NamedTuple):
+    """`BlockWeights` in FP8, with its norms folded into the linear layers after them."""
+
+    norm1: NonAffineNorm
+    qkv: Fp8Linear
+    out: Fp8Linear
+    norm2: NonAffineNorm
+    hidden: Fp8Linear
+    output: Fp8Linear
+    attn_scale: Tensor  # of attention's output, a number
+    gelu_scale: Tensor
+
+
+def quantize_block(layer: BlockWeights, dtype: torch.dtype) -> Fp8BlockWeights:
+    """The weights of a block in FP8; `dtype` is that of the products."""
+    width = layer.qkv.weight.shape[1]
+    norm_scale = 1.0 / norm_factor(width)
+    qkv, qkv_bias, qkv_bound = quantize_folded(*layer.qkv, layer.norm1.weight, layer.norm1.bias, dtype)
+    hidden, hidden_bias, hidden_bound = quantize_folded(*layer.hidden, layer.norm2.weight, layer.norm2.bias, dtype)
+    attn_scale, gelu_scale = scale_of_bound(qkv_bound[2 * width :]), scale_of_bound(hidden_bound)
+    out, output = quantize_weight(layer.out.weight), quantize_weight(layer.output.weight)
+    return Fp8BlockWeights(
+        NonAffineNorm(layer.norm1.eps),
+        Fp8Linear(qkv, qkv.scale * norm_scale, qkv_bias, dtype),
+        Fp8Linear(out, out.scale * attn_scale, layer.out.bias, dtype),
+        NonAffineNorm(layer.norm2.eps),
+        Fp8Linear(hidden, hidden.scale * norm_scale, hidden_bias, dtype),
+        Fp8Linear(output, output.scale * gelu_scale, layer.output.bias, dtype),
+        attn_scale,
+        gelu_scale,
+    )

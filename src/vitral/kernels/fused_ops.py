@@ -14,17 +14,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitral.kernels.dispatch import ceil_div, launch, next_power_of_2
-from vitral.kernels.fp8 import E4M3, norm_factor
+from vitral.kernels.dispatch import E4M3, ceil_div, launch, next_power_of_2
 from vitral.kernels.gelu import reference as gelu_reference
 from vitral.kernels.jit import fused_ops as jit
 
+E4M3_MAX = 448.0
 NormFormats = Literal["half", "fp8", "both"]  # of the output of `add_norm`
 # Rows per program, and at a time.
 _GELU_ROWS = 64
@@ -79,7 +80,7 @@ class AddNormOutput(NamedTuple):
     total: Tensor
     normed: Tensor  # empty where only the one in FP8 is asked for
     moments: Tensor  # mean and 1 / std of the rows, (2, rows), for the backward pass
-    quantized: Tensor  # times `fp8.norm_factor`, in FP8, or empty
+    quantized: Tensor  # times `norm_factor`, in FP8, or empty
 
 
 class AddNormGradients(NamedTuple):
@@ -193,6 +194,11 @@ def add_norm_backward(
         PROGRAM_ROWS=_NORM_PROGRAM_ROWS, ROWS=_NORM_ROWS, COLUMNS=columns, warps=max(columns // 512, 1),
     )  # fmt: skip
     return AddNormGradients(dx, dy, sums.sum(0))
+
+
+def norm_factor(width: int) -> float:
+    """What the output of a LayerNorm without weights is multiplied by in e4m3: a power of two, so that it is exact."""
+    return 2.0 ** math.floor(math.log2(E4M3_MAX / math.sqrt(width)))
 
 
 def _drop_arguments(drop: BranchDrop | None, rows: int) -> tuple[Tensor | None, int, float]:
