@@ -30,6 +30,7 @@ from vitral.kernels.fused_ops import (
     AddNormOutput,
     BlockWeights,
     BranchDrop,
+    Fp8Target,
     LinearWeights,
     NonAffineNorm,
     NormFormats,
@@ -195,7 +196,7 @@ def forward(inputs: BlockInputs, options: BlockOptions) -> BlockOutputs:
     layer = _training_weights(inputs, options)
     formats: NormFormats = "both" if options.fp8 else "half"
     first = add_norm(x, branch, bias, NonAffineNorm(options.eps1), options.drop_before, formats)
-    units = unit_scales(x) if options.fp8 else None
+    units = fp8.unit_scales(x) if options.fp8 else None
     qkv = _linear(product_input(first, units), layer.qkv)
     if options.rotation is not None:
         rotate_(_split_heads(qkv, options), options.rotation)
@@ -253,25 +254,34 @@ def _input_weights(saved: BlockSaved) -> tuple[Tensor | Fp8Weight, ...]:
     return tuple(map(Fp8Weight, values, scales))
 
 
-def _input_grad(grad: Tensor, weight: Tensor | Fp8Weight) -> Tensor:
+def _target(grad: Tensor, weight: Tensor | Fp8Weight) -> Fp8Target | None:
+    """Where the gradient of a layer's output is quantised, for the product with its weight."""
+    return Fp8Target.like(grad, weight.scale) if isinstance(weight, Fp8Weight) else None
+
+
+def _input_grad(grad: Tensor, weight: Tensor | Fp8Weight, target: Fp8Target | None = None) -> Tensor:
     """The gradient of a layer's input: (rows, out) -> (rows, in)"""
-    return fp8.input_grad(grad, *weight) if isinstance(weight, Fp8Weight) else grad @ weight
+    return fp8.input_grad(grad, *weight, target) if isinstance(weight, Fp8Weight) else grad @ weight
 
 
 def backward(dx: Tensor, dbranch: Tensor, saved: BlockSaved, options: BlockOptions) -> BlockGradients:
     """From the gradients of the sum and the branch after the block, (rows, dim) each, those of its inputs."""
     activated = saved.activated if options.saves_gelu else None
     wqkv, wout, whidden, woutput = _input_weights(saved)
-    dh, activated, dbhidden = gelu_backward(saved.h, _input_grad(dbranch, woutput), options.gelu, activated)
+    target = _target(saved.h, whidden)
+    dh, activated, dbhidden = gelu_backward(saved.h, _input_grad(dbranch, woutput), options.gelu, activated, target)
     dwoutput = _weight_grad(dbranch, activated)
     del activated
+    dhidden_input = _input_grad(dh, whidden, target)
+    target = _target(dx, wout)
     dx, dattn_branch, sums = add_norm_backward(
-        saved.normed2, saved.moments2, None, dx, _input_grad(dh, whidden), options.drop
+        saved.normed2, saved.moments2, None, dx, dhidden_input, options.drop, target
     )
+    del dhidden_input
     dhidden = unfold_norm(_weight_grad(dh, saved.normed2), dbhidden, saved.whidden, saved.scale2, saved.shift2)
     dbout = sums[0]
     dwout = _weight_grad(dattn_branch, _merge_heads(saved.attn))
-    dattn = _input_grad(dattn_branch, wout).view(saved.attn.shape)
+    dattn = _input_grad(dattn_branch, wout, target).view(saved.attn.shape)
     del dattn_branch
     dqkv, _ = attention.backward(_split_heads(saved.qkv, options), None, saved.attn, saved.lse, dattn)
     dqkv_sums = None if options.rotation is None else rotate_back_(dqkv, options.rotation)
@@ -286,11 +296,6 @@ def backward(dx: Tensor, dbranch: Tensor, saved: BlockSaved, options: BlockOptio
         *(dproject.norm, dproject.weight, dbqkv, dwout, dbout),
         *(dhidden.norm, dhidden.weight, dbhidden, dwoutput),
     )
-
-
-def unit_scales(x: Tensor) -> Tensor:
-    """Of rows whose scale is part of the product's: (rows, dim) -> (rows, 1)"""
-    return torch.ones(x.shape[0], 1, dtype=torch.float32, device=x.device)
 
 
 def product_input(output: AddNormOutput, units: Tensor | None) -> Tensor | Fp8Rows:
@@ -313,7 +318,8 @@ def attention_branch(normed: Tensor | Fp8Rows, layer: BlockWeights | Fp8BlockWei
 def mlp_branch(normed: Tensor | Fp8Rows, layer: BlockWeights | Fp8BlockWeights, options: BlockOptions) -> Tensor:
     """The MLP branch in inference, without its last bias: (rows, dim) -> (rows, dim)"""
     if isinstance(layer, Fp8BlockWeights):
-        return _matmul(_fp8_gelu(normed, layer, options.gelu)[0], layer.output)
+        assert isinstance(normed, Fp8Rows)
+        return _matmul(fp8.linear_gelu(normed, layer.hidden, layer.gelu_scale, options.gelu), layer.output)
     assert isinstance(normed, Tensor)
     return _matmul(_linear_gelu(normed, layer.hidden, options.gelu), layer.output)
 

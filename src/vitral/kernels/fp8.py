@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from vitral.kernels.dispatch import E4M3, ceil_div, launch, next_power_of_2
-from vitral.kernels.fused_ops import E4M3_MAX, BlockWeights, NonAffineNorm, norm_factor
+from vitral.kernels.fused_ops import E4M3_MAX, BlockWeights, Fp8Target, NonAffineNorm, norm_factor
+from vitral.kernels.gelu import fused_linear_gelu, is_faster
 from vitral.kernels.gelu import reference as gelu_reference
 from vitral.kernels.jit import fp8 as jit
 
@@ -140,6 +141,11 @@ def scale_of_bound(bound: Tensor) -> Tensor:
     return (bound.amax() / E4M3_MAX).clamp(min=_LEAST_SCALE)
 
 
+def unit_scales(x: Tensor) -> Tensor:
+    """Of rows whose scale is part of the product's: (rows, dim) -> (rows, 1)"""
+    return torch.ones(x.shape[0], 1, dtype=torch.float32, device=x.device)
+
+
 def product(x: Fp8Rows, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """x weight' * scale + bias: e4m3 (out, in), float32 (out,), (out,) -> (rows, out) in `dtype`"""
     return torch._scaled_mm(
@@ -152,7 +158,17 @@ def linear(x: Fp8Rows, layer: Fp8Linear) -> Tensor:
     return product(x, layer.weight.values, layer.scale, layer.bias, layer.dtype)
 
 
-def input_grad(grad: Tensor, transposed: Tensor, scale: Tensor) -> Tensor:
+def linear_gelu(x: Fp8Rows, layer: Fp8Linear, scale: Tensor, gelu: str) -> Fp8Rows:
+    """GELU(linear(x)) / scale, in inference; by one kernel where that is faster: (rows, in) -> (rows, out)"""
+    if is_faster(x.values, layer.weight.values):
+        assert layer.bias is not None
+        return Fp8Rows(
+            fused_linear_gelu(x.values, layer.weight.values, layer.bias, gelu, (layer.scale, scale)), x.scale
+        )
+    return Fp8Rows(quantize(linear(x, layer), scale, gelu), x.scale)
+
+
+def input_grad(grad: Tensor, transposed: Tensor, scale: Tensor, target: Fp8Target | None = None) -> Tensor:
     """The gradient of a layer's input: of its output (rows, out) -> (rows, in).
 
     The scale of an output channel is a factor of the gradient here, so that the weight's values are those of the
@@ -162,9 +178,11 @@ def input_grad(grad: Tensor, transposed: Tensor, scale: Tensor) -> Tensor:
         grad: of the output, (rows, out).
         transposed: values of the weight, e4m3 (in, out), contiguous.
         scale: of the weight, float32 (out,).
+        target: the gradient times the scale, where a kernel has quantised it already.
     """
+    rows = quantize_rows(grad, scale) if target is None else Fp8Rows(target.values, target.scale)
     ones = torch.ones(transposed.shape[0], dtype=torch.float32, device=grad.device)
-    return product(quantize_rows(grad, scale), transposed, ones, None, grad.dtype)
+    return product(rows, transposed, ones, None, grad.dtype)
 
 
 def product_reference(x: Fp8Rows, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -25,10 +25,9 @@ from vitral.kernels.block import (
     mlp_branch,
     product_input,
     to_save,
-    unit_scales,
 )
 from vitral.kernels.dispatch import E4M3, on_device_of
-from vitral.kernels.fp8 import Fp8BlockWeights
+from vitral.kernels.fp8 import Fp8BlockWeights, unit_scales
 from vitral.kernels.fused_ops import BlockWeights, LinearWeights, NormWeights, add_norm, add_norm_backward
 
 
