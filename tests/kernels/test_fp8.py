@@ -85,9 +85,14 @@ def test_linear_gelu_in_one_kernel_matches_the_reference(kind):
     x, bias = torch.randn(130, 48, device=DEVICE), torch.randn(272, device=DEVICE)
     weight = fp8.quantize_weight(torch.randn(272, 48, device=DEVICE) / 7)
     rows, scale = x.to(dispatch.E4M3), torch.tensor(0.05, device=DEVICE)
-    found = gelu.fused_linear_gelu(rows, weight.values, bias, kind, (weight.scale, scale))
+    h = torch.empty(130, 272, device=DEVICE)
+    found = gelu.fused_linear_gelu(rows, weight.values, bias, kind, (weight.scale, scale), h)
+    assert torch.equal(
+        gelu.fused_linear_gelu(rows, weight.values, bias, kind, (weight.scale, scale)).float(), found.float()
+    )
     ones = torch.ones(130, 1, device=DEVICE)
     exact = fp8.product_reference(fp8.Fp8Rows(rows, ones), weight.values, weight.scale, bias, torch.float32)
+    torch.testing.assert_close(h, exact, rtol=1e-4, atol=1e-4)
     assert_same_fp8(found, fp8.quantize_reference(exact, scale, kind), 0.03)
 
 

@@ -210,7 +210,10 @@ def forward(inputs: BlockInputs, options: BlockOptions) -> BlockOutputs:
         attn_branch = _matmul(_merge_heads(attn), layer.out)
     second = add_norm(first.total, attn_branch, inputs.bout, NonAffineNorm(options.eps2), options.drop, formats)
     if isinstance(layer, Fp8BlockWeights):
-        activated, h = _fp8_gelu(product_input(second, units), layer, options.gelu)
+        assert units is not None
+        quantized = Fp8Rows(second.quantized, units)
+        activated, h = fp8.linear_gelu(quantized, layer.hidden, layer.gelu_scale, options.gelu, saves=True)
+        assert h is not None
     else:
         activated, h = _linear_gelu_saved(second.normed, layer.hidden, options.gelu)
     return BlockOutputs(
@@ -319,16 +322,10 @@ def mlp_branch(normed: Tensor | Fp8Rows, layer: BlockWeights | Fp8BlockWeights, 
     """The MLP branch in inference, without its last bias: (rows, dim) -> (rows, dim)"""
     if isinstance(layer, Fp8BlockWeights):
         assert isinstance(normed, Fp8Rows)
-        return _matmul(fp8.linear_gelu(normed, layer.hidden, layer.gelu_scale, options.gelu), layer.output)
+        activated, _ = fp8.linear_gelu(normed, layer.hidden, layer.gelu_scale, options.gelu, saves=False)
+        return _matmul(activated, layer.output)
     assert isinstance(normed, Tensor)
     return _matmul(_linear_gelu(normed, layer.hidden, options.gelu), layer.output)
-
-
-def _fp8_gelu(x: Tensor | Fp8Rows, layer: Fp8BlockWeights, gelu: str) -> tuple[Fp8Rows, Tensor]:
-    """GELU(h), and h = the MLP's hidden layer: (rows, dim) -> (rows, mlp), (rows, mlp)"""
-    assert isinstance(x, Fp8Rows)
-    h = fp8.linear(x, layer.hidden)
-    return Fp8Rows(fp8.quantize(h, layer.gelu_scale, gelu), x.scale), h
 
 
 def _split_heads(qkv: Tensor, options: BlockOptions) -> Tensor:

@@ -158,14 +158,21 @@ def linear(x: Fp8Rows, layer: Fp8Linear) -> Tensor:
     return product(x, layer.weight.values, layer.scale, layer.bias, layer.dtype)
 
 
-def linear_gelu(x: Fp8Rows, layer: Fp8Linear, scale: Tensor, gelu: str) -> Fp8Rows:
-    """GELU(linear(x)) / scale, in inference; by one kernel where that is faster: (rows, in) -> (rows, out)"""
+def linear_gelu(
+    x: Fp8Rows, layer: Fp8Linear, scale: Tensor, gelu: str, *, saves: bool
+) -> tuple[Fp8Rows, Tensor | None]:
+    """GELU(h) / scale and, where it is saved, h = linear(x); by one kernel where that is faster.
+
+    (rows, in) -> (rows, out), (rows, out)
+    """
     if is_faster(x.values, layer.weight.values):
         assert layer.bias is not None
-        return Fp8Rows(
-            fused_linear_gelu(x.values, layer.weight.values, layer.bias, gelu, (layer.scale, scale)), x.scale
-        )
-    return Fp8Rows(quantize(linear(x, layer), scale, gelu), x.scale)
+        h = x.values.new_empty(len(x.values), len(layer.scale), dtype=layer.dtype) if saves else None
+        out = fused_linear_gelu(x.values, layer.weight.values, layer.bias, gelu, (layer.scale, scale), h)
+    else:
+        h = linear(x, layer)
+        out = quantize(h, scale, gelu)
+    return Fp8Rows(out, x.scale), h
 
 
 def input_grad(grad: Tensor, transposed: Tensor, scale: Tensor, target: Fp8Target | None = None) -> Tensor:

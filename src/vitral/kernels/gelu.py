@@ -45,21 +45,30 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, gelu: str) -> Tensor:
 
 
 def fused_linear_gelu(
-    x: Tensor, weight: Tensor, bias: Tensor, gelu: str, scales: tuple[Tensor, Tensor] | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    gelu: str,
+    scales: tuple[Tensor, Tensor] | None = None,
+    h: Tensor | None = None,
 ) -> Tensor:
     """`linear_gelu` by one kernel, for rows that a multiple of 16 bytes separates.
 
-    For x and weight in FP8, `scales` are those of the product (out,) and of the output, which is in FP8, too.
+    For x and weight in FP8, `scales` are those of the product (out,) and of the output, which is in FP8, too. What the
+    GELU reads is written to `h` (rows, out).
     """
     (rows, inputs), outputs = x.shape, weight.shape[0]
     out = x.new_empty(rows, outputs)
     depth = _DEPTH * 2 // x.element_size()  # of the same bytes
-    operands = ((x, (_ROWS, depth)), (weight, (_COLUMNS, depth)), (out, (_ROWS, _COLUMNS // 2)))
-    descriptors = (TensorDescriptor.from_tensor(tensor, list(tile)) for tensor, tile in operands)
+    tile = (_ROWS, _COLUMNS // 2)
+    operands = ((x, (_ROWS, depth)), (weight, (_COLUMNS, depth)), (out, tile), *([(h, tile)] if h is not None else []))
+    descriptors = [TensorDescriptor.from_tensor(tensor, list(tile)) for tensor, tile in operands]
     launch(
         jit.linear_gelu, (min(_tiles(rows, outputs), _multiprocessors(x.device)),),
-        *descriptors, bias, *(scales or (None, None)), rows, outputs, inputs,
-        ROWS=_ROWS, COLUMNS=_COLUMNS, DEPTH=depth, GROUP=_GROUP, GELU=gelu, SCALED=scales is not None, warps=8,
+        *descriptors[:3], descriptors[3] if h is not None else None, bias, *(scales or (None, None)),
+        rows, outputs, inputs,
+        ROWS=_ROWS, COLUMNS=_COLUMNS, DEPTH=depth, GROUP=_GROUP,
+        GELU=gelu, SCALED=scales is not None, SAVES=h is not None, warps=8,
     )  # fmt: skip
     return out
 
