@@ -115,7 +115,8 @@ def test_the_bound_of_a_folded_layer_holds_and_is_reached():
     torch.manual_seed(0)
     weight, bias = torch.randn(20, 48, device=DEVICE), torch.randn(20, device=DEVICE)
     scale, shift = torch.randn(2, 48, device=DEVICE)
-    folded, folded_bias, bound = fp8.quantize_folded(weight, bias, scale, shift, torch.float32)
+    folded, folded_bias, out_scales = fp8.quantize_folded(weight, bias, scale, shift, torch.float32)
+    bound = 448 * out_scales
     exact = weight * scale
     torch.testing.assert_close(folded_bias, bias + weight @ shift)
     torch.testing.assert_close(folded.values.float() * folded.scale[:, None], exact, rtol=2**-4, atol=1e-2)
@@ -124,6 +125,14 @@ def test_the_bound_of_a_folded_layer_holds_and_is_reached():
     torch.testing.assert_close((F.linear(worst, exact, folded_bias)).diagonal().abs(), bound)
     z = F.layer_norm(torch.randn(100, 48, device=DEVICE), (48,))
     assert (F.linear(z, exact, folded_bias).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("shape", [(48, 144), (130, 64), (1, 7)])
+def test_transpose_matches_pytorch(shape):
+    values = torch.randn(shape, device=DEVICE).to(dispatch.E4M3)
+    found = fp8.transpose(values)
+    assert found.is_contiguous()
+    assert torch.equal(found.float(), values.float().t())
 
 
 @pytest.mark.parametrize("formats", ["fp8", "both"])
@@ -217,8 +226,7 @@ def fake_quantized(model: ViT, images: torch.Tensor) -> torch.Tensor:
     return model.head(model.pool(model.norm(x)))
 
 
-@pytest.mark.parametrize("freeze", [False, True])
-@pytest.mark.parametrize("gelu", ["tanh", "erf"])
+@pytest.mark.parametrize(("freeze", "gelu"), [(False, "tanh"), (True, "erf")])
 def test_a_model_in_fp8_matches_plain_pytorch(freeze, gelu, kernels_on_any_device, monkeypatch):
     model, images = small_vit(gelu=gelu), make_images()
     if DEVICE == "cpu":

@@ -245,7 +245,7 @@ def _backward_weights(layer: BlockWeights | Fp8BlockWeights) -> tuple[Tensor, ..
         return layer.qkv.weight, layer.hidden.weight, none, none.clone(), none.clone()  # no two are the same memory
     linears = (layer.qkv, layer.hidden, layer.out, layer.output)
     scales = [linear.weight.scale for linear in (layer.qkv, layer.out, layer.hidden, layer.output)]
-    return *(linear.weight.values.t().contiguous() for linear in linears), torch.cat(scales)
+    return *(fp8.transpose(linear.weight.values) for linear in linears), torch.cat(scales)
 
 
 def _input_weights(saved: BlockSaved) -> tuple[Tensor | Fp8Weight, ...]:

@@ -30,6 +30,7 @@ from vitral.kernels.jit import fp8 as jit
 _LEAST_SCALE = 1e-30  # of rows of zeros
 _BLOCK = 4096  # elements per program
 _TILE = 4096  # likewise, of whole rows
+_SIDE = 64  # of a tile that is transposed
 
 
 class Fp8Rows(NamedTuple):
@@ -103,15 +104,15 @@ def quantize_weight(weight: Tensor) -> Fp8Weight:
 def quantize_folded(
     weight: Tensor, bias: Tensor, norm_weight: Tensor, norm_bias: Tensor, dtype: torch.dtype
 ) -> tuple[Fp8Weight, Tensor, Tensor]:
-    """A linear layer with the LayerNorm before it folded in, see `fused_ops.fold_norm`, and a bound of its outputs.
+    """A linear layer with the LayerNorm before it folded in, see `fused_ops.fold_norm`, and scales of its outputs.
 
     Returns:
-        The weight, the bias (out,) in `dtype`, and the largest magnitude of each output, float32 (out,).
+        The weight, the bias (out,) in `dtype`, and a scale of each output that no input exceeds, (out,).
     """
     quantized, folded = _empty_weight(weight), torch.empty_like(bias, dtype=dtype)
-    bound = torch.empty_like(quantized.scale)
-    _launch_weight(weight, (bias, norm_weight, norm_bias), quantized, (folded, bound))
-    return quantized, folded, bound
+    out_scales = torch.empty_like(quantized.scale)
+    _launch_weight(weight, (bias, norm_weight, norm_bias), quantized, (folded, out_scales))
+    return quantized, folded, out_scales
 
 
 def _empty_weight(weight: Tensor) -> Fp8Weight:
@@ -136,9 +137,13 @@ def _launch_weight(
     )  # fmt: skip
 
 
-def scale_of_bound(bound: Tensor) -> Tensor:
-    """The scale of activations that no magnitude in `bound` is exceeded by, a number on the device."""
-    return (bound.amax() / E4M3_MAX).clamp(min=_LEAST_SCALE)
+def transpose(values: Tensor) -> Tensor:
+    """`values.t().contiguous()` in e4m3, which PyTorch copies byte by byte: (out, in) -> (in, out)"""
+    rows, width = values.shape
+    out = values.new_empty(width, rows)
+    programs = (ceil_div(rows, _SIDE), ceil_div(width, _SIDE))
+    launch(jit.transpose, programs, values.view(torch.uint8), out.view(torch.uint8), rows, width, TILE=_SIDE)
+    return out
 
 
 def unit_scales(x: Tensor) -> Tensor:
@@ -215,9 +220,9 @@ def quantize_block(layer: BlockWeights, dtype: torch.dtype) -> Fp8BlockWeights:
     """The weights of a block in FP8; `dtype` is that of the products."""
     width = layer.qkv.weight.shape[1]
     norm_scale = 1.0 / norm_factor(width)
-    qkv, qkv_bias, qkv_bound = quantize_folded(*layer.qkv, layer.norm1.weight, layer.norm1.bias, dtype)
-    hidden, hidden_bias, hidden_bound = quantize_folded(*layer.hidden, layer.norm2.weight, layer.norm2.bias, dtype)
-    attn_scale, gelu_scale = scale_of_bound(qkv_bound[2 * width :]), scale_of_bound(hidden_bound)
+    qkv, qkv_bias, qkv_scales = quantize_folded(*layer.qkv, layer.norm1.weight, layer.norm1.bias, dtype)
+    hidden, hidden_bias, hidden_scales = quantize_folded(*layer.hidden, layer.norm2.weight, layer.norm2.bias, dtype)
+    attn_scale, gelu_scale = qkv_scales[2 * width :].amax(), hidden_scales.amax()
     out, output = quantize_weight(layer.out.weight), quantize_weight(layer.output.weight)
     return Fp8BlockWeights(
         NonAffineNorm(layer.norm1.eps),

@@ -46,13 +46,13 @@ def quantize_rows(X, FACTOR, OUT, SCALE, rows, width, ROWS: tl.constexpr, COLUMN
 
 @triton.jit
 def quantize_weight(
-    WEIGHT, BIAS, NORM_WEIGHT, NORM_BIAS, VALUES, SCALE, FOLDED_BIAS, BOUND, rows, width, norm,
+    WEIGHT, BIAS, NORM_WEIGHT, NORM_BIAS, VALUES, SCALE, FOLDED_BIAS, OUT_SCALE, rows, width, norm,
     FOLDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """VALUES * SCALE = WEIGHT, with a SCALE per row.
 
-    FOLDS: a LayerNorm's weight and bias are folded into WEIGHT and BIAS, and BOUND is that of the outputs for inputs of
-    Euclidean length `norm`.
+    FOLDS: a LayerNorm's weight and bias are folded into WEIGHT and BIAS, and OUT_SCALE is the scale of each output for
+    inputs of the Euclidean length `norm`.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -66,7 +66,19 @@ def quantize_weight(
         bias += tl.sum(weight * norm_bias[None, :], 1)
         weight *= norm_weight[None, :]
         tl.store(FOLDED_BIAS + row, bias.to(FOLDED_BIAS.dtype.element_ty), mask=row < rows)
-        tl.store(BOUND + row, tl.sqrt(tl.sum(weight * weight, 1)) * norm + tl.abs(bias), mask=row < rows)
+        largest = tl.sqrt(tl.sum(weight * weight, 1)) * norm + tl.abs(bias)
+        tl.store(OUT_SCALE + row, row_scale(largest), mask=row < rows)
     scale = row_scale(tl.max(tl.abs(weight), 1))
     tl.store(VALUES + offset, to_e4m3(weight / scale[:, None], VALUES), mask=inside)
     tl.store(SCALE + row, scale, mask=row < rows)
+
+
+@triton.jit
+def transpose(X, OUT, rows, width, TILE: tl.constexpr):
+    """X (rows, width) of bytes -> OUT (width, rows)"""
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = (row[:, None] < rows) & (column[None, :] < width)
+    value = tl.load(X + row[:, None] * width + column[None, :], mask=inside, other=0)
+    inside = (column[:, None] < width) & (row[None, :] < rows)
+    tl.store(OUT + column[:, None] * rows + row[None, :], tl.trans(value), mask=inside)
