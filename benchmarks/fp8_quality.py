@@ -3,8 +3,8 @@
     python benchmarks/fp8_quality.py agree WEIGHTS FOLDER
     python benchmarks/fp8_quality.py train DATA --recipe speedrun/cifar10 --out runs/fp8 --set init=WEIGHTS
 
-`agree` compares the top-1 classes of the images of a folder in FP8 and in bfloat16 with those in float32. `train` trains
-with both precisions over seeds, and prints the test accuracies and the difference of their means.
+`agree` compares the top-1 classes of the images of a folder in FP8 and in bfloat16 with those in float32. `train`
+trains with both precisions over seeds, and prints the test accuracies and the difference of their means.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _agree(weights: str, folder: str, preprocess: str) -> None:
     split, how = open_images([folder]), prepared(card, preprocess)
     logits: dict[str, np.ndarray] = {}
     for precision in ("float32", "bfloat16", "fp8"):
-        if precision == "fp8" and (reason := fused.use_fp8(model.cuda(), freeze=True)):
+        if precision == "fp8" and (reason := fused.enable_fp8(model.cuda(), freeze=True)):
             raise SystemExit(f"not in FP8: {reason}")
         logits[precision] = predict_split(model, split, how, batch=100, device="cuda", precision=precision).logits
     exact = logits["float32"]

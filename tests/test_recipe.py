@@ -142,7 +142,7 @@ def test_one_length_replaces_the_other():
         ("batch=2.5", "batch must be a whole number"),
         ("batch=true", "batch must be a whole number"),
         ("compile=yes", "compile must be true or false"),
-        ("precision=float16", "one of auto, float32, bfloat16"),
+        ("precision=float16", "one of auto, float32, bfloat16, fp8"),
         ("data.mean=0.5,x,0.5", "numbers separated by commas"),
         ("data.mean=0.5", "one number per channel"),
         ("data.std=0,1,1", "above 0"),

@@ -109,6 +109,18 @@ def test_every_setting_of_every_installed_library_is_selected(monkeypatch: pytes
     ]
 
 
+def test_fp8_is_selected_for_wide_models_where_the_gpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(backends, "has_fp8", lambda device: device.type == "cuda")
+
+    def labels(model: str, device: str = "cuda") -> list[str]:
+        workload = Workload("infer", model, 8, device)
+        return [one.label for one in select_backends(workload, ("timm",), ("eager",), ("auto",))[0]]
+
+    assert labels("ViT-B/16") == ["vitral (eager)", "vitral (eager, fp8)", "timm (eager)", "timm (eager, torchao fp8)"]
+    assert labels("ViT-S/16") == labels("ViT-B/16", "cpu") == ["vitral (eager)", "timm (eager)"]
+
+
 @pytest.mark.parametrize(
     ("against", "modes", "attentions", "word"),
     [

@@ -9,15 +9,21 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
 pytest.importorskip("triton", reason="the kernels need Triton (pip install triton)")
 
 import triton.language as tl
 
+import vitral
 from vitral.architecture import ViTConfig
-from vitral.kernels import attention, dispatch, fp8, fused_ops
+from vitral.checkpoints.card import Card, Preprocess
+from vitral.errors import UserError
+from vitral.events import Note
+from vitral.kernels import attention, dispatch, fp8, fused_ops, gelu
 from vitral.kernels.fused_ops import NonAffineNorm
-from vitral.models.fused import use_fp8
+from vitral.models.build import use_fp8
+from vitral.models.fused import enable_fp8
 from vitral.models.layers import Block
 from vitral.models.vit import ViT
 
@@ -40,7 +46,7 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     def rounded(values: Any, source: Any, target: Any, mode: Any) -> Any:
         if target != tl.float8e4nv:
             return convert(values, source, target, mode)
-        return torch.from_numpy(np.ascontiguousarray(values)).to(fp8.E4M3).view(torch.uint8).numpy()
+        return torch.from_numpy(np.ascontiguousarray(values)).to(dispatch.E4M3).view(torch.uint8).numpy()
 
     monkeypatch.setattr(interpreter, "_convert_float", rounded)
 
@@ -56,7 +62,7 @@ def kernels_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def assert_same_fp8(found: torch.Tensor, expected: torch.Tensor, share: float = 0.01) -> None:
     """Equal but for the rounding of a few elements, where float32 differs in its last bits."""
-    assert found.dtype == expected.dtype == fp8.E4M3
+    assert found.dtype == expected.dtype == dispatch.E4M3
     torch.testing.assert_close(found.float(), expected.float(), rtol=2**-3, atol=2**-9)
     assert (found.float() != expected.float()).float().mean() < share
 
@@ -71,6 +77,23 @@ def test_quantize_matches_the_reference(gelu):
     # The exact GELU is computed to 3e-5, a 400th of the scale.
     assert_same_fp8(found, fp8.quantize_reference(x, scale, gelu), 0.03 if gelu == "none" else 0.01)
     assert found[0, 0].float() == 448
+
+
+@pytest.mark.parametrize("kind", ["tanh", "none", "quick"])
+def test_linear_gelu_in_one_kernel_matches_the_reference(kind):
+    torch.manual_seed(0)
+    x, bias = torch.randn(130, 48, device=DEVICE), torch.randn(272, device=DEVICE)
+    weight = fp8.quantize_weight(torch.randn(272, 48, device=DEVICE) / 7)
+    rows, scale = x.to(dispatch.E4M3), torch.tensor(0.05, device=DEVICE)
+    h = torch.empty(130, 272, device=DEVICE)
+    found = gelu.fused_linear_gelu(rows, weight.values, bias, kind, (weight.scale, scale), h)
+    assert torch.equal(
+        gelu.fused_linear_gelu(rows, weight.values, bias, kind, (weight.scale, scale)).float(), found.float()
+    )
+    ones = torch.ones(130, 1, device=DEVICE)
+    exact = fp8.product_reference(fp8.Fp8Rows(rows, ones), weight.values, weight.scale, bias, torch.float32)
+    torch.testing.assert_close(h, exact, rtol=1e-4, atol=1e-4)
+    assert_same_fp8(found, fp8.quantize_reference(exact, scale, kind), 0.03)
 
 
 def test_quantized_rows_and_weights_match_the_reference():
@@ -92,7 +115,8 @@ def test_the_bound_of_a_folded_layer_holds_and_is_reached():
     torch.manual_seed(0)
     weight, bias = torch.randn(20, 48, device=DEVICE), torch.randn(20, device=DEVICE)
     scale, shift = torch.randn(2, 48, device=DEVICE)
-    folded, folded_bias, bound = fp8.quantize_folded(weight, bias, scale, shift, torch.float32)
+    folded, folded_bias, out_scales = fp8.quantize_folded(weight, bias, scale, shift, torch.float32)
+    bound = 448 * out_scales
     exact = weight * scale
     torch.testing.assert_close(folded_bias, bias + weight @ shift)
     torch.testing.assert_close(folded.values.float() * folded.scale[:, None], exact, rtol=2**-4, atol=1e-2)
@@ -101,6 +125,14 @@ def test_the_bound_of_a_folded_layer_holds_and_is_reached():
     torch.testing.assert_close((F.linear(worst, exact, folded_bias)).diagonal().abs(), bound)
     z = F.layer_norm(torch.randn(100, 48, device=DEVICE), (48,))
     assert (F.linear(z, exact, folded_bias).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("shape", [(48, 144), (130, 64), (1, 7)])
+def test_transpose_matches_pytorch(shape):
+    values = torch.randn(shape, device=DEVICE).to(dispatch.E4M3)
+    found = fp8.transpose(values)
+    assert found.is_contiguous()
+    assert torch.equal(found.float(), values.float().t())
 
 
 @pytest.mark.parametrize("formats", ["fp8", "both"])
@@ -112,10 +144,10 @@ def test_add_norm_writes_fp8(formats):
     bias = torch.randn(48, device=DEVICE)
     found = fused_ops.add_norm(x, y, bias, NonAffineNorm(1e-6), None, formats)
     total, normed = fused_ops.add_norm_reference(x, y, bias, NonAffineNorm(1e-6))
-    assert_same_fp8(found.quantized, (normed * fp8.norm_factor(48)).to(fp8.E4M3))
+    assert_same_fp8(found.quantized, (normed * fused_ops.norm_factor(48)).to(dispatch.E4M3))
     torch.testing.assert_close(found.total, total)
     assert found.normed.numel() == (0 if formats == "fp8" else normed.numel())
-    assert 224 < 48**0.5 * fp8.norm_factor(48) <= 448
+    assert 224 < 48**0.5 * fused_ops.norm_factor(48) <= 448
 
 
 @pytest.mark.parametrize(("tokens", "dim"), [(20, 16), (257, 16)])
@@ -168,14 +200,14 @@ class FakeLinear(torch.autograd.Function):
 
 
 def round_e4m3(x: torch.Tensor) -> torch.Tensor:
-    return x.clamp(-448, 448).to(fp8.E4M3).float()
+    return x.clamp(-448, 448).to(dispatch.E4M3).float()
 
 
 def fake_quantized(model: ViT, images: torch.Tensor) -> torch.Tensor:
     """The model's logits with the blocks' linear layers in FP8, by plain PyTorch."""
     config = model.config
     width, heads, root, linear = config.width, config.heads, config.width**0.5, FakeLinear.apply
-    norm_scale = torch.tensor(1 / fp8.norm_factor(width), device=DEVICE)
+    norm_scale = torch.tensor(1 / fused_ops.norm_factor(width), device=DEVICE)
     x = model._input_tokens(model.patchify(images), model._position_rows(model.patchify(images)))
     for block in model.blocks:
         assert isinstance(block, Block)
@@ -194,15 +226,14 @@ def fake_quantized(model: ViT, images: torch.Tensor) -> torch.Tensor:
     return model.head(model.pool(model.norm(x)))
 
 
-@pytest.mark.parametrize("freeze", [False, True])
-@pytest.mark.parametrize("gelu", ["tanh", "erf"])
+@pytest.mark.parametrize(("freeze", "gelu"), [(False, "tanh"), (True, "erf")])
 def test_a_model_in_fp8_matches_plain_pytorch(freeze, gelu, kernels_on_any_device, monkeypatch):
     model, images = small_vit(gelu=gelu), make_images()
     if DEVICE == "cpu":
-        monkeypatch.setattr(torch, "bfloat16", torch.float32)  # of what `use_fp8` freezes
+        monkeypatch.setattr(torch, "bfloat16", torch.float32)  # of what `enable_fp8` freezes
     with torch.no_grad():
         exact, expected = model(images), fake_quantized(model, images)
-        assert use_fp8(model, freeze=freeze) == ""
+        assert enable_fp8(model, freeze=freeze) == ""
         with torch.autocast(DEVICE, enabled=DEVICE == "cuda", dtype=torch.bfloat16):
             found = model(images)
     assert (found - expected).norm() < CLOSE * expected.norm()
@@ -212,7 +243,7 @@ def test_a_model_in_fp8_matches_plain_pytorch(freeze, gelu, kernels_on_any_devic
 @pytest.mark.parametrize("gelu", ["tanh", "erf"])
 def test_gradients_in_fp8_match_those_of_plain_pytorch(gelu, kernels_on_any_device):
     model, images = small_vit(gelu=gelu), make_images()
-    assert use_fp8(model, freeze=False) == ""
+    assert enable_fp8(model, freeze=False) == ""
     with torch.autocast(DEVICE, enabled=DEVICE == "cuda", dtype=torch.bfloat16):
         logits = model(images)
     logits.float().square().sum().backward()
@@ -230,3 +261,39 @@ def gradients_of(model: ViT) -> dict[str, torch.Tensor]:
     gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     model.zero_grad()
     return gradients
+
+
+def notes_of(model: torch.nn.Module) -> list[str]:
+    events: list[object] = []
+    use_fp8(model, events.append, freeze=False)
+    return [event.text for event in events if isinstance(event, Note)]
+
+
+def test_models_that_fp8_does_not_fit_are_left_as_they_are(monkeypatch):
+    monkeypatch.setattr(dispatch, "_has_kernels", lambda device: True)
+    model = small_vit()
+    assert "instead of FP8: its width of 48 is below 768" in notes_of(model)[0]
+    assert not model.fp8
+    monkeypatch.setattr("vitral.models.fused.FP8_MIN_WIDTH", 0)
+    assert notes_of(model) == []
+    assert model.fp8 is True
+    for other in (small_vit(dropout=0.1), small_vit(swiglu=True), small_vit(injection="every")):
+        assert "not plain" in notes_of(other)[0]
+        assert not other.fp8
+    part = small_vit()
+    part.blocks[0].requires_grad_(False)
+    assert "not plain" in notes_of(part)[0]
+    assert "only Vision Transformers" in notes_of(torch.nn.Linear(2, 2))[0]
+
+
+def test_devices_without_fp8_are_an_error(tmp_path):
+    with pytest.raises(UserError, match=r"FP8 needs a data-center GPU .* this is cpu: use"):
+        use_fp8(small_vit().cpu(), None, freeze=True)
+    Image.new("RGB", (48, 48)).save(tmp_path / "image.png")
+    model = small_vit().cpu()
+    card = Card(model.config, preprocess=Preprocess("decode|resize(48)", (0.5,) * 3, (0.5,) * 3))
+    with pytest.raises(UserError, match="FP8 needs"):
+        vitral.predict((model, card), tmp_path, precision="fp8", device="cpu")
+    rows = vitral.predict((model, card), tmp_path, precision="bfloat16", device="cpu").rows
+    exact = vitral.predict((model, card), tmp_path, device="cpu").rows
+    assert rows != exact

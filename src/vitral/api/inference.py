@@ -7,6 +7,7 @@ bit.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import shutil
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from vitral.api.checkpoints import Source, load_source, source_name
 from vitral.api.engines import ENGINES, Work, sbatch_options
@@ -41,9 +41,8 @@ from vitral.evaluation.predict import (
 )
 from vitral.events import EventHandler, Note
 from vitral.export.exported import PixelLogits, is_exported, open_exported
-from vitral.kernels.dispatch import check_fp8
 from vitral.kernels.packed import pack
-from vitral.models.build import Model, resolve_device
+from vitral.models.build import Model, resolve_device, use_fp8
 
 Sources = Source | list[Any]  # in Python also several; a list of one type is no list of a union
 _RUNS = ("fold-*", "seed-*")  # runs of one `vitral train`
@@ -164,7 +163,10 @@ def open_ensemble(
         if packed and resolved.split(":")[0] == "cpu" and loaded_here and precision == "float32":
             pack(model)
         if precision == "fp8":
-            _quantize(model, resolved, source_name(each), on_event)
+            if isinstance(model, PixelLogits):
+                raise UserError(f"{source_name(each)} is exported, with a precision of its own: leave --precision out.")
+            model = copy.deepcopy(model) if isinstance(each, tuple) else model  # whose weights its owner may change
+            use_fp8(model.to(resolved).eval(), on_event, freeze=True)
         own = card.class_names or named_card(card, classes).class_names
         names = names if members else own
         if members and card.multilabel != members[0].card.multilabel:
@@ -177,17 +179,6 @@ def open_ensemble(
         order = class_order(names, own, source_name(each)) if own or names else np.arange(card.architecture.classes)
         members.append(Member(each, model, card, resolved, order))
     return Ensemble(tuple(members), named_card(members[0].card, classes), tta, precision)
-
-
-def _quantize(model: Model | PixelLogits, device: str, name: str, on_event: EventHandler | None) -> None:
-    """Compute the model in FP8, or say why it is computed in bfloat16."""
-    if isinstance(model, PixelLogits):
-        raise UserError(f"{name} is exported, with a precision of its own: leave --precision out.")
-    check_fp8(torch.device(device))
-    from vitral.models.fused import use_fp8  # imports Triton
-
-    if (reason := use_fp8(model.to(device).eval(), freeze=True)) and on_event is not None:
-        on_event(Note(f"{name} is computed in bfloat16 instead of FP8: {reason}"))
 
 
 def load_predictor(

@@ -108,9 +108,9 @@ def inference_model(backend: Backend, workload: Workload) -> BenchmarkModel:
 
 
 def _use_fp8(model: BenchmarkModel, *, freeze: bool) -> None:
-    from vitral.models.fused import use_fp8  # imports Triton
+    from vitral.models.fused import enable_fp8  # imports Triton
 
-    if reason := use_fp8(model.model, freeze=freeze):
+    if reason := enable_fp8(model.model, freeze=freeze):
         raise UserError(f"the model is not computed in FP8: {reason}.")
 
 

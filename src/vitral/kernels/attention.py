@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.kernels import fp8
-from vitral.kernels.dispatch import ceil_div, is_short, launch, on_device_of
+from vitral.kernels.dispatch import E4M3, ceil_div, is_short, launch, on_device_of
 from vitral.kernels.jit import attention as jit
 
 Spans = tuple[tuple[int, int], ...]  # (first, size) of each part of a sequence
@@ -80,7 +80,7 @@ def forward_fp8(qkv: Tensor, scale: Tensor, *, half: bool) -> tuple[Tensor | Non
         out, lse = _long_forward(qkv)
         return out, lse, fp8.quantize(out, scale)
     out, lse = _empty(qkv)
-    quantized = torch.empty_like(out, dtype=fp8.E4M3)
+    quantized = torch.empty_like(out, dtype=E4M3)
     outputs = {"HAS_OUT": half, "HAS_QUANTIZED": True}
     tensors = (qkv, None, out if half else None, quantized, scale, lse)
     _launch(jit.attention_forward, tensors, qkv, None, 128, **outputs)

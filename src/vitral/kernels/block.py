@@ -25,11 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.kernels import attention, cublas, fp8
-from vitral.kernels.fp8 import Fp8Linear, Fp8Rows, Fp8Weight
+from vitral.kernels.fp8 import Fp8BlockWeights, Fp8Linear, Fp8Rows, Fp8Weight, quantize_block
 from vitral.kernels.fused_ops import (
     AddNormOutput,
     BlockWeights,
     BranchDrop,
+    Fp8Target,
     LinearWeights,
     NonAffineNorm,
     NormFormats,
@@ -127,19 +128,6 @@ class BlockOutputs(NamedTuple):
     weight_scales: Tensor  # (5 * dim + mlp,), or empty
 
 
-class Fp8BlockWeights(NamedTuple):
-    """`BlockWeights` in FP8, with its norms folded into the linear layers after them."""
-
-    norm1: NonAffineNorm
-    qkv: Fp8Linear
-    out: Fp8Linear
-    norm2: NonAffineNorm
-    hidden: Fp8Linear
-    output: Fp8Linear
-    attn_scale: Tensor  # of attention's output, a number
-    gelu_scale: Tensor
-
-
 class BlockSaved(NamedTuple):
     """What the backward pass of a block reads: of its outputs, and of its inputs."""
 
@@ -195,26 +183,6 @@ def to_save(inputs: BlockInputs, outputs: BlockOutputs) -> BlockSaved:
     return BlockSaved(*outputs[2:], inputs.half_out, inputs.half_output, *weights)
 
 
-def quantize_block(layer: BlockWeights, dtype: torch.dtype) -> Fp8BlockWeights:
-    """The weights of a block in FP8; `dtype` is that of the products."""
-    width = layer.qkv.weight.shape[1]
-    norm_scale = 1.0 / fp8.norm_factor(width)
-    qkv, qkv_bias, qkv_bound = fp8.quantize_folded(*layer.qkv, layer.norm1.weight, layer.norm1.bias, dtype)
-    hidden, hidden_bias, hidden_bound = fp8.quantize_folded(*layer.hidden, layer.norm2.weight, layer.norm2.bias, dtype)
-    attn_scale, gelu_scale = fp8.scale_of_bound(qkv_bound[2 * width :]), fp8.scale_of_bound(hidden_bound)
-    out, output = fp8.quantize_weight(layer.out.weight), fp8.quantize_weight(layer.output.weight)
-    return Fp8BlockWeights(
-        NonAffineNorm(layer.norm1.eps),
-        Fp8Linear(qkv, qkv.scale * norm_scale, qkv_bias, dtype),
-        Fp8Linear(out, out.scale * attn_scale, layer.out.bias, dtype),
-        NonAffineNorm(layer.norm2.eps),
-        Fp8Linear(hidden, hidden.scale * norm_scale, hidden_bias, dtype),
-        Fp8Linear(output, output.scale * gelu_scale, layer.output.bias, dtype),
-        attn_scale,
-        gelu_scale,
-    )
-
-
 def inference_weights(
     layer: BlockWeights | Fp8BlockWeights, options: BlockOptions, dtype: torch.dtype
 ) -> BlockWeights | Fp8BlockWeights:
@@ -228,7 +196,7 @@ def forward(inputs: BlockInputs, options: BlockOptions) -> BlockOutputs:
     layer = _training_weights(inputs, options)
     formats: NormFormats = "both" if options.fp8 else "half"
     first = add_norm(x, branch, bias, NonAffineNorm(options.eps1), options.drop_before, formats)
-    units = unit_scales(x) if options.fp8 else None
+    units = fp8.unit_scales(x) if options.fp8 else None
     qkv = _linear(product_input(first, units), layer.qkv)
     if options.rotation is not None:
         rotate_(_split_heads(qkv, options), options.rotation)
@@ -242,7 +210,10 @@ def forward(inputs: BlockInputs, options: BlockOptions) -> BlockOutputs:
         attn_branch = _matmul(_merge_heads(attn), layer.out)
     second = add_norm(first.total, attn_branch, inputs.bout, NonAffineNorm(options.eps2), options.drop, formats)
     if isinstance(layer, Fp8BlockWeights):
-        activated, h = _fp8_gelu(product_input(second, units), layer, options.gelu)
+        assert units is not None
+        quantized = Fp8Rows(second.quantized, units)
+        activated, h = fp8.linear_gelu(quantized, layer.hidden, layer.gelu_scale, options.gelu, saves=True)
+        assert h is not None
     else:
         activated, h = _linear_gelu_saved(second.normed, layer.hidden, options.gelu)
     return BlockOutputs(
@@ -274,7 +245,7 @@ def _backward_weights(layer: BlockWeights | Fp8BlockWeights) -> tuple[Tensor, ..
         return layer.qkv.weight, layer.hidden.weight, none, none.clone(), none.clone()  # no two are the same memory
     linears = (layer.qkv, layer.hidden, layer.out, layer.output)
     scales = [linear.weight.scale for linear in (layer.qkv, layer.out, layer.hidden, layer.output)]
-    return *(linear.weight.values.t().contiguous() for linear in linears), torch.cat(scales)
+    return *(fp8.transpose(linear.weight.values) for linear in linears), torch.cat(scales)
 
 
 def _input_weights(saved: BlockSaved) -> tuple[Tensor | Fp8Weight, ...]:
@@ -286,25 +257,34 @@ def _input_weights(saved: BlockSaved) -> tuple[Tensor | Fp8Weight, ...]:
     return tuple(map(Fp8Weight, values, scales))
 
 
-def _input_grad(grad: Tensor, weight: Tensor | Fp8Weight) -> Tensor:
+def _target(grad: Tensor, weight: Tensor | Fp8Weight) -> Fp8Target | None:
+    """Where the gradient of a layer's output is quantised, for the product with its weight."""
+    return Fp8Target.like(grad, weight.scale) if isinstance(weight, Fp8Weight) else None
+
+
+def _input_grad(grad: Tensor, weight: Tensor | Fp8Weight, target: Fp8Target | None = None) -> Tensor:
     """The gradient of a layer's input: (rows, out) -> (rows, in)"""
-    return fp8.input_grad(grad, *weight) if isinstance(weight, Fp8Weight) else grad @ weight
+    return fp8.input_grad(grad, *weight, target) if isinstance(weight, Fp8Weight) else grad @ weight
 
 
 def backward(dx: Tensor, dbranch: Tensor, saved: BlockSaved, options: BlockOptions) -> BlockGradients:
     """From the gradients of the sum and the branch after the block, (rows, dim) each, those of its inputs."""
     activated = saved.activated if options.saves_gelu else None
     wqkv, wout, whidden, woutput = _input_weights(saved)
-    dh, activated, dbhidden = gelu_backward(saved.h, _input_grad(dbranch, woutput), options.gelu, activated)
+    target = _target(saved.h, whidden)
+    dh, activated, dbhidden = gelu_backward(saved.h, _input_grad(dbranch, woutput), options.gelu, activated, target)
     dwoutput = _weight_grad(dbranch, activated)
     del activated
+    dhidden_input = _input_grad(dh, whidden, target)
+    target = _target(dx, wout)
     dx, dattn_branch, sums = add_norm_backward(
-        saved.normed2, saved.moments2, None, dx, _input_grad(dh, whidden), options.drop
+        saved.normed2, saved.moments2, None, dx, dhidden_input, options.drop, target
     )
+    del dhidden_input
     dhidden = unfold_norm(_weight_grad(dh, saved.normed2), dbhidden, saved.whidden, saved.scale2, saved.shift2)
     dbout = sums[0]
     dwout = _weight_grad(dattn_branch, _merge_heads(saved.attn))
-    dattn = _input_grad(dattn_branch, wout).view(saved.attn.shape)
+    dattn = _input_grad(dattn_branch, wout, target).view(saved.attn.shape)
     del dattn_branch
     dqkv, _ = attention.backward(_split_heads(saved.qkv, options), None, saved.attn, saved.lse, dattn)
     dqkv_sums = None if options.rotation is None else rotate_back_(dqkv, options.rotation)
@@ -319,11 +299,6 @@ def backward(dx: Tensor, dbranch: Tensor, saved: BlockSaved, options: BlockOptio
         *(dproject.norm, dproject.weight, dbqkv, dwout, dbout),
         *(dhidden.norm, dhidden.weight, dbhidden, dwoutput),
     )
-
-
-def unit_scales(x: Tensor) -> Tensor:
-    """Of rows whose scale is part of the product's: (rows, dim) -> (rows, 1)"""
-    return torch.ones(x.shape[0], 1, dtype=torch.float32, device=x.device)
 
 
 def product_input(output: AddNormOutput, units: Tensor | None) -> Tensor | Fp8Rows:
@@ -346,16 +321,11 @@ def attention_branch(normed: Tensor | Fp8Rows, layer: BlockWeights | Fp8BlockWei
 def mlp_branch(normed: Tensor | Fp8Rows, layer: BlockWeights | Fp8BlockWeights, options: BlockOptions) -> Tensor:
     """The MLP branch in inference, without its last bias: (rows, dim) -> (rows, dim)"""
     if isinstance(layer, Fp8BlockWeights):
-        return _matmul(_fp8_gelu(normed, layer, options.gelu)[0], layer.output)
+        assert isinstance(normed, Fp8Rows)
+        activated, _ = fp8.linear_gelu(normed, layer.hidden, layer.gelu_scale, options.gelu, saves=False)
+        return _matmul(activated, layer.output)
     assert isinstance(normed, Tensor)
     return _matmul(_linear_gelu(normed, layer.hidden, options.gelu), layer.output)
-
-
-def _fp8_gelu(x: Tensor | Fp8Rows, layer: Fp8BlockWeights, gelu: str) -> tuple[Fp8Rows, Tensor]:
-    """GELU(h), and h = the MLP's hidden layer: (rows, dim) -> (rows, mlp), (rows, mlp)"""
-    assert isinstance(x, Fp8Rows)
-    h = fp8.linear(x, layer.hidden)
-    return Fp8Rows(fp8.quantize(h, layer.gelu_scale, gelu), x.scale), h
 
 
 def _split_heads(qkv: Tensor, options: BlockOptions) -> Tensor:

@@ -18,7 +18,6 @@ from vitral.kernels import block, operators
 from vitral.kernels.block import (
     BlockInputs,
     BlockOptions,
-    Fp8BlockWeights,
     as_drop,
     attention_branch,
     inference_weights,
@@ -26,6 +25,7 @@ from vitral.kernels.block import (
     product_input,
 )
 from vitral.kernels.dispatch import on_device_of
+from vitral.kernels.fp8 import Fp8BlockWeights, unit_scales
 from vitral.kernels.fused_ops import BlockWeights, BranchDrop, NormWeights, add_norm, add_norm_backward
 from vitral.kernels.rotary import RotaryTables
 
@@ -106,7 +106,7 @@ def _encode_inference(
 ) -> Tensor:
     """Nothing is saved for a backward pass: (rows, dim) -> (rows, dim)"""
     branch, bias = None, None
-    units = block.unit_scales(x) if options[0].fp8 else None
+    units = unit_scales(x) if options[0].fp8 else None
     for layer, option in zip(layers, options, strict=True):
         layer = inference_weights(layer, option, x.dtype)
         output = add_norm(x, branch, bias, layer.norm1, option.drop_before, option.formats)

@@ -15,6 +15,7 @@ from torch.nn.modules import module as nn_module
 from vitral.errors import UserError
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
+E4M3 = torch.float8_e4m3fn
 _MAX_TOKENS = 256  # of a sequence whose rows stay on chip
 _HEAD_DIMS = (16, 32, 64, 128)
 _MAX_HEAD_DIM = 128  # of cuDNN's attention, for multiples of 8
@@ -22,7 +23,7 @@ _MAX_DIM = 4096  # channels that a LayerNorm's program holds at once
 # Major numbers of compute capabilities: Hopper, where the kernels were measured, and data-center Blackwell. There a
 # program may use 227 KiB of shared memory; the 99 KiB of consumer Blackwell, with a higher number, are too few.
 _COMPUTE_CAPABILITIES = (9, 10)
-FP8_MIN_WIDTH = 768  # of a model: below, quantising costs more than the products gain
+FP8_MIN_WIDTH: int = 768  # of a model: below, quantising costs more than the products gain
 _MIN_TRITON_CAPABILITY = (7, 0)
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 

@@ -21,15 +21,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vitral.kernels.dispatch import ceil_div, launch, next_power_of_2
+from vitral.kernels.dispatch import E4M3, ceil_div, launch, next_power_of_2
+from vitral.kernels.fused_ops import E4M3_MAX, BlockWeights, Fp8Target, NonAffineNorm, norm_factor
+from vitral.kernels.gelu import fused_linear_gelu, is_faster
 from vitral.kernels.gelu import reference as gelu_reference
 from vitral.kernels.jit import fp8 as jit
 
-E4M3 = torch.float8_e4m3fn
-_MAX = 448.0  # the largest e4m3
 _LEAST_SCALE = 1e-30  # of rows of zeros
 _BLOCK = 4096  # elements per program
 _TILE = 4096  # likewise, of whole rows
+_SIDE = 64  # of a tile that is transposed
 
 
 class Fp8Rows(NamedTuple):
@@ -55,15 +56,10 @@ class Fp8Linear(NamedTuple):
     dtype: torch.dtype  # of its output
 
 
-def norm_factor(width: int) -> float:
-    """What the output of a LayerNorm without weights is multiplied by in e4m3: a power of two, so that it is exact."""
-    return 2.0 ** math.floor(math.log2(_MAX / math.sqrt(width)))
-
-
 def quantize_reference(x: Tensor, scale: Tensor, gelu: str | None = None) -> Tensor:
     """x / scale, or GELU(x) / scale, in e4m3: any shape"""
     values = (x if gelu is None else gelu_reference(x, gelu)).float() / scale
-    return values.clamp(-_MAX, _MAX).to(E4M3)
+    return values.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
 def quantize(x: Tensor, scale: Tensor, gelu: str | None = None) -> Tensor:
@@ -76,7 +72,7 @@ def quantize(x: Tensor, scale: Tensor, gelu: str | None = None) -> Tensor:
 def quantize_rows_reference(x: Tensor, factor: Tensor) -> Fp8Rows:
     """x * factor (rows, dim), with a factor per column (dim,), and a scale per row."""
     wide = x.float() * factor
-    scale = (wide.abs().amax(1, keepdim=True) / _MAX).clamp(min=_LEAST_SCALE)
+    scale = (wide.abs().amax(1, keepdim=True) / E4M3_MAX).clamp(min=_LEAST_SCALE)
     return Fp8Rows((wide / scale).to(E4M3), scale)
 
 
@@ -108,15 +104,15 @@ def quantize_weight(weight: Tensor) -> Fp8Weight:
 def quantize_folded(
     weight: Tensor, bias: Tensor, norm_weight: Tensor, norm_bias: Tensor, dtype: torch.dtype
 ) -> tuple[Fp8Weight, Tensor, Tensor]:
-    """A linear layer with the LayerNorm before it folded in, see `fused_ops.fold_norm`, and a bound of its outputs.
+    """A linear layer with the LayerNorm before it folded in, see `fused_ops.fold_norm`, and scales of its outputs.
 
     Returns:
-        The weight, the bias (out,) in `dtype`, and the largest magnitude of each output, float32 (out,).
+        The weight, the bias (out,) in `dtype`, and a scale of each output that no input exceeds, (out,).
     """
     quantized, folded = _empty_weight(weight), torch.empty_like(bias, dtype=dtype)
-    bound = torch.empty_like(quantized.scale)
-    _launch_weight(weight, (bias, norm_weight, norm_bias), quantized, (folded, bound))
-    return quantized, folded, bound
+    out_scales = torch.empty_like(quantized.scale)
+    _launch_weight(weight, (bias, norm_weight, norm_bias), quantized, (folded, out_scales))
+    return quantized, folded, out_scales
 
 
 def _empty_weight(weight: Tensor) -> Fp8Weight:
@@ -141,9 +137,18 @@ def _launch_weight(
     )  # fmt: skip
 
 
-def scale_of_bound(bound: Tensor) -> Tensor:
-    """The scale of activations that no magnitude in `bound` is exceeded by, a number on the device."""
-    return (bound.amax() / _MAX).clamp(min=_LEAST_SCALE)
+def transpose(values: Tensor) -> Tensor:
+    """`values.t().contiguous()` in e4m3, which PyTorch copies byte by byte: (out, in) -> (in, out)"""
+    rows, width = values.shape
+    out = values.new_empty(width, rows)
+    programs = (ceil_div(rows, _SIDE), ceil_div(width, _SIDE))
+    launch(jit.transpose, programs, values.view(torch.uint8), out.view(torch.uint8), rows, width, TILE=_SIDE)
+    return out
+
+
+def unit_scales(x: Tensor) -> Tensor:
+    """Of rows whose scale is part of the product's: (rows, dim) -> (rows, 1)"""
+    return torch.ones(x.shape[0], 1, dtype=torch.float32, device=x.device)
 
 
 def product(x: Fp8Rows, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -158,7 +163,24 @@ def linear(x: Fp8Rows, layer: Fp8Linear) -> Tensor:
     return product(x, layer.weight.values, layer.scale, layer.bias, layer.dtype)
 
 
-def input_grad(grad: Tensor, transposed: Tensor, scale: Tensor) -> Tensor:
+def linear_gelu(
+    x: Fp8Rows, layer: Fp8Linear, scale: Tensor, gelu: str, *, saves: bool
+) -> tuple[Fp8Rows, Tensor | None]:
+    """GELU(h) / scale and, where it is saved, h = linear(x); by one kernel where that is faster.
+
+    (rows, in) -> (rows, out), (rows, out)
+    """
+    if is_faster(x.values, layer.weight.values):
+        assert layer.bias is not None
+        h = x.values.new_empty(len(x.values), len(layer.scale), dtype=layer.dtype) if saves else None
+        out = fused_linear_gelu(x.values, layer.weight.values, layer.bias, gelu, (layer.scale, scale), h)
+    else:
+        h = linear(x, layer)
+        out = quantize(h, scale, gelu)
+    return Fp8Rows(out, x.scale), h
+
+
+def input_grad(grad: Tensor, transposed: Tensor, scale: Tensor, target: Fp8Target | None = None) -> Tensor:
     """The gradient of a layer's input: of its output (rows, out) -> (rows, in).
 
     The scale of an output channel is a factor of the gradient here, so that the weight's values are those of the
@@ -168,12 +190,47 @@ def input_grad(grad: Tensor, transposed: Tensor, scale: Tensor) -> Tensor:
         grad: of the output, (rows, out).
         transposed: values of the weight, e4m3 (in, out), contiguous.
         scale: of the weight, float32 (out,).
+        target: the gradient times the scale, where a kernel has quantised it already.
     """
+    rows = quantize_rows(grad, scale) if target is None else Fp8Rows(target.values, target.scale)
     ones = torch.ones(transposed.shape[0], dtype=torch.float32, device=grad.device)
-    return product(quantize_rows(grad, scale), transposed, ones, None, grad.dtype)
+    return product(rows, transposed, ones, None, grad.dtype)
 
 
 def product_reference(x: Fp8Rows, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """As `product`, in float32 by plain PyTorch."""
     out = (x.values.float() * x.scale) @ weight.float().t() * scale
     return (out if bias is None else out + bias.float()).to(dtype)
+
+
+class Fp8BlockWeights(NamedTuple):
+    """`BlockWeights` in FP8, with its norms folded into the linear layers after them."""
+
+    norm1: NonAffineNorm
+    qkv: Fp8Linear
+    out: Fp8Linear
+    norm2: NonAffineNorm
+    hidden: Fp8Linear
+    output: Fp8Linear
+    attn_scale: Tensor  # of attention's output, a number
+    gelu_scale: Tensor
+
+
+def quantize_block(layer: BlockWeights, dtype: torch.dtype) -> Fp8BlockWeights:
+    """The weights of a block in FP8; `dtype` is that of the products."""
+    width = layer.qkv.weight.shape[1]
+    norm_scale = 1.0 / norm_factor(width)
+    qkv, qkv_bias, qkv_scales = quantize_folded(*layer.qkv, layer.norm1.weight, layer.norm1.bias, dtype)
+    hidden, hidden_bias, hidden_scales = quantize_folded(*layer.hidden, layer.norm2.weight, layer.norm2.bias, dtype)
+    attn_scale, gelu_scale = qkv_scales[2 * width :].amax(), hidden_scales.amax()
+    out, output = quantize_weight(layer.out.weight), quantize_weight(layer.output.weight)
+    return Fp8BlockWeights(
+        NonAffineNorm(layer.norm1.eps),
+        Fp8Linear(qkv, qkv.scale * norm_scale, qkv_bias, dtype),
+        Fp8Linear(out, out.scale * attn_scale, layer.out.bias, dtype),
+        NonAffineNorm(layer.norm2.eps),
+        Fp8Linear(hidden, hidden.scale * norm_scale, hidden_bias, dtype),
+        Fp8Linear(output, output.scale * gelu_scale, layer.output.bias, dtype),
+        attn_scale,
+        gelu_scale,
+    )

@@ -14,17 +14,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitral.kernels.dispatch import ceil_div, launch, next_power_of_2
-from vitral.kernels.fp8 import E4M3, norm_factor
+from vitral.kernels.dispatch import E4M3, ceil_div, launch, next_power_of_2
 from vitral.kernels.gelu import reference as gelu_reference
 from vitral.kernels.jit import fused_ops as jit
 
+E4M3_MAX = 448.0
 NormFormats = Literal["half", "fp8", "both"]  # of the output of `add_norm`
 # Rows per program, and at a time.
 _GELU_ROWS = 64
@@ -79,7 +80,7 @@ class AddNormOutput(NamedTuple):
     total: Tensor
     normed: Tensor  # empty where only the one in FP8 is asked for
     moments: Tensor  # mean and 1 / std of the rows, (2, rows), for the backward pass
-    quantized: Tensor  # times `fp8.norm_factor`, in FP8, or empty
+    quantized: Tensor  # times `norm_factor`, in FP8, or empty
 
 
 class AddNormGradients(NamedTuple):
@@ -88,6 +89,23 @@ class AddNormGradients(NamedTuple):
     dx: Tensor  # (rows, dim)
     dy: Tensor  # (rows, dim); without stochastic depth it is `dx` itself
     sums: Tensor  # gradients of `bias` and, where the norm has them, of its weight and bias, (1 or 3, dim)
+
+
+class Fp8Target(NamedTuple):
+    """Where a kernel also writes a gradient (rows, dim) in FP8: values * scale = gradient * factor."""
+
+    factor: Tensor  # (dim,)
+    values: Tensor  # e4m3 (rows, dim)
+    scale: Tensor  # (rows, 1)
+
+    @staticmethod
+    def like(grad: Tensor, factor: Tensor) -> Fp8Target:
+        """For a gradient of this shape."""
+        scale = grad.new_empty(grad.shape[0], 1, dtype=torch.float32)
+        return Fp8Target(factor, torch.empty_like(grad, dtype=E4M3), scale)
+
+
+_NO_TARGET = (None, None, None)
 
 
 class FoldGradients(NamedTuple):
@@ -106,17 +124,20 @@ def gelu_backward_reference(h: Tensor, grad: Tensor, gelu: str) -> tuple[Tensor,
     return dh, out.detach(), dh.sum(0, dtype=torch.float32)
 
 
-def gelu_backward(h: Tensor, grad: Tensor, gelu: str, saved: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference; a `saved` GELU(h) is not computed again."""
+def gelu_backward(
+    h: Tensor, grad: Tensor, gelu: str, saved: Tensor | None = None, target: Fp8Target | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As the reference; a `saved` GELU(h) is not computed again, and dh is also written to the `target`."""
     rows, width = h.shape
     dh = torch.empty_like(h)
     out = torch.empty_like(h) if saved is None else saved
     sums = h.new_empty(ceil_div(rows, _GELU_ROWS), width, dtype=torch.float32)
-    columns = 512 if width % 512 == 0 else 256
+    columns = next_power_of_2(width) if target is not None else 512 if width % 512 == 0 else 256
     launch(
-        jit.gelu_backward, (sums.shape[0], ceil_div(width, columns)), h, grad, dh, out, sums, rows, width,
-        GELU=gelu, HAS_OUT=saved is None, PROGRAM_ROWS=_GELU_ROWS, COLUMNS=columns,
-        warps=columns // 256,
+        jit.gelu_backward, (sums.shape[0], ceil_div(width, columns)),
+        h, grad, dh, out, sums, *(target or _NO_TARGET), rows, width,
+        GELU=gelu, HAS_OUT=saved is None, QUANTIZES=target is not None, PROGRAM_ROWS=_GELU_ROWS, COLUMNS=columns,
+        warps=min(max(columns // 256, 1), 16),
     )  # fmt: skip
     return dh, out, sums.sum(0)
 
@@ -168,6 +189,7 @@ def add_norm_backward(
     dtotal: Tensor | None,
     dnormed: Tensor,
     drop: BranchDrop | None = None,
+    target: Fp8Target | None = None,
 ) -> AddNormGradients:
     """Gradients of `add_norm`.
 
@@ -178,6 +200,7 @@ def add_norm_backward(
         dtotal: gradient of the sum, (rows, dim), where anything else reads it.
         dnormed: gradient of the LayerNorm's output, (rows, dim).
         drop: as in the forward pass.
+        target: where `dy` is also written.
     """
     rows, width = saved.shape
     dx = torch.empty_like(saved)
@@ -188,11 +211,18 @@ def add_norm_backward(
     draws, tokens, keep = _drop_arguments(drop, rows)
     launch(
         jit.norm_backward, (programs,),
-        saved, moments, weight, dtotal, dnormed, draws, dx, dy, sums, rows, width, tokens, keep,
+        saved, moments, weight, dtotal, dnormed, draws, dx, dy, sums, *(target or _NO_TARGET), rows, width, tokens,
+        keep,
         HAS_TOTAL=dtotal is not None, HAS_DRAWS=drop is not None, AFFINE=weight is not None,
+        QUANTIZES=target is not None,
         PROGRAM_ROWS=_NORM_PROGRAM_ROWS, ROWS=_NORM_ROWS, COLUMNS=columns, warps=max(columns // 512, 1),
     )  # fmt: skip
     return AddNormGradients(dx, dy, sums.sum(0))
+
+
+def norm_factor(width: int) -> float:
+    """What the output of a LayerNorm without weights is multiplied by in e4m3: a power of two, so that it is exact."""
+    return 2.0 ** math.floor(math.log2(E4M3_MAX / math.sqrt(width)))
 
 
 def _drop_arguments(drop: BranchDrop | None, rows: int) -> tuple[Tensor | None, int, float]:

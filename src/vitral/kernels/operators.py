@@ -19,17 +19,15 @@ from vitral.kernels.block import (
     BlockOptions,
     BlockOutputs,
     BlockSaved,
-    Fp8BlockWeights,
     as_drop,
     attention_branch,
     inference_weights,
     mlp_branch,
     product_input,
     to_save,
-    unit_scales,
 )
-from vitral.kernels.dispatch import on_device_of
-from vitral.kernels.fp8 import E4M3
+from vitral.kernels.dispatch import E4M3, on_device_of
+from vitral.kernels.fp8 import Fp8BlockWeights, unit_scales
 from vitral.kernels.fused_ops import BlockWeights, LinearWeights, NormWeights, add_norm, add_norm_backward
 
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from vitral.architecture import Architecture, ModuleConfig, ResNetConfig, ViTConfig
 from vitral.errors import UserError
+from vitral.events import EventHandler, Note
+from vitral.kernels.dispatch import check_fp8
 from vitral.models.layers import Attention
 from vitral.models.position import FactorizedPosition, LearnedPosition, sincos2d
 from vitral.models.resnet import ResNet
@@ -33,6 +35,24 @@ def build(architecture: Architecture) -> Model:
             f'vitral cannot build "{architecture.name}", a module of your own: build it in your code and pass it in.'
         )
     return ResNet(architecture) if isinstance(architecture, ResNetConfig) else ViT(architecture)
+
+
+def use_fp8(model: nn.Module, on_event: EventHandler | None, *, freeze: bool) -> None:
+    """Compute a model's blocks in FP8 where that is faster; a note says why it is left in bfloat16.
+
+    Args:
+        model: on its device, in training or evaluation mode.
+        on_event: receives the note.
+        freeze: quantise the weights once, for inference: it can then neither be trained nor moved.
+
+    Raises:
+        UserError: the device has no FP8 of ours.
+    """
+    check_fp8(next(model.parameters()).device)
+    from vitral.models.fused import enable_fp8  # imports Triton
+
+    if (reason := enable_fp8(model, freeze=freeze)) and on_event is not None:
+        on_event(Note(f"the model is computed in bfloat16 instead of FP8: {reason}"))
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitral.kernels.dispatch import FP8_MIN_WIDTH, check_fp8, is_plain, on_device_of
+from vitral.kernels.dispatch import FP8_MIN_WIDTH, is_plain, on_device_of
 from vitral.kernels.fused_ops import BlockWeights, BranchDrop, LinearWeights, NormWeights
 from vitral.models.layers import Attention, Block, LayerScale, Mlp, StochasticDepth
 from vitral.models.position import Rotation
@@ -67,7 +67,7 @@ def fused_blocks(
     )
 
 
-def use_fp8(model: nn.Module, *, freeze: bool) -> str:
+def enable_fp8(model: nn.Module, *, freeze: bool) -> str:
     """Compute the products of a model's blocks in FP8 from now on, where that is faster; see `kernels/fp8.py`.
 
     Args:
@@ -76,21 +76,18 @@ def use_fp8(model: nn.Module, *, freeze: bool) -> str:
 
     Returns:
         Why it does not, as the end of a sentence; empty where it does.
-
-    Raises:
-        UserError: the device has no FP8 of ours.
     """
-    check_fp8(next(model.parameters()).device)
     if not isinstance(model, ViT):
         return "only Vision Transformers have it"
     config = model.config
     if config.width < FP8_MIN_WIDTH:
         return f"its width of {config.width} is below {FP8_MIN_WIDTH}, where FP8 is not faster"
     blocks = [block for block in model.blocks if isinstance(block, Block) and _is_fusible(block, torch.bfloat16)]
-    if len(blocks) < config.depth or not model.fuses_blocks or config.width % 16 or config.mlp % 16:
-        return "its blocks are not those that our kernels compute (dropout, adapters, SwiGLU, norms inside of a block)"
+    trained = {weight.requires_grad for weight in [*model.blocks.parameters(), *model.norm.parameters()]}
+    if len(blocks) < config.depth or not model.fuses_blocks or config.width % 16 or config.mlp % 16 or len(trained) > 1:
+        return "its blocks are not plain ones that are all trained, or all not (see docs/architecture.md)"
     if freeze:
-        from vitral.kernels.block import quantize_block
+        from vitral.kernels.fp8 import quantize_block
 
         with torch.no_grad(), on_device_of(blocks[0].norm1.weight):
             model.fp8 = [quantize_block(_block_weights(block), torch.bfloat16) for block in blocks]

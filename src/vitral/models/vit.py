@@ -47,7 +47,7 @@ class ViT(VisionModel[ViTConfig]):
         lecun_normal(self.embed.weight)
         if config.patch_bias:
             zero_bias(self.embed)
-        self.fp8: bool | list[Any] = False  # set by `fused.use_fp8`
+        self.fp8: bool | list[Any] = False  # set by `fused.enable_fp8`
 
     def patchify(self, images: Tensor) -> Tensor:
         """Embed patches; pixels at the right and bottom that fill no patch are dropped.

@@ -137,3 +137,9 @@ def _dry_step(take_step: TrainStep, batch: Batch) -> None:
         )
     if take_step.world.device.type == "cuda":
         torch.cuda.synchronize(take_step.world.device)
+
+
+def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
+    """bfloat16 where asked for (FP8 is within it), or on a GPU that computes in it; on a CPU only where asked for."""
+    supported = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if precision in ("bfloat16", "fp8") or (precision == "auto" and supported) else None

@@ -37,6 +37,7 @@ from vitral.data.splits import unreadable_refusal
 from vitral.errors import UserError
 from vitral.evaluation.predict import Predictions, embed_split, predict_split
 from vitral.events import EventHandler, Note
+from vitral.models.build import use_fp8
 from vitral.models.mae import MaeConfig
 from vitral.models.resnet import ResNet
 from vitral.models.vit import ViT
@@ -59,7 +60,7 @@ from vitral.training.metrics import Evaluator, PlainModel, measure
 from vitral.training.objective import LossSettings, Objective
 from vitral.training.optimizer import build_optimizer, freeze, own_optimizer, parameter_groups, warmup_steps
 from vitral.training.parallel import World, check_batch, gather_rows, on_rank0, wrap
-from vitral.training.resources import initial_microbatch
+from vitral.training.resources import autocast_dtype, initial_microbatch
 from vitral.training.state import EMA, TrainState
 
 Batches = Callable[[int], Iterator[Batch]]
@@ -189,7 +190,7 @@ def plan_run(recipe: Recipe, data: DataSet, card: Card, world: World, own: OwnPa
         evaluate_every=evaluate_every,
         save_every=recipe.save_every or evaluate_every,
         patience=recipe.patience,
-        autocast=_autocast_dtype(recipe.precision, world.device),
+        autocast=autocast_dtype(recipe.precision, world.device),
         mix_partner=settings.mixes,
         cuda_graph=recipe.cuda_graph and own.optimizer is None,  # whether a user's optimizer can be captured is unknown
     )
@@ -209,15 +210,14 @@ def build_training(model: nn.Module, setup: RunSetup, world: World, on_event: Ev
     model.to(world.device)
     freeze(model, recipe.trainable)
     model.to(world.device)  # adapters that were added
-    if recipe.precision == "fp8":
-        from vitral.models.fused import use_fp8  # imports Triton
-
-        if reason := use_fp8(model, freeze=False):
-            on_event(Note(f"trained in bfloat16 instead of FP8: {reason}"))
     if recipe.grad_checkpointing:
         if not isinstance(model, ViT | ResNet):
             raise UserError("grad_checkpointing=true needs a model of vitral: set it to false for your own module.")
         model.set_grad_checkpointing()
+    if recipe.precision == "fp8":
+        if recipe.parallel == "fsdp" and world.size > 1:
+            raise UserError("precision=fp8 needs whole weights, which parallel=fsdp shards: use one or the other.")
+        use_fp8(model.train(), on_event, freeze=False)
     if recipe.compile:
         modules = model.get_submodule("blocks").children() if recipe.objective == "masked" else (model,)
         for module in modules:
@@ -396,9 +396,3 @@ def _evaluation_options(setup: RunSetup, world: World, on_event: EventHandler) -
         "precision": "bfloat16" if setup.config.autocast is not None else "float32",
         "on_event": on_event,
     }
-
-
-def _autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
-    """bfloat16 where asked for (FP8 is within it), or on a GPU that computes in it; on a CPU only where asked for."""
-    supported = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if precision in ("bfloat16", "fp8") or (precision == "auto" and supported) else None

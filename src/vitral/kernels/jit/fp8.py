@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vitral.kernels.jit.gelu import exact_gelu, quick_gelu_of, tanh_gelu
+from vitral.kernels.jit.gelu import gelu_of
 
 
 @triton.jit
@@ -15,16 +15,18 @@ def to_e4m3(value, POINTER):
 
 
 @triton.jit
+def row_scale(largest):
+    """The scale of a row by its largest magnitude, which may be 0."""
+    return tl.maximum(largest / 448.0, 1e-30)
+
+
+@triton.jit
 def quantize(X, OUT, SCALE, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
     """OUT = X / SCALE, or with GELU ("tanh", "none" for the exact one, or "quick") GELU(X) / SCALE."""
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(X + offset, mask=offset < size, other=0.0).to(tl.float32)
-    if GELU == "tanh":
-        value = tanh_gelu(value)
-    elif GELU == "quick":
-        value = quick_gelu_of(value)
-    elif GELU == "none":
-        value = exact_gelu(value)
+    if GELU != "":
+        value = gelu_of(value, GELU)
     tl.store(OUT + offset, to_e4m3(value / tl.load(SCALE), OUT), mask=offset < size)
 
 
@@ -37,20 +39,20 @@ def quantize_rows(X, FACTOR, OUT, SCALE, rows, width, ROWS: tl.constexpr, COLUMN
     inside = (row[:, None] < rows) & (column[None, :] < width)
     factor = tl.load(FACTOR + column, mask=column < width, other=0.0)
     value = tl.load(X + offset, mask=inside, other=0.0).to(tl.float32) * factor[None, :]
-    scale = tl.maximum(tl.max(tl.abs(value), 1) / 448.0, 1e-30)
+    scale = row_scale(tl.max(tl.abs(value), 1))
     tl.store(OUT + offset, to_e4m3(value / scale[:, None], OUT), mask=inside)
     tl.store(SCALE + row, scale, mask=row < rows)
 
 
 @triton.jit
 def quantize_weight(
-    WEIGHT, BIAS, NORM_WEIGHT, NORM_BIAS, VALUES, SCALE, FOLDED_BIAS, BOUND, rows, width, norm,
+    WEIGHT, BIAS, NORM_WEIGHT, NORM_BIAS, VALUES, SCALE, FOLDED_BIAS, OUT_SCALE, rows, width, norm,
     FOLDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """VALUES * SCALE = WEIGHT, with a SCALE per row.
 
-    FOLDS: a LayerNorm's weight and bias are folded into WEIGHT and BIAS, and BOUND is that of the outputs for inputs of
-    Euclidean length `norm`.
+    FOLDS: a LayerNorm's weight and bias are folded into WEIGHT and BIAS, and OUT_SCALE is the scale of each output for
+    inputs of the Euclidean length `norm`.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -64,7 +66,19 @@ def quantize_weight(
         bias += tl.sum(weight * norm_bias[None, :], 1)
         weight *= norm_weight[None, :]
         tl.store(FOLDED_BIAS + row, bias.to(FOLDED_BIAS.dtype.element_ty), mask=row < rows)
-        tl.store(BOUND + row, tl.sqrt(tl.sum(weight * weight, 1)) * norm + tl.abs(bias), mask=row < rows)
-    scale = tl.maximum(tl.max(tl.abs(weight), 1) / 448.0, 1e-30)
+        largest = tl.sqrt(tl.sum(weight * weight, 1)) * norm + tl.abs(bias)
+        tl.store(OUT_SCALE + row, row_scale(largest), mask=row < rows)
+    scale = row_scale(tl.max(tl.abs(weight), 1))
     tl.store(VALUES + offset, to_e4m3(weight / scale[:, None], VALUES), mask=inside)
     tl.store(SCALE + row, scale, mask=row < rows)
+
+
+@triton.jit
+def transpose(X, OUT, rows, width, TILE: tl.constexpr):
+    """X (rows, width) of bytes -> OUT (width, rows)"""
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = (row[:, None] < rows) & (column[None, :] < width)
+    value = tl.load(X + row[:, None] * width + column[None, :], mask=inside, other=0)
+    inside = (column[:, None] < width) & (row[None, :] < rows)
+    tl.store(OUT + column[:, None] * rows + row[None, :], tl.trans(value), mask=inside)

@@ -8,14 +8,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vitral.kernels.jit.fp8 import to_e4m3
+from vitral.kernels.jit.fp8 import row_scale, to_e4m3
 
 
 @triton.jit
 def gelu_backward(
-    H, GRAD, DH, OUT, SUMS, rows, width,
-    GELU: tl.constexpr, HAS_OUT: tl.constexpr, PROGRAM_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    H, GRAD, DH, OUT, SUMS, FACTOR, QUANTIZED, SCALE, rows, width,
+    GELU: tl.constexpr, HAS_OUT: tl.constexpr, QUANTIZES: tl.constexpr,
+    PROGRAM_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """QUANTIZES, with whole rows in a program: QUANTIZED * SCALE = DH * FACTOR, with a SCALE per row."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(0) * PROGRAM_ROWS
     dbias = tl.zeros((COLUMNS,), tl.float32)
@@ -39,6 +41,11 @@ def gelu_backward(
         tl.store(DH + offset, dh.to(DH.dtype.element_ty), mask=inside)
         if HAS_OUT:
             tl.store(OUT + offset, (h * gate).to(OUT.dtype.element_ty), mask=inside)
+        if QUANTIZES:
+            value = tl.where(inside, dh * tl.load(FACTOR + column, mask=column < width, other=0.0), 0.0)
+            scale = row_scale(tl.max(tl.abs(value), 0))
+            tl.store(QUANTIZED + offset, to_e4m3(value / scale, QUANTIZED), mask=inside)
+            tl.store(SCALE + row, scale + tl.zeros((1,), tl.float32), mask=row < rows)
         dbias += dh
     tl.store(SUMS + tl.program_id(0) * width + column, dbias, mask=column < width)
 
@@ -96,11 +103,14 @@ def _add_pairs(a, b, c, d):
 
 @triton.jit
 def norm_backward(
-    SAVED, MOMENTS, WEIGHT, DTOTAL, DNORMED, DRAWS, DX, DY, SUMS, rows, width, tokens, keep,
-    HAS_TOTAL: tl.constexpr, HAS_DRAWS: tl.constexpr, AFFINE: tl.constexpr,
+    SAVED, MOMENTS, WEIGHT, DTOTAL, DNORMED, DRAWS, DX, DY, SUMS, FACTOR, QUANTIZED, SCALE, rows, width, tokens, keep,
+    HAS_TOTAL: tl.constexpr, HAS_DRAWS: tl.constexpr, AFFINE: tl.constexpr, QUANTIZES: tl.constexpr,
     PROGRAM_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """SAVED is the sum x + y + bias where the norm is AFFINE, else the normalized output."""
+    """SAVED is the sum x + y + bias where the norm is AFFINE, else the normalized output.
+
+    QUANTIZES: QUANTIZED * SCALE = DY * FACTOR, with a SCALE per row.
+    """
     column = tl.arange(0, COLUMNS)
     dbias = tl.zeros((COLUMNS,), tl.float32)
     dweight = tl.zeros((COLUMNS,), tl.float32)
@@ -128,6 +138,11 @@ def norm_backward(
         if HAS_DRAWS:
             dx *= _branch_factor(DRAWS, row, rows, tokens, keep)[:, None]
             tl.store(DY + offset, dx.to(DY.dtype.element_ty), mask=inside)
+        if QUANTIZES:
+            value = dx * tl.load(FACTOR + column, mask=column < width, other=0.0)[None, :]
+            row_scales = row_scale(tl.max(tl.abs(value), 1))
+            tl.store(QUANTIZED + offset, to_e4m3(value / row_scales[:, None], QUANTIZED), mask=inside)
+            tl.store(SCALE + row, row_scales, mask=row < rows)
         dbias += tl.sum(dx, 0)  # rows beyond the last are zero, as their scale is
     if AFFINE:
         pointer = SUMS + tl.program_id(0) * 3 * width + column
