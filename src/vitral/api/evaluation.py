@@ -25,7 +25,7 @@ from vitral.errors import UserError
 from vitral.evaluation.accuracy import classification_metrics, multilabel_metrics, wilson_interval
 from vitral.evaluation.calibration import FOLDS, calibrate, probabilities
 from vitral.evaluation.mapping import class_mapping, objectnet_accuracy, real_accuracy
-from vitral.evaluation.predict import Predictions, TestTimeAugmentation
+from vitral.evaluation.predict import Precision, Predictions, TestTimeAugmentation
 from vitral.events import EventHandler, Note, ignore_events
 from vitral.report.evaluation import TemperatureAdvice, evaluation_page
 from vitral.serving import unread
@@ -72,6 +72,7 @@ def evaluate(
     tta: TestTimeAugmentation | None = None,
     real: str | Path = "",
     preprocess: str = "",
+    precision: Precision = "float32",
     batch: int = 32,
     device: str = "",
     parts: int = 1,
@@ -96,6 +97,8 @@ def evaluate(
             corners and the centre (five-crop), or these and their mirror images (ten-crop).
         real: file of ImageNet's ReaL labels (real.json).
         preprocess: how pixels are prepared, where the weights do not state it.
+        precision: of the model: float32, bfloat16, or int8: linear layers of a Vision Transformer on a CPU, faster and
+            approximate.
         batch: images per batch.
         device: cpu, cuda or mps; chosen when not given.
         parts: number of parts to compute the images in, each a command of its own; they are kept beside the output
@@ -117,7 +120,8 @@ def evaluate(
     divided = parts_of(evaluate, locals())
     check_numbers(batch=batch)
     page = checked_output(output, (".html",), "--output") if output else None
-    models = open_ensemble(source, ensemble, classes=classes, tta=tta, device=device, on_event=on_event)
+    loading = {"classes": classes, "tta": tta, "precision": precision, "device": device}
+    models = open_ensemble(source, ensemble, **loading, on_event=on_event)
     card = models.members[0].card
     scored, is_new, notes, held_out = eval_images([member.source for member in models.members], data, split)
     notes = (*notes, *models.notes())

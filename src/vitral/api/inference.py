@@ -7,13 +7,14 @@ bit.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from vitral.errors import PartsWritten, UserError
 from vitral.evaluation.mapping import class_order, read_table
 from vitral.evaluation.predict import (
     VIEWS,
+    Precision,
     Predictions,
     TestTimeAugmentation,
     ViewPreprocess,
@@ -39,12 +41,14 @@ from vitral.evaluation.predict import (
 )
 from vitral.events import EventHandler, Note
 from vitral.export.exported import PixelLogits, is_exported, open_exported
-from vitral.kernels.packed import pack
+from vitral.kernels.packed import pack, pack_int8
 from vitral.models.build import Model, resolve_device
+from vitral.models.vit import ViT
 
 Sources = Source | list[Any]  # in Python also several; a list of one type is no list of a union
 _RUNS = ("fold-*", "seed-*")  # runs of one `vitral train`
 Arrays = tuple[np.ndarray, ...]
+AnyModel = TypeVar("AnyModel", bound=Model | PixelLogits)
 _OPTIONS = ("parts", "part", "engine", "slurm", "parallel", "on_event")
 
 
@@ -66,6 +70,7 @@ class Ensemble:
     members: tuple[Member, ...]
     card: Card
     tta: TestTimeAugmentation | None = None
+    precision: Precision = "float32"
 
     @property
     def averages(self) -> bool:
@@ -81,12 +86,16 @@ class Ensemble:
         return 1.0 if self.averages else self.card.temperature
 
     def notes(self) -> tuple[str, ...]:
-        """What is averaged, in a sentence; empty for one model and one view."""
+        """The precision where it is not float32, and what is averaged, in a sentence each."""
+        precision = (f"Computed in {self.precision}.",) if self.precision != "float32" else ()
         if not self.averages:
-            return ()
+            return precision
         models = [f"{len(self.members)} models"] if len(self.members) > 1 else []
         views = [f"{VIEWS[self.tta]} views of each image ({self.tta})"] if self.tta else []
-        return (f"Probabilities are averaged over {' and '.join([*models, *views])}, each at its model's temperature.",)
+        averaged = (
+            f"Probabilities are averaged over {' and '.join([*models, *views])}, each at its model's temperature."
+        )
+        return (*precision, averaged)
 
     def predict(
         self, split: Split, *, preprocess: str = "", batch: int, task: str = "evaluating", on_event: EventHandler
@@ -113,6 +122,7 @@ class Ensemble:
         options = {
             "batch": batch,
             "device": member.device,
+            "precision": self.precision,
             "normalized": not isinstance(member.model, PixelLogits),
             "workers": reading_workers(member.device),
             "task": task,
@@ -135,6 +145,7 @@ def open_ensemble(
     *,
     classes: str | Path = "",
     tta: TestTimeAugmentation | None = None,
+    precision: Precision = "float32",
     device: str = "",
     packed: bool = False,
     on_event: EventHandler | None = None,
@@ -155,7 +166,8 @@ def open_ensemble(
         check_head(each, card)
         resolved = compute_device(each, device)
         loaded_here = not isinstance(each, tuple) and not isinstance(model, PixelLogits)
-        if packed and resolved.split(":")[0] == "cpu" and loaded_here:
+        model = in_precision(model, precision, each, resolved, on_event)
+        if packed and resolved.split(":")[0] == "cpu" and loaded_here and precision != "bfloat16":
             pack(model)
         own = card.class_names or named_card(card, classes).class_names
         names = names if members else own
@@ -168,7 +180,38 @@ def open_ensemble(
             raise UserError(f"{source_name(each)} has {classes_of}: average models of the same classes.")
         order = class_order(names, own, source_name(each)) if own or names else np.arange(card.architecture.classes)
         members.append(Member(each, model, card, resolved, order))
-    return Ensemble(tuple(members), named_card(members[0].card, classes), tta)
+    return Ensemble(tuple(members), named_card(members[0].card, classes), tta, precision)
+
+
+def in_precision(
+    model: AnyModel, precision: Precision, source: Source, device: str, on_event: EventHandler | None = None
+) -> AnyModel:
+    """The model as it is computed in a precision on a device: in int8 with other layers, and a copy where it is the
+    user's own; raises UserError where it cannot be."""
+    if precision not in get_args(Precision):
+        raise UserError(f'precision="{precision}" is not one of {", ".join(get_args(Precision))}.')
+    if precision == "float32":
+        return model
+    if isinstance(model, PixelLogits):
+        raise UserError(f"{source_name(source)} is exported, with a precision of its own: leave precision out.")
+    if precision != "int8":
+        return model
+    if device.split(":")[0] != "cpu":
+        raise UserError(f"int8 is computed on a CPU, not on {device}: choose device cpu, or another precision.")
+    model = copy.deepcopy(model) if isinstance(source, tuple) else model
+    if not (isinstance(model, ViT) and pack_int8(model.blocks)):
+        raise UserError(
+            f"{source_name(source)} cannot be computed in int8: its blocks have no linear layers that are large enough "
+            "to gain, or this PyTorch has no oneDNN. Leave precision out."
+        )
+    with displayed(on_event) as handler:
+        handler(
+            Note(
+                "the blocks' linear layers are computed in int8, which is approximate: `vitral evaluate` with and "
+                "without --precision int8 tells what that changes on labelled images"
+            )
+        )
+    return model
 
 
 def load_predictor(
