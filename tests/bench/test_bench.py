@@ -182,7 +182,8 @@ def test_exported_models_run_on_a_cpu_in_each_precision(monkeypatch: pytest.Monk
     monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: name if name in installed else None)
     peers = ("onnxruntime", "openvino")
     selected, excluded = select_backends(replace(WORKLOAD, work="infer"), peers, ("eager",), ("auto",))
-    assert [backend.label for backend in selected[1:]] == ["onnxruntime (float32)", "onnxruntime (int8)"]
+    labels = ["vitral (int8)", "onnxruntime (float32)", "onnxruntime (int8)"]
+    assert [backend.label for backend in selected[1:]] == labels
     assert "pip install openvino" in excluded[0]
     assert len(select_backends(WORKLOAD, peers, ("eager",), ("auto",))[0]) == 1  # nobody else trains
 

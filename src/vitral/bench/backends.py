@@ -123,6 +123,8 @@ def select_backends(
                 backends += [replace(backend, float32_residual=True) for backend in ours]
         else:
             backends += [Backend(library, mode, attention) for mode in modes for attention in attentions]
+    if Backend("onnxruntime", "int8") in backends and _is_vit(workload.architecture):
+        backends.insert(1, Backend(OURS, "int8"))  # ours in int8 is compared where another's is
     return backends, excluded
 
 

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.bench.backends import OURS, Backend, Workload, build_model
+from vitral.errors import UserError
 from vitral.kernels.cuda_graph import CudaGraph
-from vitral.kernels.packed import pack
+from vitral.kernels.packed import pack, pack_int8
 from vitral.models.model import normalize
 from vitral.serving import TopKClassifier
 
@@ -39,7 +40,7 @@ _ATTENTION = {
 }
 
 # Relative to the norm. bfloat16 keeps 8 bits of each number; float32 differs by the order of sums only.
-TOLERANCES = {"bfloat16": 2e-2, "float32": 1e-4}
+TOLERANCES = {"int8": 0.1, "bfloat16": 2e-2, "float32": 1e-4}
 # The gradient of one parameter may differ by more than all together. Those that are nearly zero (a key's bias has no
 # effect at all) are compared to a share of the norm of the whole gradient instead.
 _PARAMETER_FACTOR = 4.0
@@ -85,11 +86,18 @@ def float32_model(backend: Backend, workload: Workload) -> BenchmarkModel:
 
 
 def inference_model(backend: Backend, workload: Workload) -> BenchmarkModel:
-    """The model as it predicts: in bfloat16 on a GPU; on a CPU ours has packed weights."""
+    """The model as it predicts: in bfloat16 on a GPU; on a CPU ours has packed weights, some of them in int8."""
     model = float32_model(backend, workload).eval().to(getattr(torch, workload.precision))
+    if _is_int8(backend) and not pack_int8(model.get_submodule("model.blocks")):
+        raise UserError("its layers are too small for int8 to gain")
     if backend.library == OURS and workload.device == "cpu":
         pack(model)
     return model
+
+
+def _is_int8(backend: Backend) -> bool:
+    """Whether it is our own int8; the logits of exported models are compared where they are exported."""
+    return backend.library == OURS and backend.mode == "int8"
 
 
 class TimedStep:
@@ -312,7 +320,8 @@ class ParityResult(NamedTuple):
 def check_parity(step: TimedStep) -> ParityResult:
     """Compare a step of a small batch with the eager float32 model; raises ParityError above a tolerance."""
     reference = reference_outputs(step)
-    return compare(step.outputs(), reference, TOLERANCES[step.workload.precision], step.backend.label)
+    precision = "int8" if _is_int8(step.backend) else step.workload.precision
+    return compare(step.outputs(), reference, TOLERANCES[precision], step.backend.label)
 
 
 def reference_outputs(step: TimedStep) -> StepOutputs:
