@@ -12,7 +12,7 @@ safetensors file under its timm name. Each run is evaluated on these images once
 | vitral | all defaults |
 | timm, defaults | train.py --pretrained, all defaults: SGD at 0.05, batches of 128, 300 epochs |
 | timm, same length | the same with the epochs and the batch that vitral chose |
-| timm with AdamW, same length | likewise with --opt adamw --lr 2e-4 --clip-grad 1 --warmup-epochs 2 --sched-on-updates |
+| timm with AdamW, same length | likewise, --opt adamw --lr 2e-4 --clip-grad 1 --warmup-epochs 2 --sched-on-updates |
 | lightly-train, defaults | train_image_classification, all defaults: AdamW at 3e-4, 100,000 steps of 16 images |
 | lightly-train, same length | likewise, a tenth of the steps as warmup, pixels normalised as the weights expect |
 
@@ -122,7 +122,7 @@ def run_timm(program: str, job: Job) -> float:
     if job.epochs:
         words += ["--epochs", str(job.epochs), "--batch-size", str(job.batch)]
     if job.adamw:
-        words += "--opt adamw --lr 2e-4 --clip-grad 1 --warmup-epochs 2 --sched-on-updates".split()
+        words += ["--opt", "adamw", "--lr", "2e-4", "--clip-grad", "1", "--warmup-epochs", "2", "--sched-on-updates"]
     run_program(words, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(hub_cache(job)))
     with (job.out / "run" / "summary.csv").open() as file:
         return float(list(csv.DictReader(file))[-1]["eval_top1"]) / 100

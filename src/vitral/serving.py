@@ -26,7 +26,7 @@ from vitral.data.preprocess import Pipeline
 from vitral.data.sources import Split
 from vitral.display import SummaryRepr
 from vitral.evaluation.calibration import probabilities
-from vitral.evaluation.predict import Predictions
+from vitral.evaluation.predict import Precision, Predictions
 from vitral.kernels.cuda_graph import CudaGraph
 from vitral.kernels.packed import pack
 from vitral.models.model import normalize
@@ -48,6 +48,7 @@ class PredictionResults(SummaryRepr):
     """The results of all requested images, in their order."""
 
     images: tuple[ImagePrediction | UnreadableImage, ...]
+    precision: Precision = "float32"  # that was asked for; an exported file has its own
 
     def summary(self) -> dict[str, str]:
         first = {row.path: f"{row.names[0]} ({row.probabilities[0]:.1%})" for row in self.rows[:1]}
@@ -67,7 +68,8 @@ class PredictionResults(SummaryRepr):
         for row in self.rows:
             pairs = zip(row.names, row.probabilities, strict=True)
             rows.append({"path": row.path, "classes": [{"name": name, "probability": value} for name, value in pairs]})
-        return {"predictions": rows, "unreadable": [asdict(image) for image in self.unreadable]}
+        precision = {"precision": self.precision} if self.precision != "float32" else {}
+        return {"predictions": rows, **precision, "unreadable": [asdict(image) for image in self.unreadable]}
 
 
 def collect_predictions(

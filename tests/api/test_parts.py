@@ -10,7 +10,7 @@ import pytest
 from runs import Crash, make_pictures, starting_from
 
 import vitral
-from vitral.api import inference
+from vitral.api import parts as parts_module
 from vitral.errors import UserError
 from vitral.evaluation.predict import embed_split
 
@@ -143,7 +143,7 @@ def test_every_option_of_a_verb_is_in_the_command_of_its_parts(tmp_path):
         "ensemble": ("second", "third"), "tta": "flip", "preprocess": "decode", "batch": 7, "device": "cpu",
         "parts": 4, "part": (), "engine": "slurm", "slurm": ("time=5",), "parallel": 2, "on_event": None,
     }  # fmt: skip
-    made = inference.parts_of(vitral.predict, asked)
+    made = parts_module.parts_of(vitral.predict, asked)
     assert made.words(["2/4"]) == [
         "predict", "model", "a", "b", "--output", str(tmp_path / "a.csv"), "--top", "3", "--classes", "names.txt",
         "--ensemble", "second", "third", "--tta", "flip", "--preprocess", "decode", "--batch", "7", "--device", "cpu",

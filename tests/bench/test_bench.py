@@ -27,6 +27,7 @@ from vitral.bench import backends, loading
 from vitral.bench import benchmark as runner
 from vitral.bench.backends import Backend, Workload, build_model, default_modes, select_backends
 from vitral.bench.loading import LoadingStep, PredictionStep, time_feeding, time_training_from_files
+from vitral.bench.parity import TOLERANCES, check_parity, compare, reference_outputs
 from vitral.bench.results import (
     COLUMNS,
     BenchmarkRow,
@@ -41,16 +42,12 @@ from vitral.bench.results import (
     write_rows,
 )
 from vitral.bench.steps import (
-    TOLERANCES,
     InferenceStep,
     ParityError,
     StepOutputs,
     TrainingStep,
-    check_parity,
-    compare,
     float32_model,
     parameters_with_gradient,
-    reference_outputs,
 )
 from vitral.bench.worker import RequestHandler, Worker, WorkerFailed, handle_request, make_step
 from vitral.cost import training_flops
@@ -207,7 +204,8 @@ def test_exported_models_run_on_a_cpu_in_each_precision(monkeypatch: pytest.Monk
     monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: name if name in installed else None)
     peers = ("onnxruntime", "openvino")
     selected, excluded = select_backends(replace(WORKLOAD, work="infer"), peers, ("eager",), ("auto",))
-    assert [backend.label for backend in selected[1:]] == ["onnxruntime (float32)", "onnxruntime (int8)"]
+    labels = ["vitral (int8)", "onnxruntime (float32)", "onnxruntime (int8)"]
+    assert [backend.label for backend in selected[1:]] == labels
     assert "pip install openvino" in excluded[0]
     assert len(select_backends(WORKLOAD, peers, ("eager",), ("auto",))[0]) == 1  # nobody else trains
 

@@ -22,8 +22,11 @@ from vitral.architecture import ResNetConfig, StemConfig, ViTConfig
 from vitral.checkpoints.adapt import Weights
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.weights import write
+from vitral.errors import UserError
+from vitral.events import Event, Note
+from vitral.export.exported import PixelLogits
 from vitral.kernels import packed
-from vitral.kernels.packed import PackedLinear, linear_gelu, pack
+from vitral.kernels.packed import Int8Linear, PackedLinear, linear_gelu, pack, pack_int8, weight_scales
 from vitral.models.adapters import LoraLinear, add_lora
 from vitral.models.build import Model, build
 
@@ -143,12 +146,95 @@ def test_without_onednn_nothing_is_packed(missing, monkeypatch):
     if missing == "oneDNN":
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     else:
-        monkeypatch.setattr(packed, "_OPS", ("_linear_pointwise", "_no_such_operator"))
+        monkeypatch.setattr(packed, "_OPS", ("mkldnn._linear_pointwise", "mkldnn._no_such_operator"))
     model = trained(TINY)
     expected = logits(model)
     pack(model)
     assert layers_of_type(model, PackedLinear) == []
     assert torch.equal(logits(model), expected)
+
+
+def int8_layer(weight: np.ndarray, bias: np.ndarray) -> Int8Linear:
+    """A layer in int8 of weights (out, in) and biases (out,)."""
+    linear = nn.Linear(*weight.shape[::-1])
+    with torch.no_grad():
+        linear.weight.copy_(torch.from_numpy(weight))
+        linear.bias.copy_(torch.from_numpy(bias))
+    return Int8Linear(linear)
+
+
+@onednn
+@pytest.mark.parametrize("tokens", [1, 5, 600])
+def test_int8_products_are_those_of_integers(tokens):
+    """Weights and tokens that are integers times a power of two need no rounding, so that every digit is known."""
+    rng = np.random.default_rng(tokens)
+    weight = rng.integers(-63, 64, (40, 36))
+    weight[:, :2] = (64, 63)  # the largest pair: its products with 255 just fit into 16 bits
+    weight[::2] *= -1
+    numbers = rng.integers(0, 256, (tokens, 36))
+    numbers[:, 0], numbers[:, 1], numbers[:, 2] = 255, 255, 0  # a token's range is the whole of a byte
+    least, bias = rng.integers(-90, 90, (tokens, 1)), rng.integers(-9, 9, 40)
+    expected = (numbers * 4 + least) @ weight.T / 64 + bias
+    found = int8_layer(weight / 64, bias)(torch.from_numpy(numbers * 4.0 + least).float())
+    np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+
+
+@onednn
+@given(
+    shape=st.tuples(st.integers(1, 2), st.integers(1, 300)),
+    widths=st.tuples(st.integers(1, 20), st.integers(1, 70)),
+    gelu=st.sampled_from(["", "tanh", "none"]),
+)
+def test_int8_differs_by_no_more_than_its_rounding(shape, widths, gelu):
+    inputs, outputs = 4 * widths[0], widths[1]
+    rng = np.random.default_rng([*shape, *widths])
+    x, weight = rng.normal(size=(*shape, inputs)).astype(np.float32), rng.normal(size=(outputs, inputs))
+    x *= rng.lognormal(sigma=2, size=(*shape, 1)).astype(np.float32)  # tokens of very different sizes
+    bias, weight = rng.normal(size=outputs), weight.astype(np.float32)
+    scales, steps = weight_scales(weight.T), np.ptp(x, axis=-1, keepdims=True) / 255
+    # Half a step of each number, times the other factor.
+    bound = steps / 2 * (np.abs(weight).sum(1) + inputs * scales / 2) + np.abs(x).sum(-1, keepdims=True) * scales / 2
+    exact = torch.from_numpy(x.astype(np.float64) @ weight.T.astype(np.float64) + bias)
+    found = linear_gelu(int8_layer(weight, bias), torch.from_numpy(x), gelu) if gelu else None
+    layer = int8_layer(weight, bias)(torch.from_numpy(x))
+    assert ((layer.double() - exact).abs().numpy() <= bound * (1 + 1e-4) + 1e-5).all()
+    if found is not None:
+        torch.testing.assert_close(found, nn.functional.gelu(layer, approximate=gelu), rtol=1e-5, atol=1e-6)
+
+
+@onednn
+def test_a_token_in_int8_does_not_depend_on_the_others():
+    rng = np.random.default_rng(0)
+    layer, x = int8_layer(rng.normal(size=(64, 96)), rng.normal(size=64)), torch.randn(300, 96) * 10
+    together = layer(x)
+    assert torch.equal(torch.cat([layer(row[None]) for row in x]), together)
+    assert torch.equal(layer(x.view(3, 100, 96).transpose(0, 1)).transpose(0, 1).reshape(300, 64), together)
+
+
+@pytest.fixture
+def small_in_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the layers of a tiny model are computed in int8."""
+    monkeypatch.setattr(packed, "_MIN_INT8_WEIGHTS", 0)
+
+
+@onednn
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_a_model_in_int8_is_near_its_own(config, small_in_int8):
+    model = trained(config)
+    expected = logits(model)
+    linears = {name for name in layers_of_type(model, nn.Linear) if name.startswith("blocks.")}
+    assert pack_int8(model.get_submodule("blocks")) == len(linears)
+    pack(model)
+    assert set(layers_of_type(model, Int8Linear)) == linears
+    assert 1e-4 < apart(logits(model), expected) < 0.05
+
+
+@onednn
+def test_only_large_layers_are_in_int8():
+    model = build(ViTConfig(depth=1, width=192, mlp=768, heads=3, patch=8, image=(16, 16), classes=5))
+    pack_int8(model.get_submodule("blocks"))
+    names = ["blocks.0.attention.qkv", "blocks.0.mlp.hidden", "blocks.0.mlp.output"]
+    assert layers_of_type(model, Int8Linear) == names
 
 
 @pytest.fixture
@@ -199,3 +285,48 @@ def test_padding_is_not_computed(saved, monkeypatch):
     assert seen.packed == [torch.backends.mkldnn.is_available()]
     assert seen.rows == [4, 1]
     assert len(found.rows) == 5
+
+
+@onednn
+def test_verbs_compute_in_int8_and_say_so(saved, small_in_int8):
+    weights, folder = saved
+    events: list[Event] = []
+    options: dict[str, Any] = {"device": "cpu", "precision": "int8", "on_event": events.append}
+    exact, found = prediction.predict(weights, folder, device="cpu"), prediction.predict(weights, folder, **options)
+    assert any(isinstance(event, Note) and "vitral evaluate" in event.text for event in events)
+    assert (found.as_dict()["precision"], "precision" in exact.as_dict()) == ("int8", False)
+    pairs = zip(exact.rows, found.rows, strict=True)
+    differences = [abs(one.probabilities[0] - two.probabilities[0]) for one, two in pairs]
+    assert 0 < max(differences) < 0.05
+    assert inference.open_ensemble(weights, device="cpu", precision="int8").notes() == ("Computed in int8.",)
+    features = prediction.embed(weights, folder, **options)
+    assert features.as_dict()["precision"] == "int8"
+    plain = prediction.embed(weights, folder, device="cpu").features
+    assert 1e-4 < apart(torch.from_numpy(features.features), torch.from_numpy(plain)) < 0.05
+    classify = prediction.classifier(weights, precision="int8", device="cpu", top=5)
+    for row in found.rows:
+        assert dict(classify(Path(row.path))) == pytest.approx(dict(zip(row.names, row.probabilities, strict=True)))
+
+
+@onednn
+def test_a_model_of_the_user_is_not_changed_by_int8(saved, small_in_int8):
+    _, folder = saved
+    model = trained(TINY)
+    card = Card(TINY, tuple("abcdefghijk"), preprocess=Preprocess("decode|resize(32)", (0.5,) * 3, (0.5,) * 3))
+    assert prediction.predict((model, card), folder, device="cpu", precision="int8").precision == "int8"
+    assert layers_of_type(model, Int8Linear) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "device", "message"),
+    [
+        (trained(RESNET), "int8", "cpu", "cannot be computed in int8"),
+        (trained(TINY), "int8", "cpu", "cannot be computed in int8"),  # its layers are too small
+        (trained(TINY), "int8", "cuda:0", "on a CPU, not on cuda:0"),
+        (trained(TINY), "int4", "cpu", "not one of float32, bfloat16, int8"),
+        (PixelLogits.__new__(PixelLogits), "int8", "cpu", "precision of its own"),
+    ],
+)
+def test_models_that_cannot_be_in_int8_are_refused(model, precision, device, message):
+    with pytest.raises(UserError, match=message):
+        inference.in_precision(model, precision, "weights.safetensors", device)

@@ -12,7 +12,8 @@ import numpy as np
 from vitral.api.checkpoints import Source, load_source
 from vitral.api.data import Data, open_to_train
 from vitral.api.engines import Engine, SlurmOptions
-from vitral.api.inference import Arrays, compute_device, parts_of, prepared, reading_workers
+from vitral.api.inference import compute_device, prepared, reading_workers
+from vitral.api.parts import Arrays, parts_of
 from vitral.atomic import checked_output, write_text
 from vitral.checkpoints.card import Preprocess
 from vitral.data.check import CheckReport, SuspectLabel, open_to_check

@@ -12,8 +12,9 @@ import numpy as np
 
 from vitral.api.data import eval_images
 from vitral.api.engines import Engine, SlurmOptions
-from vitral.api.inference import Ensemble, Parts, Sources, joined, open_ensemble, parts_of, prepared
+from vitral.api.inference import Ensemble, Sources, open_ensemble, prepared
 from vitral.api.inspection import model_facts, most_confident_mistakes, reliabilities
+from vitral.api.parts import Parts, joined, parts_of
 from vitral.api.prediction import check_numbers, none_read
 from vitral.atomic import checked_output, write_text
 from vitral.checkpoints.card import Card
@@ -97,7 +98,8 @@ def evaluate(
             corners and the centre (five-crop), or these and their mirror images (ten-crop).
         real: file of ImageNet's ReaL labels (real.json).
         preprocess: how pixels are prepared, where the weights do not state it.
-        precision: of the model: float32, bfloat16 or fp8, which needs an NVIDIA GPU of the Hopper generation or newer.
+        precision: of the model: float32, bfloat16, fp8 (NVIDIA GPUs of the Hopper generation or newer) or int8 (linear
+            layers of a Vision Transformer on a CPU): the last two are faster and approximate.
         batch: images per batch.
         device: cpu, cuda or mps; chosen when not given.
         parts: number of parts to compute the images in, each a command of its own; they are kept beside the output

@@ -1,32 +1,22 @@
-"""What verbs compute with: one model or several, one view of each image or several, and large lists of images in parts.
-
-Parts are contiguous pieces that processes of an engine compute, each in a file beside the output. They begin where a
-batch of a single process begins, so that every batch has the same images and the merged output is the same to the last
-bit.
-"""
+"""What verbs compute with: one model or several, one view of each image or several."""
 
 from __future__ import annotations
 
 import copy
-import inspect
-import json
-import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 
 from vitral.api.checkpoints import Source, load_source, source_name
-from vitral.api.engines import ENGINES, Work, sbatch_options
-from vitral.atomic import atomic_write, write_text
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.data.loader import default_workers
 from vitral.data.preprocess import parse_preprocess
 from vitral.data.sources import Split
 from vitral.display import displayed
-from vitral.errors import PartsWritten, UserError
+from vitral.errors import UserError
 from vitral.evaluation.mapping import class_order, read_table
 from vitral.evaluation.predict import (
     VIEWS,
@@ -41,13 +31,13 @@ from vitral.evaluation.predict import (
 )
 from vitral.events import EventHandler, Note
 from vitral.export.exported import PixelLogits, is_exported, open_exported
-from vitral.kernels.packed import pack
+from vitral.kernels.packed import pack, pack_int8
 from vitral.models.build import Model, resolve_device, use_fp8
+from vitral.models.vit import ViT
 
 Sources = Source | list[Any]  # in Python also several; a list of one type is no list of a union
 _RUNS = ("fold-*", "seed-*")  # runs of one `vitral train`
-Arrays = tuple[np.ndarray, ...]
-_OPTIONS = ("parts", "part", "engine", "slurm", "parallel", "on_event")
+AnyModel = TypeVar("AnyModel", bound=Model | PixelLogits)
 
 
 @dataclass(frozen=True)
@@ -84,12 +74,16 @@ class Ensemble:
         return 1.0 if self.averages else self.card.temperature
 
     def notes(self) -> tuple[str, ...]:
-        """What is averaged, in a sentence; empty for one model and one view."""
+        """The precision where it is not float32, and what is averaged, in a sentence each."""
+        precision = (f"Computed in {self.precision}.",) if self.precision != "float32" else ()
         if not self.averages:
-            return ()
+            return precision
         models = [f"{len(self.members)} models"] if len(self.members) > 1 else []
         views = [f"{VIEWS[self.tta]} views of each image ({self.tta})"] if self.tta else []
-        return (f"Probabilities are averaged over {' and '.join([*models, *views])}, each at its model's temperature.",)
+        averaged = (
+            f"Probabilities are averaged over {' and '.join([*models, *views])}, each at its model's temperature."
+        )
+        return (*precision, averaged)
 
     def predict(
         self, split: Split, *, preprocess: str = "", batch: int, task: str = "evaluating", on_event: EventHandler
@@ -160,13 +154,9 @@ def open_ensemble(
         check_head(each, card)
         resolved = compute_device(each, device)
         loaded_here = not isinstance(each, tuple) and not isinstance(model, PixelLogits)
-        if packed and resolved.split(":")[0] == "cpu" and loaded_here and precision == "float32":
+        model = in_precision(model, precision, each, resolved, on_event)
+        if packed and resolved.split(":")[0] == "cpu" and loaded_here and precision != "bfloat16":
             pack(model)
-        if precision == "fp8":
-            if isinstance(model, PixelLogits):
-                raise UserError(f"{source_name(each)} is exported, with a precision of its own: leave --precision out.")
-            model = copy.deepcopy(model) if isinstance(each, tuple) else model  # whose weights its owner may change
-            use_fp8(model.to(resolved).eval(), on_event, freeze=True)
         own = card.class_names or named_card(card, classes).class_names
         names = names if members else own
         if members and card.multilabel != members[0].card.multilabel:
@@ -179,6 +169,40 @@ def open_ensemble(
         order = class_order(names, own, source_name(each)) if own or names else np.arange(card.architecture.classes)
         members.append(Member(each, model, card, resolved, order))
     return Ensemble(tuple(members), named_card(members[0].card, classes), tta, precision)
+
+
+def in_precision(
+    model: AnyModel, precision: Precision, source: Source, device: str, on_event: EventHandler | None = None
+) -> AnyModel:
+    """The model as it is computed in a precision on a device: in int8 and FP8 a copy where it is the user's own;
+    raises UserError where it cannot be."""
+    if precision not in get_args(Precision):
+        raise UserError(f'precision="{precision}" is not one of {", ".join(get_args(Precision))}.')
+    if precision == "float32":
+        return model
+    if isinstance(model, PixelLogits):
+        raise UserError(f"{source_name(source)} is exported, with a precision of its own: leave precision out.")
+    if precision == "bfloat16":
+        return model
+    if precision == "int8" and device.split(":")[0] != "cpu":
+        raise UserError(f"int8 is computed on a CPU, not on {device}: choose device cpu, or another precision.")
+    model = copy.deepcopy(model) if isinstance(source, tuple) else model
+    if precision == "fp8":
+        use_fp8(model.to(device).eval(), on_event, freeze=True)
+        return model
+    if not (isinstance(model, ViT) and pack_int8(model.blocks)):
+        raise UserError(
+            f"{source_name(source)} cannot be computed in int8: its blocks have no linear layers that are large enough "
+            "to gain, or this PyTorch has no oneDNN. Leave precision out."
+        )
+    with displayed(on_event) as handler:
+        handler(
+            Note(
+                "the blocks' linear layers are computed in int8, which is approximate: `vitral evaluate` with and "
+                "without --precision int8 tells what that changes on labelled images"
+            )
+        )
+    return model
 
 
 def load_predictor(
@@ -256,144 +280,3 @@ def prepared(card: Card, text: str, on_event: EventHandler | None = None) -> Pre
             )
         )
     return assumed
-
-
-@dataclass(kw_only=True)
-class Parts(Work):
-    """How a verb's images are divided; one part where the user does not ask for more."""
-
-    verb: list[str]  # its words on the command line, without those about parts
-    count: int
-    only: tuple[int, ...]  # the parts to compute, from 0; all of them where there are none
-    engine: str
-    weights: list[list[Any]]  # name, size and time of each file of weights
-    unit = "parts"
-    _compute: Callable[[int], Arrays] | None = None
-    _failures: dict[str, str] = field(default_factory=dict)
-
-    def compute(
-        self, split: Split, block: int, compute: Callable[[Split], Arrays], on_event: EventHandler
-    ) -> list[tuple[int, Arrays]]:
-        """Compute arrays of the images, in parts: of each the index of its first image, and its arrays.
-
-        Blocks of so many images, those of a batch, stay together. Raises UserError where a part has failed or the
-        folder has the parts of another command, and PartsWritten where the user asked for single parts.
-        """
-        if self.count == 1 and not self.only:
-            return [(0, compute(split))]
-        blocks = -(-len(split) // block)
-        edges = [min(number * blocks // self.count * block, len(split)) for number in range(self.count + 1)]
-        self._compute = lambda number: compute(split.select(np.arange(edges[number], edges[number + 1])))
-        self._check_folder(split)
-        numbers = [number for number in range(self.count) if edges[number] < edges[number + 1]]  # few images: fewer
-        chosen = [number for number in numbers if not self.only or number in self.only]
-        items = [f"{number + 1}/{self.count}" for number in chosen]
-        if missing := [item for item in items if not self.is_done(item)]:
-            ENGINES[self.engine](self, missing, on_event)
-        missing = [item for item in items if not self.is_done(item)]
-        if self.only:  # what is missing, another process has claimed
-            raise PartsWritten(f"{len(items) - len(missing)} of {self.count} parts are written: {self.folder}")
-        if missing:
-            reason = self._failures.get(missing[0], "see above")
-            raise UserError(f"{len(missing)} parts are missing, {missing[0]} first ({reason}): give the command again.")
-        return [(edges[number], self._read(item)) for number, item in zip(chosen, items, strict=True)]
-
-    def finish(self) -> None:
-        """Remove the parts, once the output is written."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def is_done(self, item: str) -> bool:
-        return self._file(item).is_file()
-
-    def carry_out(self, item: str, folder: Path, on_event: EventHandler) -> None:
-        assert self._compute is not None
-        arrays = self._compute(int(item.partition("/")[0]) - 1)
-        with atomic_write(self._file(item)) as temporary, temporary.open("wb") as stream:
-            np.savez(stream, *arrays)
-
-    def outcome(self, item: str) -> str:
-        return f"part {item}{f' failed: {self._failures[item]}' if item in self._failures else ''}"
-
-    def fail(self, item: str, reason: str, log: str) -> None:
-        self._failures[item] = f"{reason}; log: {log}"
-
-    def words(self, items: Sequence[str]) -> list[str]:
-        return [*self.verb, "--part", *items]
-
-    def _file(self, item: str) -> Path:
-        return self.folder / f"part-{item.replace('/', '-of-')}.npz"
-
-    def _read(self, item: str) -> Arrays:
-        with np.load(self._file(item)) as arrays:
-            return tuple(arrays[name] for name in arrays.files)
-
-    def _check_folder(self, split: Split) -> None:
-        """Note what the parts in the folder are of, or refuse those of another command, other weights or images."""
-        about = {"command": self.verb, "parts": self.count, "weights": self.weights, "images": split.fingerprint()}
-        path = self.folder / "parts.json"
-        if not path.is_file():
-            write_text(path, json.dumps(about, indent=2))
-        elif json.loads(path.read_text("utf-8")) != about:
-            raise UserError(f"{self.folder} has parts of another command, of other weights or images: remove it first.")
-
-
-def parts_of(verb: Callable[..., Any], arguments: Mapping[str, Any]) -> Parts:
-    """The parts that the arguments of a verb, a function called as its command, ask for."""
-    part, count, output = arguments["part"], arguments["parts"], str(arguments["output"])
-    slurm = sbatch_options(arguments["slurm"])
-    only, counts = [], {count} if count != 1 or not part else set[int]()
-    for text in part:
-        number, separator, of = str(text).partition("/")
-        if not (separator and number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
-            raise UserError(f'--part takes NUMBER/COUNT, such as 3/16, not "{text}".')
-        only.append(int(number) - 1)
-        counts.add(int(of))
-    if len(counts) > 1 or min(counts) < 1:
-        raise UserError("--parts takes a number of at least 1, and every --part the same one after its slash.")
-    count = counts.pop()
-    words, weights = [], []
-    if count > 1 or only:
-        if not output:
-            raise UserError("parts are written beside the output: name it with --output.")
-        words = _words(verb, arguments)
-        models = [arguments.get(name, ()) for name in ("source", "ensemble", "weights")]
-        weights = [mark for model in models for word in _several(model) for mark in _marks(Path(word).expanduser())]
-    options = {name: arguments[name] for name in ("engine", "parallel", "device")}
-    parts = {"verb": words, "count": count, "only": tuple(only), "weights": weights, "slurm": slurm}
-    return Parts(folder=Path(f"{output}.parts"), **parts, **options)
-
-
-def joined(results: Sequence[tuple[int, Arrays]]) -> Arrays:
-    """The arrays of all parts together; the first of each are indices into its images."""
-    shifted = [(indices + start, *others) for start, (indices, *others) in results]
-    return shifted[0] if len(shifted) == 1 else tuple(map(np.concatenate, zip(*shifted, strict=True)))
-
-
-def _words(verb: Callable[..., Any], arguments: Mapping[str, Any]) -> list[str]:
-    """The command that calls a verb with these arguments; what has its default is left out."""
-    positional, options = [], []
-    for name, parameter in inspect.signature(verb).parameters.items():
-        value = arguments[name]
-        if name in _OPTIONS or (type(value) is type(parameter.default) and value == parameter.default):
-            continue
-        values = _several(value)
-        if not all(isinstance(each, str | Path | int | float) for each in values):
-            raise UserError(f"parts are computed by commands, which cannot take {name} from memory: name files.")
-        if name == "source" and len(values) > 1:
-            raise UserError("in parts, one model is the source and the others are in ensemble: name them so.")
-        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
-            positional += map(str, values)
-        else:
-            options += [f"--{name.replace('_', '-')}", *map(str, values)]
-    return [verb.__name__, *positional, *options]
-
-
-def _several(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else [value]
-
-
-def _marks(path: Path) -> list[list[Any]]:
-    """Name, size and time of each file of weights at a path."""
-    files = sorted([*path.glob("*.safetensors"), *path.glob("*/*.safetensors")]) if path.is_dir() else [path]
-    stats = [(str(file), file.stat()) for file in files if file.is_file()]
-    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]

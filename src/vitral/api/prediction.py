@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,14 +20,14 @@ from vitral.api.inference import (
     check_head,
     check_normalization,
     compute_device,
-    joined,
+    in_precision,
     load_predictor,
     named_card,
     open_ensemble,
-    parts_of,
     prepared,
     reading_workers,
 )
+from vitral.api.parts import joined, parts_of
 from vitral.atomic import atomic_write, checked_output
 from vitral.data.images import UnreadableImage
 from vitral.data.preprocess import parse_deterministic
@@ -88,7 +88,8 @@ def predict(
         tta: test-time augmentation, views of each image to average over: the image and its mirror image (flip), four
             corners and the centre (five-crop), or these and their mirror images (ten-crop).
         preprocess: how pixels are prepared, where the weights do not state it.
-        precision: of the model: float32, bfloat16 or fp8, which needs an NVIDIA GPU of the Hopper generation or newer.
+        precision: of the model: float32, bfloat16, fp8 (NVIDIA GPUs of the Hopper generation or newer) or int8 (linear
+            layers of a Vision Transformer on a CPU): the last two are faster and approximate.
         batch: images per batch.
         device: cpu, cuda or mps; chosen when not given.
         parts: number of parts to compute the images in, each a command of its own; they are kept beside the output
@@ -130,6 +131,7 @@ def predict(
         temperature=models.temperature,
         channels=card.architecture.channels,
     )
+    named = replace(named, precision=precision)
     if target is not None:
         if not named.rows:
             raise UserError(f"{none_read(named.unreadable[0])}: nothing was written.")
@@ -144,7 +146,13 @@ def none_read(first: UnreadableImage) -> str:
 
 
 def classifier(
-    source: Source, *, top: int = 5, classes: str | Path = "", preprocess: str = "", device: str = ""
+    source: Source,
+    *,
+    top: int = 5,
+    classes: str | Path = "",
+    preprocess: str = "",
+    precision: Literal["auto", "int8"] = "auto",
+    device: str = "",
 ) -> NamedClassifier:
     """Build a function that classifies single images with low latency.
 
@@ -157,6 +165,7 @@ def classifier(
         top: number of classes per image.
         classes: file that names the model's outputs in order: a name per line, a table or JSON.
         preprocess: how pixels are prepared, where the weights do not state it.
+        precision: auto, or int8 on a CPU as `predict` takes it.
         device: cpu, cuda or mps; chosen when not given.
 
     Returns:
@@ -168,6 +177,8 @@ def classifier(
         model = copy.deepcopy(model)  # a classifier changes the weights of its model
     resolved = compute_device(source, device)
     check_head(source, card)
+    if precision != "auto":
+        model = in_precision(model, precision, source, resolved)
     card = named_card(card, classes)
     how, channels, outputs = prepared(card, preprocess), card.architecture.channels, card.architecture.classes
     pipeline, names = parse_deterministic(how.pipeline), card.class_names or tuple(map(str, range(outputs)))
@@ -196,6 +207,7 @@ class EmbedResult(SummaryRepr):
     features: np.ndarray  # (n, dim) float32
     unreadable: tuple[UnreadableImage, ...]
     output: str  # the file they were written to
+    precision: Precision = "float32"
 
     def __iter__(self) -> Iterator[Any]:
         """Unpack as `paths, features`."""
@@ -207,6 +219,7 @@ class EmbedResult(SummaryRepr):
 
     def as_dict(self) -> dict[str, Any]:
         values = {"output": self.output, "images": len(self.paths), "features": self.features.shape[1]}
+        values |= {"precision": self.precision} if self.precision != "float32" else {}
         if not self.output:
             values |= {"paths": self.paths, "features": self.features.tolist()}
         return {**values, "unreadable": [asdict(image) for image in self.unreadable]}
@@ -219,6 +232,7 @@ def embed(
     output: str | Path = "",
     pool: EmbeddingPool = "features",
     preprocess: str = "",
+    precision: Precision = "float32",
     batch: int = 32,
     device: str = "",
     parts: int = 1,
@@ -237,6 +251,8 @@ def embed(
         pool: the input of the head (features) or of its last layer (pre_logits), the class token (cls), or the mean of
             the patch tokens (mean).
         preprocess: how pixels are prepared, where the weights do not state it.
+        precision: of the model: float32, bfloat16, fp8 (NVIDIA GPUs of the Hopper generation or newer) or int8 (linear
+            layers of a Vision Transformer on a CPU): the last two are faster and approximate.
         batch: images per batch.
         device: cpu, cuda or mps; chosen when not given.
         parts: number of parts to compute the images in, each a command of its own; they are kept beside the output
@@ -261,15 +277,15 @@ def embed(
     split = open_any_images(images)
     model, card = load_source(source, on_event)
     how, resolved = prepared(card, preprocess, on_event), compute_device(source, device)
-    if resolved.split(":")[0] == "cpu" and not isinstance(source, tuple):  # it was loaded here
+    model = in_precision(model, precision, source, resolved, on_event)
+    if resolved.split(":")[0] == "cpu" and not isinstance(source, tuple) and precision != "bfloat16":  # loaded here
         pack(model)
     workers = reading_workers(resolved)
     with displayed(on_event) as handler:
 
         def compute(images: Split) -> Embeddings:
-            return embed_split(
-                model, images, how, batch=batch, pool=pool, device=resolved, workers=workers, on_event=handler
-            )
+            options = {"batch": batch, "pool": pool, "device": resolved, "precision": precision, "workers": workers}
+            return embed_split(model, images, how, **options, on_event=handler)
 
         embeddings = Embeddings(*joined(divided.compute(split, batch, compute, handler)))
     paths = [split.keys[index] for index in embeddings.indices[embeddings.valid]]
@@ -280,7 +296,7 @@ def embed(
         with atomic_write(target) as temporary, temporary.open("wb") as stream:
             np.savez(stream, paths=np.array(paths), features=features)
         divided.finish()
-    return EmbedResult(paths, features, unread_images(split, paths), str(output))
+    return EmbedResult(paths, features, unread_images(split, paths), str(output), precision)
 
 
 def check_numbers(**numbers: int) -> None:

@@ -130,6 +130,8 @@ def select_backends(
             backends += [Backend(library, mode, attention) for mode in modes for attention in attentions]
             if library == "timm" and _has_fp8(workload) and importlib.util.find_spec("torchao") is not None:
                 backends += [Backend(library, mode, fp8=True) for mode in modes]
+    if Backend("onnxruntime", "int8") in backends and is_vit(workload.architecture):
+        backends.insert(1, Backend(OURS, "int8"))  # ours in int8 is compared where another's is
     return backends, excluded
 
 

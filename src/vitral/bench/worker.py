@@ -25,6 +25,7 @@ import torch
 
 from vitral.bench import loading, steps
 from vitral.bench.backends import Backend, Workload
+from vitral.bench.parity import PARITY_BATCH, check_parity
 from vitral.errors import UserError
 from vitral.training.resources import peak_bytes
 
@@ -112,8 +113,8 @@ class RequestHandler:
         self.peak_memory: Callable[[], int] = lambda: 0
 
     def check_parity(self, backend: dict[str, Any], workload: dict[str, Any]) -> dict[str, float]:
-        small: dict[str, Any] = {**workload, "batch": min(steps.PARITY_BATCH, workload["batch"])}
-        return steps.check_parity(make_step(Backend(**backend), Workload(**small)))._asdict()
+        small: dict[str, Any] = {**workload, "batch": min(PARITY_BATCH, workload["batch"])}
+        return check_parity(make_step(Backend(**backend), Workload(**small)))._asdict()
 
     def build(self, backend: dict[str, Any], workload: dict[str, Any]) -> dict[str, str]:
         """Make the step and return the environment; a second call replaces the step and frees the first."""

@@ -32,7 +32,7 @@ from vitral.models.model import normalize
 from vitral.models.vit import ViT
 from vitral.version import __version__
 
-Precision = Literal["float32", "bfloat16", "fp8"]
+Precision = Literal["float32", "bfloat16", "fp8", "int8"]
 EmbeddingPool = Literal["features", "cls", "mean", "pre_logits"]
 TestTimeAugmentation = Literal["flip", "five-crop", "ten-crop"]
 MAX_BYTES = 20e9  # of cached features; those of ImageNet's 1.3 million images by ViT-L take 5.2e9
@@ -92,7 +92,8 @@ def predict_split(
         device: Where the model runs.
         rank: Number of this process, of `world`.
         workers: Processes that load images; 0 loads them in this one.
-        precision: "bfloat16" and "fp8" run under autocast; for FP8 the model is one that `use_fp8` has set up.
+        precision: "bfloat16" and "fp8" run under autocast; for FP8 the model is one that `use_fp8` has set up, for
+            int8 one that `pack_int8` has changed.
         function: What computes logits (batch, k) of images; the model itself by default.
         normalized: Whether it takes normalised images, or uint8 pixels, both (batch, channels, height, width).
         on_event: Receives `Progress(task, ...)` over this process's shard.
@@ -155,7 +156,7 @@ def _compute(
         raise UserError("there is no image to compute anything for: the split is empty.")
     pipeline, channels = preprocess.pipeline, len(preprocess.mean)
     steps = parse_deterministic(pipeline) if isinstance(pipeline, str) else pipeline
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision != "float32")
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision in ("bfloat16", "fp8"))
     results: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     training, done, total = (
         model.training,

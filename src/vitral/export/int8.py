@@ -1,9 +1,8 @@
 """Linear layers of an exported ONNX file in int8: weights per output channel, activations calibrated or per token.
 
-x86 processors without VNNI add pairs of products of unsigned and signed bytes in 16 bits, where 2 * 255 * 127 does not
-fit. So the weights of two input channels that are added have 128 as the largest sum of either sign: they cannot
-saturate, are finer than with 7 bits each, and give the same integers on every processor and in a browser. No scale
-depends on other images of the batch. Attention's products, norms, GELU and convolutions stay in float32.
+The scales of weights (`kernels.packed.weight_scales`) let no sum saturate: weights are finer than with 7 bits each, and
+give the same integers on every processor and in a browser. No scale depends on other images of the batch. Attention's
+products, norms, GELU and convolutions stay in float32.
 """
 
 from __future__ import annotations
@@ -19,21 +18,13 @@ from vitral.errors import UserError
 from vitral.events import EventHandler, Progress, ignore_events
 from vitral.export.int8_graph import TINY, Editor, Int8Layer, LinearLayer, linear_layers, quantize
 from vitral.export.onnx import import_onnx
+from vitral.kernels.packed import weight_scales
 
 INT8 = "vitral.int8"  # metadata: which layers are in int8
-WEIGHT_LIMIT, PAIR_LIMIT = 127, 128
 CALIBRATION_IMAGES = 128  # at most
 _BATCH = 4  # calibration images at once: the inputs of all layers are kept
 _ROWS = 4096  # tokens of each layer's input that are kept to choose its scales
 _EXPONENTS = (0.5, 0.65, 0.8)  # how far differences between input channels move into the weights
-
-
-def weight_scales(weight: np.ndarray) -> np.ndarray:
-    """(in, out) -> (out,): the finest scales at which rounded weights and their pairs stay within the limits"""
-    signs = np.stack([np.maximum(weight, 0), np.maximum(-weight, 0)])  # (2, in, out)
-    pairs = np.add.reduceat(signs, range(0, len(weight), 2), axis=1).max(axis=(0, 1))
-    largest = np.maximum(pairs / (PAIR_LIMIT - 1), np.abs(weight).max(axis=0) / WEIGHT_LIMIT)  # both may round up
-    return np.maximum(largest, 1e-12).astype(np.float32)
 
 
 def activation_scale(low: float, high: float) -> tuple[np.float32, np.uint8]:
