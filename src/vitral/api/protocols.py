@@ -22,8 +22,7 @@ from vitral.display import SummaryRepr, displayed, with_deviation
 from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.build import check_device
 from vitral.names import name_of
-from vitral.paper import Reported, reported
-from vitral.paper.results import PRETRAININGS
+from vitral.paper import PRETRAININGS, Reported, reported
 from vitral.recipe import (
     Overrides,
     Recipe,
