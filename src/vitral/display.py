@@ -9,7 +9,9 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from html import escape
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -217,6 +219,10 @@ class SummaryRepr:
         """The result in a few values, the headline number first."""
         raise NotImplementedError
 
+    def as_dict(self) -> Any:
+        """The result as JSON can hold it."""
+        return {name: _plain(value) for name, value in vars(self).items()}
+
     def __repr__(self) -> str:
         entries = list(self.summary().items())[:_SHOWN]
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in entries)})"
@@ -226,6 +232,19 @@ class SummaryRepr:
             f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in self.summary().items()
         )
         return f"<table><caption>{type(self).__name__}</caption>{rows}</table>"
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON can hold it: what has fields as a dict, a path as text."""
+    if hasattr(value, "as_dict"):
+        return value.as_dict()
+    if is_dataclass(value):
+        return {name: _plain(inner) for name, inner in vars(value).items()}
+    if hasattr(value, "_asdict"):
+        return value._asdict()
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain, value))
+    return str(value) if isinstance(value, Path) else value
 
 
 def score_summary(metrics: Mapping[str, float | None]) -> dict[str, str]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -63,9 +62,6 @@ class InspectResult(SummaryRepr):
 
     def summary(self) -> dict[str, str]:
         return {"page": str(self.page), "images": f"{self.images:,}", "size": f"{self.bytes / 1e6:.1f} MB"}
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "page": str(self.page), "figures": [str(path) for path in self.figures]}
 
 
 def inspect(

@@ -129,10 +129,12 @@ class Card:
         pipeline = parse_deterministic(self.preprocess.pipeline)
         return ImageTransform(pipeline, self.architecture.channels, self.preprocess.mean, self.preprocess.std)
 
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "architecture": as_dict(self.architecture)}
+
     def to_json(self) -> str:
         """The card as ASCII JSON: file names need not be valid UTF-8, but the metadata of a weight file must be."""
-        values = {**asdict(self), "architecture": as_dict(self.architecture)}
-        return json.dumps(values, sort_keys=True)
+        return json.dumps(self.as_dict(), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Card:
