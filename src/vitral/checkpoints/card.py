@@ -84,14 +84,8 @@ class ImageTransform:
     std: tuple[float, ...]
 
     def __call__(self, image: ImageInput) -> Tensor:
-        """Preprocess an image.
-
-        Args:
-            image: a PIL image, uint8 pixels (height, width, channels), a path, or the bytes of an image file.
-
-        Returns:
-            A float32 tensor (channels, height, width).
-        """
+        """A PIL image, uint8 pixels (height, width, channels), a path or the bytes of an image file -> float32
+        (channels, height, width)"""
         pixels = as_tensor(self.pipeline(read_pixels(image, self.channels)))
         return normalize(pixels.permute(2, 0, 1).unsqueeze(0), self.mean, self.std)[0]
 

@@ -108,13 +108,9 @@ class _Image(NamedTuple):
 
 
 def check(source: str | Path | DataSet, *, workers: int = 0, on_event: EventHandler = ignore_events) -> CheckReport:
-    """Read every image of all splits once and report problems.
+    """Read every image of all splits once and report problems; events are `Progress("checking", ...)`.
 
-    Args:
-        source: A data set, or its folder or name as `open_data` takes it. Without a val or test split, leaks are those
-            of the split that training makes by default.
-        workers: Processes that read images; 0 reads them in this one.
-        on_event: Receives `Progress("checking", ...)`.
+    Without a val or test split, leaks are those of the split that training makes by default.
     """
     data = source if isinstance(source, DataSet) else open_to_check(source)
     images: list[_Image] = []

@@ -41,17 +41,13 @@ __all__ = ["DataSet", "Reader", "Split", "open_data", "open_images"]
 def open_data(
     source: Any, *, seed: int = 0, held_out: float = HELD_OUT, on_event: EventHandler = ignore_events
 ) -> DataSet:
-    """Open any source of the table above, or an object in memory (`objects.py`).
+    """Open any source of the table above, or an object in memory (`objects.py`); a `DataSet` is returned as it is.
 
     Args:
-        source: a path, a pattern, a name, or an object; a `DataSet` is returned as it is.
         seed: of the draw of held-out images.
         held_out: where the source has neither a val nor a test split, the share of each class that becomes test;
             0 leaves everything in train, and a single class is accepted.
         on_event: receives `Progress` where labels have to be read item by item.
-
-    Raises:
-        UserError: the source is none of these, or has a mistake.
     """
     if isinstance(source, DataSet):
         return source

@@ -145,16 +145,13 @@ def _evenly(count: int, most: int) -> np.ndarray:
 
 
 def fit_temperature(logits: np.ndarray, labels: np.ndarray, *, mistakes: float = 0.0) -> float:
-    """The temperature to divide logits by that maximises the likelihood of the labels; fit it on held-out data only.
+    """The temperature that maximises the likelihood of labels (n,) by logits (n, k); fit it on held-out data only.
 
     The log-likelihood is concave in 1 / temperature, so its maximum is where the slope is zero: Newton's method, with
     bisection where a step leaves the bracket. Clipped to MIN_TEMPERATURE and MAX_TEMPERATURE.
 
-    Args:
-        logits: (n, k).
-        labels: (n,) int64.
-        mistakes: weight, in examples, of an imagined example like the average of these whose label is the second most
-            likely class. With 1, n right predictions of equal margin get the confidence n / (n + 1); with 0 they get 1.
+    `mistakes` is the weight, in examples, of an imagined example like the average of these whose label is the second
+    most likely class. With 1, n right predictions of equal margin get the confidence n / (n + 1); with 0 they get 1.
     """
     check_scores(logits, labels)
     targets, share = _margins(logits, labels), mistakes / (len(labels) + mistakes)

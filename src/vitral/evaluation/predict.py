@@ -82,20 +82,15 @@ def predict_split(
     task: str = "evaluating",
     on_event: EventHandler = ignore_events,
 ) -> Predictions:
-    """Compute the logits of this process's shard of a split.
+    """Compute the logits of this process's shard of a split; an empty split is a UserError.
 
     Args:
-        model: Moved to the device; returned in the training or evaluation mode it was in.
-        split: Images; an empty split is a UserError.
-        preprocess: Preprocessing of the pixels.
-        batch: Images per forward pass.
-        device: Where the model runs.
-        rank: Number of this process, of `world`.
-        workers: Processes that load images; 0 loads them in this one.
+        model: moved to the device; returned in the training or evaluation mode it was in.
+        workers: processes that load images; 0 loads them in this one.
         precision: "bfloat16" runs under autocast.
-        function: What computes logits (batch, k) of images; the model itself by default.
-        normalized: Whether it takes normalised images, or uint8 pixels, both (batch, channels, height, width).
-        on_event: Receives `Progress(task, ...)` over this process's shard.
+        function: what computes logits (batch, k) of images; the model itself by default.
+        normalized: whether it takes normalised images, or uint8 pixels, both (batch, channels, height, width).
+        on_event: receives `Progress(task, ...)` over this process's shard.
     """
     loading = {"batch": batch, "rank": rank, "world": world, "workers": workers}
     compute = function or model
@@ -120,12 +115,10 @@ def embed_split(
     precision: Precision = "float32",
     on_event: EventHandler = ignore_events,
 ) -> Embeddings:
-    """Compute the embeddings of this process's shard of a split; the other arguments are those of `predict_split`.
+    """Compute the embeddings of this process's shard of a split; arguments are those of `predict_split`, and `pool`:
 
-    Args:
-        pool: "features", the input of the model's head; "cls", the class token; "mean", the mean of the patch tokens,
-            without class token and registers; "pre_logits", the input of the last linear layer, after the tanh layer
-            where there is one.
+    "features", the input of the model's head; "cls", the class token; "mean", the mean of the patch tokens, without
+    class token and registers; "pre_logits", the input of the last linear layer, after a tanh layer where there is one.
     """
     loading = {"batch": batch, "rank": rank, "world": world, "workers": workers}
     embed = _of_pixels(_embedder(model, pool), preprocess)

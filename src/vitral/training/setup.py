@@ -110,17 +110,8 @@ def read_data(
 ) -> tuple[DataSet, list[UnreadableImage]]:
     """Decode small data once into a file of pixels in `folder`.
 
-    Args:
-        data: the data set.
-        channels: of the model.
-        folder: for the pixels.
-        workers: processes that decode.
-        world: this process among the others.
-        on_event: receives progress and notes.
-        selects: whether the run selects weights by val, and reports test.
-
-    Returns:
-        The data without the images that cannot be read, and those with the reasons.
+    `selects`: weights are selected by val, and test is reported. Returns the data without the images that cannot be
+    read, and those with the reasons.
     """
     if data.eval_split is None:
         raise UserError("there are no held-out images to evaluate on: set data.held_out above 0.")
