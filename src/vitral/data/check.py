@@ -126,7 +126,7 @@ def open_to_check(source: str | Path) -> DataSet:
     try:
         return open_data(source, held_out=0)
     except EmptyClass as error:
-        return dataclasses.replace(read_folder(error.folder, seed=0, held_out=0, empty=True), source=str(source))
+        return dataclasses.replace(read_folder(error.folder, held_out=0, empty=True), source=str(source))
 
 
 def _read(split: Split, index: int) -> _Image:
@@ -199,7 +199,7 @@ def _report(data: DataSet, images: list[_Image]) -> CheckReport:
 def _groups(data: DataSet) -> np.ndarray:
     """(n,) int64: the split of each image, 0 for train; without another split, 1 for what training would hold out."""
     if not data.splits[1:]:
-        return stratified(data.train.keys, strata(data.train), HELD_OUT, seed=0).astype(np.int64)
+        return stratified(data.train.keys, strata(data.train), HELD_OUT).astype(np.int64)
     return np.repeat(np.arange(len(data.splits)), [len(split) for split in data.splits])
 
 

@@ -83,7 +83,7 @@ class ParquetReader:
         return column
 
 
-def read_parquet(source: str, files: list[Path], *, seed: int, held_out: float) -> DataSet:
+def read_parquet(source: str, files: list[Path], *, held_out: float) -> DataSet:
     """Read the data set in these files; `source` is its name in messages."""
     notes: list[str] = []
     parts: dict[str, RawSplit] = {}
@@ -97,7 +97,7 @@ def read_parquet(source: str, files: list[Path], *, seed: int, held_out: float) 
         classes = names if split == "train" else classes
     if "train" not in parts:
         raise UserError(f"{source} has no labels in train: they are all -1.")
-    return make_dataset(source, parts, seed=seed, held_out=held_out, classes=classes, notes=notes)
+    return make_dataset(source, parts, held_out=held_out, classes=classes, notes=notes)
 
 
 def download(name: str) -> tuple[Path, list[Path]]:
