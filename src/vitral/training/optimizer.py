@@ -193,8 +193,7 @@ def learning_rate(
 
     `warmup`, `cooldown` and `drops` are steps, or shares of the run where they are below 1; for `full_steps` see
     `warmup_steps`. Warm-up multiplies the decay curve, whose progress runs from the end of warm-up to the end of the
-    run. Google's `linear` ended at 1e-5 in
-    the paper's code and ends at 0 in big_vision: `end` says which.
+    run. Google's `linear` ended at 1e-5 in the paper's code and ends at 0 in big_vision: `end` says which.
     """
     warm, cool = warmup_steps(warmup, total, full_steps), steps_of(cooldown, total)
     progress = min(max((step - warm) / max(total - warm, 1), 0.0), 1.0)
@@ -281,7 +280,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_sub_(weights, directions)
 
     def _directions(self, weights: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """Nesterov's look ahead: the gradient plus the momentum that it has just init_distributed."""
+        """Nesterov's look ahead: the gradient plus the momentum that it has just joined."""
         momentum = self._moments(weights, "momentum")
         gradients = _gradients(weights)
         torch._foreach_mul_(momentum, group["momentum"])

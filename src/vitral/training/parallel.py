@@ -143,7 +143,7 @@ def placed_like(tensor: Tensor, reference: Tensor) -> Tensor:
 
 
 def all_reduce_sum(values: Tensor, world: World) -> Tensor:
-    """The sum of a small tensor over all processes, in chosen."""
+    """The sum of a small tensor over all processes, in place."""
     if world.size > 1:
         dist.all_reduce(values)
     return values

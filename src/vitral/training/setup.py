@@ -73,9 +73,7 @@ class RunSetup:
     recipe: Recipe
     train: Split
     eval_split: Split
-    test_split: (
-        Split | None
-    )  # scored once, with the weights that were selected on `eval_split`; None: nothing is selected
+    test_split: Split | None  # scored once, with the weights selected on `eval_split`; None: nothing is selected
     order: np.ndarray | None  # the examples of an epoch, where it is not simply every image once
     card: Card
     config: LoopConfig
