@@ -24,6 +24,7 @@ from vitral.cost import cost
 from vitral.data.loader import evaluation_batches
 from vitral.data.preprocess import parse_deterministic
 from vitral.data.sources import DataSet, Split
+from vitral.data.splits import evenly
 from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
 from vitral.evaluation.calibration import confidences, probabilities, reliability
@@ -271,9 +272,9 @@ def _pooled_name(model: Model) -> str:
 def _examples(model: Model, card: Card, test: Split, preprocess: Preprocess, device: str) -> RunExamples:
     """Mistakes, the most confident first, then correct predictions, the least confident first; evenly drawn images for
     multi-label data and models without a head."""
-    sample = test.select(_evenly(len(test), ASKED))
+    sample = test.select(evenly(len(test), ASKED))
     if test.multilabel or not card.architecture.classes:
-        order, mistakes, calibration, asked = _evenly(len(sample), EXAMPLES), 0, None, len(sample)
+        order, mistakes, calibration, asked = evenly(len(sample), EXAMPLES), 0, None, len(sample)
     else:
         predictions = predict_split(model, sample, preprocess, batch=64, device=device)
         indices, logits = predictions.indices[predictions.valid], predictions.logits[predictions.valid]
@@ -329,11 +330,6 @@ def _by_confidence(logits: np.ndarray, labels: np.ndarray, card: Card) -> tuple[
     wrong = logits.argmax(1) != labels
     confidence = confidences(logits, sigmoid=card.multilabel, temperature=card.temperature)
     return wrong, np.argsort(np.where(wrong, -confidence, 1 + confidence), kind="stable")
-
-
-def _evenly(count: int, most: int) -> np.ndarray:
-    """At most `most` of the numbers below `count`, from the first to the last."""
-    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
 
 
 def _truth(split: Split, index: int) -> tuple[str, ...]:

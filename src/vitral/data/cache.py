@@ -35,7 +35,7 @@ import numpy as np
 from vitral.atomic import atomic_write
 from vitral.data.images import ImageError, UnreadableImage, describe
 from vitral.data.loader import read_pixels
-from vitral.data.splits import Split
+from vitral.data.splits import Split, evenly
 from vitral.data.workers import CHUNK, map_images
 from vitral.events import EventHandler, Note, Progress, ignore_events
 
@@ -233,7 +233,7 @@ def _decoded(channels: int, split: Split, index: int) -> np.ndarray | str:
 def _expected_bytes(split: Split, channels: int) -> float:
     """The size of all pixels, estimated from the headers of a sample; infinite for pixels that need no decoding."""
     sizes = []
-    for index in np.unique(np.linspace(0, len(split) - 1, SAMPLE).astype(np.int64)).tolist():
+    for index in evenly(len(split), SAMPLE).tolist():
         with contextlib.suppress(ImageError):
             data = split.reader.read(index)
             if isinstance(data, np.ndarray):

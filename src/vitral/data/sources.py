@@ -31,7 +31,7 @@ from vitral.data.images import ImageError, describe
 from vitral.data.loader import permute
 from vitral.data.objects import open_objects
 from vitral.data.shards import expand_pattern, read_shards
-from vitral.data.splits import HELD_OUT, SPLIT_NAMES, DataSet, Reader, Split, key_hash, strata, stratified
+from vitral.data.splits import HELD_OUT, SPLIT_NAMES, DataSet, Reader, Split, evenly, key_hash, strata, stratified
 from vitral.errors import UserError
 from vitral.events import EventHandler, Progress, ignore_events
 
@@ -241,7 +241,7 @@ _SAMPLE = 32
 def median_short_side(split: Split) -> int:
     """The median length in pixels of the shorter side, of a sample of images; only headers are read."""
     sides = []
-    for index in np.unique(np.linspace(0, len(split) - 1, _SAMPLE).astype(int)).tolist():
+    for index in evenly(len(split), _SAMPLE).tolist():
         try:
             sides.append(_short_side(split.reader.read(index)))
         except (ImageError, OSError):

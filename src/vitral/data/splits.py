@@ -247,6 +247,11 @@ def unreadable_refusal(train: Split, readable: Split, held_out: Split | None) ->
     return ""
 
 
+def evenly(count: int, most: int) -> np.ndarray:
+    """At most `most` of the numbers below `count`, from the first to the last."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
+
+
 def key_hash(key: str, prefix: str = "") -> bytes:
     """Depends on nothing but the key of an image and a prefix, on any machine and in any version of Python."""
     return hashlib.blake2b(prefix.encode() + _encoded(key), digest_size=16).digest()

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vitral.data.splits import evenly
 from vitral.errors import UserError
 
 BINS = 15  # of equal width, as in Guo et al. 2017, whose ECE this is
@@ -121,7 +122,7 @@ def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
     plain = calibration_at(logits, labels, 1.0)
     if len(labels) < 2 or logits.shape[1] < 2:
         return plain
-    folds, fitted = _folds(labels), _evenly(len(labels), _FITTED)
+    folds, fitted = _folds(labels), evenly(len(labels), _FITTED)
     temperatures = np.ones(len(labels))
     for fold in range(min(FOLDS, len(labels))):
         others = fitted[folds[fitted] != fold]
@@ -137,11 +138,6 @@ def _folds(labels: np.ndarray) -> np.ndarray:
     folds = np.empty(len(labels), np.int64)
     folds[np.argsort(labels, kind="stable")] = np.arange(len(labels)) % FOLDS
     return folds
-
-
-def _evenly(count: int, most: int) -> np.ndarray:
-    """At most `most` of the numbers below `count`, from the first to the last."""
-    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
 
 
 def fit_temperature(logits: np.ndarray, labels: np.ndarray, *, mistakes: float = 0.0) -> float:
