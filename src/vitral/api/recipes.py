@@ -89,9 +89,9 @@ def choose_recipe(
     card = describe(path).card if path is not None else None
     if written is not None:
         chosen, reasons = replace(written, model=name or written.model, init=start), ("following the recipe given",)
-        if card is not None and card.preprocess and isinstance(recipe, str) and is_preset(recipe):
+        if isinstance(recipe, str) and is_preset(recipe):
             # A preset's are those of the paper's own weights; a recipe file states what the user wants.
-            chosen = replace(chosen, data=replace(chosen.data, mean=card.preprocess.mean, std=card.preprocess.std))
+            chosen = normalised_as(chosen, card)
     elif own.model is not None:
         chosen, reasons = _recipe_for_module(opened, own.model, keys_of(set), device)
     else:
@@ -190,6 +190,13 @@ def _with_preprocessing_of(
         reason = f"preprocessing as the weights state: {stated.pipeline}, mean {stated.mean}, std {stated.std}"
         reasons = (*reasons, reason)
     return chosen, reasons
+
+
+def normalised_as(recipe: Recipe, card: Card | None) -> Recipe:
+    """The recipe with the mean and std of the pixels that weights state, where they do."""
+    if card is None or card.preprocess is None:
+        return recipe
+    return replace(recipe, data=replace(recipe.data, mean=card.preprocess.mean, std=card.preprocess.std))
 
 
 def assumed_pixels(overrides: Sequence[str]) -> tuple[str, ...]:
