@@ -16,6 +16,7 @@ from vitral.data.augment import mirrored_labels
 from vitral.data.sources import DataSet, median_short_side
 from vitral.errors import UserError
 from vitral.models.build import default_device
+from vitral.names import parse
 from vitral.recipe import (
     Overrides,
     Recipe,
@@ -151,20 +152,14 @@ def _recipe_for_module(
     opened: DataSet, module: nn.Module, overrides: dict[str, str], device: str
 ) -> tuple[Recipe, tuple[str, ...]]:
     """The recipe for a user's own module: length, batch and augmentation by the data, AdamW without layer decay."""
-    pixels = median_short_side(opened.train)
     config = getattr(module, "config", None)
     recipe, _ = _suited_recipe(opened, None, "", {**overrides, "optim.name": "adamw"}, device)
-    image = (
-        0 if config is not None and hasattr(module, "patchify") else int(overrides.get("image") or _image_size(pixels))
-    )
+    vitral_model = config is not None and hasattr(module, "patchify")
+    image = 0 if vitral_model else int(overrides.get("image") or parse(recipe.model).image[0])
     recipe = replace(recipe, image=image, shape=Recipe().shape)
     return recipe, (
         f"a module of your own: AdamW at a rate of {recipe.optim.lr:g}, images of {image or 'its own'} pixels",
     )
-
-
-def _image_size(pixels: int) -> int:
-    return max(pixels - pixels % 2, 4) if pixels <= 16 else 32 if pixels <= 40 else 64 if pixels <= 96 else 224
 
 
 def _with_preprocessing_of(
