@@ -279,12 +279,8 @@ def as_dict(architecture: Architecture) -> dict[str, Any]:
 
 
 def from_dict(description: Mapping[str, Any]) -> Architecture:
-    """The architecture that `as_dict` described.
-
-    Raises:
-        UserError: unknown family, unknown or missing keys, or values of a wrong type. An unknown key would change what
-            the weights compute.
-    """
+    """The architecture that `as_dict` described; raises UserError for anything else, as an unknown key would change
+    what the weights compute."""
     if not isinstance(description, Mapping):
         raise UserError("the architecture is not an object of names and values: the file is damaged.")
     values = dict(description)

@@ -1,21 +1,28 @@
-"""How progress and results are shown: a bar in terminals and notebooks, lines in log files, a summary of a result.
+"""How progress and results are shown: a bar in terminals and notebooks, lines in log files, a summary of a result, and
+tables on standard output.
 
 `vitral.train(...)` and the command line use the same display; trackers (`trackers.py`) handle the same events.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from html import escape
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from vitral.errors import printable
 from vitral.events import (
@@ -217,6 +224,10 @@ class SummaryRepr:
         """The result in a few values, the headline number first."""
         raise NotImplementedError
 
+    def as_dict(self) -> Any:
+        """The result as JSON can hold it."""
+        return {name: _plain(value) for name, value in vars(self).items()}
+
     def __repr__(self) -> str:
         entries = list(self.summary().items())[:_SHOWN]
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in entries)})"
@@ -228,6 +239,19 @@ class SummaryRepr:
         return f"<table><caption>{type(self).__name__}</caption>{rows}</table>"
 
 
+def _plain(value: Any) -> Any:
+    """A value as JSON can hold it: what has fields as a dict, a path as text."""
+    if hasattr(value, "as_dict"):
+        return value.as_dict()
+    if is_dataclass(value):
+        return {name: _plain(inner) for name, inner in vars(value).items()}
+    if hasattr(value, "_asdict"):
+        return value._asdict()
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain, value))
+    return str(value) if isinstance(value, Path) else value
+
+
 def score_summary(metrics: Mapping[str, float | None]) -> dict[str, str]:
     """The headline number of an evaluation and its number of images."""
     for key, name in (("masked_loss", "masked_loss"), ("mean_average_precision", "mAP"), ("top1", "top1")):
@@ -235,3 +259,43 @@ def score_summary(metrics: Mapping[str, float | None]) -> dict[str, str]:
         if value is not None:
             return {name: f"{value:.4f}" if key == "masked_loss" else f"{value:.2%}", "n": f"{metrics['n']:,}"}
     return {"n": f"{metrics['n']:,}"}
+
+
+class _Stdout(Console):
+    def on_broken_pipe(self) -> None:
+        """Let `main` handle a reader (head, less) that has closed the pipe."""
+        raise BrokenPipeError
+
+
+def _stdout() -> Console:
+    """A console that does not cut tables where the output is not a terminal."""
+    return _Stdout(width=None if sys.stdout.isatty() else 200, highlight=False)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, note: str = "") -> None:
+    """Print a table; columns after the first `left` hold numbers and are aligned to the right."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i < left else "right", no_wrap=i == 0 or i >= left, overflow="fold")
+    for row in rows:
+        table.add_row(*(_text(cell) for cell in row))
+    out = _stdout()
+    out.print(table)
+    if note:
+        out.print(_text(note))
+
+
+def _text(cell: str) -> Text:
+    """A cell without markup or control characters; a line feed in a name would look like another row."""
+    return Text(printable(cell).replace("\n", "\\n"))
+
+
+def print_facts(facts: Mapping[str, str]) -> None:
+    """Print names and values, one per line, without those that are empty."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        if value:
+            table.add_row(name, _text(value))
+    _stdout().print(table)

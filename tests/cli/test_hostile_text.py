@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 from vitral.cli import main
-from vitral.cli.results import print_facts, print_json, print_table
+from vitral.cli.results import print_json
 from vitral.data.images import UnreadableImage
-from vitral.display import Display
+from vitral.display import Display, print_facts, print_table
 from vitral.errors import printable
 from vitral.events import Note
 from vitral.serving import ImagePrediction, PredictionResults, write_results

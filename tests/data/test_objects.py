@@ -241,7 +241,7 @@ def test_splits_by_position_and_by_name():
 
 
 def test_without_a_test_split_images_are_held_out_repeatably():
-    first, second = open_data(Pictures(), seed=3), open_data(Pictures(), seed=3)
+    first, second = open_data(Pictures()), open_data(Pictures())
     assert first.test is not None
     assert second.test is not None
     assert first.test.counts().tolist() == [1, 1, 1]

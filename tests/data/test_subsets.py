@@ -35,7 +35,7 @@ def part(name: str, counts: Sequence[int]) -> RawSplit:
 
 def data(**counts: Sequence[int]) -> DataSet:
     """Splits by name with so many images of each class."""
-    return make_dataset("pictures", {name: part(name, few) for name, few in counts.items()}, seed=0, held_out=0.2)
+    return make_dataset("pictures", {name: part(name, few) for name, few in counts.items()}, held_out=0.2)
 
 
 def keys(split: Split | None) -> set[str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from vitral.architecture import Architecture, Gelu, Pool, ResizeRule, Size, ViTConfig, as_dict
+from vitral.architecture import Architecture, Gelu, Pool, ResizeRule, Size, ViTConfig
 from vitral.atomic import check_writable
 from vitral.checkpoints.adapt import Adaptation, Weights
 from vitral.checkpoints.card import Card
@@ -172,10 +171,6 @@ class ConvertResult(SummaryRepr):
             "model": self.model,
         }
 
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {**asdict(self), "target": str(self.target)}
-
 
 def convert(
     source: Source,
@@ -275,11 +270,6 @@ class CheckpointInfo(SummaryRepr):
             "format": self.format,
             "file": f"{self.path} ({self.bytes / 1e6:,.1f} MB)",
         }
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        card = {**asdict(self.card), "architecture": as_dict(self.card.architecture)}
-        return {**asdict(self), "path": str(self.path), "card": card}
 
 
 def info(

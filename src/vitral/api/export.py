@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -136,17 +136,6 @@ class ExportResult(SummaryRepr):
             "difference": f"{self.report.difference:.2g}",
             "target": str(self.target),
             "format": self.format,
-        }
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {
-            "source": self.source,
-            "target": str(self.target),
-            "format": self.format,
-            "outputs": self.outputs,
-            "bytes": self.bytes,
-            "report": self.report.as_dict(),
         }
 
 

@@ -182,13 +182,6 @@ class SearchResult(SummaryRepr):
         best = f"{self.neighbours[0].path} ({self.neighbours[0].score:.3f})" if self.neighbours else "none"
         return {"best": best, "n": f"{len(self):,}", "query": self.query}
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "query": self.query,
-            "neighbours": [neighbour._asdict() for neighbour in self.neighbours],
-            "unreadable": [asdict(image) for image in self.unreadable],
-        }
-
 
 def search(
     source: Source,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,10 +48,6 @@ class PushResult(SummaryRepr):
             "loads with": ", ".join(self.readers),
             "files": f"{', '.join(self.files)} ({self.bytes / 1e6:,.1f} MB)",
         }
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
 
 
 def push(

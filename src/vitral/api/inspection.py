@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from vitral.cost import cost
 from vitral.data.loader import evaluation_batches
 from vitral.data.preprocess import parse_deterministic
 from vitral.data.sources import DataSet, Split
+from vitral.data.splits import evenly
 from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
 from vitral.evaluation.calibration import confidences, probabilities, reliability
@@ -63,9 +63,6 @@ class InspectResult(SummaryRepr):
 
     def summary(self) -> dict[str, str]:
         return {"page": str(self.page), "images": f"{self.images:,}", "size": f"{self.bytes / 1e6:.1f} MB"}
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "page": str(self.page), "figures": [str(path) for path in self.figures]}
 
 
 def inspect(
@@ -275,9 +272,9 @@ def _pooled_name(model: Model) -> str:
 def _examples(model: Model, card: Card, test: Split, preprocess: Preprocess, device: str) -> RunExamples:
     """Mistakes, the most confident first, then correct predictions, the least confident first; evenly drawn images for
     multi-label data and models without a head."""
-    sample = test.select(_evenly(len(test), ASKED))
+    sample = test.select(evenly(len(test), ASKED))
     if test.multilabel or not card.architecture.classes:
-        order, mistakes, calibration, asked = _evenly(len(sample), EXAMPLES), 0, None, len(sample)
+        order, mistakes, calibration, asked = evenly(len(sample), EXAMPLES), 0, None, len(sample)
     else:
         predictions = predict_split(model, sample, preprocess, batch=64, device=device)
         indices, logits = predictions.indices[predictions.valid], predictions.logits[predictions.valid]
@@ -333,11 +330,6 @@ def _by_confidence(logits: np.ndarray, labels: np.ndarray, card: Card) -> tuple[
     wrong = logits.argmax(1) != labels
     confidence = confidences(logits, sigmoid=card.multilabel, temperature=card.temperature)
     return wrong, np.argsort(np.where(wrong, -confidence, 1 + confidence), kind="stable")
-
-
-def _evenly(count: int, most: int) -> np.ndarray:
-    """At most `most` of the numbers below `count`, from the first to the last."""
-    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
 
 
 def _truth(split: Split, index: int) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 from vitral.api.data import check_out, new_folder, open_to_choose
 from vitral.api.evaluation import real_scores
 from vitral.api.prediction import check_numbers
-from vitral.api.recipes import assumed_pixels, read_recipe
+from vitral.api.recipes import assumed_pixels, normalised_as, read_recipe
 from vitral.architecture import ResNetConfig
 from vitral.atomic import write_text
 from vitral.checkpoints.card import Card
@@ -22,8 +22,7 @@ from vitral.display import SummaryRepr, displayed, with_deviation
 from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.build import check_device
 from vitral.names import name_of
-from vitral.paper import Reported, reported
-from vitral.paper.results import PRETRAININGS
+from vitral.paper import PRETRAININGS, Reported, reported
 from vitral.recipe import (
     Overrides,
     Recipe,
@@ -212,9 +211,7 @@ def finetune(
     check_given_once({"init": source}, overrides)
     card = describe(located(str(source))).card
     preset = _preset(recipe, name_of(replace(card.architecture, classes=1000)))
-    pixels = card.preprocess or preset.recipe.data  # pixels are normalised as in the pre-training
-    data_recipe = replace(preset.recipe.data, mean=pixels.mean, std=pixels.std)
-    base = replace(preset.recipe, init=str(source), data=data_recipe)
+    base = normalised_as(replace(preset.recipe, init=str(source)), card)
     with displayed(on_event) as handler:
         return _follow(preset, base, data, overrides, override_words(sweep), seeds, out, device, handler)
 

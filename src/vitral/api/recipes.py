@@ -16,6 +16,7 @@ from vitral.data.augment import mirrored_labels
 from vitral.data.sources import DataSet, median_short_side
 from vitral.errors import UserError
 from vitral.models.build import default_device
+from vitral.names import parse
 from vitral.recipe import (
     Overrides,
     Recipe,
@@ -89,9 +90,9 @@ def choose_recipe(
     card = describe(path).card if path is not None else None
     if written is not None:
         chosen, reasons = replace(written, model=name or written.model, init=start), ("following the recipe given",)
-        if card is not None and card.preprocess and isinstance(recipe, str) and is_preset(recipe):
+        if isinstance(recipe, str) and is_preset(recipe):
             # A preset's are those of the paper's own weights; a recipe file states what the user wants.
-            chosen = replace(chosen, data=replace(chosen.data, mean=card.preprocess.mean, std=card.preprocess.std))
+            chosen = normalised_as(chosen, card)
     elif own.model is not None:
         chosen, reasons = _recipe_for_module(opened, own.model, keys_of(set), device)
     else:
@@ -151,20 +152,14 @@ def _recipe_for_module(
     opened: DataSet, module: nn.Module, overrides: dict[str, str], device: str
 ) -> tuple[Recipe, tuple[str, ...]]:
     """The recipe for a user's own module: length, batch and augmentation by the data, AdamW without layer decay."""
-    pixels = median_short_side(opened.train)
     config = getattr(module, "config", None)
     recipe, _ = _suited_recipe(opened, None, "", {**overrides, "optim.name": "adamw"}, device)
-    image = (
-        0 if config is not None and hasattr(module, "patchify") else int(overrides.get("image") or _image_size(pixels))
-    )
+    vitral_model = config is not None and hasattr(module, "patchify")
+    image = 0 if vitral_model else int(overrides.get("image") or parse(recipe.model).image[0])
     recipe = replace(recipe, image=image, shape=Recipe().shape)
     return recipe, (
         f"a module of your own: AdamW at a rate of {recipe.optim.lr:g}, images of {image or 'its own'} pixels",
     )
-
-
-def _image_size(pixels: int) -> int:
-    return max(pixels - pixels % 2, 4) if pixels <= 16 else 32 if pixels <= 40 else 64 if pixels <= 96 else 224
 
 
 def _with_preprocessing_of(
@@ -190,6 +185,13 @@ def _with_preprocessing_of(
         reason = f"preprocessing as the weights state: {stated.pipeline}, mean {stated.mean}, std {stated.std}"
         reasons = (*reasons, reason)
     return chosen, reasons
+
+
+def normalised_as(recipe: Recipe, card: Card | None) -> Recipe:
+    """The recipe with the mean and std of the pixels that weights state, where they do."""
+    if card is None or card.preprocess is None:
+        return recipe
+    return replace(recipe, data=replace(recipe.data, mean=card.preprocess.mean, std=card.preprocess.std))
 
 
 def assumed_pixels(overrides: Sequence[str]) -> tuple[str, ...]:

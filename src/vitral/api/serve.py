@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,10 +37,6 @@ class ServeResult(SummaryRepr):
 
     def summary(self) -> dict[str, str]:
         return {"requests": f"{self.requests:,}", "images": f"{self.images:,}"}
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
 
 
 def serve(

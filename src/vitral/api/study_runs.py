@@ -18,6 +18,7 @@ from vitral.api.data import restricted
 from vitral.api.engines import BESIDE, LOG, Work
 from vitral.api.evaluation import evaluate
 from vitral.api.inference import compute_device, prepared, reading_workers
+from vitral.api.recipes import normalised_as
 from vitral.bench.backends import OURS, Backend, Workload
 from vitral.bench.steps import InferenceStep, TimedStep, TrainingStep
 from vitral.checkpoints.card import Preprocess
@@ -98,10 +99,8 @@ class StudyContext:
         if not recipe.init:
             return recipe
         recipe = replace(recipe, init=self.init or recipe.init)
-        card = describe(located(recipe.init)).card
-        if card.preprocess is None or "data.mean" in planned.settings:
-            return recipe
-        return replace(recipe, data=replace(recipe.data, mean=card.preprocess.mean, std=card.preprocess.std))
+        stated = "data.mean" in planned.settings
+        return recipe if stated else normalised_as(recipe, describe(located(recipe.init)).card)
 
 
 @dataclass(frozen=True)

@@ -271,9 +271,6 @@ class DemoResult(SummaryRepr):
     def summary(self) -> dict[str, str]:
         return {"top1": f"{self.accuracy:.2%}", "n": f"{self.n:,}", "page": str(self.page)}
 
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "predictions": self.predictions.as_dict(), "page": str(self.page)}
-
 
 def demo(*, on_event: EventHandler | None = None) -> DemoResult:
     """Train, fine-tune and predict in two minutes, on handwritten digits.

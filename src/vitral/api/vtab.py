@@ -12,7 +12,7 @@ from typing import Any
 from vitral.api.data import check_folder, new_folder
 from vitral.api.prediction import check_numbers
 from vitral.api.protocols import ProtocolReport, changed_keys, run_readings, sweep_words
-from vitral.api.recipes import assumed_pixels
+from vitral.api.recipes import assumed_pixels, normalised_as
 from vitral.atomic import write_text
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.hub import located
@@ -194,11 +194,9 @@ def _data_folders(root: Path) -> list[Path]:
 
 def _recipe(preset: Preset, source: str | Path, card: Card, overrides: Sequence[str]) -> Recipe:
     """The preset with these weights and their normalisation."""
-    data = preset.recipe.data
-    if card.preprocess is not None:
-        data = replace(data, mean=card.preprocess.mean, std=card.preprocess.std)
     # Whatever the preset, a task starts from a new head, even where it has the classes of the weights.
-    return with_overrides(replace(preset.recipe, init=str(source), reset_head=True, data=data), overrides)
+    recipe = replace(preset.recipe, init=str(source), reset_head=True)
+    return with_overrides(normalised_as(recipe, card), overrides)
 
 
 def _open_tasks(names: Sequence[str], root: Path, train: int, val: int) -> tuple[list[VtabTask], dict[str, str]]:

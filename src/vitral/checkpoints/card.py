@@ -84,14 +84,8 @@ class ImageTransform:
     std: tuple[float, ...]
 
     def __call__(self, image: ImageInput) -> Tensor:
-        """Preprocess an image.
-
-        Args:
-            image: a PIL image, uint8 pixels (height, width, channels), a path, or the bytes of an image file.
-
-        Returns:
-            A float32 tensor (channels, height, width).
-        """
+        """A PIL image, uint8 pixels (height, width, channels), a path or the bytes of an image file -> float32
+        (channels, height, width)"""
         pixels = as_tensor(self.pipeline(read_pixels(image, self.channels)))
         return normalize(pixels.permute(2, 0, 1).unsqueeze(0), self.mean, self.std)[0]
 
@@ -129,10 +123,12 @@ class Card:
         pipeline = parse_deterministic(self.preprocess.pipeline)
         return ImageTransform(pipeline, self.architecture.channels, self.preprocess.mean, self.preprocess.std)
 
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "architecture": as_dict(self.architecture)}
+
     def to_json(self) -> str:
         """The card as ASCII JSON: file names need not be valid UTF-8, but the metadata of a weight file must be."""
-        values = {**asdict(self), "architecture": as_dict(self.architecture)}
-        return json.dumps(values, sort_keys=True)
+        return json.dumps(self.as_dict(), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Card:

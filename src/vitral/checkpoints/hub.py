@@ -11,6 +11,7 @@ from typing import Any
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.files import FOLDER_FILES
 from vitral.cost import Cost
+from vitral.data.parquet import hub_snapshot
 from vitral.errors import UserError, shorten
 
 _REPOSITORY = re.compile(r"hf:([\w][\w.-]*/[\w][\w.-]*)")
@@ -51,29 +52,12 @@ def fetch(name: str) -> Path:
     if repository.count("/") != 1 or repository.endswith("/"):
         raise UserError(f"{name} is not a hub name: write hf:owner/name or timm:name.")
     patterns = [*_HUB_CONFIGS, "*.safetensors", "*.safetensors.index.json"]
-    folder = _snapshot(name, repository, revision or None, patterns)
+    folder = hub_snapshot(name, repository, revision, patterns, repo_type="model")
     if not any((folder / file).exists() for file in FOLDER_FILES):
         # Old repositories have pickles only; they are read without running code.
-        folder = _snapshot(name, repository, revision or None, [*_HUB_CONFIGS, "*.bin", "*.bin.index.json"])
+        patterns = [*_HUB_CONFIGS, "*.bin", "*.bin.index.json"]
+        folder = hub_snapshot(name, repository, revision, patterns, repo_type="model")
     return folder
-
-
-def _snapshot(name: str, repository: str, revision: str | None, patterns: list[str]) -> Path:
-    try:
-        from huggingface_hub import errors, snapshot_download
-    except ImportError as error:
-        raise UserError(f"{name} is on the Hugging Face hub: pip install 'vitral[hub]' to download it.") from error
-    try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
-    # Some releases of huggingface_hub raise a plain ConnectionError in offline mode.
-    except (errors.LocalEntryNotFoundError, ConnectionError) as error:
-        raise UserError(
-            f"{name} is not in the cache and the hub cannot be reached: go online once, or name a file."
-        ) from error
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise UserError(f"{name}: the hub has no such repository, or it needs `hf auth login`.") from error
-    except errors.HfHubHTTPError as error:
-        raise UserError(f"{name}: the hub answered with an error ({error}).") from error
 
 
 def repository_of(name: str) -> str:

@@ -1,25 +1,26 @@
-"""Tables, facts and JSON on standard output, and the results of predict, evaluate, inspect and others as such."""
+"""The results of verbs as text, tables or JSON; those of verbs that train are in `training.py`."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from vitral.display import interval_text
+from vitral.architecture import Architecture, ResNetConfig, ViTConfig
+from vitral.display import interval_text, print_facts, print_table
 from vitral.errors import UserError, printable
 
 if TYPE_CHECKING:
+    from vitral.api.bench import BenchmarkReport
+    from vitral.api.checkpoints import CheckpointInfo, ConvertResult
     from vitral.api.evaluation import EvalResult
+    from vitral.api.export import ExportResult
     from vitral.api.features import ProbeResult, SearchResult
+    from vitral.api.hub import PushResult
     from vitral.api.inspection import InspectResult
+    from vitral.api.models import CostResult
     from vitral.api.prediction import EmbedResult
+    from vitral.api.serve import ServeResult
 
 _CLASSES = 30  # rows of a table of classes
 _UNREADABLE = 20  # names in a line
@@ -160,6 +161,88 @@ def show_duplicates(result: Any, values: Mapping[str, Any]) -> None:
     print_facts(facts)
 
 
+def show_available(result: list[dict[str, Any]], values: Mapping[str, Any]) -> None:
+    cells = [[_cell(cell) for cell in row.values()] for row in result]
+    if values["what"] == "models":
+        note = "1,000 classes, 224 pixels. Other sizes, patches and ResNets work too: ViT-S/8, B/16@384, R101+ViT-L/32."
+        print_table(list(result[0]), cells, note=note)
+    else:
+        print_table(list(result[0]), cells, left=2)
+
+
+def show_cost(result: CostResult, values: Mapping[str, Any]) -> None:
+    facts = {
+        "model": f"{result.model}{_dimensions(result.architecture)}",
+        "image": f"{_by(result.image)} pixels, grid {_by(result.grid)}, {result.tokens:,} tokens",
+        "parameters": f"{result.parameters:,}",
+        "compute": f"{result.macs / 1e9:,.2f} GMACs per image",
+    }
+    if result.training_flops is not None and result.images is not None and result.epochs is not None:
+        run = f"{result.images:,.0f} images, {result.epochs:g} epoch{'s' * (result.epochs != 1)}"
+        facts["training"] = f"{result.training_flops / 1e18:,.4g} exaFLOPs ({run})"
+        facts["the paper"] = result.paper or ""
+    print_facts(facts)
+
+
+def show_info(result: CheckpointInfo, values: Mapping[str, Any]) -> None:
+    card, architecture = result.card, result.card.architecture
+    facts = {
+        "file": f"{result.path} ({result.bytes / 1e6:,.1f} MB)",
+        "format": f"{result.format} ({result.container})",
+        "model": result.model,
+        "parameters": f"{result.cost.params:,}",
+        "image": f"{_by(architecture.image)} pixels, {architecture.channels} channels",
+    }
+    if isinstance(architecture, ViTConfig):
+        facts |= _vit_facts(architecture)
+    pixels = card.preprocess
+    prepared = f"{pixels.pipeline}, mean {_plain(pixels.mean)}, std {_plain(pixels.std)}" if pixels else "not stated"
+    names = ", ".join(card.class_names[:3]) + (", ..." if card.class_names[3:] else "")
+    facts |= {
+        "classes": f"{architecture.classes:,} ({names or 'names not stated'})" if architecture.classes else "none",
+        "preprocess": prepared,
+        "from": f"{card.source} ({card.format})" if card.format != result.format else "",
+        "licence": card.licence or "not stated",
+        "changes": "; ".join(card.changes),
+        "sha256": result.sha256,
+    }
+    print_facts(facts)
+
+
+def show_conversion(result: ConvertResult, values: Mapping[str, Any]) -> None:
+    outputs = f"of the outputs, same image of {_by(result.image)} pixels"
+    facts = {
+        "read": f"{result.source} ({result.source_format})",
+        "wrote": f"{result.target} ({result.target_format})",
+        "model": result.model,
+        "changes": "; ".join(result.changes) or "none",
+        "unmapped": ", ".join(result.unmapped) or "none",
+        "not in the file": "; ".join(result.unstated),
+        "difference": f"max |difference| {result.difference:.3g} {outputs}",
+    }
+    print_facts(facts)
+
+
+def show_export(result: ExportResult, values: Mapping[str, Any]) -> None:
+    print_table([result.report.images, "model", result.format, "limit"], result.report.rows())
+    size = f"{result.bytes / 1e6:,.1f} MB"
+    print_facts({"wrote": f"{result.target} ({result.format}, {size}: {', '.join(result.outputs)})"})
+
+
+def show_push(result: PushResult, values: Mapping[str, Any]) -> None:
+    print_facts({**result.summary(), "not for others": "; ".join(result.refusals)})
+
+
+def show_served(result: ServeResult, values: Mapping[str, Any]) -> None:
+    print_facts(result.summary())
+
+
+def show_benchmark(result: BenchmarkReport, values: Mapping[str, Any]) -> None:
+    columns, cells = result.table()
+    print_table(columns, cells, left=5, note="\n".join(result.notes))
+    print_facts({"written to": f"{result.results} (all rows), {result.page} (a page)"})
+
+
 def _classes(image: Any) -> str:
     if hasattr(image, "reason"):
         return f"not read: {image.reason}"
@@ -241,48 +324,47 @@ def _quantiles(values: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {value:,}" for name, value in values.items()) + " pixels" if values else ""
 
 
-class _Output(Console):
-    def on_broken_pipe(self) -> None:
-        """Let `main` handle a reader (head, less) that has closed the pipe."""
-        raise BrokenPipeError
+def _vit_facts(c: ViTConfig) -> dict[str, str]:
+    sizes = f"{c.depth} layers, width {c.width}, MLP {c.mlp}, {c.heads} heads"
+    parts = [f"{c.pool} pooling", f"{c.registers} registers" * bool(c.registers), "LayerScale" * c.layer_scale]
+    parts += [f"tanh layer of {c.representation}" * bool(c.representation)]
+    norms = {"norm before the blocks": c.pre_norm, "post-norm": c.post_norm, "QK norm": c.qk_norm}
+    norms |= {"norm in the attention": c.attention_norm, "norm in the MLP": c.mlp_norm}
+    norms |= {"no final norm": c.norm_place == "none", "final norm after pooling": c.norm_place == "features"}
+    biases = {"no bias of queries, keys and values": not c.qkv_bias, "no bias of keys": not c.key_bias}
+    biases |= {"no bias of patches": not c.patch_bias, "no bias of the head": not c.head_bias}
+    parts += [name for name, present in {**norms, **biases}.items() if present]
+    row = "with" if c.class_row else "without"
+    return {
+        "layers": f"{sizes}, {'SwiGLU' if c.swiglu else f'{c.gelu} GELU'}, LayerNorm eps {c.norm_eps:g}",
+        "parts": ", ".join(part for part in parts if part),
+        "positions": f"{c.position}, grid {_by(c.grid(c.image))}, {row} a class row, resized by rule {c.resize}"
+        + (f"; RoPE of temperature {c.rope.temperature:g}" if c.rope else ""),
+    }
 
 
-def console() -> Console:
-    """A console that does not cut tables where the output is not a terminal."""
-    return _Output(width=None if sys.stdout.isatty() else 200, highlight=False)
+def _dimensions(architecture: Architecture) -> str:
+    if isinstance(architecture, ResNetConfig):
+        return f"  (stages of {', '.join(map(str, architecture.blocks))} units, width x{architecture.width})"
+    if not isinstance(architecture, ViTConfig):
+        return ""
+    a = architecture
+    stem = f" on a ResNet of {', '.join(map(str, a.stem.blocks)) or 'no'} units" if a.stem else ""
+    return f"  ({a.depth} layers, width {a.width}, MLP {a.mlp}, {a.heads} heads{stem})"
+
+
+def _cell(value: str | int | float | None) -> str:
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
+
+
+def _plain(values: tuple[float, ...]) -> str:
+    return f"{values[0]:g}" if len(set(values)) == 1 else "(" + ", ".join(f"{value:g}" for value in values) + ")"
 
 
 def print_json(value: Any) -> None:
     print(printable(json.dumps(value, indent=2, ensure_ascii=False)))
-
-
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, note: str = "") -> None:
-    """Print a table; columns after the first `left` hold numbers and are aligned to the right."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < left else "right", no_wrap=i == 0 or i >= left, overflow="fold")
-    for row in rows:
-        table.add_row(*(_text(cell) for cell in row))
-    out = console()
-    out.print(table)
-    if note:
-        out.print(_text(note))
-
-
-def _text(cell: str) -> Text:
-    """A cell without markup or control characters; a line feed in a name would look like another row."""
-    return Text(printable(cell).replace("\n", "\\n"))
-
-
-def print_facts(facts: Mapping[str, str]) -> None:
-    """Print names and values, one per line, without those that are empty."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in facts.items():
-        if value:
-            table.add_row(name, _text(value))
-    console().print(table)
 
 
 def counted(number: int, thing: str) -> str:
@@ -290,7 +372,7 @@ def counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}" + "s" * (number != 1)
 
 
-def by(size: tuple[int, int]) -> str:
+def _by(size: tuple[int, int]) -> str:
     """(3, 4) -> "3x4" """
     return f"{size[0]}x{size[1]}"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from vitral.cli.results import counted, percent, print_facts, print_json, print_table
-from vitral.display import duration, headline, interval_text, with_deviation
+from vitral.cli.results import counted, percent, print_json
+from vitral.display import duration, headline, interval_text, print_facts, print_table, with_deviation
 from vitral.errors import UserError
 from vitral.recipe import Recipe, to_toml
 

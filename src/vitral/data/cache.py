@@ -35,7 +35,7 @@ import numpy as np
 from vitral.atomic import atomic_write
 from vitral.data.images import ImageError, UnreadableImage, describe
 from vitral.data.loader import read_pixels
-from vitral.data.splits import Split
+from vitral.data.splits import Split, evenly
 from vitral.data.workers import CHUNK, map_images
 from vitral.events import EventHandler, Note, Progress, ignore_events
 
@@ -81,12 +81,8 @@ class DiskCache:
         return self.folder / f"{key}{self.suffix}"
 
     def read(self, key: str, load: Callable[[Path], T | None]) -> T | None:
-        """The entry as `load` returns it; None if the file is missing, damaged or refused by `load`.
-
-        Args:
-            key: the entry's name.
-            load: reads and validates the file; it returns None, or raises one of `DAMAGE`, for an invalid one.
-        """
+        """The entry as `load` returns it; None if the file is missing, damaged, or refused by `load`, which returns
+        None or raises one of `DAMAGE` for an invalid one."""
         path = self.path(key)
         try:
             value = load(path)
@@ -141,12 +137,9 @@ def decode_once(
 ) -> tuple[Split, list[UnreadableImage]]:
     """Decode all images of a split into one memory-mapped file in a folder, or find the file of an earlier call.
 
-    `on_event` receives `Progress` while images are decoded, and a `Note` about the disk space.
-
-    Returns:
-        The split without its unreadable images, reading decoded pixels, and those unreadable images. The split comes
-        back unchanged where the pixels would take more than `limit_bytes` or half of the free disk space, or are in
-        memory anyway.
+    Returns the split without its unreadable images, and these. The split comes back unchanged where the pixels would
+    take more than `limit_bytes` or half of the free disk space, or are in memory anyway. `on_event` receives `Progress`
+    while images are decoded, and a `Note` about the disk space.
     """
     expected = _expected_bytes(split, channels) if len(split) else 0.0
     if not len(split) or expected > limit_bytes:
@@ -240,7 +233,7 @@ def _decoded(channels: int, split: Split, index: int) -> np.ndarray | str:
 def _expected_bytes(split: Split, channels: int) -> float:
     """The size of all pixels, estimated from the headers of a sample; infinite for pixels that need no decoding."""
     sizes = []
-    for index in np.unique(np.linspace(0, len(split) - 1, SAMPLE).astype(np.int64)).tolist():
+    for index in evenly(len(split), SAMPLE).tolist():
         with contextlib.suppress(ImageError):
             data = split.reader.read(index)
             if isinstance(data, np.ndarray):

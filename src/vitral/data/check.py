@@ -108,13 +108,9 @@ class _Image(NamedTuple):
 
 
 def check(source: str | Path | DataSet, *, workers: int = 0, on_event: EventHandler = ignore_events) -> CheckReport:
-    """Read every image of all splits once and report problems.
+    """Read every image of all splits once and report problems; events are `Progress("checking", ...)`.
 
-    Args:
-        source: A data set, or its folder or name as `open_data` takes it. Without a val or test split, leaks are those
-            of the split that training makes by default.
-        workers: Processes that read images; 0 reads them in this one.
-        on_event: Receives `Progress("checking", ...)`.
+    Without a val or test split, leaks are those of the split that training makes by default.
     """
     data = source if isinstance(source, DataSet) else open_to_check(source)
     images: list[_Image] = []
@@ -130,7 +126,7 @@ def open_to_check(source: str | Path) -> DataSet:
     try:
         return open_data(source, held_out=0)
     except EmptyClass as error:
-        return dataclasses.replace(read_folder(error.folder, seed=0, held_out=0, empty=True), source=str(source))
+        return dataclasses.replace(read_folder(error.folder, held_out=0, empty=True), source=str(source))
 
 
 def _read(split: Split, index: int) -> _Image:
@@ -203,7 +199,7 @@ def _report(data: DataSet, images: list[_Image]) -> CheckReport:
 def _groups(data: DataSet) -> np.ndarray:
     """(n,) int64: the split of each image, 0 for train; without another split, 1 for what training would hold out."""
     if not data.splits[1:]:
-        return stratified(data.train.keys, strata(data.train), HELD_OUT, seed=0).astype(np.int64)
+        return stratified(data.train.keys, strata(data.train), HELD_OUT).astype(np.int64)
     return np.repeat(np.arange(len(data.splits)), [len(split) for split in data.splits])
 
 

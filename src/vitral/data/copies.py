@@ -360,9 +360,8 @@ def unit_vectors(features: np.ndarray | Tensor) -> Tensor:
 def nearest(queries: Tensor, stored: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k most similar stored vectors (n, d) of each query (q, d), all of length 1; every pair is compared.
 
-    Returns:
-        Cosine similarities (q, min(k, n)) float32, the highest first, and indices (q, min(k, n)) int64. Among equal
-        similarities the lower index comes first.
+    Returns cosine similarities (q, min(k, n)) float32, the highest first, and indices (q, min(k, n)) int64; among equal
+    similarities the lower index comes first.
     """
     results = [_nearest_of_block(block, stored, k) for block in queries.split(QUERY_BLOCK)]
     scores, indices = zip(*results, strict=True)

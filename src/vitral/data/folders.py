@@ -90,7 +90,7 @@ class ImageListing:
         return notes
 
 
-def read_folder(folder: Path, *, seed: int, held_out: float, empty: bool = False) -> DataSet:
+def read_folder(folder: Path, *, held_out: float, empty: bool = False) -> DataSet:
     """Read a folder with one sub-folder per class, or with train (and val, test) folders of such sub-folders.
 
     If it has val and test alone, the data is for testing only. A class without an image in train raises EmptyClass
@@ -108,7 +108,7 @@ def read_folder(folder: Path, *, seed: int, held_out: float, empty: bool = False
     has_train = "train" in splits and _holds_classes(folder / splits["train"])
     if not has_train and not (children and len(splits) == len(children)):
         parts, classes = {"train": _read_classes(folder, "", listing, empty)}, tuple(children)
-        return make_dataset(source, parts, seed=seed, held_out=held_out, classes=classes, notes=listing.notes())
+        return make_dataset(source, parts, held_out=held_out, classes=classes, notes=listing.notes())
     if not has_train and ("train" in splits or not any(_holds_classes(folder / child) for child in children)):
         raise UserError(f"{folder} has {' and '.join(children)} but no class folders in train: add train/CLASS/.")
     parts = {name: _read_classes(folder, f"{child}/", listing, empty) for name, child in splits.items()}
@@ -122,7 +122,7 @@ def read_folder(folder: Path, *, seed: int, held_out: float, empty: bool = False
     ignored = [child for child in children if child not in splits.values()]
     if ignored:
         notes.append(f"Left out the folder{'s' * (len(ignored) > 1)} {', '.join(ignored)} beside {splits['train']}.")
-    return make_dataset(source, parts, seed=seed, held_out=held_out, classes=classes, notes=notes)
+    return make_dataset(source, parts, held_out=held_out, classes=classes, notes=notes)
 
 
 def find_images(folder: Path, below: str = "", listing: ImageListing | None = None) -> ImageListing:

@@ -235,11 +235,8 @@ def jpeg_header(jpeg: bytes) -> JpegHeader:
 
 
 def decode_upper_rows(jpeg: bytes, frame: JpegFrame, rows: int) -> np.ndarray | None:
-    """Decode the first rows of a JPEG by writing a smaller height into its header.
-
-    Returns:
-        uint8 (rows + 1, w, 3), of which all but the last row are correct; None if the whole image has to be decoded.
-    """
+    """Decode the first rows of a JPEG by writing a smaller height into its header: uint8 (rows + 1, w, 3), of which all
+    but the last row are correct; None if the whole image has to be decoded."""
     if not jpeg.endswith(_END):  # the decoder reports its first warning alone, which may be about a restart marker
         return None
     end = rows + 1  # subsampled chroma is blended with that of the next row

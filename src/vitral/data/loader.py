@@ -84,11 +84,6 @@ def training_batches(
     """This rank's slice of the global batch, of `batch` images, of each step from `first_step` to before `last_step`.
 
     Args:
-        split: the images.
-        transform: what makes an image of them.
-        seed: of the order and of the augmentations.
-        rank: of this process, of `world`.
-        workers: worker processes; 0 reads in this one.
         mix_partner: put one more row in front (`rank_positions`), so that each row can be mixed with the row before
             it, alike on any number of ranks.
         pin: return tensors in pinned memory, where there is a GPU.

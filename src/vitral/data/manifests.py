@@ -37,8 +37,8 @@ class ManifestRow(NamedTuple):
     listed: bool  # whether its labels are a list
 
 
-def read_manifest(path: Path, *, seed: int, held_out: float) -> DataSet:
-    """Read a manifest; `seed` and `held_out` as in `make_dataset`."""
+def read_manifest(path: Path, *, held_out: float) -> DataSet:
+    """Read a manifest; `held_out` as in `make_dataset`."""
     rows = [_row(path, line, entry) for line, entry in _entries(path)]
     multilabel = any(row.listed for row in rows)
     if not rows:
@@ -59,7 +59,7 @@ def read_manifest(path: Path, *, seed: int, held_out: float) -> DataSet:
     if "train" not in parts:
         notes.append("No image is of the split train: this is for testing only.")
     try:
-        return make_dataset(str(path), parts, seed=seed, held_out=held_out, notes=notes)
+        return make_dataset(str(path), parts, held_out=held_out, notes=notes)
     except UserError as error:  # the lines left out may be its cause
         raise UserError(" ".join([*notes, str(error)])) from error
 

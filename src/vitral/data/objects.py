@@ -98,7 +98,7 @@ class _Items(NamedTuple):
     keys: Sequence[str]
 
 
-def open_objects(data: Any, *, seed: int, held_out: float, on_event: EventHandler) -> DataSet:
+def open_objects(data: Any, *, held_out: float, on_event: EventHandler) -> DataSet:
     """Open an object of the table above; the other arguments are those of `open_data`."""
     splits, notes = _splits(data)
     parts: dict[str, RawSplit] = {}
@@ -118,7 +118,7 @@ def open_objects(data: Any, *, seed: int, held_out: float, on_event: EventHandle
         if _first_is_float(reader) and not any("floating" in note for note in notes):
             notes.append("The images are floating-point: they are rounded to 8 bits.")
     source = f"{_type_name(splits['train'])} object"
-    return make_dataset(source, parts, seed=seed, held_out=held_out, classes=classes, notes=notes)
+    return make_dataset(source, parts, held_out=held_out, classes=classes, notes=notes)
 
 
 def _splits(data: Any) -> tuple[dict[str, Any], list[str]]:

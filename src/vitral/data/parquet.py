@@ -15,7 +15,7 @@ import os
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -83,7 +83,7 @@ class ParquetReader:
         return column
 
 
-def read_parquet(source: str, files: list[Path], *, seed: int, held_out: float) -> DataSet:
+def read_parquet(source: str, files: list[Path], *, held_out: float) -> DataSet:
     """Read the data set in these files; `source` is its name in messages."""
     notes: list[str] = []
     parts: dict[str, RawSplit] = {}
@@ -97,7 +97,7 @@ def read_parquet(source: str, files: list[Path], *, seed: int, held_out: float) 
         classes = names if split == "train" else classes
     if "train" not in parts:
         raise UserError(f"{source} has no labels in train: they are all -1.")
-    return make_dataset(source, parts, seed=seed, held_out=held_out, classes=classes, notes=notes)
+    return make_dataset(source, parts, held_out=held_out, classes=classes, notes=notes)
 
 
 def download(name: str) -> tuple[Path, list[Path]]:
@@ -106,21 +106,8 @@ def download(name: str) -> tuple[Path, list[Path]]:
     owner, _, rest = path.partition("/")
     repository, _, folder = rest.partition("/")
     identity = f"{owner}/{repository}" if repository else owner
-    try:
-        from huggingface_hub import errors, snapshot_download
-    except ImportError as error:
-        raise UserError(f"{name} is on the Hugging Face hub: pip install 'vitral[hub]' to download it.") from error
     pattern = f"{folder}/*.parquet" if folder else "*.parquet"  # "*" goes through folders here
-    try:
-        snapshot = snapshot_download(identity, repo_type="dataset", revision=revision or None, allow_patterns=[pattern])
-    # Some releases of the hub raise a plain ConnectionError where it is switched to offline.
-    except (errors.LocalEntryNotFoundError, ConnectionError) as error:
-        raise UserError(f"{name} is not in the cache and the hub cannot be reached: go online once.") from error
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise UserError(f"{name}: the hub has no such data set, or it needs `hf auth login`.") from error
-    except errors.HfHubHTTPError as error:
-        raise UserError(f"{name}: the hub answered with an error ({error}).") from error
-    root = Path(snapshot) / folder
+    root = hub_snapshot(name, identity, revision, [pattern], repo_type="dataset") / folder
     files = sorted(root.rglob("*.parquet"))
     if not files:
         raise UserError(f"{name} has no Parquet files: download it as a folder of images instead.")
@@ -128,6 +115,31 @@ def download(name: str) -> tuple[Path, list[Path]]:
     if len(configs) > 1:
         raise UserError(f"{name} has several configurations: name one of them, such as {name}/{configs[0]}.")
     return root, files
+
+
+def hub_snapshot(
+    name: str, repository: str, revision: str, patterns: list[str], *, repo_type: Literal["model", "dataset"]
+) -> Path:
+    """The folder of some files of a repository in huggingface_hub's cache; what is not there is downloaded.
+
+    `name` is what the user calls it; an empty revision is the newest.
+    """
+    try:
+        from huggingface_hub import errors, snapshot_download
+    except ImportError as error:
+        raise UserError(f"{name} is on the Hugging Face hub: pip install 'vitral[hub]' to download it.") from error
+    what, otherwise = ("repository", ", or name a file") if repo_type == "model" else ("data set", "")
+    options = {"repo_type": repo_type, "revision": revision or None, "allow_patterns": patterns}
+    try:
+        return Path(snapshot_download(repository, **options))
+    # Some releases of huggingface_hub raise a plain ConnectionError in offline mode.
+    except (errors.LocalEntryNotFoundError, ConnectionError) as error:
+        reason = f"{name} is not in the cache and the hub cannot be reached"
+        raise UserError(f"{reason}: go online once{otherwise}.") from error
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        raise UserError(f"{name}: the hub has no such {what}, or it needs `hf auth login`.") from error
+    except errors.HfHubHTTPError as error:
+        raise UserError(f"{name}: the hub answered with an error ({error}).") from error
 
 
 def _in_config_folder(root: Path, file: Path) -> bool:

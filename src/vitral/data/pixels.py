@@ -254,11 +254,8 @@ def _cell_means(image: np.ndarray, length: int, axis: int) -> np.ndarray:
 
 
 def shown_region(image: Size, steps: Sequence[tuple[str, Size]]) -> tuple[float, float, float, float]:
-    """The part of an image of this size that deterministic steps keep; they are names and sizes.
-
-    Returns:
-        Left, top, width and height as fractions of the image; what is padded lies below 0 or above 1.
-    """
+    """The part of an image of this size that deterministic steps, names and sizes, keep: left, top, width and height as
+    fractions of the image; what is padded lies below 0 or above 1."""
     size, start, length = np.array(image), np.zeros(2), np.ones(2)
 
     def crop(offset: np.ndarray, after: np.ndarray) -> None:

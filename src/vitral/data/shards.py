@@ -79,10 +79,10 @@ def expand_pattern(pattern: str) -> list[Path]:
     return [Path(name) for name in sorted(dict.fromkeys(files), key=natural_key)]
 
 
-def read_shards(source: str, files: list[Path], *, seed: int, held_out: float) -> DataSet:
+def read_shards(source: str, files: list[Path], *, held_out: float) -> DataSet:
     """Read the data set in these shards; `source` is its name in messages."""
     parts = {split: _read_split(members) for split, members in files_by_split(source, files).items()}
-    return make_dataset(source, parts, seed=seed, held_out=held_out)
+    return make_dataset(source, parts, held_out=held_out)
 
 
 def index_shard(file: Path) -> list[ShardSample]:

@@ -31,47 +31,40 @@ from vitral.data.images import ImageError, describe
 from vitral.data.loader import permute
 from vitral.data.objects import open_objects
 from vitral.data.shards import expand_pattern, read_shards
-from vitral.data.splits import HELD_OUT, SPLIT_NAMES, DataSet, Reader, Split, key_hash, strata, stratified
+from vitral.data.splits import HELD_OUT, SPLIT_NAMES, DataSet, Reader, Split, evenly, key_hash, strata, stratified
 from vitral.errors import UserError
 from vitral.events import EventHandler, Progress, ignore_events
 
 __all__ = ["DataSet", "Reader", "Split", "open_data", "open_images"]
 
 
-def open_data(
-    source: Any, *, seed: int = 0, held_out: float = HELD_OUT, on_event: EventHandler = ignore_events
-) -> DataSet:
-    """Open any source of the table above, or an object in memory (`objects.py`).
+def open_data(source: Any, *, held_out: float = HELD_OUT, on_event: EventHandler = ignore_events) -> DataSet:
+    """Open any source of the table above, or an object in memory (`objects.py`); a `DataSet` is returned as it is.
 
     Args:
-        source: a path, a pattern, a name, or an object; a `DataSet` is returned as it is.
-        seed: of the draw of held-out images.
         held_out: where the source has neither a val nor a test split, the share of each class that becomes test;
             0 leaves everything in train, and a single class is accepted.
         on_event: receives `Progress` where labels have to be read item by item.
-
-    Raises:
-        UserError: the source is none of these, or has a mistake.
     """
     if isinstance(source, DataSet):
         return source
     if not isinstance(source, str | os.PathLike):
-        return open_objects(source, seed=seed, held_out=held_out, on_event=on_event)
+        return open_objects(source, held_out=held_out, on_event=on_event)
     text = str(source)
     if isinstance(source, str) and in_catalog(text):
         return open_from_catalog(text, held_out=held_out)
     if text.startswith("hf:"):
         folder, files = parquet.download(text)
-        return replace(parquet.read_parquet(str(folder), files, seed=seed, held_out=held_out), source=text)
+        return replace(parquet.read_parquet(str(folder), files, held_out=held_out), source=text)
     path = Path(text).expanduser()
     if os.path.isdir(path):
-        return _open_folder(path, seed, held_out)
+        return _open_folder(path, held_out)
     if path.suffix.lower() == ".tar":
-        return read_shards(text, expand_pattern(str(path)), seed=seed, held_out=held_out)
+        return read_shards(text, expand_pattern(str(path)), held_out=held_out)
     if path.suffix.lower() == ".parquet":
-        return parquet.read_parquet(text, expand_pattern(str(path)), seed=seed, held_out=held_out)
+        return parquet.read_parquet(text, expand_pattern(str(path)), held_out=held_out)
     if path.suffix.lower() in manifests.SUFFIXES and os.path.isfile(path):
-        return manifests.read_manifest(path, seed=seed, held_out=held_out)
+        return manifests.read_manifest(path, held_out=held_out)
     close = difflib.get_close_matches(text.partition(":")[0], CATALOG, 1)
     hint = (
         f"did you mean {close[0]}?" if close else "name a folder of class folders, a manifest, Parquet or tar shards."
@@ -79,14 +72,14 @@ def open_data(
     raise UserError(f"{text} is not a data set: {hint}")
 
 
-def _open_folder(folder: Path, seed: int, held_out: float) -> DataSet:
+def _open_folder(folder: Path, held_out: float) -> DataSet:
     """Parquet files or shards in the folder, or in its split folders, are read as such; else it has class folders."""
     folders = [folder, *(folder / name for name in sub_folders(folder) if name == "data" or name in SPLIT_NAMES)]
     for suffix, read in ((".parquet", parquet.read_parquet), (".tar", read_shards)):
         files = [path for parent in folders for path in parent.iterdir() if path.suffix.lower() == suffix]
         if files:
-            return read(str(folder), files, seed=seed, held_out=held_out)
-    return read_folder(folder, seed=seed, held_out=held_out)
+            return read(str(folder), files, held_out=held_out)
+    return read_folder(folder, held_out=held_out)
 
 
 def open_images(sources: Sequence[str | Path]) -> Split:
@@ -128,7 +121,7 @@ def with_dev_split(data: DataSet, share: float) -> DataSet:
     """The data with a val split to select hyper-parameters on: its own beside test, else a share of each class."""
     if data.val is not None and data.test is not None:
         return data
-    held = stratified(data.train.keys, strata(data.train), share, seed=0)
+    held = stratified(data.train.keys, strata(data.train), share)
     dev = data.train.select(np.flatnonzero(held), "dev")
     if not len(dev):
         raise UserError(f"{data.source} has too few images to keep {share:.0%} of each class: set data.dev=0.")
@@ -248,7 +241,7 @@ _SAMPLE = 32
 def median_short_side(split: Split) -> int:
     """The median length in pixels of the shorter side, of a sample of images; only headers are read."""
     sides = []
-    for index in np.unique(np.linspace(0, len(split) - 1, _SAMPLE).astype(int)).tolist():
+    for index in evenly(len(split), _SAMPLE).tolist():
         try:
             sides.append(_short_side(split.reader.read(index)))
         except (ImageError, OSError):

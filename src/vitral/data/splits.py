@@ -194,7 +194,6 @@ def make_dataset(
     source: str,
     parts: Mapping[str, RawSplit],
     *,
-    seed: int,
     held_out: float,
     classes: tuple[str, ...] | None = None,
     notes: Iterable[str] = (),
@@ -203,9 +202,8 @@ def make_dataset(
 
     Args:
         parts: "train", "val" and "test", as many as there are; without train the data is for testing only.
-        seed: of the draw of held-out images.
-        held_out: without val and test, the share of each class of train that becomes the test split; with 0 all
-            images stay in train, and a single class is accepted.
+        held_out: without val and test, the share of each class of train that becomes the test split, always the
+            same images; with 0 all stay in train, and a single class is accepted.
         classes: the class names in order; by default those of train, or of all without it, sorted naturally.
         notes: messages for the user.
     """
@@ -226,7 +224,7 @@ def make_dataset(
             _refuse_unknown(source, name, parts[name], class_names)
             held[name] = _split(name, parts[name], class_names, multilabel)
     if not held:
-        return _with_held_out(source, train, seed, held_out, messages)
+        return _with_held_out(source, train, held_out, messages)
     messages += _absent(train, next(iter(held.values()))) if len(train) else []
     return DataSet(source, train, **held, notes=tuple(messages))
 
@@ -249,6 +247,11 @@ def unreadable_refusal(train: Split, readable: Split, held_out: Split | None) ->
     return ""
 
 
+def evenly(count: int, most: int) -> np.ndarray:
+    """At most `most` of the numbers below `count`, from the first to the last."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
+
+
 def key_hash(key: str, prefix: str = "") -> bytes:
     """Depends on nothing but the key of an image and a prefix, on any machine and in any version of Python."""
     return hashlib.blake2b(prefix.encode() + _encoded(key), digest_size=16).digest()
@@ -260,7 +263,7 @@ def hashed_order(keys: Sequence[str], prefix: str = "") -> np.ndarray:
     return np.array(sorted(range(len(keys)), key=hashes.__getitem__), np.int64)
 
 
-def stratified(keys: Sequence[str], strata: np.ndarray, held_out: float, seed: int) -> np.ndarray:
+def stratified(keys: Sequence[str], strata: np.ndarray, held_out: float, seed: int = 0) -> np.ndarray:
     """Which images are held out, (n,) bool: the same share of each stratum, at least one on each side if it has two.
 
     The draw orders images by a hash of key and seed: the order of files, the platform and the version of a random
@@ -274,16 +277,16 @@ def stratified(keys: Sequence[str], strata: np.ndarray, held_out: float, seed: i
     return held
 
 
-def _with_held_out(source: str, train: Split, seed: int, held_out: float, notes: list[str]) -> DataSet:
+def _with_held_out(source: str, train: Split, held_out: float, notes: list[str]) -> DataSet:
     if held_out == 0:
         return DataSet(source, train, notes=tuple(notes))
-    held = stratified(train.keys, strata(train), held_out, seed)
+    held = stratified(train.keys, strata(train), held_out)
     test = train.select(np.flatnonzero(held), "test")
     if len(test) == 0:
         raise UserError(f"{source} has one image in each class: add more, or name a test split.")
     kept = train.select(np.flatnonzero(~held))
     notes.append(
-        f"No test split was given: {len(test)} of {len(train)} images ({held_out:.0%} of each class, seed {seed}) "
+        f"No test split was given: {len(test)} of {len(train)} images ({held_out:.0%} of each class, seed 0) "
         f"are held out for testing; split {test.fingerprint()[:12]}."
     )
     return DataSet(source, kept, test=test, notes=(*notes, *_absent(kept, test)))

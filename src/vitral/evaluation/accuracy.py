@@ -191,12 +191,9 @@ class LabelMetrics(NamedTuple):
     f1_at_threshold: float | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MultiLabelMetrics:
-    """Metrics of multi-label classification. Means over classes include those with a positive example.
-
-    Where `fitted_here` is true the thresholds were chosen on the same examples, so F1 at them is optimistic.
-    """
+    """Metrics of multi-label classification. Means over classes include those with a positive example."""
 
     n: int
     mean_average_precision: float
@@ -204,7 +201,7 @@ class MultiLabelMetrics:
     macro_f1: float
     micro_f1_at_thresholds: float
     macro_f1_at_thresholds: float
-    fitted_here: bool
+    fitted_here: bool = True  # the thresholds were chosen on the same examples
     per_class: tuple[LabelMetrics, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -212,12 +209,10 @@ class MultiLabelMetrics:
         return {**asdict(self), "per_class": [row._asdict() for row in self.per_class]}
 
 
-def multilabel_metrics(
-    scores: np.ndarray, labels: np.ndarray, classes: Sequence[str], thresholds: Sequence[float] | None = None
-) -> MultiLabelMetrics:
+def multilabel_metrics(scores: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> MultiLabelMetrics:
     """Compute mAP, and F1 at probability 0.5 and at one threshold per class, of probabilities and labels (n, k).
 
-    The thresholds are fitted to these examples by default.
+    The thresholds are fitted to these examples, so F1 at them is optimistic.
     """
     _check_probabilities(scores, labels)
     _check_names(classes, scores.shape[1])
@@ -226,9 +221,7 @@ def multilabel_metrics(
     present = support > 0
     if not present.any():
         raise UserError("no example has a label, so that there is nothing to score: check the data.")
-    if thresholds is not None and len(thresholds) != len(classes):
-        raise UserError(f"{len(thresholds)} thresholds do not fit {len(classes)} classes: give one for each.")
-    limits = best_thresholds(scores, labels) if thresholds is None else np.asarray(thresholds, np.float64)
+    limits = best_thresholds(scores, labels)
     precision = [average_precision(scores[:, i], truth[:, i]) if present[i] else None for i in range(len(classes))]
     (micro, half), (fitted_micro, fitted) = (_f1(scores >= limit, truth) for limit in (0.5, limits))
     return MultiLabelMetrics(
@@ -238,7 +231,6 @@ def multilabel_metrics(
         macro_f1=float(half[present].mean()),
         micro_f1_at_thresholds=fitted_micro,
         macro_f1_at_thresholds=float(fitted[present].mean()),
-        fitted_here=thresholds is None,
         per_class=tuple(
             LabelMetrics(
                 name,

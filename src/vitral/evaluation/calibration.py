@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vitral.data.splits import evenly
 from vitral.errors import UserError
 
 BINS = 15  # of equal width, as in Guo et al. 2017, whose ECE this is
@@ -121,7 +122,7 @@ def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
     plain = calibration_at(logits, labels, 1.0)
     if len(labels) < 2 or logits.shape[1] < 2:
         return plain
-    folds, fitted = _folds(labels), _evenly(len(labels), _FITTED)
+    folds, fitted = _folds(labels), evenly(len(labels), _FITTED)
     temperatures = np.ones(len(labels))
     for fold in range(min(FOLDS, len(labels))):
         others = fitted[folds[fitted] != fold]
@@ -139,22 +140,14 @@ def _folds(labels: np.ndarray) -> np.ndarray:
     return folds
 
 
-def _evenly(count: int, most: int) -> np.ndarray:
-    """At most `most` of the numbers below `count`, from the first to the last."""
-    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
-
-
 def fit_temperature(logits: np.ndarray, labels: np.ndarray, *, mistakes: float = 0.0) -> float:
-    """The temperature to divide logits by that maximises the likelihood of the labels; fit it on held-out data only.
+    """The temperature that maximises the likelihood of labels (n,) by logits (n, k); fit it on held-out data only.
 
     The log-likelihood is concave in 1 / temperature, so its maximum is where the slope is zero: Newton's method, with
     bisection where a step leaves the bracket. Clipped to MIN_TEMPERATURE and MAX_TEMPERATURE.
 
-    Args:
-        logits: (n, k).
-        labels: (n,) int64.
-        mistakes: weight, in examples, of an imagined example like the average of these whose label is the second most
-            likely class. With 1, n right predictions of equal margin get the confidence n / (n + 1); with 0 they get 1.
+    `mistakes` is the weight, in examples, of an imagined example like the average of these whose label is the second
+    most likely class. With 1, n right predictions of equal margin get the confidence n / (n + 1); with 0 they get 1.
     """
     check_scores(logits, labels)
     targets, share = _margins(logits, labels), mistakes / (len(labels) + mistakes)

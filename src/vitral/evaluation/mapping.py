@@ -27,14 +27,9 @@ def class_mapping(
 ) -> tuple[np.ndarray, str]:
     """Map the classes of a data set to the outputs of a model; one rule has to match all of them.
 
-    Args:
-        folder_classes: Classes of the data.
-        model_classes: Names of the model's outputs; empty where the weights do not state them.
-        count: Number of outputs.
-        table: File that names the outputs in their order, as `read_table` takes it; before the model's own names.
-
-    Returns:
-        The output of each class, (classes,) int64, and the rule that matched, as a sentence.
+    `model_classes` are empty where the weights do not state them; `table` is a file that names the outputs in order, as
+    `read_table` takes it, and comes before the model's own names. Returns the output of each class, (classes,) int64,
+    and the rule that matched, as a sentence.
     """
     columns = read_table(table, count) if table else []
     lists = columns + ([("the model's classes", model_classes)] if model_classes else [])

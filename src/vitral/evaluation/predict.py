@@ -82,29 +82,41 @@ def predict_split(
     task: str = "evaluating",
     on_event: EventHandler = ignore_events,
 ) -> Predictions:
-    """Compute the logits of this process's shard of a split.
+    """Compute the logits of this process's shard of a split; an empty split is a UserError.
 
     Args:
-        model: Moved to the device; returned in the training or evaluation mode it was in.
-        split: Images; an empty split is a UserError.
-        preprocess: Preprocessing of the pixels.
-        batch: Images per forward pass.
-        device: Where the model runs.
-        rank: Number of this process, of `world`.
-        workers: Processes that load images; 0 loads them in this one.
+        model: moved to the device; returned in the training or evaluation mode it was in.
+        workers: processes that load images; 0 loads them in this one.
         precision: "bfloat16" and "fp8" run under autocast; for FP8 the model is one that `use_fp8` has set up, for
             int8 one that `pack_int8` has changed.
-        function: What computes logits (batch, k) of images; the model itself by default.
-        normalized: Whether it takes normalised images, or uint8 pixels, both (batch, channels, height, width).
-        on_event: Receives `Progress(task, ...)` over this process's shard.
+        function: what computes logits (batch, k) of images; the model itself by default.
+        normalized: whether it takes normalised images, or uint8 pixels, both (batch, channels, height, width).
+        on_event: receives `Progress(task, ...)` over this process's shard.
     """
-    loading = {"batch": batch, "rank": rank, "world": world, "workers": workers}
-    compute = function or model
-    if normalized:
-        compute = _of_pixels(compute, preprocess)
-    return Predictions(
-        *_compute(model, compute, split, loading, preprocess, torch.device(device), precision, task, on_event)
-    )
+    if len(split) == 0:
+        raise UserError("there is no image to compute anything for: the split is empty.")
+    function, device, pipeline = function or model, torch.device(device), preprocess.pipeline
+    steps = parse_deterministic(pipeline) if isinstance(pipeline, str) else pipeline
+    loading = {"batch": batch, "rank": rank, "world": world, "workers": workers, "channels": len(preprocess.mean)}
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision in ("bfloat16", "fp8"))
+    results: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    training, done, total = model.training, 0, len(range(len(split))[rank_slice(len(split), rank, world)])
+    model.to(device).eval()
+    try:
+        with torch.inference_mode(), autocast:
+            for part in evaluation_batches(split, steps, pin=device.type == "cuda", **loading):
+                count = int((part.indices != PADDING).sum())  # images come first, padding last
+                # Padding is not computed, except for one row of an empty shard, which tells the width of the outputs.
+                images = part.images[: max(count, 1)].to(device, non_blocking=True)
+                # Images that are normalised already are left as they are.
+                images = normalize(images, preprocess.mean, preprocess.std) if normalized else images
+                rows = function(images).float().cpu()
+                results.append((part.indices[:count].numpy(), rows[:count].numpy(), part.valid[:count].numpy()))
+                done += count
+                on_event(Progress(task, done, total))
+    finally:
+        model.train(training)
+    return Predictions(*(np.concatenate(arrays) for arrays in zip(*results, strict=True)))
 
 
 def embed_split(
@@ -121,63 +133,16 @@ def embed_split(
     precision: Precision = "float32",
     on_event: EventHandler = ignore_events,
 ) -> Embeddings:
-    """Compute the embeddings of this process's shard of a split; the other arguments are those of `predict_split`.
+    """Compute the embeddings of this process's shard of a split; arguments are those of `predict_split`, and `pool`:
 
-    Args:
-        pool: "features", the input of the model's head; "cls", the class token; "mean", the mean of the patch tokens,
-            without class token and registers; "pre_logits", the input of the last linear layer, after the tanh layer
-            where there is one.
+    "features", the input of the model's head; "cls", the class token; "mean", the mean of the patch tokens, without
+    class token and registers; "pre_logits", the input of the last linear layer, after a tanh layer where there is one.
     """
-    loading = {"batch": batch, "rank": rank, "world": world, "workers": workers}
-    embed = _of_pixels(_embedder(model, pool), preprocess)
+    how = {"batch": batch, "device": device, "rank": rank, "world": world, "workers": workers, "precision": precision}
+    function = _embedder(model, pool)
     return Embeddings(
-        *_compute(model, embed, split, loading, preprocess, torch.device(device), precision, "embedding", on_event)
+        *predict_split(model, split, preprocess, function=function, task="embedding", on_event=on_event, **how)
     )
-
-
-def _of_pixels(function: Callable[[Tensor], Tensor], preprocess: Preprocessing) -> Callable[[Tensor], Tensor]:
-    """A function of normalised images as one of pixels; images that are normalised already are left as they are."""
-    return lambda pixels: function(normalize(pixels, preprocess.mean, preprocess.std))
-
-
-def _compute(
-    model: nn.Module,
-    function: Callable[[Tensor], Tensor],
-    split: Split,
-    loading: dict[str, int],
-    preprocess: Preprocessing,
-    device: torch.device,
-    precision: Precision,
-    task: str,
-    on_event: EventHandler,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Indices (m,), outputs (m, k) and validity (m,) of this process's shard; `loading`: as `evaluation_batches`."""
-    if len(split) == 0:
-        raise UserError("there is no image to compute anything for: the split is empty.")
-    pipeline, channels = preprocess.pipeline, len(preprocess.mean)
-    steps = parse_deterministic(pipeline) if isinstance(pipeline, str) else pipeline
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision in ("bfloat16", "fp8"))
-    results: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-    training, done, total = (
-        model.training,
-        0,
-        len(range(len(split))[rank_slice(len(split), loading["rank"], loading["world"])]),
-    )
-    model.to(device).eval()
-    try:
-        with torch.inference_mode(), autocast:
-            for batch in evaluation_batches(split, steps, channels=channels, pin=device.type == "cuda", **loading):
-                count = int((batch.indices != PADDING).sum())  # images come first, padding last
-                # Padding is not computed, except for one row of an empty shard, which tells the width of the outputs.
-                pixels = batch.images[: max(count, 1)].to(device, non_blocking=True)
-                rows = function(pixels).float().cpu()
-                results.append((batch.indices[:count].numpy(), rows[:count].numpy(), batch.valid[:count].numpy()))
-                done += count
-                on_event(Progress(task, done, total))
-    finally:
-        model.train(training)
-    indices, outputs, valid = (np.concatenate(arrays) for arrays in zip(*results, strict=True))
-    return indices, outputs, valid
 
 
 def _embedder(model: Model, pool: EmbeddingPool) -> Callable[[Tensor], Tensor]:

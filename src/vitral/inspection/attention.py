@@ -70,13 +70,8 @@ def rollout(attentions: Sequence[Tensor], start: Tensor) -> Tensor:
     """Attention rollout (Abnar & Zuidema 2020): heads are merged and the matrices of all layers multiplied.
 
     With the residual connection a layer is RESIDUAL * I + (1 - RESIDUAL) * A. The ViT paper does not mention it.
-
-    Args:
-        attentions: (batch, heads, tokens, tokens) per layer, the first layer first.
-        start: Weights of the output tokens, (batch, tokens) or (1, tokens).
-
-    Returns:
-        (batch, tokens); rows sum to 1.
+    Attention (batch, heads, tokens, tokens) per layer, the first layer first, and weights of the output tokens, (batch,
+    tokens) or (1, tokens) -> (batch, tokens); rows sum to 1.
     """
     batch, n = len(attentions[0]), attentions[0].shape[-1]
     row = start.to(attentions[0]).expand(batch, n).unsqueeze(1)

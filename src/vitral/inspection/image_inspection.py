@@ -51,17 +51,9 @@ class ImageInspection:
 def inspect_images(
     model: Model, images: Tensor, *, headed: Sequence[int] = (), averaged: Sequence[int] = (), sigmoid: bool = False
 ) -> list[ImageInspection]:
-    """Inspect images one by one.
+    """Inspect images, normalised and on the model's device, one by one; the model is in evaluation mode.
 
-    Args:
-        model: In evaluation mode.
-        images: (batch, channels, height, width), normalised, on the model's device.
-        headed: Layers whose attention between patches is kept by head.
-        averaged: Layers whose attention between patches is kept as the mean over heads.
-        sigmoid: Whether the model is multi-label.
-
-    Returns:
-        One inspection per image.
+    Attention between patches is kept by head of the layers `headed`, and as the mean over heads of those `averaged`.
     """
     colours = feature_colours(model, images).cpu().numpy()  # components are common to all images
     pairs = zip(images, colours, strict=True)

@@ -230,9 +230,8 @@ def load_index(path: Path) -> FeatureIndex:
 def nearest_images(index: FeatureIndex, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """The k images, or all where there are fewer, most similar to each query (q, d); every image is compared.
 
-    Returns:
-        Cosine similarities (q, k) float32, the best first, and indices into `index.paths` (q, k) int64. Among equal
-        similarities the lower index comes first.
+    Returns cosine similarities (q, k) float32, the best first, and indices into `index.paths` (q, k) int64; among equal
+    similarities the lower index comes first.
     """
     if index.features.ndim != 2:
         raise UserError("this index holds patches: search it by a patch, or make one of whole images.")

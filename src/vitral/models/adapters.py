@@ -42,16 +42,10 @@ class LoraLinear(nn.Linear):
 
 
 def add_lora(model: nn.Module, rank: int) -> None:
-    """Put adapters on every linear layer of the blocks, in place, and freeze all but these and the head.
+    """Put adapters of a rank on every linear layer of a ViT's blocks, in place, and freeze all but these and the head.
 
     `up` starts at zero, so that the outputs do not change. There is no factor alpha / rank: tune the learning rate.
-
-    Args:
-        model: a ViT.
-        rank: of the low-rank product, at least 1.
-
-    Raises:
-        UserError: not a ViT, a rank below 1, or a model that has adapters already.
+    Raises UserError if it is not a ViT, has adapters already, or the rank is below 1.
     """
     if not isinstance(model, ViT):
         raise UserError(

@@ -25,11 +25,8 @@ _QUERY_KEY, _VALUE_OUTPUT = 0.75, 0.5  # scales of the products of queries and k
 
 
 def build(architecture: Architecture) -> Model:
-    """A model with the paper's weight initialization, in training mode.
-
-    Raises:
-        UserError: the architecture is a user's own module, which only the user's code can build.
-    """
+    """A model with the paper's weight initialization, in training mode; UserError for a user's own module, which only
+    the user's code can build."""
     if isinstance(architecture, ModuleConfig):
         raise UserError(
             f'vitral cannot build "{architecture.name}", a module of your own: build it in your code and pass it in.'
@@ -114,14 +111,7 @@ def default_device() -> torch.device:
 
 
 def resolve_device(name: str) -> str:
-    """The name of the device to compute on.
-
-    Args:
-        name: "cpu", "cuda", "cuda:1" or "mps"; "" for `default_device()`.
-
-    Raises:
-        UserError: not a device, or not present on this machine.
-    """
+    """The name of the device to compute on, "" for `default_device()`; UserError if this machine does not have it."""
     check_device(name)
     return name or str(default_device())
 

@@ -76,14 +76,10 @@ class MaeDecoder(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, tokens: Tensor, order: Tensor) -> Tensor:
-        """Predict the pixels of all patches.
+        """Predict the pixels of all patches, (b, n, patch * patch * channels).
 
-        Args:
-            tokens: (b, prefix + visible, dim) of the encoder, the visible patches in the order of `order`.
-            order: (b, n), all patches: the visible ones, then the hidden ones.
-
-        Returns:
-            (b, n, patch * patch * channels)
+        Tokens (b, prefix + visible, dim) are those of the encoder, the visible patches in the order of `order`, (b, n):
+        the visible ones, then the hidden ones.
         """
         x = self.embed(tokens)
         prefix, visible = x[:, : self.prefix], x[:, self.prefix :]
@@ -114,14 +110,9 @@ class MaskedAutoencoder(nn.Module):
         self.decoder = MaeDecoder(c, config)
 
     def forward(self, images: Tensor, noise: Tensor) -> Reconstruction:
-        """Hide patches and predict them.
+        """Hide patches of normalised images and predict them; those with the smallest noise (b, n) stay visible.
 
-        Args:
-            images: (b, channels, height, width), normalised.
-            noise: (b, n), any numbers: the patches with the smallest stay visible.
-
-        Raises:
-            UserError: the images are not of the encoder's size, for which its decoder has positions.
+        Raises UserError for images that are not of the encoder's size, for which its decoder has positions.
         """
         c = self.encoder.config
         if tuple(images.shape[2:]) != c.image:

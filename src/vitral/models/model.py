@@ -156,11 +156,7 @@ def _is_checkpointed(layer: nn.Module) -> bool:
 
 
 def layer_index(layer: int, depth: int) -> int:
-    """A layer counted from 0 or, negative, from the end -> its index.
-
-    Raises:
-        UserError: the model has no such layer.
-    """
+    """A layer counted from 0 or, negative, from the end -> its index; UserError if there is no such layer."""
     if not -depth <= layer < depth:
         raise UserError(f"there is no layer {layer}: the model has {depth}, counted from 0.")
     return layer % depth
@@ -181,21 +177,11 @@ def check_images(images: Tensor, channels: int) -> None:
 
 
 def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Scale uint8 pixels to 0..1 and normalize them per channel; floating-point images pass through unchanged.
+    """Scale uint8 pixels (batch, channels, height, width) to 0..1 and normalize them per channel, to float32.
 
-    Floating-point images come out of a user's own transform, which has normalized them already: scaling them a second
-    time would cost a model most of its accuracy without an error.
-
-    Args:
-        images: (batch, channels, height, width), uint8 pixels or normalized floating-point values.
-        mean: one value per channel, for pixels scaled to 0..1.
-        std: likewise.
-
-    Returns:
-        `images` itself if floating point, else float32 (pixel / 255 - mean) / std on the same device.
-
-    Raises:
-        UserError: another dtype, or `mean` and `std` for another number of channels.
+    Floating-point images pass through unchanged: they come out of a user's own transform, which has normalized them
+    already, and scaling them a second time would cost a model most of its accuracy without an error. Another dtype, or
+    `mean` and `std` for another number of channels, is a UserError.
     """
     if images.is_floating_point():
         return images

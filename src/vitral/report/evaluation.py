@@ -12,7 +12,7 @@ from vitral.data.images import UnreadableImage
 from vitral.evaluation.accuracy import confused_pairs, wilson_interval
 from vitral.evaluation.calibration import ReliabilityBin
 from vitral.report.charts import photo_uri, png_uri, reliability_chart
-from vitral.report.html import Section, fact_table, headline_numbers, left_out_section, page, panels, scroller
+from vitral.report.html import Section, fact_table, headline_numbers, left_out_section, page, panels, scroller, table
 
 TABLE_UP_TO = 40  # classes of a confusion matrix whose cells are numbers; of more it is an image
 _DENSE = 15  # classes from which on its cells are small, and its most frequent mistakes are listed as well
@@ -170,14 +170,9 @@ def _confusion_section(metrics: Mapping[str, Any]) -> Section:
     matrix = confusion_table(cells, names) if len(names) <= TABLE_UP_TO else _confusion_image(cells, len(names))
     listed = ""
     if pairs and len(names) > _DENSE:
-        rows = "".join(
-            f"<tr><td>{escape(pair.true)}</td><td>{escape(pair.predicted)}</td>"
-            f"<td>{pair.count:,} of {pair.support:,}</td></tr>"
-            for pair in pairs
-        )
-        head = "<tr><th>true class</th><th>predicted as</th><th>images</th></tr>"
-        table = f'<table class="pairs"><thead>{head}</thead><tbody>{rows}</tbody></table>'
-        listed = f"<h3>Most frequent mistakes</h3>{scroller(table, 'Most frequent mistakes')}"
+        rows = [(pair.true, pair.predicted, f"{pair.count:,} of {pair.support:,}") for pair in pairs]
+        frequent = table("pairs", ["true class", "predicted as", "images"], rows)
+        listed = f"<h3>Most frequent mistakes</h3>{scroller(frequent, 'Most frequent mistakes')}"
     body = matrix + listed if len(names) <= TABLE_UP_TO else listed + matrix
     return Section("confusion", "Confusion matrix", about, body)
 
@@ -200,8 +195,8 @@ def confusion_table(cells: np.ndarray, names: Sequence[str]) -> str:
         rows.append(f'<tr><th scope="row">{labels[true]}</th>{row}</tr>')
     corner = '<td class="corner">true \\ predicted</td>'
     kind = "confusion dense" if len(names) > _DENSE else "confusion"
-    table = f'<table class="{kind}"><thead><tr>{corner}{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
-    return scroller(table, "Confusion matrix")
+    matrix = f'<table class="{kind}"><thead><tr>{corner}{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+    return scroller(matrix, "Confusion matrix")
 
 
 def _confusion_image(cells: np.ndarray, classes: int) -> str:
@@ -246,16 +241,15 @@ def _calibration_section(
         temperature = f"{metrics['temperature']:.3g}"
         rows.append((f"calibrated (logits / {temperature})", metrics["ece_calibrated"], metrics["nll_calibrated"]))
         charts.append((f"Calibrated probabilities: logits / {temperature}", reliability_chart(reliability.calibrated)))
-    body = "".join(f"<tr><td>{name}</td><td>{percent(ece)}</td><td>{nll:.3f}</td></tr>" for name, ece, nll in rows)
-    head = "<tr><th>probabilities</th><th>calibration error</th><th>log loss</th></tr>"
-    table = f'<table class="measures"><thead>{head}</thead><tbody>{body}</tbody></table>'
+    cells = [(name, percent(ece), f"{nll:.3f}") for name, ece, nll in rows]
+    measures = table("measures", ["probabilities", "calibration error", "log loss"], cells)
     about = (
         "Accuracy by confidence: bars below the dashed line are overconfident, above it underconfident; "
         "stronger colour means more images. The calibration error is the mean distance of the bars from the line."
     )
     about += f" {escape(fitted[0].upper() + fitted[1:])}." if fitted else ""
     remedy = f'<p class="says short">{_remedy(reliability, metrics, advice, sigmoid)}</p>'
-    return Section("calibration", "Calibration", about, scroller(table, "Calibration") + remedy + panels(*charts))
+    return Section("calibration", "Calibration", about, scroller(measures, "Calibration") + remedy + panels(*charts))
 
 
 def _remedy(
@@ -331,8 +325,8 @@ def _classes_section(metrics: Mapping[str, Any]) -> Section:
         + "</tr>"
         for number, row in rows.items()
     )
-    table = f'<table class="classes sortable"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-    return Section("classes", "Per-class metrics", about, scroller(table, "Classes", tall=True))
+    listed = f'<table class="classes sortable"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return Section("classes", "Per-class metrics", about, scroller(listed, "Classes", tall=True))
 
 
 def _most_taken_for(metrics: Mapping[str, Any]) -> dict[int, str]:

@@ -82,6 +82,13 @@ def fact_table(rows: Mapping[str, str]) -> str:
     return f'<table class="facts">{"".join(cells)}</table>'
 
 
+def table(kind: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of texts; `kind` is its class in the style sheet."""
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
 def scroller(body: str, label: str, tall: bool = False) -> str:
     """HTML that may be wider than the page, or with `tall` higher than the window, and then scrolls by itself."""
     kind = "scroll tall" if tall else "scroll"
@@ -92,13 +99,10 @@ def left_out_section(images: Sequence[UnreadableImage]) -> list[Section]:
     """The files that could not be read, each with the reason, as a section; none where there is none."""
     if not images:
         return []
-    rows = "".join(
-        f"<tr><td>{escape(image.path)}</td><td>{escape(image.reason)}</td></tr>" for image in images[:_LISTED]
-    )
+    listed = table("left-out", ["file", "reason"], [(image.path, image.reason) for image in images[:_LISTED]])
     more = f'<p class="hint">And {len(images) - _LISTED:,} more.</p>' if len(images) > _LISTED else ""
-    table = f'<table class="left-out"><thead><tr><th>file</th><th>reason</th></tr></thead><tbody>{rows}</tbody></table>'
     about = f"{_counted(len(images))} could not be read, and no number on this page includes them."
-    return [Section("unreadable", "Files left out", about, scroller(table, "Files left out", tall=True) + more)]
+    return [Section("unreadable", "Files left out", about, scroller(listed, "Files left out", tall=True) + more)]
 
 
 def headline_numbers(numbers: Mapping[str, str]) -> str:

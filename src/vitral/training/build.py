@@ -37,14 +37,8 @@ FREE_KEYS = {"workers", "micro_batch", "grad_checkpointing", "compile", "cuda_gr
 
 
 def check_recipe(recipe: Recipe, data: DataSet, card: Card | None, own: OwnParts | None = None) -> None:
-    """Refuse what cannot work, before there is a run folder.
-
-    Args:
-        recipe: the recipe to check.
-        data: the data it is for.
-        card: that of the weights in `init` or of the user's own model; None from scratch.
-        own: the parts that the user brings.
-    """
+    """Refuse what cannot work, before there is a run folder; the card is that of the weights in `init` or of the user's
+    own model, None from scratch."""
     train, own = data.train, own or OwnParts()
     if recipe.trainable != "full" and card is None:
         raise UserError(

@@ -63,11 +63,8 @@ def shared_residents() -> Iterator[None]:
 
 
 def resident(split: Split, transform: Transform, channels: int, workers: int, world: World) -> ResidentSplit | None:
-    """Load a split onto the GPU, or find it there.
-
-    Returns:
-        None where there is no GPU, where the images would take too much of it, or where the transform is random.
-    """
+    """Load a split onto the GPU, or find it there; None where there is no GPU, where the images would take too much of
+    it, or where the transform is random."""
     if world.device.type != "cuda" or transform.random:
         return None
     key = () if _shared is None else (split.stamp(), transform.text, str(channels), str(world.device))

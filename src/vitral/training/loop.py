@@ -59,21 +59,11 @@ class MicrobatchTooLarge(Exception):
 def train_step(
     state: TrainState, config: LoopConfig, world: World, batch: Batch, draws: Tensor, *, sync: bool = True
 ) -> StepMetrics:
-    """One optimizer step on this process's share of a global batch.
+    """One optimizer step on this process's share of a global batch, images or features (rows, dim).
 
-    Args:
-        state: the model with its loss, the optimizer and the EMA; its weights change.
-        config: batch and microbatch size, clipping, precision and seed.
-        world: this process among the others.
-        batch: images (rows, channels, height, width) or features (rows, dim), labels and validity.
-        draws: what the objective drew for the whole batch (`Objective.draw`).
-        sync: sum losses and gradients over processes; False computes this process's share alone.
-
-    Returns:
-        The mean loss of the global batch, its correct predictions, and the gradient's norm before clipping.
-
-    Raises:
-        MicrobatchTooLarge: where memory runs out before any weight has changed.
+    `draws` are what the objective drew for the whole batch (`Objective.draw`). Without `sync`, losses and gradients are
+    not summed over processes. Returns the mean loss of the global batch, its correct predictions, and the gradient's
+    norm before clipping. Raises MicrobatchTooLarge where memory runs out before any weight has changed.
     """
     state.optimizer.zero_grad(set_to_none=True)
     sums = torch.zeros(2, device=world.device)
@@ -181,16 +171,12 @@ def train_loop(
     """Train from `state.step` to `config.steps`.
 
     Args:
-        state: what is trained.
-        config: lengths and intervals.
-        world: this process among the others.
         lr: the learning rate of a step.
         batches: `batches(step)` yields this process's share of every global batch from that step on.
         evaluate: returns metrics, with the one to select by under "score"; may raise Interrupted.
         save: writes the state.
         keep_best: stores the weights of the best score so far.
         image_names: the names of the images at these indices, over all processes.
-        on_event: receives StepDone, Evaluated, Saved and notes.
         should_stop: whether a stop was requested: the state is saved, and an evaluation that is due is left to the
             resumed run.
         stop_early: the reason of a callback to end the run after this step, else empty.

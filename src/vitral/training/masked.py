@@ -102,12 +102,8 @@ def masked_outputs(
 def baselines(
     train: Split, eval_split: Split, pipeline: str, config: ViTConfig, settings: MaskSettings
 ) -> dict[str, float]:
-    """Baselines of the loss, on the first images of each split: see `evaluation/masked_baselines.py`.
-
-    Only for target "mean", one colour per patch: the other targets have no such simple baselines.
-    """
-    if settings.target != "mean":
-        return {}
+    """Baselines of the loss for target "mean", on the first images of each split: see
+    `evaluation/masked_baselines.py`."""
     (train_colours, train_hidden), (colours, hidden) = (
         _colours(split, pipeline, config, settings) for split in (train, eval_split)
     )

@@ -107,15 +107,8 @@ def scalars(metrics: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Scores a split during training, or the test split after it.
-
-    Args:
-        split: the images.
-        world: this process among the others.
-        batch: images at a time.
-        predict: this process's share of a split's predictions.
-        measure: metrics of all predictions, labels and class names.
-    """
+    """Scores a split during training, or the test split after it: `predict` gives this process's share of a split's
+    predictions, `measure` the metrics of all predictions, labels and class names."""
 
     split: Split
     world: World
@@ -173,11 +166,9 @@ def measure(
 
 
 def metrics_on_test(evaluator: Evaluator | None, evaluation: dict[str, Any]) -> dict[str, Any]:
-    """The metrics of selected weights on images that selected nothing.
+    """The metrics of selected weights on images that selected nothing; there may be none, as in a trial.
 
-    Args:
-        evaluator: of those images; None where there are none, as in a trial.
-        evaluation: the metrics that the weights were selected by, with what callbacks added to them.
+    `evaluation` has the metrics that the weights were selected by, with what callbacks added to them.
     """
     if evaluator is None:
         return evaluation
@@ -203,14 +194,8 @@ def calibrated_card(card: Card, metrics: dict[str, Any], split: Split) -> Card:
 
 
 def describe_calibration(card: Card, metrics: dict[str, Any], split: Split, *, reported: bool) -> str:
-    """What the temperature of a run was fitted on, and what its calibrated metrics mean; empty without classes.
-
-    Args:
-        card: of the model.
-        metrics: the evaluation that fitted the temperature.
-        split: that was evaluated.
-        reported: whether these metrics are the result of the run, not those of another split.
-    """
+    """What the temperature of a run was fitted on, by these metrics of a split, and what its calibrated metrics mean;
+    empty without classes. `reported`: these metrics are the result of the run, not those of another split."""
     if not card.architecture.classes:
         return ""
     if card.multilabel:

@@ -49,12 +49,8 @@ class LossSettings:
 class Objective(nn.Module):
     """Sums of losses and of correct predictions over the valid rows of a batch.
 
-    Args:
-        model: maps images to logits, or features to logits where only a head is trained.
-        settings: normalisation, augmentation, mixing and the kind of loss.
-        counts: (classes,) training examples of each class, for balance "weights" and "logit-adjust".
-        balance: "none", "weights" or "logit-adjust" ("sampler" changes the order of examples instead).
-        loss: the user's own loss in place of softmax or sigmoid cross-entropy.
+    `counts` (classes,) are training examples of each class, for balance "weights" and "logit-adjust" ("sampler" changes
+    the order of examples instead); `loss` is the user's own.
     """
 
     weights: Tensor | None

@@ -32,12 +32,9 @@ _TINY = 1e-7  # the smallest norm that is divided by
 
 
 def freeze(model: nn.Module, trainable: str) -> None:
-    """Freeze all but a part of the model; LoRA adapters are added for "lora:R".
+    """Freeze all but a part of the model, and the head; any module but a ViT, hybrid or ResNet takes "full" or "bias".
 
-    Args:
-        model: a ViT, hybrid or ResNet; any other module takes "full" or "bias".
-        trainable: "full", "head", "last:K" (the last K blocks or stages and what follows them), "bias" or "lora:R". The
-            head is trained in each case.
+    "last:K" trains the last K blocks or stages and what follows them, "lora:R" adapters, which are added.
     """
     kind, _, amount = trainable.partition(":")
     if kind == "lora":
@@ -109,16 +106,10 @@ def build_optimizer(
     beta2: float = 0.999,
     momentum: float = 0.9,
 ) -> torch.optim.Optimizer:
-    """Build an optimizer of the recipe.
+    """Build an optimizer of the recipe for the groups of `parameter_groups`, which multiply the rate with a `factor`:
 
-    Args:
-        groups: as `parameter_groups` makes them.
-        name: "adamw" (decay decoupled and multiplied by the rate, as in AugReg), "adam" (decay added to the gradient),
-            "sgd" (momentum, decay added to the gradient, as in BiT) or "muon".
-        lr: the learning rate, which each group multiplies with its `factor`.
-        beta1: decay of the mean of gradients (adamw, adam, muon).
-        beta2: decay of the mean of squared gradients (adamw, adam, muon).
-        momentum: of sgd and muon.
+    "adamw" (decay decoupled and multiplied by the rate, as in AugReg), "adam" (decay added to the gradient), "sgd"
+    (momentum, decay added to the gradient, as in BiT) or "muon".
     """
     if not groups:
         raise UserError("no parameter is left to train: set trainable to full, head, bias, last:K or lora:R.")
@@ -202,8 +193,7 @@ def learning_rate(
 
     `warmup`, `cooldown` and `drops` are steps, or shares of the run where they are below 1; for `full_steps` see
     `warmup_steps`. Warm-up multiplies the decay curve, whose progress runs from the end of warm-up to the end of the
-    run. Google's `linear` ended at 1e-5 in
-    the paper's code and ends at 0 in big_vision: `end` says which.
+    run. Google's `linear` ended at 1e-5 in the paper's code and ends at 0 in big_vision: `end` says which.
     """
     warm, cool = warmup_steps(warmup, total, full_steps), steps_of(cooldown, total)
     progress = min(max((step - warm) / max(total - warm, 1), 0.0), 1.0)
@@ -290,7 +280,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_sub_(weights, directions)
 
     def _directions(self, weights: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """Nesterov's look ahead: the gradient plus the momentum that it has just init_distributed."""
+        """Nesterov's look ahead: the gradient plus the momentum that it has just joined."""
         momentum = self._moments(weights, "momentum")
         gradients = _gradients(weights)
         torch._foreach_mul_(momentum, group["momentum"])

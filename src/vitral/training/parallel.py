@@ -143,7 +143,7 @@ def placed_like(tensor: Tensor, reference: Tensor) -> Tensor:
 
 
 def all_reduce_sum(values: Tensor, world: World) -> Tensor:
-    """The sum of a small tensor over all processes, in chosen."""
+    """The sum of a small tensor over all processes, in place."""
     if world.size > 1:
         dist.all_reduce(values)
     return values
@@ -228,8 +228,7 @@ class StopRequests:
 def stop_requests(notify: Callable[[], None] = lambda: None) -> Iterator[StopRequests]:
     """Handle signals while the context lasts; the earlier handlers are restored afterwards.
 
-    Args:
-        notify: called at once, in a thread of its own, when the run is asked to stop after its step.
+    `notify` is called at once, in a thread of its own, when the run is asked to stop after its step.
     """
     requests = StopRequests(notify)
     if threading.current_thread() is not threading.main_thread():  # a notebook's or a server's thread gets no signals

@@ -40,12 +40,8 @@ def estimate_resources(
 ) -> ResourceEstimate:
     """Run a whole step at a learning rate of 0, which moves no weight, and part of an evaluation; then clean up.
 
-    Args:
-        state: what will be trained; its weights stay.
-        config: the loop's configuration; its microbatch is halved until a step fits.
-        world: this process among the others.
-        batches: as the loop takes them.
-        estimate_evaluation: evaluates a few images and returns the seconds that all would take.
+    The microbatch is halved until a step fits. `estimate_evaluation` evaluates a few images and returns the seconds
+    that all would take.
     """
     stream = batches(state.step)
     batch = next(stream)

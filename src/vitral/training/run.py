@@ -87,16 +87,7 @@ def run(
 ) -> RunResult:
     """Train as the recipe says, or resume what the folder holds. Every process of a torchrun calls this.
 
-    Args:
-        recipe: all choices of the run.
-        data: what to train and evaluate on.
-        path: the run folder.
-        device: cpu, cuda, cuda:1 or mps; the best one by default.
-        on_event: receives progress, notes and metrics, in the first process.
-        own: the parts that the user brings.
-
-    Raises:
-        Interrupted: after a stop request (Ctrl-C, SIGTERM), once the state is saved.
+    Raises Interrupted after a stop request (Ctrl-C, SIGTERM), once the state is saved.
     """
     began = time.perf_counter()
     own = own or OwnParts()

@@ -74,9 +74,7 @@ class RunSetup:
     recipe: Recipe
     train: Split
     eval_split: Split
-    test_split: (
-        Split | None
-    )  # scored once, with the weights that were selected on `eval_split`; None: nothing is selected
+    test_split: Split | None  # scored once, with the weights selected on `eval_split`; None: nothing is selected
     order: np.ndarray | None  # the examples of an epoch, where it is not simply every image once
     card: Card
     config: LoopConfig
@@ -111,17 +109,8 @@ def read_data(
 ) -> tuple[DataSet, list[UnreadableImage]]:
     """Decode small data once into a file of pixels in `folder`.
 
-    Args:
-        data: the data set.
-        channels: of the model.
-        folder: for the pixels.
-        workers: processes that decode.
-        world: this process among the others.
-        on_event: receives progress and notes.
-        selects: whether the run selects weights by val, and reports test.
-
-    Returns:
-        The data without the images that cannot be read, and those with the reasons.
+    `selects`: weights are selected by val, and test is reported. Returns the data without the images that cannot be
+    read, and those with the reasons.
     """
     if data.eval_split is None:
         raise UserError("there are no held-out images to evaluate on: set data.held_out above 0.")

@@ -244,8 +244,8 @@ class LocalCopy:
     def build(
         self, parts: Mapping[str, RawSplit], classes: tuple[str, ...] | None = None, notes: Iterable[str] = ()
     ) -> DataSet:
-        """The data set of raw splits, always with seed 0, so that results can be compared."""
-        return make_dataset(self.source, parts, seed=0, held_out=self.held_out, classes=classes, notes=notes)
+        """The data set of raw splits."""
+        return make_dataset(self.source, parts, held_out=self.held_out, classes=classes, notes=notes)
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ def read_parquet_copy(copy: LocalCopy) -> DataSet | None:
     files = [copy.path] if single else [file for folder in copy.folders() for file in folder.glob("*.parquet")]
     if not files:
         return None
-    return replace(read_parquet(str(copy.path), files, seed=0, held_out=copy.held_out), source=copy.source)
+    return replace(read_parquet(str(copy.path), files, held_out=copy.held_out), source=copy.source)
 
 
 def read_generic(copy: LocalCopy) -> DataSet | None:
@@ -290,7 +290,7 @@ def read_generic(copy: LocalCopy) -> DataSet | None:
     for folder in copy.folders():
         train = [name for name in sub_folders(folder) if SPLIT_NAMES.get(name.lower()) == "train"]
         if any(sub_folders(folder / name) for name in train):
-            return replace(read_folder(folder, seed=0, held_out=copy.held_out), source=copy.source)
+            return replace(read_folder(folder, held_out=copy.held_out), source=copy.source)
     return None
 
 

@@ -253,10 +253,10 @@ def _with_computed_labels(task: TaskSpec, task_files: TaskFiles) -> dict[str, Sp
 
 def _with_stored_labels(task_files: TaskFiles) -> DataSet:
     if task_files.layout == "folders":
-        return read_folder(task_files.folder, seed=0, held_out=0)
+        return read_folder(task_files.folder, held_out=0)
     files = [file for members in task_files.files.values() for file in members]
     read = read_parquet if task_files.layout == "parquet" else read_shards
-    return read(str(task_files.folder), files, seed=0, held_out=0)
+    return read(str(task_files.folder), files, held_out=0)
 
 
 def _label(task: TaskSpec, key: str, values: list[list[Any]]) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from vitral.errors import UserError
-from vitral.paper.setups import VtabTaskRow, read_rows
+from vitral.paper import VtabTaskRow, read_rows
 
 _EXPRESSION = re.compile(r"([a-z_]+)((?:\[[^\[\]]*\])*)")
 _SLICE = re.compile(r"\[(-?[0-9]+%?)?:(-?[0-9]+%?)?\]")
