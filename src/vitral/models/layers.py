@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vitral.architecture import AXIAL_HEADS, Size, ViTConfig
 from vitral.kernels.dispatch import attention
 from vitral.kernels.packed import linear_gelu
-from vitral.models.init import lecun_normal, normal, xavier_uniform
+from vitral.models.model import lecun_normal, normal, xavier_uniform
 from vitral.models.position import RelativeBias, RelativePosition, Rotation, resize_offsets
 
 

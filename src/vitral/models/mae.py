@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from vitral.architecture import ViTConfig
 from vitral.errors import UserError
-from vitral.models.init import normal, xavier_uniform
 from vitral.models.layers import Block
+from vitral.models.model import normal, xavier_uniform
 from vitral.models.position import sincos2d
 from vitral.models.vit import ViT, gather_rows
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.architecture import ResizeRule, RopeConfig, Size, ViTConfig
-from vitral.models.init import normal
+from vitral.models.model import normal
 
 
 class Position(nn.Module):

@@ -23,9 +23,8 @@ from vitral.errors import UserError
 from vitral.evaluation.masked_baselines import LEVELS, colour_class, histogram_entropy, neighbour_loss
 from vitral.evaluation.predict import Predictions, Preprocessing
 from vitral.events import EventHandler, Progress
-from vitral.models.init import zero_bias
 from vitral.models.mae import MaeConfig, MaskedAutoencoder
-from vitral.models.model import normalize
+from vitral.models.model import normalize, zero_bias
 from vitral.models.position import grid_of
 from vitral.models.vit import ViT
 
