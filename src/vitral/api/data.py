@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -125,7 +125,9 @@ def open_any_images(images: Images) -> Split:
     """
     several: Sequence[ImageLike] = (
         list(images)
-        if isinstance(images, np.ndarray) and images.ndim == 4
+        if isinstance(images, Iterator) or (isinstance(images, np.ndarray) and images.ndim == 4)
+        else cast(Any, images).tolist()
+        if getattr(images, "ndim", 0) == 1  # paths in an array, or in a column of a data frame
         else images
         if isinstance(images, Sequence) and not isinstance(images, str)
         else [cast(ImageLike, images)]
