@@ -52,7 +52,7 @@ VERBS = {
     "bench": Verb("bench", "benchmark", "models.show_benchmark"),
     "show": Verb("recipes", "show_recipe", "training.show_recipe", own_json=True),
     "list": Verb("models", "list_available", "models.show_available"),
-    "cost": Verb("models", "cost", "models.show_cost"),
+    "cost": Verb("models", "compute_cost", "models.show_cost"),
     "info": Verb("checkpoints", "info", "models.show_info"),
     "convert": Verb("checkpoints", "convert", "models.show_conversion"),
     "export": Verb("export", "export_model", "models.show_export"),
