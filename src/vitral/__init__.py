@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vitral.api.features import Neighbour, ProbeResult, SearchResult, fewshot, search
     from vitral.api.hub import PushResult, push
     from vitral.api.inspection import InspectResult, inspect
-    from vitral.api.models import CostResult, list_available
+    from vitral.api.models import CostResult, compute_cost, list_available
     from vitral.api.prediction import EmbedResult, classifier, embed, predict
     from vitral.api.protocols import ProtocolResult, finetune, pretrain
     from vitral.api.recipes import show_recipe
@@ -59,7 +59,7 @@ _MODULES = {
     "vitral.api.features": "Neighbour ProbeResult SearchResult fewshot search",
     "vitral.api.hub": "PushResult push",
     "vitral.api.inspection": "InspectResult inspect",
-    "vitral.api.models": "CostResult list_available",
+    "vitral.api.models": "CostResult compute_cost list_available",
     "vitral.api.prediction": "EmbedResult classifier embed predict",
     "vitral.api.protocols": "ProtocolResult finetune pretrain",
     "vitral.api.serve": "ServeResult serve",
@@ -90,8 +90,8 @@ __all__ = [
     "ProtocolResult", "PushResult", "Recipe", "ResNetConfig", "RunDirChosen", "RunFinished", "RunHandle", "RunResult",
     "RunStarted", "Saved", "SearchResult", "ServeResult", "Source", "StepDone", "StudyList", "StudyReport", "StudyRuns",
     "Tracker", "TrainResult", "UserError", "ViTConfig", "VtabResult",
-    "__version__", "benchmark", "capture", "check", "classifier", "convert", "create", "dedupe", "demo", "embed",
-    "evaluate", "export_model", "fewshot", "finetune", "graphed", "info", "inspect", "list_available", "load",
+    "__version__", "benchmark", "capture", "check", "classifier", "compute_cost", "convert", "create", "dedupe", "demo",
+    "embed", "evaluate", "export_model", "fewshot", "finetune", "graphed", "info", "inspect", "list_available", "load",
     "predict", "pretrain", "push", "save", "search", "serve", "show_recipe", "study", "train", "vtab1k",
 ]  # fmt: skip
 

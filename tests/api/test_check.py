@@ -161,6 +161,15 @@ def test_findings_are_sorted_by_what_becomes_of_them(tmp_path, command):
     assert "Needs you: nothing" not in text
 
 
+def test_many_copies_of_one_image_are_counted_not_listed(tmp_path, command):
+    """Web sites give a placeholder where a photo is gone, and crawled data has thousands of it."""
+    classes(tmp_path, "a", "b")
+    for index in range(9):
+        (tmp_path / f"b/placeholder{index}.png").write_bytes((tmp_path / "b/0.png").read_bytes())
+    assert "b/placeholder2.png = ... (10 in all)" in " ".join(command("check", tmp_path).out.split())
+    assert repr(vitral.check(tmp_path)).startswith("CheckReport(images=17 in train, classes=2, needs you=leaks, dup")
+
+
 @pytest.fixture(scope="module")
 def colours(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, set[str]]:
     """Three classes of 16 images of one colour each, three of which lie in the folder of another; and weights."""

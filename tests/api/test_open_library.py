@@ -17,7 +17,6 @@ from journeys import COLOURS, colour_folder
 from PIL import Image
 
 import vitral
-from vitral.api.models import cost
 from vitral.architecture import ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.models.build import build
@@ -99,6 +98,8 @@ def test_images_in_memory_are_predicted_like_files(weights: Path, colours: Path)
     for image in (picture, pixels, [pixels], (picture,)):
         (row,) = vitral.predict(weights, image).rows
         assert (row.path, row.names, row.probabilities) == ("image 0", expected.names, expected.probabilities)
+    for paths in (np.array([str(path)]), iter([str(path)])):
+        assert vitral.predict(weights, paths).rows == vitral.predict(weights, [path]).rows
     mixed = vitral.predict(weights, [path, picture, colours / "red", pixels])
     assert [row.path for row in mixed.rows][:2] == [str(path), "image 1"]
     assert mixed.rows[-1].path == "image 3"
@@ -161,7 +162,7 @@ def test_results_show_their_headline(weights: Path, colours: Path, tmp_path: Pat
         "InspectResult(page=": vitral.inspect(weights, output=tmp_path / "a.html"),
         "ConvertResult(difference=0, ": vitral.convert(weights, tmp_path / "a.npz", format="google"),
         "CheckpointInfo(model=": vitral.info(weights),
-        "CostResult(parameters=86,567,656, GMACs=17.56, model=B/16)": cost("B/16"),
+        "CostResult(parameters=86,567,656, GMACs=17.56, model=B/16)": vitral.compute_cost("B/16"),
     }
     for start, result in results.items():
         shown = repr(result)

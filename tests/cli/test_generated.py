@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from journeys import Command
 
+import vitral
 from vitral.api import models
 from vitral.cli import VERBS
 from vitral.cli.parsing import JSON_HELP, REQUIRED, VerbParser, VerbSignature, read_signature
@@ -186,13 +187,13 @@ def run(
 
 def test_the_entry_point_calls_the_function_directly(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     stacks: list[list[str]] = []
-    real = models.cost
+    real = models.compute_cost
 
     def watched(*arguments: Any, **options: Any) -> Any:
         stacks.append([frame.name for frame in traceback.extract_stack() if "vitral/cli" in frame.filename])
         return real(*arguments, **options)
 
-    monkeypatch.setattr(models, "cost", watched)
+    monkeypatch.setattr(models, "compute_cost", watched)
     assert command("cost", "ViT-B/16").code == 0
     assert stacks == [["main", "run_verb"]]
 
@@ -207,3 +208,8 @@ def test_help_of_a_verb_imports_nothing_heavy(verb: str) -> None:
     assert "--json" in done.stdout
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert not imported & {"torch", "numpy", "PIL", "vitral.api"}
+
+
+def test_every_verb_is_a_function_of_the_package() -> None:
+    """Also after a module of the same name was imported: `vitral.cost` is one."""
+    assert {verb for verb in VERBS if getattr(vitral, VERBS[verb].function) is not function_of(verb)} == set()

@@ -101,7 +101,14 @@ def test_variables_of_torchrun_that_are_wrong_are_one_sentence(variables, expect
     assert err.count("\n") == 1
 
 
-def test_a_killed_worker_is_one_sentence() -> None:
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "a worker process that reads images was killed"),
+        ("os._exit(1)", "a worker process that reads images failed, with its error printed above"),
+    ],
+)
+def test_a_worker_that_ends_is_one_sentence(end: str, said: str) -> None:
     code = """
 import os, signal
 from vitral.data.loader import iterate_in_workers
@@ -110,7 +117,7 @@ from vitral.errors import UserError
 class Images:
     def __len__(self): return 8
     def __getitem__(self, index):
-        if index == 5: os.kill(os.getpid(), signal.SIGKILL)
+        if index == 5: END
         return index
 
 try:
@@ -120,12 +127,12 @@ except UserError as error:
 """
     source = os.pathsep.join(sys.path)
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code.replace("END", end)],
         env={**os.environ, "PYTHONPATH": source},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert done.stdout.startswith("a worker process that reads images was killed"), done.stderr[-2000:]
+    assert done.stdout.startswith(said), done.stderr[-2000:]
     assert len(done.stdout) < 300

@@ -75,6 +75,19 @@ class FakeTable:
         return self.columns[key] if isinstance(key, str) else {name: rows[key] for name, rows in self.columns.items()}
 
 
+class FakeFrame:
+    """What is used of a data frame of pandas; its columns are arrays of objects, where pandas has series."""
+
+    iloc = None
+
+    def __init__(self, **columns: list[Any]) -> None:
+        self.columns = np.array(list(columns), object)
+        self._columns = {name: np.array(rows, object) for name, rows in columns.items()}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._columns[name]
+
+
 def whole(data: Any, **options: Any) -> Split:
     """All images as one split."""
     return open_data(data, held_out=0, **options).train
@@ -216,6 +229,27 @@ def test_the_datasets_library(tmp_path):
     assert data.train.classes == NAMES
     check_pixels(data.train)
     check_pixels(data.test)
+
+
+def data_frame(form: str, **columns: list[Any]) -> Any:
+    return FakeFrame(**columns) if form == "fake" else pytest.importorskip("pandas").DataFrame(columns)
+
+
+@pytest.mark.parametrize("form", ["fake", "pandas"])
+def test_a_data_frame_of_paths_and_labels(form):
+    paths, names = ["b/2.png", "a/1.png", "b/1.png"], ["bee", "ant", "bee"]
+    frame = data_frame(form, id=[7, 8, 9], Filename=paths, label=names)
+    for data in (frame, (frame["Filename"], frame["label"]), (np.array(paths), np.array(names)), {"train": frame}):
+        split = whole(data)
+        assert (split.classes, split.labels.tolist()) == (("ant", "bee"), [1, 0, 1])
+        assert list(split.keys) == paths
+    divided = open_data(data_frame(form, path=paths, label=names, split=["train", "train", "validation"]))
+    assert divided.val is not None
+    assert (list(divided.train.keys), list(divided.val.keys)) == (paths[:2], paths[2:])
+    several = whole(data_frame(form, path=paths, label=["bee|ant", "ant", "bee"]))
+    assert several.labels.tolist() == [[1, 1], [1, 0], [0, 1]]
+    message = 'The data frame has no column "label": its first line names path, kind'
+    assert refusal(data_frame(form, path=paths, kind=names)).startswith(message)
 
 
 def test_splits_by_position_and_by_name():

@@ -63,7 +63,13 @@ def test_any_texts_have_a_natural_order(texts):
 
 
 def test_the_split_is_read_from_words_in_names():
-    names = {"train-00000-of-00002": "train", "imagenet1k-validation-03": "val", "Testing": "test", "contest": None}
+    names = {
+        "train-00000-of-00002": "train",
+        "imagenet1k-validation-03": "val",
+        "Testing": "test",
+        "dev": "val",
+        "contest": None,
+    }
     assert {name: split_name(name) for name in names} == names
 
 
@@ -203,6 +209,12 @@ def test_a_class_may_be_called_train(tmp_path):
         (["val/1.png", "test/1.png"], "no class folders in train"),
         (["train/a/1.png", "Training/a/1.png", "test/a/1.png"], "both Training and train: keep one"),
         (["a/1.png", "b/1.png"], "one image in each class"),
+        (["flowers/a/1.png", "flowers/b/1.png"], "one folder, and the class folders are in that: name "),
+        (["seg_train/a/1.png", "seg_train/b/1.png", "seg_test/a/1.png"], "seg_train has class folders, as a split has"),
+        (["train/a/1.png", "train/b/1.png", "test/1.png"], "1 images but no class folders: put the images of each"),
+        (["train/a/1.png", "train/b/1.png", "test/1.png"], "or name the train folder alone."),
+        (["1.png", "labels.csv"], "or name the file of their labels: "),
+        (["train/1.png", "train/metadata.csv"], "train/metadata.csv."),
     ],
 )
 def test_faulty_folders_say_what_to_do(tmp_path, names, said):
@@ -249,7 +261,7 @@ def test_a_folder_with_test_alone_is_for_testing(tmp_path, held_out):
 def test_missing_sources_and_missing_permissions(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="did you mean digits"):
         open_data("digit")
-    with pytest.raises(UserError, match="is not a data set: name a folder"):
+    with pytest.raises(UserError, match="nowhere does not exist: name a folder"):
         open_data(tmp_path / "nowhere")
     with pytest.raises(UserError, match="held_out is the share"):
         open_data(plant(tmp_path, "a/1.png", "b/1.png"), held_out=1)
@@ -307,6 +319,13 @@ def test_csv_with_splits_and_missing_files(tmp_path):
         "1 repeated line of m.csv is left out.",
         '1 of 2 classes have no image in test: "cat" (1 in train).',
     )
+
+
+def test_paths_of_a_manifest_from_windows(tmp_path):
+    plant(tmp_path, "a/1.png", "a/2.png", "odd\\name.png", "b/2.png")
+    rows = [("path", "label"), (r"a\1.png", "a"), (r"a\2.png", "a"), (r"odd\name.png", "b"), ("b/2.png", "b")]
+    data = open_data(write_csv(tmp_path / "m.csv", *rows), held_out=0)
+    assert list(data.train.keys) == ["a/1.png", "a/2.png", r"odd\name.png", "b/2.png"]
 
 
 def test_several_labels_make_a_matrix(tmp_path):
@@ -378,7 +397,7 @@ def test_test_images_need_no_training_images_that_are_missing(tmp_path):
         ("m.csv", "path,label\n,a\n", "line 2 has no path"),
         ("m.csv", "path,label\n0.png,0\n1.png,-1\n", "line 3: the label -1 is out of range"),
         ("m.csv", "path,label\n0.png,a\n0.png,b\n", "lines 2 and 3 give 0.png different labels"),
-        ("m.csv", "path,label,split\n0.png,a,dev\n", 'line 2 has the split "dev"'),
+        ("m.csv", "path,label,split\n0.png,a,devel\n", 'line 2 has the split "devel"'),
         ("m.csv", "path,label,split\n0.png,a,train\n1.png,b,\n", "line 3 has no split while others have one"),
         ("m.csv", "path,label,split\nx.png,a,train\n1.png,b,test\n", "None of the training files"),
         ("m.csv", "path,label\nx.png,a\n", "None of the files"),

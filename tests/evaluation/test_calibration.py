@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -212,3 +213,14 @@ def test_a_run_keeps_the_temperature_of_its_weights(words, colours, tmp_path):
         other, init=tmp_path / "run", out=tmp_path / "again", set=["steps=1", "workers=0"], device="cpu"
     )
     assert vitral.load(tmp_path / "again")[1].temperature == again.results[0].metrics["temperature"]
+
+
+def test_memory_of_a_fit_does_not_grow_with_the_number_of_classes() -> None:
+    logits = np.random.default_rng(0).standard_normal((200, 20_000), np.float32)
+    tracemalloc.start()
+    try:
+        fit_temperature(logits, logits.argmax(axis=1), mistakes=1)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < logits.nbytes  # 16 MB; in float64 at once it was 128 MB

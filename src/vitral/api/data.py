@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -30,7 +30,7 @@ from vitral.recipe_schema import DataRecipe
 from vitral.serving import unread
 
 ImageLike = str | Path | PILImage | np.ndarray  # a file or folder, a PIL image, uint8 pixels (height, width, channels)
-Images = ImageLike | Sequence[ImageLike]
+Images = ImageLike | Sequence[ImageLike] | Iterator[ImageLike]
 _DEV = 0.1  # share of train to select weights by, where the user asks for that and names no images for it
 _BEGUN = ("recipe.toml", "protocol.json", "sweep", "seed-*", "fold-*")  # what a run leaves in its folder
 
@@ -125,7 +125,9 @@ def open_any_images(images: Images) -> Split:
     """
     several: Sequence[ImageLike] = (
         list(images)
-        if isinstance(images, np.ndarray) and images.ndim == 4
+        if isinstance(images, Iterator) or (isinstance(images, np.ndarray) and images.ndim == 4)
+        else cast(Any, images).tolist()
+        if getattr(images, "ndim", 0) == 1  # paths in an array, or in a column of a data frame
         else images
         if isinstance(images, Sequence) and not isinstance(images, str)
         else [cast(ImageLike, images)]

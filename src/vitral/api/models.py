@@ -72,7 +72,7 @@ def list_available(what: Listed = "models") -> list[dict[str, Any]]:
     return [_model_row(name) for name in NAMES]
 
 
-def cost(
+def compute_cost(
     model: str,
     *,
     image: int | Size | None = None,

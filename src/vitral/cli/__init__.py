@@ -52,7 +52,7 @@ VERBS = {
     "bench": Verb("bench", "benchmark", "results.show_benchmark"),
     "show": Verb("recipes", "show_recipe", "training.show_recipe", own_json=True),
     "list": Verb("models", "list_available", "results.show_available"),
-    "cost": Verb("models", "cost", "results.show_cost"),
+    "cost": Verb("models", "compute_cost", "results.show_cost"),
     "info": Verb("checkpoints", "info", "results.show_info"),
     "convert": Verb("checkpoints", "convert", "results.show_conversion"),
     "export": Verb("export", "export_model", "results.show_export"),

@@ -266,7 +266,7 @@ def _check_findings(report: Any) -> dict[str, tuple[str, str]]:
     """By the name of its field, a finding's title and text."""
     leaks = [f"{pair.first} ~ {pair.second}" for pair in report.leaks]
     unreadable = [f"{image.path}: {image.reason}" for image in report.unreadable]
-    contradictions = [" = ".join(group) for group in report.contradictions]
+    contradictions = [_group(group) for group in report.contradictions]
     suspects = [f"{s.image} ({s.label}, looks like {s.suggested})" for s in report.suspects]
     likely = sum(suspect.likely for suspect in report.suspects)
     return {
@@ -282,7 +282,7 @@ def _check_findings(report: Any) -> dict[str, tuple[str, str]]:
         "unreadable": ("unreadable", f"{_count_and_first(unreadable)} (left out)"),
         "contradictions": ("identical, other label", _count_and_first(contradictions)),
         "leaks": ("in train and test", _count_and_first(leaks) + _leak_advice(report)),
-        "duplicates": ("identical", _count_and_first([" = ".join(group) for group in report.duplicates])),
+        "duplicates": ("identical", _count_and_first([_group(group) for group in report.duplicates])),
         "near": ("nearly identical", _count_and_first([f"{pair.first} ~ {pair.second}" for pair in report.near])),
         "suspects": (
             "suspicious labels",
@@ -314,6 +314,12 @@ def _per_split(images: Mapping[str, int]) -> str:
 
 def _count_and_first(items: Sequence[str]) -> str:
     return f"{len(items):,}: {_first(items, 4)}" if items else ""
+
+
+def _group(images: Sequence[str]) -> str:
+    """Identical images; one placeholder of a web site may be there a thousand times."""
+    more = f" = ... ({len(images):,} in all)" if len(images) > 4 else ""
+    return " = ".join(images[:4]) + more
 
 
 def _first(items: Sequence[str], most: int) -> str:

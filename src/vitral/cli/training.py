@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import webbrowser
 from collections.abc import Mapping
@@ -59,7 +60,7 @@ def show_training(result: Any, values: Mapping[str, Any]) -> None:
     print_facts(facts)
     _print_classes(last.metrics)
     print(f"\nOpen the page:  {page}")
-    print(f"Predict:        vitral predict {last.folder} IMAGES...")
+    print(f"Predict:        vitral predict {shlex.quote(last.folder)} IMAGES...")
 
 
 def _show_folds(result: TrainResult, values: Mapping[str, Any]) -> None:
@@ -87,7 +88,7 @@ def _show_folds(result: TrainResult, values: Mapping[str, Any]) -> None:
     }
     print_facts(facts)
     _print_classes(folds.out_of_fold or {})
-    print(f"\nPredict:  vitral predict {result.folder} IMAGES...  (averages the {len(runs)} models)")
+    print(f"\nPredict:  vitral predict {shlex.quote(str(result.folder))} IMAGES...  (averages the {len(runs)} models)")
 
 
 def _calibration(run: Any) -> str:

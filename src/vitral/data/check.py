@@ -20,6 +20,7 @@ from vitral.data.images import ImageError, ImageFacts, UnreadableImage, describe
 from vitral.data.sources import DataSet, Split, open_data
 from vitral.data.splits import HELD_OUT, strata, stratified, too_few_classes
 from vitral.data.workers import map_images
+from vitral.display import SummaryRepr
 from vitral.events import EventHandler, Progress, ignore_events
 
 
@@ -43,8 +44,8 @@ class SuspectLabel(NamedTuple):
     likely: bool  # it looks as much like the suggested class as the images of that class do on average
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckReport:
+@dataclasses.dataclass(frozen=True, repr=False)
+class CheckReport(SummaryRepr):
     """The result of `check`. Images are named by their keys."""
 
     # Findings by what becomes of them: reading images takes care of the first, the user has to look at the others.
@@ -81,6 +82,13 @@ class CheckReport:
     suspects: tuple[SuspectLabel, ...] = ()  # with a model: suspicious labels, the most suspicious first
     judged: int = 0  # images whose label was judged
     page: str = ""  # the file that shows them
+
+    def summary(self) -> dict[str, str]:
+        images = ", ".join(f"{count:,} in {name}" for name, count in self.images.items())
+        findings = {"needs you": self.needs_you, "handled": self.handled}
+        return {"images": images, "classes": f"{len(self.classes['train']):,}"} | {
+            name: ", ".join(fields) or "nothing" for name, fields in findings.items()
+        }
 
     @property
     def handled(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vitral.data.images import ImageError
-from vitral.data.splits import SPLIT_NAMES, DataSet, RawSplit, make_dataset, natural_key
+from vitral.data.splits import SPLIT_NAMES, DataSet, RawSplit, make_dataset, natural_key, split_name
 from vitral.errors import UserError
 
 _FORMATS = "jpg jpeg jpe jfif mpo png apng webp gif bmp dib tif tiff avif heic heif hif jp2 j2k jpx"
@@ -18,6 +18,7 @@ _FORMATS += " ppm pgm pbm pnm tga pcx ico qoi"
 # Images in formats that are not read; they are named, as their owner counts on them.
 _OTHER_FORMATS = "cr2 cr3 nef arw dng raf orf rw2 raw psd svg jxl exr hdr eps pdf mp4 mov avi mkv webm"
 EXTENSIONS, _UNSUPPORTED = (frozenset(f".{name}" for name in names.split()) for names in (_FORMATS, _OTHER_FORMATS))
+MANIFESTS = frozenset({".csv", ".tsv", ".jsonl", ".ndjson"})  # files that list images and labels
 # The first bytes of the common formats, for files without an extension.
 _MAGIC_BYTES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"\0\0\0\x0cjP")
 
@@ -107,10 +108,15 @@ def read_folder(folder: Path, *, held_out: float, empty: bool = False) -> DataSe
     listing = ImageListing()
     has_train = "train" in splits and _holds_classes(folder / splits["train"])
     if not has_train and not (children and len(splits) == len(children)):
+        if held_out:  # else a single class is accepted
+            _refuse_folders_around_classes(folder, children)
         parts, classes = {"train": _read_classes(folder, "", listing, empty)}, tuple(children)
         return make_dataset(source, parts, held_out=held_out, classes=classes, notes=listing.notes())
     if not has_train and ("train" in splits or not any(_holds_classes(folder / child) for child in children)):
-        raise UserError(f"{folder} has {' and '.join(children)} but no class folders in train: add train/CLASS/.")
+        raise UserError(
+            f"{folder} has {' and '.join(children)} but no class folders in train: "
+            f"add train/CLASS/{_or_manifest(folder, folder / splits.get('train', ''))}."
+        )
     parts = {name: _read_classes(folder, f"{child}/", listing, empty) for name, child in splits.items()}
     class_parents = [splits["train"]] if has_train else children
     classes = tuple(
@@ -170,9 +176,33 @@ def _read_classes(folder: Path, below: str, listing: ImageListing, empty: bool) 
     loose = sum(_has_image_extension(entry) for entry in _entries(str(folder / below)))
     if not classes:
         what = f"{loose} images but no class folders" if loose else "no class folders"
-        raise UserError(f"{folder / below} has {what}: put the images of each class in a sub-folder named after it.")
+        advice = f"put the images of each class in a sub-folder named after it{_or_manifest(folder / below)}"
+        if SPLIT_NAMES.get(below.rstrip("/").lower(), "train") != "train":
+            advice += ", or name the train folder alone"
+        raise UserError(f"{folder / below} has {what}: {advice}.")
     listing.loose += loose
     return RawSplit(names, labels, FileReader(str(folder), names))
+
+
+def _refuse_folders_around_classes(folder: Path, children: Sequence[str]) -> None:
+    """Refuse folders of class folders as classes: the one that an archive is unpacked to, splits of other names."""
+    if not children or not all(_holds_classes(folder / child) for child in children):
+        return
+    if len(children) == 1 and len(sub_folders(folder / children[0])) > 1:
+        raise UserError(f"{folder} has one folder, and the class folders are in that: name {folder / children[0]}.")
+    for child in children:
+        if split_name(child) == "train":
+            raise UserError(
+                f"{folder / child} has class folders, as a split has: rename it to train, and others to val or test, "
+                f"or name {folder / child}."
+            )
+
+
+def _or_manifest(*folders: Path) -> str:
+    """The advice to name a file of labels, where one lies beside the images."""
+    names = (entry.path for folder in folders for entry in _entries(str(folder)))
+    found = next((name for name in names if os.path.splitext(name)[1].lower() in MANIFESTS), "")
+    return f", or name the file of their labels: {found}" if found else ""
 
 
 def _holds_classes(folder: Path) -> bool:

@@ -20,7 +20,6 @@ from vitral.data.folders import FileReader
 from vitral.data.splits import SPLIT_NAMES, DataSet, RawSplit, make_dataset
 from vitral.errors import UserError, shorten
 
-SUFFIXES = {".csv", ".tsv", ".jsonl", ".ndjson"}
 _COLUMNS = {
     **dict.fromkeys(("path", "file", "image", "filename", "file_name", "filepath"), "path"),
     **dict.fromkeys(("label", "labels", "class", "classes"), "label"),
@@ -39,7 +38,7 @@ class ManifestRow(NamedTuple):
 
 def read_manifest(path: Path, *, held_out: float) -> DataSet:
     """Read a manifest; `held_out` as in `make_dataset`."""
-    rows = [_row(path, line, entry) for line, entry in _entries(path)]
+    rows = [_with_slashes(path.parent, _row(path, line, entry)) for line, entry in _entries(path)]
     multilabel = any(row.listed for row in rows)
     if not rows:
         raise UserError(f"{path} lists no images: it needs a path and a label in each line.")
@@ -62,6 +61,36 @@ def read_manifest(path: Path, *, held_out: float) -> DataSet:
         return make_dataset(str(path), parts, held_out=held_out, notes=notes)
     except UserError as error:  # the lines left out may be its cause
         raise UserError(" ".join([*notes, str(error)])) from error
+
+
+def without_pandas(data: Any) -> Any:
+    """Data frames as `(paths, labels)`, by split where they have such a column, and their columns as lists.
+
+    They are recognised by their attributes, also in tuples and mappings; anything else is returned as it is.
+    """
+    if isinstance(data, tuple):
+        return tuple(map(without_pandas, data))
+    if isinstance(data, dict):
+        return {name: without_pandas(value) for name, value in data.items()}
+    if hasattr(data, "columns") and hasattr(data, "iloc"):
+        return _from_frame(data)
+    return data.tolist() if getattr(data, "ndim", 0) == 1 and hasattr(data, "tolist") else data
+
+
+def _from_frame(frame: Any) -> Any:
+    _require_columns(Path("The data frame"), frame.columns)
+    columns = {_COLUMNS.get(str(name).strip().lower()): frame[name].tolist() for name in reversed(frame.columns)}
+    paths, labels = columns["path"], columns["label"]
+    if any(isinstance(label, str) and "|" in label for label in labels):
+        labels = [str(label).split("|") for label in labels]
+    if "split" not in columns:
+        return paths, labels
+    rows: dict[str, tuple[list[str], list[Any]]] = {}
+    for path, label, split in zip(paths, labels, columns["split"], strict=True):
+        listed = rows.setdefault(str(split), ([], []))
+        listed[0].append(path)
+        listed[1].append(label)
+    return rows
 
 
 def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -128,6 +157,13 @@ def _row(path: Path, line: int, entry: dict[str, Any]) -> ManifestRow:
     if split and split not in SPLIT_NAMES:
         raise UserError(f'{where} has the split "{shorten(split)}": write train, val or test.')
     return ManifestRow(line, name.strip(), tuple(dict.fromkeys(plain)), SPLIT_NAMES.get(split, ""), listed)
+
+
+def _with_slashes(folder: Path, row: ManifestRow) -> ManifestRow:
+    """The row with the path as it is written here, where its manifest comes from Windows."""
+    if "\\" not in row.path or os.path.isfile(folder / row.path):
+        return row
+    return row._replace(path=row.path.replace("\\", "/"))
 
 
 def _refuse_negative(path: Path, rows: list[ManifestRow]) -> None:

@@ -3,7 +3,7 @@
 | object | images and labels |
 |---|---|
 | a map-style torch `Dataset` | items `(image, label)`, or mappings with such fields |
-| a Hugging Face `Dataset` | its image column and its label column |
+| a Hugging Face `Dataset`, a data frame of pandas | its image column and its label column |
 | a list of `(image, label)` | as it is |
 | a pair `(images, labels)` | two sequences of one length |
 | `(train, test)`, `(train, val, test)`, or a mapping by split name | splits, each one of the above |
@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from vitral.data.folders import FileReader
 from vitral.data.images import ImageError, is_pil
+from vitral.data.manifests import without_pandas
 from vitral.data.pixels import eight_bit_array
 from vitral.data.splits import (
     IMAGE_COLUMNS,
@@ -100,7 +101,7 @@ class _Items(NamedTuple):
 
 def open_objects(data: Any, *, held_out: float, on_event: EventHandler) -> DataSet:
     """Open an object of the table above; the other arguments are those of `open_data`."""
-    splits, notes = _splits(data)
+    splits, notes = _splits(without_pandas(data))
     parts: dict[str, RawSplit] = {}
     classes: tuple[str, ...] | None = None
     for name, source in splits.items():

@@ -26,7 +26,7 @@ import numpy as np
 from vitral.data import manifests, parquet
 from vitral.data.catalog import CATALOG, in_catalog, open_from_catalog
 from vitral.data.copies import ImageSignature, identical, near_pairs, signatures
-from vitral.data.folders import FileReader, find_images, read_folder, sub_folders
+from vitral.data.folders import MANIFESTS, FileReader, find_images, read_folder, sub_folders
 from vitral.data.images import ImageError, describe
 from vitral.data.loader import permute
 from vitral.data.objects import open_objects
@@ -63,13 +63,16 @@ def open_data(source: Any, *, held_out: float = HELD_OUT, on_event: EventHandler
         return read_shards(text, expand_pattern(str(path)), held_out=held_out)
     if path.suffix.lower() == ".parquet":
         return parquet.read_parquet(text, expand_pattern(str(path)), held_out=held_out)
-    if path.suffix.lower() in manifests.SUFFIXES and os.path.isfile(path):
+    if path.suffix.lower() in MANIFESTS and os.path.isfile(path):
         return manifests.read_manifest(path, held_out=held_out)
     close = difflib.get_close_matches(text.partition(":")[0], CATALOG, 1)
     hint = (
-        f"did you mean {close[0]}?" if close else "name a folder of class folders, a manifest, Parquet or tar shards."
+        f"did you mean {close[0]}?"
+        if close
+        else "name a folder of class folders, a CSV or JSONL file of labels, Parquet or tar shards."
     )
-    raise UserError(f"{text} is not a data set: {hint}")
+    problem = "is not a data set" if os.path.exists(path) else "does not exist"
+    raise UserError(f"{text} {problem}: {hint}")
 
 
 def _open_folder(folder: Path, held_out: float) -> DataSet:

@@ -19,7 +19,7 @@ HELD_OUT = 0.2  # the default share of each class that becomes test where the so
 # Common names of splits, in lower case.
 SPLIT_NAMES = {
     **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("val", "valid", "validation"), "val"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
 

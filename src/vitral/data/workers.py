@@ -90,12 +90,20 @@ def iterate_in_workers(dataset: Sized, workers: int) -> Generator[Any]:
 
 @contextlib.contextmanager
 def _killed_workers() -> Iterator[None]:
-    """Explain the end of a worker process: the system kills one that needs more memory than there is."""
+    """Explain the end of a worker process: the system kills one that needs more memory than there is.
+
+    One that is started anew (the default of macOS and Windows) imports the user's script, and may fail at that.
+    """
     try:
         yield
     except RuntimeError as error:
         if not str(error).startswith("DataLoader worker"):
             raise
+        if "exit code" in f"{error} {error.__cause__}":
+            raise UserError(
+                "a worker process that reads images failed, with its error printed above: set workers=0, or, in a "
+                'script, put the calls that start work under `if __name__ == "__main__":`.'
+            ) from error
         raise UserError(
             "a worker process that reads images was killed, as happens when memory runs out: "
             "set fewer workers or a smaller batch, or free some memory."

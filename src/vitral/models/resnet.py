@@ -16,11 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.architecture import Epsilons, ResNetConfig, Size, StemConfig
-<<<<<<< HEAD
 from vitral.kernels.dispatch import group_norm, prefers_channels_last
-from vitral.models.init import lecun_normal
-=======
->>>>>>> 6c798db (Put weight initialization beside what all models share)
 from vitral.models.layers import AxialAttention2d
 from vitral.models.model import Head, VisionModel, check_images, layer_indices, lecun_normal
 

@@ -10,12 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.architecture import Size, ViTConfig
-<<<<<<< HEAD
 from vitral.kernels.dispatch import autocast_dtype, fits_blocks, is_plain
-from vitral.models.init import lecun_normal, normal, zero_bias
-=======
-from vitral.kernels.dispatch import fits_blocks, is_plain
->>>>>>> 6c798db (Put weight initialization beside what all models share)
 from vitral.models.layers import AxialBlock, Block, MapPool
 from vitral.models.model import Head, VisionModel, check_images, layer_indices, lecun_normal, normal, zero_bias
 from vitral.models.position import RotaryPosition, Rotation, build_position, grid_of
