@@ -105,7 +105,9 @@ def show_simulation(load: float = 0.7, images: int = 200_000) -> None:
         for name, max_batch in (("one by one", 1), ("batches of 8", 8)):
             ordered = sorted(simulate(cores, max_batch, arrivals))
             middle, high = ordered[images // 2], ordered[images * 99 // 100]
-            print(f"{cores:2} cores, {name:12}: p50 {middle:.2f}, p99 {high:.2f} images' time, ratio {high / middle:.2f}")
+            print(
+                f"{cores:2} cores, {name:12}: p50 {middle:.2f}, p99 {high:.2f} images' time, ratio {high / middle:.2f}"
+            )
 
 
 async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes) -> int:

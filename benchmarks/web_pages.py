@@ -2,13 +2,13 @@
 
     python benchmarks/web_pages.py WEIGHTS PHOTOS --classes FILE [--runtime FOLDER] [--n 50] [--shots FOLDER]
 
-Four pages are driven: the web export in float32 (web), the one with rounded weights (web-int8), that one with a limit of
-0.001 for probabilities, and the page of the server. PHOTOS are sampled; the others of them are the gate's images. The exported folder is served
-below a sub-path by a plain file server without any special headers, which is shut down after the first visit: pictures
-are classified by the page that its service worker kept. No page may ask another host for anything. Classes are read
-from the page after its file chooser was used; probabilities, attention and decoded pixels come from the functions that
-the page itself calls. They are compared with Python's float32 model, and with the exported file itself, run by
-onnxruntime in Python.
+Four pages are driven: the web export in float32 (web), the one with rounded weights (web-int8), that with a limit of
+0.001 for probabilities, and the page of the server. PHOTOS are sampled; others of them are the gate's images. The
+exported folder is served below a sub-path by a plain file server without any special headers, which is shut down after
+the first visit: pictures are classified by the page that its service worker kept. No page may ask another host for
+anything. Classes are read from the page after its file chooser was used; probabilities, attention and decoded pixels
+come from the functions that the page itself calls. They are compared with Python's float32 model, and with the exported
+file itself, run by onnxruntime in Python.
 """
 
 from __future__ import annotations

@@ -157,7 +157,10 @@ class Gate:
     def holds(self, exported: ExportedModel) -> bool:
         """Whether a file meets the limits of probabilities and outputs on generated images, and of the agreement."""
         limits = self.limits
-        if limits.difference is not None and _largest(exported(self.generated) - self._of_generated) > limits.difference:
+        if (
+            limits.difference is not None
+            and _largest(exported(self.generated) - self._of_generated) > limits.difference
+        ):
             return False
         if limits.outputs is not None and any(
             value > limits.outputs for value in self._output_differences(exported).values()

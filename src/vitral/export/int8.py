@@ -5,8 +5,8 @@ fit. So the weights of two input channels that are added have 128 as the largest
 saturate, are finer than with 7 bits each, and give the same integers on every processor and in a browser. No scale
 depends on other images of the batch. Attention's products, norms, GELU and convolutions stay in float32.
 
-In a browser activations are not rounded: sums of floats differ there in their last bits, some bytes round the other way,
-and the same file gives other classes than in Python. So pages only store weights as integers, see `search_stored`.
+In a browser sums of floats differ in their last bits: some activations would round to another byte, and the same file
+give other classes than in Python. So pages only store weights as integers, see `search_stored`.
 """
 
 from __future__ import annotations
