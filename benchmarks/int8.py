@@ -6,17 +6,21 @@
     python benchmarks/int8.py --layers --threads 1 --clock cpu       # PyTorch's int8 products at the sizes of a ViT
 
 The clock counts seconds (--clock wall), or those that this process computes (--clock cpu), which others on the same
-machine change less: with one thread, as threads that wait count too.
+machine change less: with one thread, as threads that wait count too. `--profile` prints the time of each operator of a
+file instead, for one image and one thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -110,6 +114,32 @@ def in_turns(
     return {name: values[1:] for name, values in times.items()}
 
 
+def profile(path: str, pixels: np.ndarray, rounds: int) -> None:
+    """Print the milliseconds of each operator: of its nodes, the lower quartile over rounds, added."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.enable_profiling = 1, True
+    with tempfile.TemporaryDirectory() as folder:
+        options.profile_file_prefix = f"{folder}/profile"
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        for _ in range(rounds):
+            session.run(["probabilities"], {session.get_inputs()[0].name: pixels})
+        events = json.loads(Path(session.end_profiling()).read_text())
+    nodes: dict[tuple[str, str], list[float]] = {}
+    for event in events:
+        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
+            nodes.setdefault((event["args"]["op_name"], event["name"]), []).append(event["dur"] / 1000)
+    operators: dict[str, float] = {}
+    for (operator, _), times in nodes.items():
+        operators[operator] = operators.get(operator, 0) + float(np.quantile(times, 0.25))
+    total = sum(operators.values())
+    print(f"{path}: {total:.1f} ms")
+    for operator, spent in sorted(operators.items(), key=lambda item: -item[1]):
+        count = sum(name == operator for name, _ in nodes)
+        print(f"  {operator:24} {count:3} times {spent:6.2f} ms {spent / total:6.1%}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", nargs="?")
@@ -119,6 +149,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--profile", action="store_true", help="print the time of each operator")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     clock = CLOCKS[options.clock]
@@ -130,7 +161,9 @@ def main() -> None:
     images = np.random.default_rng(0).integers(
         0, 256, (max(options.batches), *config.image, config.channels), dtype=np.uint8
     )
-    for batch in options.batches:
+    for path in options.files if options.profile else ():
+        profile(path, images[:1], options.rounds)
+    for batch in () if options.profile else options.batches:
         functions = {name: partial(model, images[:batch]) for name, model in models.items()}
         times = in_turns(functions, clock, options.rounds)
         base = statistics.median(times["vitral, packed"])

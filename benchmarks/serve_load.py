@@ -6,12 +6,19 @@ WEIGHTS is the model, FOLDER has JPEG files in class folders, and ENVIRONMENT ha
 requirements. Every contestant gets the same multipart requests, one JPEG each, from raw sockets in this process; in
 each round every contestant runs once, in turn, beside `vitral bench predict`. Numbers are medians over the rounds, with
 the CPU time of the server's processes per image, the generator's own share of the machine, and that of other programs.
+
+    python benchmarks/serve_load.py --simulate
+
+prints what Poisson arrivals at 70 % load cost at least: p99 / p50 of a server whose cores each compute one image at a
+time, always the oldest, in constant time and without any other work (the queue M/D/c), and of one that takes batches
+which gain no time: what waits is shared evenly among the cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import heapq
 import json
 import os
 import random
@@ -22,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -71,6 +79,35 @@ def _request(jpeg: bytes) -> bytes:
         b"Content-Type: multipart/form-data; boundary=" + boundary,
     ]
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+def simulate(cores: int, max_batch: int, arrivals: Sequence[float]) -> list[float]:
+    """Latencies in multiples of the time of one image, for a queue that idle cores share evenly."""
+    free, waiting, latencies, number = [0.0] * cores, deque[float](), [], 0
+    while number < len(arrivals) or waiting:
+        now = heapq.heappop(free)
+        if not waiting:
+            now = max(now, arrivals[number])
+        while number < len(arrivals) and arrivals[number] <= now:
+            waiting.append(arrivals[number])
+            number += 1
+        batch = [waiting.popleft() for _ in range(min(-(-len(waiting) // cores), max_batch))]
+        latencies += [now + len(batch) - moment for moment in batch]
+        heapq.heappush(free, now + len(batch))
+    return latencies
+
+
+def show_simulation(load: float = 0.7, images: int = 200_000) -> None:
+    for cores in (1, 2, 4, 8, 16):
+        rng, moment, arrivals = random.Random(0), 0.0, []
+        for _ in range(images):
+            arrivals.append(moment := moment + rng.expovariate(load * cores))
+        for name, max_batch in (("one by one", 1), ("batches of 8", 8)):
+            ordered = sorted(simulate(cores, max_batch, arrivals))
+            middle, high = ordered[images // 2], ordered[images * 99 // 100]
+            print(
+                f"{cores:2} cores, {name:12}: p50 {middle:.2f}, p99 {high:.2f} images' time, ratio {high / middle:.2f}"
+            )
 
 
 async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes) -> int:
@@ -223,8 +260,9 @@ def contestants(weights: Path, exported: Sequence[str], litserve: str, settings:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("weights", type=Path)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("weights", type=Path, nargs="?")
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("--simulate", action="store_true", help="print the bound, and measure nothing")
     parser.add_argument("--litserve", default="", help="Python of an environment with litserve")
     settings = ["timm/1/8/0", "timm/2/8/1", "timm/2/1/1", "plain/2/8/1", "packed/2/8/1"]
     parser.add_argument("--settings", nargs="+", default=settings, help="model/workers_per_device/batch/fast_queue")
@@ -234,6 +272,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--open", type=float, default=30, help="seconds of each kind of arrivals per round; 0 for none")
     arguments = parser.parse_args()
+    if arguments.simulate:
+        return show_simulation()
+    if arguments.folder is None:
+        parser.error("WEIGHTS and FOLDER are needed")
     requests = requests_of(arguments.folder, 200)
     commands = contestants(arguments.weights, arguments.exported, arguments.litserve, arguments.settings)
     closed: dict[str, list[Load]] = {name: [] for name in commands}

@@ -2,13 +2,13 @@
 
     python benchmarks/web_pages.py WEIGHTS PHOTOS --classes FILE [--runtime FOLDER] [--n 50] [--shots FOLDER]
 
-Three pages are driven: the web export in float32 (web), the one in int8 (web-int8),
-and the page of the server. PHOTOS are sampled; the others of them are the gate's images. The exported folder is served
-below a sub-path by a plain file server without any special headers, which is shut down after the first visit: pictures
-are classified by the page that its service worker kept. No page may ask another host for anything. Classes are read
-from the page after its file chooser was used; probabilities, attention and decoded pixels come from the functions that
-the page itself calls. They are compared with Python's float32 model, and with the exported file itself, run by
-onnxruntime in Python.
+Four pages are driven: the web export in float32 (web), the one with rounded weights (web-int8), that with a limit of
+0.001 for probabilities, and the page of the server. PHOTOS are sampled; others of them are the gate's images. The
+exported folder is served below a sub-path by a plain file server without any special headers, which is shut down after
+the first visit: pictures are classified by the page that its service worker kept. No page may ask another host for
+anything. Classes are read from the page after its file chooser was used; probabilities, attention and decoded pixels
+come from the functions that the page itself calls. They are compared with Python's float32 model, and with the exported
+file itself, run by onnxruntime in Python.
 """
 
 from __future__ import annotations
@@ -83,7 +83,6 @@ def main() -> None:
     parser.add_argument("--runtime", default=None)
     parser.add_argument("--n", type=int, default=50)
     parser.add_argument("--gate", type=int, default=300, help="photographs that the int8 export is compared on")
-    parser.add_argument("--agreement", type=float, default=0.98, help="limit of the int8 export's gate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shots", type=Path, default=None)
     options = parser.parse_args()
@@ -100,15 +99,16 @@ def main() -> None:
         browser = play.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox"], ignore_default_args=["--hide-scrollbars"]
         )
-        formats: dict[ExportFormat, list[Path]] = {"web": [], "web-int8": gate_images}
-        for format, images in formats.items():
-            site = Path(folder, format, "some", "where")
+        formats: list[tuple[ExportFormat, float | None]] = [("web", None), ("web-int8", None), ("web-int8", 1e-3)]
+        for format, difference in formats:
+            name = format if difference is None else f"{format} --difference {difference}"
+            site = Path(folder, name, "some", "where")
             result = vitral.export_model(
                 options.weights,
                 site,
                 format=format,
-                images=images,
-                agreement=options.agreement if images else 0.99,
+                images=gate_images if format == "web-int8" else [],
+                difference=difference,
                 classes=options.classes,
                 runtime=options.runtime,
             )
@@ -116,8 +116,8 @@ def main() -> None:
             with browser.new_context() as context:
                 page = offline_page(context, site.parent.parent, "some/where/", problems)
                 row = compare(page, photos, answers, exported)
-                take_shots(page, options.shots, format)
-            table.add_row(format, *row[:-1], f"{result.bytes / 1e6:.1f}", row[-1])
+                take_shots(page, options.shots, name)
+            table.add_row(name, *row[:-1], f"{result.bytes / 1e6:.1f}", row[-1])
         with server(options.weights, options.classes) as address, browser.new_context() as context:
             page = opened(context, address, problems)
             row = compare(page, photos, answers, None)

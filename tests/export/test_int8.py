@@ -30,9 +30,10 @@ from vitral.export.int8 import (
     layer_after_norm,
     layer_by_token,
     search,
+    search_stored,
     weight_scales,
 )
-from vitral.export.int8_graph import Int8Layer, linear_layers, quantize
+from vitral.export.int8_graph import Int8Layer, linear_layers, quantize, stored_as_integers
 from vitral.models.build import build
 
 RNG = np.random.default_rng(0)
@@ -256,6 +257,54 @@ def test_layers_are_kept_in_float_until_the_limit_holds(tmp_path: Path) -> None:
     assert search(path, images, share(4), 1.0) == (result.in_float[2:] + result.int8, result.in_float, 0.5)
 
 
+def test_weights_that_are_stored_as_integers_are_those_of_the_formula(source, tmp_path: Path) -> None:
+    """Products are computed in float32, with weights that were rounded to steps of their output channel."""
+    path, pixels = tmp_path / "model.onnx", RNG.integers(0, 256, (8, 16, 16, 3), np.uint8)
+    vitral.export_model(source, path, outputs=["attention"])
+    model, exact, errors = onnx.load(path), open_exported(path).outputs(pixels, ["probabilities", "attention"]), {}
+    layers = {layer.node.output[0]: layer for layer in linear_layers(model)}
+    assert {layer.node.op_type for layer in layers.values()} == {"MatMul", "Gemm"}
+    for bits in (8, 16):
+        onnx.save(stored_as_integers(model, dict.fromkeys(layers, bits)), path)
+        stored = {t.name: numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer}
+        for name, layer in layers.items():
+            values = stored[f"{name}.weight.integers"]
+            assert values.dtype == f"int{bits}"
+            values = values.T if layer.node.op_type == "Gemm" else values
+            steps = np.abs(layer.weight).max(axis=0) / (2 ** (bits - 1) - 1)
+            assert np.abs(values * steps - layer.weight).max() <= 0.5001 * steps.max()
+            assert layer.node.input[1] not in stored
+        found = open_exported(path).outputs(pixels, ["probabilities", "attention"])
+        errors[bits] = [np.abs(found[name] - exact[name]).max() for name in exact]
+    assert max(errors[16]) < 2e-5
+    assert 2e-5 < min(errors[8]) < max(errors[8]) < 0.02
+
+
+def test_weights_get_16_bits_until_the_limit_holds(source, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    vitral.export_model(source, path)
+    model = path.read_bytes()
+
+    def in_16_bits() -> int:
+        return sum(tensor.data_type == TensorProto.INT16 for tensor in onnx.load(path).graph.initializer)
+
+    layers = len(linear_layers(onnx.load(path)))
+    for needed, expected in ((0, 0), (3, 3), (layers + 1, layers)):
+        path.write_bytes(model)
+        found = search_stored(path, lambda _, needed=needed: in_16_bits() >= needed)
+        assert in_16_bits() == len(found.int16) == expected
+        assert len(found.int8) + len(found.int16) == layers
+    with pytest.raises(UserError, match="--images"):
+        vitral.export_model(source, tmp_path / "page", format="web-int8", runtime=web_runtime(tmp_path))
+    assert not (tmp_path / "page").exists()
+
+
+def web_runtime(folder: Path) -> Path:
+    (folder / "ort.wasm.bundle.min.mjs").write_text("")
+    (folder / "ort-wasm-simd-threaded.wasm").write_bytes(b"")
+    return folder
+
+
 def test_attention_is_fused_where_it_is_the_usual_one(source, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     vitral.export_model(source, path)
@@ -266,9 +315,9 @@ def test_attention_is_fused_where_it_is_the_usual_one(source, tmp_path: Path) ->
         session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
         return np.asarray(session.run(["probabilities"], {"pixels": pixels})[0])
 
-    fused, plain = quantize(model, layers), quantize(model, layers, fuse_attention=False)
-    assert [sum(node.op_type == "QAttention" for node in each.graph.node) for each in (fused, plain)] == [2, 0]
-    np.testing.assert_allclose(probabilities(fused), probabilities(plain), atol=0.02)
+    fused = quantize(model, layers)
+    assert sum(node.op_type == "QAttention" for node in fused.graph.node) == 2
+    np.testing.assert_allclose(probabilities(fused), probabilities(model), atol=0.02)
     softmax = next(node for node in model.graph.node if node.op_type == "Softmax")
     queries = next(node for node in model.graph.node if node.output[0] == softmax.input[0]).input[0]
     scaled = next(node for node in model.graph.node if node.output[0] == queries)

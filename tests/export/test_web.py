@@ -138,13 +138,20 @@ def test_a_page_is_complete_in_float32_and_in_int8(tmp_path):
     rng = np.random.default_rng(0)
     for number in range(8):
         (photos / f"{number}.png").write_bytes(encode_png(rng.integers(0, 256, (40, 40, 3), dtype=np.uint8)))
-    formats: dict[str, ExportFormat] = {"float32": "web", "int8": "web-int8"}
-    for name, format in formats.items():
+    formats: dict[str, tuple[ExportFormat, float | None]] = {
+        "float32": ("web", None),
+        "int8 (10 layers)": ("web-int8", None),
+        "int16": ("web-int8", 1e-3),
+    }
+    for name, (format, difference) in formats.items():
         folder, model = tmp_path / name, (tiny_model(), card())
-        result = vitral.export_model(model, folder, format=format, images=[photos], agreement=0, runtime=runtime)
+        limits: dict[str, Any] = {"difference": difference, "agreement": 0}
+        result = vitral.export_model(model, folder, format=format, images=[photos], **limits, runtime=runtime)
         assert result.bytes == sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         page = (folder / "index.html").read_text("utf-8")
-        assert f'<th scope="row">weights</th><td>{name}</td>' in page
+        weights = re.search(r'<th scope="row">weights</th><td>(.*?)</td>', page)
+        assert weights is not None
+        assert name in weights[1]
         assert "onnxruntime-web 1.2.3" in page
         assert "<b>dog</b>" not in page
         listed = re.search(r"FILES = .*?(\[.*\]);", (folder / "service-worker.js").read_text("utf-8"))

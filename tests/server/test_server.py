@@ -538,8 +538,12 @@ class _Recorded:
         return Outputs(means, means, means[:, None] if attention else None)
 
 
+def runtime_of(runner: _Recorded, *, gains_by_batch: bool = True) -> Runtime:
+    return Runtime(Card(SMALL, NAMES), parse_deterministic(PIPELINE), (runner,), True, "test", gains_by_batch)
+
+
 def batched(runner: _Recorded, images: int, max_wait: float, attention: Callable[[int], bool]) -> list[float]:
-    runtime = Runtime(Card(SMALL, NAMES), parse_deterministic(PIPELINE), (runner,), True, "test", 1)
+    runtime = runtime_of(runner)
     batcher = Batcher("m", 1, Metrics(), max_batch=4, max_wait=max_wait)
     futures = [batcher.submit(runtime, np.full((2, 2, 3), i, np.uint8), attention(i)) for i in range(images)]
     batcher.close()
@@ -556,9 +560,22 @@ def test_batches_fill_and_keep_their_order():
     assert max(alternating.sizes) <= 3  # with and without attention are not mixed
 
 
+def test_where_batches_gain_nothing_images_are_computed_one_by_one_until_many_wait():
+    runner = _Recorded(0.05)
+    runtime, batcher = runtime_of(runner, gains_by_batch=False), Batcher("m", 1, Metrics(), max_batch=4, max_wait=60)
+    for count, sizes in ((3, [1, 1, 1]), (9, [1, 4, 4])):
+        runner.sizes.clear()
+        first = batcher.submit(runtime, np.zeros((2, 2, 3), np.uint8), False)
+        wait_until(lambda: len(runner.sizes) == 1)  # the others arrive while it is computed
+        others = [batcher.submit(runtime, np.full((2, 2, 3), i, np.uint8), False) for i in range(1, count)]
+        assert [float(future.result(10).probabilities[0]) for future in (first, *others)] == list(range(count))
+        assert runner.sizes == sizes
+    batcher.close()
+
+
 def test_no_image_waits_longer_than_stated():
     runner = _Recorded()
-    runtime = Runtime(Card(SMALL, NAMES), parse_deterministic(PIPELINE), (runner,), True, "test", 1)
+    runtime = runtime_of(runner)
     batcher = Batcher("m", 1, Metrics(), max_batch=4, max_wait=0.2)
     start = time.monotonic()
     batcher.submit(runtime, np.zeros((2, 2, 3), np.uint8), False).result()

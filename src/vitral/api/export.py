@@ -26,7 +26,7 @@ from vitral.events import EventHandler, Note
 from vitral.export.exported import CARD, GATE, OUTPUTS, SOURCE, VERSION, open_exported, write_metadata
 from vitral.export.gate import ExportRefused, Gate, GateImages, GateReport, Limits, decoded_images
 from vitral.export.graph import ExportGraph, Output, has_attention
-from vitral.export.int8 import INT8, search
+from vitral.export.int8 import INT8, search, search_stored
 from vitral.export.onnx import add_metadata, write_onnx
 from vitral.export.pt2 import append_metadata, write_pt2
 from vitral.export.web import WebRuntime, browser_steps, find_runtime, write_page
@@ -76,8 +76,7 @@ def _write_int8(job: ExportJob, path: Path) -> Path:
     def agreement(file: Path) -> float:
         return job.gate.agreement(open_exported(file))
 
-    fused = job.web_runtime is None
-    found = search(path, job.calibration.pixels, agreement, limit, job.on_event, fuse_attention=fused)
+    found = search(path, job.calibration.pixels, agreement, limit, job.on_event)
     if found.agreement < limit:
         raise ExportRefused(
             f"in int8 the top class is the model's on {found.agreement:.1%} of images at best, with "
@@ -101,13 +100,21 @@ def _write_web(job: ExportJob, folder: Path) -> Path:
 
 
 def _write_web_int8(job: ExportJob, folder: Path) -> Path:
-    return _write_int8(job, folder / "model.onnx")
+    if job.gate.images.pixels is job.gate.generated:
+        raise UserError("web-int8 rounds as far as classes stay: name images like those that it will see by --images.")
+    path = _write_onnx(job, folder / "model.onnx")
+    found = search_stored(path, lambda file: job.gate.holds(open_exported(file)))
+    job.on_event(Note(f"weights of {len(found.int8)} linear layers are in int8, of {len(found.int16)} in int16"))
+    add_metadata(path, {INT8: json.dumps(found._asdict())})
+    return path
 
 
 def _finish_web(job: ExportJob, written: Path) -> None:
     assert job.web_runtime is not None
     exported = open_exported(written)
-    write_page(exported, job.web_runtime, "int8" if INT8 in exported.metadata else "float32")
+    stored = json.loads(exported.metadata.get(INT8, "{}"))
+    precision = ", ".join(f"{name} ({len(layers)} layers)" for name, layers in stored.items() if layers)
+    write_page(exported, job.web_runtime, precision or "float32")
 
 
 FORMATS: dict[str, FormatEntry] = {
@@ -115,7 +122,7 @@ FORMATS: dict[str, FormatEntry] = {
     "onnx-int8": FormatEntry(_write_int8, ".onnx", Limits(), calibrated=True),
     "pt2": FormatEntry(_write_pt2, ".pt2", FLOAT_LIMITS),
     "web": FormatEntry(_write_web, "", FLOAT_LIMITS, finish=_finish_web),
-    "web-int8": FormatEntry(_write_web_int8, "", Limits(), calibrated=True, finish=_finish_web),
+    "web-int8": FormatEntry(_write_web_int8, "", Limits(), finish=_finish_web),
 }
 
 
@@ -166,7 +173,7 @@ def export_model(
         target: the file or, for a page, the folder to write.
         format: format to write.
         images: image files and folders to compare the models on, or one data set with labels; generated images when not
-            given. Formats in int8 need them: every other one calibrates, and the rest are compared.
+            given. Formats in int8 need them; of onnx-int8 every other one calibrates, and the rest are compared.
         agreement: smallest share of images with the same top class.
         difference: largest difference of a probability. When not given, formats in float32 are held to 0.0001, and to
             limits of its logarithm and of further outputs as well.

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,6 +154,20 @@ class Gate:
             self.on_event(Progress("comparing", seen, len(self.images.pixels)))
         return same / seen
 
+    def holds(self, exported: ExportedModel) -> bool:
+        """Whether a file meets the limits of probabilities and outputs on generated images, and of the agreement."""
+        limits = self.limits
+        if (
+            limits.difference is not None
+            and _largest(exported(self.generated) - self._of_generated) > limits.difference
+        ):
+            return False
+        if limits.outputs is not None and any(
+            value > limits.outputs for value in self._output_differences(exported).values()
+        ):
+            return False
+        return self.agreement(exported) >= limits.agreement
+
     def measure(self, exported: ExportedModel) -> GateReport:
         """Compare an exported file with the model; failures are in the report.
 
@@ -216,13 +231,19 @@ class Gate:
         return np.concatenate(rows)
 
     def _output_differences(self, exported: ExportedModel) -> dict[str, float]:
-        names = [name for name in self.graph.names if name != PROBABILITIES]
-        if not names:
+        ours = self._outputs_of_generated
+        theirs = exported.outputs(self.generated, list(ours)) if ours else {}
+        return {name: _largest(theirs[name] - ours[name]) / float(np.abs(ours[name]).max()) for name in ours}
+
+    @cached_property
+    def _outputs_of_generated(self) -> dict[str, np.ndarray]:
+        """The model's further outputs by name."""
+        names = self.graph.names
+        if len(names) == 1:
             return {}
         with torch.inference_mode():
-            ours = dict(zip(self.graph.names, self.graph(torch.from_numpy(self.generated)), strict=True))
-        theirs = exported.outputs(self.generated, names)
-        return {name: _largest(theirs[name] - ours[name].numpy()) / float(ours[name].abs().max()) for name in names}
+            outputs = dict(zip(names, self.graph(torch.from_numpy(self.generated)), strict=True))
+        return {name: outputs[name].numpy() for name in names if name != PROBABILITIES}
 
 
 def decoded_images(split: Split, labels: np.ndarray, card: Card, on_event: EventHandler = ignore_events) -> GateImages:

@@ -3,6 +3,9 @@
 The scales of weights (`kernels.packed.weight_scales`) let no sum saturate: weights are finer than with 7 bits each, and
 give the same integers on every processor and in a browser. No scale depends on other images of the batch. Attention's
 products, norms, GELU and convolutions stay in float32.
+
+In a browser sums of floats differ in their last bits: some activations would round to another byte, and the same file
+give other classes than in Python. So pages only store weights as integers, see `search_stored`.
 """
 
 from __future__ import annotations
@@ -16,7 +19,16 @@ import numpy as np
 
 from vitral.errors import UserError
 from vitral.events import EventHandler, Progress, ignore_events
-from vitral.export.int8_graph import TINY, Editor, Int8Layer, LinearLayer, linear_layers, quantize
+from vitral.export.int8_graph import (
+    TINY,
+    Editor,
+    Int8Layer,
+    LinearLayer,
+    linear_layers,
+    quantize,
+    rounded_weights,
+    stored_as_integers,
+)
 from vitral.export.onnx import import_onnx
 from vitral.kernels.packed import weight_scales
 
@@ -143,8 +155,6 @@ def search(
     agreement: Callable[[Path], float],
     limit: float,
     on_event: EventHandler = ignore_events,
-    *,
-    fuse_attention: bool = True,
 ) -> Int8Result:
     """Quantise a float32 ONNX file in place, with as few layers in float as a limit needs.
 
@@ -157,7 +167,6 @@ def search(
         agreement: measures a file: the share of other images that get the same top class.
         limit: the smallest agreement.
         on_event: handler of progress events.
-        fuse_attention: as `quantize` takes it.
 
     Returns:
         What was done; its agreement is below the limit where half of the layers in float are not enough.
@@ -167,13 +176,7 @@ def search(
     """
     onnx = import_onnx()
     model = onnx.load(path)
-    linear = sum(layer.weight.size for layer in linear_layers(model))
-    share = linear / sum(math.prod(tensor.dims) for tensor in model.graph.initializer)
-    if share < 0.5:
-        raise UserError(
-            f"int8 is for linear layers, which have {share:.0%} of this model's weights (convolutions stay in "
-            "float32): use --format onnx."
-        )
+    _check_linear(model)
     layers = calibrate(path, pixels, on_event)
     names = {layer.node.output[0]: layer.name for layer in linear_layers(model)}
     worst_first = sorted(layers, key=lambda output: -layers[output].error)
@@ -181,7 +184,7 @@ def search(
 
     def write(in_float: int) -> None:
         chosen = {output: layers[output] for output in worst_first[in_float:]}
-        onnx.save(quantize(model, chosen, fuse_attention=fuse_attention), path)
+        onnx.save(quantize(model, chosen), path)
 
     def holds(in_float: int) -> bool:
         write(in_float)
@@ -195,6 +198,65 @@ def search(
     int8 = [names[output] for output in worst_first[count:]]
     in_float = [names[output] for output in (*worst_first[:count], *(names.keys() - layers.keys()))]
     return Int8Result(tuple(int8), tuple(in_float), shares[count])
+
+
+class StoredLayers(NamedTuple):
+    """Names of layers by the bits of their integers."""
+
+    int8: tuple[str, ...]
+    int16: tuple[str, ...]  # the worst in int8 first
+
+
+def search_stored(path: Path, holds: Callable[[Path], bool]) -> StoredLayers:
+    """Store the weights of a float32 ONNX file as integers, in place: in 8 bits, and in 16 as far as limits need it.
+
+    Args:
+        path: the file, which is overwritten.
+        holds: whether a file meets the limits.
+
+    Returns:
+        What was done; with all layers in 16 bits limits may still not be met.
+
+    Raises:
+        UserError: the model consists of convolutions.
+    """
+    onnx = import_onnx()
+    model = onnx.load(path)
+    _check_linear(model)
+    errors = {layer.node.output[0]: _rounding_error(layer.weight) for layer in linear_layers(model)}
+    names = {layer.node.output[0]: layer.name for layer in linear_layers(model)}
+    worst_first = sorted(errors, key=lambda output: -errors[output])
+
+    def write(in_16_bits: int) -> None:
+        bits = {output: 16 if number < in_16_bits else 8 for number, output in enumerate(worst_first)}
+        onnx.save(stored_as_integers(model, bits), path)
+
+    def written_holds(in_16_bits: int) -> bool:
+        write(in_16_bits)
+        return holds(path)
+
+    count = fewest(written_holds, len(errors))
+    count = len(errors) if count is None else count
+    write(count)
+    ordered = tuple(names[output] for output in worst_first)
+    return StoredLayers(ordered[count:], ordered[:count])
+
+
+def _rounding_error(weight: np.ndarray) -> float:
+    """Of weights in 8 bits, relative to them."""
+    values, scales = rounded_weights(weight, 8)
+    return float(np.linalg.norm(values * scales - weight) / max(np.linalg.norm(weight), TINY))
+
+
+def _check_linear(model: Any) -> None:
+    """Raise UserError unless most weights are those of linear layers."""
+    linear = sum(layer.weight.size for layer in linear_layers(model))
+    share = linear / sum(math.prod(tensor.dims) for tensor in model.graph.initializer)
+    if share < 0.5:
+        raise UserError(
+            f"int8 is for linear layers, which have {share:.0%} of this model's weights (convolutions stay in "
+            "float32): use a format in float32."
+        )
 
 
 def fewest(holds: Callable[[int], bool], most: int) -> int | None:

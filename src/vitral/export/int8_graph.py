@@ -1,4 +1,4 @@
-"""ONNX graphs with linear layers in int8, by operators of onnxruntime's own domain, com.microsoft."""
+"""ONNX graphs with linear layers in int8, by operators of onnxruntime's domain com.microsoft, or stored as integers."""
 
 from __future__ import annotations
 
@@ -68,13 +68,12 @@ def _module_name(node: Any) -> str:
     return modules[-1].removeprefix("model.") if modules and modules[-1] else node.name
 
 
-def quantize(model: Any, layers: Mapping[str, Int8Layer], *, fuse_attention: bool = True) -> Any:
+def quantize(model: Any, layers: Mapping[str, Int8Layer]) -> Any:
     """A model with linear layers in int8.
 
     Args:
         model: float32 ONNX model.
         layers: those that are replaced, by the name of their output.
-        fuse_attention: whether attention is onnxruntime's own operator: faster on a CPU, and slower in a browser.
 
     Returns:
         Another ONNX model.
@@ -86,18 +85,60 @@ def quantize(model: Any, layers: Mapping[str, Int8Layer], *, fuse_attention: boo
     nodes: list[Any] = []
     for node in result.graph.node:
         layer = layers.get(node.output[0])
-        nodes += [node] if layer is None else editor.int8_nodes(node, layer, fuse_attention)
+        nodes += [node] if layer is None else editor.int8_nodes(node, layer)
     nodes = [node for node in nodes if not any(node is merged for merged in editor.merged)]
     _approximate_gelu(nodes)
+    _set_nodes(result, nodes, editor.added)
+    result.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
+    return result
+
+
+def stored_as_integers(model: Any, bits: Mapping[str, int]) -> Any:
+    """A model that computes in float32 with rounded weights, which onnxruntime makes of integers when it loads it.
+
+    Args:
+        model: float32 ONNX model.
+        bits: of the integers, 8 or 16, by the name of a layer's output.
+
+    Returns:
+        Another ONNX model.
+    """
+    onnx = import_onnx()
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    layers = {layer.node.output[0]: layer for layer in linear_layers(result)}
+    nodes: list[Any] = []
+    added: dict[str, np.ndarray] = {}
+    for node in result.graph.node:
+        if (target := node.output[0]) in bits:
+            values, scales = rounded_weights(layers[target].weight, bits[target])
+            stored, name = ((values, scales), f"{target}.weight")
+            if any(attribute.name == "transB" and attribute.i for attribute in node.attribute):
+                stored = (values.T, scales[:, None])
+            added[f"{name}.integers"], added[f"{name}.scales"] = map(np.ascontiguousarray, stored)
+            nodes.append(onnx.helper.make_node("Cast", [f"{name}.integers"], [f"{name}.cast"], to=1))  # to float32
+            nodes.append(onnx.helper.make_node("Mul", [f"{name}.cast", f"{name}.scales"], [name]))
+            node.input[1] = name
+        nodes.append(node)
+    _set_nodes(result, nodes, added)
+    return result
+
+
+def rounded_weights(weight: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """(in, out) -> integers (in, out), scales of the output channels (out,) float32"""
+    scales = np.maximum(np.abs(weight).max(axis=0), TINY) / (2 ** (bits - 1) - 1)
+    return np.rint(weight / scales).astype(f"int{bits}"), scales.astype(np.float32)
+
+
+def _set_nodes(model: Any, nodes: Sequence[Any], added: Mapping[str, np.ndarray]) -> None:
+    """Replace the nodes of a model; constants that none reads are dropped, and others added."""
     used = {name for node in nodes for name in node.input}
-    kept = [tensor for tensor in result.graph.initializer if tensor.name in used]
-    kept += [onnx.numpy_helper.from_array(np.asarray(values), name) for name, values in editor.added.items()]
-    for repeated, values in ((result.graph.node, nodes), (result.graph.initializer, kept)):
+    kept = [tensor for tensor in model.graph.initializer if tensor.name in used]
+    kept += [import_onnx().numpy_helper.from_array(values, name) for name, values in added.items()]
+    for repeated, values in ((model.graph.node, nodes), (model.graph.initializer, kept)):
         values = [type(value).FromString(value.SerializeToString()) for value in values]
         del repeated[:]
         repeated.extend(values)
-    result.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
-    return result
 
 
 class Editor:
@@ -113,7 +154,7 @@ class Editor:
         self.added: dict[str, np.ndarray] = {}  # constants
         self.merged: list[Any] = []  # nodes that are part of others now
 
-    def int8_nodes(self, node: Any, layer: Int8Layer, fuse_attention: bool) -> list[Any]:
+    def int8_nodes(self, node: Any, layer: Int8Layer) -> list[Any]:
         """The nodes of a layer, with onnxruntime's product of bytes that returns floats."""
         make, (target,), source = import_onnx().helper.make_node, node.output, node.input[0]
         scale, zero = self._add(f"{target}.scale", layer.scale), self._add(f"{target}.zero", layer.zero)
@@ -125,7 +166,7 @@ class Editor:
         if layer.divisors is not None:
             self._fold_into_norm(source, 1 / layer.divisors)
             rounded = make("QuantizeLinear", [source, scale, zero], [f"{target}.bytes"])
-            if fuse_attention and bias and (attention := self._attention_after(output)) is not None:
+            if bias and (attention := self._attention_after(output)) is not None:
                 heads, merged = attention
                 self.merged += merged
                 tensors = [f"{target}.bytes", weight, *bias, scale, scales, "", zero, zeros]

@@ -1,8 +1,10 @@
 """The models of a server: loaded once, reloaded without a pause, each with a queue of limited length.
 
-Images of different requests are computed together, and none waits longer than a stated bound. A thread that is free
-takes what is waiting. If that is less than a full batch it waits for more, but only until the oldest image has waited
-`max_wait`; a busy server therefore never waits, since the queue fills while it computes.
+Where batches gain time (on a GPU), images of different requests are computed together, and none waits longer than a
+stated bound. A thread that is free takes what is waiting. If that is less than a full batch it waits for more, but only
+until the oldest image has waited `max_wait`; a busy server therefore never waits, since the queue fills while it
+computes. On a CPU batches gain almost nothing, and each of their images waits for all: while one is computed the next
+gathers, so that batches never end. There images are computed one by one until a full batch waits for every thread.
 """
 
 from __future__ import annotations
@@ -116,13 +118,16 @@ class Batcher:
                     self._changed.wait()
                     continue
                 left = self._queue[0].arrived + self.max_wait - time.monotonic()
-                if len(self._queue) >= self.max_batch or left <= 0 or self._closing:
+                full = not self._queue[0].runtime.gains_by_batch or len(self._queue) >= self.max_batch
+                if full or left <= 0 or self._closing:
                     return self._taken()
                 self._changed.wait(left)
 
     def _taken(self) -> list[QueuedImage]:
         first = self._queue[0]
-        most = min(-(-len(self._queue) // first.runtime.parallel), self.max_batch)
+        most = self.max_batch
+        if not first.runtime.gains_by_batch and len(self._queue) < self.max_batch * len(self._threads):
+            most = 1
         batch: list[QueuedImage] = []
         while self._queue and len(batch) < most and self._queue[0].goes_with(first):
             batch.append(self._queue.popleft())

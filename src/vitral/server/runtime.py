@@ -54,7 +54,7 @@ class Runtime:
     runners: tuple[Runner, ...]
     attention: bool  # whether it can be asked for
     platform: str  # as the Open Inference Protocol calls it
-    parallel: int  # runners that compute at the same time: a queue is shared evenly among them
+    gains_by_batch: bool  # whether a batch takes less time than its images one by one
     classes: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,12 +111,12 @@ def torch_runtime(model: Model, card: Card, preprocess: Preprocess, device: torc
     pipeline = parse_deterministic(preprocess.pipeline)
     prepare_model(model, device)
     # Two on a GPU: one copies its pixels and answers while the other computes.
-    count, parallel = (cpu_threads()[0],) * 2 if device.type == "cpu" else (2, 1)
+    count = cpu_threads()[0] if device.type == "cpu" else 2
     shown = isinstance(card.architecture, ViTConfig) and not card.architecture.axial
     runners = []
     for _ in range(count):
         runners.append(_TorchRunner(_shared_copy(model), card, preprocess, device, pipeline, max_batch))
-    return Runtime(card, pipeline, tuple(runners), shown, f"vitral_torch_{device.type}", parallel)
+    return Runtime(card, pipeline, tuple(runners), shown, f"vitral_torch_{device.type}", device.type != "cpu")
 
 
 def exported_runtime(path: str | Path, card: Callable[[Card], Card], device: torch.device) -> Runtime:
@@ -141,9 +141,9 @@ def exported_runtime(path: str | Path, card: Callable[[Card], Card], device: tor
         outputs = model.outputs(pixels, [PROBABILITIES, "attention"] if attention else [PROBABILITIES])
         return Outputs(outputs[PROBABILITIES], outputs[PROBABILITIES], outputs.get("attention"))
 
-    shown, parallel = "attention" in model.names, runners if device.type == "cpu" else 1
+    shown = "attention" in model.names
     pipeline = parse_deterministic(preprocess.pipeline)
-    return Runtime(card(model.card), pipeline, (run,) * runners, shown, "onnxruntime_onnx", parallel)
+    return Runtime(card(model.card), pipeline, (run,) * runners, shown, "onnxruntime_onnx", device.type != "cpu")
 
 
 class _TorchRunner:
