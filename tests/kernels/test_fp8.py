@@ -26,6 +26,7 @@ from vitral.models.build import use_fp8
 from vitral.models.fused import enable_fp8
 from vitral.models.layers import Block
 from vitral.models.vit import ViT
+from vitral.training.resources import autocast_dtype
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # In the interpreter everything but the products is computed as plain PyTorch does. On a GPU, where a block computes in
@@ -306,6 +307,8 @@ def test_models_that_fp8_does_not_fit_are_left_as_they_are(monkeypatch):
 def test_devices_without_fp8_are_an_error(tmp_path):
     with pytest.raises(UserError, match=r"FP8 needs a data-center GPU .* this is cpu: use"):
         use_fp8(small_vit().cpu(), None, freeze=True)
+    with pytest.raises(UserError, match="FP8 needs"):  # as training asks
+        autocast_dtype("fp8", torch.device("cpu"))
     Image.new("RGB", (48, 48)).save(tmp_path / "image.png")
     model = small_vit().cpu()
     card = Card(model.config, preprocess=Preprocess("decode|resize(48)", (0.5,) * 3, (0.5,) * 3))
