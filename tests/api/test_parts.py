@@ -140,12 +140,14 @@ def test_every_option_of_a_verb_is_in_the_command_of_its_parts(tmp_path):
     """A forgotten one would change parts in silence."""
     asked = {
         "source": "model", "images": ["a", "b"], "output": tmp_path / "a.csv", "top": 3, "classes": "names.txt",
-        "ensemble": ("second", "third"), "tta": "flip", "preprocess": "decode", "batch": 7, "device": "cpu",
+        "ensemble": ("second", "third"), "tta": "flip", "preprocess": "decode", "precision": "fp8",
+        "batch": 7, "device": "cpu",
         "parts": 4, "part": (), "engine": "slurm", "slurm": ("time=5",), "parallel": 2, "on_event": None,
     }  # fmt: skip
     made = parts_module.parts_of(vitral.predict, asked)
     assert made.words(["2/4"]) == [
         "predict", "model", "a", "b", "--output", str(tmp_path / "a.csv"), "--top", "3", "--classes", "names.txt",
-        "--ensemble", "second", "third", "--tta", "flip", "--preprocess", "decode", "--batch", "7", "--device", "cpu",
+        "--ensemble", "second", "third", "--tta", "flip", "--preprocess", "decode", "--precision", "fp8",
+        "--batch", "7", "--device", "cpu",
         "--part", "2/4",
     ]  # fmt: skip

@@ -106,6 +106,18 @@ def test_every_setting_of_every_installed_library_is_selected(monkeypatch: pytes
     ]
 
 
+def test_rows_in_fp8_are_summarized_apart() -> None:
+    rows = [
+        row(seconds=0.4),
+        row(seconds=0.2, settings="fp8", precision="fp8"),
+        row(seconds=0.6, library="timm"),
+        row(seconds=0.3, library="timm", settings="torchao fp8", precision="fp8"),
+    ]
+    ratios = [speedup(each, rows) for each in rows]
+    assert ratios == [pytest.approx(1.5), pytest.approx(1.5), None, None]
+    assert len(summarize(rows)) == 2
+
+
 def test_fp8_is_selected_for_wide_models_where_the_gpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(backends, "has_fp8", lambda device: device.type == "cuda")

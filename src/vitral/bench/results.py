@@ -147,7 +147,9 @@ def merge_rows(old: Iterable[BenchmarkRow], new: Iterable[BenchmarkRow]) -> list
 
 
 def best_peer(row: BenchmarkRow, rows: Sequence[BenchmarkRow]) -> BenchmarkRow | None:
+    """The fastest row of another library; in FP8 only for rows that are, too."""
     peers = [other for other in rows if other.comparison_key == row.comparison_key and other.library != OURS]
+    peers = [other for other in peers if other.precision != "fp8" or row.precision == "fp8"]
     return min(peers, key=lambda other: other.seconds, default=None)
 
 
@@ -239,12 +241,12 @@ def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> li
 
 
 def summarize(rows: Sequence[BenchmarkRow]) -> list[str]:
-    """One sentence per comparison with a peer, by the fastest row of each side, and one per loader."""
+    """One sentence per comparison with a peer, by the fastest row of each side, FP8 apart; and one per loader."""
     fastest: dict[tuple[Any, ...], BenchmarkRow] = {}
     for row in sorted(rows, key=lambda row: row.seconds):
         if row.library == OURS:
-            fastest.setdefault(row.comparison_key, row)
-    keys = dict.fromkeys(row.comparison_key for row in rows if row.library == OURS)
+            fastest.setdefault((row.comparison_key, row.precision == "fp8"), row)
+    keys = dict.fromkeys((row.comparison_key, row.precision == "fp8") for row in rows if row.library == OURS)
     pairs = [(fastest[key], best_peer(fastest[key], rows)) for key in keys]
     compared = [_compare(ours, peer) for ours, peer in pairs if peer is not None]
     return [*compared, *(_describe_loader(row) for row in rows if "synthetic_per_second" in row.details)]

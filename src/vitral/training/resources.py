@@ -13,6 +13,7 @@ import torch
 from vitral.data.loader import Batch
 from vitral.errors import UserError
 from vitral.events import ignore_events
+from vitral.kernels.dispatch import check_fp8
 from vitral.training.loop import LoopConfig, MicrobatchTooLarge, TrainStep, train_step
 from vitral.training.optimizer import set_lr
 from vitral.training.parallel import World, all_ranks, is_sharded
@@ -137,5 +138,7 @@ def _dry_step(take_step: TrainStep, batch: Batch) -> None:
 
 def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
     """bfloat16 where asked for (FP8 is within it), or on a GPU that computes in it; on a CPU only where asked for."""
+    if precision == "fp8":
+        check_fp8(device)
     supported = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if precision in ("bfloat16", "fp8") or (precision == "auto" and supported) else None
