@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -32,12 +33,17 @@ from vitral.checkpoints.weights import (
     write,
 )
 from vitral.cost import Cost, cost
-from vitral.display import SummaryRepr
+from vitral.display import SummaryRepr, displayed
 from vitral.errors import UserError
+from vitral.evaluation.predict import Precision
 from vitral.events import EventHandler, Note
+from vitral.export.exported import PixelLogits
+from vitral.kernels.packed import pack_int8
 from vitral.models.build import Model, build
+from vitral.models.vit import ViT
 from vitral.names import name_of, parse
 
+AnyModel = TypeVar("AnyModel", bound=Model | PixelLogits)
 Source = str | Path | tuple[Model, Card]  # what `load` takes, or what it returns
 
 # Both models compute in float32; a written file may differ by the rounding of a sum that was made beforehand.
@@ -357,3 +363,35 @@ def _difference(ours: Weights, theirs: Weights) -> float:
     noise = torch.rand(1, config.channels, *config.image, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         return float((assemble(ours)(2 * noise - 1) - assemble(theirs)(2 * noise - 1)).abs().max())
+
+
+def in_precision(
+    model: AnyModel, precision: Precision, source: Source, device: str, on_event: EventHandler | None = None
+) -> AnyModel:
+    """The model as it is computed in a precision on a device: in int8 with other layers, and a copy where it is the
+    user's own; raises UserError where it cannot be."""
+    if precision not in get_args(Precision):
+        raise UserError(f'precision="{precision}" is not one of {", ".join(get_args(Precision))}.')
+    if precision == "float32":
+        return model
+    if isinstance(model, PixelLogits):
+        raise UserError(f"{source_name(source)} is exported, with a precision of its own: leave precision out.")
+    if precision != "int8":
+        return model
+    if device.split(":")[0] != "cpu":
+        raise UserError(f"int8 is computed on a CPU, not on {device}: choose device cpu, or another precision.")
+    model = copy.deepcopy(model) if isinstance(source, tuple) else model
+    if not (isinstance(model, ViT) and pack_int8(model.blocks)):
+        raise UserError(
+            f"{source_name(source)} cannot be computed in int8: its blocks have no linear layers that are large enough "
+            "to gain, or this PyTorch has no oneDNN. Leave precision out."
+        )
+    with displayed(on_event) as handler:
+        handler(
+            Note(
+                "the blocks' linear layers are computed in int8, which is approximate: `vitral evaluate` with and "
+                "without --precision int8 tells what that changes on labelled images. A file of `vitral export "
+                "--format onnx-int8` is faster, and checked"
+            )
+        )
+    return model

@@ -7,18 +7,17 @@ bit.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any
 
 import numpy as np
 
-from vitral.api.checkpoints import Source, load_source, source_name
+from vitral.api.checkpoints import Source, in_precision, load_source, source_name
 from vitral.api.engines import ENGINES, Work, sbatch_options
 from vitral.atomic import atomic_write, write_text
 from vitral.checkpoints.card import Card, Preprocess
@@ -41,14 +40,12 @@ from vitral.evaluation.predict import (
 )
 from vitral.events import EventHandler, Note
 from vitral.export.exported import PixelLogits, is_exported, open_exported
-from vitral.kernels.packed import pack, pack_int8
+from vitral.kernels.packed import pack
 from vitral.models.build import Model, resolve_device
-from vitral.models.vit import ViT
 
 Sources = Source | list[Any]  # in Python also several; a list of one type is no list of a union
 _RUNS = ("fold-*", "seed-*")  # runs of one `vitral train`
 Arrays = tuple[np.ndarray, ...]
-AnyModel = TypeVar("AnyModel", bound=Model | PixelLogits)
 _OPTIONS = ("parts", "part", "engine", "slurm", "parallel", "on_event")
 
 
@@ -181,37 +178,6 @@ def open_ensemble(
         order = class_order(names, own, source_name(each)) if own or names else np.arange(card.architecture.classes)
         members.append(Member(each, model, card, resolved, order))
     return Ensemble(tuple(members), named_card(members[0].card, classes), tta, precision)
-
-
-def in_precision(
-    model: AnyModel, precision: Precision, source: Source, device: str, on_event: EventHandler | None = None
-) -> AnyModel:
-    """The model as it is computed in a precision on a device: in int8 with other layers, and a copy where it is the
-    user's own; raises UserError where it cannot be."""
-    if precision not in get_args(Precision):
-        raise UserError(f'precision="{precision}" is not one of {", ".join(get_args(Precision))}.')
-    if precision == "float32":
-        return model
-    if isinstance(model, PixelLogits):
-        raise UserError(f"{source_name(source)} is exported, with a precision of its own: leave precision out.")
-    if precision != "int8":
-        return model
-    if device.split(":")[0] != "cpu":
-        raise UserError(f"int8 is computed on a CPU, not on {device}: choose device cpu, or another precision.")
-    model = copy.deepcopy(model) if isinstance(source, tuple) else model
-    if not (isinstance(model, ViT) and pack_int8(model.blocks)):
-        raise UserError(
-            f"{source_name(source)} cannot be computed in int8: its blocks have no linear layers that are large enough "
-            "to gain, or this PyTorch has no oneDNN. Leave precision out."
-        )
-    with displayed(on_event) as handler:
-        handler(
-            Note(
-                "the blocks' linear layers are computed in int8, which is approximate: `vitral evaluate` with and "
-                "without --precision int8 tells what that changes on labelled images"
-            )
-        )
-    return model
 
 
 def load_predictor(

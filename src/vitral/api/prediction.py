@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from vitral.api.checkpoints import Source, load_source
+from vitral.api.checkpoints import Source, in_precision, load_source
 from vitral.api.data import Images, open_any_images, unread_images
 from vitral.api.engines import Engine, SlurmOptions
 from vitral.api.inference import (
@@ -20,7 +20,6 @@ from vitral.api.inference import (
     check_head,
     check_normalization,
     compute_device,
-    in_precision,
     joined,
     load_predictor,
     named_card,
