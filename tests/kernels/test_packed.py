@@ -18,6 +18,7 @@ from scipy.special import erf
 from torch import Tensor, nn
 
 from vitral.api import inference, prediction
+from vitral.api.inference import in_precision
 from vitral.architecture import ResNetConfig, StemConfig, ViTConfig
 from vitral.checkpoints.adapt import Weights
 from vitral.checkpoints.card import Card, Preprocess
@@ -329,4 +330,4 @@ def test_a_model_of_the_user_is_not_changed_by_int8(saved, small_in_int8):
 )
 def test_models_that_cannot_be_in_int8_are_refused(model, precision, device, message):
     with pytest.raises(UserError, match=message):
-        inference.in_precision(model, precision, "weights.safetensors", device)
+        in_precision(model, precision, "weights.safetensors", device)
