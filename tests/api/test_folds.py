@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,7 @@ def train(pictures, out, *words: str, on_event: Any = lambda event: None, **opti
 def cross_validated(tmp_path_factory):
     """Two folds that were interrupted in the second, and resumed."""
     pictures = runs.make_pictures(tmp_path_factory.mktemp("data") / "pictures")
-    out, notes = tmp_path_factory.mktemp("runs") / "cv", []
+    out, notes = tmp_path_factory.mktemp("runs") / "cv 1", []
 
     def crash_in_second(event: Any) -> None:
         if isinstance(event, events.Note):
@@ -86,7 +87,7 @@ def test_the_folder_stands_for_the_average_of_its_models(cross_validated, comman
     assert f"{result.mean:.2%}, mean of 2 folds (95 % interval {low:.2%} to {high:.2%}, by Student's t;" in shown
     low, high = wilson_interval(result.folds.out_of_fold["top1"], 24)
     assert f"{result.folds.out_of_fold['top1']:.2%} (95 % interval {low:.2%} to {high:.2%}, Wilson's) of 24" in shown
-    assert f"vitral predict {out} IMAGES... (averages the 2 models)" in shown
+    assert f"vitral predict {shlex.quote(str(out))} IMAGES... (averages the 2 models)" in shown
     (out / "fold-2" / "model.safetensors").rename(out / "fold-2" / "aside")
     with pytest.raises(vitral.UserError, match="fold-2 is not finished: resume it"):
         vitral.predict(out, picture)

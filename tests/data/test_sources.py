@@ -193,6 +193,14 @@ def test_val_is_evaluated_and_test_left_alone(tmp_path):
     assert data.messages == ("Evaluated on val (2 images); test is not used before the end.",)
 
 
+def test_a_class_is_the_same_in_both_forms_of_unicode(tmp_path):
+    plant(tmp_path, "train/caf\u00e9/1.png", "train/tea/1.png", "test/cafe\u0301/1.png", "test/tea/2.png")
+    data = open_data(tmp_path)
+    assert data.test is not None
+    assert (data.train.classes, data.test.labels.tolist()) == (("caf\u00e9", "tea"), [0, 1])
+    assert isinstance(data.test.reader.read(0), bytes)  # the file keeps its name
+
+
 def test_a_class_may_be_called_train(tmp_path):
     data = open_data(plant(tmp_path, "train/1.png", "train/2.png", "car/1.png", "car/2.png"))
     assert data.train.classes == ("car", "train")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -210,6 +211,8 @@ def make_dataset(
     if not 0 <= held_out < 1:
         raise UserError(f"held_out is the share of images kept for testing, such as 0.2, not {held_out}.")
     messages = list(notes)
+    parts = {name: replace(part, labels=[_composed(label) for label in part.labels]) for name, part in parts.items()}
+    classes = tuple(dict.fromkeys(map(_composed, classes))) if classes else None
     labelled = [parts["train"]] if "train" in parts else list(parts.values())
     class_names = classes or tuple(
         sorted({x for part in labelled for x in _label_counts(part.labels)}, key=natural_key)
@@ -227,6 +230,11 @@ def make_dataset(
         return _with_held_out(source, train, held_out, messages)
     messages += _absent(train, next(iter(held.values()))) if len(train) else []
     return DataSet(source, train, **held, notes=tuple(messages))
+
+
+def _composed(label: Any) -> Any:
+    """A label, or several, with "é" as one character (NFC): in names of folders from macOS it is two."""
+    return tuple(map(_composed, label)) if isinstance(label, tuple) else unicodedata.normalize("NFC", label)
 
 
 def too_few_classes(source: str, train: Split) -> str:
