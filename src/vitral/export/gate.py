@@ -155,15 +155,14 @@ class Gate:
         return same / seen
 
     def holds(self, exported: ExportedModel) -> bool:
-        """Whether a file meets the limits of probabilities and outputs on generated images, and of the agreement."""
-        limits = self.limits
-        if (
-            limits.difference is not None
-            and _largest(exported(self.generated) - self._of_generated) > limits.difference
-        ):
-            return False
+        """Whether a file meets the limits that `measure` compares, of generated images first, which are few."""
+        limits, images = self.limits, [(self.generated, self._of_generated), (self.images.pixels, self._of_images)]
         if limits.outputs is not None and any(
             value > limits.outputs for value in self._output_differences(exported).values()
+        ):
+            return False
+        if limits.difference is not None and any(
+            _largest(self._predict(exported, pixels, "") - ours) > limits.difference for pixels, ours in images
         ):
             return False
         return self.agreement(exported) >= limits.agreement
