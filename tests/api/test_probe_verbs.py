@@ -147,7 +147,7 @@ def for_testing_only(folder: Path) -> str:
         (["WEIGHTS", "MANY", "--shots", "1"], "few-shot classification needs one label per image."),
         (["WEIGHTS", "TESTING"], "has no images to learn from, or none to test on"),
         (["nowhere.npz", "COLOURS"], "nowhere.npz does not exist"),
-        (["WEIGHTS", "nowhere"], "nowhere is not a data set"),
+        (["WEIGHTS", "nowhere"], "nowhere does not exist"),
         (["WEIGHTS", "COLOURS", "--l2", "strong"], '--l2 takes a number or choose, not "strong"'),
         (["WEIGHTS", "COLOURS", "--seeds", "0"], "shots, seeds and batch must be at least 1."),
         (["WEIGHTS", "COLOURS", "--shots", "0"], "shots, seeds and batch must be at least 1."),
@@ -292,8 +292,8 @@ def test_no_copies_are_no_table(command, colours, leaky):
 @pytest.mark.parametrize(
     "words, says",
     [
-        (["TRAIN", "--against", "nowhere"], "nowhere is not a data set"),
-        (["nowhere", "--against", "OTHER"], "nowhere is not a data set"),
+        (["TRAIN", "--against", "nowhere"], "nowhere does not exist"),
+        (["nowhere", "--against", "OTHER"], "nowhere does not exist"),
         (["TRAIN", "--against", "OTHER", "--weights", "nowhere.npz"], "nowhere.npz does not exist"),
         (["TRAIN", "--against", "OTHER", "--output", "FOLDER"], "is a folder: name a file inside it."),
         (["TRAIN", "--against", "OTHER", "--preprocess", "decode"], "name its weights, too"),

@@ -144,7 +144,7 @@ def test_mistakes_are_found_before_anything_is_written(toml, tmp_path):
     toml.write_text(STUDY.replace("batch = 6", "batch = 6000"))
     with pytest.raises(UserError, match="more than the 18 training images"):
         run(toml, "out")
-    with pytest.raises(UserError, match="is not a data set"):
+    with pytest.raises(UserError, match="nowhere does not exist"):
         vitral.study("run", toml, data=["nowhere"], out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match="holds no study"):

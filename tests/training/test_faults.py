@@ -102,7 +102,7 @@ def nothing(folder: Path) -> Path:
         (flat, "3 images but no class folders"),
         (one_class, 'one class, "red"'),
         (no_images, "has no image: add some"),
-        (nothing, "is not a data set: name a folder"),
+        (nothing, "does not exist: name a folder"),
     ],
 )
 def test_faults_of_the_data(command, tmp_path, make, says):
