@@ -3,8 +3,8 @@
 Where batches gain time (on a GPU), images of different requests are computed together, and none waits longer than a
 stated bound. A thread that is free takes what is waiting. If that is less than a full batch it waits for more, but only
 until the oldest image has waited `max_wait`; a busy server therefore never waits, since the queue fills while it
-computes. On a CPU batches gain almost nothing, and each of their images waits for all: while one is computed the next
-gathers, so that batches never end. There images are computed one by one until a full batch waits for every thread.
+computes. On a CPU batches gain almost nothing, and each of their images waits for all: there images are computed one by
+one until a full batch waits for every thread.
 """
 
 from __future__ import annotations
