@@ -103,6 +103,14 @@ def test_a_card_holds_any_name(tmp_path):
     assert describe(tmp_path / "folder").card.class_names == card.class_names
 
 
+def test_a_card_shows_a_few_of_many_class_names():
+    names = tuple(f"class {number}" for number in range(1000))
+    text = repr(Card(replace(SMALL, classes=1000), class_names=names, format="vitral"))
+    assert "class_names=('class 0', 'class 1', 'class 2', ... 1,000 in all)" in text
+    assert "format='vitral'" in text
+    assert repr(Card(SMALL, class_names=("a", "b"))).count("class_names=('a', 'b')") == 1
+
+
 @bytewise
 def test_class_names_that_are_not_utf_8_survive_a_round_trip(tmp_path, monkeypatch):
     monkeypatch.setenv("VITRAL_CACHE", str(tmp_path / "cache"))

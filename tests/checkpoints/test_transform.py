@@ -83,6 +83,7 @@ def test_arrays_and_converted_pil_images_are_taken_as_they_are(files: list[Path]
     assert torch.equal(transform(Image.fromarray(array)), expected)
     grey = np.arange(64, dtype=np.uint8).reshape(8, 8, 1)
     assert torch.equal(transform(grey), transform(np.repeat(grey, 3, axis=2)))
+    assert torch.equal(transform(grey[:, :, 0]), transform(grey))
 
 
 class Pictures(Dataset):

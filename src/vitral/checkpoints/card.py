@@ -22,6 +22,7 @@ from vitral.models.model import normalize
 ImageInput = np.ndarray | PILImage | str | Path | bytes
 
 _SIZED_STEP = re.compile(r"\s*(?:resize|resize_\w+|pad|\w+_crop)\s*\(")  # steps that begin with one or two sides
+_SHOWN_NAMES = 3
 _SIDE = re.compile(r"(?<=[(, ])\d+(?=[,) ])")
 
 
@@ -123,6 +124,14 @@ class Card:
         pipeline = parse_deterministic(self.preprocess.pipeline)
         return ImageTransform(pipeline, self.architecture.channels, self.preprocess.mean, self.preprocess.std)
 
+    def __repr__(self) -> str:
+        """As that of a dataclass, with the first of many class names: a notebook shows it after `vitral.load`."""
+        values = {name: repr(value) for name, value in vars(self).items()}
+        if len(self.class_names) > _SHOWN_NAMES:
+            first = ", ".join(map(repr, self.class_names[:_SHOWN_NAMES]))
+            values["class_names"] = f"({first}, ... {len(self.class_names):,} in all)"
+        return f"Card({', '.join(f'{name}={text}' for name, text in values.items())})"
+
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "architecture": as_dict(self.architecture)}
 
@@ -186,7 +195,8 @@ def read_pixels(image: ImageInput, channels: int) -> np.ndarray:
 
 
 def _checked_pixels(pixels: np.ndarray, channels: int) -> np.ndarray:
-    """Grey pixels are repeated for all channels, as those of a file are."""
+    """Grey pixels, (height, width) or of one channel, are repeated for all channels, as those of a file are."""
+    pixels = pixels[:, :, None] if pixels.ndim == 2 else pixels
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.size == 0 or pixels.shape[2] not in (1, channels):
         raise UserError(
             f"these pixels are {pixels.dtype} {pixels.shape}: pass uint8 (height, width, {channels}) from 0 to 255."
