@@ -125,7 +125,7 @@ def test_what_cannot_be_transformed_is_refused(tmp_path: Path, files: list[Path]
         (b"text", "this image cannot be read .not an image"),
         (Image.open(io.BytesIO(whole[: len(whole) // 3])), "this image cannot be read .the file is truncated"),
         (np.zeros((8, 8, 3), np.float32), r"these pixels are float32 \(8, 8, 3\): pass uint8"),
-        (np.zeros((8, 8), np.uint8), r"pass uint8 \(height, width, 3\)"),
+        (np.zeros((8, 8, 2), np.uint8), r"pass uint8 \(height, width, 3\)"),
         (torch.zeros(3, 8, 8), "a Tensor is not an image: pass a PIL image"),
     ]
     for value, expected in itertools.chain(wrong, [(None, "a NoneType is not an image")]):

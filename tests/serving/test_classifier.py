@@ -149,7 +149,7 @@ def test_threads_share_a_classifier(tmp_path):
         (b"no picture", "this image cannot be read (not an image in a known format)"),
         (encode_png(noise(60, 60))[:999], "this image cannot be read (the file is truncated)"),
         (noise(9, 9, 4), "these pixels are uint8 (9, 9, 4): pass uint8 (height, width, 3)"),
-        (noise(9, 9)[..., 0], "these pixels are uint8 (9, 9): pass"),
+        (noise(9, 9)[0, :, 0], "these pixels are uint8 (9,): pass"),
         (noise(9, 9) / 255, "these pixels are float64 (9, 9, 3): pass"),
         (noise(9, 0), "these pixels are uint8 (9, 0, 3): pass"),
         (torch.zeros(3, 9, 9), "a Tensor is not an image: pass a PIL image"),
