@@ -1,4 +1,4 @@
-"""vitral: Vision Transformers as the paper describes them, for every checkpoint."""
+"""vitral: Vision Transformers in PyTorch: train, fine-tune, convert, inspect, export and serve."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def run_verb(name: str, words: list[str]) -> None:
 def _help() -> str:
     from vitral.cli.parsing import read_summary
 
-    lines = ["vitral: Vision Transformers as the paper describes them, for every checkpoint.", ""]
+    lines = ["vitral: train, fine-tune, convert, inspect, export and serve Vision Transformers.", ""]
     lines += ["  vitral VERB ...           `vitral VERB --help` explains a verb", ""]
     for name, verb in VERBS.items():
         summary = read_summary(f"vitral.api.{verb.module}", verb.function)
