@@ -4,8 +4,8 @@
     python benchmarks/any_length.py              # about six minutes: one table
     python benchmarks/any_length.py --only 384 --rounds 5
 
-Every contestant is a process of its own. Those of a group of workloads start, compile and warm up at the same time;
-then the contestants of each workload take turns, and every other round is reversed. "captured" is our own CUDA graph of
+Every backend is a process of its own. Those of a group of workloads start, compile and warm up at the same time;
+then the workers of each workload take turns, and every other round is reversed. "captured" is our own CUDA graph of
 the whole step, as `vitral train` and `vitral.graphed` use it; "loop" is `torch.compile(mode="reduce-overhead")` around
 our model in a plain loop; timm is compiled the same way, once for each attention of PyTorch.
 """
@@ -28,7 +28,7 @@ from vitral.bench.worker import Worker, WorkerFailed, hardware_name
 
 CAPTURED, LOOP = Backend(OURS, "graphs"), Backend(OURS, "loop")
 TIMM = (Backend("timm", "graphs", "cudnn"), Backend("timm", "graphs", "flash"))
-# Workloads whose contestants fit into the memory of an H200 at the same time.
+# Workloads whose workers fit into the memory of an H200 at the same time.
 GROUPS = (
     (
         Workload("train", "ViT-B/16@384", 64, "cuda"),
@@ -65,7 +65,7 @@ def main() -> None:
         failures = check([workload for group in groups for workload in group])
         print(f"{failures} failed, {time.perf_counter() - began:.0f} s")
         raise SystemExit(failures > 0)
-    print("| workload | contestant | images/s | ms | GiB | of the best timm | of ours captured |")
+    print("| workload | backend | images/s | ms | GiB | of the best timm | of ours captured |")
     print("|---|---|--:|--:|--:|--:|--:|")
     for group in groups:
         race(group, args.rounds)
@@ -112,13 +112,13 @@ def race(workloads: Sequence[Workload], rounds: int) -> None:
             ready = list(pool.map(lambda pair: is_ready(pair[0], pair[1], rounds), workers))
         for workload in workloads:
             pairs = zip(workers, ready, strict=True)
-            contestants = [worker for (of, worker), started in pairs if of is workload and started]
-            for worker in contestants:  # the first choice was made while others were compiling
+            ready_workers = [worker for (of, worker), started in pairs if of is workload and started]
+            for worker in ready_workers:  # the first choice was made while others were compiling
                 worker.steps = min(math.ceil(1.0 / statistics.median(worker.run(3))), 30)
             for number in range(rounds):
-                for worker in contestants if number % 2 == 0 else contestants[::-1]:
+                for worker in ready_workers if number % 2 == 0 else ready_workers[::-1]:
                     worker.seconds += worker.run(worker.steps)
-            print_rows(workload, contestants)
+            print_rows(workload, ready_workers)
 
 
 def is_ready(workload: Workload, worker: Worker, rounds: int) -> bool:
@@ -130,11 +130,11 @@ def is_ready(workload: Workload, worker: Worker, rounds: int) -> bool:
     return True
 
 
-def print_rows(workload: Workload, contestants: Sequence[Worker]) -> None:
-    medians = {worker.backend: statistics.median(worker.seconds) for worker in contestants}
+def print_rows(workload: Workload, workers: Sequence[Worker]) -> None:
+    medians = {worker.backend: statistics.median(worker.seconds) for worker in workers}
     best_timm = min((seconds for backend, seconds in medians.items() if backend.library != OURS), default=float("nan"))
     captured = medians.get(CAPTURED, float("nan"))
-    for worker in contestants:
+    for worker in workers:
         seconds = medians[worker.backend]
         name = {CAPTURED: "vitral, captured", LOOP: "vitral, loop"}.get(worker.backend, worker.backend.label)
         print(
