@@ -38,7 +38,7 @@ from vitral.events import (
     ignore_events,
 )
 
-_LOG_SECONDS = 20.0  # between lines where there is no terminal
+_LOG_SECONDS = 20.0  # between lines if there is no terminal
 _WARM_UP = 5  # steps: workers start, three steps run eagerly and one is captured before a GPU replays them
 _RECENT = 100  # steps; their mean and not their median, since batches come in bursts where loading is the slower part
 _SHOWN = 4  # entries of the summary in one line
@@ -91,7 +91,7 @@ class Display:
         self.throughput: ThroughputMeter | None = None
         self.last_step: StepDone | None = None
         self.folder = ""
-        self.saved_step = 0  # the step to resume from; 0 where there is none, or the run is complete
+        self.saved_step = 0  # the step to resume from; 0 if there is none, or the run is complete
         self.task_started = ("", 0.0)
         self.last_line = time.monotonic()
 
@@ -172,7 +172,7 @@ class Display:
 
 @contextmanager
 def displayed(on_event: EventHandler | None) -> Iterator[EventHandler]:
-    """The handler given; without one a `Display` where a person watches (a terminal or a notebook), else none."""
+    """The handler given; without one a `Display` if a person watches (a terminal or a notebook), else none."""
     if on_event is not None:
         yield on_event
         return
@@ -268,7 +268,7 @@ class _Stdout(Console):
 
 
 def _stdout() -> Console:
-    """A console that does not cut tables where the output is not a terminal."""
+    """A console that does not cut tables if the output is not a terminal."""
     return _Stdout(width=None if sys.stdout.isatty() else 200, highlight=False)
 
 

@@ -60,7 +60,7 @@ class StepDone:
     loss: float
     accuracy: float | None  # of the training batch; None where targets are mixed or multi-label
     lr: float
-    images: int  # in the global batch; 0 where the step reads cached features
+    images: int  # in the global batch; 0 if the step reads cached features
     seconds: float
     data_seconds: float  # the part of `seconds` spent waiting for data
 

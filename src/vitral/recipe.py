@@ -87,7 +87,7 @@ def with_dev(recipe: Recipe, dev: float) -> Recipe:
 
 
 def steps_of_run(recipe: Recipe, epoch: float) -> int:
-    """The length of a run in steps, where an epoch has this many."""
+    """The length of a run in steps, if an epoch has this many."""
     return recipe.steps or max(round(recipe.epochs * epoch), 1)
 
 
@@ -222,7 +222,7 @@ def keys_of(words: Iterable[str]) -> dict[str, str]:
 
 
 def check_given_once(parameters: Mapping[str, Any], words: Sequence[str]) -> None:
-    """Refuse a recipe key that is given both in `set` and as a parameter of its own, which is None or "" where it is
+    """Refuse a recipe key that is given both in `set` and as a parameter of its own, which is None or "" if it is
     not given."""
     for key in keys_of(words):
         if parameters.get(key) not in (None, ""):

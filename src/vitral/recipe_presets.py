@@ -62,9 +62,9 @@ class Preset:
     recipe: Recipe
     sweep: dict[str, tuple[Any, ...]]  # keys, and the values to compare on the dev split
     dev: float  # fraction of train held out for the sweep; the final run trains on all of it
-    seeds: int  # 3 where the paper reports mean and standard deviation
+    seeds: int  # 3 if the paper reports mean and standard deviation
     readings: tuple[paper.Reading, ...]  # one for each gap or contradiction of the paper
-    uses_val: bool = True  # False: choices are made on a share of train even where the data has a val split
+    uses_val: bool = True  # False: choices are made on a share of train even if the data has a val split
 
     def changed(self, recipe: Recipe, swept: Collection[str] = ()) -> frozenset[str]:
         """The keys that a run with this recipe does not take from the preset: overridden, or swept over. Its weights,

@@ -147,7 +147,7 @@ class Recipe:
 
     model: Annotated[str, "model name, with @size for another image size; ignored if init is set"] = "ViT-Ti/16"
     init: Annotated[str, "pre-trained weights (file, run folder or hub name); empty: train from scratch"] = ""
-    reset_head: Annotated[bool, "with init: a new head of zeros, even where the weights have one for these classes"] = (
+    reset_head: Annotated[bool, "with init: a new head of zeros, even if the weights have one for these classes"] = (
         False
     )
     image: Annotated[int, "image size in pixels; 0: the model's own"] = 0

@@ -101,7 +101,7 @@ def collect_predictions(
 
 
 def write_results(path: Path, results: PredictionResults) -> None:
-    """Write a JSON file where the name ends in .json, else CSV; atomically."""
+    """Write a JSON file if the name ends in .json, else CSV; atomically."""
     if path.suffix.lower() == ".json":
         write_json(path, results.as_dict())
     else:

@@ -45,13 +45,13 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
     trained model stays in memory: `vitral.save(estimator.model_, path, estimator.card_)` writes it.
 
     Args:
-        model: name of the model to train from scratch, such as ViT-Ti/16; chosen when not given.
+        model: name of the model to train from scratch, such as ViT-Ti/16; chosen automatically by default.
         init: weights to start from: a file, a run folder, hf:owner/name or timm:name.
-        epochs: passes over the training images; chosen when not given.
+        epochs: passes over the training images; chosen automatically by default.
         trainable: which parameters are trained: full, head, last:K, bias or lora:R.
         balance: how uneven classes are balanced: none, weights, sampler or logit-adjust.
         seed: seed of weights, data order, augmentation and dropout.
-        device: cpu, cuda, cuda:1 or mps; chosen when not given.
+        device: cpu, cuda, cuda:1 or mps; chosen automatically by default.
         set: other keys of the recipe, such as {"optim.lr": 0.01}.
         verbose: whether to display progress.
 
@@ -95,7 +95,7 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
             The estimator itself.
 
         Raises:
-            UserError: where images and labels do not match, or a parameter is wrong.
+            UserError: if images and labels do not match, or a parameter is wrong.
         """
         labels = np.asarray(column_or_1d(np.asarray(y), warn=True))
         check_classification_targets(labels)
@@ -105,7 +105,7 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
         classes = np.unique(labels)
         if len(classes) < 2:
             raise UserError(f"y has one class, {classes[0]!r}: a classifier needs at least two.")
-        open_any_images(images)  # raises where a file is missing or an image is of another type
+        open_any_images(images)  # raises if a file is missing or an image is of another type
         with tempfile.TemporaryDirectory() as folder:
             result = train(
                 [(image, str(label)) for image, label in zip(images, labels, strict=True)],
@@ -136,7 +136,7 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
 
         Raises:
             NotFittedError: before `fit`.
-            UserError: where an image cannot be read.
+            UserError: if an image cannot be read.
         """
         check_is_fitted(self, "classes_")
         images = _checked_images(X)

@@ -37,7 +37,7 @@ class Tracker(Protocol):
         ...
 
     def finish(self, result: Mapping[str, float] | None) -> None:
-        """The run has ended: its final numbers, such as result/score; None where it failed or was interrupted."""
+        """The run has ended: its final numbers, such as result/score; None if it failed or was interrupted."""
         ...
 
 

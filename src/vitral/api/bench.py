@@ -83,34 +83,34 @@ def benchmark(
     device: str = "",
     on_event: EventHandler | None = None,
 ) -> BenchmarkReport:
-    """Measure the speed of this machine beside other libraries.
+    """Measure the speed on this machine, compared with other libraries.
 
-    Each library runs in a process of its own, in turns, after a check that its outputs agree with ours.
+    Each library runs in a separate process, alternating, after a check that vitral's outputs are right.
 
     Args:
-        work: train (whole steps), infer (batches on the device), latency (one image in, five names out), data (files to
-            the device), predict (files to predictions), start (the first answer of a command) or growth (larger images,
+        work: train (whole steps), infer (batches on the device), latency (one image to five classes), data (files to
+            the device), predict (files to predictions), start (the first output of a command) or growth (larger images,
             batches and depths).
-        model: name of the model, also DINOv3-B/16, CLIP-B/16 and OpenCLIP-B/16 (or another size); ViT-B/16 on a GPU and
-            ViT-Ti/16 on a CPU when not given.
-        batch: images per step; chosen when not given.
-        against: timm, transformers, torchvision, onnxruntime and openvino (which run our exported model), or none; all
-            that are installed when not given.
+        model: name of the model, also DINOv3-B/16, CLIP-B/16 and OpenCLIP-B/16 (or another size); by default ViT-B/16
+            on a GPU and ViT-Ti/16 on a CPU.
+        batch: images per step; chosen automatically by default.
+        against: timm, transformers, torchvision, onnxruntime and openvino (which run vitral's exported model), or none;
+            by default all that are installed.
         settings: eager, compile, graphs (compiled, with CUDA graphs), autotune (the same, with the fastest of many
-            kernels for each product); usually the fastest when not given.
+            kernels for each product); by default the one that is usually fastest.
         attention: attention backends to try on an NVIDIA GPU: auto, flash, cudnn, efficient.
-        rounds: turns of each library.
+        rounds: number of rounds in which the libraries alternate.
         data: folder of class folders, for data and predict.
-        workers: processes that read images; chosen when not given.
-        out: .json file that keeps all rows; a page for this hardware is written beside it.
-        device: cpu or cuda; chosen when not given.
+        workers: processes that read images; chosen automatically by default.
+        out: .json file of all rows; a page for this hardware is written next to it.
+        device: cpu or cuda; chosen automatically by default.
         on_event: handler of notes about the progress.
 
     Returns:
         The rows of this call, those of the file for the same hardware, and notes that compare them.
 
     Raises:
-        UserError: where an argument is wrong, or nothing can be timed.
+        UserError: if an argument is wrong, or nothing can be timed.
     """
     if against is not None:
         against = [name for name in against if name != "none"]

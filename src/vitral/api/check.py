@@ -51,20 +51,20 @@ def check(
     """Check a data set: unreadable files, duplicates, leaks, uneven classes, wrong labels.
 
     Args:
-        data: what `vitral train` takes.
-        model: a run folder, weights, hf:owner/name or timm:name; with it, images whose label is probably wrong are
-            ranked, by a linear classifier of its features that was fitted to other images.
-        output: .html page of these images, with thumbnails; written with `model` only.
-        preprocess: how pixels are prepared, where the weights do not state it.
-        device: cpu, cuda or mps for the model; chosen when not given.
+        data: any data that `vitral train` accepts.
+        model: a run folder, weights, hf:owner/name or timm:name; if given, images whose label is probably wrong are
+            ranked by a linear classifier on its features that was fitted to other images.
+        output: .html page of these images, with thumbnails; written only with `model`.
+        preprocess: preprocessing pipeline, for weights that do not state theirs.
+        device: cpu, cuda or mps for the model; chosen automatically by default.
         on_event: handler of progress events.
 
     Returns:
         Counts per class and split, every problem with the images concerned, which of them `train` handles, and why it
-        would refuse the data, where it would.
+        would refuse the data, if it would.
 
     Raises:
-        UserError: where an argument is wrong, or the data cannot be opened at all.
+        UserError: if an argument is wrong, or the data cannot be opened at all.
     """
     target = checked_output(output, (".html",), "--output") if model else None
     try:
@@ -86,7 +86,7 @@ def check(
 
 
 def _refusal(data: Data, report: CheckReport) -> str:
-    """Why `train` would refuse the data; empty where it would not."""
+    """Why `train` would refuse the data; empty if it would not."""
     try:
         opened, _ = open_to_train(data, Recipe())
     except UserError as error:
@@ -103,7 +103,7 @@ def _refusal(data: Data, report: CheckReport) -> str:
 def _judge(opened: DataSet, source: Source, preprocess: str, device: str, on_event: EventHandler) -> Judge:
     """The model that computes features, its preprocessing and its device, before any image is read."""
     if opened.train.multilabel:
-        raise UserError("suspicious labels are found where images have one label each: leave out --model.")
+        raise UserError("suspicious labels can only be ranked if each image has one label: leave out --model.")
     model, card = load_source(source, on_event)
     return model, prepared(card, preprocess, on_event), compute_device(source, device)
 
@@ -161,26 +161,25 @@ def dedupe(
     `vitral train ... --set data.exclude=FILE` excludes the images listed in a file.
 
     Args:
-        train: the training images: what `vitral train` takes.
+        train: the training images: any data that `vitral train` accepts.
         against: data sets whose test images must not be trained on.
         output: .txt file to list the copies in.
         weights: a model whose features find copies that the hashes miss; slower.
-        preprocess: how pixels are prepared for it, where it differs from what the weights state.
-        device: cpu, cuda or mps for the model; chosen when not given.
-        parts: number of parts to compute the images in, each a command of its own; they are kept beside the output
-            until all are there, and the output is the same as of one process.
-        part: single parts to compute, such as 3/16, and no output.
-        engine: where parts are computed: local, on the GPUs or the cores of this machine, or slurm, as an array of
-            jobs.
-        slurm: options of sbatch for the jobs as KEY=VALUE, such as partition=gpu time=4:00:00 gres=gpu:1.
-        parallel: parts at a time; one per GPU when not given.
+        preprocess: preprocessing pipeline for it, instead of the one that the weights state.
+        device: cpu, cuda or mps for the model; chosen automatically by default.
+        parts: number of parts to divide the images into, each computed by a separate command. Parts are stored next to
+            the output until all are complete; the output is the same as with one part.
+        part: compute only these parts, such as 3/16, and write no output.
+        engine: where parts are computed: local, on the GPUs or cores of this machine, or slurm, as a job array.
+        slurm: options of sbatch as KEY=VALUE, such as partition=gpu time=4:00:00 gres=gpu:1.
+        parallel: number of concurrent parts; one per GPU by default.
         on_event: handler of progress events.
 
     Returns:
         The pairs of training and test images that are copies.
 
     Raises:
-        UserError: where an argument is wrong.
+        UserError: if an argument is wrong.
         PartsWritten: with `part`, once these parts are written.
     """
     divided = parts_of(dedupe, locals())
@@ -216,6 +215,6 @@ def dedupe(
 
 
 def _tested(name: str | Path) -> Split:
-    """The images that a data set is tested on; all of them where it has one split."""
+    """The images that a data set is tested on; all of them if it has one split."""
     opened = with_test_split(open_data(name, held_out=0.0))
     return opened.train if opened.eval_split is None else opened.eval_split

@@ -76,24 +76,24 @@ def load(
 
     Args:
         source: a file, a run folder, hf:owner/name or timm:name.
-        format: format of the checkpoint, where it is not recognised (`vitral list formats`).
+        format: format of the checkpoint, if not recognised (`vitral list formats`).
         image: adapt the position embeddings to this image size, one number or height and width.
         classes: replace the head by a zero head with this many classes; 0 removes it.
         patch: change the patch size.
         channels: change the number of input channels.
         resize: resize position embeddings by another rule: google, timm, hf, torchvision, dino or siglip.
-        grid: rows and columns of the checkpoint's position embeddings, where they are not square.
-        heads: number of attention heads, where the file does not state it.
-        gelu: GELU of the MLPs, where the file does not state it.
-        pool: pooling of the tokens, where the file does not state it.
-        norm_eps: epsilon of the LayerNorms, where the file does not state it.
-        part: which model to read of a file with several, such as teacher.
+        grid: rows and columns of the checkpoint's position embeddings, if they are not square.
+        heads: number of attention heads, if not stated in the file.
+        gelu: GELU of the MLPs, if not stated in the file.
+        pool: pooling of the tokens, if not stated in the file.
+        norm_eps: epsilon of the LayerNorms, if not stated in the file.
+        part: which model to read from a file with several, such as teacher.
 
     Returns:
         The model in evaluation mode and its card; `card.changes` lists what was adapted.
 
     Raises:
-        UserError: where there is no such checkpoint, or it cannot be read.
+        UserError: if there is no such checkpoint, or it cannot be read.
     """
     changes = Adaptation(image, patch, channels, classes, resize)
     checkpoint = read_adapted(source, changes, format, Hints(grid, heads, gelu, pool, norm_eps, part))
@@ -135,14 +135,14 @@ def save(model: nn.Module, path: str | Path, card: Card | None = None, format: s
     Args:
         model: a model of vitral, perhaps inside torch.compile, DistributedDataParallel or DataParallel.
         path: the file or, for hf and timm, the folder to write.
-        card: class names, preprocessing and origin of the weights; None where they are unknown.
+        card: class names, preprocessing and origin of the weights; None if they are unknown.
         format: format to write (`vitral list formats`).
 
     Returns:
         The card as written.
 
     Raises:
-        UserError: where it is not a model of vitral, or the format cannot express what it computes.
+        UserError: if it is not a model of vitral, or the format cannot express what it computes.
     """
     weights = weights_of(model, card.changes if card else ())
     return write(weights, card or Card(weights.architecture), Path(path), format)
@@ -192,7 +192,7 @@ def convert(
 ) -> ConvertResult:
     """Convert a checkpoint to another format, verified on an image.
 
-    The written file is read back and both models are run on the same image; it is kept only where they agree.
+    The written file is read back and both models are run on the same image; it is kept only if they agree.
 
     Args:
         source: a file, a run folder, hf:owner/name or timm:name.
@@ -203,19 +203,19 @@ def convert(
         patch: change the patch size.
         channels: change the number of input channels.
         resize: resize position embeddings by another rule: google, timm, hf, torchvision, dino or siglip.
-        source_format: format of the source, where it is not recognised.
-        grid: rows and columns of the source's position embeddings, where they are not square.
-        heads: number of attention heads of the source, where the file does not state it.
-        gelu: GELU of the MLPs, where the file does not state it.
-        pool: pooling of the tokens, where the file does not state it.
-        norm_eps: epsilon of the LayerNorms, where the file does not state it.
-        part: which model to read of a file with several, such as teacher.
+        source_format: format of the source, if not recognised.
+        grid: rows and columns of the source's position embeddings, if they are not square.
+        heads: number of attention heads of the source, if not stated in the file.
+        gelu: GELU of the MLPs, if not stated in the file.
+        pool: pooling of the tokens, if not stated in the file.
+        norm_eps: epsilon of the LayerNorms, if not stated in the file.
+        part: which model to read from a file with several, such as teacher.
 
     Returns:
         What was written, and the largest difference of the outputs.
 
     Raises:
-        UserError: where the target exists, or the format cannot express what the model computes.
+        UserError: if the target exists, or the format cannot express what the model computes.
     """
     target = Path(target)
     if target.exists():
@@ -287,19 +287,19 @@ def info(
 
     Args:
         source: a file, a run folder, hf:owner/name or timm:name.
-        format: format of the checkpoint, where it is not recognised (`vitral list formats`).
-        grid: rows and columns of its position embeddings, where they are not square.
-        heads: number of attention heads, where the file does not state it.
-        gelu: GELU of the MLPs, where the file does not state it.
-        pool: pooling of the tokens, where the file does not state it.
-        norm_eps: epsilon of the LayerNorms, where the file does not state it.
-        part: which model to read of a file with several, such as teacher.
+        format: format of the checkpoint, if not recognised (`vitral list formats`).
+        grid: rows and columns of its position embeddings, if they are not square.
+        heads: number of attention heads, if not stated in the file.
+        gelu: GELU of the MLPs, if not stated in the file.
+        pool: pooling of the tokens, if not stated in the file.
+        norm_eps: epsilon of the LayerNorms, if not stated in the file.
+        part: which model to read from a file with several, such as teacher.
 
     Returns:
         Architecture, classes, preprocessing, origin, size and sha256.
 
     Raises:
-        UserError: where there is no such checkpoint, or it is not recognised.
+        UserError: if there is no such checkpoint, or it is not recognised.
     """
     described = describe(located(source), format, Hints(grid, heads, gelu, pool, norm_eps, part))
     path, card = described.file.path, described.card

@@ -64,8 +64,8 @@ def _excluded(recipe: Recipe) -> list[str]:
 
 
 def open_as_trained(data: str | Path, recipe: Recipe, train: str) -> DataSet | None:
-    """The data as in a run whose training images have this fingerprint; None where it is other data."""
-    _excluded(recipe)  # raises where the list is missing: without it the training images would seem to be others
+    """The data as in a run whose training images have this fingerprint; None if it is other data."""
+    _excluded(recipe)  # raises if the list is missing: without it the training images would seem to be others
     try:
         opened = open_restricted(data, recipe)
     except UserError:  # too few images for what the recipe draws, or none of those listed: another data set
@@ -85,7 +85,7 @@ def open_to_probe(data: str | Path, source: Path | None) -> DataSet:
 def open_to_train(data: Data, recipe: Recipe) -> tuple[DataSet, float]:
     """The same, with images to train on, and the share of train that is the dev split.
 
-    A recipe with patience selects weights by their evaluations. Its result is of test, so where the data has no val
+    A recipe with patience selects weights by their evaluations. Its result is of test, so if the data has no val
     beside test and the recipe no `data.dev`, a tenth of train becomes the dev split.
     """
     whole = open_data(data, held_out=recipe.data.held_out)
@@ -242,7 +242,7 @@ def eval_images(sources: Sequence[Source], data: str | Path, name: str) -> EvalI
     """Choose the images to evaluate: those that all of the models can be evaluated on, and none was trained on.
 
     `name` is that of the split; by default the one that the run was evaluated on, else the first that is held out.
-    Raises UserError where there is no such split, or no image is left.
+    Raises UserError if there is no such split, or no image is left.
     """
     first, *others = [_images_of(source, data, name) for source in sources]
     for other in others:
@@ -265,7 +265,7 @@ def eval_images(sources: Sequence[Source], data: str | Path, name: str) -> EvalI
 
 
 def _images_of(source: Source, data: str | Path, name: str) -> EvalImages:
-    """The images to evaluate one model on; where it is a run, those that it was trained on are left out."""
+    """The images to evaluate one model on; if it is a run, those that it was trained on are left out."""
     record = _run_record(source)
     if record is None:
         return _all(*_candidates(data, name))
@@ -303,15 +303,15 @@ def _run_record(source: Source) -> RunRecord | None:
 
 
 def _same_split(record: RunRecord, data: str | Path, name: str) -> Split | None:
-    """The held-out split of data whose images are named as in the run; None where some are not."""
+    """The held-out split of data whose images are named as in the run; None if some are not."""
     recipe = from_toml((record.folder / "recipe.toml").read_text("utf-8"))
     same = open_as_trained(data, recipe, record.fingerprints["train"])
     return _split_named(same, name, record.fingerprints["evaluated"]) if same is not None else None
 
 
 def _candidates(data: str | Path, name: str, known: str = "", evaluated: str = "") -> tuple[Split, str]:
-    """A held-out split of the data, or all its images where it has none: the one that is named, else the one evaluated
-    by the run. `known` is the name where the run has a split of that name, which data without splits need not have."""
+    """A held-out split of the data, or all its images if it has none: the one that is named, else the one evaluated
+    by the run. `known` is the name if the run has a split of that name, which data without splits need not have."""
     opened = open_data(data, held_out=0.0)
     name = name or (evaluated if evaluated in [split.name for split in opened.splits[1:]] else "")
     split = _split_named(opened, "" if known and len(opened.splits) == 1 else name)
@@ -343,7 +343,7 @@ def _without_trained(split: Split, note: str, contents: RunContents, name: str) 
         names = " and ".join(other for other in others if other not in asked)
         counts += f", {aside.sum():,} of its {names} split as well"
     scored = np.flatnonzero(held | new)
-    is_new = new[scored] & held.any()  # where nothing was held out there is nothing to keep them apart from
+    is_new = new[scored] & held.any()  # if nothing was held out there is nothing to keep them apart from
     note = f"{counts}; {held.sum():,} held out, {new.sum():,} new."
     return EvalImages(split.select(scored), is_new, (note,), held_out=bool(held.any()))
 

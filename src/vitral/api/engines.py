@@ -137,7 +137,7 @@ def _run_processes(work: Work, items: Sequence[str], count: int, gpus: int, on_e
 
 @contextmanager
 def _claimed(work: Work, item: str) -> Iterator[Path | None]:
-    """The folder of an item, locked; None where another process works on it, or has finished it.
+    """The folder of an item, locked; None if another process works on it, or has finished it.
 
     A job that Slurm has started again waits for the lock: a node that was lost leaves it behind.
     """
@@ -156,7 +156,7 @@ def _claimed(work: Work, item: str) -> Iterator[Path | None]:
 
 
 def sbatch_options(given: SlurmOptions) -> dict[str, str]:
-    """Options of sbatch as the user gives them; raises UserError where the engine sets one."""
+    """Options of sbatch as the user gives them; raises UserError if the engine sets one."""
     options = {}
     for word in [f"{key}={value}" for key, value in given.items()] if isinstance(given, Mapping) else given:
         key, separator, value = word.partition("=")

@@ -42,7 +42,7 @@ class EvalResult(SummaryRepr):
     real: tuple[float, int] | None  # accuracy by the ReaL labels, and how many images have one
     unreadable: tuple[UnreadableImage, ...]
     notes: tuple[str, ...]
-    # The softmax temperature that suits these same images best, which is not that of the model's card; None where none
+    # The softmax temperature that suits these same images best, which is not that of the model's card; None if none
     # gives better probabilities than 1, and for multi-label models.
     temperature: float | None = None
     tempered_ece: float | None = None  # calibration error with such temperatures, cross-fitted on these images
@@ -86,36 +86,35 @@ def evaluate(
     """Evaluate a model on labelled images: accuracy, per class, calibration.
 
     Args:
-        source: a run folder, weights, an exported file, hf:owner/name or timm:name; the folder of several folds or
-            seeds stands for all of them, and in Python a list for several models: their probabilities are averaged.
-        data: what `vitral train` takes; its val or test split is evaluated, or all of it where it has neither. Images
-            that a run was trained on are left out, and those that are new since then are scored apart.
+        source: a run folder, weights, an exported file, hf:owner/name or timm:name. For the folder of several folds or
+            seeds, and in Python for a list of models, probabilities are averaged.
+        data: any data that `vitral train` accepts; its val or test split is evaluated, or all of it if it has neither.
+            Images that a run was trained on are excluded, and images added since then are scored separately.
         output: page to write, a .html file: confusions, calibration, the most confident mistakes.
-        split: name of the split to evaluate, such as test where there is val as well.
-        classes: file that names the model's outputs in order: a name per line, a table or JSON.
-        ensemble: further models to average with, each with its own preprocessing and temperature.
-        tta: test-time augmentation, views of each image to average over: the image and its mirror image (flip), four
-            corners and the centre (five-crop), or these and their mirror images (ten-crop).
+        split: name of the split to evaluate, such as test if there is also val.
+        classes: file with the names of the model's outputs in order: one per line, a table or JSON.
+        ensemble: additional models to average with, each with its own preprocessing and temperature.
+        tta: test-time augmentation, the views of each image to average over: the image and its mirror image (flip),
+            four corners and the centre (five-crop), or these and their mirror images (ten-crop).
         real: file of ImageNet's ReaL labels (real.json).
-        preprocess: how pixels are prepared, where the weights do not state it.
-        precision: of the model: float32, bfloat16, fp8 (NVIDIA GPUs of the Hopper generation or newer) or int8 (linear
-            layers of a Vision Transformer on a CPU): the last two are faster and approximate.
+        preprocess: preprocessing pipeline, for weights that do not state theirs.
+        precision: float32, bfloat16, fp8 (NVIDIA GPUs of the Hopper generation or newer) or int8 (linear layers of a
+            Vision Transformer on a CPU); the last two are faster and approximate.
         batch: images per batch.
-        device: cpu, cuda or mps; chosen when not given.
-        parts: number of parts to compute the images in, each a command of its own; they are kept beside the output
-            until all are there, and the output is the same as of one process.
-        part: single parts to compute, such as 3/16, and no output.
-        engine: where parts are computed: local, on the GPUs or the cores of this machine, or slurm, as an array of
-            jobs.
-        slurm: options of sbatch for the jobs as KEY=VALUE, such as partition=gpu time=4:00:00 gres=gpu:1.
-        parallel: parts at a time; one per GPU when not given.
+        device: cpu, cuda or mps; chosen automatically by default.
+        parts: number of parts to divide the images into, each computed by a separate command. Parts are stored next to
+            the output until all are complete; the output is the same as with one part.
+        part: compute only these parts, such as 3/16, and write no output.
+        engine: where parts are computed: local, on the GPUs or cores of this machine, or slurm, as a job array.
+        slurm: options of sbatch as KEY=VALUE, such as partition=gpu time=4:00:00 gres=gpu:1.
+        parallel: number of concurrent parts; one per GPU by default.
         on_event: handler of progress events.
 
     Returns:
         The metrics, which images were evaluated, and those that cannot be read.
 
     Raises:
-        UserError: where an argument is wrong, or the classes of the data and the model do not match.
+        UserError: if an argument is wrong, or the classes of the data and the model do not match.
         PartsWritten: with `part`, once these parts are written.
     """
     divided = parts_of(evaluate, locals())
@@ -142,7 +141,7 @@ def evaluate(
         predictions = Predictions(*joined(divided.compute(scored, batch, compute, handler)))
     unreadable = _unreadable(scored, predictions, card)
     if objectnet:
-        rule = "A prediction is correct where it is one of the ImageNet classes of the object."
+        rule = "A prediction is correct if it is one of the ImageNet classes of the object."
         metrics = _objectnet_metrics(str(data), scored, predictions)
         result = EvalResult(models.name, str(data), metrics, None, unreadable, (*notes, rule))
         return result if page is None else _with_page(result, page, models, divided)
@@ -261,7 +260,7 @@ def _objectnet_metrics(data: str, split: Split, predictions: Predictions) -> dic
 
 
 def _unreadable(split: Split, predictions: Predictions, card: Card) -> tuple[UnreadableImage, ...]:
-    """The images that cannot be read, with the reasons; raises where that is all of them."""
+    """The images that cannot be read, with the reasons; raises if that is all of them."""
     missing = predictions.indices[~predictions.valid]
     unreadable = tuple(unread(split, int(index), card.architecture.channels) for index in missing)
     if not predictions.valid.any():
@@ -270,7 +269,7 @@ def _unreadable(split: Split, predictions: Predictions, card: Card) -> tuple[Unr
 
 
 def _output_names(classes: Sequence[str], mapping: np.ndarray, count: int) -> list[str]:
-    """Names for the outputs of a model without names: the data's, and numbers where the data has no such class."""
+    """Names for the outputs of a model without names: the data's, and numbers if the data has no such class."""
     names = [str(i) for i in range(count)]
     for name, output in zip(classes, mapping, strict=True):
         names[output] = name

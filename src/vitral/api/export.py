@@ -1,4 +1,4 @@
-"""`export_model`: a model as a file that runs without vitral, written only where it computes the same."""
+"""`export_model`: a model as a file that runs without vitral, written only if it computes the same."""
 
 from __future__ import annotations
 
@@ -163,25 +163,25 @@ def export_model(
 ) -> ExportResult:
     """Export a model to a file that runs without vitral, compared with the model first.
 
-    The file takes uint8 pixels (batch, height, width, channels), resized and cropped already, and returns
-    probabilities; normalisation and temperature are inside, class names and preprocessing in its metadata. Both models
-    are run on images, and nothing is written where they do not agree. The formats web and web-int8 write a folder with
-    a page that runs the model in a browser, for any static host.
+    The file takes uint8 pixels (batch, height, width, channels), already resized and cropped, and returns
+    probabilities. It includes normalisation and temperature, and its metadata has class names and preprocessing. Both
+    models are run on images, and nothing is written if they do not agree. The formats web and web-int8 write a folder
+    with a page that runs the model in a browser, for any static host.
 
     Args:
         source: a run folder, weights, hf:owner/name or timm:name.
         target: the file or, for a page, the folder to write.
         format: format to write.
-        images: image files and folders to compare the models on, or one data set with labels; generated images when not
-            given. Formats in int8 need them; of onnx-int8 every other one calibrates, and the rest are compared.
-        agreement: smallest share of images with the same top class.
-        difference: largest difference of a probability. When not given, formats in float32 are held to 0.0001, and to
-            limits of its logarithm and of further outputs as well.
-        outputs: further outputs, the input of the head (features) and the last block's attention (attention).
+        images: image files and folders to compare the models on, or a labelled data set; generated images by
+            default. Required for int8 formats; onnx-int8 calibrates with every second image and compares the others.
+        agreement: smallest accepted share of images with the same top class.
+        difference: largest accepted difference of a probability; by default 0.0001 for float32 formats, which also
+            limits log-probabilities and additional outputs.
+        outputs: additional outputs, the input of the head (features) and the last block's attention (attention).
         dynamic_size: accept images of any height and width.
-        classes: file that names the model's outputs in order: a name per line, a table or JSON.
-        preprocess: how pixels are prepared, where the weights do not state it.
-        runtime: folder of the npm package onnxruntime-web, for a page; ./node_modules/onnxruntime-web when not given.
+        classes: file with the names of the model's outputs in order: one per line, a table or JSON.
+        preprocess: preprocessing pipeline, for weights that do not state theirs.
+        runtime: folder of the npm package onnxruntime-web, for a page; by default ./node_modules/onnxruntime-web.
         on_event: handler of progress events.
 
     Returns:
@@ -265,7 +265,7 @@ def _halves(images: GateImages | None, format: str) -> tuple[GateImages, GateIma
 
 
 def _gate_images(source: Source, images: Sequence[str | Path], card: Card, on_event: EventHandler) -> GateImages | None:
-    """The user's images, with labels where they are one data set whose classes are the model's."""
+    """The user's images, with labels if they are one data set whose classes are the model's."""
     if not images:
         return None
     if len(images) == 1 and not Path(images[0]).is_file():

@@ -42,7 +42,7 @@ BATCH = 16  # images per forward pass of a search
 
 @dataclass(frozen=True, repr=False)
 class ProbeResult(SummaryRepr):
-    """Accuracy of classifiers on frozen features: few-shot rows, and those trained on all of train where asked for."""
+    """Accuracy of classifiers on frozen features: few-shot rows, and those trained on all of train if requested."""
 
     source: str
     data: str
@@ -89,21 +89,21 @@ def fewshot(
 
     Args:
         source: a run folder, weights, hf:owner/name or timm:name.
-        data: what `vitral train` takes.
+        data: any data that `vitral train` accepts.
         shots: numbers of training images per class.
         seeds: draws of those images, over which mean and 95 % interval are computed.
         l2: strength of the regularisation, or choose: by cross-validation on the few images.
         methods: ridge (few-shot); knn and linear use all of train.
-        preprocess: how pixels are prepared, where it differs from what the weights state.
+        preprocess: preprocessing pipeline, instead of the one that the weights state.
         batch: images per batch.
-        device: cpu, cuda or mps; chosen when not given.
+        device: cpu, cuda or mps; chosen automatically by default.
         on_event: handler of progress events.
 
     Returns:
         The accuracy for each number of shots and by each method.
 
     Raises:
-        UserError: where an argument is wrong, or the data has no images to train or to test on.
+        UserError: if an argument is wrong, or the data has no images to train or to test on.
     """
     if seeds < 1 or batch < 1 or not shots or min(shots) < 1:
         raise UserError("shots, seeds and batch must be at least 1.")
@@ -203,16 +203,16 @@ def search(
         query: the image to compare with; it is left out of the result.
         patch: row and column, counted from 0, of a patch of the query to compare with all patches.
         top: number of results.
-        index: .npz file that keeps the features of the folder, read where it exists.
-        preprocess: how pixels are prepared, where the weights do not state it.
-        device: cpu, cuda or mps; chosen when not given.
+        index: .npz file that keeps the features of the folder, read if it exists.
+        preprocess: preprocessing pipeline, for weights that do not state theirs.
+        device: cpu, cuda or mps; chosen automatically by default.
         on_event: handler of progress events.
 
     Returns:
         The nearest images or patches by cosine similarity, and the images that cannot be read.
 
     Raises:
-        UserError: where an argument is wrong, or `index` belongs to another model or to other images.
+        UserError: if an argument is wrong, or `index` belongs to another model or to other images.
     """
     kept = Path(index) if index else None
     if kept is not None and not kept.exists():

@@ -71,15 +71,15 @@ def push(
         target: hf:owner/name, the repository to create or to update.
         private: create the repository as a private one.
         message: of the commit.
-        licence: of the weights, such as apache-2.0; the card's where it states one.
-        classes: file that names the model's outputs in order: a name per line, a table or JSON.
+        licence: of the weights, such as apache-2.0; the card's if it states one.
+        classes: file with the names of the model's outputs in order: one per line, a table or JSON.
         dry_run: write the repository into this new folder, and upload nothing.
 
     Returns:
         The repository, its files, and the libraries that load it.
 
     Raises:
-        UserError: where there is no such model, or the hub refuses the upload.
+        UserError: if there is no such model, or the hub refuses the upload.
     """
     repository = repository_of(target)
     check_licence(licence)

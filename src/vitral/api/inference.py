@@ -74,7 +74,7 @@ class Ensemble:
         return 1.0 if self.averages else self.card.temperature
 
     def notes(self) -> tuple[str, ...]:
-        """The precision where it is not float32, and what is averaged, in a sentence each."""
+        """The precision if it is not float32, and what is averaged, in a sentence each."""
         precision = (f"Computed in {self.precision}.",) if self.precision != "float32" else ()
         if not self.averages:
             return precision
@@ -105,7 +105,7 @@ class Ensemble:
     def _predict(
         self, member: Member, split: Split, how: Preprocess, batch: int, task: str, on_event: EventHandler
     ) -> Predictions:
-        """The logits of one model; divided by its temperature where they are averaged."""
+        """The logits of one model; divided by its temperature if they are averaged."""
         temperature = member.card.temperature if self.averages else 1.0
         options = {
             "batch": batch,
@@ -138,7 +138,7 @@ def open_ensemble(
     packed: bool = False,
     on_event: EventHandler | None = None,
 ) -> Ensemble:
-    """Load the models to average; raises UserError where one has no head, or they are of different classes.
+    """Load the models to average; raises UserError if one has no head, or they are of different classes.
 
     A source may be the folder of a `vitral train` with several folds or seeds. With `packed`, weights are packed on a
     CPU, which is faster and changes the last bits of a float32.
@@ -174,8 +174,8 @@ def open_ensemble(
 def in_precision(
     model: AnyModel, precision: Precision, source: Source, device: str, on_event: EventHandler | None = None
 ) -> AnyModel:
-    """The model as it is computed in a precision on a device: in int8 and FP8 a copy where it is the user's own;
-    raises UserError where it cannot be."""
+    """The model as it is computed in a precision on a device: in int8 and FP8 a copy if it is the user's own;
+    raises UserError if it cannot be."""
     if precision not in get_args(Precision):
         raise UserError(f'precision="{precision}" is not one of {", ".join(get_args(Precision))}.')
     if precision == "float32":

@@ -81,21 +81,21 @@ def inspect(
 
     Args:
         source: a run folder, weights, hf:owner/name or timm:name.
-        images: image files, and folders of them, of which the page shows 64 and measures attention distances over all;
+        images: image files, and folders of them; the page shows the first 64 and measures attention distances over all;
             without any, the page is about the model alone.
         output: the page to write, a .html file.
         figures: folder to write the paper's figures to, as PNG and SVG.
-        layers: layers, counted from 0, whose attention is kept per patch and head; chosen when not given.
-        classes: file that names the model's outputs in order, one line each.
-        preprocess: how pixels are prepared, where the weights do not state it.
-        device: cpu, cuda or mps; chosen when not given.
+        layers: layers, counted from 0, whose attention is shown per patch and head; chosen automatically by default.
+        classes: file with the names of the model's outputs in order: one per line, a table or JSON.
+        preprocess: preprocessing pipeline, for weights that do not state theirs.
+        device: cpu, cuda or mps; chosen automatically by default.
         on_event: handler of progress events.
 
     Returns:
         The page, and the figures where a folder was given.
 
     Raises:
-        UserError: where an argument is wrong, or no image can be read.
+        UserError: if an argument is wrong, or no image can be read.
     """
     path = checked_output(output, (".html",), "--output")
     if figures:

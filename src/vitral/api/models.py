@@ -86,16 +86,16 @@ def compute_cost(
 
     Args:
         model: a name such as ViT-B/16, R50+ViT-B/16@384 or R152x4.
-        image: image size in pixels, one number or height and width; that of the name, else 224, when not given.
-        classes: number of classes of the head, 0 for no head; 1000 when not given.
+        image: image size in pixels, one number or height and width; by default that of the name, else 224.
+        classes: number of classes of the head, 0 for no head; 1000 by default.
         images: number of training images, to compute the FLOPs of training.
-        epochs: passes over the training images; 1 when not given.
+        epochs: passes over the training images; 1 by default.
 
     Returns:
         The counts, beside the paper's own number where Table 6 has this run.
 
     Raises:
-        UserError: where there is no such model, or a number is not positive.
+        UserError: if there is no such model, or a number is not positive.
     """
     if epochs is not None and images is None:
         raise UserError("epochs are passes over training images: add --images N.")

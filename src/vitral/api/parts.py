@@ -29,11 +29,11 @@ _OPTIONS = ("parts", "part", "engine", "slurm", "parallel", "on_event")
 
 @dataclass(kw_only=True)
 class Parts(Work):
-    """How a verb's images are divided; one part where the user does not ask for more."""
+    """How a verb's images are divided; one part if the user does not ask for more."""
 
     verb: list[str]  # its words on the command line, without those about parts
     count: int
-    only: tuple[int, ...]  # the parts to compute, from 0; all of them where there are none
+    only: tuple[int, ...]  # the parts to compute, from 0; all of them if there are none
     engine: str
     weights: list[list[Any]]  # name, size and time of each file of weights
     unit = "parts"
@@ -45,8 +45,8 @@ class Parts(Work):
     ) -> list[tuple[int, Arrays]]:
         """Compute arrays of the images, in parts: of each the index of its first image, and its arrays.
 
-        Blocks of so many images, those of a batch, stay together. Raises UserError where a part has failed or the
-        folder has the parts of another command, and PartsWritten where the user asked for single parts.
+        Blocks of so many images, those of a batch, stay together. Raises UserError if a part has failed or the
+        folder has the parts of another command, and PartsWritten if the user asked for single parts.
         """
         if self.count == 1 and not self.only:
             return [(0, compute(split))]

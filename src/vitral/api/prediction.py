@@ -78,27 +78,26 @@ def predict(
     """Predict the classes of images.
 
     Args:
-        source: a run folder, weights, an exported file, hf:owner/name or timm:name; the folder of several folds or
-            seeds stands for all of them, and in Python a list for several models: their probabilities are averaged.
+        source: a run folder, weights, an exported file, hf:owner/name or timm:name. For the folder of several folds or
+            seeds, and in Python for a list of models, probabilities are averaged.
         images: image files, and folders of them.
         output: .csv or .json file to write the predictions to.
         top: number of classes per image.
-        classes: file that names the model's outputs in order: a name per line, a table or JSON.
-        ensemble: further models to average with, each with its own preprocessing and temperature.
-        tta: test-time augmentation, views of each image to average over: the image and its mirror image (flip), four
-            corners and the centre (five-crop), or these and their mirror images (ten-crop).
-        preprocess: how pixels are prepared, where the weights do not state it.
-        precision: of the model: float32, bfloat16, fp8 (NVIDIA GPUs of the Hopper generation or newer) or int8 (linear
-            layers of a Vision Transformer on a CPU): the last two are faster and approximate.
+        classes: file with the names of the model's outputs in order: one per line, a table or JSON.
+        ensemble: additional models to average with, each with its own preprocessing and temperature.
+        tta: test-time augmentation, the views of each image to average over: the image and its mirror image (flip),
+            four corners and the centre (five-crop), or these and their mirror images (ten-crop).
+        preprocess: preprocessing pipeline, for weights that do not state theirs.
+        precision: float32, bfloat16, fp8 (NVIDIA GPUs of the Hopper generation or newer) or int8 (linear layers of a
+            Vision Transformer on a CPU); the last two are faster and approximate.
         batch: images per batch.
-        device: cpu, cuda or mps; chosen when not given.
-        parts: number of parts to compute the images in, each a command of its own; they are kept beside the output
-            until all are there, and the output is the same as of one process.
-        part: single parts to compute, such as 3/16, and no output.
-        engine: where parts are computed: local, on the GPUs or the cores of this machine, or slurm, as an array of
-            jobs.
-        slurm: options of sbatch for the jobs as KEY=VALUE, such as partition=gpu time=4:00:00 gres=gpu:1.
-        parallel: parts at a time; one per GPU when not given.
+        device: cpu, cuda or mps; chosen automatically by default.
+        parts: number of parts to divide the images into, each computed by a separate command. Parts are stored next to
+            the output until all are complete; the output is the same as with one part.
+        part: compute only these parts, such as 3/16, and write no output.
+        engine: where parts are computed: local, on the GPUs or cores of this machine, or slurm, as a job array.
+        slurm: options of sbatch as KEY=VALUE, such as partition=gpu time=4:00:00 gres=gpu:1.
+        parallel: number of concurrent parts; one per GPU by default.
         on_event: handler of progress events.
 
     Returns:
@@ -106,7 +105,7 @@ def predict(
         read.
 
     Raises:
-        UserError: where an argument is wrong, or there is an `output` and no image can be read.
+        UserError: if an argument is wrong, or there is an `output` and no image can be read.
         PartsWritten: with `part`, once these parts are written.
     """
     divided = parts_of(predict, locals())
@@ -163,10 +162,10 @@ def classifier(
     Args:
         source: a run folder, weights, an exported file, hf:owner/name or timm:name.
         top: number of classes per image.
-        classes: file that names the model's outputs in order: a name per line, a table or JSON.
-        preprocess: how pixels are prepared, where the weights do not state it.
+        classes: file with the names of the model's outputs in order: one per line, a table or JSON.
+        preprocess: preprocessing pipeline, for weights that do not state theirs.
         precision: auto, or int8 on a CPU as `predict` takes it.
-        device: cpu, cuda or mps; chosen when not given.
+        device: cpu, cuda or mps; chosen automatically by default.
 
     Returns:
         The function.
@@ -250,25 +249,24 @@ def embed(
         output: .npz file to write, with the arrays paths and features (n, dim).
         pool: the input of the head (features) or of its last layer (pre_logits), the class token (cls), or the mean of
             the patch tokens (mean).
-        preprocess: how pixels are prepared, where the weights do not state it.
-        precision: of the model: float32, bfloat16, fp8 (NVIDIA GPUs of the Hopper generation or newer) or int8 (linear
-            layers of a Vision Transformer on a CPU): the last two are faster and approximate.
+        preprocess: preprocessing pipeline, for weights that do not state theirs.
+        precision: float32, bfloat16, fp8 (NVIDIA GPUs of the Hopper generation or newer) or int8 (linear layers of a
+            Vision Transformer on a CPU); the last two are faster and approximate.
         batch: images per batch.
-        device: cpu, cuda or mps; chosen when not given.
-        parts: number of parts to compute the images in, each a command of its own; they are kept beside the output
-            until all are there, and the output is the same as of one process.
-        part: single parts to compute, such as 3/16, and no output.
-        engine: where parts are computed: local, on the GPUs or the cores of this machine, or slurm, as an array of
-            jobs.
-        slurm: options of sbatch for the jobs as KEY=VALUE, such as partition=gpu time=4:00:00 gres=gpu:1.
-        parallel: parts at a time; one per GPU when not given.
+        device: cpu, cuda or mps; chosen automatically by default.
+        parts: number of parts to divide the images into, each computed by a separate command. Parts are stored next to
+            the output until all are complete; the output is the same as with one part.
+        part: compute only these parts, such as 3/16, and write no output.
+        engine: where parts are computed: local, on the GPUs or cores of this machine, or slurm, as a job array.
+        slurm: options of sbatch as KEY=VALUE, such as partition=gpu time=4:00:00 gres=gpu:1.
+        parallel: number of concurrent parts; one per GPU by default.
         on_event: handler of progress events.
 
     Returns:
         Paths and features (n, dim) of the images that can be read; `paths, features = embed(...)` unpacks them.
 
     Raises:
-        UserError: where an argument is wrong, or no image can be read.
+        UserError: if an argument is wrong, or no image can be read.
         PartsWritten: with `part`, once these parts are written.
     """
     divided = parts_of(embed, locals())

@@ -52,7 +52,7 @@ class PaperNumber:
     data: str
     pretraining: str
     number: Reported
-    label: str = ""  # "other recipe" where the run does not follow the one that gave the number
+    label: str = ""  # "other recipe" if the run does not follow the one that gave the number
 
     def as_dict(self) -> dict[str, Any]:
         return {"data": self.data, "pretraining": self.pretraining, "label": self.label, **asdict(self.number)}
@@ -104,7 +104,7 @@ class ProtocolResult(ProtocolReport):
 
     outcome: protocol.ProtocolRuns
     reported: tuple[PaperNumber, ...]
-    real: tuple[float, ...] = ()  # ImageNet's ReaL accuracy of each seed, where the data has real.json
+    real: tuple[float, ...] = ()  # ImageNet's ReaL accuracy of each seed, if the data has real.json
     real_n: int = 0  # images with a ReaL label
 
     def summary(self) -> dict[str, str]:
@@ -149,13 +149,13 @@ def pretrain(
     A sweep and early stopping use the dev split of the recipe, data.dev.
 
     Args:
-        data: what `vitral train` takes, cifar10:FOLDER, imagenet:FOLDER, ...
+        data: any data that `vitral train` accepts, cifar10:FOLDER, imagenet:FOLDER, ...
         model: name of the model, such as ViT-B/16; with the recipe's name it selects the row of the table.
         recipe: name of a recipe (`vitral list recipes`), or a TOML file.
         sweep: values to choose from on the dev split, such as regularization.dropout=0,0.1 optim.weight_decay=0.03,0.1.
         seeds: number of runs of the chosen recipe.
-        out: the run folder; a run that was interrupted resumes when its folder is given again.
-        device: cpu, cuda, cuda:1 or mps; chosen when not given.
+        out: the run folder; an interrupted run resumes if its folder is given again.
+        device: cpu, cuda, cuda:1 or mps; chosen automatically by default.
         set: keys of the recipe to change, such as data.subset=9000000 data.exclude=FILE data.dev=0.01 patience=3.
         on_event: handler of the events of the runs.
 
@@ -163,7 +163,7 @@ def pretrain(
         Scores, cost, and the paper's own numbers.
 
     Raises:
-        UserError: where an argument is wrong, or the data cannot be trained on.
+        UserError: if an argument is wrong, or the data cannot be trained on.
     """
     overrides = override_words(set)
     check_given_once({"model": model}, overrides)
@@ -192,12 +192,12 @@ def finetune(
 
     Args:
         source: weights to start from: a file, a run folder, hf:owner/name or timm:name.
-        data: what `vitral train` takes, pets:FOLDER, cifar100:FOLDER, ...
+        data: any data that `vitral train` accepts, pets:FOLDER, cifar100:FOLDER, ...
         recipe: name of a recipe (`vitral list recipes`), such as paper:finetune/pets, or a TOML file.
         sweep: values to choose from instead of the recipe's own, such as optim.lr=0.003,0.01.
-        seeds: number of runs of the chosen recipe; the recipe's own number when not given.
-        out: the run folder; a run that was interrupted resumes when its folder is given again.
-        device: cpu, cuda, cuda:1 or mps; chosen when not given.
+        seeds: number of runs of the chosen recipe; by default the recipe's own number.
+        out: the run folder; an interrupted run resumes if its folder is given again.
+        device: cpu, cuda, cuda:1 or mps; chosen automatically by default.
         set: keys of the recipe to change, such as steps=100 image=224.
         on_event: handler of the events of the runs.
 
@@ -205,7 +205,7 @@ def finetune(
         Scores, cost, and the paper's own numbers.
 
     Raises:
-        UserError: where an argument is wrong, or the data cannot be trained on.
+        UserError: if an argument is wrong, or the data cannot be trained on.
     """
     overrides = override_words(set)
     check_given_once({"init": source}, overrides)

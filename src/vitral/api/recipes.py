@@ -56,7 +56,7 @@ def show_recipe(
         data: data set to choose a recipe for.
         model: name of the model to train from scratch.
         init: weights to start from.
-        device: device to choose a recipe for; chosen when not given.
+        device: device to choose a recipe for; chosen automatically by default.
         set: keys of the recipe to change, such as optim.lr=0.01.
 
     Returns:
@@ -119,7 +119,7 @@ def choose_recipe(
 
 
 def _head_reason(recipe: Recipe, data: DataSet, card: Card | None) -> tuple[str, ...]:
-    """That the run starts from the head of the weights, where it does."""
+    """That the run starts from the head of the weights, if it does."""
     reset = not recipe.init or card is None or recipe.reset_head or recipe.objective == "masked"
     if reset or not keeps_head(card, data.train.classes):
         return ()
@@ -188,14 +188,14 @@ def _with_preprocessing_of(
 
 
 def normalised_as(recipe: Recipe, card: Card | None) -> Recipe:
-    """The recipe with the mean and std of the pixels that weights state, where they do."""
+    """The recipe with the mean and std of the pixels that weights state, if they do."""
     if card is None or card.preprocess is None:
         return recipe
     return replace(recipe, data=replace(recipe.data, mean=card.preprocess.mean, std=card.preprocess.std))
 
 
 def assumed_pixels(overrides: Sequence[str]) -> tuple[str, ...]:
-    """The note about weights that do not state their preprocessing, where the user does not either."""
+    """The note about weights that do not state their preprocessing, if the user does not either."""
     missing = [name for name in ("mean", "std") if f"data.{name}" not in keys_of(overrides)]
     if not missing:
         return ()

@@ -59,31 +59,31 @@ def serve(
     """Serve models over HTTP.
 
     `POST /predict` takes image files, `/v2` is the Open Inference Protocol, `/metrics` is for Prometheus, and `/` is a
-    page to try it; docs/serving.md describes them. SIGTERM ends the server when it has answered what it accepted, and
-    SIGHUP reloads the models.
+    page to try it; docs/serving.md describes them. SIGTERM stops the server after it has responded to all accepted
+    requests, and SIGHUP reloads the models.
 
     Args:
-        source: models: run folders, weights, hf:owner/name, timm:name or exported files, each perhaps as NAME=SOURCE.
-        host: address to listen on; 0.0.0.0 for all, which other machines can reach.
-        port: port to listen on; 0 for any that is free.
-        max_batch: images computed at once at most; 8 on a CPU and 64 on a GPU when not given.
-        max_wait_ms: milliseconds that an image waits at most for its batch to fill.
-        max_queue: images per model that may wait; more are refused with 429.
-        max_body_mb: megabytes of a request at most; larger ones are refused with 413.
-        max_pixels: pixels of an image at most; larger ones are refused with 413.
-        timeout: seconds in which a request must arrive, and in which it must be answered.
-        token_file: file that holds the token which requests must send; otherwise the environment variable VITRAL_TOKEN
-            may hold it.
-        classes: file that names the models' outputs in order: a name per line, a table or JSON.
-        preprocess: how pixels are prepared, where the weights do not state it.
-        device: cpu, cuda or mps; chosen when not given.
+        source: models: run folders, weights, hf:owner/name, timm:name or exported files, optionally as NAME=SOURCE.
+        host: address to listen on; 0.0.0.0 accepts requests from other machines.
+        port: port to listen on; 0 for any free port.
+        max_batch: maximum number of images per batch; by default 8 on a CPU and 64 on a GPU.
+        max_wait_ms: maximum milliseconds that an image waits for its batch to fill.
+        max_queue: maximum number of queued images per model; more are refused with 429.
+        max_body_mb: maximum megabytes of a request; larger ones are refused with 413.
+        max_pixels: maximum pixels of an image; larger ones are refused with 413.
+        timeout: maximum seconds until a request has arrived, and until the response.
+        token_file: file with the token that requests must send; the environment variable VITRAL_TOKEN is an
+            alternative.
+        classes: file with the names of the models' outputs in order: one per line, a table or JSON.
+        preprocess: preprocessing pipeline, for weights that do not state theirs.
+        device: cpu, cuda or mps; chosen automatically by default.
         on_event: handler of notes about the models.
 
     Returns:
         The numbers of requests and images that were answered.
 
     Raises:
-        UserError: where an argument is wrong, a model cannot be loaded, or the address cannot be used.
+        UserError: if an argument is wrong, a model cannot be loaded, or the address cannot be used.
     """
     with _needs_extra():
         from vitral.server.models import Settings
@@ -120,8 +120,8 @@ def asgi_app(source: Sequence[str | Path], *, classes: str | Path = "", preproce
     Args:
         source: models, as `serve` takes them.
         classes: file that names the models' outputs in order.
-        preprocess: how pixels are prepared, where the weights do not state it.
-        device: cpu, cuda or mps; chosen when not given.
+        preprocess: preprocessing pipeline, for weights that do not state theirs.
+        device: cpu, cuda or mps; chosen automatically by default.
 
     Returns:
         An ASGI application; its log has to be set up by the caller.
@@ -191,7 +191,7 @@ def _load(
 
 
 def _token(path: str | Path) -> str:
-    """The token of a file, else of the environment; empty where none is needed."""
+    """The token of a file, else of the environment; empty if none is needed."""
     token, origin = os.environ.get("VITRAL_TOKEN", "").strip(), "VITRAL_TOKEN"
     if path:
         try:

@@ -56,7 +56,7 @@ class StudyList(SummaryRepr):
 
 @dataclass(frozen=True, repr=False)
 class StudyRuns(SummaryRepr):
-    """A study with its records: the plan, the table, and the commands of pending runs where they were asked for."""
+    """A study with its records: the plan, the table, and the commands of pending runs if they were asked for."""
 
     study: Study
     folder: Path
@@ -132,33 +132,32 @@ def study(
 ) -> StudyList | StudyRuns | StudyReport:
     """Run a study of many runs, such as the paper's, and report on its claims.
 
-    A study that was stopped resumes when the same command is given again, on this machine or on another that has its
-    folder. Every run leaves one line of JSON; runs of several machines merge when their .jsonl files are copied
-    together.
+    An interrupted study resumes with the same command, on this machine or on another that has its folder. Every run is
+    recorded as one line of JSON; runs of several machines merge when their .jsonl files are copied together.
 
     Args:
-        action: list (the studies that come with vitral), run, or report (a page, a table and the claims).
+        action: list (the included studies), run, or report (a page, a table and the claims).
         name: name of a study or a TOML file; for report, the folder of its runs, or one of several such folders.
-        data: where the data sets of the study are, as NAME:FOLDER or NAME=SOURCE; SOURCE alone where it has one.
-        init: weights to start from in place of those that the study names.
-        out: folder of the runs; results/NAME when not given.
+        data: where the data sets of the study are, as NAME:FOLDER or NAME=SOURCE; or only SOURCE, if it has one.
+        init: weights to start from instead of those named by the study.
+        out: folder of the runs; results/NAME by default.
         scale: small, or another scale of the study, such as paper.
-        only: ids of the runs to carry out; all that are pending when not given.
-        engine: local, on the GPUs or the cores of this machine, or slurm, as an array of jobs.
-        slurm: options of sbatch for the jobs as KEY=VALUE, such as partition=gpu time=4:00:00 gres=gpu:1.
-        parallel: runs at a time; small runs may share a GPU. One per GPU when not given.
-        dry_run: only print the number of runs, and what they take.
+        only: ids of the runs to execute; by default all pending ones.
+        engine: local, on the GPUs or cores of this machine, or slurm, as a job array.
+        slurm: options of sbatch as KEY=VALUE, such as partition=gpu time=4:00:00 gres=gpu:1.
+        parallel: number of concurrent runs; small runs may share a GPU. One per GPU by default.
+        dry_run: only print the number of runs and their estimated cost.
         print_commands: only print one command per pending run, for a scheduler.
         keep: keep the run folders, with the models.
-        device: cpu, cuda, cuda:1 or mps; chosen when not given.
-        set: keys of the recipe to change in all runs, such as steps=10; the runs count as other runs then.
+        device: cpu, cuda, cuda:1 or mps; chosen automatically by default.
+        set: keys of the recipe to change in all runs, such as steps=10; this makes them different runs.
         on_event: handler of notes about the progress.
 
     Returns:
         The studies; a study with its plan, its table and its records; or the claims with their verdicts.
 
     Raises:
-        UserError: where an argument is wrong, before anything is written.
+        UserError: if an argument is wrong, before anything is written.
         Interrupted: after Ctrl-C or SIGTERM, once the state is saved.
     """
     if action == "list":

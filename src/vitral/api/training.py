@@ -80,7 +80,7 @@ class TrainResult(SummaryRepr):
 
     @property
     def mean(self) -> float:
-        """Mean score: accuracy, or mean average precision where images have several labels."""
+        """Mean score: accuracy, or mean average precision if images have several labels."""
         return statistics.fmean(result.metrics["score"] for result in self.results)
 
     @property
@@ -90,7 +90,7 @@ class TrainResult(SummaryRepr):
 
     @property
     def folder(self) -> Path:
-        """The run folder; of the last seed where there are several; that of all folds, which `predict` averages."""
+        """The run folder; of the last seed if there are several; that of all folds, which `predict` averages."""
         last = Path(self.results[-1].folder)
         return last if self.folds is None else last.parent
 
@@ -125,7 +125,7 @@ def train(
 ) -> TrainResult:
     """Train a model on images, or fine-tune one.
 
-    What is not given is chosen to suit the data and the weights, and the reasons are printed.
+    Settings that are not given are chosen for the data and the weights, and the reasons are printed.
 
     Args:
         data: a folder with one sub-folder per class, a CSV or JSONL manifest, Parquet, tar shards, or a known name
@@ -134,31 +134,31 @@ def train(
         model: name of the model to train from scratch, such as ViT-Ti/16. In Python also an nn.Module that maps images
             (batch, channels, height, width) to logits (batch, classes).
         init: weights to start from: a file, a run folder, hf:owner/name or timm:name.
-        out: the run folder; a run that was interrupted resumes when its folder is given again.
+        out: the run folder; an interrupted run resumes if its folder is given again.
         recipe: name of a recipe (`vitral list recipes`) or a TOML file; `vitral show` prints one to start from.
         epochs: passes over the training images.
         trainable: which parameters are trained: full, head, last:K, bias or lora:R.
-        balance: how uneven classes are balanced: none, weights, sampler or logit-adjust.
+        balance: how imbalanced classes are handled: none, weights, sampler or logit-adjust.
         seed: seed of weights, data order, augmentation and dropout.
         seeds: number of runs, with seeds counted up from `seed`; the result is their mean and standard deviation.
-        folds: cross-validate: divide the images into so many folds, and train as many models, each scored on the fold
-            that it was not trained on; seeds are counted up from `seed`.
-        device: cpu, cuda, cuda:1 or mps; chosen when not given.
+        folds: number of folds of a cross-validation: one model per fold is trained on the other folds and scored on
+            it; seeds are counted up from `seed`.
+        device: cpu, cuda, cuda:1 or mps; chosen automatically by default.
         set: other keys of the recipe, such as optim.lr=0.01 data.mixup=0.2.
-        loss: a function of logits and targets that gives one loss per image, or their mean.
-        optimizer: a function of parameter groups that gives a torch.optim.Optimizer; its learning rates are the peaks
+        loss: a function of logits and targets that returns one loss per image, or their mean.
+        optimizer: a function of parameter groups that returns a torch.optim.Optimizer; its learning rates are the peaks
             of the recipe's schedule.
-        transform: a function of a PIL image, for training and evaluation, or a pair of them; it gives a uint8 image
-            that is then normalised, or a float tensor (channels, height, width) that is used as it is.
+        transform: a function of a PIL image, for training and evaluation, or a pair of them; it returns a uint8 image
+            that is then normalised, or a float tensor (channels, height, width) that is used as is.
         callbacks: objects derived from vitral.Callback; they can add metrics and stop the run.
         track: experiment trackers that also record each run.
-        on_event: handler of the events of the run; they are displayed in terminals and notebooks when not given.
+        on_event: handler of the events of the run; by default they are displayed in terminals and notebooks.
 
     Returns:
-        The results, the recipe that was followed, and the run folder.
+        The results, the recipe and the run folder.
 
     Raises:
-        UserError: what cannot work, before anything is written.
+        UserError: if an argument is wrong or the run cannot work, before anything is written.
         Interrupted: after Ctrl-C or SIGTERM, once the state is saved.
     """
     check_numbers(seeds=seeds)

@@ -129,13 +129,13 @@ def vtab1k(
     Args:
         source: weights to start from: a file, a run folder, hf:owner/name or timm:name.
         root: folder with the data of each task, ROOT/TASK or ROOT/DATASET; missing tasks are skipped and listed.
-        tasks: names of the tasks to run, such as pets clevr-count; all that are found when not given.
+        tasks: names of the tasks to run, such as pets clevr-count; by default all that are found.
         recipe: name of a recipe (`vitral list recipes`), such as paper:finetune/vtab:inception or bit:finetune/small.
         sweep: values to choose from instead of the recipe's own, such as optim.lr=0.003,0.01 steps=500,2500.
         fixed: use the learning rate and the length that the paper chose, without a sweep.
         seeds: number of runs of the chosen recipe on each task.
-        out: the run folder; a run that was interrupted resumes when its folder is given again.
-        device: cpu, cuda, cuda:1 or mps; chosen when not given.
+        out: the run folder; an interrupted run resumes if its folder is given again.
+        device: cpu, cuda, cuda:1 or mps; chosen automatically by default.
         train_size: training images per task; with another number the scores are not VTAB-1k's.
         val_size: validation images per task; with another number the scores are not VTAB-1k's.
         set: keys of the recipe to change, such as steps=100 image=224.
@@ -145,7 +145,7 @@ def vtab1k(
         The score of each task, their mean, the cost, and the paper's own numbers.
 
     Raises:
-        UserError: where an argument is wrong, or no task can be opened.
+        UserError: if an argument is wrong, or no task can be opened.
     """
     overrides, swept = override_words(set), override_words(sweep)
     check_device(device)
@@ -194,7 +194,7 @@ def _data_folders(root: Path) -> list[Path]:
 
 def _recipe(preset: Preset, source: str | Path, card: Card, overrides: Sequence[str]) -> Recipe:
     """The preset with these weights and their normalisation."""
-    # Whatever the preset, a task starts from a new head, even where it has the classes of the weights.
+    # Whatever the preset, a task starts from a new head, even if it has the classes of the weights.
     recipe = replace(preset.recipe, init=str(source), reset_head=True)
     return with_overrides(normalised_as(recipe, card), overrides)
 

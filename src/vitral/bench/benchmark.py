@@ -266,7 +266,7 @@ def run_sweep(workload: Workload, backend: Backend, on_event: EventHandler) -> l
 
 
 def _measure(worker: Worker, workload: Workload, started_at: str) -> BenchmarkRow:
-    """One row; all sizes share a process, so there is no startup time, and peak memory only where it can be reset."""
+    """One row; all sizes share a process, so there is no startup time, and peak memory only if it can be reset."""
     warm_up(worker, workload, rounds=1)
     worker.seconds += worker.run(max(worker.steps, _MIN_STEPS))
     row = worker_row(worker, workload, started_at, worker.call("matmul_flops"))

@@ -34,7 +34,7 @@ class ParityResult(NamedTuple):
     """Differences relative to the norm."""
 
     logits: float
-    gradients: float  # 0 where none are computed
+    gradients: float  # 0 if none are computed
     worst_gradient: float  # the largest difference of one parameter
     tolerance: float
 

@@ -33,7 +33,7 @@ class BenchmarkRow:
     seconds_q3: float
     samples: int  # timed steps
     started_at: str  # of the benchmark: rows of one benchmark were timed in turns
-    macs: int = 0  # multiply-accumulates of a step by `cost.py`; 0 where the arithmetic is not what is timed
+    macs: int = 0  # multiply-accumulates of a step by `cost.py`; 0 if the arithmetic is not what is timed
     matmul_flops: float = 0.0  # FLOP/s of a large matrix product, measured in the same benchmark
     peak_bytes: int = 0
     startup_seconds: float = 0.0  # from the start of the process to the end of its first step
@@ -48,7 +48,7 @@ class BenchmarkRow:
 
     @property
     def matmul_share(self) -> float:
-        """Achieved FLOP/s relative to `matmul_flops`; 0 where the arithmetic is not what is timed."""
+        """Achieved FLOP/s relative to `matmul_flops`; 0 if the arithmetic is not what is timed."""
         return 2.0 * self.macs / self.seconds / self.matmul_flops if self.matmul_flops else 0.0
 
     @property
@@ -122,7 +122,7 @@ def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def read_rows(path: Path) -> list[BenchmarkRow]:
-    """Read the rows of a results file; none where there is no file yet."""
+    """Read the rows of a results file; none if there is no file yet."""
     if not path.exists():
         return []
     names = {entry.name for entry in fields(BenchmarkRow)}

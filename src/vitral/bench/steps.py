@@ -118,7 +118,7 @@ def is_int8(backend: Backend) -> bool:
 class TimedStep:
     """A backend that is ready to run, with its batch on the device.
 
-    `images` are uint8 for ours, and for all where the latency is timed; else normalised floats, so that the others are
+    `images` are uint8 for ours, and for all if the latency is timed; else normalised floats, so that the others are
     spared the conversion. `labels` are (batch,).
     """
 

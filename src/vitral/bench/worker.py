@@ -64,7 +64,7 @@ class Worker:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End the process by ending its input; kill it where it is still busy."""
+        """End the process by ending its input; kill it if it is still busy."""
         with contextlib.suppress(BrokenPipeError):
             self._requests.close()
         try:
@@ -190,7 +190,7 @@ def peak_memory_counter(device: str) -> Callable[[], int]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.max_memory_allocated
-    status = Path("/proc/self/status")  # where the system does not tell the bytes now, the peak so far stands for them
+    status = Path("/proc/self/status")  # if the system does not tell the bytes now, the peak so far stands for them
     lines = status.read_text().splitlines() if status.exists() else []
     sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")]
     cpu = torch.device("cpu")

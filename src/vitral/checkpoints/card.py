@@ -98,7 +98,7 @@ class Card:
     architecture: Architecture
     class_names: tuple[str, ...] = ()
     multilabel: bool = False  # outputs are independent (sigmoid) instead of exclusive (softmax)
-    temperature: float = 1.0  # what logits are divided by to give probabilities; 1 where none was fitted
+    temperature: float = 1.0  # what logits are divided by to give probabilities; 1 if none was fitted
     preprocess: Preprocess | None = None
     source: str = ""  # the file or hub name the weights came from
     format: str = ""  # the format they were read in

@@ -75,7 +75,7 @@ def check_licence(licence: str) -> None:
 
 
 def upload(folder: Path, repository: str, *, private: bool, message: str) -> tuple[str, str]:
-    """Create the repository where it does not exist, and upload the files of a folder in one commit.
+    """Create the repository if it does not exist, and upload the files of a folder in one commit.
 
     Returns its address and the commit. Other files in the repository stay.
     """

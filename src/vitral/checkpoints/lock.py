@@ -2,7 +2,7 @@
 
 The lock is the file `.lock`, created in one atomic step, which names its owner. The owner touches it twice a minute.
 A lock is stale, and the next run takes it over, where its process no longer exists or, if that was on another machine,
-where it was not touched for some minutes.
+if it was not touched for some minutes.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class LockOwner:
     """The process that holds a lock."""
 
     host: str
-    machine: str  # identifies the space of process numbers, where the system states it
+    machine: str  # identifies the space of process numbers, if the system states it
     pid: int
-    born: str  # tells the process from a later one with the same number, where the system states it
+    born: str  # tells the process from a later one with the same number, if the system states it
     since: str  # UTC
     token: str  # of this one lock
 
@@ -49,7 +49,7 @@ class LockOwner:
 
     @classmethod
     def from_json(cls, text: bytes) -> LockOwner | None:
-        """The owner, or None where the file is damaged."""
+        """The owner, or None if the file is damaged."""
         try:
             return cls(**json.loads(text))
         except (ValueError, TypeError):
@@ -83,7 +83,7 @@ class FolderLock:
         self._released = threading.Event()
 
     def acquire(self, *, wait: bool = False) -> None:
-        """Take the lock; nothing happens where it is held already. UserError, or `wait`, while another run holds it."""
+        """Take the lock; nothing happens if it is held already. UserError, or `wait`, while another run holds it."""
         while wait:
             try:
                 return self.acquire()
@@ -108,7 +108,7 @@ class FolderLock:
         threading.Thread(target=self._beat, args=(owner, self._released), daemon=True).start()
 
     def confirm(self) -> None:
-        """Raise UserError where another run has taken the lock over; nothing happens where it is not held."""
+        """Raise UserError if another run has taken the lock over; nothing happens if it is not held."""
         if self._owner is None:
             return
         current = self._read()
@@ -120,7 +120,7 @@ class FolderLock:
             raise UserError(f"{self.path.parent} was taken over by {by}: this run ends, and leaves the folder to it.")
 
     def release(self) -> None:
-        """Give the lock back; nothing happens where it is not held."""
+        """Give the lock back; nothing happens if it is not held."""
         if self._owner is None:
             return
         self._released.set()
@@ -132,7 +132,7 @@ class FolderLock:
         self._owner = None
 
     def _place(self, temporary: Path, owner: LockOwner) -> bool:
-        """Try once to make the lock ours; False where it must be tried again."""
+        """Try once to make the lock ours; False if it must be tried again."""
         temporary.write_text(json.dumps(asdict(owner)), encoding="utf-8")
         now = temporary.stat().st_mtime  # by the clock that also dates the lock, on a network that of the server
         try:
@@ -146,7 +146,7 @@ class FolderLock:
             return _create(self.path, owner) or self._take_over(temporary, owner, now)
 
     def _take_over(self, temporary: Path, owner: LockOwner, now: float) -> bool:
-        """Replace a stale lock by ours; raises UserError where it is not stale."""
+        """Replace a stale lock by ours; raises UserError if it is not stale."""
         try:
             stream = self.path.open("r+b")
         except FileNotFoundError:  # released in this moment
@@ -186,7 +186,7 @@ class FolderLock:
 
 
 def _create(path: Path, owner: LockOwner) -> bool:
-    """Create the lock without a hard link; False where there is one."""
+    """Create the lock without a hard link; False if there is one."""
     try:
         with path.open("x", encoding="utf-8") as stream:
             stream.write(json.dumps(asdict(owner)))
@@ -196,7 +196,7 @@ def _create(path: Path, owner: LockOwner) -> bool:
 
 
 def _guard(stream: BinaryIO) -> bool | None:
-    """Whether this process has the file to itself while it is open: None if another has, False where it is unknown.
+    """Whether this process has the file to itself while it is open: None if another has, False if it is unknown.
 
     A POSIX lock, unlike flock, also works on NFS and does not pass to forked workers.
     """

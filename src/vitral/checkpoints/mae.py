@@ -64,9 +64,9 @@ def read_mae(
 
     Args:
         source: a file or folder of transformers or Meta, or a name on the hub.
-        heads: number of attention heads of the encoder, where the file does not state it.
+        heads: number of attention heads of the encoder, if the file does not state it.
         decoder_heads: the same of the decoder.
-        norm_pixels: whether it predicts pixels normalised by the mean and std of their patch, where the file does not
+        norm_pixels: whether it predicts pixels normalised by the mean and std of their patch, if the file does not
             state it.
 
     Returns:

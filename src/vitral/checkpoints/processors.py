@@ -23,7 +23,7 @@ from vitral.checkpoints.formats.timm_arguments import factory_named, split_name
 from vitral.data.pixels import METHODS
 from vitral.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, PipelineStep, parse_pipeline
 
-_TIMM_CROP = 0.875  # timm's crop_pct where none is stated
+_TIMM_CROP = 0.875  # timm's crop_pct if none is stated
 
 # Steps that differ only in their rounding, and methods that differ only in who computes them.
 _THEIR_STEPS = {"resize_small": "resize_short", "central_crop": "center_crop"}
@@ -251,7 +251,7 @@ def releases() -> dict[str, dict[str, Any]]:
 def named_preprocess(name: str, image: Size) -> Preprocess | None:
     """How the authors of a released model prepare images for it, by its name or that of its file.
 
-    None where that is not known, or could be one of several releases whose pixels are normalised differently.
+    None if that is not known, or could be one of several releases whose pixels are normalised differently.
     """
     if factory_named(name) is not None:
         return from_timm(release_named(name) or {}, image)

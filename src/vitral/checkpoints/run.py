@@ -104,7 +104,7 @@ class RunFolder:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
     def unlock(self) -> None:
-        """Leave the folder to other runs; nothing happens where it is not locked by this one."""
+        """Leave the folder to other runs; nothing happens if it is not locked by this one."""
         self._lock.release()
 
     def discard(self) -> None:

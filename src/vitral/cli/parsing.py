@@ -325,7 +325,7 @@ def _tree(module: str) -> ast.Module:
 
 
 def _value_type(annotation: ast.expr, module: str) -> ValueType | None:
-    """What the members of a union mean together; None where no member can be written as words."""
+    """What the members of a union mean together; None if no member can be written as words."""
     values: dict[str, Any] = {}
     for node, scope in _members(annotation, module):
         values |= _value_of(node, scope)

@@ -68,13 +68,13 @@ def show_evaluation(result: EvalResult, values: Mapping[str, Any]) -> None:
 
 
 def _calibrated(metrics: Mapping[str, Any], name: str, number: str) -> str:
-    """A metric at the model's temperature, and without it where it has one."""
+    """A metric at the model's temperature, and without it if it has one."""
     before, after = number.format(metrics[name]), number.format(metrics[f"{name}_calibrated"])
     return before if metrics["temperature"] == 1.0 else f"{after} ({before} without temperature)"
 
 
 def show_embeddings(result: EmbedResult, values: Mapping[str, Any]) -> None:
-    """Print the shape of the features, and the features where they were not written to a file."""
+    """Print the shape of the features, and the features if they were not written to a file."""
     if not result.output:
         numbers = [", ".join(f"{number:.4g}" for number in row[:4].tolist()) for row in result.features]
         note = "The first numbers of each; -o FILE.npz writes all of them."
@@ -299,7 +299,7 @@ def _leak_advice(report: Any) -> str:
 
 
 def _left_out(unreadable: Sequence[Any]) -> str:
-    """How many images cannot be read, and which; empty where all can."""
+    """How many images cannot be read, and which; empty if all can."""
     if not unreadable:
         return ""
     named = _first([f"{image.path} ({image.reason})" for image in unreadable], _UNREADABLE)

@@ -107,7 +107,7 @@ def show_recipe(result: Recipe, values: Mapping[str, Any]) -> None:
 
 
 def show_demo(result: DemoResult, values: Mapping[str, Any]) -> None:
-    """Print the predictions and what to do next, and open the page where a person watches."""
+    """Print the predictions and what to do next, and open the page if a person watches."""
     cells = [
         [Path(row.path).name, *(f"{name} ({p:.0%})" for name, p in zip(row.names, row.probabilities, strict=True))]
         for row in result.predictions.rows
@@ -221,7 +221,7 @@ def _run_folders(results: Any) -> str:
 
 
 def _print_classes(metrics: dict[str, Any]) -> None:
-    """The classes with the lowest recall; all of them where there are few."""
+    """The classes with the lowest recall; all of them if there are few."""
     rows = [row for row in metrics.get("per_class", []) if row.get("recall") is not None]
     worst = sorted(rows, key=lambda row: row["recall"])[:_CLASSES]
     if not worst:

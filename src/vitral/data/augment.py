@@ -49,7 +49,7 @@ def draw_flip(rng: np.random.Generator) -> bool:
 
 
 def mirrored_labels(source: str, classes: Sequence[str]) -> str:
-    """What a mirror image would get the wrong label of, in data as the user names it; empty where nothing is known."""
+    """What a mirror image would get the wrong label of, in data as the user names it; empty if nothing is known."""
     name = source.partition(":")[0] if ":" in source and not source.startswith("hf:") else Path(source).name
     words = re.split("[^a-z]+", name.lower())
     known = next((ORIENTED[word] for word in words if word in ORIENTED and "fashion" not in words), "")

@@ -95,7 +95,7 @@ class DiskCache:
 
     @contextlib.contextmanager
     def write(self, key: str) -> Generator[Path]:
-        """Yield a temporary path that becomes the entry when the block ends; raises OSError where nothing can be
+        """Yield a temporary path that becomes the entry when the block ends; raises OSError if nothing can be
         written."""
         self._evict(None)
         with atomic_write(self.path(key)) as temporary:
@@ -137,7 +137,7 @@ def decode_once(
 ) -> tuple[Split, list[UnreadableImage]]:
     """Decode all images of a split into one memory-mapped file in a folder, or find the file of an earlier call.
 
-    Returns the split without its unreadable images, and these. The split comes back unchanged where the pixels would
+    Returns the split without its unreadable images, and these. The split comes back unchanged if the pixels would
     take more than `limit_bytes` or half of the free disk space, or are in memory anyway. `on_event` receives `Progress`
     while images are decoded, and a `Note` about the disk space.
     """
@@ -268,7 +268,7 @@ def _write(
     limit_bytes: float,
     on_event: EventHandler,
 ) -> _Index | None:
-    """Decode everything into the cache; None, and no file, where that would exceed the limit."""
+    """Decode everything into the cache; None, and no file, if that would exceed the limit."""
     images = contextlib.closing(decoded)
     with contextlib.suppress(_TooLarge), images as chunks, cache.write(key) as path, path.open("wb") as stream:
         index = _write_pixels(stream, itertools.chain.from_iterable(chunks), split, limit_bytes, on_event)

@@ -29,7 +29,7 @@ class CopyPair(NamedTuple):
 
     first: str
     second: str
-    score: float  # correlation of their thumbnails; 1 where the pixels are identical
+    score: float  # correlation of their thumbnails; 1 if the pixels are identical
 
 
 class SuspectLabel(NamedTuple):

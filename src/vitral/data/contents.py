@@ -34,7 +34,7 @@ _HASH_DIGITS, _MARK_DIGITS = 16, 8  # 64 bits tell a million images apart; marks
 class SplitContents:
     """What identifies the images of a split, in the split's order."""
 
-    hashes: list[str]  # the first 16 digits of the sha256 of each stored image; empty where there is none to read
+    hashes: list[str]  # the first 16 digits of the sha256 of each stored image; empty if there is none to read
     marks: list[str]  # of each reader's mark: while it stays the same, so does the image
 
 
@@ -85,7 +85,7 @@ class RunContents:
 
 
 def not_hashed_reason(splits: Iterable[Split]) -> str:
-    """The reason why the images of these splits are not hashed; empty where they are."""
+    """The reason why the images of these splits are not hashed; empty if they are."""
     splits = list(splits)
     total = sum(map(len, splits))
     if total > MAX_IMAGES:
@@ -97,7 +97,7 @@ def not_hashed_reason(splits: Iterable[Split]) -> str:
 
 
 def content_hashes(split: Split, on_event: EventHandler = ignore_events) -> list[str]:
-    """The content hash of each image; of pixels, where the source stores pixels."""
+    """The content hash of each image; of pixels, if the source stores pixels."""
     threads = _THREADS if isinstance(_base_reader(split), _PARALLEL) else 1
     hashes: list[str] = []
     with ThreadPoolExecutor(threads) as pool:

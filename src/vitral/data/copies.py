@@ -64,10 +64,10 @@ _QUERY_CROPS: tuple[Spans, ...] = tuple(((edge, 1 - edge),) for edge in (0.0, 0.
 class ImageSignature(NamedTuple):
     """What is kept of an image to find its copies."""
 
-    file_digest: bytes  # sha256 of the file; empty where the source stores pixels, or the image is unreadable
-    pixel_digest: bytes  # sha256 of the decoded pixels; empty where the image is unreadable
+    file_digest: bytes  # sha256 of the file; empty if the source stores pixels, or the image is unreadable
+    pixel_digest: bytes  # sha256 of the decoded pixels; empty if the image is unreadable
     thumbnail: np.ndarray  # (64, 64) uint8, grey
-    comparable: bool  # False where the image is unreadable, tiny or of one colour
+    comparable: bool  # False if the image is unreadable, tiny or of one colour
 
 
 UNREADABLE = ImageSignature(b"", b"", np.zeros((THUMBNAIL, THUMBNAIL), np.uint8), False)
@@ -242,7 +242,7 @@ def _crops(thumbnail: np.ndarray, spans: Spans) -> np.ndarray:
 
 
 def _details(images: np.ndarray) -> np.ndarray:
-    """(n, 16, 16) -> (n, 256) of mean 0 and length 1, shorter where there is no detail except rounding"""
+    """(n, 16, 16) -> (n, 256) of mean 0 and length 1, shorter if there is no detail except rounding"""
     local_mean = _local_mean()
     details = (images - local_mean @ images @ local_mean.T).reshape(len(images), -1)
     details -= details.mean(1, keepdims=True)

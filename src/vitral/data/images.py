@@ -41,7 +41,7 @@ _SEGMENTS = frozenset((*range(0xC0, 0xD0), *range(0xDA, 0xFF)))  # markers of a 
 _END = b"\xff\xd9"
 _LEFT_OVER = re.compile(r"Corrupt JPEG data: \d+ extraneous bytes before marker 0xd[0-79]")  # the end, or a restart
 _MCU_HEIGHT = 16  # pixels: of a row of blocks where chroma is subsampled
-# Pixels that one byte can hold at most, by Pillow's name of the codec, where they have 1 bit. Deflate grows by at most
+# Pixels that one byte can hold at most, by Pillow's name of the codec, if they have 1 bit. Deflate grows by at most
 # 1032. A JPEG has at least 1 bit per block of 8x8 in its first scan (512); twice that is allowed.
 _PIXELS_PER_BYTE = {"raw": 8, "zip": 8 * 1032, "jpeg": 1024}
 # Brands of HEIF at byte 8, behind "ftyp"; AVIF is another, which Pillow reads itself.
@@ -115,7 +115,7 @@ class LazyJpeg:
 
 
 def open_lazily(data: bytes, channels: int) -> np.ndarray | LazyJpeg:
-    """As `decode`, but lazy where a part of the image can be decoded alone; raises ImageError.
+    """As `decode`, but lazy if a part of the image can be decoded alone; raises ImageError.
 
     Damage below that part is not noticed where Pillow would tolerate it too; a missing end is noticed.
     """

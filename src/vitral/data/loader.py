@@ -86,7 +86,7 @@ def training_batches(
     Args:
         mix_partner: put one more row in front (`rank_positions`), so that each row can be mixed with the row before
             it, alike on any number of ranks.
-        pin: return tensors in pinned memory, where there is a GPU.
+        pin: return tensors in pinned memory, if there is a GPU.
         order: indices to draw from, some perhaps several times; an epoch is then as long as this array.
         resize: makes images of packed crops, where workers shall leave that to it; the pipeline must end in a random
             crop (`ends_in_random_crop`).

@@ -64,7 +64,7 @@ def read_manifest(path: Path, *, held_out: float) -> DataSet:
 
 
 def without_pandas(data: Any) -> Any:
-    """Data frames as `(paths, labels)`, by split where they have such a column, and their columns as lists.
+    """Data frames as `(paths, labels)`, by split if they have such a column, and their columns as lists.
 
     They are recognised by their attributes, also in tuples and mappings; anything else is returned as it is.
     """
@@ -160,7 +160,7 @@ def _row(path: Path, line: int, entry: dict[str, Any]) -> ManifestRow:
 
 
 def _with_slashes(folder: Path, row: ManifestRow) -> ManifestRow:
-    """The row with the path as it is written here, where its manifest comes from Windows."""
+    """The row with the path as it is written here, if its manifest comes from Windows."""
     if "\\" not in row.path or os.path.isfile(folder / row.path):
         return row
     return row._replace(path=row.path.replace("\\", "/"))

@@ -249,7 +249,7 @@ def _from_dataset(dataset: Any, name: str, on_event: EventHandler) -> _Items:
 
 
 def _stored_labels(dataset: Any, count: int) -> Labels | None:
-    """The labels without reading any image, where the dataset keeps them; None where it does not."""
+    """The labels without reading any image, if the dataset keeps them; None if it does not."""
     if isinstance(dataset, TensorDataset):
         return dataset.tensors[1] if len(dataset.tensors) == 2 else None
     if getattr(dataset, "target_transform", None) is not None:
@@ -372,7 +372,7 @@ def name_labels(
     """Replace the class indices of `plain_label` by class names; `keys` are for messages.
 
     Without `classes`, which are names by index, the names are "0", "1", ...; the result has the labels by name, and all
-    class names, or None where these are the names that occur.
+    class names, or None if these are the names that occur.
     """
     labels = _as_multi_hot(labels)
     flat = [name for label in labels for name in (label if isinstance(label, tuple) else (label,))]
@@ -392,7 +392,7 @@ def name_labels(
 
 
 def _as_multi_hot(labels: list[Any]) -> list[Any]:
-    """Lists of zeros and ones as vectors, where a repeated value shows that they are no lists of classes."""
+    """Lists of zeros and ones as vectors, if a repeated value shows that they are no lists of classes."""
     lists = all(type(label) is tuple and len(label) > 1 for label in labels)
     vectors = lists and len({len(label) for label in labels}) == 1 and {x for label in labels for x in label} <= {0, 1}
     if not vectors or all(len(set(label)) == len(label) for label in labels):

@@ -87,7 +87,7 @@ def central_crop(image: ImageInput, size: Size) -> np.ndarray:
 
 
 def fitting(image: ImageInput, size: Size) -> ImageInput:
-    """The image, enlarged where it is smaller than the crop to come: a border would be no picture."""
+    """The image, enlarged if it is smaller than the crop to come: a border would be no picture."""
     small = image.shape[0] < size[0] or image.shape[1] < size[1]
     return resized_to(image, rounded_cover, size, "bilinear") if small else image
 
@@ -202,7 +202,7 @@ SIDE_RULES: dict[str, Callable[[Size, Size], Size]] = {
 
 
 def resize(image: np.ndarray, size: Size, method: str = "bilinear", *, antialias: bool = True) -> np.ndarray:
-    """uint8 (h, w, c) -> (*size, c); `image` may be a view. Only `bilinear` has no antialiasing where asked for.
+    """uint8 (h, w, c) -> (*size, c); `image` may be a view. Only `bilinear` has no antialiasing if requested.
 
     `bilinear` and `bicubic` are PyTorch's for bytes, close to Pillow's but not equal; `pil_...` are Pillow's own.
     `float_bilinear` is PyTorch's in float32, rounded at the end. `area` is the exact mean of what each pixel covers, as

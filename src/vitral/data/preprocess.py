@@ -306,7 +306,7 @@ def _step(text: str) -> PipelineStep:
 
 
 def _number(text: str, number: NumberArgument, arguments: list[str]) -> float:
-    """Takes the number off the front of `arguments`, or its default where there is one."""
+    """Takes the number off the front of `arguments`, or its default if there is one."""
     value = as_number(arguments[0]) if arguments else None
     if value is None:
         if number.default is None:

@@ -42,7 +42,7 @@ def open_data(source: Any, *, held_out: float = HELD_OUT, on_event: EventHandler
     """Open any source of the table above, or an object in memory (`objects.py`); a `DataSet` is returned as it is.
 
     Args:
-        held_out: where the source has neither a val nor a test split, the share of each class that becomes test;
+        held_out: if the source has neither a val nor a test split, the share of each class that becomes test;
             0 leaves everything in train, and a single class is accepted.
         on_event: receives `Progress` where labels have to be read item by item.
     """
@@ -134,7 +134,7 @@ def with_dev_split(data: DataSet, share: float) -> DataSet:
 
 
 def with_test_split(data: DataSet) -> DataSet:
-    """The data with the split used for the final evaluation, test where there is one, as its only held-out split."""
+    """The data with the split used for the final evaluation, test if there is one, as its only held-out split."""
     return data if data.test is None or data.val is None else replace(data, val=None)
 
 

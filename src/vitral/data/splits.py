@@ -1,4 +1,4 @@
-"""Splits of labelled images, their classes, and a stratified test split where a source has none."""
+"""Splits of labelled images, their classes, and a stratified test split if a source has none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from vitral.errors import UserError
 
-HELD_OUT = 0.2  # the default share of each class that becomes test where the source has no held-out split
+HELD_OUT = 0.2  # the default share of each class that becomes test if the source has no held-out split
 
 # Common names of splits, in lower case.
 SPLIT_NAMES = {
@@ -122,7 +122,7 @@ class DataSet:
 
     @property
     def eval_split(self) -> Split | None:
-        """The split that is evaluated during training: val where there is one, else test."""
+        """The split that is evaluated during training: val if there is one, else test."""
         return self.test if self.val is None else self.val
 
     def reported_split(self, selects: bool) -> Split | None:
@@ -136,7 +136,7 @@ class DataSet:
 
     @property
     def messages(self) -> tuple[str, ...]:
-        """The notes, and which split is evaluated where there are two to choose from."""
+        """The notes, and which split is evaluated if there are two to choose from."""
         if self.val is None or self.test is None:
             return self.notes
         split = f"{self.val.name} ({len(self.val):,} images)"
@@ -175,7 +175,7 @@ def split_name(filename: str) -> str | None:
 
 
 def files_by_split(source: str, files: Iterable[Path]) -> dict[str, list[Path]]:
-    """Files in natural order by the split in their name, else in their folder's; train where there is none.
+    """Files in natural order by the split in their name, else in their folder's; train if there is none.
 
     Where all files are of one split, the user asked for it, and it becomes "train" whatever its name.
     """
@@ -238,7 +238,7 @@ def _composed(label: Any) -> Any:
 
 
 def too_few_classes(source: str, train: Split) -> str:
-    """The reason why no classifier can be trained on this; empty where one can."""
+    """The reason why no classifier can be trained on this; empty if one can."""
     if len(train.classes) > 1 or train.multilabel:
         return ""
     only = f'one class, "{train.classes[0]}"' if train.classes else "no class"
@@ -246,7 +246,7 @@ def too_few_classes(source: str, train: Split) -> str:
 
 
 def unreadable_refusal(train: Split, readable: Split, held_out: Split | None) -> str:
-    """The reason why no classifier can be trained on the readable images of train; empty where one can."""
+    """The reason why no classifier can be trained on the readable images of train; empty if one can."""
     lost = np.flatnonzero((readable.counts() == 0) & (train.counts() > 0))
     if len(lost):
         return f'no training image of the class "{train.classes[lost[0]]}" can be read: add some, or remove the class.'

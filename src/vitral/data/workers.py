@@ -32,7 +32,7 @@ from vitral.errors import UserError
 PREFETCH = 2  # items that each worker makes in advance
 CHUNK = 64  # images per item of `map_images`
 MAX_SHRINK = 4  # the factor by which a GPU may shrink a crop: a larger crop is resized by the worker
-_PACKED_FACTOR = 2  # times the images' bytes: enough for random crops of 500 x 375 pixels where images have 224 x 224
+_PACKED_FACTOR = 2  # times the images' bytes: enough for random crops of 500 x 375 pixels if images have 224 x 224
 
 ReadImage = Callable[[Split, int], Any]
 
@@ -151,7 +151,7 @@ def _start_worker(worker: int) -> None:
 
 
 class PackedCrops(NamedTuple):
-    """pixels uint8 (n,), one crop (h, w, c) after the other; table int64 (b, 4): offset, height, width, and 1 where the
+    """pixels uint8 (n,), one crop (h, w, c) after the other; table int64 (b, 4): offset, height, width, and 1 if the
     crop is to be mirrored."""
 
     pixels: Tensor

@@ -181,7 +181,7 @@ def confused_pairs(confusion: np.ndarray, classes: Sequence[str], most: int = 5)
 
 
 class LabelMetrics(NamedTuple):
-    """Metrics of one class of a multi-label problem; None where they need a positive example and there is none."""
+    """Metrics of one class of a multi-label problem; None if they need a positive example and there is none."""
 
     name: str
     support: int

@@ -30,7 +30,7 @@ class ReliabilityBin(NamedTuple):
 class Calibration(NamedTuple):
     """A temperature, and the metrics of probabilities at the temperature that the other examples suggest."""
 
-    temperature: float  # fitted to all examples; 1 where that is not better
+    temperature: float  # fitted to all examples; 1 if that is not better
     nll: float  # cross-fitted: each fold at the temperature fitted to the other folds
     ece: float
 

@@ -46,7 +46,7 @@ class TrainTestCopy(NamedTuple):
     split: int  # index of the test split
     kind: CopyKind
     method: CopyMethod  # how the pair was found
-    score: float  # correlation of the thumbnails; 1 where the images are identical
+    score: float  # correlation of the thumbnails; 1 if the images are identical
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def find_duplicates(
                 model, split, preprocess, batch=batch, device=device, workers=workers, on_event=counter.forward
             )
             counter.advance(len(split))
-            # Zero, and so similar to nothing, where the image is unreadable.
+            # Zero, and so similar to nothing, if the image is unreadable.
             return unit_vectors(embeddings.features * embeddings.valid[:, None]).to(device)
 
         search.by_features(embed)

@@ -27,7 +27,7 @@ def class_mapping(
 ) -> tuple[np.ndarray, str]:
     """Map the classes of a data set to the outputs of a model; one rule has to match all of them.
 
-    `model_classes` are empty where the weights do not state them; `table` is a file that names the outputs in order, as
+    `model_classes` are empty if the weights do not state them; `table` is a file that names the outputs in order, as
     `read_table` takes it, and comes before the model's own names. Returns the output of each class, (classes,) int64,
     and the rule that matched, as a sentence.
     """
@@ -69,7 +69,7 @@ def _by_number(folder_classes: Sequence[str], model_classes: Sequence[str], coun
 
 
 def _by_sorted_wnid(folder_classes: Sequence[str], model_classes: Sequence[str], count: int) -> np.ndarray | None:
-    """WordNet ids in sorted order: one per output, and 1000 where the model names its classes otherwise."""
+    """WordNet ids in sorted order: one per output, and 1000 if the model names its classes otherwise."""
     unnamed_or_imagenet = not model_classes or count == _IMAGENET
     all_wnids = all(_WNID.fullmatch(name) for name in folder_classes)
     if not (all_wnids and len(set(folder_classes)) == count and unnamed_or_imagenet):

@@ -56,7 +56,7 @@ def neighbour_loss(train: np.ndarray, train_masked: np.ndarray, test: np.ndarray
 def neighbour_colours(colours: np.ndarray, masked: np.ndarray) -> np.ndarray:
     """The mean colour of the visible patches nearest to each masked one.
 
-    These are its eight neighbours; where none of them is visible the ring around them, and so on. In an image without
+    These are its eight neighbours; if none of them is visible the ring around them, and so on. In an image without
     visible patches the result is black. int64 (m, h, w, channels), bool (m, h, w) -> int64 (masked patches, channels).
     """
     visible = ~masked[..., None]

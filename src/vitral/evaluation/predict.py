@@ -55,7 +55,7 @@ class Predictions(NamedTuple):
 
     indices: np.ndarray  # (m,) int64, into the split
     logits: np.ndarray  # (m, k) float32
-    valid: np.ndarray  # (m,) bool: False where the image is unreadable; its row is undefined
+    valid: np.ndarray  # (m,) bool: False if the image is unreadable; its row is undefined
 
 
 class Embeddings(NamedTuple):
@@ -63,7 +63,7 @@ class Embeddings(NamedTuple):
 
     indices: np.ndarray  # (m,) int64, into the split
     features: np.ndarray  # (m, d) float32
-    valid: np.ndarray  # (m,) bool: False where the image is unreadable; its row is undefined
+    valid: np.ndarray  # (m,) bool: False if the image is unreadable; its row is undefined
 
 
 def predict_split(
@@ -136,7 +136,7 @@ def embed_split(
     """Compute the embeddings of this process's shard of a split; arguments are those of `predict_split`, and `pool`:
 
     "features", the input of the model's head; "cls", the class token; "mean", the mean of the patch tokens, without
-    class token and registers; "pre_logits", the input of the last linear layer, after a tanh layer where there is one.
+    class token and registers; "pre_logits", the input of the last linear layer, after a tanh layer if there is one.
     """
     how = {"batch": batch, "device": device, "rank": rank, "world": world, "workers": workers, "precision": precision}
     function = _embedder(model, pool)
@@ -255,9 +255,9 @@ class SplitFeatures:
 
     x: np.ndarray  # (n, d) float32
     labels: np.ndarray  # as the split's
-    valid: np.ndarray  # (n,) bool: False where the image is unreadable; its row is undefined
+    valid: np.ndarray  # (n,) bool: False if the image is unreadable; its row is undefined
     keys: Sequence[str]
-    path: Path | None  # the cache file; None where the folder cannot be written
+    path: Path | None  # the cache file; None if the folder cannot be written
 
     def readable(self) -> tuple[np.ndarray, np.ndarray]:
         """Features and labels of the readable images."""
@@ -275,7 +275,7 @@ def cached_features(
     workers: int = 0,
     on_event: EventHandler = ignore_events,
 ) -> SplitFeatures:
-    """The "pre_logits" of a split, read from the cache folder, the user's by default, where they were computed before.
+    """The "pre_logits" of a split, read from the cache folder, the user's by default, if they were computed before.
 
     Few-shot, nearest-neighbour and linear probes share them. Together the files take at most MAX_BYTES.
     """
@@ -324,7 +324,7 @@ def _load(path: Path, key: str, n: int) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _write(cache: DiskCache, key: str, x: np.ndarray, valid: np.ndarray) -> bool:
-    """Write a cache file; False where the folder cannot be written."""
+    """Write a cache file; False if the folder cannot be written."""
     try:
         with cache.write(key) as temporary, temporary.open("wb") as stream:
             np.savez(stream, name=np.array(key), x=x, valid=valid)

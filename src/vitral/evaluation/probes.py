@@ -167,7 +167,7 @@ class FewShotResult:
     shots: int
     accuracies: tuple[float, ...]  # per seed
     l2: tuple[float, ...]  # per seed
-    drawn: int  # training images per draw; fewer than shots * classes where a class has fewer
+    drawn: int  # training images per draw; fewer than shots * classes if a class has fewer
     n: int  # test images
 
     @property
@@ -268,7 +268,7 @@ class _NormalEquations(NamedTuple):
         return cls(mean, std, extended, extended.T @ extended, extended.T @ targets)
 
     def solve(self, l2: float) -> Ridge:
-        """X' (XX' + l2)^-1 Y where there are fewer examples than features, else (X'X + l2)^-1 X'Y: the same weights."""
+        """X' (XX' + l2)^-1 Y if there are fewer examples than features, else (X'X + l2)^-1 X'Y: the same weights."""
         matrix = self.gram.copy()
         np.fill_diagonal(matrix, matrix.diagonal() + l2)
         solution = np.linalg.solve(matrix, self.right)
@@ -388,7 +388,7 @@ def find_label_errors(
 def _held_out_logits(
     x: np.ndarray, labels: np.ndarray, classes: int, seed: int, device: torch.device | str
 ) -> np.ndarray:
-    """(n, classes): of each image by the probe of the fold that it is held out from; zero where it never is."""
+    """(n, classes): of each image by the probe of the fold that it is held out from; zero if it never is."""
     l2 = linear_probe(x, labels, classes=classes, l2_candidates=_LABEL_ERROR_L2, seed=seed, device=device).l2
     order = np.random.default_rng(seed).permutation(len(labels))
     logits = np.zeros((len(labels), classes), np.float32)

@@ -85,7 +85,7 @@ class ExportedModel:
 
     @property
     def report(self) -> dict[str, Any]:
-        """What the gate measured before the file was written; empty where it states nothing."""
+        """What the gate measured before the file was written; empty if it states nothing."""
         return json.loads(self.metadata.get(GATE, "{}"))
 
 

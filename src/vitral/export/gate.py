@@ -51,7 +51,7 @@ class GateImages(NamedTuple):
     """Images of the user's that both models run on."""
 
     pixels: np.ndarray  # (n, height, width, channels) uint8
-    labels: np.ndarray  # (n,) int64, outputs of the model; -1 where there is no label
+    labels: np.ndarray  # (n,) int64, outputs of the model; -1 if there is no label
     name: str  # what they are called in the report
 
 
@@ -72,7 +72,7 @@ class GateReport:
     images: str  # which images were compared
     n: int
     agreement: float  # share of images with the same top class
-    accuracy: tuple[float, float] | None  # top-1, where images are labelled
+    accuracy: tuple[float, float] | None  # top-1, if images are labelled
     labelled: int
     difference: float  # largest difference of a probability, over all images, generated ones included
     log_difference: float  # of its logarithm
@@ -122,7 +122,7 @@ class Gate:
             graph: the model, with the outputs that are exported.
             card: its card, which states the preprocessing.
             images: the user's images; without them, generated ones alone are compared.
-            limits: what an exported file must meet; the defaults of `Limits` when not given.
+            limits: what an exported file must meet; by default those of `Limits`.
             on_event: handler of progress events.
         """
         self.graph, self.card, self.limits, self.on_event = graph, card, limits or Limits(), on_event
@@ -221,7 +221,7 @@ class Gate:
                 yield f"its output {name} differs by {value:.2g} of the largest value"
 
     def _predict(self, model: Predict, pixels: np.ndarray, name: str, batch: int = BATCHES[-1]) -> np.ndarray:
-        """Run either model in batches, with progress where it is named: (n, h, w, channels) -> (n, classes)"""
+        """Run either model in batches, with progress if it is named: (n, h, w, channels) -> (n, classes)"""
         rows = []
         for start in range(0, len(pixels), batch):
             rows.append(model(pixels[start : start + batch]))

@@ -260,7 +260,7 @@ def _check_linear(model: Any) -> None:
 
 
 def fewest(holds: Callable[[int], bool], most: int) -> int | None:
-    """The smallest number up to `most` that holds, by doubling and then halving the interval; None where none does."""
+    """The smallest number up to `most` that holds, by doubling and then halving the interval; None if none does."""
     failed, number = -1, 0
     while not holds(number):
         if number == most:

@@ -245,7 +245,7 @@ class Editor:
         return (int(shape[3]), [*nodes, end]) if usual else None
 
     def _constant(self, name: str) -> np.ndarray:
-        """A constant's values; empty where the tensor is none."""
+        """A constant's values; empty if the tensor is none."""
         tensor = self.constants.get(name)
         return np.empty(0) if tensor is None else import_onnx().numpy_helper.to_array(tensor)
 

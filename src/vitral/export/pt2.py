@@ -1,7 +1,7 @@
 """Write a graph as a .pt2 file by `torch.export`, and read such files without running code of theirs.
 
 `torch.export.load` unpickles what a file marks as pickled, loads compiled libraries, evaluates its symbolic expressions
-as Python, executes its guards, and writes its names into generated code. So a file is read only where it is no more
+as Python, executes its guards, and writes its names into generated code. So a file is read only if it is no more
 than what `write_pt2` writes: weights as plain bytes, and a program of known operators, plain names, and expressions of
 sizes. What is left out of a file for that purpose (guards, stack traces) is not needed to run it.
 """
@@ -106,7 +106,7 @@ def read_pt2(path: Path) -> tuple[Callable[[Tensor], tuple[Tensor, ...]], tuple[
     """Open a .pt2 file of `write_pt2`.
 
     Returns:
-        The program as a function; its input's shape, None where it is dynamic; and the file's metadata.
+        The program as a function; its input's shape, None if it is dynamic; and the file's metadata.
 
     Raises:
         UserError: the file is damaged, or holds anything that `write_pt2` does not write.

@@ -51,7 +51,7 @@ def find_runtime(folder: str | Path | None = None) -> WebRuntime:
     """Find onnxruntime-web.
 
     Args:
-        folder: the npm package, or its folder `dist`; node_modules/onnxruntime-web when not given.
+        folder: the npm package, or its folder `dist`; node_modules/onnxruntime-web by default.
 
     Raises:
         UserError: it is not there.
@@ -76,7 +76,7 @@ def browser_steps(card: Card) -> list[dict[str, Any]]:
     channels = card.architecture.channels
     if channels not in (1, 3):
         raise UserError(f"a browser decodes pictures to 1 or 3 channels, and this model takes {channels}: use onnx.")
-    pillow_13 = int(version("pillow").split(".")[0]) >= 13  # it starts with the rows where that is less work
+    pillow_13 = int(version("pillow").split(".")[0]) >= 13  # it starts with the rows if that is less work
     steps = []
     for step in parse_deterministic(card.preprocess.pipeline).steps:
         if step.method not in BROWSER_METHODS:

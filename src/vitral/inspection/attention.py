@@ -105,7 +105,7 @@ def expand_lines(attention: Tensor, grid: Size, axis: Axis) -> Tensor:
 
 
 def pooling_weights(model: ViT, captured: AttentionCapture, grid: Size) -> Tensor:
-    """The weights of the output tokens in the model's pooling, (batch, tokens), or (1, tokens) where all have the same.
+    """The weights of the output tokens in the model's pooling, (batch, tokens), or (1, tokens) if all have the same.
 
     The capture, of any layers or none, is of a forward pass that computed the features.
     """

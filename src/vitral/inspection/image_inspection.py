@@ -7,7 +7,7 @@ classes  (batch,) int64: the classes to explain; by default those that the model
 sigmoid  for multi-label models (`Card.multilabel`): the map of a class then depends on no other class
 
 Maps are (batch, h, w), larger where a patch supports the class more, without a common scale. Those of attention contain
-positive support only, and are zero where there is none.
+positive support only, and are zero if there is none.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class _GradientAttention(NamedTuple):
     # In the order of the forward pass; a backward pass meets the layers in reverse order. (batch, n, n), in axial
     # blocks (batch * lines, n, n).
     attentions: dict[LayerKey, Tensor]
-    # (batch, n): the share of each output token in the score. The class token alone where it is pooled; otherwise the
+    # (batch, n): the share of each output token in the score. The class token alone if it is pooled; otherwise the
     # positive part of token times gradient, that is weight times gradient of pooling seen as attention.
     output_weights: Tensor
     grid: Size
@@ -229,7 +229,7 @@ class _GradientAttention(NamedTuple):
 def _gradient_attention(model: Model, images: Tensor, classes: Tensor | None, sigmoid: bool) -> _GradientAttention:
     if not isinstance(model, ViT):
         raise UserError("a ResNet has no attention: use occlusion.")
-    # An input with a gradient makes autograd record the pass even where all weights are frozen.
+    # An input with a gradient makes autograd record the pass even if all weights are frozen.
     with torch.enable_grad(), capture(model, rows="all", gradients=True) as captured:
         tokens = model.encode(model.patchify(images.detach().clone().requires_grad_()))
         logits = model.head(model.pool(tokens))

@@ -228,7 +228,7 @@ def load_index(path: Path) -> FeatureIndex:
 
 
 def nearest_images(index: FeatureIndex, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The k images, or all where there are fewer, most similar to each query (q, d); every image is compared.
+    """The k images, or all if there are fewer, most similar to each query (q, d); every image is compared.
 
     Returns cosine similarities (q, k) float32, the best first, and indices into `index.paths` (q, k) int64; among equal
     similarities the lower index comes first.

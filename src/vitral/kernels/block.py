@@ -4,7 +4,7 @@ What `models/layers.py` computes layer by layer is computed here with kernels th
 residual sum with the LayerNorm after it (and stochastic depth before it), attention that reads the projection as it is,
 GELU's gradient with the sums around it. Matrix products stay with cuBLAS. A block saves the outputs of its two norms,
 of the qkv projection, of attention and of the MLP's hidden layer; residual sums are not saved, and the GELU's output
-only where asked for: else it is recomputed in the backward pass.
+only if requested: else it is recomputed in the backward pass.
 
 With rotary position embeddings, queries and keys are rotated in place after the projection, and the rotated ones saved.
 
@@ -173,7 +173,7 @@ class BlockGradients(NamedTuple):
 
 
 def as_drop(draws: Tensor | None, keep: float) -> BranchDrop | None:
-    """Stochastic depth where there are draws for it."""
+    """Stochastic depth if there are draws for it."""
     return None if draws is None else BranchDrop(draws, keep)
 
 
@@ -186,7 +186,7 @@ def to_save(inputs: BlockInputs, outputs: BlockOutputs) -> BlockSaved:
 def inference_weights(
     layer: BlockWeights | Fp8BlockWeights, options: BlockOptions, dtype: torch.dtype
 ) -> BlockWeights | Fp8BlockWeights:
-    """The weights that a block reads in inference: as they are, or quantised now where they were not before."""
+    """The weights that a block reads in inference: as they are, or quantised now if they were not before."""
     return quantize_block(layer, dtype) if options.fp8 and isinstance(layer, BlockWeights) else layer
 
 
@@ -302,7 +302,7 @@ def backward(dx: Tensor, dbranch: Tensor, saved: BlockSaved, options: BlockOptio
 
 
 def product_input(output: AddNormOutput, units: Tensor | None) -> Tensor | Fp8Rows:
-    """What a linear layer reads of a norm's output; in FP8 where there are scales for it."""
+    """What a linear layer reads of a norm's output; in FP8 if there are scales for it."""
     return output.normed if units is None else Fp8Rows(output.quantized, units)
 
 

@@ -43,7 +43,7 @@ def encode(
     drops: Drops,
     fp8: bool = False,
 ) -> Tensor:
-    """All blocks and the final norm; with a gradient where the weights are trained.
+    """All blocks and the final norm; with a gradient if the weights are trained.
 
     Args:
         x: (batch, tokens, dim) in half precision.
@@ -52,7 +52,7 @@ def encode(
         heads: of the attention.
         gelu: "tanh", "none" (exact) or "quick".
         rotations: how each block rotates its queries and keys, if it does; the tables get no gradient.
-        drops: stochastic depth of each block's two branches, where it is trained with.
+        drops: stochastic depth of each block's two branches, if it is trained with.
         fp8: multiply in FP8, with weights that are quantised here unless they are already.
 
     Returns:

@@ -166,7 +166,7 @@ def linear(x: Fp8Rows, layer: Fp8Linear) -> Tensor:
 def linear_gelu(
     x: Fp8Rows, layer: Fp8Linear, scale: Tensor, gelu: str, *, saves: bool
 ) -> tuple[Fp8Rows, Tensor | None]:
-    """GELU(h) / scale and, where it is saved, h = linear(x); by one kernel where that is faster.
+    """GELU(h) / scale and, if it is saved, h = linear(x); by one kernel if that is faster.
 
     (rows, in) -> (rows, out), (rows, out)
     """

@@ -1,6 +1,6 @@
 """Operations of a pre-norm block that share a pass over memory: launchers of the kernels, and references in PyTorch.
 
-- GELU backward, of "tanh", "none" (the exact one) or "quick": the gradient, the output once more where it was not
+- GELU backward, of "tanh", "none" (the exact one) or "quick": the gradient, the output once more if it was not
   saved, and the gradient of the bias before it.
 - Residual sum and LayerNorm: x' = x + y + bias;  z = LN(x'), which stands between two branches of a block. With
   stochastic depth, y + bias has a factor per image.
@@ -88,7 +88,7 @@ class AddNormGradients(NamedTuple):
 
     dx: Tensor  # (rows, dim)
     dy: Tensor  # (rows, dim); without stochastic depth it is `dx` itself
-    sums: Tensor  # gradients of `bias` and, where the norm has them, of its weight and bias, (1 or 3, dim)
+    sums: Tensor  # gradients of `bias` and, if the norm has them, of its weight and bias, (1 or 3, dim)
 
 
 class Fp8Target(NamedTuple):

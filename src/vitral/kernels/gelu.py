@@ -34,7 +34,7 @@ def quick_gelu(h: Tensor) -> Tensor:
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, gelu: str) -> Tensor:
-    """A linear layer and "quick" or ("none") exact GELU, for contiguous inputs; by one kernel where that is faster.
+    """A linear layer and "quick" or ("none") exact GELU, for contiguous inputs; by one kernel if that is faster.
 
     (rows, in), (out, in), (out,) -> (rows, out)
     """

@@ -127,7 +127,7 @@ def _fake_weights(x: Tensor, dim: int, mlp: int, *, fp8: bool) -> dict[str, Tens
     ),
 )
 def _block_backward(dx: Tensor, dbranch: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """`block.backward`; the gradient of the branch is empty where it equals that of the sum."""
+    """`block.backward`; the gradient of the branch is empty if it equals that of the sum."""
     count = len(BlockSaved._fields)
     saved, options = BlockSaved(*arguments[:count]), BlockOptions(*arguments[count:])
     with on_device_of(dx):

@@ -35,7 +35,7 @@ def build(architecture: Architecture) -> Model:
 
 
 def use_fp8(model: nn.Module, on_event: EventHandler | None, *, freeze: bool) -> None:
-    """Compute a model's blocks in FP8 where that is faster; a note says why it is left in bfloat16.
+    """Compute a model's blocks in FP8 if that is faster; a note says why it is left in bfloat16.
 
     Args:
         model: on its device, in training or evaluation mode.

@@ -1,4 +1,4 @@
-"""Blocks handed to the kernels that compute a whole stack of them, where nothing about any block is customized."""
+"""Blocks handed to the kernels that compute a whole stack of them, if nothing about any block is customized."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def fused_blocks(
         x: what the first block reads.
         blocks: of the model.
         final_norm: the norm after them.
-        rotations: of each block's queries and keys, where the model has RoPE.
+        rotations: of each block's queries and keys, if the model has RoPE.
         fp8: whether products are in FP8, or the weights of all blocks in FP8 for inference.
 
     Returns:
-        None where the kernels would leave something out, so that the blocks must be called one by one: dropout in
+        None if the kernels would leave something out, so that the blocks must be called one by one: dropout in
         training, adapters, SwiGLU, norms inside of attention or MLP (QK norm, too), relative positions, learned
         frequencies of RoPE in training, observers, hooks, weights that are partly frozen or not contiguous; and for
         torch.export, so that its programs need no operators of ours.
@@ -68,14 +68,14 @@ def fused_blocks(
 
 
 def enable_fp8(model: nn.Module, *, freeze: bool) -> str:
-    """Compute the products of a model's blocks in FP8 from now on, where that is faster; see `kernels/fp8.py`.
+    """Compute the products of a model's blocks in FP8 from now on, if that is faster; see `kernels/fp8.py`.
 
     Args:
         model: on its device.
         freeze: quantise the weights now and once, for inference: it can then neither be trained nor moved.
 
     Returns:
-        Why it does not, as the end of a sentence; empty where it does.
+        Why it does not, as the end of a sentence; empty if it does.
     """
     if not isinstance(model, ViT):
         return "only Vision Transformers have it"
@@ -154,7 +154,7 @@ def _block_weights(block: Block) -> BlockWeights:
 
 
 def _qkv_bias(attention: Attention) -> Tensor:
-    """(3 * dim,), zeros where the projection has no bias"""
+    """(3 * dim,), zeros if the projection has no bias"""
     if attention.qv_bias is not None:
         return attention.full_bias()
     weight = attention.qkv.weight

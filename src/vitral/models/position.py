@@ -198,7 +198,7 @@ def _mixed_frequencies(shape: tuple[int, int, int, int], temperature: float) -> 
 
 
 def build_position(config: ViTConfig) -> Position | None:
-    """The module whose output is added to the tokens; None where nothing is added."""
+    """The module whose output is added to the tokens; None if nothing is added."""
     classes = {"1d": LearnedPosition, "2d": FactorizedPosition, "sincos2d": SinCosPosition}
     return classes[config.position](config) if config.position in classes else None
 

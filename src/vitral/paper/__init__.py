@@ -1,6 +1,6 @@
 """The tables of "An Image is Worth 16x16 Words" (arXiv 2010.11929) as data: one TOML file per table. No torch here.
 
-Every row has its `source`, and a `note` where the paper contradicts itself or rounds. A `Reading` is our interpretation
+Every row has its `source`, and a `note` if the paper contradicts itself or rounds. A `Reading` is our interpretation
 of a detail that the paper leaves open. No other file quotes numbers of the paper.
 """
 
@@ -209,7 +209,7 @@ class TransferRow(PaperRow):
     flowers: Mean = ()
     vtab: Mean = ()
     core_days: int
-    image: int = 0  # pixels for ImageNet and ReaL, where they are printed; all else is at 384
+    image: int = 0  # pixels for ImageNet and ReaL, if they are printed; all else is at 384
     ema_decay: float = 0.0  # decay of averaged weights (Polyak averaging) for the same two; 0: none
 
 

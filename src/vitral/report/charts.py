@@ -143,7 +143,7 @@ def png_uri(image: np.ndarray) -> str:
 
 
 def photo_uri(image: np.ndarray) -> str:
-    """Encode uint8 (h, w, c) as a data URI: exactly as a PNG, or as a JPEG where that is a third of its size."""
+    """Encode uint8 (h, w, c) as a data URI: exactly as a PNG, or as a JPEG if that is a third of its size."""
     rgb = np.ascontiguousarray(as_rgb(image))
     exact, close = encode_png(rgb), encode_jpeg(rgb)
     if len(exact) < 3 * len(close):

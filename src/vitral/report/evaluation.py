@@ -17,7 +17,7 @@ from vitral.report.html import Section, fact_table, headline_numbers, left_out_s
 TABLE_UP_TO = 40  # classes of a confusion matrix whose cells are numbers; of more it is an image
 _DENSE = 15  # classes from which on its cells are small, and its most frequent mistakes are listed as well
 _PAIRS = 20  # confused classes that are listed
-_MATRIX_PIXELS = 1000  # size of a matrix drawn as an image, where the page is wide enough
+_MATRIX_PIXELS = 1000  # size of a matrix drawn as an image, if the page is wide enough
 _BLOCKS = 250  # its rows: more classes share one, so that a cell can be seen, also on a telephone
 _CLASSES = 1000  # rows of the table of classes
 _BAD = 0.05  # calibration error that needs a remedy
@@ -44,7 +44,7 @@ class Reliability(NamedTuple):
     """Accuracy by confidence on held-out images."""
 
     raw: tuple[ReliabilityBin, ...]  # of the probabilities of the logits as they are
-    calibrated: tuple[ReliabilityBin, ...] = ()  # at the model's temperature; empty where that is 1
+    calibrated: tuple[ReliabilityBin, ...] = ()  # at the model's temperature; empty if that is 1
 
 
 class TemperatureAdvice(NamedTuple):
@@ -200,7 +200,7 @@ def confusion_table(cells: np.ndarray, names: Sequence[str]) -> str:
 
 
 def _confusion_image(cells: np.ndarray, classes: int) -> str:
-    """A pixel per cell, or per block of cells, transparent where it is empty; the script describes them in words."""
+    """A pixel per cell, or per block of cells, transparent if it is empty; the script describes them in words."""
     block = _block(classes)
     counts = _dense(cells // np.array([block, block, 1]), -(-classes // block))
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
@@ -262,7 +262,7 @@ def _remedy(
     if error <= _BAD:
         raw = f"the raw probabilities are {_confidence_word(reliability.raw)}. " if metrics["ece"] > _BAD else ""
         return (
-            f"Good where the temperature is applied, as <code>vitral predict</code> does{'; ' if raw else '. '}{raw}"
+            f"Good if the temperature is applied, as <code>vitral predict</code> does{'; ' if raw else '. '}{raw}"
             f"A program that reads the logits must divide them by {metrics['temperature']:.3g} before the softmax."
         )
     chance = error_by_chance(bins)

@@ -96,7 +96,7 @@ def scroller(body: str, label: str, tall: bool = False) -> str:
 
 
 def left_out_section(images: Sequence[UnreadableImage]) -> list[Section]:
-    """The files that could not be read, each with the reason, as a section; none where there is none."""
+    """The files that could not be read, each with the reason, as a section; none if there is none."""
     if not images:
         return []
     listed = table("left-out", ["file", "reason"], [(image.path, image.reason) for image in images[:_LISTED]])

@@ -126,7 +126,7 @@ class RunExamples(NamedTuple):
     images: Sequence[ViewerImage]
     pooled_name: str
     mistakes: int  # how many of `images`, at the front, are wrong
-    reliability: Reliability | None  # None where images have several labels or none
+    reliability: Reliability | None  # None if images have several labels or none
     evaluated: int
     sigmoid: bool = False  # each class has its own probability
 
@@ -247,7 +247,7 @@ class Figure(NamedTuple):
     image: np.ndarray | None  # None for a chart
 
     def write(self, folder: Path, name: str) -> tuple[Path, ...]:
-        """Write NAME.svg, and NAME.png where there is an image; returns the paths."""
+        """Write NAME.svg, and NAME.png if there is an image; returns the paths."""
         files = {folder / f"{name}.svg": self.svg.encode("utf-8", "replace")}
         if self.image is not None:
             files[folder / f"{name}.png"] = encode_png(np.ascontiguousarray(self.image))
@@ -260,7 +260,7 @@ class Figure(NamedTuple):
 def write_figures(
     folder: Path, learned: LearnedWeights, images: Sequence[ViewerImage], measured: AttentionDistance | None
 ) -> tuple[Path, ...]:
-    """Write all figures of a model, and of images where there are any, into a folder; returns the paths."""
+    """Write all figures of a model, and of images if there are any, into a folder; returns the paths."""
     figures = {"filters": filter_figure(learned.filters)}
     if learned.similarity is not None:
         figures["positions"] = position_figure(learned.similarity)

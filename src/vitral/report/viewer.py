@@ -39,7 +39,7 @@ class ViewerImage(NamedTuple):
     picture: np.ndarray  # uint8 (h, w, c), after preprocessing
     inspection: ImageInspection
     predictions: tuple[tuple[str, float], ...]  # the top classes and their probabilities
-    truth: tuple[str, ...] = ()  # the true classes, where they are known
+    truth: tuple[str, ...] = ()  # the true classes, if they are known
     sigmoid: bool = False  # each class has its own probability; otherwise they sum to 1 (softmax)
 
 
@@ -210,7 +210,7 @@ def _image_data(image: ViewerImage) -> dict[str, Any]:
 
 
 def _caption(image: ViewerImage) -> str:
-    """A line below an image: "cat → dog, 44 %", or the prediction alone where not one class is known to be true."""
+    """A line below an image: "cat → dog, 44 %", or the prediction alone if not one class is known to be true."""
     if not image.predictions:
         return ""
     name, probability = image.predictions[0]

@@ -45,7 +45,7 @@ class Service:
         self.draining = False  # answers end their connections, and readiness is denied
 
     def model(self, name: str) -> ServedModel:
-        """The model of that name; the first one where none is given."""
+        """The model of that name; the first one if none is given."""
         if name and name not in self.models:
             raise RequestError(404, f"there is no model {name[:80]!r}: use one of {', '.join(self.models)}.")
         return self.models[name] if name else next(iter(self.models.values()))

@@ -185,7 +185,7 @@ class ServedModel:
             name: what requests call it.
             load: loads it from its source, again whenever it is called.
             settings: limits of batches and of the queue.
-            metrics: where images are counted.
+            metrics: counts the images.
         """
         self.name, self._load, self._settings, self._metrics = name, load, settings, metrics
         self.pending = 0  # images accepted and not yet answered
@@ -207,7 +207,7 @@ class ServedModel:
         return runtime
 
     def reload(self) -> None:
-        """Load the source again and use it from the next request on; where that fails the old model stays.
+        """Load the source again and use it from the next request on; if that fails the old model stays.
 
         Raises:
             UserError: the source cannot be loaded now.

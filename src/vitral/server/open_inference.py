@@ -139,7 +139,7 @@ async def repository_index(service: Service, request: Request) -> Response:
 async def load(service: Service, request: Request) -> Response:
     """`POST /v2/repository/models/{model}/load`: reload the source that the server was started with.
 
-    Only with the token or, where there is none, from this machine and not from a web page.
+    Only with the token or, if there is none, from this machine and not from a web page.
     """
     served = _served(service, request)
     if not service.settings.token and not _is_local(request):
@@ -173,7 +173,7 @@ def parse_request(body: bytes, header_length: str | None, runtime: Runtime) -> I
 
     Args:
         body: JSON, and behind it the binary tensors.
-        header_length: bytes of the JSON; all where not given.
+        header_length: bytes of the JSON; all if not given.
         runtime: the model that it is for.
 
     Raises:
@@ -307,7 +307,7 @@ def _response(served: ServedModel, parsed: InferRequest, answers: Sequence[Answe
 def _encoded(
     output: RequestedOutput, answers: Sequence[Answer], classes: tuple[str, ...]
 ) -> tuple[dict[str, Any], bytes]:
-    """A tensor of the answer, and the bytes behind the JSON where it is binary."""
+    """A tensor of the answer, and the bytes behind the JSON if it is binary."""
     if output.classes:
         texts = [_top_texts(answer, classes, output.classes) for answer in answers]
         tensor: dict[str, Any] = {"name": output.name, "datatype": "BYTES", "shape": [len(texts), output.classes]}

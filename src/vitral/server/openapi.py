@@ -71,7 +71,7 @@ def _predict(models: Sequence[str]) -> Json:
     return {
         **_get("The top classes of images", _predictions(), _COMPUTING),
         "parameters": [
-            _query("model", {"type": "string", "enum": list(models)}, "model; the first one when not given"),
+            _query("model", {"type": "string", "enum": list(models)}, "model; the first one by default"),
             _query("top", {"type": "integer", "minimum": 1, "maximum": 1_000_000, "default": 5}, "number of classes"),
             _query("attention", {"type": "integer", "enum": [0, 1]}, "whether to return where the model looked"),
         ],

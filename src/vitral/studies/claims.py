@@ -33,7 +33,7 @@ class ClaimResult:
 
 
 class Estimate(NamedTuple):
-    """A difference or a slope, and half the width of its 95 % interval; None where the runs give none."""
+    """A difference or a slope, and half the width of its 95 % interval; None if the runs give none."""
 
     value: float
     half: float | None = None
@@ -140,7 +140,7 @@ def _values(cell: CellResult, metric: str) -> dict[int, float]:
 
 
 def _paired(first: Sequence[CellResult], second: Sequence[CellResult], metric: str) -> Estimate | None:
-    """The mean difference of cells in their order, where there are at least three pairs."""
+    """The mean difference of cells in their order, if there are at least three pairs."""
     if len(first) != len(second) or len(first) < 3:
         return None
     means = [[statistics.fmean(_values(cell, metric).values()) for cell in group] for group in (first, second)]

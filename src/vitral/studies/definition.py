@@ -110,11 +110,11 @@ class Study:
     about: str = ""
     differs: tuple[str, ...] = ()  # from the paper
     shots: tuple[int, ...] = ()  # of the few-shot evaluation of a probe, or after each training
-    preprocess: str = ""  # of weights that are probed or evaluated, where they do not state it
+    preprocess: str = ""  # of weights that are probed or evaluated, if they do not state it
     dev: float = 0.1  # share of train to choose on
     columns: tuple[str, ...] = ()  # further metrics for the table
     x: str = ""  # horizontal axis of the figure: a label, "flops" or "seconds"
-    images: int = 0  # training images and classes, where the data is not there to count them
+    images: int = 0  # training images and classes, if the data is not there to count them
     classes: int = 0
     claims: tuple[Claim, ...] = ()
     starts: Mapping[str, Start] = field(default_factory=dict)  # pre-trainings by name

@@ -216,10 +216,10 @@ def _result(study: Study, cell: Cell, records: Records) -> CellResult:
 
 @dataclass(frozen=True)
 class PlanCost:
-    """What pending runs take. Time and memory are of recorded runs, scaled by FLOPs where there is none of a cell."""
+    """What pending runs take. Time and memory are of recorded runs, scaled by FLOPs if there is none of a cell."""
 
     runs: int
-    flops: float | None  # None where the number of training images is unknown
+    flops: float | None  # None if the number of training images is unknown
     seconds: float | None  # None without a record to go by
     peak_bytes: int
     state_bytes: int  # the largest model's weights, gradients and moments
@@ -252,7 +252,7 @@ def _stand_ins(study: Study, records: Records) -> Iterator[PlannedRun]:
 
 
 def run_flops_of(recipe: Recipe, images: int, classes: int) -> float | None:
-    """FLOPs of a training run by the paper's rule; None where the number of images is unknown, or the model's shape,
+    """FLOPs of a training run by the paper's rule; None if the number of images is unknown, or the model's shape,
     which weights to start from determine."""
     images = recipe.data.subset or images
     if recipe.init or not (images or recipe.steps):

@@ -103,7 +103,7 @@ class ProtocolRuns(StudyResult):
 
 
 def trial_configs(recipe: Recipe, space: SearchSpace) -> list[TrialConfig]:
-    """Every combination of the values of a search space; the recipe itself where the space is empty."""
+    """Every combination of the values of a search space; the recipe itself if the space is empty."""
     overrides = [[f"{key}={_text(value)}" for value in values] for key, values in space.items()]
     return [
         TrialConfig(" ".join(combination), with_overrides(recipe, combination))
@@ -154,7 +154,7 @@ def run_protocol(
     The test split is evaluated at the end of a final run and never before. A recipe with patience selects weights by
     the dev split, so its final runs keep that out of train, too. Every run has its own folder: the same call resumes
     where an earlier one stopped. `choosing` is the same data with a dev split as `val`, a share `dev` of train, or 0
-    where the data has its own. Raises UserError if there is something to select but no dev split, or if all trials
+    if the data has its own. Raises UserError if there is something to select but no dev split, or if all trials
     diverge.
     """
     if choosing is None and (len(configs) > 1 or configs[0].recipe.patience):
@@ -183,7 +183,7 @@ def run_protocol(
 
 
 def _final_data(data: DataSet) -> DataSet:
-    """The data with test as its only held-out split; a note says so where there is a val split too."""
+    """The data with test as its only held-out split; a note says so if there is a val split too."""
     final = with_test_split(data)
     if data.val is None or data.test is None:
         return final

@@ -151,7 +151,7 @@ class CallbackRunner:
         return metrics | self.handle.take_logged()
 
     def stop_reason(self) -> str:
-        """Why a callback of any process wants the run to end; empty where none does."""
+        """Why a callback of any process wants the run to end; empty if none does."""
         if not self.callbacks or all_ranks(not self.handle.stop_reason, self.world):
             return ""
         return self.handle.stop_reason or "a callback of another process asked to stop"

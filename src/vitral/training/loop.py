@@ -122,7 +122,7 @@ class TrainStep:
         return len(batch.valid) - int(self.config.mix_partner) <= self.config.microbatch
 
     def _replay(self, batch: Batch, draws: Tensor) -> StepMetrics | None:
-        """Replay the captured step; None where it cannot be captured, which is tried once."""
+        """Replay the captured step; None if it cannot be captured, which is tried once."""
         inputs = (batch.images, batch.labels, batch.valid, draws)
         if self.graph is None:
             try:
@@ -183,7 +183,7 @@ def train_loop(
 
     Raises:
         Interrupted: after a stop request, once the state is saved.
-        Diverged: where the loss, the gradient or the weights are not finite.
+        Diverged: if the loss, the gradient or the weights are not finite.
     """
     if state.progress.evaluation_due and _evaluate(state, config, evaluate, keep_best, on_event):
         save()
@@ -250,7 +250,7 @@ def _report(
     image_names: Callable[[Tensor], list[str]],
     on_event: EventHandler,
 ) -> None:
-    """Emit a step's numbers, and end the run where they are not finite."""
+    """Emit a step's numbers, and end the run if they are not finite."""
     if done is None:
         return
     loss, correct, grad_norm = done.metrics.read()
@@ -287,7 +287,7 @@ def _evaluate(
     keep_best: Callable[[], None],
     on_event: EventHandler,
 ) -> bool:
-    """Evaluate, and note whether this is the best score so far; False where a stop request interrupted it."""
+    """Evaluate, and note whether this is the best score so far; False if a stop request interrupted it."""
     began, progress = time.perf_counter(), state.progress
     try:
         metrics = evaluate()
@@ -334,7 +334,7 @@ def _autocast(config: LoopConfig, world: World) -> torch.autocast:
 
 
 def _clip_grad_norm(state: TrainState, clip: float) -> Tensor:
-    """The gradient's global norm (); the gradient is scaled down to `clip` where it is larger."""
+    """The gradient's global norm (); the gradient is scaled down to `clip` if it is larger."""
     parameters = [parameter for parameter in state.model.parameters() if parameter.grad is not None]
     return full_tensor(torch.nn.utils.clip_grad_norm_(parameters, clip or math.inf))
 

@@ -211,7 +211,7 @@ def cut_patches(images: Tensor, side: int, grid: Size) -> Tensor:
 def mean_colours(patches: Tensor, cells: int = 1) -> Tensor:
     """uint8 (b, n, c, side, side) -> int64 (b, n, cells * cells, c): means over areas, rounded down.
 
-    Each side is cut into `cells` areas, which share a pixel where they do not divide it. In whole numbers: a mean that
+    Each side is cut into `cells` areas, which share a pixel if they do not divide it. In whole numbers: a mean that
     falls on the border of two colours must not depend on how a device rounds.
     """
     side = patches.shape[-1]

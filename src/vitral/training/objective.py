@@ -84,7 +84,7 @@ class Objective(nn.Module):
     def forward(self, images: Tensor, labels: Tensor, valid: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the sum of losses () and the number of correct predictions ().
 
-        Images are uint8 (batch, channels, height, width), floating point of that shape where they come normalised, or
+        Images are uint8 (batch, channels, height, width), floating point of that shape if they come normalised, or
         features (batch, dim); labels (batch,) or (batch, classes); valid (batch,). With mixing there is one row more
         in front, the mixing partner of the first. Mixed and multi-label predictions are not counted: -1 is returned.
         """
@@ -186,7 +186,7 @@ class Mix(NamedTuple):
 
     def numbers(self) -> Tensor:
         """As a tensor (6,), an input of the captured CUDA graph: the share of an example in its targets, that in its
-        pixels outside the box, and the box, which is empty where there is none."""
+        pixels outside the box, and the box, which is empty if there is none."""
         return torch.tensor([self.own, self.own if self.box is None else 1.0, *(self.box or (0, 0, 0, 0))])
 
 

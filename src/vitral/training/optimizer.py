@@ -191,7 +191,7 @@ def learning_rate(
 ) -> float:
     """The rate at a step counted from 0; beyond `total` the decay stays where it ended.
 
-    `warmup`, `cooldown` and `drops` are steps, or shares of the run where they are below 1; for `full_steps` see
+    `warmup`, `cooldown` and `drops` are steps, or shares of the run if they are below 1; for `full_steps` see
     `warmup_steps`. Warm-up multiplies the decay curve, whose progress runs from the end of warm-up to the end of the
     run. Google's `linear` ended at 1e-5 in the paper's code and ends at 0 in big_vision: `end` says which.
     """
@@ -223,7 +223,7 @@ def warmup_steps(warmup: float, total: int, full_steps: int) -> float:
     """The steps of warm-up in a run of `total` steps.
 
     A run that is not longer than its warm-up would never reach the peak, nor decay: it takes the share that warm-up has
-    of the full run of `full_steps`, or a tenth where that is not known.
+    of the full run of `full_steps`, or a tenth if that is not known.
     """
     if warmup < 1 or warmup < total:
         return steps_of(warmup, total)
@@ -238,7 +238,7 @@ def steps_of(amount: float, total: int) -> float:
 class Muon(torch.optim.Optimizer):
     """Orthogonalised momentum for groups with `matrices`, AdamW for the others; weight decay is decoupled in both.
 
-    `matrices` is how many matrices are stacked in each weight of a group: 1, or 3 where a layer computes queries, keys
+    `matrices` is how many matrices are stacked in each weight of a group: 1, or 3 if a layer computes queries, keys
     and values; 0 means AdamW. A learning rate may be a number, or a tensor on the weights' device. A step reads nothing
     back from the device, so a CUDA graph can capture it once a first step has made the state.
     """

@@ -137,7 +137,7 @@ def _dry_step(take_step: TrainStep, batch: Batch) -> None:
 
 
 def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
-    """bfloat16 where asked for (FP8 is within it), or on a GPU that computes in it; on a CPU only where asked for."""
+    """bfloat16 if requested (FP8 is within it), or on a GPU that computes in it; on a CPU only if requested."""
     if precision == "fp8":
         check_fp8(device)
     supported = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)

@@ -66,8 +66,8 @@ class RunResult:
     folder: str
     metrics: dict[str, Any]
     step: int  # of the weights that were kept
-    seconds: float  # of all its sessions, where it was interrupted
-    images_per_second: float  # on all devices together; 0 where a head was trained on cached features
+    seconds: float  # of all its sessions, if it was interrupted
+    images_per_second: float  # on all devices together; 0 if a head was trained on cached features
     flops: float  # of the training, by the paper's rule; 0 for a user's own module, whose cost is unknown
     device_hours: float
     devices: int

@@ -75,7 +75,7 @@ class RunSetup:
     train: Split
     eval_split: Split
     test_split: Split | None  # scored once, with the weights selected on `eval_split`; None: nothing is selected
-    order: np.ndarray | None  # the examples of an epoch, where it is not simply every image once
+    order: np.ndarray | None  # the examples of an epoch, if it is not simply every image once
     card: Card
     config: LoopConfig
     workers: int
@@ -124,7 +124,7 @@ def read_data(
             results.append(decode_once(split, folder, channels=channels, workers=workers, on_event=on_event))
             return results[0][0] is not split
 
-        # The first process writes the file and the others find it, where there is one.
+        # The first process writes the file and the others find it, if there is one.
         if on_rank0(decode, world) and not results:
             decode()
         return results[0] if results else (split, [])
@@ -322,7 +322,7 @@ def _train_pipeline(setup: RunSetup) -> Pipeline | CallableTransform:
 
 
 def _eval_preprocess(setup: RunSetup) -> Any:
-    """The card's preprocessing, with the user's own transform as its pipeline where there is one."""
+    """The card's preprocessing, with the user's own transform as its pipeline if there is one."""
     if setup.own.eval_transform is None:
         return setup.preprocess
     transform: Any = own_transform(setup.own.eval_transform, setup.card)

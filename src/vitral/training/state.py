@@ -122,7 +122,7 @@ def restore_state(state: TrainState, saved: SavedState) -> None:
 
 
 def evaluated_weights(state: TrainState) -> dict[str, Tensor]:
-    """The weights to evaluate and keep: the EMA where there is one, else the latest. All processes must call this."""
+    """The weights to evaluate and keep: the EMA if there is one, else the latest. All processes must call this."""
     weights = {name: full_tensor(value.detach()) for name, value in state.model.named_parameters()}
     if state.ema is not None:
         weights |= {name: full_tensor(value) for name, value in state.ema.average(state.step).items()}

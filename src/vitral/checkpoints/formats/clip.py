@@ -95,7 +95,7 @@ def _shared_config(card: Card, c: ViTConfig) -> dict[str, Any]:
 
 
 def _format(name: str, title: str, variants: tuple[Variant, ...], **functions: Any) -> Format[ViTConfig]:
-    def file_key(key: str, c: ViTConfig) -> str:  # as in releases, even where the image tower is alone
+    def file_key(key: str, c: ViTConfig) -> str:  # as in releases, even if the image tower is alone
         return key if key.startswith(("classifier.", "visual_projection.")) else f"vision_model.{key}"
 
     shared: dict[str, Any] = {"renames": _renames, "file_key": file_key}

@@ -314,7 +314,7 @@ def _dinov3_architecture(header: CheckpointHeader) -> ViTConfig:
 
 
 def _dinov3_unpack(tensors: Tensors, c: ViTConfig) -> Tensors:
-    """Check the periods, and reduce biases to those of queries and values where a mask hides those of keys."""
+    """Check the periods, and reduce biases to those of queries and values if a mask hides those of keys."""
     tensors = dict(tensors)
     stored = tensors.pop(_PERIODS, None)
     if stored is None or not torch.equal(stored.float(), _periods(c)):

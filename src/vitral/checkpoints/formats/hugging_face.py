@@ -251,7 +251,7 @@ def _beit_notes(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]:
 
 
 def _beit_entries(header: CheckpointHeader, c: ViTConfig) -> list[Entry]:
-    """Give each block the bias that all share, added to its own where it has one."""
+    """Give each block the bias that all share, added to its own if it has one."""
     own, shared = (layout_entries(replace(_BEIT_LAYOUT, shared_bias_table=name), c) for name in ("", _SHARED))
     if not header.has(_SHARED):
         return own

@@ -175,7 +175,7 @@ def layout_entries(names: Layout, c: ViTConfig) -> list[Entry]:
 
 
 def position_entries(key: str, c: ViTConfig, *, embedding: bool = False, register_rows: bool = False) -> list[Entry]:
-    """A table (1, rows, dim): rows of the class token and the registers, where it has them, then of the patches."""
+    """A table (1, rows, dim): rows of the class token and the registers, if it has them, then of the patches."""
     rows, columns = c.grid(c.image)
     parts = [("positions.0.class_row", 1)] if c.class_row else []
     parts += [("registers", c.registers)] if register_rows else []  # added to them, which computes the same

@@ -1,7 +1,7 @@
 """vitral's own format: a safetensors file with our parameter names, and the card in its metadata.
 
 A plain state dict of ours without a card (`torch.save(model.state_dict(), ...)`) is read as well. Its architecture is
-derived from the shapes; what shapes do not show is in the metadata that torch.save keeps or, where that is lost,
+derived from the shapes; what shapes do not show is in the metadata that torch.save keeps or, if that is lost,
 assumed, and `assumptions` lists it for the card.
 """
 

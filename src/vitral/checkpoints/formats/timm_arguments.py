@@ -88,7 +88,7 @@ def split_name(name: str) -> tuple[TimmFactory | None, str]:
 
 
 def named_architecture(name: str) -> dict[str, Any] | None:
-    """Fields of the `ViTConfig` of the released model of this name; None where it is not known, or has missing parts.
+    """Fields of the `ViTConfig` of the released model of this name; None if it is not known, or has missing parts.
 
     Sizes, against which shapes can be checked, and all that shapes do not show, such as gelu, pool, norm_eps and rope.
     """
@@ -177,7 +177,7 @@ _SAME: dict[str, dict[str, str]] = {
     },
     "Beit": {"swiglu": "swiglu_mlp", "mlp_norm": "scale_mlp", "qkv_bias": "qkv_bias"},
 }
-# Fields that arguments state, sizes aside; where a class has no argument, its models are as the paper's.
+# Fields that arguments state, sizes aside; if a class has no argument, its models are as the paper's.
 _STATED = (
     *("class_token", "registers", "class_position", "swiglu", "key_bias", "qk_norm", "pre_norm", "post_norm"),
     *("attention_norm", "mlp_norm", "rope", "map_heads", "map_prefix"),
@@ -284,7 +284,7 @@ def _eva_arguments(c: ViTConfig) -> dict[str, Any]:
 
 
 def _eva_norm_place(arguments: Arguments) -> NormPlace | None:
-    """None where both norms are there."""
+    """None if both norms are there."""
     after = arguments["use_fc_norm"]
     after = arguments["global_pool"] == "avg" if after is None else after
     before = arguments["use_post_transformer_norm"]

@@ -255,7 +255,7 @@ def _guessed(
 
 
 def _common(header: CheckpointHeader, similar: list[_Candidate]) -> dict[str, Any]:
-    """The hidden fields of some architectures; UserError where they differ."""
+    """The hidden fields of some architectures; UserError if they differ."""
     first = similar[0]
     for other in similar:
         different = [key for key in _STATED_BY if other.fields[key] != first.fields[key]]

@@ -55,7 +55,7 @@ def read_imagenet(copy: LocalCopy) -> DataSet | None:
 
 
 def real_labels(source: str, classes: int) -> Path | None:
-    """ReaL's real.json (google-research/reassessed-imagenet) in a copy of all classes; None where there is none."""
+    """ReaL's real.json (google-research/reassessed-imagenet) in a copy of all classes; None if there is none."""
     file = find_copy(source, "train/WNID/ and val/", held_out=0).path / REAL
     return file if classes == CLASSES and file.is_file() else None
 
@@ -236,7 +236,7 @@ def in_catalog(source: str) -> bool:
 
 
 def open_from_catalog(source: str, *, held_out: float) -> DataSet:
-    """Open a data set of the catalog; where it has no test split, `held_out` of each class is drawn with seed 0."""
+    """Open a data set of the catalog; if it has no test split, `held_out` of each class is drawn with seed 0."""
     name = source.partition(":")[0]
     entry = CATALOG[name]
     copy = find_copy(source, entry.layout, held_out)

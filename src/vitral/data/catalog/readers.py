@@ -228,7 +228,7 @@ class LocalCopy:
 
     source: str  # as the user wrote it
     path: Path
-    held_out: float  # the share to hold out where it has no test split of its own
+    held_out: float  # the share to hold out if it has no test split of its own
 
     def folders(self) -> list[Path]:
         """The folder and its direct sub-folders: archives often unpack into one."""
@@ -253,7 +253,7 @@ class CatalogEntry:
     """A data set of the catalog."""
 
     about: str
-    read: Callable[[LocalCopy], DataSet | None]  # None where the copy has none of the layouts
+    read: Callable[[LocalCopy], DataSet | None]  # None if the copy has none of the layouts
     layout: str = ""  # what a copy contains, for messages; empty if the data set needs no copy
     classes: int = 0
     sizes: Mapping[str, int] = field(default_factory=dict)  # images of the original, by split

@@ -87,7 +87,7 @@ def attention_forward(
     N: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_OUT: tl.constexpr, HAS_QUANTIZED: tl.constexpr,
 ):  # fmt: skip
-    """One head of one image; several programs share its rows where there are few heads.
+    """One head of one image; several programs share its rows if there are few heads.
 
     The output is written as it is, and in FP8, divided by OUT_SCALE; or one of the two.
     """

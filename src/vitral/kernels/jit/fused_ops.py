@@ -107,7 +107,7 @@ def norm_backward(
     HAS_TOTAL: tl.constexpr, HAS_DRAWS: tl.constexpr, AFFINE: tl.constexpr, QUANTIZES: tl.constexpr,
     PROGRAM_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """SAVED is the sum x + y + bias where the norm is AFFINE, else the normalized output.
+    """SAVED is the sum x + y + bias if the norm is AFFINE, else the normalized output.
 
     QUANTIZES: QUANTIZED * SCALE = DY * FACTOR, with a SCALE per row.
     """
