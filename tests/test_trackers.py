@@ -170,7 +170,7 @@ def test_a_tracker_that_fails_is_left_out_with_one_note(call, heard):
             handler(events.StepDone(step, 2, 0.5, None, 0.1, 8, 0.1, 0.0))
         handler(events.RunFinished({"metrics": {"score": 1.0}}))
     texts = [event.text for event in notes if isinstance(event, events.Note)]
-    assert texts == ["Failing failed (OSError: no route to host second line): the run goes on without it"]
+    assert texts == ["Failing failed (OSError: no route to host second line): the run continues without it"]
     assert len(notes) == 5  # every event was passed on
     assert failing.heard == heard
     assert sound.heard == ["start", "log", "log", "finish"]

@@ -110,7 +110,7 @@ def architecture_of(recipe: Recipe, classes: int) -> ModelConfig:
         changes["image"] = as_size(recipe.image)
     if isinstance(named, ResNetConfig):
         if set(changes) - {"image"} or weight_init != "paper":
-            raise UserError(f"{recipe.model} has no shape to change: leave out the shape keys, or name a ViT.")
+            raise UserError(f"{recipe.model} has no shape to change: omit the shape keys, or name a ViT.")
         return replace(named, **changes)
     if "width" in changes:
         changes.setdefault("mlp", 4 * changes["width"])
@@ -226,7 +226,7 @@ def check_given_once(parameters: Mapping[str, Any], words: Sequence[str]) -> Non
     not given."""
     for key in keys_of(words):
         if parameters.get(key) not in (None, ""):
-            raise UserError(f"{key} is given twice, as an option and as --set {key}=...: leave one of them out.")
+            raise UserError(f"{key} is given twice, as an option and as --set {key}=...: omit one of them.")
 
 
 def _text(value: Any) -> str:

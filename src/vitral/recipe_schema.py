@@ -304,7 +304,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
     if recipe.objective == "masked":
         yield from _masked_contradictions(recipe)
     if recipe.init and recipe.shape != ShapeRecipe():
-        yield "the weights in init have a shape already: leave out the shape keys, or train from scratch."
+        yield "the weights in init have a shape already: omit the shape keys, or train from scratch."
 
 
 def _masked_contradictions(recipe: Recipe) -> Iterator[str]:

@@ -150,7 +150,7 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
         self.model_.cpu()  # so that a pickle can be read on machines without this device
         if predictions.unreadable:
             first = predictions.unreadable[0]
-            raise UserError(f"cannot read image {first.path}: {first.reason}; leave it out.")
+            raise UserError(f"cannot read image {first.path}: {first.reason}; omit it.")
         # By path, since `predict` gives a file that is named twice one row.
         by_path = {row.path: dict(zip(row.names, row.probabilities, strict=True)) for row in predictions.rows}
         rows = [by_path[image if isinstance(image, str) else f"image {index}"] for index, image in enumerate(images)]

@@ -171,7 +171,7 @@ class Tracking:
             except Exception as error:  # whatever a service or its package raises: the run is worth more
                 self._trackers.remove(tracker)
                 reason = textwrap.shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
-                self._on_event(Note(f"{type(tracker).__name__} failed ({reason}): the run goes on without it"))
+                self._on_event(Note(f"{type(tracker).__name__} failed ({reason}): the run continues without it"))
 
 
 def _named(group: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

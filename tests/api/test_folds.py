@@ -119,10 +119,10 @@ def test_pooled_metrics_are_those_of_all_predictions_together():
     [
         ({"folds": 1}, (), "folds must be at least 2, not 1"),
         ({"folds": 2, "seeds": 2}, (), "give folds or seeds, not both"),
-        ({"folds": 2}, ("patience=2",), "leave out patience and data.dev"),
-        ({"folds": 2}, ("data.dev=0.2",), "leave out patience and data.dev"),
-        ({"folds": 2}, ("data.held_out=0.3",), "leave out data.held_out, or folds"),
-        ({"folds": 2}, ("objective=masked", "data.mixup=0"), "leave out objective=masked"),
+        ({"folds": 2}, ("patience=2",), "omit patience and data.dev"),
+        ({"folds": 2}, ("data.dev=0.2",), "omit patience and data.dev"),
+        ({"folds": 2}, ("data.held_out=0.3",), "omit data.held_out, or folds"),
+        ({"folds": 2}, ("objective=masked", "data.mixup=0"), "omit objective=masked"),
     ],
 )
 def test_what_does_not_go_with_folds_is_refused(cross_validated, tmp_path, options, words, reason):

@@ -105,7 +105,7 @@ def test_what_slurm_refuses_is_one_sentence(cluster, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"Slurm refuses the jobs \(.*[Ii]nvalid partition"):
         run_slurm(Helps(tmp_path, slurm={"partition": "nowhere"}), ["embed"], lambda event: None)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(UserError, match="Slurm does not answer"):
+    with pytest.raises(UserError, match="Slurm does not respond"):
         run_slurm(Helps(tmp_path), ["embed"], lambda event: None)
 
 

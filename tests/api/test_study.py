@@ -147,7 +147,7 @@ def test_mistakes_are_found_before_anything_is_written(toml, tmp_path):
     with pytest.raises(UserError, match="nowhere does not exist"):
         vitral.study("run", toml, data=["nowhere"], out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(UserError, match="holds no study"):
+    with pytest.raises(UserError, match="contains no study"):
         vitral.study("report", tmp_path)
     with pytest.raises(UserError, match="NAME is missing"):
         vitral.study("run")
@@ -157,7 +157,7 @@ def test_another_study_does_not_take_the_folder(toml, tmp_path):
     run(toml, "out", only=[run(toml, "out", dry_run=True).plan.pending[0].id])
     other = tmp_path / "other.toml"
     other.write_text(STUDY)
-    with pytest.raises(UserError, match=r"holds another study \(mine\)"):
+    with pytest.raises(UserError, match=r"contains another study \(mine\)"):
         run(other, "out")
 
 

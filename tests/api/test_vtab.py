@@ -243,7 +243,7 @@ def test_mistakes_are_told_before_anything_runs(weights: Path, root: Path, tmp_p
     cases: list[tuple[str, dict[str, Any]]] = [
         ("did you mean pets", {"tasks": ["petz"]}),
         ("seeds must be at least 1", {"seeds": 0}),
-        ("leave out one of the two", {"fixed": True, "sweep": ("steps=1,2",)}),
+        ("omit one of the two", {"fixed": True, "sweep": ("steps=1,2",)}),
         ("patience is fixed", {"set": ("patience=3",)}),
         ("data.dev is fixed", {"set": ("data.dev=0.1",)}),
         ("patience is fixed", {"sweep": ("patience=1,2",)}),
@@ -262,10 +262,10 @@ def test_a_suite_lies_neither_among_images_nor_among_other_files(
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "dear.txt").touch()
     cases = {
-        tmp_path / "letters": "holds other files and no run to resume",
-        root: "holds other files and no run to resume",
-        root / "svhn": "lies in the data folder",  # not there, and it would be taken for the data, before svhn_cropped
-        root / "clevr" / "run": "lies in the data folder",
+        tmp_path / "letters": "contains other files and no run to resume",
+        root: "contains other files and no run to resume",
+        root / "svhn": "is inside the data folder",  # missing, and would be taken for the data, before svhn_cropped
+        root / "clevr" / "run": "is inside the data folder",
     }
     for out, words in cases.items():
         before = sorted(out.rglob("*"))
@@ -273,7 +273,7 @@ def test_a_suite_lies_neither_among_images_nor_among_other_files(
             quick(weights, root, out, "svhn")
         assert sorted(out.rglob("*")) == before
     monkeypatch.chdir(root / "clevr")
-    with pytest.raises(UserError, match="runs lies in the data folder"):
+    with pytest.raises(UserError, match="runs is inside the data folder"):
         vtab1k(weights, root, tasks=["svhn"], device="cpu", **FEW)
 
 

@@ -816,7 +816,7 @@ def test_starts_are_timed_in_turns_after_a_warm_up(tmp_path: Path) -> None:
     assert {name: len(seconds) for name, seconds in times.items()} == {"ours": 2, "theirs": 2}
     commands["theirs"] = [sys.executable, "-S", "-c", "raise SystemExit('boom')"]
     assert list(runner._run_starts(commands, 1, events.append)) == ["ours"]
-    assert events[-2] == Note("theirs failed to predict (boom): leave it out of --against.")
+    assert events[-2] == Note("theirs failed to predict (boom): omit it of --against.")
     with pytest.raises(UserError, match=r"vitral failed to predict .*boom"):
         runner._run_starts({"vitral": commands["theirs"]}, 1, events.append)
 

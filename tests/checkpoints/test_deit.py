@@ -120,7 +120,7 @@ def test_heads_of_different_shapes_are_refused(tmp_path):
     ],
 )
 def test_models_that_timm_deit_cannot_hold(changes, tmp_path):
-    with pytest.raises(UserError, match="format timm-deit cannot hold this model"):
+    with pytest.raises(UserError, match="format timm-deit cannot represent this model"):
         written(random_weights(replace(DISTILLED, **changes)), tmp_path / "model", "timm-deit")
 
 

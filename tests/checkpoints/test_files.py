@@ -510,7 +510,7 @@ def test_a_file_that_claims_more_than_it_has_is_damaged(tmp_path, monkeypatch):
 def test_a_missing_path_and_an_empty_folder(tmp_path):
     with pytest.raises(UserError, match=r"gone\.npz does not exist: check the path"):
         open_weights(tmp_path / "gone.npz")
-    with pytest.raises(UserError, match=f"{tmp_path.name} holds no weight file.*check the path"):
+    with pytest.raises(UserError, match=f"{tmp_path.name} contains no weight file.*check the path"):
         open_weights(tmp_path)
 
 

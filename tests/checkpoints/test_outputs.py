@@ -187,7 +187,7 @@ def bad(tmp_path: Path) -> list[Path]:
 def test_no_readable_image_is_an_error(command, weights, bad, tmp_path):
     expected = f"vitral: none of these images can be read, {bad[0]} first (the file is empty): "
     said = command("predict", weights, *bad)
-    assert (said.code, said.err) == (2, f"{expected}name whole image files.\n")
+    assert (said.code, said.err) == (2, f"{expected}pass complete image files.\n")
     assert all(str(path) in said.out for path in bad)
     said = command("predict", weights, *bad, "--json")
     assert said.code == 2
@@ -209,7 +209,7 @@ def test_every_table_has_the_same_columns(command, weights, pictures, bad, tmp_p
 
 def test_inspect_and_search_say_why_an_image_cannot_be_read(command, weights, pictures, bad, tmp_path):
     expected = (
-        f"vitral: none of these images can be read, {bad[0]} first (the file is empty): name whole image files.\n"
+        f"vitral: none of these images can be read, {bad[0]} first (the file is empty): pass complete image files.\n"
     )
     said = command("inspect", weights, *bad, "-o", tmp_path / "page.html")
     assert (said.code, said.err) == (2, expected)
@@ -224,7 +224,7 @@ def test_missing_images_are_reported_as_missing(command, weights, tmp_path, no_w
     assert said.err.startswith("vitral: missing: IMAGES (image files, and folders of them): see `vitral ")
 
 
-@pytest.mark.parametrize(("splits", "fix"), [(["test"], "use --split test"), ([], "leave it out")])
+@pytest.mark.parametrize(("splits", "fix"), [(["test"], "use --split test"), ([], "omit it")])
 def test_a_misspelt_split_suggests_the_right_one(command, weights, pictures, tmp_path, splits, fix):
     data = tmp_path / "data"
     for split in ["train", *splits] if splits else [""]:

@@ -106,7 +106,7 @@ def test_a_round_trip_is_exact_or_refused(name, format, tmp_path):
     how = holds(name).get(format)
     path = place(tmp_path, format)
     if how is None:
-        with pytest.raises(UserError, match="cannot hold this model"):
+        with pytest.raises(UserError, match="cannot represent this model"):
             written(weights, path, format)
         assert list(tmp_path.iterdir()) == []
         return
@@ -221,7 +221,7 @@ def test_unsupported_architectures_are_not_written(format, architecture, words, 
     weights = random_weights(architecture)
     text = refusal(lambda: written(weights, place(tmp_path, format), format))
     assert re.search(words, text), text
-    assert text.startswith(f"format {format} cannot hold this model: ")
+    assert text.startswith(f"format {format} cannot represent this model: ")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -372,7 +372,7 @@ def test_an_unknown_number_of_heads_needs_a_hint(tmp_path):
     weights = random_weights(ERF)
     written(weights, tmp_path / "model.safetensors", "torchvision")
     text = refusal(lambda: read(tmp_path / "model.safetensors"))
-    assert "does not state its number of heads, and 2 layers of width 32 are no standard size: pass heads=" in text
+    assert "does not state its number of heads, and 2 layers of width 32 are not a standard size: pass heads=" in text
     assert "5 heads do not divide" in refusal(lambda: read(tmp_path / "model.safetensors", hints=Hints(heads=5)))
     found = read(tmp_path / "model.safetensors", hints=Hints(heads=4)).weights
     assert same_bits(found.state, weights.state)

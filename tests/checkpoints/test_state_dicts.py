@@ -224,7 +224,7 @@ def test_wrappers_are_removed_only_where_they_wrap() -> None:
 
 def test_an_incomplete_plain_state_dict_is_refused(tmp_path: Path) -> None:
     state = random_weights(ERF).state
-    with pytest.raises(UserError, match=r"2 layers of width 32 are no standard size: pass heads="):
+    with pytest.raises(UserError, match=r"2 layers of width 32 are not a standard size: pass heads="):
         vitral.load(write_plain(state, tmp_path / "a.pt"))
     missing = {key: tensor for key, tensor in state.items() if key != "norm.bias"}
     with pytest.raises(UserError, match=r"read as vitral: the file has no tensor norm\.bias"):

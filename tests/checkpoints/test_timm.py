@@ -275,7 +275,7 @@ def test_what_timm_has_no_slot_for_is_refused(case, tmp_path):
 def test_formats_of_plain_models_do_not_drop_later_parts(case, format, tmp_path):
     c = replace(WRITTEN[case], pool="token", norm_place="none" if case == "no final norm" else "tokens")
     gelu = "tanh" if FORMATS[format].container == "npz" else "erf"
-    with pytest.raises(UserError, match=f"format {format} cannot hold this model: "):
+    with pytest.raises(UserError, match=f"format {format} cannot represent this model: "):
         written(random_weights(replace(c, gelu=gelu, classes=0 if format == "dino" else 5)), tmp_path / "model", format)
 
 

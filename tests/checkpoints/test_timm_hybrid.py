@@ -242,5 +242,5 @@ def test_other_resnets_of_transformers_are_refused(setting, tmp_path):
     [("timm-bit", {"root_pool": "-inf"}), ("hf-bit", {"classes": 0}), ("timm-bit", {"axial": True})],
 )
 def test_resnets_that_these_formats_cannot_hold(format, changes, tmp_path):
-    with pytest.raises(UserError, match=f"format {format} cannot hold this model"):
+    with pytest.raises(UserError, match=f"format {format} cannot represent this model"):
         written(random_weights(replace(BIT, **changes)), tmp_path / "model", format)

@@ -155,7 +155,7 @@ def test_of_two_models_one_is_chosen(tmp_path, pair, nested):
         path = save(content, tmp_path / "a.pt")
     else:
         path = save({**prefixed(pair[0], states[0]), **prefixed(pair[1], states[1])}, tmp_path / "a.safetensors")
-    with pytest.raises(UserError, match="holds 2 models") as caught:
+    with pytest.raises(UserError, match="contains 2 models") as caught:
         vitral.load(path, heads=4)
     text = str(caught.value)
     assert all(f'"{prefix[:-1]}"' in text for prefix in pair)
@@ -173,7 +173,7 @@ def test_equal_copies_and_a_copy_beside_plain_keys_are_two_models(tmp_path):
     model = timm_model()
     state = model.state_dict()
     path = save({**state, **prefixed("ema.", state)}, tmp_path / "a.safetensors")
-    with pytest.raises(UserError, match=r'holds 2 models, "\." and "ema": pass part="\." or part="ema"\.'):
+    with pytest.raises(UserError, match=r'contains 2 models, "\." and "ema": pass part="\." or part="ema"\.'):
         vitral.load(path, heads=4)
     for part in (".", "ema"):
         loads_as(model, path, part=part)

@@ -302,12 +302,12 @@ def test_the_suggested_command_works(command: Command, model_and_photos: Path) -
         (("predict", "photos", "hf:a/b"), "write `vitral predict hf:a/b photos`."),
         (("evaluate", "photos", "timm:a"), "write `vitral evaluate timm:a photos`."),
         (("evaluate", "digits", "run"), "write `vitral evaluate run digits`."),
-        (("evaluate", "photos", "hf:a/b"), "the folder photos holds no weight file"),  # a data set, perhaps
+        (("evaluate", "photos", "hf:a/b"), "the folder photos contains no weight file"),  # a data set, perhaps
         (("predict", "nothing", "."), "nothing does not exist"),  # among pictures a model may lie
         (("predict", "photos", "nothing"), "nothing does not exist"),
-        (("predict", "photos", "photos"), "the folder photos holds no weight file"),
+        (("predict", "photos", "photos"), "the folder photos contains no weight file"),
         (("evaluate", "tiny.safetensors", "run"), "run has no class folders"),
-        (("inspect", "photos"), "the folder photos holds no weight file"),
+        (("inspect", "photos"), "the folder photos contains no weight file"),
         (("convert", "photos", "tiny.safetensors", "--format", "timm"), "tiny.safetensors exists"),
     ],
 )
@@ -401,5 +401,5 @@ def test_nothing_is_written_into_a_folder_that_is_refused(
     pytest.importorskip("tensorboardX")
     (tmp_path / "red").mkdir()
     assert run(monkeypatch, "train", str(tmp_path), "--out", str(tmp_path), "--track", "tensorboard") == 2
-    assert "lies in the data folder" in capsys.readouterr().err
+    assert "is inside the data folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["red"]

@@ -61,7 +61,7 @@ def test_training_skips_unreadable_files_and_names_them(journey):
     said = "\n".join(journey.notes)
     assert journey.seconds < 60
     assert "Left out 1 file that is no image (.txt 1)." in said
-    assert "left out 3 unreadable images" in said
+    assert "skipped 3 unreadable images" in said
     assert all(f"red/{name}: " in said for name in BROKEN)
     assert "are held out for testing" in said
     result = json.loads((journey.run / "result.json").read_text())
@@ -223,7 +223,7 @@ def test_a_manifest_of_test_images_alone_is_scored_and_not_trained_on(command, j
     assert checked["notes"] == ["No image is of the split train: this is for testing only."]
     refused = command("train", manifest, "--out", tmp_path / "run")
     assert refused.code == 2
-    said = f"{manifest} has no images to train on: it is for testing only, so name one with a train split."
+    said = f"{manifest} has no images to train on: it is for testing only; pass data with a train split."
     assert refused.err == f"vitral: {said}\n"
 
 

@@ -184,7 +184,7 @@ def test_damaged_cifar_is_refused(tmp_path):
     source = f"cifar10:{folder}"
     whole = (folder / "data_batch_3.bin").read_bytes()
     put(folder / "data_batch_3.bin", whole[:-1])
-    assert "data_batch_3.bin is cut off" in refusal(source)
+    assert "data_batch_3.bin is truncated" in refusal(source)
     put(folder / "data_batch_3.bin", b"\x0a" + whole[1:])
     assert "a train label outside 0 to 9" in refusal(source)
     (folder / "data_batch_3.bin").unlink()
@@ -429,7 +429,7 @@ def test_faulty_imagenet_is_refused(tmp_path):
     wnids(tmp_path, "train", IDS[:2])
     put(tmp_path / "val/ILSVRC2012_val_00000001.JPEG", png(small_pictures(1, 8)[0]))
     source = f"imagenet:{tmp_path}"
-    assert "put val.txt or LOC_val_solution.csv beside it" in refusal(source)
+    assert "put val.txt or LOC_val_solution.csv next to it" in refusal(source)
     put(tmp_path / "val.txt", f"ILSVRC2012_val_00000002.JPEG {IDS[0]}\n")
     assert "does not name val/ILSVRC2012_val_00000001.JPEG" in refusal(source)
     put(tmp_path / "val.txt", "ILSVRC2012_val_00000001.JPEG 1000\n")

@@ -429,7 +429,7 @@ def test_wrong_images_are_refused_in_one_sentence(image, message):
         (None, "a NoneType, which has no items by index"),
         (3, "a int, which has no items by index"),
         (DataLoader(Pictures()), "a DataLoader, which has no items by index: pass its dataset"),
-        ([PIXELS[0], PIXELS[1]], "Item 0 of the train list is no pair (image, label)"),
+        ([PIXELS[0], PIXELS[1]], "Item 0 of the train list is not a pair (image, label)"),
         ([(PIXELS[0], 0), "a.png"], "Item 1 of the train list is no pair"),
         (Pictures(PIXELS[:4], LABELS[:4]).images, "which has no items by index"),
         (FakeTable({"text": ["a"], "label": [0]}), "no single column of images among text, label"),

@@ -164,7 +164,7 @@ def test_braces_and_patterns(tmp_path):
         ({"1.jpg": b"x", "1.cls": b"-1"}, "label -1, which is out of range"),
         ({"1.jpg": b"x", "1.json": b"{"}, "label that cannot be read"),
         ({"1.jpg": b"x", "1.json": b'{"caption": "x"}'}, "has no label"),
-        ({"1.cls": b"0"}, "holds no labelled image"),
+        ({"1.cls": b"0"}, "contains no labelled image"),
     ],
 )
 def test_faulty_shards_say_what_to_do(tmp_path, members, said):
@@ -265,7 +265,7 @@ def test_unknown_labels_and_empty_rows(tmp_path):
         (rows(0, 3), [0, 1, 2], ["a", "b"], "x.parquet:2 has the label 2, which is out of range: classes are 0 to 1"),
         (rows(0, 3), [0, None, 1], ["a", "b"], "x.parquet:1 has no label"),
         (rows(0, 3), [0, -1, 1], None, "x.parquet:1 has the label -1"),
-        ([{"bytes": None, "path": "1.jpg"}] * 2, [0, 1], ["a", "b"], "holds paths without image bytes"),
+        ([{"bytes": None, "path": "1.jpg"}] * 2, [0, 1], ["a", "b"], "contains paths without image bytes"),
     ],
 )
 def test_faulty_parquet_says_what_to_do(tmp_path, images, labels, names, said):
@@ -277,7 +277,7 @@ def test_faulty_parquet_says_what_to_do(tmp_path, images, labels, names, said):
 def test_no_parquet(tmp_path):
     pytest.importorskip("pyarrow", reason="needs pyarrow")
     (tmp_path / "x.parquet").write_bytes(b"PAR1 and nothing more")
-    with pytest.raises(UserError, match=r"x.parquet is no readable Parquet file \(.*\): copy it again"):
+    with pytest.raises(UserError, match=r"x.parquet is not a readable Parquet file \(.*\): copy it again"):
         open_data(tmp_path / "x.parquet")
 
 
@@ -317,7 +317,7 @@ def test_a_damaged_page_costs_its_own_images_alone(tmp_path, group):
 def test_labels_that_cannot_be_read_name_the_file(tmp_path):
     path = parquet(tmp_path / "x.parquet", rows(0, 11), [number % 2 for number in range(11)])
     damage(path, 1, "label")
-    with pytest.raises(UserError, match=r"x.parquet is no readable Parquet file \(.*\): copy it again"):
+    with pytest.raises(UserError, match=r"x.parquet is not a readable Parquet file \(.*\): copy it again"):
         open_data(path)
 
 
@@ -365,5 +365,5 @@ def test_a_name_that_no_file_can_have(tmp_path):
     index_shard(shard)
     index = tmp_path / "x.tar.index.json"
     index.write_text(index.read_text().replace('"a.jpg"', '"\\ud800.jpg"'))
-    with pytest.raises(UserError, match="is no valid text"):
+    with pytest.raises(UserError, match="is not valid text"):
         open_data(str(shard))

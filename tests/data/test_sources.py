@@ -260,9 +260,7 @@ def test_a_folder_with_test_alone_is_for_testing(tmp_path, held_out):
     assert both.test is not None
     assert (both.train.classes, len(both.train), len(both.val), len(both.test)) == (("a", "c"), 0, 1, 2)
     assert both.test.labels.tolist() == [0, 1]
-    with pytest.raises(
-        UserError, match="no images to train on: it is for testing only, so name one with a train split"
-    ):
+    with pytest.raises(UserError, match="no images to train on: it is for testing only; pass data with a train split"):
         open_to_train(folder, Recipe())
 
 

@@ -312,7 +312,7 @@ def test_a_damaged_list_is_refused(tmp_path, line):
     file.write_text("\n".join([*lines[:5], line, *lines[6:]]))
     with pytest.raises(UserError) as told:
         write_ids(task)
-    assert str(told.value) == f"{file} is damaged: remove it to list the images anew."
+    assert str(told.value) == f"{file} is damaged: remove it to recreate the list."
 
 
 def test_an_image_that_cannot_be_listed_is_named(tmp_path):

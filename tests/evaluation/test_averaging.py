@@ -136,7 +136,7 @@ def test_models_of_other_classes_are_refused(pictures):
     first = model_and_card(0)
     others = {
         'has other classes than the first model (such as "cow")': model_and_card(1, names=("ant", "bee", "cat", "cow")),
-        "has outputs of another kind": model_and_card(1, multilabel=True),
+        "has other outputs": model_and_card(1, multilabel=True),
         'has other classes than the first model (such as "ant")': model_and_card(1, names=()),
     }
     for reason, other in others.items():

@@ -118,7 +118,7 @@ def test_what_javascript_cannot_repeat_is_refused_by_name():
 
 def test_a_missing_runtime_is_one_sentence_and_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"run `npm install onnxruntime-web`, or name its folder with --runtime\.$"):
+    with pytest.raises(UserError, match=r"run `npm install onnxruntime-web`, or pass its folder with --runtime\.$"):
         vitral.export_model((tiny_model(), card()), tmp_path / "page", format="web")
     assert list(tmp_path.iterdir()) == []
 

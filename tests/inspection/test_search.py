@@ -154,10 +154,10 @@ def test_mismatched_arguments_are_errors():
         index_images(names(2), np.eye(3))
     with pytest.raises(UserError, match="are not finite"):
         index_images(names(1), np.array([[np.inf, 0]]))
-    with pytest.raises(UserError, match="holds whole images"):
+    with pytest.raises(UserError, match="contains whole images"):
         nearest_patches(index, np.ones(3), 1)
     patches = FeatureIndex(names(1), np.ones((1, 2, 2, 3), np.float16))
-    with pytest.raises(UserError, match="holds patches"):
+    with pytest.raises(UserError, match="contains patches"):
         nearest_images(patches, np.eye(3), 1)
     with pytest.raises(UserError, match="one vector per image"):
         index_images(names(1), patches.features)

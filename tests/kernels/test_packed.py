@@ -325,7 +325,7 @@ def test_a_model_of_the_user_is_not_changed_by_int8(saved, small_in_int8):
         (trained(TINY), "int8", "cpu", "cannot be computed in int8"),  # its layers are too small
         (trained(TINY), "int8", "cuda:0", "on a CPU, not on cuda:0"),
         (trained(TINY), "int4", "cpu", "not one of float32, bfloat16, fp8, int8"),
-        (PixelLogits.__new__(PixelLogits), "int8", "cpu", "precision of its own"),
+        (PixelLogits.__new__(PixelLogits), "int8", "cpu", "fixed precision"),
     ],
 )
 def test_models_that_cannot_be_in_int8_are_refused(model, precision, device, message):

@@ -521,7 +521,7 @@ def test_search_finds_the_nearest_features(run, pictures, tmp_path):
     ):
         with pytest.raises(UserError, match="not the index of these images, as they are now, by this model"):
             search(source, folder, query=query, index=file, preprocess=how)
-    with pytest.raises(UserError, match="holds 18 images: name the one"):
+    with pytest.raises(UserError, match="contains 18 images: name the one"):
         search(run, pictures, query=pictures)
 
 

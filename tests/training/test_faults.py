@@ -140,7 +140,7 @@ def test_a_folder_without_rights(command, colours, monkeypatch):
         return allowed(path)
 
     monkeypatch.setattr(os, "scandir", refusing)
-    assert "check its name and your rights" in sentence(command("train", colours))
+    assert "check its name and your permissions" in sentence(command("train", colours))
 
 
 @pytest.mark.parametrize(
@@ -161,9 +161,9 @@ def test_a_folder_without_rights(command, colours, monkeypatch):
         (["--epochs", "0"], "one length"),
         (["--trainable", "most"], "is not one of full, head"),
         (["--trainable", "head"], "trainable=head needs trained weights to start from: add --init"),
-        (["--trainable", "lora:4"], "add --init, or leave out trainable"),
-        (["--set", "trainable=bias"], "add --init, or leave out trainable"),
-        (["--recipe", "speedrun/cifar10", "--trainable", "last:1"], "add --init, or leave out trainable"),
+        (["--trainable", "lora:4"], "add --init, or omit trainable"),
+        (["--set", "trainable=bias"], "add --init, or omit trainable"),
+        (["--recipe", "speedrun/cifar10", "--trainable", "last:1"], "add --init, or omit trainable"),
         (["--balance", "evenly"], "balance must be one of none, weights"),
         (["--model", "ViT-Huge/99x"], "did you mean"),
         (["--model", "ViT-Ti/16@8"], "smaller than one patch"),
@@ -215,7 +215,7 @@ def test_weights_that_do_not_fit(command, colours, tmp_path):
     for words, says in {
         ("--init", resnet, "--trainable", "lora:2"): "for a ResNet use trainable=last:1 or bias",
         ("--init", resnet, "--set", "regularization.dropout=0.1"): "regularization.dropout has no effect in",
-        ("--init", init, "--model", "ViT-B/4"): "leave out one of the two",
+        ("--init", init, "--model", "ViT-B/4"): "omit one of the two",
         ("--init", init, "--set", "shape.depth=3"): "have a shape already",
         ("--init", init, "--trainable", "last:3"): "does not fit a model of 2 layers: use last:1 to last:2",
         ("--init", init, "--set", "image=3"): "smaller than one patch",
@@ -226,7 +226,7 @@ def test_weights_that_do_not_fit(command, colours, tmp_path):
     assert not (tmp_path / "run").exists()
     other = saved(tmp_path / "two.safetensors", replace(SMALL, classes=2))
     assert "3 of 3 classes of the data" in sentence(command("evaluate", other, colours))
-    assert "holds no weight file" in sentence(command("predict", colours, colours))
+    assert "contains no weight file" in sentence(command("predict", colours, colours))
 
 
 @pytest.mark.parametrize(

@@ -291,7 +291,7 @@ def test_a_model_of_vitral_is_a_module_too(tmp_path):
 @pytest.mark.parametrize(
     "words, parts, says",
     [
-        (["balance=weights"], {"loss": half_l1}, "leave out balance, or loss="),
+        (["balance=weights"], {"loss": half_l1}, "omit balance, or loss="),
         (["trainable=head"], {"model": module()}, "needs a model of vitral"),
         (["optim.layer_decay=0.5"], {"model": module()}, "needs a model of vitral"),
         ([], {"optimizer": lambda groups: "sgd"}, "must return a torch.optim.Optimizer, not str"),
@@ -317,7 +317,9 @@ def to_uint8(image: Any) -> np.ndarray:
 def test_own_transforms_resume_exactly(transform, tmp_path):
     words = PLAIN_SGD
     if transform == (to_uint8, to_float):
-        with pytest.raises(UserError, match="normalise images alike"):  # one side would be normalised, the other not
+        with pytest.raises(
+            UserError, match="normalise images in the same way"
+        ):  # one side would be normalised, the other not
             fit(Colours(), tmp_path / "run", *words, transform=transform)
         return
     fit(Colours(), tmp_path / "whole", *words, transform=transform)

@@ -455,7 +455,7 @@ def test_memory_that_runs_out_in_one_process_makes_smaller_pieces_in_all(legs: L
 @pytest.mark.parametrize(
     "name, sentence",
     [
-        ("other run", "UserError: {folder}/sgd holds another run (seed was 0 and is 5)"),
+        ("other run", "UserError: {folder}/sgd contains another run (seed was 0 and is 5)"),
         ("small batch", "UserError: a batch of 1 images is too small for 2 processes"),
         ("full", "Unwritable: {folder}/full/state/step-00000020.safetensors cannot be written"),
         ("full, shards", "UserError: the state of step 20 cannot be written"),

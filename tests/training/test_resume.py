@@ -246,7 +246,7 @@ def test_signals_to_a_program_save_and_the_same_command_goes_on(pictures, tmp_pa
         program.send_signal(name)
         _, errors = program.communicate(timeout=PATIENCE)
         assert program.returncode == 130, errors
-        assert errors.count("stopping after this step; press Ctrl-C again to stop at once\n") == 1
+        assert errors.count("stopping after this step; press Ctrl-C again to stop immediately\n") == 1
         last = errors.splitlines()[-1]
         assert "Traceback" not in errors
         assert f"resuming from step {saved}" in begun or not saved
@@ -355,7 +355,7 @@ def test_a_stop_is_acknowledged_at_once(pictures, tmp_path):
         press_at_2(event)
         if event == heard[-1] and isinstance(event, events.StepDone) and event.step == 2:
             _wait(lambda: isinstance(heard[-1], events.Note))
-            assert heard[-1] == events.Note("stopping after this step; press Ctrl-C again to stop at once")
+            assert heard[-1] == events.Note("stopping after this step; press Ctrl-C again to stop immediately")
 
     with pytest.raises(Interrupted):
         train(pictures, tmp_path / "run", on_event=on_event)

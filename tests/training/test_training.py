@@ -324,9 +324,9 @@ def listing(folder: Path) -> list[Path]:
 @pytest.mark.parametrize("inside", ["", "run", "blue/run", "../colours"])
 def test_a_run_does_not_lie_among_its_images(colours, inside):
     before = listing(colours)
-    with pytest.raises(UserError, match="lies in the data folder"):
+    with pytest.raises(UserError, match="is inside the data folder"):
         train(colours, colours / inside)
-    with pytest.raises(UserError, match="lies in the data folder"):
+    with pytest.raises(UserError, match="is inside the data folder"):
         vitral.pretrain(colours, model=MODEL, out=colours / inside)
     assert listing(colours) == before
 
@@ -334,7 +334,7 @@ def test_a_run_does_not_lie_among_its_images(colours, inside):
 def test_a_folder_of_runs_is_not_made_among_images(colours, monkeypatch):
     before = listing(colours)
     monkeypatch.chdir(colours)
-    with pytest.raises(UserError, match=r"runs lies in the data folder \., "):
+    with pytest.raises(UserError, match=r"runs is inside the data folder \., "):
         vitral.train(".", model=MODEL, set=QUICK, device="cpu")
     assert listing(colours) == before
 
@@ -344,7 +344,7 @@ def test_a_run_does_not_lie_among_other_files(colours, tmp_path):
     (tmp_path / "letters" / "dear.txt").touch()
     for folder in (tmp_path, tmp_path / "letters", colours.parent):
         before = listing(folder)
-        with pytest.raises(UserError, match="holds other files and no run to resume"):
+        with pytest.raises(UserError, match="contains other files and no run to resume"):
             train(colours, folder)
         assert listing(folder) == before
 
@@ -358,7 +358,7 @@ def test_a_folder_with_nothing_of_others_is_free(colours, tmp_path, left):
 
 def test_a_run_goes_on_where_its_data_lies_too(tmp_path):
     data, words = colour_folder(tmp_path / "run" / "colours", 4), ("steps=2", "batch=4")
-    with pytest.raises(UserError, match="holds other files"):
+    with pytest.raises(UserError, match="contains other files"):
         train(data, tmp_path / "run", *words)
     train(data, tmp_path / "first", *words)
     (tmp_path / "first" / "recipe.toml").rename(tmp_path / "run" / "recipe.toml")

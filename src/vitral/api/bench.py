@@ -116,10 +116,10 @@ def benchmark(
         against = [name for name in against if name != "none"]
     check_device(device)
     if device not in ("", "cpu", "cuda"):
-        raise UserError("bench runs on cpu or cuda: choose one of several GPUs with CUDA_VISIBLE_DEVICES.")
+        raise UserError("bench runs on cpu or cuda: select a GPU with CUDA_VISIBLE_DEVICES.")
     _check(work, rounds, batch, data, workers)
     if work == "growth" and (against or len(settings) > 1):
-        raise UserError("growth times vitral alone, in one setting: leave out --against, and name one of --settings.")
+        raise UserError("growth times vitral alone, in one setting: omit --against, and name one of --settings.")
     out = checked_output(out, (".json",), "--out")
     old_rows = results.read_rows(out)
     workload = _workload(work, model, batch, data, workers, device or default_device().type)

@@ -103,7 +103,7 @@ def _refusal(data: Data, report: CheckReport) -> str:
 def _judge(opened: DataSet, source: Source, preprocess: str, device: str, on_event: EventHandler) -> Judge:
     """The model that computes features, its preprocessing and its device, before any image is read."""
     if opened.train.multilabel:
-        raise UserError("suspicious labels can only be ranked if each image has one label: leave out --model.")
+        raise UserError("suspicious labels can only be ranked if each image has one label: omit --model.")
     model, card = load_source(source, on_event)
     return model, prepared(card, preprocess, on_event), compute_device(source, device)
 
@@ -184,7 +184,7 @@ def dedupe(
     """
     divided = parts_of(dedupe, locals())
     if preprocess and not weights:
-        raise UserError("preprocess is for the images of a model: name its weights, too, or leave it out.")
+        raise UserError("preprocess is for the images of a model: name its weights, too, or omit it.")
     resolved = compute_device(weights, device)
     target = checked_output(output, (".txt",), "--output") if output else None
     opened = open_data(train, held_out=0.0)

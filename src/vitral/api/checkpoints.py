@@ -331,7 +331,7 @@ def _checkpoint(source: Source, changes: Adaptation, format: str | None, hints: 
         return read_adapted(source, changes, format, hints)
     model, card = source
     if changes != Adaptation():
-        raise UserError("a loaded model is converted as it is: pass the changes to `load`.")
+        raise UserError("a loaded model is converted without changes: pass the changes to `load`.")
     return Checkpoint(card.format, weights_of(model, card.changes), replace(card, architecture=model.config), ())
 
 

@@ -112,7 +112,7 @@ def open_to_choose(
 
 def _to_train(data: Data, opened: DataSet) -> DataSet:
     if not len(opened.train):
-        raise UserError(f"{data} has no images to train on: it is for testing only, so name one with a train split.")
+        raise UserError(f"{data} has no images to train on: it is for testing only; pass data with a train split.")
     return opened
 
 
@@ -182,12 +182,12 @@ def check_folder(out: str | Path, data: Iterable[Path], begun: Sequence[str] = _
     for images in (images for source in data for images in _image_folders(source)):
         if folder.resolve().is_relative_to(images.resolve()):
             raise UserError(
-                f"the run folder {folder} lies in the data folder {images}, where its files would count as images: "
+                f"the run folder {folder} is inside the data folder {images}, where its files would be read as images: "
                 "choose another with --out."
             )
     check_writable(folder / "recipe.toml")
     if out and folder.is_dir() and _holds_others(folder, begun):
-        raise UserError(f"{folder} holds other files and no run to resume: choose another folder with --out.")
+        raise UserError(f"{folder} contains other files and no run to resume: choose another folder with --out.")
 
 
 def _image_folders(data: Path) -> list[Path]:
@@ -249,9 +249,7 @@ def eval_images(sources: Sequence[Source], data: str | Path, name: str) -> EvalI
         positions = {key: index for index, key in enumerate(other.split.keys)}
         kept = [index for index, key in enumerate(first.split.keys) if key in positions]
         if not kept:
-            raise UserError(
-                "each image was trained on by one of the models: evaluate them on images that none has seen."
-            )
+            raise UserError("each image was trained on by one of the models: evaluate them on other images.")
         same = [positions[first.split.keys[index]] for index in kept]
         left = len(first.split) - len(kept)
         note = (f"{left:,} more are left out, which another model was trained on or not evaluated on.",) if left else ()
@@ -337,7 +335,7 @@ def _without_trained(split: Split, note: str, contents: RunContents, name: str) 
     if new.all():
         return _all(split, note)
     if not (held | new).any():
-        raise UserError(f"the model was trained on all {len(split):,} images: evaluate it on images that it never saw.")
+        raise UserError(f"the model was trained on all {len(split):,} images: evaluate it on other images.")
     counts = f"{trained.sum():,} of {len(split):,} images were trained on and are left out"
     if aside.any():
         names = " and ".join(other for other in others if other not in asked)
@@ -363,9 +361,7 @@ def _split_named(data: DataSet, name: str, evaluated: str = "") -> Split | None:
     matching = [split for split in held_out if name in ("", split.name)]
     if name and not matching:
         choices = " or ".join(f"--split {split.name}" for split in held_out)
-        raise UserError(
-            f'{data.source} has no split "{name}" to score: {f"use {choices}" if choices else "leave it out"}.'
-        )
+        raise UserError(f'{data.source} has no split "{name}" to score: {f"use {choices}" if choices else "omit it"}.')
     if not name and evaluated:
         matching = [split for split in held_out if split.fingerprint() == evaluated] or matching
     return matching[0] if matching else None

@@ -164,7 +164,7 @@ def sbatch_options(given: SlurmOptions) -> dict[str, str]:
         if not (separator and re.fullmatch(r"[a-z][a-z-]*", name) and value.isprintable()):
             raise UserError(f'--slurm takes KEY=VALUE with an option of sbatch, such as partition=gpu, not "{word}".')
         if name in _OURS:
-            raise UserError(f"--slurm {name}=... is set by vitral: leave it out.")
+            raise UserError(f"--slurm {name}=... is set by vitral: omit it.")
         options[name] = value
     return options
 
@@ -184,7 +184,7 @@ def run_slurm(work: Work, items: Sequence[str], on_event: EventHandler) -> None:
     finally:
         lock.release()
     earlier = f", {before} were queued before" if before else ""
-    on_event(Note(f"{len(new)} jobs submitted{earlier}; logs in {folder}; jobs go on when this command is stopped"))
+    on_event(Note(f"{len(new)} jobs submitted{earlier}; logs in {folder}; jobs continue if this command is stopped"))
     _wait(work, jobs, folder, on_event)
 
 
@@ -225,19 +225,19 @@ def _submit(work: Work, items: Sequence[str], folder: Path) -> dict[str, str]:
         reason = (str(error).strip().splitlines() or [""])[-1]
         raise UserError(f"Slurm refuses the jobs ({reason}): change --slurm.") from error
     except (RuntimeError, OSError) as error:
-        raise UserError("this machine has no Slurm (srun, sbatch): run it where jobs are submitted from.") from error
+        raise UserError("this machine has no Slurm (srun, sbatch): run it on a machine that submits jobs.") from error
     return {item: f"{array}_{index}" for index, item in enumerate(items)}
 
 
 def _queued(folder: Path) -> dict[str, str]:
-    """The jobs of a folder's items that wait or run, by item; raises UserError where Slurm does not answer."""
+    """The jobs of a folder's items that wait or run, by item; raises UserError where Slurm does not respond."""
     words = ["squeue", "--me", "--noheader", "--array", "--format=%i|%j"]
     try:
         answer = subprocess.run(words, capture_output=True, text=True, timeout=120)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError("Slurm does not answer (squeue): run this where jobs are submitted from.") from error
+        raise UserError("Slurm does not respond (squeue): run this on a machine that submits jobs.") from error
     if answer.returncode:
-        raise UserError(f"Slurm does not answer ({answer.stderr.strip()[-150:]}): give the same command again later.")
+        raise UserError(f"Slurm does not respond ({answer.stderr.strip()[-150:]}): run the same command again later.")
     items = {path.stem: json.loads(path.read_text("utf-8")) for path in folder.glob("*.json")}
     queued = {}
     for line in answer.stdout.splitlines():

@@ -280,4 +280,4 @@ def _read_real(path: Path) -> list[list[int]]:
     try:
         return json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} does not hold ReaL labels, a JSON list of lists: check the path.") from error
+        raise UserError(f"{path} does not contain ReaL labels, a JSON list of lists: check the path.") from error

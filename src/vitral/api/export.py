@@ -101,7 +101,9 @@ def _write_web(job: ExportJob, folder: Path) -> Path:
 
 def _write_web_int8(job: ExportJob, folder: Path) -> Path:
     if job.gate.images.pixels is job.gate.generated:
-        raise UserError("web-int8 rounds as far as classes stay: name images like those that it will see by --images.")
+        raise UserError(
+            "web-int8 chooses its numbers of bits on images: pass some like those it will get with --images."
+        )
     path = _write_onnx(job, folder / "model.onnx")
     found = search_stored(path, lambda file: job.gate.holds(open_exported(file)))
     job.on_event(Note(f"weights of {len(found.int8)} linear layers are in int8, of {len(found.int16)} in int16"))
@@ -256,7 +258,7 @@ def _halves(images: GateImages | None, format: str) -> tuple[GateImages, GateIma
     """Images to calibrate with, and others to compare on: every other one, since data sets are sorted by class."""
     if images is None or len(images.pixels) < _FEWEST_CALIBRATED:
         raise UserError(
-            f"{format} is calibrated on images like those that it will see: name at least {_FEWEST_CALIBRATED} with "
+            f"{format} is calibrated on images like those it will be used on: pass at least {_FEWEST_CALIBRATED} with "
             "--images; half of them are compared."
         )
     first, second = (GateImages(images.pixels[i::2], images.labels[i::2], "") for i in (0, 1))

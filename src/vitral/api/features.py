@@ -222,7 +222,7 @@ def search(
     how = prepared(card, preprocess, on_event)
     asked = open_any_images(query)
     if len(asked) != 1:
-        raise UserError(f"{query} holds {len(asked):,} images: name the one to compare with.")
+        raise UserError(f"{query} contains {len(asked):,} images: name the one to compare with.")
     _, pixels = readable_pixels(asked, how.pipeline, card.architecture.channels)
     image = normalize(pixels, how.mean, how.std).to(next(model.parameters()).device)
     rows, columns = model.config.grid((image.shape[2], image.shape[3]))
@@ -268,7 +268,7 @@ def _index(
         paths = [split.keys[i] for i in embeddings.indices[embeddings.valid]]
         indexed = representations.index_images(paths, embeddings.features[embeddings.valid])
     if not indexed.paths:
-        raise UserError(f"{none_read(unread(split, 0, model.config.channels))}: name whole image files.")
+        raise UserError(f"{none_read(unread(split, 0, model.config.channels))}: pass complete image files.")
     if path is not None:
         representations.save_index(path, replace(indexed, origin=origin))
     return indexed

@@ -89,7 +89,7 @@ def push(
         check_writable(Path(dry_run) / "README.md")
     model, card = load_source(source)
     if not card.architecture.classes:
-        raise UserError("the model has no head, so it classifies nothing: push a model that was trained or fine-tuned.")
+        raise UserError("the model has no classification head: push a model that was trained or fine-tuned.")
     card = named_card(card, classes)
     with tempfile.TemporaryDirectory(prefix="vitral-push-") as temporary:
         folder = Path(dry_run) if dry_run else Path(temporary) / "repository"

@@ -161,7 +161,7 @@ def open_ensemble(
         names = names if members else own
         if members and card.multilabel != members[0].card.multilabel:
             raise UserError(
-                f"{source_name(each)} has outputs of another kind (softmax or sigmoid): average alike ones."
+                f"{source_name(each)} has other outputs (softmax or sigmoid): average models of the same kind."
             )
         if members and card.architecture.classes != members[0].card.architecture.classes:
             classes_of = f"{card.architecture.classes} classes and the first {members[0].card.architecture.classes}"
@@ -181,7 +181,7 @@ def in_precision(
     if precision == "float32":
         return model
     if isinstance(model, PixelLogits):
-        raise UserError(f"{source_name(source)} is exported, with a precision of its own: leave precision out.")
+        raise UserError(f"{source_name(source)} is exported in a fixed precision: omit precision.")
     if precision == "bfloat16":
         return model
     if precision == "int8" and device.split(":")[0] != "cpu":
@@ -193,13 +193,13 @@ def in_precision(
     if not (isinstance(model, ViT) and pack_int8(model.blocks)):
         raise UserError(
             f"{source_name(source)} cannot be computed in int8: its blocks have no linear layers that are large enough "
-            "to gain, or this PyTorch has no oneDNN. Leave precision out."
+            "to gain, or this PyTorch has no oneDNN. Omit precision."
         )
     with displayed(on_event) as handler:
         handler(
             Note(
                 "the blocks' linear layers are computed in int8, which is approximate: `vitral evaluate` with and "
-                "without --precision int8 tells what that changes on labelled images. A file of `vitral export "
+                "without --precision int8 measures the effect on labelled images. A file of `vitral export "
                 "--format onnx-int8` is faster, and checked"
             )
         )

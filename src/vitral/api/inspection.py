@@ -206,7 +206,7 @@ def readable_pixels(split: Split, pipeline: str, channels: int) -> tuple[list[in
     batches = list(evaluation_batches(split, parse_deterministic(pipeline), batch=1, channels=channels))
     kept = [int(batch.indices[0]) for batch in batches if batch.valid[0]]
     if not kept:
-        raise UserError(f"{none_read(unread(split, 0, channels))}: name whole image files.")
+        raise UserError(f"{none_read(unread(split, 0, channels))}: pass complete image files.")
     return kept, torch.cat([batch.images for batch in batches if batch.valid[0]])
 
 

@@ -64,7 +64,7 @@ class Parts(Work):
             raise PartsWritten(f"{len(items) - len(missing)} of {self.count} parts are written: {self.folder}")
         if missing:
             reason = self._failures.get(missing[0], "see above")
-            raise UserError(f"{len(missing)} parts are missing, {missing[0]} first ({reason}): give the command again.")
+            raise UserError(f"{len(missing)} parts are missing, {missing[0]} first ({reason}): run the command again.")
         return [(edges[number], self._read(item)) for number, item in zip(chosen, items, strict=True)]
 
     def finish(self) -> None:
@@ -123,7 +123,7 @@ def parts_of(verb: Callable[..., Any], arguments: Mapping[str, Any]) -> Parts:
     words, weights = [], []
     if count > 1 or only:
         if not output:
-            raise UserError("parts are written beside the output: name it with --output.")
+            raise UserError("parts are written next to the output: set it with --output.")
         words = _words(verb, arguments)
         models = [arguments.get(name, ()) for name in ("source", "ensemble", "weights")]
         weights = [mark for model in models for word in _several(model) for mark in _marks(Path(word).expanduser())]

@@ -197,7 +197,7 @@ def _token(path: str | Path) -> str:
         try:
             token, origin = Path(path).expanduser().read_text("utf-8").strip(), str(path)
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"the token cannot be read from {path}: name a text file that holds it.") from error
+            raise UserError(f"the token cannot be read from {path}: pass a text file that contains it.") from error
     if (token or path) and not _TOKEN.fullmatch(token):
         raise UserError(f"the token of {origin} is not usable: use 16 to 500 characters without spaces.")
     return token

@@ -202,7 +202,7 @@ def write_report(folder: Path) -> StudyReport:
     folders = sorted(path.parent for path in folder.glob(f"*/{_STUDY}")) if several else [folder]
     states = [open_folder(path) for path in folders]
     if not states:
-        raise UserError(f"{folder} holds no study: name a folder that `vitral study run` has written.")
+        raise UserError(f"{folder} contains no study: pass a folder written by `vitral study run`.")
     files: dict[Path, str] = {}
     for state in states:
         parts = (state.study, state.cells, state.records)
@@ -220,7 +220,7 @@ def write_report(folder: Path) -> StudyReport:
 def open_folder(folder: Path) -> StudyRuns:
     path = folder / _STUDY
     if not path.is_file():
-        raise UserError(f"{folder} holds no study: name a folder that `vitral study run` has written.")
+        raise UserError(f"{folder} contains no study: pass a folder written by `vitral study run`.")
     settings = json.loads(path.read_text("utf-8"))
     definition = settings["definition"] or definition_of(settings["study"])
     chosen = parse_study(definition, settings["study"], settings["scale"], keys_of(settings["set"]))
@@ -275,5 +275,5 @@ def _write_study(folder: Path, name: str | Path, chosen: Study, words: Sequence[
     if path.is_file():
         before = json.loads(path.read_text("utf-8"))
         if (before["study"], before["scale"], before["set"]) != (study_name(name), chosen.scale, list(words)):
-            raise UserError(f"{folder} holds another study ({before['study']}): choose another folder with --out.")
+            raise UserError(f"{folder} contains another study ({before['study']}): choose another folder with --out.")
     write_text(path, json.dumps(settings, indent=2) + "\n")

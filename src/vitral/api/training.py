@@ -163,7 +163,7 @@ def train(
     """
     check_numbers(seeds=seeds)
     if folds and seeds > 1:
-        raise UserError("each fold has a seed of its own: give folds or seeds, not both.")
+        raise UserError("each fold has its own seed: pass folds or seeds, not both.")
     check_device(device)
     check_out(out, data)
     train_transform, eval_transform = transform if isinstance(transform, tuple) else (transform, transform)
@@ -206,7 +206,7 @@ def _open_for_folds(data: Data, folds: int, overrides: Collection[str]) -> DataS
     if folds < 2:
         raise UserError(f"folds must be at least 2, not {folds}.")
     if "data.held_out" in overrides:
-        raise UserError("each fold is held out once: leave out data.held_out, or folds.")
+        raise UserError("each fold is held out once: omit data.held_out, or folds.")
     opened = open_data(data, held_out=0.0)
     if reason := too_few_classes(opened.source, opened.train):
         raise UserError(reason)
@@ -215,9 +215,9 @@ def _open_for_folds(data: Data, folds: int, overrides: Collection[str]) -> DataS
 
 def _check_folds(recipe: Recipe) -> None:
     if recipe.objective == "masked":
-        raise UserError("folds compare predictions of classes: leave out objective=masked, or folds.")
+        raise UserError("folds compare predictions of classes: omit objective=masked, or folds.")
     if recipe.patience or recipe.data.dev:
-        raise UserError("a fold is scored once, after training: leave out patience and data.dev, or folds.")
+        raise UserError("a fold is scored once, after training: omit patience and data.dev, or folds.")
 
 
 def _run_folds(

@@ -155,9 +155,9 @@ def vtab1k(
     model = name_of(replace(card.architecture, classes=1000))
     preset = get_preset(recipe, model)
     if keys := [key for key in keys_of((*overrides, *swept)) if key in _FIXED_KEYS]:
-        raise UserError(f"{keys[0]} is fixed by VTAB's protocol: leave it out.")
+        raise UserError(f"{keys[0]} is fixed by VTAB's protocol: omit it.")
     if fixed and swept:
-        raise UserError("fixed uses the paper's choice instead of a sweep: leave out one of the two.")
+        raise UserError("fixed uses the paper's choice instead of a sweep: omit one of the two.")
     space = {} if fixed else protocol.choose_search_space(swept, preset.sweep, overrides)
     base = _recipe(preset, source, card, overrides)
     tried = protocol.trial_configs(base, space)
@@ -202,7 +202,7 @@ def _recipe(preset: Preset, source: str | Path, card: Card, overrides: Sequence[
 def _open_tasks(names: Sequence[str], root: Path, train: int, val: int) -> tuple[list[VtabTask], dict[str, str]]:
     """The tasks whose data is found, in the paper's order, and the reasons for the others."""
     if not root.is_dir():
-        raise UserError(f"{root} is not a folder: name the one that holds the data of the tasks.")
+        raise UserError(f"{root} is not a folder: pass the one that contains the data of the tasks.")
     selected = {find_task(name).name for name in names} if names else set(TASKS)
     opened: list[VtabTask] = []
     missing: dict[str, str] = {}

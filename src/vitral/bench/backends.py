@@ -185,7 +185,7 @@ def build_model(backend: Backend, architecture: Architecture) -> nn.Module:
     if isinstance(architecture, ResNetConfig) and library == "timm":
         return _timm_resnet(architecture.blocks, architecture.width, classes=architecture.classes)
     if not isinstance(architecture, ViTConfig):
-        raise UserError(f"{library} has no such model: leave it out of --against.")
+        raise UserError(f"{library} has no such model: omit it of --against.")
     return _BUILDERS[library](architecture)
 
 
@@ -256,7 +256,7 @@ def _torchvision(config: ViTConfig) -> nn.Module:
 
     side, width = config.image
     if side != width:
-        raise UserError("torchvision takes square images only: choose one side, or leave it out of --against.")
+        raise UserError("torchvision takes square images only: choose one side, or omit it of --against.")
     sizes = {"num_layers": config.depth, "num_heads": config.heads, "hidden_dim": config.width, "mlp_dim": config.mlp}
     return _with_visible_layers(VisionTransformer(side, config.patch, num_classes=config.classes, **sizes))
 

@@ -235,7 +235,7 @@ def _time_command(name: str, command: Sequence[str]) -> float:
     seconds = time.perf_counter() - start
     if process.returncode:
         message = (process.stderr.strip().splitlines() or ["no message"])[-1]
-        raise UserError(f"{name} failed to predict ({message}): leave it out of --against.")
+        raise UserError(f"{name} failed to predict ({message}): omit it of --against.")
     return seconds
 
 

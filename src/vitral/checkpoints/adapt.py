@@ -70,7 +70,7 @@ def to_classes(weights: Weights, classes: int) -> Weights:
         raise UserError(f"a model cannot have {classes} classes.")
     old = weights.architecture
     if isinstance(old, ModuleConfig):
-        raise UserError(f'vitral cannot change the head of "{old.name}", a module of your own: change it in your code.')
+        raise UserError(f'vitral cannot change the head of "{old.name}", your own module: change it in your code.')
     changes: dict[str, Any] = {"classes": classes}
     if isinstance(old, ViTConfig):
         changes |= {"representation": 0, "head_bias": True}
@@ -92,7 +92,7 @@ def to_size(weights: Weights, image: Size, patch: int | None = None) -> Weights:
     if isinstance(old, ModuleConfig):
         if image == old.image and patch is None:
             return weights
-        raise UserError(f'vitral cannot resize "{old.name}", a module of your own: change it in your code.')
+        raise UserError(f'vitral cannot resize "{old.name}", your own module: change it in your code.')
     if not isinstance(old, ViTConfig):
         return _resnet_to_size(weights, old, image, patch)
     patch = old.patch if patch is None else patch
@@ -113,7 +113,7 @@ def to_size(weights: Weights, image: Size, patch: int | None = None) -> Weights:
 def _resnet_to_size(weights: Weights, old: ResNetConfig, image: Size, patch: int | None) -> Weights:
     """Only the axial variant has position tables to resize; for a plain ResNet, only the size is recorded."""
     if patch is not None:
-        raise UserError("a ResNet has no patches: leave patch= out.")
+        raise UserError("a ResNet has no patches: omit patch=.")
     if image == old.image:
         return weights
     new = replace(old, image=image)

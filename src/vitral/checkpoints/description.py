@@ -103,7 +103,7 @@ def _described(file: WeightFile, path: Path, model: FoundModel) -> Description:
         missing = "" if classifier.bias else ", without a bias"
         notes.append(
             f'assumed: the classifier "{classifier.name}." ({classifier.classes} classes{missing}) reads the '
-            "backbone's features; pass classes=0 to leave it out"
+            "backbone's features; pass classes=0 to omit it"
         )
     notes += ignored_sentences(list(outside.values()), model.prefix)
     kept = {key: name for key, name in names.items() if key not in set(unmapped)}
@@ -154,9 +154,7 @@ def _architecture(file: WeightFile, path: Path, model: FoundModel) -> tuple[Foun
         architecture = table.architecture(header)
     if not isinstance(architecture, ViTConfig):
         if any(getattr(header.hints, field) for field in HINTED):
-            raise UserError(
-                "a ResNet has neither GELU, LayerNorm nor a choice of pooling: leave out gelu= and the like."
-            )
+            raise UserError("a ResNet has neither GELU, LayerNorm nor a choice of pooling: omit gelu= and the like.")
         return model, architecture, [*table.assumptions(header, architecture), *header.assumed]
     if architecture.norm_place == "features" or architecture.pool == "map":
         known = {field: value for field, value in known.items() if field != "pool"}  # the tensors show another one

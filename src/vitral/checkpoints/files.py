@@ -147,10 +147,10 @@ def _find(source: Path) -> Path:
     if not files and (seeds := sorted(source.glob("seed-*/"))):
         raise UserError(f"{source} has several runs: name one of them, such as {seeds[0]}.")
     if not files:
-        raise UserError(f"the folder {source} holds no weight file ({', '.join(_SUFFIXES)}): check the path.")
+        raise UserError(f"the folder {source} contains no weight file ({', '.join(_SUFFIXES)}): check the path.")
     if len(files) > 1:
         names = ", ".join(path.name for path in files)
-        raise UserError(f"the folder {source} holds several weight files: name one of {names}.")
+        raise UserError(f"the folder {source} contains several weight files: choose one of {names}.")
     return files[0]
 
 

@@ -173,7 +173,7 @@ def prepared(weights: Weights, table: Format[Any]) -> Weights:
     """The same function in a form that the format can represent; UserError if there is none."""
     reason = table.unsupported_reason(weights.architecture)
     if reason:
-        raise UserError(f"format {table.name} cannot hold this model: {reason}.")
+        raise UserError(f"format {table.name} cannot represent this model: {reason}.")
     weights = to_table(weights, table.positions)
     weights = to_epsilons(weights, table.epsilons) if table.epsilons else weights
     if isinstance(weights.architecture, ViTConfig):

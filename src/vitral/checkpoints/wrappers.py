@@ -151,7 +151,7 @@ def _chosen(file: WeightFile, models: list[FoundModel], part: str | None) -> Fou
     names = " and ".join(f'"{model.part}"' for model in models)
     if part is None and len(models) > 1:
         options = " or ".join(f'part="{_shortest_part(model, models)}"' for model in models)
-        raise UserError(f"{file.path} holds {len(models)} models, {names}: pass {options}.")
+        raise UserError(f"{file.path} contains {len(models)} models, {names}: pass {options}.")
     matching = models if part is None else _matching(models, part)
     if len(matching) != 1:
         count = "no model" if not matching else "more than one model"

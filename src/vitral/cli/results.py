@@ -39,7 +39,7 @@ def show_predictions(result: Any, values: Mapping[str, Any]) -> None:
     if not result.rows:
         from vitral.api.prediction import none_read
 
-        raise UserError(f"{none_read(result.unreadable[0])}: name whole image files.")
+        raise UserError(f"{none_read(result.unreadable[0])}: pass complete image files.")
 
 
 def show_evaluation(result: EvalResult, values: Mapping[str, Any]) -> None:

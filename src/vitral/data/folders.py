@@ -220,7 +220,7 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
         with os.scandir(folder) as entries:
             return [entry for entry in entries if not entry.name.startswith((".", "__MACOSX"))]
     except OSError as error:
-        raise UserError(f"{folder} cannot be read ({error.strerror}): check its name and your rights.") from error
+        raise UserError(f"{folder} cannot be read ({error.strerror}): check its name and your permissions.") from error
 
 
 def _walk(folder: str, below: str, above: tuple[str, ...]) -> Iterator[tuple[str, bool]]:

@@ -180,7 +180,7 @@ def _items(source: Any, name: str, on_event: EventHandler) -> _Items:
     if isinstance(source, list | tuple):
         wrong = next((index for index, item in enumerate(source) if not _is_pair(item)), None)
         if wrong is not None:
-            raise UserError(f"Item {wrong} of the {name} list is no pair (image, label): give a list of such pairs.")
+            raise UserError(f"Item {wrong} of the {name} list is not a pair (image, label): give a list of such pairs.")
         return _from_sequences([item[0] for item in source], [item[1] for item in source])
     if _is_table(source):
         return _from_table(source, name)
@@ -352,7 +352,7 @@ def plain_label(label: Any) -> PlainLabel:
         inner = [plain_label(item) for item in (sorted(label, key=str) if isinstance(label, set) else label)]
         if all(isinstance(item, int | str) for item in inner):
             return tuple(inner)  # type: ignore[arg-type]
-    raise UserError(f"{label!r} is no label: use ints from 0, strings, or lists of either.")
+    raise UserError(f"{label!r} is not a label: use ints from 0, strings, or lists of either.")
 
 
 class _MultiHot(tuple[int, ...]):

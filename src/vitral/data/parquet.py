@@ -59,7 +59,7 @@ class ParquetReader:
             raise ImageError(f"{self.files[self.groups[group][0]]} cannot be read ({_message(error)})") from error
         data = value["bytes"] if isinstance(value, dict) else value
         if not data:
-            raise ImageError("the row holds no image")
+            raise ImageError("the row contains no image")
         return data
 
     def mark(self, index: int) -> str:
@@ -208,7 +208,7 @@ def _refuse_paths(file: Path, table: Any, column: str) -> None:
     with suppress(*_DAMAGE):  # one damaged group is no reason to refuse the others
         first = next(table.iter_batches(batch_size=1, columns=[column], use_threads=False)).column(0)[0].as_py()
     if isinstance(first, dict) and not first.get("bytes"):
-        raise UserError(f"{file} holds paths without image bytes: write it again with the images embedded.")
+        raise UserError(f"{file} contains paths without image bytes: write it again with the images embedded.")
 
 
 def _class_names(schema: Any, column: str) -> tuple[str, ...] | None:
@@ -233,7 +233,7 @@ def open_parquet(file: Path) -> Generator[Any]:
     except UserError:
         raise
     except _DAMAGE as error:
-        raise UserError(f"{file} is no readable Parquet file ({_message(error)}): copy it again.") from error
+        raise UserError(f"{file} is not a readable Parquet file ({_message(error)}): copy it again.") from error
 
 
 def row_group_sizes(table: Any) -> list[int]:

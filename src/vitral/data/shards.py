@@ -126,7 +126,7 @@ def _read_split(files: list[Path]) -> RawSplit:
             labels.append(tuple(sample.label) if isinstance(sample.label, list) else sample.label)
             spans.append((number, sample.offset, sample.size))
     if not keys:
-        raise UserError(f"{files[0]} holds no labelled image: it needs pairs such as 0001.jpg and 0001.cls.")
+        raise UserError(f"{files[0]} contains no labelled image: it needs pairs such as 0001.jpg and 0001.cls.")
     reader = ShardReader(tuple(map(str, files)), np.array(spans, np.int64))
     return RawSplit(keys, labels, reader)
 
@@ -151,7 +151,7 @@ def _scan(file: Path) -> list[ShardSample]:
         with file.open("rb") as stream:
             packed = stream.read(2) == b"\x1f\x8b"
         hint = "it is compressed: unpack it with gunzip" if packed else str(error).rstrip(".")
-        raise UserError(f"{file} is no plain tar file: {hint}.") from error
+        raise UserError(f"{file} is not a plain tar file: {hint}.") from error
     return [ShardSample(*image, _label(file, key, beside[key])) for key, image in images.items()]
 
 

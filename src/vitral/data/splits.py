@@ -356,4 +356,4 @@ def _encoded(text: str) -> bytes:
     try:
         return text.encode("utf-8", "surrogateescape")  # file names need not be text
     except UnicodeEncodeError as error:  # a JSON file may name half a character
-        raise UserError(f"{text[:50]!a} is no valid text: correct this name or label in the data.") from error
+        raise UserError(f"{text[:50]!a} is not valid text: correct this name or label in the data.") from error

@@ -220,7 +220,7 @@ def multilabel_metrics(scores: np.ndarray, labels: np.ndarray, classes: Sequence
     support = truth.sum(axis=0)
     present = support > 0
     if not present.any():
-        raise UserError("no example has a label, so that there is nothing to score: check the data.")
+        raise UserError("no example has a label, so there is nothing to score: check the data.")
     limits = best_thresholds(scores, labels)
     precision = [average_precision(scores[:, i], truth[:, i]) if present[i] else None for i in range(len(classes))]
     (micro, half), (fitted_micro, fitted) = (_f1(scores >= limit, truth) for limit in (0.5, limits))

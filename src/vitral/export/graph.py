@@ -53,7 +53,7 @@ class ExportGraph(nn.Module):
         """
         super().__init__()
         if card.preprocess is None:
-            raise UserError("the card does not state the preprocessing, which the exported file must hold: set it.")
+            raise UserError("the card does not state the preprocessing, which the exported file must contain: set it.")
         self.queries: Rows = _attention_queries(model) if "attention" in outputs else "cls"
         self.names: tuple[str, ...] = (PROBABILITIES, *(name for name in ("features", "attention") if name in outputs))
         self.image: Size = parse_deterministic(card.preprocess.pipeline).size

@@ -61,7 +61,7 @@ def find_runtime(folder: str | Path | None = None) -> WebRuntime:
         if (dist / _SCRIPT).is_file() and (dist / _WASM).is_file():
             return WebRuntime(dist / _SCRIPT, dist / _WASM, _runtime_version(dist / _SCRIPT))
     raise UserError(
-        f"{given} does not hold onnxruntime-web ({_SCRIPT} and {_WASM}): run `npm install onnxruntime-web`, or name "
+        f"{given} does not contain onnxruntime-web ({_SCRIPT} and {_WASM}): run `npm install onnxruntime-web`, or pass "
         "its folder with --runtime."
     )
 

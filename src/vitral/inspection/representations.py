@@ -202,7 +202,7 @@ def index_patches(model: Model, batches: Iterable[tuple[Sequence[str], Tensor]],
             features = np.zeros((max_images, *patches.shape[1:]), np.float16)
         end = len(paths) + len(patches)
         if patches.shape[1:] != features.shape[1:] or len(names) != len(patches) or end > max_images:
-            raise UserError("patches are compared among images of one size, with a path for each: prepare all alike.")
+            raise UserError("patches are compared among images of one size, with a path for each: prepare all equally.")
         features[len(paths) : end] = unit_vectors(_check_finite(patches)).numpy()
         paths.extend(names)
     return FeatureIndex(paths, features[: len(paths)])
@@ -234,7 +234,7 @@ def nearest_images(index: FeatureIndex, queries: np.ndarray, k: int) -> tuple[np
     similarities the lower index comes first.
     """
     if index.features.ndim != 2:
-        raise UserError("this index holds patches: search it by a patch, or make one of whole images.")
+        raise UserError("this index contains patches: search it by a patch, or make one of whole images.")
     return _search(index.features, queries, k)
 
 
@@ -244,7 +244,7 @@ def nearest_patches(index: FeatureIndex, query: np.ndarray, k: int, *, skip: int
     The image `skip` is left out: that of the query, whose neighbouring patches would come first.
     """
     if index.features.ndim != 4:
-        raise UserError("this index holds whole images: make one of patches to search by a patch.")
+        raise UserError("this index contains whole images: make one of patches to search by a patch.")
     _, height, width, depth = index.features.shape
     extra = 0 if skip is None else height * width  # at most this many patches are left out
     scores, flat_indices = _search(index.features.reshape(-1, depth), query[None], k + extra)

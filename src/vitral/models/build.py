@@ -29,7 +29,7 @@ def build(architecture: Architecture) -> Model:
     the user's code can build."""
     if isinstance(architecture, ModuleConfig):
         raise UserError(
-            f'vitral cannot build "{architecture.name}", a module of your own: build it in your code and pass it in.'
+            f'vitral cannot build "{architecture.name}", your own module: build it in your code and pass it in.'
         )
     return ResNet(architecture) if isinstance(architecture, ResNetConfig) else ViT(architecture)
 
@@ -125,7 +125,7 @@ def check_device(name: str) -> None:
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda", "mps"):
-        raise UserError(f'"{name}" is not a device: use cpu, cuda, cuda:1 or mps, or leave it out.')
+        raise UserError(f'"{name}" is not a device: use cpu, cuda, cuda:1 or mps, or omit it.')
     counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if (device.index or 0) >= counts[device.type]:
-        raise UserError(f'this machine has no device "{name}": leave it out to use the best available device.')
+        raise UserError(f'this machine has no device "{name}": omit it to use the best available device.')

@@ -71,7 +71,7 @@ class Service:
                 return task.result()
             if gone.done():
                 raise ClientDisconnect
-            raise RequestError(503, "the answer was not ready in time: retry later.", retry_after=1)
+            raise RequestError(503, "the response was not ready in time: retry later.", retry_after=1)
         finally:
             task.cancel()
             gone.cancel()
@@ -119,7 +119,7 @@ async def predict(service: Service, request: Request) -> Response:
     served, attention = service.model(query.text("model")), query.flag("attention")
     top = min(query.number("top", 5, 1_000_000), len(served.runtime.classes))
     if attention and not served.runtime.attention:
-        raise RequestError(400, f"{served.name} has no attention between all patches: leave out attention.")
+        raise RequestError(400, f"{served.name} has no attention between all patches: omit attention.")
     async with service.bodies.body(request) as body:
         images = images_in(body, request.headers.get("content-type", ""))
         request.state.images, request.state.model = len(images), served.name

@@ -130,7 +130,7 @@ def _step(text: str) -> tuple[str, tuple[float, ...]]:
     split = split_step(text)
     if not split or split[0] not in _KINDS:
         steps = ", ".join(_usage(name) for name in _KINDS)
-        raise UserError(f'"{text}" is no step that the device augments with: the steps are {steps}.')
+        raise UserError(f'"{text}" is not an augmentation on the device: the steps are {steps}.')
     name, words = split
     known = _KINDS[name].numbers
     read = [(number, as_number(word)) for number, word in zip(known, words, strict=False)]

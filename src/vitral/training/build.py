@@ -42,7 +42,7 @@ def check_recipe(recipe: Recipe, data: DataSet, card: Card | None, own: OwnParts
     train, own = data.train, own or OwnParts()
     if recipe.trainable != "full" and card is None:
         raise UserError(
-            f"trainable={recipe.trainable} needs trained weights to start from: add --init, or leave out trainable."
+            f"trainable={recipe.trainable} needs trained weights to start from: add --init, or omit trainable."
         )
     architecture = card.architecture if card else recipes.architecture_of(recipe, len(train.classes))
     if recipe.batch > len(train):
@@ -90,19 +90,19 @@ def flip_warning(recipe: Recipe, data: DataSet) -> tuple[str, ...]:
 
 def _check_own_parts(recipe: Recipe, own: OwnParts, card: Card) -> None:
     if own.loss is not None and recipe.objective == "masked":
-        raise UserError("masked patch prediction has its own loss: leave out loss=, or set objective=classes.")
+        raise UserError("masked patch prediction has its own loss: omit loss=, or set objective=classes.")
     if own.loss is not None and recipe.balance in ("weights", "logit-adjust"):
-        raise UserError(f"balance={recipe.balance} changes vitral's own loss: leave out balance, or loss=.")
+        raise UserError(f"balance={recipe.balance} changes vitral's own loss: omit balance, or loss=.")
     if own.model is not None and recipe.init:
-        raise UserError("the model comes with model=, so init= has nothing to load: leave one of them out.")
+        raise UserError("the model comes with model=, so init= has nothing to load: omit one of them.")
     transforms = [one for one in (own.train_transform, own.eval_transform) if one is not None]
     if transforms and (recipe.objective == "masked" or recipe.trainable == "head"):
-        raise UserError("masked patch prediction and trainable=head prepare images themselves: leave out transform=.")
+        raise UserError("masked patch prediction and trainable=head prepare images themselves: omit transform=.")
     dtypes = [own_transform(one, card).dtype for one in transforms]
     normalised = [dtype != np.uint8 for dtype in dtypes] + [False] * (len(dtypes) == 1)
     if len(set(normalised)) > 1:
         raise UserError(
-            "training and evaluation must normalise images alike: let both transforms return float tensors, or neither."
+            "normalise images in the same way for training and evaluation: return floats from both transforms or none."
         )
 
 
@@ -195,7 +195,7 @@ def record_run(folder: RunFolder, recipe: Recipe, data: DataSet, own: OwnParts, 
     reported = data.reported_split(recipe.patience > 0)
     contents = RunContents.of(data, reported.name if reported is not None else "", on_event)
     if contents.reason:
-        on_event(Note(f"{contents.reason}: replaced images are not noticed when the run is resumed"))
+        on_event(Note(f"{contents.reason}: replaced images are not detected when the run is resumed"))
     facts = {
         "source": data.source,
         **_fingerprints(data, recipe),
@@ -221,7 +221,7 @@ def check_same_run(folder: RunFolder, recipe: Recipe, data: DataSet, own: OwnPar
         if parts.get(name) != own_parts.get(name)
     ]
     if changed:
-        raise UserError(f"{folder.path} holds another run ({changed[0]}): choose another folder, or remove it.")
+        raise UserError(f"{folder.path} contains another run ({changed[0]}): choose another folder, or remove it.")
     _check_contents(folder, data, recipe)
 
 

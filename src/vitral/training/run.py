@@ -94,7 +94,7 @@ def run(
     world = init_distributed(device)
     reset_peak(world.device)
     on_event = on_event if world.first else ignore_events
-    stopping_note = Note("stopping after this step; press Ctrl-C again to stop at once")
+    stopping_note = Note("stopping after this step; press Ctrl-C again to stop immediately")
     with stop_requests(lambda: on_event(stopping_note)) as stopping, ExitStack() as on_exit:
         # Set-up
         folder = RunFolder(on_rank0(lambda: path, world))  # a name free for one process may be taken for the next
@@ -193,7 +193,7 @@ def _claim(folder: RunFolder, recipe: Recipe, data: DataSet, own: OwnParts, on_e
     if folder.begun:
         check_same_run(folder, recipe, data, own)
     elif folder.model.exists():
-        raise UserError(f"{folder.path} holds weights that are not of this run: choose another folder.")
+        raise UserError(f"{folder.path} contains weights of another run: choose another folder.")
     else:
         folder.best.unlink(missing_ok=True)  # of a run that ended before it saved a state
         record_run(folder, recipe, data, own, on_event)

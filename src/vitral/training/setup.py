@@ -115,7 +115,7 @@ def read_data(
     if data.eval_split is None:
         raise UserError("there are no held-out images to evaluate on: set data.held_out above 0.")
     if selects and data.val is None:
-        raise UserError("patience needs images to select weights by that are not test: set data.dev, such as 0.1.")
+        raise UserError("patience needs images other than test to select weights on: set data.dev, such as 0.1.")
 
     def decoded(split: Split) -> tuple[Split, list[UnreadableImage]]:
         results: list[tuple[Split, list[UnreadableImage]]] = []
@@ -140,7 +140,7 @@ def read_data(
         listed = "; ".join(f"{image.path}: {image.reason}" for image in unreadable[:3])
         where = "`vitral check` lists them" if refusal else "listed in result.json"
         listed += f"; and {len(unreadable) - 3} more, {where}" if unreadable[3:] else ""
-        on_event(Note(f"left out {len(unreadable)} unreadable image{'s' * (len(unreadable) > 1)} ({listed})"))
+        on_event(Note(f"skipped {len(unreadable)} unreadable image{'s' * (len(unreadable) > 1)} ({listed})"))
     if refusal:
         raise UserError(refusal)
     readable = replace(data, test=eval_split) if data.val is None else replace(data, val=eval_split)
@@ -195,7 +195,7 @@ def build_training(model: nn.Module, setup: RunSetup, world: World, on_event: Ev
     if warmup < schedule.warmup and schedule.warmup >= 1:
         on_event(Note(f"warmup of {schedule.warmup:g} steps is scaled to {warmup:g}: the run has only {steps:,}"))
     if setup.config.batch < recipe.batch:
-        on_event(Note(f"only {setup.config.batch} training images are left: the batch is as large, not {recipe.batch}"))
+        on_event(Note(f"only {setup.config.batch} training images are left: this is the batch, not {recipe.batch}"))
     model.to(world.device)
     freeze(model, recipe.trainable)
     model.to(world.device)  # adapters that were added
@@ -215,7 +215,7 @@ def build_training(model: nn.Module, setup: RunSetup, world: World, on_event: Ev
     if isinstance(learner, MaeModel) and recipe.init and not read_decoder(recipe.init, learner.autoencoder):
         on_event(Note(f"{recipe.init} has no decoder of a masked autoencoder: a new one is trained"))
     if isinstance(learner, MaeModel) and (reason := unsupported_reason(learner.autoencoder)):
-        on_event(Note(f"the decoder will not be kept, as format hf-mae cannot hold it: {reason}"))
+        on_event(Note(f"the decoder will not be saved, since format hf-mae cannot represent it: {reason}"))
     objective.to(world.device)
     separate = recipe.ema_decay or (world.size > 1 and recipe.parallel == "fsdp")
     plain = copy.deepcopy(learner) if separate else learner  # before it is wrapped: shards cannot be copied

@@ -145,7 +145,7 @@ def _pool(header: CheckpointHeader, width: int) -> Pool:
     if weight is None or header.shape(weight, 2)[1] == width:
         return "token"
     raise UserError(
-        "its head reads two tokens, the mean of the patches or a register beside the class token, and the file does "
+        "its head reads two tokens, the mean of the patches or a register besides the class token, and the file does "
         "not say which: write it with vitral.save."
     )
 
@@ -154,7 +154,9 @@ def _resnet(header: CheckpointHeader) -> ResNetConfig:
     wide, channels, _, _ = header.shape("root.weight", 4)
     blocks = _stages(header, "stages")
     if len(blocks) != 4:
-        raise UserError(f"the file has {len(blocks)} stages where a ResNet has 4: it is incomplete or of another kind.")
+        raise UserError(
+            f"the file has {len(blocks)} stages where a ResNet has 4: it is incomplete or not of this format."
+        )
     axes = [f"stages.0.0.conv2.{axis}.offsets" for axis in ("height", "width")]
     axial = header.has(axes[0])
     # The tables of the first unit cover the offsets of its grid, a quarter of the image.

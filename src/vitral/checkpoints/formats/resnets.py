@@ -65,7 +65,7 @@ def _npz_architecture(header: CheckpointHeader) -> ResNetConfig:
         for stage in range(1, 5)
     ]
     if 0 in units or wide % 64:
-        raise UserError("the file is not a BiT ResNet of four stages: it is incomplete or of another kind.")
+        raise UserError("the file is not a BiT ResNet of four stages: it is incomplete or not of this format.")
     blocks = (units[0], units[1], units[2], units[3])
     classes = header.size(f"{_HEAD}/kernel", 4, 3)
     return ResNetConfig(blocks=blocks, width=wide // 64, channels=channels, classes=classes)

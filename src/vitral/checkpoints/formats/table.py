@@ -102,7 +102,7 @@ class CheckpointHeader:
         """The shape of a tensor that must exist and have `rank` axes."""
         shape = self.shapes.get(key)
         if shape is None:
-            raise UserError(f"the file has no tensor {key}: it is incomplete or of another kind.")
+            raise UserError(f"the file has no tensor {key}: it is incomplete or not of this format.")
         if len(shape) != rank:
             raise UserError(f"tensor {key} has the shape {list(shape)}, which does not have {rank} axes.")
         return shape
@@ -118,7 +118,7 @@ class CheckpointHeader:
             missing = min(set(range(max(numbers) + 1)) - numbers)
             raise UserError(f"the file's layers are not complete: layer {missing} is missing.")
         if not numbers:
-            raise UserError("the file has no transformer layers: it is incomplete or of another kind.")
+            raise UserError("the file has no transformer layers: it is incomplete or not of this format.")
         return len(numbers)
 
 
@@ -201,8 +201,8 @@ def heads_of(header: CheckpointHeader, depth: int, width: int) -> int:
     if standard is None:
         usual = f", such as heads={width // 64} for 64 channels each" if width % 64 == 0 else ""
         raise UserError(
-            f"the file does not state its number of heads, and {depth} layers of width {width} are no standard size: "
-            f"pass heads={usual}."
+            f"the file does not state its number of heads, and {depth} layers of width {width} are not a standard "
+            f"size: pass heads={usual}."
         )
     size = f"{depth} layers and width {width}"
     header.assume(f"assumed: {standard.heads} heads, as every standard ViT of {size}; pass heads= if not")
@@ -237,7 +237,7 @@ def is_square(rows: int) -> bool:
 def _checked(entry: Entry, theirs: Mapping[str, Tensor], rows: int) -> Tensor:
     """Their tensor, of which all entries together take this many rows, or all of it (0)."""
     if entry.theirs not in theirs:
-        raise UserError(f"the file has no tensor {entry.theirs}: it is incomplete or of another kind.")
+        raise UserError(f"the file has no tensor {entry.theirs}: it is incomplete or not of this format.")
     tensor = theirs[entry.theirs]
     shape, expected = list(tensor.shape), list(entry.shape)
     if rows and len(shape) > 1 and len(expected) > 1:

@@ -67,10 +67,12 @@ def _without_token(header: CheckpointHeader, names: _DeitNames) -> CheckpointHea
 def _deit_architecture(header: CheckpointHeader, names: _DeitNames) -> ViTConfig:
     two = header.has(f"{names.heads[1]}.weight")
     if names is _TIMM and not two:
-        raise UserError("the file has a distillation token without its head (head_dist): its features are no logits.")
+        raise UserError("the file has a distillation token without its head (head_dist): its features are not logits.")
     plain = names.plain.architecture(_without_token(header, names))
     if plain.registers or not plain.class_row:
-        raise UserError("the file has a distillation token beside registers or without position rows: not supported.")
+        raise UserError(
+            "the file has a distillation token together with registers or without position rows: not supported."
+        )
     return replace(plain, registers=1, pool="token+register" if two else plain.pool)
 
 
@@ -106,7 +108,7 @@ def _deit_unpack(tensors: Tensors, c: ViTConfig, names: _DeitNames) -> Tensors:
 
 def _taken(tensors: Tensors, key: str) -> Tensor:
     if key not in tensors:
-        raise UserError(f"the file has no tensor {key}: it is incomplete or of another kind.")
+        raise UserError(f"the file has no tensor {key}: it is incomplete or not of this format.")
     return tensors.pop(key).float()
 
 
@@ -277,7 +279,7 @@ def _plain_vit_header(header: CheckpointHeader) -> CheckpointHeader:
     width, inputs = header.shape(_PROJECTION, 2)
     patch = math.isqrt(inputs // channels)
     if channels * patch * patch != inputs:
-        raise UserError(f"the file's patches have {inputs} values, which are no square of {channels} channels.")
+        raise UserError(f"the file's patches have {inputs} values, which are not a square of {channels} channels.")
     grid = _naflex_grid(header)
     shapes: dict[str, Shape] = {key: shape for key, shape in header.shapes.items() if key not in (_ROWS, _COLUMNS)}
     shapes |= {_PROJECTION: (width, channels, patch, patch), _POSITIONS: (1, grid[0] * grid[1], width)}

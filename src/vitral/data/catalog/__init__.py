@@ -75,8 +75,8 @@ def _by_table(root: Path, folders: Sequence[Path]) -> RawSplit:
     table = next((folder / name for folder in folders for name in TABLES if (folder / name).is_file()), None)
     if table is None:
         raise UserError(
-            f"{root / 'val'} has no class folders: put {' or '.join(TABLES)} beside it (the kit's own ground truth "
-            "numbers the classes otherwise)."
+            f"{root / 'val'} has no class folders: put {' or '.join(TABLES)} next to it (the development kit's "
+            "ground truth numbers the classes differently)."
         )
     listed = _read_table(table)
     names = find_images(root, "val/").names
@@ -97,7 +97,9 @@ def _read_table(table: Path) -> dict[str, str]:
 def _ids_of(table: Path, labels: Sequence[str], ids: Sequence[str]) -> list[str]:
     """The ids of class numbers. These count all classes, so an incomplete list of ids would give wrong labels."""
     if len(ids) != CLASSES:
-        raise UserError(f"{table} numbers {CLASSES:,} classes: have all of them in train/, or {SYNSETS} beside it.")
+        raise UserError(
+            f"{table} numbers {CLASSES:,} classes: train/ must have all of them, or put {SYNSETS} next to it."
+        )
     invalid = next((label for label in labels if not label.isdecimal() or int(label) >= CLASSES), None)
     if invalid is not None:
         raise UserError(f'{table} has the class "{invalid}": it should be a WordNet id or a number below {CLASSES:,}.')

@@ -83,7 +83,7 @@ def _records(split: str, files: Sequence[Path], classes: tuple[str, ...], head: 
     data = [_bytes(file) for file in files]
     for file, content in zip(files, data, strict=True):
         if not content or len(content) % length:
-            raise UserError(f"{file} is cut off or no CIFAR: its {len(content)} bytes are no records of {length}.")
+            raise UserError(f"{file} is truncated or not CIFAR: its {len(content)} bytes are not records of {length}.")
     records = np.frombuffer(b"".join(data), np.uint8).reshape(-1, length)
     images = records[:, head:].reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1)
     return _part(split, np.ascontiguousarray(images), records[:, head - 1].tolist(), classes, files)
@@ -98,7 +98,7 @@ def _image_strips(split: str, files: Sequence[Path], listing: Path) -> RawSplit:
         except ImageError as error:
             raise UserError(f"{file} cannot be used ({error}): unpack the package again.") from error
         if pixels.shape[1] != SIDE * SIDE:
-            raise UserError(f"{file} is {pixels.shape[1]} pixels wide, not {SIDE * SIDE}: it is no CIFAR.")
+            raise UserError(f"{file} is {pixels.shape[1]} pixels wide, not {SIDE * SIDE}: it is not CIFAR.")
         images.append(pixels.reshape(-1, SIDE, SIDE, 3))
     try:
         labels = json.loads(_bytes(listing))
@@ -162,7 +162,7 @@ def _numbers(file: Path, variable: str) -> np.ndarray:
     try:
         numbers = loadmat(file, variable_names=[variable]).get(variable)
     except Exception as error:  # scipy raises nearly anything on damaged bytes
-        raise UserError(f"{file} is damaged, or no MATLAB file up to version 7: download it again.") from error
+        raise UserError(f"{file} is damaged, or not a MATLAB file up to version 7: download it again.") from error
     if numbers is None or not np.issubdtype(numbers.dtype, np.number) or not numbers.size or numbers.min() < 1:
         raise UserError(f'{file} has no numbers called "{variable}": download it again.')
     return numbers.astype(np.int64).ravel()

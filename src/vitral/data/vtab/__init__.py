@@ -327,13 +327,15 @@ def _compared(line: str) -> str:
 def _compare(file: Path, before: list[str], lines: list[str]) -> None:
     listed = [line for line in before if line and not line.startswith("#")]
     if any(line.count("\t") < 3 for line in listed):
-        raise UserError(f"{file} is damaged: remove it to list the images anew.")
+        raise UserError(f"{file} is damaged: remove it to recreate the list.")
     for old, new in zip(listed, lines, strict=False):
         if _compared(old) != _compared(new):
             where = " ".join(new.split()[:2])
             raise UserError(
                 f"{file} lists another image at {where} ({old!r} is now {new!r}): restore that one, "
-                "or remove the list to have it made anew."
+                "or remove the list to recreate it."
             )
     if len(listed) != len(lines):
-        raise UserError(f"{file} lists {len(listed)} images and there are {len(lines)}: remove it to list them anew.")
+        raise UserError(
+            f"{file} lists {len(listed)} images and there are {len(lines)}: remove it to recreate the list."
+        )

@@ -128,7 +128,7 @@ def find_task(name: str) -> TaskSpec:
     if name not in TASKS:
         close = difflib.get_close_matches(name, TASKS, 1)
         hint = f"did you mean {close[0]}?" if close else f"name one of {', '.join(TASKS)}."
-        raise UserError(f"{name} is no task of VTAB: {hint}")
+        raise UserError(f"{name} is not a task of VTAB: {hint}")
     return TASKS[name]
 
 
@@ -149,7 +149,7 @@ def _parsed(expression: str) -> tuple[str, list[tuple[str, str]]]:
     whole = _EXPRESSION.fullmatch(expression)
     slices = re.findall(r"\[[^\[\]]*\]", whole[2]) if whole else []
     if whole is None or not all(_SLICE.fullmatch(text) for text in slices):
-        raise ValueError(f"{expression} is no split expression such as train[60%:80%][:200]")
+        raise ValueError(f"{expression} is not a split expression such as train[60%:80%][:200]")
     return whole[1], [(first, last) for first, last in _SLICE.findall(whole[2])]
 
 
