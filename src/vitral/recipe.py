@@ -207,7 +207,7 @@ def _check_key(key: str) -> None:
     raise UserError(f'unknown key "{key}" in the recipe: {hint}')
 
 
-def override_words(overrides: Overrides | Sweep) -> tuple[str, ...]:
+def override_list(overrides: Overrides | Sweep) -> tuple[str, ...]:
     """Overrides as "key=value" texts; a sequence of values of a mapping is joined by commas."""
     if isinstance(overrides, str):
         raise UserError(f'set and sweep take a list: write ["{overrides}"].')
@@ -216,15 +216,15 @@ def override_words(overrides: Overrides | Sweep) -> tuple[str, ...]:
     return tuple(overrides)
 
 
-def keys_of(words: Iterable[str]) -> dict[str, str]:
+def keys_of(overrides: Iterable[str]) -> dict[str, str]:
     """The values of "key=value" texts by key."""
-    return {key.strip(): value.strip() for key, _, value in (word.partition("=") for word in words)}
+    return {key.strip(): value.strip() for key, _, value in (word.partition("=") for word in overrides)}
 
 
-def check_given_once(parameters: Mapping[str, Any], words: Sequence[str]) -> None:
+def check_given_once(parameters: Mapping[str, Any], overrides: Sequence[str]) -> None:
     """Refuse a recipe key that is given both in `set` and as a parameter of its own, which is None or "" if it is
     not given."""
-    for key in keys_of(words):
+    for key in keys_of(overrides):
         if parameters.get(key) not in (None, ""):
             raise UserError(f"{key} is given twice, as an option and as --set {key}=...: omit one of them.")
 

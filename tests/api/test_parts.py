@@ -145,7 +145,7 @@ def test_every_option_of_a_verb_is_in_the_command_of_its_parts(tmp_path):
         "parts": 4, "part": (), "engine": "slurm", "slurm": ("time=5",), "parallel": 2, "on_event": None,
     }  # fmt: skip
     made = parts_module.parts_of(vitral.predict, asked)
-    assert made.words(["2/4"]) == [
+    assert made.arguments(["2/4"]) == [
         "predict", "model", "a", "b", "--output", str(tmp_path / "a.csv"), "--top", "3", "--classes", "names.txt",
         "--ensemble", "second", "third", "--tta", "flip", "--preprocess", "decode", "--precision", "fp8",
         "--batch", "7", "--device", "cpu",

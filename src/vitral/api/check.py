@@ -112,11 +112,11 @@ def _suspects(
     opened: DataSet, judge: Judge, on_event: EventHandler
 ) -> tuple[list[SuspectLabel], list[tuple[Split, int]], int]:
     """The suspicious labels of all splits together, their splits and indices there, and how many images were judged."""
-    model, how, device = judge
+    model, preprocessing, device = judge
     workers = reading_workers(device)
     x, labels, places = [], [], []
     for split in (split for split in opened.splits if len(split)):
-        part = cached_features(model, split, how, device=device, workers=workers, on_event=on_event)
+        part = cached_features(model, split, preprocessing, device=device, workers=workers, on_event=on_event)
         x.append(part.x[part.valid])
         labels += part.labels[part.valid].tolist()
         places += [(split, int(index)) for index in np.flatnonzero(part.valid)]
@@ -190,7 +190,7 @@ def dedupe(
     opened = open_data(train, held_out=0.0)
     others = [_tested(name) for name in against]
     model, card = load_source(weights, on_event) if weights else (None, None)
-    how = prepared(card, preprocess, on_event) if card is not None else None
+    preprocessing = prepared(card, preprocess, on_event) if card is not None else None
     with displayed(on_event) as handler:
 
         def compute(images: Split) -> Arrays:
@@ -198,7 +198,7 @@ def dedupe(
                 images,
                 others,
                 model=model,
-                preprocess=how,
+                preprocess=preprocessing,
                 device=resolved,
                 workers=default_workers("cuda"),
                 on_event=handler,

@@ -86,8 +86,8 @@ class Work:
         """Note that the process of an item ended without a result; `log` is the file of what it printed."""
         raise NotImplementedError
 
-    def words(self, items: Sequence[str]) -> list[str]:
-        """The words after `vitral` of a command that carries out some items in one process."""
+    def arguments(self, items: Sequence[str]) -> list[str]:
+        """The command-line arguments of `vitral` that execute these items in one process."""
         raise NotImplementedError
 
 
@@ -115,7 +115,7 @@ def run_local(work: Work, items: Sequence[str], on_event: EventHandler) -> None:
 
 def _run_processes(work: Work, items: Sequence[str], count: int, gpus: int, on_event: EventHandler) -> None:
     """Start processes that each take the next item that no other has claimed."""
-    words = [sys.executable, "-m", "vitral", *work.words(items), "--parallel", "1"]
+    command = [sys.executable, "-m", "vitral", *work.arguments(items), "--parallel", "1"]
     on_event(Note(f"{count} processes for {len(items)} {work.unit}"))
     processes = []
     try:
@@ -126,7 +126,7 @@ def _run_processes(work: Work, items: Sequence[str], count: int, gpus: int, on_e
                 visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpus > 1 else []
                 devices = visible if len(visible) == gpus else [str(gpu) for gpu in range(gpus)]
                 environment["CUDA_VISIBLE_DEVICES"] = devices[number % gpus]
-            processes.append(subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL))
+            processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
         codes = [process.wait() for process in processes]
     finally:
         for process in processes:
@@ -197,7 +197,7 @@ def _submit(work: Work, items: Sequence[str], folder: Path) -> dict[str, str]:
         raise UserError("the engine slurm needs submitit: pip install 'vitral[slurm]'.") from error
     token = uuid.uuid4().hex[:12]
     write_text(folder / f"{token}.json", json.dumps(list(items)))
-    command = shlex.join([sys.executable, "-m", "vitral", *work.words([_ITEM])]).replace(_ITEM, '"$item"')
+    command = shlex.join([sys.executable, "-m", "vitral", *work.arguments([_ITEM])]).replace(_ITEM, '"$item"')
     log = shlex.quote(str(folder.absolute())) + "/${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}_0_log.out"
     setup = [
         f"items=({shlex.join(items)})",
@@ -231,9 +231,9 @@ def _submit(work: Work, items: Sequence[str], folder: Path) -> dict[str, str]:
 
 def _queued(folder: Path) -> dict[str, str]:
     """The jobs of a folder's items that wait or run, by item; raises UserError where Slurm does not respond."""
-    words = ["squeue", "--me", "--noheader", "--array", "--format=%i|%j"]
+    command = ["squeue", "--me", "--noheader", "--array", "--format=%i|%j"]
     try:
-        answer = subprocess.run(words, capture_output=True, text=True, timeout=120)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=120)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError("Slurm does not respond (squeue): run this on a machine that submits jobs.") from error
     if answer.returncode:
@@ -274,8 +274,8 @@ def _wait(work: Work, jobs: Mapping[str, str], folder: Path, on_event: EventHand
 
 def _reason(job: str) -> str:
     """Why a job has ended, as far as Slurm still knows."""
-    words = ["scontrol", "show", "job", "--oneliner", job]
-    text = subprocess.run(words, capture_output=True, text=True, timeout=120).stdout
+    command = ["scontrol", "show", "job", "--oneliner", job]
+    text = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
     facts = dict(word.split("=", 1) for word in text.split() if "=" in word)
     state = facts.get("JobState", "")
     return f"job {job} ended as {state}, exit code {facts.get('ExitCode', '?')}" if state else f"job {job} has ended"

@@ -154,8 +154,8 @@ def evaluate(
             labels = np.zeros((len(truth), len(names)), np.uint8)
             labels[:, mapping] = truth
             return multilabel_metrics(probabilities(logits, sigmoid=True), labels, names).as_dict()
-        how = {"sigmoid": card.multilabel, "temperature": temperature}
-        return classification_metrics(logits, mapping[truth], names, **how).as_dict()
+        options = {"sigmoid": card.multilabel, "temperature": temperature}
+        return classification_metrics(logits, mapping[truth], names, **options).as_dict()
 
     added = predictions.valid & is_new[predictions.indices]
     if (added == predictions.valid).all():  # nothing to keep them apart from: what was held out cannot be read
@@ -191,8 +191,8 @@ def evaluate(
     shown_parts: dict[str, Any] = {}
     if not scored.multilabel:
         labels, shown = mapping[scored.labels[indices]], replace(models.card, temperature=models.temperature)
-        how = prepared(card, preprocess, ignore_events)
-        shown_parts["mistakes"] = most_confident_mistakes(scored, indices, logits, labels, names, shown, how)
+        preprocessing = prepared(card, preprocess, ignore_events)
+        shown_parts["mistakes"] = most_confident_mistakes(scored, indices, logits, labels, names, shown, preprocessing)
         shown_parts["reliability"] = reliabilities(logits, labels, shown)
     return _with_page(result, page, models, divided, **shown_parts)
 

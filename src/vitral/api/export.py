@@ -76,15 +76,19 @@ def _write_int8(job: ExportJob, path: Path) -> Path:
     def agreement(file: Path) -> float:
         return job.gate.agreement(open_exported(file))
 
-    found = search(path, job.calibration.pixels, agreement, limit, job.on_event)
-    if found.agreement < limit:
+    quantised = search(path, job.calibration.pixels, agreement, limit, job.on_event)
+    if quantised.agreement < limit:
         raise ExportRefused(
-            f"in int8 the top class is the model's on {found.agreement:.1%} of images at best, with "
-            f"{len(found.in_float)} layers in float32: lower --agreement; nothing was written."
+            f"in int8 the top class is the model's on {quantised.agreement:.1%} of images at best, with "
+            f"{len(quantised.in_float)} layers in float32: lower --agreement; nothing was written."
         )
-    names = f" ({', '.join(found.in_float[:4])}{', ...' if len(found.in_float) > 4 else ''})" if found.in_float else ""
-    job.on_event(Note(f"int8: {len(found.int8)} linear layers; float32: {len(found.in_float)}{names}"))
-    layers = {"calibration images": len(job.calibration.pixels), "int8": found.int8, "float32": found.in_float}
+    names = (
+        f" ({', '.join(quantised.in_float[:4])}{', ...' if len(quantised.in_float) > 4 else ''})"
+        if quantised.in_float
+        else ""
+    )
+    job.on_event(Note(f"int8: {len(quantised.int8)} linear layers; float32: {len(quantised.in_float)}{names}"))
+    layers = {"calibration images": len(job.calibration.pixels), "int8": quantised.int8, "float32": quantised.in_float}
     add_metadata(path, {INT8: json.dumps(layers)})
     return path
 
@@ -105,9 +109,11 @@ def _write_web_int8(job: ExportJob, folder: Path) -> Path:
             "web-int8 chooses its numbers of bits on images: pass some like those it will get with --images."
         )
     path = _write_onnx(job, folder / "model.onnx")
-    found = search_stored(path, lambda file: job.gate.holds(open_exported(file)))
-    job.on_event(Note(f"weights of {len(found.int8)} linear layers are in int8, of {len(found.int16)} in int16"))
-    add_metadata(path, {INT8: json.dumps(found._asdict())})
+    quantised = search_stored(path, lambda file: job.gate.holds(open_exported(file)))
+    job.on_event(
+        Note(f"weights of {len(quantised.int8)} linear layers are in int8, of {len(quantised.int16)} in int16")
+    )
+    add_metadata(path, {INT8: json.dumps(quantised._asdict())})
     return path
 
 

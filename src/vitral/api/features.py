@@ -114,11 +114,13 @@ def fewshot(
     if opened.train.multilabel:
         raise UserError("few-shot classification needs one label per image.")
     model, card = load_source(source, on_event)
-    how, resolved = prepared(card, preprocess, on_event), compute_device(source, device)
+    preprocessing, resolved = prepared(card, preprocess, on_event), compute_device(source, device)
 
     def features(split: Split, handler: EventHandler) -> SplitFeatures:
         workers = reading_workers(resolved)
-        return cached_features(model, split, how, batch=batch, device=resolved, workers=workers, on_event=handler)
+        return cached_features(
+            model, split, preprocessing, batch=batch, device=resolved, workers=workers, on_event=handler
+        )
 
     with displayed(on_event) as handler:
         train, test = features(opened.train, handler), features(held_out, handler)
@@ -219,18 +221,18 @@ def search(
         check_writable(kept)
     model, card = load_source(source, on_event)
     model.to(compute_device(source, device))
-    how = prepared(card, preprocess, on_event)
+    preprocessing = prepared(card, preprocess, on_event)
     asked = open_any_images(query)
     if len(asked) != 1:
         raise UserError(f"{query} contains {len(asked):,} images: name the one to compare with.")
-    _, pixels = readable_pixels(asked, how.pipeline, card.architecture.channels)
-    image = normalize(pixels, how.mean, how.std).to(next(model.parameters()).device)
+    _, pixels = readable_pixels(asked, preprocessing.pipeline, card.architecture.channels)
+    image = normalize(pixels, preprocessing.mean, preprocessing.std).to(next(model.parameters()).device)
     rows, columns = model.config.grid((image.shape[2], image.shape[3]))
     if patch is not None and not (0 <= patch[0] < rows and 0 <= patch[1] < columns):
         raise UserError(f"the image has {rows} rows and {columns} columns of patches: choose one of these.")
     split = open_images([folder])
     with displayed(on_event) as handler:
-        indexed = _index(model, split, how, patch is not None, kept, handler)
+        indexed = _index(model, split, preprocessing, patch is not None, kept, handler)
     positions = {Path(path).resolve(): position for position, path in enumerate(indexed.paths)}
     own = positions.get(Path(query).expanduser().resolve()) if isinstance(query, str | Path) else None
     if patch is not None:
@@ -248,10 +250,10 @@ def search(
 
 
 def _index(
-    model: Model, split: Split, how: Preprocess, patches: bool, path: Path | None, on_event: EventHandler
+    model: Model, split: Split, preprocessing: Preprocess, patches: bool, path: Path | None, on_event: EventHandler
 ) -> representations.FeatureIndex:
     """The index from its file, or computed and written there."""
-    origin = _origin(model, split, how) if path is not None else ""
+    origin = _origin(model, split, preprocessing) if path is not None else ""
     if path is not None and path.exists():
         indexed = representations.load_index(path)
         if indexed.origin != origin:
@@ -261,10 +263,10 @@ def _index(
             )
         return indexed
     if patches:
-        indexed = representations.index_patches(model, _readable(model, split, how, on_event), len(split))
+        indexed = representations.index_patches(model, _readable(model, split, preprocessing, on_event), len(split))
     else:
         device = next(model.parameters()).device
-        embeddings = embed_split(model, split, how, batch=BATCH, device=device, on_event=on_event)
+        embeddings = embed_split(model, split, preprocessing, batch=BATCH, device=device, on_event=on_event)
         paths = [split.keys[i] for i in embeddings.indices[embeddings.valid]]
         indexed = representations.index_images(paths, embeddings.features[embeddings.valid])
     if not indexed.paths:
@@ -275,7 +277,7 @@ def _index(
 
 
 def _readable(
-    model: Model, split: Split, how: Preprocess, on_event: EventHandler
+    model: Model, split: Split, preprocessing: Preprocess, on_event: EventHandler
 ) -> Iterator[tuple[Sequence[str], Tensor]]:
     """Paths (batch,) and normalised images (batch, channels, height, width) of those that can be read.
 
@@ -283,14 +285,15 @@ def _readable(
     """
     device, done = next(model.parameters()).device, 0
     for batch in evaluation_batches(
-        split, parse_deterministic(how.pipeline), batch=BATCH, channels=model.config.channels
+        split, parse_deterministic(preprocessing.pipeline), batch=BATCH, channels=model.config.channels
     ):
         kept = [split.keys[i] for i in batch.indices[batch.valid].tolist()]
-        yield kept, normalize(batch.images[batch.valid].to(device), how.mean, how.std)
+        yield kept, normalize(batch.images[batch.valid].to(device), preprocessing.mean, preprocessing.std)
         done += int((batch.indices != PADDING).sum())
         on_event(Progress("embedding", done, len(split)))
 
 
-def _origin(model: Model, split: Split, how: Preprocess) -> str:
+def _origin(model: Model, split: Split, preprocessing: Preprocess) -> str:
     """What features depend on: the weights, the preprocessing and the images."""
-    return f"weights {weights_digest(model)}, pixels {how.pipeline} {how.mean} {how.std}, images {split.stamp()}"
+    pixels = f"{preprocessing.pipeline} {preprocessing.mean} {preprocessing.std}"
+    return f"weights {weights_digest(model)}, pixels {pixels}, images {split.stamp()}"

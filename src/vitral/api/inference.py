@@ -96,14 +96,14 @@ class Ensemble:
         for number, member in enumerate(self.members, 1):
             text = preprocess if len(self.members) == 1 or member.card.preprocess is None else ""
             count = f" ({number} of {len(self.members)})" if len(self.members) > 1 else ""
-            how = prepared(member.card, text, on_event)
+            preprocessing = prepared(member.card, text, on_event)
             if isinstance(member.model, PixelLogits):
-                check_normalization(how, member.card)
-            results.append(self._predict(member, split, how, batch, f"{task}{count}", on_event))
+                check_normalization(preprocessing, member.card)
+            results.append(self._predict(member, split, preprocessing, batch, f"{task}{count}", on_event))
         return mean_predictions(results, sigmoid=self.card.multilabel) if len(results) > 1 else results[0]
 
     def _predict(
-        self, member: Member, split: Split, how: Preprocess, batch: int, task: str, on_event: EventHandler
+        self, member: Member, split: Split, preprocessing: Preprocess, batch: int, task: str, on_event: EventHandler
     ) -> Predictions:
         """The logits of one model; divided by its temperature if they are averaged."""
         temperature = member.card.temperature if self.averages else 1.0
@@ -117,10 +117,12 @@ class Ensemble:
             "on_event": on_event,
         }
         if self.tta is None:
-            indices, logits, valid = predict_split(member.model, split, how, **options)
+            indices, logits, valid = predict_split(member.model, split, preprocessing, **options)
             logits = logits if temperature == 1.0 else logits / np.float32(temperature)
         else:
-            views = ViewPreprocess(view_pipeline(how.pipeline, self.tta), how.mean, how.std)
+            views = ViewPreprocess(
+                view_pipeline(preprocessing.pipeline, self.tta), preprocessing.mean, preprocessing.std
+            )
             sigmoid = member.card.multilabel
             function = averaging(member.model, self.tta, temperature=temperature, sigmoid=sigmoid)
             indices, logits, valid = predict_split(member.model, split, views, function=function, **options)
@@ -216,10 +218,10 @@ def load_predictor(
     return PixelLogits(exported), exported.card
 
 
-def check_normalization(how: Preprocess, card: Card) -> None:
+def check_normalization(preprocessing: Preprocess, card: Card) -> None:
     """Refuse another normalisation than that inside an exported file."""
     assert card.preprocess is not None
-    if (how.mean, how.std) != (card.preprocess.mean, card.preprocess.std):
+    if (preprocessing.mean, preprocessing.std) != (card.preprocess.mean, card.preprocess.std):
         raise UserError("an exported file normalises pixels by itself: give --preprocess its own mean and std.")
 
 
@@ -228,8 +230,8 @@ def _runs_in(source: Source, on_event: EventHandler | None) -> list[Source]:
     folder = None if isinstance(source, tuple) else Path(source).expanduser()
     if folder is None or not folder.is_dir() or (folder / "model.safetensors").exists():
         return [source]
-    found = (sorted(folder.glob(pattern), key=lambda run: (len(run.name), run.name)) for pattern in _RUNS)
-    runs = next(filter(None, found), [])  # fold-2 before fold-10
+    candidates = (sorted(folder.glob(pattern), key=lambda run: (len(run.name), run.name)) for pattern in _RUNS)
+    runs = next(filter(None, candidates), [])  # fold-2 before fold-10
     for run in runs:
         if not (run / "model.safetensors").is_file():
             raise UserError(f"{run} is not finished: resume it, or name single runs of {folder}.")

@@ -110,14 +110,14 @@ def inspect(
         names = tuple(read_table(Path(classes), card.architecture.classes)[-1][1]) if classes else card.class_names
         learned, shown, reach, left_out = _learned(model), [], None, []
         if split is not None:
-            how = prepared(card, preprocess, handler)
-            card = replace(card, preprocess=how)
-            kept, pixels = readable_pixels(split, how.pipeline, card.architecture.channels)
+            preprocessing = prepared(card, preprocess, handler)
+            card = replace(card, preprocess=preprocessing)
+            kept, pixels = readable_pixels(split, preprocessing.pipeline, card.architecture.channels)
             channels = card.architecture.channels
             left_out = [unread(split, i, channels) for i in range(len(split)) if i not in kept]
             keys = [Path(split.keys[i]).name for i in kept[:MOST]]
-            shown = _shown(model, keys, pixels[:MOST], how, card, names, layers)
-            reach = _reach(model, pixels, how)
+            shown = _shown(model, keys, pixels[:MOST], preprocessing, card, names, layers)
+            reach = _reach(model, pixels, preprocessing)
             if len(kept) > MOST:
                 measured = f"; attention distances are over all {len(kept):,}" if reach else ""
                 handler(Note(f"the page shows the first {MOST} images{measured}"))
@@ -214,14 +214,14 @@ def _shown(
     model: Model,
     keys: Sequence[str],
     pixels: Tensor,
-    how: Preprocess,
+    preprocessing: Preprocess,
     card: Card,
     names: Sequence[str],
     layers: Sequence[int] = (),
     truths: Sequence[tuple[str, ...]] = (),
 ) -> list[ViewerImage]:
     config = model.config
-    ready = normalize(pixels, how.mean, how.std).to(next(model.parameters()).device)
+    ready = normalize(pixels, preprocessing.mean, preprocessing.std).to(next(model.parameters()).device)
     headed, averaged = (), ()
     if isinstance(config, ViTConfig):
         for layer in layers:
@@ -253,12 +253,12 @@ def _learned(model: Model) -> LearnedWeights:
     return LearnedWeights(filters.images().numpy(), float(filters.explained.sum()), filters.source, similarity)
 
 
-def _reach(model: Model, pixels: Tensor, how: Preprocess) -> AttentionDistance | None:
+def _reach(model: Model, pixels: Tensor, preprocessing: Preprocess) -> AttentionDistance | None:
     """Over all images, uint8 (batch, channels, height, width)."""
     if not isinstance(model, ViT):
         return None
     device = next(model.parameters()).device
-    ready = (normalize(part.to(device), how.mean, how.std) for part in pixels.split(4))
+    ready = (normalize(part.to(device), preprocessing.mean, preprocessing.std) for part in pixels.split(4))
     distance = mean_attention_distance(model, ready).numpy()
     return AttentionDistance(distance, len(pixels), max(pixels.shape[2:]), model.config.axial)
 

@@ -86,7 +86,7 @@ class Parts(Work):
     def fail(self, item: str, reason: str, log: str) -> None:
         self._failures[item] = f"{reason}; log: {log}"
 
-    def words(self, items: Sequence[str]) -> list[str]:
+    def arguments(self, items: Sequence[str]) -> list[str]:
         return [*self.verb, "--part", *items]
 
     def _file(self, item: str) -> Path:
@@ -120,15 +120,15 @@ def parts_of(verb: Callable[..., Any], arguments: Mapping[str, Any]) -> Parts:
     if len(counts) > 1 or min(counts) < 1:
         raise UserError("--parts takes a number of at least 1, and every --part the same one after its slash.")
     count = counts.pop()
-    words, weights = [], []
+    verb_arguments, weights = [], []
     if count > 1 or only:
         if not output:
             raise UserError("parts are written next to the output: set it with --output.")
-        words = _words(verb, arguments)
+        verb_arguments = _verb_arguments(verb, arguments)
         models = [arguments.get(name, ()) for name in ("source", "ensemble", "weights")]
         weights = [mark for model in models for word in _several(model) for mark in _marks(Path(word).expanduser())]
     options = {name: arguments[name] for name in ("engine", "parallel", "device")}
-    parts = {"verb": words, "count": count, "only": tuple(only), "weights": weights, "slurm": slurm}
+    parts = {"verb": verb_arguments, "count": count, "only": tuple(only), "weights": weights, "slurm": slurm}
     return Parts(folder=Path(f"{output}.parts"), **parts, **options)
 
 
@@ -138,7 +138,7 @@ def joined(results: Sequence[tuple[int, Arrays]]) -> Arrays:
     return shifted[0] if len(shifted) == 1 else tuple(map(np.concatenate, zip(*shifted, strict=True)))
 
 
-def _words(verb: Callable[..., Any], arguments: Mapping[str, Any]) -> list[str]:
+def _verb_arguments(verb: Callable[..., Any], arguments: Mapping[str, Any]) -> list[str]:
     """The command that calls a verb with these arguments; what has its default is left out."""
     positional, options = [], []
     for name, parameter in inspect.signature(verb).parameters.items():

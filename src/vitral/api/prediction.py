@@ -179,18 +179,18 @@ def classifier(
     if precision != "auto":
         model = in_precision(model, precision, source, resolved)
     card = named_card(card, classes)
-    how, channels, outputs = prepared(card, preprocess), card.architecture.channels, card.architecture.classes
-    pipeline, names = parse_deterministic(how.pipeline), card.class_names or tuple(map(str, range(outputs)))
+    preprocessing, channels, outputs = prepared(card, preprocess), card.architecture.channels, card.architecture.classes
+    pipeline, names = parse_deterministic(preprocessing.pipeline), card.class_names or tuple(map(str, range(outputs)))
     if isinstance(model, PixelLogits):
-        check_normalization(how, card)
+        check_normalization(preprocessing, card)
         return NamedClassifier(partial(model.exported.top_classes, top=min(top, outputs)), pipeline, channels, names)
     likeliest = TopKClassifier(
         model,
         torch.device(resolved),
         size=pipeline.size,
         channels=channels,
-        mean=how.mean,
-        std=how.std,
+        mean=preprocessing.mean,
+        std=preprocessing.std,
         top=min(top, outputs),
         sigmoid=card.multilabel,
         temperature=card.temperature,
@@ -274,7 +274,7 @@ def embed(
     target = checked_output(output, (".npz",), "--output") if output else None
     split = open_any_images(images)
     model, card = load_source(source, on_event)
-    how, resolved = prepared(card, preprocess, on_event), compute_device(source, device)
+    preprocessing, resolved = prepared(card, preprocess, on_event), compute_device(source, device)
     model = in_precision(model, precision, source, resolved, on_event)
     if resolved.split(":")[0] == "cpu" and not isinstance(source, tuple) and precision != "bfloat16":  # loaded here
         pack(model)
@@ -283,7 +283,7 @@ def embed(
 
         def compute(images: Split) -> Embeddings:
             options = {"batch": batch, "pool": pool, "device": resolved, "precision": precision, "workers": workers}
-            return embed_split(model, images, how, **options, on_event=handler)
+            return embed_split(model, images, preprocessing, **options, on_event=handler)
 
         embeddings = Embeddings(*joined(divided.compute(split, batch, compute, handler)))
     paths = [split.keys[index] for index in embeddings.indices[embeddings.valid]]

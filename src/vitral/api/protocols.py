@@ -29,7 +29,7 @@ from vitral.recipe import (
     Sweep,
     architecture_of,
     check_given_once,
-    override_words,
+    override_list,
     recipe_hash,
     steps_of_run,
     with_overrides,
@@ -165,12 +165,12 @@ def pretrain(
     Raises:
         UserError: if an argument is wrong, or the data cannot be trained on.
     """
-    overrides = override_words(set)
+    overrides = override_list(set)
     check_given_once({"model": model}, overrides)
     preset = _preset(recipe, model)
     base = replace(preset.recipe, model=model)
     with displayed(on_event) as handler:
-        return _follow(preset, base, data, overrides, override_words(sweep), seeds, out, device, handler)
+        return _follow(preset, base, data, overrides, override_list(sweep), seeds, out, device, handler)
 
 
 def finetune(
@@ -207,13 +207,13 @@ def finetune(
     Raises:
         UserError: if an argument is wrong, or the data cannot be trained on.
     """
-    overrides = override_words(set)
+    overrides = override_list(set)
     check_given_once({"init": source}, overrides)
     card = describe(located(str(source))).card
     preset = _preset(recipe, name_of(replace(card.architecture, classes=1000)))
     base = normalised_as(replace(preset.recipe, init=str(source)), card)
     with displayed(on_event) as handler:
-        return _follow(preset, base, data, overrides, override_words(sweep), seeds, out, device, handler)
+        return _follow(preset, base, data, overrides, override_list(sweep), seeds, out, device, handler)
 
 
 def _preset(recipe: str | Path | Recipe, model: str) -> Preset:

@@ -24,7 +24,7 @@ from vitral.recipe import (
     flips,
     from_toml,
     keys_of,
-    override_words,
+    override_list,
     with_dev,
     with_overrides,
     without_flip,
@@ -62,12 +62,12 @@ def show_recipe(
     Returns:
         The complete recipe.
     """
-    words = override_words(set)
-    check_given_once({"model": model, "init": str(init)}, words)
+    overrides = override_list(set)
+    check_given_once({"model": model, "init": str(init)}, overrides)
     if data:
-        return choose_recipe(data, model=model, init=init, recipe=recipe, set=words, device=device)[1]
+        return choose_recipe(data, model=model, init=init, recipe=recipe, set=overrides, device=device)[1]
     chosen = recipe if isinstance(recipe, Recipe) else read_recipe(recipe, model) if recipe else Recipe()
-    return with_overrides(replace(chosen, model=model or chosen.model, init=str(init) or chosen.init), words)
+    return with_overrides(replace(chosen, model=model or chosen.model, init=str(init) or chosen.init), overrides)
 
 
 def choose_recipe(

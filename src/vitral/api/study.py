@@ -19,7 +19,7 @@ from vitral.display import SummaryRepr, displayed, duration
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.build import check_device
-from vitral.recipe import Overrides, keys_of, override_words
+from vitral.recipe import Overrides, keys_of, override_list
 from vitral.studies import report
 from vitral.studies.claims import ClaimResult, judge
 from vitral.studies.definition import Study, definition_of, parse_study, read_study, shipped, study_name
@@ -167,23 +167,25 @@ def study(
     if action == "report":
         return write_report(Path(name))
     check_device(device)
-    words = override_words(set)
-    chosen = read_study(name, scale, keys_of(words))
+    overrides = override_list(set)
+    chosen = read_study(name, scale, keys_of(overrides))
     folder = Path(out or Path("results") / chosen.name)
     check_folder(folder, [], (_STUDY, "*.jsonl"))
     engine_options = {"parallel": parallel, "keep": keep, "device": device, "slurm": sbatch_options(slurm)}
-    given = {"data": tuple(data), "init": str(init), "overrides": words, "only": tuple(only)}
+    given = {"data": tuple(data), "init": str(init), "overrides": overrides, "only": tuple(only)}
     job = StudyJob(study=chosen, name=str(name), folder=folder, **given, **engine_options)
     with displayed(on_event) as handler:
         if dry_run or print_commands:
-            commands = [shlex.join(["vitral", *job.words([run.id])]) for run in job.pending()] if print_commands else []
+            commands = (
+                [shlex.join(["vitral", *job.arguments([run.id])]) for run in job.pending()] if print_commands else []
+            )
             return replace(study_state(job), commands=tuple(commands))
         for run in job.pending():
             check_run(job.context, run)
         for note in describe_plan(study_state(job)):
             handler(Note(note))
         handler(RunDirChosen(str(folder)))
-        _write_study(folder, name, chosen, words)
+        _write_study(folder, name, chosen, overrides)
         while pending := job.pending():
             ENGINES[engine](job, [run.id for run in pending], handler)
             if {run.id for run in job.pending()} & {run.id for run in pending}:
@@ -262,18 +264,18 @@ def _info(name: str) -> StudyInfo:
     return StudyInfo(name, chosen.title, chosen.source, plan(chosen, {}).total, chosen.data_names, scales)
 
 
-def _write_study(folder: Path, name: str | Path, chosen: Study, words: Sequence[str]) -> None:
+def _write_study(folder: Path, name: str | Path, chosen: Study, overrides: Sequence[str]) -> None:
     """Note which study a folder holds; the definition of one that does not come with the package is kept."""
     own = str(name) not in shipped()
     settings = {
         "study": chosen.name,
         "scale": chosen.scale,
-        "set": list(words),
+        "set": list(overrides),
         "definition": definition_of(name) if own else None,
     }
     path = folder / _STUDY
     if path.is_file():
         before = json.loads(path.read_text("utf-8"))
-        if (before["study"], before["scale"], before["set"]) != (study_name(name), chosen.scale, list(words)):
+        if (before["study"], before["scale"], before["set"]) != (study_name(name), chosen.scale, list(overrides)):
             raise UserError(f"{folder} contains another study ({before['study']}): choose another folder with --out.")
     write_text(path, json.dumps(settings, indent=2) + "\n")

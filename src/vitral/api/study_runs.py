@@ -217,8 +217,8 @@ def _evaluate(context: StudyContext, planned: PlannedRun, folder: Path, on_event
     source = context.sources[planned.cell.data]
     real = Path(source.partition(":")[2] or source) / "real.json"
     labels = str(real) if real.is_file() else ""
-    how: dict[str, Any] = {"preprocess": context.study.preprocess, "device": context.device, "batch": 256}
-    result = evaluate(recipe.init, source, real=labels, on_event=on_event, **how)
+    options: dict[str, Any] = {"preprocess": context.study.preprocess, "device": context.device, "batch": 256}
+    result = evaluate(recipe.init, source, real=labels, on_event=on_event, **options)
     metrics = result.metrics if result.real is None else {**result.metrics, "real": result.real[0]}
     return Measured(metrics, device=init_distributed(context.device).name)
 
@@ -274,18 +274,18 @@ def _fewshot(source: str, data: DataSet, shots: Sequence[int], device: str, prep
     model, card = load_source(source, None)
     held_out = data.eval_split
     assert held_out is not None
-    how = prepared(card, preprocess)
-    features = [_features(model, how, split, device) for split in (_first_of_classes(data.train), held_out)]
+    preprocessing = prepared(card, preprocess)
+    features = [_features(model, preprocessing, split, device) for split in (_first_of_classes(data.train), held_out)]
     (train_x, train_y), (test_x, test_y) = features
     classes = len(data.train.classes)
     rows = fewshot(train_x, train_y, test_x, test_y, classes=classes, shots=tuple(shots), seeds=PROBE_SEEDS)
     return {f"{row.shots}-shot": row.mean for row in rows}
 
 
-def _features(model: Model, how: Preprocess, split: Split, device: str) -> tuple[np.ndarray, np.ndarray]:
+def _features(model: Model, preprocessing: Preprocess, split: Split, device: str) -> tuple[np.ndarray, np.ndarray]:
     resolved = compute_device("", device)
     workers = reading_workers(resolved)
-    rows = embed_split(model, split, how, batch=256, device=resolved, workers=workers)
+    rows = embed_split(model, split, preprocessing, batch=256, device=resolved, workers=workers)
     return rows.features[rows.valid], split.labels[rows.indices[rows.valid]]
 
 
@@ -353,13 +353,13 @@ class StudyJob(Work):
             record = record_of(self.context, self._run(item))
             append_record(self.folder, replace(record, status="failed", reason=f"{reason}; log: {log}"))
 
-    def words(self, items: Sequence[str]) -> list[str]:
-        words = ["study", "run", self.name, "--out", str(self.folder), "--only", *items]
+    def arguments(self, items: Sequence[str]) -> list[str]:
+        command = ["study", "run", self.name, "--out", str(self.folder), "--only", *items]
         options = {"--scale": [self.study.scale] if self.study.scale != "small" else [], "--data": self.data}
         options |= {"--init": [self.init] if self.init else [], "--device": [self.device] if self.device else []}
         options |= {"--set": self.overrides}
-        words += [word for option, values in options.items() if values for word in (option, *values)]
-        return [*words, *(["--keep"] if self.keep else [])]
+        command += [word for option, values in options.items() if values for word in (option, *values)]
+        return [*command, *(["--keep"] if self.keep else [])]
 
     def _run(self, item: str) -> PlannedRun:
         return next(run for run in plan(self.study, read_records(self.folder)).runs if run.id == item)

@@ -30,7 +30,7 @@ from vitral.evaluation.accuracy import confusion_metrics, tables_as_dict, wilson
 from vitral.evaluation.accuracy import interval as half_interval
 from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.build import check_device
-from vitral.recipe import Overrides, Recipe, check_given_once, keys_of, override_words
+from vitral.recipe import Overrides, Recipe, check_given_once, keys_of, override_list
 from vitral.serving import PredictionResults
 from vitral.trackers import Tracker, TrackerName, Tracking
 from vitral.training.callbacks import Callback, Loss, OptimizerFactory, OwnParts, Transform
@@ -171,11 +171,11 @@ def train(
     own = OwnParts(module, loss, optimizer, train_transform, eval_transform, tuple(callbacks))
     if own.model is not None and (seeds > 1 or folds):
         raise UserError("seeds and folds train new models, and model= is one module: call train once for each module.")
-    words = override_words(set)
-    source: Any = _open_for_folds(data, folds, keys_of(words)) if folds else data
+    set_overrides = override_list(set)
+    source: Any = _open_for_folds(data, folds, keys_of(set_overrides)) if folds else data
     parameters = {"epochs": epochs, "trainable": trainable or None, "balance": balance or None, "seed": seed}
-    check_given_once({**parameters, "model": model, "init": str(init)}, words)
-    overrides = [*(f"{key}={value}" for key, value in parameters.items() if value is not None), *words]
+    check_given_once({**parameters, "model": model, "init": str(init)}, set_overrides)
+    overrides = [*(f"{key}={value}" for key, value in parameters.items() if value is not None), *set_overrides]
     with displayed(on_event) as shown, Tracking(track, shown) as handler:
         opened, chosen, reasons = choose_recipe(
             source, model=model, init=init, recipe=recipe, set=overrides, device=device, own=own

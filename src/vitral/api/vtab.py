@@ -24,7 +24,7 @@ from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.build import check_device
 from vitral.names import name_of
 from vitral.paper import VtabRow, table9
-from vitral.recipe import Overrides, Recipe, Sweep, keys_of, override_words, with_overrides
+from vitral.recipe import Overrides, Recipe, Sweep, keys_of, override_list, with_overrides
 from vitral.recipe_presets import Preset, get_preset
 from vitral.studies import protocol
 from vitral.training.build import check_recipe
@@ -147,7 +147,7 @@ def vtab1k(
     Raises:
         UserError: if an argument is wrong, or no task can be opened.
     """
-    overrides, swept = override_words(set), override_words(sweep)
+    overrides, swept = override_list(set), override_list(sweep)
     check_device(device)
     check_numbers(seeds=seeds)
     check_folder(out, _data_folders(Path(root)), _BEGUN)

@@ -279,8 +279,8 @@ class _ExportedModel(nn.Module):
                 import_onnx().save(quantize(float_model, calibrate(path, pixels.numpy())), path)
             self.run = _RUNNERS[backend.library](path)
         with torch.no_grad():
-            exact, found = model(pixels[:2]), self.forward(pixels[:2])
-        difference = float((found - exact).norm() / exact.norm())
+            exact, outputs = model(pixels[:2]), self.forward(pixels[:2])
+        difference = float((outputs - exact).norm() / exact.norm())
         if not difference <= _EXPORT_TOLERANCES[backend.mode]:  # NaN fails too
             raise UserError(f"its logits differ by {difference:.1e} of their norm from those of the exported model")
 

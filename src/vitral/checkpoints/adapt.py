@@ -138,11 +138,13 @@ def to_channels(weights: Weights, channels: int) -> Weights:
     else:
         copies = -(-channels // old.channels)
         adapted = kernel.repeat(1, copies, 1, 1)[:, :channels] * (old.channels / channels)
-    how = "summed" if channels == 1 else "tiled and scaled"
+    method = "summed" if channels == 1 else "tiled and scaled"
     if key != "embed.weight":
-        how += ", approximate: the root standardises its kernel"
+        method += ", approximate: the root standardises its kernel"
     return weights.changed(
-        replace(old, channels=channels), {key: adapted.contiguous()}, f"channels {old.channels} -> {channels} ({how})"
+        replace(old, channels=channels),
+        {key: adapted.contiguous()},
+        f"channels {old.channels} -> {channels} ({method})",
     )
 
 

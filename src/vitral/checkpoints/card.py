@@ -68,8 +68,8 @@ class Preprocess:
         return "|".join(scaled.get(step, step) for step in steps)
 
     def _method(self) -> str:
-        words = re.findall(r"[\w=]+", self.pipeline)
-        return next((word for word in words if word in (*METHODS, "antialias=false")), "")
+        tokens = re.findall(r"[\w=]+", self.pipeline)
+        return next((word for word in tokens if word in (*METHODS, "antialias=false")), "")
 
 
 @dataclass(frozen=True)

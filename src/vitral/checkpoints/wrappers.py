@@ -169,8 +169,8 @@ def _matching(models: list[FoundModel], part: str) -> list[FoundModel]:
 
 
 def _shortest_part(model: FoundModel, models: list[FoundModel]) -> str:
-    words = [word for word in re.split("[./]", model.part) if word]
-    return next((word for word in words if _matching(models, word) == [model]), model.part)
+    components = [word for word in re.split("[./]", model.part) if word]
+    return next((word for word in components if _matching(models, word) == [model]), model.part)
 
 
 def _branch(key: str, prefix: str) -> str:

@@ -1,4 +1,4 @@
-"""`vitral VERB ...`: parse the words, call the verb's Python function, print its result.
+"""`vitral VERB ...`: parse the arguments, call the verb's Python function, print its result.
 
 Nothing heavy is imported before a verb runs: names, types and help texts are read from the source of `vitral.api`.
 """
@@ -67,21 +67,21 @@ _EXAMPLES = """Examples:
 
 
 def main() -> None:
-    """Run the command line: a user's mistake is one sentence and exit code 2, a traceback means a bug of ours."""
+    """Run the command line. A `UserError` is printed as one sentence, with exit code 2; a traceback means a bug."""
     # Before torch loads: threads of GNU OpenMP that wait spinning slow a small model tenfold on a busy machine.
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     if isinstance(sys.stdout, io.TextIOWrapper):  # what the terminal's encoding lacks is escaped, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")
-    words = sys.argv[1:]
+    arguments = sys.argv[1:]
     try:
-        if words[:1] == ["help"] and words[1:]:
-            words = [*words[1:], "--help"]
-        if not words or words[0] in ("-h", "--help", "help"):
+        if arguments[:1] == ["help"] and arguments[1:]:
+            arguments = [*arguments[1:], "--help"]
+        if not arguments or arguments[0] in ("-h", "--help", "help"):
             print(_help())
-        elif words[0] in ("-V", "--version"):
+        elif arguments[0] in ("-V", "--version"):
             print(f"vitral {__version__}")
         else:
-            run_verb(words[0], words[1:])
+            run_verb(arguments[0], arguments[1:])
     except UserError as mistake:
         _fail(str(mistake), mistake.exit_code)
     except PartsWritten as written:
@@ -99,15 +99,15 @@ def main() -> None:
         sys.exit(130)
 
 
-def run_verb(name: str, words: list[str]) -> None:
-    """Parse the words after a verb, call its function of `vitral.api` under a progress display, print the result."""
+def run_verb(name: str, arguments: list[str]) -> None:
+    """Parse the arguments of a verb, call its function of `vitral.api` under a progress display, print the result."""
     if name not in VERBS:
         raise UserError(f'there is no verb "{name}": {_nearest_verb(name)}')
     from vitral.cli.parsing import VerbParser, read_signature, swapped_order
 
     verb = VERBS[name]
     signature = read_signature(f"vitral.api.{verb.module}", verb.function)
-    values = VerbParser(name, signature).parse_values(words)
+    values = VerbParser(name, signature).parse_values(arguments)
     keywords = {key: value for key, value in values.items() if key != "json"}
     positional = [keywords.pop(parameter.name) for parameter in signature.parameters if parameter.positional]
     from vitral.display import Display
@@ -121,7 +121,7 @@ def run_verb(name: str, words: list[str]) -> None:
         try:
             result = function(*positional, **keywords)
         except UserError as mistake:
-            if hint := swapped_order(name, signature, values, words):
+            if hint := swapped_order(name, signature, values, arguments):
                 raise UserError(hint) from mistake
             raise
     if rank:
@@ -174,10 +174,10 @@ def _resume_hint(display: Display, resumes: bool) -> Iterator[None]:
 
 def _same_command(folder: str) -> str:
     """What the user typed, with the run folder where that was not given."""
-    words = sys.argv[1:]
-    if not any(word.partition("=")[0] == "--out" for word in words):
-        words = [*words, "--out", folder]
-    return f"{'torchrun ... -m vitral' if 'RANK' in os.environ else 'vitral'} {shlex.join(words)}"
+    arguments = sys.argv[1:]
+    if not any(word.partition("=")[0] == "--out" for word in arguments):
+        arguments = [*arguments, "--out", folder]
+    return f"{'torchrun ... -m vitral' if 'RANK' in os.environ else 'vitral'} {shlex.join(arguments)}"
 
 
 def _explained(error: OSError) -> str:

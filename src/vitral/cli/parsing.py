@@ -49,11 +49,11 @@ class VerbParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}: see `vitral {self.verb} --help`.")
 
-    def parse_values(self, words: Sequence[str]) -> dict[str, Any]:
-        """The value of each parameter and of --json; raises UserError for words that the verb does not take."""
-        self._check_options(words)
+    def parse_values(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """The value of each parameter and of --json; raises UserError for arguments that the verb does not take."""
+        self._check_options(arguments)
         try:
-            parsed, unknown = self.parse_known_intermixed_args(words)
+            parsed, unknown = self.parse_known_intermixed_args(arguments)
         except argparse.ArgumentError as error:
             raise UserError(f"{error.argument_name} {error.message}: see `vitral {self.verb} --help`.") from error
         if unknown:
@@ -71,24 +71,28 @@ class VerbParser(argparse.ArgumentParser):
                 values[parameter.name] = _collected(parameter, values[parameter.name])
         return values
 
-    def _check_options(self, words: Sequence[str]) -> None:
+    def _check_options(self, arguments: Sequence[str]) -> None:
         """Refuse options that do not exist, lack a value, or are given twice."""
         options = {option: action for action in self._actions for option in action.option_strings}
-        given = [word.partition("=")[0] for word in words]
-        for index, option in enumerate(given):
+        given_options = [word.partition("=")[0] for word in arguments]
+        for index, option in enumerate(given_options):
             if option.startswith("--") and option != "--" and option not in options:
                 raise UserError(f"`{self.verb}` has no option {option}: {self._nearest(option, options)}")
             action = options.get(option)
             if action is None or action.nargs == 0:
                 continue
-            if given.count(option) > 1:
+            if given_options.count(option) > 1:
                 values = "all its values" if action.nargs == "+" else "one value"
                 raise UserError(f"{option} is given twice: write it once, followed by {values}.")
-            value = words[index].partition("=")[2] if "=" in words[index] else "".join(words[index + 1 : index + 2])
+            value = (
+                arguments[index].partition("=")[2]
+                if "=" in arguments[index]
+                else "".join(arguments[index + 1 : index + 2])
+            )
             if (
                 (not value and action.nargs == "+")
-                or (words[index] == option and index + 1 == len(words))
-                or (words[index] == option and value.startswith("--"))
+                or (arguments[index] == option and index + 1 == len(arguments))
+                or (arguments[index] == option and value.startswith("--"))
             ):
                 assignment = str(action.metavar).removesuffix(" ...")
                 raise UserError(f"{option} needs {assignment if '=' in assignment else 'a value'}.")
@@ -202,7 +206,7 @@ def _usage(parameter: Parameter) -> str:
     return text if parameter.default is REQUIRED else f"[{text}]"
 
 
-def swapped_order(verb: str, signature: VerbSignature, values: Mapping[str, Any], words: Sequence[str]) -> str:
+def swapped_order(verb: str, signature: VerbSignature, values: Mapping[str, Any], arguments: Sequence[str]) -> str:
     """The command with the model first, where a model follows what should follow it; else an empty text."""
     names = [parameter.name for parameter in signature.parameters if parameter.positional]
     if len(names) != 2 or names[0] != "source" or names[1] not in _AFTER_MODEL:
@@ -212,7 +216,7 @@ def swapped_order(verb: str, signature: VerbSignature, values: Mapping[str, Any]
     model = _model_after_data(given, names[1])
     if not model:
         return ""
-    rest, options = [word for word in given if word != model], list(words)
+    rest, options = [word for word in given if word != model], list(arguments)
     for word in given:
         options.remove(word)
     shown = shlex.join([model, *rest[:_SHOWN], *["..."] * (len(rest) > _SHOWN), *options])
@@ -220,7 +224,7 @@ def swapped_order(verb: str, signature: VerbSignature, values: Mapping[str, Any]
 
 
 def _model_after_data(given: Sequence[str], second: str) -> str:
-    """The model among the later words, where the first word exists and is not a model."""
+    """The model among the later arguments, if the first argument exists and is not a model."""
     from vitral.api.checkpoints import is_model
     from vitral.api.data import known_data
 
@@ -233,14 +237,14 @@ def _model_after_data(given: Sequence[str], second: str) -> str:
 
 @dataclass(frozen=True)
 class ValueType:
-    """Which words on the command line a parameter takes."""
+    """Which command-line arguments a parameter takes."""
 
     text: bool = False  # any word
     path: bool = False  # ... that may be the path of a file
     number: type[int] | type[float] | None = None
     flag: bool = False
     choices: tuple[str, ...] = ()
-    many: bool = False  # one or more words
+    many: bool = False  # one or more arguments
     pair: bool = False  # two whole numbers; one or two where `number` is set as well
     assignment: str = ""  # KEY=VALUE or KEY=VALUE,VALUE
 
@@ -325,7 +329,7 @@ def _tree(module: str) -> ast.Module:
 
 
 def _value_type(annotation: ast.expr, module: str) -> ValueType | None:
-    """What the members of a union mean together; None if no member can be written as words."""
+    """What the members of a union mean together; None if no member can be written as arguments."""
     values: dict[str, Any] = {}
     for node, scope in _members(annotation, module):
         values |= _value_of(node, scope)

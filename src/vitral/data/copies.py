@@ -195,8 +195,8 @@ def near_pairs(signatures: list[ImageSignature], group: np.ndarray) -> list[tupl
             queries = np.flatnonzero(group == earlier)
             for start in range(0, len(queries), CHUNK):
                 chunk = queries[start : start + CHUNK]
-                found = index.near_copies([signatures[i] for i in chunk], first=start if earlier == number else None)
-                pairs += [(int(chunk[row]), int(stored[match]), score) for row, match, score in found]
+                matches = index.near_copies([signatures[i] for i in chunk], first=start if earlier == number else None)
+                pairs += [(int(chunk[row]), int(stored[match]), score) for row, match, score in matches]
     different = [pair for pair in pairs if signatures[pair[0]].pixel_digest != signatures[pair[1]].pixel_digest]
     return sorted(different, key=lambda pair: (-pair[2], *pair[:2]))
 

@@ -225,8 +225,8 @@ def fold_data(data: DataSet, folds: int, *, workers: int = 0, on_event: EventHan
     notes += ["Folds are made of train alone: the other splits are not used."] * bool(data.splits[1:])
     rare = np.flatnonzero(train.counts() < folds)
     if len(rare):
-        some = ", ".join(f'"{train.classes[index]}"' for index in rare[:3]) + ", ..." * (len(rare) > 3)
-        notes.append(f"{len(rare)} classes have fewer images than folds, so that some folds lack them: {some}.")
+        listed = ", ".join(f'"{train.classes[index]}"' for index in rare[:3]) + ", ..." * (len(rare) > 3)
+        notes.append(f"{len(rare)} classes have fewer images than folds, so that some folds lack them: {listed}.")
     return [
         DataSet(
             data.source,

@@ -138,10 +138,19 @@ def embed_split(
     "features", the input of the model's head; "cls", the class token; "mean", the mean of the patch tokens, without
     class token and registers; "pre_logits", the input of the last linear layer, after a tanh layer if there is one.
     """
-    how = {"batch": batch, "device": device, "rank": rank, "world": world, "workers": workers, "precision": precision}
+    options = {"batch": batch, "device": device, "rank": rank, "world": world, "workers": workers}
     function = _embedder(model, pool)
     return Embeddings(
-        *predict_split(model, split, preprocess, function=function, task="embedding", on_event=on_event, **how)
+        *predict_split(
+            model,
+            split,
+            preprocess,
+            function=function,
+            task="embedding",
+            precision=precision,
+            on_event=on_event,
+            **options,
+        )
     )
 
 

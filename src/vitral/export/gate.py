@@ -137,21 +137,21 @@ class Gate:
 
     def model_probabilities(self, pixels: np.ndarray) -> np.ndarray:
         """The model as `vitral predict` runs it: uint8 (batch, height, width, channels) -> (batch, classes), float64"""
-        how = self.card.preprocess
-        assert how is not None
-        images = normalize(torch.from_numpy(pixels).permute(0, 3, 1, 2), how.mean, how.std)
+        preprocessing = self.card.preprocess
+        assert preprocessing is not None
+        images = normalize(torch.from_numpy(pixels).permute(0, 3, 1, 2), preprocessing.mean, preprocessing.std)
         with torch.inference_mode():
             logits = self.graph.model(images).numpy()
         return probabilities(logits, sigmoid=self.card.multilabel, temperature=self.card.temperature)
 
     def agreement(self, exported: ExportedModel) -> float:
         """The share of images that get the model's top class, of those seen until the limit cannot be met any more."""
-        same = seen = 0
-        while seen < len(self.images.pixels) and seen - same <= (1 - self.limits.agreement) * len(self.images.pixels):
-            found = exported(self.images.pixels[seen : seen + BATCHES[-1]])
-            same += int((found.argmax(axis=1) == self._of_images[seen : seen + len(found)].argmax(axis=1)).sum())
-            seen += len(found)
-            self.on_event(Progress("comparing", seen, len(self.images.pixels)))
+        pixels, same, seen = self.images.pixels, 0, 0
+        while seen < len(pixels) and seen - same <= (1 - self.limits.agreement) * len(pixels):
+            outputs = exported(pixels[seen : seen + BATCHES[-1]])
+            same += int((outputs.argmax(axis=1) == self._of_images[seen : seen + len(outputs)].argmax(axis=1)).sum())
+            seen += len(outputs)
+            self.on_event(Progress("comparing", seen, len(pixels)))
         return same / seen
 
     def holds(self, exported: ExportedModel) -> bool:
@@ -179,20 +179,20 @@ class Gate:
                 pairs.append((self._of_generated, self._predict(exported, self.generated, "", batch)))
                 sample = self.generated[:batch]
                 milliseconds[batch] = (_milliseconds(self.model_probabilities, sample), _milliseconds(exported, sample))
-        found = pairs[-1][1]
+        outputs = pairs[-1][1]
         for size in _other_sizes(self.graph) if exported.size == (None, None) else []:
             pixels = generated_images(size, self.card)[:3]
             with _refused_unless_it_runs(f"images of {size[0]}x{size[1]} pixels"):
                 pairs.append((self.model_probabilities(pixels), exported(pixels)))
         if self.images.pixels is not self.generated:
-            found = self._predict(exported, self.images.pixels, "the exported file")
-            pairs.append((self._of_images, found))
+            outputs = self._predict(exported, self.images.pixels, "the exported file")
+            pairs.append((self._of_images, outputs))
         labels = self.images.labels
         report = GateReport(
             images=self.images.name,
-            n=len(found),
-            agreement=float((self._of_images.argmax(axis=1) == found.argmax(axis=1)).mean()),
-            accuracy=(_accuracy(self._of_images, labels), _accuracy(found, labels)) if (labels >= 0).any() else None,
+            n=len(outputs),
+            agreement=float((self._of_images.argmax(axis=1) == outputs.argmax(axis=1)).mean()),
+            accuracy=(_accuracy(self._of_images, labels), _accuracy(outputs, labels)) if (labels >= 0).any() else None,
             labelled=int((labels >= 0).sum()),
             difference=max(_largest(theirs - ours) for ours, theirs in pairs),
             log_difference=max(_log_difference(ours, theirs) for ours, theirs in pairs),

@@ -56,12 +56,12 @@ def find_runtime(folder: str | Path | None = None) -> WebRuntime:
     Raises:
         UserError: it is not there.
     """
-    given = Path(folder).expanduser() if folder else _PACKAGE
-    for dist in (given / "dist", given):
+    path = Path(folder).expanduser() if folder else _PACKAGE
+    for dist in (path / "dist", path):
         if (dist / _SCRIPT).is_file() and (dist / _WASM).is_file():
             return WebRuntime(dist / _SCRIPT, dist / _WASM, _runtime_version(dist / _SCRIPT))
     raise UserError(
-        f"{given} does not contain onnxruntime-web ({_SCRIPT} and {_WASM}): run `npm install onnxruntime-web`, or pass "
+        f"{path} does not contain onnxruntime-web ({_SCRIPT} and {_WASM}): run `npm install onnxruntime-web`, or pass "
         "its folder with --runtime."
     )
 
@@ -195,8 +195,8 @@ def _digest(paths: Iterable[Path]) -> str:
 
 
 def _runtime_version(script: Path) -> str:
-    found = re.search(r"ONNX Runtime Web v([\w.-]+)", script.read_text("utf-8")[:400])
-    return found[1] if found else ""
+    match = re.search(r"ONNX Runtime Web v([\w.-]+)", script.read_text("utf-8")[:400])
+    return match[1] if match else ""
 
 
 def _resource(name: str) -> str:

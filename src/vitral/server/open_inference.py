@@ -263,13 +263,13 @@ def _json_pixels(data: Any) -> np.ndarray:
 def _outputs(values: dict[str, Any], runtime: Runtime) -> tuple[RequestedOutput, ...]:
     all_binary = _parameters(values).get("binary_data_output") is True
     given = values.get("outputs") or [{"name": "probabilities"}]
-    known = ("probabilities", "attention") if runtime.attention else ("probabilities",)
+    available = ("probabilities", "attention") if runtime.attention else ("probabilities",)
     if not isinstance(given, list):
         raise RequestError(400, "outputs is not a list.")
     outputs = []
     for output in given:
-        if not isinstance(output, dict) or output.get("name") not in known:
-            raise RequestError(400, f"the outputs of this model are {' and '.join(known)}.")
+        if not isinstance(output, dict) or output.get("name") not in available:
+            raise RequestError(400, f"the outputs of this model are {' and '.join(available)}.")
         parameters = _parameters(output)
         classes = parameters.get("classification", 0)
         if type(classes) is not int or classes < 0 or (classes and output["name"] != "probabilities"):

@@ -128,8 +128,8 @@ class Query:
 
     def __init__(self, request: Request, allowed: Sequence[str]) -> None:
         self.values = dict(request.query_params)
-        given = [name for name, _ in request.query_params.multi_items()]
-        if unknown := [name for name in given if name not in allowed or given.count(name) > 1]:
+        names = [name for name, _ in request.query_params.multi_items()]
+        if unknown := [name for name in names if name not in allowed or names.count(name) > 1]:
             raise RequestError(400, f"unknown or repeated parameter {unknown[0][:40]!r}: use {', '.join(allowed)}.")
 
     def text(self, name: str) -> str:
@@ -213,5 +213,5 @@ class Guard:
         token = self.service.settings.token
         if not token or scope["path"] in _PUBLIC:
             return True
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, f"Bearer {token}".encode())
+        authorization = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(authorization, f"Bearer {token}".encode())

@@ -267,8 +267,8 @@ def table(study: Study, cells: Sequence[CellResult]) -> tuple[list[str], list[li
     varied = [key for key in varied if len({str(cell.labels.get(key)) for cell in cells}) > 1]
     names = any(cell.cell.labels["name"] != settings_text(cell.cell.changes) for cell in cells)
     if names:  # which stand for the other settings of their points
-        told = {key for cell in cells for key in (*cell.cell.axes, *cell.chosen, "data")}
-        varied = [key for key in varied if key in told]
+        settable = {key for cell in cells for key in (*cell.cell.axes, *cell.chosen, "data")}
+        varied = [key for key in varied if key in settable]
     paper = any(cell.cell.paper is not None for cell in cells)
     head = [*(["point"] if names else []), *varied, study.metric, *study.columns, "runs"]
     head += [*(["the paper"] if paper else []), "seconds", "FLOPs per run"]

@@ -39,7 +39,7 @@ class Augmentation:
 
     def __call__(self, images: Tensor) -> Tensor:
         for name, numbers in self.steps:
-            images = _KINDS[name].run(images, *numbers)
+            images = _STEPS[name].run(images, *numbers)
         return images
 
 
@@ -108,41 +108,41 @@ def _fitting(images: Tensor, name: str, pixels: float) -> int:
     return int(pixels)
 
 
-class _Kind(NamedTuple):
+class _StepType(NamedTuple):
     """What a step's name stands for: a change of the batch, and the numbers that it takes."""
 
     run: Callable[..., Tensor]
     numbers: tuple[NumberArgument, ...] = ()
 
 
-_KINDS = {
-    "shift": _Kind(_shift, (NumberArgument("pixels", 1, 1024, whole=True),)),
-    "flip": _Kind(_flip),
-    "randaugment": _Kind(
+_STEPS = {
+    "shift": _StepType(_shift, (NumberArgument("pixels", 1, 1024, whole=True),)),
+    "flip": _StepType(_flip),
+    "randaugment": _StepType(
         _randaugment, (NumberArgument("layers", 1, 16, whole=True), NumberArgument("magnitude", 0, 30))
     ),
-    "erase": _Kind(_erase, (NumberArgument("chance", 0, 1),)),
-    "cutout": _Kind(_cutout, (NumberArgument("side", 1, 1024, whole=True),)),
+    "erase": _StepType(_erase, (NumberArgument("chance", 0, 1),)),
+    "cutout": _StepType(_cutout, (NumberArgument("side", 1, 1024, whole=True),)),
 }
 
 
 def _step(text: str) -> tuple[str, tuple[float, ...]]:
     split = split_step(text)
-    if not split or split[0] not in _KINDS:
-        steps = ", ".join(_usage(name) for name in _KINDS)
+    if not split or split[0] not in _STEPS:
+        steps = ", ".join(_usage(name) for name in _STEPS)
         raise UserError(f'"{text}" is not an augmentation on the device: the steps are {steps}.')
-    name, words = split
-    known = _KINDS[name].numbers
-    read = [(number, as_number(word)) for number, word in zip(known, words, strict=False)]
-    values = [value for number, value in read if value is not None and number.accepts(value)]
-    if not len(words) == len(known) == len(values):
-        wanted = " and ".join(f"{number.name} {number.expected}" for number in known)
-        raise UserError(f'"{text}": write {_usage(name)}{", with " if known else ""}{wanted}.')
+    name, arguments = split
+    parameters = _STEPS[name].numbers
+    pairs = [(number, as_number(word)) for number, word in zip(parameters, arguments, strict=False)]
+    values = [value for number, value in pairs if value is not None and number.accepts(value)]
+    if not len(arguments) == len(parameters) == len(values):
+        expected = " and ".join(f"{number.name} {number.expected}" for number in parameters)
+        raise UserError(f'"{text}": write {_usage(name)}{", with " if parameters else ""}{expected}.')
     return name, tuple(values)
 
 
 def _usage(name: str) -> str:
-    numbers = ", ".join(number.name for number in _KINDS[name].numbers)
+    numbers = ", ".join(number.name for number in _STEPS[name].numbers)
     return f"{name}({numbers})" if numbers else name
 
 

@@ -90,8 +90,8 @@ def masked_outputs(
             real = part.indices != PADDING
             images = part.images.to(device)
             inputs = normalize(images, preprocess.mean, preprocess.std)
-            found = torch.stack(model(inputs, images, part.indices.to(device), _EVAL_STEP), dim=1).float().cpu()
-            rows.append((part.indices[real].numpy(), found[real].numpy(), part.valid[real].numpy()))
+            outputs = torch.stack(model(inputs, images, part.indices.to(device), _EVAL_STEP), dim=1).float().cpu()
+            rows.append((part.indices[real].numpy(), outputs[real].numpy(), part.valid[real].numpy()))
             on_event(Progress("evaluating", sum(len(indices) for indices, _, _ in rows), len(split)))
     model.train()
     indices, numbers, valid = (np.concatenate(arrays) for arrays in zip(*rows, strict=True))

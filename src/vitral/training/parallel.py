@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from vitral.errors import UserError
 from vitral.models.build import default_device
 
-Kind = Literal["ddp", "fsdp"]
+Strategy = Literal["ddp", "fsdp"]
 T = TypeVar("T")
 _meshes: list[DeviceMesh] = []  # of sharded objectives; torch's caches keep every one until the interpreter is gone
 _REPEATED = 1.0  # seconds: `timeout` and schedulers send one signal to a process and again to its group
@@ -96,11 +96,11 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def wrap(objective: nn.Module, world: World, kind: Kind) -> nn.Module:
+def wrap(objective: nn.Module, world: World, strategy: Strategy) -> nn.Module:
     """Wrap the objective: gradients averaged over processes (ddp), or weights sharded as well (fsdp)."""
     if world.size == 1:
         return objective
-    if kind == "ddp":
+    if strategy == "ddp":
         ids = [world.device.index] if world.device.type == "cuda" else None
         return DistributedDataParallel(objective, device_ids=ids)
     layers = ("Block", "AxialBlock", "BottleneckV2", "StemBottleneck")
