@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import vitral
-from vitral.api.inference import prepared
+from vitral.api.inference import resolve_preprocessing
 from vitral.data.sources import open_images
 from vitral.evaluation.predict import predict_split
 from vitral.models import fused
@@ -45,12 +45,14 @@ def main() -> None:
 
 def _agree(weights: str, folder: str, preprocess: str) -> None:
     model, card = vitral.load(weights)
-    split, how = open_images([folder]), prepared(card, preprocess)
+    split, preprocessing = open_images([folder]), resolve_preprocessing(card, preprocess)
     logits: dict[str, np.ndarray] = {}
     for precision in ("float32", "bfloat16", "fp8"):
         if precision == "fp8" and (reason := fused.enable_fp8(model.cuda(), freeze=True)):
             raise SystemExit(f"not in FP8: {reason}")
-        logits[precision] = predict_split(model, split, how, batch=100, device="cuda", precision=precision).logits
+        logits[precision] = predict_split(
+            model, split, preprocessing, batch=100, device="cuda", precision=precision
+        ).logits
     exact = logits["float32"]
     for first, second in (("bfloat16", "float32"), ("fp8", "float32"), ("fp8", "bfloat16")):
         same = np.mean(logits[first].argmax(1) == logits[second].argmax(1))

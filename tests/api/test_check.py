@@ -197,7 +197,7 @@ def test_wrong_labels_are_ranked_first_and_shown_on_a_page(colours, tmp_path, co
     assert first["image"].startswith(first["label"])
     assert first["likely"]
     assert first["suggested_confidence"] > first["confidence"]
-    assert report["judged"] == 48
+    assert report["scored"] == 48
     assert "suspects" in report["needs_you"]
     page = (tmp_path / "x.html").read_text("utf-8")
     assert page.count("<figure") == len(report["suspects"])

@@ -118,7 +118,7 @@ def test_pooled_metrics_are_those_of_all_predictions_together():
     ("options", "words", "reason"),
     [
         ({"folds": 1}, (), "folds must be at least 2, not 1"),
-        ({"folds": 2, "seeds": 2}, (), "give folds or seeds, not both"),
+        ({"folds": 2, "seeds": 2}, (), "pass folds or seeds, not both"),
         ({"folds": 2}, ("patience=2",), "omit patience and data.dev"),
         ({"folds": 2}, ("data.dev=0.2",), "omit patience and data.dev"),
         ({"folds": 2}, ("data.held_out=0.3",), "omit data.held_out, or folds"),

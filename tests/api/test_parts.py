@@ -112,7 +112,7 @@ def test_more_parts_than_batches(weights, pictures, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"parts": 3}, "name it with --output"),
+        ({"parts": 3}, "set it with --output"),
         ({"parts": 0}, "at least 1"),
         ({"part": ["4/3"]}, "NUMBER/COUNT"),
         ({"part": ["1/3", "1/4"]}, "the same one after its slash"),

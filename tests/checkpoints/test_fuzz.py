@@ -32,7 +32,7 @@ from torch import Tensor
 from vitral.architecture import Architecture, ResNetConfig, RopeConfig, StemConfig, ViTConfig
 from vitral.checkpoints.formats import FORMATS
 from vitral.checkpoints.formats.table import Hints
-from vitral.checkpoints.weights import prepared, read
+from vitral.checkpoints.weights import fit_to_format, read
 from vitral.errors import UserError
 
 EXAMPLES = int(os.environ.get("VITRAL_FUZZ", "8"))
@@ -89,7 +89,7 @@ class Case:
 def case_of(format: str, folder: Path) -> Case:
     table = FORMATS[format]
     architecture = next(c for c in CANDIDATES if table.unsupported_reason(c) is None)
-    weights = prepared(random_weights(architecture), table)
+    weights = fit_to_format(random_weights(architecture), table)
     target = folder / ("model" if table.config else f"model.{table.container}")
     written(weights, target, format)
     file = target / "model.safetensors" if table.config else target

@@ -68,7 +68,7 @@ def test_training_skips_unreadable_files_and_names_them(journey):
     assert {image["path"]: True for image in result["unreadable"]} == {f"red/{name}": True for name in BROKEN}
     assert result["metrics"]["top1"] == 1
     # 40 files, of which 8 are held out; of 32 chosen as one batch, those that can be read are left.
-    assert any("training images are left: the batch is as large" in note for note in journey.notes)
+    assert any("training images are left: this is the batch" in note for note in journey.notes)
 
 
 def test_training_evaluation_and_prediction_use_the_same_pixels(journey, bag, monkeypatch):

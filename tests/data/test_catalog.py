@@ -408,7 +408,7 @@ def test_loose_validation_images_get_labels_from_a_table(tmp_path, table):
         lines = [f"ILSVRC2012_val_{number:08d}.JPEG {word}" for number, word in words.items()]
         put(tmp_path / "val.txt", "\n".join(lines))
     if table == "numbers":
-        assert "val.txt numbers 1,000 classes: have all of them in train/" in refusal(f"imagenet:{tmp_path}")
+        assert "val.txt numbers 1,000 classes: train/ must have all of them" in refusal(f"imagenet:{tmp_path}")
         put(tmp_path / "LOC_synset_mapping.txt", "\n".join(f"{name} some, names" for name in reversed(IDS)))
     data = open_data(f"imagenet:{tmp_path}")
     assert data.val is not None

@@ -64,7 +64,7 @@ def test_a_part_and_the_rest_are_the_whole():
 
 @pytest.mark.parametrize("text", ["", "train[", "train[:]x", "train[5]", "train[a:b]", "train[:10.5%]", "train[::2]"])
 def test_invalid_expressions_are_refused(text):
-    with pytest.raises(ValueError, match="is no split expression"):
+    with pytest.raises(ValueError, match="is not a split expression"):
         positions(text, 10)
 
 

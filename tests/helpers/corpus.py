@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from vitral.architecture import Architecture, ViTConfig
 from vitral.checkpoints.formats import FORMATS
-from vitral.checkpoints.weights import prepared
+from vitral.checkpoints.weights import fit_to_format
 
 BASE = ViTConfig(depth=2, width=16, mlp=24, heads=2, patch=5, image=(10, 10), classes=6)
 CANDIDATES: tuple[Architecture, ...] = (
@@ -148,7 +148,7 @@ def checkpoints(folder: Path) -> dict[str, Path]:
             continue
         paths[name] = folder / name / ("model" if table.config else f"model.{table.container}")
         paths[name].parent.mkdir()
-        written(prepared(random_weights(architecture), table), paths[name], name)
+        written(fit_to_format(random_weights(architecture), table), paths[name], name)
     weights = load_file(paths["torchvision"])
     for name, options in (("torch", {}), ("old-torch", {"_use_new_zipfile_serialization": False})):
         paths[name] = folder / f"{name}.pth"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from vitral.studies.claims import difference, judge, select
+from vitral.studies.claims import check_claims, difference, select
 from vitral.studies.definition import Cell, Claim, Study, planned_run
 from vitral.studies.planning import CellResult, Record
 
@@ -28,7 +28,7 @@ def cell(values: list[float], flops: float = 1.0, **labels: Any) -> CellResult:
 
 def verdict(cells: list[CellResult], **claim: Any) -> str:
     study = Study("mine", "Mine", "top1", {}, (), claims=(Claim("text", **claim),))
-    return judge(study, cells)[0].verdict
+    return check_claims(study, cells)[0].verdict
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -106,7 +106,7 @@ def test_trend_has_the_interval_of_the_slope():
     fit = stats.linregress(np.repeat(np.log2(sizes), 2), np.ravel(values))
     half = stats.t.ppf(0.975, 4) * fit.stderr
     shown = f"{100 * fit.slope:+.2f} points ({100 * (fit.slope - half):+.2f} to {100 * (fit.slope + half):+.2f})"
-    assert judge(study, [*cells, *flat])[0].measured.startswith(shown)
+    assert check_claims(study, [*cells, *flat])[0].measured.startswith(shown)
     assert verdict([*cells, *flat], kind="trend", a={"k": "a"}, along="size") == "held"
     assert verdict([*cells, *flat], kind="trend", a={"k": "a"}, along="size", expect="<") == "not held"
     assert verdict([*cells, *flat], kind="trend", a={"k": "a"}, b={"k": "b"}, along="size") == "held"

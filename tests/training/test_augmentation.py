@@ -326,9 +326,9 @@ STEPS = "the steps are shift(pixels), flip, randaugment(layers, magnitude), eras
     [
         ("", STEPS),
         ("flip|", STEPS),
-        ("decode|flip", '"decode" is no step'),
+        ("decode|flip", '"decode" is not an augmentation'),
         ("shift(4", STEPS),
-        ("wobble(3)", '"wobble(3)" is no step'),
+        ("wobble(3)", '"wobble(3)" is not an augmentation'),
         ("flip(1)", '"flip(1)": write flip.'),
         ("shift", "write shift(pixels), with pixels a whole number from 1 to 1024."),
         ("shift(0)", "from 1 to 1024"),

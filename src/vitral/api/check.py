@@ -12,7 +12,7 @@ import numpy as np
 from vitral.api.checkpoints import Source, load_source
 from vitral.api.data import Data, open_to_train
 from vitral.api.engines import Engine, SlurmOptions
-from vitral.api.inference import compute_device, prepared, reading_workers
+from vitral.api.inference import compute_device, reading_workers, resolve_preprocessing
 from vitral.api.parts import Arrays, parts_of
 from vitral.atomic import checked_output, write_text
 from vitral.checkpoints.card import Preprocess
@@ -34,7 +34,7 @@ from vitral.models.build import Model
 from vitral.recipe import Recipe
 from vitral.report.pages import label_errors_page
 
-Judge = tuple[Model, Preprocess, str]
+LabelScorer = tuple[Model, Preprocess, str]
 _SHOWN = 200  # suspicious labels on the page
 _THUMBNAIL = 160  # pixels of the longer side
 
@@ -74,15 +74,15 @@ def check(
             raise UntrainableData(str(error)) from error
         raise
     with displayed(on_event) as handler:
-        judge = _judge(opened, model, preprocess, device, handler) if model else None
+        scorer = _label_scorer(opened, model, preprocess, device, handler) if model else None
         report = check_data(opened, workers=default_workers("cuda"), on_event=handler)
         report = replace(report, refusal=_refusal(data, report))
-        if judge is None or target is None:
+        if scorer is None or target is None:
             return report
-        suspects, places, judged = _suspects(opened, judge, handler)
+        suspects, places, scored = _suspects(opened, scorer, handler)
     thumbnails = [_thumbnail(*place) for place in places[:_SHOWN]]
-    write_text(target, label_errors_page(opened.source, judged, suspects, thumbnails))
-    return replace(report, suspects=tuple(suspects), judged=judged, page=str(target))
+    write_text(target, label_errors_page(opened.source, scored, suspects, thumbnails))
+    return replace(report, suspects=tuple(suspects), scored=scored, page=str(target))
 
 
 def _refusal(data: Data, report: CheckReport) -> str:
@@ -100,19 +100,19 @@ def _refusal(data: Data, report: CheckReport) -> str:
     return unreadable_refusal(opened.train, readable(opened.train), readable(held_out) if held_out else None)
 
 
-def _judge(opened: DataSet, source: Source, preprocess: str, device: str, on_event: EventHandler) -> Judge:
+def _label_scorer(opened: DataSet, source: Source, preprocess: str, device: str, on_event: EventHandler) -> LabelScorer:
     """The model that computes features, its preprocessing and its device, before any image is read."""
     if opened.train.multilabel:
         raise UserError("suspicious labels can only be ranked if each image has one label: omit --model.")
     model, card = load_source(source, on_event)
-    return model, prepared(card, preprocess, on_event), compute_device(source, device)
+    return model, resolve_preprocessing(card, preprocess, on_event), compute_device(source, device)
 
 
 def _suspects(
-    opened: DataSet, judge: Judge, on_event: EventHandler
+    opened: DataSet, scorer: LabelScorer, on_event: EventHandler
 ) -> tuple[list[SuspectLabel], list[tuple[Split, int]], int]:
-    """The suspicious labels of all splits together, their splits and indices there, and how many images were judged."""
-    model, preprocessing, device = judge
+    """The suspicious labels of all splits together, their splits and indices there, and how many images were scored."""
+    model, preprocessing, device = scorer
     workers = reading_workers(device)
     x, labels, places = [], [], []
     for split in (split for split in opened.splits if len(split)):
@@ -190,7 +190,7 @@ def dedupe(
     opened = open_data(train, held_out=0.0)
     others = [_tested(name) for name in against]
     model, card = load_source(weights, on_event) if weights else (None, None)
-    preprocessing = prepared(card, preprocess, on_event) if card is not None else None
+    preprocessing = resolve_preprocessing(card, preprocess, on_event) if card is not None else None
     with displayed(on_event) as handler:
 
         def compute(images: Split) -> Arrays:

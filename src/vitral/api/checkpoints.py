@@ -23,7 +23,7 @@ from vitral.checkpoints.weights import (
     Checkpoint,
     assemble,
     describe,
-    prepared,
+    fit_to_format,
     read,
     read_adapted,
     unstated,
@@ -224,7 +224,7 @@ def convert(
     table = format_named(format)
     changes = Adaptation(image, patch, channels, classes, resize)
     checkpoint = _checkpoint(source, changes, source_format, Hints(grid, heads, gelu, pool, norm_eps, part))
-    written = prepared(checkpoint.weights, table).architecture
+    written = fit_to_format(checkpoint.weights, table).architecture
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".vitral-", dir=target.parent) as folder:
         temporary = Path(folder) / target.name

@@ -12,7 +12,7 @@ import numpy as np
 
 from vitral.api.data import eval_images
 from vitral.api.engines import Engine, SlurmOptions
-from vitral.api.inference import Ensemble, Sources, open_ensemble, prepared
+from vitral.api.inference import Ensemble, Sources, open_ensemble, resolve_preprocessing
 from vitral.api.inspection import model_facts, most_confident_mistakes, reliabilities
 from vitral.api.parts import Parts, joined, parts_of
 from vitral.api.prediction import check_numbers, none_read
@@ -191,7 +191,7 @@ def evaluate(
     shown_parts: dict[str, Any] = {}
     if not scored.multilabel:
         labels, shown = mapping[scored.labels[indices]], replace(models.card, temperature=models.temperature)
-        preprocessing = prepared(card, preprocess, ignore_events)
+        preprocessing = resolve_preprocessing(card, preprocess, ignore_events)
         shown_parts["mistakes"] = most_confident_mistakes(scored, indices, logits, labels, names, shown, preprocessing)
         shown_parts["reliability"] = reliabilities(logits, labels, shown)
     return _with_page(result, page, models, divided, **shown_parts)
@@ -250,7 +250,7 @@ def _objectnet_card(card: Card, on_event: EventHandler | None) -> Card:
     std."""
     side = card.architecture.image[0]
     pipeline = f"decode|resize_small({round(side * 512 / 480)})|central_crop({side})"
-    return replace(card, preprocess=replace(prepared(card, "", on_event), pipeline=pipeline))
+    return replace(card, preprocess=replace(resolve_preprocessing(card, "", on_event), pipeline=pipeline))
 
 
 def _objectnet_metrics(data: str, split: Split, predictions: Predictions) -> dict[str, Any]:

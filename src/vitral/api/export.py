@@ -12,7 +12,7 @@ import numpy as np
 
 from vitral.api.checkpoints import Source, load_source, source_name
 from vitral.api.data import eval_images
-from vitral.api.inference import check_head, named_card, prepared
+from vitral.api.inference import check_head, named_card, resolve_preprocessing
 from vitral.atomic import atomic_write, check_writable, checked_output
 from vitral.checkpoints.card import Card
 from vitral.checkpoints.files import open_weights, sha256
@@ -212,7 +212,7 @@ def export_model(
         model = assemble(weights_of(model))  # in float32 on the CPU, whatever the given one is
     card = replace(named_card(card, classes), architecture=model.config)
     with displayed(on_event) as handler:
-        card = replace(card, preprocess=prepared(card, preprocess, handler))
+        card = replace(card, preprocess=resolve_preprocessing(card, preprocess, handler))
         limits = entry.limits._replace(agreement=agreement)
         limits = limits if difference is None else Limits(agreement, difference)
         if web_runtime is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitral.api.checkpoints import Source, load_source, source_name
 from vitral.api.data import ImageLike, open_any_images, open_to_probe, unread_images
-from vitral.api.inference import compute_device, prepared, reading_workers
+from vitral.api.inference import compute_device, reading_workers, resolve_preprocessing
 from vitral.api.inspection import readable_pixels
 from vitral.api.prediction import none_read
 from vitral.architecture import Size
@@ -114,7 +114,7 @@ def fewshot(
     if opened.train.multilabel:
         raise UserError("few-shot classification needs one label per image.")
     model, card = load_source(source, on_event)
-    preprocessing, resolved = prepared(card, preprocess, on_event), compute_device(source, device)
+    preprocessing, resolved = resolve_preprocessing(card, preprocess, on_event), compute_device(source, device)
 
     def features(split: Split, handler: EventHandler) -> SplitFeatures:
         workers = reading_workers(resolved)
@@ -221,11 +221,11 @@ def search(
         check_writable(kept)
     model, card = load_source(source, on_event)
     model.to(compute_device(source, device))
-    preprocessing = prepared(card, preprocess, on_event)
-    asked = open_any_images(query)
-    if len(asked) != 1:
-        raise UserError(f"{query} contains {len(asked):,} images: name the one to compare with.")
-    _, pixels = readable_pixels(asked, preprocessing.pipeline, card.architecture.channels)
+    preprocessing = resolve_preprocessing(card, preprocess, on_event)
+    query_images = open_any_images(query)
+    if len(query_images) != 1:
+        raise UserError(f"{query} contains {len(query_images):,} images: name the one to compare with.")
+    _, pixels = readable_pixels(query_images, preprocessing.pipeline, card.architecture.channels)
     image = normalize(pixels, preprocessing.mean, preprocessing.std).to(next(model.parameters()).device)
     rows, columns = model.config.grid((image.shape[2], image.shape[3]))
     if patch is not None and not (0 <= patch[0] < rows and 0 <= patch[1] < columns):
@@ -246,7 +246,7 @@ def search(
         pairs = zip(indices[0].tolist(), scores[0].tolist(), strict=True)
         neighbours = [Neighbour(indexed.paths[i], score) for i, score in pairs if i != own][:top]
     unreadable = unread_images(split, indexed.paths) if len(indexed.paths) < len(split) else ()
-    return SearchResult(asked.keys[0], tuple(neighbours), unreadable)
+    return SearchResult(query_images.keys[0], tuple(neighbours), unreadable)
 
 
 def _index(

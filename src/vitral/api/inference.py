@@ -96,7 +96,7 @@ class Ensemble:
         for number, member in enumerate(self.members, 1):
             text = preprocess if len(self.members) == 1 or member.card.preprocess is None else ""
             count = f" ({number} of {len(self.members)})" if len(self.members) > 1 else ""
-            preprocessing = prepared(member.card, text, on_event)
+            preprocessing = resolve_preprocessing(member.card, text, on_event)
             if isinstance(member.model, PixelLogits):
                 check_normalization(preprocessing, member.card)
             results.append(self._predict(member, split, preprocessing, batch, f"{task}{count}", on_event))
@@ -268,7 +268,7 @@ def check_head(source: Source, card: Card) -> None:
         )
 
 
-def prepared(card: Card, text: str, on_event: EventHandler | None = None) -> Preprocess:
+def resolve_preprocessing(card: Card, text: str, on_event: EventHandler | None = None) -> Preprocess:
     """The preprocessing that the user gives, else the card's, else what every verb assumes, which is reported."""
     if text:
         return Preprocess(*parse_preprocess(text, card.architecture.channels))

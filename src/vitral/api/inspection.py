@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vitral.api.checkpoints import Source, load, load_source
 from vitral.api.data import Images, open_any_images, open_restricted
-from vitral.api.inference import compute_device, prepared
+from vitral.api.inference import compute_device, resolve_preprocessing
 from vitral.api.prediction import none_read
 from vitral.architecture import ViTConfig
 from vitral.atomic import check_writable, checked_output, write_text
@@ -110,7 +110,7 @@ def inspect(
         names = tuple(read_table(Path(classes), card.architecture.classes)[-1][1]) if classes else card.class_names
         learned, shown, reach, left_out = _learned(model), [], None, []
         if split is not None:
-            preprocessing = prepared(card, preprocess, handler)
+            preprocessing = resolve_preprocessing(card, preprocess, handler)
             card = replace(card, preprocess=preprocessing)
             kept, pixels = readable_pixels(split, preprocessing.pipeline, card.architecture.channels)
             channels = card.architecture.channels

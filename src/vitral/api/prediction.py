@@ -24,8 +24,8 @@ from vitral.api.inference import (
     load_predictor,
     named_card,
     open_ensemble,
-    prepared,
     reading_workers,
+    resolve_preprocessing,
 )
 from vitral.api.parts import joined, parts_of
 from vitral.atomic import atomic_write, checked_output
@@ -179,7 +179,11 @@ def classifier(
     if precision != "auto":
         model = in_precision(model, precision, source, resolved)
     card = named_card(card, classes)
-    preprocessing, channels, outputs = prepared(card, preprocess), card.architecture.channels, card.architecture.classes
+    preprocessing, channels, outputs = (
+        resolve_preprocessing(card, preprocess),
+        card.architecture.channels,
+        card.architecture.classes,
+    )
     pipeline, names = parse_deterministic(preprocessing.pipeline), card.class_names or tuple(map(str, range(outputs)))
     if isinstance(model, PixelLogits):
         check_normalization(preprocessing, card)
@@ -274,7 +278,7 @@ def embed(
     target = checked_output(output, (".npz",), "--output") if output else None
     split = open_any_images(images)
     model, card = load_source(source, on_event)
-    preprocessing, resolved = prepared(card, preprocess, on_event), compute_device(source, device)
+    preprocessing, resolved = resolve_preprocessing(card, preprocess, on_event), compute_device(source, device)
     model = in_precision(model, precision, source, resolved, on_event)
     if resolved.split(":")[0] == "cpu" and not isinstance(source, tuple) and precision != "bfloat16":  # loaded here
         pack(model)

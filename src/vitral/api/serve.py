@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vitral.api.checkpoints import load_source
-from vitral.api.inference import check_head, named_card, prepared
+from vitral.api.inference import check_head, named_card, resolve_preprocessing
 from vitral.display import SummaryRepr
 from vitral.errors import UserError
 from vitral.events import EventHandler
@@ -187,7 +187,9 @@ def _load(
     model, card = load_source(source, on_event)
     check_head(source, card)
     card = named_card(card, classes)
-    return torch_runtime(model, card, prepared(card, preprocess, on_event), torch.device(device), max_batch=batch)
+    return torch_runtime(
+        model, card, resolve_preprocessing(card, preprocess, on_event), torch.device(device), max_batch=batch
+    )
 
 
 def _token(path: str | Path) -> str:

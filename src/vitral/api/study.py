@@ -21,7 +21,7 @@ from vitral.events import EventHandler, Note, RunDirChosen
 from vitral.models.build import check_device
 from vitral.recipe import Overrides, keys_of, override_list
 from vitral.studies import report
-from vitral.studies.claims import ClaimResult, judge
+from vitral.studies.claims import ClaimResult, check_claims
 from vitral.studies.definition import Study, definition_of, parse_study, read_study, shipped, study_name
 from vitral.studies.planning import CellResult, Plan, PlanCost, Record, plan, plan_cost, read_records, results, table
 
@@ -215,7 +215,7 @@ def write_report(folder: Path) -> StudyReport:
         files[folder / "claims.md"] = report.claims_table([(s.study, s.cells) for s in states])
     for path, text in files.items():
         write_text(path, text)
-    claims = [(state.study.name, result) for state in states for result in judge(state.study, state.cells)]
+    claims = [(state.study.name, result) for state in states for result in check_claims(state.study, state.cells)]
     return StudyReport(tuple(states), tuple(claims), tuple(files))
 
 

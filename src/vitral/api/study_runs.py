@@ -17,7 +17,7 @@ from vitral.api.checkpoints import load_source
 from vitral.api.data import restricted
 from vitral.api.engines import BESIDE, LOG, Work
 from vitral.api.evaluation import evaluate
-from vitral.api.inference import compute_device, prepared, reading_workers
+from vitral.api.inference import compute_device, reading_workers, resolve_preprocessing
 from vitral.api.recipes import normalised_as
 from vitral.bench.backends import OURS, Backend, Workload
 from vitral.bench.steps import InferenceStep, TimedStep, TrainingStep
@@ -263,7 +263,7 @@ def _accuracy(source: str, data: DataSet, device: str) -> dict[str, float]:
     split, resolved = data.eval_split, compute_device("", device)
     assert split is not None
     workers = reading_workers(resolved)
-    rows = predict_split(model, split, prepared(card, ""), batch=256, device=resolved, workers=workers)
+    rows = predict_split(model, split, resolve_preprocessing(card, ""), batch=256, device=resolved, workers=workers)
     right = rows.logits[rows.valid].argmax(1) == split.labels[rows.indices[rows.valid]]
     top1 = float(right.mean())
     return {"top1": top1, "score": top1, "n": int(rows.valid.sum())}
@@ -274,7 +274,7 @@ def _fewshot(source: str, data: DataSet, shots: Sequence[int], device: str, prep
     model, card = load_source(source, None)
     held_out = data.eval_split
     assert held_out is not None
-    preprocessing = prepared(card, preprocess)
+    preprocessing = resolve_preprocessing(card, preprocess)
     features = [_features(model, preprocessing, split, device) for split in (_first_of_classes(data.train), held_out)]
     (train_x, train_y), (test_x, test_y) = features
     classes = len(data.train.classes)

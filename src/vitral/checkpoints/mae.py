@@ -20,7 +20,7 @@ from vitral.checkpoints.formats.hugging_face import LAYOUT, in_file
 from vitral.checkpoints.formats.layout import Layout, block_entries, timm_layout
 from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Hints, linear, norm, read_entries, write_entries
 from vitral.checkpoints.hub import located
-from vitral.checkpoints.weights import assemble, prepared, read, weights_of
+from vitral.checkpoints.weights import assemble, fit_to_format, read, weights_of
 from vitral.checkpoints.wrappers import ignored_sentences
 from vitral.checkpoints.write import write_json, write_safetensors
 from vitral.errors import UserError
@@ -125,7 +125,7 @@ def write_mae(
     """
     path, names = Path(path), _NAMES[format]
     table = format_named(names.encoder)
-    weights = prepared(weights_of(model.encoder), table)
+    weights = fit_to_format(weights_of(model.encoder), table)
     c = weights.architecture
     assert isinstance(c, ViTConfig)
     state = {key: tensor.detach().cpu() for key, tensor in model.decoder.state_dict().items()}

@@ -105,18 +105,18 @@ def to_timm(preprocess: Preprocess | None, image: Size) -> dict[str, Any]:
     """The preprocessing in the keys of timm's pretrained_cfg, also where timm rounds differently; {} if it has none."""
     if preprocess is None:
         return {}
-    asked = _steps(preprocess)
+    steps = _steps(preprocess)
     keys = {
         "mean": list(preprocess.mean),
         "std": list(preprocess.std),
-        "interpolation": next((step.method for step in asked if step.name.startswith("resize")), ""),
+        "interpolation": next((step.method for step in steps if step.name.startswith("resize")), ""),
     }
-    percents = {_percent(side, before) for step in asked[:1] for side, before in zip(image, step.sides, strict=False)}
+    percents = {_percent(side, before) for step in steps[:1] for side, before in zip(image, step.sides, strict=False)}
     for mode in ("center", "squash", "border"):
         for percent in sorted(percents):
             stated = {**keys, "crop_pct": percent, "crop_mode": mode}
             read = from_timm(stated, image)
-            if read is not None and _steps(read) == asked:
+            if read is not None and _steps(read) == steps:
                 return stated
     return {}
 

@@ -147,7 +147,7 @@ def write(weights: Weights, card: Card, path: Path, format: str) -> Card:
     weights alone if the format can be read without config.json.
     """
     table = format_named(format)
-    weights = prepared(weights, table)
+    weights = fit_to_format(weights, table)
     card = replace(card, architecture=weights.architecture, changes=weights.changes)
     arrays = {table.file_key(key, card.architecture): array for key, array in _arrays(weights, table).items()}
     if table.config is None:
@@ -169,7 +169,7 @@ def write(weights: Weights, card: Card, path: Path, format: str) -> Card:
     return card
 
 
-def prepared(weights: Weights, table: Format[Any]) -> Weights:
+def fit_to_format(weights: Weights, table: Format[Any]) -> Weights:
     """The same function in a form that the format can represent; UserError if there is none."""
     reason = table.unsupported_reason(weights.architecture)
     if reason:

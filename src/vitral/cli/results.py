@@ -286,7 +286,7 @@ def _check_findings(report: Any) -> dict[str, tuple[str, str]]:
         "near": ("nearly identical", _count_and_first([f"{pair.first} ~ {pair.second}" for pair in report.near])),
         "suspects": (
             "suspicious labels",
-            f"{_count_and_first(suspects)}; {likely:,} of {report.judged:,} images are likely wrong: see {report.page}",
+            f"{_count_and_first(suspects)}; {likely:,} of {report.scored:,} images are likely wrong: see {report.page}",
         ),
     }
 

@@ -80,7 +80,7 @@ class CheckReport(SummaryRepr):
     not_compared: int  # tiny, of one colour or unreadable
     refusal: str = ""  # why `train` would refuse the data
     suspects: tuple[SuspectLabel, ...] = ()  # with a model: suspicious labels, the most suspicious first
-    judged: int = 0  # images whose label was judged
+    scored: int = 0  # images whose label was scored
     page: str = ""  # the file that shows them
 
     def summary(self) -> dict[str, str]:

@@ -217,7 +217,7 @@ def label_errors_page(
     }
     shown = list(zip(suspects, thumbnails, strict=False))
     about = (
-        "The most suspicious first. Each image was judged by a linear classifier of the model's features that was "
+        "The most suspicious first. Each image was scored by a linear classifier on the model's features that was "
         "fitted to other images only; a percentage is its probability. Not every one is an error: unusual images of "
         "a class are listed, too."
     )

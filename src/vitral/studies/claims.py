@@ -61,7 +61,7 @@ class Sample(NamedTuple):
 _OPEN: Verdict = "undecided"
 
 
-def judge(study: Study, cells: Sequence[CellResult]) -> tuple[ClaimResult, ...]:
+def check_claims(study: Study, cells: Sequence[CellResult]) -> tuple[ClaimResult, ...]:
     tests = {"compare": _compare, "rank": _rank, "trend": _trend, "best": _best}
     done = [cell for cell in cells if cell.records]
     return tuple(tests[claim.kind](claim, study, done) for claim in study.claims)

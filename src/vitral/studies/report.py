@@ -11,7 +11,7 @@ from typing import Any
 from vitral.display import duration
 from vitral.report.charts import Panel
 from vitral.report.html import Section, headline_numbers, page, panels
-from vitral.studies.claims import ClaimResult, is_count, judge
+from vitral.studies.claims import ClaimResult, check_claims, is_count
 from vitral.studies.definition import Study
 from vitral.studies.planning import CellResult, Record, table
 
@@ -31,7 +31,7 @@ def markdown(study: Study, cells: Sequence[CellResult], records: Mapping[str, Re
     head = f"## {study.title} ({study.source})" if study.source else f"## {study.title}"
     lines = [head, "", *([study.about, ""] if study.about else [])]
     if study.claims:
-        claims = [[result.claim.text, _bold(result.verdict), result.measured] for result in judge(study, cells)]
+        claims = [[result.claim.text, _bold(result.verdict), result.measured] for result in check_claims(study, cells)]
         lines += [*_table(["claim", "verdict", "measured"], claims, left=3), ""]
     lines += [*_table(columns, rows, left=columns.index(study.metric)), "", _table_notes(study, cells, records), ""]
     lines += ["Differs from the paper:", "", *(f"- {text}" for text in study.differs), ""] if study.differs else []
@@ -42,7 +42,7 @@ def claims_table(reports: Sequence[tuple[Study, Sequence[CellResult]]]) -> str:
     rows = [
         [result.claim.text, _paper(study, result), result.measured, _bold(result.verdict)]
         for study, cells in reports
-        for result in judge(study, cells)
+        for result in check_claims(study, cells)
     ]
     return "\n".join(_table(["claim", "the paper", "ours", "verdict"], rows, left=4)) + "\n"
 
@@ -108,7 +108,7 @@ def as_dict(study: Study, cells: Sequence[CellResult], records: Mapping[str, Rec
         "cells": [_cell_dict(study, cell) for cell in cells],
         "claims": [
             {"text": r.claim.text, "kind": r.claim.kind, "verdict": r.verdict, "measured": r.measured}
-            for r in judge(study, cells)
+            for r in check_claims(study, cells)
         ],
         "cost": {
             "runs": len(records),
@@ -136,7 +136,7 @@ def _cell_dict(study: Study, cell: CellResult) -> dict[str, Any]:
 
 def html(study: Study, cells: Sequence[CellResult], records: Mapping[str, Record]) -> str:
     columns, rows = table(study, cells)
-    claims = judge(study, cells)
+    claims = check_claims(study, cells)
     held = f"{sum(result.verdict == 'held' for result in claims)} of {len(claims)}" if claims else ""
     numbers = {
         "runs": f"{len(records)}",
