@@ -35,9 +35,9 @@ def weights(tmp_path: Path) -> Path:
     return tmp_path / "w.safetensors"
 
 
-def chosen(data: Path, weights: Path, *words: str, own: OwnParts | None = None) -> tuple[str, str, str]:
+def chosen(data: Path, weights: Path, *words: str, own_parts: OwnParts | None = None) -> tuple[str, str, str]:
     """What is trained, how classes are balanced, and the reasons."""
-    _, recipe, reasons = choose_recipe(data, init=weights, set=words, device="cpu", own=own)
+    _, recipe, reasons = choose_recipe(data, init=weights, set=words, device="cpu", own_parts=own_parts)
     return recipe.trainable, recipe.balance, "\n".join(reasons)
 
 
@@ -52,10 +52,12 @@ def test_counts_of_a_folder_choose_head_and_balance(uneven, weights):
 
 
 def test_own_loss_is_not_balanced(uneven, weights):
-    trainable, balance, _ = chosen(uneven, weights, own=OwnParts(loss=cross_entropy))
+    trainable, balance, _ = chosen(uneven, weights, own_parts=OwnParts(loss=cross_entropy))
     assert (trainable, balance) == ("head", "none")
 
 
 def test_own_transform_trains_all_layers(uneven, weights):
-    trainable, balance, _ = chosen(uneven, weights, own=OwnParts(train_transform=lambda image: image.resize((8, 8))))
+    trainable, balance, _ = chosen(
+        uneven, weights, own_parts=OwnParts(train_transform=lambda image: image.resize((8, 8)))
+    )
     assert (trainable, balance) == ("full", "logit-adjust")

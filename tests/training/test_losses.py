@@ -136,7 +136,7 @@ def test_what_is_drawn_depends_on_seed_and_step_alone():
 
 
 def test_mixup_shares_follow_the_folded_beta():
-    shares = [draw_mix(0, step, (8, 8), mixup=0.2, cutmix=0.0).own for step in range(3000)]
+    shares = [draw_mix(0, step, (8, 8), mixup=0.2, cutmix=0.0).lam for step in range(3000)]
     assert min(shares) >= 0.5
     draws = np.random.default_rng(7).beta(0.2, 0.2, 100_000)
     assert np.mean(shares) == pytest.approx(np.maximum(draws, 1 - draws).mean(), abs=0.01)
@@ -151,7 +151,7 @@ def test_cutmix_boxes_lie_inside_and_their_area_is_the_partners_share():
         top, bottom, left, right = mix.box
         assert 0 <= top <= bottom <= height
         assert 0 <= left <= right <= width
-        assert mix.own == pytest.approx(1 - (bottom - top) * (right - left) / (height * width))
+        assert mix.lam == pytest.approx(1 - (bottom - top) * (right - left) / (height * width))
         covered[top:bottom, left:right] += 1
     # A corner is covered if the centre lies within half a side of it on both axes: the mean of U / 4 for a uniform U.
     assert covered[[0, 0, -1, -1], [0, -1, 0, -1]].mean() == pytest.approx(2000 / 8, rel=0.1)

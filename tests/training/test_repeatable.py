@@ -125,19 +125,19 @@ def test_pieces_find_their_mixing_partners(kind, micro):
     batch, train_state = make_batch(11), make_trainee(**{kind: 0.8})
     model = copy.deepcopy(train_state.model)
     mix = draw_mix(3, 7, (8, 8), mixup=0.8 * (kind == "mixup"), cutmix=0.8 * (kind == "cutmix"))
-    assert 0.05 < mix.own < 0.95
+    assert 0.05 < mix.lam < 0.95
     images, losses = prepared(batch.images), []
     for row in range(1, 11):
         if not (batch.valid[row] and batch.valid[row - 1]):
             continue
         if mix.box is None:
-            mixed = mix.own * images[row] + (1 - mix.own) * images[row - 1]
+            mixed = mix.lam * images[row] + (1 - mix.lam) * images[row - 1]
         else:
             top, bottom, left, right = mix.box
             mixed = images[row].clone()
             mixed[:, top:bottom, left:right] = images[row - 1][:, top:bottom, left:right]
         logs = model(mixed[None])[0].log_softmax(0)
-        losses.append(-mix.own * logs[batch.labels[row]] - (1 - mix.own) * logs[batch.labels[row - 1]])
+        losses.append(-mix.lam * logs[batch.labels[row]] - (1 - mix.lam) * logs[batch.labels[row - 1]])
     assert len(losses) == 8
     plan = LoopConfig(steps=9, batch=10, microbatch=micro, seed=0, mix_partner=True)
     compare(train_state, plan, batch, torch.stack(losses).sum() / 10, model)

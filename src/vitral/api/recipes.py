@@ -78,10 +78,10 @@ def choose_recipe(
     recipe: str | Path | Recipe = "",
     set: Sequence[str] = (),
     device: str = "",
-    own: OwnParts | None = None,
+    own_parts: OwnParts | None = None,
 ) -> tuple[DataSet, Recipe, tuple[str, ...]]:
     """Open the data and choose the recipe that `train` would follow, with the reasons."""
-    own, name = own or OwnParts(), "" if isinstance(model, nn.Module) else model
+    own_parts, name = own_parts or OwnParts(), "" if isinstance(model, nn.Module) else model
     written = recipe if isinstance(recipe, Recipe) else read_recipe(recipe, name) if recipe else None
     early = _early_recipe(written, set)
     opened, dev = open_to_train(data, early)
@@ -93,12 +93,14 @@ def choose_recipe(
         if isinstance(recipe, str) and is_preset(recipe):
             # A preset's are those of the paper's own weights; a recipe file states what the user wants.
             chosen = normalised_as(chosen, card)
-    elif own.model is not None:
-        chosen, reasons = _recipe_for_module(opened, own.model, keys_of(set), device)
+    elif own_parts.model is not None:
+        chosen, reasons = _recipe_for_module(opened, own_parts.model, keys_of(set), device)
     else:
-        fixed = {} if own.optimizer is None else {"optim.name": "adamw"}  # lengths that suit an optimizer unlike Muon
-        fixed |= {} if own.loss is None else {"balance": "none"}  # balances change vitral's own loss
-        if own.train_transform is not None or own.eval_transform is not None:
+        fixed = (
+            {} if own_parts.optimizer is None else {"optim.name": "adamw"}
+        )  # lengths that suit an optimizer unlike Muon
+        fixed |= {} if own_parts.loss is None else {"balance": "none"}  # balances change vitral's own loss
+        if own_parts.train_transform is not None or own_parts.eval_transform is not None:
             fixed["trainable"] = "full"  # a head alone is trained on features, without own transforms
         chosen, reasons = _suited_recipe(opened, card, name, {**fixed, **keys_of(set)}, device)
         chosen = replace(chosen, init=start)
@@ -108,13 +110,13 @@ def choose_recipe(
     if dev and not early.data.dev:
         share = f"a share of {dev:g} of train (data.dev) is the dev split for that"
         reasons = (*reasons, f"patience selects weights by their evaluations: {share}, and the result is on test")
-    if own.model is not None:
+    if own_parts.model is not None:
         classes = 0 if chosen.objective == "masked" else len(opened.train.classes)
-        card = own_card(own.model, chosen, classes)
-        chosen = replace(chosen, model=type(own.model).__name__)
-    check_recipe(chosen, opened, card, own)
+        card = own_card(own_parts.model, chosen, classes)
+        chosen = replace(chosen, model=type(own_parts.model).__name__)
+    check_recipe(chosen, opened, card, own_parts)
     reasons = (*reasons, *_head_reason(chosen, opened, card))
-    reasons += flip_warning(chosen, opened) if own.train_transform is None else ()
+    reasons += flip_warning(chosen, opened) if own_parts.train_transform is None else ()
     return opened, chosen, (*reasons, *((f"overridden: {', '.join(set)}",) if set else ()))
 
 
@@ -158,7 +160,7 @@ def _recipe_for_module(
     image = 0 if vitral_model else int(overrides.get("image") or parse(recipe.model).image[0])
     recipe = replace(recipe, image=image, shape=Recipe().shape)
     return recipe, (
-        f"a module of your own: AdamW at a rate of {recipe.optim.lr:g}, images of {image or 'its own'} pixels",
+        f"a module of your own: AdamW at a rate of {recipe.optim.lr:g}, images of {image or 'its own_parts'} pixels",
     )
 
 

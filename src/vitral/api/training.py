@@ -168,8 +168,8 @@ def train(
     check_out(out, data)
     train_transform, eval_transform = transform if isinstance(transform, tuple) else (transform, transform)
     module = model if isinstance(model, nn.Module) else None
-    own = OwnParts(module, loss, optimizer, train_transform, eval_transform, tuple(callbacks))
-    if own.model is not None and (seeds > 1 or folds):
+    own_parts = OwnParts(module, loss, optimizer, train_transform, eval_transform, tuple(callbacks))
+    if own_parts.model is not None and (seeds > 1 or folds):
         raise UserError("seeds and folds train new models, and model= is one module: call train once for each module.")
     set_overrides = override_list(set)
     source: Any = _open_for_folds(data, folds, keys_of(set_overrides)) if folds else data
@@ -178,7 +178,7 @@ def train(
     overrides = [*(f"{key}={value}" for key, value in parameters.items() if value is not None), *set_overrides]
     with displayed(on_event) as shown, Tracking(track, shown) as handler:
         opened, chosen, reasons = choose_recipe(
-            source, model=model, init=init, recipe=recipe, set=overrides, device=device, own=own
+            source, model=model, init=init, recipe=recipe, set=overrides, device=device, own_parts=own_parts
         )
         folder = Path(out) if out else new_folder(opened.source, chosen)
         for message in (*opened.messages, *reasons):
@@ -187,7 +187,7 @@ def train(
             _check_folds(chosen)
         handler(RunDirChosen(str(folder)))
         if folds:
-            options = {"folds": folds, "device": device, "on_event": handler, "own": own}
+            options = {"folds": folds, "device": device, "on_event": handler, "own": own_parts}
             results, scores = _run_folds(chosen, opened, folder, **options)
             return TrainResult(results, chosen, folds=scores)
         results = []
@@ -195,10 +195,12 @@ def train(
             if seeds > 1:
                 handler(Note(f"seed {number}"))
             path = folder / f"seed-{number}" if seeds > 1 else folder
-            results.append(run(replace(chosen, seed=number), opened, path, device=device, on_event=handler, own=own))
-    if own.model is not None:
-        own.model.load_state_dict(load_file(Path(results[0].folder) / "model.safetensors"))
-    return TrainResult(tuple(results), chosen, own.model)
+            results.append(
+                run(replace(chosen, seed=number), opened, path, device=device, on_event=handler, own_parts=own_parts)
+            )
+    if own_parts.model is not None:
+        own_parts.model.load_state_dict(load_file(Path(results[0].folder) / "model.safetensors"))
+    return TrainResult(tuple(results), chosen, own_parts.model)
 
 
 def _open_for_folds(data: Data, folds: int, overrides: Collection[str]) -> DataSet:
@@ -221,7 +223,7 @@ def _check_folds(recipe: Recipe) -> None:
 
 
 def _run_folds(
-    recipe: Recipe, data: DataSet, folder: Path, *, folds: int, device: str, on_event: EventHandler, own: OwnParts
+    recipe: Recipe, data: DataSet, folder: Path, *, folds: int, device: str, on_event: EventHandler, own_parts: OwnParts
 ) -> tuple[tuple[RunResult, ...], FoldScores]:
     """Train once per fold, each with its own seed, and write folds.json; finished folds are not repeated."""
     results = []
@@ -233,7 +235,9 @@ def _run_folds(
         images = f"{len(fold.train):,} images to train on, {len(fold.test):,} to score"
         on_event(Note(f"fold {number + 1} of {folds}, seed {seed}: {images}"))
         path = folder / f"fold-{number + 1}"
-        results.append(run(replace(recipe, seed=seed), fold, path, device=device, on_event=on_event, own=own))
+        results.append(
+            run(replace(recipe, seed=seed), fold, path, device=device, on_event=on_event, own_parts=own_parts)
+        )
     scores = fold_scores(results, data.train.classes)
     write_json(folder / "folds.json", scores.as_dict())
     return tuple(results), scores

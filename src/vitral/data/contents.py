@@ -19,12 +19,12 @@ from vitral.data.catalog.readers import ArrayReader
 from vitral.data.folders import FileReader
 from vitral.data.images import ImageError
 from vitral.data.parquet import ParquetReader
-from vitral.data.shards import ShardReader
+from vitral.data.shards import TarReader
 from vitral.data.splits import DataSet, Reader, Split, SubsetReader, content_bytes
 from vitral.events import EventHandler, Progress, ignore_events
 
 MAX_IMAGES = 100_000  # of a run, train and held out: hashing more would take minutes
-_PARALLEL = (FileReader, ShardReader)  # readers without a state of their own
+_PARALLEL = (FileReader, TarReader)  # readers without a state of their own
 _THREADS = 8  # hide the latency of a network file system
 _CHUNK = 256
 _HASH_DIGITS, _MARK_DIGITS = 16, 8  # 64 bits tell a million images apart; marks only spare the hashing
@@ -90,7 +90,7 @@ def not_hashed_reason(splits: Iterable[Split]) -> str:
     total = sum(map(len, splits))
     if total > MAX_IMAGES:
         return f"there are {total:,} images, and at most {MAX_IMAGES:,} are hashed"
-    cheap = (FileReader, ShardReader, ParquetReader, ArrayReader)
+    cheap = (FileReader, TarReader, ParquetReader, ArrayReader)
     if not all(isinstance(_base_reader(split), cheap) for split in splits):
         return "the images are not read from files as they are"
     return ""

@@ -43,7 +43,7 @@ class ShardSample(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ShardReader:
+class TarReader:
     """Byte ranges of files; `spans` is (n, 3) int64: shard, offset, size."""
 
     shards: tuple[str, ...]
@@ -127,7 +127,7 @@ def _read_split(files: list[Path]) -> RawSplit:
             spans.append((number, sample.offset, sample.size))
     if not keys:
         raise UserError(f"{files[0]} contains no labelled image: it needs pairs such as 0001.jpg and 0001.cls.")
-    reader = ShardReader(tuple(map(str, files)), np.array(spans, np.int64))
+    reader = TarReader(tuple(map(str, files)), np.array(spans, np.int64))
     return RawSplit(keys, labels, reader)
 
 

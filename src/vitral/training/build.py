@@ -36,10 +36,10 @@ _DROP_RATES = ("dropout", "attention_dropout", "stochastic_depth")
 FREE_KEYS = {"workers", "micro_batch", "grad_checkpointing", "compile", "cuda_graph", "parallel", "keep", "save_every"}
 
 
-def check_recipe(recipe: Recipe, data: DataSet, card: Card | None, own: OwnParts | None = None) -> None:
+def check_recipe(recipe: Recipe, data: DataSet, card: Card | None, own_parts: OwnParts | None = None) -> None:
     """Refuse what cannot work, before there is a run folder; the card is that of the weights in `init` or of the user's
     own model, None from scratch."""
-    train, own = data.train, own or OwnParts()
+    train, own_parts = data.train, own_parts or OwnParts()
     if recipe.trainable != "full" and card is None:
         raise UserError(
             f"trainable={recipe.trainable} needs trained weights to start from: add --init, or omit trainable."
@@ -69,14 +69,14 @@ def check_recipe(recipe: Recipe, data: DataSet, card: Card | None, own: OwnParts
     train_pipeline, eval_pipeline = recipes.pipelines(recipe, architecture.image)
     parse_pipeline(train_pipeline)
     parse_deterministic(eval_pipeline)
-    _check_own_parts(recipe, own, Card(architecture))
-    if own.model is None:
+    _check_own_parts(recipe, own_parts, Card(architecture))
+    if own_parts.model is None:
         with torch.device("meta"):
             headless = not architecture.classes and recipe.objective == "classes"  # weights of a backbone get a head
             model = build(replace(architecture, classes=len(train.classes)) if headless else architecture)
             freeze(model, recipe.trainable)
             groups = parameter_groups(model)
-            if own.optimizer is None:
+            if own_parts.optimizer is None:
                 build_optimizer(groups, name=recipe.optim.name, lr=recipe.optim.lr)
 
 
@@ -88,17 +88,19 @@ def flip_warning(recipe: Recipe, data: DataSet) -> tuple[str, ...]:
     return (f"flip mirrors images, which changes the labels of {mirrored}: remove it from data.train_transform",)
 
 
-def _check_own_parts(recipe: Recipe, own: OwnParts, card: Card) -> None:
-    if own.loss is not None and recipe.objective == "masked":
+def _check_own_parts(recipe: Recipe, own_parts: OwnParts, card: Card) -> None:
+    if own_parts.loss is not None and recipe.objective == "masked":
         raise UserError("masked patch prediction has its own loss: omit loss=, or set objective=classes.")
-    if own.loss is not None and recipe.balance in ("weights", "logit-adjust"):
+    if own_parts.loss is not None and recipe.balance in ("weights", "logit-adjust"):
         raise UserError(f"balance={recipe.balance} changes vitral's own loss: omit balance, or loss=.")
-    if own.model is not None and recipe.init:
+    if own_parts.model is not None and recipe.init:
         raise UserError("the model comes with model=, so init= has nothing to load: omit one of them.")
-    transforms = [one for one in (own.train_transform, own.eval_transform) if one is not None]
+    transforms = [
+        transform for transform in (own_parts.train_transform, own_parts.eval_transform) if transform is not None
+    ]
     if transforms and (recipe.objective == "masked" or recipe.trainable == "head"):
         raise UserError("masked patch prediction and trainable=head prepare images themselves: omit transform=.")
-    dtypes = [own_transform(one, card).dtype for one in transforms]
+    dtypes = [own_transform(transform, card).dtype for transform in transforms]
     normalised = [dtype != np.uint8 for dtype in dtypes] + [False] * (len(dtypes) == 1)
     if len(set(normalised)) > 1:
         raise UserError(
@@ -111,12 +113,12 @@ def own_transform(function: Transform, card: Card) -> CallableTransform:
     return CallableTransform(function, card.architecture.image, channels=card.architecture.channels)
 
 
-def build_model(recipe: Recipe, classes: tuple[str, ...], own: OwnParts | None = None) -> tuple[nn.Module, Card]:
+def build_model(recipe: Recipe, classes: tuple[str, ...], own_parts: OwnParts | None = None) -> tuple[nn.Module, Card]:
     """The model to train, and its card with these classes and the recipe's preprocessing."""
     torch.manual_seed(recipe.seed)
     classes = () if recipe.objective == "masked" else classes  # a model without a head: patches have no class
-    if own is not None and own.model is not None:
-        model, card = own.model, own_card(own.model, recipe, len(classes))
+    if own_parts is not None and own_parts.model is not None:
+        model, card = own_parts.model, own_card(own_parts.model, recipe, len(classes))
     elif recipe.init:
         model, card = _loaded_model(recipe, classes)
     else:
@@ -190,7 +192,7 @@ def own_card(model: nn.Module, recipe: Recipe, classes: int) -> Card:
     return Card(config, source=f"model= of a Python call ({part_name(model)})", format="vitral")
 
 
-def record_run(folder: RunFolder, recipe: Recipe, data: DataSet, own: OwnParts, on_event: EventHandler) -> None:
+def record_run(folder: RunFolder, recipe: Recipe, data: DataSet, own_parts: OwnParts, on_event: EventHandler) -> None:
     """Write recipe.toml, data.json and split.json into the folder of a new run."""
     reported = data.reported_split(recipe.patience > 0)
     contents = RunContents.of(data, reported.name if reported is not None else "", on_event)
@@ -200,25 +202,25 @@ def record_run(folder: RunFolder, recipe: Recipe, data: DataSet, own: OwnParts, 
         "source": data.source,
         **_fingerprints(data, recipe),
         "notes": list(data.messages),
-        "own_parts": own.describe(),
+        "own_parts": own_parts.describe(),
     }
     folder.write_text("recipe.toml", recipes.to_toml(recipe))
     folder.write_text("data.json", json.dumps(facts, indent=2) + "\n")
     folder.write_text("split.json", contents.to_json())
 
 
-def check_same_run(folder: RunFolder, recipe: Recipe, data: DataSet, own: OwnParts) -> None:
+def check_same_run(folder: RunFolder, recipe: Recipe, data: DataSet, own_parts: OwnParts) -> None:
     """Refuse to resume a run with other images, another recipe or other parts than it began with."""
     before, now = recipes.values(recipes.from_toml(folder.read_text("recipe.toml") or "")), recipes.values(recipe)
     keys = [key for key in now if key not in FREE_KEYS and before[key] != now[key]]
     changed = [f"{key} was {before[key]} and is {now[key]}" for key in keys]
     facts, images = json.loads(folder.read_text("data.json") or "{}"), _fingerprints(data, recipe)
     changed += [f"its {name} images were others" for name in images if images[name] != facts.get(name)]
-    parts, own_parts = facts.get("own_parts", {}), own.describe()
+    old_parts, new_parts = facts.get("own_parts", {}), own_parts.describe()
     changed += [
-        f"its {name} was {parts.get(name, 'vitral')} and is {own_parts.get(name, 'vitral')}"
-        for name in sorted({*parts, *own_parts})
-        if parts.get(name) != own_parts.get(name)
+        f"its {name} was {old_parts.get(name, 'vitral')} and is {new_parts.get(name, 'vitral')}"
+        for name in sorted({*old_parts, *new_parts})
+        if old_parts.get(name) != new_parts.get(name)
     ]
     if changed:
         raise UserError(f"{folder.path} contains another run ({changed[0]}): choose another folder, or remove it.")

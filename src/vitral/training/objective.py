@@ -179,15 +179,15 @@ def log_priors(counts: Tensor) -> Tensor:
 
 
 class Mix(NamedTuple):
-    """How a batch is mixed: an example keeps the share `own`; the rest is its partner's, blended or inside `box`."""
+    """How a batch is mixed: an example keeps the share `lam`; the rest is its partner's, blended or inside `box`."""
 
-    own: float
+    lam: float
     box: Box | None
 
     def numbers(self) -> Tensor:
         """As a tensor (6,), an input of the captured CUDA graph: the share of an example in its targets, that in its
         pixels outside the box, and the box, which is empty if there is none."""
-        return torch.tensor([self.own, self.own if self.box is None else 1.0, *(self.box or (0, 0, 0, 0))])
+        return torch.tensor([self.lam, self.lam if self.box is None else 1.0, *(self.box or (0, 0, 0, 0))])
 
 
 def draw_mix(seed: int, step: int, image: Size, *, mixup: float, cutmix: float) -> Mix:
@@ -203,26 +203,26 @@ def draw_mix(seed: int, step: int, image: Size, *, mixup: float, cutmix: float) 
         return Mix(1.0 - (bottom - top) * (right - left) / (image[0] * image[1]), box)
     if not mixup:
         return Mix(1.0, None)
-    own = float(generator.beta(mixup, mixup))
-    return Mix(max(own, 1.0 - own), None)
+    lam = float(generator.beta(mixup, mixup))
+    return Mix(max(lam, 1.0 - lam), None)
 
 
 def mix_batch(images: Tensor, targets: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """float (b + 1, c, h, w), float (b + 1, k), Mix.numbers -> (b, c, h, w), (b, k): rows mixed with those before."""
-    own, blend, top, bottom, left, right = numbers.unbind()
+    lam, blend, top, bottom, left, right = numbers.unbind()
     row, column = (torch.arange(side, device=images.device) for side in images.shape[-2:])
     boxed = ((row >= top) & (row < bottom)).unsqueeze(1) & (column >= left) & (column < right)
     share = torch.where(boxed, 0.0, blend)
-    return _blended(images, share), _blended(targets, own)
+    return _blended(images, share), _blended(targets, lam)
 
 
 def _blended(rows: Tensor, share: Tensor) -> Tensor:
     return share * rows[1:] + (1.0 - share) * rows[:-1]
 
 
-def _draw_box(generator: np.random.Generator, image: Size, own: float) -> Box:
-    """A box of the image's aspect and (1 - own) of its area around a uniform centre, cut off at the borders."""
-    side = math.sqrt(1.0 - own)
+def _draw_box(generator: np.random.Generator, image: Size, lam: float) -> Box:
+    """A box of the image's aspect and (1 - lam) of its area around a uniform centre, cut off at the borders."""
+    side = math.sqrt(1.0 - lam)
     (top, bottom), (left, right) = (_draw_span(generator, length, side) for length in image)
     return top, bottom, left, right
 

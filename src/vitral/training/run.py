@@ -83,14 +83,20 @@ class RunResult:
 
 
 def run(
-    recipe: Recipe, data: DataSet, path: Path, *, device: str = "", on_event: EventHandler, own: OwnParts | None = None
+    recipe: Recipe,
+    data: DataSet,
+    path: Path,
+    *,
+    device: str = "",
+    on_event: EventHandler,
+    own_parts: OwnParts | None = None,
 ) -> RunResult:
     """Train as the recipe says, or resume what the folder holds. Every process of a torchrun calls this.
 
     Raises Interrupted after a stop request (Ctrl-C, SIGTERM), once the state is saved.
     """
     began = time.perf_counter()
-    own = own or OwnParts()
+    own_parts = own_parts or OwnParts()
     world = init_distributed(device)
     reset_peak(world.device)
     on_event = on_event if world.first else ignore_events
@@ -100,11 +106,11 @@ def run(
         folder = RunFolder(on_rank0(lambda: path, world))  # a name free for one process may be taken for the next
         on_exit.push(lambda kind, error, trace: folder.discard() if isinstance(error, UserError) else None)
         on_exit.callback(folder.unlock)
-        finished = on_rank0(lambda: _claim(folder, recipe, data, own, on_event), world)
+        finished = on_rank0(lambda: _claim(folder, recipe, data, own_parts, on_event), world)
         if finished is not None:
             on_event(Note(f"already finished: {folder.path}"))
             return finished
-        model, card = build_model(recipe, data.train.classes, own)
+        model, card = build_model(recipe, data.train.classes, own_parts)
         if card.changes:
             on_event(Note(f"weights adapted: {'; '.join(card.changes)}"))
         pixels = folder.path / "pixels"
@@ -117,7 +123,7 @@ def run(
             on_event,
             selects=recipe.patience > 0,
         )
-        setup = plan_run(recipe, data, card, world, own)
+        setup = plan_run(recipe, data, card, world, own_parts)
         interruptible = _interruptible(on_event, stopping, world)
         training = build_training(model, setup, world, interruptible)
         state = training.state
@@ -125,9 +131,9 @@ def run(
         # Resource estimate
         estimate = estimate_resources(state, setup.config, world, training.batches, training.evaluator.estimate_seconds)
         estimate = _with_mapped_pixels(estimate, setup, pixels, world)
-        _resume(state, own, folder, world, on_event)
+        _resume(state, own_parts, folder, world, on_event)
         handle = RunHandle(folder.path, training.plain_model, lambda: state.step)
-        callbacks = CallbackRunner(own.callbacks, handle, training.evaluator.evaluate, logger, world)
+        callbacks = CallbackRunner(own_parts.callbacks, handle, training.evaluator.evaluate, logger, world)
         logger(_started(state, estimate, world, folder, recipe))
         callbacks.on_run_start()
         # Loop
@@ -187,16 +193,18 @@ def _interruptible(on_event: EventHandler, stopping: StopRequests, world: World)
     return handle
 
 
-def _claim(folder: RunFolder, recipe: Recipe, data: DataSet, own: OwnParts, on_event: EventHandler) -> RunResult | None:
+def _claim(
+    folder: RunFolder, recipe: Recipe, data: DataSet, own_parts: OwnParts, on_event: EventHandler
+) -> RunResult | None:
     """Make the folder this run's, or check that it holds this very run; a finished one comes back as its result."""
     folder.make()
     if folder.begun:
-        check_same_run(folder, recipe, data, own)
+        check_same_run(folder, recipe, data, own_parts)
     elif folder.model.exists():
         raise UserError(f"{folder.path} contains weights of another run: choose another folder.")
     else:
         folder.best.unlink(missing_ok=True)  # of a run that ended before it saved a state
-        record_run(folder, recipe, data, own, on_event)
+        record_run(folder, recipe, data, own_parts, on_event)
     text = folder.read_text("result.json")
     if text is None:
         return None
@@ -204,13 +212,13 @@ def _claim(folder: RunFolder, recipe: Recipe, data: DataSet, own: OwnParts, on_e
     return RunResult(**json.loads(text))
 
 
-def _resume(state: TrainState, own: OwnParts, folder: RunFolder, world: World, on_event: EventHandler) -> None:
+def _resume(state: TrainState, own_parts: OwnParts, folder: RunFolder, world: World, on_event: EventHandler) -> None:
     """Restore the newest saved state, if there is one, and drop the metrics of steps that will be repeated."""
     saved = on_rank0(folder.newest_state, world)
     if saved is not None:
         restore_state(state, saved)
         on_event(Note(f"resuming from step {saved.step}"))
-        for callback, callback_state in zip(own.callbacks, state.progress.callbacks, strict=True):
+        for callback, callback_state in zip(own_parts.callbacks, state.progress.callbacks, strict=True):
             if callback_state is not None:
                 callback.load_state_dict(callback_state)  # type: ignore[attr-defined]
     elif world.first and folder.begun:
@@ -327,7 +335,9 @@ def _write_model(model: nn.Module, setup: RunSetup, card: Card, path: Path) -> N
         model = copy.deepcopy(model)
         merge_lora(model)
     weights = {key: value.detach().cpu() for key, value in model.state_dict().items()}
-    if setup.own.eval_transform is not None:  # nobody else has it, so the file must not claim another preprocessing
+    if (
+        setup.own_parts.eval_transform is not None
+    ):  # nobody else has it, so the file must not claim another preprocessing
         card = replace(card, preprocess=None, changes=(*card.changes, "evaluated with a transform of the user's own"))
     if isinstance(card.architecture, ModuleConfig):
         write_safetensors(path, weights, {"vitral.card": card.to_json()})

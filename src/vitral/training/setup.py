@@ -80,7 +80,7 @@ class RunSetup:
     config: LoopConfig
     workers: int
     settings: LossSettings
-    own: OwnParts
+    own_parts: OwnParts
 
     @property
     def preprocess(self) -> Preprocess:
@@ -147,7 +147,7 @@ def read_data(
     return replace(readable, train=train), unreadable
 
 
-def plan_run(recipe: Recipe, data: DataSet, card: Card, world: World, own: OwnParts) -> RunSetup:
+def plan_run(recipe: Recipe, data: DataSet, card: Card, world: World, own_parts: OwnParts) -> RunSetup:
     """Lengths and loss of a run. The batch shrinks where unreadable files leave fewer images than it has."""
     train, eval_split = data.train, data.eval_split
     assert eval_split is not None
@@ -181,10 +181,11 @@ def plan_run(recipe: Recipe, data: DataSet, card: Card, world: World, own: OwnPa
         patience=recipe.patience,
         autocast=autocast_dtype(recipe.precision, world.device),
         mix_partner=settings.mixes,
-        cuda_graph=recipe.cuda_graph and own.optimizer is None,  # whether a user's optimizer can be captured is unknown
+        cuda_graph=recipe.cuda_graph
+        and own_parts.optimizer is None,  # whether a user's optimizer can be captured is unknown
     )
     workers, test_split = worker_count(recipe, world), data.test if recipe.patience else None
-    return RunSetup(recipe, train, eval_split, test_split, order, card, config, workers, settings, own)
+    return RunSetup(recipe, train, eval_split, test_split, order, card, config, workers, settings, own_parts)
 
 
 def build_training(model: nn.Module, setup: RunSetup, world: World, on_event: EventHandler) -> Training:
@@ -243,7 +244,7 @@ def _objective(model: nn.Module, setup: RunSetup) -> tuple[nn.Module, nn.Module]
         return masked, MaskedObjective(masked, settings.mean, settings.std)
     reader = model.head if recipe.trainable == "head" else model
     assert isinstance(reader, nn.Module)
-    return model, Objective(reader, settings, setup.train.counts(), recipe.balance, setup.own.loss)
+    return model, Objective(reader, settings, setup.train.counts(), recipe.balance, setup.own_parts.loss)
 
 
 def _masked_model(model: ViT, recipe: Recipe) -> MaskedModel | MaeModel:
@@ -259,8 +260,8 @@ def _optimizer(learner: nn.Module, setup: RunSetup) -> torch.optim.Optimizer:
     groups = parameter_groups(
         learner, weight_decay=optim.weight_decay, layer_decay=optim.layer_decay, head_lr=optim.head_lr
     )
-    if setup.own.optimizer is not None:
-        return own_optimizer(setup.own.optimizer, groups, optim.lr)
+    if setup.own_parts.optimizer is not None:
+        return own_optimizer(setup.own_parts.optimizer, groups, optim.lr)
     rule = {"beta1": optim.beta1, "beta2": optim.beta2, "momentum": optim.momentum}
     return build_optimizer(groups, name=optim.name, lr=optim.lr, **rule)
 
@@ -315,17 +316,17 @@ def _train_on_images(
 
 
 def _train_pipeline(setup: RunSetup) -> Pipeline | CallableTransform:
-    if setup.own.train_transform is not None:
-        return own_transform(setup.own.train_transform, setup.card)
+    if setup.own_parts.train_transform is not None:
+        return own_transform(setup.own_parts.train_transform, setup.card)
     text, _ = recipes.pipelines(setup.recipe, setup.card.architecture.image)
     return parse_pipeline(text)
 
 
 def _eval_preprocess(setup: RunSetup) -> Any:
     """The card's preprocessing, with the user's own transform as its pipeline if there is one."""
-    if setup.own.eval_transform is None:
+    if setup.own_parts.eval_transform is None:
         return setup.preprocess
-    transform: Any = own_transform(setup.own.eval_transform, setup.card)
+    transform: Any = own_transform(setup.own_parts.eval_transform, setup.card)
     return replace(setup.preprocess, pipeline=transform)
 
 

@@ -18,7 +18,7 @@ from vitral.atomic import atomic_write
 from vitral.data.folders import read_folder
 from vitral.data.images import ImageError, decode
 from vitral.data.parquet import ParquetReader, open_parquet, read_parquet, row_group_sizes, row_keys
-from vitral.data.shards import ShardReader, read_shards
+from vitral.data.shards import TarReader, read_shards
 from vitral.data.splits import DataSet, Reader, Split, hashed_order
 from vitral.data.vtab import tasks
 from vitral.data.vtab.files import TaskFiles, TFRecordFiles, find_files, recorded_lengths
@@ -202,7 +202,7 @@ class TFRecordReader:
             keys.append(key)
             first, last = example.spans["image"]
             spans.append((file, first, last - first))
-        reader = ShardReader(tuple(map(str, files.files)), np.array(spans, np.int64).reshape(-1, 3))
+        reader = TarReader(tuple(map(str, files.files)), np.array(spans, np.int64).reshape(-1, 3))
         return Split(name, keys, np.array(labels, np.int64), self.classes, reader)
 
 
