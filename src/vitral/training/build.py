@@ -1,5 +1,5 @@
-"""The model of a run: from scratch, from weights or the user's own, with its card; what is checked before a run, and
-what makes it this run: its recipe, images and own parts, recorded in its folder.
+"""The model of a run with its card: from scratch, from weights or the user's own; checks before a run; and the record
+of a run's recipe, images and own parts, with which a resumed run must agree.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from vitral.training.callbacks import OwnParts, Transform, part_name
 from vitral.training.optimizer import build_optimizer, freeze, parameter_groups
 
 _DROP_RATES = ("dropout", "attention_dropout", "stochastic_depth")
-# May differ in a resumed run: memory, speed and disk depend on them, what is computed does not.
+# May differ in a resumed run: they affect memory, speed and disk, but not the result.
 FREE_KEYS = {"workers", "micro_batch", "grad_checkpointing", "compile", "cuda_graph", "parallel", "keep", "save_every"}
 
 
 def check_recipe(recipe: Recipe, data: DataSet, card: Card | None, own_parts: OwnParts | None = None) -> None:
-    """Refuse what cannot work, before there is a run folder; the card is that of the weights in `init` or of the user's
-    own model, None from scratch."""
+    """Raise UserError for a recipe that cannot work, before a run folder is created. The card is that of the weights in
+    `init` or of the user's own model; None from scratch."""
     train, own_parts = data.train, own_parts or OwnParts()
     if recipe.trainable != "full" and card is None:
         raise UserError(
@@ -81,7 +81,7 @@ def check_recipe(recipe: Recipe, data: DataSet, card: Card | None, own_parts: Ow
 
 
 def flip_warning(recipe: Recipe, data: DataSet) -> tuple[str, ...]:
-    """A sentence where random flips would give images the wrong label."""
+    """A warning if random flips would give images the wrong label."""
     mirrored = mirrored_labels(data.source, data.train.classes)
     if not mirrored or not flips(recipe) or recipe.objective == "masked":
         return ()
@@ -127,14 +127,14 @@ def build_model(recipe: Recipe, classes: tuple[str, ...], own_parts: OwnParts | 
     return model, replace(
         card,
         class_names=classes,
-        temperature=1.0,  # that of the weights to start from says nothing about those that training ends with
+        temperature=1.0,  # that of the initial weights does not apply to the trained ones
         preprocess=Preprocess(eval_pipeline, recipe.data.mean, recipe.data.std),
         multilabel=recipe.loss == "sigmoid",
     )
 
 
 def keeps_head(card: Card, classes: tuple[str, ...]) -> bool:
-    """Whether the head of these weights is for these very classes."""
+    """Whether the head of these weights is for exactly these classes."""
     return card.class_names == classes and card.architecture.classes == len(classes)
 
 
@@ -210,7 +210,7 @@ def record_run(folder: RunFolder, recipe: Recipe, data: DataSet, own_parts: OwnP
 
 
 def check_same_run(folder: RunFolder, recipe: Recipe, data: DataSet, own_parts: OwnParts) -> None:
-    """Refuse to resume a run with other images, another recipe or other parts than it began with."""
+    """Raise UserError if a resumed run has another recipe, other images or other parts than before."""
     before, now = recipes.values(recipes.from_toml(folder.read_text("recipe.toml") or "")), recipes.values(recipe)
     keys = [key for key in now if key not in FREE_KEYS and before[key] != now[key]]
     changed = [f"{key} was {before[key]} and is {now[key]}" for key in keys]
@@ -228,7 +228,7 @@ def check_same_run(folder: RunFolder, recipe: Recipe, data: DataSet, own_parts: 
 
 
 def _check_contents(folder: RunFolder, data: DataSet, recipe: Recipe) -> None:
-    """Refuse images that were replaced under their names."""
+    """Raise UserError if the content of images has changed."""
     text = folder.read_text("split.json")
     if text is None:
         return
@@ -246,7 +246,7 @@ def _check_contents(folder: RunFolder, data: DataSet, recipe: Recipe) -> None:
 
 
 def _fingerprints(data: DataSet, recipe: Recipe) -> dict[str, str]:
-    """Of the images that are trained on, that the result is of, and that weights are selected by."""
+    """Fingerprints of the splits for training, for the result, and for the selection of weights."""
     reported, selected = data.reported_split(recipe.patience > 0), data.eval_split if recipe.patience else None
     splits = {"train": data.train, "evaluated": reported, **({"selected": selected} if selected else {})}
     return {name: split.fingerprint() if split is not None else "" for name, split in splits.items()}

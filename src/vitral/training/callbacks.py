@@ -1,4 +1,4 @@
-"""A researcher's own parts of a run: loss, optimizer, transform and callbacks, with the protocols they follow.
+"""User-supplied parts of a run: loss, optimizer, transform and callbacks, with their protocols.
 
     vitral.train(data, loss=my_loss, optimizer=my_optimizer, transform=my_transform, callbacks=[MyCallback()])
 
@@ -6,7 +6,7 @@
 |---|---|---|
 | loss | logits (batch, classes), targets (batch,) or (batch, classes) | (batch,) losses, or their mean () |
 | optimizer | parameter groups of `torch.optim` | a `torch.optim.Optimizer`; its rates are the schedule's peaks |
-| transform | a PIL image | a uint8 image, normalised by vitral, or a float tensor (c, h, w), used as it is |
+| transform | a PIL image | a uint8 image, normalised by vitral, or a float tensor (c, h, w), used as is |
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Transform = Callable[[PILImage], object]
 
 
 class RunHandle:
-    """What a callback sees of a run, and how it acts on it."""
+    """A callback's access to its run."""
 
     def __init__(self, folder: Path, model: Callable[[], nn.Module], step: Callable[[], int]) -> None:
         self.folder = folder
@@ -45,11 +45,11 @@ class RunHandle:
 
     @property
     def model(self) -> nn.Module:
-        """The plain model with the weights that would be evaluated now. With several processes all must ask."""
+        """The plain model with the weights that would be evaluated now. All processes must access it together."""
         return self._model()
 
     def log(self, **metrics: float) -> None:
-        """Add metrics: to the evaluation that is under way (and so to the result), else to this step's line."""
+        """Add metrics to the current evaluation (and so to the result), or else to this step in metrics.jsonl."""
         self._logged |= {name: float(value) for name, value in metrics.items()}
 
     def stop(self, reason: str = "a callback asked to stop") -> None:
@@ -63,17 +63,17 @@ class RunHandle:
 
 
 class Callback:
-    """Base class of callbacks; override what you need. Every process of a run calls them.
+    """Base class of callbacks; override the methods you need. Every process of a run calls them.
 
-    A callback that keeps something between steps and wants resumed runs to be exact has `state_dict()` (JSON values)
-    and `load_state_dict(state)`.
+    A callback with state should define `state_dict()` (JSON values) and `load_state_dict(state)`, so that resumed runs
+    are exact.
     """
 
     def on_run_start(self, run: RunHandle) -> None:
         """Before the first step of this session; after `load_state_dict` in a resumed run."""
 
     def on_step_end(self, run: RunHandle, step: StepDone) -> None:
-        """After each step; its numbers arrive one step late, so that a GPU never waits for them."""
+        """After each step; its metrics arrive one step late, so that a GPU never waits for them."""
 
     def on_evaluation(self, run: RunHandle, metrics: dict[str, Any]) -> None:
         """With the metrics of an evaluation, before they are logged; `run.log(name=value)` adds to them."""
@@ -84,7 +84,7 @@ class Callback:
 
 @dataclass(frozen=True)
 class OwnParts:
-    """The parts of a run that the user brings; None means vitral's own."""
+    """The user-supplied parts of a run; None means vitral's."""
 
     model: nn.Module | None = None
     loss: Loss | None = None
@@ -94,7 +94,7 @@ class OwnParts:
     callbacks: Sequence[Callback] = ()
 
     def describe(self) -> dict[str, str]:
-        """The name of each part that is there; a run is resumed only with parts of the same names."""
+        """The name of each part that is set; a run is resumed only with parts of the same names."""
         parts = {
             name: getattr(self, name) for name in ("model", "loss", "optimizer", "train_transform", "eval_transform")
         }
@@ -111,7 +111,7 @@ def part_name(part: Any) -> str:
 
 
 class CallbackRunner:
-    """Event handler between the loop and the logger: calls the user's callbacks and collects what they log."""
+    """Event handler between the loop and the logger: calls the user's callbacks and collects their metrics."""
 
     def __init__(
         self,

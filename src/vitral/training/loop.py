@@ -1,7 +1,7 @@
 """The training loop and its step: pre-training, fine-tuning, masked pre-training and every study run through these.
 
-`train_step` is one optimizer step: forward, backward, clip, update, EMA. `TrainStep` calls it, and on one GPU
-replays it as a CUDA graph. `train_loop` feeds it batches, and evaluates and saves on the way.
+`train_step` is one optimizer step: forward, backward, clipping, update, EMA. `TrainStep` calls it, and on one GPU
+replays it as a CUDA graph. `train_loop` feeds it batches, and evaluates and saves between steps.
 
 A step's batch, augmentation and dropout are functions of (seed, step), and the whole state is saved, so a run that was
 stopped and resumed equals the uninterrupted run bit for bit.
@@ -61,9 +61,10 @@ def train_step(
 ) -> StepMetrics:
     """One optimizer step on this process's share of a global batch, images or features (rows, dim).
 
-    `draws` are what the objective drew for the whole batch (`Objective.draw`). Without `sync`, losses and gradients are
-    not summed over processes. Returns the mean loss of the global batch, its correct predictions, and the gradient's
-    norm before clipping. Raises MicrobatchTooLarge where memory runs out before any weight has changed.
+    `draws` are the random numbers of the objective for the whole batch (`Objective.draw`). Without `sync`, losses and
+    gradients are not summed over processes. Returns the mean loss of the global batch, the number of correct
+    predictions, and the gradient's norm before clipping. Raises MicrobatchTooLarge if memory runs out, before any
+    weight has changed.
     """
     state.optimizer.zero_grad(set_to_none=True)
     sums = torch.zeros(2, device=world.device)
@@ -91,8 +92,8 @@ def train_step(
 
 
 class TrainStep:
-    """Takes one step after the other. On one GPU the step is captured as a CUDA graph after a few, and replayed from
-    then on: a small model is otherwise as fast as the host can launch its kernels."""
+    """Runs training steps. On one GPU the step is captured as a CUDA graph after a few eager steps, and then replayed:
+    the speed of a small model is otherwise limited by kernel launches."""
 
     def __init__(self, state: TrainState, config: LoopConfig, world: World, on_event: EventHandler) -> None:
         self.state, self.config, self.world, self.on_event = state, config, world, on_event
@@ -105,7 +106,7 @@ class TrainStep:
             on_event(Note("the step is not captured as a CUDA graph (it takes too much of the GPU's memory)"))
 
     def __call__(self, batch: Batch) -> StepMetrics:
-        """Take a step; on a GPU it is queued when this returns. The caller increments the state's step count."""
+        """Run a step; on a GPU it is queued when this returns. The caller increments the state's step count."""
         self.count += 1
         draws = self.state.objective.draw(self.state.step, tuple(batch.images.shape[-2:]))
         if self.captures and self.count > EAGER_STEPS and self._is_one_microbatch(batch):
@@ -122,7 +123,7 @@ class TrainStep:
         return len(batch.valid) - int(self.config.mix_partner) <= self.config.microbatch
 
     def _replay(self, batch: Batch, draws: Tensor) -> StepMetrics | None:
-        """Replay the captured step; None if it cannot be captured, which is tried once."""
+        """Replay the captured step; None if capturing fails, which is tried once."""
         inputs = (batch.images, batch.labels, batch.valid, draws)
         if self.graph is None:
             try:
@@ -177,9 +178,9 @@ def train_loop(
         save: writes the state.
         keep_best: stores the weights of the best score so far.
         image_names: the names of the images at these indices, over all processes.
-        should_stop: whether a stop was requested: the state is saved, and an evaluation that is due is left to the
+        should_stop: whether a stop was requested; the state is then saved, and a pending evaluation is left to the
             resumed run.
-        stop_early: the reason of a callback to end the run after this step, else empty.
+        stop_early: why a callback ends the run after this step; empty if none does.
 
     Raises:
         Interrupted: after a stop request, once the state is saved.
@@ -189,8 +190,8 @@ def train_loop(
         save()
     stream = batches(state.step)
     take_step = TrainStep(state, config, world, on_event)
-    saved_step = state.step  # of the newest state on disk; 0: there is none
-    pending: _QueuedStep | None = None  # the previous step: its numbers are read one step late
+    saved_step = state.step  # step of the newest state on disk; 0 if there is none
+    pending: _QueuedStep | None = None  # the previous step, whose metrics are read one step late
     try:
         while state.step < config.steps and not state.progress.stopped_early:
             began = time.perf_counter()
@@ -202,7 +203,7 @@ def train_loop(
             state.step += 1
             _report(pending, config, saved_step, image_names, on_event)
             seconds = time.perf_counter() - began
-            images = config.batch if batch.images.ndim == 4 else 0  # features are of images that were read before
+            images = config.batch if batch.images.ndim == 4 else 0  # cached features need no images
             pending = _QueuedStep(state.step, metrics, batch.indices, step_lr, images, seconds, data_seconds)
             reason = stop_early()
             last = state.step == config.steps or bool(reason)
@@ -232,7 +233,7 @@ def train_loop(
 
 
 class _QueuedStep(NamedTuple):
-    """A step that was computed, perhaps only queued on a GPU so far."""
+    """A step that was started; on a GPU it may not be finished."""
 
     step: int
     metrics: AsyncMetrics
@@ -250,7 +251,7 @@ def _report(
     image_names: Callable[[Tensor], list[str]],
     on_event: EventHandler,
 ) -> None:
-    """Emit a step's numbers, and end the run if they are not finite."""
+    """Report a step's metrics, and end the run if they are not finite."""
     if done is None:
         return
     loss, correct, grad_norm = done.metrics.read()
@@ -287,7 +288,7 @@ def _evaluate(
     keep_best: Callable[[], None],
     on_event: EventHandler,
 ) -> bool:
-    """Evaluate, and note whether this is the best score so far; False if a stop request interrupted it."""
+    """Evaluate, and record whether this is the best score so far; False if a stop request interrupted it."""
     began, progress = time.perf_counter(), state.progress
     try:
         metrics = evaluate()
@@ -295,7 +296,7 @@ def _evaluate(
         return False
     progress.evaluation_due = False
     best = progress.best_score is None or metrics["score"] > progress.best_score
-    if best or not config.patience:  # what is reported belongs to the weights that are kept
+    if best or not config.patience:  # the reported metrics are those of the weights that are kept
         progress.metrics = metrics
     if best:
         progress.best_score, progress.best_step, progress.evaluations_since_best = metrics["score"], state.step, 0
@@ -316,8 +317,8 @@ def _is_due(step: int, interval: int) -> bool:
 def _microbatches(batch: Batch, config: LoopConfig, world: World) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Images, labels and validity of at most `config.microbatch` rows each, with their mixing partner in front.
 
-    Processes whose share is a row smaller get equally many, the last perhaps of one row that does not count: sharded
-    weights are gathered by all processes for every microbatch.
+    Processes whose share is one row smaller get the same number of microbatches, the last of which may be a single row
+    marked as invalid: all processes gather sharded weights for every microbatch.
     """
     partner = int(config.mix_partner)
     rows = len(batch.valid) - partner
@@ -352,6 +353,6 @@ def _seed(*parts: int) -> int:
 
 
 def _graph_fits(device: torch.device) -> bool:
-    """A CUDA graph keeps all of its memory, and an evaluation must still fit beside it."""
+    """Whether an evaluation still fits into memory in addition to a CUDA graph, which keeps its memory."""
     limit = _GRAPH_MEMORY * torch.cuda.get_device_properties(device).total_memory
     return torch.cuda.max_memory_allocated(device) < limit

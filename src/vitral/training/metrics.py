@@ -1,4 +1,4 @@
-"""The numbers of a run: how they travel from the device to the host, metrics.jsonl, and evaluation during training."""
+"""Metrics of a run: their asynchronous copy to the host, metrics.jsonl, and evaluation during training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LINES = 1000  # about as many steps are logged, however long the run
 
 
 class StepMetrics(NamedTuple):
-    """The numbers of a step, on the device: mean loss (), correct predictions (), or -1, and gradient norm ()."""
+    """Metrics of a step, on the device: mean loss (), number of correct predictions () or -1, gradient norm ()."""
 
     loss: Tensor
     correct: Tensor
@@ -37,8 +37,8 @@ class StepMetrics(NamedTuple):
 
 
 class AsyncMetrics:
-    """Step metrics on their way to the host. Read one step late, they do not make it wait for the steps queued since,
-    behind which a plain copy would be queued."""
+    """Step metrics that are copied to the host asynchronously. Read one step late, they do not block; a plain copy
+    would be queued after all steps that were started in the meantime."""
 
     def __init__(self, metrics: StepMetrics) -> None:
         stacked = torch.stack([value.float() for value in metrics])
@@ -82,7 +82,7 @@ class MetricsLogger:
         self._write({"step": step, **values})
 
     def images_per_second(self) -> float:
-        """Over all steps of this session but its first, which pays for warming up."""
+        """Over all steps of this session except the first, which includes the warm-up."""
         return self._images / self._seconds if self._seconds else 0.0
 
     def _log_step(self, event: StepDone) -> None:
@@ -131,14 +131,14 @@ class Evaluator:
         """How long `evaluate` will take, from one and two batches: their difference is without the start-up cost."""
         batches = math.ceil(len(self.split) / (self.batch * self.world.size))
         if self.world.device.type != "cpu":
-            self._timed(1)  # pays for warming up
+            self._timed(1)  # warm-up
         if batches <= 2:
             return self._timed(batches)
         one, two = self._timed(1), self._timed(2)
         return one + (batches - 1) * max(two - one, 0.0)
 
     def _timed(self, batches: int) -> float:
-        """Seconds for so many batches of every process; the last may have fewer images."""
+        """Seconds for this many batches per process; the last may have fewer images."""
         images = min(len(self.split), batches * self.batch * self.world.size)
         began = time.perf_counter()
         self.predict(self.split.select(np.arange(images)))
@@ -155,8 +155,8 @@ def measure(
 ) -> dict[str, Any]:
     """Metrics of logits (n, classes), with the one to select by under "score".
 
-    With `sigmoid` each class is a yes or no of its own, whether images have several labels or one. Without a
-    `temperature` one is fitted to these labels.
+    With `sigmoid` each class is an independent binary output, for one or several labels per image. Without a
+    `temperature`, one is fitted to these labels.
     """
     if labels.ndim == 2:
         multilabel = multilabel_metrics(probabilities(logits, sigmoid=True), labels, classes)
@@ -166,9 +166,9 @@ def measure(
 
 
 def metrics_on_test(evaluator: Evaluator | None, evaluation: dict[str, Any]) -> dict[str, Any]:
-    """The metrics of selected weights on images that selected nothing; there may be none, as in a trial.
+    """The metrics of selected weights on test, which was not used for selection; there may be none, as in a trial.
 
-    `evaluation` has the metrics that the weights were selected by, with what callbacks added to them.
+    `evaluation` has the metrics that the weights were selected by, including those added by callbacks.
     """
     if evaluator is None:
         return evaluation
@@ -179,13 +179,13 @@ def metrics_on_test(evaluator: Evaluator | None, evaluation: dict[str, Any]) -> 
 
 
 def describe_selection(progress: TrainProgress, split: Split, reported: Split) -> str:
-    """How the weights of a run were selected, and what its result is of."""
+    """How the weights of a run were selected, and on which split its result is."""
     best = f"weights of step {progress.best_step:,}, the best on {split.name}: {headline(progress.metrics or {})}"
     return f"{best}; the result is on {reported.name}" if reported is not split else best
 
 
 def calibrated_card(card: Card, metrics: dict[str, Any], split: Split) -> Card:
-    """The card with the temperature that the evaluation of a split has fitted, and with a sentence about it."""
+    """The card with the temperature fitted in the evaluation of a split, and with a sentence about it."""
     temperature = metrics.get("temperature", 1.0)
     if temperature == 1.0:
         return card
@@ -209,14 +209,14 @@ def describe_calibration(card: Card, metrics: dict[str, Any], split: Split, *, r
 
 @dataclass
 class PlainModel:
-    """The weights to evaluate and keep, as a plain model: `model` is the state's own, or a copy to load them into."""
+    """The weights to evaluate and save, as a plain model: `model` is that of the state, or a copy to load them into."""
 
     state: TrainState
     model: nn.Module
-    selected: bool = False  # whether `model` has the selected weights, and not those of the state any more
+    selected: bool = False  # whether `model` has the selected weights instead of the state's
 
     def select(self, weights: dict[str, Tensor]) -> None:
-        """Load the weights that were selected; there are no steps afterwards."""
+        """Load the selected weights; no further steps may follow."""
         self.model.load_state_dict(weights)
         self.selected = True
 

@@ -1,4 +1,4 @@
-"""The resource estimate: one step and part of an evaluation before training show what fits and how long."""
+"""The resource estimate: memory and time, from one step and part of an evaluation before training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CPU_ROWS = 64  # more at a time is no faster on a CPU, and takes more memory
 
 @dataclass(frozen=True)
 class ResourceEstimate:
-    """The loop's configuration with a microbatch that fits, and what a run of steps like the first will take."""
+    """The loop's configuration with a microbatch that fits, and the estimated memory and time."""
 
     config: LoopConfig
     peak_bytes: int
@@ -39,7 +39,7 @@ def estimate_resources(
     batches: Callable[[int], Iterator[Batch]],
     estimate_evaluation: Callable[[], float],
 ) -> ResourceEstimate:
-    """Run a whole step at a learning rate of 0, which moves no weight, and part of an evaluation; then clean up.
+    """Run a whole step at a learning rate of 0, which changes no weight, and part of an evaluation; then clean up.
 
     The microbatch is halved until a step fits. `estimate_evaluation` evaluates a few images and returns the seconds
     that all would take.
@@ -59,20 +59,20 @@ def estimate_resources(
 
 
 def initial_microbatch(rows: int, requested: int, device: torch.device) -> int:
-    """Rows that a process computes at a time, before it is known what fits."""
+    """Initial microbatch of a process, before it is known what fits."""
     if requested:
         return min(requested, rows)
     return min(rows, _CPU_ROWS) if device.type == "cpu" else rows
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let `peak_bytes` of a GPU start anew: consecutive runs of one process each have their own."""
+    """Reset `peak_bytes` of a GPU, so that consecutive runs of one process are measured separately."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory this process has held: of the GPU where it computes there, else of the machine."""
+    """Peak memory of this process: of the GPU if it uses one, else of the machine."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":
@@ -97,9 +97,9 @@ def _fitting(state: TrainState, config: LoopConfig, world: World, batch: Batch) 
 
 
 def _fits(state: TrainState, config: LoopConfig, world: World, batch: Batch) -> bool:
-    """Whether this process can take a step, tried without the others: they would wait for one that runs out of memory.
+    """Whether a step fits into the memory of this process, tried without the others, which would wait for a failed one.
 
-    Sharded weights need the others; all processes hold equally much of them, and run out together.
+    Sharded weights need all processes; their shards have the same size, so they run out of memory together.
     """
     set_lr(state.optimizer, 0.0)
     try:
@@ -111,9 +111,9 @@ def _fits(state: TrainState, config: LoopConfig, world: World, batch: Batch) -> 
 
 
 def _step_seconds(state: TrainState, config: LoopConfig, world: World, batch: Batch) -> float:
-    """The fastest of a few steps, taken as the run takes them; a slow one is run once, since it tells enough.
+    """Seconds of the fastest of a few steps, as in the run; slow steps are timed once.
 
-    Once a step is captured, those before and the capture itself no longer count: the run will replay.
+    Once a step is captured, earlier steps and the capture itself are not counted: the run will replay.
     """
     take_step = TrainStep(state, config, world, ignore_events)
     times: list[float] = []

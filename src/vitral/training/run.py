@@ -1,4 +1,4 @@
-"""One run, from its folder to its folder: set-up, resource estimate, loop, result."""
+"""One training run, from a recipe to a result: set-up, resource estimate, loop, result."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ from vitral.training.state import TrainState, restore_state, save_state
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a finished run leaves; also RUN/result.json."""
+    """The result of a finished run; also written to RUN/result.json."""
 
     folder: str
     metrics: dict[str, Any]
     step: int  # of the weights that were kept
-    seconds: float  # of all its sessions, if it was interrupted
+    seconds: float  # over all sessions of an interrupted run
     images_per_second: float  # on all devices together; 0 if a head was trained on cached features
     flops: float  # of the training, by the paper's rule; 0 for a user's own module, whose cost is unknown
     device_hours: float
@@ -78,7 +78,7 @@ class RunResult:
     recipe: str  # its hash
     seed: int
     calibration: str = ""  # the temperature in the model's card: what it was fitted on
-    split: str = ""  # that the metrics are of
+    split: str = ""  # on which the metrics were computed
     selection: str = ""  # how the weights were selected among evaluations; empty: they are the last
 
 
@@ -91,7 +91,7 @@ def run(
     on_event: EventHandler,
     own_parts: OwnParts | None = None,
 ) -> RunResult:
-    """Train as the recipe says, or resume what the folder holds. Every process of a torchrun calls this.
+    """Train by a recipe, or resume the run in the folder. Every process of a torchrun calls this.
 
     Raises Interrupted after a stop request (Ctrl-C, SIGTERM), once the state is saved.
     """
@@ -175,10 +175,10 @@ def run(
 
 
 def _interruptible(on_event: EventHandler, stopping: StopRequests, world: World) -> EventHandler:
-    """The handler of a run, which ends an evaluation in all processes as soon as one of them was asked to stop.
+    """An event handler that ends an evaluation in all processes as soon as one of them received a stop request.
 
-    They ask each other after every batch, of which all have equally many. Before the first step they do not: there a
-    signal ends a process at once, and the others would wait for its answer.
+    They synchronise after every batch, of which all have the same number. Before the first step they do not: a signal
+    then ends a process immediately, and the others would wait for it.
     """
     stepped = False
 
@@ -196,7 +196,7 @@ def _interruptible(on_event: EventHandler, stopping: StopRequests, world: World)
 def _claim(
     folder: RunFolder, recipe: Recipe, data: DataSet, own_parts: OwnParts, on_event: EventHandler
 ) -> RunResult | None:
-    """Make the folder this run's, or check that it holds this very run; a finished one comes back as its result."""
+    """Claim the folder for this run, or check that it contains the same run; returns the result of a finished run."""
     folder.make()
     if folder.begun:
         check_same_run(folder, recipe, data, own_parts)
@@ -225,7 +225,7 @@ def _resume(state: TrainState, own_parts: OwnParts, folder: RunFolder, world: Wo
         on_event(Note("none of the saved states can be read: starting from the beginning"))
     if world.first:
         folder.rewind_metrics(state.step)
-        if state.progress.evaluation_due:  # its line, too, is written again
+        if state.progress.evaluation_due:  # the evaluation is repeated, and its line written again
             lines = [line for line in folder.metrics() if line["step"] < state.step or "evaluation" not in line]
             folder.write_text("metrics.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines))
 
@@ -251,7 +251,7 @@ def _started(
 
 
 def _keep_best(plain_model: PlainModel, folder: RunFolder, world: World) -> None:
-    """Store the weights of the best evaluation so far, as they are loaded again at the end."""
+    """Store the weights of the best evaluation so far; they are loaded at the end of the run."""
     weights = {key: value.detach().cpu() for key, value in plain_model().state_dict().items()}
     on_rank0(lambda: write_safetensors(folder.best, weights), world)
 
@@ -267,7 +267,7 @@ def _result(
     seconds: float,
     unreadable: list[UnreadableImage],
 ) -> RunResult:
-    """The result of a run that is done."""
+    """The result of a finished run."""
     recipe, images_seen, architecture = setup.recipe, state.step * setup.config.batch, setup.card.architecture
     flops = 0.0
     if not isinstance(architecture, ModuleConfig):
@@ -298,9 +298,9 @@ def _result(
 
 
 def _with_mapped_pixels(estimate: ResourceEstimate, setup: RunSetup, pixels: Path, world: World) -> ResourceEstimate:
-    """The estimate with the mapped pixels that this process reads only later, and that count as its memory then."""
+    """The estimate including memory-mapped pixels that this process has not read yet."""
     if world.device.type != "cpu" or setup.workers or setup.recipe.trainable == "head":
-        return estimate  # others read them, or all were read for the features
+        return estimate  # workers read them, or they were read for the features
     mapped = sum(file.stat().st_size for file in pixels.glob("*.bin"))
     unread = round(mapped * (1 - setup.config.batch / len(setup.train)))
     return replace(estimate, peak_bytes=estimate.peak_bytes + unread)
@@ -319,25 +319,23 @@ def _write_final_model(plain_model: PlainModel, setup: RunSetup, path: Path, wor
         autoencoder = model.autoencoder
         on_rank0(lambda: _write_autoencoder(autoencoder, path.with_name("mae"), card), world)
     if isinstance(model, MaskedModel | MaeModel):
-        model = model.model  # without what only the prediction needs
+        model = model.model  # without the layers that only masked prediction needs
     on_rank0(lambda: _write_model(model, setup, card, path), world)
 
 
 def _write_autoencoder(model: MaskedAutoencoder, folder: Path, card: Card) -> None:
-    """Write an encoder with its decoder, in place of those of an earlier evaluation."""
+    """Write the encoder with its decoder, replacing an earlier one."""
     shutil.rmtree(folder, ignore_errors=True)
     write_mae(model, folder, card)
 
 
 def _write_model(model: nn.Module, setup: RunSetup, card: Card, path: Path) -> None:
-    """Write the weights as an ordinary file with its card; adapters are merged into what they adapt."""
+    """Write the weights as an ordinary file with its card; adapters are merged into their layers."""
     if setup.recipe.trainable.startswith("lora"):
         model = copy.deepcopy(model)
         merge_lora(model)
     weights = {key: value.detach().cpu() for key, value in model.state_dict().items()}
-    if (
-        setup.own_parts.eval_transform is not None
-    ):  # nobody else has it, so the file must not claim another preprocessing
+    if setup.own_parts.eval_transform is not None:  # not stored in the file, which must not claim another preprocessing
         card = replace(card, preprocess=None, changes=(*card.changes, "evaluated with a transform of the user's own"))
     if isinstance(card.architecture, ModuleConfig):
         write_safetensors(path, weights, {"vitral.card": card.to_json()})

@@ -69,13 +69,13 @@ Predict = Callable[[Split], Predictions]  # this process's share of a split
 
 @dataclass(frozen=True)
 class RunSetup:
-    """A recipe applied to data: everything that is known of a run before its state is built."""
+    """A recipe applied to data: everything that is determined before the state of a run is built."""
 
     recipe: Recipe
     train: Split
     eval_split: Split
     test_split: Split | None  # scored once, with the weights selected on `eval_split`; None: nothing is selected
-    order: np.ndarray | None  # the examples of an epoch, if it is not simply every image once
+    order: np.ndarray | None  # indices of an epoch's examples; None: every image once
     card: Card
     config: LoopConfig
     workers: int
@@ -95,7 +95,7 @@ class RunSetup:
 
 
 class Training(NamedTuple):
-    """What the loop works with."""
+    """The components that the loop uses."""
 
     state: TrainState
     plain_model: PlainModel
@@ -124,7 +124,7 @@ def read_data(
             results.append(decode_once(split, folder, channels=channels, workers=workers, on_event=on_event))
             return results[0][0] is not split
 
-        # The first process writes the file and the others find it, if there is one.
+        # The first process writes the file, if the data is small enough, and the others open it.
         if on_rank0(decode, world) and not results:
             decode()
         return results[0] if results else (split, [])
@@ -148,7 +148,7 @@ def read_data(
 
 
 def plan_run(recipe: Recipe, data: DataSet, card: Card, world: World, own_parts: OwnParts) -> RunSetup:
-    """Lengths and loss of a run. The batch shrinks where unreadable files leave fewer images than it has."""
+    """Length, batch and loss of a run. The batch is reduced if fewer images are readable."""
     train, eval_split = data.train, data.eval_split
     assert eval_split is not None
     batch = min(recipe.batch, len(train))
@@ -189,7 +189,7 @@ def plan_run(recipe: Recipe, data: DataSet, card: Card, world: World, own_parts:
 
 
 def build_training(model: nn.Module, setup: RunSetup, world: World, on_event: EventHandler) -> Training:
-    """The state that the loop changes, its weights as a plain model, the evaluator, and the batches."""
+    """Build the state that the loop updates, its weights as a plain model, the evaluators, and the batches."""
     recipe = setup.recipe
     schedule, steps = recipe.schedule, setup.config.steps
     warmup = warmup_steps(schedule.warmup, steps, schedule.full_steps)
@@ -236,7 +236,7 @@ def build_training(model: nn.Module, setup: RunSetup, world: World, on_event: Ev
 
 
 def _objective(model: nn.Module, setup: RunSetup) -> tuple[nn.Module, nn.Module]:
-    """What is trained, and the same with its loss."""
+    """The module to train, and the objective: the same module with its loss."""
     recipe, settings = setup.recipe, setup.settings
     if recipe.objective == "masked":
         assert isinstance(model, ViT)
@@ -267,7 +267,7 @@ def _optimizer(learner: nn.Module, setup: RunSetup) -> torch.optim.Optimizer:
 
 
 def worker_count(recipe: Recipe, world: World) -> int:
-    """The loader's worker processes of this process."""
+    """Number of loader workers of this process."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))  # of this machine, set by torchrun
     return default_workers(world.device.type, processes) if recipe.workers < 0 else recipe.workers
 
@@ -278,7 +278,7 @@ def _train_on_images(
     pipeline, channels = _train_pipeline(setup), setup.card.architecture.channels
     masked = setup.recipe.objective == "masked"
     images = setup.config.steps * setup.config.batch
-    # A run that is shorter than an epoch would wait for images that it never reads.
+    # A run shorter than an epoch would load images that it never uses.
     on_device = resident(setup.train, pipeline, channels, setup.workers, world) if images >= len(setup.train) else None
 
     def batches(step: int) -> Iterator[Batch]:
@@ -376,7 +376,7 @@ def _train_on_features(
 
 
 def _evaluation_options(setup: RunSetup, world: World, on_event: EventHandler) -> dict[str, Any]:
-    """How this run evaluates: the same batch and precision each time."""
+    """Options of all evaluations of a run: the same batch and precision each time."""
     return {
         "batch": setup.eval_batch,
         "device": world.device,

@@ -1,4 +1,4 @@
-"""Everything that training changes: weights, optimizer state, EMA, progress; how it is saved and restored.
+"""The training state (weights, optimizer state, EMA, progress), and how it is saved and restored.
 
 Keys are parameter names, so a state that N processes saved is resumed by M, sharded or not.
 """
@@ -20,8 +20,7 @@ class EMA:
     """Exponential moving average of the trainable weights, the paper's Polyak averaging (section 4.2, decay 0.9999).
 
     sums = decay * sums + (1 - decay) * weights after every step, from 0 on. The average is sums / (1 - decay ** steps),
-    corrected like Adam's moments: the weights of the steps alone, however short the run, and nothing of the initial
-    ones.
+    bias-corrected like Adam's moments: initial weights have no influence, however short the run.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -33,7 +32,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Take in the weights of the step that was just made."""
+        """Add the weights after the latest step."""
         current = list(trainable_parameters(model).values())
         torch._foreach_lerp_(list(self.sums.values()), current, 1.0 - self.decay)
 
@@ -53,7 +52,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass
 class TrainProgress:
-    """What a resumed run must know besides its tensors; saved with them as JSON."""
+    """The state of a run besides its tensors; saved with them as JSON."""
 
     seconds: float = 0.0  # of all its sessions
     best_score: float | None = None
@@ -67,7 +66,7 @@ class TrainProgress:
 
 @dataclass
 class TrainState:
-    """What the loop works on and a checkpoint holds.
+    """The state that the loop updates and a checkpoint contains.
 
     `wrapped` is the objective (model and loss) as DDP or FSDP wrap it for several processes; `model` is the plain model
     inside it.
@@ -98,7 +97,7 @@ def save_state(state: TrainState, folder: RunFolder, world: World, keep: int) ->
 
 @torch.no_grad()
 def restore_state(state: TrainState, saved: SavedState) -> None:
-    """Load a saved state, whatever number of processes wrote it."""
+    """Load a saved state, written by any number of processes."""
     parameters = dict(state.model.named_parameters())
     if saved.is_sharded:
         tensors = {key: _empty_like(key, parameters) for key in saved.names()}
