@@ -197,7 +197,7 @@ def headline(metrics: dict[str, Any]) -> str:
 
 
 def with_deviation(mean: str, deviation: str, runs: int) -> str:
-    """A mean over runs; "+-" always stands for their standard deviation, and intervals are written "a to b"."""
+    """A mean over runs; "+-" always means their standard deviation, and intervals are written "a to b"."""
     return f"{mean} +- {deviation} (mean and standard deviation of {runs} seeds)"
 
 

@@ -51,7 +51,7 @@ class Interrupted(Exception):
 
 
 class PartsWritten(Exception):
-    """The parts of a large list of images that were asked for are written; there is no result of all images yet."""
+    """The parts of a large list of images that were requested are written; there is no result of all images yet."""
 
 
 def printable(text: str) -> str:

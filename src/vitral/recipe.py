@@ -222,7 +222,7 @@ def keys_of(overrides: Iterable[str]) -> dict[str, str]:
 
 
 def check_given_once(parameters: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    """Refuse a recipe key that is given both in `set` and as a parameter of its own, which is None or "" if it is
+    """Refuse a recipe key that is given both in `set` and as a separate parameter, which is None or "" if it is
     not given."""
     for key in keys_of(overrides):
         if parameters.get(key) not in (None, ""):

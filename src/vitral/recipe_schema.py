@@ -40,7 +40,7 @@ class ShapeRecipe:
         ""
     )
     rope: Annotated[bool, "rotary position embeddings of DINOv3, besides `position`"] = False
-    registers: Annotated[int, "register tokens beside the class token"] = 0
+    registers: Annotated[int, "register tokens, in addition to the class token"] = 0
     layer_scale: Annotated[bool, "a learned factor per channel on every residual branch"] = False
     swiglu: Annotated[bool, "SwiGLU instead of GELU in the MLPs; mlp is the width of gate and value each"] = False
     qk_norm: Annotated[bool, "LayerNorm of every head's queries and keys"] = False

@@ -48,7 +48,7 @@ class PredictionResults(SummaryRepr):
     """The results of all requested images, in their order."""
 
     images: tuple[ImagePrediction | UnreadableImage, ...]
-    precision: Precision = "float32"  # that was asked for; an exported file has its own
+    precision: Precision = "float32"  # that was requested; an exported file has its own
 
     def summary(self) -> dict[str, str]:
         first = {row.path: f"{row.names[0]} ({row.probabilities[0]:.1%})" for row in self.rows[:1]}
@@ -84,7 +84,7 @@ def collect_predictions(
 ) -> PredictionResults:
     """Find the top classes of each image; without names of classes their indices are used.
 
-    Unreadable images are decoded once more, to so many channels, to find the reason.
+    Unreadable images are decoded once more, to this many channels, to find the reason.
     """
     names = classes or tuple(map(str, range(predictions.logits.shape[1])))
     images: list[ImagePrediction | UnreadableImage] = []

@@ -1,7 +1,7 @@
 """Experiment trackers: what a run reports, also written to TensorBoard, Weights & Biases or MLflow.
 
 A tracker has three methods, `start`, `log` and `finish`; `Tracking` calls them as the events of runs arrive. Each
-package is an extra, imported when it is asked for. Where data goes is configured as each package documents it
+package is an extra, imported on demand. Where data goes is configured as each package documents it
 (`WANDB_PROJECT`, `MLFLOW_TRACKING_URI`, ...). No file of the run is uploaded.
 """
 
@@ -29,7 +29,7 @@ class Tracker(Protocol):
     """Records one run after the other."""
 
     def start(self, folder: Path, recipe: Mapping[str, Any], step: int) -> None:
-        """A run begins, or is resumed after so many steps; `recipe` has the value of each key."""
+        """A run begins, or is resumed after this many steps; `recipe` has the value of each key."""
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

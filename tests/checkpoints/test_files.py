@@ -518,7 +518,7 @@ def test_a_folder_with_one_or_several_files(tmp_path):
     write_npz(tmp_path / "a.npz", w(1))
     assert open_weights(tmp_path).path == tmp_path / "a.npz"
     torch.save(w(1), tmp_path / "b.pth")
-    with pytest.raises(UserError, match=r"several weight files: name one of a\.npz, b\.pth"):
+    with pytest.raises(UserError, match=r"several weight files: choose one of a\.npz, b\.pth"):
         open_weights(tmp_path)
     torch.save(w(2), tmp_path / "pytorch_model.bin")
     assert open_weights(tmp_path).path.name == "pytorch_model.bin"

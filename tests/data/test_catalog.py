@@ -341,7 +341,7 @@ def test_faulty_flowers_are_refused(tmp_path):
     scipy.savemat(folder / "imagelabels.mat", {"other": labels})
     assert 'no numbers called "labels"' in refusal(f"flowers:{folder}")
     (folder / "imagelabels.mat").write_bytes(b"no MATLAB file" * 20)
-    assert "imagelabels.mat is damaged, or no MATLAB file" in refusal(f"flowers:{folder}")
+    assert "imagelabels.mat is damaged, or not a MATLAB file" in refusal(f"flowers:{folder}")
     whole = (folder / "setid.mat").read_bytes()
     scipy.savemat(folder / "imagelabels.mat", {"labels": labels})
     put(folder / "setid.mat", whole[:-9])

@@ -265,7 +265,7 @@ def test_splits_by_position_and_by_name():
     assert (named.val is not None, named.test) == (True, None)
     assert named.notes == (
         "Left out the split extra.",
-        "Left out test: its labels are all -1, which stands for unknown.",
+        "Left out test: its labels are all -1, which means unknown.",
     )
     arrays = open_data(((PIXELS, LABELS), (PIXELS[:6], LABELS[:6])))
     assert arrays.test is not None
@@ -430,7 +430,7 @@ def test_wrong_images_are_refused_in_one_sentence(image, message):
         (3, "a int, which has no items by index"),
         (DataLoader(Pictures()), "a DataLoader, which has no items by index: pass its dataset"),
         ([PIXELS[0], PIXELS[1]], "Item 0 of the train list is not a pair (image, label)"),
-        ([(PIXELS[0], 0), "a.png"], "Item 1 of the train list is no pair"),
+        ([(PIXELS[0], 0), "a.png"], "Item 1 of the train list is not a pair"),
         (Pictures(PIXELS[:4], LABELS[:4]).images, "which has no items by index"),
         (FakeTable({"text": ["a"], "label": [0]}), "no single column of images among text, label"),
         (FakeTable({"image": [PIXELS[0]], "text": ["a"]}), "no single column of labels among image, text"),

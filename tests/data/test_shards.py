@@ -254,7 +254,7 @@ def test_unknown_labels_and_empty_rows(tmp_path):
     parquet(tmp_path / "train.parquet", [*rows(0, 9), {"bytes": None, "path": "x"}], [0, 1] * 5, names=["a", "b"])
     parquet(tmp_path / "test.parquet", rows(0, 3), [-1, -1, -1], names=["a", "b"])
     data = open_data(tmp_path, held_out=0)
-    assert data.notes == ("Left out test: its labels are all -1, which stands for unknown.",)
+    assert data.notes == ("Left out test: its labels are all -1, which means unknown.",)
     with pytest.raises(ImageError, match="contains no image"):
         data.train.reader.read(9)
 

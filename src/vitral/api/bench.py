@@ -1,4 +1,4 @@
-"""`benchmark`: the speed of this machine beside other libraries, in a file and on a page."""
+"""`benchmark`: the speed compared with other libraries, in a file and on a page."""
 
 from __future__ import annotations
 

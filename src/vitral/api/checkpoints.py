@@ -133,7 +133,7 @@ def save(model: nn.Module, path: str | Path, card: Card | None = None, format: s
     LoRA adapters are merged in the file; the model itself is not changed.
 
     Args:
-        model: a model of vitral, perhaps inside torch.compile, DistributedDataParallel or DataParallel.
+        model: a model of vitral, possibly inside torch.compile, DistributedDataParallel or DataParallel.
         path: the file or, for hf and timm, the folder to write.
         card: class names, preprocessing and origin of the weights; None if they are unknown.
         format: format to write (`vitral list formats`).

@@ -1,4 +1,4 @@
-"""Where work is carried out: in this process, in several on this machine, or by Slurm.
+"""Where work is executed: in this process, in several on this machine, or by Slurm.
 
 Work is a list of items, the runs of a study or the parts of a large list of images, that do not depend on each other.
 Each leaves a record or a file in a folder that all machines share. A process claims an item by a lock, so that any
@@ -56,7 +56,7 @@ _REQUEUE = (
 
 @dataclass
 class Work:
-    """Items to carry out, each known by a word."""
+    """Items to execute, each known by a word."""
 
     folder: Path  # that all processes and machines share
     parallel: int = 0  # items at a time; 0: as many as the engine likes
@@ -92,7 +92,7 @@ class Work:
 
 
 def run_local(work: Work, items: Sequence[str], on_event: EventHandler) -> None:
-    """Carry out items on this machine: one after the other here, or several at a time in processes of their own."""
+    """Execute items on this machine: one after the other here, or several at a time in separate processes."""
     gpus = torch.cuda.device_count() if work.device in ("", "cuda") else 0
     count = min(work.parallel or max(gpus, 1), len(items))
     if work.alone:

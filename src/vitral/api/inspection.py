@@ -44,7 +44,7 @@ from vitral.report.pages import AttentionDistance, LearnedWeights, RunExamples, 
 from vitral.report.viewer import ViewerImage, choose_layers
 from vitral.serving import unread
 
-MOST = 64  # images per page: what a person looks through, and a browser opens at once
+MOST = 64  # images per page: what a person looks through, and a browser opens quickly
 MOST_MEASURED = 1024  # images that attention distances are computed over; the paper took 128
 ASKED = 2000  # held-out images that a run's page predicts
 ANSWERS = 5
@@ -132,7 +132,7 @@ def inspect(
 def write_run_page(folder: str | Path, data: str | Path | DataSet, *, device: str = "") -> Path:
     """Write page.html into a run folder: its curves, mistakes, calibration, and what the model has learned.
 
-    The tables are those of result.json. Mistakes and calibration are computed anew, on at most 2,000 held-out images.
+    The tables are those of result.json. Mistakes and calibration are recomputed, on at most 2,000 held-out images.
     """
     run = RunFolder(Path(folder))
     model, card = load(run.path)
@@ -179,7 +179,7 @@ def model_facts(card: Card) -> dict[str, str]:
 
 
 def _meaning(card: Card) -> str:
-    """What the numbers beside the classes are; empty for a model without a head."""
+    """What the numbers next to the classes are; empty for a model without a head."""
     if not card.architecture.classes:
         return ""
     if card.multilabel:

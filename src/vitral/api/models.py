@@ -92,7 +92,7 @@ def compute_cost(
         epochs: passes over the training images; 1 by default.
 
     Returns:
-        The counts, beside the paper's own number where Table 6 has this run.
+        The counts, with the paper's number if Table 6 has this run.
 
     Raises:
         UserError: if there is no such model, or a number is not positive.

@@ -1,6 +1,6 @@
 """Large lists of images, computed in parts.
 
-Parts are contiguous pieces that processes of an engine compute, each in a file beside the output. They begin where a
+Parts are contiguous pieces that processes of an engine compute, each in a file next to the output. They begin where a
 batch of a single process begins, so that every batch has the same images and the merged output is the same to the last
 bit.
 """
@@ -45,7 +45,7 @@ class Parts(Work):
     ) -> list[tuple[int, Arrays]]:
         """Compute arrays of the images, in parts: of each the index of its first image, and its arrays.
 
-        Blocks of so many images, those of a batch, stay together. Raises UserError if a part has failed or the
+        Blocks of this many images, which are batches, stay together. Raises UserError if a part has failed or the
         folder has the parts of another command, and PartsWritten if the user asked for single parts.
         """
         if self.count == 1 and not self.only:

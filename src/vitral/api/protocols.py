@@ -1,4 +1,4 @@
-"""`pretrain` and `finetune`: the paper's protocols, each result beside the paper's own number."""
+"""`pretrain` and `finetune`: the paper's protocols, each result with the paper's own number."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def sweep_words(preset: Preset, space: protocol.SearchSpace, tried: int) -> list
 def run_readings(
     preset: Preset, recipe: Recipe, swept: Collection[str], happens: Collection[str], images: int
 ) -> tuple[str, ...]:
-    """The readings that are true of a run on so many training images, which may be too short for its warmup."""
+    """The readings that are true of a run on this many training images, which may be too short for its warmup."""
     schedule, steps = recipe.schedule, steps_of_run(recipe, images / min(recipe.batch, images))
     warmup = warmup_steps(schedule.warmup, steps, schedule.full_steps)
     if not preset.name or schedule.warmup < 1 or warmup == schedule.warmup:
@@ -306,7 +306,7 @@ def changed_keys(preset: Preset, recipe: Recipe, sweep: Sequence[str], space: pr
 def _bit_candidate(
     preset: Preset, base: Recipe, data: DataSet, card: Card | None, sweep: Sequence[str], overrides: Sequence[str]
 ) -> protocol.TrialConfig | None:
-    """BiT's transfer recipe, tried beside the paper's where a ResNet is fine-tuned."""
+    """BiT's transfer recipe, tried in addition to the paper's if a ResNet is fine-tuned."""
     if card is None or not isinstance(card.architecture, ResNetConfig) or sweep:
         return None
     if not preset.name.startswith("paper:finetune/"):

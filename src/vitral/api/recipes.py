@@ -160,7 +160,7 @@ def _recipe_for_module(
     image = 0 if vitral_model else int(overrides.get("image") or parse(recipe.model).image[0])
     recipe = replace(recipe, image=image, shape=Recipe().shape)
     return recipe, (
-        f"a module of your own: AdamW at a rate of {recipe.optim.lr:g}, images of {image or 'its own_parts'} pixels",
+        f"a module of your own: AdamW at a rate of {recipe.optim.lr:g}, images of {image or 'its own'} pixels",
     )
 
 

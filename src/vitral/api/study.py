@@ -56,7 +56,7 @@ class StudyList(SummaryRepr):
 
 @dataclass(frozen=True, repr=False)
 class StudyRuns(SummaryRepr):
-    """A study with its records: the plan, the table, and the commands of pending runs if they were asked for."""
+    """A study with its records: the plan, the table, and the commands of pending runs if requested."""
 
     study: Study
     folder: Path

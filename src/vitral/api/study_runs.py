@@ -92,7 +92,7 @@ class StudyContext:
     def recipe_of(self, planned: PlannedRun) -> Recipe:
         """The recipe of a run; pixels are normalised as the weights that it starts from state."""
         recipe = self.study.recipe_of(planned)
-        if planned.trial and recipe.data.subset:  # there may be fewer images beside the dev split
+        if planned.trial and recipe.data.subset:  # the dev split may leave fewer images
             all_images = replace(recipe, data=replace(recipe.data, subset=0))
             left = len(self.data_of(planned, all_images, decoded=False).train)
             recipe = replace(recipe, data=replace(recipe.data, subset=min(recipe.data.subset, left)))
@@ -212,7 +212,7 @@ def _probe(context: StudyContext, planned: PlannedRun, folder: Path, on_event: E
 
 
 def _evaluate(context: StudyContext, planned: PlannedRun, folder: Path, on_event: EventHandler) -> Measured:
-    """Evaluate the weights in `init` as they are, also on ImageNet's ReaL labels where real.json is beside the data."""
+    """Evaluate the weights in `init` as they are, also on ImageNet's ReaL labels if real.json is next to the data."""
     recipe = context.recipe_of(planned)
     source = context.sources[planned.cell.data]
     real = Path(source.partition(":")[2] or source) / "real.json"
@@ -305,7 +305,7 @@ MEASURES: dict[str, Callable[[StudyContext, PlannedRun, Path, EventHandler], Mea
 
 @dataclass(kw_only=True)
 class StudyJob(Work):
-    """A study as it was asked for: what a command for each of its runs needs to know."""
+    """A study as requested: what a command for each of its runs needs to know."""
 
     study: Study
     name: str
@@ -316,7 +316,7 @@ class StudyJob(Work):
     unit = "runs"
 
     def pending(self) -> list[PlannedRun]:
-        """The runs to carry out, as far as they are known."""
+        """The runs to execute, as far as they are known."""
         current = plan(self.study, read_records(self.folder))
         unknown = {*self.only} - {run.id for run in current.runs}
         if unknown:

@@ -1,4 +1,4 @@
-"""`vtab1k`: a model's score on VTAB-1k by the paper's protocol, task by task beside the paper's Table 9."""
+"""`vtab1k`: a model's score on VTAB-1k by the paper's protocol, task by task, with the paper's Table 9."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def _notes(tasks: Sequence[VtabTask], tried: Sequence[protocol.TrialConfig]) -> 
 
 
 def _listed(task: VtabTask, folder: Path, beside: bool) -> str:
-    """List the images of a task beside the data, or in the run folder where that is not writable or not VTAB's."""
+    """List the images of a task next to the data, or in the run folder if that is not writable or not VTAB's."""
     in_run = folder / "vtab-ids"
     if beside:
         try:

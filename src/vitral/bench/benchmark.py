@@ -1,4 +1,4 @@
-"""Timing of backends in turns, so that a busy machine slows all alike; of cold starts; and of larger and larger steps.
+"""Timing of alternating backends, so that a busy machine slows all equally; of cold starts; of growing sizes.
 
 A cold start, from a command to its first prediction, is timed in a new process each time. A sweep measures how the time
 of a training step grows with image size, batch and depth, compared with its arithmetic.
@@ -65,7 +65,7 @@ def run_benchmark(
     """Time every backend in every round; the first one also measures the FLOP/s of a matrix product.
 
     Returns a row for each backend that finished, and one sentence for each that failed. Raises ParityError if our
-    outputs differ from those of the float32 model; nobody gets a row then.
+    outputs differ from those of the float32 model; no row is written then.
     """
     failures: list[str] = []
     started_at = now()

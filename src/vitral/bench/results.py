@@ -134,7 +134,7 @@ def read_rows(path: Path) -> list[BenchmarkRow]:
 
 
 def write_rows(path: Path, rows: Sequence[BenchmarkRow]) -> None:
-    """Write a results file, with derived numbers beside the measured ones."""
+    """Write a results file, with derived numbers in addition to the measured ones."""
     derived = [
         {**asdict(row), "images_per_second": row.images_per_second, "matmul_share": row.matmul_share} for row in rows
     ]

@@ -143,7 +143,7 @@ class RequestHandler:
 
 
 def make_step(backend: Backend, workload: Workload) -> Any:
-    """The step of a workload, with `run` and perhaps `outputs` or `details`."""
+    """The step of a workload, with `run` and possibly `outputs` or `details`."""
     makers = {
         "train": steps.TrainingStep,
         "infer": steps.InferenceStep,

@@ -21,7 +21,7 @@ from vitral.checkpoints.wrappers import FoundModel, find_model, ignored_keys, ig
 from vitral.errors import UserError, shorten
 
 _PLAIN_FILES = ("model", "pytorch_model")  # their folder has the model's name
-# Modules beside a backbone: the first are classifiers, the second projections of self-supervised pre-training.
+# Modules stored with a backbone: the first are classifiers, the second projections of self-supervised pre-training.
 _CLASSIFIER = re.compile(r"(?:^|(?<=\.))((?:cls_|classification_|linear_)?heads?|fc|\w*classifier|linear)\.(.+)")
 _PROJECTION = re.compile(r"(mlp|last_layer|proj|prototypes)\b")
 
@@ -254,7 +254,7 @@ def _names(file: WeightFile, path: Path) -> list[str]:
 
 
 def _classifier(file: WeightFile, model: FoundModel, architecture: Architecture) -> _Classifier | None:
-    """The classifier beside a backbone, such as "fc.weight" beside "backbone.blocks.0..."; UserError for others."""
+    """The classifier stored with a backbone, such as "fc.weight" with "backbone.blocks.0..."; UserError for others."""
     heads: dict[str, dict[str, str]] = {}  # name of the module -> its key in the file -> rest of the key
     for key, plain in model.outside.items():
         match = None if plain.startswith(model.others) else _CLASSIFIER.search(plain)

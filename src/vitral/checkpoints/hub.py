@@ -168,7 +168,7 @@ def _results(run: Mapping[str, Any]) -> str:
 
 
 def _data_name(run: Mapping[str, Any]) -> str:
-    """The last part of the data's name: a path on somebody's machine tells nobody anything."""
+    """The last part of the data's name: a path on another machine has no meaning."""
     return str(run.get("data", {}).get("source", "")).rstrip("/").rpartition("/")[2] or "the data"
 
 

@@ -280,7 +280,7 @@ class CallableTransform:
     exactly, whatever the number of workers.
     """
 
-    random = True  # nobody knows whether a function is random, so its results are never cached
+    random = True  # it is unknown whether a function is random, so its results are never cached
     ends_in_random_crop = False  # the function resizes its crops by itself
 
     def __init__(self, function: Callable[[Any], Any], size: Size | None = None, *, channels: int = 3) -> None:

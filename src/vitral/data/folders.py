@@ -1,4 +1,4 @@
-"""Class folders and loose files: DIR/class/..., or DIR/train/class/... beside val and test."""
+"""Class folders and loose files: DIR/class/..., or DIR/train/class/... with val and test."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ImageListing:
     names: list[str] = field(default_factory=list)
     others: Counter[str] = field(default_factory=Counter)  # files that are no images, by extension
     unsupported: list[str] = field(default_factory=list)  # images in formats that are not read
-    loose: int = 0  # images beside the class folders
+    loose: int = 0  # images next to the class folders
 
     def notes(self) -> list[str]:
         notes = []
@@ -199,7 +199,7 @@ def _refuse_folders_around_classes(folder: Path, children: Sequence[str]) -> Non
 
 
 def _or_manifest(*folders: Path) -> str:
-    """The advice to name a file of labels, where one lies beside the images."""
+    """The advice to name a file of labels, where one is next to the images."""
     names = (entry.path for folder in folders for entry in _entries(str(folder)))
     found = next((name for name in names if os.path.splitext(name)[1].lower() in MANIFESTS), "")
     return f", or name the file of their labels: {found}" if found else ""

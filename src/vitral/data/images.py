@@ -1,4 +1,4 @@
-"""Bytes to pixels: one decode policy, for training, evaluation and prediction alike.
+"""Bytes to pixels: one decode policy, the same for training, evaluation and prediction.
 
 - The EXIF orientation is applied. EXIF that cannot be read counts as upright.
 - Grey is copied to as many channels as are requested; one channel of a colour image is its luminance (ITU-R 601).

@@ -51,7 +51,7 @@ class Batch(NamedTuple):
     """One rank's images of a step.
 
     Attributes:
-        images: uint8 (b, c, h, w), in memory (b, h, w, c), perhaps on a GPU already; float32 where a
+        images: uint8 (b, c, h, w), in memory (b, h, w, c), possibly on a GPU already; float32 where a
             `CallableTransform` gives such; or float features (b, d).
         labels: int64 (b,) or uint8 (b, k).
         valid: bool (b,), False for padding and for an image that could not be read.
@@ -85,9 +85,9 @@ def training_batches(
 
     Args:
         mix_partner: put one more row in front (`rank_positions`), so that each row can be mixed with the row before
-            it, alike on any number of ranks.
+            it, the same for any number of ranks.
         pin: return tensors in pinned memory, if there is a GPU.
-        order: indices to draw from, some perhaps several times; an epoch is then as long as this array.
+        order: indices to draw from, some possibly several times; an epoch is then as long as this array.
         resize: makes images of packed crops, where workers shall leave that to it; the pipeline must end in a random
             crop (`ends_in_random_crop`).
     """
@@ -111,7 +111,7 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """This rank's share of a split in order, in batches of one size; invalid rows fill up the last batch.
 
-    Every rank gets equally many batches, the last of them perhaps all padding, so that ranks stay in step. The
+    Every rank gets the same number of batches, the last of them possibly all padding, so that ranks stay in step. The
     parameters are those of `training_batches`.
     """
     indices = np.arange(len(split))[rank_slice(len(split), rank, world)]

@@ -167,7 +167,7 @@ def _with_slashes(folder: Path, row: ManifestRow) -> ManifestRow:
 
 
 def _refuse_negative(path: Path, rows: list[ManifestRow]) -> None:
-    """Where all labels are numbers they are class indices, and -1 commonly stands for "unknown"."""
+    """Where all labels are numbers they are class indices, and -1 commonly means "unknown"."""
     if all(label.removeprefix("-").isdecimal() for row in rows for label in row.labels):
         for row in rows:
             if any(label.startswith("-") for label in row.labels):

@@ -110,7 +110,7 @@ def open_objects(data: Any, *, held_out: float, on_event: EventHandler) -> DataS
             raise UserError(f"The {name} data ({_type_name(source)}) is empty: add images.")
         labels = [plain_label(label) for label in _listed(items.labels)]
         if name != "train" and all(label == -1 for label in labels):
-            notes.append(f"Left out {name}: its labels are all -1, which stands for unknown.")
+            notes.append(f"Left out {name}: its labels are all -1, which means unknown.")
             continue
         names, split_classes = name_labels(labels, items.keys, items.classes)
         classes = split_classes if name == "train" else classes

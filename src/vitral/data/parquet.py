@@ -91,7 +91,7 @@ def read_parquet(source: str, files: list[Path], *, held_out: float) -> DataSet:
     for split, members in files_by_split(source, files).items():
         part, names = _read_split(members)
         if part is None:
-            notes.append(f"Left out {split}: its labels are all -1, which stands for unknown.")
+            notes.append(f"Left out {split}: its labels are all -1, which means unknown.")
             continue
         parts[split] = part
         classes = names if split == "train" else classes

@@ -88,7 +88,7 @@ def split_step(text: str) -> tuple[str, list[str]] | None:
 
 
 def as_number(text: str) -> float | None:
-    """The finite number that a text stands for, or None."""
+    """The finite number in a text, or None."""
     try:
         value = float(text)
     except ValueError:
@@ -159,12 +159,12 @@ class Pipeline:
 
     @property
     def _final_steps(self) -> int:
-        """The number of steps that `crop_region` leaves out: the resize of the crop, and perhaps a flip."""
+        """The number of steps that `crop_region` leaves out: the resize of the crop, and possibly a flip."""
         return 2 if self.steps[-1].name == "flip" else 1
 
 
 class CropRegion(NamedTuple):
-    """pixels: uint8 (h, w, c), perhaps a view."""
+    """pixels: uint8 (h, w, c), possibly a view."""
 
     pixels: np.ndarray
     mirrored: bool

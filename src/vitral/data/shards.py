@@ -1,6 +1,6 @@
-"""WebDataset tar shards: key.jpg beside key.cls, key.json or key.txt, read in place and in any order.
+"""WebDataset tar shards: key.jpg with key.cls, key.json or key.txt, read in place and in any order.
 
-A shard is indexed once: the offset and label of each image go into SHARD.index.json beside it, or into the cache folder
+A shard is indexed once: the offset and label of each image go into SHARD.index.json next to it, or into the cache
 if the shard's folder is read-only. A changed shard is indexed again. Samples without a label file have the folder in
 their key as the class.
 """
@@ -52,7 +52,7 @@ class TarReader:
     def read(self, index: int) -> bytes:
         shard, offset, size = self.spans[index].tolist()
         try:
-            # Opened for each read: nothing to share between processes or threads, and cheap beside a decode.
+            # Opened for each read: nothing to share between processes or threads, and cheap compared with decoding.
             with open(self.shards[shard], "rb") as stream:
                 stream.seek(offset)
                 data = stream.read(size)
@@ -201,6 +201,6 @@ def _choices(inside: str) -> list[str]:
 
 
 def _index_caches(file: Path) -> list[tuple[DiskCache, str]]:
-    """Where a shard's index may be: beside it, or in the user's cache folder."""
+    """Where a shard's index may be: next to it, or in the user's cache folder."""
     key = hashlib.sha256(os.path.abspath(file).encode("utf-8", "surrogateescape")).hexdigest()[:24]
     return [(DiskCache(file.parent, ".index.json"), file.name), (DiskCache(cache_folder("shards"), ".json"), key)]

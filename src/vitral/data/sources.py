@@ -3,7 +3,7 @@
 | source | is |
 |---|---|
 | a folder | one sub-folder per class, with or without train, val, test around them |
-| x.csv, x.tsv, x.jsonl | a manifest: a path and one or several labels per line, perhaps a split |
+| x.csv, x.tsv, x.jsonl | a manifest: a path and one or several labels per line, possibly a split |
 | x.parquet, or a folder of them | image bytes and labels, in the layout of the Hugging Face hub |
 | x-{000..099}.tar, x-*.tar, or a folder of them | WebDataset shards |
 | hf:owner/name | a data set of the Hugging Face hub, downloaded once |

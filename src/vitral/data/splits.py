@@ -92,7 +92,7 @@ class Split:
         return np.bincount(self.labels, minlength=len(self.classes)).astype(np.int64)
 
     def fingerprint(self) -> str:
-        """sha256 of keys, labels and classes: identifies the images, alike on every machine."""
+        """sha256 of keys, labels and classes: identifies the images, the same on every machine."""
         digest = hashlib.sha256()
         for texts in (self.classes, self.keys):
             digest.update(f"{len(texts)}\n".encode())

@@ -92,7 +92,7 @@ def iterate_in_workers(dataset: Sized, workers: int) -> Generator[Any]:
 def _killed_workers() -> Iterator[None]:
     """Explain the end of a worker process: the system kills one that needs more memory than there is.
 
-    One that is started anew (the default of macOS and Windows) imports the user's script, and may fail at that.
+    One that is started from scratch (the default of macOS and Windows) imports the user's script, and may fail at that.
     """
     try:
         yield
@@ -242,7 +242,7 @@ def new_buffer(nbytes: int, *, shared: bool) -> Tensor:
 
 
 def copy_buffer(buffer: Tensor, used: int, *, pin: bool) -> Tensor:
-    """uint8 (used,) in memory of its own, so that the buffer can be filled again."""
+    """uint8 (used,) in separate memory, so that the buffer can be filled again."""
     if pin:
         pixels = torch.empty(used, dtype=torch.uint8, pin_memory=True)
     else:

@@ -68,7 +68,7 @@ class LinearProbe:
     std: np.ndarray  # (d,)
     weights: np.ndarray  # (d, classes)
     bias: np.ndarray  # (classes,)
-    l2: float  # weight of half the squared weights beside the mean loss; the bias is not regularised
+    l2: float  # weight of half the squared weights relative to the mean loss; the bias is not regularised
 
     def logits(self, x: np.ndarray) -> np.ndarray:
         """(m, d) -> (m, classes) float32"""

@@ -33,7 +33,7 @@ class ExportedModel:
 
     path: Path
     card: Card  # of the model it was exported from; its temperature is applied in the file
-    names: tuple[str, ...]  # outputs: probabilities, and perhaps features and attention
+    names: tuple[str, ...]  # outputs: probabilities, and possibly features and attention
     size: tuple[int | None, int | None]  # height and width of images; None where any will do
     metadata: dict[str, str] = field(repr=False)
     run: Run = field(repr=False)

@@ -1,6 +1,6 @@
 """A linear layer with a GELU that also returns the GELU's input for the backward pass, by cuBLASLt.
 
-PyTorch fuses the product and the GELU as well, but drops the GELU's input; a GELU as a pass of its own costs one to two
+PyTorch fuses the product and the GELU as well, but drops the GELU's input; a GELU as a separate pass costs one to two
 percent of a training step. The library is the one that PyTorch has loaded; it is called through its C interface, and
 only where `is_available`.
 """

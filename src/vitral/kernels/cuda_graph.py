@@ -78,7 +78,7 @@ def graphed(
     On a GPU, the fourth call captures the whole step (forward, loss, backward, clipping, optimizer) for batches of that
     shape, and replays it from then on; every call is one step. Batches of another shape are computed plainly, as is
     everything on other devices. Learning rates may change at any time, by a scheduler or by hand; after another change
-    (of a weight decay, of `requires_grad`, of `train()` or `eval()`) the step is captured anew.
+    (of a weight decay, of `requires_grad`, of `train()` or `eval()`) the step is captured again.
 
     Args:
         model: on one device, in one process; its weights may only be changed in place.

@@ -56,7 +56,7 @@ def attention(qkv: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
         (batch, heads, tokens, dim)
     """
     dim = qkv.shape[4]
-    bias_fits = bias is None or dim < _HEAD_DIMS[-1]  # a bias beside the widest heads is too large for some GPUs
+    bias_fits = bias is None or dim < _HEAD_DIMS[-1]  # a bias with the widest heads is too large for some GPUs
     if dropout == 0.0 and bias_fits and fits_short_attention(qkv, dim):
         from vitral.kernels.attention import short_attention
 

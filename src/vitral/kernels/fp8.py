@@ -2,7 +2,7 @@
 
 An e4m3 number has 4 bits of exponent and 3 of mantissa. Its relative error is the same over 15 powers of two, so that
 a scale which is ten times too large costs almost nothing. Hence activations are not searched for their maximum, which
-would take a pass of its own or another shape of the kernel before; their scale comes from a bound that holds for any
+would take a separate pass or another shape of the kernel before; their scale comes from a bound that holds for any
 input, and depends on the weights alone:
 
 - |z| <= sqrt(dim) for the output z of a LayerNorm whose weight and bias are folded into the next layer;

@@ -117,7 +117,7 @@ def resolve_device(name: str) -> str:
 
 
 def check_device(name: str) -> None:
-    """Raise UserError unless `name` is a device of this machine; "" stands for the default and always passes."""
+    """Raise UserError unless `name` is a device of this machine; "" means the default and always passes."""
     if not name:
         return
     try:

@@ -167,7 +167,7 @@ def layer_index(layer: int, depth: int) -> int:
 
 
 def layer_indices(layers: Sequence[int] | None, depth: int) -> list[int]:
-    """`layer_index` of each layer; None stands for all of them."""
+    """`layer_index` of each layer; None means all of them."""
     return list(range(depth)) if layers is None else [layer_index(layer, depth) for layer in layers]
 
 

@@ -246,7 +246,7 @@ class StemRoot(nn.Module):
 
 
 class StemBottleneck(nn.Module):
-    """A post-activation bottleneck: 1x1, 3x3 (with the stride) and 1x1 convolutions beside a shortcut."""
+    """A post-activation bottleneck: 1x1, 3x3 (with the stride) and 1x1 convolutions with a shortcut."""
 
     def __init__(self, inputs: int, hidden: int, stride: int = 1, *, project: bool = False, epsilons: Epsilons) -> None:
         super().__init__()

@@ -81,7 +81,7 @@ def viewer_section(
         about = "Choose an image: bright regions are those that the prediction depends on."
     about = about or (
         "Choose an image, a layer and a head: bright patches get the most attention. "
-        "The sentence beside the image states the numbers."
+        "The sentence next to the image states the numbers."
     )
     notes = f'<p class="hint">{escape(viewer_notes(images, pooled_name))}</p>'
     title = title or ("Attention maps" if has_attention else "Occlusion maps")
@@ -206,7 +206,7 @@ def _examples_section(examples: RunExamples) -> Section:
 def label_errors_page(
     source: str, images: int, suspects: Sequence[SuspectLabel], thumbnails: Sequence[np.ndarray]
 ) -> str:
-    """Write the page of suspicious labels among so many images, the most suspicious first.
+    """Write the page of suspicious labels among this many images, the most suspicious first.
 
     Thumbnails, uint8 (h, w, c), are of the first of them; the others are left out of the page.
     """

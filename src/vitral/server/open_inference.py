@@ -1,7 +1,7 @@
 """The Open Inference Protocol, version 2, over HTTP (what KServe and Triton speak), under `/v2`.
 
 A model has two inputs, of which a request gives one: `images` (BYTES, encoded files) or `pixels` (UINT8, resized and
-cropped already), and the outputs `probabilities` and, if asked for, `attention`. Tensors are JSON, or binary as the
+cropped already), and the outputs `probabilities` and, if requested, `attention`. Tensors are JSON, or binary as the
 extension `binary_tensor_data` defines them; BYTES in JSON are Base64.
 """
 

@@ -106,7 +106,7 @@ class ModelServer(uvicorn.Server):
         return self._protocol_class(config=self.config, server_state=self.server_state, app_state={})
 
     def stop(self) -> None:
-        """Drain, then end; the second time at once. To be called in the server's event loop."""
+        """Drain, then end; the second time immediately. To be called in the server's event loop."""
         if self._service.draining:
             self.should_exit = self.force_exit = True
             return

@@ -52,7 +52,7 @@ class Runtime:
     card: Card
     pipeline: Pipeline
     runners: tuple[Runner, ...]
-    attention: bool  # whether it can be asked for
+    attention: bool  # whether it can be requested
     platform: str  # as the Open Inference Protocol calls it
     gains_by_batch: bool  # whether a batch takes less time than its images one by one
     classes: tuple[str, ...] = field(init=False)

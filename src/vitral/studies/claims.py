@@ -2,7 +2,7 @@
 
 All intervals are 95 % confidence intervals of Student's t. Two groups are compared by Welch's interval of the
 difference of their means over seeds, where a group of several cells is averaged per seed first. Cells with one run
-each, equally many in both groups, are compared by the interval of their paired differences. Slopes are least-squares
+each, the same number in both groups, are compared by the interval of their paired differences. Slopes are least-squares
 fits over the logarithm.
 """
 

@@ -74,7 +74,7 @@ def read_records(folder: Path) -> dict[str, Record]:
 
 
 def append_record(folder: Path, record: Record) -> None:
-    """Add a record; after a line that was cut short, it starts on a line of its own."""
+    """Add a record; after a line that was cut short, it starts on a separate line."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)

@@ -44,7 +44,7 @@ class Augmentation:
 
 
 def parse_augmentation(text: str) -> Augmentation:
-    """The augmentation a string stands for; UserError if it is not one."""
+    """The augmentation described by a string; UserError if it is not one."""
     return Augmentation(text.strip(), tuple(_step(part.strip()) for part in text.split("|")))
 
 

@@ -91,7 +91,7 @@ def _load(split: Split, transform: Transform, channels: int, workers: int, world
 
 
 def crop_uploader(transform: Transform, rows: int, channels: int, device: torch.device) -> CropUploader | None:
-    """The uploader to which `training_batches` of so many rows may leave the resizing; None where workers resize.
+    """The uploader to which `training_batches` of this many rows may leave the resizing; None where workers resize.
 
     A batch that is too large to be on the GPU as a whole is resized by the workers and copied there per microbatch.
     """
@@ -104,7 +104,7 @@ def crop_uploader(transform: Transform, rows: int, channels: int, device: torch.
 
 
 class CropUploader:
-    """Copies crops to the GPU and resizes them there, on a stream of its own: queued steps need not end first.
+    """Copies crops to the GPU and resizes them there, on a separate stream: queued steps need not end first.
 
     The crops of every batch are copied to the same buffer: for batches that all differ in size, PyTorch's caching
     allocator would take more and more memory.

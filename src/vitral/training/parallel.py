@@ -3,8 +3,8 @@
 Started by torchrun; without it there is one process, and nothing here costs anything. Only the objective is ever
 wrapped: calling methods of a model inside DistributedDataParallel gives silently wrong gradients.
 
-Ctrl-C and SIGTERM: the first requests a stop after the current step, the second ends the process at once. Before the
-first step of a run there is nothing to save, and the first signal ends it at once.
+Ctrl-C and SIGTERM: the first requests a stop after the current step, the second ends the process. Before the
+first step of a run there is nothing to save, and the first signal ends it immediately.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class StopRequests:
 def stop_requests(notify: Callable[[], None] = lambda: None) -> Iterator[StopRequests]:
     """Handle signals while the context lasts; the earlier handlers are restored afterwards.
 
-    `notify` is called at once, in a thread of its own, when the run is asked to stop after its step.
+    `notify` is called immediately, in a separate thread, when a stop after the current step is requested.
     """
     requests = StopRequests(notify)
     if threading.current_thread() is not threading.main_thread():  # a notebook's or a server's thread gets no signals

@@ -66,7 +66,7 @@ _FUSED = {"head.attention.in_proj_weight": "weight", "head.attention.in_proj_bia
 
 
 def _renames(keys: Iterable[str]) -> dict[str, str]:
-    """Keys of the image tower, alone or beside a text tower -> those of the tower alone, or unused ones."""
+    """Keys of the image tower, with or without a text tower -> those of the tower alone, or unused ones."""
     renamed = {key: key.removeprefix("vision_model.") for key in keys}
     names = set(renamed.values())
     classifier, clip = "classifier.weight" in names, _LAYOUT.class_token in names

@@ -286,7 +286,7 @@ DINO = Format(
 # ------------------------------------------------------------------------------------------ DINOv3 in Meta's names
 #
 # Its files store RoPE's periods as bfloat16 rounded them, and Meta's code computes with these; timm and transformers
-# compute them anew, in float32. So a file is read with `RopeConfig.periods` "bfloat16", and others are refused.
+# recompute them, in float32. So a file is read with `RopeConfig.periods` "bfloat16", and others are refused.
 
 _PERIODS = "rope_embed.periods"
 _QKV_BIAS = "attn.qkv.bias"  # of queries and values alone, after `_dinov3_unpack`

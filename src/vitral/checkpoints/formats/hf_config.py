@@ -63,7 +63,7 @@ def vision_config(header: CheckpointHeader) -> dict[str, Any]:
 
 
 def read_settings(header: CheckpointHeader, names: Layout, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a ViTConfig that all families read alike, from shapes and config.json.
+    """The fields of a ViTConfig that all families read in the same way, from shapes and config.json.
 
     `defaults` are those of its configuration class in transformers, for keys that config.json leaves out.
     """

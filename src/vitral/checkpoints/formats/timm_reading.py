@@ -48,7 +48,7 @@ _STATED_BY = {
     **{"gelu": "act_layer", "pool": "global_pool", "norm_eps": "norm_layer", "post_norm": "use_post_norm"},
     **{"rope": "use_rot_pos_emb", "map_heads": "attn_pool_num_heads", "map_prefix": "pool_include_prefix"},
 }
-INDEX = "relative_position_index"  # which older files store beside the table of relative positions
+INDEX = "relative_position_index"  # which older files store with the table of relative positions
 _FOLDED = "position rows of the registers folded into the registers"
 
 

@@ -271,7 +271,7 @@ def _label(task: TaskSpec, key: str, values: list[list[Any]]) -> int:
 
 
 def _recorded_names(task: TaskSpec, folder: Path) -> tuple[str, ...]:
-    """The class names that TFDS writes beside the records, one per line."""
+    """The class names that TFDS writes next to the records, one per line."""
     file = folder / f"{task.rule.fields[0]}.labels.txt"
     names = tuple(file.read_text(encoding="utf-8").splitlines()) if file.is_file() else ()
     return names if len(names) == task.classes else ()
@@ -284,7 +284,7 @@ def _numbers(task: TaskSpec) -> tuple[str, ...]:
 def write_ids(task: VtabTask, folder: str | Path | None = None) -> str:
     """Write the list of a task's images, or compare them with an existing list; every image is read.
 
-    The folder of lists is `vtab-ids` beside the tasks' folders by default. The message says which was done.
+    The folder of lists is `vtab-ids` next to the tasks' folders by default. The message says which was done.
     """
     lists = Path(folder) if folder is not None else task.root / FOLDER
     file = lists / f"{task.task.name}.txt"

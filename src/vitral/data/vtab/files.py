@@ -77,7 +77,7 @@ def _records(task: TaskSpec, folder: Path) -> TaskFiles | None:
 
 def _parquet(folder: Path) -> TaskFiles | None:
     files = list(folder.rglob("*.parquet"))
-    # The hub's svhn has a third split, "extra", which nobody asked for.
+    # The hub's svhn has a third split, "extra", which is not needed.
     files = [file for file in files if split_name(file.stem) or split_name(file.parent.name)] or files
     return _by_split(folder, "parquet", files)
 

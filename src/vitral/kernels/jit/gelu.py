@@ -1,4 +1,4 @@
-"""GELUs: quick GELU as a pass of its own, and it or the exact one at the end of a linear layer."""
+"""GELUs: quick GELU as a separate pass, and it or the exact one at the end of a linear layer."""
 
 from __future__ import annotations
 
