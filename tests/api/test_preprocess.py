@@ -55,7 +55,7 @@ def verbs(weights: Path, photos: Path, out: Path, heard: list[Any]) -> dict[str,
     import vitral.api.prediction as prediction
 
     used: dict[str, Preprocess] = {}
-    original = inference.prepared
+    original = inference.resolve_preprocessing
     modules = {"predict": inference, "evaluate": inference, "inspect": inspection, "search": features}
     image = sorted(photos.rglob("*.png"))[0]
     calls = {
@@ -80,7 +80,7 @@ def verbs(weights: Path, photos: Path, out: Path, heard: list[Any]) -> dict[str,
                 used[name] = original(*arguments)
                 return used[name]
 
-            patch.setattr(modules[name], "prepared", recorded)
+            patch.setattr(modules[name], "resolve_preprocessing", recorded)
             call()
     return used
 

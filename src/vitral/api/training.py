@@ -187,7 +187,7 @@ def train(
             _check_folds(chosen)
         handler(RunDirChosen(str(folder)))
         if folds:
-            options = {"folds": folds, "device": device, "on_event": handler, "own": own_parts}
+            options = {"folds": folds, "device": device, "on_event": handler, "own_parts": own_parts}
             results, scores = _run_folds(chosen, opened, folder, **options)
             return TrainResult(results, chosen, folds=scores)
         results = []
