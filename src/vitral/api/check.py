@@ -79,8 +79,8 @@ def check(
         report = replace(report, refusal=_refusal(data, report))
         if scorer is None or target is None:
             return report
-        suspects, places, scored = _suspects(opened, scorer, handler)
-    thumbnails = [_thumbnail(*place) for place in places[:_SHOWN]]
+        suspects, locations, scored = _suspects(opened, scorer, handler)
+    thumbnails = [_thumbnail(*location) for location in locations[:_SHOWN]]
     write_text(target, label_errors_page(opened.source, scored, suspects, thumbnails))
     return replace(report, suspects=tuple(suspects), scored=scored, page=str(target))
 
@@ -114,23 +114,23 @@ def _suspects(
     """The suspicious labels of all splits together, their splits and indices there, and how many images were scored."""
     model, preprocessing, device = scorer
     workers = reading_workers(device)
-    x, labels, places = [], [], []
+    x, labels, locations = [], [], []
     for split in (split for split in opened.splits if len(split)):
         part = cached_features(model, split, preprocessing, device=device, workers=workers, on_event=on_event)
         x.append(part.x[part.valid])
         labels += part.labels[part.valid].tolist()
-        places += [(split, int(index)) for index in np.flatnonzero(part.valid)]
+        locations += [(split, int(index)) for index in np.flatnonzero(part.valid)]
     names = opened.train.classes
     if len(set(labels)) < 2 or np.bincount(labels).max(initial=0) < 2:
         raise UserError("suspicious labels need two classes, and one with two images that can be read: add images.")
     errors = find_label_errors(np.concatenate(x), np.array(labels), classes=len(names), device=device)
     suspects = []
     for error in errors:
-        split, index = places[error.row]
+        split, index = locations[error.row]
         label, suggested = names[labels[error.row]], names[error.suggested]
         chances = error.confidence, error.suggested_confidence
         suspects.append(SuspectLabel(split.keys[index], label, suggested, *chances, error.score, error.likely))
-    return suspects, [places[error.row] for error in errors], len(labels)
+    return suspects, [locations[error.row] for error in errors], len(labels)
 
 
 def _thumbnail(split: Split, index: int) -> np.ndarray:

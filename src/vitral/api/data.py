@@ -279,12 +279,12 @@ def _images_of(source: Source, data: str | Path, name: str) -> EvalImages:
             equal = f"{repeated:,} of them equal{'s' * (repeated == 1)} a training image byte for byte."
             scored = _all(split, _held_out_note(split), *([equal] if repeated else []))
             return scored._replace(held_out=record.fitted(split))
-    known = name if contents is not None and name in contents.splits and name != "train" else ""
-    split, note = _candidates(data, name, known, contents.evaluated if contents is not None else "")
+    run_split = name if contents is not None and name in contents.splits and name != "train" else ""
+    split, note = _candidates(data, name, run_split, contents.evaluated if contents is not None else "")
     reason = "the run has no split.json" if contents is None else contents.reason or not_hashed_reason([split])
     if contents is None or reason:
         return _all(split, note, f"Whether the model was trained on some of them is unknown: {reason}.")
-    return _without_trained(split, note, contents, known)
+    return _without_trained(split, note, contents, run_split)
 
 
 def _run_record(source: Source) -> RunRecord | None:
@@ -307,19 +307,19 @@ def _same_split(record: RunRecord, data: str | Path, name: str) -> Split | None:
     return _split_named(same, name, record.fingerprints["evaluated"]) if same is not None else None
 
 
-def _candidates(data: str | Path, name: str, known: str = "", evaluated: str = "") -> tuple[Split, str]:
+def _candidates(data: str | Path, name: str, run_split: str = "", evaluated: str = "") -> tuple[Split, str]:
     """A held-out split of the data, or all its images if it has none: the one that is named, else the one evaluated
-    by the run. `known` is the name if the run has a split of that name, which data without splits need not have."""
+    by the run. `run_split` is the name if the run has a split of that name, which data without splits need not have."""
     opened = open_data(data, held_out=0.0)
     name = name or (evaluated if evaluated in [split.name for split in opened.splits[1:]] else "")
-    split = _split_named(opened, "" if known and len(opened.splits) == 1 else name)
+    split = _split_named(opened, "" if run_split and len(opened.splits) == 1 else name)
     if split is None:
         return opened.train, f"All {len(opened.train):,} images are scored."
     return split, f"The {len(split):,} images of the {split.name} split are scored."
 
 
 def _without_trained(split: Split, note: str, contents: RunContents, name: str) -> EvalImages:
-    """Leave out what the run was trained on, and keep apart what it held out and what is new."""
+    """Exclude images that the run was trained on, and mark those that are new."""
     hashes = content_hashes(split)
 
     def among(names: list[str]) -> np.ndarray:
@@ -327,23 +327,23 @@ def _without_trained(split: Split, note: str, contents: RunContents, name: str) 
         return np.array([digest in digests for digest in hashes], bool)
 
     trained = among(["train"])
-    others = [other for other in contents.splits if other != "train"]
+    held_out_splits = [split_name for split_name in contents.splits if split_name != "train"]
     # Data without splits mixes all of the run's; a split of the data is scored whole, whatever the run called it.
-    asked = [name or contents.evaluated] if split.name == "train" else others
-    held, new = among(asked) & ~trained, ~(trained | among(others))
-    aside = ~(trained | held | new)
+    requested = [name or contents.evaluated] if split.name == "train" else held_out_splits
+    held_out, new = among(requested) & ~trained, ~(trained | among(held_out_splits))
+    excluded = ~(trained | held_out | new)
     if new.all():
         return _all(split, note)
-    if not (held | new).any():
+    if not (held_out | new).any():
         raise UserError(f"the model was trained on all {len(split):,} images: evaluate it on other images.")
     counts = f"{trained.sum():,} of {len(split):,} images were trained on and are left out"
-    if aside.any():
-        names = " and ".join(other for other in others if other not in asked)
-        counts += f", {aside.sum():,} of its {names} split as well"
-    scored = np.flatnonzero(held | new)
-    is_new = new[scored] & held.any()  # if nothing was held out there is nothing to keep them apart from
-    note = f"{counts}; {held.sum():,} held out, {new.sum():,} new."
-    return EvalImages(split.select(scored), is_new, (note,), held_out=bool(held.any()))
+    if excluded.any():
+        names = " and ".join(split_name for split_name in held_out_splits if split_name not in requested)
+        counts += f", {excluded.sum():,} of its {names} split as well"
+    scored = np.flatnonzero(held_out | new)
+    is_new = new[scored] & held_out.any()  # if nothing was held out there is nothing to keep them apart from
+    note = f"{counts}; {held_out.sum():,} held out, {new.sum():,} new."
+    return EvalImages(split.select(scored), is_new, (note,), held_out=bool(held_out.any()))
 
 
 def _all(split: Split, *notes: str) -> EvalImages:

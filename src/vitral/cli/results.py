@@ -373,9 +373,9 @@ def print_json(value: Any) -> None:
     print(printable(json.dumps(value, indent=2, ensure_ascii=False)))
 
 
-def counted(number: int, thing: str) -> str:
+def counted(number: int, noun: str) -> str:
     """1 -> "1 image", 2 -> "2 images" """
-    return f"{number:,} {thing}" + "s" * (number != 1)
+    return f"{number:,} {noun}" + "s" * (number != 1)
 
 
 def _by(size: tuple[int, int]) -> str:

@@ -52,9 +52,9 @@ def mirrored_labels(source: str, classes: Sequence[str]) -> str:
     """What a mirror image would get the wrong label of, in data as the user names it; empty if nothing is known."""
     name = source.partition(":")[0] if ":" in source and not source.startswith("hf:") else Path(source).name
     words = re.split("[^a-z]+", name.lower())
-    known = next((ORIENTED[word] for word in words if word in ORIENTED and "fashion" not in words), "")
-    if known:
-        return f"the {known} in {name}"
+    oriented = next((ORIENTED[word] for word in words if word in ORIENTED and "fashion" not in words), "")
+    if oriented:
+        return f"the {oriented} in {name}"
     lower = {label.lower(): label for label in classes}
     for label in lower:
         other = _SIDE.sub(lambda match: "right" if match[0] == "left" else "left", label)

@@ -152,9 +152,13 @@ def find_images(folder: Path, below: str = "", listing: ImageListing | None = No
 
 def labelled_images(folder: Path, labels: Mapping[str, str]) -> RawSplit:
     """The images of some folders below `folder`, which end in "/", with the label of each."""
-    found = {below: find_images(folder, below).names for below in labels}
-    names = [name for images in found.values() for name in images]
-    return RawSplit(names, [labels[below] for below in found for _ in found[below]], FileReader(str(folder), names))
+    names_by_folder = {below: find_images(folder, below).names for below in labels}
+    names = [name for images in names_by_folder.values() for name in images]
+    return RawSplit(
+        names,
+        [labels[below] for below in names_by_folder for _ in names_by_folder[below]],
+        FileReader(str(folder), names),
+    )
 
 
 def sub_folders(folder: Path) -> list[str]:
@@ -175,11 +179,11 @@ def _read_classes(folder: Path, below: str, listing: ImageListing, empty: bool) 
         labels += [name] * len(images)
     loose = sum(_has_image_extension(entry) for entry in _entries(str(folder / below)))
     if not classes:
-        what = f"{loose} images but no class folders" if loose else "no class folders"
+        contents = f"{loose} images but no class folders" if loose else "no class folders"
         advice = f"put the images of each class in a sub-folder named after it{_or_manifest(folder / below)}"
         if SPLIT_NAMES.get(below.rstrip("/").lower(), "train") != "train":
             advice += ", or name the train folder alone"
-        raise UserError(f"{folder / below} has {what}: {advice}.")
+        raise UserError(f"{folder / below} has {contents}: {advice}.")
     listing.loose += loose
     return RawSplit(names, labels, FileReader(str(folder), names))
 
@@ -201,8 +205,8 @@ def _refuse_folders_around_classes(folder: Path, children: Sequence[str]) -> Non
 def _or_manifest(*folders: Path) -> str:
     """The advice to name a file of labels, where one is next to the images."""
     names = (entry.path for folder in folders for entry in _entries(str(folder)))
-    found = next((name for name in names if os.path.splitext(name)[1].lower() in MANIFESTS), "")
-    return f", or name the file of their labels: {found}" if found else ""
+    manifest = next((name for name in names if os.path.splitext(name)[1].lower() in MANIFESTS), "")
+    return f", or name the file of their labels: {manifest}" if manifest else ""
 
 
 def _holds_classes(folder: Path) -> bool:

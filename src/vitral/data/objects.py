@@ -185,8 +185,10 @@ def _items(source: Any, name: str, on_event: EventHandler) -> _Items:
     if _is_table(source):
         return _from_table(source, name)
     if not _is_map_style(source):
-        what = "its dataset" if isinstance(source, DataLoader) else "a map-style Dataset or a list of (image, label)"
-        raise UserError(f"The {name} data is a {_type_name(source)}, which has no items by index: pass {what}.")
+        accepted = (
+            "its dataset" if isinstance(source, DataLoader) else "a map-style Dataset or a list of (image, label)"
+        )
+        raise UserError(f"The {name} data is a {_type_name(source)}, which has no items by index: pass {accepted}.")
     return _from_dataset(source, name, on_event)
 
 
@@ -280,9 +282,9 @@ def _stored_paths(dataset: Any, count: int) -> list[str | None]:
 
 def _keys(paths: Sequence[str | None]) -> list[str]:
     """The paths where all are known and different, else numbers."""
-    known = [path for path in paths if path]
-    if len(known) == len(paths) == len(set(known)):
-        return known
+    given_paths = [path for path in paths if path]
+    if len(given_paths) == len(paths) == len(set(given_paths)):
+        return given_paths
     return [f"item {index}" for index in range(len(paths))]
 
 

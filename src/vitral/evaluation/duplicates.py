@@ -275,7 +275,7 @@ class _Search:
 
     def _add(self, row: int, number: int, match: int, kind: CopyKind, method: CopyMethod, score: float) -> None:
         """Keep the pair unless a better one is known; an exact copy is better than any near one."""
-        known = self.pairs.get((row, number))
-        if known is None or kind == "exact" or (known.kind == "near" and score > known.score):
+        earlier = self.pairs.get((row, number))
+        if earlier is None or kind == "exact" or (earlier.kind == "near" and score > earlier.score):
             test = self.against[number].keys[match]
             self.pairs[row, number] = TrainTestCopy(self.train.keys[row], test, number, kind, method, score)

@@ -295,12 +295,12 @@ def generated_images(size: Size, card: Card) -> np.ndarray:
 
 
 @contextmanager
-def _refused_unless_it_runs(what: str) -> Generator[None]:
+def _refused_unless_it_runs(images_name: str) -> Generator[None]:
     try:
         yield
     except Exception as error:  # whatever the runtime raises
         raise ExportRefused(
-            f"the exported file does not run on {what} ({shorten(error)}): nothing was written."
+            f"the exported file does not run on {images_name} ({shorten(error)}): nothing was written."
         ) from error
 
 

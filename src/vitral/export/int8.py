@@ -69,12 +69,12 @@ def calibrate(path: Path, pixels: np.ndarray, on_event: EventHandler = ignore_ev
                 continue
             rows = values.reshape(-1, values.shape[-1])
             samples.setdefault(name, []).append(rows[:: -(-len(rows) // rows_per_batch)].copy())
-    found = {}
+    calibrated = {}
     for layer in layers:
         if (name := layer.node.input[0]) in samples:
             choose = layer_after_norm if editor.norm_before(name, len(layer.weight)) else layer_by_token
-            found[layer.node.output[0]] = choose(layer.weight, np.concatenate(samples[name]))
-    return found
+            calibrated[layer.node.output[0]] = choose(layer.weight, np.concatenate(samples[name]))
+    return calibrated
 
 
 def layer_after_norm(weight: np.ndarray, inputs: np.ndarray) -> Int8Layer:

@@ -226,8 +226,8 @@ class Editor:
                 elif not any(user is node for node in nodes):
                     nodes.append(user)
                     pending += user.output
-        made = {product, *(name for node in nodes for name in node.output)}
-        if end is None or any(name not in made | set(self.constants) for node in nodes for name in node.input):
+        produced = {product, *(name for node in nodes for name in node.output)}
+        if end is None or any(name not in produced | set(self.constants) for node in nodes for name in node.input):
             return None
         first, softmax = nodes[0], [node for node in nodes if node.op_type == "Softmax"]
         shape = self._constant(first.input[-1])

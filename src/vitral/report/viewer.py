@@ -141,10 +141,10 @@ def opening(images: Sequence[ViewerImage]) -> tuple[str, int]:
     bright = np.array([_corners_are_bright(image.inspection) for image in images])  # (images, layers)
     # Three quarters of the depth: objects stand out there, while attention in the last layers is often diffuse.
     order = sorted(range(depth), key=lambda layer: (bright[:, layer].sum(), abs(layer - _usual_layer(depth))))
-    good = [layer for layer in order if not bright[0, layer]]
-    if attributions and ((first.truth and first.predictions) or not good):
-        return attributions[0], (good or order)[0]
-    return "attention", (good or order)[0]
+    clear = [layer for layer in order if not bright[0, layer]]
+    if attributions and ((first.truth and first.predictions) or not clear):
+        return attributions[0], (clear or order)[0]
+    return "attention", (clear or order)[0]
 
 
 def _usual_layer(depth: int) -> int:

@@ -211,12 +211,12 @@ def _scaled(definition: Mapping[str, Any], name: str, scale: str) -> dict[str, A
     return merged
 
 
-def _flat(table: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(table: Mapping[str, Any], recipe_keys: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A table with dotted keys: `shape.depth = 6` is a table in a table for TOML."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
-        if isinstance(value, Mapping) and f"{prefix}{key}" not in known:
-            flat |= _flat(value, known, f"{prefix}{key}.")
+        if isinstance(value, Mapping) and f"{prefix}{key}" not in recipe_keys:
+            flat |= _flat(value, recipe_keys, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat
@@ -228,8 +228,8 @@ def _start(table: Mapping[str, Any], name: str, start: str) -> Start:
     data = settings.pop("on", "")
     unknown = [key for key in settings if key not in keys()]
     if not data or unknown:
-        what = f'sets "{unknown[0]}", which is not a key of a recipe' if unknown else "lacks its data, on"
-        raise UserError(f"the start {start} of the study {name} {what}: correct it.")
+        problem = f'sets "{unknown[0]}", which is not a key of a recipe' if unknown else "lacks its data, on"
+        raise UserError(f"the start {start} of the study {name} {problem}: correct it.")
     return Start(data, settings)
 
 
@@ -280,8 +280,8 @@ def _claim(claim: Mapping[str, Any], name: str) -> Claim:
     unknown = sorted(set(claim) - {item.name for item in fields(Claim)})
     text = claim.get("text", "")
     if unknown or not text or claim.get("kind") not in get_args(ClaimKind):
-        what = f'the unknown key "{unknown[0]}"' if unknown else "no text, or a kind that does not exist"
-        raise UserError(f"a claim of the study {name} has {what}: kinds are {', '.join(get_args(ClaimKind))}.")
+        problem = f'the unknown key "{unknown[0]}"' if unknown else "no text, or a kind that does not exist"
+        raise UserError(f"a claim of the study {name} has {problem}: kinds are {', '.join(get_args(ClaimKind))}.")
     selections: dict[str, Any] = {key: _flat(claim[key], keys()) for key in ("a", "b") if key in claim}
     order = tuple(_flat(where, keys()) for where in claim.get("order", ()))
     values: dict[str, Any] = {

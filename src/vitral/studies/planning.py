@@ -67,8 +67,8 @@ def read_records(folder: Path) -> dict[str, Record]:
                 record = Record(**values)
             except TypeError as error:
                 raise UserError(f"line {number} of {path} is not the record of a run: remove it.") from error
-            known = records.get(record.id)
-            if known is None or known.status == "failed" or _BETTER[record.status] > _BETTER[known.status]:
+            earlier = records.get(record.id)
+            if earlier is None or earlier.status == "failed" or _BETTER[record.status] > _BETTER[earlier.status]:
                 records[record.id] = record
     return records
 

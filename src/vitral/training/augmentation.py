@@ -292,13 +292,13 @@ def _matrices(images: Tensor, kinds: Tensor, signs: Tensor, level: float) -> Ten
 
 def _found(images: Tensor, row: Tensor, column: Tensor) -> Tensor:
     """(b, c, h, w), row and column that broadcast to (b, h, w) -> (b, c, h, w): the pixels at those places."""
-    place = (row.int() * images.shape[3] + column.int()).flatten(1).unsqueeze(1)
-    return images.flatten(2).gather(2, place.expand(-1, images.shape[1], -1)).view(images.shape)
+    position = (row.int() * images.shape[3] + column.int()).flatten(1).unsqueeze(1)
+    return images.flatten(2).gather(2, position.expand(-1, images.shape[1], -1)).view(images.shape)
 
 
-def _reflected(place: Tensor, side: int) -> Tensor:
+def _reflected(position: Tensor, side: int) -> Tensor:
     """Places up to a side beyond the border, mirrored at the outermost pixel."""
-    return side - 1 - (side - 1 - place.abs()).abs()
+    return side - 1 - (side - 1 - position.abs()).abs()
 
 
 def _places(images: Tensor, side: int) -> Tensor:

@@ -244,8 +244,10 @@ def open_from_catalog(source: str, *, held_out: float) -> DataSet:
     copy = find_copy(source, entry.layout, held_out)
     data = entry.read(copy)
     if data is None:
-        what = "is a single file: unpack it and name the folder, which" if copy.path.is_file() else f"is no {name}: it"
-        raise UserError(f"{copy.path} {what} should have {entry.layout}.")
+        problem = (
+            "is a single file: unpack it and name the folder, which" if copy.path.is_file() else f"is no {name}: it"
+        )
+        raise UserError(f"{copy.path} {problem} should have {entry.layout}.")
     return replace(data, notes=(*data.notes, *_differences(name, entry, data)))
 
 

@@ -300,8 +300,8 @@ def listed_files(folder: Path, names: Sequence[str], listing: str) -> FileReader
     present = {f"{below}/{name}" for name in os.listdir(folder / below)}
     missing = [name for name in names if name not in present]
     if missing or not names:
-        what = f"lists {len(missing)} images that are not there ({missing[0]})" if missing else "lists no images"
-        raise UserError(f"{folder / listing} {what}: unpack the whole archive again.")
+        problem = f"lists {len(missing)} images that are not there ({missing[0]})" if missing else "lists no images"
+        raise UserError(f"{folder / listing} {problem}: unpack the whole archive again.")
     return FileReader(str(folder), names)
 
 
