@@ -97,7 +97,7 @@ def weights_section(learned: LearnedWeights) -> Section:
     title, about = "Learned filters", "The patterns that the first layer responds to, strongest first."
     if learned.similarity is not None and learned.similarity[0, 0].size > 1:
         title = "Learned filters and position embeddings"
-        about += " Beside them, one tile per patch position: its cosine similarity to all positions."
+        about += " Next to them, one tile per patch position: its cosine similarity to all positions."
         rows, columns = learned.similarity.shape[:2]
         tiles = heat_map((learned.similarity.reshape(-1, rows, columns) + 1) / 2)
         caption = (
