@@ -1,4 +1,4 @@
-"""How progress and results are shown: a bar in terminals and notebooks, lines in log files, a summary of a result, and
+"""Display of progress and results: a bar in terminals and notebooks, lines in log files, summaries of results, and
 tables on standard output.
 
 `vitral.train(...)` and the command line use the same display; trackers (`trackers.py`) handle the same events.

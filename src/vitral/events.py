@@ -1,4 +1,4 @@
-"""Events: what long work reports while it runs. Displays, log files and trackers handle them. No torch here.
+"""Events that long-running functions report; displays, log files and trackers handle them. No torch here.
 
 Every function that takes long has one parameter, `on_event`, which is called with each event.
 """

@@ -1,4 +1,4 @@
-"""Predictions as rows (the top classes of each image file, or why it is unreadable), and of single images, quickly.
+"""Predictions as rows (the top classes of each image file, or why it is unreadable), and low-latency classification.
 
 On an NVIDIA GPU the whole prediction of a single image, from pixels in host memory to classes in host memory, is one
 CUDA graph in bfloat16; on a CPU the weights are packed for prediction.

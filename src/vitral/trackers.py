@@ -1,4 +1,4 @@
-"""Experiment trackers: what a run reports, also written to TensorBoard, Weights & Biases or MLflow.
+"""Experiment trackers: write the events of a run to TensorBoard, Weights & Biases or MLflow.
 
 A tracker has three methods, `start`, `log` and `finish`; `Tracking` calls them as the events of runs arrive. Each
 package is an extra, imported on demand. Where data goes is configured as each package documents it
@@ -123,7 +123,7 @@ _TRACKERS: dict[str, Callable[[], Tracker]] = {"tensorboard": TensorBoard, "wand
 
 
 class Tracking:
-    """Event handler that passes every event on, and records runs; a tracker that fails is left out from then on."""
+    """Event handler that passes every event on, and records runs; a tracker that fails is disabled."""
 
     def __init__(
         self, trackers: TrackerName | Tracker | Sequence[TrackerName | Tracker], on_event: EventHandler

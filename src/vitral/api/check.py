@@ -1,4 +1,4 @@
-"""`check` and `dedupe`: problems of a data set, with a model its suspicious labels, and copies of test images."""
+"""`check` and `dedupe`: problems of a data set, suspicious labels (with a model), and copies of test images."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def save(model: nn.Module, path: str | Path, card: Card | None = None, format: s
 
 @dataclass(frozen=True, repr=False)
 class ConvertResult(SummaryRepr):
-    """The certificate of a conversion."""
+    """The result of a conversion, with the compared outputs."""
 
     source: str
     source_format: str

@@ -1,4 +1,4 @@
-"""What verbs read and write: data sets as a recipe narrows them, images to predict on, and the folder of a run.
+"""Input and output of verbs: the data set of a recipe, images to predict, and run folders.
 
 A run is written neither among its images, nor among other files, nor over another run. `evaluate` never scores the
 images that a run was trained on, by the content of each file.
@@ -226,7 +226,7 @@ class EvalImages(NamedTuple):
 
 
 class RunRecord(NamedTuple):
-    """A run's folder, and what it states of its images."""
+    """A run's folder, and its record of its images."""
 
     folder: Path
     contents: RunContents | None  # None in a folder without split.json

@@ -1,4 +1,4 @@
-"""Where work is executed: in this process, in several on this machine, or by Slurm.
+"""Engines: execute work in this process, in several processes on this machine, or through Slurm.
 
 Work is a list of items, the runs of a study or the parts of a large list of images, that do not depend on each other.
 Each leaves a record or a file in a folder that all machines share. A process claims an item by a lock, so that any
@@ -56,7 +56,7 @@ _REQUEUE = (
 
 @dataclass
 class Work:
-    """Items to execute, each known by a word."""
+    """Items to execute, each identified by a string."""
 
     folder: Path  # that all processes and machines share
     parallel: int = 0  # items at a time; 0: as many as the engine likes

@@ -1,4 +1,4 @@
-"""`export_model`: a model as a file that runs without vitral, written only if it computes the same."""
+"""`export_model`: a model as a file that runs without vitral, written only if its outputs agree with the model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _FEWEST_CALIBRATED = 8
 
 @dataclass(frozen=True)
 class ExportJob:
-    """What a format writes."""
+    """The input of a format's writer."""
 
     graph: ExportGraph
     metadata: dict[str, str]  # of every file; the gate's report is added to it after the comparison

@@ -1,4 +1,4 @@
-"""`fewshot` and `search`: what the frozen features of a model tell, by a few images per class and by similarity."""
+"""`fewshot` and `search`: classification with few images per class, and image search, by frozen features."""
 
 from __future__ import annotations
 

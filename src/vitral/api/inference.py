@@ -1,4 +1,4 @@
-"""What verbs compute with: one model or several, one view of each image or several."""
+"""Models for inference: one or an ensemble, with one or several views of each image."""
 
 from __future__ import annotations
 

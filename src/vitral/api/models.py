@@ -1,4 +1,4 @@
-"""`list_available` and `cost`: which models there are and what they cost. Models, recipes and costs need no torch."""
+"""`list_available` and `compute_cost`: available models and their costs. Models, recipes and costs need no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Listed = Literal["models", "formats", "recipes", "data"]
 
 @dataclass(frozen=True, repr=False)
 class CostResult(SummaryRepr):
-    """What a model costs; the fields after `macs` are None without training images."""
+    """The cost of a model; the fields after `macs` are None without training images."""
 
     model: str
     architecture: Architecture

@@ -60,7 +60,7 @@ class PaperNumber:
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class ProtocolReport(SummaryRepr):
-    """What the results of all protocols have: what was run, and how far it is the paper's."""
+    """The common fields of protocol results: what was run, and how it differs from the paper."""
 
     model: str
     data: str

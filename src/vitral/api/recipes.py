@@ -1,4 +1,4 @@
-"""`show_recipe`, and the choice of the recipe that `train` follows: what suits the data and the weights, and why."""
+"""`show_recipe`, and the choice of the recipe of `train` for given data and weights, with reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A study as work for an engine: its runs, each from its settings to its record, and the data that they share."""
+"""The runs of a study as work for an engine: from settings to records, with shared data."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _SMALLEST = 8  # images of the first batch whose speed is measured
 
 @dataclass
 class StudyContext:
-    """What the runs of a process share: where data and weights are, opened data sets, decoded pixels."""
+    """State shared by the runs of a process: paths of data and weights, opened data sets, decoded pixels."""
 
     study: Study
     out: Path
@@ -105,7 +105,7 @@ class StudyContext:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a measurement leaves in the record of a run."""
+    """The fields that a measurement adds to the record of a run."""
 
     metrics: Mapping[str, Any]
     flops: float = 0.0
@@ -305,7 +305,7 @@ MEASURES: dict[str, Callable[[StudyContext, PlannedRun, Path, EventHandler], Mea
 
 @dataclass(kw_only=True)
 class StudyJob(Work):
-    """A study as requested: what a command for each of its runs needs to know."""
+    """A study as requested on the command line, from which commands for single runs are made."""
 
     study: Study
     name: str

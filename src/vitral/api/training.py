@@ -1,4 +1,4 @@
-"""`train`: a folder of images in, a run folder with a model out, or one per seed or fold; and `demo`."""
+"""`train`: from images to a run folder with a model, or one per seed or fold; and `demo`."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def fold_scores(results: Sequence[RunResult], classes: Sequence[str]) -> FoldSco
 
 @dataclass(frozen=True, repr=False)
 class DemoResult(SummaryRepr):
-    """The run folders of the demonstration, its predictions and its page."""
+    """The run folders of the demo, its predictions and its page."""
 
     folders: tuple[str, str]  # trained from scratch, fine-tuned
     accuracy: float

@@ -1,1 +1,1 @@
-"""Speed benchmarks: every library in its own worker process, timed in turns, after a parity check of our outputs."""
+"""Speed benchmarks: every library in its own worker process, alternating, after a parity check of vitral's outputs."""

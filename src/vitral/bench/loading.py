@@ -1,4 +1,4 @@
-"""Loading of image files: our loader, and torchvision's ImageFolder and transforms with PyTorch's DataLoader."""
+"""Loading of image files: vitral's loader, and torchvision's ImageFolder and transforms with a PyTorch DataLoader."""
 
 from __future__ import annotations
 

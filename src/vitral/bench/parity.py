@@ -1,4 +1,4 @@
-"""Whether our fast settings give the logits and gradients of the eager float32 model."""
+"""Parity check: whether vitral's fast settings give the logits and gradients of the eager float32 model."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ _BRANCH_SCALE = 0.1  # of the residual branches of a ResNet
 
 
 class ParityError(RuntimeError):
-    """A fast setting computes something else than the float32 model."""
+    """A fast setting does not agree with the float32 model."""
 
 
 class StepOutputs(NamedTuple):

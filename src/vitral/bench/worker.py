@@ -1,4 +1,4 @@
-"""A backend in its own process, so that memory, settings and compiled code of two backends never meet.
+"""A backend in its own process, so that memory, settings and compiled code of backends are separate.
 
 `Worker` starts `python -m vitral.bench.worker`, which reads one JSON request per line and writes one JSON response per
 line until its input ends, as it does when its parent dies.
@@ -31,7 +31,7 @@ from vitral.training.resources import peak_bytes
 
 
 class WorkerFailed(RuntimeError):
-    """A backend cannot go on; `kind` is parity, usage, error or died."""
+    """A backend failed; `kind` is parity, usage, error or died."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)

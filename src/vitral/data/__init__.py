@@ -1,1 +1,1 @@
-"""Bytes to batches: decode, preprocess, order, load. Knows no model."""
+"""From files to batches: decode, preprocess, order, load. Independent of models."""

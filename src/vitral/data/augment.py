@@ -1,4 +1,4 @@
-"""Augmentations of uint8 images (h, w, c), each a function of the generator it is given; or a function of the user's.
+"""Augmentations of uint8 images (h, w, c) with an explicit random generator, and user functions as transforms.
 
 RandAugment is AugReg's: sixteen operations, each equally likely, with that code's strengths. Its scale is kept so that
 settings mean the same here: magnitude 10 is the unit, larger values are allowed, 0 is not the identity, and posterize
@@ -270,7 +270,7 @@ def _sample_nearest(image: np.ndarray, row: np.ndarray, column: np.ndarray) -> n
 
 
 class CallableTransform:
-    """A function that makes a model's input of a PIL image, used where a `Pipeline` is.
+    """A user's function from a PIL image to a model's input, used like a `Pipeline`.
 
     The function returns a PIL image, a uint8 array (h, w) or (h, w, c), a uint8 tensor (c, h, w), or a float tensor
     (c, h, w), which the model takes as it is: it must be normalised already. All results must have one size.

@@ -1,4 +1,4 @@
-"""Content hashes of images: which ones a run was trained on and which it held out, whatever they are named later.
+"""Content hashes of images: which ones a run was trained on and which it held out, independent of their names.
 
 A run keeps them as RUN/split.json. Only stored bytes are hashed, never decoded images: the source is a folder, a
 manifest, shards, Parquet or arrays of the catalog, and not so large that reading all of it would delay the run.

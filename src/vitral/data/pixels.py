@@ -1,4 +1,4 @@
-"""Pixels (h, w, c): the values that count as an image, resizing, and crops, by two conventions of rounding.
+"""Pixels (h, w, c): checks of image values, resizing and cropping, with two rounding conventions.
 
 big_vision's, which the paper's pipelines have: the longer side is rounded, an odd margin is larger at the bottom and
 right, and an image that is too small is enlarged. That of torchvision and timm: the longer side is truncated, halves of

@@ -1,4 +1,4 @@
-"""Worker processes: what they compute, in order, and the memory that they fill with the pixels of a batch.
+"""Worker processes: ordered results, and shared memory for the pixels of a batch.
 
 A buffer holds finished images, or crops that are yet to be resized: resizing takes a quarter of a worker's time and
 almost none of a GPU's. Both give the same pixels (`pixels.resize`), so a crop that is too large to be handed over is

@@ -1,4 +1,4 @@
-"""Open an exported file and run it; the file states all that is needed to use it."""
+"""Open and run an exported file; its metadata contains everything needed to use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gate: an exported file is compared with its model on images, and is kept only where both agree.
+"""The gate: an exported file is compared with its model on images, and is kept only if both agree.
 
 Photographs alone miss some mistakes: grey ones those of the channels' order, confident ones that of the temperature,
 tiny probabilities a permutation of rare classes. So generated images are always compared as well, logarithms of

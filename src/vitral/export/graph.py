@@ -1,4 +1,4 @@
-"""The module that is exported: stored pixels in, probabilities out, with the normalisation inside."""
+"""The module that is exported: from uint8 pixels to probabilities, including normalisation."""
 
 from __future__ import annotations
 

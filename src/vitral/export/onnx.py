@@ -1,4 +1,4 @@
-"""Write a graph as one ONNX file, by PyTorch's exporter, with metadata that states all that is needed to use it."""
+"""Write a graph as one ONNX file, by PyTorch's exporter, with metadata that contains everything needed to use it."""
 
 from __future__ import annotations
 

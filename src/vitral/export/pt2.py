@@ -1,4 +1,4 @@
-"""Write a graph as a .pt2 file by `torch.export`, and read such files without running code of theirs.
+"""Write a graph as a .pt2 file by `torch.export`, and read such files without executing their code.
 
 `torch.export.load` unpickles what a file marks as pickled, loads compiled libraries, evaluates its symbolic expressions
 as Python, executes its guards, and writes its names into generated code. So a file is read only if it is no more

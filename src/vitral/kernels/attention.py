@@ -1,4 +1,4 @@
-"""Attention that reads the fused qkv projection as it is: our own kernels for short sequences, cuDNN's for long ones.
+"""Attention on the fused qkv projection without copies: custom kernels for short sequences, cuDNN's for long ones.
 
 General flash kernels are built for long sequences; at 197 tokens they spend time on what short rows do not need. Here
 the keys and values of a head stay on chip, a row of logits is never split, so the softmax needs a single pass, and

@@ -1,4 +1,4 @@
-"""GELUs that cuBLAS has no product for: in inference with large batches, quick and exact GELU share a kernel with it.
+"""GELUs that cuBLAS cannot fuse: for inference with large batches, a linear layer with quick or exact GELU.
 
 Quick GELU is h * sigmoid(1.702 * h). cuBLAS fuses a product with the tanh approximation only, and a pass takes half of
 the product's time. The product here is slower than that of cuBLAS by less.

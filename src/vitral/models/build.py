@@ -1,4 +1,4 @@
-"""From an architecture to a model with initial weights, and the device to compute on."""
+"""Build a model with initial weights from an architecture, and choose its device."""
 
 from __future__ import annotations
 

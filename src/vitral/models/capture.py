@@ -1,4 +1,4 @@
-"""Exact attention maps while fused attention stays on: probabilities recomputed from the actual queries and keys.
+"""Exact attention maps with fused attention enabled: probabilities are recomputed from queries and keys.
 
     with capture(model, layers=[-1], rows="cls") as seen:
         logits = model(images)

@@ -1,4 +1,4 @@
-"""Blocks handed to the kernels that compute a whole stack of them, if nothing about any block is customized."""
+"""Passes a stack of blocks to the kernels that compute it as a whole, if no block is customized."""
 
 from __future__ import annotations
 

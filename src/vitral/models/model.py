@@ -1,4 +1,4 @@
-"""What all models share: normalized pixels, the four steps of a forward pass, the classification head, and weight
+"""Common parts of all models: normalized pixels, the four steps of a forward pass, the classification head, and weight
 initialization with the distributions of Google's Flax code."""
 
 from __future__ import annotations

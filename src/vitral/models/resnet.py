@@ -1,4 +1,4 @@
-"""ResNets with weight standardization and GroupNorm, two of them.
+"""Two ResNets with weight standardization and GroupNorm.
 
     ResNet      the paper's baseline "ResNet (BiT)", version 2: norm and ReLU before each convolution
     ResNetStem  the network in front of a hybrid (section 3.1), version 1: norm and ReLU after each convolution

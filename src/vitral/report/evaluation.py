@@ -1,4 +1,4 @@
-"""The page of an evaluation, and its sections, which the page of a run has as well."""
+"""The page of an evaluation, and its sections, which are also part of the page of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims of a study, tested on its runs: held, not held, or undecided where seeds do not separate them.
+"""Claims of a study, tested on its runs: held, not held, or undecided.
 
 All intervals are 95 % confidence intervals of Student's t. Two groups are compared by Welch's interval of the
 difference of their means over seeds, where a group of several cells is averaged per seed first. Cells with one run

@@ -1,4 +1,4 @@
-"""Records of runs, and computed from them: which runs a study still needs, what they cost, and its table.
+"""Records of runs; from them, the pending runs of a study, their cost, and its table.
 
 A record is one JSON line in any .jsonl file of a study's folder. It is appended in one write, and a line that is cut
 short by a power failure is ignored. Records of several machines merge by copying their files into one folder: a run
@@ -30,7 +30,7 @@ _BETTER: dict[str, int] = {"ok": 2, "diverged": 1, "failed": 0}
 
 @dataclass(frozen=True)
 class Record:
-    """What is kept of a run."""
+    """The record of a run."""
 
     id: str
     study: str

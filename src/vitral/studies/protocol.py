@@ -48,7 +48,7 @@ class Trial:
 
 
 class StudyResult:
-    """What every study says about its runs. Scores are between 0 and 1."""
+    """The common fields of protocol results. Scores are between 0 and 1."""
 
     @property
     def seed_scores(self) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""The report on a study: its table, figure and claims as Markdown, as JSON and as one self-contained page."""
+"""The report of a study: its table, figure and claims as Markdown, as JSON and as one self-contained page."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Training: the only room that changes weights."""
+"""Training: the only package that changes weights."""

@@ -109,7 +109,7 @@ def _fitting(images: Tensor, name: str, pixels: float) -> int:
 
 
 class _StepType(NamedTuple):
-    """What a step's name stands for: a change of the batch, and the numbers that it takes."""
+    """A kind of step: its function, and its numeric arguments."""
 
     run: Callable[..., Tensor]
     numbers: tuple[NumberArgument, ...] = ()

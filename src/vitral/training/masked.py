@@ -146,7 +146,7 @@ _TOKEN_STD = 0.02  # of the mask token's initialisation; the paper does not give
 
 @dataclass(frozen=True)
 class MaskSettings:
-    """Which patches are masked, and what of them is predicted."""
+    """Which patches are masked, and the prediction target."""
 
     share: float = 0.5  # of the patches, corrupted and predicted
     token: float = 0.8  # of those, become the mask token

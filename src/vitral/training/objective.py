@@ -1,4 +1,4 @@
-"""The objective: a model and its loss as one module, the only thing that is ever wrapped for several processes.
+"""The objective: a model and its loss as one module, the only module that is wrapped for several processes.
 
 Mixup and cutmix mix each example with the one before it in the global batch. A batch has one more row than it trains
 on, the mixing partner of its first example, so any number of ranks mixes the same pairs; how they are mixed is a
@@ -179,7 +179,7 @@ def log_priors(counts: Tensor) -> Tensor:
 
 
 class Mix(NamedTuple):
-    """How a batch is mixed: an example keeps the share `lam`; the rest is its partner's, blended or inside `box`."""
+    """How a batch is mixed: an example has weight `lam` and its partner 1 - `lam`, blended or inside `box`."""
 
     lam: float
     box: Box | None

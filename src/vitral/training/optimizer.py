@@ -1,4 +1,4 @@
-"""Which weights are trained, at which learning rate, and by which optimizer, of which Muon is our own.
+"""Trainable parameters, their learning rates, and optimizers, including vitral's own Muon.
 
 Muon (Jordan 2024; Liu et al. 2025) orthogonalises the momentum of a weight matrix before it updates the weight: a
 matrix is then updated equally in all directions, not mostly in the few that its gradient is largest in. What is not a

@@ -44,7 +44,7 @@ _REPEATED = 1.0  # seconds: `timeout` and schedulers send one signal to a proces
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others of a run."""
+    """The rank, the number of processes, and the device of this process."""
 
     rank: int
     size: int
