@@ -81,7 +81,7 @@ def load(
         classes: replace the head by a zero head with this many classes; 0 removes it.
         patch: change the patch size.
         channels: change the number of input channels.
-        resize: resize position embeddings by another rule: google, timm, hf, torchvision, dino or siglip.
+        resize: rule for resizing position embeddings, instead of the one of the format.
         grid: rows and columns of the checkpoint's position embeddings, if they are not square.
         heads: number of attention heads, if not stated in the file.
         gelu: GELU of the MLPs, if not stated in the file.
@@ -202,7 +202,7 @@ def convert(
         classes: replace the head by a zero head with this many classes; 0 removes it.
         patch: change the patch size.
         channels: change the number of input channels.
-        resize: resize position embeddings by another rule: google, timm, hf, torchvision, dino or siglip.
+        resize: rule for resizing position embeddings, instead of the one of the format.
         source_format: format of the source, if not recognised.
         grid: rows and columns of the source's position embeddings, if they are not square.
         heads: number of attention heads of the source, if not stated in the file.
