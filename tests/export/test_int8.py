@@ -26,11 +26,11 @@ from vitral.export.int8 import (
     INT8,
     activation_scale,
     calibrate,
-    fewest,
     layer_after_norm,
     layer_by_token,
     search,
     search_stored,
+    smallest_passing,
     weight_scales,
 )
 from vitral.export.int8_graph import Int8Layer, linear_layers, quantize, stored_as_integers
@@ -162,7 +162,7 @@ def test_the_fewest_is_found_and_none_where_none_holds() -> None:
             tried.append(number)
             return number >= least
 
-        assert fewest(holds, most) == (least if least <= most else None)
+        assert smallest_passing(holds, most) == (least if least <= most else None)
         assert len(tried) == len(set(tried))
 
 

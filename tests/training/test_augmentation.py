@@ -18,7 +18,7 @@ from vitral.data.preprocess import parse_pipeline
 from vitral.errors import UserError
 from vitral.models.model import normalize
 from vitral.training import augmentation
-from vitral.training.augmentation import affine, operated, parse_augmentation, shifted, square
+from vitral.training.augmentation import affine, apply_operations, parse_augmentation, shifted, square
 
 ALL = "shift(3)|flip|randaugment(2, 10)|erase(0.5)|cutout(5)"
 NUMBERS = {operation.__name__: number for number, operation in enumerate(OPERATIONS)}
@@ -71,7 +71,7 @@ def test_each_operation_is_that_of_single_images(operation, level, channels):
     images = photos(8, channels)
     signs, rows, columns = drawn_for(images)
     kinds = torch.full((8,), NUMBERS[operation.__name__])
-    got = operated(images, kinds, signs, rows, columns, level)
+    got = apply_operations(images, kinds, signs, rows, columns, level)
     drawn = [Drawn(*numbers) for numbers in torch.stack([signs, rows, columns], dim=1).tolist()]
     expected = torch.stack([alone(operation, one, level, two) for one, two in zip(images, drawn, strict=True)])
     difference = (got.int() - expected.int()).abs()
@@ -84,10 +84,10 @@ def test_every_image_of_a_batch_has_its_own_operation():
     images = photos(32)
     signs, rows, columns = drawn_for(images)
     kinds = torch.arange(32) % 16
-    got = operated(images, kinds, signs, rows, columns, 0.3)
+    got = apply_operations(images, kinds, signs, rows, columns, 0.3)
     for row in range(32):
         one = slice(row, row + 1)
-        single = operated(images[one], kinds[one], signs[one], rows[one], columns[one], 0.3)
+        single = apply_operations(images[one], kinds[one], signs[one], rows[one], columns[one], 0.3)
         assert torch.equal(got[one], single), OPERATIONS[kinds[row]].__name__
         assert not torch.equal(got[one], images[one]), OPERATIONS[kinds[row]].__name__
 
@@ -97,14 +97,14 @@ def test_the_order_in_memory_changes_no_pixel(channels):
     images = photos(16, channels)
     other = images.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)  # as a loader's batch lies
     drawn = (torch.arange(16), *drawn_for(images))
-    assert torch.equal(operated(other, *drawn, 1.5), operated(images, *drawn, 1.5))
+    assert torch.equal(apply_operations(other, *drawn, 1.5), apply_operations(images, *drawn, 1.5))
 
 
 @pytest.mark.parametrize("value", [0, 77, 255])
 def test_a_picture_of_one_colour_has_no_histogram_to_change(value):
     images = torch.full((2, 3, 20, 20), value, dtype=torch.uint8)
     kinds = torch.tensor([NUMBERS["autocontrast"], NUMBERS["equalize"]])
-    assert torch.equal(operated(images, kinds, *drawn_for(images), 1), images)
+    assert torch.equal(apply_operations(images, kinds, *drawn_for(images), 1), images)
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.data())
@@ -186,7 +186,7 @@ def test_every_operation_side_and_place_is_as_likely(monkeypatch):
         levels.append(level)
         return images
 
-    monkeypatch.setattr(augmentation, "operated", record)
+    monkeypatch.setattr(augmentation, "apply_operations", record)
     torch.manual_seed(0)
     parse_augmentation("randaugment(3, 15)")(photos(1, 1, 3, 4).expand(2000, -1, -1, -1))
     assert levels == [1.5] * 3

@@ -10,7 +10,7 @@ from runs import make_pictures
 from vitral.data.loader import read_pixels, training_batches
 from vitral.data.preprocess import parse_pipeline
 from vitral.data.sources import open_data
-from vitral.training.device_data import ResidentSplit, resident
+from vitral.training.device_data import ResidentSplit, load_resident_split
 from vitral.training.parallel import World
 
 PLAIN = "decode|resize(8)"
@@ -22,7 +22,7 @@ def split(tmp_path):
 
 
 def kept(split) -> ResidentSplit:
-    """As `resident` keeps them, on any device."""
+    """As `load_resident_split` keeps them, on any device."""
     pipeline = parse_pipeline(PLAIN)
     pixels = [pipeline(read_pixels(split, index, 3)) for index in range(len(split))]
     images = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)
@@ -46,14 +46,14 @@ def test_batches_are_those_of_the_loader(split, partners, order, rank, size):
 
 
 def test_a_cpu_keeps_nothing(split):
-    assert resident(split, parse_pipeline(PLAIN), 3, 0, World(0, 1, torch.device("cpu"))) is None
+    assert load_resident_split(split, parse_pipeline(PLAIN), 3, 0, World(0, 1, torch.device("cpu"))) is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_gpu_keeps_what_needs_nothing_random(split):
     world = World(0, 1, torch.device("cuda", 0))
-    assert resident(split, parse_pipeline("decode|inception_crop(8)"), 3, 0, world) is None
-    found = resident(split, parse_pipeline(PLAIN), 3, 0, world)
+    assert load_resident_split(split, parse_pipeline("decode|inception_crop(8)"), 3, 0, world) is None
+    found = load_resident_split(split, parse_pipeline(PLAIN), 3, 0, world)
     assert found is not None
     expected = kept(split)
     assert torch.equal(found.images.cpu(), expected.images)

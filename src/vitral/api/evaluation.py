@@ -14,8 +14,8 @@ from vitral.api.data import eval_images
 from vitral.api.engines import Engine, SlurmOptions
 from vitral.api.inference import Ensemble, Sources, open_ensemble, resolve_preprocessing
 from vitral.api.inspection import model_facts, most_confident_mistakes, reliabilities
-from vitral.api.parts import Parts, joined, parts_of
-from vitral.api.prediction import check_numbers, none_read
+from vitral.api.parts import Parts, concat_parts, parts_of
+from vitral.api.prediction import check_numbers, none_readable_message
 from vitral.atomic import checked_output, write_text
 from vitral.checkpoints.card import Card
 from vitral.data.catalog import imagenet_outputs, real_labels
@@ -138,7 +138,7 @@ def evaluate(
         def compute(images: Split) -> Predictions:
             return models.predict(images, preprocess=preprocess, batch=batch, on_event=handler)
 
-        predictions = Predictions(*joined(divided.compute(scored, batch, compute, handler)))
+        predictions = Predictions(*concat_parts(divided.compute(scored, batch, compute, handler)))
     unreadable = _unreadable(scored, predictions, card)
     if objectnet:
         rule = "A prediction is correct if it is one of the ImageNet classes of the object."
@@ -264,7 +264,7 @@ def _unreadable(split: Split, predictions: Predictions, card: Card) -> tuple[Unr
     missing = predictions.indices[~predictions.valid]
     unreadable = tuple(unread(split, int(index), card.architecture.channels) for index in missing)
     if not predictions.valid.any():
-        raise UserError(f"{none_read(unreadable[0])}: see `vitral check`.")
+        raise UserError(f"{none_readable_message(unreadable[0])}: see `vitral check`.")
     return unreadable
 
 

@@ -15,7 +15,7 @@ from vitral.api.checkpoints import Source, load_source, source_name
 from vitral.api.data import ImageLike, open_any_images, open_to_probe, unread_images
 from vitral.api.inference import compute_device, reading_workers, resolve_preprocessing
 from vitral.api.inspection import readable_pixels
-from vitral.api.prediction import none_read
+from vitral.api.prediction import none_readable_message
 from vitral.architecture import Size
 from vitral.atomic import check_writable
 from vitral.checkpoints.card import Preprocess
@@ -270,7 +270,7 @@ def _index(
         paths = [split.keys[i] for i in embeddings.indices[embeddings.valid]]
         indexed = representations.index_images(paths, embeddings.features[embeddings.valid])
     if not indexed.paths:
-        raise UserError(f"{none_read(unread(split, 0, model.config.channels))}: pass complete image files.")
+        raise UserError(f"{none_readable_message(unread(split, 0, model.config.channels))}: pass complete image files.")
     if path is not None:
         representations.save_index(path, replace(indexed, origin=origin))
     return indexed

@@ -15,7 +15,7 @@ from torch import Tensor
 from vitral.api.checkpoints import Source, load, load_source
 from vitral.api.data import Images, open_any_images, open_restricted
 from vitral.api.inference import compute_device, resolve_preprocessing
-from vitral.api.prediction import none_read
+from vitral.api.prediction import none_readable_message
 from vitral.architecture import ViTConfig
 from vitral.atomic import check_writable, checked_output, write_text
 from vitral.checkpoints.card import Card, Preprocess
@@ -206,7 +206,7 @@ def readable_pixels(split: Split, pipeline: str, channels: int) -> tuple[list[in
     batches = list(evaluation_batches(split, parse_deterministic(pipeline), batch=1, channels=channels))
     kept = [int(batch.indices[0]) for batch in batches if batch.valid[0]]
     if not kept:
-        raise UserError(f"{none_read(unread(split, 0, channels))}: pass complete image files.")
+        raise UserError(f"{none_readable_message(unread(split, 0, channels))}: pass complete image files.")
     return kept, torch.cat([batch.images for batch in batches if batch.valid[0]])
 
 

@@ -132,7 +132,7 @@ def parts_of(verb: Callable[..., Any], arguments: Mapping[str, Any]) -> Parts:
     return Parts(folder=Path(f"{output}.parts"), **parts, **options)
 
 
-def joined(results: Sequence[tuple[int, Arrays]]) -> Arrays:
+def concat_parts(results: Sequence[tuple[int, Arrays]]) -> Arrays:
     """The arrays of all parts together; the first of each are indices into its images."""
     shifted = [(indices + start, *others) for start, (indices, *others) in results]
     return shifted[0] if len(shifted) == 1 else tuple(map(np.concatenate, zip(*shifted, strict=True)))

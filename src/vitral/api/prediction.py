@@ -27,7 +27,7 @@ from vitral.api.inference import (
     reading_workers,
     resolve_preprocessing,
 )
-from vitral.api.parts import joined, parts_of
+from vitral.api.parts import concat_parts, parts_of
 from vitral.atomic import atomic_write, checked_output
 from vitral.data.images import UnreadableImage
 from vitral.data.preprocess import parse_deterministic
@@ -119,7 +119,7 @@ def predict(
         def compute(images: Split) -> Predictions:
             return models.predict(images, preprocess=preprocess, batch=batch, task="predicting", on_event=handler)
 
-        predictions = Predictions(*joined(divided.compute(split, batch, compute, handler)))
+        predictions = Predictions(*concat_parts(divided.compute(split, batch, compute, handler)))
     card = models.card
     named = collect_predictions(
         predictions,
@@ -133,13 +133,13 @@ def predict(
     named = replace(named, precision=precision)
     if target is not None:
         if not named.rows:
-            raise UserError(f"{none_read(named.unreadable[0])}: nothing was written.")
+            raise UserError(f"{none_readable_message(named.unreadable[0])}: nothing was written.")
         write_results(target, named)
         divided.finish()
     return named
 
 
-def none_read(first: UnreadableImage) -> str:
+def none_readable_message(first: UnreadableImage) -> str:
     """The beginning of a sentence about images of which not one could be read."""
     return f"none of these images can be read, {first.path} first ({first.reason})"
 
@@ -289,10 +289,10 @@ def embed(
             options = {"batch": batch, "pool": pool, "device": resolved, "precision": precision, "workers": workers}
             return embed_split(model, images, preprocessing, **options, on_event=handler)
 
-        embeddings = Embeddings(*joined(divided.compute(split, batch, compute, handler)))
+        embeddings = Embeddings(*concat_parts(divided.compute(split, batch, compute, handler)))
     paths = [split.keys[index] for index in embeddings.indices[embeddings.valid]]
     if not paths:
-        raise UserError(f"{none_read(unread(split, 0, card.architecture.channels))}: nothing was written.")
+        raise UserError(f"{none_readable_message(unread(split, 0, card.architecture.channels))}: nothing was written.")
     features = embeddings.features[embeddings.valid]
     if target is not None:
         with atomic_write(target) as temporary, temporary.open("wb") as stream:

@@ -248,7 +248,7 @@ def _follow(
     bit = _bit_candidate(preset, base, opened, card, sweep, overrides)
     if bit is not None:
         tried = [*(replace(candidate, name=candidate.name or preset.name) for candidate in tried), bit]
-    happens = {*sweep_words(preset, space, len(tried)), *(["bit trial"] if bit else [])}
+    happens = {*sweep_arguments(preset, space, len(tried)), *(["bit trial"] if bit else [])}
     readings = run_readings(preset, base, space, happens, len(opened.train))
     for candidate in tried:
         check_recipe(candidate.recipe, opened, card)
@@ -278,7 +278,7 @@ def _follow(
     return result
 
 
-def sweep_words(preset: Preset, space: protocol.SearchSpace, tried: int) -> list[str]:
+def sweep_arguments(preset: Preset, space: protocol.SearchSpace, tried: int) -> list[str]:
     """What `Reading.requires` calls a sweep, where one is made."""
     return ["sweep", *(["preset sweep"] if space == preset.sweep else [])] if tried > 1 else []
 

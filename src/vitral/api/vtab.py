@@ -11,7 +11,7 @@ from typing import Any
 
 from vitral.api.data import check_folder, new_folder
 from vitral.api.prediction import check_numbers
-from vitral.api.protocols import ProtocolReport, changed_keys, run_readings, sweep_words
+from vitral.api.protocols import ProtocolReport, changed_keys, run_readings, sweep_arguments
 from vitral.api.recipes import assumed_pixels, normalised_as
 from vitral.atomic import write_text
 from vitral.checkpoints.card import Card
@@ -167,7 +167,7 @@ def vtab1k(
     folder = on_rank0(lambda: Path(out) if out else new_folder(root, tried[0].recipe), world)
     notes = _notes(opened, tried)
     assumed = assumed_pixels(overrides) if card.preprocess is None else ()
-    happens, images = {"vtab", *sweep_words(preset, space, len(tried))}, len(opened[0].train1000)
+    happens, images = {"vtab", *sweep_arguments(preset, space, len(tried))}, len(opened[0].train1000)
     with displayed(on_event) as handler:
         for text in (*missing.values(), *notes, *run_readings(preset, base, space, happens, images), *assumed):
             handler(Note(text))

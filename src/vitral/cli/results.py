@@ -37,9 +37,9 @@ def show_predictions(result: Any, values: Mapping[str, Any]) -> None:
     else:
         print_table(["image", "classes"], [[image.path, _classes(image)] for image in result.images], left=2)
     if not result.rows:
-        from vitral.api.prediction import none_read
+        from vitral.api.prediction import none_readable_message
 
-        raise UserError(f"{none_read(result.unreadable[0])}: pass complete image files.")
+        raise UserError(f"{none_readable_message(result.unreadable[0])}: pass complete image files.")
 
 
 def show_evaluation(result: EvalResult, values: Mapping[str, Any]) -> None:

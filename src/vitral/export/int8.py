@@ -191,7 +191,7 @@ def search(
         shares[in_float] = agreement(path)
         return shares[in_float] >= limit
 
-    count = fewest(holds, len(layers) // 2)
+    count = smallest_passing(holds, len(layers) // 2)
     if count is None:
         count = max(shares, key=lambda tried: (shares[tried], -tried))
     write(count)
@@ -235,7 +235,7 @@ def search_stored(path: Path, holds: Callable[[Path], bool]) -> StoredLayers:
         write(in_16_bits)
         return holds(path)
 
-    count = fewest(written_holds, len(errors))
+    count = smallest_passing(written_holds, len(errors))
     count = len(errors) if count is None else count
     write(count)
     ordered = tuple(names[output] for output in worst_first)
@@ -259,7 +259,7 @@ def _check_linear(model: Any) -> None:
         )
 
 
-def fewest(holds: Callable[[int], bool], most: int) -> int | None:
+def smallest_passing(holds: Callable[[int], bool], most: int) -> int | None:
     """The smallest number up to `most` that holds, by doubling and then halving the interval; None if none does."""
     failed, number = -1, 0
     while not holds(number):

@@ -62,7 +62,7 @@ def _randaugment(images: Tensor, layers: float, magnitude: float) -> Tensor:
     for _ in range(int(layers)):
         kinds, signs = _integers(images, 0, len(OPERATIONS)), 2 * _integers(images, 0, 2) - 1
         row, column = _integers(images, 0, height), _integers(images, 0, width)
-        images = operated(images, kinds, signs, row, column, magnitude / 10)
+        images = apply_operations(images, kinds, signs, row, column, magnitude / 10)
     return images
 
 
@@ -189,7 +189,7 @@ def affine(images: Tensor, matrices: Tensor) -> Tensor:
     return _found(images, near_row, near_column).masked_fill(outside.unsqueeze(1), FILL)
 
 
-def operated(images: Tensor, kinds: Tensor, signs: Tensor, row: Tensor, column: Tensor, level: float) -> Tensor:
+def apply_operations(images: Tensor, kinds: Tensor, signs: Tensor, row: Tensor, column: Tensor, level: float) -> Tensor:
     """(b, c, h, w) -> (b, c, h, w): each image after its own one of data/augment.py's operations.
 
     kinds (b,) counts in OPERATIONS, signs (b,) of -1 and 1 are the sides that things move to, row and column (b,) the

@@ -62,7 +62,9 @@ def shared_residents() -> Iterator[None]:
         _shared = None
 
 
-def resident(split: Split, transform: Transform, channels: int, workers: int, world: World) -> ResidentSplit | None:
+def load_resident_split(
+    split: Split, transform: Transform, channels: int, workers: int, world: World
+) -> ResidentSplit | None:
     """Load a split onto the GPU, or find it there; None where there is no GPU, where the images would take too much of
     it, or where the transform is random."""
     if world.device.type != "cuda" or transform.random:

@@ -54,7 +54,7 @@ class MaskedObjective(nn.Module):
         return torch.where(valid, losses, 0.0).sum(), counted.detach()
 
 
-def keyed(batches: Iterator[Batch]) -> Iterator[Batch]:
+def with_image_keys(batches: Iterator[Batch]) -> Iterator[Batch]:
     """Batches with the images' indices as labels: the mask depends on (seed, step, image) alone."""
     try:
         for batch in batches:

@@ -44,7 +44,7 @@ from vitral.models.vit import ViT
 from vitral.recipe import Recipe
 from vitral.training.build import own_transform
 from vitral.training.callbacks import OwnParts
-from vitral.training.device_data import crop_uploader, resident
+from vitral.training.device_data import crop_uploader, load_resident_split
 from vitral.training.loop import LoopConfig
 from vitral.training.masked import (
     MaeModel,
@@ -52,9 +52,9 @@ from vitral.training.masked import (
     MaskedObjective,
     MaskSettings,
     baselines,
-    keyed,
     masked_outputs,
     measure_masked,
+    with_image_keys,
 )
 from vitral.training.metrics import Evaluator, PlainModel, measure
 from vitral.training.objective import LossSettings, Objective
@@ -279,7 +279,11 @@ def _train_on_images(
     masked = setup.recipe.objective == "masked"
     images = setup.config.steps * setup.config.batch
     # A run shorter than an epoch would load images that it never uses.
-    on_device = resident(setup.train, pipeline, channels, setup.workers, world) if images >= len(setup.train) else None
+    on_device = (
+        load_resident_split(setup.train, pipeline, channels, setup.workers, world)
+        if images >= len(setup.train)
+        else None
+    )
 
     def batches(step: int) -> Iterator[Batch]:
         config = setup.config
@@ -306,7 +310,7 @@ def _train_on_images(
                 resize=crop_uploader(pipeline, rows, channels, world.device),
                 **drawn,
             )
-        return keyed(stream) if masked else stream
+        return with_image_keys(stream) if masked else stream
 
     def predict(split: Split) -> Predictions:
         compute = masked_outputs if masked else predict_split
