@@ -58,7 +58,7 @@ class StepDone:
     step: int  # steps done, this one included
     steps: int
     loss: float
-    accuracy: float | None  # of the training batch; None where targets are mixed or multi-label
+    accuracy: float | None  # of the training batch; None if targets are mixed or multi-label
     lr: float
     images: int  # in the global batch; 0 if the step reads cached features
     seconds: float

@@ -31,7 +31,7 @@ from vitral.serving import unread
 
 ImageLike = str | Path | PILImage | np.ndarray  # a file or folder, a PIL image, uint8 pixels (height, width, channels)
 Images = ImageLike | Sequence[ImageLike] | Iterator[ImageLike]
-_DEV = 0.1  # share of train to select weights by, where the user asks for that and names no images for it
+_DEV = 0.1  # share of train to select weights by, if the user requests this without naming images for it
 _BEGUN = ("recipe.toml", "protocol.json", "sweep", "seed-*", "fold-*")  # what a run leaves in its folder
 
 

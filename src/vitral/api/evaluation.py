@@ -46,7 +46,7 @@ class EvalResult(SummaryRepr):
     # gives better probabilities than 1, and for multi-label models.
     temperature: float | None = None
     tempered_ece: float | None = None  # calibration error with such temperatures, cross-fitted on these images
-    new: dict[str, Any] | None = None  # metrics of images that are new since the run, where others were held out by it
+    new: dict[str, Any] | None = None  # metrics of images that are new since the run, if it held out others
     page: str = ""  # the file that was written
 
     @property

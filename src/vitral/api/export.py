@@ -196,7 +196,7 @@ def export_model(
         What was written, and the comparison.
 
     Raises:
-        UserError: where an argument is wrong, or the model cannot be exported; its subclass ExportRefused where the
+        UserError: if an argument is wrong, or the model cannot be exported; its subclass ExportRefused if the
             exported file does not agree with the model.
     """
     if format not in FORMATS:

@@ -241,7 +241,7 @@ def _runs_in(source: Source, on_event: EventHandler | None) -> list[Source]:
 
 
 def named_card(card: Card, classes: str | Path) -> Card:
-    """The card with the class names of a file, where one is given."""
+    """The card with the class names of a file, if one is given."""
     if not classes:
         return card
     return replace(card, class_names=tuple(read_table(Path(classes), card.architecture.classes)[-1][1]))

@@ -279,7 +279,7 @@ def _follow(
 
 
 def sweep_arguments(preset: Preset, space: protocol.SearchSpace, tried: int) -> list[str]:
-    """What `Reading.requires` calls a sweep, where one is made."""
+    """What `Reading.requires` calls a sweep, if there is one."""
     return ["sweep", *(["preset sweep"] if space == preset.sweep else [])] if tried > 1 else []
 
 

@@ -49,7 +49,7 @@ class Workload:
     image: int = 0  # pixels; 0: as the model's name says
     depth: int = 0  # layers; 0: as the model's name says
     classes: int = 1000
-    folder: str = ""  # of images, where files are read
+    folder: str = ""  # of images, if files are read
     workers: int = 0
 
     @property

@@ -198,7 +198,7 @@ def _ran_out_of_memory(error: Exception) -> bool:
 def _fail(sentence: str, code: int = 2) -> None:
     """Print one sentence and exit. Of the processes that torchrun starts on a machine, the first to make a
     mistake prints it, and the others that make the same are silent."""
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # empty where torchrun keeps no files
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # empty if torchrun keeps no files
     if error_file:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent as soon as another process has ended
     if not error_file or _claim(sentence, Path(error_file).parents[1]):

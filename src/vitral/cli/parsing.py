@@ -207,7 +207,7 @@ def _usage(parameter: Parameter) -> str:
 
 
 def swapped_order(verb: str, signature: VerbSignature, values: Mapping[str, Any], arguments: Sequence[str]) -> str:
-    """The command with the model first, where a model follows what should follow it; else an empty text."""
+    """The command with the model first, if the arguments are in the wrong order; else empty."""
     names = [parameter.name for parameter in signature.parameters if parameter.positional]
     if len(names) != 2 or names[0] != "source" or names[1] not in _AFTER_MODEL:
         return ""

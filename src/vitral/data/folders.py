@@ -203,7 +203,7 @@ def _refuse_folders_around_classes(folder: Path, children: Sequence[str]) -> Non
 
 
 def _or_manifest(*folders: Path) -> str:
-    """The advice to name a file of labels, where one is next to the images."""
+    """The advice to pass a file of labels, if there is one next to the images."""
     names = (entry.path for folder in folders for entry in _entries(str(folder)))
     manifest = next((name for name in names if os.path.splitext(name)[1].lower() in MANIFESTS), "")
     return f", or name the file of their labels: {manifest}" if manifest else ""

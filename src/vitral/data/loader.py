@@ -88,7 +88,7 @@ def training_batches(
             it, the same for any number of ranks.
         pin: return tensors in pinned memory, if there is a GPU.
         order: indices to draw from, some possibly several times; an epoch is then as long as this array.
-        resize: makes images of packed crops, where workers shall leave that to it; the pipeline must end in a random
+        resize: resizes packed crops to images, instead of the workers; the pipeline must end in a random
             crop (`ends_in_random_crop`).
     """
     positions = rank_positions(batch, rank, world, mix_partner=mix_partner)

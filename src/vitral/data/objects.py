@@ -321,7 +321,7 @@ def _first_is_float(reader: ObjectReader) -> bool:
 
 
 def _listed(labels: Labels) -> Iterable[Any]:
-    """Plain Python values, where one conversion does it."""
+    """Plain Python values, if one conversion is enough."""
     array = labels.detach().cpu().numpy() if isinstance(labels, Tensor) else labels
     return array.tolist() if isinstance(array, np.ndarray) and array.ndim == 1 else array
 

@@ -34,7 +34,7 @@ class ExportedModel:
     path: Path
     card: Card  # of the model it was exported from; its temperature is applied in the file
     names: tuple[str, ...]  # outputs: probabilities, and possibly features and attention
-    size: tuple[int | None, int | None]  # height and width of images; None where any will do
+    size: tuple[int | None, int | None]  # height and width of images; None if any is accepted
     metadata: dict[str, str] = field(repr=False)
     run: Run = field(repr=False)
 

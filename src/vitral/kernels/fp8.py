@@ -190,7 +190,7 @@ def input_grad(grad: Tensor, transposed: Tensor, scale: Tensor, target: Fp8Targe
         grad: of the output, (rows, out).
         transposed: values of the weight, e4m3 (in, out), contiguous.
         scale: of the weight, float32 (out,).
-        target: the gradient times the scale, where a kernel has quantised it already.
+        target: the gradient times the scale, if a kernel has already quantised it.
     """
     rows = quantize_rows(grad, scale) if target is None else Fp8Rows(target.values, target.scale)
     ones = torch.ones(transposed.shape[0], dtype=torch.float32, device=grad.device)

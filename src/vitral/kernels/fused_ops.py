@@ -78,7 +78,7 @@ class AddNormOutput(NamedTuple):
     """x + y + bias and its LayerNorm, (rows, dim) each."""
 
     total: Tensor
-    normed: Tensor  # empty where only the one in FP8 is asked for
+    normed: Tensor  # empty if only the one in FP8 is requested
     moments: Tensor  # mean and 1 / std of the rows, (2, rows), for the backward pass
     quantized: Tensor  # times `norm_factor`, in FP8, or empty
 

@@ -178,7 +178,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten between `low` and `high`; the powers alone where those are more than seven."""
+    """1, 2 and 5 times powers of ten between `low` and `high`; only the powers if those are more than seven."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     values: list[float] = []
     for factors in ((1, 2, 5), (1,)):

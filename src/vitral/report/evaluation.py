@@ -145,7 +145,7 @@ def _gallery_section(mistakes: Sequence[Mistake], n: int) -> Section:
 
 
 def confusion_data(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """What the script reads to describe the cell below the pointer, where the confusion matrix is an image."""
+    """What the script reads to describe the cell below the pointer, if the confusion matrix is an image."""
     names = [row["name"] for row in metrics.get("per_class", ())]
     if len(names) <= TABLE_UP_TO or not metrics.get("confusion"):
         return {}

@@ -65,8 +65,8 @@ def shared_residents() -> Iterator[None]:
 def load_resident_split(
     split: Split, transform: Transform, channels: int, workers: int, world: World
 ) -> ResidentSplit | None:
-    """Load a split onto the GPU, or find it there; None where there is no GPU, where the images would take too much of
-    it, or where the transform is random."""
+    """Load a split onto the GPU, or reuse the loaded one; None without a GPU, if the images would take too much of its
+    memory, or if the transform is random."""
     if world.device.type != "cuda" or transform.random:
         return None
     key = () if _shared is None else (split.stamp(), transform.text, str(channels), str(world.device))
@@ -93,7 +93,7 @@ def _load(split: Split, transform: Transform, channels: int, workers: int, world
 
 
 def crop_uploader(transform: Transform, rows: int, channels: int, device: torch.device) -> CropUploader | None:
-    """The uploader to which `training_batches` of this many rows may leave the resizing; None where workers resize.
+    """The uploader to which `training_batches` of this many rows may leave the resizing; None if workers resize.
 
     A batch that is too large to be on the GPU as a whole is resized by the workers and copied there per microbatch.
     """
