@@ -185,10 +185,8 @@ def _items(source: Any, name: str, on_event: EventHandler) -> _Items:
     if _is_table(source):
         return _from_table(source, name)
     if not _is_map_style(source):
-        accepted = (
-            "its dataset" if isinstance(source, DataLoader) else "a map-style Dataset or a list of (image, label)"
-        )
-        raise UserError(f"The {name} data is a {_type_name(source)}, which has no items by index: pass {accepted}.")
+        fix = "its dataset" if isinstance(source, DataLoader) else "a map-style Dataset or a list of (image, label)"
+        raise UserError(f"The {name} data is a {_type_name(source)}, which has no items by index: pass {fix}.")
     return _from_dataset(source, name, on_event)
 
 
