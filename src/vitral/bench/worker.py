@@ -175,13 +175,14 @@ def environment_info(library: str, device: str) -> dict[str, str]:
 
 
 def hardware_name(device: str) -> str:
-    """The name of the GPU, or of the CPU as far as the system tells it."""
+    """The name of the GPU, or of the CPU with its vector instructions: clouds give several processors one name."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores"
 
 
 def peak_memory_counter(device: str) -> Callable[[], int]:

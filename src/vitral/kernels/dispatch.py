@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import platform
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ _MAX_DIM = 4096  # channels that a LayerNorm's program holds at once
 _COMPUTE_CAPABILITIES = (9, 10)
 FP8_MIN_WIDTH: int = 768  # of a model: below, quantising costs more than the products gain
 _MIN_TRITON_CAPABILITY = (7, 0)
+_MIN_ONEDNN_PRODUCT = 1 << 23  # multiply-accumulates: below, calling oneDNN from Python costs what it gains
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -42,6 +45,23 @@ def is_plain(module: nn.Module, expected: type[nn.Module] | None = None) -> bool
     )
     has_hooks = any(hooks) or any(global_hooks)
     return not has_hooks and "forward" not in module.__dict__ and (expected is None or type(module) is expected)
+
+
+def apply_linear(layer: nn.Module, x: Tensor) -> Tensor:
+    """A linear layer, or what replaces it: (..., in) -> (..., out)"""
+    on_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_cpu and isinstance(layer, nn.Linear) and is_plain(layer, nn.Linear):
+        return linear(x, layer.weight, layer.bias)
+    return layer(x)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear`: (..., in), (out, in), (out,) -> (..., out)"""
+    if not torch.compiler.is_compiling() and _fits_onednn(x, weight):
+        from vitral.kernels import onednn
+
+        return onednn.linear(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def attention(qkv: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
@@ -99,6 +119,41 @@ def group_norm(norm: nn.GroupNorm, x: Tensor, *, relu: bool = True, residual: Te
         return kernels.group_norm(x, *parameters, relu=relu, residual=residual)
     x = norm(x) if residual is None else norm(x) + residual
     return F.relu(x) if relu else x
+
+
+def _fits_onednn(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN's product in float32 on a CPU is faster than MKL's, which PyTorch uses."""
+    if x.device.type != "cpu" or not _mkl_is_slow() or _is_transformed():
+        return False
+    plain = type(x) is Tensor and type(weight) in (Tensor, nn.Parameter) and bool(torch.backends.mkldnn.enabled)
+    fits = x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    return plain and fits and x.numel() * weight.shape[0] >= _MIN_ONEDNN_PRODUCT
+
+
+def _is_transformed() -> bool:
+    """Whether operators are traced, counted, mapped or differentiated forward, all of which need PyTorch's own."""
+    return (
+        torch.jit.is_tracing()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+@cache
+def _mkl_is_slow() -> bool:
+    """Whether MKL leaves the 512-bit registers of this processor unused, as it does on AMD's."""
+    try:
+        vendor = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        vendor = platform.processor()
+    is_wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return is_wide and "AuthenticAMD" in vendor and torch.backends.mkl.is_available() and has_onednn_linear()
+
+
+def has_onednn_linear() -> bool:
+    """Whether this PyTorch has oneDNN's linear layer, which is not part of its public interface."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitral.kernels.dispatch import is_plain
+from vitral.kernels.dispatch import apply_linear, is_plain
 
 # Operators that are not part of PyTorch's public interface.
 _OPS = ("mkldnn._reorder_linear_weight", "mkldnn._linear_pointwise")
@@ -97,7 +97,7 @@ def linear_gelu(linear: nn.Module, x: Tensor, gelu: str) -> Tensor:
     """A linear layer and the GELU after it, fused where the layer is packed: (..., in) -> (..., out)"""
     if isinstance(linear, PackedLinear | Int8Linear):
         return linear(x, gelu)
-    return F.gelu(linear(x), approximate=gelu)
+    return F.gelu(apply_linear(linear, x), approximate=gelu)
 
 
 def pack(model: nn.Module) -> None:

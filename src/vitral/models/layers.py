@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.architecture import AXIAL_HEADS, Size, ViTConfig
-from vitral.kernels.dispatch import attention
+from vitral.kernels.dispatch import apply_linear, attention
 from vitral.kernels.packed import linear_gelu
 from vitral.models.model import lecun_normal, normal, xavier_uniform
 from vitral.models.position import RelativeBias, RelativePosition, Rotation, resize_offsets
@@ -67,7 +67,7 @@ class Attention(nn.Module):
         bias = None if self.relative is None else self.relative(qkv[:, :, 0].transpose(1, 2), grid)
         dropout = self.attention_dropout if self.training else 0.0
         x = attend(qkv, self.observers, bias, dropout).transpose(1, 2).reshape(shape)
-        return self.dropout(self.out(self.norm(x)))
+        return self.dropout(apply_linear(self.out, self.norm(x)))
 
     def full_bias(self) -> Tensor:
         """The bias of queries, keys (zero) and values where keys have none: (3 * dim,)"""
@@ -78,7 +78,7 @@ class Attention(nn.Module):
     def _project(self, x: Tensor, rotation: Rotation | None) -> Tensor:
         """(batch, tokens, dim) -> queries, keys and values (batch, tokens, 3, heads, dim)"""
         batch, tokens, width = x.shape
-        qkv = self.qkv(x)
+        qkv = apply_linear(self.qkv, x)
         if self.qv_bias is not None:
             qkv = qkv + self.full_bias().to(qkv.dtype)
         qkv = qkv.view(batch, tokens, 3, self.heads, width // self.heads)
@@ -110,14 +110,14 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., dim)"""
-        return self.dropout(self.output(self.norm(self.dropout(self._activate(x)))))
+        return self.dropout(apply_linear(self.output, self.norm(self.dropout(self._activate(x)))))
 
     def _activate(self, x: Tensor) -> Tensor:
         if self.gated:
-            gate, value = self.hidden(x).chunk(2, dim=-1)
+            gate, value = apply_linear(self.hidden, x).chunk(2, dim=-1)
             return F.silu(gate) * value
         if self.gelu == "quick":
-            x = self.hidden(x)
+            x = apply_linear(self.hidden, x)
             return x * torch.sigmoid(1.702 * x)
         return linear_gelu(self.hidden, x, self.approximate)
 
@@ -227,7 +227,7 @@ class MapPool(nn.Module):
         """(batch, tokens, dim) -> (batch, dim)"""
         batch, n, width = patches.shape
         q = self.q(self.probe).view(1, 1, self.heads, -1).transpose(1, 2).expand(batch, -1, -1, -1)
-        k, v = self.kv(patches).view(batch, n, 2, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        k, v = apply_linear(self.kv, patches).view(batch, n, 2, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         output = F.scaled_dot_product_attention(q, k, v)
         for observer in self.observers:
             observer.observe(q, k, v, None, output)

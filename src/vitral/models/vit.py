@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.architecture import Size, ViTConfig
-from vitral.kernels.dispatch import autocast_dtype, fits_blocks, is_plain
+from vitral.kernels.dispatch import autocast_dtype, fits_blocks, is_plain, linear
 from vitral.models.layers import AxialBlock, Block, MapPool
 from vitral.models.model import Head, VisionModel, check_images, layer_indices, lecun_normal, normal, zero_bias
 from vitral.models.position import RotaryPosition, Rotation, build_position, grid_of
@@ -68,7 +67,7 @@ class ViT(VisionModel[ViTConfig]):
         if half := autocast_dtype(images.device.type):  # converted and laid out in one pass
             pixels = pixels.to(half, memory_format=torch.contiguous_format)
         pixels = pixels.reshape(-1, h, w, channels * p * p)
-        return F.linear(pixels, self.embed.weight.flatten(1), self.embed.bias)
+        return linear(pixels, self.embed.weight.flatten(1), self.embed.bias)
 
     @property
     def fuses_blocks(self) -> bool:
