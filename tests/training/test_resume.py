@@ -249,7 +249,7 @@ def test_signals_to_a_program_save_and_the_same_command_goes_on(pictures, tmp_pa
     run, saved = tmp_path / "parts", 0
     for name in (signal.SIGTERM, signal.SIGINT):
         program = start(pictures, run, words, before=waiting(20))
-        begun = read_until("step 20", program)
+        begun = read_until("step 20 is done", program)
         program.send_signal(name)
         _, errors = program.communicate(timeout=PATIENCE)
         assert program.returncode == 130, errors
@@ -269,11 +269,11 @@ def test_a_second_signal_stops_at_once(pictures, tmp_path):
     words = ("steps=300", "evaluate_every=20", "save_every=10", "workers=1")
     slow = (
         "import itertools, sys, time; from vitral.evaluation import predict; calls, real = itertools.count(), "
-        "predict.normalize; wait = lambda: (print('evaluating', file=sys.stderr, flush=True), time.sleep(10**6)); "
+        "predict.normalize; wait = lambda: (print('it waits', file=sys.stderr, flush=True), time.sleep(10**6)); "
         "predict.normalize = lambda *args: wait() if next(calls) else real(*args)"
     )  # the first is the preflight's
     program = start(pictures, tmp_path / "run", words, before=slow)
-    read_until("evaluating", program)
+    read_until("it waits", program)  # no word of the progress, which a slow program prints too
     program.send_signal(signal.SIGINT)
     read_until("stopping after this step", program)
     time.sleep(parallel._REPEATED + 0.1)
@@ -300,7 +300,7 @@ def read_until(text: str, program: subprocess.Popen[str]) -> str:
         said += line
         if text in line:
             return said
-    raise AssertionError(f'the program ended without "{text}"')
+    raise AssertionError(f'the program ended without "{text}": {said}')
 
 
 def test_a_signal_that_is_repeated_within_a_moment_counts_once(within_a_moment, monkeypatch):
