@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import wait_until
 from runs import Crash, crash_at, make_pictures, outcome, train
 
 from vitral.checkpoints import lock
@@ -54,29 +55,38 @@ def leave_lock(folder: Path, *, age: float = 0, **changes: Any) -> LockOwner:
 
 
 def winners(folder: Path) -> int:
-    """How many of several processes that start at the same moment get the lock and keep it."""
-    ready, start = os.pipe()
+    """How many of several processes that start at the same moment get the lock and keep it until all have tried."""
+    (ready, start), (tried, tell), (hold, end) = os.pipe(), os.pipe(), os.pipe()
 
     def contend() -> None:
         os.close(start)
+        os.close(end)
         os.read(ready, 1)  # returns when the parent closes its end
         with_lock = FolderLock(folder)
         try:
             with_lock.acquire()
-        except UserError:
+        except Exception as error:
+            os.write(tell, f"{type(error).__name__} ".encode())
             return
-        (folder / f"won-{os.getpid()}").touch()
-        time.sleep(1.0)
+        os.write(tell, b"won ")
+        os.close(tell)
+        os.read(hold, 1)
         with_lock.confirm()
         (folder / f"kept-{os.getpid()}").touch()
 
     children = [forked(contend) for _ in range(CONTENDERS)]
-    os.close(ready)
-    os.close(start)
+    for number in (ready, start, tell):
+        os.close(number)
+    outcomes: list[bytes] = []
+    while len(outcomes) < CONTENDERS and (read := os.read(tried, 1000)):
+        outcomes += read.split()
+    for number in (tried, hold, end):
+        os.close(number)
     for child in children:
         os.waitpid(child, 0)
-    assert len(list(folder.glob("kept-*"))) == len(list(folder.glob("won-*")))
-    return len(list(folder.glob("won-*")))
+    won = len(list(folder.glob("kept-*")))
+    assert sorted(outcomes) == [b"UserError"] * (CONTENDERS - won) + [b"won"] * won
+    return won
 
 
 def test_one_of_several_processes_gets_the_lock(tmp_path):
@@ -120,10 +130,7 @@ def test_a_reused_process_number_is_another_process(tmp_path, changes):
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the state of a process is read from /proc")
 def test_a_killed_process_that_nobody_waited_for_is_dead(tmp_path):
     child = forked(lambda: FolderLock(tmp_path).acquire())
-    for _ in range(500):
-        if lock._process_stat(child)[0] == "Z":
-            break
-        time.sleep(0.01)
+    wait_until(lambda: lock._process_stat(child)[0] == "Z")
     assert (tmp_path / ".lock").exists()
     FolderLock(tmp_path).acquire()
     os.waitpid(child, 0)
@@ -181,10 +188,7 @@ def test_the_lock_is_touched(tmp_path, monkeypatch):
     held = FolderLock(tmp_path)
     held.acquire()
     os.utime(tmp_path / ".lock", (0, 0))
-    for _ in range(500):
-        if (tmp_path / ".lock").stat().st_mtime > 1:
-            break
-        time.sleep(0.01)
+    wait_until(lambda: (tmp_path / ".lock").stat().st_mtime > 1)
     assert (tmp_path / ".lock").stat().st_mtime == pytest.approx(time.time(), abs=60)
     held.release()
     assert not (tmp_path / ".lock").exists()

@@ -325,6 +325,29 @@ def test_an_error_of_the_consumer_leaves_no_process(no_child_is_left: None):
         consume()
 
 
+@dataclass(frozen=True)
+class Stuck:
+    """The first picture is read, the others never."""
+
+    def read(self, index: int) -> np.ndarray:
+        if index:
+            time.sleep(600)
+        return np.zeros((12, 12, 3), np.uint8)
+
+    def mark(self, index: int) -> str:
+        return ""
+
+
+def test_a_worker_that_does_not_end_is_killed(no_child_is_left: None, monkeypatch: pytest.MonkeyPatch):
+    """torch waits for it, then sends SIGTERM, to which our workers are deaf, and waits as long again."""
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
+    split = Split("train", ["a"] * 4, np.zeros(4, np.int64), ("a",), Stuck())
+    batches = evaluation_batches(split, PLAIN, batch=1, workers=1)
+    next(batches)
+    batches.close()  # type: ignore[attr-defined]
+    assert not children()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_workers_outlive_a_signal_to_the_whole_group(number: signal.Signals, no_child_is_left: None):
     whole = list(training_batches(a_split(), RANDOM, **SETTINGS))

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named p
 def alarm() -> Iterator[None]:
     """End a test that waits for a pipe."""
     signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
-    signal.alarm(30)
+    signal.alarm(300)  # seconds: a busy machine may take some for a test that does not wait
     yield
     signal.alarm(0)
 

@@ -81,11 +81,19 @@ def iterate_in_workers(dataset: Sized, workers: int) -> Generator[Any]:
         worker_init_fn=_start_worker,
         generator=torch.Generator(),  # by default a loader draws from the global generator, which dropout uses
     )
-    with _killed_workers():
-        for item in loader:
-            if isinstance(item, UserError):
-                raise item
-            yield item
+    items: Any = iter(loader)
+    try:
+        with _killed_workers():
+            for item in items:
+                if isinstance(item, UserError):
+                    raise item
+                yield item
+    finally:
+        if workers:
+            items._shutdown_workers()  # as when the iterator is deleted, which an exception's traceback may delay
+            for process in items._workers:  # torch sends SIGTERM to those that are late, and they ignore it
+                process.kill()
+                process.join()
 
 
 @contextlib.contextmanager
