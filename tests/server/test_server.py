@@ -260,6 +260,24 @@ def test_slow_bodies_headers_and_answers_end(weights):
         assert (status, headers["retry-after"]) == (503, "1")
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+def test_offers_of_another_protocol_are_ignored(running, chunked):
+    image = photograph()
+    framing, body = b"Content-Length: %d" % len(image), image
+    if chunked:
+        framing, body = b"Transfer-Encoding: chunked", b"%x\r\n%b\r\n0\r\n\r\n" % (len(image), image)
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+    post = b"POST /predict?top=1 HTTP/1.1\r\nHost: a\r\n" + offer + framing + b"\r\n\r\n" + body
+    get = b"GET /healthz HTTP/1.1\r\nHost: a\r\n" + offer
+    with running.raw() as client:
+        client.sendall(post[:-100])
+        time.sleep(0.1)
+        client.sendall(post[-100:] + get + b"\r\n" + get.replace(b"Upgrade,", b"Upgrade, close,") + b"\r\n")
+        found = received(client)
+    assert [part[:3] for part in found.split(b"HTTP/1.1 ")[1:]] == [b"200", b"200", b"200"]
+    assert found.count(b'"probability"') == 1
+
+
 def test_endless_headers_end_the_connection(running):
     with running.raw() as client:
         client.sendall(b"GET / HTTP/1.1\r\n")
