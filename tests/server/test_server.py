@@ -196,6 +196,15 @@ def test_mistakes_are_sentences(running, method, path, body, status, says):
     assert (found, says in answer["error"]) == (status, True), answer
 
 
+def test_clients_that_change_bytes_are_told(running):
+    stripped = photograph().replace(b"\0", b"")  # as `curl -d @photo.jpg` does
+    status, answer = running.json("POST", "/predict", stripped, Content_Type="application/x-www-form-urlencoded")
+    assert (status, "use --data-binary" in answer["error"]) == (415, True)
+    status, answer = running.json("POST", "/predict", b"\x1f\x8b", Content_Encoding="gzip")
+    assert (status, "compressed bodies" in answer["error"]) == (415, True)
+    assert running.json("POST", "/predict", photograph(), Content_Encoding="Identity")[0] == 200
+
+
 def test_damaged_forms_are_refused(running):
     for body, kind in ((b"--b\r\nContent", "; boundary=b"), (b"--b--\r\n", "; boundary=b"), (b"x", "")):
         status, answer = running.json("POST", "/predict", body, Content_Type=f"multipart/form-data{kind}")
