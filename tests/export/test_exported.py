@@ -19,6 +19,8 @@ from vitral.data.images import encode_png
 from vitral.errors import UserError
 from vitral.export.exported import open_exported
 from vitral.export.gate import generated_images
+from vitral.export.graph import ExportGraph
+from vitral.export.onnx import write_onnx
 from vitral.models.layers import Block
 from vitral.models.model import normalize
 from vitral.models.vit import ViT
@@ -82,6 +84,24 @@ def test_the_reference_implementation_of_onnx_agrees(source, good):
     found = ReferenceEvaluator(model).run(["probabilities", "attention"], {"pixels": pixels})
     for array, expected in zip(found, model_outputs(source, pixels), strict=True):
         np.testing.assert_allclose(np.asarray(array), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("dynamic_size", [False, True])
+def test_dynamic_sizes_of_an_onnx_file_have_names(source, dynamic_size, tmp_path):
+    path = tmp_path / "named.onnx"
+    write_onnx(ExportGraph(*source, ("attention",)), path, dynamic_size=dynamic_size)
+    graph = onnx.load(path).graph
+    named = {
+        value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        for value in (*graph.input, *graph.output)
+    }
+    sides = ["4*rows", "4*columns"] if dynamic_size else [16, 16]
+    grid = ["rows", "columns"] if dynamic_size else [4, 4]
+    assert named == {
+        "pixels": ["batch", *sides, 3],
+        "probabilities": ["batch", 6],
+        "attention": ["batch", *grid],
+    }
 
 
 @pytest.mark.parametrize("size", [(16, 16), (8, 12), (24, 32), (8, 24), (16, 20)])

@@ -198,6 +198,15 @@ def test_mistakes_are_sentences(running, method, path, body, status, says):
     assert (found, says in answer["error"]) == (status, True), answer
 
 
+def test_clients_that_change_bytes_are_told(running):
+    stripped = photograph().replace(b"\0", b"")  # as `curl -d @photo.jpg` does
+    status, answer = running.json("POST", "/predict", stripped, Content_Type="application/x-www-form-urlencoded")
+    assert (status, "use --data-binary" in answer["error"]) == (415, True)
+    status, answer = running.json("POST", "/predict", b"\x1f\x8b", Content_Encoding="gzip")
+    assert (status, "compressed bodies" in answer["error"]) == (415, True)
+    assert running.json("POST", "/predict", photograph(), Content_Encoding="Identity")[0] == 200
+
+
 def test_damaged_forms_are_refused(running):
     for body, kind in ((b"--b\r\nContent", "; boundary=b"), (b"--b--\r\n", "; boundary=b"), (b"x", "")):
         status, answer = running.json("POST", "/predict", body, Content_Type=f"multipart/form-data{kind}")
@@ -270,6 +279,24 @@ def test_slow_bodies_and_answers_end(weights, monkeypatch):
             answer = received(client)
             assert answer.startswith(b"HTTP/1.1 503 ")
             assert b"\r\nretry-after: 1\r\n" in answer.lower()
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_offers_of_another_protocol_are_ignored(running, chunked):
+    image = photograph()
+    framing, body = b"Content-Length: %d" % len(image), image
+    if chunked:
+        framing, body = b"Transfer-Encoding: chunked", b"%x\r\n%b\r\n0\r\n\r\n" % (len(image), image)
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+    post = b"POST /predict?top=1 HTTP/1.1\r\nHost: a\r\n" + offer + framing + b"\r\n\r\n" + body
+    get = b"GET /healthz HTTP/1.1\r\nHost: a\r\n" + offer
+    with running.raw() as client:
+        client.sendall(post[:-100])
+        time.sleep(0.1)
+        client.sendall(post[-100:] + get + b"\r\n" + get.replace(b"Upgrade,", b"Upgrade, close,") + b"\r\n")
+        found = received(client)
+    assert [part[:3] for part in found.split(b"HTTP/1.1 ")[1:]] == [b"200", b"200", b"200"]
+    assert found.count(b'"probability"') == 1
 
 
 def test_endless_headers_end_the_connection(running):

@@ -15,7 +15,7 @@ from vitral.errors import UserError, shorten
 from vitral.export.graph import INPUT, ExportGraph
 from vitral.export.pt2 import traced
 
-OPSET = 20  # the first with Gelu, and that onnxruntime 1.17 and later read
+OPSET = 20  # the first with Gelu; onnxruntime reads such files of PyTorch from 1.18 on
 _LARGEST = 2**31 - 2**20  # bytes: a protobuf, and so an ONNX file, ends at 2 GiB
 
 
@@ -50,7 +50,16 @@ def write_onnx(graph: ExportGraph, path: Path, *, dynamic_size: bool = False) ->
         except Exception as error:  # an operator without a translation, for one
             raise UserError(f"ONNX cannot express this model ({shorten(error)}): use --format pt2.") from error
         assert program is not None
+        _name_axes(program)
         program.save(path, external_data=False)
+
+
+def _name_axes(program: torch.onnx.ONNXProgram) -> None:
+    """Name the dynamic sizes, which PyTorch numbers: runtimes set them by name."""
+    shape = program.model.graph.inputs[0].shape
+    assert shape is not None
+    sizes = zip(map(str, shape), ("batch", "rows", "columns"), strict=False)  # such as s81, 16*s30, 224
+    program.rename_axes({size.split("*")[-1]: name for size, name in sizes if not size.isdecimal()})
 
 
 def add_metadata(path: Path, metadata: Mapping[str, str]) -> None:

@@ -120,8 +120,9 @@ async def predict(service: Service, request: Request) -> Response:
     top = min(query.number("top", 5, 1_000_000), len(served.runtime.classes))
     if attention and not served.runtime.attention:
         raise RequestError(400, f"{served.name} has no attention between all patches: omit attention.")
+    content_type = request.headers.get("content-type", "")
     async with service.bodies.body(request) as body:
-        images = images_in(body, request.headers.get("content-type", ""))
+        images = images_in(body, content_type)
         request.state.images, request.state.model = len(images), served.name
         results = await service.compute(
             request, served, len(images), lambda: served.predict(images, attention, service.pool)
@@ -136,6 +137,8 @@ async def predict(service: Service, request: Request) -> Response:
         return JSONResponse(answer)
     too_large = all(isinstance(error, ImageTooLarge) for error in errors)
     reason = f"the image cannot be read ({errors[0]}): send a complete image file."
+    if content_type == "application/x-www-form-urlencoded":  # curl's, whose -d leaves out bytes
+        reason += " With curl use --data-binary @FILE, not -d."
     return JSONResponse({"error": reason, **answer}, 413 if too_large else 415)
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -168,11 +170,12 @@ def _accepted(listener: socket.socket) -> list[socket.socket]:
 
 
 def _limited_protocol(timeout: float) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol with limits on the size of headers and on the time until a request is complete."""
+    """uvicorn's protocol, HTTP/1 alone, with limits on headers and on the time until a request is complete."""
 
     class LimitedProtocol(HttpToolsProtocol):
         _deadline: asyncio.TimerHandle | None = None
         _header_bytes = 0
+        _received = _parse_next = b""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -181,6 +184,28 @@ def _limited_protocol(timeout: float) -> type[HttpToolsProtocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._finish()
             super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            while data:
+                self._received, self._parse_next = data, b""
+                super().data_received(data)
+                data = self._parse_next
+
+        def _should_upgrade(self) -> bool:
+            return any(name == b"upgrade" for name, _ in self.headers)
+
+        def handle_websocket_upgrade(self) -> None:
+            """Ignore the offer of another protocol: parse the request again, without it.
+
+            Java's client offers HTTP/2 with every request. httptools ends such a request with its headers, and would
+            lose the body or take it for the next request.
+            """
+            error = sys.exception()
+            assert isinstance(error, httptools.HttpParserUpgrade)
+            head = [f"{self.scope['method']} ".encode() + self.url + f" HTTP/{self.scope['http_version']}".encode()]
+            head += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+            self.parser = httptools.HttpRequestParser(self)
+            self._parse_next = b"\r\n".join([*head, b"", self._received[error.args[0] :]])
 
         def on_message_begin(self) -> None:
             super().on_message_begin()

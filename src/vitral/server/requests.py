@@ -53,7 +53,7 @@ class BodyReader:
         Raises:
             RequestError: 408, 413, 415 or 429.
         """
-        if request.headers.get("content-encoding", "identity") != "identity":
+        if request.headers.get("content-encoding", "identity").lower() != "identity":
             raise RequestError(415, "compressed bodies are not accepted: send the image file as it is.")
         length = request.headers.get("content-length", "0")
         if int(length if length.isdecimal() else 0) > self.max_body:
