@@ -19,7 +19,7 @@ from runs import STUDY, make_pictures
 import vitral
 from vitral.api import study_runs
 from vitral.checkpoints import lock
-from vitral.data.sources import open_data
+from vitral.data.sources import open_data, with_dev_split
 from vitral.errors import UserError
 from vitral.studies.planning import read_records
 from vitral.training.loop import Diverged
@@ -170,7 +170,7 @@ def test_choices_starts_and_patience(toml, tmp_path):
         '[starts.masked]\non = "pictures"\nmodel = "ViT-Ti/4@8"\nobjective = "masked"\nsteps = 2\nbatch = 6\n'
         "workers = 0\nshape.depth = 1\nshape.width = 16\nshape.heads = 2\n"
     )
-    state = run(toml, "out")
+    state = run(toml, "out", keep=True)
     records = list(state.records.values())
     assert [record.status for record in records] == ["ok"] * 5
     trials = [record for record in records if record.trial]
@@ -180,7 +180,13 @@ def test_choices_starts_and_patience(toml, tmp_path):
     test = open_data(tmp_path / "pictures").test
     assert test is not None
     assert {record.metrics["n"] for record in finals} == {len(test)}
-    assert all(0 <= record.metrics["dev"] <= 1 for record in finals)
+    dev = with_dev_split(open_data(tmp_path / "pictures"), 0.1).val
+    assert dev is not None
+    assert len(dev) != len(test)
+    assert {record.metrics["n"] for record in trials} == {len(dev)}  # test selects nothing
+    for record in finals:
+        stopped = json.loads((tmp_path / "out" / "running" / record.id / "run" / "result.json").read_text())["metrics"]
+        assert (record.metrics["dev"], stopped["n"]) == (stopped["score"], len(dev))
     assert len({record.metrics["pretraining_flops"] for record in finals if "pretraining_flops" in record.metrics}) == 1
 
 

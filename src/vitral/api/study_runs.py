@@ -79,14 +79,17 @@ class StudyContext:
         return self._decoded[name, held_out]
 
     def data_of(self, planned: PlannedRun, recipe: Recipe, *, decoded: bool = True) -> DataSet:
-        """The images of a run: a trial is evaluated on the dev split, a final run on the test split."""
+        """The images of a run: a trial is evaluated on the dev split, a final run on the test split.
+
+        A trial has no test split: with patience, it would report that one.
+        """
         wanted = recipe.data
         images = (wanted.held_out, wanted.dev, wanted.subset, wanted.subset_seed, wanted.exclude)
         key = (planned.cell.data, *images, planned.trial, decoded)
         if key not in self._restricted:
             opened = (self.decoded if decoded else self.open)(planned.cell.data, wanted.held_out)
             opened = restricted(opened, recipe)
-            self._restricted[key] = opened if planned.trial else with_test_split(opened)
+            self._restricted[key] = replace(opened, test=None) if planned.trial else with_test_split(opened)
         return self._restricted[key]
 
     def recipe_of(self, planned: PlannedRun) -> Recipe:
