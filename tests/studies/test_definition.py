@@ -95,6 +95,13 @@ def test_the_first_seed_of_every_cell_comes_first():
     assert order == [*trials, (False, 1, 0), (False, 2, 0), (False, 1, 1), (False, 2, 1)]
 
 
+def test_trials_have_settings_of_their_own():
+    short = study(TEXT.replace("[axes]", "[trials]\nsteps = 3\n[axes]"))
+    steps = {(run.trial, run.settings["steps"]) for run in plan(short, {}).runs}
+    assert steps == {(True, 3), (False, 10)}
+    assert {run.id for run in plan(short, {}).runs if not run.trial} <= {run.id for run in plan(study(), {}).runs}
+
+
 def test_overrides_win_and_a_run_has_one_length():
     mine = parse_study(tomllib.loads(TEXT.replace("steps = 10", "epochs = 3")), "mine", overrides={"steps": "2"})
     run = plan(mine, {}).runs[0]
@@ -173,6 +180,7 @@ def test_the_cost_counts_waiting_runs_and_uses_recorded_speed():
         (('name = "sgd"', 'name = "sgd"\nmeasure = "x"'), 'has no measure "x"'),
         (("[scales.long]", '[[claims]]\ntext = "t"\nkind = "x"\n[scales.long]'), "kinds are compare"),
         (("[scales.long]", '[[claims]]\ntext = "t"\nkind = "compare"\n[scales.long]'), "lacks what it compares"),
+        (("[axes]", "[trials]\nstep = 3\n[axes]"), 'sets "step" of its trials'),
         (("title =", "title"), "not valid TOML"),
     ],
 )
