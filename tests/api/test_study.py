@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 from runs import STUDY, make_pictures
 
 import vitral
@@ -212,6 +214,38 @@ def test_weights_are_probed_and_evaluated_and_speed_is_measured(toml, tmp_path):
     (record,) = run(toml, "speed").records.values()
     assert record.metrics["largest_batch"] == 16
     assert record.metrics["infer_images_per_second"] > record.metrics["train_images_per_second"] > 0
+
+
+def test_the_search_for_the_largest_batch_takes_few_steps(toml, monkeypatch):
+    """Training goes on until memory runs out, prediction until larger batches are no faster; slow steps run twice."""
+    steps: list[tuple[str, int]] = []
+
+    class Step:
+        def __init__(self, backend, workload):
+            self.work, self.batch = workload.work, workload.batch
+
+        def run(self, count):
+            if (self.work, self.batch) == ("train", 128):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            steps.extend([(self.work, self.batch)] * count)
+            return [max(self.batch, 32) / {"train": 100, "infer": 1000}[self.work]] * count  # seconds
+
+        def double_batch(self):
+            self.batch *= 2
+
+    monkeypatch.setattr(study_runs, "TrainingStep", Step)
+    monkeypatch.setattr(study_runs, "InferenceStep", Step)
+    toml.write_text(
+        'title = "Speed"\nmeasure = "speed"\nmetric = "train_images_per_second"\n'
+        '[recipe]\nbatch = 4096\nimage = 16\nmodel = "ViT-Ti/16"\n'
+    )
+    (record,) = run(toml, "speed").records.values()
+    assert record.metrics == {
+        "train_images_per_second": 100, "infer_images_per_second": 1000, "largest_batch": 64,
+    }  # fmt: skip
+    counts = [(work, batch, len(list(group))) for (work, batch), group in itertools.groupby(steps)]
+    assert counts[:4] == [("train", 8, 4), ("train", 16, 4), ("train", 32, 4), ("train", 64, 2)]
+    assert counts[4:] == [("infer", 8, 4), ("infer", 16, 4), ("infer", 32, 4), ("infer", 64, 4)]
 
 
 def test_the_study_in_the_documentation_runs_and_is_reported_on(tmp_path):
