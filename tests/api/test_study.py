@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from runs import STUDY, make_pictures, waiting
 import vitral
 from vitral.api import study_runs
 from vitral.checkpoints import lock
-from vitral.data.sources import open_data
+from vitral.data.sources import open_data, with_dev_split
 from vitral.errors import UserError
 from vitral.studies.planning import read_records
 from vitral.training.loop import Diverged
@@ -169,7 +170,7 @@ def test_choices_starts_and_patience(toml, tmp_path):
         '[starts.masked]\non = "pictures"\nmodel = "ViT-Ti/4@8"\nobjective = "masked"\nsteps = 2\nbatch = 6\n'
         "workers = 0\nshape.depth = 1\nshape.width = 16\nshape.heads = 2\n"
     )
-    state = run(toml, "out")
+    state = run(toml, "out", keep=True)
     records = list(state.records.values())
     assert [record.status for record in records] == ["ok"] * 5
     trials = [record for record in records if record.trial]
@@ -179,7 +180,13 @@ def test_choices_starts_and_patience(toml, tmp_path):
     test = open_data(tmp_path / "pictures").test
     assert test is not None
     assert {record.metrics["n"] for record in finals} == {len(test)}
-    assert all(0 <= record.metrics["dev"] <= 1 for record in finals)
+    dev = with_dev_split(open_data(tmp_path / "pictures"), 0.1).val
+    assert dev is not None
+    assert len(dev) != len(test)
+    assert {record.metrics["n"] for record in trials} == {len(dev)}  # test selects nothing
+    for record in finals:
+        stopped = json.loads((tmp_path / "out" / "running" / record.id / "run" / "result.json").read_text())["metrics"]
+        assert (record.metrics["dev"], stopped["n"]) == (stopped["score"], len(dev))
     assert len({record.metrics["pretraining_flops"] for record in finals if "pretraining_flops" in record.metrics}) == 1
 
 
@@ -205,6 +212,38 @@ def test_weights_are_probed_and_evaluated_and_speed_is_measured(toml, tmp_path):
     (record,) = run(toml, "speed").records.values()
     assert record.metrics["largest_batch"] == 16
     assert all(record.metrics[f"{work}_images_per_second"] > 0 for work in ("train", "infer"))
+
+
+def test_the_search_for_the_largest_batch_takes_few_steps(toml, monkeypatch):
+    """Training goes on until memory runs out, prediction until larger batches are no faster; slow steps run twice."""
+    steps: list[tuple[str, int]] = []
+
+    class Step:
+        def __init__(self, backend, workload):
+            self.work, self.batch = workload.work, workload.batch
+
+        def run(self, count):
+            if (self.work, self.batch) == ("train", 128):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            steps.extend([(self.work, self.batch)] * count)
+            return [max(self.batch, 32) / {"train": 100, "infer": 1000}[self.work]] * count  # seconds
+
+        def double_batch(self):
+            self.batch *= 2
+
+    monkeypatch.setattr(study_runs, "TrainingStep", Step)
+    monkeypatch.setattr(study_runs, "InferenceStep", Step)
+    toml.write_text(
+        'title = "Speed"\nmeasure = "speed"\nmetric = "train_images_per_second"\n'
+        '[recipe]\nbatch = 4096\nimage = 16\nmodel = "ViT-Ti/16"\n'
+    )
+    (record,) = run(toml, "speed").records.values()
+    assert record.metrics == {
+        "train_images_per_second": 100, "infer_images_per_second": 1000, "largest_batch": 64,
+    }  # fmt: skip
+    counts = [(work, batch, len(list(group))) for (work, batch), group in itertools.groupby(steps)]
+    assert counts[:4] == [("train", 8, 4), ("train", 16, 4), ("train", 32, 4), ("train", 64, 2)]
+    assert counts[4:] == [("infer", 8, 4), ("infer", 16, 4), ("infer", 32, 4), ("infer", 64, 4)]
 
 
 def test_the_study_in_the_documentation_runs_and_is_reported_on(tmp_path):

@@ -89,6 +89,19 @@ def test_final_runs_follow_the_best_trial():
     assert chosen_settings(mine, mine.cells[1], diverged) == {"optim.lr": 0.01}
 
 
+def test_the_first_seed_of_every_cell_comes_first():
+    order = [(run.trial, run.settings["shape.depth"], run.settings["seed"]) for run in plan(study(), {}).runs]
+    trials = [(True, 1, 0)] * 2 + [(True, 2, 0)] * 2
+    assert order == [*trials, (False, 1, 0), (False, 2, 0), (False, 1, 1), (False, 2, 1)]
+
+
+def test_trials_have_settings_of_their_own():
+    short = study(TEXT.replace("[axes]", "[trials]\nsteps = 3\n[axes]"))
+    steps = {(run.trial, run.settings["steps"]) for run in plan(short, {}).runs}
+    assert steps == {(True, 3), (False, 10)}
+    assert {run.id for run in plan(short, {}).runs if not run.trial} <= {run.id for run in plan(study(), {}).runs}
+
+
 def test_overrides_win_and_a_run_has_one_length():
     mine = parse_study(tomllib.loads(TEXT.replace("steps = 10", "epochs = 3")), "mine", overrides={"steps": "2"})
     run = plan(mine, {}).runs[0]
@@ -135,7 +148,7 @@ def test_failed_runs_are_tried_again_and_diverged_ones_are_results():
     pending = {run.id for run in plan(mine, records).pending}
     assert runs[0].id in pending
     assert runs[1].id not in pending
-    finals = [run for run in runs if not run.trial]
+    finals = [run for run in runs if not run.trial and run.settings["shape.depth"] == 1]
     shown = {finals[0].id: ok(finals[0], 0.25), finals[1].id: replace(ok(finals[1], 0.0), status="diverged")}
     columns, rows = table(mine, results(mine, shown))
     row = next(row for row in rows if row[columns.index("runs")] == "1 of 2; 1 diverged")
@@ -167,6 +180,7 @@ def test_the_cost_counts_waiting_runs_and_uses_recorded_speed():
         (('name = "sgd"', 'name = "sgd"\nmeasure = "x"'), 'has no measure "x"'),
         (("[scales.long]", '[[claims]]\ntext = "t"\nkind = "x"\n[scales.long]'), "kinds are compare"),
         (("[scales.long]", '[[claims]]\ntext = "t"\nkind = "compare"\n[scales.long]'), "lacks what it compares"),
+        (("[axes]", "[trials]\nstep = 3\n[axes]"), 'sets "step" of its trials'),
         (("title =", "title"), "not valid TOML"),
     ],
 )

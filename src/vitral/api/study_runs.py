@@ -41,12 +41,14 @@ from vitral.studies.planning import Record, append_record, is_done, plan, read_r
 from vitral.training.build import check_recipe
 from vitral.training.loop import Diverged
 from vitral.training.parallel import init_distributed
+from vitral.training.resources import autocast_dtype
 from vitral.training.run import RunResult, run
 from vitral.version import __version__
 
-PROBE_IMAGES = 50  # training images per class that a few-shot evaluation draws from, as Google's code draws from a part
-PROBE_SEEDS = 5
+PROBE_SEEDS = 5  # draws of a few-shot evaluation, from so many times its shots, as Google's code draws from a part
 _SMALLEST = 8  # images of the first batch whose speed is measured
+_SLOW_STEP = 0.5  # seconds of a step that is not measured again
+_FASTER = 1.01  # a batch that predicts faster than all smaller ones by less is the last
 
 
 @dataclass
@@ -79,14 +81,17 @@ class StudyContext:
         return self._decoded[name, held_out]
 
     def data_of(self, planned: PlannedRun, recipe: Recipe, *, decoded: bool = True) -> DataSet:
-        """The images of a run: a trial is evaluated on the dev split, a final run on the test split."""
+        """The images of a run: a trial is evaluated on the dev split, a final run on the test split.
+
+        A trial has no test split: with patience, it would report that one.
+        """
         wanted = recipe.data
         images = (wanted.held_out, wanted.dev, wanted.subset, wanted.subset_seed, wanted.exclude)
         key = (planned.cell.data, *images, planned.trial, decoded)
         if key not in self._restricted:
             opened = (self.decoded if decoded else self.open)(planned.cell.data, wanted.held_out)
             opened = restricted(opened, recipe)
-            self._restricted[key] = opened if planned.trial else with_test_split(opened)
+            self._restricted[key] = replace(opened, test=None) if planned.trial else with_test_split(opened)
         return self._restricted[key]
 
     def recipe_of(self, planned: PlannedRun) -> Recipe:
@@ -232,8 +237,12 @@ def _speed(context: StudyContext, planned: PlannedRun, folder: Path, on_event: E
         workload = Workload(work, recipe.model, _SMALLEST, device, image=recipe.image)
         for batch, rate in _rates(step, workload, recipe.batch):
             name = f"{work}_images_per_second"
-            metrics[name] = max(metrics.get(name, 0.0), rate)
-            metrics |= {"largest_batch": batch} if work == "train" else {}
+            fastest = metrics.get(name, 0.0)
+            metrics[name] = max(fastest, rate)
+            if work == "train":
+                metrics["largest_batch"] = batch
+            elif rate < _FASTER * fastest:
+                break
     if "train_images_per_second" not in metrics:
         raise UserError(f"{recipe.model} at {recipe.image} pixels does not fit into memory with {_SMALLEST} images.")
     return Measured(metrics, device=init_distributed(context.device).name)
@@ -245,8 +254,10 @@ def _rates(step: type[TimedStep], workload: Workload, largest: int) -> Iterator[
     try:
         timed = step(Backend(OURS), workload)
         while batch <= largest:
-            timed.run(2)
-            yield batch, batch / min(timed.run(3))
+            timed.run(1)  # pays for compilation and memory
+            times = timed.run(1)
+            times += timed.run(2) if times[0] < _SLOW_STEP else []
+            yield batch, batch / min(times)
             timed.double_batch()
             batch *= 2
     except torch.OutOfMemoryError:
@@ -260,10 +271,9 @@ def _rates(step: type[TimedStep], workload: Workload, largest: int) -> Iterator[
 def _accuracy(source: str, data: DataSet, device: str) -> dict[str, float]:
     """Top-1 accuracy of a model on the data's held-out split."""
     model, card = load_source(source, None)
-    split, resolved = data.eval_split, compute_device("", device)
+    split = data.eval_split
     assert split is not None
-    workers = reading_workers(resolved)
-    rows = predict_split(model, split, resolve_preprocessing(card, ""), batch=256, device=resolved, workers=workers)
+    rows = predict_split(model, split, resolve_preprocessing(card, ""), **_computing(device))
     right = rows.logits[rows.valid].argmax(1) == split.labels[rows.indices[rows.valid]]
     top1 = float(right.mean())
     return {"top1": top1, "score": top1, "n": int(rows.valid.sum())}
@@ -275,24 +285,29 @@ def _fewshot(source: str, data: DataSet, shots: Sequence[int], device: str, prep
     held_out = data.eval_split
     assert held_out is not None
     preprocessing = resolve_preprocessing(card, preprocess)
-    features = [_features(model, preprocessing, split, device) for split in (_first_of_classes(data.train), held_out)]
+    pool, classes = _first_of_classes(data.train, PROBE_SEEDS * max(shots)), len(data.train.classes)
+    features = [_features(model, preprocessing, split, device) for split in (pool, held_out)]
     (train_x, train_y), (test_x, test_y) = features
-    classes = len(data.train.classes)
     rows = fewshot(train_x, train_y, test_x, test_y, classes=classes, shots=tuple(shots), seeds=PROBE_SEEDS)
     return {f"{row.shots}-shot": row.mean for row in rows}
 
 
 def _features(model: Model, preprocessing: Preprocess, split: Split, device: str) -> tuple[np.ndarray, np.ndarray]:
-    resolved = compute_device("", device)
-    workers = reading_workers(resolved)
-    rows = embed_split(model, split, preprocessing, batch=256, device=resolved, workers=workers)
+    rows = embed_split(model, split, preprocessing, **_computing(device))
     return rows.features[rows.valid], split.labels[rows.indices[rows.valid]]
 
 
-def _first_of_classes(train: Split) -> Split:
+def _computing(device: str) -> dict[str, Any]:
+    """How the images of a split are computed: as in the evaluations of training, in half precision on a GPU."""
+    resolved = compute_device("", device)
+    precision = "float32" if autocast_dtype("auto", torch.device(resolved)) is None else "bfloat16"
+    return {"batch": 256, "device": resolved, "workers": reading_workers(resolved), "precision": precision}
+
+
+def _first_of_classes(train: Split, count: int) -> Split:
     order = np.argsort(train.labels, kind="stable")
     ranks = np.arange(len(train)) - np.searchsorted(train.labels[order], train.labels[order])
-    return train.select(np.sort(order[ranks < PROBE_IMAGES]))
+    return train.select(np.sort(order[ranks < count]))
 
 
 MEASURES: dict[str, Callable[[StudyContext, PlannedRun, Path, EventHandler], Measured]] = {

@@ -70,7 +70,9 @@ class BenchmarkModel(nn.Module):
 def float32_model(backend: Backend, workload: Workload) -> BenchmarkModel:
     """The model in float32 on the device; its weights are the same on every call."""
     torch.manual_seed(_SEED)
-    model = build_model(backend, workload.architecture)
+    # The random numbers of a ViT-H take seconds on a CPU. Exported models are written from one on a CPU.
+    with torch.device(workload.device if backend.library == OURS else "cpu"):
+        model = build_model(backend, workload.architecture)
     if backend.float32_residual:  # tokens in float32 stay so from block to block; a hook keeps blocks from being fused
         first = model.get_submodule("blocks.0")
         first.register_forward_pre_hook(lambda block, inputs: (inputs[0].float(), *inputs[1:]))

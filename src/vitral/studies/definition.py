@@ -45,7 +45,7 @@ Where = Mapping[str, Any]  # labels that cells must have
 
 _TOP = {
     *("title", "source", "about", "differs", "data", "images", "classes", "seeds", "metric", "measure", "shots", "dev"),
-    *("x", "columns", "preprocess", "preset", "recipe", "axes", "points", "claims", "starts", "scales"),
+    *("x", "columns", "preprocess", "preset", "recipe", "trials", "axes", "points", "claims", "starts", "scales"),
 }
 # Of a point, besides recipe keys.
 _POINT = {*("name", "group", "paper", "data", "start", "preset", "choose", "seeds", "measure")}
@@ -112,6 +112,7 @@ class Study:
     shots: tuple[int, ...] = ()  # of the few-shot evaluation of a probe, or after each training
     preprocess: str = ""  # of weights that are probed or evaluated, if they do not state it
     dev: float = 0.1  # share of train to choose on
+    trials: Mapping[str, Any] = field(default_factory=dict)  # recipe keys of the trials alone
     columns: tuple[str, ...] = ()  # further metrics for the table
     x: str = ""  # horizontal axis of the figure: a label, "flops" or "seconds"
     images: int = 0  # training images and classes, if the data is not there to count them
@@ -191,6 +192,7 @@ def parse_study(
         differs=tuple(settings.get("differs", ())),
         shots=tuple(settings.get("shots", ())),
         columns=tuple(settings.get("columns", ())),
+        trials=_trials(settings.get("trials", {}), name),
         claims=tuple(_claim(claim, name) for claim in settings.get("claims", ())),
         starts={start: _start(table, name, start) for start, table in settings.get("starts", {}).items()},
         **values,
@@ -220,6 +222,14 @@ def _flat(table: Mapping[str, Any], recipe_keys: Mapping[str, Any], prefix: str 
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def _trials(table: Mapping[str, Any], name: str) -> dict[str, Any]:
+    settings = _flat(table, keys())
+    for key in settings:
+        if key not in keys():
+            raise UserError(f'the study {name} sets "{key}" of its trials, which is not a key of a recipe.')
+    return settings
 
 
 def _start(table: Mapping[str, Any], name: str, start: str) -> Start:
@@ -307,7 +317,8 @@ class PlannedRun:
     @property
     def text(self) -> str:
         values = [f"{key}={self.settings[key]}" for key in (*self.cell.choose, "seed")]
-        return f"{self.cell.labels['name']} ({', '.join([*values, *(['trial'] if self.trial else [])])})"
+        name = ", ".join(str(self.cell.labels[key]) for key in ("name", "data") if key in self.cell.labels)
+        return f"{name} ({', '.join([*values, *(['trial'] if self.trial else [])])})"
 
 
 def planned_run(study: Study, cell: Cell, changes: Mapping[str, Any], *, trial: bool = False) -> PlannedRun:
@@ -316,7 +327,7 @@ def planned_run(study: Study, cell: Cell, changes: Mapping[str, Any], *, trial: 
     Its id identifies what is computed: the keys that the study sets, the data, and what is measured. It is not the
     recipe's hash, which changes whenever recipes get a new key.
     """
-    settings = _layered(study.recipe, cell.changes, changes, study.overrides)
+    settings = _layered(study.recipe, cell.changes, changes, study.trials if trial else {}, study.overrides)
     settings |= {"data.dev": study.dev} if trial else {}
     identity = {
         "data": cell.data,

@@ -156,18 +156,22 @@ class CellResult:
 
 
 def plan(study: Study, records: Records) -> Plan:
-    """The runs of a study in order; those after a choice are known once all its trials are recorded."""
+    """The runs of a study: those with the first seed of every cell, and trials, come first, so that a part of a study
+    has a part of each cell. Runs after a choice are known once all its trials are recorded."""
     runs: dict[str, PlannedRun] = {}
+    seed_numbers: dict[str, int] = {}
     waiting: set[tuple[str, ...]] = set()
     for cell in study.cells:
         trials = _trials(study, cell)
         runs |= {run.id: run for run in trials}
         finals = final_runs(study, cell, records)
         runs |= {run.id: run for run in finals}
+        seed_numbers |= {run.id: number for number, run in enumerate(finals)}
         if trials and not finals:
             waiting |= {(*(run.id for run in trials), str(seed)) for seed in cell.seeds}
-    pending = [run for run in runs.values() if not is_done(records.get(run.id))]
-    return Plan(tuple(runs.values()), tuple(pending), len(waiting))
+    ordered = sorted(runs.values(), key=lambda run: seed_numbers.get(run.id, 0))
+    pending = [run for run in ordered if not is_done(records.get(run.id))]
+    return Plan(tuple(ordered), tuple(pending), len(waiting))
 
 
 def final_runs(study: Study, cell: Cell, records: Records) -> tuple[PlannedRun, ...]:
