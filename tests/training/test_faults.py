@@ -215,7 +215,7 @@ def test_weights_that_do_not_fit(command, colours, tmp_path):
     for words, says in {
         ("--init", resnet, "--trainable", "lora:2"): "for a ResNet use trainable=last:1 or bias",
         ("--init", resnet, "--set", "regularization.dropout=0.1"): "regularization.dropout has no effect in",
-        ("--init", init, "--model", "ViT-B/4"): "omit one of the two",
+        ("--init", init, "--model", "ViT-B/4"): "leave out one of the two",
         ("--init", init, "--set", "shape.depth=3"): "have a shape already",
         ("--init", init, "--trainable", "last:3"): "does not fit a model of 2 layers: use last:1 to last:2",
         ("--init", init, "--set", "image=3"): "smaller than one patch",
