@@ -15,7 +15,6 @@ import pytest
 import torch
 from oracles import (
     ERF,
-    SMALL,
     gap,
     hf_model,
     outcome,
@@ -33,7 +32,6 @@ from torch import Tensor, nn
 
 import vitral
 from vitral.api.checkpoints import load_source
-from vitral.checkpoints.formats import family_of
 from vitral.checkpoints.wrappers import ignored_sentences
 from vitral.cli import main
 from vitral.errors import UserError
@@ -377,83 +375,3 @@ def test_a_known_name_states_what_the_tensors_do_not(tmp_path):
     assert "the name vit_base_patch16_224 is not used: the file has other tensors" in card.changes
     folder = timm_saved(timm_model(), tmp_path / "vit_base_patch16_224")  # its config.json states everything
     assert vitral.load(folder)[1].changes == ()
-
-
-# --- what a file is, if it is none of ours
-
-
-def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-
-
-def of_timm(name: str) -> dict[str, tuple[int, ...]]:
-    with quiet(), torch.device("meta"):
-        return shapes_of(outside("timm").create_model(name))
-
-
-def of_transformers(model: str, **settings: Any) -> dict[str, tuple[int, ...]]:
-    library = outside("transformers")
-    with quiet(), torch.device("meta"):
-        return shapes_of(getattr(library, f"{model}Model")(getattr(library, f"{model}Config")(**settings)))
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("swin_tiny_patch4_window7_224", "a Swin Transformer"),
-        ("convnext_atto", "a ConvNeXt"),
-        ("resnet18", "a ResNet with BatchNorm"),
-        ("efficientnet_b0", "an EfficientNet or MobileNet"),
-        ("mixer_s32_224", "an MLP-Mixer"),
-        ("beit_base_patch16_224", "a ViT-B/16 of BEiT"),
-        ("eva02_tiny_patch14_224", "a ViT-Ti/14 of EVA"),
-    ],
-)
-def test_models_of_timm_are_named(name, words):
-    assert str(family_of(of_timm(name))).startswith(words)
-
-
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        ("Bert", "a language model"),
-        ("GPT2", "a language model"),
-        ("CLIPText", "the text tower of a CLIP model"),
-        ("Swin", "a Swin Transformer"),
-        ("ConvNext", "a ConvNeXt"),
-        ("DINOv3ViT", "a ViT-S/16 of DINOv3"),
-    ],
-)
-def test_models_of_transformers_are_named(model, words):
-    settings = {"DINOv3ViT": {"hidden_size": 384, "num_hidden_layers": 12, "num_register_tokens": 4}}
-    assert str(family_of(of_transformers(model, **settings.get(model, {})))).startswith(words)
-
-
-KEYS = {
-    "DETR": (["query_embed.weight", "transformer.decoder.layers.0.norm1.weight"], "a DETR detector"),
-    "SAM": (["image_encoder.blocks.0.attn.rel_pos_h", "mask_decoder.x"], "a Segment Anything model"),
-    "UNet": (["down_blocks.0.resnets.0.conv1.weight", "up_blocks.0.x"], "a diffusion model"),
-    "LLaMA": (["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"], "a language model"),
-    "DINOv3": (["cls_token", "storage_tokens", "blocks.0.attn.qkv.weight"], "a ViT of DINOv3"),
-    "LoRA": (["base_model.model.blocks.0.attn.qkv.lora_A.weight"], "LoRA adapters without their model"),
-    "optimizer": (["state.0.exp_avg", "state.0.exp_avg_sq", "state.0.step"], "the state of an optimizer"),
-    "CLIP": (["visual.transformer.resblocks.0.x", "token_embedding.weight"], "a CLIP model"),
-}
-
-
-@pytest.mark.parametrize("case", KEYS)
-def test_a_refusal_names_the_file(tmp_path, case):
-    keys, words = KEYS[case]
-    path = save({key: torch.ones(2) for key in keys}, tmp_path / "a.safetensors")
-    with pytest.raises(UserError) as caught:
-        vitral.load(path)
-    text = str(caught.value).removeprefix(str(path))
-    assert text.startswith(f" is {words}")
-    assert ": " in text
-    assert text.endswith(".")
-    assert len(text) < 200
-
-
-def test_a_model_of_ours_is_no_foreign_family():
-    for state in (random_weights(SMALL).state, timm_model().state_dict(), hf_model("ViTModel").state_dict()):
-        assert family_of({key: tuple(tensor.shape) for key, tensor in state.items()}) is None

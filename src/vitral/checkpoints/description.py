@@ -11,8 +11,9 @@ from typing import Any
 from vitral.architecture import Architecture, ModuleConfig, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.files import WeightFile, open_weights
-from vitral.checkpoints.formats import FORMATS, family_of, format_named
-from vitral.checkpoints.formats.native import NATIVE, card_of
+from vitral.checkpoints.formats import FORMATS, format_named
+from vitral.checkpoints.formats.families import family_of, foreign_family, stated_family
+from vitral.checkpoints.formats.native import CARD, NATIVE, card_of
 from vitral.checkpoints.formats.table import CONFIG_COUNTS, HINTED, CheckpointHeader, Entry, Format, Hints, linear
 from vitral.checkpoints.formats.timm_arguments import factory_named, named_architecture, stem_of
 from vitral.checkpoints.formats.timm_reading import named_factory
@@ -69,6 +70,9 @@ def describe(path: Path, format: str | None = None, hints: Hints | None = None) 
 
 
 def _describe(file: WeightFile, path: Path, format: str | None, hints: Hints | None) -> Description:
+    chosen = format or (hints and hints.part) or CARD in file.metadata
+    if foreign := None if chosen else foreign_family(_shapes(file)):
+        raise UserError(f"{file.path} is {foreign}.")
     try:
         model = find_model(file, [format_named(format)] if format else FORMATS.values(), hints or Hints())
     except UserError as error:
@@ -283,8 +287,12 @@ def _fields(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{field}={text}" for field, text in texts.items())
 
 
+def _shapes(file: WeightFile) -> dict[str, tuple[int, ...]]:
+    return {key: header.shape for key, header in file.headers.items()}
+
+
 def _unknown_file(file: WeightFile, format: str | None) -> str:
-    family = None if format else family_of({key: header.shape for key, header in file.headers.items()})
+    family = None if format else stated_family(file.config or {}) or family_of(_shapes(file))
     if family:
         return f"{file.path} is {family}."
     tensors = ", ".join(list(file.headers)[:3])
