@@ -220,7 +220,7 @@ class Classifier(nn.Module):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("name", ["head", "fc", "classifier", "linear"])
+@pytest.mark.parametrize("name", ["head", "fc", "classifier", "linear", "clf", "output"])
 @pytest.mark.parametrize("outer", ["", "module.", "state_dict.model."])
 def test_a_classifier_beside_the_backbone_is_used(tmp_path, name, bias, outer):
     model = Classifier(name, bias).eval()
@@ -239,6 +239,7 @@ def test_a_classifier_beside_the_backbone_is_used(tmp_path, name, bias, outer):
         {"fc.weight": torch.ones(5, 64), "fc.bias": torch.ones(5)},
         {"head.weight": torch.ones(5, 32), "fc.weight": torch.ones(5, 32)},
         {"head.weight": torch.ones(32), "head.bias": torch.ones(32)},
+        {"out.0.weight": torch.ones(9, 32), "out.2.weight": torch.ones(5, 9)},
     ],
 )
 def test_a_head_of_another_kind_is_refused_and_may_be_left_out(tmp_path, head):
@@ -247,6 +248,48 @@ def test_a_head_of_another_kind_is_refused_and_may_be_left_out(tmp_path, head):
     with pytest.raises(UserError, match=r"a head outside of its backbone .* pass classes=0"):
         vitral.load(path, heads=4)
     loads_as(model, path, classes=0)
+
+
+@pytest.mark.parametrize("outer", ["", "model."])
+def test_a_linear_layer_after_the_backbone_in_a_sequential_is_its_classifier(tmp_path, outer):
+    backbone = timm_model(num_classes=0)
+    model = nn.Sequential(backbone, randomised(nn.Linear(32, 7))).eval()
+    path = save(prefixed(outer, model.state_dict()), tmp_path / "a.safetensors")
+    assert any(f'classifier "{outer}1." (7 classes' in change for change in loads_as(model, path))
+    model.insert(1, randomised(nn.LayerNorm(32)))
+    save(prefixed(outer, model.state_dict()), path)
+    with pytest.raises(UserError, match=r"a head outside of its backbone .* pass classes=0"):
+        vitral.load(path, heads=4)
+    assert f'ignored: 2 tensors under "{outer}2."' in loads_as(backbone, path, classes=0)
+
+
+@pytest.mark.parametrize("name", ["head", "fc"])
+def test_a_model_with_an_mlp_as_its_head_is_read_without_it(tmp_path, name):
+    model = timm_model(num_classes=0)  # as MoCo v3 and MSN have it
+    head = {
+        f"{name}.0.weight": torch.ones(9, 32),
+        f"{name}.2.weight": torch.ones(5, 9),
+        f"{name}.2.bias": torch.ones(5),
+    }
+    path = save({**model.state_dict(), **head}, tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match=r"its head is not one of this format \(.*: pass classes=0"):
+        vitral.load(path, heads=4)
+    assert f'ignored: 3 tensors under "{name}."' in loads_as(model, path, classes=0)
+    loaded, _ = vitral.load(path, heads=4, classes=6)
+    assert loaded(IMAGES).shape == (2, 6)
+
+
+def test_the_mask_token_of_ibot_is_listed(tmp_path):
+    model = timm_model(num_classes=0)
+    path = save({"teacher": {**model.state_dict(), "masked_embed": torch.ones(1, 32)}}, tmp_path / "a.pt")
+    assert 'ignored: tensor "masked_embed"' in loads_as(model, path)
+
+
+def test_a_new_head_of_torchvision_is_read(tmp_path):
+    sizes = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 4, "hidden_dim": 32, "mlp_dim": 48}
+    model = outside("torchvision.models.vision_transformer").VisionTransformer(**sizes)
+    model.heads = nn.Linear(32, 7)
+    assert loads_as(randomised(model), save(model.state_dict(), tmp_path / "a.pth")) == ()
 
 
 def test_a_second_head_is_refused(tmp_path):
@@ -272,7 +315,7 @@ def test_ignored_tensors_of_a_format_are_listed(tmp_path):
     written(random_weights(c), tmp_path / "a.safetensors", "dino")
     assert 'ignored: tensor "mask_token"' in vitral.load(tmp_path / "a.safetensors", heads=4)[1].changes
     state = {**load_file(tmp_path / "a.safetensors"), "head.weight": torch.ones(5, 32), "head.bias": torch.ones(5)}
-    with pytest.raises(UserError, match="2 of its tensors are not part of this format"):
+    with pytest.raises(UserError, match="its head is not one of this format"):
         vitral.load(save(state, tmp_path / "b.safetensors"), heads=4)
 
 

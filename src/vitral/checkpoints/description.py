@@ -23,8 +23,12 @@ from vitral.errors import UserError, shorten
 
 _PLAIN_FILES = ("model", "pytorch_model")  # their folder has the model's name
 # Modules beside a backbone: the first are classifiers, the second projections of self-supervised pre-training.
-_CLASSIFIER = re.compile(r"(?:^|(?<=\.))((?:cls_|classification_|linear_)?heads?|fc|\w*classifier|linear)\.(.+)")
+_CLASSIFIER = re.compile(
+    r"(?:^|(?<=\.))((?:cls_|classification_|linear_)?heads?|fc|fc_out|\w*classifier|clf|linear|last_linear|out|output|logits)"
+    r"\.(.+)"
+)
 _PROJECTION = re.compile(r"(mlp|last_layer|proj|prototypes)\b")
+INNER_HEAD = re.compile(r"(heads?|fc|classifier)\.")  # of a model's own, where it is not one linear layer
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ def _described(file: WeightFile, path: Path, model: FoundModel) -> Description:
         model, architecture, assumed = _architecture(file, path, model)
     entries = table.table_of(model.header, architecture)
     names, outside = dict(model.names), dict(model.outside)
-    ignored = ignored_keys(model, {entry.theirs for entry in entries})
+    ignored = _ignored(model, {entry.theirs for entry in entries})
     unmapped = [key for key, name in model.names.items() if name in set(ignored)]
     notes = [*model.notes, *ignored_sentences([key.removeprefix(model.prefix) for key in unmapped])]
     if (classifier := _classifier(file, model, architecture)) and not isinstance(architecture, ModuleConfig):
@@ -126,6 +130,13 @@ def _described(file: WeightFile, path: Path, model: FoundModel) -> Description:
             changes=(*notes, *assumed),
         )
     return Description(file, table, model.header, card, kept, entries, (*unmapped, *outside))
+
+
+def _ignored(model: FoundModel, used: set[str]) -> list[str]:
+    """The keys of a model, as in the table, that are not read; a head among them, if it is to be replaced."""
+    replaced = model.header.hints.replaces_head
+    heads = [name for name in model.names.values() if replaced and name not in used and INNER_HEAD.match(name)]
+    return [*dict.fromkeys([*ignored_keys(model, used), *heads])]
 
 
 def _check_depth(architecture: Architecture, tensors: int) -> None:
@@ -263,10 +274,8 @@ def _classifier(file: WeightFile, model: FoundModel, architecture: Architecture)
     """The classifier beside a backbone, such as "fc.weight" beside "backbone.blocks.0..."; UserError for others."""
     heads: dict[str, dict[str, str]] = {}  # name of the module -> its key in the file -> rest of the key
     for key, plain in model.outside.items():
-        match = None if plain.startswith(model.others) else _CLASSIFIER.search(plain)
-        parent = plain[: match.start()] if match else ""
-        if match and model.prefix.startswith(parent) and not _PROJECTION.match(match[2]):
-            heads.setdefault(parent + match[1], {})[key] = match[2]
+        if not plain.startswith(model.others) and (head := _head_of(plain, model.prefix)):
+            heads.setdefault(head[0], {})[key] = head[1]
     if not heads or model.header.hints.replaces_head or isinstance(architecture, ModuleConfig):
         return None
     (name, keys), *more = heads.items()
@@ -280,6 +289,18 @@ def _classifier(file: WeightFile, model: FoundModel, architecture: Architecture)
         )
     names = {key: f"outside {name}.{rest}" for key, rest in keys.items()}
     return _Classifier(name, names, shape[0], "bias" in keys.values())
+
+
+def _head_of(key: str, prefix: str) -> tuple[str, str] | None:
+    """The module of a classifier that a key outside of a backbone belongs to, and the rest of the key."""
+    match = _CLASSIFIER.search(key)
+    if match and prefix.startswith(key[: match.start()]) and not _PROJECTION.match(match[2]):
+        return key[: match.start()] + match[1], match[2]
+    for step in re.finditer(r"(?:^|(?<=\.))\d+\.", prefix):  # the backbone is a layer of an nn.Sequential
+        parent = prefix[: step.start()]
+        if key.startswith(parent) and (match := re.match(r"(\d+)\.(.+)", key.removeprefix(parent))):
+            return parent + match[1], match[2]
+    return None
 
 
 def _fields(values: Mapping[str, Any]) -> str:
