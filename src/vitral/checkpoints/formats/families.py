@@ -58,6 +58,14 @@ _FAMILIES: _Table = (
         (r"to_patch_embedding\.",),
     ),
     (
+        "a ViT of mmpretrain, whose names are not supported: use mmpretrain for it",
+        (r"layers\.0\.ffn\.layers\.0\.0\.weight$", r"patch_embed\.projection\.weight$"),
+    ),
+    (
+        "a ViT of pytorch_pretrained_vit, whose names are not supported: load the npz that it was converted from",
+        (r"blocks\.0\.attn\.proj_q\.weight$", r"blocks\.0\.pwff\.fc1\.weight$"),
+    ),
+    (
         "a RADIO in the names of NVIDIA: load it with timm (such as vit_base_patch16_radio_v3) and save it from there",
         (r"(radio_model\.|patch_generator\.embedder\.weight)",),
     ),
