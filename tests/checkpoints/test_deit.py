@@ -228,7 +228,16 @@ def test_the_heads_of_a_named_naflex_are_read_without_arguments(tmp_path):
     assert "384" in found.card.preprocess.pipeline
 
 
-@pytest.mark.parametrize("setting", [{"rope_type": "axial", "attn_type": "rope"}, {"pos_embed_interp_mode": "nearest"}])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"rope_type": "axial", "attn_type": "rope"},
+        {"pos_embed_interp_mode": "nearest"},
+        {"pos_embed_antialias": False},
+        {"pos_embed_align_corners": True},
+        {"attn_pool_num_heads": 2},
+    ],
+)
 def test_other_kinds_of_naflex_are_refused(setting, tmp_path):
     model = created("naflexvit_base_patch16_gap", **NAFLEX)
     with pytest.raises(UserError, match="not supported"):

@@ -345,6 +345,11 @@ BAD = {
     "program.pth": (b"\x08\x08\x12\x07pytorch\x1a\x052.1.0" + bytes(60), "an ONNX program"),
     "model.tflite": (b"\x1c\0\0\0TFL3" + bytes(60), "a TensorFlow Lite program"),
     "model.h5": (b"\x89HDF\r\n\x1a\n" + bytes(60), "HDF5 file"),
+    "flax_model.msgpack": (b"\x81\xa3vit\x81\xa6layers" + bytes(60), "a msgpack file .weights of Flax."),
+    "w.npy": (b"\x93NUMPY\x01\0" + bytes(60), "one NumPy array, which is not supported"),
+    "program.pt": (npz(("m/archive_format", b"pt2"), ("m/models/model.json", b"{}")), "a program of torch.export"),
+    "model.keras": (npz(("config.json", b"{}"), ("model.weights.h5", b"\x89HDF")), "a model of Keras"),
+    "__0_0.distcp": (npz(("data.pkl", b"")), "a part of a distributed checkpoint of PyTorch: `python -m torch.dist"),
     "hollow.npz": (npz(), "has no tensors: choose another"),
     "short.npz": (npz(("w.npy", npy(F4 % b"1", bytes(4))))[:-30], "truncated or damaged: download"),
     "claim.npz": (npz(("w.npy", npy(F4 % b"2500000000", bytes(8)))), r"claims 10,000,000,\d+ bytes.*download it again"),
@@ -512,6 +517,44 @@ def test_a_missing_path_and_an_empty_folder(tmp_path):
         open_weights(tmp_path / "gone.npz")
     with pytest.raises(UserError, match=f"{tmp_path.name} contains no weight file.*check the path"):
         open_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (".metadata", "a distributed checkpoint of PyTorch: `python -m torch.distributed.checkpoint.format_utils"),
+        ("saved_model.pb", "a SavedModel of TensorFlow"),
+        ("flax_model.msgpack", "weights of Flax"),
+        ("tf_model.h5", "weights of Keras"),
+        ("model.onnx", "an ONNX program"),
+        ("model.gguf", "a GGUF file"),
+    ],
+)
+def test_a_folder_of_another_program_is_named(name, words, tmp_path):
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(UserError, match=re.escape(words)):
+        open_weights(tmp_path)
+
+
+def test_a_folder_with_checkpoints_in_folders_names_one(tmp_path):
+    for step in (500, 1000):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        write_npz(tmp_path / f"checkpoint-{step}" / "a.npz", w(1))
+    with pytest.raises(UserError, match=r"name one of the folders in it, such as .*checkpoint-1000"):
+        open_weights(tmp_path)
+
+
+def test_a_torchscript_program_is_named(tmp_path):
+    module = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(9)))
+    torch.jit.trace(module, torch.ones(1, 4)).save(tmp_path / "a.pt")
+    with pytest.raises(UserError, match="a TorchScript program, not weights"):
+        open_weights(tmp_path / "a.pt")
+
+
+def test_a_whole_model_is_refused_with_the_way_to_its_tensors(tmp_path):
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "a.pt")
+    with pytest.raises(UserError, match=r"linear\.Linear.* or checkpoint\.state_dict\(\) of a whole model"):
+        open_weights(tmp_path / "a.pt")
 
 
 def test_a_folder_with_one_or_several_files(tmp_path):

@@ -52,7 +52,7 @@ def _check_written(case: HfCase, weights: Weights, expected: Tensor, folder: Pat
     assert kind == (case.written or case.model)
     back = hf_loaded(kind, folder)
     outputs = {"CLIPModel": projected, "SiglipModel": pooled, "Siglip2Model": naflex_pooled}
-    outputs["BeitForMaskedImageModeling"] = pooled
+    outputs |= {"MetaClip2Model": projected, "ChineseCLIPModel": projected, "BeitForMaskedImageModeling": pooled}
     with torch.no_grad(), quiet():
         theirs = outputs.get(case.model, case.output)(back, IMAGES)
     assert difference(theirs, expected) <= LIMIT

@@ -91,6 +91,47 @@ def test_clip_as_openai_names_it(openai, tmp_path):
     assert f"text tower not read ({4 + len(extra)} tensors)" in found.card.changes
 
 
+class MeanClipTower(ClipTower):
+    """OpenCLIP's pooling by the mean of the patches; without `ln_pre` as CLIPA, which normalises the mean."""
+
+    def __init__(self, *, clipa: bool) -> None:
+        super().__init__(nn.GELU())
+        if clipa:
+            self.ln_pre = nn.Identity()
+        self.clipa = clipa
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = self.conv1(images).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.class_embedding.expand(len(images), 1, -1), patches], dim=1)
+        x = self.transformer.get_submodule("resblocks")(self.ln_pre(tokens + self.positional_embedding))
+        x = self.ln_post(x[:, 1:].mean(1)) if self.clipa else self.ln_post(x)[:, 1:].mean(1)
+        return x @ self.proj
+
+
+@pytest.mark.parametrize("clipa", [True, False])
+def test_clip_with_other_pooling_is_read_as_passed(clipa, tmp_path):
+    tower = randomised(MeanClipTower(clipa=clipa))
+    torch.save(clip_tensors(tower), tmp_path / "clip.pt")
+    if clipa:
+        with pytest.raises(UserError, match="CLIPA, and does not state its pooling"):
+            read(tmp_path / "clip.pt", hints=Hints(heads=4))
+    else:
+        changes = read(tmp_path / "clip.pt", hints=Hints(heads=4)).card.changes
+        assert any("the class token as the feature" in change for change in changes)
+    found = read(tmp_path / "clip.pt", hints=Hints(heads=4, pool="mean"))
+    with torch.no_grad():
+        expected = tower(IMAGES)
+    assert gap(run(found.weights, IMAGES), expected) / float(expected.abs().max()) <= LIMIT
+    assert any("the mean of the patches as the feature" in change for change in found.card.changes)
+
+
+def test_attention_pooling_of_coca_is_refused_by_name(tmp_path):
+    tensors = clip_tensors(ClipTower(nn.GELU())) | {"visual.attn_pool.query": torch.ones(256, 24)}
+    torch.save(tensors, tmp_path / "coca.pt")
+    with pytest.raises(UserError, match="as OpenCLIP's CoCa does"):
+        read(tmp_path / "coca.pt", hints=Hints(heads=4))
+
+
 def test_an_image_tower_is_written_with_openai_names(tmp_path):
     tower = randomised(ClipTower(nn.GELU()))
     torch.save(clip_tensors(tower), tmp_path / "clip.pt")

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from vitral.checkpoints.formats.timm_arguments import WITHOUT_EFFECT
+
 PATTERNS = ("vit*", "deit*", "beit*", "eva*", "flexivit*", "naflexvit*", "resnetv2*bit*", "test_vit*")
 CLASSES = {
     "VisionTransformer": "vision_transformer",
@@ -29,13 +31,6 @@ CLASSES = {
     "VisionTransformerRelPos": "vision_transformer_relpos",
     "NaFlexVit": "naflexvit",
     "ResNetV2": "resnetv2",
-}
-# What does not change a trained model's outputs, and what a file's own shapes always state.
-_WITHOUT_EFFECT = {
-    *("device", "dtype", "num_classes", "in_chans", "weight_init", "fix_init", "head_init_scale"),
-    *("dynamic_img_size", "dynamic_img_pad", "drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate"),
-    *("attn_drop_rate", "drop_path_rate", "rope_shift_coords", "rope_jitter_coords", "rope_rescale_coords"),
-    "zero_init_last",
 }
 
 
@@ -63,7 +58,7 @@ def captured(name: str) -> tuple[str, dict[str, Any]]:
             timm.create_model(name)
     except _Made as made:
         defaults = class_defaults(made.kind)
-        plain = {key: _plain(value) for key, value in made.arguments.items() if key not in _WITHOUT_EFFECT}
+        plain = {key: _plain(value) for key, value in made.arguments.items() if key not in WITHOUT_EFFECT}
         own = {key: value for key, value in plain.items() if key == "img_size" or value != defaults.get(key)}
         return made.kind, own
     raise ValueError(f"{name} is none of {', '.join(CLASSES)}")
@@ -75,7 +70,7 @@ def class_defaults(kind: str) -> dict[str, Any]:
     for own in reversed(_class(kind).__mro__[:-2]):  # without nn.Module and object
         parameters = inspect.signature(own.__init__).parameters.values()
         values |= {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}
-    return {key: _plain(value) for key, value in values.items() if key not in _WITHOUT_EFFECT}
+    return {key: _plain(value) for key, value in values.items() if key not in WITHOUT_EFFECT}
 
 
 def table(models: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from typing import Any
 from vitral.architecture import Architecture, ModuleConfig, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.files import WeightFile, open_weights
-from vitral.checkpoints.formats import FORMATS, family_of, format_named
-from vitral.checkpoints.formats.native import NATIVE, card_of
+from vitral.checkpoints.formats import FORMATS, format_named
+from vitral.checkpoints.formats.families import family_of, foreign_family, stated_family
+from vitral.checkpoints.formats.native import CARD, NATIVE, card_of
 from vitral.checkpoints.formats.table import CONFIG_COUNTS, HINTED, CheckpointHeader, Entry, Format, Hints, linear
 from vitral.checkpoints.formats.timm_arguments import factory_named, named_architecture, stem_of
 from vitral.checkpoints.formats.timm_reading import named_factory
@@ -22,8 +23,12 @@ from vitral.errors import UserError, shorten
 
 _PLAIN_FILES = ("model", "pytorch_model")  # their folder has the model's name
 # Modules stored with a backbone: the first are classifiers, the second projections of self-supervised pre-training.
-_CLASSIFIER = re.compile(r"(?:^|(?<=\.))((?:cls_|classification_|linear_)?heads?|fc|\w*classifier|linear)\.(.+)")
+_CLASSIFIER = re.compile(
+    r"(?:^|(?<=\.))((?:cls_|classification_|linear_)?heads?|fc|fc_out|\w*classifier|clf|linear|last_linear|out|output|logits)"
+    r"\.(.+)"
+)
 _PROJECTION = re.compile(r"(mlp|last_layer|proj|prototypes)\b")
+INNER_HEAD = re.compile(r"(heads?|fc|classifier)\.")  # of a model's own, where it is not one linear layer
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,9 @@ def describe(path: Path, format: str | None = None, hints: Hints | None = None) 
 
 
 def _describe(file: WeightFile, path: Path, format: str | None, hints: Hints | None) -> Description:
+    chosen = format or (hints and hints.part) or CARD in file.metadata
+    if foreign := None if chosen else foreign_family(_shapes(file)):
+        raise UserError(f"{file.path} is {foreign}.")
     try:
         model = find_model(file, [format_named(format)] if format else FORMATS.values(), hints or Hints())
     except UserError as error:
@@ -91,7 +99,7 @@ def _described(file: WeightFile, path: Path, model: FoundModel) -> Description:
         model, architecture, assumed = _architecture(file, path, model)
     entries = table.table_of(model.header, architecture)
     names, outside = dict(model.names), dict(model.outside)
-    ignored = ignored_keys(model, {entry.theirs for entry in entries})
+    ignored = _ignored(model, {entry.theirs for entry in entries})
     unmapped = [key for key, name in model.names.items() if name in set(ignored)]
     notes = [*model.notes, *ignored_sentences([key.removeprefix(model.prefix) for key in unmapped])]
     if (classifier := _classifier(file, model, architecture)) and not isinstance(architecture, ModuleConfig):
@@ -122,6 +130,13 @@ def _described(file: WeightFile, path: Path, model: FoundModel) -> Description:
             changes=(*notes, *assumed),
         )
     return Description(file, table, model.header, card, kept, entries, (*unmapped, *outside))
+
+
+def _ignored(model: FoundModel, used: set[str]) -> list[str]:
+    """The keys of a model, as in the table, that are not read; a head among them, if it is to be replaced."""
+    replaced = model.header.hints.replaces_head
+    heads = [name for name in model.names.values() if replaced and name not in used and INNER_HEAD.match(name)]
+    return [*dict.fromkeys([*ignored_keys(model, used), *heads])]
 
 
 def _check_depth(architecture: Architecture, tensors: int) -> None:
@@ -257,10 +272,8 @@ def _classifier(file: WeightFile, model: FoundModel, architecture: Architecture)
     """The classifier stored with a backbone, such as "fc.weight" with "backbone.blocks.0..."; UserError for others."""
     heads: dict[str, dict[str, str]] = {}  # name of the module -> its key in the file -> rest of the key
     for key, plain in model.outside.items():
-        match = None if plain.startswith(model.others) else _CLASSIFIER.search(plain)
-        parent = plain[: match.start()] if match else ""
-        if match and model.prefix.startswith(parent) and not _PROJECTION.match(match[2]):
-            heads.setdefault(parent + match[1], {})[key] = match[2]
+        if not plain.startswith(model.others) and (head := _head_of(plain, model.prefix)):
+            heads.setdefault(head[0], {})[key] = head[1]
     if not heads or model.header.hints.replaces_head or isinstance(architecture, ModuleConfig):
         return None
     (name, keys), *more = heads.items()
@@ -276,13 +289,29 @@ def _classifier(file: WeightFile, model: FoundModel, architecture: Architecture)
     return _Classifier(name, names, shape[0], "bias" in keys.values())
 
 
+def _head_of(key: str, prefix: str) -> tuple[str, str] | None:
+    """The module of a classifier that a key outside of a backbone belongs to, and the rest of the key."""
+    match = _CLASSIFIER.search(key)
+    if match and prefix.startswith(key[: match.start()]) and not _PROJECTION.match(match[2]):
+        return key[: match.start()] + match[1], match[2]
+    for step in re.finditer(r"(?:^|(?<=\.))\d+\.", prefix):  # the backbone is a layer of an nn.Sequential
+        parent = prefix[: step.start()]
+        if key.startswith(parent) and (match := re.match(r"(\d+)\.(.+)", key.removeprefix(parent))):
+            return parent + match[1], match[2]
+    return None
+
+
 def _fields(values: Mapping[str, Any]) -> str:
     texts = {field: f"{value:g}" if isinstance(value, float) else str(value) for field, value in values.items()}
     return ", ".join(f"{field}={text}" for field, text in texts.items())
 
 
+def _shapes(file: WeightFile) -> dict[str, tuple[int, ...]]:
+    return {key: header.shape for key, header in file.headers.items()}
+
+
 def _unknown_file(file: WeightFile, format: str | None) -> str:
-    family = None if format else family_of({key: header.shape for key, header in file.headers.items()})
+    family = None if format else stated_family(file.config or {}) or family_of(_shapes(file))
     if family:
         return f"{file.path} is {family}."
     tensors = ", ".join(list(file.headers)[:3])

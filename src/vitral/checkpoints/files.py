@@ -25,10 +25,9 @@ import safetensors.torch
 import torch
 
 from vitral.atomic import check_name
+from vitral.checkpoints.containers import Container, other_folder, recognise
 from vitral.errors import UserError
 from vitral.models.model import CONFIG
-
-Container = Literal["npz", "safetensors", "pickle"]
 
 # safetensors dtype -> PyTorch dtype; except for the last three, also NumPy's.
 SAFETENSORS_DTYPES = {
@@ -46,14 +45,6 @@ FOLDER_FILES = (
 )
 EXPORTED_SUFFIXES = (".onnx", ".pt2")  # of what `vitral export` writes: programs, not weights
 _SUFFIXES = (".npz", ".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".pth.tar")
-_ARCHIVES = (b"\x1f\x8b", b"7z\xbc\xaf\x27\x1c", b"\xfd7zXZ\0", b"BZh", b"\x28\xb5\x2f\xfd", b"Rar!")
-# Files of programs and of other frameworks, by their first bytes.
-_OTHER_FILES = (
-    (rb"GGUF", "a GGUF file (quantised weights of llama.cpp)"),
-    (rb"\x08.\x12.(pytorch|tf2onnx|onnx|skl2onnx|keras2onnx)", "an ONNX program"),
-    (rb"....TFL3", "a TensorFlow Lite program"),
-    (rb"\x89HDF", "an HDF5 file (weights of Keras)"),
-)
 _DEFLATE_LIMIT = 1032  # no deflate stream grows by more than this factor
 _CHUNK = 1 << 24
 
@@ -147,11 +138,19 @@ def _find(source: Path) -> Path:
     if not files and (seeds := sorted(source.glob("seed-*/"))):
         raise UserError(f"{source} has several runs: name one of them, such as {seeds[0]}.")
     if not files:
-        raise UserError(f"the folder {source} contains no weight file ({', '.join(_SUFFIXES)}): check the path.")
+        raise UserError(other_folder(source) or f"the folder {source} contains no weight file{_below(source)}.")
     if len(files) > 1:
         names = ", ".join(path.name for path in files)
         raise UserError(f"the folder {source} contains several weight files: choose one of {names}.")
     return files[0]
+
+
+def _below(source: Path) -> str:
+    """The rest of a sentence about a folder without weights: a folder below that has some, or what weight files are."""
+    for folder in sorted(folder for folder in source.iterdir() if folder.is_dir()):
+        if any(path.name in FOLDER_FILES or path.name.endswith(_SUFFIXES) for path in folder.glob("*")):
+            return f": name one of the folders in it, such as {folder}"
+    return f" ({', '.join(_SUFFIXES)}): check the path"
 
 
 def _shards(path: Path) -> list[Path]:
@@ -171,41 +170,6 @@ def _shards(path: Path) -> list[Path]:
     return [path.parent / name for name in names]
 
 
-def _recognise(path: Path) -> Container:
-    with path.open("rb") as stream:
-        head = stream.read(512)
-    if not head:
-        raise UserError(f"{path} is empty: download or copy it again.")
-    if head.startswith(b"version https://git-lfs"):
-        raise UserError(f"{path} is a git-lfs pointer, not the weights: run `git lfs pull` in its repository.")
-    if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
-        return _recognise_zip(path)
-    for pattern, what in _OTHER_FILES:
-        if re.match(pattern, head, re.DOTALL):
-            raise UserError(f"{path} is {what}, which is not supported: load the checkpoint that it was made from.")
-    if head.startswith(_ARCHIVES) or head[257:262] == b"ustar":
-        raise UserError(f"{path} is a compressed archive: unpack it and name the weight file inside.")
-    if not re.search(rb"[\x00-\x08\x0e-\x1f]", head):
-        raise UserError(f"{path} is a text or web page, not weights (a failed download?): download it again.")
-    if head[8:9] == b"{":
-        return "safetensors"
-    if head[0] == 0x80 and head[1] <= 5:
-        return "pickle"
-    raise UserError(f"{path} is not a weight file (npz, safetensors or PyTorch): check the path or download it again.")
-
-
-def _recognise_zip(path: Path) -> Container:
-    with zipfile.ZipFile(path) as archive:
-        members = archive.infolist()
-    if any(member.filename.rpartition("/")[2] == "data.pkl" for member in members):
-        if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-            raise UserError(f"{path} is a PyTorch file that was compressed afterwards: use the file as it was saved.")
-        return "pickle"
-    if any(member.filename.endswith(".npy") for member in members) or not members:
-        return "npz"
-    raise UserError(f"{path} is a zip archive without arrays: unpack it and name the weight file inside.")
-
-
 def _json_object(path: Path) -> dict[str, Any] | None:
     try:
         value = json.loads(path.read_bytes()) if path.is_file() else None
@@ -217,7 +181,7 @@ def _json_object(path: Path) -> dict[str, Any] | None:
 def _open_shard(path: Path) -> tuple[Container, dict[str, TensorHeader], dict[str, str]]:
     """The header of one file: its container, its tensors and its metadata."""
     with _readable(path):
-        container = _recognise(path)
+        container = recognise(path)
         if container == "npz":
             return container, {name: header for name, _, header in _npz_members(path)}, {}
         if container == "safetensors":
@@ -228,7 +192,7 @@ def _open_shard(path: Path) -> tuple[Container, dict[str, TensorHeader], dict[st
 
 def _read_shard(path: Path) -> dict[str, torch.Tensor]:
     with _readable(path):
-        container = _recognise(path)
+        container = recognise(path)
         if container == "npz":
             with zipfile.ZipFile(path) as archive:
                 return {name: _read_npy(archive, member) for name, member, _ in _npz_members(path)}
@@ -388,8 +352,8 @@ def _configuration(content: object) -> dict[str, str]:
 
 def _refusal(path: Path, message: str) -> str:
     trusted = (
-        f'on a machine that trusts it, save only the tensors, checkpoint = torch.load("{path.name}", '
-        f'weights_only=False) and torch.save(checkpoint["model"], "weights.pth")'
+        f'on a machine that trusts it, checkpoint = torch.load("{path.name}", weights_only=False) and '
+        'torch.save(checkpoint["model"], "weights.pth"), or checkpoint.state_dict() of a whole model'
     )
     if "TorchScript" in message:
         return f"{path} is a TorchScript program, not weights: save its model.state_dict() instead."

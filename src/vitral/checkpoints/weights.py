@@ -22,7 +22,7 @@ from vitral.checkpoints.adapt import (
     without_class_row,
 )
 from vitral.checkpoints.card import Card
-from vitral.checkpoints.description import Description, describe
+from vitral.checkpoints.description import INNER_HEAD, Description, describe
 from vitral.checkpoints.files import read_tensors, sha256
 from vitral.checkpoints.formats import format_named
 from vitral.checkpoints.formats.native import CARD, NATIVE, entries
@@ -58,6 +58,10 @@ def read(path: Path, format: str | None = None, hints: Hints | None = None) -> C
         state, unused = read_entries(described.entries, used, shapes)
         if unused:
             names = ", ".join(unused[:3]) + (", ..." if unused[3:] else "")
+            if all(map(INNER_HEAD.match, unused)):
+                raise UserError(
+                    f"its head is not one of this format ({names}): pass classes=0 to load the model without."
+                )
             raise UserError(
                 f"{len(unused)} of its tensors are not part of this format ({names}): it is of another architecture."
             )

@@ -299,13 +299,23 @@ _OPEN_UNUSED = re.compile(
 
 
 def _open_architecture(header: CheckpointHeader) -> ViTConfig:
+    """CLIPA's towers have no norm before the blocks, pool by the mean and normalise it; no tensor shows the pooling."""
+    pre_norm, pool = header.has("visual.ln_pre.weight"), header.hints.pool
+    if header.has("visual.attn_pool.query"):
+        raise UserError("it pools by attention with queries, as OpenCLIP's CoCa does: use open_clip for it.")
+    if not pre_norm and pool is None:
+        raise UserError(
+            "the file has no LayerNorm before its blocks, as OpenCLIP's CLIPA, and does not state its pooling: "
+            'pass pool="mean" for CLIPA, else pool="token".'
+        )
     return plain_architecture(
         header,
         _OPEN,
+        norm_place="tokens" if pre_norm or pool == "token" else "features",
         classes=header.size("visual.proj", 2, 1),
         head_bias=False,
         patch_bias=False,
-        pre_norm=header.has("visual.ln_pre.weight"),
+        pre_norm=pre_norm,
         norm_eps=1e-5,
         gelu="quick" if header.has(_OPENAI) else "erf",
         resize="timm",  # OpenCLIP resizes its positions by cubic interpolation with antialiasing
@@ -318,7 +328,10 @@ def _open_assumptions(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]
         if c.gelu == "quick"
         else "exact (erf) GELU, which OpenAI's models and OpenCLIP's with -quickgelu in their name do not have"
     )
-    notes = [f"{c.heads} heads, a LayerNorm epsilon of 1e-5 and the {gelu}, assumed"]
+    pooled = "the class token as the feature" if c.pool == "token" else "the mean of the patches as the feature"
+    if c.pool == "mean":
+        pooled += f" {'after' if c.norm_place == 'tokens' else 'before'} the last LayerNorm"
+    notes = [f"{c.heads} heads, {pooled}, a LayerNorm epsilon of 1e-5 and the {gelu}, assumed"]
     count = sum(bool(_OPEN_UNUSED.match(key)) for key in header.shapes)
     return (*notes, f"text tower not read ({count} tensors)") if count else tuple(notes)
 
@@ -334,7 +347,7 @@ def _open_reason(c: ViTConfig) -> str | None:
     return square_only(c)
 
 
-_OPEN_ACCEPTS = {"pre_norm": (True, False), "layer_scale": (True, False), "patch_bias": (False,)}
+_OPEN_ACCEPTS = {"pre_norm": (True,), "layer_scale": (True, False), "patch_bias": (False,)}
 _OPEN_TOWERS = (
     Variant("CLIP", True, {**_OPEN_ACCEPTS, "head_bias": (False,), "norm_place": ("tokens", "features")}, _open_reason),
     Variant("CLIP", False, {**_OPEN_ACCEPTS, "norm_place": ("tokens", "features")}, _open_reason),

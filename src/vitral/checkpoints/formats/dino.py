@@ -277,7 +277,7 @@ DINO = Format(
     unsupported_reason=_dino_unsupported_reason,
     renames=lambda keys: {key: _CHUNK.sub(r"blocks.\1.", key) for key in keys},
     # Of the pre-training: projection heads, and the decoder of MAE, whose files have the same names.
-    ignored=r"mask_token$|(dino_|ibot_)head\.|head\.(mlp|last_layer)\.|decoder_",
+    ignored=r"mask_token$|masked_embed$|(dino_|ibot_)head\.|head\.(mlp|last_layer)\.|decoder_",
     # DINOv2's model always has a mask token, which only its pre-training uses.
     zeros=lambda c: {"mask_token": (1, c.width)} if c.layer_scale or c.registers else {},
 )

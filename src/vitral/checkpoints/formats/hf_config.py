@@ -20,6 +20,9 @@ _FAMILIES = {
     **{"beit": "hf-beit", "data2vec-vision": "hf-data2vec"},
     **{"dinov2": "hf-dinov2", "dinov2_with_registers": "hf-dinov2", "dinov3_vit": "hf-dinov3"},
     **{"clip": "hf-clip", "clip_vision_model": "hf-clip"},
+    # Their image towers are CLIP's, with the defaults of CLIP's.
+    **{"metaclip_2": "hf-clip", "metaclip_2_vision_model": "hf-clip"},
+    **{"chinese_clip": "hf-clip", "chinese_clip_vision_model": "hf-clip"},
     **{"siglip": "hf-siglip", "siglip_vision_model": "hf-siglip"},
     **{"siglip2": "hf-siglip2", "siglip2_vision_model": "hf-siglip2"},
 }
@@ -69,7 +72,9 @@ def read_settings(header: CheckpointHeader, names: Layout, defaults: Mapping[str
     """
     kind = model_type(header)
     if kind is not None and kind not in _FAMILIES:
-        raise UserError(f'its model_type "{kind}" is not supported: `vitral list formats` shows what is.')
+        larger = "vision_config" in (header.config or {})
+        remedy = "save its image tower by itself, with save_pretrained" if larger else "use transformers for it"
+        raise UserError(f'its model_type "{kind}" is not supported: {remedy}.')
     config = {**defaults, **vision_config(header)}
     sizes = read_sizes(header, names)
     depth, width, patch = sizes["depth"], sizes["width"], sizes["patch"]

@@ -20,7 +20,7 @@ from vitral.checkpoints.processors import from_timm, to_timm
 from vitral.errors import UserError
 
 _PARTS = ("patch_embed.", "blocks.0.")
-_OTHERS = ("mask_token", "register_tokens", "storage_tokens")  # of DINO's and BEiT's own code
+_OTHERS = ("mask_token", "masked_embed", "register_tokens", "storage_tokens")  # of DINO's, iBOT's and BEiT's code
 
 # (norm_eps, swiglu, post_norm) -> an architecture of timm with these layers
 _VIT_BASES = {
@@ -269,9 +269,10 @@ _TORCHVISION = Layout(
 
 
 def _torchvision_renames(keys: Iterable[str]) -> dict[str, str]:
-    """Releases before 0.13 named the layers of the MLP linear_1 and linear_2."""
+    """Releases before 0.13 named the layers of the MLP linear_1 and linear_2; a new head may be put into `heads`."""
     older = {"linear_1": "0", "linear_2": "3"}
-    return {key: re.sub(r"\.mlp\.(linear_[12])\.", lambda m: f".mlp.{older[m[1]]}.", key) for key in keys}
+    keys = {key: re.sub(r"\.mlp\.(linear_[12])\.", lambda m: f".mlp.{older[m[1]]}.", key) for key in keys}
+    return {key: re.sub(r"^heads\.(weight|bias)$", r"heads.head.\1", new) for key, new in keys.items()}
 
 
 def _torchvision_unsupported_reason(architecture: Architecture) -> str | None:

@@ -31,6 +31,7 @@ from vitral.checkpoints.formats.table import (
     is_square,
 )
 from vitral.checkpoints.formats.timm_arguments import (
+    WITHOUT_EFFECT,
     TimmFactory,
     factories,
     factory_named,
@@ -39,6 +40,7 @@ from vitral.checkpoints.formats.timm_arguments import (
     missing_parts,
     mlp_width,
     size_of_argument,
+    table_version,
 )
 from vitral.errors import UserError
 
@@ -120,10 +122,17 @@ def read_header(header: CheckpointHeader) -> TimmFile:
 
 
 def _overrides(header: CheckpointHeader) -> dict[str, Any]:
-    """The arguments in config.json; timm leaves out those that are null."""
-    config = header.config or {}
+    """The arguments in config.json; timm leaves out those that are null. UserError for one that is not known."""
+    config, named = header.config or {}, named_factory(header)
     given = {"global_pool": config.get("global_pool"), **(config.get("model_args") or {})}
-    return {key: value for key, value in given.items() if value is not None}
+    stated = {key: value for key, value in given.items() if value is not None}
+    known = named.arguments.keys() if named else _defaults("VisionTransformer").keys() | _defaults("Eva").keys()
+    if unknown := sorted(stated.keys() - known - WITHOUT_EFFECT):
+        raise UserError(
+            f"config.json states {unknown[0]}={stated[unknown[0]]!r}, which no model of timm {table_version()} has and "
+            "which may change what it computes: use timm for it."
+        )
+    return stated
 
 
 def _defaults(model: str) -> dict[str, Any]:
@@ -140,7 +149,7 @@ def _remedy(header: CheckpointHeader) -> str:
     """What a user can do about something that a file does not state."""
     if not (header.config or {}).get("architecture"):
         return "pass the folder with timm's config.json"
-    return "state it in the model_args of config.json, whose architecture timm does not have"
+    return f"state it in the model_args of config.json, whose architecture timm {table_version()} does not have"
 
 
 def _is_eva(header: CheckpointHeader) -> bool:

@@ -20,6 +20,7 @@ from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.formats.hugging_face import HUGGING_FACE
 from vitral.checkpoints.formats.table import CheckpointHeader, Entry, Format, Shape, Tensors, later_parts, linear
 from vitral.checkpoints.formats.timm import TIMM
+from vitral.checkpoints.formats.timm_arguments import WITHOUT_EFFECT, factories
 from vitral.checkpoints.formats.timm_reading import plain_header
 from vitral.errors import UserError
 
@@ -223,18 +224,23 @@ _NAFLEX: dict[str, dict[str, Any]] = {
     "naflexvit_so150m2_patch16_reg1_gap": {"global_pool": "avg"},
     "naflexvit_so150m2_patch16_reg1_map": {"global_pool": "map"},
     "naflexvit_base_patch16_siglip": _SIGLIP,
-    "naflexvit_so400m_patch16_siglip": {**_SIGLIP, "num_heads": 16},
+    "naflexvit_so400m_patch16_siglip": _SIGLIP,
 }
 # Arguments that NaFlexVit shares with timm's plain ViT.
 _SHARED_ARGUMENTS = (
     *("patch_size", "in_chans", "embed_dim", "depth", "num_heads", "mlp_ratio", "class_token", "reg_tokens"),
     *("init_values", "act_layer", "fc_norm", "global_pool", "qkv_bias"),
 )
-# Arguments that another network would need.
+# Arguments that the shapes or `_RULES` account for.
+_READ = {
+    *(*_SHARED_ARGUMENTS, *WITHOUT_EFFECT, "img_size", "pos_embed", "pos_embed_grid_size"),
+    *("pos_embed_interp_mode", "pos_embed_ar_preserving"),
+}
+# The values of others that are not another network; of all that are not listed, only false ones and null.
 _ONLY = {
     **{"rope_type": ("", "none"), "attn_type": ("standard",), "patchify_channels_last": (True,)},
-    **{"dynamic_img_pad": (False,), "input_norm_layer": (None,), "embed_norm_layer": (None,), "norm_layer": (None,)},
-    **{"pool_include_prefix": (False,), "final_norm": (True,), "embed_proj_type": ("linear",)},
+    **{"dynamic_img_pad": (False,), "final_norm": (True,), "embed_proj_type": ("linear",)},
+    **{"proj_bias": (True,), "qkv_fused": (True,), "pos_embed_antialias": (True,)},
 }
 _RULES: dict[tuple[str, bool, bool], ResizeRule] = {  # interpolation, aspect ratio preserved, factorized
     ("bicubic", False, False): "timm",
@@ -254,10 +260,11 @@ def _naflex_arguments(header: CheckpointHeader) -> dict[str, Any]:
             if name
             else "a NaFlexVit of timm is not defined by its weights alone: put its config.json next to them."
         )
-    arguments = {**_NAFLEX[name], **(config.get("model_args") or {})}
-    for key, plain in _ONLY.items():
-        if arguments.get(key, plain[0]) not in plain:
-            raise UserError(f"timm's {name} with {key}={arguments[key]!r} is not supported.")
+    heads = factories()[name].arguments["cfg"].get("num_heads", 12)
+    arguments = {"num_heads": heads, **_NAFLEX[name], **(config.get("model_args") or {})}
+    for key, value in arguments.items():
+        if value not in _ONLY[key] if key in _ONLY else value and key not in _READ:
+            raise UserError(f"timm's {name} with {key}={value!r} is not supported: use timm for it.")
     return arguments
 
 
