@@ -155,8 +155,9 @@ class Display:
         microbatches = -(-share // event.microbatch)
         self.print(
             f"batch {event.batch} = {event.processes} process{'es' * (event.processes > 1)} x {microbatches} microbatch"
-            f"{'es' * (microbatches > 1)} of {min(event.microbatch, share)}; {event.steps:,} step{'s' * (event.steps > 1)}; peak memory about "
-            f"{event.peak_bytes / 1e9:.1f} GB; {'less than a second' if left < 1 else f'about {duration(left)}'}"
+            f"{'es' * (microbatches > 1)} of {min(event.microbatch, share)}; {event.steps:,} "
+            f"step{'s' * (event.steps > 1)}; peak memory about {event.peak_bytes / 1e9:.1f} GB; "
+            f"{'less than a second' if left < 1 else f'about {duration(left)}'}"
         )
 
     def _show_step(self, event: StepDone) -> None:
