@@ -241,6 +241,16 @@ def test_an_archive_is_to_be_unpacked(tmp_path, name):
         open_data(tmp_path / name)
 
 
+@pytest.mark.parametrize("values", [["1.5", "2.25", "-3e-2"], ["1.5", "1.5", "2.0"]])
+def test_numbers_to_predict_are_no_classes(tmp_path, values):
+    plant(tmp_path, "0.png", "1.png", "2.png")
+    (tmp_path / "m.csv").write_text("path,label\n" + "".join(f"{i}.png,{v}\n" for i, v in enumerate(values)))
+    with pytest.raises(
+        UserError, match=r"different numbers as labels of 3 images, .*: vitral predicts classes, not values"
+    ):
+        open_data(tmp_path / "m.csv")
+
+
 def test_a_single_class_is_refused_only_where_a_part_is_held_out(tmp_path):
     """Who holds out nothing wants to look at, compare or score what is there."""
     folder = plant(tmp_path, "a/1.png", "a/2.png")
