@@ -257,3 +257,19 @@ def test_any_text_is_a_model_or_a_sentence(text: str) -> None:
         parse(text)
     except UserError:
         message(text)
+
+
+@pytest.mark.parametrize(
+    "field, says",
+    [
+        ("num_classes", "did you mean classes?"),
+        ("img_size", "did you mean image?"),
+        ("clases", "did you mean classes?"),
+        ("pretrained", "read weights with vitral.load"),
+        ("zzz", "use one of depth, width"),
+    ],
+)
+def test_unknown_fields_name_the_one_that_is_meant(field: str, says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse("ViT-B/16", **{field: 3})
+    assert says in str(caught.value)

@@ -21,7 +21,7 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from vitral.errors import printable
@@ -41,6 +41,7 @@ from vitral.events import (
 _LOG_SECONDS = 20.0  # between lines if there is no terminal
 _WARM_UP = 5  # steps: workers start, three steps run eagerly and one is captured before a GPU replays them
 _RECENT = 100  # steps; their mean and not their median, since batches come in bursts where loading is the slower part
+_WAITING = 0.05  # share of the time that is shown as spent waiting for data; less is not worth acting on
 _SHOWN = 4  # entries of the summary in one line
 
 
@@ -85,14 +86,20 @@ class Display:
         self.console = Console(stderr=True, highlight=False, markup=False, emoji=False, quiet=quiet)
         self.quiet = quiet
         self.live = self.console.is_terminal or self.console.is_jupyter
-        columns = (TextColumn("{task.description:<10}"), BarColumn(bar_width=28), TextColumn("{task.fields[text]}"))
+        # The bar shrinks first, so that a narrow terminal cuts neither the name of the task nor the time left.
+        columns = (
+            TextColumn("{task.description:<10}", table_column=Column(no_wrap=True, min_width=10)),
+            BarColumn(bar_width=None, table_column=Column(min_width=1, max_width=28, ratio=1)),
+            TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True)),
+        )
         self.bar = ProgressBar(*columns, console=self.console, transient=True)
         self.task = self.bar.add_task("preparing", total=None, text="")
         self.throughput: ThroughputMeter | None = None
         self.last_step: StepDone | None = None
         self.folder = ""
         self.saved_step = 0  # the step to resume from; 0 if there is none, or the run is complete
-        self.task_started = ("", 0.0)
+        self.task_progress = Progress("", 0, 0, "")
+        self.task_started = 0.0
         self.last_line = time.monotonic()
 
     def __enter__(self) -> Display:
@@ -128,16 +135,16 @@ class Display:
             self.saved_step = event.step if self.last_step and event.step < self.last_step.steps else 0
 
     def print(self, text: str) -> None:
-        """Print a line above the bar."""
-        self.console.print(printable(text), soft_wrap=True)
+        """Print a line above the bar; in a terminal it is wrapped between words, in a log file it stays one line."""
+        self.console.print(printable(text), soft_wrap=not self.live)
 
     def _progress_text(self, event: Progress) -> str:
         text = f"{event.done:,} of {event.total:,} {event.unit}"
-        name, began = self.task_started
-        if name != event.task:
-            self.task_started = (event.task, time.monotonic())
+        last, self.task_progress = self.task_progress, event
+        if last.task != event.task or event.done < last.done:  # a run evaluates many times: each starts at 0 again
+            self.task_started = time.monotonic()
         elif 0 < event.done < event.total:
-            left = (time.monotonic() - began) / event.done * (event.total - event.done)
+            left = (time.monotonic() - self.task_started) / event.done * (event.total - event.done)
             text += f"  {duration(left)} left" if left >= 1 else ""
         return text
 
@@ -148,8 +155,9 @@ class Display:
         microbatches = -(-share // event.microbatch)
         self.print(
             f"batch {event.batch} = {event.processes} process{'es' * (event.processes > 1)} x {microbatches} microbatch"
-            f"{'es' * (microbatches > 1)} of {min(event.microbatch, share)}; {event.steps:,} steps; peak memory about "
-            f"{event.peak_bytes / 1e9:.1f} GB; {'less than a second' if left < 1 else f'about {duration(left)}'}"
+            f"{'es' * (microbatches > 1)} of {min(event.microbatch, share)}; {event.steps:,} "
+            f"step{'s' * (event.steps > 1)}; peak memory about {event.peak_bytes / 1e9:.1f} GB; "
+            f"{'less than a second' if left < 1 else f'about {duration(left)}'}"
         )
 
     def _show_step(self, event: StepDone) -> None:
@@ -157,9 +165,11 @@ class Display:
         self.last_step = event
         accuracy = "" if event.accuracy is None else f"  accuracy {event.accuracy:.0%}"
         speed = self.throughput.images_per_second  # not known after one step, nor for cached features
-        rate = f"  {speed:,.0f} images/s  waiting {self.throughput.data_share:.0%}" if speed else ""
+        rate = f"  {speed:,.0f} images/s" if speed else ""
+        share = self.throughput.data_share
+        waiting = f"  waiting for data {share:.0%}" if share >= _WAITING else ""
         left = duration(self.throughput.seconds_left())
-        text = f"{event.step:,}/{event.steps:,}  loss {event.loss:.3f}{accuracy}{rate}  {left} left"
+        text = f"{event.step:,}/{event.steps:,}  loss {event.loss:.3f}{accuracy}  {left} left{rate}{waiting}"
         self._show("training", event.step, event.steps, text)
 
     def _show(self, task: str, done: int, total: int, text: str) -> None:

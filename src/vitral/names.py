@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from vitral.architecture import (
@@ -72,6 +73,12 @@ _VIT = re.compile(
 )
 _RESNET = re.compile(r"(?P<axial>Axial)?(?:ResNet|R)(?P<depth>\d+)(?:x(?P<wide>\d+))?")
 _IMAGE = re.compile(r"(\d+)(?:x(\d+))?")
+# The fields that arguments of timm.create_model mean.
+_TIMM_ARGUMENTS = {
+    **{"num_classes": "classes", "img_size": "image", "in_chans": "channels", "patch_size": "patch"},
+    **{"embed_dim": "width", "num_heads": "heads", "global_pool": "pool", "act_layer": "gelu"},
+    **{"drop_rate": "dropout", "attn_drop_rate": "attention_dropout", "drop_path_rate": "stochastic_depth"},
+}
 _SIZE_WORDS = {"resnet": "r", "tiny": "ti", "small": "s", "base": "b", "large": "l", "huge": "h", "giant": "g"}
 
 
@@ -88,7 +95,21 @@ def parse(name: str, **changes: Any) -> ModelConfig:
         changes = {"image": _image(name, image), **changes}
     if "image" in changes:
         changes["image"] = as_size(changes["image"])
+    _check_fields(architecture, changes)
     return replace(architecture, **changes)
+
+
+def _check_fields(architecture: ModelConfig, changes: Iterable[str]) -> None:
+    """UserError for what is not a field of the architecture, with the field that is meant."""
+    names = [field.name for field in fields(architecture)]
+    for name in changes:
+        if name == "pretrained":
+            raise UserError("`create` builds fresh weights and has no pretrained=: read weights with vitral.load.")
+        if name not in names:
+            close = [_TIMM_ARGUMENTS.get(name, ""), *difflib.get_close_matches(name, names, 1)]
+            meant = next((field for field in close if field in names), "")
+            fix = f"did you mean {meant}?" if meant else f"use one of {', '.join(names)}."
+            raise UserError(f'{type(architecture).__name__} has no field "{name}": {fix}')
 
 
 def name_of(architecture: Architecture) -> str:

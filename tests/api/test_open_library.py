@@ -143,6 +143,13 @@ def test_what_is_no_image_is_refused(weights: Path, image: Any, message: str) ->
         vitral.predict(weights, image)
 
 
+def test_data_in_memory_is_named_by_its_class(weights: Path, cache: None) -> None:
+    images = [np.full((8, 8, 3), value, np.uint8) for value in (0, 255)]
+    result = vitral.evaluate(weights, (images, ["red", "blue"]), device="cpu")
+    assert result.data == "tuple in memory"
+    assert "array" not in repr(result)
+
+
 def test_set_takes_a_mapping_or_a_list() -> None:
     recipe = vitral.show_recipe(set={"optim.lr": 0.25, "data.mean": (0.1, 0.2, 0.3), "cuda_graph": False})
     assert recipe == vitral.show_recipe(set=["optim.lr=0.25", "data.mean=0.1,0.2,0.3", "cuda_graph=false"])

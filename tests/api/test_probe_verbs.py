@@ -222,7 +222,7 @@ def test_json_names_each_pair_and_the_thresholds(command, leaky):
     assert [(pair["train"], pair["test"], pair["split"], pair["method"]) for pair in exact] == [
         ("class-1/5.png", "kind-0/same.png", split, "bytes") for split in (0, 1)
     ]
-    assert found["thresholds"]["min_correlation"] == 0.8
+    assert found["thresholds"]["min_correlation"] == 0.88
 
 
 def test_a_models_features_look_too(command, leaky, weights):

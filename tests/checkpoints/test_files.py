@@ -512,6 +512,21 @@ def test_a_file_that_claims_more_than_it_has_is_damaged(tmp_path, monkeypatch):
 # --- folders
 
 
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("vit_tiny_patch16_224", "or write timm:vit_tiny_patch16_224 for a model"),
+        ("vit_tiny_patch16_224.augreg_in1k", "or write timm:vit_tiny_patch16_224.augreg_in1k for a model"),
+        ("vit_tiny_patch16_224.safetensors", "check the path.$"),
+        ("google/vit-base-patch16-224", "or write hf:google/vit-base-patch16-224 for a model"),
+    ],
+)
+def test_names_of_the_hub_need_a_prefix(tmp_path, monkeypatch, name, says):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=says):
+        open_weights(Path(name))
+
+
 def test_a_missing_path_and_an_empty_folder(tmp_path):
     with pytest.raises(UserError, match=r"gone\.npz does not exist: check the path"):
         open_weights(tmp_path / "gone.npz")

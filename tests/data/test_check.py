@@ -150,7 +150,13 @@ def test_a_report_is_json_with_its_thresholds(tmp_path):
     (tmp_path / "test/b/leak.jpg").write_bytes((tmp_path / "train/b/3.jpg").read_bytes())
     table = json.loads(json.dumps(check(tmp_path).as_dict()))
     assert table["leaks"] == [{"first": "train/b/3.jpg", "second": "test/b/leak.jpg", "score": 1.0}]
-    assert table["thresholds"] == {"min_correlation": 0.8, "hash_bits": 7, "min_side": 32, "min_std": 2.0}
+    assert table["thresholds"] == {
+        "min_correlation": 0.88,
+        "min_coarse": 0.8,
+        "hash_bits": 7,
+        "min_side": 32,
+        "min_std": 2.0,
+    }
 
 
 def test_a_folder_is_checked_without_a_split_and_a_data_set_with_its_splits(tmp_path):

@@ -16,10 +16,14 @@ from scipy.fft import dctn
 from vitral.data.copies import (
     CROPS,
     MAX_BITS,
+    MIN_COARSE,
+    MIN_CORRELATION,
     THUMBNAIL,
     HashTable,
+    _best_crop,
     hamming_distance,
     perceptual_hashes,
+    signature,
     signatures,
     thumbnail_correlation,
 )
@@ -164,3 +168,27 @@ def test_signatures_are_in_order():
         picture = Image.open(io.BytesIO(image))
         pillow = picture.resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BILINEAR).convert("L")
         assert np.abs(np.asarray(pillow, int) - thumbnail).max() <= 2
+
+
+def test_pictures_that_agree_in_coarse_shapes_alone_are_no_copies():
+    """As hands of different people in front of one wall; a re-encoded, smaller or cropped copy keeps its details."""
+    coarse = np.random.default_rng(0).integers(0, 256, (9, 9), dtype=np.uint8)
+
+    def picture(seed: int) -> Image.Image:
+        fine = np.random.default_rng(seed).integers(0, 256, (32, 32), dtype=np.uint8)
+        layers = (
+            np.asarray(Image.fromarray(layer).resize((128, 128), Image.Resampling.BICUBIC), float)
+            for layer in (coarse, fine)
+        )
+        shapes, details = layers
+        return Image.fromarray((0.7 * shapes + 0.3 * details).astype(np.uint8)).convert("RGB")
+
+    def thumbnail(image: Image.Image, quality: int = 90) -> np.ndarray:
+        return signature(encoded(image, quality).getvalue()).thumbnail
+
+    original, other = thumbnail(picture(1)), thumbnail(picture(2))
+    whole = (((0.0, 1.0),),)
+    assert _best_crop(original, other, *whole, *whole, 16).score > MIN_COARSE
+    assert thumbnail_correlation(original, other) < MIN_CORRELATION
+    for copy in (picture(1).resize((72, 72)), picture(1).crop((6, 3, 121, 127)), picture(1).transpose(0)):
+        assert thumbnail_correlation(original, thumbnail(copy, 40)) > MIN_CORRELATION

@@ -218,6 +218,8 @@ def test_a_class_may_be_called_train(tmp_path):
         (["train/a/1.png", "Training/a/1.png", "test/a/1.png"], "both Training and train: keep one"),
         (["a/1.png", "b/1.png"], "one image in each class"),
         (["flowers/a/1.png", "flowers/b/1.png"], "one folder, and the class folders are in that: name "),
+        (["voc/JPEGImages/1.png", "voc/Annotations/1.xml", "voc/ImageSets/Main/1.txt"], 'one class, "voc"'),
+        (["JPEGImages/1.png", "Annotations/1.xml"], "Annotations has no image: its XML files (boxes of object"),
         (["seg_train/a/1.png", "seg_train/b/1.png", "seg_test/a/1.png"], "seg_train has class folders, as a split has"),
         (["train/a/1.png", "train/b/1.png", "test/1.png"], "1 images but no class folders: put the images of each"),
         (["train/a/1.png", "train/b/1.png", "test/1.png"], "or name the train folder alone."),
@@ -230,6 +232,23 @@ def test_faulty_folders_say_what_to_do(tmp_path, names, said):
         open_data(plant(tmp_path, *names))
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["photos.zip", "photos.tar.gz", "photos.ZIP"])
+def test_an_archive_is_to_be_unpacked(tmp_path, name):
+    (tmp_path / name).write_bytes(b"PK")
+    with pytest.raises(UserError, match=f"{name} is not a data set: unpack it, and name the folder of class folders"):
+        open_data(tmp_path / name)
+
+
+@pytest.mark.parametrize("values", [["1.5", "2.25", "-3e-2"], ["1.5", "1.5", "2.0"]])
+def test_numbers_to_predict_are_no_classes(tmp_path, values):
+    plant(tmp_path, "0.png", "1.png", "2.png")
+    (tmp_path / "m.csv").write_text("path,label\n" + "".join(f"{i}.png,{v}\n" for i, v in enumerate(values)))
+    with pytest.raises(
+        UserError, match=r"different numbers as labels of 3 images, .*: vitral predicts classes, not values"
+    ):
+        open_data(tmp_path / "m.csv")
 
 
 def test_a_single_class_is_refused_only_where_a_part_is_held_out(tmp_path):

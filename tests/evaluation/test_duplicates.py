@@ -167,7 +167,7 @@ def test_pairs_name_their_test_split_and_keys_are_unique(scenes):
     assert (result.train, result.against) == (3, (2, 0, 2))
     table = json.loads(json.dumps(result.as_dict()))
     assert table["pairs"][0]["test"] == "one 0"
-    assert table["thresholds"]["min_correlation"] == 0.8
+    assert table["thresholds"]["min_correlation"] == 0.88
 
 
 def test_workers_give_the_same_result_and_progress_is_reported(scenes):

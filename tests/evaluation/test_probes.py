@@ -9,7 +9,7 @@ import pytest
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 
-from vitral.data import copies
+from vitral.data import neighbours
 from vitral.errors import UserError
 from vitral.evaluation import probes
 from vitral.evaluation.probes import knn, linear_probe, whitening
@@ -27,8 +27,8 @@ def problem_of(n: int, d: int = 12, seed: int = 0, noise: float = 1.5) -> tuple[
 @pytest.mark.parametrize(("k", "temperature"), [(1, 0.07), (20, 0.07), (5, 1.0), (500, 0.5)])
 @pytest.mark.parametrize("blocks", [(1024, 16384), (7, 31)])
 def test_votes_equal_those_of_scikit_learn(monkeypatch, k, temperature, blocks):
-    monkeypatch.setattr(copies, "QUERY_BLOCK", blocks[0])
-    monkeypatch.setattr(copies, "STORED_BLOCK", blocks[1])
+    monkeypatch.setattr(neighbours, "QUERY_BLOCK", blocks[0])
+    monkeypatch.setattr(neighbours, "STORED_BLOCK", blocks[1])
     train_x, train_y = problem_of(110)
     test_x, _ = problem_of(40, seed=1)
     reference = KNeighborsClassifier(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from oracles import ARCHITECTURES, SMALL, outside, pictures, randomised
 
 from vitral.architecture import Architecture
-from vitral.data import copies
+from vitral.data import neighbours
 from vitral.errors import UserError
 from vitral.inspection.representations import (
     FeatureIndex,
@@ -40,8 +40,8 @@ def made(architecture: Architecture) -> Any:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "STORED_BLOCK", 7)
-    monkeypatch.setattr(copies, "QUERY_BLOCK", 3)
+    monkeypatch.setattr(neighbours, "STORED_BLOCK", 7)
+    monkeypatch.setattr(neighbours, "QUERY_BLOCK", 3)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -65,8 +65,8 @@ def test_equal_scores_are_in_index_order_for_any_block_size(n: int, q: int, k: i
     rng = np.random.default_rng(seed)
     features, queries = np.eye(3)[rng.integers(0, 3, n)], rng.integers(0, 3, (q, 3)) * np.eye(3)[rng.integers(0, 3, q)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copies, "STORED_BLOCK", rows)
-        patch.setattr(copies, "QUERY_BLOCK", 2)
+        patch.setattr(neighbours, "STORED_BLOCK", rows)
+        patch.setattr(neighbours, "QUERY_BLOCK", 2)
         scores, indices = nearest_images(index_images(names(n), features), queries, k)
     for query, result, where in zip(queries, scores, indices, strict=True):
         length = np.linalg.norm(query) or 1.0

@@ -444,3 +444,12 @@ def test_layers_not_captured_are_refused() -> None:
         seen[3]
     with pytest.raises(UserError, match='only pool="map" has a probe'):
         _ = seen.pool
+
+
+def test_a_capture_is_iterated_as_a_dict_of_its_layers() -> None:
+    model = random_model(SMALL)
+    with torch.no_grad(), capture(model, layers=[0, -1]) as seen:
+        model(images_for(SMALL))
+    assert list(seen) == [0, 2]
+    assert len(seen) == 2
+    assert all(seen[layer].shape[2] == 1 for layer in seen)

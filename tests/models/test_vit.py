@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -306,6 +307,18 @@ def test_bad_images_are_refused() -> None:
         model(torch.zeros(3, 12, 8))
     with pytest.raises(UserError, match="3x8 pixels is smaller than one patch: make each side at least 4 pixels"):
         model(torch.zeros(1, 3, 3, 8))
+
+
+@pytest.mark.parametrize(
+    "images, says",
+    [
+        (torch.zeros(1, 3, 12, 8, dtype=torch.uint8), "not torch.uint8: use card.transform"),
+        (np.zeros((1, 3, 12, 8), np.float32), "not ndarray: make one with card.transform"),
+    ],
+)
+def test_images_that_are_not_prepared_are_refused(images: Any, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        ViT(SMALL)(images)
 
 
 @each_variant

@@ -295,6 +295,7 @@ def test_a_model_of_vitral_is_a_module_too(tmp_path):
         (["trainable=head"], {"model": module()}, "needs a model of vitral"),
         (["optim.layer_decay=0.5"], {"model": module()}, "needs a model of vitral"),
         ([], {"optimizer": lambda groups: "sgd"}, "must return a torch.optim.Optimizer, not str"),
+        ([], {"optimizer": torch.optim.SGD(module().parameters(), lr=0.1)}, r"lambda groups: SGD\(groups, lr=...\)"),
     ],
 )
 def test_parts_that_contradict_the_recipe_are_refused(words, parts, says, tmp_path):

@@ -260,7 +260,7 @@ def test_a_rate_is_shown_once_it_is_known(monkeypatch, capsys):
     assert started.endswith("; about 4.5 s")
     assert first == "training 1/7  loss 1.000  accuracy 50%  4.0 s left"
     assert fifth == "training 5/7  loss 1.000  accuracy 50%  2.0 s left"
-    assert sixth == "training 6/7  loss 1.000  accuracy 50%  64 images/s  waiting 25%  1.5 s left"
+    assert sixth == "training 6/7  loss 1.000  accuracy 50%  1.5 s left  64 images/s  waiting for data 25%"
 
 
 def test_a_head_on_features_has_no_images_a_second(tmp_path, monkeypatch, capsys):

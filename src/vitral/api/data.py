@@ -166,6 +166,11 @@ def known_data() -> dict[str, str]:
     return {name: entry.about for name, entry in CATALOG.items()}
 
 
+def data_name(data: object) -> str:
+    """The source as it was given; of data in memory, its class."""
+    return str(data) if isinstance(data, str | Path) else f"{type(data).__name__} in memory"
+
+
 def check_out(out: str | Path, data: object) -> None:
     """Refuse a run folder that lies among the images of the data, holds other files, or cannot be written; without one
     there will be one in runs/."""

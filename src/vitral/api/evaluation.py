@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from vitral.api.data import eval_images
+from vitral.api.data import data_name, eval_images
 from vitral.api.engines import Engine, SlurmOptions
 from vitral.api.inference import Ensemble, Sources, open_ensemble, resolve_preprocessing
 from vitral.api.inspection import model_facts, most_confident_mistakes, reliabilities
@@ -125,7 +125,7 @@ def evaluate(
     card = models.members[0].card
     scored, is_new, notes, held_out = eval_images([member.source for member in models.members], data, split)
     notes = (*notes, *models.notes())
-    objectnet = str(data).partition(":")[0] == "objectnet"
+    objectnet = data_name(data).partition(":")[0] == "objectnet"
     if objectnet and not preprocess:
         members = (replace(one, card=_objectnet_card(one.card, on_event)) for one in models.members)
         models = replace(models, members=tuple(members))
@@ -143,7 +143,7 @@ def evaluate(
     if objectnet:
         rule = "A prediction is correct if it is one of the ImageNet classes of the object."
         metrics = _objectnet_metrics(str(data), scored, predictions)
-        result = EvalResult(models.name, str(data), metrics, None, unreadable, (*notes, rule))
+        result = EvalResult(models.name, data_name(data), metrics, None, unreadable, (*notes, rule))
         return result if page is None else _with_page(result, page, models, divided)
     names = models.card.class_names or tuple(_output_names(scored.classes, mapping, card.architecture.classes))
 
@@ -178,7 +178,7 @@ def evaluate(
     keys = [scored.keys[index] for index in indices]
     result = EvalResult(
         source=models.name,
-        data=str(data),
+        data=data_name(data),
         metrics=metrics,
         real=real_accuracy(logits, keys, _read_real(Path(real))) if real else None,
         unreadable=unreadable,

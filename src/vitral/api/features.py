@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vitral.api.checkpoints import Source, load_source, source_name
-from vitral.api.data import ImageLike, open_any_images, open_to_probe, unread_images
+from vitral.api.data import ImageLike, data_name, open_any_images, open_to_probe, unread_images
 from vitral.api.inference import compute_device, reading_workers, resolve_preprocessing
 from vitral.api.inspection import readable_pixels
 from vitral.api.prediction import none_readable_message
@@ -133,7 +133,7 @@ def fewshot(
     lines = linear_probe(train_x, train_y, classes=classes).logits(test_x).argmax(1) if "linear" in methods else None
     return ProbeResult(
         source=source_name(source),
-        data=str(data),
+        data=data_name(data),
         split=held_out.name,
         features=train_x.shape[1],
         train=len(train_y),

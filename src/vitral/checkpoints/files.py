@@ -38,7 +38,7 @@ SAFETENSORS_DTYPES = {
 }
 NUMPY_DTYPES = frozenset(SAFETENSORS_DTYPES.values()) - {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
 
-_HUB_MODEL = re.compile(r"[\w-]+/[\w.-]+")  # owner/name
+_HUB_MODEL = re.compile(r"(?P<hf>[\w-]+/[\w.-]+)|(?P<timm>[a-z]\w*_patch\d+_\w+(?:\.\w+)?)")  # owner/name; timm's
 FOLDER_FILES = (
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
@@ -121,15 +121,15 @@ def _readable(path: Path) -> Generator[None]:
 
 def _find(source: Path) -> Path:
     if not source.exists():
-        hub_like = _HUB_MODEL.fullmatch(str(source)) and not source.parent.exists()
-        hub = f", or write hf:{source} for a model on the Hugging Face hub" if hub_like else ""
+        name = None if source.suffix in _SUFFIXES else _HUB_MODEL.fullmatch(str(source))
+        hub = name.lastgroup if name and (name["timm"] or not source.parent.exists()) else ""
+        hub = f", or write {hub}:{source} for a model on the Hugging Face hub" if hub else ""
         raise UserError(f"{source} does not exist: check the path{hub}.")
     if not source.is_dir():
         if not source.is_file():  # a pipe would be waited for
             raise UserError(f"{source} is not a regular file: copy the weights into one.")
         if source.suffix.lower() in EXPORTED_SUFFIXES:
-            runs = "which predict, evaluate and vitral.classifier run"
-            raise UserError(f"{source} is an exported model, {runs}: name the weights that it was exported from.")
+            raise UserError(f"{source} is an exported model, for prediction alone: name the weights it was made from.")
         return source
     for name in FOLDER_FILES:
         if (source / name).is_file():

@@ -112,7 +112,7 @@ def show_demo(result: DemoResult, values: Mapping[str, Any]) -> None:
         [Path(row.path).name, *(f"{name} ({p:.0%})" for name, p in zip(row.names, row.probabilities, strict=True))]
         for row in result.predictions.rows
     ]
-    print_table(["picture (named by its class)", "prediction", "second"], cells, left=3)
+    print_table(["image (named by its class)", "prediction", "second"], cells, left=3)
     if sys.stdout.isatty() and result.page.is_file():
         webbrowser.open(result.page.resolve().as_uri())
     first, second = result.folders
@@ -122,7 +122,7 @@ def show_demo(result: DemoResult, values: Mapping[str, Any]) -> None:
         "run folders": f"{first}, {second} (recipe.toml, metrics.jsonl, model.safetensors, result.json)",
     }
     print_facts(facts)
-    print("\nNext, with a folder that has one sub-folder of pictures per class:")
+    print("\nNext, with a folder that has one sub-folder of images per class:")
     print("  vitral check photos/")
     print("  vitral train photos/ --init hf:google/vit-base-patch16-224")
     print(f"  vitral evaluate {second} digits")

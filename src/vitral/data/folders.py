@@ -27,7 +27,12 @@ class EmptyClass(UserError):
     """A class folder without an image; `check` reports it and continues."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        super().__init__(f"The class folder {folder / name} has no image: add some, or remove the folder.")
+        fix = "add some, or remove the folder"
+        if any(entry.name.lower().endswith(".xml") for entry in _entries(str(folder / name))):
+            fix = (
+                "its XML files (boxes of object detection) are not read; sort images by class, or list labels in a CSV"
+            )
+        super().__init__(f"The class folder {folder / name} has no image: {fix}.")
         self.folder = folder  # of the data set
 
 
@@ -192,8 +197,9 @@ def _refuse_folders_around_classes(folder: Path, children: Sequence[str]) -> Non
     """Refuse folders of class folders as classes: the one that an archive is unpacked to, splits of other names."""
     if not children or not all(_holds_classes(folder / child) for child in children):
         return
-    if len(children) == 1 and len(sub_folders(folder / children[0])) > 1:
-        raise UserError(f"{folder} has one folder, and the class folders are in that: name {folder / children[0]}.")
+    inner = folder / children[0]
+    if len(children) == 1 and sum(bool(find_images(inner, f"{name}/").names) for name in sub_folders(inner)) > 1:
+        raise UserError(f"{folder} has one folder, and the class folders are in that: name {inner}.")
     for child in children:
         if split_name(child) == "train":
             raise UserError(

@@ -122,7 +122,8 @@ def _require_columns(path: Path, names: Any) -> None:
         if column not in columns:
             has = shorten(", ".join(map(str, names))) or "nothing"
             raise UserError(
-                f'{path} has no column "{column}": its first line names {has}, and must be as "path,label".'
+                f'{path} has no column "{column}": its first line names {has}, and must be as "path,label"; several '
+                "labels of an image are joined by |."
             )
 
 

@@ -37,6 +37,8 @@ from vitral.events import EventHandler, Progress, ignore_events
 
 __all__ = ["DataSet", "Reader", "Split", "open_data", "open_images"]
 
+_ARCHIVES = (".zip", ".gz", ".tgz", ".bz2", ".xz", ".7z", ".rar")  # which are not read; .tar is taken for shards
+
 
 def open_data(source: Any, *, held_out: float = HELD_OUT, on_event: EventHandler = ignore_events) -> DataSet:
     """Open any source of the table above, or an object in memory (`objects.py`); a `DataSet` is returned as it is.
@@ -66,11 +68,11 @@ def open_data(source: Any, *, held_out: float = HELD_OUT, on_event: EventHandler
     if path.suffix.lower() in MANIFESTS and os.path.isfile(path):
         return manifests.read_manifest(path, held_out=held_out)
     close = difflib.get_close_matches(text.partition(":")[0], CATALOG, 1)
-    hint = (
-        f"did you mean {close[0]}?"
-        if close
-        else "name a folder of class folders, a CSV or JSONL file of labels, Parquet or tar shards."
-    )
+    hint = "name a folder of class folders, a CSV or JSONL file of labels, Parquet or tar shards."
+    if close:
+        hint = f"did you mean {close[0]}?"
+    elif path.suffix.lower() in _ARCHIVES:
+        hint = "unpack it, and name the folder of class folders."
     problem = "is not a data set" if os.path.exists(path) else "does not exist"
     raise UserError(f"{text} {problem}: {hint}")
 

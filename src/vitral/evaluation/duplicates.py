@@ -24,7 +24,8 @@ from torch import Tensor
 
 from vitral.atomic import atomic_write
 from vitral.data import copies
-from vitral.data.copies import CopyIndex, ImageSignature, nearest, signatures, unit_vectors
+from vitral.data.copies import CopyIndex, ImageSignature, signatures
+from vitral.data.neighbours import nearest, unit_vectors
 from vitral.data.sources import Split
 from vitral.errors import UserError
 from vitral.evaluation.predict import Preprocessing, embed_split

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitral.data.copies import nearest, unit_vectors
+from vitral.data.neighbours import nearest, unit_vectors
 from vitral.errors import UserError
 from vitral.evaluation.accuracy import interval
 from vitral.evaluation.calibration import probabilities

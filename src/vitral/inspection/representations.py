@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.atomic import atomic_write
-from vitral.data.copies import nearest, unit_vectors
+from vitral.data.neighbours import nearest, unit_vectors
 from vitral.errors import UserError
 from vitral.inspection.attention import grid_of
 from vitral.models.build import Model

@@ -100,6 +100,13 @@ class AttentionCapture:
         """The keys of `seen[...]`, in the order of computation."""
         return tuple(key for key in self._captures if key != _POOL)
 
+    def __iter__(self) -> Iterator[LayerKey]:
+        """The keys, as of a dict."""
+        return iter(self.keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
     def __getitem__(self, key: LayerKey) -> Tensor:
         layer, axis = key if isinstance(key, tuple) else (key, None)
         index = layer_index(layer, self._model.config.depth)

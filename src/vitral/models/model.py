@@ -172,7 +172,13 @@ def layer_indices(layers: Sequence[int] | None, depth: int) -> list[int]:
 
 
 def check_images(images: Tensor, channels: int) -> None:
-    """Raise UserError unless `images` is a batch of images (batch, channels, height, width)."""
+    """Raise UserError unless `images` is a floating-point batch of images (batch, channels, height, width)."""
+    if not isinstance(images, Tensor):
+        raise UserError(
+            f"this model reads a tensor (b, c, h, w), not {type(images).__name__}: make one with card.transform()."
+        )
+    if not images.is_floating_point():
+        raise UserError(f"this model reads normalised floating-point images, not {images.dtype}: use card.transform().")
     if images.ndim != 4 or images.shape[1] != channels:
         raise UserError(
             f"this model reads a batch of {channels}-channel images (b, c, h, w), "

@@ -137,6 +137,11 @@ def own_optimizer(
     factory: Callable[[list[dict[str, object]]], torch.optim.Optimizer], groups: list[dict[str, Any]], peak_lr: float
 ) -> torch.optim.Optimizer:
     """A user's optimizer over our parameter groups. The rates it sets are the peaks that the schedule scales."""
+    if isinstance(factory, torch.optim.Optimizer):
+        name = type(factory).__name__
+        raise UserError(
+            f"optimizer= takes a function of parameter groups, not an optimizer: lambda groups: {name}(groups, lr=...)."
+        )
     optimizer = factory([{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups])
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(f"optimizer= must return a torch.optim.Optimizer, not {type(optimizer).__name__}.")

@@ -1,0 +1,53 @@
+"""The display in a terminal of 80 columns: nothing important is cut, and the time left is that of the task."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from vitral import display
+from vitral.display import Display
+from vitral.events import Note, Progress, RunStarted, StepDone
+
+
+@pytest.fixture
+def shown(monkeypatch) -> Display:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    return Display()
+
+
+def bar(shown: Display) -> str:
+    console = Console(width=80, force_terminal=False)
+    with console.capture() as captured:
+        console.print(shown.bar.get_renderable())
+    return captured.get().rstrip("\n")
+
+
+def test_a_narrow_terminal_cuts_neither_the_task_nor_the_time_left(shown):
+    shown(RunStarted(0, 10_000, 1, 32, 1, 32, 0.5, 1.0, 0))
+    for step in range(1, 9):
+        shown(StepDone(step, 10_000, 1.0, 1.0, 0.1, 32, 0.5, 0.0))
+    text = bar(shown)
+    assert text.startswith("training ")
+    assert "  8/10,000  loss 1.000  accuracy 100%  1 h 23 min left  64 images/s" in text
+    assert "…" not in text
+
+
+def test_each_evaluation_starts_the_time_left_anew(shown, monkeypatch):
+    clock = 0.0
+    monkeypatch.setattr(display.time, "monotonic", lambda: clock)
+    texts = []
+    for start in (0.0, 1000.0):
+        for done in (0, 100, 200):
+            clock = start + done / 10
+            shown(Progress("evaluating", done, 400))
+            texts.append(bar(shown).split("images")[1].strip())
+    assert texts == ["", "30 s left", "20 s left"] * 2
+
+
+def test_notes_are_wrapped_between_words(shown, capsys):
+    shown(Note("a note about the images " * 5))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all(line.split()[-1] in ("a", "note", "about", "the", "images") for line in lines)
