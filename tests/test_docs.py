@@ -287,6 +287,7 @@ def test_python_names_exist(page):
 OTHER_LIBRARIES = {
     *("ImageFolder", "DataLoader", "DistributedDataParallel", "once_differentiable", "onnxruntime", "onnxscript"),
     *("pre_logits", "cross_val_score", "AutoModelForImageClassification", "create_model"),
+    *("create_transform", "resolve_model_data_config", "num_prefix_tokens", "pretrained_cfg"),
     "train_image_classification",
 }
 

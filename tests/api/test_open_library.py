@@ -145,7 +145,8 @@ def test_what_is_no_image_is_refused(weights: Path, image: Any, message: str) ->
 
 def test_data_in_memory_is_named_by_its_class(weights: Path, cache: None) -> None:
     images = [np.full((8, 8, 3), value, np.uint8) for value in (0, 255)]
-    result = vitral.evaluate(weights, (images, ["red", "blue"]), device="cpu")
+    data: Any = (images, ["red", "blue"])
+    result = vitral.evaluate(weights, data, device="cpu")
     assert result.data == "tuple in memory"
     assert "array" not in repr(result)
 
