@@ -130,7 +130,7 @@ def test_no_model_that_is_read_is_foreign():
         if factory.model in ("VisionTransformer", "Eva", "Beit") and not missing_parts(
             factory.model, factory.arguments
         ):
-            small = {**fields_of(factory.model, factory.arguments), "image": (32, 32)}
+            small: dict[str, Any] = {**fields_of(factory.model, factory.arguments), "image": (32, 32)}
             c = ViTConfig(depth=2, width=64, mlp=96, heads=4, patch=8, **small)
             entries = layout_entries(layout_of_arguments(factory.model, factory.arguments), c)
             assert foreign_family({entry.theirs: entry.shape for entry in entries}) is None, factory.name

@@ -15,6 +15,7 @@ import tracemalloc
 import zipfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -561,7 +562,8 @@ def test_a_folder_with_checkpoints_in_folders_names_one(tmp_path):
 
 def test_a_torchscript_program_is_named(tmp_path):
     module = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(9)))
-    torch.jit.trace(module, torch.ones(1, 4)).save(tmp_path / "a.pt")
+    program: Any = torch.jit.trace(module, torch.ones(1, 4))
+    program.save(tmp_path / "a.pt")
     with pytest.raises(UserError, match="a TorchScript program, not weights"):
         open_weights(tmp_path / "a.pt")
 

@@ -97,7 +97,7 @@ class MeanClipTower(ClipTower):
     def __init__(self, *, clipa: bool) -> None:
         super().__init__(nn.GELU())
         if clipa:
-            self.ln_pre = nn.Identity()
+            self.add_module("ln_pre", nn.Identity())
         self.clipa = clipa
 
     def forward(self, images: Tensor) -> Tensor:
