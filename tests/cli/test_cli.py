@@ -391,7 +391,9 @@ main()
 
 @pytest.mark.parametrize("words", [("train", "digits"), ("finetune", "weights", "digits", "--recipe", "mine.toml")])
 def test_an_early_interrupt_is_silent(words: tuple[str, ...]) -> None:
-    done = subprocess.run([sys.executable, "-c", STOPPED, *words], capture_output=True, text=True, timeout=600)
+    environment = {**os.environ, "PYTHONPATH": str(Path(vitral.__file__).parents[1])}
+    command = [sys.executable, "-c", STOPPED, *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 

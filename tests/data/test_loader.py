@@ -532,5 +532,6 @@ def test_a_program_that_still_holds_a_loader_ends(tmp_path):
     script.write_text(HOLDING)
     pictures = make_pictures(tmp_path / "pictures")
     words = [sys.executable, "-W", "ignore", str(script), str(pictures)]
-    done = subprocess.run(words, timeout=600, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(words, env=environment, timeout=600, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

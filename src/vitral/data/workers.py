@@ -14,6 +14,7 @@ import mmap
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Generator, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -82,6 +83,7 @@ def iterate_in_workers(dataset: Sized, workers: int) -> Generator[Any]:
         generator=torch.Generator(),  # by default a loader draws from the global generator, which dropout uses
     )
     items: Any = iter(loader)
+    exiting = sys.is_finalizing  # a local name: at the end of the program those of modules are gone
     try:
         with _killed_workers():
             for item in items:
@@ -89,7 +91,7 @@ def iterate_in_workers(dataset: Sized, workers: int) -> Generator[Any]:
                     raise item
                 yield item
     finally:
-        if workers:
+        if workers and not exiting():  # else `_end_workers` has killed them
             items._shutdown_workers()  # as when the iterator is deleted, which an exception's traceback may delay
             for process in items._workers:  # torch sends SIGTERM to those that are late, and they ignore it
                 process.kill()
