@@ -88,8 +88,8 @@ def test_the_reference_implementation_of_onnx_agrees(source, good):
 
 @pytest.mark.parametrize("dynamic_size", [False, True])
 def test_dynamic_sizes_of_an_onnx_file_have_names(source, dynamic_size, tmp_path):
-    path = tmp_path / "named.onnx"
-    write_onnx(ExportGraph(*source, ("attention",)), path, dynamic_size=dynamic_size)
+    path, (model, card) = tmp_path / "named.onnx", source
+    write_onnx(ExportGraph(model, card, ("attention",)), path, dynamic_size=dynamic_size)
     graph = onnx.load(path).graph
     named = {
         value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
