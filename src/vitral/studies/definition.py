@@ -317,7 +317,8 @@ class PlannedRun:
     @property
     def text(self) -> str:
         values = [f"{key}={self.settings[key]}" for key in (*self.cell.choose, "seed")]
-        return f"{self.cell.labels['name']} ({', '.join([*values, *(['trial'] if self.trial else [])])})"
+        name = ", ".join(str(self.cell.labels[key]) for key in ("name", "data") if key in self.cell.labels)
+        return f"{name} ({', '.join([*values, *(['trial'] if self.trial else [])])})"
 
 
 def planned_run(study: Study, cell: Cell, changes: Mapping[str, Any], *, trial: bool = False) -> PlannedRun:

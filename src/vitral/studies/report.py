@@ -6,18 +6,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from html import escape
-from typing import Any
+from typing import Any, get_args
 
 from vitral.display import duration
 from vitral.report.charts import Panel
 from vitral.report.html import Section, headline_numbers, page, panels
-from vitral.studies.claims import ClaimResult, is_count, judge
-from vitral.studies.definition import Study
+from vitral.studies.claims import ClaimResult, Verdict, is_count, judge
+from vitral.studies.definition import Study, settings_text
 from vitral.studies.planning import CellResult, Record, table
 
 # Readable on a light and on a dark page.
 _COLOURS = ("#3f74cc", "#d2603f", "#2a9d8f", "#b07cc6", "#c99a2e", "#6b8e23", "#d0588f", "#7a8794")
-_ROW, _LABELS, _WIDTH = 26, 190, 480  # pixels of a chart of rows
+_ROW, _LABELS, _WIDTH = 26, 240, 530  # pixels of a chart of rows
 _WIDE = 20  # ratio from which an axis is logarithmic
 TEST = (
     "Verdicts: 95 % confidence intervals (Student's t) of differences of means over seeds (Welch), of paired cells "
@@ -44,7 +44,10 @@ def claims_table(reports: Sequence[tuple[Study, Sequence[CellResult]]]) -> str:
         for study, cells in reports
         for result in judge(study, cells)
     ]
-    return "\n".join(_table(["claim", "the paper", "ours", "verdict"], rows, left=4)) + "\n"
+    verdicts = [result.verdict for study, cells in reports for result in judge(study, cells)]
+    counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in get_args(Verdict)]
+    lines = [*_table(["claim", "the paper", "ours", "verdict"], rows, left=4), "", f"{len(rows)} claims: "]
+    return "\n".join(lines) + f"{', '.join(counts)}.\n"
 
 
 def _paper(study: Study, result: ClaimResult) -> str:
@@ -64,8 +67,8 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> 
 def _intervals(records: Mapping[str, Record]) -> str:
     """What the numbers of the table are, and how many images they are of."""
     counts = sorted({int(r.metrics["n"]) for r in records.values() if not r.trial and "n" in r.metrics})
-    images = f"n = {' and '.join(f'{n:,}' for n in counts)} images per run; " if counts else ""
-    return f"{images}in parentheses the 95 % confidence interval of the mean over runs."
+    images = f"n = {' and '.join(f'{n:,}' for n in counts)} images per run. " if counts else ""
+    return f"{images}In parentheses: the 95 % confidence interval of the mean over runs."
 
 
 def cost_sentence(records: Mapping[str, Record]) -> str:
@@ -80,11 +83,10 @@ def cost_sentence(records: Mapping[str, Record]) -> str:
     chosen = f", {trials} of them trials" if trials else ""
     beside = max((record.beside for record in records.values()), default=0)
     shared = f"; up to {beside + 1} runs at a time shared a device, and each counts in full" if beside else ""
-    return (
-        f"{len(records)} runs{chosen}: {seconds:,.0f} s and {flops:.2e} FLOPs "
-        f"(two per multiply-accumulate, three forward passes per step){before} on {', '.join(devices) or 'no device'}"
-        f"{failed}{shared}."
-    )
+    rule = "(two per multiply-accumulate, three forward passes per step)"
+    computed = f" and {flops:.2e} FLOPs {rule}" if flops else ""
+    where = ", ".join(devices) or "no device"
+    return f"{len(records)} runs{chosen}: {seconds:,.0f} s{computed}{before} on {where}{failed}{shared}."
 
 
 def _table_notes(study: Study, cells: Sequence[CellResult], records: Mapping[str, Record]) -> str:
@@ -138,11 +140,12 @@ def html(study: Study, cells: Sequence[CellResult], records: Mapping[str, Record
     columns, rows = table(study, cells)
     claims = judge(study, cells)
     held = f"{sum(result.verdict == 'held' for result in claims)} of {len(claims)}" if claims else ""
+    flops = sum(record.flops for record in records.values())
     numbers = {
         "runs": f"{len(records)}",
         "claims held": held,
         "compute time": duration(sum(record.seconds for record in records.values())),
-        "FLOPs": f"{sum(record.flops for record in records.values()):.2e}",
+        "FLOPs": f"{flops:.2e}" if flops else "",
     }
     where = f"<p>{escape(study.source)} of the paper, at the scale “{escape(study.scale)}”.</p>" if study.source else ""
     lead = f"{where}<p>{escape(study.about)}</p>{headline_numbers(numbers)}"
@@ -150,7 +153,8 @@ def html(study: Study, cells: Sequence[CellResult], records: Mapping[str, Record
     if claims:
         body = html_table(["claim", "verdict", "measured"], [[r.claim.text, r.verdict, r.measured] for r in claims], 3)
         sections.append(Section("claims", "Claims", escape(TEST), body))
-    sections.append(Section("figure", "Figure", "Bars are 95 % intervals over seeds.", panels(*figures(study, cells))))
+    bars = "Bars are 95 % intervals over seeds." if any(cell.interval(study.metric) for cell in cells) else ""
+    sections.append(Section("figure", "Figure", bars, panels(*figures(study, cells))))
     about = escape(_table_notes(study, cells, records))
     sections.append(Section("table", "All cells", about, html_table(columns, rows, columns.index(study.metric))))
     if study.differs:
@@ -160,8 +164,9 @@ def html(study: Study, cells: Sequence[CellResult], records: Mapping[str, Record
 
 
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
-    """A plain table; columns after the first `left` hold numbers."""
-    style = [' style="text-align:left"' if number < left else "" for number in range(len(columns))]
+    """A plain table; columns after the first `left` hold numbers. Words wrap, so that a phone shows all columns."""
+    words = ' style="text-align:left;white-space:normal"'
+    style = [words if number < left else "" for number in range(len(columns))]
     head = "".join(f'<th scope="col"{s}>{escape(column)}</th>' for column, s in zip(columns, style, strict=True))
     body = "".join(
         f"<tr>{''.join(f'<td{s}>{escape(cell)}</td>' for cell, s in zip(row, style, strict=True))}</tr>" for row in rows
@@ -230,37 +235,48 @@ def row_chart(rows: Sequence[tuple[str, float, float | None]], *, percent: bool)
 def curves(study: Study, cells: Sequence[CellResult]) -> str:
     """The metric over the study's axis, a line per group of cells with intervals (SVG and a legend)."""
     percent = not is_count(study.metric)
-    lines: dict[str, list[tuple[float, float, float | None]]] = {}
+    lines: dict[tuple[str, str], list[tuple[float, float, float | None]]] = {}
     for cell in cells:
         x, mean = cell.number(study.x, study.metric), cell.mean(study.metric)
         if x is not None and mean is not None:
-            lines.setdefault(_series(cell, study.x), []).append((x, mean, cell.interval(study.metric)))
+            key = (_series(cell, study.x), _line(cell, cells, study.x))
+            lines.setdefault(key, []).append((x, mean, cell.interval(study.metric)))
     xs = [x for points in lines.values() for x, _, _ in points]
-    log = study.x == "flops" or (min(xs) > 0 and max(xs) / min(xs) > _WIDE)
-    scaled = {name: sorted({(math.log10(x) if log else x, y, h) for x, y, h in p}) for name, p in lines.items()}
+    log = min(xs) > 0 and (study.x == "flops" or max(xs) / min(xs) > _WIDE)
+    scaled = {key: sorted({(math.log10(x) if log else x, y, h) for x, y, h in p}) for key, p in lines.items()}
+    series = list(dict.fromkeys(name for name, _ in scaled))
+    colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(series)}
     ends = [(x, y + sign * (half or 0.0)) for p in scaled.values() for x, y, half in p for sign in (-1, 1)]
     label = "FLOPs per run" if study.x == "flops" else study.x
     panel = Panel(ends, f"{label}, as a power of ten" if log else label, study.metric, percent=percent)
     parts = []
-    for number, (name, points) in enumerate(scaled.items()):
-        colour = _COLOURS[number % len(_COLOURS)]
+    for (name, line), points in scaled.items():
+        colour = colours[name]
         joined = panel.polyline([(x, y) for x, y, _ in points])
         parts.append(f'<polyline points="{joined}" style="stroke:{colour};stroke-width:1.6"/>')
         for x, y, half in points:
             bar = panel.polyline([(x, y - (half or 0.0)), (x, y + (half or 0.0))])
             parts.append(f'<polyline points="{bar}" style="stroke:{colour};opacity:.5"/>')
             left, top = panel.position((x, y))
-            title = f"<title>{escape(f'{name}: {panel.describe((x, y))}')}</title>"
+            title = f"<title>{escape(f'{line or name}: {panel.describe((x, y))}')}</title>"
             parts.append(f'<circle cx="{left:.1f}" cy="{top:.1f}" r="3.4" style="fill:{colour}">{title}</circle>')
-    key = "".join(
-        f'<span><i style="background:{_COLOURS[number % len(_COLOURS)]}"></i>{escape(name)}</span>'
-        for number, name in enumerate(scaled)
-    )
-    return panel.svg(parts, f"{study.metric} over {label}") + f'<p class="key">{key}</p>'
+    legend = "".join(f'<span><i style="background:{colours[name]}"></i>{escape(name)}</span>' for name in series)
+    return panel.svg(parts, f"{study.metric} over {label}") + f'<p class="key">{legend}</p>'
+
+
+def _line(cell: CellResult, cells: Sequence[CellResult], x: str) -> str:
+    """The point of a series whose cells are joined, such as a model at several budgets; empty where each has one cell,
+    and a line joins the points of the series."""
+    series = [settings_text(_of_point(other)) for other in cells if _series(other, x) == _series(cell, x)]
+    return settings_text(_of_point(cell)) if len(set(series)) < len(series) else ""
+
+
+def _of_point(cell: CellResult) -> dict[str, Any]:
+    return {key: value for key, value in cell.cell.changes.items() if key not in cell.cell.axes}
 
 
 def _series(cell: CellResult, x: str) -> str:
-    """The line that a cell belongs to: its group, else all labels but the axis."""
+    """What a colour stands for: a group, else all labels but the axis."""
     labels = cell.labels
     if x in ("flops", "seconds") and "group" in labels:
         return str(labels["group"])

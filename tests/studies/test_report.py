@@ -1,0 +1,68 @@
+"""The figure and the sentences of a study's report."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+from vitral.studies import report
+from vitral.studies.definition import Study, parse_study
+from vitral.studies.planning import Record, plan, results
+
+BUDGETS = """
+title = "Budgets"
+metric = "top1"
+x = "flops"
+recipe = { model = "ViT-Ti/16", batch = 8, steps = 0 }
+axes = { epochs = [1, 2, 4] }
+points = [
+    { group = "ViT", model = "ViT-Ti/16" },
+    { group = "ViT", model = "ViT-S/16" },
+    { group = "ResNet", model = "R26x1" },
+]
+"""
+PATHS = """
+title = "Paths"
+metric = "top1"
+x = "flops"
+recipe = { model = "ViT-Ti/16", batch = 8, steps = 9 }
+points = [
+    { group = "depth", shape.depth = 4, shape.width = 64 },
+    { group = "depth", shape.depth = 8, shape.width = 64 },
+    { group = "width", shape.depth = 4, shape.width = 64 },
+    { group = "width", shape.depth = 4, shape.width = 96 },
+]
+"""
+
+
+def recorded(text: str, flops: float = 1e9) -> tuple[Study, dict[str, Record]]:
+    """A study with a record of each of its runs, each with other FLOPs."""
+    study = parse_study(tomllib.loads(text), "mine")
+    runs = plan(study, {}).runs
+    values = [{"metrics": {"top1": 0.1 + number / 100}, "flops": flops * (number + 1)} for number in range(len(runs))]
+    return study, {run.id: Record(run.id, "mine", {}, **value) for run, value in zip(runs, values, strict=True)}
+
+
+def lines(text: str) -> list[int]:
+    """The number of points of each line of the figure."""
+    study, records = recorded(text)
+    ((_, chart),) = report.figures(study, results(study, records))
+    joined = re.findall(r'<polyline points="([^"]+)" style="[^"]*stroke-width:1.6"', chart)
+    return [len(points.split()) for points in joined]
+
+
+def test_a_line_joins_the_budgets_of_a_model_or_else_the_points_of_a_group():
+    assert lines(BUDGETS) == [3, 3, 3]  # of two ViTs in one colour, and a ResNet
+    assert lines(PATHS) == [2, 2]  # both begin at the same cell
+
+
+def test_the_legend_has_one_entry_per_group():
+    study, records = recorded(BUDGETS)
+    ((_, chart),) = report.figures(study, results(study, records))
+    assert re.findall(r"</i>(\w+)</span>", chart) == ["ViT", "ResNet"]
+
+
+def test_what_was_not_measured_is_not_written():
+    study, records = recorded(BUDGETS, flops=0.0)
+    assert "FLOPs" not in report.cost_sentence(records)
+    assert "Bars are" not in report.html(study, results(study, records), records)  # one run each has no interval
