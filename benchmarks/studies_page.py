@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import vitral
+from vitral.studies.definition import shipped
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "studies.md"
@@ -20,6 +21,8 @@ def updated(text: str, results: Path) -> str:
     assert isinstance(report, vitral.StudyReport)
     studies = [(state.study, state.folder.name) for state in report.studies]
     links = [f"- [{study.title}](../results/{name}/report.md) ({study.source})\n" for study, name in studies]
+    missing = sorted(set(shipped()) - {study.name for study, _ in studies})
+    links += ["\n", f"Not run yet: {', '.join(missing)}.\n"] if missing else []
     parts = {"claims": (results / "claims.md").read_text("utf-8"), "reports": "".join(links)}
     for name, part in parts.items():
         mark = f"<!-- {name} -->\n"
