@@ -142,6 +142,23 @@ def test_what_diverges_or_fails_is_a_row(toml, tmp_path, monkeypatch):
     assert not run(toml, "bad").plan.pending
 
 
+def test_a_run_that_fails_does_not_hold_up_the_runs_that_wait_for_trials(toml, monkeypatch):
+    """One cell fails in the first round; the final runs of the other one, known after its trials, are still made."""
+    rest = '[[points]]\nname = "fails"\noptim.lr = 0.5\n[[points]]\nname = "chosen"\nchoose.optim.lr = [0.1, 0.2]\n'
+    toml.write_text(STUDY[: STUDY.index("[axes]")] + rest)
+
+    def measure(context, planned, folder, on_event):
+        if planned.cell.labels["name"] == "fails":
+            raise RuntimeError("CUDA out of memory")
+        return study_runs.Measured({"top1": 0.5, "score": planned.settings["optim.lr"]})
+
+    monkeypatch.setitem(study_runs.MEASURES, "train", measure)
+    state = run(toml, "out")
+    assert {planned.cell.labels["name"] for planned in state.plan.pending} == {"fails"}
+    assert [len(cell.records) for cell in state.cells] == [0, 3]
+    assert len(read_records(state.folder)) == 3 + 2 + 3
+
+
 def test_mistakes_are_found_before_anything_is_written(toml, tmp_path):
     toml.write_text(STUDY.replace("batch = 6", "batch = 6000"))
     with pytest.raises(UserError, match="more than the 18 training images"):

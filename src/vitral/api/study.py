@@ -185,10 +185,10 @@ def study(
             handler(Note(note))
         handler(RunDirChosen(str(folder)))
         _write_study(folder, name, chosen, words)
-        while pending := job.pending():
-            ENGINES[engine](job, [run.id for run in pending], handler)
-            if {run.id for run in job.pending()} & {run.id for run in pending}:
-                break  # failed, or left to other processes
+        tried: list[str] = []  # what failed, or was left to other processes, is not tried again
+        while ids := [run.id for run in job.pending() if run.id not in tried]:
+            ENGINES[engine](job, ids, handler)
+            tried += ids
         state = study_state(job)
         if not state.plan.pending and not keep:
             for leftover in ("pixels", "running", "weights", *([SLURM_FOLDER] if engine == "slurm" else [])):
