@@ -175,7 +175,7 @@ def test_the_card_states_what_the_run_measured(tmp_path: Path) -> None:
 def test_a_model_without_a_head_is_refused(tmp_path: Path) -> None:
     shape = ViTConfig(depth=1, width=32, mlp=64, heads=4, patch=8, image=(32, 32), classes=0)
     vitral.save(build(shape), tmp_path / "model.safetensors", Card(shape))
-    with pytest.raises(vitral.UserError, match="no head"):
+    with pytest.raises(vitral.UserError, match="no classification head"):
         vitral.push(tmp_path / "model.safetensors", "hf:lab/tiny", dry_run=tmp_path / "repository")
 
 

@@ -59,7 +59,7 @@ class Helps(Work):
     def fail(self, item: str, reason: str, log: str) -> None:
         self.failures[item] = (reason, log)
 
-    def words(self, items: Sequence[str]) -> list[str]:
+    def arguments(self, items: Sequence[str]) -> list[str]:
         return ["help", *items]
 
 

@@ -285,14 +285,16 @@ def stratified(keys: Sequence[str], strata: np.ndarray, held_out: float, seed: i
     return held
 
 
-def _is_number(name: str) -> bool:
-    return re.fullmatch(r"[+-]?\d*\.?\d+(e[+-]?\d+)?", name, re.IGNORECASE) is not None
+def _are_values(classes: Sequence[str]) -> bool:
+    """Whether these are measurements, as of regression: numbers, but not just those that count the classes."""
+    numbers = all(re.fullmatch(r"[+-]?\d*\.?\d+(e[+-]?\d+)?", name, re.IGNORECASE) for name in classes)
+    return numbers and not {*classes} <= {str(index) for index in range(len(classes) + 1)}
 
 
 def _with_held_out(source: str, train: Split, held_out: float, notes: list[str]) -> DataSet:
     if held_out == 0:
         return DataSet(source, train, notes=tuple(notes))
-    if len(train.classes) > len(train) / 2 and all(map(_is_number, train.classes)):
+    if len(train.classes) > len(train) / 2 and _are_values(train.classes):
         raise UserError(
             f"{source} has {len(train.classes)} different numbers as labels of {len(train)} images, such as "
             f"{train.classes[0]}: vitral predicts classes, not values; use the names of a few ranges as labels."
