@@ -291,8 +291,8 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int
         table.add_row(*(_text(cell) for cell in row))
     out = _stdout()
     out.print(table)
-    if note:
-        out.print(_text(note))
+    for line in note.split("\n") if note else []:
+        out.print(_text(line))
 
 
 def _text(cell: str) -> Text:

@@ -41,6 +41,11 @@ def test_tables_facts_and_json_print_no_control_characters(capsys: pytest.Captur
     assert not re.search("^row", out, re.MULTILINE)
 
 
+def test_notes_below_a_table_have_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(["image"], [["a"]], note="first\nsecond")
+    assert capsys.readouterr().out.splitlines()[-2:] == ["first", "second"]
+
+
 def test_notes_print_no_control_characters() -> None:
     display, stream = Display(), io.StringIO()
     display.console = Console(file=stream, markup=False)
