@@ -3,8 +3,10 @@ captured; on a GPU they are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -139,3 +141,26 @@ def test_a_failed_capture_is_one_sentence(captures, monkeypatch):
         step(*batch)
     with pytest.raises(vitral.UserError, match="cannot be captured as a CUDA graph"):
         step(*batches[3])
+
+
+def test_captures_of_several_threads_run_in_turn(monkeypatch):
+    """Models of a server may be reloaded at once; with a stand-in for PyTorch's capture."""
+    active: list[int] = []
+
+    @contextmanager
+    def capture(graph: object, **options: object) -> Iterator[None]:
+        active.append(1)
+        assert len(active) == 1
+        time.sleep(0.01)
+        yield
+        active.pop()
+
+    names = ("synchronize", "empty_cache", "current_device", "CUDAGraph")
+    for name in names:
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(cuda_graph, "_stream", lambda device: None)
+    monkeypatch.setattr(cuda_graph, "_restore_generator", lambda: None)
+    with ThreadPoolExecutor(4) as pool:
+        graphs = list(pool.map(lambda number: cuda_graph.CudaGraph(lambda: (number,), []), range(8)))  # type: ignore[arg-type]
+    assert [graph.outputs for graph in graphs] == [(number,) for number in range(8)]

@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from vitral.architecture import Architecture
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.checkpoints.weights import write
 from vitral.data.images import encode_png
-from vitral.serving import TopKClassifier
+from vitral.serving import BatchRunner, TopKClassifier
 
 NAMES = ("ant", "bee", "cat", "dog", "été")
 MODELS = {name: model for name, model in ARCHITECTURES.items() if model.classes}
@@ -233,3 +234,37 @@ class TestOnAGpu:
         _, after = classify(noise(8, 8, seed=1))
         assert (before == kept).all()
         assert (before != after).any()
+
+
+class FakeGraph:
+    """Replays a function on the pixels of a runner, as a captured graph does: into the same memory each time."""
+
+    def __init__(self, runner: BatchRunner, batch: int, sizes: list[int]) -> None:
+        self.graph = SimpleNamespace(replay=self.replay)
+        self.runner, self.batch, self.sizes, self.results = runner, batch, sizes, (torch.zeros(batch),)
+
+    def replay(self) -> None:
+        self.sizes.append(self.batch)
+        time.sleep(0.001)  # another thread's pixels must not replace these meanwhile
+        (result,) = self.runner.function(self.runner.pixels[: self.batch])
+        self.results[0].copy_(result)
+
+
+def test_batches_are_padded_to_the_next_graph_and_threads_do_not_mix(monkeypatch):
+    """The GPU's path of a runner, with stand-ins for CUDA graphs."""
+    runner = BatchRunner(lambda x: (x.float().mean((1, 2, 3)),), torch.device("cpu"), size=(4, 5), channels=3)
+    sizes: list[int] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    runner.pixels = torch.zeros(4, 4, 5, 3, dtype=torch.uint8)
+    graphs: Any = {batch: FakeGraph(runner, batch, sizes) for batch in (1, 2, 4)}
+    runner.graphs = {batch: (graph, graph.results) for batch, graph in graphs.items()}
+
+    def ask(number: int) -> tuple[np.ndarray, np.ndarray]:
+        pixels = np.random.default_rng(number).integers(0, 256, (1 + number % 4, 4, 5, 3), np.uint8)
+        return runner(pixels)[0], pixels.mean((1, 2, 3))
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(ask, range(40)))
+    for values, expected in found:
+        np.testing.assert_allclose(values, expected, rtol=1e-5)
+    assert sorted(sizes) == [1] * 10 + [2] * 10 + [4] * 20

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from vitral.errors import UserError
 
+_CAPTURING = Lock()  # captures share a stream, and one would synchronize the device in the midst of another
 EAGER_STEPS = 3  # before a step is captured: kernels are compiled and optimizer states made in them
 
 
@@ -32,6 +34,10 @@ class CudaGraph:
             inputs: examples on the GPU; they are copied.
         """
         self.inputs = [tensor.clone() for tensor in inputs]
+        with _CAPTURING:
+            self._capture(function)
+
+    def _capture(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # a graph's memory pool is separate from PyTorch's cache
         self.graph = torch.cuda.CUDAGraph()
