@@ -630,6 +630,41 @@ def test_an_image_waits_as_stated_and_a_full_batch_not_at_all():
     assert runner.sizes == [1, 4]
 
 
+def test_a_batch_that_fills_does_not_wake_its_thread_for_each_image(monkeypatch):
+    runner = _Recorded()
+    runtime, image = runtime_of(runner), np.zeros((2, 2, 3), np.uint8)
+    batcher = Batcher("m", 1, Metrics(), max_batch=8, max_wait=600.0)
+    woken: list[int] = []
+    notify = batcher._changed.notify
+    monkeypatch.setattr(batcher._changed, "notify", lambda n=1: (woken.append(len(batcher)), notify(n)))
+    futures = [batcher.submit(runtime, image, False) for _ in range(8)]
+    for future in futures:
+        future.result(60)
+    batcher.close()
+    assert woken[:2] == [1, 8]
+    assert runner.sizes == [8]
+
+
+def test_servers_share_a_port_when_both_allow_it(weights):
+    first = Running({"one": weights}, reuse_port=True)
+    second = Running({"two": weights}, port=first.server.port, reuse_port=True)
+    try:
+        with pytest.raises(UserError, match="choose another --port"):
+            ModelServer({}, Settings(port=first.server.port))
+
+        def answered() -> str:
+            status, models = first.json("GET", "/models")
+            assert status == 200
+            return models[0]["name"]
+
+        wait_until(lambda: {answered() for _ in range(20)} == {"one", "two"})
+        second.stop()
+        assert {answered() for _ in range(20)} == {"one"}
+    finally:
+        first.stop()
+        second.stop()
+
+
 def test_a_failing_batch_fails_its_images_alone(weights):
     with started({"tiny": weights}) as server:
         served = server.server._service.models["tiny"]

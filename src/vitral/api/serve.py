@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
+    reuse_port: bool = False,
     max_batch: int | None = None,
     max_wait_ms: float = 2.0,
     max_queue: int = 256,
@@ -66,6 +68,8 @@ def serve(
         source: models: run folders, weights, hf:owner/name, timm:name or exported files, optionally as NAME=SOURCE.
         host: address to listen on; 0.0.0.0 accepts requests from other machines.
         port: port to listen on; 0 for any free port.
+        reuse_port: allow other servers with this option to listen on the same port; the operating system distributes
+            connections among them (Linux).
         max_batch: maximum number of images per batch; by default 8 on a CPU and 64 on a GPU.
         max_wait_ms: maximum milliseconds that an image waits for its batch to fill.
         max_queue: maximum number of queued images per model; more are refused with 429.
@@ -89,6 +93,8 @@ def serve(
         from vitral.server.models import Settings
         from vitral.server.monitoring import set_up_logs
         from vitral.server.process import ModelServer
+    if reuse_port and sys.platform != "linux":
+        raise UserError("reuse_port needs Linux: omit it, and use a port for each server behind a load balancer.")
     resolved = resolve_device(device)
     batch = _largest_batch(resolved) if max_batch is None else max_batch
     _check(port=(port, 0, 65535), max_batch=(batch, 1, 1024), max_queue=(max_queue, 1, 1_000_000))
@@ -99,6 +105,7 @@ def serve(
     settings = Settings(
         host=host,
         port=port,
+        reuse_port=reuse_port,
         max_batch=batch,
         max_wait=max_wait_ms / 1000,
         max_queue=max_queue,

@@ -90,7 +90,9 @@ class Batcher:
             if self._closing:
                 raise RuntimeError("the batcher is closed")
             self._queue.append(image)
-            self._changed.notify()
+            # A thread that waits for a batch to fill need not wake for each of its images.
+            if not runtime.gains_by_batch or len(self._queue) == 1 or len(self._queue) >= self.max_batch:
+                self._changed.notify()
         return image.future
 
     def close(self) -> None:
@@ -161,6 +163,7 @@ class Settings:
     max_body: int = 16_000_000  # bytes
     timeout: float = 30.0  # seconds
     token: str = ""
+    reuse_port: bool = False
 
 
 class QueueFull(Exception):

@@ -52,7 +52,7 @@ class ModelServer(uvicorn.Server):
         Raises:
             UserError: a model cannot be loaded, or the address cannot be used.
         """
-        self._listener = _bound_socket(settings.host, settings.port)
+        self._listener = _bound_socket(settings.host, settings.port, reuse_port=settings.reuse_port)
         try:
             self._service = Service(loaders, settings)
         except BaseException:
@@ -149,10 +149,12 @@ class ModelServer(uvicorn.Server):
         log("listening", host=host, port=port, models=list(self._service.models))
 
 
-def _bound_socket(host: str, port: int) -> socket.socket:
+def _bound_socket(host: str, port: int, *, reuse_port: bool) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
     except OSError as error:
         listener.close()
