@@ -3,9 +3,10 @@
     python benchmarks/serve_load.py WEIGHTS FOLDER --rounds 3 --seconds 15 --litserve ENVIRONMENT/bin/python
 
 WEIGHTS is the model, FOLDER has JPEG files in class folders, and ENVIRONMENT has litserve, torch and vitral's own
-requirements. Every contestant gets the same multipart requests, one JPEG each, from raw sockets in this process; in
-each round every contestant runs once, in turn, beside `vitral bench predict`. Numbers are medians over the rounds, with
-the CPU time of the server's processes per image, the generator's own share of the machine, and that of other programs.
+requirements. Every contestant gets the same multipart requests, one JPEG each, from raw sockets; all are started
+before the first round, and in each round every contestant runs once, in turn. `vitral bench predict` runs before and
+after. Numbers are medians over the rounds, with the CPU time of the server's processes per image, the generator's own
+share of the machine, that of other programs, and how many of 200 images have the first class that vitral names.
 
     python benchmarks/serve_load.py --simulate
 
@@ -30,55 +31,17 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from serve_clients import Generator, Load, answers, requests_of
+
 SOURCE, REPAIR = (Path(__file__).parents[1] / folder for folder in ("src", "tests/helpers/repair"))  # for timm
-TICKS = os.sysconf("SC_CLK_TCK")
 ARRIVALS = {True: "even arrivals", False: "Poisson arrivals"}
 LITSERVE = Path(__file__).with_name("serve_litserve.py")
-
-
-@dataclass(frozen=True)
-class Load:
-    """One contestant in one round."""
-
-    images: int
-    seconds: float
-    latencies: tuple[float, ...]  # seconds
-    cpu: float  # seconds of the server's processes
-    generator: float  # share of the machine
-    others: float  # share of the machine
-
-    @property
-    def rate(self) -> float:
-        return self.images / self.seconds
-
-    def quantile(self, share: float) -> float:
-        ordered = sorted(self.latencies)
-        return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else float("nan")
-
-
-def requests_of(folder: Path, count: int) -> list[bytes]:
-    """Complete HTTP requests, each with one JPEG."""
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg"))
-    paths = random.Random(0).sample(paths, min(count, len(paths)))
-    return [_request(path.read_bytes()) for path in paths]
-
-
-def _request(jpeg: bytes) -> bytes:
-    boundary = b"vitral-boundary-7d1f"
-    disposition = b'Content-Disposition: form-data; name="content"; filename="a.jpg"'
-    head = b"--" + boundary + b"\r\n" + disposition + b"\r\nContent-Type: image/jpeg\r\n\r\n"
-    body = head + jpeg + b"\r\n--" + boundary + b"--\r\n"
-    lines = [
-        *(b"POST /predict HTTP/1.1", b"Host: 127.0.0.1", b"Content-Length: %d" % len(body)),
-        b"Content-Type: multipart/form-data; boundary=" + boundary,
-    ]
-    return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 
 def simulate(cores: int, max_batch: int, arrivals: Sequence[float]) -> list[float]:
@@ -110,126 +73,61 @@ def show_simulation(load: float = 0.7, images: int = 200_000) -> None:
             )
 
 
-async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes) -> int:
-    """Send a request and read its answer; the status."""
-    writer.write(request)
-    head = await reader.readuntil(b"\r\n\r\n")
-    lines = head.lower().split(b"\r\n")
-    length = next(int(line.split(b":")[1]) for line in lines if line.startswith(b"content-length:"))
-    await reader.readexactly(length)
-    return int(head.split(b" ", 2)[1])
+class Server:
+    """The processes of one contestant, which answer on one port."""
 
+    def __init__(self, name: str, commands: Sequence[Sequence[str]], folder: Path) -> None:
+        self.name, self.port = name, free_port()
+        paths = [str(SOURCE), str(REPAIR), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "GOMP_SPINCOUNT": "3000"}
+        self.logs = [folder / f"{name.replace('/', '-')}-{index}.log" for index in range(len(commands))]
+        self.processes = []
+        for command, log in zip(commands, self.logs, strict=True):
+            words = [word.replace("PORT", str(self.port)) for word in command]
+            with log.open("wb") as stream:
+                options: Any = {"env": environment, "stdout": stream, "stderr": stream, "start_new_session": True}
+                self.processes.append(subprocess.Popen(words, **options))
 
-async def closed_loop(port: int, requests: Sequence[bytes], clients: int, seconds: float) -> list[float]:
-    """Latencies of clients that each send their next request as soon as they have an answer; the last ones may be
-    answered after `seconds`, and count."""
-    latencies: list[float] = []
-    end = time.perf_counter() + seconds
+    @property
+    def ids(self) -> list[int]:
+        return [process.pid for process in self.processes]
 
-    async def client(number: int) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        turn = number
-        while (started := time.perf_counter()) < end:
-            status = await ask(reader, writer, requests[turn % len(requests)])
-            assert status == 200, status
-            latencies.append(time.perf_counter() - started)
-            turn += clients
-        writer.close()
+    def ready(self, seconds: float = 180) -> bool:
+        """Wait until it listens; False, with the end of the log printed, if it does not."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and all(process.poll() is None for process in self.processes):
+            if all(map(self._listens, self.logs)):
+                return True
+            time.sleep(0.2)
+        for log in self.logs[:1]:
+            print(f"{self.name} did not start:\n{log.read_text(errors='replace')[-2000:]}", flush=True)
+        return False
 
-    await asyncio.gather(*(client(number) for number in range(clients)))
-    return latencies
-
-
-async def open_loop(port: int, requests: Sequence[bytes], rate: float, seconds: float, paced: bool) -> list[float]:
-    """Latencies of requests that arrive evenly (`paced`) or at random times, counted from the time of arrival."""
-    latencies: list[float] = []
-    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-    rng, tasks = random.Random(1), []
-    start = time.perf_counter()
-
-    async def arrive(moment: float, request: bytes) -> None:
-        pair = idle.pop() if idle else await asyncio.open_connection("127.0.0.1", port)
-        status = await ask(*pair, request)
-        assert status == 200, status
-        latencies.append(time.perf_counter() - moment)
-        idle.append(pair)
-
-    moment = start
-    while (moment := moment + (1 / rate if paced else rng.expovariate(rate))) < start + seconds:
-        await asyncio.sleep(max(0.0, moment - time.perf_counter()))
-        tasks.append(asyncio.ensure_future(arrive(moment, requests[len(tasks) % len(requests)])))
-    await asyncio.gather(*tasks)
-    for _, writer in idle:
-        writer.close()
-    return latencies
-
-
-def measured(server: int, work: Coroutine[Any, Any, list[float]]) -> Load:
-    """Run a load and account for the machine's time meanwhile; `server` is the process that was started."""
-    before, ours, machine = tree_cpu(server), time.process_time(), busy_cpu()
-    started = time.perf_counter()
-    latencies = asyncio.run(work)
-    elapsed = time.perf_counter() - started
-    cpu, generator, busy = tree_cpu(server) - before, time.process_time() - ours, busy_cpu() - machine
-    cores = len(os.sched_getaffinity(0))
-    whole = elapsed * cores
-    others = max(0.0, busy - cpu - generator) / whole
-    return Load(len(latencies), elapsed, tuple(latencies), cpu, generator / whole, others)
-
-
-def tree_cpu(root: int) -> float:
-    """CPU seconds of a process and of its descendants."""
-    parents: dict[int, int] = {}
-    spent: dict[int, float] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        number = int(path.parent.name)
-        parents[number], spent[number] = int(fields[1]), (int(fields[11]) + int(fields[12])) / TICKS
-    return sum(seconds for number, seconds in spent.items() if root in _line(number, parents))
-
-
-def _line(number: int, parents: dict[int, int]) -> Iterator[int]:
-    while number in parents:
-        yield number
-        number = parents[number]
-
-
-def busy_cpu() -> float:
-    """CPU seconds that this machine was busy."""
-    user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
-    return (user + nice + system + irq + softirq) / TICKS
-
-
-@contextmanager
-def running(command: Sequence[str], port: int, log: Path) -> Iterator[int]:
-    """A server process that answers on a port."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), str(REPAIR)]), "GOMP_SPINCOUNT": "3000"}
-    with log.open("wb") as stream:
-        process = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, start_new_session=True)
-    try:
-        _await_port(process, port, log)
-        yield process.pid
-    finally:
-        with suppress(ProcessLookupError):  # where it ended by itself
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def _await_port(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    for _ in range(240):
-        if process.poll() is not None:
-            break
+    def _listens(self, log: Path) -> bool:
+        if self.name.startswith("vitral"):  # several of them share the port
+            return b'"event": "listening"' in log.read_bytes()
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.5)
-    raise SystemExit(f"the server did not start:\n{log.read_text()[-2000:]}")
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def terminate(self) -> None:
+        for process in self.processes:
+            with suppress(ProcessLookupError):  # where it ended by itself
+                os.killpg(process.pid, signal.SIGTERM)
+
+    def stop(self) -> None:
+        self.terminate()
+        for process in self.processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            with suppress(ProcessLookupError):  # also what it left behind
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def stop_all(servers: list[Server]) -> None:
+    for server in servers:
+        server.terminate()
+    while servers:
+        servers.pop().stop()
 
 
 def free_port() -> int:
@@ -238,23 +136,32 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def bench_predict(folder: Path, scratch: Path) -> float:
+def bench_predict(folder: Path, scratch: Path, device: str, model: str) -> float:
     """Images per second of `vitral bench predict`."""
-    words = ["bench", "predict", "--data", str(folder), "--device", "cpu", "--against", "none", "--rounds", "1"]
-    command = [sys.executable, "-m", "vitral", *words, "--json", "--out", str(scratch / "bench.json")]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    words = ["bench", "predict", "--data", str(folder), "--device", device, "--against", "none", "--rounds", "1"]
+    words += ["--model", model, "--json", "--out", str(scratch / "bench.json")]
+    paths = [str(SOURCE), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, "-m", "vitral", *words], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        print(f"bench predict failed:\n{done.stderr[-2000:]}", flush=True)
+        return float("nan")
     (row,) = json.loads(done.stdout)
     return row["batch"] / row["seconds"]
 
 
-def contestants(weights: Path, exported: Sequence[str], litserve: str, settings: Sequence[str]) -> dict[str, list[str]]:
-    """Commands by name; PORT stands for the port."""
-    serve = [sys.executable, "-m", "vitral", "serve", "--port", "PORT"]
-    commands = {"vitral": [*serve, str(weights)]}
-    commands |= {f"vitral {Path(path).name}": [*serve, path] for path in exported}
-    for setting in settings if litserve else ():
-        commands[f"litserve {setting}"] = [litserve, str(LITSERVE), str(weights), "PORT", *setting.split("/")]
+def contestants(arguments: argparse.Namespace) -> dict[str, list[list[str]]]:
+    """The commands of each contestant, by name; PORT stands for the port."""
+    weights, device = str(arguments.weights), arguments.device
+    serve = [sys.executable, "-m", "vitral", "serve", "--port", "PORT", "--device", device]
+    commands = {}
+    for count in arguments.servers:
+        options = ["--reuse-port"] if count > 1 else []
+        commands["vitral" if count == 1 else f"vitral x{count}"] = [[*serve, *options, weights]] * count
+    commands |= {f"vitral {Path(path).name}": [[*serve, path]] for path in arguments.exported}
+    for setting in arguments.settings if arguments.litserve else ():
+        words = [str(LITSERVE), weights, "PORT", device, arguments.timm, *setting.split("/")]
+        commands[f"litserve {setting}"] = [[arguments.litserve, *words]]
     return commands
 
 
@@ -263,68 +170,133 @@ def main() -> None:
     parser.add_argument("weights", type=Path, nargs="?")
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--simulate", action="store_true", help="print the bound, and measure nothing")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--model", default="ViT-Ti/16", help="of `bench predict`: what the weights are")
+    parser.add_argument("--timm", default="vit_tiny_patch16_224.augreg_in21k_ft_in1k", help="timm's name of it")
+    parser.add_argument(
+        "--servers", type=int, nargs="+", default=[1], help="vitral's processes on one port, each tried"
+    )
     parser.add_argument("--litserve", default="", help="Python of an environment with litserve")
-    settings = ["timm/1/8/0", "timm/2/8/1", "timm/2/1/1", "plain/2/8/1", "packed/2/8/1"]
-    parser.add_argument("--settings", nargs="+", default=settings, help="model/workers_per_device/batch/fast_queue")
+    settings = ["timm/1/8/0/0", "timm/2/8/1/0", "timm/2/1/1/0", "plain/2/8/1/0", "packed/2/8/1/0"]
+    words = "model/workers_per_device/batch/fast_queue/num_api_servers"
+    parser.add_argument("--settings", nargs="+", default=settings, help=words)
     parser.add_argument("--exported", nargs="*", default=[], help="files of `vitral export` to serve as well")
     parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--processes", type=int, default=1, help="of the load generator")
+    parser.add_argument("--images", type=int, default=0, help="also measure vitral with as many images per request")
     parser.add_argument("--seconds", type=float, default=15)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--open", type=float, default=30, help="seconds of each kind of arrivals per round; 0 for none")
+    parser.add_argument("--open", type=float, default=30, help="seconds of each kind of arrivals; 0 for none")
+    parser.add_argument("--json", type=Path, help="file for the results")
     arguments = parser.parse_args()
     if arguments.simulate:
         return show_simulation()
     if arguments.folder is None:
         parser.error("WEIGHTS and FOLDER are needed")
-    requests = requests_of(arguments.folder, 200)
-    commands = contestants(arguments.weights, arguments.exported, arguments.litserve, arguments.settings)
-    closed: dict[str, list[Load]] = {name: [] for name in commands}
-    opened: list[tuple[str, Load]] = []
-    predicted: list[float] = []
     with tempfile.TemporaryDirectory() as scratch:
-        for round in range(arguments.rounds):
-            predicted.append(bench_predict(arguments.folder, Path(scratch)))
-            print(f"round {round}: bench predict {predicted[-1]:.1f} images/s", flush=True)
-            for name, command in commands.items():
-                port = free_port()
-                words = [word.replace("PORT", str(port)) for word in command]
-                with running(words, port, Path(scratch) / "log") as server:
-                    asyncio.run(closed_loop(port, requests, 8, 2))  # warm-up
-                    load = closed_loop(port, requests, arguments.clients, arguments.seconds)
-                    closed[name].append(measured(server, load))
-                    _show(f"  {name}", closed[name][-1])
-                    for paced in (True, False) if name == "vitral" and arguments.open else ():
-                        rate = 0.7 * closed[name][-1].rate
-                        arrivals = open_loop(port, requests, rate, arguments.open, paced)
-                        opened.append((ARRIVALS[paced], measured(server, arrivals)))
-                        _show(f"  vitral at 70 %, {opened[-1][0]}", opened[-1][1])
-    _summary(predicted, closed, opened, arguments.clients)
+        servers: list[Server] = []
+        try:
+            measure(arguments, Path(scratch), servers)
+        finally:
+            stop_all(servers)
+
+
+def measure(arguments: argparse.Namespace, scratch: Path, servers: list[Server]) -> None:
+    generator = Generator(arguments.processes)
+    singles = requests_of(arguments.folder, 200)
+    several = requests_of(arguments.folder, 200, arguments.images) if arguments.images else []
+    predicted = [bench_predict(arguments.folder, scratch, arguments.device, arguments.model)]
+    print(f"bench predict {predicted[0]:.1f} images/s", flush=True)
+    servers += [Server(name, commands, scratch) for name, commands in contestants(arguments).items()]
+    started = time.monotonic()
+    ready = [server for server in servers if server.ready()]
+    print(f"{len(ready)} of {len(servers)} contestants started in {time.monotonic() - started:.0f} s", flush=True)
+    loads: dict[str, list[Load]] = {}
+    agreement: dict[str, float] = {}
+    reference = asyncio.run(answers(ready[0].port, singles))
+    for server in ready:
+        found = asyncio.run(answers(server.port, singles))
+        agreement[server.name] = statistics.mean(a[0] == b[0] for a, b in zip(found, reference, strict=True))
+        generator.closed(server.ids, server.port, singles, arguments.clients, 1)  # warm-up
+    for round in range(arguments.rounds):
+        for server in ready:
+            load = generator.closed(server.ids, server.port, singles, arguments.clients, arguments.seconds)
+            loads.setdefault(server.name, []).append(load)
+            _show(f"  round {round}, {server.name}", load)
+            if several and server.name.startswith("vitral"):
+                load = generator.closed(server.ids, server.port, several, arguments.clients // 4, arguments.seconds)
+                name = f"{server.name}, {arguments.images} images per request"
+                loads.setdefault(name, []).append(replace(load, images=load.images * arguments.images))
+                _show(f"  round {round}, {name}", loads[name][-1])
+    ours = [server for server in ready if server.name.startswith("vitral")]
+    best = max(ours, key=lambda server: _median(loads[server.name]))
+    opened = []
+    for paced in (True, False) if arguments.open else ():
+        rate = 0.7 * _median(loads[best.name])
+        load = generator.opened(best.ids, best.port, singles, rate, arguments.open, paced)
+        opened.append((f"{best.name} at 70 % load, {ARRIVALS[paced]}", load))
+        _show(f"  {opened[-1][0]}", load)
+    stop_all(servers)
+    predicted.append(bench_predict(arguments.folder, scratch, arguments.device, arguments.model))
+    _summary(arguments, predicted, loads, opened, agreement)
+
+
+def _median(loads: Sequence[Load]) -> float:
+    return statistics.median(load.rate for load in loads)
 
 
 def _show(name: str, load: Load) -> None:
     print(
-        f"{name}: {load.rate:.1f} images/s (n = {load.images}), p50 {load.quantile(0.5) * 1e3:.0f} ms, "
-        f"p99 {load.quantile(0.99) * 1e3:.0f} ms, server {load.cpu / load.images * 1e3:.1f} CPU ms per image, "
+        f"{name}: {load.rate:.1f} images/s (n = {load.images}), p50 {load.quantile(0.5) * 1e3:.1f} ms, "
+        f"p99 {load.quantile(0.99) * 1e3:.1f} ms, server {load.cpu / load.images * 1e3:.2f} CPU ms per image, "
         f"generator {load.generator:.1%} and others {load.others:.1%} of the machine",
         flush=True,
     )
 
 
 def _summary(
-    predicted: Sequence[float], closed: dict[str, list[Load]], opened: Sequence[tuple[str, Load]], clients: int
+    arguments: argparse.Namespace,
+    predicted: Sequence[float],
+    loads: dict[str, list[Load]],
+    opened: Sequence[tuple[str, Load]],
+    agreement: dict[str, float],
 ) -> None:
-    ours = statistics.median(load.rate for load in closed["vitral"])
-    bench = statistics.median(predicted)
-    print(f"\n{clients} clients, median of {len(predicted)} rounds")
-    print(f"bench predict: {bench:.1f} images/s; vitral serve is {ours / bench:.2f} of it")
-    cost = statistics.median(load.cpu / load.images for load in closed["vitral"])
-    for name, loads in closed.items():
-        rate = statistics.median(load.rate for load in loads)
-        spent = statistics.median(load.cpu / load.images for load in loads)
-        print(f"{name}: {rate:.1f} images/s; vitral is {ours / rate:.2f} times as fast, by CPU time {spent / cost:.2f}")
-    for arrivals, load in opened:
+    bench = max(predicted)
+    rows = {name: _row(found) for name, found in loads.items()}
+    peer = max((row["rate"] for name, row in rows.items() if name.startswith("litserve")), default=float("nan"))
+    rates = " and ".join(f"{rate:.1f}" for rate in predicted)
+    print(f"\n{arguments.model}, {arguments.device}, {arguments.clients} clients, medians of {arguments.rounds} rounds")
+    print(f"bench predict, before and after: {rates} images/s (the higher one counts)\n")
+    print(
+        "| contestant | images/s | of bench predict | of the fastest LitServe | p50 ms | p99 ms | CPU ms | agreement |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for name, row in rows.items():
+        row |= {"of_bench": row["rate"] / bench, "of_litserve": row["rate"] / peer, "agreement": agreement.get(name)}
+        same = "" if row["agreement"] is None else f"{row['agreement']:.1%}"
+        print(
+            f"| {name} | {row['rate']:.1f} | {row['of_bench']:.2f} | {row['of_litserve']:.2f} | {row['p50'] * 1e3:.1f} "
+            f"| {row['p99'] * 1e3:.1f} | {row['cpu'] * 1e3:.2f} | {same} |"
+        )
+    for name, load in opened:
         ratio = load.quantile(0.99) / load.quantile(0.5)
-        print(f"at 70 % load, {arrivals}: p99 / p50 = {ratio:.2f} (n = {load.images})")
+        print(f"{name}: {load.rate:.1f} images/s, p99 / p50 = {ratio:.2f} (n = {load.images})")
+    if arguments.json:
+        late = {name: _row([load]) for name, load in opened}
+        arguments.json.write_text(json.dumps({"bench": predicted, "closed": rows, "open": late}, indent=1))
+
+
+def _row(loads: Sequence[Load]) -> dict[str, Any]:
+    return {
+        "rate": _median(loads),
+        "rates": [load.rate for load in loads],
+        "images": [load.images for load in loads],
+        "p50": statistics.median(load.quantile(0.5) for load in loads),
+        "p99": statistics.median(load.quantile(0.99) for load in loads),
+        "cpu": statistics.median(load.cpu / load.images for load in loads),
+        "generator": statistics.median(load.generator for load in loads),
+        "others": statistics.median(load.others for load in loads),
+    }
 
 
 if __name__ == "__main__":

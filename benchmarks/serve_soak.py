@@ -24,7 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from serve_load import free_port, requests_of, running
+from serve_clients import requests_of
+from serve_load import Server
 
 MAX_BODY = 2_000_000
 TIMEOUT = 15.0
@@ -231,18 +232,22 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=30)
     arguments = parser.parse_args()
     requests = requests_of(arguments.folder, 50)
-    port = free_port()
-    options = ["--max-body-mb", str(MAX_BODY / 1e6), "--timeout", str(TIMEOUT), "--port", str(port)]
+    options = ["--max-body-mb", str(MAX_BODY / 1e6), "--timeout", str(TIMEOUT), "--port", "PORT"]
     command = [sys.executable, "-m", "vitral", "serve", str(arguments.weights), *options]
     with tempfile.TemporaryDirectory() as scratch:
-        log = Path(scratch) / "log"
-        with running(command, port, log) as pid:
+        server = Server("vitral", [command], Path(scratch))
+        try:
+            if not server.ready():
+                sys.exit(1)
+            port, (pid,) = server.port, server.ids
             started = time.monotonic()
             run = Soak(port, requests, arguments.minutes * 60)
             memory = asyncio.run(soak(run, pid, arguments.clients, arguments.rude, arguments.every))
             minutes = (time.monotonic() - started) / 60
             end = asyncio.run(terminate(port, pid, requests))
-        errors = [line for line in log.read_text().splitlines() if '"level": "error"' in line]
+        finally:
+            server.stop()
+        errors = [line for line in server.logs[0].read_text().splitlines() if '"level": "error"' in line]
     settled = [size for moment, size in memory if moment >= arguments.minutes * 6]
     growth = settled[-1] / settled[0] - 1 if settled else float("nan")
     print(f"\n{minutes:.1f} minutes: {dict(run.counts)}")
