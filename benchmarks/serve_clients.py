@@ -145,7 +145,9 @@ class Generator:
         self, servers: Sequence[int], port: int, requests: Sequence[bytes], clients: int, seconds: float
     ) -> Load:
         parts = [clients // self.count + (index < clients % self.count) for index in range(self.count)]
-        calls = [(port, requests[index:] + requests[:index], part, seconds) for index, part in enumerate(parts) if part]
+        calls = [
+            (port, [*requests[index:], *requests[:index]], part, seconds) for index, part in enumerate(parts) if part
+        ]
         return self._measured(servers, closed_loop, calls)
 
     def opened(

@@ -99,9 +99,12 @@ class Server:
             if all(map(self._listens, self.logs)):
                 return True
             time.sleep(0.2)
-        for log in self.logs[:1]:
-            print(f"{self.name} did not start:\n{log.read_text(errors='replace')[-2000:]}", flush=True)
+        self.report("did not start")
         return False
+
+    def report(self, what: str) -> None:
+        """Print what happened, and the end of the log."""
+        print(f"{self.name} {what}:\n{self.logs[0].read_text(errors='replace')[-2000:]}", flush=True)
 
     def _listens(self, log: Path) -> bool:
         if self.name.startswith("vitral"):  # several of them share the port
@@ -193,6 +196,7 @@ def main() -> None:
         return show_simulation()
     if arguments.folder is None:
         parser.error("WEIGHTS and FOLDER are needed")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     with tempfile.TemporaryDirectory() as scratch:
         servers: list[Server] = []
         try:
@@ -213,11 +217,16 @@ def measure(arguments: argparse.Namespace, scratch: Path, servers: list[Server])
     print(f"{len(ready)} of {len(servers)} contestants started in {time.monotonic() - started:.0f} s", flush=True)
     loads: dict[str, list[Load]] = {}
     agreement: dict[str, float] = {}
-    reference = asyncio.run(answers(ready[0].port, singles))
-    for server in ready:
-        found = asyncio.run(answers(server.port, singles))
-        agreement[server.name] = statistics.mean(a[0] == b[0] for a, b in zip(found, reference, strict=True))
-        generator.closed(server.ids, server.port, singles, arguments.clients, 1)  # warm-up
+    reference: list[tuple[str, float]] = []
+    for server in list(ready):
+        try:
+            found = asyncio.run(answers(server.port, singles))
+            reference = reference or found
+            agreement[server.name] = statistics.mean(a[0] == b[0] for a, b in zip(found, reference, strict=True))
+            generator.closed(server.ids, server.port, singles, arguments.clients, 1)  # warm-up
+        except Exception as error:  # the others are still measured
+            ready.remove(server)
+            server.report(f"failed ({error!r})")
     for round in range(arguments.rounds):
         for server in ready:
             load = generator.closed(server.ids, server.port, singles, arguments.clients, arguments.seconds)
