@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import weakref
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -261,6 +263,31 @@ def test_the_search_for_the_largest_batch_takes_few_steps(toml, monkeypatch):
     counts = [(work, batch, len(list(group))) for (work, batch), group in itertools.groupby(steps)]
     assert counts[:4] == [("train", 8, 4), ("train", 16, 4), ("train", 32, 4), ("train", 64, 2)]
     assert counts[4:] == [("infer", 8, 4), ("infer", 16, 4), ("infer", 32, 4), ("infer", 64, 4)]
+
+
+def test_a_measurement_of_speed_keeps_no_model_in_memory(toml, monkeypatch):
+    """Else the largest batch of the next model would be smaller."""
+    models = []
+
+    class Step(study_runs.TrainingStep):
+        def __init__(self, backend, workload):
+            super().__init__(backend, workload)
+            models.append(weakref.ref(self.model))
+
+        def double_batch(self):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(study_runs, "TrainingStep", Step)
+    toml.write_text(
+        'title = "Speed"\nmeasure = "speed"\nmetric = "train_images_per_second"\n'
+        '[recipe]\nbatch = 16\nimage = 16\nmodel = "ViT-Ti/16"\n'
+    )
+    gc.disable()  # it would free the model at some time
+    try:
+        run(toml, "speed")
+        assert [model() for model in models] == [None]
+    finally:
+        gc.enable()
 
 
 def test_the_study_in_the_documentation_runs_and_is_reported_on(tmp_path):

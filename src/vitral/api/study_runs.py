@@ -20,7 +20,7 @@ from vitral.api.evaluation import evaluate
 from vitral.api.inference import compute_device, reading_workers, resolve_preprocessing
 from vitral.api.recipes import normalised_as
 from vitral.bench.backends import OURS, Backend, Workload
-from vitral.bench.steps import InferenceStep, TimedStep, TrainingStep
+from vitral.bench.steps import InferenceStep, TimedStep, TrainingStep, free_memory
 from vitral.checkpoints.card import Preprocess
 from vitral.checkpoints.hub import located
 from vitral.checkpoints.lock import FolderLock
@@ -146,8 +146,7 @@ def execute(context: StudyContext, planned: PlannedRun, folder: Path, on_event: 
         values: dict[str, Any] = {**asdict(measured), "metrics": scalars}
         shared = values.pop("shared_seconds")
         record = replace(record, **values)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    free_memory()
     return replace(record, seconds=round(time.perf_counter() - began - shared, 1))
 
 
@@ -264,8 +263,7 @@ def _rates(step: type[TimedStep], workload: Workload, largest: int) -> Iterator[
         return
     finally:
         timed = None
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
 
 
 def _accuracy(source: str, data: DataSet, device: str) -> dict[str, float]:

@@ -6,6 +6,7 @@ training does, and the whole prediction from the image in host memory to its cla
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -303,6 +304,14 @@ def timed(work: Callable[[], Any], count: int, device: str) -> list[float]:
         event.record()
     torch.cuda.synchronize()
     return [first.elapsed_time(second) / 1e3 for first, second in pairwise(events)]
+
+
+def free_memory() -> None:
+    """Give back the memory of a model that is no longer used: it is part of a reference cycle, with its step or its
+    optimizer, which only the garbage collector frees."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _seconds(work: Callable[[], Any]) -> float:
