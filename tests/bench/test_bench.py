@@ -385,7 +385,7 @@ def test_a_benchmark_end_to_end_and_a_later_one_adds_rows(tmp_path: Path, monkey
     for measured in result.rows:
         assert 0 < measured.seconds_q1 <= measured.seconds <= measured.seconds_q3
         assert measured.samples >= 2
-        assert measured.startup_seconds > measured.seconds
+        assert measured.startup_seconds > 0
         assert 0 < measured.matmul_share < 1
         assert 2 * measured.macs == training_flops(parse("ViT-Ti/16@32"), images=2, epochs=1)
     assert any("gradients within" in event.text for event in events)
