@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
+
+import pytest
 
 from vitral.studies import report
 from vitral.studies.definition import Study, parse_study
@@ -66,3 +69,27 @@ def test_what_was_not_measured_is_not_written():
     study, records = recorded(BUDGETS, flops=0.0)
     assert "FLOPs" not in report.cost_sentence(records)
     assert "Bars are" not in report.html(study, results(study, records), records)  # one run each has no interval
+
+
+def test_counts_have_a_figure_each_and_logarithmic_axes_if_they_differ_by_orders_of_magnitude():
+    head = 'title = "Speed"\nmetric = "images_per_second"\ncolumns = ["largest_batch", "real"]\nx = "image"\n'
+    axes = (
+        'seeds = [0, 1]\nrecipe = { batch = 8, steps = 9 }\naxes = { model = ["ViT-Ti/16"], image = [64, 128, 512] }\n'
+    )
+    study = parse_study(tomllib.loads(head + axes), "mine")
+    speeds = {64: (1e5, 1e5), 128: (1e4, 1e4), 512: (10, 4000)}  # the last interval goes far below zero
+    records = {}
+    for run in plan(study, {}).runs:
+        value = speeds[run.settings["image"]][run.settings["seed"]]
+        metrics = {"images_per_second": value, "largest_batch": 4 + run.settings["seed"]}
+        records[run.id] = Record(run.id, "mine", {}, metrics=metrics)
+    cells = results(study, records)
+    (caption, speed), (other, _) = report.figures(study, cells)
+    assert (caption, other) == ("Ours: images_per_second", "Ours: largest_batch")
+    (joined,) = re.findall(r'<polyline points="([^"]+)" style="[^"]*stroke-width:1.6"', speed)
+    xs, ys = zip(*(map(float, point.split(",")) for point in joined.split()), strict=True)
+    assert (xs[1] - xs[0]) * 2 == pytest.approx(xs[2] - xs[1], abs=0.2)  # 64 to 128, 128 to 512
+    assert (ys[1] - ys[0]) / math.log(10) == pytest.approx((ys[2] - ys[1]) / math.log(1e4 / 2005), rel=0.01)
+    assert "nan" not in speed
+    assert "4.5 (" in report.markdown(study, cells, records)  # largest batches 4 and 5
+    assert "| 2,005 (" in report.markdown(study, cells, records)

@@ -256,7 +256,8 @@ class Panel:
             lines.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             lines.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
         for value in self.x_ticks:
-            if not (self.percent_x or float(value).is_integer()):  # steps and layers are counted
+            counted = self.x.high >= 1  # steps and layers are, learning rates are not
+            if counted and not (self.percent_x or float(value).is_integer()):
                 continue
             text, y = _number(value, self.percent_x), HEIGHT - BOTTOM + 20
             lines.append(f'<text class="tick" x="{self.x(value):.1f}" y="{y}" text-anchor="middle">{text}</text>')

@@ -240,7 +240,9 @@ def _shown(estimate: Estimate, metric: str) -> str:
 
 
 def _number(value: float, metric: str) -> str:
-    return f"{value:+.3g}" if is_count(metric) else f"{100 * value:+.2f}"
+    if not is_count(metric):
+        return f"{100 * value:+.2f}"
+    return f"{value:+,.0f}" if 100 <= abs(value) < 1e6 else f"{value:+.3g}"
 
 
 def is_count(metric: str) -> bool:

@@ -293,7 +293,9 @@ def _score(cell: CellResult, metric: str) -> str:
         return ""
     if 0 <= mean <= 1:
         return f"{mean:.2%}" + ("" if half is None else f" ({100 * (mean - half):.2f} to {100 * (mean + half):.2f})")
-    return f"{mean:,.1f}" + ("" if half is None else f" ({mean - half:,.1f} to {mean + half:,.1f})")
+    digits = 0 if float(mean).is_integer() else 1  # a largest batch, a rate
+    shown = [f"{value:,.{digits}f}" for value in ([mean] if half is None else [mean, mean - half, mean + half])]
+    return shown[0] + (f" ({shown[1]} to {shown[2]})" if half is not None else "")
 
 
 def _counted(cell: CellResult) -> str:

@@ -184,7 +184,8 @@ def figures(study: Study, cells: Sequence[CellResult]) -> list[tuple[str, str]]:
         return []
     caption = f"Ours: {study.metric}"
     if study.x:
-        charts = [(caption, curves(study, done))]
+        counts = [column for column in study.columns if is_count(column) and any(cell.values(column) for cell in done)]
+        charts = [(f"Ours: {metric}", curves(study, done, metric)) for metric in (study.metric, *counts)]
     else:
         rows = [(_row_name(cell, cells), cell.mean(study.metric), cell.interval(study.metric)) for cell in done]
         shown = [(name, mean, half) for name, mean, half in rows if mean is not None]
@@ -232,36 +233,46 @@ def row_chart(rows: Sequence[tuple[str, float, float | None]], *, percent: bool)
     return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="Values by row">{"".join(parts)}</svg>'
 
 
-def curves(study: Study, cells: Sequence[CellResult]) -> str:
-    """The metric over the study's axis, a line per group of cells with intervals (SVG and a legend)."""
-    percent = not is_count(study.metric)
+def curves(study: Study, cells: Sequence[CellResult], metric: str) -> str:
+    """A metric over the study's axis, a line per group of cells with intervals (SVG and a legend); counts that differ
+    by orders of magnitude have logarithmic axes."""
+    percent = not is_count(metric)
     lines: dict[tuple[str, str], list[tuple[float, float, float | None]]] = {}
     for cell in cells:
-        x, mean = cell.number(study.x, study.metric), cell.mean(study.metric)
+        x, mean = cell.number(study.x, metric), cell.mean(metric)
         if x is not None and mean is not None:
             key = (_series(cell, study.x), _line(cell, cells, study.x))
-            lines.setdefault(key, []).append((x, mean, cell.interval(study.metric)))
-    xs = [x for points in lines.values() for x, _, _ in points]
-    log = min(xs) > 0 and (study.x == "flops" or max(xs) / min(xs) > _WIDE)
-    scaled = {key: sorted({(math.log10(x) if log else x, y, h) for x, y, h in p}) for key, p in lines.items()}
+            lines.setdefault(key, []).append((x, mean, cell.interval(metric)))
+    drawn = [point for points in lines.values() for point in points]
+    xs, ys = [x for x, _, _ in drawn], [y for _, y, _ in drawn]
+    both_log = not percent and min(*xs, *ys) > 0 and max(ys) / min(ys) > _WIDE
+    log = not both_log and min(xs) > 0 and (study.x == "flops" or max(xs) / min(xs) > _WIDE)
+    least = min(ys) if both_log else -math.inf  # an interval that goes below has no place on a logarithmic axis
+    scaled = {
+        key: sorted(
+            {(math.log10(x) if log else x, y, max(y - (half or 0.0), least), y + (half or 0.0)) for x, y, half in p}
+        )
+        for key, p in lines.items()
+    }
     series = list(dict.fromkeys(name for name, _ in scaled))
     colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(series)}
-    ends = [(x, y + sign * (half or 0.0)) for p in scaled.values() for x, y, half in p for sign in (-1, 1)]
+    ends = [(x, end) for points in scaled.values() for x, _, low, high in points for end in (low, high)]
     label = "FLOPs per run" if study.x == "flops" else study.x
-    panel = Panel(ends, f"{label}, as a power of ten" if log else label, study.metric, percent=percent)
+    axis = f"{label}, as a power of ten" if log else label
+    panel = Panel(ends, axis, metric, percent=percent, log=both_log)
     parts = []
     for (name, line), points in scaled.items():
         colour = colours[name]
-        joined = panel.polyline([(x, y) for x, y, _ in points])
+        joined = panel.polyline([(x, y) for x, y, _, _ in points])
         parts.append(f'<polyline points="{joined}" style="stroke:{colour};stroke-width:1.6"/>')
-        for x, y, half in points:
-            bar = panel.polyline([(x, y - (half or 0.0)), (x, y + (half or 0.0))])
+        for x, y, low, high in points:
+            bar = panel.polyline([(x, low), (x, high)])
             parts.append(f'<polyline points="{bar}" style="stroke:{colour};opacity:.5"/>')
             left, top = panel.position((x, y))
             title = f"<title>{escape(f'{line or name}: {panel.describe((x, y))}')}</title>"
             parts.append(f'<circle cx="{left:.1f}" cy="{top:.1f}" r="3.4" style="fill:{colour}">{title}</circle>')
     legend = "".join(f'<span><i style="background:{colours[name]}"></i>{escape(name)}</span>' for name in series)
-    return panel.svg(parts, f"{study.metric} over {label}") + f'<p class="key">{legend}</p>'
+    return panel.svg(parts, f"{metric} over {label}") + f'<p class="key">{legend}</p>'
 
 
 def _line(cell: CellResult, cells: Sequence[CellResult], x: str) -> str:
