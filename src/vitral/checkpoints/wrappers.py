@@ -92,7 +92,7 @@ def ignored_sentences(keys: Collection[str], prefix: str = "") -> list[str]:
     """What is not used of a file, as sentences for `Card.changes`: one for each branch outside of `prefix`."""
     branches: dict[str, list[str]] = {}
     for key in keys:
-        branches.setdefault(_branch(key, prefix), []).append(key)
+        branches.setdefault(branch_of(key, prefix), []).append(key)
     return [
         f'ignored: {len(inside)} tensors under "{branch}"' if inside[1:] else f'ignored: tensor "{inside[0]}"'
         for branch, inside in branches.items()
@@ -103,6 +103,14 @@ def ignored_keys(model: FoundModel, used: Collection[str]) -> list[str]:
     """The keys of a model, as in the table, that its format ignores."""
     pattern = re.compile(model.format.ignored)
     return [name for name in model.names.values() if name not in used and pattern.match(name)]
+
+
+def branch_of(key: str, prefix: str) -> str:
+    """The shortest start of a key, up to a separator, that the prefix does not share."""
+    for match in re.finditer(r"[./]", key):
+        if not prefix.startswith(key[: match.end()]):
+            return key[: match.end()]
+    return key
 
 
 def _prefixes(keys: Iterable[str]) -> list[str]:
@@ -171,14 +179,6 @@ def _matching(models: list[FoundModel], part: str) -> list[FoundModel]:
 def _shortest_part(model: FoundModel, models: list[FoundModel]) -> str:
     components = [word for word in re.split("[./]", model.part) if word]
     return next((word for word in components if _matching(models, word) == [model]), model.part)
-
-
-def _branch(key: str, prefix: str) -> str:
-    """The shortest start of a key, up to a separator, that the prefix does not share."""
-    for match in re.finditer(r"[./]", key):
-        if not prefix.startswith(key[: match.end()]):
-            return key[: match.end()]
-    return key
 
 
 def _check_unique(names: Mapping[str, str]) -> None:
