@@ -175,7 +175,6 @@ USED = {
     "classification_head": {"classification_head": lambda: nn.Linear(32, 7)},
     "linear_layer": {"linear_layer": lambda: nn.Linear(32, 7)},
     "to_logits": {"to_logits": lambda: nn.Linear(32, 7)},
-    "final_layer": {"final_layer": lambda: nn.Linear(32, 7)},
     "fc1": {"fc1": lambda: nn.Linear(32, 7)},
 }
 
@@ -225,6 +224,7 @@ NOT_CERTAIN = {
     "a layer norm": ({"norm": lambda: nn.LayerNorm(32), "head": lambda: nn.Linear(32, 7)}, "head"),
     "a norm in it": ({"mlp_head": lambda: nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 7))}, "mlp_head.1"),
     "an unknown name": ({"my_layer": lambda: nn.Linear(32, 7)}, "my_layer"),
+    "a final layer": ({"final_layer": lambda: nn.Linear(32, 7)}, "final_layer"),
     "another unknown name": ({"predictor": lambda: nn.Linear(32, 7)}, "predictor"),
     "an MLP": ({"fc1": lambda: nn.Linear(32, 9), "fc2": lambda: nn.Linear(9, 7)}, None),
     "an MLP of unknown names": ({"layer1": lambda: nn.Linear(32, 9), "layer2": lambda: nn.Linear(9, 7)}, None),
@@ -256,6 +256,13 @@ def test_a_layer_on_the_logits_of_a_model_is_refused(tmp_path, name):
         vitral.load(path, heads=4, classifier=name)
 
 
+@pytest.mark.parametrize("name", ["head_dist", "distillation_classifier"])
+def test_a_head_of_a_distillation_token_is_refused(tmp_path, name):
+    path = save(Beside(timm_model(num_classes=0), **{name: nn.Linear(32, 7)}).state_dict(), tmp_path / "a.pt")
+    with pytest.raises(UserError, match=rf'\("{name}\."\) that is not .*: pass classes=0 to load'):
+        vitral.load(path, heads=4)
+
+
 def test_a_head_beside_a_pooler_may_read_either_and_is_refused(tmp_path):
     library = outside("transformers")
     with quiet():
@@ -276,6 +283,21 @@ def test_projections_and_heads_of_other_tasks_are_listed_as_ignored(tmp_path, na
     model = Beside(backbone, **{name: nn.Linear(32, 7)})
     changes = loads_as(backbone, save(model.state_dict(), tmp_path / "a.pt"))
     assert f'ignored: 2 tensors under "{name}."' in changes
+
+
+def test_a_projection_of_dino_beside_its_backbone_is_listed_as_ignored(tmp_path):
+    """Its layers have any names, its last one is `last_layer`."""
+    backbone = timm_model(num_classes=0)
+    last = nn.utils.parametrizations.weight_norm(nn.Linear(8, 20, bias=False))
+    head = nn.ModuleDict({"layers": nn.Sequential(nn.Linear(32, 16), nn.GELU(), nn.Linear(16, 8)), "last_layer": last})
+    state = {**prefixed("student_backbone.", backbone.state_dict()), **prefixed("student_head.", head.state_dict())}
+    assert 'ignored: 6 tensors under "student_head."' in loads_as(backbone, save(state, tmp_path / "a.pt"))
+
+
+def test_the_last_norm_of_a_text_tower_is_not_a_head(tmp_path):
+    backbone = timm_model(num_classes=0)
+    state = {**prefixed("visual.trunk.", backbone.state_dict()), "ln_final.weight": torch.ones(24)}
+    assert 'ignored: tensor "ln_final.weight"' in loads_as(backbone, save(state, tmp_path / "a.pt"))
 
 
 def test_the_command_takes_a_classifier(tmp_path, capsys, monkeypatch):

@@ -169,6 +169,28 @@ def test_names_of_deit_in_memory_are_read_too(tmp_path):
     assert gap(run(read(tmp_path).weights, images), hf_output(model, images)) <= LIMIT
 
 
+def test_a_deit_of_masked_image_modeling_is_read_without_its_decoder(tmp_path):
+    library = outside("transformers")
+    with quiet():
+        model = randomised(library.DeiTForMaskedImageModeling(library.DeiTConfig(**HF, encoder_stride=8)))
+    found = read(hf_saved(model, tmp_path / "a"))
+    images = pictures(2, 3, 32, 32)
+    assert gap(run(found.weights, images), outcome(model.deit, images).last_hidden_state[:, 0]) <= LIMIT
+    assert 'ignored: 2 tensors under "decoder."' in found.weights.changes
+
+
+def test_the_head_of_the_distillation_token_is_not_taken_for_the_classifier(tmp_path):
+    library = outside("transformers")
+    with quiet():
+        model = randomised(library.DeiTForImageClassificationWithTeacher(library.DeiTConfig(**HF)))
+    folder = hf_saved(model, tmp_path / "a")
+    state = load_file(folder / "model.safetensors")
+    kept = {key: tensor for key, tensor in state.items() if not key.startswith("cls_classifier.")}
+    save_file(kept, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"the file has no tensor cls_classifier\.weight: it is incomplete"):
+        read(folder)
+
+
 def test_a_model_of_timm_becomes_one_of_transformers(tmp_path):
     model = created("deit_tiny_distilled_patch16_224", **TIMM)
     weights = read(saved(model, tmp_path / "timm", TIMM)).weights

@@ -253,7 +253,9 @@ def is_recorded(changes: set[str], touched: set[str]) -> bool:
     sentences = [change for change in changes if change.startswith(("ignored: ", "assumed: "))]
     named = {word.rstrip("./") for change in sentences for word in re.findall(r'"([^"]+)"', change)}
     positions = any("positions" in change for change in sentences) and any("pos" in key for key in touched)
-    return positions or any(name in key for name in named for key in touched)
+    modules = {key.rpartition(".")[0] or key for key in touched}  # without a wrapper that came later
+    wrapped = any(name.endswith(f".{module}") for name in named for module in modules)
+    return positions or wrapped or any(name in key for name in named for key in touched)
 
 
 def is_another_model(case: Case, found: Architecture, touched: set[str], arrays: Arrays) -> bool:
@@ -269,10 +271,15 @@ def is_another_model(case: Case, found: Architecture, touched: set[str], arrays:
         return headless or rowless
     if case.format == "open_clip" and touched == {"visual.proj"} and found.classes != original.classes:
         return True
-    if case.format == "dinov3" and touched == {"rope_embed.periods"} and len(arrays["rope_embed.periods"]) == 1:
+    periods = [array for key, array in arrays.items() if _is_periods(key)]
+    if case.format == "dinov3" and all(map(_is_periods, touched)) and [len(array) for array in periods] == [1]:
         return True
     fewer_layers = getattr(found, "depth", 0) < getattr(original, "depth", 0)
     return headless or rowless or fewer_layers or found.channels != original.channels or lost_registers(touched, arrays)
+
+
+def _is_periods(key: str) -> bool:
+    return key.endswith("rope_embed.periods")
 
 
 def lost_registers(touched: set[str], arrays: Arrays) -> bool:

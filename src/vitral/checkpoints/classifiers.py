@@ -20,13 +20,15 @@ INNER_HEAD = re.compile(r"(heads?|fc|classifier)\.")  # of a model's own, where 
 # Words in the names of modules, such as "cls_head" and "fc2". Those of `_OTHER` belong to pre-training, to a text tower
 # or to dense tasks, none of which a classifier runs.
 _HEAD = re.compile(
-    r"(?:heads?|fc|\w*classifier|classification|clf|linear|lin|out|outputs?|logits|pred|predictions?|dense|final)\d*"
+    r"(?:heads?|fc|\w*classifier|classification|clf|linear|lin|out|outputs?|logits|pred|predictions?|dense)\d*"
 )
 _OTHER = re.compile(
     r"(?:proj\w*|prototypes?|dino|ibot|moco|simclr|byol|mlm|lm|mim|mask|text|decode\w*|embed\w*|aux\w*|seg\w*|bbox|rpn"
     r"|roi|box|depth|loss|criterion|metrics?)\d*"
 )
-_INSIDE_PROJECTION = ("mlp", "last_layer")  # such as "head.mlp.0" and "head.last_layer" of DINO
+_INSIDE_PROJECTION = "mlp"  # such as "head.mlp.0" of DINO
+_LAST = ".last_layer."  # of DINO's projection, whose other layers may have any name
+_DISTILLED = {"dist", "distillation", "distilled"}  # in the name of a head that reads another token
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,10 @@ class _Layer:
     def is_linear(self, features: int) -> bool:
         return len(self.shape) == 2 and self.inputs == features and self.keys.keys() <= {"weight", "bias"}
 
+    @property
+    def is_distilled(self) -> bool:
+        return not _DISTILLED.isdisjoint(re.split("[._]", self.name))
+
 
 def find_classifier(file: WeightFile, model: FoundModel, architecture: Architecture) -> Classifier | None:
     """The classifier that a file has beside its model, or in it under a name that the format does not use.
@@ -86,7 +92,7 @@ def find_classifier(file: WeightFile, model: FoundModel, architecture: Architect
     if not heads:
         _refuse_unsure(layers, model, architecture)
         return None
-    fitting = [layer for layer in heads if layer.is_linear(architecture.features)]
+    fitting = [layer for layer in heads if layer.is_linear(architecture.features) and not layer.is_distilled]
     others = [layer for layer in layers if fitting and layer is not fitting[0] and _is_near(layer, fitting[0])]
     if fitting and not others and not _own_head(architecture):
         return _classifier(fitting[0])
@@ -98,9 +104,10 @@ def find_classifier(file: WeightFile, model: FoundModel, architecture: Architect
 def _outside(file: WeightFile, model: FoundModel) -> list[_Layer]:
     """The modules beside a backbone, without those of other models, text towers and the like."""
     modules: dict[str, dict[str, str]] = {}
+    projections = tuple({name.partition(_LAST)[0] + "." for name in model.outside.values() if _LAST in name})
     for key, name in model.outside.items():
         module, _, leaf = name.rpartition(".")
-        if module and not name.startswith(model.others) and not _is_other(module, model.prefix):
+        if module and not name.startswith(model.others + projections) and not _is_other(module, model.prefix):
             modules.setdefault(module, {})[leaf] = key
     return [_layer(file, module, keys, _names_head(module, model.prefix)) for module, keys in modules.items()]
 
@@ -139,7 +146,7 @@ def _is_other(module: str, prefix: str) -> bool:
     branch = branch_of(f"{module}.", prefix)[:-1]
     first, inside = branch.rpartition(".")[2], module[len(branch) + 1 :].split(".")
     words = [word for name in (first, *inside) for word in _words(name)]
-    return any(name in _INSIDE_PROJECTION for name in inside) or any(map(_OTHER.fullmatch, words))
+    return _INSIDE_PROJECTION in inside or any(map(_OTHER.fullmatch, words))
 
 
 def _words(name: str) -> list[str]:

@@ -143,6 +143,7 @@ def _notes(keys: Collection[str], prefix: str) -> tuple[str, ...]:
 
 
 def _knows_every_key(model: FoundModel) -> bool:
+    """Whether a format uses or lists every key, or refuses the model, for which a narrower view is no remedy."""
     table, header = model.format, model.header
     try:
         architecture = table.architecture(header)
@@ -150,7 +151,7 @@ def _knows_every_key(model: FoundModel) -> bool:
         shapes = {name: torch.empty(shape, device="meta") for name, shape in header.shapes.items()}
         names = table.unpack(shapes, architecture)
     except UserError:
-        return False
+        return True
     used, ignored = {entry.theirs for entry in entries}, re.compile(table.ignored)
     return all(name in used or ignored.match(name) for name in names)
 
