@@ -30,24 +30,29 @@ from vitral.cli import main
 from vitral.errors import UserError
 
 
-class Classifier(nn.Module):
-    """A backbone with a classifier beside it, as many training scripts write it."""
+class Beside(nn.Module):
+    """A backbone and further modules, run in this order, as many training scripts write it."""
 
-    def __init__(self, name: str, bias: bool = True) -> None:
+    def __init__(self, backbone: nn.Module, **layers: nn.Module) -> None:
         super().__init__()
-        self.backbone, self.name = timm_model(num_classes=0), name
-        self.add_module(name, nn.Linear(32, 7, bias=bias))
-        randomised(self)
+        self.backbone, self.order = backbone, ["backbone", *layers]
+        for key, layer in layers.items():
+            self.add_module(key, randomised(layer, seed=3))
+        self.eval()
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.get_submodule(self.name)(self.backbone(images))
+        for name in self.order:
+            images = self.get_submodule(name)(images)
+            images = getattr(images, "last_hidden_state", images)
+            images = images[:, 0] if images.ndim == 3 else images
+        return images
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("name", ["head", "fc", "classifier", "linear", "clf", "output"])
 @pytest.mark.parametrize("outer", ["", "module.", "state_dict.model."])
 def test_a_classifier_beside_the_backbone_is_used(tmp_path, name, bias, outer):
-    model = Classifier(name, bias).eval()
+    model = Beside(timm_model(num_classes=0), **{name: nn.Linear(32, 7, bias=bias)})
     path = save(prefixed(outer, model.state_dict()), tmp_path / "a.safetensors")
     changes = loads_as(model, path)
     assert any(f'classifier "{outer}{name}." (7 classes' in change for change in changes), changes
@@ -116,25 +121,6 @@ def test_a_second_head_is_refused(tmp_path):
         vitral.load(save(state, tmp_path / "a.safetensors"), heads=4)
 
 
-class Beside(nn.Module):
-    """A backbone and further modules, run in this order."""
-
-    def __init__(self, backbone: nn.Module, name: str = "backbone", **layers: nn.Module) -> None:
-        super().__init__()
-        self.order = [name, *layers]
-        self.add_module(name, backbone)
-        for key, layer in layers.items():
-            self.add_module(key, randomised(layer, seed=3))
-        self.eval()
-
-    def forward(self, images: Tensor) -> Tensor:
-        for name in self.order:
-            images = self.get_submodule(name)(images)
-            images = getattr(images, "last_hidden_state", images)
-            images = images[:, 0] if images.ndim == 3 else images
-        return images
-
-
 def dropped(outputs: int = 7, inputs: int = 32) -> nn.Sequential:
     return nn.Sequential(nn.Dropout(0.1), nn.Linear(inputs, outputs))
 
@@ -188,7 +174,7 @@ def test_one_linear_layer_with_the_name_of_a_classifier_is_used(tmp_path, family
 
 
 def test_a_module_of_lightning_with_a_classifier_is_read(tmp_path):
-    model = Beside(timm_model(num_classes=0), "model", classifier=dropped())
+    model = Beside(timm_model(num_classes=0), classifier=dropped())
     state = {**model.state_dict(), "train_acc.total": torch.zeros(()), "criterion.weight": torch.ones(7)}
     changes = loads_as(model, save({"state_dict": state, "epoch": 3}, tmp_path / "last.ckpt"))
     assert any('"state_dict.classifier.1." (7 classes) reads' in change for change in changes)

@@ -172,7 +172,7 @@ def test_names_of_deit_in_memory_are_read_too(tmp_path):
 def test_a_deit_of_masked_image_modeling_is_read_without_its_decoder(tmp_path):
     library = outside("transformers")
     with quiet():
-        model = randomised(library.DeiTForMaskedImageModeling(library.DeiTConfig(**HF, encoder_stride=8)))
+        model: Any = randomised(library.DeiTForMaskedImageModeling(library.DeiTConfig(**HF, encoder_stride=8)))
     found = read(hf_saved(model, tmp_path / "a"))
     images = pictures(2, 3, 32, 32)
     assert gap(run(found.weights, images), outcome(model.deit, images).last_hidden_state[:, 0]) <= LIMIT
