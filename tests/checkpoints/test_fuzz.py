@@ -4,7 +4,8 @@ What no reader can detect is left out:
 
 - values: two tensors of the same shape swapped, a square matrix transposed;
 - a complete file of another model: without all tensors of the head, or with one row of positions less, for the patches
-  alone; where no config.json or card counts them, also without registers, with fewer layers or more channels.
+  alone; where no config.json or card counts them, also without registers or with more, with fewer layers or
+  more channels.
 
 `VITRAL_FUZZ=5000 pytest tests/checkpoints/test_fuzz.py` tries that many random changes of each format.
 """
@@ -275,7 +276,8 @@ def is_another_model(case: Case, found: Architecture, touched: set[str], arrays:
     if case.format == "dinov3" and all(map(_is_periods, touched)) and [len(array) for array in periods] == [1]:
         return True
     fewer_layers = getattr(found, "depth", 0) < getattr(original, "depth", 0)
-    return headless or rowless or fewer_layers or found.channels != original.channels or lost_registers(touched, arrays)
+    registers = getattr(found, "registers", 0) > getattr(original, "registers", 0) or lost_registers(touched, arrays)
+    return headless or rowless or fewer_layers or found.channels != original.channels or registers
 
 
 def _is_periods(key: str) -> bool:
