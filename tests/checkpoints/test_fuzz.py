@@ -233,12 +233,12 @@ def copy_all(arrays: Arrays, one: int, two: int) -> tuple[Arrays, set[str]]:
 
 
 def drop_module(arrays: Arrays, one: int, two: int) -> tuple[Arrays, set[str]]:
-    """All tensors of a layer, a block or any other path."""
+    """All tensors of a layer, a block or any other path, but not of the model: a changed copy of it may be left."""
     key = pick(list(arrays), one)
     ends = [match.end() for match in re.finditer(r"[./]", key)] or [len(key)]
     module = key[: ends[two % len(ends)]]
     kept = {name: array for name, array in arrays.items() if not name.startswith(module)}
-    return (kept, set(arrays) - set(kept)) if kept else (arrays, set())
+    return (kept, set(arrays) - set(kept)) if 2 * len(kept) > len(arrays) else (arrays, set())
 
 
 CHANGES: tuple[Change, ...] = (
