@@ -68,7 +68,7 @@ CANDIDATES: tuple[Architecture, ...] = (
 )
 # The smallest of timm's BiT models is an R50, which is too large to be written a hundred times.
 TOO_LARGE = {"timm-bit"}
-OPTIONAL = re.compile(r"(^|\.)(register_tokens|reg_token)$")
+OPTIONAL = re.compile(r"(^|\.)(register_tokens|reg_token|storage_tokens)$")
 NAMES = ("queue", "head.weight", "fc.weight", "proj.0.weight", "dino_head.mlp.0.weight", "opt/m", "blocks.0.extra")
 PREFIXES = ("module.", "model.", "backbone.", "encoder.", "visual.trunk.", "vit.", "0.", "teacher.backbone.")
 
@@ -169,8 +169,15 @@ def compile_part(arrays: Arrays, one: int, two: int) -> tuple[Arrays, set[str]]:
     }, set()
 
 
+def has_copy(arrays: Arrays, key: str) -> bool:
+    """Whether the file of a compiled model has a changed copy, which would take the place of a key that is removed."""
+    return any(name.endswith(f"_orig_mod.{key}") for name in arrays)
+
+
 def drop(arrays: Arrays, one: int, two: int) -> tuple[Arrays, set[str]]:
     key = pick(list(arrays), one)
+    if has_copy(arrays, key):
+        return arrays, set()
     return {name: array for name, array in arrays.items() if name != key}, {key}
 
 
@@ -182,6 +189,8 @@ def duplicate(arrays: Arrays, one: int, two: int) -> tuple[Arrays, set[str]]:
 
 def rename(arrays: Arrays, one: int, two: int) -> tuple[Arrays, set[str]]:
     key = pick(list(arrays), one)
+    if has_copy(arrays, key):
+        return arrays, set()
     name = near(key, two)
     return {name if old == key else old: array for old, array in arrays.items() if old != name}, {key, name}
 
