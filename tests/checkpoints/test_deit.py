@@ -169,6 +169,36 @@ def test_names_of_deit_in_memory_are_read_too(tmp_path):
     assert gap(run(read(tmp_path).weights, images), hf_output(model, images)) <= LIMIT
 
 
+def test_a_deit_of_masked_image_modeling_is_read_without_its_decoder(tmp_path):
+    library = outside("transformers")
+    with quiet():
+        model: Any = randomised(library.DeiTForMaskedImageModeling(library.DeiTConfig(**HF, encoder_stride=8)))
+    found = read(hf_saved(model, tmp_path / "a"))
+    images = pictures(2, 3, 32, 32)
+    assert gap(run(found.weights, images), outcome(model.deit, images).last_hidden_state[:, 0]) <= LIMIT
+    assert 'ignored: 2 tensors under "decoder."' in found.weights.changes
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ("cls_classifier", r"has no tensor cls_classifier\.weight"),
+        ("distillation_classifier", "cls_classifier without"),
+    ],
+)
+def test_one_of_two_heads_is_not_taken_for_the_classifier(missing, words, tmp_path):
+    library = outside("transformers")
+    with quiet():
+        model = randomised(library.DeiTForImageClassificationWithTeacher(library.DeiTConfig(**HF)))
+    folder = hf_saved(model, tmp_path / "a")
+    state = load_file(folder / "model.safetensors")
+    kept = {key: tensor for key, tensor in state.items() if not key.startswith(f"{missing}.")}
+    assert len(kept) == len(state) - 2
+    save_file(kept, folder / "model.safetensors")
+    with pytest.raises(UserError, match=words):
+        read(folder)
+
+
 def test_a_model_of_timm_becomes_one_of_transformers(tmp_path):
     model = created("deit_tiny_distilled_patch16_224", **TIMM)
     weights = read(saved(model, tmp_path / "timm", TIMM)).weights

@@ -4,7 +4,8 @@ What no reader can detect is left out:
 
 - values: two tensors of the same shape swapped, a square matrix transposed;
 - a complete file of another model: without all tensors of the head, or with one row of positions less, for the patches
-  alone; where no config.json or card counts them, also without registers, with fewer layers or more channels.
+  alone; where no config.json or card counts them, also without registers or with more, with fewer layers or
+  more channels.
 
 `VITRAL_FUZZ=5000 pytest tests/checkpoints/test_fuzz.py` tries that many random changes of each format.
 """
@@ -67,7 +68,7 @@ CANDIDATES: tuple[Architecture, ...] = (
 )
 # The smallest of timm's BiT models is an R50, which is too large to be written a hundred times.
 TOO_LARGE = {"timm-bit"}
-OPTIONAL = re.compile(r"(^|\.)(register_tokens|reg_token)$")
+OPTIONAL = re.compile(r"(^|\.)(register_tokens|reg_token|storage_tokens)$")
 NAMES = ("queue", "head.weight", "fc.weight", "proj.0.weight", "dino_head.mlp.0.weight", "opt/m", "blocks.0.extra")
 PREFIXES = ("module.", "model.", "backbone.", "encoder.", "visual.trunk.", "vit.", "0.", "teacher.backbone.")
 
@@ -168,8 +169,15 @@ def compile_part(arrays: Arrays, one: int, two: int) -> tuple[Arrays, set[str]]:
     }, set()
 
 
+def has_copy(arrays: Arrays, key: str) -> bool:
+    """Whether the file of a compiled model has a changed copy, which would take the place of a key that is removed."""
+    return any(name.endswith(f"_orig_mod.{key}") for name in arrays)
+
+
 def drop(arrays: Arrays, one: int, two: int) -> tuple[Arrays, set[str]]:
     key = pick(list(arrays), one)
+    if has_copy(arrays, key):
+        return arrays, set()
     return {name: array for name, array in arrays.items() if name != key}, {key}
 
 
@@ -181,6 +189,8 @@ def duplicate(arrays: Arrays, one: int, two: int) -> tuple[Arrays, set[str]]:
 
 def rename(arrays: Arrays, one: int, two: int) -> tuple[Arrays, set[str]]:
     key = pick(list(arrays), one)
+    if has_copy(arrays, key):
+        return arrays, set()
     name = near(key, two)
     return {name if old == key else old: array for old, array in arrays.items() if old != name}, {key, name}
 
@@ -232,12 +242,12 @@ def copy_all(arrays: Arrays, one: int, two: int) -> tuple[Arrays, set[str]]:
 
 
 def drop_module(arrays: Arrays, one: int, two: int) -> tuple[Arrays, set[str]]:
-    """All tensors of a layer, a block or any other path."""
+    """All tensors of a layer, a block or any other path, but not of the model: a changed copy of it may be left."""
     key = pick(list(arrays), one)
     ends = [match.end() for match in re.finditer(r"[./]", key)] or [len(key)]
     module = key[: ends[two % len(ends)]]
     kept = {name: array for name, array in arrays.items() if not name.startswith(module)}
-    return (kept, set(arrays) - set(kept)) if kept else (arrays, set())
+    return (kept, set(arrays) - set(kept)) if 2 * len(kept) > len(arrays) else (arrays, set())
 
 
 CHANGES: tuple[Change, ...] = (
@@ -253,7 +263,9 @@ def is_recorded(changes: set[str], touched: set[str]) -> bool:
     sentences = [change for change in changes if change.startswith(("ignored: ", "assumed: "))]
     named = {word.rstrip("./") for change in sentences for word in re.findall(r'"([^"]+)"', change)}
     positions = any("positions" in change for change in sentences) and any("pos" in key for key in touched)
-    return positions or any(name in key for name in named for key in touched)
+    modules = {key.rpartition(".")[0] or key for key in touched}  # without a wrapper that came later
+    wrapped = any(name.endswith(f".{module}") for name in named for module in modules)
+    return positions or wrapped or any(name in key for name in named for key in touched)
 
 
 def is_another_model(case: Case, found: Architecture, touched: set[str], arrays: Arrays) -> bool:
@@ -269,10 +281,16 @@ def is_another_model(case: Case, found: Architecture, touched: set[str], arrays:
         return headless or rowless
     if case.format == "open_clip" and touched == {"visual.proj"} and found.classes != original.classes:
         return True
-    if case.format == "dinov3" and touched == {"rope_embed.periods"} and len(arrays["rope_embed.periods"]) == 1:
+    periods = [array for key, array in arrays.items() if _is_periods(key)]
+    if case.format == "dinov3" and all(map(_is_periods, touched)) and [len(array) for array in periods] == [1]:
         return True
     fewer_layers = getattr(found, "depth", 0) < getattr(original, "depth", 0)
-    return headless or rowless or fewer_layers or found.channels != original.channels or lost_registers(touched, arrays)
+    registers = getattr(found, "registers", 0) > getattr(original, "registers", 0) or lost_registers(touched, arrays)
+    return headless or rowless or fewer_layers or found.channels != original.channels or registers
+
+
+def _is_periods(key: str) -> bool:
+    return key.endswith("rope_embed.periods")
 
 
 def lost_registers(touched: set[str], arrays: Arrays) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hf_cases import HF_CASES, HfCase, masked_modeling_token, naflex_pooled, pooled, projected
-from oracles import gap, hf_loaded, outcome, pictures, quiet, run, written
+from oracles import HF, gap, hf_loaded, hf_model, hf_saved, outcome, outside, pictures, quiet, randomised, run, written
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -232,3 +232,35 @@ def test_absolute_positions_beside_a_relative_bias_are_refused(tmp_path):
     case = HfCase("BeitForMaskedImageModeling", "hf-beit", masked_modeling_token, {**both, "vocab_size": 12})
     with pytest.raises(UserError, match="both absolute positions and a relative bias"):
         read(case.save(case.build(), tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["ViTForImageClassification", "Dinov2Model"])
+def test_a_position_table_of_another_image_size_than_stated_is_refused(kind, tmp_path):
+    """transformers does not load it either: the sizes mismatch."""
+    folder = hf_saved(hf_model(kind), tmp_path / "a")
+    state = load_file(folder / "model.safetensors")
+    (key,) = [key for key in state if key.endswith("position_embeddings")]
+    save_file({**state, key: state[key][:, :10].contiguous()}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r'states "image_size": 32, but its tensors have 9 positions of patches: use'):
+        read(folder)
+    assert read(folder, hints=Hints(grid=(3, 3))).weights.architecture.image == (24, 24)
+
+
+def test_a_classifier_of_beit_without_its_norm_is_refused(tmp_path):
+    library = outside("transformers")
+    with quiet():
+        model = randomised(
+            library.BeitForImageClassification(library.BeitConfig(**HF, use_relative_position_bias=True))
+        )
+    folder = hf_saved(model, tmp_path / "a")
+    state = load_file(folder / "model.safetensors")
+    kept = {key: tensor for key, tensor in state.items() if "pooler.layernorm" not in key}
+    assert len(kept) == len(state) - 2
+    save_file(kept, folder / "model.safetensors")
+    with pytest.raises(UserError, match="a classifier and no LayerNorm in front of it: it is incomplete"):
+        read(folder)
+    save_file(state, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "image_size": 48}))
+    with pytest.raises(UserError, match=r'states "image_size": 48, but its relative bias is of 4x4 patches'):
+        read(folder)

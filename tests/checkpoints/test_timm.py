@@ -8,10 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracles import SMALL, outcome, outside, pictures, random_weights, run, same_bits, timm_loaded, written
+from oracles import (
+    SMALL,
+    gap,
+    outcome,
+    outside,
+    pictures,
+    random_weights,
+    run,
+    same_bits,
+    timm_loaded,
+    timm_model,
+    timm_saved,
+    written,
+)
 from safetensors.torch import load_file, save_file
 from timm_cases import build, images, relative_gap, save, save_header, shrunk
 
+import vitral
 from vitral.architecture import RopeConfig, ViTConfig
 from vitral.checkpoints.formats import FORMATS
 from vitral.checkpoints.formats.table import CheckpointHeader, Hints
@@ -300,3 +314,16 @@ def test_our_own_format_keeps_every_part(case, tmp_path):
     back = read(tmp_path / "model.safetensors").weights
     assert back.architecture == weights.architecture
     assert same_bits(back.state, weights.state)
+
+
+def test_positions_of_another_image_size_than_stated_are_recorded(tmp_path):
+    """timm resizes them to the stated size, which is what vitral computes on images of that size."""
+    folder = timm_saved(timm_model(), tmp_path / "a")
+    state = load_file(folder / "model.safetensors")
+    save_file({**state, "pos_embed": state["pos_embed"][:, :10].contiguous()}, folder / "model.safetensors")
+    loaded, card = vitral.load(folder)
+    assert card.architecture.image == (24, 24)
+    stated = "config.json states 32x32, to which timm resizes them"
+    assert card.changes == (f"assumed: image=24x24, by its positions; {stated}",)
+    images = pictures(2, 3, 32, 32)
+    assert gap(outcome(loaded, images), outcome(timm_loaded(folder), images)) <= 1e-5

@@ -6,29 +6,31 @@ The judge is the wrapped model itself (timm's, transformers'): a file loads with
 from __future__ import annotations
 
 import re
-from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from oracles import (
     ERF,
+    IMAGES,
     gap,
     hf_model,
+    loads_as,
     outcome,
     outside,
     pictures,
+    prefixed,
     quiet,
     random_weights,
     randomised,
+    save,
     timm_model,
     timm_saved,
     written,
 )
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from safetensors.torch import load_file
+from torch import nn
 
 import vitral
 from vitral.api.checkpoints import load_source
@@ -38,28 +40,6 @@ from vitral.errors import UserError
 from vitral.events import Note
 
 LIMIT = 1e-5
-IMAGES = pictures(2, 3, 32, 32)
-State = dict[str, Tensor]
-
-
-def save(content: Any, path: Path) -> Path:
-    if path.suffix == ".safetensors":
-        save_file({key: tensor.clone() for key, tensor in content.items()}, path)
-    else:
-        torch.save(content, path)
-    return path
-
-
-def prefixed(prefix: str, state: State) -> State:
-    return {f"{prefix}{key}": tensor for key, tensor in state.items()}
-
-
-def loads_as(model: nn.Module, path: Path, **options: Any) -> tuple[str, ...]:
-    """Load a file, compare the outputs with the model's in float64, and return what the card says."""
-    loaded, card = vitral.load(path, heads=4, **options)
-    with torch.no_grad():
-        assert gap(loaded.double()(IMAGES.double()), outcome(deepcopy(model).double(), IMAGES.double())) <= 1e-9
-    return tuple(change for change in card.changes if not change.startswith("assumed: gelu"))
 
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
@@ -206,96 +186,10 @@ def test_a_text_tower_is_ignored_and_listed(tmp_path):
     )
 
 
-class Classifier(nn.Module):
-    """A backbone with a classifier beside it, as many training scripts write it."""
-
-    def __init__(self, name: str, bias: bool = True) -> None:
-        super().__init__()
-        self.backbone, self.name = timm_model(num_classes=0), name
-        self.add_module(name, nn.Linear(32, 7, bias=bias))
-        randomised(self)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.get_submodule(self.name)(self.backbone(images))
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("name", ["head", "fc", "classifier", "linear", "clf", "output"])
-@pytest.mark.parametrize("outer", ["", "module.", "state_dict.model."])
-def test_a_classifier_beside_the_backbone_is_used(tmp_path, name, bias, outer):
-    model = Classifier(name, bias).eval()
-    path = save(prefixed(outer, model.state_dict()), tmp_path / "a.safetensors")
-    changes = loads_as(model, path)
-    assert any(f'classifier "{outer}{name}." (7 classes' in change for change in changes), changes
-    assert vitral.info(path, heads=4).card.architecture.classes == 7
-    changes = loads_as(model.backbone, path, classes=0)
-    assert any(change.startswith("ignored: ") and f'"{outer}{name}.' in change for change in changes)
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        {"head.0.weight": torch.ones(9, 32), "head.2.weight": torch.ones(5, 9)},
-        {"fc.weight": torch.ones(5, 64), "fc.bias": torch.ones(5)},
-        {"head.weight": torch.ones(5, 32), "fc.weight": torch.ones(5, 32)},
-        {"head.weight": torch.ones(32), "head.bias": torch.ones(32)},
-        {"out.0.weight": torch.ones(9, 32), "out.2.weight": torch.ones(5, 9)},
-    ],
-)
-def test_a_head_of_another_kind_is_refused_and_may_be_left_out(tmp_path, head):
-    model = timm_model(num_classes=0)
-    path = save({**prefixed("backbone.", model.state_dict()), **head}, tmp_path / "a.safetensors")
-    with pytest.raises(UserError, match=r"a head outside of its backbone .* pass classes=0"):
-        vitral.load(path, heads=4)
-    loads_as(model, path, classes=0)
-
-
-@pytest.mark.parametrize("outer", ["", "model."])
-def test_a_linear_layer_after_the_backbone_in_a_sequential_is_its_classifier(tmp_path, outer):
-    backbone = timm_model(num_classes=0)
-    model = nn.Sequential(backbone, randomised(nn.Linear(32, 7))).eval()
-    path = save(prefixed(outer, model.state_dict()), tmp_path / "a.safetensors")
-    assert any(f'classifier "{outer}1." (7 classes' in change for change in loads_as(model, path))
-    model.insert(1, randomised(nn.LayerNorm(32)))
-    save(prefixed(outer, model.state_dict()), path)
-    with pytest.raises(UserError, match=r"a head outside of its backbone .* pass classes=0"):
-        vitral.load(path, heads=4)
-    assert f'ignored: 2 tensors under "{outer}2."' in loads_as(backbone, path, classes=0)
-
-
-@pytest.mark.parametrize("name", ["head", "fc"])
-def test_a_model_with_an_mlp_as_its_head_is_read_without_it(tmp_path, name):
-    model = timm_model(num_classes=0)  # as MoCo v3 and MSN have it
-    head = {
-        f"{name}.0.weight": torch.ones(9, 32),
-        f"{name}.2.weight": torch.ones(5, 9),
-        f"{name}.2.bias": torch.ones(5),
-    }
-    path = save({**model.state_dict(), **head}, tmp_path / "a.safetensors")
-    with pytest.raises(UserError, match=r"its head is not one of this format \(.*: pass classes=0"):
-        vitral.load(path, heads=4)
-    assert f'ignored: 3 tensors under "{name}."' in loads_as(model, path, classes=0)
-    loaded, _ = vitral.load(path, heads=4, classes=6)
-    assert loaded(IMAGES).shape == (2, 6)
-
-
 def test_the_mask_token_of_ibot_is_listed(tmp_path):
     model = timm_model(num_classes=0)
     path = save({"teacher": {**model.state_dict(), "masked_embed": torch.ones(1, 32)}}, tmp_path / "a.pt")
     assert 'ignored: tensor "masked_embed"' in loads_as(model, path)
-
-
-def test_a_new_head_of_torchvision_is_read(tmp_path):
-    sizes = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 4, "hidden_dim": 32, "mlp_dim": 48}
-    model = outside("torchvision.models.vision_transformer").VisionTransformer(**sizes)
-    model.heads = nn.Linear(32, 7)
-    assert loads_as(randomised(model), save(model.state_dict(), tmp_path / "a.pth")) == ()
-
-
-def test_a_second_head_is_refused(tmp_path):
-    state = {**prefixed("backbone.", timm_model().state_dict()), "fc.weight": torch.ones(5, 32)}
-    with pytest.raises(UserError, match="a head outside of its backbone"):
-        vitral.load(save(state, tmp_path / "a.safetensors"), heads=4)
 
 
 def test_a_dinov2_classifier_loads_with_its_head_and_without(tmp_path):

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -16,8 +17,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+import vitral
 from vitral.architecture import Architecture, ModelConfig, ResizeRule, ResNetConfig, Size, StemConfig, ViTConfig
 from vitral.checkpoints.adapt import Weights
 from vitral.checkpoints.card import Card
@@ -113,6 +116,9 @@ def _noise(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
 
 def pictures(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+IMAGES = pictures(2, 3, 32, 32)
 
 
 def run(weights: Weights, images: Tensor) -> Tensor:
@@ -215,3 +221,24 @@ def by_torch(table: Tensor, grid: Size, rule: ResizeRule) -> Tensor:
 def save_npz(path: Path, arrays: Mapping[str, Any]) -> None:
     """By NumPy's own writer."""
     np.savez(path, **arrays)
+
+
+def save(content: Any, path: Path) -> Path:
+    """By torch or by safetensors, as the suffix says."""
+    if path.suffix == ".safetensors":
+        save_file({key: tensor.clone() for key, tensor in content.items()}, path)
+    else:
+        torch.save(content, path)
+    return path
+
+
+def prefixed(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}{key}": tensor for key, tensor in state.items()}
+
+
+def loads_as(model: nn.Module, path: Path, **options: Any) -> tuple[str, ...]:
+    """Load a file, compare the outputs with the model's in float64, and return what the card says."""
+    loaded, card = vitral.load(path, heads=4, **options)
+    with torch.no_grad():
+        assert gap(loaded.double()(IMAGES.double()), outcome(deepcopy(model).double(), IMAGES.double())) <= 1e-9
+    return tuple(change for change in card.changes if not change.startswith("assumed: gelu"))

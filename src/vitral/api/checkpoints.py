@@ -71,6 +71,7 @@ def load(
     pool: Pool | None = None,
     norm_eps: float | None = None,
     part: str | None = None,
+    classifier: str | None = None,
 ) -> tuple[Model, Card]:
     """Load a checkpoint of any supported format.
 
@@ -88,6 +89,7 @@ def load(
         pool: pooling of the tokens, if not stated in the file.
         norm_eps: epsilon of the LayerNorms, if not stated in the file.
         part: which model to read from a file with several, such as teacher.
+        classifier: name of the linear layer beside a backbone that is its classifier, if it is not certain.
 
     Returns:
         The model in evaluation mode and its card; `card.changes` lists what was adapted.
@@ -96,7 +98,7 @@ def load(
         UserError: if there is no such checkpoint, or it cannot be read.
     """
     changes = Adaptation(image, patch, channels, classes, resize)
-    checkpoint = read_adapted(source, changes, format, Hints(grid, heads, gelu, pool, norm_eps, part))
+    checkpoint = read_adapted(source, changes, format, Hints(grid, heads, gelu, pool, norm_eps, part, classifier))
     return assemble(checkpoint.weights), checkpoint.card
 
 
@@ -189,6 +191,7 @@ def convert(
     pool: Pool | None = None,
     norm_eps: float | None = None,
     part: str | None = None,
+    classifier: str | None = None,
 ) -> ConvertResult:
     """Convert a checkpoint to another format, verified on an image.
 
@@ -210,6 +213,7 @@ def convert(
         pool: pooling of the tokens, if not stated in the file.
         norm_eps: epsilon of the LayerNorms, if not stated in the file.
         part: which model to read from a file with several, such as teacher.
+        classifier: name of the linear layer beside a backbone that is its classifier, if it is not certain.
 
     Returns:
         What was written, and the largest difference of the outputs.
@@ -223,7 +227,7 @@ def convert(
     check_writable(target)
     table = format_named(format)
     changes = Adaptation(image, patch, channels, classes, resize)
-    checkpoint = _checkpoint(source, changes, source_format, Hints(grid, heads, gelu, pool, norm_eps, part))
+    checkpoint = _checkpoint(source, changes, source_format, Hints(grid, heads, gelu, pool, norm_eps, part, classifier))
     written = fit_to_format(checkpoint.weights, table).architecture
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".vitral-", dir=target.parent) as folder:
@@ -282,6 +286,7 @@ def info(
     pool: Pool | None = None,
     norm_eps: float | None = None,
     part: str | None = None,
+    classifier: str | None = None,
 ) -> CheckpointInfo:
     """Describe a checkpoint without loading its weights.
 
@@ -294,6 +299,7 @@ def info(
         pool: pooling of the tokens, if not stated in the file.
         norm_eps: epsilon of the LayerNorms, if not stated in the file.
         part: which model to read from a file with several, such as teacher.
+        classifier: name of the linear layer beside a backbone that is its classifier, if it is not certain.
 
     Returns:
         Architecture, classes, preprocessing, origin, size and sha256.
@@ -301,7 +307,7 @@ def info(
     Raises:
         UserError: if there is no such checkpoint, or it is not recognised.
     """
-    described = describe(located(source), format, Hints(grid, heads, gelu, pool, norm_eps, part))
+    described = describe(located(source), format, Hints(grid, heads, gelu, pool, norm_eps, part, classifier))
     path, card = described.file.path, described.card
     return CheckpointInfo(
         path=path,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,11 +9,12 @@ from typing import Any
 
 from vitral.architecture import Architecture, ModuleConfig, ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
+from vitral.checkpoints.classifiers import INNER_HEAD, find_classifier
 from vitral.checkpoints.files import WeightFile, open_weights
 from vitral.checkpoints.formats import FORMATS, format_named
 from vitral.checkpoints.formats.families import family_of, foreign_family, stated_family
 from vitral.checkpoints.formats.native import CARD, NATIVE, card_of
-from vitral.checkpoints.formats.table import CONFIG_COUNTS, HINTED, CheckpointHeader, Entry, Format, Hints, linear
+from vitral.checkpoints.formats.table import CONFIG_COUNTS, HINTED, CheckpointHeader, Entry, Format, Hints
 from vitral.checkpoints.formats.timm_arguments import factory_named, named_architecture, stem_of
 from vitral.checkpoints.formats.timm_reading import named_factory
 from vitral.checkpoints.processors import named_preprocess
@@ -22,13 +22,6 @@ from vitral.checkpoints.wrappers import FoundModel, find_model, ignored_keys, ig
 from vitral.errors import UserError, shorten
 
 _PLAIN_FILES = ("model", "pytorch_model")  # their folder has the model's name
-# Modules stored with a backbone: the first are classifiers, the second projections of self-supervised pre-training.
-_CLASSIFIER = re.compile(
-    r"(?:^|(?<=\.))((?:cls_|classification_|linear_)?heads?|fc|fc_out|\w*classifier|clf|linear|last_linear|out|output|logits)"
-    r"\.(.+)"
-)
-_PROJECTION = re.compile(r"(mlp|last_layer|proj|prototypes)\b")
-INNER_HEAD = re.compile(r"(heads?|fc|classifier)\.")  # of a model's own, where it is not one linear layer
 
 
 @dataclass(frozen=True)
@@ -42,20 +35,6 @@ class Description:
     names: Mapping[str, str]  # key in the file -> key of an entry, of the tensors to read
     entries: list[Entry]
     ignored: tuple[str, ...]  # keys in the file of all other tensors; `card.changes` lists them
-
-
-@dataclass(frozen=True)
-class _Classifier:
-    """A linear layer outside of the backbone that reads its features."""
-
-    name: str
-    names: Mapping[str, str]  # key in the file -> key of an entry
-    classes: int
-    bias: bool
-
-    def entries(self, features: int) -> list[Entry]:
-        layer = linear(f"outside {self.name}", "head.output", features, self.classes)
-        return layer if self.bias else layer[:1]
 
 
 def describe(path: Path, format: str | None = None, hints: Hints | None = None) -> Description:
@@ -102,17 +81,14 @@ def _described(file: WeightFile, path: Path, model: FoundModel) -> Description:
     ignored = _ignored(model, {entry.theirs for entry in entries})
     unmapped = [key for key, name in model.names.items() if name in set(ignored)]
     notes = [*model.notes, *ignored_sentences([key.removeprefix(model.prefix) for key in unmapped])]
-    if (classifier := _classifier(file, model, architecture)) and not isinstance(architecture, ModuleConfig):
+    classifier = None if card else find_classifier(file, model, architecture)
+    if classifier and not isinstance(architecture, ModuleConfig):
         entries += classifier.entries(architecture.features)
         names |= classifier.names
         outside = {key: name for key, name in outside.items() if key not in classifier.names}
         bias: dict[str, Any] = {"head_bias": classifier.bias} if isinstance(architecture, ViTConfig) else {}
         architecture = replace(architecture, classes=classifier.classes, **bias)
-        missing = "" if classifier.bias else ", without a bias"
-        notes.append(
-            f'assumed: the classifier "{classifier.name}." ({classifier.classes} classes{missing}) reads the '
-            "backbone's features; pass classes=0 to omit it"
-        )
+        notes.append(classifier.note)
     notes += ignored_sentences(list(outside.values()), model.prefix)
     kept = {key: name for key, name in names.items() if key not in set(unmapped)}
     if card is None:
@@ -266,39 +242,6 @@ def _names(file: WeightFile, path: Path) -> list[str]:
     if stem_of(file.path.name) in _PLAIN_FILES:
         names.append(file.path.absolute().parent.name)
     return [name for name in names if name]
-
-
-def _classifier(file: WeightFile, model: FoundModel, architecture: Architecture) -> _Classifier | None:
-    """The classifier stored with a backbone, such as "fc.weight" with "backbone.blocks.0..."; UserError for others."""
-    heads: dict[str, dict[str, str]] = {}  # name of the module -> its key in the file -> rest of the key
-    for key, plain in model.outside.items():
-        if not plain.startswith(model.others) and (head := _head_of(plain, model.prefix)):
-            heads.setdefault(head[0], {})[key] = head[1]
-    if not heads or model.header.hints.replaces_head or isinstance(architecture, ModuleConfig):
-        return None
-    (name, keys), *more = heads.items()
-    weight = next((key for key, rest in keys.items() if rest == "weight"), "")
-    shape = file.headers[weight].shape if weight else ()
-    fits = len(shape) == 2 and shape[1] == architecture.features and set(keys.values()) <= {"weight", "bias"}
-    if more or not fits or architecture.classes or getattr(architecture, "representation", 0):
-        raise UserError(
-            f'the file has a head outside of its backbone ("{name}.") that is not one linear layer on its '
-            f"{architecture.features} features: pass classes=0 to load the backbone alone."
-        )
-    names = {key: f"outside {name}.{rest}" for key, rest in keys.items()}
-    return _Classifier(name, names, shape[0], "bias" in keys.values())
-
-
-def _head_of(key: str, prefix: str) -> tuple[str, str] | None:
-    """The module of a classifier that a key outside of a backbone belongs to, and the rest of the key."""
-    match = _CLASSIFIER.search(key)
-    if match and prefix.startswith(key[: match.start()]) and not _PROJECTION.match(match[2]):
-        return key[: match.start()] + match[1], match[2]
-    for step in re.finditer(r"(?:^|(?<=\.))\d+\.", prefix):  # the backbone is a layer of an nn.Sequential
-        parent = prefix[: step.start()]
-        if key.startswith(parent) and (match := re.match(r"(\d+)\.(.+)", key.removeprefix(parent))):
-            return parent + match[1], match[2]
-    return None
 
 
 def _fields(values: Mapping[str, Any]) -> str:

@@ -22,7 +22,8 @@ from vitral.checkpoints.adapt import (
     without_class_row,
 )
 from vitral.checkpoints.card import Card
-from vitral.checkpoints.description import INNER_HEAD, Description, describe
+from vitral.checkpoints.classifiers import INNER_HEAD
+from vitral.checkpoints.description import Description, describe
 from vitral.checkpoints.files import read_tensors, sha256
 from vitral.checkpoints.formats import format_named
 from vitral.checkpoints.formats.native import CARD, NATIVE, entries

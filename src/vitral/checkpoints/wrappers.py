@@ -92,7 +92,7 @@ def ignored_sentences(keys: Collection[str], prefix: str = "") -> list[str]:
     """What is not used of a file, as sentences for `Card.changes`: one for each branch outside of `prefix`."""
     branches: dict[str, list[str]] = {}
     for key in keys:
-        branches.setdefault(_branch(key, prefix), []).append(key)
+        branches.setdefault(branch_of(key, prefix), []).append(key)
     return [
         f'ignored: {len(inside)} tensors under "{branch}"' if inside[1:] else f'ignored: tensor "{inside[0]}"'
         for branch, inside in branches.items()
@@ -103,6 +103,14 @@ def ignored_keys(model: FoundModel, used: Collection[str]) -> list[str]:
     """The keys of a model, as in the table, that its format ignores."""
     pattern = re.compile(model.format.ignored)
     return [name for name in model.names.values() if name not in used and pattern.match(name)]
+
+
+def branch_of(key: str, prefix: str) -> str:
+    """The shortest start of a key, up to a separator, that the prefix does not share."""
+    for match in re.finditer(r"[./]", key):
+        if not prefix.startswith(key[: match.end()]):
+            return key[: match.end()]
+    return key
 
 
 def _prefixes(keys: Iterable[str]) -> list[str]:
@@ -135,6 +143,7 @@ def _notes(keys: Collection[str], prefix: str) -> tuple[str, ...]:
 
 
 def _knows_every_key(model: FoundModel) -> bool:
+    """Whether a format uses or lists every key, or refuses the model, for which a narrower view is no remedy."""
     table, header = model.format, model.header
     try:
         architecture = table.architecture(header)
@@ -142,7 +151,7 @@ def _knows_every_key(model: FoundModel) -> bool:
         shapes = {name: torch.empty(shape, device="meta") for name, shape in header.shapes.items()}
         names = table.unpack(shapes, architecture)
     except UserError:
-        return False
+        return True
     used, ignored = {entry.theirs for entry in entries}, re.compile(table.ignored)
     return all(name in used or ignored.match(name) for name in names)
 
@@ -171,14 +180,6 @@ def _matching(models: list[FoundModel], part: str) -> list[FoundModel]:
 def _shortest_part(model: FoundModel, models: list[FoundModel]) -> str:
     components = [word for word in re.split("[./]", model.part) if word]
     return next((word for word in components if _matching(models, word) == [model]), model.part)
-
-
-def _branch(key: str, prefix: str) -> str:
-    """The shortest start of a key, up to a separator, that the prefix does not share."""
-    for match in re.finditer(r"[./]", key):
-        if not prefix.startswith(key[: match.end()]):
-            return key[: match.end()]
-    return key
 
 
 def _check_unique(names: Mapping[str, str]) -> None:

@@ -331,7 +331,8 @@ def _open_assumptions(header: CheckpointHeader, c: ViTConfig) -> tuple[str, ...]
     pooled = "the class token as the feature" if c.pool == "token" else "the mean of the patches as the feature"
     if c.pool == "mean":
         pooled += f" {'after' if c.norm_place == 'tokens' else 'before'} the last LayerNorm"
-    notes = [f"{c.heads} heads, {pooled}, a LayerNorm epsilon of 1e-5 and the {gelu}, assumed"]
+    parts = f"{c.heads} heads, {pooled}, a LayerNorm epsilon of 1e-5 and the {gelu}"
+    notes = [f"assumed: {parts}; pass heads=, pool= or gelu= if not"]
     count = sum(bool(_OPEN_UNUSED.match(key)) for key in header.shapes)
     return (*notes, f"text tower not read ({count} tensors)") if count else tuple(notes)
 

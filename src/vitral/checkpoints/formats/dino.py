@@ -373,7 +373,7 @@ DINOV3 = Format(
     unsupported_reason=unsupported((_DINOV3_MODEL,)),
     unpack=_dinov3_unpack,
     pack=_dinov3_pack,
-    assumptions=lambda header, c: ("a LayerNorm epsilon of 1e-5 assumed, as of all releases",),
+    assumptions=lambda header, c: ("assumed: a LayerNorm epsilon of 1e-5, as of all releases; pass norm_eps= if not",),
     ignored=r"mask_token$|local_cls_norm\.",  # both are for training alone
     positions=("none",),
     zeros=lambda c: {"mask_token": (1, c.width)},

@@ -136,6 +136,11 @@ def _image(header: CheckpointHeader, names: Layout, config: Mapping[str, Any], p
         height, width = _stated_image(config, patch)
         if (height // patch) * (width // patch) == rows:
             return height, width
+        if vision_config(header).get("image_size"):
+            raise UserError(
+                f'its config.json states "image_size": {config["image_size"]}, but its tensors have {rows} positions '
+                "of patches: use the config.json that was saved with them, or pass grid=(rows, columns)."
+            )
     return image_of_rows(header, rows, patch)
 
 

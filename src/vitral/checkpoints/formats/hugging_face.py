@@ -218,7 +218,13 @@ def _beit_image(header: CheckpointHeader, settings: dict[str, Any]) -> tuple[int
     side = (math.isqrt(rows) + 1) // 2
     if height != width or (2 * side - 1) ** 2 != rows:
         raise UserError("its relative bias is of a grid that is not square, where transformers mixes up the axes.")
-    return (height, width) if height // patch == side else (side * patch, side * patch)
+    if height // patch == side:
+        return height, width
+    if size := (header.config or {}).get("image_size"):
+        raise UserError(
+            f'its config.json states "image_size": {size}, but its relative bias is of {side}x{side} patches.'
+        )
+    return side * patch, side * patch
 
 
 def _pooling(header: CheckpointHeader) -> dict[str, Any]:
@@ -230,6 +236,8 @@ def _pooling(header: CheckpointHeader) -> dict[str, Any]:
     if header.has("layernorm.weight"):
         agrees(header, "use_mean_pooling", False)
         return {}
+    if header.has(f"{_BEIT_LAYOUT.head}.weight"):  # both of its poolers have one
+        raise UserError("the file has a classifier and no LayerNorm in front of it: it is incomplete.")
     return {"pool": "mean", "norm_place": "none"}
 
 

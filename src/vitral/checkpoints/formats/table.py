@@ -70,6 +70,7 @@ class Hints:
     pool: Pool | None = None
     norm_eps: float | None = None
     part: str | None = None  # which of several models in a file
+    classifier: str | None = None  # which linear layer beside a backbone
     replaces_head: bool = False  # the classifier of the file will not be used
 
     def __post_init__(self) -> None:

@@ -325,6 +325,10 @@ def _file(
         raise UserError(f'its pooling is "{hidden["pool"]}", which its tensors do not match: check its config.json.')
     notes = [_FOLDED] if register_rows else []
     notes += [] if certain else [f"assumed: image={image[0]}x{image[1]}; if not, {_remedy(header)}"]
+    own = size_of_argument(_own_size(header) or image)
+    if header.hints.grid is None and [side // patch for side in own] != [side // patch for side in image]:
+        stated = f"config.json states {own[0]}x{own[1]}, to which timm resizes them"
+        notes.append(f"assumed: image={image[0]}x{image[1]}, by its positions; {stated}")
     architecture = ViTConfig(
         **shown, **hidden, image=image, resize="timm", class_position=shown["class_token"] and extra > 0
     )
@@ -371,6 +375,9 @@ def _configured_sizes(header: CheckpointHeader, arguments: dict[str, Any]) -> li
     """The model's image size, that of its pre-training, which timm does not update, and the architecture's."""
     config = header.config or {}
     pretrained = config.get("pretrained_cfg") or {}
-    own = (config.get("model_args") or {}).get("img_size")
-    sizes = (own, pretrained.get("input_size"), arguments.get("img_size"))
+    sizes = (_own_size(header), pretrained.get("input_size"), arguments.get("img_size"))
     return [size_of_argument(size) for size in sizes if size]
+
+
+def _own_size(header: CheckpointHeader) -> Any:
+    return ((header.config or {}).get("model_args") or {}).get("img_size")

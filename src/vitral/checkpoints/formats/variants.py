@@ -69,6 +69,8 @@ def _deit_architecture(header: CheckpointHeader, names: _DeitNames) -> ViTConfig
     two = header.has(f"{names.heads[1]}.weight")
     if names is _TIMM and not two:
         raise UserError("the file has a distillation token without its head (head_dist): its features are not logits.")
+    if names is _HF and header.has(f"{names.heads[0]}.weight") and not two:
+        raise UserError(f"the file has {names.heads[0]} without {names.heads[1]}: it is incomplete.")
     plain = names.plain.architecture(_without_token(header, names))
     if plain.registers or not plain.class_row:
         raise UserError(
@@ -196,7 +198,7 @@ HUGGING_FACE_DEIT = _deit_format(
     title="Hugging Face DeiT with its distillation token (a folder)",
     recognises=lambda header: header.has("embeddings.distillation_token"),
     renames=HUGGING_FACE.renames,
-    ignored=r"embeddings\.mask_token$|pooler\.",
+    ignored=rf"{HUGGING_FACE.ignored}|pooler\.",
     config=_hf_config,
     preprocessor=HUGGING_FACE.preprocessor,
     file_key=lambda key, c: f"deit.{key}" if c.classes and "classifier." not in key else key,
