@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -75,6 +76,15 @@ class Worker:
         self._responses.close()
         self._log.close()
 
+    def kill(self) -> None:
+        """End the process at once: a call in another thread raises WorkerFailed."""
+        self._process.kill()
+
+    def log_tail(self, lines: int = 12) -> str:
+        """The last lines that the process wrote to standard error."""
+        self._log.seek(0)
+        return "\n".join(self._log.read().strip().splitlines()[-lines:])
+
     def run(self, count: int) -> list[float]:
         """The seconds of `count` steps, one number each or one for all."""
         return self.call("run", count=count)
@@ -90,9 +100,7 @@ class Worker:
         except BrokenPipeError:
             line = ""
         if not line:
-            self._log.seek(0)
-            message = (self._log.read().strip().splitlines() or ["no message"])[-1]
-            raise WorkerFailed("died", f"its process ended: {message}")
+            raise WorkerFailed("died", f"its process ended: {self.log_tail(1) or 'no message'}")
         response = json.loads(line)
         if "error" in response:
             raise WorkerFailed(response["error"], response["reason"])
@@ -164,6 +172,7 @@ def handle_request(handler: RequestHandler, line: str) -> dict[str, Any]:
     except UserError as error:
         return {"error": "usage", "reason": str(error)}
     except Exception as error:  # a library may fail in any way, and the benchmark goes on with the others
+        traceback.print_exc()
         first_line = (str(error).strip().splitlines() or [""])[0]
         return {"error": "error", "reason": f"{type(error).__name__}: {first_line}"}
 
