@@ -33,7 +33,8 @@ def main() -> None:
     train.add_argument("data")
     train.add_argument("--recipe", required=True)
     train.add_argument("--out", type=Path, required=True)
-    train.add_argument("--seeds", type=int, default=3)
+    train.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    train.add_argument("--precisions", nargs="+", default=["bfloat16", "fp8"], help="one of them, to run both at once")
     train.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of the recipe")
     args = parser.parse_args()
     fused.FP8_MIN_WIDTH = 0
@@ -63,8 +64,8 @@ def _agree(weights: str, folder: str, preprocess: str) -> None:
 
 
 def _train(args: argparse.Namespace) -> None:
-    scores: dict[str, list[float]] = {"bfloat16": [], "fp8": []}
-    for seed in range(args.seeds):
+    scores: dict[str, list[float]] = {precision: [] for precision in args.precisions}
+    for seed in args.seeds:
         for precision, values in scores.items():
             overrides = [f"seed={seed}", f"precision={precision}", *args.set]
             folder = args.out / f"{precision}-{seed}"
@@ -72,8 +73,10 @@ def _train(args: argparse.Namespace) -> None:
             values.append(result.metrics["top1"])
             print(f"seed {seed} {precision:<8} {values[-1]:.2%}", flush=True)
     means = {precision: statistics.fmean(values) for precision, values in scores.items()}
-    print(f"{args.seeds} seeds: bfloat16 {means['bfloat16']:.2%}, fp8 {means['fp8']:.2%}, ", end="")
-    print(f"{100 * (means['fp8'] - means['bfloat16']):+.2f} points")
+    parts = [f"{precision} {mean:.2%}" for precision, mean in means.items()]
+    if len(means) == 2:
+        parts.append(f"{100 * (means['fp8'] - means['bfloat16']):+.2f} points")
+    print(f"{len(args.seeds)} seeds: {', '.join(parts)}")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ CONVOLUTIONS = Backend("timm", "graphs")
 _NAMES = {CAPTURED: "vitral, captured", LOOP: "vitral, loop", FP8: "vitral, captured, FP8"}
 _TURNS_SECONDS = 4.0  # that are kept for the turns of each worker
 _LEAST_WARM_UP = 40.0  # seconds
-_COMPILE_THREADS = "4"  # of each process: all start at the same time
+_THREADS = {"TORCHINDUCTOR_COMPILE_THREADS": "4", "OMP_NUM_THREADS": "2"}  # of each process, as all start at once
 
 
 class Race(NamedTuple):
@@ -110,7 +110,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
     began = time.perf_counter()
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", _COMPILE_THREADS)
+    os.environ.update(_THREADS)
     print(
         f"{hardware_name('cuda')}, PyTorch {torch.__version__}, {attention_name()} attention for long rows", flush=True
     )

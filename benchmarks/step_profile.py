@@ -1,7 +1,7 @@
 """Where the time of a training step, or of a batch of predictions, goes on a GPU, by category of kernels.
 
-    python benchmarks/step_profile.py --model ViT-B/16 --batch 256
-    python benchmarks/step_profile.py --model ViT-B/16 --batch 256 --infer --fp8
+    python benchmarks/step_profile.py ViT-B/16:256
+    python benchmarks/step_profile.py ViT-B/16@384:64 ViT-B/16:256:fp8 ViT-B/16:512:infer:fp8 --kernels 12
 
 One CUDA graph of a step, as `vitral bench train` or `vitral bench infer` times it, is replayed under PyTorch's
 profiler, and its kernels are grouped by name. A single profiled step runs at other clocks than many steps in a row, so
@@ -20,25 +20,30 @@ from vitral.bench.backends import OURS, Backend, Workload
 from vitral.bench.worker import make_step
 
 CATEGORIES = {
-    "matrix products": r"nvjet|gemm|cutlass|splitK|gemv|cublas",
-    "attention": r"^attention_",
+    "attention": r"^attention_|^pack_gradients|sdpa|flash",
+    "matrix products": r"nvjet|gemm|cutlass|splitK|gemv|cublas|linear_gelu",
     "norms and residual sums": r"^norm_|fold_norm",
     "GELU": r"gelu",
-    "quantisation to FP8": r"^quantize",
+    "quantisation to FP8": r"^quantize|^transpose$",
     "optimizer and clipping": r"multi_tensor|foreach|adam",
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="ViT-B/16")
-    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("steps", nargs="+", help="model:batch, and :infer (predictions instead of training) or :fp8")
     parser.add_argument("--kernels", type=int, default=0, help="also list this many kernels by name")
-    parser.add_argument("--infer", action="store_true", help="predictions instead of training")
-    parser.add_argument("--fp8", action="store_true", help="with products in FP8")
     args = parser.parse_args()
-    workload = Workload("infer" if args.infer else "train", args.model, args.batch, "cuda")
-    step = make_step(Backend(OURS, "graphs", fp8=args.fp8), workload)
+    for text in args.steps:
+        model, batch, *options = text.split(":")
+        if unknown := set(options) - {"infer", "fp8"}:
+            parser.error(f"{text}: unknown {', '.join(unknown)}")
+        workload = Workload("infer" if "infer" in options else "train", model, int(batch), "cuda")
+        profile_step(text, Backend(OURS, "graphs", fp8="fp8" in options), workload, args.kernels)
+
+
+def profile_step(title: str, backend: Backend, workload: Workload, listed: int) -> None:
+    step = make_step(backend, workload)
     seconds = sorted(step.run(20))[10]
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         step.run(1)
@@ -49,12 +54,12 @@ def main() -> None:
         matches = (category for category, pattern in CATEGORIES.items() if re.search(pattern, name))
         totals[next(matches, "other")] += ms
     total = sum(totals.values())
-    print(f"{args.model}, batch {args.batch}, {torch.cuda.get_device_name()}: a step takes {seconds * 1e3:.2f} ms")
+    print(f"{title}, {torch.cuda.get_device_name()}: a step takes {seconds * 1e3:.2f} ms")
     for category, ms in totals.items():
         print(f"{category:<28} {ms:7.2f} ms {ms / total:7.1%}")
     print(f"{'all kernels':<28} {total:7.2f} ms in {sum(count for *_, count in kernels)} launches")
-    for name, ms, count in kernels[: args.kernels]:
-        print(f"  {ms:7.3f} ms {count:4d} x {name[:90]}")
+    for name, ms, count in kernels[:listed]:
+        print(f"  {ms:7.3f} ms {count:4d} x {name[:90]}", flush=True)
 
 
 if __name__ == "__main__":
