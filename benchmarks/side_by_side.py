@@ -64,8 +64,13 @@ def _race(work: Work, model: str, batch: int, *backends: Backend) -> Race:
 
 TOPICS: dict[str, tuple[Race, ...]] = {
     "openclip": (
-        _race("train", "OpenCLIP-B/16", 256, CAPTURED, CUDNN, AUTOTUNE),
+        _race("train", "OpenCLIP-B/16", 256, CAPTURED, CUDNN),
         _race("infer", "OpenCLIP-B/16", 512, CAPTURED, CUDNN, AUTOTUNE),
+    ),
+    "autotune": (  # takes minutes to compile: --warm-up 300
+        _race("train", "OpenCLIP-B/16", 256, CAPTURED, CUDNN, AUTOTUNE),
+        _race("train", "CLIP-B/16", 256, CAPTURED, CUDNN, AUTOTUNE),
+        _race("train", "DINOv3-B/16", 256, CAPTURED, CUDNN, AUTOTUNE),
     ),
     "small": (
         _race("train", "ViT-Ti/16", 256, CAPTURED, LOOP, CUDNN, FLASH),
