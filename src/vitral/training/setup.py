@@ -59,7 +59,7 @@ from vitral.training.masked import (
 from vitral.training.metrics import Evaluator, PlainModel, measure
 from vitral.training.objective import LossSettings, Objective
 from vitral.training.optimizer import build_optimizer, freeze, own_optimizer, parameter_groups, warmup_steps
-from vitral.training.parallel import World, check_batch, gather_rows, on_rank0, wrap
+from vitral.training.parallel import World, all_ranks, check_batch, gather_rows, on_rank0, wrap
 from vitral.training.resources import autocast_dtype, initial_microbatch
 from vitral.training.state import EMA, TrainState
 
@@ -135,6 +135,7 @@ def read_data(
     if selects and data.test is not None:
         test, more = decoded(data.test)
         data, unreadable = replace(data, test=test), [*unreadable, *more]
+    all_ranks(True, world)  # a first process that refuses the run next would remove the folder that others read
     refusal = unreadable_refusal(data.train, train, eval_split)
     if unreadable:
         listed = "; ".join(f"{image.path}: {image.reason}" for image in unreadable[:3])
