@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import http.client
 import json
 import os
@@ -37,7 +38,8 @@ from vitral.data.images import encode_jpeg, encode_png
 from vitral.data.preprocess import parse_deterministic
 from vitral.errors import UserError
 from vitral.server import process
-from vitral.server.models import Batcher, Settings
+from vitral.server.batching import Batcher
+from vitral.server.models import Settings, top_classes
 from vitral.server.monitoring import Metrics
 from vitral.server.process import ModelServer
 from vitral.server.runtime import Outputs, Runtime, batch_sizes
@@ -748,6 +750,38 @@ def test_commands_of_the_documentation(weights, tmp_path):
             words = [curl, "-s", "-w", "%{http_code}", *words[1:]]
             done = subprocess.run(words, cwd=tmp_path, capture_output=True, timeout=60)
             assert done.stdout.endswith(b"200"), (command, done.stdout)
+
+
+def test_top_classes_are_those_of_a_stable_sort():
+    rng = np.random.default_rng(0)
+    for ranking in (rng.normal(size=1000), rng.integers(0, 4, 200), np.zeros(9), np.array([np.nan, 1, np.nan, 2])):
+        for count in (1, 2, min(5, len(ranking)), len(ranking)):
+            expected = np.argsort(-ranking, kind="stable")[:count]
+            assert top_classes(ranking, count).tolist() == expected.tolist()
+
+
+def test_answers_are_sent_without_waiting_for_acknowledgements(running, monkeypatch):
+    """Headers and body are two writes, of which the second one would wait (40 ms) with Nagle's algorithm."""
+    options = []
+    made = process.HttpToolsProtocol.connection_made
+
+    def connection_made(self: Any, transport: asyncio.Transport) -> None:
+        client = transport.get_extra_info("socket")
+        options.append(client.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        made(self, transport)
+
+    monkeypatch.setattr(process.HttpToolsProtocol, "connection_made", connection_made)
+    assert running.json("GET", "/healthz")[0] == 200
+    assert options == [1]
+
+
+def test_a_server_keeps_its_models_out_of_garbage_collections(weights):
+    with started({"tiny": weights}) as server:
+        frozen = gc.get_freeze_count()
+        assert frozen > 10_000
+        assert server.json("POST", "/v2/repository/models/tiny/load")[0] == 200
+        assert gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() == 0
 
 
 def test_batch_sizes():

@@ -160,7 +160,7 @@ class _TorchRunner:
     ) -> None:
         self.model, self.card, self.preprocess, self.device = model, card, preprocess, device
         shape = {"size": pipeline.size, "channels": card.architecture.channels}
-        self.runner = BatchRunner(self._logits, device, batches=batch_sizes(max_batch), **shape)
+        self.runner = BatchRunner(self._logits, device, batches=batch_sizes(max_batch), spin=False, **shape)
 
     def __call__(self, pixels: np.ndarray, attention: bool) -> Outputs:
         shown = None
