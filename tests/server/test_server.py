@@ -26,15 +26,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracles import SMALL, random_weights
+from oracles import SMALL
 from patience import wait_until
 from prometheus_client.parser import text_string_to_metric_families
+from served import NAMES, PIPELINE, clients_until_refused, photograph, post, saved
 
 import vitral
 from vitral.api.serve import _load, named_sources
-from vitral.checkpoints.card import Card, Preprocess
-from vitral.checkpoints.weights import write
-from vitral.data.images import encode_jpeg, encode_png
+from vitral.checkpoints.card import Card
+from vitral.data.images import encode_png
 from vitral.data.preprocess import parse_deterministic
 from vitral.errors import UserError
 from vitral.server import process
@@ -45,20 +45,6 @@ from vitral.server.process import ModelServer
 from vitral.server.runtime import Outputs, Runtime, batch_sizes
 
 SOURCE = Path(__file__).parents[2] / "src"
-NAMES = ("ant", "bee", "cat", "dog", "été")
-PIPELINE = "decode|resize_small(40)|central_crop(32)"
-
-
-def saved(path: Path, names: tuple[str, ...] = NAMES, seed: int = 0) -> Path:
-    """A tiny model with random weights."""
-    values = (0.4,) * 3, (0.3,) * 3
-    write(random_weights(SMALL, seed), Card(SMALL, names, preprocess=Preprocess(PIPELINE, *values)), path, "vitral")
-    return path
-
-
-def photograph(seed: int = 0, height: int = 60, width: int = 90) -> bytes:
-    coarse = np.random.default_rng(seed).integers(0, 256, (height // 10, width // 10, 3), np.uint8)
-    return encode_jpeg(np.kron(coarse, np.ones((10, 10, 1), np.uint8)))
 
 
 class Running:
@@ -324,12 +310,6 @@ def test_a_client_that_leaves_frees_its_place(weights):
         assert server.json("POST", "/predict", image)[0] == 200
 
 
-def post(image: bytes, *headers: str) -> bytes:
-    """A request for a prediction, as it is sent."""
-    lines = ["POST /predict HTTP/1.1", "Host: a", f"Content-Length: {len(image)}", *headers, "", ""]
-    return "\r\n".join(lines).encode() + image
-
-
 def received(client: socket.socket) -> bytes:
     """Everything until the server closes the connection."""
     return b"".join(iter(lambda: client.recv(4096), b""))
@@ -519,7 +499,7 @@ def test_sigterm_under_load_answers_everything_and_sighup_reloads(weights, tmp_p
         wait_until(lambda: bool(lines("listening")))
         server.send_signal(signal.SIGHUP)
         port = lines("listening")[0]["port"]
-        counts = asyncio.run(_clients_until_refused(port, server, lambda: len(lines("model_loaded")) == 2))
+        counts = asyncio.run(clients_until_refused(port, server, lambda: len(lines("model_loaded")) == 2))
         out, _ = server.communicate(timeout=300)
     finally:
         server.kill()
@@ -528,42 +508,6 @@ def test_sigterm_under_load_answers_everything_and_sighup_reloads(weights, tmp_p
     assert json.loads(out) == {"requests": counts["answered"], "images": counts["answered"]}
     assert [line["version"] for line in lines("model_loaded")] == [1, 2]
     assert {"id", "seconds", "status", "images"} <= set(lines("request")[0])
-
-
-async def _clients_until_refused(
-    port: int, server: subprocess.Popen[bytes], reloaded: Callable[[], bool]
-) -> dict[str, int]:
-    """Eight clients that never pause; SIGTERM when the models are reloaded and each client has had several answers."""
-    counts = {"answered": 0, "lost": 0}
-    request = post(photograph())
-
-    async def client() -> None:
-        while True:
-            try:
-                reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            except ConnectionRefusedError:
-                return
-            close = False
-            while not close:
-                try:
-                    writer.write(request)
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-                    await reader.readexactly(length)
-                except (OSError, asyncio.IncompleteReadError):
-                    counts["lost"] += 1
-                    return
-                counts["answered"] += head.startswith(b"HTTP/1.1 200 ")
-                close = b"connection: close" in head
-            writer.close()
-
-    tasks = [asyncio.ensure_future(client()) for _ in range(8)]
-    while counts["answered"] < 50 or not reloaded():
-        assert not counts["lost"]
-        await asyncio.sleep(0.05)
-    server.send_signal(signal.SIGTERM)
-    await asyncio.gather(*tasks)
-    return counts
 
 
 class _Recorded:
@@ -645,26 +589,6 @@ def test_a_batch_that_fills_does_not_wake_its_thread_for_each_image(monkeypatch)
     batcher.close()
     assert woken[:2] == [1, 8]
     assert runner.sizes == [8]
-
-
-def test_servers_share_a_port_when_both_allow_it(weights):
-    first = Running({"one": weights}, reuse_port=True)
-    second = Running({"two": weights}, port=first.server.port, reuse_port=True)
-    try:
-        with pytest.raises(UserError, match="choose another --port"):
-            ModelServer({}, Settings(port=first.server.port))
-
-        def answered() -> str:
-            status, models = first.json("GET", "/models")
-            assert status == 200
-            return models[0]["name"]
-
-        wait_until(lambda: {answered() for _ in range(20)} == {"one", "two"})
-        second.stop()
-        assert {answered() for _ in range(20)} == {"one"}
-    finally:
-        first.stop()
-        second.stop()
 
 
 def test_a_failing_batch_fails_its_images_alone(weights):

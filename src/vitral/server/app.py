@@ -44,11 +44,13 @@ class Service:
         Raises:
             UserError: a model cannot be loaded.
         """
-        self.settings, self.metrics = settings, Metrics()
+        self.settings, self.metrics = settings, Metrics(settings.metrics_dir)
         self.models = {name: ServedModel(name, load, settings, self.metrics) for name, load in loaders.items()}
         self.bodies = BodyReader(settings.max_body, settings.timeout)
         self.pool = decoding_pool()
         self.draining = False  # answers end their connections, and readiness is denied
+        self.ready = True  # among several workers: all of them are
+        self.reload: Callable[[ServedModel], Coroutine[Any, Any, None]] = _reload
 
     def model(self, name: str) -> ServedModel:
         """The model of that name; the first one if none is given."""
@@ -84,11 +86,22 @@ class Service:
             timer.cancel()
             gone.cancel()
 
+    def check_ready(self) -> None:
+        """Raise a RequestError if new requests are not welcome."""
+        if self.draining:
+            raise RequestError(503, "the server is shutting down.", retry_after=1)
+        if not self.ready:
+            raise RequestError(503, "not all workers are ready.", retry_after=1)
+
     def close(self) -> None:
         """Finish what is queued and end all threads."""
         for served in self.models.values():
             served.batcher.close()
         self.pool.shutdown()
+
+
+async def _reload(served: ServedModel) -> None:
+    await asyncio.to_thread(served.reload)
 
 
 def build_app(service: Service) -> Guard:
@@ -190,8 +203,7 @@ async def healthz(service: Service, request: Request) -> Response:
 
 async def readyz(service: Service, request: Request) -> Response:
     """`GET /readyz`: new requests are welcome."""
-    if service.draining:
-        raise RequestError(503, "the server is shutting down.", retry_after=1)
+    service.check_ready()
     return JSONResponse({"ready": True})
 
 

@@ -19,11 +19,10 @@ import numpy as np
 import torch
 
 from vitral.data.images import ImageError
-from vitral.data.loader import cores
 from vitral.errors import UserError
 from vitral.server.batching import Answer, Batcher
 from vitral.server.monitoring import Metrics, log
-from vitral.server.runtime import Runtime
+from vitral.server.runtime import Runtime, core_share
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,8 @@ class Settings:
     max_body: int = 16_000_000  # bytes
     timeout: float = 30.0  # seconds
     token: str = ""
-    reuse_port: bool = False
+    reuse_port: bool = False  # other workers listen on the same port
+    metrics_dir: str = ""  # where workers share their metrics
 
 
 class QueueFull(Exception):
@@ -133,7 +133,7 @@ class ServedModel:
         self.batcher = Batcher(
             *(name, len(self.runtime.runners), metrics), max_batch=settings.max_batch, max_wait=settings.max_wait
         )
-        metrics.watch_pending(name, lambda: self.pending)
+        metrics.set_pending(name, 0)
 
     def _loaded(self) -> Runtime:
         started = time.monotonic()
@@ -172,11 +172,15 @@ class ServedModel:
         if self.pending + count > self._settings.max_queue:
             self._metrics.count_images(self.name, "refused", count)
             raise QueueFull
-        self.pending += count
+        self._add_pending(count)
         try:
             yield
         finally:
-            self.pending -= count
+            self._add_pending(-count)
+
+    def _add_pending(self, count: int) -> None:
+        self.pending += count
+        self._metrics.set_pending(self.name, self.pending)
 
     def predict(self, images: Sequence[bytes], attention: bool, pool: ThreadPoolExecutor) -> PendingResults:
         """Decode images in the pool and compute them in batches: a `Prediction` or `ImageError` for each."""
@@ -280,5 +284,7 @@ def top_classes(ranking: np.ndarray, count: int) -> np.ndarray:
 
 
 def decoding_pool() -> ThreadPoolExecutor:
-    """A thread per core: decoders release Python's lock, so processes would only add copies of the bytes."""
-    return ThreadPoolExecutor(cores(), thread_name_prefix="decode", initializer=torch.set_num_threads, initargs=(1,))
+    """A thread per core of this process; decoders release Python's lock."""
+    return ThreadPoolExecutor(
+        core_share(), thread_name_prefix="decode", initializer=torch.set_num_threads, initargs=(1,)
+    )

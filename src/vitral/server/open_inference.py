@@ -79,8 +79,7 @@ async def ready(service: Service, request: Request) -> Response:
     """`GET /v2/health/ready`, and of a model: all are ready once the server listens."""
     if "model" in request.path_params:
         _served(service, request)
-    if service.draining:
-        raise RequestError(503, "the server is shutting down.", retry_after=1)
+    service.check_ready()
     return JSONResponse({"ready": True})
 
 
@@ -151,7 +150,7 @@ async def load(service: Service, request: Request) -> Response:
         if body and _json(body).get("parameters"):
             raise RequestError(400, "parameters are not accepted: a model is reloaded from where it was loaded.")
     try:
-        await asyncio.to_thread(served.reload)
+        await service.reload(served)
     except UserError as error:
         raise RequestError(400, f"the old model stays: {error}") from error
     return JSONResponse({})

@@ -12,9 +12,10 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import httptools
 import uvicorn
@@ -54,7 +55,7 @@ class ModelServer(uvicorn.Server):
         Raises:
             UserError: a model cannot be loaded, or the address cannot be used.
         """
-        self._listener = _bound_socket(settings.host, settings.port, reuse_port=settings.reuse_port)
+        self._listener = bound_socket(settings.host, settings.port, reuse_port=settings.reuse_port)
         try:
             self._service = Service(loaders, settings)
         except BaseException:
@@ -94,7 +95,7 @@ class ModelServer(uvicorn.Server):
             gc.unfreeze()
             self._listener.close()
             self._service.close()
-        served = Served(self._service.metrics.requests(), self._service.metrics.images())
+        served = Served(*self._service.metrics.totals())
         log("stopped", requests=served.requests, images=served.images)
         return served
 
@@ -125,7 +126,11 @@ class ModelServer(uvicorn.Server):
 
     def reload(self) -> None:
         """Reload all models. To be called in the server's event loop."""
-        task = asyncio.ensure_future(self._reload_all())
+        self.in_background(self._reload_all())
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something beside the requests."""
+        task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -134,13 +139,15 @@ class ModelServer(uvicorn.Server):
             with suppress(UserError):  # logged
                 await asyncio.to_thread(served.reload)
 
+    def signals(self) -> dict[signal.Signals, Callable[[], None]]:
+        """What each signal does."""
+        return {signal.SIGTERM: self.stop, signal.SIGINT: self.stop, signal.SIGHUP: self.reload}
+
     @contextmanager
     def capture_signals(self) -> Generator[None]:
         """Our signals in place of uvicorn's; in another than the main thread there are none."""
         loop = asyncio.get_running_loop()
-        actions = {signal.SIGTERM: self.stop, signal.SIGINT: self.stop, signal.SIGHUP: self.reload}
-        if threading.current_thread() is not threading.main_thread():
-            actions = {}
+        actions = self.signals() if threading.current_thread() is threading.main_thread() else {}
         for number, action in actions.items():
             loop.add_signal_handler(number, action)
         try:
@@ -150,13 +157,22 @@ class ModelServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and write so to the log."""
+        """Listen, and say so."""
         await super().startup(sockets)
+        self.announce()
+
+    def announce(self) -> None:
+        """Write to the log that requests are welcome."""
         host, port = self._listener.getsockname()[:2]
         log("listening", host=host, port=port, models=list(self._service.models))
 
 
-def _bound_socket(host: str, port: int, *, reuse_port: bool) -> socket.socket:
+def bound_socket(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+    """A socket with an address, which others with `reuse_port` may share.
+
+    Raises:
+        UserError: the address cannot be used.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol: otherwise asyncio leaves Nagle's algorithm on, and every answer waits 40 ms for an ACK.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

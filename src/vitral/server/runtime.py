@@ -24,6 +24,7 @@ from vitral.models.build import Model
 from vitral.models.capture import capture
 from vitral.serving import BatchRunner, model_input, prepare_model
 
+_workers = 1  # processes that share the cores
 _CPU_RUNNERS = 8  # more threads than that would wait for each other in Python
 
 
@@ -88,14 +89,25 @@ def batch_sizes(largest: int) -> tuple[int, ...]:
     return (*powers, largest)
 
 
+def share_cores(workers: int) -> None:
+    """State how many processes of this kind share the machine's cores."""
+    global _workers
+    _workers = workers
+
+
+def core_share() -> int:
+    """Cores per process, at least one."""
+    return max(1, cores() // _workers)
+
+
 def cpu_threads() -> tuple[int, int]:
     """How many runners share a CPU, and the threads of each.
 
     Batches gain little on a CPU, and threads that compute one batch together wait for each other at every layer: a
     runner per core gives the most images per second.
     """
-    runners = min(cores(), _CPU_RUNNERS)
-    return runners, cores() // runners
+    runners = min(core_share(), _CPU_RUNNERS)
+    return runners, core_share() // runners
 
 
 def torch_runtime(model: Model, card: Card, preprocess: Preprocess, device: torch.device, *, max_batch: int) -> Runtime:
