@@ -122,8 +122,9 @@ def torch_runtime(model: Model, card: Card, preprocess: Preprocess, device: torc
     """
     pipeline = parse_deterministic(preprocess.pipeline)
     prepare_model(model, device)
-    # Two on a GPU: one copies its pixels and answers while the other computes.
-    count = cpu_threads()[0] if device.type == "cpu" else 2
+    # Two on a GPU: one copies its pixels and answers while the other computes. Of several processes each has one.
+    gpu_runners = 2 if _workers == 1 else 1
+    count = cpu_threads()[0] if device.type == "cpu" else gpu_runners
     shown = isinstance(card.architecture, ViTConfig) and not card.architecture.axial
     runners = []
     for _ in range(count):
