@@ -4,9 +4,10 @@
 
 WEIGHTS is the model, FOLDER has JPEG files in class folders, and ENVIRONMENT has litserve, torch and vitral's own
 requirements. Every contestant gets the same multipart requests, one JPEG each, from raw sockets; all are started
-before the first round, and in each round every contestant runs once, in turn. `vitral bench predict` runs before and
-after. Numbers are medians over the rounds, with the CPU time of the server's processes per image, the generator's own
-share of the machine, that of other programs, and how many of 200 images have the first class that vitral names.
+before the first round, and in each round every contestant runs once, in turn, while the others are paused (SIGSTOP).
+`vitral bench predict` runs before and after. Numbers are medians over the rounds, with the CPU time of the server's
+processes per image, the generator's own share of the machine, that of other programs, and how many of 200 images have
+the first class that vitral names.
 
     python benchmarks/serve_load.py --simulate
 
@@ -31,8 +32,8 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from serve_clients import Generator, Load, answers, requests_of
 
 SOURCE, REPAIR = (Path(__file__).parents[1] / folder for folder in ("src", "tests/helpers/repair"))  # for timm
 ARRIVALS = {True: "even arrivals", False: "Poisson arrivals"}
+INSTANT = Path(__file__).with_name("serve_instant.py")
 LITSERVE = Path(__file__).with_name("serve_litserve.py")
 
 
@@ -74,29 +76,27 @@ def show_simulation(load: float = 0.7, images: int = 200_000) -> None:
 
 
 class Server:
-    """The processes of one contestant, which answer on one port."""
+    """The processes of one contestant, which answer on one port: one group, so that it can be paused as a whole."""
 
-    def __init__(self, name: str, commands: Sequence[Sequence[str]], folder: Path) -> None:
+    def __init__(self, name: str, command: Sequence[str], folder: Path) -> None:
         self.name, self.port = name, free_port()
         paths = [str(SOURCE), str(REPAIR), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "GOMP_SPINCOUNT": "3000"}
-        self.logs = [folder / f"{name.replace('/', '-')}-{index}.log" for index in range(len(commands))]
-        self.processes = []
-        for command, log in zip(commands, self.logs, strict=True):
-            words = [word.replace("PORT", str(self.port)) for word in command]
-            with log.open("wb") as stream:
-                options: Any = {"env": environment, "stdout": stream, "stderr": stream, "start_new_session": True}
-                self.processes.append(subprocess.Popen(words, **options))
+        self.log = folder / f"{name.replace('/', '-')}.log"
+        words = [word.replace("PORT", str(self.port)) for word in command]
+        with self.log.open("wb") as stream:
+            options: Any = {"env": environment, "stdout": stream, "stderr": stream, "start_new_session": True}
+            self.process = subprocess.Popen(words, **options)
 
     @property
     def ids(self) -> list[int]:
-        return [process.pid for process in self.processes]
+        return [self.process.pid]
 
     def ready(self, seconds: float = 180) -> bool:
         """Wait until it listens; False, with the end of the log printed, if it does not."""
         end = time.monotonic() + seconds
-        while time.monotonic() < end and all(process.poll() is None for process in self.processes):
-            if all(map(self._listens, self.logs)):
+        while time.monotonic() < end and self.process.poll() is None:
+            if self._listens():
                 return True
             time.sleep(0.2)
         self.report("did not start")
@@ -104,26 +104,41 @@ class Server:
 
     def report(self, what: str) -> None:
         """Print what happened, and the end of the log."""
-        print(f"{self.name} {what}:\n{self.logs[0].read_text(errors='replace')[-2000:]}", flush=True)
+        print(f"{self.name} {what}:\n{self.log.read_text(errors='replace')[-2000:]}", flush=True)
 
-    def _listens(self, log: Path) -> bool:
-        if self.name.startswith("vitral"):  # several of them share the port
-            return b'"event": "listening"' in log.read_bytes()
+    def _listens(self) -> bool:
+        if self.name.startswith("vitral"):  # all of its workers
+            return b'"event": "listening"' in self.log.read_bytes()
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
+    def pause(self) -> None:
+        """Stop all of its processes, which would disturb others by polling."""
+        self._signal(signal.SIGSTOP)
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Let it run for a block, in which all others are paused."""
+        self._signal(signal.SIGCONT)
+        time.sleep(0.5)  # what has timed out meanwhile is handled first
+        try:
+            yield
+        finally:
+            self.pause()
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):  # where it ended by itself
+            os.killpg(self.process.pid, number)
+
     def terminate(self) -> None:
-        for process in self.processes:
-            with suppress(ProcessLookupError):  # where it ended by itself
-                os.killpg(process.pid, signal.SIGTERM)
+        self._signal(signal.SIGCONT)
+        self._signal(signal.SIGTERM)
 
     def stop(self) -> None:
         self.terminate()
-        for process in self.processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(10)
-            with suppress(ProcessLookupError):  # also what it left behind
-                os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)
+        self._signal(signal.SIGKILL)  # also what it left behind
 
 
 def stop_all(servers: list[Server]) -> None:
@@ -153,18 +168,21 @@ def bench_predict(folder: Path, scratch: Path, device: str, model: str) -> float
     return row["batch"] / row["seconds"]
 
 
-def contestants(arguments: argparse.Namespace) -> dict[str, list[list[str]]]:
-    """The commands of each contestant, by name; PORT stands for the port."""
+def contestants(arguments: argparse.Namespace) -> dict[str, list[str]]:
+    """The command of each contestant, by name; PORT stands for the port."""
     weights, device = str(arguments.weights), arguments.device
     serve = [sys.executable, "-m", "vitral", "serve", "--port", "PORT", "--device", device]
     commands = {}
-    for count in arguments.servers:
-        options = ["--reuse-port"] if count > 1 else []
-        commands["vitral" if count == 1 else f"vitral x{count}"] = [[*serve, *options, weights]] * count
-    commands |= {f"vitral {Path(path).name}": [[*serve, path]] for path in arguments.exported}
+    for count in arguments.workers:
+        name = "vitral" if count == 1 else f"vitral, {count} workers"
+        commands[name] = [*serve, "--workers", str(count), weights]
+    if arguments.instant:
+        for name, decoding in (("vitral without a model", "decode"), ("vitral without decoding", "none")):
+            commands[name] = [sys.executable, str(INSTANT), weights, "PORT", decoding]
+    commands |= {f"vitral {Path(path).name}": [*serve, path] for path in arguments.exported}
     for setting in arguments.settings if arguments.litserve else ():
         words = [str(LITSERVE), weights, "PORT", device, arguments.timm, *setting.split("/")]
-        commands[f"litserve {setting}"] = [[arguments.litserve, *words]]
+        commands[f"litserve {setting}"] = [arguments.litserve, *words]
     return commands
 
 
@@ -176,13 +194,12 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--model", default="ViT-Ti/16", help="of `bench predict`: what the weights are")
     parser.add_argument("--timm", default="vit_tiny_patch16_224.augreg_in21k_ft_in1k", help="timm's name of it")
-    parser.add_argument(
-        "--servers", type=int, nargs="+", default=[1], help="vitral's processes on one port, each tried"
-    )
+    parser.add_argument("--workers", type=int, nargs="+", default=[1], help="of `vitral serve`, each tried")
     parser.add_argument("--litserve", default="", help="Python of an environment with litserve")
     settings = ["timm/1/8/0/0", "timm/2/8/1/0", "timm/2/1/1/0", "plain/2/8/1/0", "packed/2/8/1/0"]
     words = "model/workers_per_device/batch/fast_queue/num_api_servers"
     parser.add_argument("--settings", nargs="+", default=settings, help=words)
+    parser.add_argument("--instant", action="store_true", help="also serve a model that answers at once")
     parser.add_argument("--exported", nargs="*", default=[], help="files of `vitral export` to serve as well")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--processes", type=int, default=1, help="of the load generator")
@@ -211,29 +228,34 @@ def measure(arguments: argparse.Namespace, scratch: Path, servers: list[Server])
     several = requests_of(arguments.folder, 200, arguments.images) if arguments.images else []
     predicted = [bench_predict(arguments.folder, scratch, arguments.device, arguments.model)]
     print(f"bench predict {predicted[0]:.1f} images/s", flush=True)
-    servers += [Server(name, commands, scratch) for name, commands in contestants(arguments).items()]
+    servers += [Server(name, command, scratch) for name, command in contestants(arguments).items()]
     started = time.monotonic()
     ready = [server for server in servers if server.ready()]
     print(f"{len(ready)} of {len(servers)} contestants started in {time.monotonic() - started:.0f} s", flush=True)
     loads: dict[str, list[Load]] = {}
     agreement: dict[str, float] = {}
     reference: list[tuple[str, float]] = []
+    for server in ready:
+        server.pause()
     for server in list(ready):
         try:
-            found = asyncio.run(answers(server.port, singles))
-            reference = reference or found
-            agreement[server.name] = statistics.mean(a[0] == b[0] for a, b in zip(found, reference, strict=True))
-            generator.closed(server.ids, server.port, singles, arguments.clients, 1)  # warm-up
+            with server.measured():
+                found = asyncio.run(answers(server.port, singles))
+                reference = reference or found
+                agreement[server.name] = statistics.mean(a[0] == b[0] for a, b in zip(found, reference, strict=True))
+                generator.closed(server.ids, server.port, singles, arguments.clients, 1)  # warm-up
         except Exception as error:  # the others are still measured
             ready.remove(server)
             server.report(f"failed ({error!r})")
     for round in range(arguments.rounds):
         for server in ready:
-            load = generator.closed(server.ids, server.port, singles, arguments.clients, arguments.seconds)
+            with server.measured():
+                load = generator.closed(server.ids, server.port, singles, arguments.clients, arguments.seconds)
             loads.setdefault(server.name, []).append(load)
             _show(f"  round {round}, {server.name}", load)
             if several and server.name.startswith("vitral"):
-                load = generator.closed(server.ids, server.port, several, arguments.clients // 4, arguments.seconds)
+                with server.measured():
+                    load = generator.closed(server.ids, server.port, several, arguments.clients // 4, arguments.seconds)
                 name = f"{server.name}, {arguments.images} images per request"
                 loads.setdefault(name, []).append(replace(load, images=load.images * arguments.images))
                 _show(f"  round {round}, {name}", loads[name][-1])
@@ -242,7 +264,8 @@ def measure(arguments: argparse.Namespace, scratch: Path, servers: list[Server])
     opened = []
     for paced in (True, False) if arguments.open else ():
         rate = 0.7 * _median(loads[best.name])
-        load = generator.opened(best.ids, best.port, singles, rate, arguments.open, paced)
+        with best.measured():
+            load = generator.opened(best.ids, best.port, singles, rate, arguments.open, paced)
         opened.append((f"{best.name} at 70 % load, {ARRIVALS[paced]}", load))
         _show(f"  {opened[-1][0]}", load)
     stop_all(servers)

@@ -235,7 +235,7 @@ def main() -> None:
     options = ["--max-body-mb", str(MAX_BODY / 1e6), "--timeout", str(TIMEOUT), "--port", "PORT"]
     command = [sys.executable, "-m", "vitral", "serve", str(arguments.weights), *options]
     with tempfile.TemporaryDirectory() as scratch:
-        server = Server("vitral", [command], Path(scratch))
+        server = Server("vitral", command, Path(scratch))
         try:
             if not server.ready():
                 sys.exit(1)
@@ -247,7 +247,7 @@ def main() -> None:
             end = asyncio.run(terminate(port, pid, requests))
         finally:
             server.stop()
-        errors = [line for line in server.logs[0].read_text().splitlines() if '"level": "error"' in line]
+        errors = [line for line in server.log.read_text().splitlines() if '"level": "error"' in line]
     settled = [size for moment, size in memory if moment >= arguments.minutes * 6]
     growth = settled[-1] / settled[0] - 1 if settled else float("nan")
     print(f"\n{minutes:.1f} minutes: {dict(run.counts)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import http.client
 import json
 import os
@@ -25,38 +26,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracles import SMALL, random_weights
+from oracles import SMALL
 from patience import wait_until
 from prometheus_client.parser import text_string_to_metric_families
+from served import NAMES, PIPELINE, clients_until_refused, photograph, post, saved
 
 import vitral
 from vitral.api.serve import _load, named_sources
-from vitral.checkpoints.card import Card, Preprocess
-from vitral.checkpoints.weights import write
-from vitral.data.images import encode_jpeg, encode_png
+from vitral.checkpoints.card import Card
+from vitral.data.images import encode_png
 from vitral.data.preprocess import parse_deterministic
 from vitral.errors import UserError
 from vitral.server import process
-from vitral.server.models import Batcher, Settings
+from vitral.server.batching import Batcher
+from vitral.server.models import Settings, top_classes
 from vitral.server.monitoring import Metrics
 from vitral.server.process import ModelServer
 from vitral.server.runtime import Outputs, Runtime, batch_sizes
 
 SOURCE = Path(__file__).parents[2] / "src"
-NAMES = ("ant", "bee", "cat", "dog", "été")
-PIPELINE = "decode|resize_small(40)|central_crop(32)"
-
-
-def saved(path: Path, names: tuple[str, ...] = NAMES, seed: int = 0) -> Path:
-    """A tiny model with random weights."""
-    values = (0.4,) * 3, (0.3,) * 3
-    write(random_weights(SMALL, seed), Card(SMALL, names, preprocess=Preprocess(PIPELINE, *values)), path, "vitral")
-    return path
-
-
-def photograph(seed: int = 0, height: int = 60, width: int = 90) -> bytes:
-    coarse = np.random.default_rng(seed).integers(0, 256, (height // 10, width // 10, 3), np.uint8)
-    return encode_jpeg(np.kron(coarse, np.ones((10, 10, 1), np.uint8)))
 
 
 class Running:
@@ -322,12 +310,6 @@ def test_a_client_that_leaves_frees_its_place(weights):
         assert server.json("POST", "/predict", image)[0] == 200
 
 
-def post(image: bytes, *headers: str) -> bytes:
-    """A request for a prediction, as it is sent."""
-    lines = ["POST /predict HTTP/1.1", "Host: a", f"Content-Length: {len(image)}", *headers, "", ""]
-    return "\r\n".join(lines).encode() + image
-
-
 def received(client: socket.socket) -> bytes:
     """Everything until the server closes the connection."""
     return b"".join(iter(lambda: client.recv(4096), b""))
@@ -517,7 +499,7 @@ def test_sigterm_under_load_answers_everything_and_sighup_reloads(weights, tmp_p
         wait_until(lambda: bool(lines("listening")))
         server.send_signal(signal.SIGHUP)
         port = lines("listening")[0]["port"]
-        counts = asyncio.run(_clients_until_refused(port, server, lambda: len(lines("model_loaded")) == 2))
+        counts = asyncio.run(clients_until_refused(port, server, lambda: len(lines("model_loaded")) == 2))
         out, _ = server.communicate(timeout=300)
     finally:
         server.kill()
@@ -526,42 +508,6 @@ def test_sigterm_under_load_answers_everything_and_sighup_reloads(weights, tmp_p
     assert json.loads(out) == {"requests": counts["answered"], "images": counts["answered"]}
     assert [line["version"] for line in lines("model_loaded")] == [1, 2]
     assert {"id", "seconds", "status", "images"} <= set(lines("request")[0])
-
-
-async def _clients_until_refused(
-    port: int, server: subprocess.Popen[bytes], reloaded: Callable[[], bool]
-) -> dict[str, int]:
-    """Eight clients that never pause; SIGTERM when the models are reloaded and each client has had several answers."""
-    counts = {"answered": 0, "lost": 0}
-    request = post(photograph())
-
-    async def client() -> None:
-        while True:
-            try:
-                reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            except ConnectionRefusedError:
-                return
-            close = False
-            while not close:
-                try:
-                    writer.write(request)
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-                    await reader.readexactly(length)
-                except (OSError, asyncio.IncompleteReadError):
-                    counts["lost"] += 1
-                    return
-                counts["answered"] += head.startswith(b"HTTP/1.1 200 ")
-                close = b"connection: close" in head
-            writer.close()
-
-    tasks = [asyncio.ensure_future(client()) for _ in range(8)]
-    while counts["answered"] < 50 or not reloaded():
-        assert not counts["lost"]
-        await asyncio.sleep(0.05)
-    server.send_signal(signal.SIGTERM)
-    await asyncio.gather(*tasks)
-    return counts
 
 
 class _Recorded:
@@ -643,26 +589,6 @@ def test_a_batch_that_fills_does_not_wake_its_thread_for_each_image(monkeypatch)
     batcher.close()
     assert woken[:2] == [1, 8]
     assert runner.sizes == [8]
-
-
-def test_servers_share_a_port_when_both_allow_it(weights):
-    first = Running({"one": weights}, reuse_port=True)
-    second = Running({"two": weights}, port=first.server.port, reuse_port=True)
-    try:
-        with pytest.raises(UserError, match="choose another --port"):
-            ModelServer({}, Settings(port=first.server.port))
-
-        def answered() -> str:
-            status, models = first.json("GET", "/models")
-            assert status == 200
-            return models[0]["name"]
-
-        wait_until(lambda: {answered() for _ in range(20)} == {"one", "two"})
-        second.stop()
-        assert {answered() for _ in range(20)} == {"one"}
-    finally:
-        first.stop()
-        second.stop()
 
 
 def test_a_failing_batch_fails_its_images_alone(weights):
@@ -748,6 +674,38 @@ def test_commands_of_the_documentation(weights, tmp_path):
             words = [curl, "-s", "-w", "%{http_code}", *words[1:]]
             done = subprocess.run(words, cwd=tmp_path, capture_output=True, timeout=60)
             assert done.stdout.endswith(b"200"), (command, done.stdout)
+
+
+def test_top_classes_are_those_of_a_stable_sort():
+    rng = np.random.default_rng(0)
+    for ranking in (rng.normal(size=1000), rng.integers(0, 4, 200), np.zeros(9), np.array([np.nan, 1, np.nan, 2])):
+        for count in (1, 2, min(5, len(ranking)), len(ranking)):
+            expected = np.argsort(-ranking, kind="stable")[:count]
+            assert top_classes(ranking, count).tolist() == expected.tolist()
+
+
+def test_answers_are_sent_without_waiting_for_acknowledgements(running, monkeypatch):
+    """Headers and body are two writes, of which the second one would wait (40 ms) with Nagle's algorithm."""
+    options = []
+    made = process.HttpToolsProtocol.connection_made
+
+    def connection_made(self: Any, transport: asyncio.Transport) -> None:
+        client = transport.get_extra_info("socket")
+        options.append(client.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        made(self, transport)
+
+    monkeypatch.setattr(process.HttpToolsProtocol, "connection_made", connection_made)
+    assert running.json("GET", "/healthz")[0] == 200
+    assert options == [1]
+
+
+def test_a_server_keeps_its_models_out_of_garbage_collections(weights):
+    with started({"tiny": weights}) as server:
+        frozen = gc.get_freeze_count()
+        assert frozen > 10_000
+        assert server.json("POST", "/v2/repository/models/tiny/load")[0] == 200
+        assert gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() == 0
 
 
 def test_batch_sizes():

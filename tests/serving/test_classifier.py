@@ -254,7 +254,9 @@ def test_batches_are_padded_to_the_next_graph_and_threads_do_not_mix(monkeypatch
     """The GPU's path of a runner, with stand-ins for CUDA graphs."""
     runner = BatchRunner(lambda x: (x.float().mean((1, 2, 3)),), torch.device("cpu"), size=(4, 5), channels=3)
     sizes: list[int] = []
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    waited: list[str] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
+    runner.computed = SimpleNamespace(record=waited.append, synchronize=lambda: waited.append("end"))  # type: ignore[assignment]
     runner.pixels = torch.zeros(4, 4, 5, 3, dtype=torch.uint8)
     graphs: Any = {batch: FakeGraph(runner, batch, sizes) for batch in (1, 2, 4)}
     runner.graphs = {batch: (graph, graph.results) for batch, graph in graphs.items()}
@@ -268,3 +270,4 @@ def test_batches_are_padded_to_the_next_graph_and_threads_do_not_mix(monkeypatch
     for values, expected in found:
         np.testing.assert_allclose(values, expected, rtol=1e-5)
     assert sorted(sizes) == [1] * 10 + [2] * 10 + [4] * 20
+    assert waited == ["stream", "end"] * 40

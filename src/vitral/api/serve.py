@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +16,10 @@ import torch
 
 from vitral.api.checkpoints import load_source
 from vitral.api.inference import check_head, named_card, resolve_preprocessing
+from vitral.data.loader import cores
 from vitral.display import SummaryRepr
 from vitral.errors import UserError
-from vitral.events import EventHandler
+from vitral.events import EventHandler, Note
 from vitral.export.exported import is_exported
 from vitral.models.build import resolve_device
 
@@ -45,7 +46,7 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
-    reuse_port: bool = False,
+    workers: int | None = None,
     max_batch: int | None = None,
     max_wait_ms: float = 2.0,
     max_queue: int = 256,
@@ -68,11 +69,11 @@ def serve(
         source: models: run folders, weights, hf:owner/name, timm:name or exported files, optionally as NAME=SOURCE.
         host: address to listen on; 0.0.0.0 accepts requests from other machines.
         port: port to listen on; 0 for any free port.
-        reuse_port: allow other servers with this option to listen on the same port; the operating system distributes
-            connections among them (Linux).
+        workers: number of processes that share the port, each with its own copy of the models and its own queue
+            (Linux); by default 1 on a CPU, and on an NVIDIA GPU half as many as there are cores, at most 8.
         max_batch: maximum number of images per batch; by default 8 on a CPU and 64 on a GPU.
         max_wait_ms: maximum milliseconds that an image waits for its batch to fill.
-        max_queue: maximum number of queued images per model; more are refused with 429.
+        max_queue: maximum number of queued images per model and worker; more are refused with 429.
         max_body_mb: maximum megabytes of a request; larger ones are refused with 413.
         max_pixels: maximum pixels of an image; larger ones are refused with 413.
         timeout: maximum seconds until a request has arrived, and until the response.
@@ -93,9 +94,9 @@ def serve(
         from vitral.server.models import Settings
         from vitral.server.monitoring import set_up_logs
         from vitral.server.process import ModelServer
-    if reuse_port and sys.platform != "linux":
-        raise UserError("reuse_port needs Linux: omit it, and use a port for each server behind a load balancer.")
+        from vitral.server.supervisor import Supervisor
     resolved = resolve_device(device)
+    processes = _worker_count(workers, resolved)
     batch = _largest_batch(resolved) if max_batch is None else max_batch
     _check(port=(port, 0, 65535), max_batch=(batch, 1, 1024), max_queue=(max_queue, 1, 1_000_000))
     _check(max_wait_ms=(max_wait_ms, 0, 10_000), timeout=(timeout, 0.1, 3600), max_body_mb=(max_body_mb, 0.001, 1000))
@@ -105,7 +106,6 @@ def serve(
     settings = Settings(
         host=host,
         port=port,
-        reuse_port=reuse_port,
         max_batch=batch,
         max_wait=max_wait_ms / 1000,
         max_queue=max_queue,
@@ -115,10 +115,42 @@ def serve(
     )
 
     set_up_logs()
-    loaders = _loaders(source, classes, preprocess, resolved, batch, on_event)
-    server = ModelServer(loaders, settings)
+    server: ModelServer | Supervisor
+    if processes == 1:
+        server = ModelServer(_loaders(named_sources(source), classes, preprocess, resolved, batch, on_event), settings)
+    else:
+        sources = {name: str(path) for name, path in named_sources(source).items()}
+        job = {"sources": sources, "classes": str(classes), "preprocess": preprocess, "device": resolved}
+        on_note = None if on_event is None else lambda text: on_event(Note(text))
+        server = Supervisor("from vitral.api.serve import run_worker; run_worker", job, settings, processes, on_note)
     served = server.run_until_stopped()
     return ServeResult(served.requests, served.images)
+
+
+def run_worker(descriptor: int) -> None:
+    """Be one of the processes of `serve`; its supervisor is behind a socket of this file descriptor."""
+    from vitral.server.models import Settings
+    from vitral.server.monitoring import set_up_logs
+    from vitral.server.runtime import share_cores
+    from vitral.server.worker import Channel, WorkerServer
+
+    channel = Channel(descriptor)
+    job = channel.receive()
+    set_up_logs()
+    share_cores(job["workers"])
+    settings = Settings(**job["settings"])
+
+    def on_event(event: object) -> None:
+        if job["notes"] and isinstance(event, Note):
+            channel.send("note", text=event.text)
+
+    loaders = _loaders(job["sources"], job["classes"], job["preprocess"], job["device"], settings.max_batch, on_event)
+    try:
+        server = WorkerServer(loaders, settings, channel)
+    except UserError as error:
+        channel.send("failed", error=str(error))
+        sys.exit(1)
+    server.run_until_stopped()
 
 
 def asgi_app(source: Sequence[str | Path], *, classes: str | Path = "", preprocess: str = "", device: str = "") -> Any:
@@ -141,7 +173,9 @@ def asgi_app(source: Sequence[str | Path], *, classes: str | Path = "", preproce
         from vitral.server.models import Settings
     resolved = resolve_device(device)
     settings = Settings(max_batch=_largest_batch(resolved))
-    return build_app(Service(_loaders(source, classes, preprocess, resolved, settings.max_batch, None), settings))
+    return build_app(
+        Service(_loaders(named_sources(source), classes, preprocess, resolved, settings.max_batch, None), settings)
+    )
 
 
 @contextmanager
@@ -152,12 +186,26 @@ def _needs_extra() -> Iterator[None]:
         raise UserError(f"serve needs {error.name}: pip install 'vitral[serve]'.") from error
 
 
+def _worker_count(workers: int | None, device: str) -> int:
+    """The number of processes: what is requested, else one, or on an NVIDIA GPU several, since Python's lock and the
+    decoding of images would limit one."""
+    if workers is None:
+        return min(8, max(1, cores() // 2)) if device.startswith("cuda") and sys.platform == "linux" else 1
+    _check(workers=(workers, 1, 256))
+    if workers > 1 and sys.platform != "linux":
+        raise UserError(
+            f"workers={workers} needs Linux, which distributes connections among processes that share a port: omit it, "
+            "or start a server per port behind a load balancer."
+        )
+    return workers
+
+
 def _largest_batch(device: str) -> int:
     return 8 if device == "cpu" else 64
 
 
 def _loaders(
-    sources: Sequence[str | Path],
+    named: Mapping[str, str | Path],
     classes: str | Path,
     preprocess: str,
     device: str,
@@ -165,8 +213,7 @@ def _loaders(
     on_event: EventHandler | None,
 ) -> dict[str, Callable[[], Runtime]]:
     return {
-        name: partial(_load, source, classes, preprocess, device, batch, on_event)
-        for name, source in named_sources(sources).items()
+        name: partial(_load, source, classes, preprocess, device, batch, on_event) for name, source in named.items()
     }
 
 

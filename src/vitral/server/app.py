@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -15,14 +14,21 @@ from starlette.routing import Route
 
 from vitral.data.images import ImageError, ImageTooLarge
 from vitral.export.web import server_page
-from vitral.server.models import Prediction, QueueFull, ServedModel, Settings, decoding_pool
+from vitral.server.models import (
+    PendingResults,
+    Prediction,
+    QueueFull,
+    ServedModel,
+    Settings,
+    decoding_pool,
+    top_classes,
+)
 from vitral.server.monitoring import Metrics
 from vitral.server.openapi import openapi
 from vitral.server.requests import BodyReader, Guard, Query, RequestError, images_in, until_gone
 from vitral.server.runtime import Runtime
 
 Endpoint = Callable[["Service", Request], Coroutine[Any, Any, Response]]
-_Result = TypeVar("_Result")
 
 
 class Service:
@@ -38,11 +44,13 @@ class Service:
         Raises:
             UserError: a model cannot be loaded.
         """
-        self.settings, self.metrics = settings, Metrics()
+        self.settings, self.metrics = settings, Metrics(settings.metrics_dir)
         self.models = {name: ServedModel(name, load, settings, self.metrics) for name, load in loaders.items()}
         self.bodies = BodyReader(settings.max_body, settings.timeout)
         self.pool = decoding_pool()
         self.draining = False  # answers end their connections, and readiness is denied
+        self.ready = True  # among several workers: all of them are
+        self.reload: Callable[[ServedModel], Coroutine[Any, Any, None]] = _reload
 
     def model(self, name: str) -> ServedModel:
         """The model of that name; the first one if none is given."""
@@ -51,36 +59,49 @@ class Service:
         return self.models[name] if name else next(iter(self.models.values()))
 
     async def compute(
-        self, request: Request, served: ServedModel, count: int, work: Callable[[], Coroutine[Any, Any, _Result]]
-    ) -> _Result:
+        self, request: Request, served: ServedModel, count: int, start: Callable[[], PendingResults]
+    ) -> list[Any]:
         """Await what a model computes, in its queue's places and within the time limit, while the client is there."""
         most = self.settings.max_queue
         if count > most:
             raise RequestError(413, f"{count} images are more than the queue of {most} takes: send fewer at once.")
         try:
             with served.admitted(count):
-                return await self._awaited(request, asyncio.ensure_future(work()))
+                results = start()
+                try:
+                    return await self._awaited(request, results)
+                finally:
+                    served.finish(results)
         except QueueFull as error:
             raise RequestError(429, "the queue is full: retry later.", retry_after=1) from error
 
-    async def _awaited(self, request: Request, task: asyncio.Task[_Result]) -> _Result:
+    async def _awaited(self, request: Request, results: PendingResults) -> list[Any]:
+        late = RequestError(503, "the response was not ready in time: retry later.", retry_after=1)
+        timer = asyncio.get_running_loop().call_later(self.settings.timeout, results.fail, late)
         gone = asyncio.ensure_future(until_gone(request))
+        gone.add_done_callback(lambda _: results.fail(ClientDisconnect()))
         try:
-            await asyncio.wait((task, gone), timeout=self.settings.timeout, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            if gone.done():
-                raise ClientDisconnect
-            raise RequestError(503, "the response was not ready in time: retry later.", retry_after=1)
+            return await results.done
         finally:
-            task.cancel()
+            timer.cancel()
             gone.cancel()
+
+    def check_ready(self) -> None:
+        """Raise a RequestError if new requests are not welcome."""
+        if self.draining:
+            raise RequestError(503, "the server is shutting down.", retry_after=1)
+        if not self.ready:
+            raise RequestError(503, "not all workers are ready.", retry_after=1)
 
     def close(self) -> None:
         """Finish what is queued and end all threads."""
         for served in self.models.values():
             served.batcher.close()
         self.pool.shutdown()
+
+
+async def _reload(served: ServedModel) -> None:
+    await asyncio.to_thread(served.reload)
 
 
 def build_app(service: Service) -> Guard:
@@ -146,9 +167,12 @@ def _prediction(result: Prediction | ImageError, classes: tuple[str, ...], top: 
     if isinstance(result, ImageError):
         return {"error": str(result)}
     values, attention = result.answer.probabilities, result.answer.attention
-    best = np.argsort(-result.answer.ranking, kind="stable")[:top]  # ties in the order of the classes
+    best = top_classes(result.answer.ranking, top).tolist()
     answer: dict[str, Any] = {
-        "classes": [{"name": classes[index], "probability": float(values[index])} for index in best]
+        "classes": [
+            {"name": classes[index], "probability": value}
+            for index, value in zip(best, values[best].tolist(), strict=True)
+        ]
     }
     if attention is not None:
         rows, columns = attention.shape
@@ -179,8 +203,7 @@ async def healthz(service: Service, request: Request) -> Response:
 
 async def readyz(service: Service, request: Request) -> Response:
     """`GET /readyz`: new requests are welcome."""
-    if service.draining:
-        raise RequestError(503, "the server is shutting down.", retry_after=1)
+    service.check_ready()
     return JSONResponse({"ready": True})
 
 

@@ -1,11 +1,4 @@
-"""The models of a server: loaded once, reloaded without a pause, each with a queue of limited length.
-
-Where batches gain time (on a GPU), images of different requests are computed together, and none waits longer than a
-stated bound. A thread that is free takes what is waiting. If that is less than a full batch it waits for more, but only
-until the oldest image has waited `max_wait`; a busy server therefore never waits, since the queue fills while it
-computes. On a CPU batches gain almost nothing, and each of their images waits for all: there images are computed one by
-one until a full batch waits for every thread.
-"""
+"""The models of a server: loaded once, reloaded without a pause, each with a queue of limited length."""
 
 from __future__ import annotations
 
@@ -18,137 +11,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from vitral.data.images import ImageError
-from vitral.data.loader import cores
 from vitral.errors import UserError
+from vitral.server.batching import Answer, Batcher
 from vitral.server.monitoring import Metrics, log
-from vitral.server.runtime import Runtime, ServedImage, cpu_threads
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What the model says about one image."""
-
-    probabilities: np.ndarray  # (classes,) float32
-    ranking: np.ndarray  # (classes,)
-    attention: np.ndarray | None  # (rows, columns)
-
-
-@dataclass(frozen=True)
-class QueuedImage:
-    """An image that waits for its batch."""
-
-    pixels: np.ndarray
-    attention: bool
-    runtime: Runtime  # that it was decoded for: a model may be reloaded meanwhile
-    future: Future[Answer] = field(default_factory=Future)
-    arrived: float = field(default_factory=time.monotonic)
-
-    def goes_with(self, other: QueuedImage) -> bool:
-        """Whether both can be computed in one batch."""
-        return self.runtime is other.runtime and self.attention == other.attention
-
-
-class Batcher:
-    """The queue of one model and the threads that compute its batches."""
-
-    def __init__(self, name: str, runners: int, metrics: Metrics, *, max_batch: int, max_wait: float) -> None:
-        """Start the threads.
-
-        Args:
-            name: of the model.
-            runners: of its runtimes, one thread for each.
-            metrics: where batches are counted.
-            max_batch: images per batch at most.
-            max_wait: seconds that an image waits at most for its batch to fill.
-        """
-        self.name, self.metrics = name, metrics
-        self.max_batch, self.max_wait = max_batch, max_wait
-        self._queue: deque[QueuedImage] = deque()
-        self._changed = threading.Condition()
-        self._closing = False
-        self._threads = [
-            threading.Thread(target=self._work, args=(index,), name=f"{name}-{index}", daemon=True)
-            for index in range(runners)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def submit(self, runtime: Runtime, pixels: np.ndarray, attention: bool) -> Future[Answer]:
-        """Queue one image: uint8 (height, width, channels), as the runtime takes it."""
-        image = QueuedImage(pixels, attention, runtime)
-        with self._changed:
-            if self._closing:
-                raise RuntimeError("the batcher is closed")
-            self._queue.append(image)
-            # A thread that waits for a batch to fill need not wake for each of its images.
-            if not runtime.gains_by_batch or len(self._queue) == 1 or len(self._queue) >= self.max_batch:
-                self._changed.notify()
-        return image.future
-
-    def close(self) -> None:
-        """Compute what is queued, then end the threads."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
-
-    def _work(self, index: int) -> None:
-        torch.set_num_threads(cpu_threads()[1])  # of this thread alone
-        while batch := self._next_batch():
-            live = [image for image in batch if image.future.set_running_or_notify_cancel()]
-            if live:
-                self._compute(index, live)
-
-    def _next_batch(self) -> list[QueuedImage]:
-        """The next images, oldest first and alike in whether attention is needed; none when closed."""
-        with self._changed:
-            while True:
-                if not self._queue:
-                    if self._closing:
-                        return []
-                    self._changed.wait()
-                    continue
-                left = self._queue[0].arrived + self.max_wait - time.monotonic()
-                full = not self._queue[0].runtime.gains_by_batch or len(self._queue) >= self.max_batch
-                if full or left <= 0 or self._closing:
-                    return self._taken()
-                self._changed.wait(left)
-
-    def _taken(self) -> list[QueuedImage]:
-        first = self._queue[0]
-        most = self.max_batch
-        if not first.runtime.gains_by_batch and len(self._queue) < self.max_batch * len(self._threads):
-            most = 1
-        batch: list[QueuedImage] = []
-        while self._queue and len(batch) < most and self._queue[0].goes_with(first):
-            batch.append(self._queue.popleft())
-        if self._queue:
-            self._changed.notify()
-        return batch
-
-    def _compute(self, index: int, batch: Sequence[QueuedImage]) -> None:
-        started = time.monotonic()
-        try:
-            outputs = batch[0].runtime.runners[index](np.stack([image.pixels for image in batch]), batch[0].attention)
-        except Exception as error:
-            for image in batch:
-                image.future.set_exception(error)
-            return
-        self.metrics.observe_batch(self.name, [image.arrived for image in batch], started)
-        for row, image in enumerate(batch):
-            shown = None if outputs.attention is None else outputs.attention[row]
-            image.future.set_result(Answer(outputs.probabilities[row], outputs.ranking[row], shown))
+from vitral.server.runtime import Runtime, core_share
 
 
 @dataclass(frozen=True)
@@ -163,7 +37,8 @@ class Settings:
     max_body: int = 16_000_000  # bytes
     timeout: float = 30.0  # seconds
     token: str = ""
-    reuse_port: bool = False
+    reuse_port: bool = False  # other workers listen on the same port
+    metrics_dir: str = ""  # where workers share their metrics
 
 
 class QueueFull(Exception):
@@ -176,6 +51,65 @@ class Prediction:
 
     answer: Answer
     region: tuple[float, float, float, float]
+
+
+class LoopCalls:
+    """Calls of other threads into an event loop, which is woken once for all that wait there."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._waiting: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._woken = False
+
+    def call(self, function: Callable[..., None], *arguments: Any) -> None:
+        self._waiting.append((function, arguments))
+        if not self._woken:  # two threads may both find it so, which wakes the loop twice and harms nothing
+            self._woken = True
+            with suppress(RuntimeError):  # the loop has ended, and nobody waits
+                self.loop.call_soon_threadsafe(self._run)
+
+    def _run(self) -> None:
+        self._woken = False  # before the first is taken: what comes later wakes the loop again
+        while self._waiting:
+            function, arguments = self._waiting.popleft()
+            function(*arguments)
+
+
+class PendingResults:
+    """The results of a request's images, which arrive in any order; used in the event loop, but for `queued`."""
+
+    def __init__(self, count: int) -> None:
+        self.done: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        self.values: list[Any] = [None] * count
+        self.cancelled = False
+        self._left = count
+        self._futures: list[Future[Answer]] = []
+
+    def set(self, index: int, value: Prediction | Answer | ImageError) -> None:
+        """Store the result of an image; the last one ends the waiting."""
+        self.values[index] = value
+        self._left -= 1
+        if not self._left and not self.done.done():
+            self.done.set_result(self.values)
+
+    def fail(self, error: BaseException) -> None:
+        """End the waiting with an error, unless it has ended."""
+        if not self.done.done():
+            self.done.set_exception(error)
+
+    def queued(self, future: Future[Answer]) -> None:
+        """Note what is to be cancelled with the request."""
+        self._futures.append(future)
+        if self.cancelled:
+            future.cancel()
+
+    def cancel(self) -> int:
+        """Let all images without a result leave their queue; their number."""
+        self.cancelled = True
+        if self._left:
+            for future in list(self._futures):
+                future.cancel()
+        return self._left
 
 
 class ServedModel:
@@ -192,13 +126,14 @@ class ServedModel:
         """
         self.name, self._load, self._settings, self._metrics = name, load, settings, metrics
         self.pending = 0  # images accepted and not yet answered
+        self._calls: LoopCalls | None = None
         self.version = 0
         self._reloading = threading.Lock()
         self.runtime = self._loaded()
         self.batcher = Batcher(
             *(name, len(self.runtime.runners), metrics), max_batch=settings.max_batch, max_wait=settings.max_wait
         )
-        metrics.watch_pending(name, lambda: self.pending)
+        metrics.set_pending(name, 0)
 
     def _loaded(self) -> Runtime:
         started = time.monotonic()
@@ -237,58 +172,119 @@ class ServedModel:
         if self.pending + count > self._settings.max_queue:
             self._metrics.count_images(self.name, "refused", count)
             raise QueueFull
-        self.pending += count
+        self._add_pending(count)
         try:
             yield
         finally:
-            self.pending -= count
+            self._add_pending(-count)
 
-    async def predict(
-        self, images: Sequence[bytes], attention: bool, pool: ThreadPoolExecutor
-    ) -> list[Prediction | ImageError]:
-        """Decode images in the pool and compute them in batches; one result per image, in order."""
-        runtime = self.runtime
-        return await asyncio.gather(*(self._predicted(runtime, data, attention, pool) for data in images))
+    def _add_pending(self, count: int) -> None:
+        self.pending += count
+        self._metrics.set_pending(self.name, self.pending)
 
-    async def predict_pixels(self, pixels: np.ndarray, attention: bool) -> list[Answer]:
-        """uint8 (batch, height, width, channels), resized and cropped already -> one answer per image."""
-        runtime = self.runtime
-        return await asyncio.gather(*(self._answer(runtime, image, attention) for image in pixels))
+    def predict(self, images: Sequence[bytes], attention: bool, pool: ThreadPoolExecutor) -> PendingResults:
+        """Decode images in the pool and compute them in batches: a `Prediction` or `ImageError` for each."""
+        results, calls, runtime = PendingResults(len(images)), self._loop_calls(), self.runtime
+        for index, data in enumerate(images):
+            pool.submit(self._decode_and_queue, runtime, data, attention, results, index, calls)
+        return results
 
-    async def _predicted(
-        self, runtime: Runtime, data: bytes, attention: bool, pool: ThreadPoolExecutor
-    ) -> Prediction | ImageError:
-        try:
-            image = await asyncio.get_running_loop().run_in_executor(pool, self._decoded, runtime, data)
-        except ImageError as error:
-            self._metrics.count_images(self.name, "unreadable")
-            return error
-        return Prediction(await self._answer(runtime, image.pixels, attention), image.region)
+    def predict_pixels(self, pixels: np.ndarray, attention: bool) -> PendingResults:
+        """uint8 (batch, height, width, channels), resized and cropped already: an `Answer` for each."""
+        results, calls, runtime = PendingResults(len(pixels)), self._loop_calls(), self.runtime
+        for index, image in enumerate(pixels):
+            self._queue(runtime, image, attention, results, index, calls, lambda answer: answer)
+        return results
 
-    def _decoded(self, runtime: Runtime, data: bytes) -> ServedImage:
+    def finish(self, results: PendingResults) -> None:
+        """Count a request's images; those that nobody waits for any more leave their queue."""
+        cancelled = results.cancel()
+        unreadable = sum(isinstance(value, ImageError) for value in results.values)
+        predicted = len(results.values) - unreadable - cancelled
+        for result, count in (("unreadable", unreadable), ("cancelled", cancelled), ("predicted", predicted)):
+            if count:
+                self._metrics.count_images(self.name, result, count)
+
+    def _loop_calls(self) -> LoopCalls:
+        loop = asyncio.get_running_loop()
+        if self._calls is None or self._calls.loop is not loop:
+            self._calls = LoopCalls(loop)
+        return self._calls
+
+    def _decode_and_queue(
+        self, runtime: Runtime, data: bytes, attention: bool, results: PendingResults, index: int, calls: LoopCalls
+    ) -> None:
+        """In a thread of the pool, which hands the pixels to the batcher itself: the event loop is not woken."""
+        if results.cancelled:
+            return
         started = time.monotonic()
-        image = runtime.decode(data)
-        self._metrics.observe_decoding(self.name, time.monotonic() - started)
-        return image
-
-    async def _answer(self, runtime: Runtime, pixels: np.ndarray, attention: bool) -> Answer:
         try:
-            answer = await asyncio.wrap_future(self.batcher.submit(runtime, pixels, attention))
-        except asyncio.CancelledError:  # by a client that has gone, or a timeout: the image leaves its queue
-            self._metrics.count_images(self.name, "cancelled")
-            raise
-        self._metrics.count_images(self.name, "predicted")
-        return answer
+            image = runtime.decode(data)
+            self._metrics.observe_decoding(self.name, time.monotonic() - started)
+            self._queue(
+                *(runtime, image.pixels, attention, results, index, calls),
+                lambda answer: Prediction(answer, image.region),
+            )
+        except ImageError as error:
+            calls.call(results.set, index, error)
+        except BaseException as error:
+            calls.call(results.fail, error)
+
+    def _queue(
+        self,
+        runtime: Runtime,
+        pixels: np.ndarray,
+        attention: bool,
+        results: PendingResults,
+        index: int,
+        calls: LoopCalls,
+        result: Callable[[Answer], Prediction | Answer],
+    ) -> None:
+        def computed(future: Future[Answer]) -> None:
+            if future.cancelled():
+                return
+            if (error := future.exception()) is not None:
+                calls.call(results.fail, error)
+            else:
+                calls.call(results.set, index, result(future.result()))
+
+        future = self.batcher.submit(runtime, pixels, attention)
+        future.add_done_callback(computed)
+        results.queued(future)
+
+
+def freeze_objects() -> None:
+    """Let the garbage collector skip all that exists now, which is about to stay: the modules and models of a server
+    take it more than 100 ms each time, during which no request is served."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def _release_memory() -> None:
     """Give back the memory of a model that was replaced: the C library would keep it for later."""
-    gc.collect()
+    if gc.get_freeze_count():
+        freeze_objects()
+    else:
+        gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
 
 
+def top_classes(ranking: np.ndarray, count: int) -> np.ndarray:
+    """The first classes of a ranking (classes,), highest first, ties in the order of the classes: (count,)"""
+    candidates = np.arange(len(ranking))
+    if count < len(ranking):
+        least = np.partition(ranking, -count)[-count]
+        candidates = np.flatnonzero(ranking >= least)
+        if len(candidates) < count:  # NaN
+            candidates = np.arange(len(ranking))
+    return candidates[np.argsort(-ranking[candidates], kind="stable")[:count]]
+
+
 def decoding_pool() -> ThreadPoolExecutor:
-    """A thread per core: decoders release Python's lock, so processes would only add copies of the bytes."""
-    return ThreadPoolExecutor(cores(), thread_name_prefix="decode", initializer=torch.set_num_threads, initargs=(1,))
+    """A thread per core of this process; decoders release Python's lock."""
+    return ThreadPoolExecutor(
+        core_share(), thread_name_prefix="decode", initializer=torch.set_num_threads, initargs=(1,)
+    )

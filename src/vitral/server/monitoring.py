@@ -6,14 +6,19 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from prometheus_client.registry import Collector
 
 _LOGGER = logging.getLogger("vitral.server")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_LIVE = "gauge_livesum_"  # the file of a worker's gauges, before its number; it is removed when the worker ends
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -21,7 +26,12 @@ class _JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = getattr(record, "fields", None) or {"event": "message", "text": record.getMessage()}
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        line = {"time": f"{stamp}.{int(record.msecs):03}Z", "level": record.levelname.lower(), **fields}
+        line = {
+            "time": f"{stamp}.{int(record.msecs):03}Z",
+            "level": record.levelname.lower(),
+            "pid": record.process,
+            **fields,
+        }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line)
@@ -49,9 +59,15 @@ class Metrics:
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
+    def __init__(self, shared: str = "") -> None:
+        """Make them; workers write theirs into a `shared` folder, from which each of them reads the sums."""
+        self.registry = self._exposed = CollectorRegistry()
+        if shared:
+            self._exposed = CollectorRegistry()
+            MultiProcessCollector(self._exposed, shared)
+            self._exposed.register(_WorkerProcesses(shared))
+        else:
+            ProcessCollector(registry=self.registry)
         self._requests = Counter(
             "vitral_requests", "Answered requests.", ("path", "method", "status"), registry=self.registry
         )
@@ -83,7 +99,9 @@ class Metrics:
             *("vitral_batch_size", "Images per batch.", ("model",)), buckets=_BATCHES, registry=self.registry
         )
         self._pending = Gauge(
-            "vitral_pending_images", "Images accepted and not yet answered.", ("model",), registry=self.registry
+            *("vitral_pending_images", "Images accepted and not yet answered.", ("model",)),
+            registry=self.registry,
+            multiprocess_mode="livesum",
         )
         self._loads = Counter(
             "vitral_model_loads", "Loads of a model by result.", ("model", "result"), registry=self.registry
@@ -109,19 +127,51 @@ class Metrics:
         for moment in arrived:
             self._waiting.labels(model).observe(started - moment)
 
-    def watch_pending(self, model: str, count: Callable[[], int]) -> None:
-        self._pending.labels(model).set_function(count)
+    def set_pending(self, model: str, count: int) -> None:
+        self._pending.labels(model).set(count)
 
-    def images(self) -> int:
-        """Images predicted so far."""
-        samples = [sample for metric in self._images.collect() for sample in metric.samples]
-        return round(sum(s.value for s in samples if s.name.endswith("_total") and s.labels["result"] == "predicted"))
-
-    def requests(self) -> int:
-        """Requests answered so far."""
-        samples = [sample for metric in self._requests.collect() for sample in metric.samples]
-        return round(sum(sample.value for sample in samples if sample.name.endswith("_total")))
+    def totals(self) -> tuple[int, int]:
+        """Requests answered and images predicted so far, by this process."""
+        return _totals([*self._requests.collect(), *self._images.collect()])
 
     def text(self) -> bytes:
         """The exposition of everything."""
-        return generate_latest(self.registry)
+        return generate_latest(self._exposed)
+
+
+class _WorkerProcesses(Collector):
+    """Memory, CPU time and open files of all workers together."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+
+    def collect(self) -> Iterator[Metric]:
+        metrics: dict[str, Metric] = {}
+        for path in self._folder.glob(f"{_LIVE}*.db"):
+            pid = path.stem.removeprefix(_LIVE)
+            for metric in ProcessCollector(pid=lambda pid=pid: pid, registry=None).collect():
+                if metric.name not in metrics:
+                    metrics[metric.name] = metric
+                else:
+                    first = metrics[metric.name].samples
+                    merge = min if metric.name == "process_start_time_seconds" else sum
+                    pairs = zip(first, metric.samples, strict=True)
+                    metrics[metric.name].samples = [s._replace(value=merge((s.value, t.value))) for s, t in pairs]
+        yield from metrics.values()
+
+
+def forget_worker(folder: str, pid: int) -> None:
+    """Leave a process that has ended out of what is counted now; what it has counted stays."""
+    mark_process_dead(pid, folder)
+
+
+def worker_totals(folder: str) -> tuple[int, int]:
+    """Requests answered and images predicted by all workers that share their metrics in a folder."""
+    return _totals(list(MultiProcessCollector(None, folder).collect()))
+
+
+def _totals(metrics: Iterable[Metric]) -> tuple[int, int]:
+    samples = [sample for metric in metrics for sample in metric.samples]
+    requests = sum(s.value for s in samples if s.name == "vitral_requests_total")
+    images = sum(s.value for s in samples if s.name == "vitral_images_total" and s.labels["result"] == "predicted")
+    return round(requests), round(images)

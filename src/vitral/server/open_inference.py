@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 
 from vitral.data.images import ImageError, ImageTooLarge
 from vitral.errors import UserError
-from vitral.server.models import Answer, ServedModel
+from vitral.server.models import Answer, PendingResults, Prediction, ServedModel, top_classes
 from vitral.server.requests import RequestError
 from vitral.server.runtime import Runtime
 from vitral.version import __version__
@@ -79,8 +79,7 @@ async def ready(service: Service, request: Request) -> Response:
     """`GET /v2/health/ready`, and of a model: all are ready once the server listens."""
     if "model" in request.path_params:
         _served(service, request)
-    if service.draining:
-        raise RequestError(503, "the server is shutting down.", retry_after=1)
+    service.check_ready()
     return JSONResponse({"ready": True})
 
 
@@ -113,14 +112,17 @@ async def infer(service: Service, request: Request) -> Response:
         loop = asyncio.get_running_loop()
         parsed = await loop.run_in_executor(service.pool, parse_request, body, length, served.runtime)
         request.state.images, request.state.model = parsed.count, served.name
-        answers = await service.compute(request, served, parsed.count, lambda: _answers(service, served, parsed))
-    return _response(served, parsed, answers)
+        results = await service.compute(request, served, parsed.count, lambda: _started(service, served, parsed))
+    return _response(served, parsed, results if parsed.images is None else _answers(results))
 
 
-async def _answers(service: Service, served: ServedModel, parsed: InferRequest) -> list[Answer]:
+def _started(service: Service, served: ServedModel, parsed: InferRequest) -> PendingResults:
     if parsed.pixels is not None:
-        return await served.predict_pixels(parsed.pixels, parsed.attention)
-    results = await served.predict(parsed.images or [], parsed.attention, service.pool)
+        return served.predict_pixels(parsed.pixels, parsed.attention)
+    return served.predict(parsed.images or [], parsed.attention, service.pool)
+
+
+def _answers(results: Sequence[Prediction | ImageError]) -> list[Answer]:
     answers = []
     for index, result in enumerate(results):
         if isinstance(result, ImageError):
@@ -148,7 +150,7 @@ async def load(service: Service, request: Request) -> Response:
         if body and _json(body).get("parameters"):
             raise RequestError(400, "parameters are not accepted: a model is reloaded from where it was loaded.")
     try:
-        await asyncio.to_thread(served.reload)
+        await service.reload(served)
     except UserError as error:
         raise RequestError(400, f"the old model stays: {error}") from error
     return JSONResponse({})
@@ -324,7 +326,7 @@ def _encoded(
 
 
 def _top_texts(answer: Answer, classes: tuple[str, ...], count: int) -> list[str]:
-    best = np.argsort(-answer.ranking, kind="stable")[:count]
+    best = top_classes(answer.ranking, count)
     return [f"{answer.probabilities[index]:.6f}:{index}:{classes[index]}" for index in best]
 
 

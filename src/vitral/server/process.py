@@ -7,13 +7,15 @@ balancers leave; then it stops listening and answers what it has accepted. SIGHU
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import httptools
 import uvicorn
@@ -21,13 +23,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from vitral.errors import UserError
 from vitral.server.app import Service, build_app
-from vitral.server.models import Settings
+from vitral.server.models import Settings, freeze_objects
 from vitral.server.monitoring import log
 from vitral.server.runtime import Runtime
 
 _DRAIN = 1.0  # seconds of answering with `Connection: close` before the socket is closed
 _MAX_HEADERS = 64_000  # bytes of the address and the headers of a request
 _BACKLOG = 2048  # connections that wait to be accepted
+_GC_ALLOCATIONS = 10_000  # between two collections of new objects; a request makes hundreds that end by themselves
 _KEEP_ALIVE = 75  # seconds that a connection may be idle
 
 
@@ -52,7 +55,7 @@ class ModelServer(uvicorn.Server):
         Raises:
             UserError: a model cannot be loaded, or the address cannot be used.
         """
-        self._listener = _bound_socket(settings.host, settings.port, reuse_port=settings.reuse_port)
+        self._listener = bound_socket(settings.host, settings.port, reuse_port=settings.reuse_port)
         try:
             self._service = Service(loaders, settings)
         except BaseException:
@@ -82,12 +85,17 @@ class ModelServer(uvicorn.Server):
 
     def run_until_stopped(self) -> Served:
         """Answer requests until a signal, or `stop`, ends it."""
+        freeze_objects()
+        thresholds = gc.get_threshold()
+        gc.set_threshold(_GC_ALLOCATIONS, *thresholds[1:])
         try:
             self.run([self._listener])
         finally:
+            gc.set_threshold(*thresholds)
+            gc.unfreeze()
             self._listener.close()
             self._service.close()
-        served = Served(self._service.metrics.requests(), self._service.metrics.images())
+        served = Served(*self._service.metrics.totals())
         log("stopped", requests=served.requests, images=served.images)
         return served
 
@@ -118,7 +126,11 @@ class ModelServer(uvicorn.Server):
 
     def reload(self) -> None:
         """Reload all models. To be called in the server's event loop."""
-        task = asyncio.ensure_future(self._reload_all())
+        self.in_background(self._reload_all())
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something beside the requests."""
+        task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -127,13 +139,15 @@ class ModelServer(uvicorn.Server):
             with suppress(UserError):  # logged
                 await asyncio.to_thread(served.reload)
 
+    def signals(self) -> dict[signal.Signals, Callable[[], None]]:
+        """What each signal does."""
+        return {signal.SIGTERM: self.stop, signal.SIGINT: self.stop, signal.SIGHUP: self.reload}
+
     @contextmanager
     def capture_signals(self) -> Generator[None]:
         """Our signals in place of uvicorn's; in another than the main thread there are none."""
         loop = asyncio.get_running_loop()
-        actions = {signal.SIGTERM: self.stop, signal.SIGINT: self.stop, signal.SIGHUP: self.reload}
-        if threading.current_thread() is not threading.main_thread():
-            actions = {}
+        actions = self.signals() if threading.current_thread() is threading.main_thread() else {}
         for number, action in actions.items():
             loop.add_signal_handler(number, action)
         try:
@@ -143,14 +157,25 @@ class ModelServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and write so to the log."""
+        """Listen, and say so."""
         await super().startup(sockets)
+        self.announce()
+
+    def announce(self) -> None:
+        """Write to the log that requests are welcome."""
         host, port = self._listener.getsockname()[:2]
         log("listening", host=host, port=port, models=list(self._service.models))
 
 
-def _bound_socket(host: str, port: int, *, reuse_port: bool) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+def bound_socket(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+    """A socket with an address, which others with `reuse_port` may share.
+
+    Raises:
+        UserError: the address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With the protocol: otherwise asyncio leaves Nagle's algorithm on, and every answer waits 40 ms for an ACK.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if reuse_port:

@@ -24,6 +24,7 @@ from vitral.models.build import Model
 from vitral.models.capture import capture
 from vitral.serving import BatchRunner, model_input, prepare_model
 
+_workers = 1  # processes that share the cores
 _CPU_RUNNERS = 8  # more threads than that would wait for each other in Python
 
 
@@ -88,14 +89,25 @@ def batch_sizes(largest: int) -> tuple[int, ...]:
     return (*powers, largest)
 
 
+def share_cores(workers: int) -> None:
+    """State how many processes of this kind share the machine's cores."""
+    global _workers
+    _workers = workers
+
+
+def core_share() -> int:
+    """Cores per process, at least one."""
+    return max(1, cores() // _workers)
+
+
 def cpu_threads() -> tuple[int, int]:
     """How many runners share a CPU, and the threads of each.
 
     Batches gain little on a CPU, and threads that compute one batch together wait for each other at every layer: a
     runner per core gives the most images per second.
     """
-    runners = min(cores(), _CPU_RUNNERS)
-    return runners, cores() // runners
+    runners = min(core_share(), _CPU_RUNNERS)
+    return runners, core_share() // runners
 
 
 def torch_runtime(model: Model, card: Card, preprocess: Preprocess, device: torch.device, *, max_batch: int) -> Runtime:
@@ -110,8 +122,9 @@ def torch_runtime(model: Model, card: Card, preprocess: Preprocess, device: torc
     """
     pipeline = parse_deterministic(preprocess.pipeline)
     prepare_model(model, device)
-    # Two on a GPU: one copies its pixels and answers while the other computes.
-    count = cpu_threads()[0] if device.type == "cpu" else 2
+    # Two on a GPU: one copies its pixels and answers while the other computes. Of several processes each has one.
+    gpu_runners = 2 if _workers == 1 else 1
+    count = cpu_threads()[0] if device.type == "cpu" else gpu_runners
     shown = isinstance(card.architecture, ViTConfig) and not card.architecture.axial
     runners = []
     for _ in range(count):
@@ -160,7 +173,7 @@ class _TorchRunner:
     ) -> None:
         self.model, self.card, self.preprocess, self.device = model, card, preprocess, device
         shape = {"size": pipeline.size, "channels": card.architecture.channels}
-        self.runner = BatchRunner(self._logits, device, batches=batch_sizes(max_batch), **shape)
+        self.runner = BatchRunner(self._logits, device, batches=batch_sizes(max_batch), spin=False, **shape)
 
     def __call__(self, pixels: np.ndarray, attention: bool) -> Outputs:
         shown = None
