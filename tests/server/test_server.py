@@ -699,6 +699,23 @@ def test_answers_are_sent_without_waiting_for_acknowledgements(running, monkeypa
     assert options == [1]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="packets are filtered on Linux")
+def test_a_listener_that_ignores_new_connections_keeps_those_it_has():
+    with process.bound_socket("127.0.0.1", 0) as listener:
+        listener.listen()
+        listener.setblocking(False)
+        with socket.create_connection(listener.getsockname(), timeout=60) as first, socket.socket() as second:
+            process._ignore_new_connections(listener)
+            second.settimeout(0.5)
+            with pytest.raises(TimeoutError):
+                second.connect(listener.getsockname())
+            first.sendall(b"data")
+            (accepted,) = process._accepted(listener)
+            with accepted:
+                accepted.settimeout(60)
+                assert accepted.recv(4) == b"data"
+
+
 def test_a_server_keeps_its_models_out_of_garbage_collections(weights):
     with started({"tiny": weights}) as server:
         frozen = gc.get_freeze_count()

@@ -7,9 +7,11 @@ balancers leave; then it stops listening and answers what it has accepted. SIGHU
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import signal
 import socket
+import struct
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Generator, Mapping
@@ -28,6 +30,8 @@ from vitral.server.monitoring import log
 from vitral.server.runtime import Runtime
 
 _DRAIN = 1.0  # seconds of answering with `Connection: close` before the socket is closed
+_HANDSHAKE = 0.25  # seconds for connections that have begun when no new ones are taken any more
+_SO_ATTACH_FILTER = 26  # of Linux; Python has no name for it
 _MAX_HEADERS = 64_000  # bytes of the address and the headers of a request
 _BACKLOG = 2048  # connections that wait to be accepted
 _GC_ALLOCATIONS = 10_000  # between two collections of new objects; a request makes hundreds that end by themselves
@@ -102,6 +106,8 @@ class ModelServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, answer all who have connected, then close the connections that are idle."""
         loop = asyncio.get_running_loop()
+        _ignore_new_connections(self._listener)
+        await asyncio.sleep(_HANDSHAKE)
         waiting = _accepted(self._listener)  # they would be reset with the listener
         for server in self.servers:
             server.close()
@@ -185,6 +191,25 @@ def bound_socket(host: str, port: int, *, reuse_port: bool = False) -> socket.so
         listener.close()
         raise UserError(f"cannot listen on {host} port {port} ({error.strerror}): choose another --port.") from error
     return listener
+
+
+def _ignore_new_connections(listener: socket.socket) -> None:
+    """Let the operating system drop requests for connections (Linux), while those that have begun are completed.
+
+    Otherwise one that is completed between the last accept and the closing of the listener would be reset. Clients ask
+    again after a second, and are then refused, or connected to another worker.
+    """
+    if sys.platform != "linux":
+        return
+    flags, syn, syn_or_ack = 13, 0x02, 0x12  # a byte of the TCP header, and bits of it
+    instructions = [
+        *((0x30, 0, 0, flags), (0x54, 0, 0, syn_or_ack), (0x15, 0, 1, syn)),  # load, mask, compare
+        *((0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF)),  # drop, or keep
+    ]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *words) for words in instructions))
+    with suppress(OSError):  # a kernel without filters
+        filter = struct.pack("HL", len(instructions), ctypes.addressof(program))
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter)
 
 
 def _accepted(listener: socket.socket) -> list[socket.socket]:

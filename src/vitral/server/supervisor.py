@@ -197,6 +197,8 @@ class Supervisor:
             future.set_result("")  # it will start with the new file
         worker.reloads.clear()
         worker.writer.close()
+        with suppress(OSError):
+            await worker.writer.wait_closed()
 
     def _tell_readiness(self) -> None:
         ready = len(self._workers) == self._count and all(worker.ready for worker in self._workers.values())
