@@ -24,6 +24,8 @@ from served import clients_until_refused, photograph, saved
 import vitral
 from vitral.api.serve import _worker_count
 from vitral.errors import UserError
+from vitral.server.models import Settings
+from vitral.server.supervisor import Supervisor
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -201,6 +203,13 @@ def test_models_that_cannot_be_loaded_and_wrong_numbers_are_sentences(tmp_path, 
     with pytest.raises(UserError, match="workers=2 needs Linux"):
         vitral.serve([weights], workers=2, **options)
     assert _worker_count(None, "cuda") == 1
+
+
+def test_a_worker_that_ends_without_reading_its_messages_is_one_sentence():
+    """Its socket is then reset, not closed."""
+    supervisor = Supervisor("import os; (lambda descriptor: os._exit(3))", {}, Settings(port=0), 2)
+    with pytest.raises(UserError, match="a worker ended with 3 before it was ready"):
+        supervisor.run_until_stopped()
 
 
 def test_a_gpu_has_several_workers_by_default(monkeypatch):

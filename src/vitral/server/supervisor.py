@@ -179,20 +179,21 @@ class Supervisor:
 
     async def _listen(self, index: int, worker: _Worker) -> None:
         """Handle the messages of a worker until it ends."""
-        while line := await worker.reader.readline():
-            message = json.loads(line)
-            match message.pop("event"):
-                case "ready":
-                    worker.ready = True
-                    self._tell_readiness()
-                case "failed":
-                    worker.error = message["error"]
-                case "note" if self._on_note is not None:
-                    self._on_note(message["text"])
-                case "reload":
-                    self._in_background(self._reload_all(message["model"], worker, message["number"]))
-                case "reloaded":
-                    worker.reloads.pop(message["number"]).set_result(message["error"])
+        with suppress(ConnectionError):  # one that is killed with unread messages resets the socket
+            while line := await worker.reader.readline():
+                message = json.loads(line)
+                match message.pop("event"):
+                    case "ready":
+                        worker.ready = True
+                        self._tell_readiness()
+                    case "failed":
+                        worker.error = message["error"]
+                    case "note" if self._on_note is not None:
+                        self._on_note(message["text"])
+                    case "reload":
+                        self._in_background(self._reload_all(message["model"], worker, message["number"]))
+                    case "reloaded":
+                        worker.reloads.pop(message["number"]).set_result(message["error"])
         for future in worker.reloads.values():
             future.set_result("")  # it will start with the new file
         worker.reloads.clear()
