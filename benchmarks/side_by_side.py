@@ -68,9 +68,9 @@ TOPICS: dict[str, tuple[Race, ...]] = {
         _race("infer", "OpenCLIP-B/16", 512, CAPTURED, CUDNN, AUTOTUNE),
     ),
     "autotune": (  # takes minutes to compile: --warm-up 300
-        _race("train", "OpenCLIP-B/16", 256, CAPTURED, CUDNN, AUTOTUNE),
-        _race("train", "CLIP-B/16", 256, CAPTURED, CUDNN, AUTOTUNE),
-        _race("train", "DINOv3-B/16", 256, CAPTURED, CUDNN, AUTOTUNE),
+        _race("train", "OpenCLIP-B/16", 128, CAPTURED, CUDNN, AUTOTUNE),
+        _race("train", "CLIP-B/16", 128, CAPTURED, CUDNN, AUTOTUNE),
+        _race("train", "DINOv3-B/16", 128, CAPTURED, CUDNN, AUTOTUNE),
     ),
     "small": (
         _race("train", "ViT-Ti/16", 256, CAPTURED, LOOP, CUDNN, FLASH),
@@ -84,8 +84,8 @@ TOPICS: dict[str, tuple[Race, ...]] = {
         _race("train", "ViT-L/16", 256, FP8, CUDNN),
         _race("infer", "ViT-L/16", 256, CAPTURED, FP8, CUDNN),
     ),
-    "resnet": (_race("train", "R50x1", 64, CAPTURED, LOOP, CONVOLUTIONS),),
-    "hybrid": (_race("train", "R50+ViT-B/16", 64, CAPTURED, CUDNN),),
+    "resnet": (_race("train", "R50x1", 256, CAPTURED, LOOP, CONVOLUTIONS),),
+    "hybrid": (_race("train", "R50+ViT-B/16", 128, CAPTURED, CUDNN),),
     "518": (_race("train", "ViT-L/14@518", 8, CAPTURED, CUDNN, FLASH),),
     "384": (
         _race("train", "ViT-B/16@384", 64, CAPTURED, LOOP, CUDNN, FLASH),

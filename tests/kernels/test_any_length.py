@@ -114,7 +114,7 @@ def test_long_attention_matches_the_reference_with_gradients(n, d):
     qkv = torch.randn(2, n, 3, 2, d, device=DEVICE, dtype=DTYPE)
     out, lse = attention.forward(qkv)
     grad = torch.randn_like(out)
-    dqkv, _ = attention.backward(qkv, None, out, lse, grad)
+    dqkv, _, sums = attention.backward(qkv, None, out, lse, grad)
     leaf = qkv.double().requires_grad_()
     expected = attention.reference(leaf)
     (gradient,) = torch.autograd.grad(expected, leaf, grad.double())
@@ -122,7 +122,23 @@ def test_long_attention_matches_the_reference_with_gradients(n, d):
     assert relative(out, expected.detach()) < TOLERANCE
     assert relative(lse, (q @ k.transpose(2, 3) * d**-0.5).logsumexp(-1)) < TOLERANCE
     assert relative(dqkv, gradient) < TOLERANCE
+    assert sums is not None
+    assert relative(sums, gradient[:, :, 0].sum((0, 1)).flatten()) < TOLERANCE
     assert all(tensor.is_contiguous() for tensor in (out, lse, dqkv))
+
+
+@pytest.mark.parametrize("layouts", ["tokens first", "heads first", "both"])
+@pytest.mark.parametrize(("n", "heads", "d"), [(37, 4, 64), (70, 3, 24), (1, 1, 8)])
+def test_packed_gradients_are_those_of_queries_keys_and_values(n, heads, d, layouts):
+    torch.manual_seed(0)
+    grads = [torch.randn(2, n, heads, d, device=DEVICE, dtype=DTYPE).transpose(1, 2) for _ in range(3)]
+    changed = {"tokens first": [], "heads first": [0, 1, 2], "both": [1]}[layouts]
+    grads = [grad.contiguous() if index in changed else grad for index, grad in enumerate(grads)]
+    found, sums = attention.pack_gradients(*grads)
+    expected, expected_sums = attention.pack_gradients_reference(*grads)
+    assert torch.equal(found, expected)
+    assert found.is_contiguous()
+    torch.testing.assert_close(sums, expected_sums, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("affine", [False, True])

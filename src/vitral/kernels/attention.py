@@ -8,14 +8,14 @@ the queries and once along the keys: that costs less than accumulating a gradien
 
 Beyond 256 tokens, and for other head dimensions, `forward` and `backward` call cuDNN's attention through PyTorch, or
 its flash attention where cuDNN's does not apply. They read queries, keys and values as views of the projection; their
-three gradients are packed into one in a pass. Without dropout nothing in them is random or read on the host, so that a
-CUDA graph can record them.
+three gradients are packed into one in a pass, which also sums those of the queries for the bias of the projection.
+Without dropout nothing in them is random or read on the host, so that a CUDA graph can record them.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,16 @@ from vitral.kernels.jit import attention as jit
 
 Spans = tuple[tuple[int, int], ...]  # (first, size) of each part of a sequence
 _ROWS = 64  # that a program computes at a time; tuned on an H200
+_PACK_PROGRAM_ROWS, _PACK_ROWS, _PACK_COLUMNS = 64, 8, 256  # per program, and at a time
 _aten = torch.ops.aten
+
+
+class AttentionGradients(NamedTuple):
+    """Gradients of attention."""
+
+    qkv: Tensor  # (batch, tokens, 3, heads, dim)
+    bias: Tensor  # (batch, heads, tokens, tokens); without a bias it is empty
+    query_sums: Tensor  # those of the queries over all tokens, float32 (heads * dim,)
 
 
 def reference(qkv: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -51,11 +60,15 @@ def _launch(
     kernel: Any, tensors: tuple[Any, ...], qkv: Tensor, bias: Tensor | None, max_size: int, **constants: bool
 ) -> None:
     b, n, _, heads, d = qkv.shape
-    programs_per_head = ceil_div(n, _ROWS) if b * heads < 256 else 1  # a GPU has about 132 multiprocessors
     launch(
-        kernel, (b * heads, programs_per_head), *tensors, heads, d**-0.5,
+        kernel, (b * heads, _programs_per_head(qkv)), *tensors, heads, d**-0.5,
         N=n, D=d, ROWS=_ROWS, PARTS=split_sequence(n, max_size), HAS_BIAS=bias is not None, stages=2, **constants,
     )  # fmt: skip
+
+
+def _programs_per_head(qkv: Tensor) -> int:
+    b, n, _, heads, _ = qkv.shape
+    return ceil_div(n, _ROWS) if b * heads < 256 else 1  # a GPU has about 132 multiprocessors
 
 
 def forward(qkv: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -87,15 +100,17 @@ def forward_fp8(qkv: Tensor, scale: Tensor, *, half: bool) -> tuple[Tensor | Non
     return out if half else None, lse, quantized
 
 
-def backward(qkv: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `qkv` and of `bias`; without a bias the second is empty."""
+def backward(qkv: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor) -> AttentionGradients:
+    """Gradients of `forward`, from its outputs and the gradient of the first."""
     if not is_short(qkv.shape[1], qkv.shape[4]):
-        return _long_backward(qkv, out, lse, grad), qkv.new_empty(0)
+        dqkv, query_sums = pack_gradients(*_long_backward(qkv, out, lse, grad))
+        return AttentionGradients(dqkv, qkv.new_empty(0), query_sums)
     dqkv, dbias = _empty_gradients(qkv, bias)
-    delta = torch.empty_like(lse)
-    _launch(jit.attention_queries, (qkv, bias, out, grad, lse, delta, dqkv, dbias), qkv, bias, 64)
+    delta, (b, *_, heads, d) = torch.empty_like(lse), qkv.shape
+    sums = lse.new_empty(b * _programs_per_head(qkv), heads * d)
+    _launch(jit.attention_queries, (qkv, bias, out, grad, lse, delta, dqkv, dbias, sums), qkv, bias, 64)
     _launch(jit.attention_keys, (qkv, bias, grad, lse, delta, dqkv), qkv, bias, 128)
-    return dqkv, dbias
+    return AttentionGradients(dqkv, dbias, sums.sum(0))
 
 
 def _long_forward(qkv: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,23 +125,45 @@ def _long_forward(qkv: Tensor) -> tuple[Tensor, Tensor]:
     return out.transpose(1, 2).contiguous(), lse.reshape(q.shape[:3]).contiguous()
 
 
-def _long_backward(qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor) -> Tensor:
+def _long_backward(qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values, (batch, heads, tokens, dim) each"""
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
     grad, out, n = grad.transpose(1, 2), out.transpose(1, 2), qkv.shape[1]
     if not qkv.is_cuda:
-        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, False)
-    elif _uses_cudnn(q, k, v):
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, False)
+    if _uses_cudnn(q, k, v):
         seed = torch.empty((), dtype=torch.int64, device=qkv.device)  # of dropout, which there is none of
         lse = lse.unsqueeze(-1) if _cudnn_lse_dims(q.device, q.dtype, q.shape[3]) == 4 else lse
-        grads = _aten._scaled_dot_product_cudnn_attention_backward(
+        return _aten._scaled_dot_product_cudnn_attention_backward(
             grad, q, k, v, out, lse, seed, seed, None, None, None, n, n, 0.0, False
         )
-    else:
-        seed = torch.empty(2, dtype=torch.uint64, device=qkv.device)
-        grads = _aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse, None, None, n, n, 0.0, False, seed, seed
-        )
-    return torch.stack([part.transpose(1, 2) for part in grads], dim=2)
+    seed = torch.empty(2, dtype=torch.uint64, device=qkv.device)
+    return _aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, None, None, n, n, 0.0, False, seed, seed
+    )
+
+
+def pack_gradients_reference(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    """From (batch, heads, tokens, dim) each: (batch, tokens, 3, heads, dim), and the sums of `dq`, (heads * dim,)"""
+    dqkv = torch.stack([grad.transpose(1, 2) for grad in (dq, dk, dv)], dim=2)
+    return dqkv, dqkv[:, :, 0].sum((0, 1), dtype=torch.float32).flatten()
+
+
+def pack_gradients(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    """As the reference, in one pass; the three have the same layout, as attention kernels return them."""
+    if any(grad.stride() != dq.stride() for grad in (dk, dv)) or dq.stride(3) != 1:
+        dq, dk, dv = (grad.contiguous() for grad in (dq, dk, dv))
+    b, heads, n, d = dq.shape
+    rows, width = b * n, heads * d
+    dqkv = dq.new_empty(b, n, 3, heads, d)
+    programs = ceil_div(rows, _PACK_PROGRAM_ROWS)
+    sums = dq.new_empty(programs, width, dtype=torch.float32)
+    launch(
+        jit.pack_gradients, (programs, ceil_div(width, _PACK_COLUMNS)),
+        dq, dk, dv, dqkv, sums, *dq.stride()[:3], n, rows, width,
+        D=d, PROGRAM_ROWS=_PACK_PROGRAM_ROWS, ROWS=_PACK_ROWS, COLUMNS=_PACK_COLUMNS,
+    )  # fmt: skip
+    return dqkv, sums.sum(0)
 
 
 def _uses_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -178,7 +215,7 @@ def _(qkv: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
 def short_attention_backward(
     qkv: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return backward(qkv.contiguous(), _contiguous(bias), out, lse, grad.contiguous())
+    return backward(qkv.contiguous(), _contiguous(bias), out, lse, grad.contiguous())[:2]
 
 
 @short_attention_backward.register_fake

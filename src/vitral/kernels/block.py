@@ -286,13 +286,14 @@ def backward(dx: Tensor, dbranch: Tensor, saved: BlockSaved, options: BlockOptio
     dwout = _weight_grad(dattn_branch, _merge_heads(saved.attn))
     dattn = _input_grad(dattn_branch, wout, target).view(saved.attn.shape)
     del dattn_branch
-    dqkv, _ = attention.backward(_split_heads(saved.qkv, options), None, saved.attn, saved.lse, dattn)
-    dqkv_sums = None if options.rotation is None else rotate_back_(dqkv, options.rotation)
+    dqkv, _, dqkv_sums = attention.backward(_split_heads(saved.qkv, options), None, saved.attn, saved.lse, dattn)
+    if options.rotation is not None:
+        dqkv_sums = rotate_back_(dqkv, options.rotation)
     dqkv = dqkv.view(saved.qkv.shape)
     dx, dbefore, sums = add_norm_backward(
         saved.normed1, saved.moments1, None, dx, _input_grad(dqkv, wqkv), options.drop_before
     )
-    dbqkv = _qkv_bias_grad(dqkv, dqkv_sums, dbout, saved.half_out)
+    dbqkv = _qkv_bias_grad(dqkv_sums, dbout, saved.half_out)
     dproject = unfold_norm(_weight_grad(dqkv, saved.normed1), dbqkv, saved.wqkv, saved.scale1, saved.shift1)
     return BlockGradients(
         *(dx, dbefore, sums[0]),
@@ -347,19 +348,17 @@ def _linear_gelu_saved(x: Tensor, linear: LinearWeights, gelu: str) -> tuple[Ten
     return (quick_gelu(h) if gelu == "quick" else F.gelu(h, approximate=gelu)), h
 
 
-def _qkv_bias_grad(dqkv: Tensor, dqkv_sums: Tensor | None, dbout: Tensor, wout: Tensor) -> Tensor:
-    """The sum of dqkv over tokens, of which only the queries' third has to be summed: (rows, 3 dim) -> float32 (3 dim,)
+def _qkv_bias_grad(dqkv_sums: Tensor, dbout: Tensor, wout: Tensor) -> Tensor:
+    """The sum of the gradient of qkv over tokens, of which only the queries' third has to be summed: float32 (3 dim,)
 
     Attention weights sum to 1 over the keys. Hence the gradients of the values sum to those of the outputs, a sum which
     the gradient of the output bias is; and those of the keys sum to 0, as a bias common to all keys changes nothing;
-    but not where keys are rotated after the bias: then `dqkv_sums` are the sums of queries and keys, (2, dim).
+    but not where keys are rotated after the bias: then `dqkv_sums` are the sums of queries and keys, (2, dim), else
+    those of the queries, (dim,).
     """
     width = wout.shape[1]
-    grad = torch.zeros(3, width, dtype=torch.float32, device=dqkv.device)
-    if dqkv_sums is None:
-        grad[0] = dqkv[:, :width].sum(0, dtype=torch.float32)
-    else:
-        grad[:2] = dqkv_sums
+    grad = torch.zeros(3, width, dtype=torch.float32, device=wout.device)
+    grad[: dqkv_sums.numel() // width] = dqkv_sums
     grad[2] = dbout.to(wout.dtype) @ wout
     return grad.flatten()
 

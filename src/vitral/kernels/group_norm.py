@@ -18,6 +18,7 @@ from vitral.kernels.jit import group_norm as jit
 
 _PROGRAM_ROWS = 256  # pixels of a program
 _TILE, _COLUMNS = 4096, 128  # elements at a time, and how many of them in a row
+_SUMS_TILE = 2048  # where every element of a tile has two sums in registers
 
 
 def reference(
@@ -48,7 +49,7 @@ def _group_norm(
     sums = _empty(x, grid[1], 2, width)
     group: dict[str, Any] = {"GROUP": width // groups}
     with on_device_of(x):
-        launch(jit.channel_sums, grid, x, sums, pixels, width, **_tiles(width))
+        launch(jit.channel_sums, grid, x, sums, pixels, width, **_tiles(width, _SUMS_TILE))
         launch(
             jit.group_moments, (batch, groups), x, sums, moments, grid[1], pixels, width, eps,
             **group, COLUMNS=next_power_of_2(width // groups), warps=1,
@@ -80,7 +81,10 @@ def _group_norm_backward(
     affine = (x, grad, moments, weight, bias)
     group: dict[str, Any] = {"GROUP": width // groups}
     with on_device_of(x):
-        launch(jit.gradient_sums, grid, *affine, sums, pixels, width, groups, **group, RELU=relu, **_tiles(width))
+        launch(
+            jit.gradient_sums, grid, *affine, sums, pixels, width, groups,
+            **group, RELU=relu, **_tiles(width, _SUMS_TILE),
+        )  # fmt: skip
         launch(
             jit.group_gradients, (batch, groups), sums, weight, image_sums, means, grid[1], pixels, width,
             **group, COLUMNS=next_power_of_2(width // groups), warps=1,
@@ -128,9 +132,9 @@ def _grid(x: Tensor) -> tuple[int, int, int]:
     return batch, ceil_div(pixels, _PROGRAM_ROWS), ceil_div(width, _tiles(width)["COLUMNS"])
 
 
-def _tiles(width: int) -> dict[str, int]:
+def _tiles(width: int, tile: int = _TILE) -> dict[str, int]:
     columns = min(_COLUMNS, next_power_of_2(width))
-    return {"PROGRAM_ROWS": _PROGRAM_ROWS, "ROWS": min(_TILE // columns, _PROGRAM_ROWS), "COLUMNS": columns}
+    return {"PROGRAM_ROWS": _PROGRAM_ROWS, "ROWS": min(tile // columns, _PROGRAM_ROWS), "COLUMNS": columns}
 
 
 def _empty(x: Tensor, *shape: int) -> Tensor:

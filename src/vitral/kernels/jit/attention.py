@@ -116,7 +116,7 @@ def _query_rows(
     base, BIAS, OUT, GRAD, LSE, DELTA, DQ, DBIAS, keys, values, heads, scale, first,
     N: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of SIZE queries from `first` on."""
+    """The gradient of SIZE queries from `first` on; their sum, (D,)"""
     row = first + tl.arange(0, SIZE)
     q = _rows(base, first, 3 * heads * D, N, D, SIZE, True)
     grad = _rows(GRAD, first, heads * D, N, D, SIZE, True)
@@ -136,14 +136,18 @@ def _query_rows(
     dq *= scale
     pointer = DQ + row[:, None] * (3 * heads * D) + tl.arange(0, D)[None, :]
     tl.store(pointer, dq.to(DQ.dtype.element_ty), mask=row[:, None] < N)
+    return tl.sum(dq, 0)  # zeros beyond the last row, whose log-sum-exp is infinite
 
 
 @triton.jit
 def attention_queries(
-    QKV, BIAS, OUT, GRAD, LSE, DELTA, DQKV, DBIAS, heads, scale,
+    QKV, BIAS, OUT, GRAD, LSE, DELTA, DQKV, DBIAS, SUMS, heads, scale,
     N: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a head's queries, and DELTA, the row sums of grad * out, which the keys' gradient needs, too."""
+    """The gradient of a head's queries, and DELTA, the row sums of grad * out, which the keys' gradient needs, too.
+
+    SUMS, (batch, programs of a head, heads, D), are those of the gradient over the rows of a program.
+    """
     head = tl.program_id(0)
     image, head_offset = (head // heads).to(tl.int64), (head % heads) * D
     stride = 3 * heads * D
@@ -158,11 +162,14 @@ def attention_queries(
         DBIAS += head.to(tl.int64) * N * N
     keys = _tiles(base + heads * D, stride, N, D, PARTS)
     values = _tiles(base + 2 * heads * D, stride, N, D, PARTS)
+    total = tl.zeros((D,), tl.float32)
     for tile in range(tl.program_id(1), tl.cdiv(N, ROWS), tl.num_programs(1)):
-        _query_rows(
+        total += _query_rows(
             base, BIAS, OUT, GRAD, LSE, DELTA, DQ, DBIAS, keys, values, heads, scale, tile * ROWS, N, D, ROWS, PARTS,
             HAS_BIAS,
         )  # fmt: skip
+    row = image * tl.num_programs(1) + tl.program_id(1)
+    tl.store(SUMS + row * heads * D + head_offset + tl.arange(0, D), total)
 
 
 @triton.jit
@@ -213,3 +220,33 @@ def attention_keys(
     grads = _tiles(GRAD + image * N * heads * D + head_offset, heads * D, N, D, PARTS)
     for tile in range(tl.program_id(1), tl.cdiv(N, ROWS), tl.num_programs(1)):
         _key_rows(base, BIAS, LSE, DELTA, DQKV, queries, grads, heads, scale, tile * ROWS, N, D, ROWS, PARTS, HAS_BIAS)
+
+
+@triton.jit
+def pack_gradients(
+    DQ, DK, DV, DQKV, SUMS, image_stride, head_stride, token_stride, tokens, rows, width,
+    D: tl.constexpr, PROGRAM_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """DQKV (rows, 3 * width) from three gradients with these strides; SUMS are the column sums of PROGRAM_ROWS of DQ.
+
+    A row is a token of an image, and the channels of all heads are beside each other.
+    """
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    exists = column < width
+    source_column = (column // D).to(tl.int64) * head_stride + column % D
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    first = tl.program_id(0) * PROGRAM_ROWS
+    for start in range(first, first + PROGRAM_ROWS, ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row[:, None] < rows) & exists[None, :]
+        source_row = (row // tokens).to(tl.int64) * image_stride + (row % tokens).to(tl.int64) * token_stride
+        source = source_row[:, None] + source_column[None, :]
+        target = row[:, None].to(tl.int64) * (3 * width) + column[None, :]
+        dq = tl.load(DQ + source, mask=inside, other=0.0)
+        dk = tl.load(DK + source, mask=inside, other=0.0)
+        dv = tl.load(DV + source, mask=inside, other=0.0)
+        tl.store(DQKV + target, dq, mask=inside)
+        tl.store(DQKV + target + width, dk, mask=inside)
+        tl.store(DQKV + target + 2 * width, dv, mask=inside)
+        total += dq.to(tl.float32)
+    tl.store(SUMS + tl.program_id(0) * width + column, tl.sum(total, 0), mask=exists)

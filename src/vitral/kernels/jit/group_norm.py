@@ -1,7 +1,8 @@
 """GroupNorm with what follows it (a residual sum, a ReLU), for images with channels last: (batch, pixels, channels).
 
 A group is spread over the rows of an image, so sums are taken per channel: each program adds up some rows, and one
-program per group combines them.
+program per group combines them. Within a program, threads add up what they load and combine their sums once, at the
+end: doing so for every tile would take longer than loading it.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ def channel_sums(
     base = X + image * pixels * width + column[None, :]
     pivot = tl.load(X + image * pixels * width + column, mask=exists, other=0.0).to(tl.float32)[None, :]
     first = tl.program_id(1) * PROGRAM_ROWS
-    total = tl.zeros((COLUMNS,), tl.float32)
-    squares = tl.zeros((COLUMNS,), tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    squares = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(first, first + PROGRAM_ROWS, ROWS):
         row = start + tl.arange(0, ROWS)[:, None]
         inside = (row < pixels) & exists[None, :]
         x = tl.load(base + row * width, mask=inside, other=0.0).to(tl.float32)
         x = tl.where(inside, x - pivot, 0.0)
-        total += tl.sum(x, 0)
-        squares += tl.sum(x * x, 0)
+        total += x
+        squares += x * x
     pointer = SUMS + (image * tl.num_programs(1) + tl.program_id(1)) * 2 * width + column
-    tl.store(pointer, total, mask=exists)
-    tl.store(pointer + width, squares, mask=exists)
+    tl.store(pointer, tl.sum(total, 0), mask=exists)
+    tl.store(pointer + width, tl.sum(squares, 0), mask=exists)
 
 
 @triton.jit
@@ -119,18 +120,18 @@ def gradient_sums(
     exists = column < width
     mean, scale, weight, bias = _load_affine(MOMENTS, WEIGHT, BIAS, image, column, exists, groups, GROUP)
     first = tl.program_id(1) * PROGRAM_ROWS
-    dweight = tl.zeros((COLUMNS,), tl.float32)
-    dbias = tl.zeros((COLUMNS,), tl.float32)
+    dweight = tl.zeros((ROWS, COLUMNS), tl.float32)
+    dbias = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(first, first + PROGRAM_ROWS, ROWS):
         row = start + tl.arange(0, ROWS)[:, None]
         inside = (row < pixels) & exists[None, :]
         offset = (image * pixels + row) * width + column[None, :]
         z, grad = _load_gradient(X, GRAD, offset, inside, mean, scale, weight, bias, RELU)
-        dweight += tl.sum(z * grad, 0)
-        dbias += tl.sum(grad, 0)
+        dweight += z * grad
+        dbias += grad
     pointer = SUMS + (image * tl.num_programs(1) + tl.program_id(1)) * 2 * width + column
-    tl.store(pointer, dweight, mask=exists)
-    tl.store(pointer + width, dbias, mask=exists)
+    tl.store(pointer, tl.sum(dweight, 0), mask=exists)
+    tl.store(pointer + width, tl.sum(dbias, 0), mask=exists)
 
 
 @triton.jit
