@@ -1,8 +1,8 @@
-"""Train a plain ViT on CIFAR-10 from scratch: the time to 90.9 %, and the accuracy within five minutes, over seeds.
+"""Train a plain ViT on CIFAR-10 from scratch: times to 90.9 % and 94 %, and the accuracy in three minutes, over seeds.
 
     python benchmarks/cifar10_speedrun.py cifar10:FOLDER --out runs/speedrun > benchmarks/cifar10_speedrun.log
 
-Both recipes are presets (`vitral show speedrun/cifar10`). Printed for each run: the test accuracy after the last step;
+The recipes are presets (`vitral show speedrun/cifar10`). Printed for each run: the test accuracy after the last step;
 the seconds from the end of the tenth step to the end of the last; those of the first ten steps, in which the CUDA graph
 is captured; and those of everything else: reading images, compiling kernels, estimating resources, evaluating, writing
 files. There is no test-time augmentation, and no run is left out.
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import vitral
 from vitral import events
 
-GOALS = {"speedrun/cifar10": (0.909, 60.0), "speedrun/cifar10-94": (0.94, 300.0)}
+GOALS = {"speedrun/cifar10": (0.909, 60.0), "speedrun/cifar10-94": (0.94, 60.0), "speedrun/cifar10-96": (0.94, 300.0)}
 _FIRST_STEPS = 10
 
 

@@ -28,7 +28,7 @@ from vitral.training.run import RunResult, run
 
 SHORT = ("steps=2", "batch=4", "workers=0")
 SHAPE = ("shape.depth=1", "shape.width=32", "shape.heads=2")
-SPEEDRUNS = ("speedrun/cifar10", "speedrun/cifar10-94")
+SPEEDRUNS = ("speedrun/cifar10", "speedrun/cifar10-94", "speedrun/cifar10-96")
 TINY_VIT = ViTConfig(depth=1, width=32, mlp=64, heads=2, patch=16, image=(32, 32), classes=5)
 TINY_RESNET = ResNetConfig(blocks=(1, 1, 1, 1), width=1, image=(32, 32), classes=5)
 LARGE = ("R50x2", "R101x1", "R152x1", "R152x2", "R200x3")  # built without memory
