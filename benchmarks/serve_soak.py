@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import random
 import signal
@@ -231,6 +232,7 @@ def main() -> None:
     parser.add_argument("--rude", type=int, default=4)
     parser.add_argument("--every", type=float, default=30)
     arguments = parser.parse_args()
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # which warns of each piece of a body that is refused
     requests = requests_of(arguments.folder, 50)
     options = ["--max-body-mb", str(MAX_BODY / 1e6), "--timeout", str(TIMEOUT), "--port", "PORT"]
     command = [sys.executable, "-m", "vitral", "serve", str(arguments.weights), *options]

@@ -91,6 +91,16 @@ def test_attention_matches_the_reference_with_gradients(n, heads, d, has_bias):
         torch.testing.assert_close(one.double(), other, **CLOSE)
 
 
+@pytest.mark.parametrize(("batch", "n", "heads"), [(2, 130, 3), (128, 5, 2)], ids=["many programs", "one per head"])
+def test_attention_sums_the_gradients_of_queries(batch, n, heads):
+    torch.manual_seed(n)
+    qkv = torch.randn(batch, n, 3, heads, 16, device=DEVICE)
+    out, lse = attention.forward(qkv)
+    gradients = attention.backward(qkv, None, out, lse, torch.randn_like(out))
+    expected = gradients.qkv[:, :, 0].double().sum((0, 1)).flatten()
+    torch.testing.assert_close(gradients.query_sums.double(), expected, rtol=1e-4, atol=1e-3)
+
+
 def test_attention_takes_a_bias_that_all_images_share():
     torch.manual_seed(0)
     qkv = torch.randn(3, 5, 3, 2, 16, device=DEVICE)
