@@ -9,8 +9,7 @@ only if requested: else it is recomputed in the backward pass.
 With rotary position embeddings, queries and keys are rotated in place after the projection, and the rotated ones saved.
 
 In FP8 (`BlockOptions.fp8`, see `fp8.py`) the norms, attention and the GELU also write what the next product reads, and
-gradients are quantised before the products that give those of a layer's input. Attention, residual sums and the
-products that give the gradients of weights stay in half precision.
+gradients are quantised. Attention, norms and residual sums stay in half precision.
 
 The last sum of a block is left to the next one, where it shares a pass with a LayerNorm: between blocks the residual
 stream is a pair, the sum so far and the branch (with its bias) that is still to be added.
@@ -21,11 +20,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from vitral.kernels import attention, cublas, fp8
-from vitral.kernels.fp8 import Fp8BlockWeights, Fp8Linear, Fp8Rows, Fp8Weight, quantize_block
+from vitral.kernels import attention, fp8, linears
+from vitral.kernels.fp8 import Fp8BlockWeights, Fp8Rows, Fp8Weight, MlpGradients, quantize_block
 from vitral.kernels.fused_ops import (
     AddNormOutput,
     BlockWeights,
@@ -41,7 +39,6 @@ from vitral.kernels.fused_ops import (
     gelu_backward,
     unfold_norm,
 )
-from vitral.kernels.gelu import linear_gelu, quick_gelu
 from vitral.kernels.rotary import RotaryTables, rotate_, rotate_back_
 
 
@@ -120,12 +117,13 @@ class BlockOutputs(NamedTuple):
     h: Tensor  # the MLP's hidden layer before its GELU, (rows, mlp)
     activated: Tensor  # and after it, or empty
     # Weights with those of the norms before them folded in, (3 * dim, dim) and (mlp, dim); in FP8 their e4m3 values
-    # transposed, those of the other two layers, and the scales of qkv, out, hidden and output layer one after another.
+    # transposed, those of the other two layers, the scales of qkv, out, hidden and output layer one after another, and
+    # those of what the norms, attention and the GELU write.
     folded_qkv: Tensor
     folded_hidden: Tensor
     fp8_out: Tensor  # (dim, dim), or empty
     fp8_output: Tensor  # (mlp, dim), or empty
-    weight_scales: Tensor  # (5 * dim + mlp,), or empty
+    scales: Tensor  # (5 * dim + mlp + 3,), or empty
 
 
 class BlockSaved(NamedTuple):
@@ -144,7 +142,7 @@ class BlockSaved(NamedTuple):
     folded_hidden: Tensor
     fp8_out: Tensor
     fp8_output: Tensor
-    weight_scales: Tensor
+    scales: Tensor
     half_out: Tensor
     half_output: Tensor
     wqkv: Tensor
@@ -197,17 +195,17 @@ def forward(inputs: BlockInputs, options: BlockOptions) -> BlockOutputs:
     formats: NormFormats = "both" if options.fp8 else "half"
     first = add_norm(x, branch, bias, NonAffineNorm(options.eps1), options.drop_before, formats)
     units = fp8.unit_scales(x) if options.fp8 else None
-    qkv = _linear(product_input(first, units), layer.qkv)
+    qkv = linears.linear(product_input(first, units), layer.qkv)
     if options.rotation is not None:
         rotate_(_split_heads(qkv, options), options.rotation)
     if isinstance(layer, Fp8BlockWeights):
         attn, lse, quantized = attention.forward_fp8(_split_heads(qkv, options), layer.attn_scale, half=True)
         assert attn is not None
         assert units is not None
-        attn_branch = _matmul(Fp8Rows(_merge_heads(quantized), units), layer.out)
+        attn_branch = linears.linear(Fp8Rows(_merge_heads(quantized), units), layer.out, has_bias=False)
     else:
         attn, lse = attention.forward(_split_heads(qkv, options))
-        attn_branch = _matmul(_merge_heads(attn), layer.out)
+        attn_branch = linears.linear(_merge_heads(attn), layer.out, has_bias=False)
     second = add_norm(first.total, attn_branch, inputs.bout, NonAffineNorm(options.eps2), options.drop, formats)
     if isinstance(layer, Fp8BlockWeights):
         assert units is not None
@@ -215,10 +213,10 @@ def forward(inputs: BlockInputs, options: BlockOptions) -> BlockOutputs:
         activated, h = fp8.linear_gelu(quantized, layer.hidden, layer.gelu_scale, options.gelu, saves=True)
         assert h is not None
     else:
-        activated, h = _linear_gelu_saved(second.normed, layer.hidden, options.gelu)
+        activated, h = linears.linear_gelu_saved(second.normed, layer.hidden, options.gelu)
     return BlockOutputs(
         second.total,
-        _matmul(activated, layer.output),
+        linears.linear(activated, layer.output, has_bias=False),
         *(first.normed, first.moments, qkv, attn, lse, second.normed, second.moments, h),
         activated if options.saves_gelu and isinstance(activated, Tensor) else h.new_empty(0),
         *_backward_weights(layer),
@@ -245,60 +243,77 @@ def _backward_weights(layer: BlockWeights | Fp8BlockWeights) -> tuple[Tensor, ..
         return layer.qkv.weight, layer.hidden.weight, none, none.clone(), none.clone()  # no two are the same memory
     linears = (layer.qkv, layer.hidden, layer.out, layer.output)
     scales = [linear.weight.scale for linear in (layer.qkv, layer.out, layer.hidden, layer.output)]
-    return *(fp8.transpose(linear.weight.values) for linear in linears), torch.cat(scales)
+    units = (layer.norm_scale, layer.attn_scale, layer.gelu_scale)
+    values = (fp8.transpose(linear.weight.values) for linear in linears)
+    return *values, torch.cat([*scales, *(unit.view(1) for unit in units)])
 
 
-def _input_weights(saved: BlockSaved) -> tuple[Tensor | Fp8Weight, ...]:
-    """What gives the gradients of the inputs of qkv, out, hidden and output layer."""
-    if saved.weight_scales.numel() == 0:
-        return saved.folded_qkv, saved.half_out, saved.folded_hidden, saved.half_output
+class _BackwardWeights(NamedTuple):
+    """What gives the gradients of the inputs of a block's linear layers."""
+
+    qkv: Tensor | Fp8Weight
+    out: Tensor | Fp8Weight
+    hidden: Tensor | Fp8Weight
+    output: Tensor | Fp8Weight
+    units: tuple[Tensor, ...] = ()  # in FP8, the scales of what the norms, attention and the GELU write
+
+
+def _saved_weights(saved: BlockSaved) -> _BackwardWeights:
+    if saved.scales.numel() == 0:
+        return _BackwardWeights(saved.folded_qkv, saved.half_out, saved.folded_hidden, saved.half_output)
     values = (saved.folded_qkv, saved.fp8_out, saved.folded_hidden, saved.fp8_output)
-    scales = saved.weight_scales.split([weight.shape[1] for weight in values])
-    return tuple(map(Fp8Weight, values, scales))
+    *scales, units = saved.scales.split([*(weight.shape[1] for weight in values), 3])
+    qkv, out, hidden, output = map(Fp8Weight, values, scales)
+    return _BackwardWeights(qkv, out, hidden, output, units.unbind())
 
 
-def _target(grad: Tensor, weight: Tensor | Fp8Weight) -> Fp8Target | None:
-    """Where the gradient of a layer's output is quantised, for the product with its weight."""
-    return Fp8Target.like(grad, weight.scale) if isinstance(weight, Fp8Weight) else None
+def _linear_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | Fp8Weight, unit: Tensor | None, target: Fp8Target | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of a layer's input (rows, in) and weight (out, in), from that of its output (rows, out)"""
+    if isinstance(weight, Fp8Weight):
+        assert unit is not None
+        return fp8.linear_backward(grad, x, unit, weight, target)
+    return linears.input_grad(grad, weight), linears.weight_grad(grad, x)
 
 
-def _input_grad(grad: Tensor, weight: Tensor | Fp8Weight, target: Fp8Target | None = None) -> Tensor:
-    """The gradient of a layer's input: (rows, out) -> (rows, in)"""
-    return fp8.input_grad(grad, *weight, target) if isinstance(weight, Fp8Weight) else grad @ weight
+def _mlp_backward(dbranch: Tensor, saved: BlockSaved, weights: _BackwardWeights, options: BlockOptions) -> MlpGradients:
+    _, _, hidden, output, units = weights
+    if isinstance(hidden, Fp8Weight) and isinstance(output, Fp8Weight):
+        return fp8.mlp_backward(dbranch, saved.h, saved.normed2, (units[0], units[2]), (hidden, output), options.gelu)
+    assert isinstance(hidden, Tensor)
+    assert isinstance(output, Tensor)
+    activated = saved.activated if options.saves_gelu else None
+    dh, activated, dbias = gelu_backward(saved.h, linears.input_grad(dbranch, output), options.gelu, activated)
+    doutput = linears.weight_grad(dbranch, activated)
+    del activated
+    return MlpGradients(linears.input_grad(dh, hidden), linears.weight_grad(dh, saved.normed2), dbias, doutput)
 
 
 def backward(dx: Tensor, dbranch: Tensor, saved: BlockSaved, options: BlockOptions) -> BlockGradients:
     """From the gradients of the sum and the branch after the block, (rows, dim) each, those of its inputs."""
-    activated = saved.activated if options.saves_gelu else None
-    wqkv, wout, whidden, woutput = _input_weights(saved)
-    target = _target(saved.h, whidden)
-    dh, activated, dbhidden = gelu_backward(saved.h, _input_grad(dbranch, woutput), options.gelu, activated, target)
-    dwoutput = _weight_grad(dbranch, activated)
-    del activated
-    dhidden_input = _input_grad(dh, whidden, target)
-    target = _target(dx, wout)
-    dx, dattn_branch, sums = add_norm_backward(
-        saved.normed2, saved.moments2, None, dx, dhidden_input, options.drop, target
-    )
-    del dhidden_input
-    dhidden = unfold_norm(_weight_grad(dh, saved.normed2), dbhidden, saved.whidden, saved.scale2, saved.shift2)
+    weights = _saved_weights(saved)
+    norm_unit, attn_unit, _ = weights.units or (None, None, None)
+    mlp = _mlp_backward(dbranch, saved, weights, options)
+    target = Fp8Target.like(dx, weights.out.scale) if isinstance(weights.out, Fp8Weight) else None
+    dx, dattn_branch, sums = add_norm_backward(saved.normed2, saved.moments2, None, dx, mlp.x, options.drop, target)
     dbout = sums[0]
-    dwout = _weight_grad(dattn_branch, _merge_heads(saved.attn))
-    dattn = _input_grad(dattn_branch, wout, target).view(saved.attn.shape)
+    dhidden = unfold_norm(mlp.hidden, mlp.hidden_bias, saved.whidden, saved.scale2, saved.shift2)
+    dattn, dwout = _linear_backward(dattn_branch, _merge_heads(saved.attn), weights.out, attn_unit, target)
     del dattn_branch
-    dqkv, _, dqkv_sums = attention.backward(_split_heads(saved.qkv, options), None, saved.attn, saved.lse, dattn)
+    dqkv, _, dqkv_sums = attention.backward(
+        _split_heads(saved.qkv, options), None, saved.attn, saved.lse, dattn.view(saved.attn.shape)
+    )
     if options.rotation is not None:
         dqkv_sums = rotate_back_(dqkv, options.rotation)
-    dqkv = dqkv.view(saved.qkv.shape)
-    dx, dbefore, sums = add_norm_backward(
-        saved.normed1, saved.moments1, None, dx, _input_grad(dqkv, wqkv), options.drop_before
-    )
+    dnormed, dwqkv = _linear_backward(dqkv.view(saved.qkv.shape), saved.normed1, weights.qkv, norm_unit)
+    dx, dbefore, sums = add_norm_backward(saved.normed1, saved.moments1, None, dx, dnormed, options.drop_before)
     dbqkv = _qkv_bias_grad(dqkv_sums, dbout, saved.half_out)
-    dproject = unfold_norm(_weight_grad(dqkv, saved.normed1), dbqkv, saved.wqkv, saved.scale1, saved.shift1)
+    dproject = unfold_norm(dwqkv, dbqkv, saved.wqkv, saved.scale1, saved.shift1)
     return BlockGradients(
         *(dx, dbefore, sums[0]),
         *(dproject.norm, dproject.weight, dbqkv, dwout, dbout),
-        *(dhidden.norm, dhidden.weight, dbhidden, dwoutput),
+        *(dhidden.norm, dhidden.weight, mlp.hidden_bias, mlp.output),
     )
 
 
@@ -309,14 +324,14 @@ def product_input(output: AddNormOutput, units: Tensor | None) -> Tensor | Fp8Ro
 
 def attention_branch(normed: Tensor | Fp8Rows, layer: BlockWeights | Fp8BlockWeights, options: BlockOptions) -> Tensor:
     """The attention branch in inference, without its last bias: (rows, dim) -> (rows, dim)"""
-    qkv = _split_heads(_linear(normed, layer.qkv), options)
+    qkv = _split_heads(linears.linear(normed, layer.qkv), options)
     if options.rotation is not None:
         rotate_(qkv, options.rotation)
     if isinstance(normed, Fp8Rows) and isinstance(layer, Fp8BlockWeights):
         *_, attn = attention.forward_fp8(qkv, layer.attn_scale, half=False)
-        return _matmul(normed._replace(values=_merge_heads(attn)), layer.out)
+        return linears.linear(normed._replace(values=_merge_heads(attn)), layer.out, has_bias=False)
     attn, _ = attention.forward(qkv)
-    return _matmul(_merge_heads(attn), layer.out)
+    return linears.linear(_merge_heads(attn), layer.out, has_bias=False)
 
 
 def mlp_branch(normed: Tensor | Fp8Rows, layer: BlockWeights | Fp8BlockWeights, options: BlockOptions) -> Tensor:
@@ -324,9 +339,9 @@ def mlp_branch(normed: Tensor | Fp8Rows, layer: BlockWeights | Fp8BlockWeights, 
     if isinstance(layer, Fp8BlockWeights):
         assert isinstance(normed, Fp8Rows)
         activated, _ = fp8.linear_gelu(normed, layer.hidden, layer.gelu_scale, options.gelu, saves=False)
-        return _matmul(activated, layer.output)
+        return linears.linear(activated, layer.output, has_bias=False)
     assert isinstance(normed, Tensor)
-    return _matmul(_linear_gelu(normed, layer.hidden, options.gelu), layer.output)
+    return linears.linear(linears.linear_gelu(normed, layer.hidden, options.gelu), layer.output, has_bias=False)
 
 
 def _split_heads(qkv: Tensor, options: BlockOptions) -> Tensor:
@@ -337,15 +352,6 @@ def _split_heads(qkv: Tensor, options: BlockOptions) -> Tensor:
 def _merge_heads(attn: Tensor) -> Tensor:
     """(batch, tokens, heads, dim / heads) -> (batch * tokens, dim)"""
     return attn.view(attn.shape[0] * attn.shape[1], -1)
-
-
-def _linear_gelu_saved(x: Tensor, linear: LinearWeights, gelu: str) -> tuple[Tensor, Tensor]:
-    """GELU(h) and h = x weight' + bias: (rows, in) -> (rows, out), (rows, out)"""
-    aligned = linear.weight.shape[0] % 8 == 0  # cuBLAS's requirement for the memory of h
-    if gelu == "tanh" and x.is_cuda and aligned and cublas.is_available(x.device, x.dtype):
-        return cublas.linear_gelu(x, *linear)
-    h = torch.addmm(linear.bias, x, linear.weight.t())
-    return (quick_gelu(h) if gelu == "quick" else F.gelu(h, approximate=gelu)), h
 
 
 def _qkv_bias_grad(dqkv_sums: Tensor, dbout: Tensor, wout: Tensor) -> Tensor:
@@ -361,36 +367,3 @@ def _qkv_bias_grad(dqkv_sums: Tensor, dbout: Tensor, wout: Tensor) -> Tensor:
     grad[: dqkv_sums.numel() // width] = dqkv_sums
     grad[2] = dbout.to(wout.dtype) @ wout
     return grad.flatten()
-
-
-def _weight_grad(left: Tensor, right: Tensor) -> Tensor:
-    """left' right in float32, the gradient of a weight: (rows, i), (rows, j) -> (i, j)"""
-    if left.is_cuda and left.dtype != torch.float32:
-        return torch.mm(left.t(), right, out_dtype=torch.float32)
-    return (left.t() @ right).float()
-
-
-def _matmul(x: Tensor | Fp8Rows, linear: LinearWeights | Fp8Linear) -> Tensor:
-    """A linear layer without its bias."""
-    if isinstance(x, Fp8Rows) and isinstance(linear, Fp8Linear):
-        return fp8.linear(x, linear._replace(bias=None))
-    assert isinstance(x, Tensor)
-    assert isinstance(linear, LinearWeights)
-    return x @ linear.weight.to(x.dtype).t()
-
-
-def _linear(x: Tensor | Fp8Rows, linear: LinearWeights | Fp8Linear) -> Tensor:
-    if isinstance(x, Fp8Rows) and isinstance(linear, Fp8Linear):
-        return fp8.linear(x, linear)
-    assert isinstance(x, Tensor)
-    assert isinstance(linear, LinearWeights)
-    return torch.addmm(linear.bias.to(x.dtype), x, linear.weight.to(x.dtype).t())
-
-
-def _linear_gelu(x: Tensor, linear: LinearWeights, gelu: str) -> Tensor:
-    weight, bias = linear.weight.to(x.dtype), linear.bias.to(x.dtype)
-    if gelu != "tanh":
-        return linear_gelu(x, weight, bias, gelu)
-    if x.is_cuda:  # PyTorch hands this to cuBLAS as one product
-        return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
-    return F.gelu(torch.addmm(bias, x, weight.t()), approximate="tanh")

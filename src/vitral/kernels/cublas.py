@@ -1,8 +1,11 @@
-"""A linear layer with a GELU that also returns the GELU's input for the backward pass, by cuBLASLt.
+"""Products of linear layers by cuBLASLt: the GELU with its input for the backward pass, and the fastest algorithm.
 
-PyTorch fuses the product and the GELU as well, but drops the GELU's input; a GELU as a separate pass costs one to two
-percent of a training step. The library is the one that PyTorch has loaded; it is called through its C interface, and
-only where `is_available`.
+PyTorch fuses a product and the GELU as well, but drops the GELU's input; a GELU as a separate pass costs one to two
+percent of a training step. And it takes the first algorithm that cuBLASLt proposes, while another one of eight is often
+10 to 30 percent faster. Here the first large product of a shape times them all, once per process. Only algorithms with
+the same bits as the first one take part, so that the choice never shows in a result.
+
+The library is the one that PyTorch has loaded; it is called through its C interface, and only where it `fits`.
 """
 
 from __future__ import annotations
@@ -10,20 +13,27 @@ from __future__ import annotations
 import ctypes
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from functools import cache
+from threading import Lock
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitral.kernels.dispatch import HALF_DTYPES
+
 # From cublasLt.h and cublas_api.h.
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 _COMPUTE_32F = 68
 _TRANSA, _EPILOGUE, _BIAS, _AUX, _AUX_LD = 3, 7, 8, 11, 12  # attributes of a product
 _MAX_WORKSPACE = 1  # attribute of a preference
-_GELU_AUX_BIAS = 164  # epilogue
-_TRANSPOSE = 1
+_PLAIN, _ADD_BIAS, _GELU_BIAS, _GELU_AUX_BIAS = 1, 4, 36, 164  # epilogues
 _WORKSPACE = 32 * 2**20  # bytes, NVIDIA's recommendation for Hopper
+_MIN_PRODUCT = 1 << 33  # multiply-accumulates: below, calling cuBLASLt from Python costs what another algorithm gains
+_CANDIDATES = 8
+_ROUNDS, _REPEATS = 3, 4  # of timing
+_MIN_GAIN = 0.98  # share of the first algorithm's time that another one must stay below
+_USING = Lock()  # a plan holds the addresses of one call
 
 
 class _Algorithm(ctypes.Structure):
@@ -40,23 +50,132 @@ class _Heuristic(ctypes.Structure):
     )
 
 
-class _MatmulPlan(NamedTuple):
-    """Descriptors of the products of one shape, and the algorithm that cuBLASLt chose."""
-
-    product: c_void_p
-    left: c_void_p
-    right: c_void_p
-    out: c_void_p
-    algorithm: _Algorithm
-
-
-class _MatmulShape(NamedTuple):
-    """Column-major, as in cuBLAS: out (m, n) = left (k, m)' right (k, n)"""
+class _Shape(NamedTuple):
+    """Column-major, as in cuBLAS: out (m, n) = left right (k, n), where left is (m, k), or (k, m) to be transposed"""
 
     m: int
     n: int
     k: int
     dtype: torch.dtype
+    transposes: bool
+    epilogue: int
+
+
+class _Operands(NamedTuple):
+    """The memory of one product."""
+
+    left: Tensor
+    right: Tensor
+    out: Tensor
+    bias: Tensor | None = None
+    aux: Tensor | None = None  # what the GELU reads
+
+
+class _Matmul:
+    """Products of one shape: descriptors, and the algorithms that cuBLASLt proposes, the best guess first."""
+
+    def __init__(self, shape: _Shape, device: int) -> None:
+        self.device = device
+        self.product = c_void_p()
+        _check(_library().cublasLtMatmulDescCreate(byref(self.product), c_int(_COMPUTE_32F), c_int(0)))
+        self._set(_TRANSA, c_int32(shape.transposes))
+        self._set(_EPILOGUE, c_int32(shape.epilogue))
+        # Any address with the alignment of tensors, on which the choice of the algorithm depends.
+        if shape.epilogue != _PLAIN:
+            self._set(_BIAS, c_void_p(256))
+        if shape.epilogue == _GELU_AUX_BIAS:
+            self._set(_AUX, c_void_p(256))
+            self._set(_AUX_LD, c_int64(shape.m))
+        left = (shape.k, shape.m) if shape.transposes else (shape.m, shape.k)
+        code = _TYPES[shape.dtype]
+        self.layouts = [_layout(code, *size) for size in (left, (shape.k, shape.n), (shape.m, shape.n))]
+        self.algorithms = self._propose()
+        if not self.algorithms:
+            raise RuntimeError(f"cuBLASLt has no algorithm for {shape}")
+        self.fastest: _Algorithm | None = None
+
+    def _propose(self) -> list[_Algorithm]:
+        library, preference, count = _library(), c_void_p(), c_int()
+        _check(library.cublasLtMatmulPreferenceCreate(byref(preference)))
+        size = c_size_t(_WORKSPACE)
+        _check(library.cublasLtMatmulPreferenceSetAttribute(preference, _MAX_WORKSPACE, byref(size), c_size_t(8)))
+        heuristics, (left, right, out) = (_Heuristic * _CANDIDATES)(), self.layouts
+        _check(
+            library.cublasLtMatmulAlgoGetHeuristic(
+                _handle(self.device), self.product, left, right, out, out, preference, _CANDIDATES, heuristics,
+                byref(count),
+            )
+        )  # fmt: skip
+        library.cublasLtMatmulPreferenceDestroy(preference)
+        return [heuristic.algorithm for heuristic in heuristics[: count.value]]
+
+    def __call__(self, operands: _Operands, *, tunes: bool) -> None:
+        """Multiply; if it `tunes`, after choosing the fastest algorithm, unless a CUDA graph is captured."""
+        if tunes and self.fastest is None and not torch.cuda.is_current_stream_capturing():
+            self.fastest = self._choose(operands)
+        self._run(operands, self.fastest or self.algorithms[0])
+
+    def _choose(self, operands: _Operands) -> _Algorithm:
+        """The fastest of those that give the same bits as the first."""
+        first, candidates = self.algorithms[0], []
+        self._run(operands, first)
+        outputs = [output for output in (operands.out, operands.aux) if output is not None]
+        expected = [output.clone() for output in outputs]
+        for algorithm in self.algorithms:
+            try:
+                self._run(operands, algorithm)
+            except RuntimeError:
+                continue
+            if all(map(torch.equal, outputs, expected)):
+                candidates.append(algorithm)
+        seconds = [[self._time(operands, algorithm) for algorithm in candidates] for _ in range(_ROUNDS)]
+        medians = [sorted(times)[_ROUNDS // 2] for times in zip(*seconds, strict=True)]
+        index = min(range(len(medians)), key=medians.__getitem__)
+        return candidates[index] if medians[index] < _MIN_GAIN * medians[0] else first
+
+    def _time(self, operands: _Operands, algorithm: _Algorithm) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(_REPEATS):
+            self._run(operands, algorithm)
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    def _run(self, operands: _Operands, algorithm: _Algorithm) -> None:
+        left, right, out, bias, aux = operands
+        if bias is not None:
+            self._set(_BIAS, c_void_p(bias.data_ptr()))
+        if aux is not None:
+            self._set(_AUX, c_void_p(aux.data_ptr()))
+        # Not kept: memory that outlives the call would be lost to a CUDA graph that torch.compile records meanwhile.
+        workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=out.device)
+        one, zero = c_float(1.0), c_float(0.0)
+        left_layout, right_layout, out_layout = self.layouts
+        _check(
+            _library().cublasLtMatmul(
+                _handle(self.device), self.product, byref(one), c_void_p(left.data_ptr()), left_layout,
+                c_void_p(right.data_ptr()), right_layout, byref(zero), c_void_p(out.data_ptr()), out_layout,
+                c_void_p(out.data_ptr()), out_layout, byref(algorithm), c_void_p(workspace.data_ptr()),
+                c_size_t(_WORKSPACE), c_void_p(torch.cuda.current_stream(out.device).cuda_stream),
+            )
+        )  # fmt: skip
+
+    def _set(self, attribute: int, value: c_void_p | c_int32 | c_int64) -> None:
+        size = c_size_t(ctypes.sizeof(value))
+        _check(_library().cublasLtMatmulDescSetAttribute(self.product, c_int(attribute), byref(value), size))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, gelu: bool = False) -> Tensor:
+    """x weight' + bias, or the tanh approximation of its GELU, which needs a bias.
+
+    (rows, in), (out, in), (out,) in half precision -> (rows, out)
+    """
+    rows, inputs = x.shape
+    out = x.new_empty(rows, weight.shape[0])
+    epilogue = _PLAIN if bias is None else _GELU_BIAS if gelu else _ADD_BIAS
+    _multiply(_Shape(weight.shape[0], rows, inputs, x.dtype, True, epilogue), _Operands(weight, x, out, bias))
+    return out
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,9 +183,10 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor
 
     (rows, in), (out, in), (out,) in half precision -> (rows, out), (rows, out)
     """
-    out, h = x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(x.shape[0], weight.shape[0])
-    shape = _MatmulShape(weight.shape[0], x.shape[0], x.shape[1], x.dtype)
-    _run_matmul(shape, weight, x, out, bias, h)
+    rows, inputs = x.shape
+    out, h = x.new_empty(rows, weight.shape[0]), x.new_empty(rows, weight.shape[0])
+    shape = _Shape(weight.shape[0], rows, inputs, x.dtype, True, _GELU_AUX_BIAS)
+    _multiply(shape, _Operands(weight, x, out, bias, h))
     return out, h
 
 
@@ -76,62 +196,47 @@ def linear_gelu_reference(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tens
     return F.gelu(h, approximate="tanh"), h
 
 
+def input_grad(grad: Tensor, weight: Tensor) -> Tensor:
+    """grad weight, the gradient of a layer's input: (rows, out), (out, in) in half precision -> (rows, in)"""
+    rows, outputs = grad.shape
+    out = grad.new_empty(rows, weight.shape[1])
+    _multiply(_Shape(weight.shape[1], rows, outputs, grad.dtype, False, _PLAIN), _Operands(weight, grad, out))
+    return out
+
+
+def is_large(x: Tensor, weight: Tensor) -> bool:
+    """Whether a product with x (rows, ...) is large enough for `linear` and `input_grad` to be faster, and `fits`."""
+    return x.shape[0] * weight.numel() >= _MIN_PRODUCT and fits(x, weight)
+
+
+def fits(x: Tensor, weight: Tensor) -> bool:
+    """Whether the functions of this module support contiguous matrices of this device, precision and size."""
+    aligned = all(size % 8 == 0 for size in weight.shape)  # cuBLAS's requirement for the memory of h
+    contiguous = x.is_contiguous() and weight.is_contiguous()
+    return x.is_cuda and x.dtype in HALF_DTYPES and aligned and contiguous and is_available(x.device, x.dtype)
+
+
 @cache
 def is_available(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `linear_gelu` works on the device: tried once, on a small example."""
+    """Whether the products work on the device: tried once, on a small example."""
     x, weight = torch.ones(16, 16, device=device, dtype=dtype), torch.eye(16, device=device, dtype=dtype)
     try:
-        outputs = linear_gelu(x, weight, x[0])
+        outputs = [*linear_gelu(x, weight, x[0]), linear(x, weight, x[0], gelu=True), linear(x, weight, x[0])]
+        outputs += [linear(x, weight, None), input_grad(x, weight)]
     except (OSError, RuntimeError, AttributeError):
         return False
-    pairs = zip(outputs, linear_gelu_reference(x, weight, x[0]), strict=True)
-    return all(torch.allclose(output, expected, rtol=2e-2) for output, expected in pairs)
+    gelu, h = linear_gelu_reference(x, weight, x[0])
+    expected = [gelu, h, gelu, h, x, x]
+    return all(torch.allclose(*pair, rtol=2e-2) for pair in zip(outputs, expected, strict=True))
 
 
-def _run_matmul(shape: _MatmulShape, left: Tensor, right: Tensor, out: Tensor, bias: Tensor, aux: Tensor) -> None:
-    device = out.device.index or 0
-    plan = _plan(shape, device)
-    _set_attribute(plan.product, _BIAS, c_void_p(bias.data_ptr()))
-    _set_attribute(plan.product, _AUX, c_void_p(aux.data_ptr()))
-    # Not kept: memory that outlives the call would be lost to a CUDA graph that torch.compile records meanwhile.
-    workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=out.device)
-    one, zero = c_float(1.0), c_float(0.0)
-    _check(
-        _library().cublasLtMatmul(
-            _handle(device), plan.product, byref(one), c_void_p(left.data_ptr()), plan.left,
-            c_void_p(right.data_ptr()), plan.right, byref(zero), c_void_p(out.data_ptr()), plan.out,
-            c_void_p(out.data_ptr()), plan.out, byref(plan.algorithm), c_void_p(workspace.data_ptr()),
-            c_size_t(_WORKSPACE), c_void_p(torch.cuda.current_stream(out.device).cuda_stream),
-        )
-    )  # fmt: skip
+def _multiply(shape: _Shape, operands: _Operands) -> None:
+    with _USING:
+        matmul = _matmul(shape, operands.out.device.index or 0)
+        matmul(operands, tunes=shape.m * shape.n * shape.k >= _MIN_PRODUCT)
 
 
-@cache
-def _plan(shape: _MatmulShape, device: int) -> _MatmulPlan:
-    library, dtype_code = _library(), _TYPES[shape.dtype]
-    product, preference = c_void_p(), c_void_p()
-    _check(library.cublasLtMatmulDescCreate(byref(product), c_int(_COMPUTE_32F), c_int(_TYPES[torch.float32])))
-    _set_attribute(product, _TRANSA, c_int32(_TRANSPOSE))
-    _set_attribute(product, _EPILOGUE, c_int32(_GELU_AUX_BIAS))
-    _set_attribute(product, _AUX_LD, c_int64(shape.m))
-    # Any address with the alignment of tensors, on which the choice of the algorithm depends.
-    for attribute in (_BIAS, _AUX):
-        _set_attribute(product, attribute, c_void_p(256))
-    sizes = ((shape.k, shape.m), (shape.k, shape.n), (shape.m, shape.n))
-    left, right, out = (_layout(dtype_code, *size) for size in sizes)
-    _check(library.cublasLtMatmulPreferenceCreate(byref(preference)))
-    size = c_size_t(_WORKSPACE)
-    _check(library.cublasLtMatmulPreferenceSetAttribute(preference, _MAX_WORKSPACE, byref(size), c_size_t(8)))
-    heuristic, count = _Heuristic(), c_int()
-    _check(
-        library.cublasLtMatmulAlgoGetHeuristic(
-            _handle(device), product, left, right, out, out, preference, 1, byref(heuristic), byref(count)
-        )
-    )
-    library.cublasLtMatmulPreferenceDestroy(preference)
-    if count.value == 0:
-        raise RuntimeError(f"cuBLASLt has no algorithm for {shape}")
-    return _MatmulPlan(product, left, right, out, heuristic.algorithm)
+_matmul = cache(_Matmul)
 
 
 def _layout(dtype_code: int, rows: int, columns: int) -> c_void_p:
@@ -139,11 +244,6 @@ def _layout(dtype_code: int, rows: int, columns: int) -> c_void_p:
     sizes = (c_uint64(rows), c_uint64(columns), c_int64(rows))
     _check(_library().cublasLtMatrixLayoutCreate(byref(layout), c_int(dtype_code), *sizes))
     return layout
-
-
-def _set_attribute(product: c_void_p, attribute: int, value: c_void_p | c_int32 | c_int64) -> None:
-    size = c_size_t(ctypes.sizeof(value))
-    _check(_library().cublasLtMatmulDescSetAttribute(product, c_int(attribute), byref(value), size))
 
 
 @cache

@@ -47,6 +47,12 @@ def is_plain(module: nn.Module, expected: type[nn.Module] | None = None) -> bool
     return not has_hooks and "forward" not in module.__dict__ and (expected is None or type(module) is expected)
 
 
+def is_exporting() -> bool:
+    """Whether torch.export traces the model. `torch.compiler.is_exporting()` is also true for whatever torch.compile
+    traces with PyTorch 2.11, where no fused block would be compiled."""
+    return torch.compiler._is_exporting_flag
+
+
 def apply_linear(layer: nn.Module, x: Tensor) -> Tensor:
     """A linear layer, or what replaces it: (..., in) -> (..., out)"""
     on_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -10,7 +10,12 @@ input, and depends on the weights alone:
 - attention averages values, and |GELU(h)| <= |h|.
 
 Weights have a scale per output channel. Gradients differ between tokens by orders of magnitude, and have a scale per
-row, from its maximum. All scales stay on the device.
+row: from its maximum or, for the MLP's hidden layer, from a bound like the above. All scales stay on the device.
+
+A product sums over the last dimension of both of its operands, so that the gradient of a weight reads transposed copies
+of gradient and input. A scale per row cannot be taken out of a sum over rows, and is a factor of the input there:
+
+    dW = sum over rows of dy x' = sum of (dy / scale) (scale x)'
 """
 
 from __future__ import annotations
@@ -30,7 +35,10 @@ from vitral.kernels.jit import fp8 as jit
 _LEAST_SCALE = 1e-30  # of rows of zeros
 _BLOCK = 4096  # elements per program
 _TILE = 4096  # likewise, of whole rows
-_SIDE = 64  # of a tile that is transposed
+_TILE_ROWS, _TILE_COLUMNS = 128, 64  # of a tile that is transposed
+_MULTIPLE = 16  # of the numbers that a product sums over
+# The derivative of a GELU is at most 1.13, and a gradient in e4m3 at most 1/16 larger than before.
+_MAX_SLOPE = 1.25
 
 
 class Fp8Rows(NamedTuple):
@@ -45,6 +53,15 @@ class Fp8Weight(NamedTuple):
 
     values: Tensor
     scale: Tensor
+
+
+class MlpGradients(NamedTuple):
+    """Gradients of an MLP: of its input (rows, dim), and of its parameters in float32."""
+
+    x: Tensor
+    hidden: Tensor  # (mlp, dim)
+    hidden_bias: Tensor  # (mlp,)
+    output: Tensor  # (dim, mlp)
 
 
 class Fp8Linear(NamedTuple):
@@ -76,16 +93,17 @@ def quantize_rows_reference(x: Tensor, factor: Tensor) -> Fp8Rows:
     return Fp8Rows((wide / scale).to(E4M3), scale)
 
 
-def quantize_rows(x: Tensor, factor: Tensor) -> Fp8Rows:
-    """As the reference, in one pass, for a contiguous input."""
+def quantize_rows(x: Tensor, factor: Tensor) -> tuple[Fp8Rows, Tensor]:
+    """As the reference, in one pass, for a contiguous input; and the Euclidean length of each row, (rows,)"""
     rows, width = x.shape
     out = Fp8Rows(torch.empty_like(x, dtype=E4M3), x.new_empty(rows, 1, dtype=torch.float32))
+    lengths = torch.empty_like(out.scale[:, 0])
     columns = next_power_of_2(width)
     tile = max(_TILE // columns, 1)
     launch(
-        jit.quantize_rows, (ceil_div(rows, tile),), x, factor, *out, rows, width, ROWS=tile, COLUMNS=columns
+        jit.quantize_rows, (ceil_div(rows, tile),), x, factor, *out, lengths, rows, width, ROWS=tile, COLUMNS=columns
     )  # fmt: skip
-    return out
+    return out, lengths
 
 
 def quantize_weight_reference(weight: Tensor) -> Fp8Weight:
@@ -138,12 +156,40 @@ def _launch_weight(
 
 
 def transpose(values: Tensor) -> Tensor:
-    """`values.t().contiguous()` in e4m3, which PyTorch copies byte by byte: (out, in) -> (in, out)"""
-    rows, width = values.shape
-    out = values.new_empty(width, rows)
-    programs = (ceil_div(rows, _SIDE), ceil_div(width, _SIDE))
-    launch(jit.transpose, programs, values.view(torch.uint8), out.view(torch.uint8), rows, width, TILE=_SIDE)
+    """In e4m3, which PyTorch copies byte by byte: (rows, dim) -> (dim, rows), and zeros up to a multiple of 16 rows"""
+    out = _empty_transposed(values)
+    _launch_transpose(values.view(torch.uint8), (None, None, None), out.view(torch.uint8))
     return out
+
+
+def quantize_transposed_reference(x: Tensor, scale: Tensor, unit: Tensor) -> Tensor:
+    """x * scale / (largest scale * unit) in e4m3, with a scale per row (rows, 1): (rows, dim) -> (dim, rows)"""
+    return quantize_reference(x.float() * (scale / scale.amax()), unit).float().t().to(E4M3)
+
+
+def quantize_transposed(x: Tensor, scale: Tensor, largest: Tensor, unit: Tensor) -> Tensor:
+    """As the reference, in one pass, and with zeros as in `transpose`; `largest` is the largest scale."""
+    out = _empty_transposed(x)
+    _launch_transpose(x, (scale, largest, unit), out)
+    return out
+
+
+def _empty_transposed(x: Tensor) -> Tensor:
+    rows, width = x.shape
+    return x.new_empty(width, ceil_div(rows, _MULTIPLE) * _MULTIPLE, dtype=E4M3)
+
+
+def _launch_transpose(x: Tensor, scales: tuple[Tensor | None, Tensor | None, Tensor | None], out: Tensor) -> None:
+    rows, width = x.shape
+    launch(
+        jit.transpose, _tiles(x), x, *scales, out, rows, width, out.shape[1],
+        SCALED=scales[0] is not None, ROWS=_TILE_ROWS, COLUMNS=_TILE_COLUMNS, warps=8,
+    )  # fmt: skip
+
+
+def _tiles(x: Tensor) -> tuple[int, int]:
+    """Tiles of a matrix (rows, columns): those beside each other come first."""
+    return ceil_div(x.shape[1], _TILE_COLUMNS), ceil_div(x.shape[0], _TILE_ROWS)
 
 
 def unit_scales(x: Tensor) -> Tensor:
@@ -180,21 +226,104 @@ def linear_gelu(
     return Fp8Rows(out, x.scale), h
 
 
-def input_grad(grad: Tensor, transposed: Tensor, scale: Tensor, target: Fp8Target | None = None) -> Tensor:
-    """The gradient of a layer's input: of its output (rows, out) -> (rows, in).
+def linear_backward(
+    grad: Tensor, x: Tensor, unit: Tensor, weight: Fp8Weight, target: Fp8Target | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of a layer's input (rows, in), in its dtype, and of its weight (out, in), in float32.
 
     The scale of an output channel is a factor of the gradient here, so that the weight's values are those of the
     forward pass.
 
     Args:
         grad: of the output, (rows, out).
-        transposed: values of the weight, e4m3 (in, out), contiguous.
-        scale: of the weight, float32 (out,).
-        target: the gradient times the scale, if a kernel has already quantised it.
+        x: the input, (rows, in).
+        unit: the scale of the input in e4m3, a number on the device.
+        weight: its values transposed, e4m3 (in, out), contiguous.
+        target: the gradient times the scale of the weight, if a kernel has already quantised it.
     """
-    rows = quantize_rows(grad, scale) if target is None else Fp8Rows(target.values, target.scale)
-    ones = torch.ones(transposed.shape[0], dtype=torch.float32, device=grad.device)
-    return product(rows, transposed, ones, None, grad.dtype)
+    rows = quantize_rows(grad, weight.scale)[0] if target is None else Fp8Rows(target.values, target.scale)
+    largest = rows.scale.amax()
+    dweight = _weight_grad(
+        transpose(rows.values), quantize_transposed(x, rows.scale, largest, unit), (largest, unit), weight
+    )
+    return _input_grad(rows, weight, grad.dtype), dweight
+
+
+def mlp_backward(
+    grad: Tensor, h: Tensor, x: Tensor, units: tuple[Tensor, Tensor], weights: tuple[Fp8Weight, Fp8Weight], gelu: str
+) -> MlpGradients:
+    """Gradients of an MLP without the bias of its last layer.
+
+    Args:
+        grad: of the output, (rows, dim).
+        h: what the GELU reads, (rows, mlp).
+        x: the input, (rows, dim).
+        units: scales of the input and of the GELU's output in e4m3, numbers on the device.
+        weights: hidden and output layer as in `linear_backward`.
+        gelu: "tanh", "none" (exact) or "quick".
+    """
+    hidden, output = weights
+    rows, lengths = quantize_rows(grad, output.scale)
+    largest = rows.scale.amax()
+    dh, transposed, activated, dbias = gelu_backward(
+        h, _input_grad(rows, output, h.dtype), (lengths, grad.shape[1]), hidden.scale, (rows.scale, largest, units[1]),
+        gelu,
+    )  # fmt: skip
+    doutput = _weight_grad(transpose(rows.values), activated, (largest, units[1]), output)
+    del activated
+    largest = dh.scale.amax()
+    inputs = quantize_transposed(x, dh.scale, largest, units[0])
+    dhidden = _weight_grad(transposed, inputs, (largest, units[0]), hidden)
+    return MlpGradients(_input_grad(dh, hidden, x.dtype), dhidden, dbias, doutput)
+
+
+def gelu_backward(
+    h: Tensor,
+    grad: Tensor,
+    lengths: tuple[Tensor, int],
+    factor: Tensor,
+    out_scales: tuple[Tensor, Tensor, Tensor],
+    gelu: str,
+) -> tuple[Fp8Rows, Tensor, Tensor, Tensor]:
+    """The gradient of the GELU's input, from that of its output, in one pass.
+
+    Args:
+        h: what the GELU reads, (rows, mlp).
+        grad: of its output, (rows, mlp): the product of gradients (rows, dim) and a weight's values in e4m3 (dim, mlp).
+        lengths: of the rows of those gradients, float32 (rows,), and `dim`: they bound the product.
+        factor: of each column of the result, float32 (mlp,).
+        out_scales: `scale`, `largest` and `unit` of `quantize_transposed` for the GELU's output.
+        gelu: "tanh", "none" (exact) or "quick".
+
+    Returns:
+        The gradient times `factor` (rows, mlp), its values transposed (mlp, rows), the GELU's output transposed (mlp,
+        rows), and the column sums of the gradient (mlp,).
+    """
+    (rows, width), (row_lengths, dim) = h.shape, lengths
+    dh = Fp8Rows(torch.empty_like(h, dtype=E4M3), torch.empty_like(out_scales[0]))
+    transposed, activated = _empty_transposed(h), _empty_transposed(h)
+    tiles = _tiles(h)
+    sums = h.new_empty(tiles[1], width, dtype=torch.float32)
+    launch(
+        jit.gelu_backward, tiles,
+        h, grad, row_lengths, factor.amax(), factor, *out_scales, dh.values, transposed, dh.scale, activated, sums,
+        rows, width, transposed.shape[1], math.sqrt(dim) * _MAX_SLOPE,
+        GELU=gelu, ROWS=_TILE_ROWS, COLUMNS=_TILE_COLUMNS, warps=8,
+    )  # fmt: skip
+    return dh, transposed, activated, sums.sum(0)
+
+
+def _input_grad(rows: Fp8Rows, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+    """The gradient of a layer's input: (rows, out) -> (rows, in)"""
+    ones = torch.ones(weight.values.shape[0], dtype=torch.float32, device=rows.scale.device)
+    return product(rows, weight.values, ones, None, dtype)
+
+
+def _weight_grad(grad: Tensor, x: Tensor, scales: tuple[Tensor, Tensor], weight: Fp8Weight) -> Tensor:
+    """(out, rows), (in, rows) in e4m3 -> (out, in); not with fast accumulation, which is for short sums."""
+    scale_a, scale_b = (scale.view(1, 1) for scale in scales)
+    out = torch._scaled_mm(grad, x.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32)
+    return out.div_(weight.scale[:, None])
 
 
 def product_reference(x: Fp8Rows, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -212,7 +341,9 @@ class Fp8BlockWeights(NamedTuple):
     norm2: NonAffineNorm
     hidden: Fp8Linear
     output: Fp8Linear
-    attn_scale: Tensor  # of attention's output, a number
+    # Of the outputs of norms, attention and GELU in e4m3, numbers on the device.
+    norm_scale: Tensor
+    attn_scale: Tensor
     gelu_scale: Tensor
 
 
@@ -231,6 +362,7 @@ def quantize_block(layer: BlockWeights, dtype: torch.dtype) -> Fp8BlockWeights:
         NonAffineNorm(layer.norm2.eps),
         Fp8Linear(hidden, hidden.scale * norm_scale, hidden_bias, dtype),
         Fp8Linear(output, output.scale * gelu_scale, layer.output.bias, dtype),
+        torch.full_like(attn_scale, norm_scale),
         attn_scale,
         gelu_scale,
     )

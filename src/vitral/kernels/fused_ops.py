@@ -124,20 +124,17 @@ def gelu_backward_reference(h: Tensor, grad: Tensor, gelu: str) -> tuple[Tensor,
     return dh, out.detach(), dh.sum(0, dtype=torch.float32)
 
 
-def gelu_backward(
-    h: Tensor, grad: Tensor, gelu: str, saved: Tensor | None = None, target: Fp8Target | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference; a `saved` GELU(h) is not computed again, and dh is also written to the `target`."""
+def gelu_backward(h: Tensor, grad: Tensor, gelu: str, saved: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """As the reference; a `saved` GELU(h) is not computed again."""
     rows, width = h.shape
     dh = torch.empty_like(h)
     out = torch.empty_like(h) if saved is None else saved
     sums = h.new_empty(ceil_div(rows, _GELU_ROWS), width, dtype=torch.float32)
-    columns = next_power_of_2(width) if target is not None else 512 if width % 512 == 0 else 256
+    columns = 512 if width % 512 == 0 else 256
     launch(
         jit.gelu_backward, (sums.shape[0], ceil_div(width, columns)),
-        h, grad, dh, out, sums, *(target or _NO_TARGET), rows, width,
-        GELU=gelu, HAS_OUT=saved is None, QUANTIZES=target is not None, PROGRAM_ROWS=_GELU_ROWS, COLUMNS=columns,
-        warps=min(max(columns // 256, 1), 16),
+        h, grad, dh, out, sums, rows, width,
+        GELU=gelu, HAS_OUT=saved is None, PROGRAM_ROWS=_GELU_ROWS, COLUMNS=columns, warps=columns // 256,
     )  # fmt: skip
     return dh, out, sums.sum(0)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitral.kernels.dispatch import FP8_MIN_WIDTH, is_plain, on_device_of
+from vitral.kernels.dispatch import FP8_MIN_WIDTH, is_exporting, is_plain, on_device_of
 from vitral.kernels.fused_ops import BlockWeights, BranchDrop, LinearWeights, NormWeights
 from vitral.models.layers import Attention, Block, LayerScale, Mlp, StochasticDepth
 from vitral.models.position import Rotation
@@ -42,7 +42,7 @@ def fused_blocks(
         torch.export, so that its programs need no operators of ours.
     """
     plain = [block for block in blocks if isinstance(block, Block) and _is_fusible(block, x.dtype)]
-    if len(plain) < len(blocks) or torch.compiler.is_exporting():
+    if len(plain) < len(blocks) or is_exporting():
         return None
     if not isinstance(final_norm, nn.LayerNorm) or not _is_fusible_norm(final_norm):
         return None

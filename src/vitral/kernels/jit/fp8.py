@@ -1,11 +1,12 @@
-"""Quantisation to FP8 (e4m3, whose largest number is 448): of activations, of weights, and of gradients by row."""
+"""Quantisation to FP8 (e4m3, whose largest number is 448): of activations and weights, of gradients by row, and of
+what the products for the gradients of weights read, transposed."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from vitral.kernels.jit.gelu import gelu_of
+from vitral.kernels.jit.gelu import gelu_gradient, gelu_of
 
 
 @triton.jit
@@ -31,8 +32,8 @@ def quantize(X, OUT, SCALE, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def quantize_rows(X, FACTOR, OUT, SCALE, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """OUT * SCALE = X * FACTOR, with a FACTOR per column and a SCALE per row."""
+def quantize_rows(X, FACTOR, OUT, SCALE, LENGTH, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """OUT * SCALE = X * FACTOR, with a FACTOR per column and a SCALE per row; LENGTH is the Euclidean norm of rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     offset = row[:, None].to(tl.int64) * width + column[None, :]
@@ -42,6 +43,7 @@ def quantize_rows(X, FACTOR, OUT, SCALE, rows, width, ROWS: tl.constexpr, COLUMN
     scale = row_scale(tl.max(tl.abs(value), 1))
     tl.store(OUT + offset, to_e4m3(value / scale[:, None], OUT), mask=inside)
     tl.store(SCALE + row, scale, mask=row < rows)
+    tl.store(LENGTH + row, tl.sqrt(tl.sum(value * value, 1)), mask=row < rows)
 
 
 @triton.jit
@@ -74,11 +76,64 @@ def quantize_weight(
 
 
 @triton.jit
-def transpose(X, OUT, rows, width, TILE: tl.constexpr):
-    """X (rows, width) of bytes -> OUT (width, rows)"""
-    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+def _store_transposed(OUT, value, row, column, width, padded):
+    """OUT (width, padded) = value', of the rows and columns of a tile."""
+    inside = (column[:, None] < width) & (row[None, :] < padded)
+    tl.store(OUT + column[:, None].to(tl.int64) * padded + row[None, :], tl.trans(value), mask=inside)
+
+
+@triton.jit
+def _shared_scale(SCALE, LARGEST, UNIT, row, rows):
+    """SCALE / (LARGEST * UNIT) of each row, (rows,)"""
+    return tl.load(SCALE + row, mask=row < rows, other=0.0) / (tl.load(LARGEST) * tl.load(UNIT))
+
+
+@triton.jit
+def transpose(
+    X, SCALE, LARGEST, UNIT, OUT, rows, width, padded,
+    SCALED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """X (rows, width) of bytes -> OUT (width, padded), with zeros beyond `rows`.
+
+    SCALED: of numbers in half precision, times SCALE / (LARGEST * UNIT) with a SCALE per row, in e4m3.
+    """
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = (row[:, None] < rows) & (column[None, :] < width)
-    value = tl.load(X + row[:, None] * width + column[None, :], mask=inside, other=0)
-    inside = (column[:, None] < width) & (row[None, :] < rows)
-    tl.store(OUT + column[:, None] * rows + row[None, :], tl.trans(value), mask=inside)
+    value = tl.load(X + row[:, None].to(tl.int64) * width + column[None, :], mask=inside, other=0)
+    if SCALED:
+        scale = _shared_scale(SCALE, LARGEST, UNIT, row, rows)
+        value = to_e4m3(value.to(tl.float32) * scale[:, None], OUT)
+    _store_transposed(OUT, value, row, column, width, padded)
+
+
+@triton.jit
+def gelu_backward(
+    H, GRAD, LENGTH, LARGEST_FACTOR, FACTOR, OUT_SCALE, OUT_LARGEST, OUT_UNIT, DH, DH_T, SCALE, OUT_T, SUMS,
+    rows, width, padded, bound,
+    GELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the GELU's input H, and its output again, as products read them.
+
+    DH * SCALE = dh * FACTOR, with a FACTOR per column and SCALE = LENGTH * LARGEST_FACTOR * bound per row; DH_T is DH
+    transposed. OUT_T is GELU(H) * OUT_SCALE / (OUT_LARGEST * OUT_UNIT), with an OUT_SCALE per row, transposed. SUMS are
+    the column sums of dh over the rows of a program.
+    """
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    offset = row[:, None].to(tl.int64) * width + column[None, :]
+    inside = (row[:, None] < rows) & (column[None, :] < width)
+    h = tl.load(H + offset, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(GRAD + offset, mask=inside, other=0.0).to(tl.float32)
+    gate, dh = gelu_gradient(h, grad, GELU)
+    tl.store(SUMS + tl.program_id(1) * width + column, tl.sum(dh, 0), mask=column < width)
+    length = tl.load(LENGTH + row, mask=row < rows, other=0.0)
+    scale = tl.maximum(length * (tl.load(LARGEST_FACTOR) * bound), 1e-30)
+    if tl.program_id(0) == 0:
+        tl.store(SCALE + row, scale, mask=row < rows)
+    factor = tl.load(FACTOR + column, mask=column < width, other=0.0)
+    quantized = to_e4m3(dh * factor[None, :] / scale[:, None], DH)
+    tl.store(DH + offset, quantized, mask=inside)
+    _store_transposed(DH_T, quantized, row, column, width, padded)
+    out_scale = _shared_scale(OUT_SCALE, OUT_LARGEST, OUT_UNIT, row, rows)
+    _store_transposed(OUT_T, to_e4m3(h * gate * out_scale[:, None], OUT_T), row, column, width, padded)

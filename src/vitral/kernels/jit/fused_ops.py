@@ -9,15 +9,14 @@ import triton
 import triton.language as tl
 
 from vitral.kernels.jit.fp8 import row_scale, to_e4m3
+from vitral.kernels.jit.gelu import gelu_gradient
 
 
 @triton.jit
 def gelu_backward(
-    H, GRAD, DH, OUT, SUMS, FACTOR, QUANTIZED, SCALE, rows, width,
-    GELU: tl.constexpr, HAS_OUT: tl.constexpr, QUANTIZES: tl.constexpr,
-    PROGRAM_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    H, GRAD, DH, OUT, SUMS, rows, width,
+    GELU: tl.constexpr, HAS_OUT: tl.constexpr, PROGRAM_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """QUANTIZES, with whole rows in a program: QUANTIZED * SCALE = DH * FACTOR, with a SCALE per row."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(0) * PROGRAM_ROWS
     dbias = tl.zeros((COLUMNS,), tl.float32)
@@ -27,25 +26,10 @@ def gelu_backward(
         inside = (row < rows) & (column < width)
         h = tl.load(H + offset, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(GRAD + offset, mask=inside, other=0.0).to(tl.float32)
-        if GELU == "tanh":  # h * gate, where gate = sigmoid(2 * sqrt(2 / pi) * (h + 0.044715 * h^3)), by powers of 2
-            square = h * h
-            gate = 1.0 / (1.0 + tl.exp2(h * (-2.302208198144325 - 0.10294323460941147 * square)))
-            gate_slope = h * (1.5957691216057308 + 0.21406443848170365 * square)
-            dh = grad * gate * (1.0 + gate_slope * (1.0 - gate))
-        elif GELU == "quick":
-            gate = 1.0 / (1.0 + tl.exp2(h * -2.455466959412555))
-            dh = grad * gate * (1.0 + 1.702 * h * (1.0 - gate))
-        else:
-            gate = 0.5 * (1.0 + tl.erf(h * 0.7071067811865476))
-            dh = grad * (gate + h * 0.3989422804014327 * tl.exp(-0.5 * h * h))
+        gate, dh = gelu_gradient(h, grad, GELU)
         tl.store(DH + offset, dh.to(DH.dtype.element_ty), mask=inside)
         if HAS_OUT:
             tl.store(OUT + offset, (h * gate).to(OUT.dtype.element_ty), mask=inside)
-        if QUANTIZES:
-            value = tl.where(inside, dh * tl.load(FACTOR + column, mask=column < width, other=0.0), 0.0)
-            scale = row_scale(tl.max(tl.abs(value), 0))
-            tl.store(QUANTIZED + offset, to_e4m3(value / scale, QUANTIZED), mask=inside)
-            tl.store(SCALE + row, scale + tl.zeros((1,), tl.float32), mask=row < rows)
         dbias += dh
     tl.store(SUMS + tl.program_id(0) * width + column, dbias, mask=column < width)
 

@@ -42,6 +42,23 @@ def gelu_of(h, GELU: tl.constexpr):
 
 
 @triton.jit
+def gelu_gradient(h, grad, GELU: tl.constexpr):
+    """GELU(h) / h, and the gradient of h from that of GELU(h)."""
+    if GELU == "tanh":  # h * gate, where gate = sigmoid(2 * sqrt(2 / pi) * (h + 0.044715 * h^3)), by powers of 2
+        square = h * h
+        gate = 1.0 / (1.0 + tl.exp2(h * (-2.302208198144325 - 0.10294323460941147 * square)))
+        gate_slope = h * (1.5957691216057308 + 0.21406443848170365 * square)
+        dh = grad * gate * (1.0 + gate_slope * (1.0 - gate))
+    elif GELU == "quick":
+        gate = 1.0 / (1.0 + tl.exp2(h * -2.455466959412555))
+        dh = grad * gate * (1.0 + 1.702 * h * (1.0 - gate))
+    else:
+        gate = 0.5 * (1.0 + tl.erf(h * 0.7071067811865476))
+        dh = grad * (gate + h * 0.3989422804014327 * tl.exp(-0.5 * h * h))
+    return gate, dh
+
+
+@triton.jit
 def _store_columns(
     OUT, H, BIAS, SCALE, OUT_SCALE, h, row, first, outputs,
     COLUMNS: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, SAVES: tl.constexpr,
