@@ -20,7 +20,7 @@ from vitral.architecture import ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.errors import UserError
 from vitral.events import Note
-from vitral.kernels import attention, dispatch, fp8, fused_ops, gelu
+from vitral.kernels import attention, dispatch, fp8, fused_ops
 from vitral.kernels.fused_ops import NonAffineNorm
 from vitral.models.build import use_fp8
 from vitral.models.fused import enable_fp8
@@ -78,23 +78,6 @@ def test_quantize_matches_the_reference(gelu):
     # The exact GELU is computed to 3e-5, a 400th of the scale.
     assert_same_fp8(found, fp8.quantize_reference(x, scale, gelu), 0.03 if gelu == "none" else 0.01)
     assert found[0, 0].float() == 448
-
-
-@pytest.mark.parametrize("kind", ["tanh", "none", "quick"])
-def test_linear_gelu_in_one_kernel_matches_the_reference(kind):
-    torch.manual_seed(0)
-    x, bias = torch.randn(130, 48, device=DEVICE), torch.randn(272, device=DEVICE)
-    weight = fp8.quantize_weight(torch.randn(272, 48, device=DEVICE) / 7)
-    rows, scale = x.to(dispatch.E4M3), torch.tensor(0.05, device=DEVICE)
-    h = torch.empty(130, 272, device=DEVICE)
-    found = gelu.fused_linear_gelu(rows, weight.values, bias, kind, (weight.scale, scale), h)
-    assert torch.equal(
-        gelu.fused_linear_gelu(rows, weight.values, bias, kind, (weight.scale, scale)).float(), found.float()
-    )
-    ones = torch.ones(130, 1, device=DEVICE)
-    exact = fp8.product_reference(fp8.Fp8Rows(rows, ones), weight.values, weight.scale, bias, torch.float32)
-    torch.testing.assert_close(h, exact, rtol=1e-4, atol=1e-4)
-    assert_same_fp8(found, fp8.quantize_reference(exact, scale, kind), 0.03)
 
 
 def test_quantized_rows_and_weights_match_the_reference():

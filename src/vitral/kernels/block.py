@@ -41,6 +41,8 @@ from vitral.kernels.fused_ops import (
 )
 from vitral.kernels.rotary import RotaryTables, rotate_, rotate_back_
 
+_UNIT_SPACING = 4  # floats: cuBLAS takes scales at multiples of 16 bytes
+
 
 class BlockInputs(NamedTuple):
     """Tensors that a block reads, flat as an operator takes them."""
@@ -118,12 +120,12 @@ class BlockOutputs(NamedTuple):
     activated: Tensor  # and after it, or empty
     # Weights with those of the norms before them folded in, (3 * dim, dim) and (mlp, dim); in FP8 their e4m3 values
     # transposed, those of the other two layers, the scales of qkv, out, hidden and output layer one after another, and
-    # those of what the norms, attention and the GELU write.
+    # those of what the norms, attention and the GELU write, four times each.
     folded_qkv: Tensor
     folded_hidden: Tensor
     fp8_out: Tensor  # (dim, dim), or empty
     fp8_output: Tensor  # (mlp, dim), or empty
-    scales: Tensor  # (5 * dim + mlp + 3,), or empty
+    scales: Tensor  # (5 * dim + mlp + 12,), or empty
 
 
 class BlockSaved(NamedTuple):
@@ -210,8 +212,7 @@ def forward(inputs: BlockInputs, options: BlockOptions) -> BlockOutputs:
     if isinstance(layer, Fp8BlockWeights):
         assert units is not None
         quantized = Fp8Rows(second.quantized, units)
-        activated, h = fp8.linear_gelu(quantized, layer.hidden, layer.gelu_scale, options.gelu, saves=True)
-        assert h is not None
+        activated, h = fp8.linear_gelu(quantized, layer.hidden, layer.gelu_scale, options.gelu)
     else:
         activated, h = linears.linear_gelu_saved(second.normed, layer.hidden, options.gelu)
     return BlockOutputs(
@@ -243,9 +244,9 @@ def _backward_weights(layer: BlockWeights | Fp8BlockWeights) -> tuple[Tensor, ..
         return layer.qkv.weight, layer.hidden.weight, none, none.clone(), none.clone()  # no two are the same memory
     linears = (layer.qkv, layer.hidden, layer.out, layer.output)
     scales = [linear.weight.scale for linear in (layer.qkv, layer.out, layer.hidden, layer.output)]
-    units = (layer.norm_scale, layer.attn_scale, layer.gelu_scale)
+    units = torch.stack([layer.norm_scale, layer.attn_scale, layer.gelu_scale])
     values = (fp8.transpose(linear.weight.values) for linear in linears)
-    return *values, torch.cat([*scales, *(unit.view(1) for unit in units)])
+    return *values, torch.cat([*scales, units.repeat_interleave(_UNIT_SPACING)])
 
 
 class _BackwardWeights(NamedTuple):
@@ -262,9 +263,9 @@ def _saved_weights(saved: BlockSaved) -> _BackwardWeights:
     if saved.scales.numel() == 0:
         return _BackwardWeights(saved.folded_qkv, saved.half_out, saved.folded_hidden, saved.half_output)
     values = (saved.folded_qkv, saved.fp8_out, saved.folded_hidden, saved.fp8_output)
-    *scales, units = saved.scales.split([*(weight.shape[1] for weight in values), 3])
+    *scales, units = saved.scales.split([*(weight.shape[1] for weight in values), 3 * _UNIT_SPACING])
     qkv, out, hidden, output = map(Fp8Weight, values, scales)
-    return _BackwardWeights(qkv, out, hidden, output, units.unbind())
+    return _BackwardWeights(qkv, out, hidden, output, units[::_UNIT_SPACING].unbind())
 
 
 def _linear_backward(
@@ -295,10 +296,10 @@ def backward(dx: Tensor, dbranch: Tensor, saved: BlockSaved, options: BlockOptio
     weights = _saved_weights(saved)
     norm_unit, attn_unit, _ = weights.units or (None, None, None)
     mlp = _mlp_backward(dbranch, saved, weights, options)
+    dhidden = unfold_norm(mlp.hidden, mlp.hidden_bias, saved.whidden, saved.scale2, saved.shift2)
     target = Fp8Target.like(dx, weights.out.scale) if isinstance(weights.out, Fp8Weight) else None
     dx, dattn_branch, sums = add_norm_backward(saved.normed2, saved.moments2, None, dx, mlp.x, options.drop, target)
     dbout = sums[0]
-    dhidden = unfold_norm(mlp.hidden, mlp.hidden_bias, saved.whidden, saved.scale2, saved.shift2)
     dattn, dwout = _linear_backward(dattn_branch, _merge_heads(saved.attn), weights.out, attn_unit, target)
     del dattn_branch
     dqkv, _, dqkv_sums = attention.backward(
@@ -307,9 +308,9 @@ def backward(dx: Tensor, dbranch: Tensor, saved: BlockSaved, options: BlockOptio
     if options.rotation is not None:
         dqkv_sums = rotate_back_(dqkv, options.rotation)
     dnormed, dwqkv = _linear_backward(dqkv.view(saved.qkv.shape), saved.normed1, weights.qkv, norm_unit)
-    dx, dbefore, sums = add_norm_backward(saved.normed1, saved.moments1, None, dx, dnormed, options.drop_before)
     dbqkv = _qkv_bias_grad(dqkv_sums, dbout, saved.half_out)
     dproject = unfold_norm(dwqkv, dbqkv, saved.wqkv, saved.scale1, saved.shift1)
+    dx, dbefore, sums = add_norm_backward(saved.normed1, saved.moments1, None, dx, dnormed, options.drop_before)
     return BlockGradients(
         *(dx, dbefore, sums[0]),
         *(dproject.norm, dproject.weight, dbqkv, dwout, dbout),
@@ -338,7 +339,7 @@ def mlp_branch(normed: Tensor | Fp8Rows, layer: BlockWeights | Fp8BlockWeights, 
     """The MLP branch in inference, without its last bias: (rows, dim) -> (rows, dim)"""
     if isinstance(layer, Fp8BlockWeights):
         assert isinstance(normed, Fp8Rows)
-        activated, _ = fp8.linear_gelu(normed, layer.hidden, layer.gelu_scale, options.gelu, saves=False)
+        activated, _ = fp8.linear_gelu(normed, layer.hidden, layer.gelu_scale, options.gelu)
         return linears.linear(activated, layer.output, has_bias=False)
     assert isinstance(normed, Tensor)
     return linears.linear(linears.linear_gelu(normed, layer.hidden, options.gelu), layer.output, has_bias=False)

@@ -90,6 +90,10 @@ class _Matmul:
         code = _TYPES[shape.dtype]
         self.layouts = [_layout(code, *size) for size in (left, (shape.k, shape.n), (shape.m, shape.n))]
         self.algorithms = self._propose()
+        if shape.epilogue != _PLAIN:  # many of those for a plain product support the epilogue, too, and are faster
+            self._set(_EPILOGUE, c_int32(_PLAIN))
+            self.algorithms += self._propose()
+            self._set(_EPILOGUE, c_int32(shape.epilogue))
         if not self.algorithms:
             raise RuntimeError(f"cuBLASLt has no algorithm for {shape}")
         self.fastest: _Algorithm | None = None

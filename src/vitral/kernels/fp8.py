@@ -28,14 +28,14 @@ from torch import Tensor
 
 from vitral.kernels.dispatch import E4M3, ceil_div, launch, next_power_of_2
 from vitral.kernels.fused_ops import E4M3_MAX, BlockWeights, Fp8Target, NonAffineNorm, norm_factor
-from vitral.kernels.gelu import fused_linear_gelu, is_faster
 from vitral.kernels.gelu import reference as gelu_reference
 from vitral.kernels.jit import fp8 as jit
 
 _LEAST_SCALE = 1e-30  # of rows of zeros
 _BLOCK = 4096  # elements per program
-_TILE = 4096  # likewise, of whole rows
-_TILE_ROWS, _TILE_COLUMNS = 128, 64  # of a tile that is transposed
+_TILE, _MIN_ROWS = 4096, 2  # likewise, of whole rows; and the fewest of those
+# Rows, columns and warps of tiles that are transposed; tuned on an H200.
+_TRANSPOSED_TILE, _GELU_TILE = (64, 128, 4), (128, 32, 4)
 _MULTIPLE = 16  # of the numbers that a product sums over
 # The derivative of a GELU is at most 1.13, and a gradient in e4m3 at most 1/16 larger than before.
 _MAX_SLOPE = 1.25
@@ -99,7 +99,7 @@ def quantize_rows(x: Tensor, factor: Tensor) -> tuple[Fp8Rows, Tensor]:
     out = Fp8Rows(torch.empty_like(x, dtype=E4M3), x.new_empty(rows, 1, dtype=torch.float32))
     lengths = torch.empty_like(out.scale[:, 0])
     columns = next_power_of_2(width)
-    tile = max(_TILE // columns, 1)
+    tile = max(_TILE // columns, _MIN_ROWS)
     launch(
         jit.quantize_rows, (ceil_div(rows, tile),), x, factor, *out, lengths, rows, width, ROWS=tile, COLUMNS=columns
     )  # fmt: skip
@@ -147,7 +147,7 @@ def _launch_weight(
 ) -> None:
     rows, width = weight.shape
     columns = next_power_of_2(width)
-    tile = max(_TILE // columns, 1)
+    tile = max(_TILE // columns, _MIN_ROWS)
     launch(
         jit.quantize_weight, (ceil_div(rows, tile),),
         weight, *folds, *quantized, *outputs, rows, width, math.sqrt(width),
@@ -180,16 +180,12 @@ def _empty_transposed(x: Tensor) -> Tensor:
 
 
 def _launch_transpose(x: Tensor, scales: tuple[Tensor | None, Tensor | None, Tensor | None], out: Tensor) -> None:
-    rows, width = x.shape
+    (rows, width), (tile_rows, columns, warps) = x.shape, _TRANSPOSED_TILE
     launch(
-        jit.transpose, _tiles(x), x, *scales, out, rows, width, out.shape[1],
-        SCALED=scales[0] is not None, ROWS=_TILE_ROWS, COLUMNS=_TILE_COLUMNS, warps=8,
+        jit.transpose, (ceil_div(width, columns), ceil_div(rows, tile_rows)),
+        x, *scales, out, rows, width, out.shape[1],
+        SCALED=scales[0] is not None, ROWS=tile_rows, COLUMNS=columns, warps=warps,
     )  # fmt: skip
-
-
-def _tiles(x: Tensor) -> tuple[int, int]:
-    """Tiles of a matrix (rows, columns): those beside each other come first."""
-    return ceil_div(x.shape[1], _TILE_COLUMNS), ceil_div(x.shape[0], _TILE_ROWS)
 
 
 def unit_scales(x: Tensor) -> Tensor:
@@ -209,21 +205,10 @@ def linear(x: Fp8Rows, layer: Fp8Linear) -> Tensor:
     return product(x, layer.weight.values, layer.scale, layer.bias, layer.dtype)
 
 
-def linear_gelu(
-    x: Fp8Rows, layer: Fp8Linear, scale: Tensor, gelu: str, *, saves: bool
-) -> tuple[Fp8Rows, Tensor | None]:
-    """GELU(h) / scale and, if it is saved, h = linear(x); by one kernel if that is faster.
-
-    (rows, in) -> (rows, out), (rows, out)
-    """
-    if is_faster(x.values, layer.weight.values):
-        assert layer.bias is not None
-        h = x.values.new_empty(len(x.values), len(layer.scale), dtype=layer.dtype) if saves else None
-        out = fused_linear_gelu(x.values, layer.weight.values, layer.bias, gelu, (layer.scale, scale), h)
-    else:
-        h = linear(x, layer)
-        out = quantize(h, scale, gelu)
-    return Fp8Rows(out, x.scale), h
+def linear_gelu(x: Fp8Rows, layer: Fp8Linear, scale: Tensor, gelu: str) -> tuple[Fp8Rows, Tensor]:
+    """GELU(h) / scale, and h = linear(x): (rows, in) -> (rows, out), (rows, out)"""
+    h = linear(x, layer)
+    return Fp8Rows(quantize(h, scale, gelu), x.scale), h
 
 
 def linear_backward(
@@ -302,13 +287,13 @@ def gelu_backward(
     (rows, width), (row_lengths, dim) = h.shape, lengths
     dh = Fp8Rows(torch.empty_like(h, dtype=E4M3), torch.empty_like(out_scales[0]))
     transposed, activated = _empty_transposed(h), _empty_transposed(h)
-    tiles = _tiles(h)
-    sums = h.new_empty(tiles[1], width, dtype=torch.float32)
+    tile_rows, columns, warps = _GELU_TILE
+    sums = h.new_empty(ceil_div(rows, tile_rows), width, dtype=torch.float32)
     launch(
-        jit.gelu_backward, tiles,
+        jit.gelu_backward, (ceil_div(width, columns), sums.shape[0]),
         h, grad, row_lengths, factor.amax(), factor, *out_scales, dh.values, transposed, dh.scale, activated, sums,
         rows, width, transposed.shape[1], math.sqrt(dim) * _MAX_SLOPE,
-        GELU=gelu, ROWS=_TILE_ROWS, COLUMNS=_TILE_COLUMNS, warps=8,
+        GELU=gelu, ROWS=tile_rows, COLUMNS=columns, warps=warps,
     )  # fmt: skip
     return dh, transposed, activated, sums.sum(0)
 

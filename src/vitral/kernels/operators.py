@@ -116,7 +116,7 @@ def _fake_weights(x: Tensor, dim: int, mlp: int, *, fp8: bool) -> dict[str, Tens
         "fp8_output": (mlp, dim),
     }
     weights = {name: x.new_empty(shape, dtype=E4M3) for name, shape in shapes.items()}
-    return weights | {"scales": x.new_empty(5 * dim + mlp + 3, dtype=torch.float32)}
+    return weights | {"scales": x.new_empty(5 * dim + mlp + 12, dtype=torch.float32)}
 
 
 @torch.library.custom_op(

@@ -205,8 +205,10 @@ def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
         raise UserError(
             f"images of {channels} channels need as many values of mean and std, not {len(mean)} and {len(std)}."
         )
-    scale, shift = scale_and_shift(tuple(mean), tuple(std), images.device)
-    return torch.addcmul(shift, images.to(torch.float32, memory_format=torch.contiguous_format), scale)
+    # torch.compile would warn of the cache, and needs none.
+    factors = scale_and_shift.__wrapped__ if torch.compiler.is_compiling() else scale_and_shift
+    scale, shift = factors(tuple(mean), tuple(std), images.device)
+    return torch.addcmul(shift, images.contiguous(), scale)
 
 
 @cache

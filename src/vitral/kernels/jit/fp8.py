@@ -132,8 +132,10 @@ def gelu_backward(
     if tl.program_id(0) == 0:
         tl.store(SCALE + row, scale, mask=row < rows)
     factor = tl.load(FACTOR + column, mask=column < width, other=0.0)
-    quantized = to_e4m3(dh * factor[None, :] / scale[:, None], DH)
+    # No number is beyond the largest, by the choice of the scales: `to_e4m3` would take a tenth of the instructions.
+    quantized = (dh * factor[None, :] * (1.0 / scale)[:, None]).to(DH.dtype.element_ty)
     tl.store(DH + offset, quantized, mask=inside)
     _store_transposed(DH_T, quantized, row, column, width, padded)
     out_scale = _shared_scale(OUT_SCALE, OUT_LARGEST, OUT_UNIT, row, rows)
-    _store_transposed(OUT_T, to_e4m3(h * gate * out_scale[:, None], OUT_T), row, column, width, padded)
+    out = (h * gate * out_scale[:, None]).to(OUT_T.dtype.element_ty)
+    _store_transposed(OUT_T, out, row, column, width, padded)
