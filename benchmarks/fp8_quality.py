@@ -1,7 +1,8 @@
 """What FP8 costs in quality, on an NVIDIA GPU that has it, and at any width: also where it would not be chosen.
 
     python benchmarks/fp8_quality.py agree WEIGHTS FOLDER
-    python benchmarks/fp8_quality.py train DATA --recipe speedrun/cifar10 --out runs/fp8 --set init=WEIGHTS
+    python benchmarks/fp8_quality.py train DATA --recipe speedrun/cifar10 --out runs/fp8
+    python benchmarks/fp8_quality.py train DATA --out runs/fp8 --set init=WEIGHTS trainable=full
 
 `agree` compares the top-1 classes of the images of a folder in FP8 and in bfloat16 with those in float32. `train`
 trains with both precisions over seeds, and prints the test accuracies and the difference of their means.
@@ -31,7 +32,7 @@ def main() -> None:
     agree.add_argument("--preprocess", default="", help="where the weights do not state it")
     train = commands.add_parser("train")
     train.add_argument("data")
-    train.add_argument("--recipe", required=True)
+    train.add_argument("--recipe", default="", help="instead of the one that `vitral train` would choose")
     train.add_argument("--out", type=Path, required=True)
     train.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     train.add_argument("--precisions", nargs="+", default=["bfloat16", "fp8"], help="one of them, to run both at once")

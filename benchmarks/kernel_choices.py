@@ -82,7 +82,8 @@ def show_hidden_layer(show: Callable[..., None], rows: int, width: int) -> None:
     show(f"{title}: GELU by the chosen one", lambda: cublas.linear(half, half_weight, bias, gelu=True), flops)
     show(f"{title}: and its input", lambda: cublas.linear_gelu(half, half_weight, bias), flops)
     show(f"{title}: FP8 product alone", lambda: fp8.linear(fp8_rows, layer), flops)
-    show(f"{title}: FP8 product and pass", lambda: fp8.linear_gelu(fp8_rows, layer, scale, "tanh"), flops)
+    show(f"{title}: FP8 product and pass", lambda: fp8.linear_gelu_saved(fp8_rows, layer, scale, "tanh"), flops)
+    show(f"{title}: FP8 in one kernel", lambda: fp8.linear_gelu(fp8_rows, layer, scale, "tanh"), flops)
 
 
 if __name__ == "__main__":

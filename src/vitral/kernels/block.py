@@ -212,7 +212,7 @@ def forward(inputs: BlockInputs, options: BlockOptions) -> BlockOutputs:
     if isinstance(layer, Fp8BlockWeights):
         assert units is not None
         quantized = Fp8Rows(second.quantized, units)
-        activated, h = fp8.linear_gelu(quantized, layer.hidden, layer.gelu_scale, options.gelu)
+        activated, h = fp8.linear_gelu_saved(quantized, layer.hidden, layer.gelu_scale, options.gelu)
     else:
         activated, h = linears.linear_gelu_saved(second.normed, layer.hidden, options.gelu)
     return BlockOutputs(
@@ -246,7 +246,7 @@ def _backward_weights(layer: BlockWeights | Fp8BlockWeights) -> tuple[Tensor, ..
     scales = [linear.weight.scale for linear in (layer.qkv, layer.out, layer.hidden, layer.output)]
     units = torch.stack([layer.norm_scale, layer.attn_scale, layer.gelu_scale])
     values = (fp8.transpose(linear.weight.values) for linear in linears)
-    return *values, torch.cat([*scales, units.repeat_interleave(_UNIT_SPACING)])
+    return *values, torch.cat([*scales, units[:, None].expand(-1, _UNIT_SPACING).flatten()])
 
 
 class _BackwardWeights(NamedTuple):
@@ -339,7 +339,7 @@ def mlp_branch(normed: Tensor | Fp8Rows, layer: BlockWeights | Fp8BlockWeights, 
     """The MLP branch in inference, without its last bias: (rows, dim) -> (rows, dim)"""
     if isinstance(layer, Fp8BlockWeights):
         assert isinstance(normed, Fp8Rows)
-        activated, _ = fp8.linear_gelu(normed, layer.hidden, layer.gelu_scale, options.gelu)
+        activated = fp8.linear_gelu(normed, layer.hidden, layer.gelu_scale, options.gelu)
         return linears.linear(activated, layer.output, has_bias=False)
     assert isinstance(normed, Tensor)
     return linears.linear(linears.linear_gelu(normed, layer.hidden, options.gelu), layer.output, has_bias=False)

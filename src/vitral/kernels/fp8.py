@@ -28,10 +28,11 @@ from torch import Tensor
 
 from vitral.kernels.dispatch import E4M3, ceil_div, launch, next_power_of_2
 from vitral.kernels.fused_ops import E4M3_MAX, BlockWeights, Fp8Target, NonAffineNorm, norm_factor
+from vitral.kernels.gelu import fused_linear_gelu, is_faster
 from vitral.kernels.gelu import reference as gelu_reference
 from vitral.kernels.jit import fp8 as jit
 
-_LEAST_SCALE = 1e-30  # of rows of zeros
+_LEAST_SCALE, _LEAST_WEIGHT_SCALE = 1e-30, 1e-7  # of rows of zeros
 _BLOCK = 4096  # elements per program
 _TILE, _MIN_ROWS = 4096, 2  # likewise, of whole rows; and the fewest of those
 # Rows, columns and warps of tiles that are transposed; tuned on an H200.
@@ -108,8 +109,8 @@ def quantize_rows(x: Tensor, factor: Tensor) -> tuple[Fp8Rows, Tensor]:
 
 def quantize_weight_reference(weight: Tensor) -> Fp8Weight:
     """A weight (out, in) with a scale per row."""
-    values, scale = quantize_rows_reference(weight, torch.ones_like(weight[0]))
-    return Fp8Weight(values, scale.flatten())
+    scale = (weight.float().abs().amax(1) / E4M3_MAX).clamp(min=_LEAST_WEIGHT_SCALE)
+    return Fp8Weight((weight.float() / scale[:, None]).to(E4M3), scale)
 
 
 def quantize_weight(weight: Tensor) -> Fp8Weight:
@@ -205,7 +206,15 @@ def linear(x: Fp8Rows, layer: Fp8Linear) -> Tensor:
     return product(x, layer.weight.values, layer.scale, layer.bias, layer.dtype)
 
 
-def linear_gelu(x: Fp8Rows, layer: Fp8Linear, scale: Tensor, gelu: str) -> tuple[Fp8Rows, Tensor]:
+def linear_gelu(x: Fp8Rows, layer: Fp8Linear, scale: Tensor, gelu: str) -> Fp8Rows:
+    """GELU(linear(x)) / scale, by one kernel if that is faster: (rows, in) -> (rows, out)"""
+    if not is_faster(x.values, layer.weight.values):
+        return linear_gelu_saved(x, layer, scale, gelu)[0]
+    assert layer.bias is not None
+    return Fp8Rows(fused_linear_gelu(x.values, layer.weight.values, layer.bias, gelu, (layer.scale, scale)), x.scale)
+
+
+def linear_gelu_saved(x: Fp8Rows, layer: Fp8Linear, scale: Tensor, gelu: str) -> tuple[Fp8Rows, Tensor]:
     """GELU(h) / scale, and h = linear(x): (rows, in) -> (rows, out), (rows, out)"""
     h = linear(x, layer)
     return Fp8Rows(quantize(h, scale, gelu), x.scale), h
@@ -250,7 +259,7 @@ def mlp_backward(
     hidden, output = weights
     rows, lengths = quantize_rows(grad, output.scale)
     largest = rows.scale.amax()
-    dh, transposed, activated, dbias = gelu_backward(
+    dh, activated, dbias = gelu_backward(
         h, _input_grad(rows, output, h.dtype), (lengths, grad.shape[1]), hidden.scale, (rows.scale, largest, units[1]),
         gelu,
     )  # fmt: skip
@@ -258,7 +267,7 @@ def mlp_backward(
     del activated
     largest = dh.scale.amax()
     inputs = quantize_transposed(x, dh.scale, largest, units[0])
-    dhidden = _weight_grad(transposed, inputs, (largest, units[0]), hidden)
+    dhidden = _weight_grad(transpose(dh.values), inputs, (largest, units[0]), hidden)
     return MlpGradients(_input_grad(dh, hidden, x.dtype), dhidden, dbias, doutput)
 
 
@@ -269,7 +278,7 @@ def gelu_backward(
     factor: Tensor,
     out_scales: tuple[Tensor, Tensor, Tensor],
     gelu: str,
-) -> tuple[Fp8Rows, Tensor, Tensor, Tensor]:
+) -> tuple[Fp8Rows, Tensor, Tensor]:
     """The gradient of the GELU's input, from that of its output, in one pass.
 
     Args:
@@ -281,21 +290,21 @@ def gelu_backward(
         gelu: "tanh", "none" (exact) or "quick".
 
     Returns:
-        The gradient times `factor` (rows, mlp), its values transposed (mlp, rows), the GELU's output transposed (mlp,
-        rows), and the column sums of the gradient (mlp,).
+        The gradient times `factor` (rows, mlp), the GELU's output transposed (mlp, rows), and the column sums of the
+        gradient (mlp,).
     """
     (rows, width), (row_lengths, dim) = h.shape, lengths
     dh = Fp8Rows(torch.empty_like(h, dtype=E4M3), torch.empty_like(out_scales[0]))
-    transposed, activated = _empty_transposed(h), _empty_transposed(h)
+    activated = _empty_transposed(h)
     tile_rows, columns, warps = _GELU_TILE
     sums = h.new_empty(ceil_div(rows, tile_rows), width, dtype=torch.float32)
     launch(
         jit.gelu_backward, (ceil_div(width, columns), sums.shape[0]),
-        h, grad, row_lengths, factor.amax(), factor, *out_scales, dh.values, transposed, dh.scale, activated, sums,
-        rows, width, transposed.shape[1], math.sqrt(dim) * _MAX_SLOPE,
+        h, grad, row_lengths, factor.amax(), factor, *out_scales, dh.values, dh.scale, activated, sums,
+        rows, width, activated.shape[1], math.sqrt(dim) * _MAX_SLOPE,
         GELU=gelu, ROWS=tile_rows, COLUMNS=columns, warps=warps,
     )  # fmt: skip
-    return dh, transposed, activated, sums.sum(0)
+    return dh, activated, sums.sum(0)
 
 
 def _input_grad(rows: Fp8Rows, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:

@@ -29,7 +29,7 @@ E4M3_MAX = 448.0
 NormFormats = Literal["half", "fp8", "both"]  # of the output of `add_norm`
 # Rows per program, and at a time.
 _GELU_ROWS = 64
-_NORM_PROGRAM_ROWS, _NORM_ROWS = 32, 2
+_NORM_PROGRAM_ROWS, _NORM_ROWS = 48, 2
 _FOLD_PROGRAM_ROWS, _FOLD_ROWS = 32, 4
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vitral.kernels.dispatch import HALF_DTYPES, ceil_div, launch
+from vitral.kernels.dispatch import E4M3, HALF_DTYPES, ceil_div, launch
 from vitral.kernels.jit import gelu as jit
 
 _BLOCK = 4096  # elements per program of the pass
@@ -44,26 +44,34 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, gelu: str) -> Tensor:
     return quick_gelu(h) if gelu == "quick" else F.gelu(h)
 
 
-def fused_linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, gelu: str) -> Tensor:
-    """`linear_gelu` by one kernel, for rows that a multiple of 16 bytes separates."""
+def fused_linear_gelu(
+    x: Tensor, weight: Tensor, bias: Tensor, gelu: str, scales: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """`linear_gelu` by one kernel, for rows that a multiple of 16 bytes separates.
+
+    For x and weight in FP8, `scales` are those of the product (out,) and of the output, which is in FP8, too.
+    """
     (rows, inputs), outputs = x.shape, weight.shape[0]
     out = x.new_empty(rows, outputs)
-    operands = ((x, (_ROWS, _DEPTH)), (weight, (_COLUMNS, _DEPTH)), (out, (_ROWS, _COLUMNS // 2)))
+    depth = _DEPTH * 2 // x.element_size()  # of the same bytes
+    operands = ((x, (_ROWS, depth)), (weight, (_COLUMNS, depth)), (out, (_ROWS, _COLUMNS // 2)))
     launch(
         jit.linear_gelu, (min(_tiles(rows, outputs), _multiprocessors(x.device)),),
-        *(TensorDescriptor.from_tensor(tensor, list(tile)) for tensor, tile in operands), bias, rows, outputs, inputs,
-        ROWS=_ROWS, COLUMNS=_COLUMNS, DEPTH=_DEPTH, GROUP=_GROUP, GELU=gelu, warps=8,
+        *(TensorDescriptor.from_tensor(tensor, list(tile)) for tensor, tile in operands), bias,
+        *(scales or (None, None)), rows, outputs, inputs,
+        ROWS=_ROWS, COLUMNS=_COLUMNS, DEPTH=depth, GROUP=_GROUP, GELU=gelu, SCALED=scales is not None, warps=8,
     )  # fmt: skip
     return out
 
 
 def is_faster(x: Tensor, weight: Tensor) -> bool:
     """Whether `fused_linear_gelu` supports these inputs and beats a product and a pass after it."""
-    if not x.is_cuda or x.dtype not in HALF_DTYPES:
+    if not x.is_cuda or x.dtype not in (*HALF_DTYPES, E4M3):
         return False
-    aligned = all(tensor.data_ptr() % 16 == 0 and tensor.shape[1] % 8 == 0 for tensor in (x, weight))
+    multiple = 16 // x.element_size()
+    aligned = all(tensor.data_ptr() % 16 == 0 and tensor.shape[1] % multiple == 0 for tensor in (x, weight))
     large = _tiles(x.shape[0], weight.shape[0]) >= _MIN_TILES * _multiprocessors(x.device)
-    return aligned and large and weight.shape[0] % 8 == 0
+    return aligned and large and weight.shape[0] % multiple == 0
 
 
 def _tiles(rows: int, outputs: int) -> int:

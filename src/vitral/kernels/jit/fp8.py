@@ -70,7 +70,8 @@ def quantize_weight(
         tl.store(FOLDED_BIAS + row, bias.to(FOLDED_BIAS.dtype.element_ty), mask=row < rows)
         largest = tl.sqrt(tl.sum(weight * weight, 1)) * norm + tl.abs(bias)
         tl.store(OUT_SCALE + row, row_scale(largest), mask=row < rows)
-    scale = row_scale(tl.max(tl.abs(weight), 1))
+    # Not less, as gradients are multiplied by it: the weights of a new layer may be zero.
+    scale = tl.maximum(tl.max(tl.abs(weight), 1) / 448.0, 1e-7)
     tl.store(VALUES + offset, to_e4m3(weight / scale[:, None], VALUES), mask=inside)
     tl.store(SCALE + row, scale, mask=row < rows)
 
@@ -79,7 +80,8 @@ def quantize_weight(
 def _store_transposed(OUT, value, row, column, width, padded):
     """OUT (width, padded) = value', of the rows and columns of a tile."""
     inside = (column[:, None] < width) & (row[None, :] < padded)
-    tl.store(OUT + column[:, None].to(tl.int64) * padded + row[None, :], tl.trans(value), mask=inside)
+    value = tl.trans(value).to(OUT.dtype.element_ty)
+    tl.store(OUT + column[:, None].to(tl.int64) * padded + row[None, :], value, mask=inside)
 
 
 @triton.jit
@@ -103,21 +105,21 @@ def transpose(
     value = tl.load(X + row[:, None].to(tl.int64) * width + column[None, :], mask=inside, other=0)
     if SCALED:
         scale = _shared_scale(SCALE, LARGEST, UNIT, row, rows)
-        value = to_e4m3(value.to(tl.float32) * scale[:, None], OUT)
+        value = value.to(tl.float32) * scale[:, None]
     _store_transposed(OUT, value, row, column, width, padded)
 
 
 @triton.jit
 def gelu_backward(
-    H, GRAD, LENGTH, LARGEST_FACTOR, FACTOR, OUT_SCALE, OUT_LARGEST, OUT_UNIT, DH, DH_T, SCALE, OUT_T, SUMS,
+    H, GRAD, LENGTH, LARGEST_FACTOR, FACTOR, OUT_SCALE, OUT_LARGEST, OUT_UNIT, DH, SCALE, OUT_T, SUMS,
     rows, width, padded, bound,
     GELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the GELU's input H, and its output again, as products read them.
 
-    DH * SCALE = dh * FACTOR, with a FACTOR per column and SCALE = LENGTH * LARGEST_FACTOR * bound per row; DH_T is DH
-    transposed. OUT_T is GELU(H) * OUT_SCALE / (OUT_LARGEST * OUT_UNIT), with an OUT_SCALE per row, transposed. SUMS are
-    the column sums of dh over the rows of a program.
+    DH * SCALE = dh * FACTOR, with a FACTOR per column and SCALE = LENGTH * LARGEST_FACTOR * bound per row. OUT_T is
+    GELU(H) * OUT_SCALE / (OUT_LARGEST * OUT_UNIT), with an OUT_SCALE per row, transposed. SUMS are the column sums of
+    dh over the rows of a program. (DH is not transposed here as well: with Triton 3.6 some of that was wrong.)
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -133,9 +135,6 @@ def gelu_backward(
         tl.store(SCALE + row, scale, mask=row < rows)
     factor = tl.load(FACTOR + column, mask=column < width, other=0.0)
     # No number is beyond the largest, by the choice of the scales: `to_e4m3` would take a tenth of the instructions.
-    quantized = (dh * factor[None, :] * (1.0 / scale)[:, None]).to(DH.dtype.element_ty)
-    tl.store(DH + offset, quantized, mask=inside)
-    _store_transposed(DH_T, quantized, row, column, width, padded)
+    tl.store(DH + offset, (dh * factor[None, :] * (1.0 / scale)[:, None]).to(DH.dtype.element_ty), mask=inside)
     out_scale = _shared_scale(OUT_SCALE, OUT_LARGEST, OUT_UNIT, row, rows)
-    out = (h * gate * out_scale[:, None]).to(OUT_T.dtype.element_ty)
-    _store_transposed(OUT_T, out, row, column, width, padded)
+    _store_transposed(OUT_T, h * gate * out_scale[:, None], row, column, width, padded)

@@ -59,18 +59,29 @@ def gelu_gradient(h, grad, GELU: tl.constexpr):
 
 
 @triton.jit
-def _store_columns(OUT, BIAS, h, row, first, outputs, COLUMNS: tl.constexpr, GELU: tl.constexpr):
+def _store_columns(
+    OUT, BIAS, SCALE, OUT_SCALE, h, row, first, outputs,
+    COLUMNS: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
     column = first + tl.arange(0, COLUMNS)
+    if SCALED:
+        h *= tl.load(SCALE + column, mask=column < outputs, other=0.0)[None, :]
     h += tl.load(BIAS + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
-    OUT.store([row, first], gelu_of(h, GELU).to(OUT.dtype))
+    out = gelu_of(h, GELU)
+    if SCALED:  # to FP8, whose largest number is 448
+        out = tl.minimum(tl.maximum(out / tl.load(OUT_SCALE), -448.0), 448.0)
+    OUT.store([row, first], out.to(OUT.dtype))
 
 
 @triton.jit
 def linear_gelu(
-    X, WEIGHT, OUT, BIAS, rows, outputs, inputs,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, GELU: tl.constexpr,
+    X, WEIGHT, OUT, BIAS, SCALE, OUT_SCALE, rows, outputs, inputs,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    GELU: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """X (rows, inputs), WEIGHT (outputs, inputs) and OUT (rows, outputs) are tensor descriptors.
+
+    SCALED, in FP8: the product is multiplied by SCALE (outputs,), and the output divided by OUT_SCALE.
 
     A program computes tiles until all are done. GROUP tiles below each other come first, so that those computed at the
     same time share rows and columns in the cache. A tile is written in halves, which takes less shared memory.
@@ -84,5 +95,6 @@ def linear_gelu(
         for step in range(tl.cdiv(inputs, DEPTH)):
             h = tl.dot(X.load([row, step * DEPTH]), WEIGHT.load([column, step * DEPTH]).T, h)
         left, right = tl.split(tl.permute(tl.reshape(h, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
-        _store_columns(OUT, BIAS, left, row, column, outputs, COLUMNS // 2, GELU)
-        _store_columns(OUT, BIAS, right, row, column + COLUMNS // 2, outputs, COLUMNS // 2, GELU)
+        middle = column + COLUMNS // 2
+        _store_columns(OUT, BIAS, SCALE, OUT_SCALE, left, row, column, outputs, COLUMNS // 2, GELU, SCALED)
+        _store_columns(OUT, BIAS, SCALE, OUT_SCALE, right, row, middle, outputs, COLUMNS // 2, GELU, SCALED)
