@@ -126,6 +126,54 @@ def test_cublas_linear_gelu_matches_the_reference(rows, inputs, outputs):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="cuBLAS needs an NVIDIA GPU")
+def test_large_products_by_the_chosen_algorithm_have_pytorchs_bits():
+    torch.manual_seed(0)
+    x, weight = torch.randn(20_000, 768, device=DEVICE, dtype=HALF), torch.randn(768, 768, device=DEVICE, dtype=HALF)
+    assert cublas.is_large(x, weight)
+    assert torch.equal(cublas.linear(x, weight, weight[0]), torch.addmm(weight[0], x, weight.t()))
+    assert torch.equal(cublas.linear(x, weight, None), x @ weight.t())
+    assert torch.equal(cublas.input_grad(x, weight), x @ weight)
+    assert not cublas.fits(x[:, 8:].contiguous()[1:], weight)  # not where cuBLAS assumes the memory to begin
+
+
+class FakeMatmul(cublas._Matmul):
+    """Algorithms of which one fails and one rounds differently; each takes `times` of the first."""
+
+    def __init__(self, times: list[float]) -> None:
+        self.algorithms, self.fastest = [cublas._Algorithm() for _ in times], None
+        self.times, self.used = times, []
+
+    def _run(self, operands: cublas._Operands, algorithm: cublas._Algorithm) -> None:
+        index = next(index for index, other in enumerate(self.algorithms) if other is algorithm)
+        if index == 1:
+            raise RuntimeError("not supported")
+        operands.out.fill_(1.0 + (index == 2) * 2.0**-7)
+        self.used.append(index)
+
+    def _time(self, operands: cublas._Operands, algorithm: cublas._Algorithm) -> float:
+        return self.times[next(index for index, other in enumerate(self.algorithms) if other is algorithm)]
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen"), [([1.0, 0.1, 0.2, 0.9, 0.8], 4), ([1.0, 0.1, 0.2, 0.99, 1.2], 0), ([1.0], 0)]
+)
+def test_the_fastest_algorithm_with_the_same_bits_is_chosen_once(times, chosen, monkeypatch):
+    capturing = [True]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    matmul, operands = FakeMatmul(times), cublas._Operands(*torch.empty(3, 2, 2))
+    matmul(operands, tunes=False)
+    matmul(operands, tunes=True)
+    assert matmul.used == [0, 0]  # not while a graph is captured
+    capturing[0] = False
+    matmul(operands, tunes=True)
+    assert matmul.used[-1] == chosen
+    tried = len(matmul.used)
+    matmul(operands, tunes=True)
+    assert matmul.used[tried:] == [chosen]
+    assert (operands.out == 1.0).all()
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # 1 / (1 + inf) is 0, as it should be
 @pytest.mark.parametrize("kind", ["tanh", "none", "quick"])
 @pytest.mark.parametrize("shape", [(1, 8), (70, 96), (65, 1030), (3, 2048)])

@@ -31,6 +31,7 @@ _PLAIN, _ADD_BIAS, _GELU_BIAS, _GELU_AUX_BIAS = 1, 4, 36, 164  # epilogues
 _WORKSPACE = 32 * 2**20  # bytes, NVIDIA's recommendation for Hopper
 _MIN_PRODUCT = 1 << 33  # multiply-accumulates: below, calling cuBLASLt from Python costs what another algorithm gains
 _CANDIDATES = 8
+_ALIGNMENT = 256  # bytes
 _ROUNDS, _REPEATS = 3, 4  # of timing
 _MIN_GAIN = 0.98  # share of the first algorithm's time that another one must stay below
 _USING = Lock()  # a plan holds the addresses of one call
@@ -116,7 +117,10 @@ class _Matmul:
     def __call__(self, operands: _Operands, *, tunes: bool) -> None:
         """Multiply; if it `tunes`, after choosing the fastest algorithm, unless a CUDA graph is captured."""
         if tunes and self.fastest is None and not torch.cuda.is_current_stream_capturing():
-            self.fastest = self._choose(operands)
+            try:
+                self.fastest = self._choose(operands)
+            except torch.OutOfMemoryError:  # copies of the outputs did not fit
+                self.fastest = self.algorithms[0]
         self._run(operands, self.fastest or self.algorithms[0])
 
     def _choose(self, operands: _Operands) -> _Algorithm:
@@ -215,9 +219,12 @@ def is_large(x: Tensor, weight: Tensor) -> bool:
 
 def fits(x: Tensor, weight: Tensor) -> bool:
     """Whether the functions of this module support contiguous matrices of this device, precision and size."""
-    aligned = all(size % 8 == 0 for size in weight.shape)  # cuBLAS's requirement for the memory of h
-    contiguous = x.is_contiguous() and weight.is_contiguous()
-    return x.is_cuda and x.dtype in HALF_DTYPES and aligned and contiguous and is_available(x.device, x.dtype)
+    if not x.is_cuda or x.dtype not in HALF_DTYPES:
+        return False
+    # What cuBLAS assumes when it proposes algorithms, and its requirement for the memory of h.
+    aligned = x.data_ptr() % _ALIGNMENT == weight.data_ptr() % _ALIGNMENT == 0
+    aligned = aligned and all(size % 8 == 0 for size in weight.shape)
+    return aligned and x.is_contiguous() and weight.is_contiguous() and is_available(x.device, x.dtype)
 
 
 @cache
