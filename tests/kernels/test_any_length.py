@@ -21,6 +21,7 @@ from vitral.architecture import RopeConfig, ViTConfig
 from vitral.kernels import attention, block, blocks, dispatch, fused_ops, operators
 from vitral.kernels.fused_ops import BranchDrop, NonAffineNorm, NormWeights
 from vitral.models.layers import Block, LayerScale, StochasticDepth
+from vitral.models.model import normalize
 from vitral.models.vit import ViT
 
 ON_GPU = torch.cuda.is_available()
@@ -306,3 +307,16 @@ def test_operators_follow_the_rules_of_torch_library(dropped, fp8):
         torch.library.opcheck(operators._block_backward, (*gradients, *saved, *options), test_utils=checks)
     final = (x, branch, bias, layer.norm1.weight, layer.norm1.bias, draws, 1e-6, 0.5)
     torch.library.opcheck(operators.final_norm, final, test_utils=CHECKS)
+
+
+@pytest.mark.usefixtures("forget_graphs")
+def test_normalize_compiles_without_a_warning():
+    images = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8, device=DEVICE)
+
+    def normalized(images: Tensor) -> Tensor:
+        return normalize(images, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = torch.compile(normalized, fullgraph=True, backend="aot_eager")(images)
+    torch.testing.assert_close(found, normalized(images))

@@ -334,6 +334,20 @@ def test_gradients_in_fp8_match_those_of_plain_pytorch(kernels_on_any_device):
         assert (found[name] - gradient).norm() < GRADIENTS_CLOSE * (5 * gradient.norm() + 0.1 * norm), name
 
 
+def test_a_compiled_model_in_fp8_has_the_gradients_of_an_eager_one(kernels_on_any_device):
+    model, images = small_vit(), make_images()
+    assert enable_fp8(model, freeze=False) == ""
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = []
+    for run in (model, compiled):
+        with torch.autocast(DEVICE, enabled=DEVICE == "cuda", dtype=torch.bfloat16):
+            run(images).float().square().sum().backward()
+        found.append(gradients_of(model))
+    torch.compiler.reset()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-4)
+
+
 def gradients_of(model: ViT) -> dict[str, torch.Tensor]:
     gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     model.zero_grad()
