@@ -300,7 +300,7 @@ def gelu_backward(
     sums = h.new_empty(ceil_div(rows, tile_rows), width, dtype=torch.float32)
     launch(
         jit.gelu_backward, (ceil_div(width, columns), sums.shape[0]),
-        h, grad, row_lengths, factor.amax(), factor, *out_scales, dh.values, dh.scale, activated, sums,
+        h, h, grad, row_lengths, factor.amax(), factor, *out_scales, dh.values, dh.scale, activated, sums,
         rows, width, activated.shape[1], math.sqrt(dim) * _MAX_SLOPE,
         GELU=gelu, ROWS=tile_rows, COLUMNS=columns, warps=warps,
     )  # fmt: skip

@@ -111,7 +111,7 @@ def transpose(
 
 @triton.jit
 def gelu_backward(
-    H, GRAD, LENGTH, LARGEST_FACTOR, FACTOR, OUT_SCALE, OUT_LARGEST, OUT_UNIT, DH, SCALE, OUT_T, SUMS,
+    H, H_AGAIN, GRAD, LENGTH, LARGEST_FACTOR, FACTOR, OUT_SCALE, OUT_LARGEST, OUT_UNIT, DH, SCALE, OUT_T, SUMS,
     rows, width, padded, bound,
     GELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -119,7 +119,7 @@ def gelu_backward(
 
     DH * SCALE = dh * FACTOR, with a FACTOR per column and SCALE = LENGTH * LARGEST_FACTOR * bound per row. OUT_T is
     GELU(H) * OUT_SCALE / (OUT_LARGEST * OUT_UNIT), with an OUT_SCALE per row, transposed. SUMS are the column sums of
-    dh over the rows of a program. (DH is not transposed here as well: with Triton 3.6 some of that was wrong.)
+    dh over the rows of a program. H_AGAIN is H.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -127,7 +127,7 @@ def gelu_backward(
     inside = (row[:, None] < rows) & (column[None, :] < width)
     h = tl.load(H + offset, mask=inside, other=0.0).to(tl.float32)
     grad = tl.load(GRAD + offset, mask=inside, other=0.0).to(tl.float32)
-    gate, dh = gelu_gradient(h, grad, GELU)
+    _, dh = gelu_gradient(h, grad, GELU)
     tl.store(SUMS + tl.program_id(1) * width + column, tl.sum(dh, 0), mask=column < width)
     length = tl.load(LENGTH + row, mask=row < rows, other=0.0)
     scale = tl.maximum(length * (tl.load(LARGEST_FACTOR) * bound), 1e-30)
@@ -136,5 +136,8 @@ def gelu_backward(
     factor = tl.load(FACTOR + column, mask=column < width, other=0.0)
     # No number is beyond the largest, by the choice of the scales: `to_e4m3` would take a tenth of the instructions.
     tl.store(DH + offset, (dh * factor[None, :] * (1.0 / scale)[:, None]).to(DH.dtype.element_ty), mask=inside)
+    # Loaded again (from the cache), so that Triton transposes what is in half precision: 3.6 and 3.7 spoil some numbers
+    # in FP8 that move between threads (its issue 11111).
+    h = tl.load(H_AGAIN + offset, mask=inside, other=0.0).to(tl.float32)
     out_scale = _shared_scale(OUT_SCALE, OUT_LARGEST, OUT_UNIT, row, rows)
-    _store_transposed(OUT_T, h * gate * out_scale[:, None], row, column, width, padded)
+    _store_transposed(OUT_T, gelu_of(h, GELU) * out_scale[:, None], row, column, width, padded)
