@@ -140,15 +140,15 @@ def test_large_products_by_the_chosen_algorithm_have_pytorchs_bits():
 class FakeMatmul(cublas._Matmul):
     """Algorithms of which one fails and one rounds differently; each takes `times` of the first."""
 
-    def __init__(self, times: list[float]) -> None:
+    def __init__(self, times: list[float], result: float) -> None:
         self.algorithms, self.fastest = [cublas._Algorithm() for _ in times], None
-        self.times, self.used = times, []
+        self.times, self.result, self.used = times, result, []
 
     def _run(self, operands: cublas._Operands, algorithm: cublas._Algorithm) -> None:
         index = next(index for index, other in enumerate(self.algorithms) if other is algorithm)
         if index == 1:
             raise RuntimeError("not supported")
-        operands.out.fill_(1.0 + (index == 2) * 2.0**-7)
+        operands.out.fill_(2.0 if index == 2 else self.result)
         self.used.append(index)
 
     def _time(self, operands: cublas._Operands, algorithm: cublas._Algorithm) -> float:
@@ -158,10 +158,11 @@ class FakeMatmul(cublas._Matmul):
 @pytest.mark.parametrize(
     ("times", "chosen"), [([1.0, 0.1, 0.2, 0.9, 0.8], 4), ([1.0, 0.1, 0.2, 0.99, 1.2], 0), ([1.0], 0)]
 )
-def test_the_fastest_algorithm_with_the_same_bits_is_chosen_once(times, chosen, monkeypatch):
+@pytest.mark.parametrize("result", [1.0, float("nan")])
+def test_the_fastest_algorithm_with_the_same_bits_is_chosen_once(times, chosen, result, monkeypatch):
     capturing = [True]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    matmul, operands = FakeMatmul(times), cublas._Operands(*torch.empty(3, 2, 2))
+    matmul, operands = FakeMatmul(times, result), cublas._Operands(*torch.empty(3, 2, 2))
     matmul(operands, tunes=False)
     matmul(operands, tunes=True)
     assert matmul.used == [0, 0]  # not while a graph is captured
@@ -171,7 +172,7 @@ def test_the_fastest_algorithm_with_the_same_bits_is_chosen_once(times, chosen, 
     tried = len(matmul.used)
     matmul(operands, tunes=True)
     assert matmul.used[tried:] == [chosen]
-    assert (operands.out == 1.0).all()
+    torch.testing.assert_close(operands.out, torch.full((2, 2), result), equal_nan=True)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # 1 / (1 + inf) is 0, as it should be

@@ -175,8 +175,8 @@ class _Matmul:
 
 
 def _sample(operands: _Operands) -> Tensor:
-    """Rows of the outputs that show how an algorithm sums, with the last ones, which may fill a tile in part."""
-    outputs = [output for output in (operands.out, operands.aux) if output is not None]
+    """Bits of rows of the outputs, which show how an algorithm sums; the last ones may fill a tile in part."""
+    outputs = [output.view(torch.int16) for output in (operands.out, operands.aux) if output is not None]
     return torch.cat([rows for output in outputs for rows in (output[:: len(output) // _SAMPLE + 1], output[-_LAST:])])
 
 
