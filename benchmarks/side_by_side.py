@@ -12,8 +12,8 @@ The logits and gradients of our captured steps are first compared with the float
 "captured" is our own CUDA graph of the whole step, as `vitral train` and `vitral.graphed` use it; "loop" is
 `torch.compile(mode="reduce-overhead")` around our model in a plain loop. timm is compiled in the same way, for each
 attention of PyTorch that may be the fastest, for OpenCLIP also with max-autotune, and with torchao's FP8 for ViT-B and
-ViT-L; ratios are to its best in bfloat16. --out is a file of benchmark rows
-as `vitral bench --out` writes it; rows that it has are kept.
+ViT-L; ratios are to its best in bfloat16. --out is a file of benchmark rows as `vitral bench --out` writes it; rows
+that it has are kept.
 """
 
 from __future__ import annotations
