@@ -98,7 +98,20 @@ def test_attention_sums_the_gradients_of_queries(batch, n, heads):
     out, lse = attention.forward(qkv)
     gradients = attention.backward(qkv, None, out, lse, torch.randn_like(out))
     expected = gradients.qkv[:, :, 0].double().sum((0, 1)).flatten()
-    torch.testing.assert_close(gradients.query_sums.double(), expected, rtol=1e-4, atol=1e-3)
+    sums = fused_ops.column_sums(gradients.query_sums)
+    torch.testing.assert_close(sums.double(), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5000), (700, 3, 40), (9000, 7)])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_column_sums_match_those_of_float64(shape, weighted):
+    torch.manual_seed(0)
+    x = torch.randn(shape, device=DEVICE, dtype=HALF if weighted else torch.float32)
+    factor = torch.randn(shape[0], device=DEVICE) if weighted else None
+    expected = x.double().sum(0) if factor is None else torch.tensordot(factor.double(), x.double(), 1)
+    found = fused_ops.column_sums(x, factor)
+    assert found.shape == x.shape[1:]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-3)
 
 
 def test_attention_takes_a_bias_that_all_images_share():
@@ -162,7 +175,7 @@ class FakeMatmul(cublas._Matmul):
 def test_the_fastest_algorithm_with_the_same_bits_is_chosen_once(times, chosen, result, monkeypatch):
     capturing = [True]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    matmul, operands = FakeMatmul(times, result), cublas._Operands(*torch.empty(3, 2, 2))
+    matmul, operands = FakeMatmul(times, result), cublas._Operands(*torch.empty(3, 2, 2).unbind())
     matmul(operands, tunes=False)
     matmul(operands, tunes=True)
     assert matmul.used == [0, 0]  # not while a graph is captured

@@ -36,7 +36,7 @@ class AttentionGradients(NamedTuple):
 
     qkv: Tensor  # (batch, tokens, 3, heads, dim)
     bias: Tensor  # (batch, heads, tokens, tokens); without a bias it is empty
-    query_sums: Tensor  # those of the queries over all tokens, float32 (heads * dim,)
+    query_sums: Tensor  # those of the queries over the tokens of each program, float32 (programs, heads * dim)
 
 
 def reference(qkv: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -110,7 +110,7 @@ def backward(qkv: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, grad: T
     sums = lse.new_empty(b * _programs_per_head(qkv), heads * d)
     _launch(jit.attention_queries, (qkv, bias, out, grad, lse, delta, dqkv, dbias, sums), qkv, bias, 64)
     _launch(jit.attention_keys, (qkv, bias, grad, lse, delta, dqkv), qkv, bias, 128)
-    return AttentionGradients(dqkv, dbias, sums.sum(0))
+    return AttentionGradients(dqkv, dbias, sums)
 
 
 def _long_forward(qkv: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,13 +144,16 @@ def _long_backward(qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor) -> tuple
 
 
 def pack_gradients_reference(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-    """From (batch, heads, tokens, dim) each: (batch, tokens, 3, heads, dim), and the sums of `dq`, (heads * dim,)"""
+    """From (batch, heads, tokens, dim) each: (batch, tokens, 3, heads, dim), and the sums of `dq`, (1, heads * dim)"""
     dqkv = torch.stack([grad.transpose(1, 2) for grad in (dq, dk, dv)], dim=2)
-    return dqkv, dqkv[:, :, 0].sum((0, 1), dtype=torch.float32).flatten()
+    return dqkv, dqkv[:, :, 0].sum((0, 1), dtype=torch.float32).view(1, -1)
 
 
 def pack_gradients(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-    """As the reference, in one pass; the three have the same layout, as attention kernels return them."""
+    """As the reference, in one pass, with one row of sums per program.
+
+    The three have the same layout, as attention kernels return them.
+    """
     if any(grad.stride() != dq.stride() for grad in (dk, dv)) or dq.stride(3) != 1:
         dq, dk, dv = (grad.contiguous() for grad in (dq, dk, dv))
     b, heads, n, d = dq.shape
@@ -163,7 +166,7 @@ def pack_gradients(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         dq, dk, dv, dqkv, sums, *dq.stride()[:3], n, rows, width,
         D=d, PROGRAM_ROWS=_PACK_PROGRAM_ROWS, ROWS=_PACK_ROWS, COLUMNS=_PACK_COLUMNS,
     )  # fmt: skip
-    return dqkv, sums.sum(0)
+    return dqkv, sums
 
 
 def _uses_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from vitral.kernels import attention, fp8, linears
-from vitral.kernels.fp8 import Fp8BlockWeights, Fp8Rows, Fp8Weight, MlpGradients, quantize_block
+from vitral.kernels.fp8 import Fp8BlockWeights, Fp8Rows, Fp8Units, Fp8Weight, MlpGradients, quantize_block
 from vitral.kernels.fused_ops import (
     AddNormOutput,
     BlockWeights,
@@ -35,13 +35,12 @@ from vitral.kernels.fused_ops import (
     NormWeights,
     add_norm,
     add_norm_backward,
+    column_sums,
     fold_norm,
     gelu_backward,
     unfold_norm,
 )
 from vitral.kernels.rotary import RotaryTables, rotate_, rotate_back_
-
-_UNIT_SPACING = 4  # floats: cuBLAS takes scales at multiples of 16 bytes
 
 
 class BlockInputs(NamedTuple):
@@ -120,12 +119,13 @@ class BlockOutputs(NamedTuple):
     activated: Tensor  # and after it, or empty
     # Weights with those of the norms before them folded in, (3 * dim, dim) and (mlp, dim); in FP8 their e4m3 values
     # transposed, those of the other two layers, the scales of qkv, out, hidden and output layer one after another, and
-    # those of what the norms, attention and the GELU write, four times each.
+    # the memory of `Fp8Units`.
     folded_qkv: Tensor
     folded_hidden: Tensor
     fp8_out: Tensor  # (dim, dim), or empty
     fp8_output: Tensor  # (mlp, dim), or empty
-    scales: Tensor  # (5 * dim + mlp + 12,), or empty
+    scales: Tensor  # (5 * dim + mlp,), or empty
+    units: Tensor  # (20,), or empty
 
 
 class BlockSaved(NamedTuple):
@@ -145,6 +145,7 @@ class BlockSaved(NamedTuple):
     fp8_out: Tensor
     fp8_output: Tensor
     scales: Tensor
+    units: Tensor
     half_out: Tensor
     half_output: Tensor
     wqkv: Tensor
@@ -240,13 +241,12 @@ def _training_weights(inputs: BlockInputs, options: BlockOptions) -> BlockWeight
 def _backward_weights(layer: BlockWeights | Fp8BlockWeights) -> tuple[Tensor, ...]:
     """The last fields of BlockOutputs."""
     if isinstance(layer, BlockWeights):
-        none = layer.qkv.weight.new_empty(0)
-        return layer.qkv.weight, layer.hidden.weight, none, none.clone(), none.clone()  # no two are the same memory
+        none = (layer.qkv.weight.new_empty(0) for _ in range(4))  # no two are the same memory
+        return layer.qkv.weight, layer.hidden.weight, *none
     linears = (layer.qkv, layer.hidden, layer.out, layer.output)
     scales = [linear.weight.scale for linear in (layer.qkv, layer.out, layer.hidden, layer.output)]
-    units = torch.stack([layer.norm_scale, layer.attn_scale, layer.gelu_scale])
     values = (fp8.transpose(linear.weight.values) for linear in linears)
-    return *values, torch.cat([*scales, units[:, None].expand(-1, _UNIT_SPACING).flatten()])
+    return *values, torch.cat(scales), layer.units
 
 
 class _BackwardWeights(NamedTuple):
@@ -256,32 +256,47 @@ class _BackwardWeights(NamedTuple):
     out: Tensor | Fp8Weight
     hidden: Tensor | Fp8Weight
     output: Tensor | Fp8Weight
-    units: tuple[Tensor, ...] = ()  # in FP8, the scales of what the norms, attention and the GELU write
+    units: Fp8Units | None = None
 
 
 def _saved_weights(saved: BlockSaved) -> _BackwardWeights:
     if saved.scales.numel() == 0:
         return _BackwardWeights(saved.folded_qkv, saved.half_out, saved.folded_hidden, saved.half_output)
     values = (saved.folded_qkv, saved.fp8_out, saved.folded_hidden, saved.fp8_output)
-    *scales, units = saved.scales.split([*(weight.shape[1] for weight in values), 3 * _UNIT_SPACING])
+    scales = saved.scales.split([weight.shape[1] for weight in values])
     qkv, out, hidden, output = map(Fp8Weight, values, scales)
-    return _BackwardWeights(qkv, out, hidden, output, units[::_UNIT_SPACING].unbind())
+    return _BackwardWeights(qkv, out, hidden, output, Fp8Units(*fp8.numbers(saved.units)[: len(Fp8Units._fields)]))
 
 
-def _linear_backward(
-    grad: Tensor, x: Tensor, weight: Tensor | Fp8Weight, unit: Tensor | None, target: Fp8Target | None = None
+def _output_backward(
+    grad: Tensor, x: Tensor, weights: _BackwardWeights, target: Fp8Target | None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of a layer's input (rows, in) and weight (out, in), from that of its output (rows, out)"""
-    if isinstance(weight, Fp8Weight):
-        assert unit is not None
-        return fp8.linear_backward(grad, x, unit, weight, target)
-    return linears.input_grad(grad, weight), linears.weight_grad(grad, x)
+    """Gradients of attention's outputs (rows, dim) and of the weight after it (dim, dim), from that of the branch"""
+    if isinstance(weights.out, Fp8Weight):
+        assert weights.units is not None
+        dx, dweight = fp8.linear_backward(grad, x, weights.units.attention, weights.out, target)
+        return dx, dweight.div_(weights.out.scale[:, None])
+    return linears.input_grad(grad, weights.out), linears.weight_grad(grad, x)
+
+
+def _qkv_backward(grad: Tensor, x: Tensor, weights: _BackwardWeights) -> tuple[Tensor, Tensor]:
+    """Gradients of the first norm's output (rows, dim) and of the weight after it (3 * dim, dim), see `_scale_of`"""
+    if isinstance(weights.qkv, Fp8Weight):
+        assert weights.units is not None
+        return fp8.linear_backward(grad, x, weights.units.norm, weights.qkv)
+    return linears.input_grad(grad, weights.qkv), linears.weight_grad(grad, x)
+
+
+def _scale_of(weight: Tensor | Fp8Weight) -> Tensor | None:
+    """In FP8 the scale (out,) that is a factor of the gradient of a weight with a norm folded in."""
+    return weight.scale if isinstance(weight, Fp8Weight) else None
 
 
 def _mlp_backward(dbranch: Tensor, saved: BlockSaved, weights: _BackwardWeights, options: BlockOptions) -> MlpGradients:
     _, _, hidden, output, units = weights
     if isinstance(hidden, Fp8Weight) and isinstance(output, Fp8Weight):
-        return fp8.mlp_backward(dbranch, saved.h, saved.normed2, (units[0], units[2]), (hidden, output), options.gelu)
+        assert units is not None
+        return fp8.mlp_backward(dbranch, saved.h, saved.normed2, units, (hidden, output), options.gelu)
     assert isinstance(hidden, Tensor)
     assert isinstance(output, Tensor)
     activated = saved.activated if options.saves_gelu else None
@@ -294,22 +309,25 @@ def _mlp_backward(dbranch: Tensor, saved: BlockSaved, weights: _BackwardWeights,
 def backward(dx: Tensor, dbranch: Tensor, saved: BlockSaved, options: BlockOptions) -> BlockGradients:
     """From the gradients of the sum and the branch after the block, (rows, dim) each, those of its inputs."""
     weights = _saved_weights(saved)
-    norm_unit, attn_unit, _ = weights.units or (None, None, None)
     mlp = _mlp_backward(dbranch, saved, weights, options)
-    dhidden = unfold_norm(mlp.hidden, mlp.hidden_bias, saved.whidden, saved.scale2, saved.shift2)
-    target = Fp8Target.like(dx, weights.out.scale) if isinstance(weights.out, Fp8Weight) else None
+    dhidden = unfold_norm(
+        mlp.hidden, mlp.hidden_bias, saved.whidden, saved.scale2, saved.shift2, _scale_of(weights.hidden)
+    )
+    target = None
+    if isinstance(weights.out, Fp8Weight):
+        target = Fp8Target.like(dx, weights.out.scale, *fp8.numbers(fp8.zeros(1, dx.device)))
     dx, dattn_branch, sums = add_norm_backward(saved.normed2, saved.moments2, None, dx, mlp.x, options.drop, target)
     dbout = sums[0]
-    dattn, dwout = _linear_backward(dattn_branch, _merge_heads(saved.attn), weights.out, attn_unit, target)
+    dattn, dwout = _output_backward(dattn_branch, _merge_heads(saved.attn), weights, target)
     del dattn_branch
     dqkv, _, dqkv_sums = attention.backward(
         _split_heads(saved.qkv, options), None, saved.attn, saved.lse, dattn.view(saved.attn.shape)
     )
     if options.rotation is not None:
         dqkv_sums = rotate_back_(dqkv, options.rotation)
-    dnormed, dwqkv = _linear_backward(dqkv.view(saved.qkv.shape), saved.normed1, weights.qkv, norm_unit)
+    dnormed, dwqkv = _qkv_backward(dqkv.view(saved.qkv.shape), saved.normed1, weights)
     dbqkv = _qkv_bias_grad(dqkv_sums, dbout, saved.half_out)
-    dproject = unfold_norm(dwqkv, dbqkv, saved.wqkv, saved.scale1, saved.shift1)
+    dproject = unfold_norm(dwqkv, dbqkv, saved.wqkv, saved.scale1, saved.shift1, _scale_of(weights.qkv))
     dx, dbefore, sums = add_norm_backward(saved.normed1, saved.moments1, None, dx, dnormed, options.drop_before)
     return BlockGradients(
         *(dx, dbefore, sums[0]),
@@ -356,15 +374,15 @@ def _merge_heads(attn: Tensor) -> Tensor:
 
 
 def _qkv_bias_grad(dqkv_sums: Tensor, dbout: Tensor, wout: Tensor) -> Tensor:
-    """The sum of the gradient of qkv over tokens, of which only the queries' third has to be summed: float32 (3 dim,)
+    """The sum of the gradient of qkv over tokens, of which only the queries' third has to be summed: float32 (3 * dim,)
 
     Attention weights sum to 1 over the keys. Hence the gradients of the values sum to those of the outputs, a sum which
     the gradient of the output bias is; and those of the keys sum to 0, as a bias common to all keys changes nothing;
-    but not where keys are rotated after the bias: then `dqkv_sums` are the sums of queries and keys, (2, dim), else
-    those of the queries, (dim,).
+    but not where keys are rotated after the bias: then `dqkv_sums` are sums of queries and keys, (parts, 2 * dim), else
+    those of the queries, (parts, dim).
     """
     width = wout.shape[1]
-    grad = torch.zeros(3, width, dtype=torch.float32, device=wout.device)
-    grad[: dqkv_sums.numel() // width] = dqkv_sums
-    grad[2] = dbout.to(wout.dtype) @ wout
-    return grad.flatten()
+    grad = torch.zeros(3 * width, dtype=torch.float32, device=wout.device)
+    column_sums(dqkv_sums, out=grad)
+    column_sums(wout, dbout, out=grad[2 * width :])
+    return grad

@@ -20,12 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitral.kernels.dispatch import HALF_DTYPES
+from vitral.kernels.dispatch import E4M3, HALF_DTYPES
 
 # From cublasLt.h and cublas_api.h.
-_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
+_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, E4M3: 28}
 _COMPUTE_32F = 68
-_TRANSA, _EPILOGUE, _BIAS, _AUX, _AUX_LD = 3, 7, 8, 11, 12  # attributes of a product
+# Attributes of a product.
+_TRANSA, _EPILOGUE, _BIAS, _AUX, _AUX_LD, _SCALE_A, _SCALE_B = 3, 7, 8, 11, 12, 17, 18
 _MAX_WORKSPACE = 1  # attribute of a preference
 _PLAIN, _ADD_BIAS, _GELU_BIAS, _GELU_AUX_BIAS = 1, 4, 36, 164  # epilogues
 _WORKSPACE = 32 * 2**20  # bytes, NVIDIA's recommendation for Hopper
@@ -58,7 +59,8 @@ class _Shape(NamedTuple):
     m: int
     n: int
     k: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of left and right
+    out_dtype: torch.dtype
     transposes: bool
     epilogue: int
 
@@ -71,6 +73,7 @@ class _Operands(NamedTuple):
     out: Tensor
     bias: Tensor | None = None
     aux: Tensor | None = None  # what the GELU reads
+    scales: tuple[Tensor, Tensor] | None = None  # of left and right in FP8, a number each
 
 
 class _Matmul:
@@ -84,13 +87,17 @@ class _Matmul:
         self._set(_EPILOGUE, c_int32(shape.epilogue))
         # Any address with the alignment of tensors, on which the choice of the algorithm depends.
         if shape.epilogue != _PLAIN:
-            self._set(_BIAS, c_void_p(256))
+            self._set(_BIAS, c_void_p(_ALIGNMENT))
         if shape.epilogue == _GELU_AUX_BIAS:
-            self._set(_AUX, c_void_p(256))
+            self._set(_AUX, c_void_p(_ALIGNMENT))
             self._set(_AUX_LD, c_int64(shape.m))
+        if shape.dtype == E4M3:
+            self._set(_SCALE_A, c_void_p(_ALIGNMENT))
+            self._set(_SCALE_B, c_void_p(_ALIGNMENT))
         left = (shape.k, shape.m) if shape.transposes else (shape.m, shape.k)
-        code = _TYPES[shape.dtype]
-        self.layouts = [_layout(code, *size) for size in (left, (shape.k, shape.n), (shape.m, shape.n))]
+        sizes = (left, (shape.k, shape.n), (shape.m, shape.n))
+        dtypes = (shape.dtype, shape.dtype, shape.out_dtype)
+        self.layouts = [_layout(_TYPES[dtype], *size) for dtype, size in zip(dtypes, sizes, strict=True)]
         self.algorithms = self._propose()
         if shape.epilogue != _PLAIN:  # many of those for a plain product support the epilogue, too, and are faster
             self._set(_EPILOGUE, c_int32(_PLAIN))
@@ -151,7 +158,10 @@ class _Matmul:
         return start.elapsed_time(end)
 
     def _run(self, operands: _Operands, algorithm: _Algorithm) -> None:
-        left, right, out, bias, aux = operands
+        left, right, out, bias, aux, scales = operands
+        if scales is not None:
+            self._set(_SCALE_A, c_void_p(scales[0].data_ptr()))
+            self._set(_SCALE_B, c_void_p(scales[1].data_ptr()))
         if bias is not None:
             self._set(_BIAS, c_void_p(bias.data_ptr()))
         if aux is not None:
@@ -188,7 +198,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, gelu: bool = False
     rows, inputs = x.shape
     out = x.new_empty(rows, weight.shape[0])
     epilogue = _PLAIN if bias is None else _GELU_BIAS if gelu else _ADD_BIAS
-    _multiply(_Shape(weight.shape[0], rows, inputs, x.dtype, True, epilogue), _Operands(weight, x, out, bias))
+    shape = _Shape(weight.shape[0], rows, inputs, x.dtype, x.dtype, True, epilogue)
+    _multiply(shape, _Operands(weight, x, out, bias))
     return out
 
 
@@ -199,7 +210,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor
     """
     rows, inputs = x.shape
     out, h = x.new_empty(rows, weight.shape[0]), x.new_empty(rows, weight.shape[0])
-    shape = _Shape(weight.shape[0], rows, inputs, x.dtype, True, _GELU_AUX_BIAS)
+    shape = _Shape(weight.shape[0], rows, inputs, x.dtype, x.dtype, True, _GELU_AUX_BIAS)
     _multiply(shape, _Operands(weight, x, out, bias, h))
     return out, h
 
@@ -214,7 +225,17 @@ def input_grad(grad: Tensor, weight: Tensor) -> Tensor:
     """grad weight, the gradient of a layer's input: (rows, out), (out, in) in half precision -> (rows, in)"""
     rows, outputs = grad.shape
     out = grad.new_empty(rows, weight.shape[1])
-    _multiply(_Shape(weight.shape[1], rows, outputs, grad.dtype, False, _PLAIN), _Operands(weight, grad, out))
+    shape = _Shape(weight.shape[1], rows, outputs, grad.dtype, grad.dtype, False, _PLAIN)
+    _multiply(shape, _Operands(weight, grad, out))
+    return out
+
+
+def fp8_weight_grad(grad: Tensor, x: Tensor, scales: tuple[Tensor, Tensor]) -> Tensor:
+    """grad x' times two scales, numbers on the device: e4m3 (out, rows), (in, rows) -> float32 (out, in)"""
+    (outputs, rows), inputs = grad.shape, x.shape[0]
+    out = grad.new_empty(outputs, inputs, dtype=torch.float32)
+    shape = _Shape(inputs, outputs, rows, x.dtype, out.dtype, True, _PLAIN)
+    _multiply(shape, _Operands(x, grad, out, scales=(scales[1], scales[0])))
     return out
 
 
@@ -225,19 +246,22 @@ def is_large(x: Tensor, weight: Tensor) -> bool:
 
 def fits(x: Tensor, weight: Tensor) -> bool:
     """Whether the functions of this module support contiguous matrices of this device, precision and size."""
-    if not x.is_cuda or x.dtype not in HALF_DTYPES:
+    if not x.is_cuda or x.dtype not in (*HALF_DTYPES, E4M3):
         return False
     # What cuBLAS assumes when it proposes algorithms, and its requirement for the memory of h.
     aligned = x.data_ptr() % _ALIGNMENT == weight.data_ptr() % _ALIGNMENT == 0
-    aligned = aligned and all(size % 8 == 0 for size in weight.shape)
+    aligned = aligned and all(size * weight.element_size() % 16 == 0 for size in weight.shape)
     return aligned and x.is_contiguous() and weight.is_contiguous() and is_available(x.device, x.dtype)
 
 
 @cache
 def is_available(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the products work on the device: tried once, on a small example."""
-    x, weight = torch.ones(16, 16, device=device, dtype=dtype), torch.eye(16, device=device, dtype=dtype)
+    x, weight = torch.ones(16, 16, device=device).to(dtype), torch.eye(16, device=device).to(dtype)
     try:
+        if dtype == E4M3:
+            two = torch.full((1,), 2.0, device=device)
+            return torch.equal(fp8_weight_grad(x, weight, (two, two)), 4.0 * x.float())
         outputs = [*linear_gelu(x, weight, x[0]), linear(x, weight, x[0], gelu=True), linear(x, weight, x[0])]
         outputs += [linear(x, weight, None), input_grad(x, weight)]
     except (OSError, RuntimeError, AttributeError):

@@ -109,6 +109,18 @@ def fits_short_attention(tokens: Tensor, head_dim: int) -> bool:
     return fits and _has_kernels(tokens.device)
 
 
+def fits_embedding(x: Tensor) -> bool:
+    """Whether the kernels of `embedding.py` support x: a contiguous one on their device, in code that is not traced."""
+    traced = torch.compiler.is_compiling() or is_exporting() or _is_transformed()
+    return x.is_contiguous() and x.numel() > 0 and not traced and _has_kernels(x.device)
+
+
+def fits_add_positions(patches: Tensor) -> bool:
+    """Whether `embedding.add_positions` supports patches (batch, h, w, dim): those that it may return as they are."""
+    half = autocast_dtype(patches.device.type) or patches.dtype
+    return patches.dtype == half and half in HALF_DTYPES and fits_embedding(patches)
+
+
 def prefers_channels_last(images: Tensor) -> bool:
     """Whether convolutions and norms of images (batch, channels, height, width) are fastest with channels last."""
     half = images.dtype in HALF_DTYPES or autocast_dtype(images.device.type) in HALF_DTYPES

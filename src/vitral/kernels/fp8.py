@@ -26,8 +26,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vitral.kernels import cublas
 from vitral.kernels.dispatch import E4M3, ceil_div, launch, next_power_of_2
-from vitral.kernels.fused_ops import E4M3_MAX, BlockWeights, Fp8Target, NonAffineNorm, norm_factor
+from vitral.kernels.fused_ops import E4M3_MAX, BlockWeights, Fp8Target, NonAffineNorm, column_sums, norm_factor
 from vitral.kernels.gelu import fused_linear_gelu, is_faster
 from vitral.kernels.gelu import reference as gelu_reference
 from vitral.kernels.jit import fp8 as jit
@@ -35,6 +36,8 @@ from vitral.kernels.jit import fp8 as jit
 _LEAST_SCALE, _LEAST_WEIGHT_SCALE = 1e-30, 1e-7  # of rows of zeros
 _BLOCK = 4096  # elements per program
 _TILE, _MIN_ROWS = 4096, 2  # likewise, of whole rows; and the fewest of those
+_PROGRAM_TILES = 4  # of gradients per program
+_SPACING = 4  # floats between numbers that cuBLAS reads, which takes them at multiples of 16 bytes
 # Rows, columns and warps of tiles that are transposed; tuned on an H200.
 _TRANSPOSED_TILE, _GELU_TILE = (64, 128, 4), (128, 32, 4)
 _MULTIPLE = 16  # of the numbers that a product sums over
@@ -56,11 +59,20 @@ class Fp8Weight(NamedTuple):
     scale: Tensor
 
 
+class Fp8Units(NamedTuple):
+    """Scales of what norms, attention and the GELU write, and the largest one of the hidden layer's weight."""
+
+    norm: Tensor
+    attention: Tensor
+    gelu: Tensor
+    hidden_largest: Tensor
+
+
 class MlpGradients(NamedTuple):
     """Gradients of an MLP: of its input (rows, dim), and of its parameters in float32."""
 
     x: Tensor
-    hidden: Tensor  # (mlp, dim)
+    hidden: Tensor  # (mlp, dim); in FP8, times the scale of the weight
     hidden_bias: Tensor  # (mlp,)
     output: Tensor  # (dim, mlp)
 
@@ -94,15 +106,30 @@ def quantize_rows_reference(x: Tensor, factor: Tensor) -> Fp8Rows:
     return Fp8Rows((wide / scale).to(E4M3), scale)
 
 
-def quantize_rows(x: Tensor, factor: Tensor) -> tuple[Fp8Rows, Tensor]:
-    """As the reference, in one pass, for a contiguous input; and the Euclidean length of each row, (rows,)"""
+def zeros(count: int, device: torch.device) -> Tensor:
+    """The memory of numbers that become the largest of what kernels write, see `numbers`."""
+    return torch.zeros(count * _SPACING, dtype=torch.float32, device=device)
+
+
+def numbers(memory: Tensor) -> tuple[Tensor, ...]:
+    """The numbers in that memory, each where cuBLAS can read it."""
+    return memory[::_SPACING].unbind()
+
+
+def quantize_rows(x: Tensor, factor: Tensor, largest: Tensor) -> tuple[Fp8Rows, Tensor]:
+    """As the reference, in one pass, for a contiguous input; and the Euclidean length of each row, (rows,).
+
+    `largest`, a zero, becomes the largest scale.
+    """
     rows, width = x.shape
     out = Fp8Rows(torch.empty_like(x, dtype=E4M3), x.new_empty(rows, 1, dtype=torch.float32))
     lengths = torch.empty_like(out.scale[:, 0])
     columns = next_power_of_2(width)
     tile = max(_TILE // columns, _MIN_ROWS)
+    program_rows = _PROGRAM_TILES * tile
     launch(
-        jit.quantize_rows, (ceil_div(rows, tile),), x, factor, *out, lengths, rows, width, ROWS=tile, COLUMNS=columns
+        jit.quantize_rows, (ceil_div(rows, program_rows),), x, factor, *out, lengths, largest, rows, width,
+        PROGRAM_ROWS=program_rows, ROWS=tile, COLUMNS=columns,
     )  # fmt: skip
     return out, lengths
 
@@ -116,22 +143,37 @@ def quantize_weight_reference(weight: Tensor) -> Fp8Weight:
 def quantize_weight(weight: Tensor) -> Fp8Weight:
     """As the reference, in one pass."""
     quantized = _empty_weight(weight)
-    _launch_weight(weight, (None, None, None), quantized, (None, None))
+    _launch_weight(weight, (None, None, None), quantized, (None, None, None))
     return quantized
 
 
 def quantize_folded(
-    weight: Tensor, bias: Tensor, norm_weight: Tensor, norm_bias: Tensor, dtype: torch.dtype
-) -> tuple[Fp8Weight, Tensor, Tensor]:
-    """A linear layer with the LayerNorm before it folded in, see `fused_ops.fold_norm`, and scales of its outputs.
+    weight: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    largest: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+    first: int = 0,
+) -> tuple[Fp8Weight, Tensor]:
+    """A linear layer with the LayerNorm before it folded in, see `fused_ops.fold_norm`.
+
+    Args:
+        weight: (out, in).
+        bias: (out,).
+        norm_weight: (in,).
+        norm_bias: (in,).
+        largest: zeros, which become the largest scale of the weight, and a scale that no output from `first` on
+            exceeds, whatever the input is.
+        dtype: of the bias that is returned.
+        first: see `largest`.
 
     Returns:
-        The weight, the bias (out,) in `dtype`, and a scale of each output that no input exceeds, (out,).
+        The weight, and the bias (out,).
     """
     quantized, folded = _empty_weight(weight), torch.empty_like(bias, dtype=dtype)
-    out_scales = torch.empty_like(quantized.scale)
-    _launch_weight(weight, (bias, norm_weight, norm_bias), quantized, (folded, out_scales))
-    return quantized, folded, out_scales
+    _launch_weight(weight, (bias, norm_weight, norm_bias), quantized, (folded, *largest), first)
+    return quantized, folded
 
 
 def _empty_weight(weight: Tensor) -> Fp8Weight:
@@ -144,14 +186,15 @@ def _launch_weight(
     weight: Tensor,
     folds: tuple[Tensor | None, Tensor | None, Tensor | None],
     quantized: Fp8Weight,
-    outputs: tuple[Tensor | None, Tensor | None],
+    outputs: tuple[Tensor | None, Tensor | None, Tensor | None],
+    first: int = 0,
 ) -> None:
     rows, width = weight.shape
     columns = next_power_of_2(width)
     tile = max(_TILE // columns, _MIN_ROWS)
     launch(
         jit.quantize_weight, (ceil_div(rows, tile),),
-        weight, *folds, *quantized, *outputs, rows, width, math.sqrt(width),
+        weight, *folds, *quantized, *outputs, rows, width, math.sqrt(width), first,
         FOLDS=folds[0] is not None, ROWS=tile, COLUMNS=columns,
     )  # fmt: skip
 
@@ -223,7 +266,7 @@ def linear_gelu_saved(x: Fp8Rows, layer: Fp8Linear, scale: Tensor, gelu: str) ->
 def linear_backward(
     grad: Tensor, x: Tensor, unit: Tensor, weight: Fp8Weight, target: Fp8Target | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of a layer's input (rows, in), in its dtype, and of its weight (out, in), in float32.
+    """Gradients of a layer's input (rows, in), in its dtype, and of its weight times its scale, float32 (out, in).
 
     The scale of an output channel is a factor of the gradient here, so that the weight's values are those of the
     forward pass.
@@ -235,16 +278,22 @@ def linear_backward(
         weight: its values transposed, e4m3 (in, out), contiguous.
         target: the gradient times the scale of the weight, if a kernel has already quantised it.
     """
-    rows = quantize_rows(grad, weight.scale)[0] if target is None else Fp8Rows(target.values, target.scale)
-    largest = rows.scale.amax()
-    dweight = _weight_grad(
-        transpose(rows.values), quantize_transposed(x, rows.scale, largest, unit), (largest, unit), weight
-    )
+    if target is None:
+        (largest,) = numbers(zeros(1, grad.device))
+        rows, _ = quantize_rows(grad, weight.scale, largest)
+    else:
+        rows, largest = Fp8Rows(target.values, target.scale), target.largest
+    dweight = _weight_grad(transpose(rows.values), quantize_transposed(x, rows.scale, largest, unit), (largest, unit))
     return _input_grad(rows, weight, grad.dtype), dweight
 
 
 def mlp_backward(
-    grad: Tensor, h: Tensor, x: Tensor, units: tuple[Tensor, Tensor], weights: tuple[Fp8Weight, Fp8Weight], gelu: str
+    grad: Tensor,
+    h: Tensor,
+    x: Tensor,
+    units: Fp8Units,
+    weights: tuple[Fp8Weight, Fp8Weight],
+    gelu: str,
 ) -> MlpGradients:
     """Gradients of an MLP without the bias of its last layer.
 
@@ -252,22 +301,21 @@ def mlp_backward(
         grad: of the output, (rows, dim).
         h: what the GELU reads, (rows, mlp).
         x: the input, (rows, dim).
-        units: scales of the input and of the GELU's output in e4m3, numbers on the device.
+        units: of the block.
         weights: hidden and output layer as in `linear_backward`.
         gelu: "tanh", "none" (exact) or "quick".
     """
     hidden, output = weights
-    rows, lengths = quantize_rows(grad, output.scale)
-    largest = rows.scale.amax()
+    largest, dh_largest = numbers(zeros(2, grad.device))
+    rows, lengths = quantize_rows(grad, output.scale, largest)
     dh, activated, dbias = gelu_backward(
-        h, _input_grad(rows, output, h.dtype), (lengths, grad.shape[1]), hidden.scale, (rows.scale, largest, units[1]),
-        gelu,
+        h, _input_grad(rows, output, h.dtype), (lengths, grad.shape[1]), (hidden.scale, units.hidden_largest),
+        (rows.scale, largest, units.gelu), dh_largest, gelu,
     )  # fmt: skip
-    doutput = _weight_grad(transpose(rows.values), activated, (largest, units[1]), output)
+    doutput = _weight_grad(transpose(rows.values), activated, (largest, units.gelu)).div_(output.scale[:, None])
     del activated
-    largest = dh.scale.amax()
-    inputs = quantize_transposed(x, dh.scale, largest, units[0])
-    dhidden = _weight_grad(transpose(dh.values), inputs, (largest, units[0]), hidden)
+    inputs = quantize_transposed(x, dh.scale, dh_largest, units.norm)
+    dhidden = _weight_grad(transpose(dh.values), inputs, (dh_largest, units.norm))
     return MlpGradients(_input_grad(dh, hidden, x.dtype), dhidden, dbias, doutput)
 
 
@@ -275,8 +323,9 @@ def gelu_backward(
     h: Tensor,
     grad: Tensor,
     lengths: tuple[Tensor, int],
-    factor: Tensor,
+    factor: tuple[Tensor, Tensor],
     out_scales: tuple[Tensor, Tensor, Tensor],
+    largest: Tensor,
     gelu: str,
 ) -> tuple[Fp8Rows, Tensor, Tensor]:
     """The gradient of the GELU's input, from that of its output, in one pass.
@@ -285,12 +334,13 @@ def gelu_backward(
         h: what the GELU reads, (rows, mlp).
         grad: of its output, (rows, mlp): the product of gradients (rows, dim) and a weight's values in e4m3 (dim, mlp).
         lengths: of the rows of those gradients, float32 (rows,), and `dim`: they bound the product.
-        factor: of each column of the result, float32 (mlp,).
+        factor: of each column of the result, float32 (mlp,), and the largest of them.
         out_scales: `scale`, `largest` and `unit` of `quantize_transposed` for the GELU's output.
+        largest: a zero, which becomes the largest scale of the result.
         gelu: "tanh", "none" (exact) or "quick".
 
     Returns:
-        The gradient times `factor` (rows, mlp), the GELU's output transposed (mlp, rows), and the column sums of the
+        The gradient times the factor (rows, mlp), the GELU's output transposed (mlp, rows), and the column sums of the
         gradient (mlp,).
     """
     (rows, width), (row_lengths, dim) = h.shape, lengths
@@ -300,11 +350,11 @@ def gelu_backward(
     sums = h.new_empty(ceil_div(rows, tile_rows), width, dtype=torch.float32)
     launch(
         jit.gelu_backward, (ceil_div(width, columns), sums.shape[0]),
-        h, h, grad, row_lengths, factor.amax(), factor, *out_scales, dh.values, dh.scale, activated, sums,
+        h, h, grad, row_lengths, factor[1], factor[0], *out_scales, dh.values, dh.scale, largest, activated, sums,
         rows, width, activated.shape[1], math.sqrt(dim) * _MAX_SLOPE,
         GELU=gelu, ROWS=tile_rows, COLUMNS=columns, warps=warps,
     )  # fmt: skip
-    return dh, activated, sums.sum(0)
+    return dh, activated, column_sums(sums)
 
 
 def _input_grad(rows: Fp8Rows, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
@@ -313,11 +363,12 @@ def _input_grad(rows: Fp8Rows, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
     return product(rows, weight.values, ones, None, dtype)
 
 
-def _weight_grad(grad: Tensor, x: Tensor, scales: tuple[Tensor, Tensor], weight: Fp8Weight) -> Tensor:
+def _weight_grad(grad: Tensor, x: Tensor, scales: tuple[Tensor, Tensor]) -> Tensor:
     """(out, rows), (in, rows) in e4m3 -> (out, in); not with fast accumulation, which is for short sums."""
+    if cublas.is_large(grad, x):
+        return cublas.fp8_weight_grad(grad, x, scales)
     scale_a, scale_b = (scale.view(1, 1) for scale in scales)
-    out = torch._scaled_mm(grad, x.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32)
-    return out.div_(weight.scale[:, None])
+    return torch._scaled_mm(grad, x.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32)
 
 
 def product_reference(x: Fp8Rows, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -335,19 +386,30 @@ class Fp8BlockWeights(NamedTuple):
     norm2: NonAffineNorm
     hidden: Fp8Linear
     output: Fp8Linear
-    # Of the outputs of norms, attention and GELU in e4m3, numbers on the device.
-    norm_scale: Tensor
-    attn_scale: Tensor
-    gelu_scale: Tensor
+    units: Tensor  # memory of `Fp8Units`
+
+    @property
+    def attn_scale(self) -> Tensor:
+        """Of the output of attention."""
+        return numbers(self.units)[1]
+
+    @property
+    def gelu_scale(self) -> Tensor:
+        """Of the output of the GELU."""
+        return numbers(self.units)[2]
 
 
 def quantize_block(layer: BlockWeights, dtype: torch.dtype) -> Fp8BlockWeights:
     """The weights of a block in FP8; `dtype` is that of the products."""
     width = layer.qkv.weight.shape[1]
     norm_scale = 1.0 / norm_factor(width)
-    qkv, qkv_bias, qkv_scales = quantize_folded(*layer.qkv, layer.norm1.weight, layer.norm1.bias, dtype)
-    hidden, hidden_bias, hidden_scales = quantize_folded(*layer.hidden, layer.norm2.weight, layer.norm2.bias, dtype)
-    attn_scale, gelu_scale = qkv_scales[2 * width :].amax(), hidden_scales.amax()
+    units = zeros(len(Fp8Units._fields) + 1, layer.qkv.weight.device)
+    norm_unit, attn_scale, gelu_scale, hidden_largest, qkv_largest = numbers(units)
+    norm_unit.fill_(norm_scale)
+    norm1, norm2 = (norm[:2] for norm in (layer.norm1, layer.norm2))
+    # Of the outputs of qkv, attention averages the values.
+    qkv, qkv_bias = quantize_folded(*layer.qkv, *norm1, (qkv_largest, attn_scale), dtype, first=2 * width)
+    hidden, hidden_bias = quantize_folded(*layer.hidden, *norm2, (hidden_largest, gelu_scale), dtype)
     out, output = quantize_weight(layer.out.weight), quantize_weight(layer.output.weight)
     return Fp8BlockWeights(
         NonAffineNorm(layer.norm1.eps),
@@ -356,7 +418,5 @@ def quantize_block(layer: BlockWeights, dtype: torch.dtype) -> Fp8BlockWeights:
         NonAffineNorm(layer.norm2.eps),
         Fp8Linear(hidden, hidden.scale * norm_scale, hidden_bias, dtype),
         Fp8Linear(output, output.scale * gelu_scale, layer.output.bias, dtype),
-        torch.full_like(attn_scale, norm_scale),
-        attn_scale,
-        gelu_scale,
+        units,
     )

@@ -106,7 +106,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 def _fake_weights(x: Tensor, dim: int, mlp: int, *, fp8: bool) -> dict[str, Tensor]:
     """The last fields of BlockOutputs."""
     if not fp8:
-        names = ("fp8_out", "fp8_output", "scales")
+        names = ("fp8_out", "fp8_output", "scales", "units")
         folded = {"folded_qkv": x.new_empty(3 * dim, dim), "folded_hidden": x.new_empty(mlp, dim)}
         return folded | {name: x.new_empty(0) for name in names}
     shapes = {
@@ -116,7 +116,8 @@ def _fake_weights(x: Tensor, dim: int, mlp: int, *, fp8: bool) -> dict[str, Tens
         "fp8_output": (mlp, dim),
     }
     weights = {name: x.new_empty(shape, dtype=E4M3) for name, shape in shapes.items()}
-    return weights | {"scales": x.new_empty(5 * dim + mlp + 12, dtype=torch.float32)}
+    sizes = {"scales": 5 * dim + mlp, "units": 20}
+    return weights | {name: x.new_empty(size, dtype=torch.float32) for name, size in sizes.items()}
 
 
 @torch.library.custom_op(

@@ -44,9 +44,10 @@ def rotate_back_(grad: Tensor, rotation: RotaryTables) -> Tensor:
         rotation: as in the forward pass.
 
     Returns:
-        The sums of the queries' and the keys' gradients over all tokens, float32 (2, heads * dim).
+        The sums of the queries' and the keys' gradients over the tokens of each program, float32
+        (programs, 2 * heads * dim).
     """
-    return _launch(grad, rotation, inverse=True).sum(0).view(2, -1)
+    return _launch(grad, rotation, inverse=True)
 
 
 def _launch(qkv: Tensor, rotation: RotaryTables, *, inverse: bool) -> Tensor:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vitral.architecture import ResNetConfig, ViTConfig
 from vitral.errors import UserError
+from vitral.kernels.dispatch import fits_embedding, on_device_of
 
 # State dicts have no place for what their tensors do not show; `state_dict()._metadata` has, and torch.save keeps it.
 CONFIG = "vitral.config"
@@ -208,7 +209,13 @@ def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
     # torch.compile would warn of the cache, and needs none.
     factors = scale_and_shift.__wrapped__ if torch.compiler.is_compiling() else scale_and_shift
     scale, shift = factors(tuple(mean), tuple(std), images.device)
-    return torch.addcmul(shift, images.contiguous(), scale)
+    images = images.contiguous()
+    if fits_embedding(images):
+        from vitral.kernels.embedding import normalize_pixels  # imports Triton
+
+        with on_device_of(images):
+            return normalize_pixels(images, scale, shift)
+    return torch.addcmul(shift, images, scale)
 
 
 @cache

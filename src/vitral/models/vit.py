@@ -9,7 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from vitral.architecture import Size, ViTConfig
-from vitral.kernels.dispatch import autocast_dtype, fits_blocks, is_plain, linear
+from vitral.kernels.dispatch import (
+    autocast_dtype,
+    fits_add_positions,
+    fits_blocks,
+    fits_embedding,
+    is_plain,
+    linear,
+    on_device_of,
+)
 from vitral.models.layers import AxialBlock, Block, MapPool
 from vitral.models.model import Head, VisionModel, check_images, layer_indices, lecun_normal, normal, zero_bias
 from vitral.models.position import RotaryPosition, Rotation, build_position, grid_of
@@ -61,12 +69,17 @@ class ViT(VisionModel[ViTConfig]):
 
     def _embed_by_matmul(self, images: Tensor, grid: Size) -> Tensor:
         """The embedding's convolution as the matrix product that it is: several times as fast on a GPU."""
-        p, (h, w), channels = self.config.patch, grid, images.shape[1]
-        pixels = images[:, :, : h * p, : w * p].unflatten(3, (w, p)).unflatten(2, (h, p))
-        pixels = pixels.permute(0, 2, 4, 1, 3, 5)
-        if half := autocast_dtype(images.device.type):  # converted and laid out in one pass
-            pixels = pixels.to(half, memory_format=torch.contiguous_format)
-        pixels = pixels.reshape(-1, h, w, channels * p * p)
+        half = autocast_dtype(images.device.type)
+        if fits_embedding(images) and not (images.requires_grad and torch.is_grad_enabled()):
+            from vitral.kernels.embedding import extract_patches  # imports Triton, which few runs need
+
+            with on_device_of(images):
+                pixels = extract_patches(images, self.config.patch, grid, half or images.dtype)
+        else:
+            pixels = patch_pixels(images, self.config.patch, grid)
+            if half:  # converted and laid out in one pass
+                pixels = pixels.to(half, memory_format=torch.contiguous_format)
+            pixels = pixels.flatten(3)
         return linear(pixels, self.embed.weight.flatten(1), self.embed.bias)
 
     @property
@@ -135,6 +148,13 @@ class ViT(VisionModel[ViTConfig]):
 
     def _input_tokens(self, patches: Tensor, positions: list[Tensor]) -> Tensor:
         """(batch, h, w, dim) -> (batch, prefix + h * w, dim): what the first block reads"""
+        drops = self.training and self.dropout.p > 0
+        plain = isinstance(self.pre_norm, nn.Identity) and is_plain(self.dropout, nn.Dropout) and not drops
+        if positions and plain and fits_add_positions(patches):
+            from vitral.kernels.embedding import add_positions
+
+            with on_device_of(patches):
+                return add_positions(patches.flatten(1, 2), self._token_table(positions[0]))
         x = self._with_prefix(patches.flatten(1, 2))
         x = self.pre_norm(self.dropout(x + positions[0] if positions else x))
         # The residual stream, too, is in half precision: every block reads and writes it.
@@ -178,12 +198,29 @@ class ViT(VisionModel[ViTConfig]):
 
     def _with_prefix(self, x: Tensor) -> Tensor:
         """(batch, n, dim) -> (batch, prefix + n, dim)"""
+        return torch.cat([*(rows.expand(x.shape[0], -1, -1) for rows in self._prefix_rows()), x], dim=1)
+
+    def _prefix_rows(self) -> list[Tensor]:
+        """Class token and registers, those that there are: (1, dim), (registers, dim)"""
         prefix = [] if self.class_token is None else [self.class_token.unsqueeze(0)]
-        prefix += [] if self.registers is None else [self.registers]
-        return torch.cat([*(rows.expand(x.shape[0], -1, -1) for rows in prefix), x], dim=1)
+        return prefix if self.registers is None else [*prefix, self.registers]
+
+    def _token_table(self, positions: Tensor) -> Tensor:
+        """What tokens are without patches: (prefix + n, dim) -> (prefix + n, dim)"""
+        if not self.config.prefix:
+            return positions
+        prefix, patches = positions[: self.config.prefix], positions[self.config.prefix :]
+        return torch.cat([torch.cat(self._prefix_rows()) + prefix, patches])
 
     def _checkpointed_layers(self) -> Iterable[nn.Module]:
         return self.blocks
+
+
+def patch_pixels(images: Tensor, side: int, grid: Size) -> Tensor:
+    """The pixels of each patch, as a view: (batch, channels, height, width) -> (batch, h, w, channels, side, side)"""
+    h, w = grid
+    pixels = images[:, :, : h * side, : w * side].unflatten(3, (w, side)).unflatten(2, (h, side))
+    return pixels.permute(0, 2, 4, 1, 3, 5)
 
 
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:

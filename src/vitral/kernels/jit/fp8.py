@@ -32,29 +32,41 @@ def quantize(X, OUT, SCALE, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def quantize_rows(X, FACTOR, OUT, SCALE, LENGTH, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """OUT * SCALE = X * FACTOR, with a FACTOR per column and a SCALE per row; LENGTH is the Euclidean norm of rows."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+def quantize_rows(
+    X, FACTOR, OUT, SCALE, LENGTH, LARGEST, rows, width,
+    PROGRAM_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """OUT * SCALE = X * FACTOR, with a FACTOR per column and a SCALE per row; LENGTH is the Euclidean norm of rows.
+
+    LARGEST, which is 0 before, becomes the largest SCALE.
+    """
     column = tl.arange(0, COLUMNS)
-    offset = row[:, None].to(tl.int64) * width + column[None, :]
-    inside = (row[:, None] < rows) & (column[None, :] < width)
     factor = tl.load(FACTOR + column, mask=column < width, other=0.0)
-    value = tl.load(X + offset, mask=inside, other=0.0).to(tl.float32) * factor[None, :]
-    scale = row_scale(tl.max(tl.abs(value), 1))
-    tl.store(OUT + offset, to_e4m3(value / scale[:, None], OUT), mask=inside)
-    tl.store(SCALE + row, scale, mask=row < rows)
-    tl.store(LENGTH + row, tl.sqrt(tl.sum(value * value, 1)), mask=row < rows)
+    largest = tl.zeros((ROWS,), tl.float32)
+    first = tl.program_id(0) * PROGRAM_ROWS
+    for start in range(first, first + PROGRAM_ROWS, ROWS):
+        row = start + tl.arange(0, ROWS)
+        offset = row[:, None].to(tl.int64) * width + column[None, :]
+        inside = (row[:, None] < rows) & (column[None, :] < width)
+        value = tl.load(X + offset, mask=inside, other=0.0).to(tl.float32) * factor[None, :]
+        scale = row_scale(tl.max(tl.abs(value), 1))
+        tl.store(OUT + offset, to_e4m3(value / scale[:, None], OUT), mask=inside)
+        tl.store(SCALE + row, scale, mask=row < rows)
+        tl.store(LENGTH + row, tl.sqrt(tl.sum(value * value, 1)), mask=row < rows)
+        largest = tl.maximum(largest, scale)
+    tl.atomic_max(LARGEST, tl.max(largest, 0))
 
 
 @triton.jit
 def quantize_weight(
-    WEIGHT, BIAS, NORM_WEIGHT, NORM_BIAS, VALUES, SCALE, FOLDED_BIAS, OUT_SCALE, rows, width, norm,
+    WEIGHT, BIAS, NORM_WEIGHT, NORM_BIAS, VALUES, SCALE, FOLDED_BIAS, LARGEST, LARGEST_OUT, rows, width, norm, first,
     FOLDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """VALUES * SCALE = WEIGHT, with a SCALE per row.
 
-    FOLDS: a LayerNorm's weight and bias are folded into WEIGHT and BIAS, and OUT_SCALE is the scale of each output for
-    inputs of the Euclidean length `norm`.
+    FOLDS: a LayerNorm's weight and bias are folded into WEIGHT and BIAS. LARGEST and LARGEST_OUT, which are 0 before,
+    become the largest SCALE and the largest scale of an output from `first` on for inputs of the Euclidean length
+    `norm`.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -68,12 +80,15 @@ def quantize_weight(
         bias += tl.sum(weight * norm_bias[None, :], 1)
         weight *= norm_weight[None, :]
         tl.store(FOLDED_BIAS + row, bias.to(FOLDED_BIAS.dtype.element_ty), mask=row < rows)
-        largest = tl.sqrt(tl.sum(weight * weight, 1)) * norm + tl.abs(bias)
-        tl.store(OUT_SCALE + row, row_scale(largest), mask=row < rows)
+        bound = tl.sqrt(tl.sum(weight * weight, 1)) * norm + tl.abs(bias)
+        out_scale = tl.where((row >= first) & (row < rows), row_scale(bound), 0.0)
+        tl.atomic_max(LARGEST_OUT, tl.max(out_scale, 0))
     # Not less, as gradients are multiplied by it: the weights of a new layer may be zero.
     scale = tl.maximum(tl.max(tl.abs(weight), 1) / 448.0, 1e-7)
     tl.store(VALUES + offset, to_e4m3(weight / scale[:, None], VALUES), mask=inside)
     tl.store(SCALE + row, scale, mask=row < rows)
+    if FOLDS:
+        tl.atomic_max(LARGEST, tl.max(scale, 0))
 
 
 @triton.jit
@@ -111,15 +126,15 @@ def transpose(
 
 @triton.jit
 def gelu_backward(
-    H, H_AGAIN, GRAD, LENGTH, LARGEST_FACTOR, FACTOR, OUT_SCALE, OUT_LARGEST, OUT_UNIT, DH, SCALE, OUT_T, SUMS,
-    rows, width, padded, bound,
+    H, H_AGAIN, GRAD, LENGTH, LARGEST_FACTOR, FACTOR, OUT_SCALE, OUT_LARGEST, OUT_UNIT, DH, SCALE, LARGEST,
+    OUT_T, SUMS, rows, width, padded, bound,
     GELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the GELU's input H, and its output again, as products read them.
 
-    DH * SCALE = dh * FACTOR, with a FACTOR per column and SCALE = LENGTH * LARGEST_FACTOR * bound per row. OUT_T is
-    GELU(H) * OUT_SCALE / (OUT_LARGEST * OUT_UNIT), with an OUT_SCALE per row, transposed. SUMS are the column sums of
-    dh over the rows of a program. H_AGAIN is H.
+    DH * SCALE = dh * FACTOR, with a FACTOR per column and SCALE = LENGTH * LARGEST_FACTOR * bound per row; LARGEST,
+    which is 0 before, becomes the largest of these. OUT_T is GELU(H) * OUT_SCALE / (OUT_LARGEST * OUT_UNIT), with an
+    OUT_SCALE per row, transposed. SUMS are the column sums of dh over the rows of a program. H_AGAIN is H.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -133,6 +148,7 @@ def gelu_backward(
     scale = tl.maximum(length * (tl.load(LARGEST_FACTOR) * bound), 1e-30)
     if tl.program_id(0) == 0:
         tl.store(SCALE + row, scale, mask=row < rows)
+        tl.atomic_max(LARGEST, tl.max(scale, 0))
     factor = tl.load(FACTOR + column, mask=column < width, other=0.0)
     # No number is beyond the largest, by the choice of the scales: `to_e4m3` would take a tenth of the instructions.
     tl.store(DH + offset, (dh * factor[None, :] * (1.0 / scale)[:, None]).to(DH.dtype.element_ty), mask=inside)

@@ -13,6 +13,23 @@ from vitral.kernels.jit.gelu import gelu_gradient
 
 
 @triton.jit
+def column_sums(
+    X, FACTOR, OUT, rows, width, HAS_FACTOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """OUT (width,) are the sums over the rows of X (rows, width), each row times its FACTOR."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, rows, ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row[:, None] < rows) & (column[None, :] < width)
+        value = tl.load(X + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        if HAS_FACTOR:
+            value *= tl.load(FACTOR + row, mask=row < rows, other=0.0)[:, None]
+        total += value
+    tl.store(OUT + column, tl.sum(total, 0), mask=column < width)
+
+
+@triton.jit
 def gelu_backward(
     H, GRAD, DH, OUT, SUMS, rows, width,
     GELU: tl.constexpr, HAS_OUT: tl.constexpr, PROGRAM_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -87,18 +104,20 @@ def _add_pairs(a, b, c, d):
 
 @triton.jit
 def norm_backward(
-    SAVED, MOMENTS, WEIGHT, DTOTAL, DNORMED, DRAWS, DX, DY, SUMS, FACTOR, QUANTIZED, SCALE, rows, width, tokens, keep,
+    SAVED, MOMENTS, WEIGHT, DTOTAL, DNORMED, DRAWS, DX, DY, SUMS, FACTOR, QUANTIZED, SCALE, LARGEST,
+    rows, width, tokens, keep,
     HAS_TOTAL: tl.constexpr, HAS_DRAWS: tl.constexpr, AFFINE: tl.constexpr, QUANTIZES: tl.constexpr,
     PROGRAM_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """SAVED is the sum x + y + bias if the norm is AFFINE, else the normalized output.
 
-    QUANTIZES: QUANTIZED * SCALE = DY * FACTOR, with a SCALE per row.
+    QUANTIZES: QUANTIZED * SCALE = DY * FACTOR, with a SCALE per row; LARGEST, which is 0 before, becomes the largest.
     """
     column = tl.arange(0, COLUMNS)
     dbias = tl.zeros((COLUMNS,), tl.float32)
     dweight = tl.zeros((COLUMNS,), tl.float32)
     dshift = tl.zeros((COLUMNS,), tl.float32)
+    largest = tl.zeros((ROWS,), tl.float32)
     first = tl.program_id(0) * PROGRAM_ROWS
     for start in range(first, first + PROGRAM_ROWS, ROWS):
         row = start + tl.arange(0, ROWS)
@@ -127,6 +146,7 @@ def norm_backward(
             row_scales = row_scale(tl.max(tl.abs(value), 1))
             tl.store(QUANTIZED + offset, to_e4m3(value / row_scales[:, None], QUANTIZED), mask=inside)
             tl.store(SCALE + row, row_scales, mask=row < rows)
+            largest = tl.maximum(largest, row_scales)
         dbias += tl.sum(dx, 0)  # rows beyond the last are zero, as their scale is
     if AFFINE:
         pointer = SUMS + tl.program_id(0) * 3 * width + column
@@ -135,6 +155,8 @@ def norm_backward(
     else:
         pointer = SUMS + tl.program_id(0) * width + column
     tl.store(pointer, dbias, mask=column < width)
+    if QUANTIZES:
+        tl.atomic_max(LARGEST, tl.max(largest, 0))
 
 
 @triton.jit
@@ -155,10 +177,10 @@ def fold_norm(
 
 @triton.jit
 def unfold_norm(
-    DFOLDED, DBIAS, WEIGHT, SCALE, SHIFT, SUMS, rows, width,
-    PROGRAM_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DFOLDED, DIVISOR, DBIAS, WEIGHT, SCALE, SHIFT, SUMS, rows, width,
+    HAS_DIVISOR: tl.constexpr, PROGRAM_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """DFOLDED, the gradient of the folded weight, is overwritten by that of the weight."""
+    """DFOLDED, the gradient of the folded weight (times the DIVISOR of its row), is overwritten by the weight's."""
     column = tl.arange(0, COLUMNS)
     scale = tl.load(SCALE + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     shift = tl.load(SHIFT + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
@@ -170,6 +192,8 @@ def unfold_norm(
         offset = row[:, None] * width + column[None, :]
         inside = (row[:, None] < rows) & (column[None, :] < width)
         dfolded = tl.load(DFOLDED + offset, mask=inside, other=0.0)
+        if HAS_DIVISOR:
+            dfolded /= tl.load(DIVISOR + row, mask=row < rows, other=1.0)[:, None]
         weight = tl.load(WEIGHT + offset, mask=inside, other=0.0).to(tl.float32)
         dbias = tl.load(DBIAS + row, mask=row < rows, other=0.0)[:, None]
         tl.store(DFOLDED + offset, dfolded * scale + dbias * shift, mask=inside)
