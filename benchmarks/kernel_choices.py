@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from vitral.bench.steps import matmul_flops, timed
-from vitral.kernels import cublas, fp8
+from vitral.kernels import cublas, fp8, quantize
 from vitral.kernels.cuda_graph import CudaGraph
 
 _CALLS = 5  # in a CUDA graph
@@ -69,11 +69,11 @@ def show_hidden_layer(show: Callable[..., None], rows: int, width: int) -> None:
     """The MLP's hidden layer with its GELU, and in FP8."""
     outputs, flops = 4 * width, 8.0 * rows * width**2
     x = torch.randn(rows, width, device="cuda").to(torch.float8_e4m3fn)
-    weight = fp8.quantize_weight(torch.randn(outputs, width, device="cuda") * width**-0.5)
+    weight = quantize.quantize_weight(torch.randn(outputs, width, device="cuda") * width**-0.5)
     bias = torch.randn(outputs, device="cuda", dtype=torch.bfloat16)
     scale = torch.tensor(0.02, device="cuda")
     layer = fp8.Fp8Linear(weight, weight.scale, bias, torch.bfloat16)
-    fp8_rows = fp8.Fp8Rows(x, fp8.unit_scales(x))
+    fp8_rows = quantize.Fp8Rows(x, quantize.unit_scales(x))
     half, half_weight = x.bfloat16(), weight.values.bfloat16()
     title = f"hidden layer {rows} x {width} -> {outputs}"
     show(f"{title}: GELU by PyTorch's product", lambda: torch._addmm_activation(

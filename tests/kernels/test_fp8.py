@@ -23,7 +23,7 @@ from vitral.architecture import ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
 from vitral.errors import UserError
 from vitral.events import Note
-from vitral.kernels import attention, dispatch, fp8, fused_ops, gelu
+from vitral.kernels import attention, dispatch, fp8, fused_ops, gelu, quantize
 from vitral.kernels.fused_ops import NonAffineNorm
 from vitral.models.build import use_fp8
 from vitral.models.fused import enable_fp8
@@ -77,9 +77,9 @@ def test_quantize_matches_the_reference(gelu):
     torch.manual_seed(0)
     x, scale = torch.randn(70, 96, device=DEVICE) * 3, torch.tensor(0.013, device=DEVICE)
     x[0, 0] = 10.0  # beyond the largest number, 448 * 0.013
-    found = fp8.quantize(x, scale, gelu)
+    found = quantize.quantize(x, scale, gelu)
     # The exact GELU is computed to 3e-5, a 400th of the scale.
-    assert_same_fp8(found, fp8.quantize_reference(x, scale, gelu), 0.03 if gelu == "none" else 0.01)
+    assert_same_fp8(found, quantize.quantize_reference(x, scale, gelu), 0.03 if gelu == "none" else 0.01)
     assert found[0, 0].float() == 448
 
 
@@ -87,12 +87,12 @@ def test_quantize_matches_the_reference(gelu):
 def test_linear_gelu_in_one_kernel_matches_the_reference(kind):
     torch.manual_seed(0)
     x, bias = torch.randn(130, 48, device=DEVICE), torch.randn(272, device=DEVICE)
-    weight = fp8.quantize_weight(torch.randn(272, 48, device=DEVICE) / 7)
+    weight = quantize.quantize_weight(torch.randn(272, 48, device=DEVICE) / 7)
     rows, scale = x.to(dispatch.E4M3), torch.tensor(0.05, device=DEVICE)
     found = gelu.fused_linear_gelu(rows, weight.values, bias, kind, (weight.scale, scale))
     ones = torch.ones(130, 1, device=DEVICE)
-    exact = fp8.product_reference(fp8.Fp8Rows(rows, ones), weight.values, weight.scale, bias, torch.float32)
-    assert_same_fp8(found, fp8.quantize_reference(exact, scale, kind), 0.03)
+    exact = fp8.product_reference(quantize.Fp8Rows(rows, ones), weight.values, weight.scale, bias, torch.float32)
+    assert_same_fp8(found, quantize.quantize_reference(exact, scale, kind), 0.03)
 
 
 def test_quantized_rows_and_weights_match_the_reference():
@@ -100,12 +100,12 @@ def test_quantized_rows_and_weights_match_the_reference():
     x = torch.randn(9, 48, device=DEVICE) * torch.logspace(-6, 6, 9, device=DEVICE)[:, None]
     x[3] = 0.0
     factor = torch.rand(48, device=DEVICE)
-    (largest,) = fp8.numbers(fp8.zeros(1, x.device))
-    (values, scale), lengths = fp8.quantize_rows(x, factor, largest)
+    (largest,) = quantize.numbers(quantize.zeros(1, x.device))
+    (values, scale), lengths = quantize.quantize_rows(x, factor, largest)
     assert largest == scale.max()
     for found, expected in (
-        ((values, scale), fp8.quantize_rows_reference(x, factor)),
-        (fp8.quantize_weight(x), fp8.quantize_weight_reference(x)),
+        ((values, scale), quantize.quantize_rows_reference(x, factor)),
+        (quantize.quantize_weight(x), quantize.quantize_weight_reference(x)),
     ):
         assert_same_fp8(found[0], expected[0])
         torch.testing.assert_close(found[1], expected[1])
@@ -119,8 +119,8 @@ def test_the_bound_of_a_folded_layer_holds_and_is_reached():
     scale, shift = torch.randn(2, 48, device=DEVICE)
     bounds = []
     for first in range(20):  # the largest of what is left
-        largest, out_scale = fp8.numbers(fp8.zeros(2, weight.device))
-        folded, folded_bias = fp8.quantize_folded(
+        largest, out_scale = quantize.numbers(quantize.zeros(2, weight.device))
+        folded, folded_bias = quantize.quantize_folded(
             weight[: first + 1], bias[: first + 1], scale, shift, (largest, out_scale), torch.float32, first
         )
         assert largest == folded.scale.max()
@@ -142,14 +142,17 @@ def test_transposes_have_zeros_up_to_a_multiple_of_16_rows(shape):
     rows, padded = shape[0], -(-shape[0] // 16) * 16
     x = torch.randn(shape, device=DEVICE)
     values = x.to(dispatch.E4M3)
-    found = fp8.transpose(values)
+    found = quantize.transpose(values)
     assert found.shape == (shape[1], padded)
     assert found.is_contiguous()
     assert torch.equal(found[:, :rows].float(), values.float().t())
     scale = torch.logspace(-6, 3, rows, device=DEVICE)[:, None]
     unit = torch.tensor(0.03, device=DEVICE)
-    scaled = fp8.quantize_transposed(x, scale, scale.amax(), unit)
-    assert_same_fp8(scaled[:, :rows].contiguous(), fp8.quantize_transposed_reference(x, scale, unit))
+    scaled = quantize.quantize_transposed(x, scale, scale.amax(), unit)
+    assert_same_fp8(scaled[:, :rows].contiguous(), quantize.quantize_transposed_reference(x, scale, unit))
+    for kind in ("tanh", "none", "quick"):
+        activated = quantize.quantize_transposed(x, scale, scale.amax(), unit, kind)[:, :rows].contiguous()
+        assert_same_fp8(activated, quantize.quantize_transposed_reference(x, scale, unit, kind), 0.03)
     assert not found[:, rows:].float().any()
     assert not scaled[:, rows:].float().any()
 
@@ -159,26 +162,22 @@ def test_transposes_have_zeros_up_to_a_multiple_of_16_rows(shape):
 def test_gelu_backward_writes_what_the_products_read(kind):
     torch.manual_seed(0)
     rows, dim, width = 70, 48, 144
-    weight = fp8.quantize_weight(torch.randn(width, dim, device=DEVICE).t().contiguous()).values.float()
+    weight = quantize.quantize_weight(torch.randn(width, dim, device=DEVICE).t().contiguous()).values.float()
     gradients = torch.randn(rows, dim, device=DEVICE) * torch.logspace(-9, 3, rows, device=DEVICE)[:, None]
     gradients[:40] *= weight[:, :40].t()  # along a column of the weight, where the product is largest
     h = 3 * torch.randn(rows, width, device=DEVICE)
     h[:, 0] = 1.5  # near the steepest slope
     grad, factor = gradients @ weight, torch.rand(width, device=DEVICE)
-    out_scale, unit = torch.rand(rows, 1, device=DEVICE), torch.tensor(0.05, device=DEVICE)
-    scales = (out_scale, out_scale.amax(), unit)
-    (largest,) = fp8.numbers(fp8.zeros(1, h.device))
-    dh, activated, sums = fp8.gelu_backward(
-        h, grad, (gradients.norm(dim=1), dim), (factor, factor.amax()), scales, largest, kind
-    )
+    (largest,) = quantize.numbers(quantize.zeros(1, h.device))
+    lengths = (gradients.norm(dim=1), dim)
+    dh, sums = fp8.gelu_backward(h, grad, lengths, (factor, factor.amax()), largest, kind)
     assert largest == dh.scale.max()
-    expected, out, expected_sums = fused_ops.gelu_backward_reference(h, grad, kind)
+    expected, _, expected_sums = fused_ops.gelu_backward_reference(h, grad, kind)
     weighted = expected * factor
     assert (weighted.abs() <= 448 * dh.scale).all()
     row_max = weighted.abs().amax(1, keepdim=True)
     assert (row_max > dh.scale).all()  # the bound leaves a ninth of the range of normal numbers, 15 powers of 2
     assert ((dh.values.float() * dh.scale - weighted).abs() <= 2**-4 * weighted.abs() + 2**-9 * dh.scale).all()
-    assert_same_fp8(activated[:, :rows].contiguous(), fp8.quantize_transposed_reference(out, out_scale, unit), 0.03)
     torch.testing.assert_close(sums, expected_sums, rtol=1e-4, atol=1e-3)
 
 
@@ -187,22 +186,18 @@ import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from vitral.kernels.quantize import _TRANSPOSED_TILE as TRANSPOSED_TILE
 from vitral.kernels.jit import fp8
 
 half, wide, e4m3, count = "*bf16", "*fp32", "*fp8e4nv", "i32"
-sizes = {"rows": count, "width": count, "padded": count}
-inputs = {"H": half, "H_AGAIN": half, "GRAD": half} | dict.fromkeys(
-    ("LENGTH", "LARGEST_FACTOR", "FACTOR", "OUT_SCALE", "OUT_LARGEST", "OUT_UNIT"), wide
-)
-outputs = {"DH": e4m3, "SCALE": wide, "LARGEST": wide, "OUT_T": e4m3, "SUMS": wide}
-transposed = {"X": half, "SCALE": wide, "LARGEST": wide, "UNIT": wide, "OUT": e4m3}
-for kernel, types, constants in (
-    (fp8.gelu_backward, inputs | outputs | sizes | {"bound": "fp32"}, {"GELU": "tanh", "ROWS": 128, "COLUMNS": 32}),
-    (fp8.transpose, transposed | sizes, {"SCALED": True, "ROWS": 64, "COLUMNS": 128}),
-):
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if name != "rows" and name != "bound"}
-    source = ASTSource(kernel, types | dict.fromkeys(constants, "constexpr"), constants, aligned)
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttgir"]
+types = {"X": half, "SCALE": wide, "LARGEST": wide, "UNIT": wide, "OUT": e4m3}
+types |= {"rows": count, "width": count, "padded": count}
+rows, columns, warps = TRANSPOSED_TILE
+for gelu in ("", "tanh", "none", "quick"):
+    constants = {"SCALED": True, "GELU": gelu, "ROWS": rows, "COLUMNS": columns}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if name != "rows"}
+    source = ASTSource(fp8.transpose, types | dict.fromkeys(constants, "constexpr"), constants, aligned)
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ttgir"]
     moves = [line for line in code.splitlines() if "convert_layout" in line]
     assert any("xbf16" in line for line in moves), code
     assert not any("f8E4M3" in line for line in moves), moves
@@ -224,9 +219,9 @@ def test_the_gradients_of_a_layer_match_its_products():
     weight[7] = 0.0  # but not its gradient
     weight /= 100
     grad = torch.randn(150, 64, device=DEVICE) * torch.logspace(-4, 0, 150, device=DEVICE)[:, None]
-    quantized = fp8.quantize_weight(weight)
+    quantized = quantize.quantize_weight(weight)
     unit = x.abs().max() / 448 * 8
-    transposed = fp8.Fp8Weight(fp8.transpose(quantized.values), quantized.scale)
+    transposed = quantize.Fp8Weight(quantize.transpose(quantized.values), quantized.scale)
     dx, dweight = fp8.linear_backward(grad, x, unit, transposed)
     dweight /= quantized.scale[:, None]
     assert (dx - grad @ weight).norm() < 0.06 * (grad @ weight).norm()
@@ -256,7 +251,7 @@ def test_attention_writes_fp8(tokens, dim, half):
     qkv, scale = torch.randn(2, tokens, 3, 2, dim, device=DEVICE), torch.tensor(0.01, device=DEVICE)
     out, _, quantized = attention.forward_fp8(qkv, scale, half=half)
     expected = attention.reference(qkv)
-    assert_same_fp8(quantized, fp8.quantize_reference(expected, scale))
+    assert_same_fp8(quantized, quantize.quantize_reference(expected, scale))
     if half:
         assert out is not None
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
@@ -268,9 +263,9 @@ def test_add_norm_backward_writes_fp8(dropped):
     saved, grad, dtotal = torch.randn(3, 20, 48, device=DEVICE)
     factor, moments = torch.rand(48, device=DEVICE), torch.rand(2, 20, device=DEVICE)
     drop = fused_ops.BranchDrop(torch.tensor([0.1, 0.9], device=DEVICE), 0.5) if dropped else None
-    target = fused_ops.Fp8Target.like(grad, factor, *fp8.numbers(fp8.zeros(1, grad.device)))
+    target = fused_ops.Fp8Target.like(grad, factor, *quantize.numbers(quantize.zeros(1, grad.device)))
     _, dy, _ = fused_ops.add_norm_backward(saved, moments, None, dtotal, grad, drop, target)
-    expected = fp8.quantize_rows_reference(dy, factor)
+    expected = quantize.quantize_rows_reference(dy, factor)
     assert_same_fp8(target.values, expected.values)
     torch.testing.assert_close(target.scale, expected.scale)
     assert target.largest == target.scale.max()

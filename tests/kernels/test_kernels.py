@@ -175,7 +175,10 @@ class FakeMatmul(cublas._Matmul):
 def test_the_fastest_algorithm_with_the_same_bits_is_chosen_once(times, chosen, result, monkeypatch):
     capturing = [True]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    matmul, operands = FakeMatmul(times, result), cublas._Operands(*torch.empty(3, 2, 2).unbind())
+    matmul, operands = (
+        FakeMatmul(times, result),
+        cublas._Operands(torch.empty(2, 2), torch.empty(2, 2), torch.empty(2, 2)),
+    )
     matmul(operands, tunes=False)
     matmul(operands, tunes=True)
     assert matmul.used == [0, 0]  # not while a graph is captured

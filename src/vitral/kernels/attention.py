@@ -21,13 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitral.kernels import fp8
+from vitral.kernels import quantize
 from vitral.kernels.dispatch import E4M3, ceil_div, is_short, launch, on_device_of
 from vitral.kernels.jit import attention as jit
 
 Spans = tuple[tuple[int, int], ...]  # (first, size) of each part of a sequence
 _ROWS = 64  # that a program computes at a time; tuned on an H200
-_PACK_PROGRAM_ROWS, _PACK_ROWS, _PACK_COLUMNS = 64, 8, 256  # per program, and at a time
+_PACK_PROGRAM_ROWS, _PACK_ROWS, _PACK_COLUMNS = 32, 4, 1024  # per program, and at a time
 _aten = torch.ops.aten
 
 
@@ -91,7 +91,7 @@ def forward_fp8(qkv: Tensor, scale: Tensor, *, half: bool) -> tuple[Tensor | Non
     """
     if not is_short(qkv.shape[1], qkv.shape[4]):
         out, lse = _long_forward(qkv)
-        return out, lse, fp8.quantize(out, scale)
+        return out, lse, quantize.quantize(out, scale)
     out, lse = _empty(qkv)
     quantized = torch.empty_like(out, dtype=E4M3)
     outputs = {"HAS_OUT": half, "HAS_QUANTIZED": True}

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vitral.kernels import attention, fp8, linears
-from vitral.kernels.fp8 import Fp8BlockWeights, Fp8Rows, Fp8Units, Fp8Weight, MlpGradients, quantize_block
+from vitral.kernels import attention, fp8, linears, quantize
+from vitral.kernels.fp8 import Fp8BlockWeights, Fp8Units, MlpGradients, quantize_block
 from vitral.kernels.fused_ops import (
     AddNormOutput,
     BlockWeights,
@@ -40,6 +40,7 @@ from vitral.kernels.fused_ops import (
     gelu_backward,
     unfold_norm,
 )
+from vitral.kernels.quantize import Fp8Rows, Fp8Weight
 from vitral.kernels.rotary import RotaryTables, rotate_, rotate_back_
 
 
@@ -197,7 +198,7 @@ def forward(inputs: BlockInputs, options: BlockOptions) -> BlockOutputs:
     layer = _training_weights(inputs, options)
     formats: NormFormats = "both" if options.fp8 else "half"
     first = add_norm(x, branch, bias, NonAffineNorm(options.eps1), options.drop_before, formats)
-    units = fp8.unit_scales(x) if options.fp8 else None
+    units = quantize.unit_scales(x) if options.fp8 else None
     qkv = linears.linear(product_input(first, units), layer.qkv)
     if options.rotation is not None:
         rotate_(_split_heads(qkv, options), options.rotation)
@@ -245,7 +246,7 @@ def _backward_weights(layer: BlockWeights | Fp8BlockWeights) -> tuple[Tensor, ..
         return layer.qkv.weight, layer.hidden.weight, *none
     linears = (layer.qkv, layer.hidden, layer.out, layer.output)
     scales = [linear.weight.scale for linear in (layer.qkv, layer.out, layer.hidden, layer.output)]
-    values = (fp8.transpose(linear.weight.values) for linear in linears)
+    values = (quantize.transpose(linear.weight.values) for linear in linears)
     return *values, torch.cat(scales), layer.units
 
 
@@ -265,7 +266,7 @@ def _saved_weights(saved: BlockSaved) -> _BackwardWeights:
     values = (saved.folded_qkv, saved.fp8_out, saved.folded_hidden, saved.fp8_output)
     scales = saved.scales.split([weight.shape[1] for weight in values])
     qkv, out, hidden, output = map(Fp8Weight, values, scales)
-    return _BackwardWeights(qkv, out, hidden, output, Fp8Units(*fp8.numbers(saved.units)[: len(Fp8Units._fields)]))
+    return _BackwardWeights(qkv, out, hidden, output, Fp8Units(*quantize.numbers(saved.units)[: len(Fp8Units._fields)]))
 
 
 def _output_backward(
@@ -315,7 +316,7 @@ def backward(dx: Tensor, dbranch: Tensor, saved: BlockSaved, options: BlockOptio
     )
     target = None
     if isinstance(weights.out, Fp8Weight):
-        target = Fp8Target.like(dx, weights.out.scale, *fp8.numbers(fp8.zeros(1, dx.device)))
+        target = Fp8Target.like(dx, weights.out.scale, *quantize.numbers(quantize.zeros(1, dx.device)))
     dx, dattn_branch, sums = add_norm_backward(saved.normed2, saved.moments2, None, dx, mlp.x, options.drop, target)
     dbout = sums[0]
     dattn, dwout = _output_backward(dattn_branch, _merge_heads(saved.attn), weights, target)

@@ -25,8 +25,9 @@ from vitral.kernels.block import (
     product_input,
 )
 from vitral.kernels.dispatch import on_device_of
-from vitral.kernels.fp8 import Fp8BlockWeights, unit_scales
+from vitral.kernels.fp8 import Fp8BlockWeights
 from vitral.kernels.fused_ops import BlockWeights, BranchDrop, NormWeights, add_norm, add_norm_backward
+from vitral.kernels.quantize import unit_scales
 from vitral.kernels.rotary import RotaryTables
 
 Drops = Sequence[tuple[BranchDrop | None, BranchDrop | None]]  # of each block's attention and MLP

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.kernels import cublas, fp8, gelu
-from vitral.kernels.fp8 import Fp8Linear, Fp8Rows
+from vitral.kernels.fp8 import Fp8Linear
 from vitral.kernels.fused_ops import LinearWeights
+from vitral.kernels.quantize import Fp8Rows
 
 
 def linear(x: Tensor | Fp8Rows, layer: LinearWeights | Fp8Linear, *, has_bias: bool = True) -> Tensor:

@@ -27,8 +27,9 @@ from vitral.kernels.block import (
     to_save,
 )
 from vitral.kernels.dispatch import E4M3, on_device_of
-from vitral.kernels.fp8 import Fp8BlockWeights, unit_scales
+from vitral.kernels.fp8 import Fp8BlockWeights
 from vitral.kernels.fused_ops import BlockWeights, LinearWeights, NormWeights, add_norm, add_norm_backward
+from vitral.kernels.quantize import unit_scales
 
 
 def split_block(arguments: Sequence[Any]) -> tuple[BlockInputs, BlockOptions]:

@@ -39,13 +39,13 @@ def _row_values(base, first, N: tl.constexpr, SIZE: tl.constexpr, other):
 
 @triton.jit
 def _scores(q, k, BIAS, row, first, scale, N: tl.constexpr, SIZE: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Logits of queries and the keys from `first` on, in base 2: (rows, SIZE)"""
+    """Logits of queries and the keys from `first` on, divided by `scale`: (rows, SIZE)"""
     column = first + tl.arange(0, SIZE)
-    s = tl.dot(q, tl.trans(k)) * (scale * 1.4426950408889634)
+    s = tl.dot(q, tl.trans(k))
     if HAS_BIAS:
         inside = (row[:, None] < N) & (column[None, :] < N)
         bias = tl.load(BIAS + row[:, None] * N + column[None, :], mask=inside, other=0.0)
-        s += bias.to(tl.float32) * 1.4426950408889634
+        s += bias.to(tl.float32) / scale
     if first + SIZE > N:
         s = tl.where(column[None, :] < N, s, float("-inf"))
     return s
@@ -66,18 +66,20 @@ def _forward_rows(
     row_max = tl.max(scores[0], 1)
     for j in tl.static_range(1, len(PARTS)):
         row_max = tl.maximum(row_max, tl.max(scores[j], 1))
+    base_2 = scale * 1.4426950408889634
+    row_max *= base_2
     total = tl.zeros_like(row_max)
     out = tl.zeros((SIZE, D), tl.float32)
     for j in tl.static_range(len(PARTS)):
-        p = tl.exp2(scores[j] - row_max[:, None])
+        p = tl.exp2(scores[j] * base_2 - row_max[:, None])
         total += tl.sum(p, 1)
         out = tl.dot(p.to(q.dtype), values[j], out)
-    out /= total[:, None]
+    out *= (1.0 / total)[:, None]
     offset = row[:, None] * (heads * D) + tl.arange(0, D)[None, :]
     if HAS_OUT:
         tl.store(OUT + offset, out.to(OUT.dtype.element_ty), mask=row[:, None] < N)
     if HAS_QUANTIZED:
-        tl.store(QUANTIZED + offset, to_e4m3(out / tl.load(OUT_SCALE), QUANTIZED), mask=row[:, None] < N)
+        tl.store(QUANTIZED + offset, to_e4m3(out * (1.0 / tl.load(OUT_SCALE)), QUANTIZED), mask=row[:, None] < N)
     tl.store(LSE + row, row_max + tl.log2(total), mask=row < N)
 
 
@@ -127,7 +129,8 @@ def _query_rows(
     dq = tl.zeros((SIZE, D), tl.float32)
     for j in tl.static_range(len(PARTS)):
         s = _scores(q, keys[j], BIAS, row, PARTS[j][0], scale, N, PARTS[j][1], HAS_BIAS)
-        ds = tl.exp2(s - lse[:, None]) * (tl.dot(grad, tl.trans(values[j])) - delta[:, None])
+        p = tl.exp2(s * (scale * 1.4426950408889634) - lse[:, None])
+        ds = p * (tl.dot(grad, tl.trans(values[j])) - delta[:, None])
         if HAS_BIAS:
             column = PARTS[j][0] + tl.arange(0, PARTS[j][1])
             inside = (row[:, None] < N) & (column[None, :] < N)
@@ -184,14 +187,15 @@ def _key_rows(
     dk = tl.zeros((SIZE, D), tl.float32)
     dv = tl.zeros((SIZE, D), tl.float32)
     for j in tl.static_range(len(PARTS)):
-        s = tl.dot(k, tl.trans(queries[j])) * (scale * 1.4426950408889634)
+        s = tl.dot(k, tl.trans(queries[j]))
         if HAS_BIAS:
             column = PARTS[j][0] + tl.arange(0, PARTS[j][1])
             inside = (row[:, None] < N) & (column[None, :] < N)
             bias = tl.load(BIAS + column[None, :] * N + row[:, None], mask=inside, other=0.0)
-            s += bias.to(tl.float32) * 1.4426950408889634
+            s += bias.to(tl.float32) / scale
         # Queries beyond the last have an infinite log-sum-exp, hence no weight.
-        p = tl.exp2(s - _row_values(LSE, PARTS[j][0], N, PARTS[j][1], float("inf"))[None, :])
+        lse = _row_values(LSE, PARTS[j][0], N, PARTS[j][1], float("inf"))
+        p = tl.exp2(s * (scale * 1.4426950408889634) - lse[None, :])
         dv = tl.dot(p.to(v.dtype), grads[j], dv)
         delta = _row_values(DELTA, PARTS[j][0], N, PARTS[j][1], 0.0)
         ds = p * (tl.dot(v, tl.trans(grads[j])) - delta[None, :])

@@ -28,33 +28,28 @@ def quantize(X, OUT, SCALE, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
     value = tl.load(X + offset, mask=offset < size, other=0.0).to(tl.float32)
     if GELU != "":
         value = gelu_of(value, GELU)
-    tl.store(OUT + offset, to_e4m3(value / tl.load(SCALE), OUT), mask=offset < size)
+    tl.store(OUT + offset, to_e4m3(value * (1.0 / tl.load(SCALE)), OUT), mask=offset < size)
 
 
 @triton.jit
 def quantize_rows(
-    X, FACTOR, OUT, SCALE, LENGTH, LARGEST, rows, width,
-    PROGRAM_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    X, FACTOR, OUT, SCALE, LENGTH, LARGEST, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """OUT * SCALE = X * FACTOR, with a FACTOR per column and a SCALE per row; LENGTH is the Euclidean norm of rows.
 
     LARGEST, which is 0 before, becomes the largest SCALE.
     """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
+    offset = row[:, None].to(tl.int64) * width + column[None, :]
+    inside = (row[:, None] < rows) & (column[None, :] < width)
     factor = tl.load(FACTOR + column, mask=column < width, other=0.0)
-    largest = tl.zeros((ROWS,), tl.float32)
-    first = tl.program_id(0) * PROGRAM_ROWS
-    for start in range(first, first + PROGRAM_ROWS, ROWS):
-        row = start + tl.arange(0, ROWS)
-        offset = row[:, None].to(tl.int64) * width + column[None, :]
-        inside = (row[:, None] < rows) & (column[None, :] < width)
-        value = tl.load(X + offset, mask=inside, other=0.0).to(tl.float32) * factor[None, :]
-        scale = row_scale(tl.max(tl.abs(value), 1))
-        tl.store(OUT + offset, to_e4m3(value / scale[:, None], OUT), mask=inside)
-        tl.store(SCALE + row, scale, mask=row < rows)
-        tl.store(LENGTH + row, tl.sqrt(tl.sum(value * value, 1)), mask=row < rows)
-        largest = tl.maximum(largest, scale)
-    tl.atomic_max(LARGEST, tl.max(largest, 0))
+    value = tl.load(X + offset, mask=inside, other=0.0).to(tl.float32) * factor[None, :]
+    scale = row_scale(tl.max(tl.abs(value), 1))
+    tl.store(OUT + offset, to_e4m3(value * (1.0 / scale)[:, None], OUT), mask=inside)
+    tl.store(SCALE + row, scale, mask=row < rows)
+    tl.store(LENGTH + row, tl.sqrt(tl.sum(value * value, 1)), mask=row < rows)
+    tl.atomic_max(LARGEST, tl.max(scale, 0))
 
 
 @triton.jit
@@ -85,75 +80,68 @@ def quantize_weight(
         tl.atomic_max(LARGEST_OUT, tl.max(out_scale, 0))
     # Not less, as gradients are multiplied by it: the weights of a new layer may be zero.
     scale = tl.maximum(tl.max(tl.abs(weight), 1) / 448.0, 1e-7)
-    tl.store(VALUES + offset, to_e4m3(weight / scale[:, None], VALUES), mask=inside)
+    tl.store(VALUES + offset, to_e4m3(weight * (1.0 / scale)[:, None], VALUES), mask=inside)
     tl.store(SCALE + row, scale, mask=row < rows)
     if FOLDS:
         tl.atomic_max(LARGEST, tl.max(scale, 0))
 
 
 @triton.jit
-def _store_transposed(OUT, value, row, column, width, padded):
-    """OUT (width, padded) = value', of the rows and columns of a tile."""
-    inside = (column[:, None] < width) & (row[None, :] < padded)
-    value = tl.trans(value).to(OUT.dtype.element_ty)
-    tl.store(OUT + column[:, None].to(tl.int64) * padded + row[None, :], value, mask=inside)
-
-
-@triton.jit
-def _shared_scale(SCALE, LARGEST, UNIT, row, rows):
-    """SCALE / (LARGEST * UNIT) of each row, (rows,)"""
-    return tl.load(SCALE + row, mask=row < rows, other=0.0) / (tl.load(LARGEST) * tl.load(UNIT))
-
-
-@triton.jit
 def transpose(
     X, SCALE, LARGEST, UNIT, OUT, rows, width, padded,
-    SCALED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SCALED: tl.constexpr, GELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """X (rows, width) of bytes -> OUT (width, padded), with zeros beyond `rows`.
 
-    SCALED: of numbers in half precision, times SCALE / (LARGEST * UNIT) with a SCALE per row, in e4m3.
+    SCALED: of numbers in half precision, or GELU of them, times SCALE / (LARGEST * UNIT) with a SCALE per row, in e4m3.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = (row[:, None] < rows) & (column[None, :] < width)
     value = tl.load(X + row[:, None].to(tl.int64) * width + column[None, :], mask=inside, other=0)
     if SCALED:
-        scale = _shared_scale(SCALE, LARGEST, UNIT, row, rows)
-        value = value.to(tl.float32) * scale[:, None]
-    _store_transposed(OUT, value, row, column, width, padded)
+        value = value.to(tl.float32)
+        if GELU != "":
+            value = gelu_of(value, GELU)
+        scale = tl.load(SCALE + row, mask=row < rows, other=0.0) / (tl.load(LARGEST) * tl.load(UNIT))
+        value *= scale[:, None]
+    # Triton moves what it has loaded between threads, in half precision: 3.6 and 3.7 spoil some numbers that move in
+    # FP8 (its issue 11111). A test compiles this and looks.
+    inside = (column[:, None] < width) & (row[None, :] < padded)
+    value = tl.trans(value).to(OUT.dtype.element_ty)
+    tl.store(OUT + column[:, None].to(tl.int64) * padded + row[None, :], value, mask=inside)
 
 
 @triton.jit
 def gelu_backward(
-    H, H_AGAIN, GRAD, LENGTH, LARGEST_FACTOR, FACTOR, OUT_SCALE, OUT_LARGEST, OUT_UNIT, DH, SCALE, LARGEST,
-    OUT_T, SUMS, rows, width, padded, bound,
-    GELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    H, GRAD, LENGTH, LARGEST_FACTOR, FACTOR, DH, SCALE, LARGEST, SUMS, rows, width, bound,
+    GELU: tl.constexpr, PROGRAM_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the GELU's input H, and its output again, as products read them.
+    """The gradient dh of the GELU's input H: DH * SCALE = dh * FACTOR, with a FACTOR per column.
 
-    DH * SCALE = dh * FACTOR, with a FACTOR per column and SCALE = LENGTH * LARGEST_FACTOR * bound per row; LARGEST,
-    which is 0 before, becomes the largest of these. OUT_T is GELU(H) * OUT_SCALE / (OUT_LARGEST * OUT_UNIT), with an
-    OUT_SCALE per row, transposed. SUMS are the column sums of dh over the rows of a program. H_AGAIN is H.
+    SCALE = LENGTH * LARGEST_FACTOR * bound per row; LARGEST, which is 0 before, becomes the largest of these. SUMS are
+    the column sums of dh over the rows of a program.
     """
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    offset = row[:, None].to(tl.int64) * width + column[None, :]
-    inside = (row[:, None] < rows) & (column[None, :] < width)
-    h = tl.load(H + offset, mask=inside, other=0.0).to(tl.float32)
-    grad = tl.load(GRAD + offset, mask=inside, other=0.0).to(tl.float32)
-    _, dh = gelu_gradient(h, grad, GELU)
-    tl.store(SUMS + tl.program_id(1) * width + column, tl.sum(dh, 0), mask=column < width)
-    length = tl.load(LENGTH + row, mask=row < rows, other=0.0)
-    scale = tl.maximum(length * (tl.load(LARGEST_FACTOR) * bound), 1e-30)
-    if tl.program_id(0) == 0:
-        tl.store(SCALE + row, scale, mask=row < rows)
-        tl.atomic_max(LARGEST, tl.max(scale, 0))
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     factor = tl.load(FACTOR + column, mask=column < width, other=0.0)
-    # No number is beyond the largest, by the choice of the scales: `to_e4m3` would take a tenth of the instructions.
-    tl.store(DH + offset, (dh * factor[None, :] * (1.0 / scale)[:, None]).to(DH.dtype.element_ty), mask=inside)
-    # Loaded again (from the cache), so that Triton transposes what is in half precision: 3.6 and 3.7 spoil some numbers
-    # in FP8 that move between threads (its issue 11111).
-    h = tl.load(H_AGAIN + offset, mask=inside, other=0.0).to(tl.float32)
-    out_scale = _shared_scale(OUT_SCALE, OUT_LARGEST, OUT_UNIT, row, rows)
-    _store_transposed(OUT_T, gelu_of(h, GELU) * out_scale[:, None], row, column, width, padded)
+    row_bound = tl.load(LARGEST_FACTOR) * bound
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    largest = tl.zeros((ROWS,), tl.float32)
+    first = tl.program_id(0) * PROGRAM_ROWS
+    for start in range(first, first + PROGRAM_ROWS, ROWS):
+        row = start + tl.arange(0, ROWS)
+        offset = row[:, None].to(tl.int64) * width + column[None, :]
+        inside = (row[:, None] < rows) & (column[None, :] < width)
+        h = tl.load(H + offset, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(GRAD + offset, mask=inside, other=0.0).to(tl.float32)
+        _, dh = gelu_gradient(h, grad, GELU)
+        scale = tl.maximum(tl.load(LENGTH + row, mask=row < rows, other=0.0) * row_bound, 1e-30)
+        # None is beyond the largest number, by the choice of the scales: `to_e4m3` would take more instructions.
+        tl.store(DH + offset, (dh * factor[None, :] * (1.0 / scale)[:, None]).to(DH.dtype.element_ty), mask=inside)
+        if tl.program_id(1) == 0:
+            tl.store(SCALE + row, scale, mask=row < rows)
+        largest = tl.maximum(largest, scale)
+        total += dh
+    tl.store(SUMS + tl.program_id(0) * width + column, tl.sum(total, 0), mask=column < width)
+    if tl.program_id(1) == 0:
+        tl.atomic_max(LARGEST, tl.max(largest, 0))

@@ -32,15 +32,16 @@ def column_sums(
 @triton.jit
 def gelu_backward(
     H, GRAD, DH, OUT, SUMS, rows, width,
-    GELU: tl.constexpr, HAS_OUT: tl.constexpr, PROGRAM_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    GELU: tl.constexpr, HAS_OUT: tl.constexpr,
+    PROGRAM_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(0) * PROGRAM_ROWS
-    dbias = tl.zeros((COLUMNS,), tl.float32)
-    for index in range(PROGRAM_ROWS):
-        row = first + index + tl.arange(0, 1)
-        offset = row.to(tl.int64) * width + column
-        inside = (row < rows) & (column < width)
+    dbias = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(first, first + PROGRAM_ROWS, ROWS):
+        row = start + tl.arange(0, ROWS)
+        offset = row[:, None].to(tl.int64) * width + column[None, :]
+        inside = (row[:, None] < rows) & (column[None, :] < width)
         h = tl.load(H + offset, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(GRAD + offset, mask=inside, other=0.0).to(tl.float32)
         gate, dh = gelu_gradient(h, grad, GELU)
@@ -48,7 +49,7 @@ def gelu_backward(
         if HAS_OUT:
             tl.store(OUT + offset, (h * gate).to(OUT.dtype.element_ty), mask=inside)
         dbias += dh
-    tl.store(SUMS + tl.program_id(0) * width + column, dbias, mask=column < width)
+    tl.store(SUMS + tl.program_id(0) * width + column, tl.sum(dbias, 0), mask=column < width)
 
 
 @triton.jit
@@ -144,7 +145,7 @@ def norm_backward(
         if QUANTIZES:
             value = dx * tl.load(FACTOR + column, mask=column < width, other=0.0)[None, :]
             row_scales = row_scale(tl.max(tl.abs(value), 1))
-            tl.store(QUANTIZED + offset, to_e4m3(value / row_scales[:, None], QUANTIZED), mask=inside)
+            tl.store(QUANTIZED + offset, to_e4m3(value * (1.0 / row_scales)[:, None], QUANTIZED), mask=inside)
             tl.store(SCALE + row, row_scales, mask=row < rows)
             largest = tl.maximum(largest, row_scales)
         dbias += tl.sum(dx, 0)  # rows beyond the last are zero, as their scale is
