@@ -70,7 +70,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     counted: list[str] = []
     encode = blocks.encode
 
-    def count(*arguments: Any, **options: Any) -> torch.Tensor:
+    def count(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         counted.append("encode")
         return encode(*arguments, **options)
 
@@ -174,10 +174,16 @@ def test_half_precision_gradients_are_within_rounding(name, calls, monkeypatch):
         _, found = logits_and_gradients(model, images)
     assert calls
     monkeypatch.setattr(dispatch, "_has_kernels", lambda device: False)
-    _, gradients = logits_and_gradients(model, images)
-    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
-    difference = torch.stack([(found[name] - gradient).norm() for name, gradient in gradients.items()]).norm()
-    assert difference < (2e-2 if torch.bfloat16 == HALF else 5e-3) * norm
+    _, exact = logits_and_gradients(model, images)
+    with torch.autocast(DEVICE, HALF):
+        _, plain = logits_and_gradients(model, images)
+    norm = torch.stack([gradient.norm() for gradient in exact.values()]).norm()
+    errors = [
+        torch.stack([(gradients[name] - gradient).norm() for name, gradient in exact.items()]).norm()
+        for gradients in (found, plain)
+    ]
+    # Random models of this size turn the rounding of bfloat16 into up to 4 % of the norm, with and without kernels.
+    assert errors[0] < 1.5 * errors[1] + 1e-3 * norm
     assert all(gradient.dtype == torch.float32 for gradient in found.values())
 
 

@@ -43,8 +43,8 @@ def encode(
     rotations: Sequence[RotaryTables | None],
     drops: Drops,
     fp8: bool = False,
-) -> Tensor:
-    """All blocks and the final norm; with a gradient if the weights are trained.
+) -> tuple[Tensor, Tensor]:
+    """All blocks and the norm after them; with a gradient if the weights are trained.
 
     Args:
         x: (batch, tokens, dim) in half precision.
@@ -57,7 +57,7 @@ def encode(
         fp8: multiply in FP8, with weights that are quantised here unless they are already.
 
     Returns:
-        (batch, tokens, dim)
+        The norm of the residual stream after the blocks, and that stream itself, (batch, tokens, dim) each.
     """
     trained = torch.is_grad_enabled() and final_norm.weight.requires_grad
     options = _block_options(x.shape[0], heads, gelu, layers, rotations, drops, fp8=fp8)
@@ -66,11 +66,14 @@ def encode(
     weights = cast("Sequence[BlockWeights]", layers)  # quantised ones are for `_encode_inference` only
     if torch.compiler.is_compiling():
         run = _encode_trained if trained else _encode_compiled_inference
-        return run(rows, weights, final_norm, options, last_drop).view(x.shape)
+        normed, total = run(rows, weights, final_norm, options, last_drop)
+        return normed.view(x.shape), total.view(x.shape)
     with on_device_of(x):
         if trained:
-            return _encode_trained(rows, weights, final_norm, options, last_drop).view(x.shape)
-        return _encode_inference(rows, layers, final_norm, options, last_drop).view(x.shape)
+            normed, total = _encode_trained(rows, weights, final_norm, options, last_drop)
+        else:
+            normed, total = _encode_inference(rows, layers, final_norm, options, last_drop)
+    return normed.view(x.shape), total.view(x.shape)
 
 
 def _block_options(
@@ -104,8 +107,8 @@ def _encode_inference(
     final_norm: NormWeights,
     options: Sequence[BlockOptions],
     last_drop: BranchDrop | None,
-) -> Tensor:
-    """Nothing is saved for a backward pass: (rows, dim) -> (rows, dim)"""
+) -> tuple[Tensor, Tensor]:
+    """Nothing is saved for a backward pass: (rows, dim) -> (rows, dim), (rows, dim)"""
     branch, bias = None, None
     units = unit_scales(x) if options[0].fp8 else None
     for layer, option in zip(layers, options, strict=True):
@@ -116,7 +119,8 @@ def _encode_inference(
         output = add_norm(output.total, branch, layer.out.bias, layer.norm2, option.drop, option.formats)
         x, branch = output.total, mlp_branch(product_input(output, units), layer, option)
         bias = layer.output.bias
-    return add_norm(x, branch, bias, final_norm, last_drop).normed
+    output = add_norm(x, branch, bias, final_norm, last_drop)
+    return output.normed, output.total
 
 
 def _encode_compiled_inference(
@@ -125,13 +129,13 @@ def _encode_compiled_inference(
     final_norm: NormWeights,
     options: Sequence[BlockOptions],
     last_drop: BranchDrop | None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     branch, bias = None, None
     for layer, option in zip(layers, options, strict=True):
         inputs = _block_inputs(x, branch, bias, layer, (layer.out.weight, layer.output.weight))
         x, branch = operators.block_inference(*inputs, *option)
         bias = layer.output.bias
-    return operators.final_norm(x, branch, bias, *_norm_arguments(final_norm, last_drop))[0]
+    return operators.final_norm(x, branch, bias, *_norm_arguments(final_norm, last_drop))[:2]
 
 
 def _encode_trained(
@@ -140,7 +144,7 @@ def _encode_trained(
     final_norm: NormWeights,
     options: Sequence[BlockOptions],
     last_drop: BranchDrop | None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     branch, bias = None, None
     compiling = torch.compiler.is_compiling()
     half_weights = _to_half([weight for layer in layers for weight in (layer.out.weight, layer.output.weight)], x.dtype)
@@ -151,7 +155,7 @@ def _encode_trained(
         x, branch, bias = outputs[0], outputs[1], layer.output.bias
     arguments = _norm_arguments(final_norm, last_drop)
     if compiling:
-        return operators.final_norm(x, branch, bias, *arguments)[0]
+        return operators.final_norm(x, branch, bias, *arguments)[:2]
     return _FinalNorm.apply(x, branch, bias, *arguments)
 
 
@@ -200,24 +204,25 @@ class _Block(torch.autograd.Function):
 
 
 class _FinalNorm(torch.autograd.Function):
-    """The last residual sum and the norm after the blocks: (rows, dim), (rows, dim), (dim,) -> (rows, dim)"""
+    """The norm after the blocks, and the last residual sum: (rows, dim), (rows, dim), (dim,) -> (rows, dim) each"""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, branch: Tensor, bias: Tensor, scale: Tensor, shift: Tensor, draws: Tensor | None,
         eps: float, keep: float,
-    ) -> Tensor:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         output = add_norm(x, branch, bias, NormWeights(scale, shift, eps), as_drop(draws, keep))
         ctx.save_for_backward(output.total, output.moments, scale, draws)
         ctx.keep = keep
-        return output.normed
+        ctx.set_materialize_grads(False)  # few read the sum
+        return output.normed, output.total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         total, moments, scale, draws = ctx.saved_tensors
-        drop = as_drop(draws, ctx.keep)
+        dnormed, dtotal = operators.final_norm_grads(grads, total)
         dx, dbranch, (dbias, dscale, dshift) = add_norm_backward(
-            total, moments, scale, None, grads[0].contiguous(), drop
+            total, moments, scale, dtotal, dnormed, as_drop(draws, ctx.keep)
         )
         return dx, dbranch, dbias, dscale, dshift, None, None, None

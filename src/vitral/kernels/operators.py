@@ -213,7 +213,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
 def final_norm(
     x: Tensor, branch: Tensor, bias: Tensor, scale: Tensor, shift: Tensor, draws: Tensor | None, eps: float, keep: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The norm of the last residual sum; and that sum and its moments for the backward pass."""
+    """The norm of the last residual sum, that sum, and its moments for the backward pass."""
     with on_device_of(x):
         output = add_norm(x, branch, bias, NormWeights(scale, shift, eps), as_drop(draws, keep))
     return output.normed, output.total, output.moments
@@ -227,20 +227,33 @@ def _(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
 @torch.library.custom_op(
     "vitral::final_norm_backward",
     mutates_args=(),
-    schema=(f"(Tensor grad, Tensor total, Tensor moments, Tensor scale, Tensor? draws, float keep) -> {_results(3)}"),
+    schema=(
+        "(Tensor? dnormed, Tensor? dtotal, Tensor total, Tensor moments, Tensor scale, Tensor? draws, float keep) -> "
+        f"{_results(3)}"
+    ),
 )
 def _final_norm_backward(
-    grad: Tensor, total: Tensor, moments: Tensor, scale: Tensor, draws: Tensor | None, keep: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    with on_device_of(grad):
-        grads = add_norm_backward(total, moments, scale, None, grad.contiguous(), as_drop(draws, keep))
-    return tuple(grads if draws is not None else grads._replace(dy=grad.new_empty(0)))
+    dnormed: Tensor | None, dtotal: Tensor | None, total: Tensor, moments: Tensor, scale: Tensor,
+    draws: Tensor | None, keep: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dnormed, dtotal = final_norm_grads((dnormed, dtotal), total)
+    with on_device_of(total):
+        grads = add_norm_backward(total, moments, scale, dtotal, dnormed, as_drop(draws, keep))
+    return tuple(grads if draws is not None else grads._replace(dy=total.new_empty(0)))
+
+
+def final_norm_grads(grads: Sequence[Tensor | None], total: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The gradients of the norm and of the sum before it as kernels read them; the second may be missing."""
+    dnormed, dtotal = grads
+    dnormed = torch.zeros_like(total) if dnormed is None else dnormed.contiguous()
+    return dnormed, None if dtotal is None else dtotal.contiguous()
 
 
 @_final_norm_backward.register_fake
 def _(
-    grad: Tensor, total: Tensor, moments: Tensor, scale: Tensor, draws: Tensor | None, keep: float
-) -> tuple[Tensor, ...]:
+    dnormed: Tensor | None, dtotal: Tensor | None, total: Tensor, moments: Tensor, scale: Tensor,
+    draws: Tensor | None, keep: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
     dbranch = total.new_empty(total.shape if draws is not None else (0,))
     return total.new_empty(total.shape), dbranch, scale.new_empty(3, total.shape[1], dtype=torch.float32)
 
@@ -249,11 +262,14 @@ def _save_final_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ..
     _, _, _, scale, _, draws, _, keep = inputs
     ctx.save_for_backward(*output[1:], scale, draws)
     ctx.keep = keep
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # few read the sum
+    ctx.mark_non_differentiable(output[2])
 
 
-def _final_norm_grads(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    dx, dbranch, sums = _final_norm_backward(grad, *ctx.saved_tensors, ctx.keep)
+def _final_norm_grads(
+    ctx: Any, dnormed: Tensor | None, dtotal: Tensor | None, _: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    dx, dbranch, sums = _final_norm_backward(dnormed, dtotal, *ctx.saved_tensors, ctx.keep)
     return dx, dx if ctx.saved_tensors[3] is None else dbranch, *sums.unbind(), None, None, None
 
 

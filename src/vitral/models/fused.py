@@ -21,6 +21,8 @@ def fused_blocks(
     final_norm: nn.Module,
     rotations: Sequence[Rotation | None],
     fp8: bool | list[Any] = False,
+    *,
+    only_class_token: bool = False,
 ) -> Tensor | None:
     """All blocks and the final norm in fused kernels: (batch, tokens, dim) -> (batch, tokens, dim).
 
@@ -34,6 +36,8 @@ def fused_blocks(
         final_norm: the norm after them.
         rotations: of each block's queries and keys, if the model has RoPE.
         fp8: whether products are in FP8, or the weights of all blocks in FP8 for inference.
+        only_class_token: return (batch, 1, dim), the first token alone, if that is faster: of the others, the last
+            block then computes no more than keys and values.
 
     Returns:
         None if the kernels would leave something out, so that the blocks must be called one by one: dropout in
@@ -54,17 +58,38 @@ def fused_blocks(
     from vitral.kernels.blocks import encode
 
     mlp = plain[0].mlp
-    frozen = None if torch.is_grad_enabled() or torch.compiler.is_compiling() or fp8 is True else fp8
-    return encode(
+    frozen = fp8 if isinstance(fp8, list) and not (torch.is_grad_enabled() or torch.compiler.is_compiling()) else None
+    # Keys that are rotated are left to the kernels of whole blocks.
+    splits = only_class_token and len(plain) > 1 and rotations[-1] is None
+    whole = plain[:-1] if splits else plain
+    normed, total = encode(
         x,
-        frozen or [_block_weights(block) for block in plain],
-        _norm_weights(final_norm),
+        frozen[: len(whole)] if frozen else [_block_weights(block) for block in whole],
+        _norm_weights(plain[-1].norm1 if splits else final_norm),
         heads=plain[0].attention.heads,
         gelu="quick" if mlp.gelu == "quick" else mlp.approximate,
-        rotations=rotations,
-        drops=[(_draw(block.drop, x), _draw(block.drop, x)) for block in plain],
+        rotations=rotations[: len(whole)],
+        drops=[(_draw(block.drop, x), _draw(block.drop, x)) for block in whole],
         fp8=bool(fp8),
     )
+    return final_norm(_class_token_block(normed, total, plain[-1])) if splits else normed
+
+
+def _class_token_block(normed: Tensor, total: Tensor, block: Block) -> Tensor:
+    """The class token after a block that nothing but it is read of: (batch, 1, dim).
+
+    Args:
+        normed: output of the block's first norm, (batch, tokens, dim).
+        total: its input, (batch, tokens, dim).
+        block: plain, as for `fused_blocks`.
+    """
+    from vitral.kernels.class_attention import class_attention, project
+
+    heads = block.attention.heads
+    q, kv = project(normed, block.attention.qkv.weight, _qkv_bias(block.attention))
+    attn, _ = class_attention(q.unflatten(1, (heads, -1)), kv.unflatten(2, (2, heads, -1)))
+    x = total[:, :1] + block.drop(block.scale1(block.attention.out(attn.flatten(1).unsqueeze(1))))
+    return x + block.drop(block.scale2(block.mlp(block.norm2(x))))
 
 
 def enable_fp8(model: nn.Module, *, freeze: bool) -> str:

@@ -93,13 +93,21 @@ class ViT(VisionModel[ViTConfig]):
         (batch, h, w, dim) -> (batch, prefix + h * w, dim); with the indices (batch, k) of the visible patches, which
         a masked autoencoder has, (batch, prefix + k, dim)
         """
+        return self._encode(patches, visible)
+
+    def features(self, images: Tensor) -> Tensor:
+        """(batch, channels, height, width) -> (batch, dim)"""
+        return self.pool(self._encode(self.patchify(images), only_class_token=self.config.pool == "token"))
+
+    def _encode(self, patches: Tensor, visible: Tensor | None = None, *, only_class_token: bool = False) -> Tensor:
+        """`encode`; if `only_class_token` is read of the result, it may have no others."""
         grid, positions, rotations = grid_of(patches), self._position_rows(patches), self._rotations(patches)
         x = self._input_tokens(patches, positions)
         x = x if visible is None else self._only_visible(x, visible)
         if self.fuses_blocks and fits_blocks(x, self.config.heads):
             from vitral.models.fused import fused_blocks  # imports Triton, which few runs need
 
-            tokens = fused_blocks(x, self.blocks, self.norm, rotations, self.fp8)
+            tokens = fused_blocks(x, self.blocks, self.norm, rotations, self.fp8, only_class_token=only_class_token)
             if tokens is not None:
                 return tokens
         for i in range(len(self.blocks)):
