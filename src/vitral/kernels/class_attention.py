@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from vitral.kernels import linears
+from vitral.kernels import linears, rotary
 from vitral.kernels.dispatch import launch, next_power_of_2, on_device_of
 from vitral.kernels.fused_ops import LinearWeights
 from vitral.kernels.jit import class_attention as jit
+from vitral.kernels.rotary import RotaryTables
 
 _ROWS = 64  # keys and values at a time
 
@@ -76,46 +77,62 @@ def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
 class_attention.register_autograd(_gradients, setup_context=_save)
 
 
-def project(tokens: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The query of the class token, and keys and values of all tokens.
+def project(
+    tokens: Tensor, weight: Tensor, bias: Tensor, heads: int, rotation: RotaryTables | None = None
+) -> tuple[Tensor, Tensor]:
+    """The query of the class token, which no rotation changes, and keys and values of all tokens.
 
     Args:
         tokens: in half precision, (batch, tokens, dim).
         weight: of queries, keys and values, (3 * dim, dim).
         bias: (3 * dim,).
+        heads: of the attention.
+        rotation: of keys; it gets no gradient.
 
     Returns:
-        (batch, dim), (batch, tokens, 2 * dim)
+        (batch, heads, dim / heads), (batch, tokens, 2, heads, dim / heads)
     """
     if not torch.compiler.is_compiling():
         with on_device_of(tokens):
-            return _Project.apply(tokens.contiguous(), weight, bias)
-    dim = tokens.shape[2]
-    sizes = (dim, 2 * dim)
+            return _Project.apply(tokens.contiguous(), weight, bias, heads, rotation)
+    sizes = (tokens.shape[2], 2 * tokens.shape[2])
     (q_weight, kv_weight), (q_bias, kv_bias) = weight.to(tokens.dtype).split(sizes), bias.to(tokens.dtype).split(sizes)
-    return F.linear(tokens[:, 0], q_weight, q_bias), F.linear(tokens, kv_weight, kv_bias)
+    q, kv = F.linear(tokens[:, 0], q_weight, q_bias), F.linear(tokens, kv_weight, kv_bias)
+    kv = kv.unflatten(2, (2, heads, -1))
+    return q.unflatten(1, (heads, -1)), kv if rotation is None else rotary.reference(kv, rotation).to(kv.dtype)
 
 
 class _Project(torch.autograd.Function):
     """`project`, with the gradients of weights in float32, and without a gradient of zeros for most queries."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        dim = tokens.shape[2]
+    def forward(
+        ctx: Any, tokens: Tensor, weight: Tensor, bias: Tensor, heads: int, rotation: RotaryTables | None
+    ) -> tuple[Tensor, Tensor]:
+        batch, count, dim = tokens.shape
         half = weight.to(tokens.dtype)
-        ctx.save_for_backward(tokens, half)
-        q = linears.linear(tokens[:, 0], LinearWeights(half[:dim], bias[:dim]))
-        kv = linears.linear(tokens.flatten(0, 1), LinearWeights(half[dim:], bias[dim:]))
-        return q, kv.view(*tokens.shape[:2], 2 * dim)
+        ctx.save_for_backward(tokens, half, *(rotation or ())[:2])
+        ctx.adjacent = rotation is not None and rotation[2]
+        q = linears.linear(tokens[:, 0], LinearWeights(half[:dim], bias[:dim])).view(batch, heads, -1)
+        kv = linears.linear(tokens.flatten(0, 1), LinearWeights(half[dim:], bias[dim:])).view(
+            batch, count, 2, heads, -1
+        )
+        if rotation is not None:
+            rotary.rotate_(kv, rotation)
+        return q, kv
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
-        tokens, half = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        tokens, half, *tables = ctx.saved_tensors
         dim = tokens.shape[2]
-        dq, dkv = grads[0].contiguous(), grads[1].flatten(0, 1).contiguous()
+        dq, dkv = grads[0].flatten(1), grads[1].contiguous()
+        if tables:
+            dkv = dkv.clone()  # autograd may read the gradient again
+            rotary.rotate_back_(dkv, (*tables, ctx.adjacent))
+        dkv = dkv.view(-1, 2 * dim)
         dtokens = linears.input_grad(dkv, half[dim:]).view(tokens.shape)
         dtokens[:, 0] += dq @ half[:dim]
         dweight = [linears.weight_grad(dq, tokens[:, 0]), linears.weight_grad(dkv, tokens.flatten(0, 1))]
         dbias = [grad.sum(0, dtype=torch.float32) for grad in (dq, dkv)]
-        return dtokens, torch.cat(dweight), torch.cat(dbias)
+        return dtokens, torch.cat(dweight), torch.cat(dbias), None, None

@@ -59,8 +59,7 @@ def fused_blocks(
 
     mlp = plain[0].mlp
     frozen = fp8 if isinstance(fp8, list) and not (torch.is_grad_enabled() or torch.compiler.is_compiling()) else None
-    # Keys that are rotated are left to the kernels of whole blocks.
-    splits = only_class_token and len(plain) > 1 and rotations[-1] is None
+    splits = only_class_token and len(plain) > 1
     whole = plain[:-1] if splits else plain
     normed, total = encode(
         x,
@@ -72,23 +71,24 @@ def fused_blocks(
         drops=[(_draw(block.drop, x), _draw(block.drop, x)) for block in whole],
         fp8=bool(fp8),
     )
-    return final_norm(_class_token_block(normed, total, plain[-1])) if splits else normed
+    return final_norm(_class_token_block(normed, total, plain[-1], rotations[-1])) if splits else normed
 
 
-def _class_token_block(normed: Tensor, total: Tensor, block: Block) -> Tensor:
+def _class_token_block(normed: Tensor, total: Tensor, block: Block, rotation: Rotation | None) -> Tensor:
     """The class token after a block that nothing but it is read of: (batch, 1, dim).
 
     Args:
         normed: output of the block's first norm, (batch, tokens, dim).
         total: its input, (batch, tokens, dim).
         block: plain, as for `fused_blocks`.
+        rotation: of its keys; that of a class token is the identity.
     """
     from vitral.kernels.class_attention import class_attention, project
 
-    heads = block.attention.heads
-    q, kv = project(normed, block.attention.qkv.weight, _qkv_bias(block.attention))
-    attn, _ = class_attention(q.unflatten(1, (heads, -1)), kv.unflatten(2, (2, heads, -1)))
-    x = total[:, :1] + block.drop(block.scale1(block.attention.out(attn.flatten(1).unsqueeze(1))))
+    attention = block.attention
+    q, kv = project(normed, attention.qkv.weight, _qkv_bias(attention), attention.heads, rotation)
+    attn, _ = class_attention(q, kv)
+    x = total[:, :1] + block.drop(block.scale1(attention.out(attn.flatten(1).unsqueeze(1))))
     return x + block.drop(block.scale2(block.mlp(block.norm2(x))))
 
 

@@ -30,22 +30,22 @@ def _store_pairs(base, mask, x, y, HALF: tl.constexpr, ADJACENT: tl.constexpr):
 @triton.jit
 def rotate(
     QKV, COS, SIN, SUMS, rows, tokens, heads,
-    HALF: tl.constexpr, HEAD_TABLES: tl.constexpr, ADJACENT: tl.constexpr, INVERSE: tl.constexpr,
+    PARTS: tl.constexpr, HALF: tl.constexpr, HEAD_TABLES: tl.constexpr, ADJACENT: tl.constexpr, INVERSE: tl.constexpr,
     PROGRAM_ROWS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Rotate by the angles of the tables or, INVERSE, back; then SUMS are the column sums of what PROGRAM_ROWS became.
 
-    A row has the pairs of the queries' heads, then those of the keys' heads. The channels of a pair are HALF apart in
-    their head, or ADJACENT.
+    A row has the pairs of the queries' heads, then those of the keys' heads (2 PARTS), or the latter alone (1 part),
+    and values behind them. The channels of a pair are HALF apart in their head, or ADJACENT.
     """
     pair = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
-    exists = pair < 2 * heads * HALF
+    exists = pair < PARTS * heads * HALF
     angle, angles = pair % HALF, HALF
     if HEAD_TABLES:
         angle, angles = pair % (heads * HALF), heads * HALF
     if ADJACENT:  # both channels of a pair are loaded at once
         column = 2 * PAIRS * tl.program_id(1) + tl.arange(0, 2 * PAIRS)
-        column_exists = column < 4 * heads * HALF
+        column_exists = column < 2 * PARTS * heads * HALF
     else:
         column = pair // HALF * (2 * HALF) + pair % HALF
         column_exists = exists
@@ -60,7 +60,7 @@ def rotate(
         sin = tl.load(SIN + table, mask=inside, other=0.0)
         if INVERSE:
             sin = -sin
-        base = QKV + row[:, None].to(tl.int64) * (6 * heads * HALF) + column[None, :]
+        base = QKV + row[:, None].to(tl.int64) * (2 * (PARTS + 1) * heads * HALF) + column[None, :]
         mask = (row[:, None] < rows) & column_exists[None, :]
         x, y = _load_pairs(base, mask, HALF, ADJACENT)
         x, y = x * cos - y * sin, y * cos + x * sin
@@ -69,5 +69,5 @@ def rotate(
             x_sum += tl.sum(x, 0)[None, :]
             y_sum += tl.sum(y, 0)[None, :]
     if INVERSE:
-        base = SUMS + tl.program_id(0) * (4 * heads * HALF) + column[None, :]
+        base = SUMS + tl.program_id(0) * (2 * PARTS * heads * HALF) + column[None, :]
         _store_pairs(base, column_exists[None, :], x_sum, y_sum, HALF, ADJACENT)
