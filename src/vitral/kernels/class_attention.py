@@ -11,13 +11,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from vitral.kernels import linears, rotary
 from vitral.kernels.dispatch import launch, next_power_of_2, on_device_of
 from vitral.kernels.fused_ops import LinearWeights
 from vitral.kernels.jit import class_attention as jit
-from vitral.kernels.rotary import RotaryTables
 
 _ROWS = 64  # keys and values at a time
 
@@ -77,8 +75,9 @@ def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
 class_attention.register_autograd(_gradients, setup_context=_save)
 
 
-def project(
-    tokens: Tensor, weight: Tensor, bias: Tensor, heads: int, rotation: RotaryTables | None = None
+@torch.library.custom_op("vitral::class_projection", mutates_args=())
+def class_projection(
+    tokens: Tensor, weight: Tensor, bias: Tensor, cos: Tensor | None, sin: Tensor | None, adjacent: bool, heads: int
 ) -> tuple[Tensor, Tensor]:
     """The query of the class token, which no rotation changes, and keys and values of all tokens.
 
@@ -86,53 +85,70 @@ def project(
         tokens: in half precision, (batch, tokens, dim).
         weight: of queries, keys and values, (3 * dim, dim).
         bias: (3 * dim,).
+        cos: of the rotation of keys, if they are; it gets no gradient.
+        sin: likewise.
+        adjacent: see `rotary.RotaryTables`.
         heads: of the attention.
-        rotation: of keys; it gets no gradient.
 
     Returns:
         (batch, heads, dim / heads), (batch, tokens, 2, heads, dim / heads)
     """
-    if not torch.compiler.is_compiling():
-        with on_device_of(tokens):
-            return _Project.apply(tokens.contiguous(), weight, bias, heads, rotation)
-    sizes = (tokens.shape[2], 2 * tokens.shape[2])
-    (q_weight, kv_weight), (q_bias, kv_bias) = weight.to(tokens.dtype).split(sizes), bias.to(tokens.dtype).split(sizes)
-    q, kv = F.linear(tokens[:, 0], q_weight, q_bias), F.linear(tokens, kv_weight, kv_bias)
-    kv = kv.unflatten(2, (2, heads, -1))
-    return q.unflatten(1, (heads, -1)), kv if rotation is None else rotary.reference(kv, rotation).to(kv.dtype)
+    tokens = tokens.contiguous()
+    batch, count, dim = tokens.shape
+    half = weight.to(tokens.dtype)
+    with on_device_of(tokens):
+        q = linears.linear(tokens[:, 0], LinearWeights(half[:dim], bias[:dim]))
+        kv = linears.linear(tokens.flatten(0, 1), LinearWeights(half[dim:], bias[dim:]))
+        kv = kv.view(batch, count, 2, heads, dim // heads)
+        if cos is not None and sin is not None:
+            rotary.rotate_(kv, (cos, sin, adjacent))
+    return q.view(batch, heads, dim // heads), kv
 
 
-class _Project(torch.autograd.Function):
-    """`project`, with the gradients of weights in float32, and without a gradient of zeros for most queries."""
+@class_projection.register_fake
+def _(
+    tokens: Tensor, weight: Tensor, bias: Tensor, cos: Tensor | None, sin: Tensor | None, adjacent: bool, heads: int
+) -> tuple[Tensor, Tensor]:
+    batch, count, dim = tokens.shape
+    return tokens.new_empty(batch, heads, dim // heads), tokens.new_empty(batch, count, 2, heads, dim // heads)
 
-    @staticmethod
-    def forward(
-        ctx: Any, tokens: Tensor, weight: Tensor, bias: Tensor, heads: int, rotation: RotaryTables | None
-    ) -> tuple[Tensor, Tensor]:
-        batch, count, dim = tokens.shape
-        half = weight.to(tokens.dtype)
-        ctx.save_for_backward(tokens, half, *(rotation or ())[:2])
-        ctx.adjacent = rotation is not None and rotation[2]
-        q = linears.linear(tokens[:, 0], LinearWeights(half[:dim], bias[:dim])).view(batch, heads, -1)
-        kv = linears.linear(tokens.flatten(0, 1), LinearWeights(half[dim:], bias[dim:])).view(
-            batch, count, 2, heads, -1
-        )
-        if rotation is not None:
-            rotary.rotate_(kv, rotation)
-        return q, kv
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        tokens, half, *tables = ctx.saved_tensors
-        dim = tokens.shape[2]
-        dq, dkv = grads[0].flatten(1), grads[1].contiguous()
-        if tables:
-            dkv = dkv.clone()  # autograd may read the gradient again
-            rotary.rotate_back_(dkv, (*tables, ctx.adjacent))
+@torch.library.custom_op("vitral::class_projection_backward", mutates_args=())
+def class_projection_backward(
+    dq: Tensor, dkv: Tensor, tokens: Tensor, weight: Tensor, cos: Tensor | None, sin: Tensor | None, adjacent: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of tokens, and in float32 of weight and bias."""
+    dim, tokens, half = tokens.shape[2], tokens.contiguous(), weight.to(tokens.dtype)
+    dq, dkv = dq.flatten(1), dkv.contiguous()
+    with on_device_of(tokens):
+        if cos is not None and sin is not None:
+            dkv = dkv.clone()
+            rotary.rotate_back_(dkv, (cos, sin, adjacent))
         dkv = dkv.view(-1, 2 * dim)
         dtokens = linears.input_grad(dkv, half[dim:]).view(tokens.shape)
         dtokens[:, 0] += dq @ half[:dim]
         dweight = [linears.weight_grad(dq, tokens[:, 0]), linears.weight_grad(dkv, tokens.flatten(0, 1))]
-        dbias = [grad.sum(0, dtype=torch.float32) for grad in (dq, dkv)]
-        return dtokens, torch.cat(dweight), torch.cat(dbias), None, None
+    dbias = [grad.sum(0, dtype=torch.float32) for grad in (dq, dkv)]
+    return dtokens, torch.cat(dweight), torch.cat(dbias)
+
+
+@class_projection_backward.register_fake
+def _(
+    dq: Tensor, dkv: Tensor, tokens: Tensor, weight: Tensor, cos: Tensor | None, sin: Tensor | None, adjacent: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = {"dtype": torch.float32}
+    return tokens.new_empty(tokens.shape), weight.new_empty(weight.shape, **wide), weight.new_empty(len(weight), **wide)
+
+
+def _save_projection(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    tokens, weight, bias, cos, sin, ctx.adjacent, _ = inputs
+    ctx.save_for_backward(tokens, weight, cos, sin)
+    ctx.dtypes = weight.dtype, bias.dtype
+
+
+def _projection_gradients(ctx: Any, dq: Tensor, dkv: Tensor) -> tuple[Tensor | None, ...]:
+    dtokens, dweight, dbias = class_projection_backward(dq, dkv, *ctx.saved_tensors, ctx.adjacent)
+    return dtokens, dweight.to(ctx.dtypes[0]), dbias.to(ctx.dtypes[1]), None, None, None, None
+
+
+class_projection.register_autograd(_projection_gradients, setup_context=_save_projection)

@@ -83,10 +83,10 @@ def _class_token_block(normed: Tensor, total: Tensor, block: Block, rotation: Ro
         block: plain, as for `fused_blocks`.
         rotation: of its keys; that of a class token is the identity.
     """
-    from vitral.kernels.class_attention import class_attention, project
+    from vitral.kernels.class_attention import class_attention, class_projection
 
-    attention = block.attention
-    q, kv = project(normed, attention.qkv.weight, _qkv_bias(attention), attention.heads, rotation)
+    attention, tables = block.attention, rotation or (None, None, False)
+    q, kv = class_projection(normed, attention.qkv.weight, _qkv_bias(attention), *tables, attention.heads)
     attn, _ = class_attention(q, kv)
     x = total[:, :1] + block.drop(block.scale1(attention.out(attn.flatten(1).unsqueeze(1))))
     return x + block.drop(block.scale2(block.mlp(block.norm2(x))))
