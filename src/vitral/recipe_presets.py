@@ -48,7 +48,7 @@ _SPEEDRUNS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("cifar10", "CIFAR-10 from scratch: 91.7 % in 35 s on an H200", {"epochs": 45, "data.augment": "shift(4)|flip"}),
     (
         "cifar10-94",
-        "CIFAR-10 from scratch: about 95 % in a minute on an H200",
+        "CIFAR-10 from scratch: 94.7 % in 54 s on an H200",
         {
             "epochs": 66,
             "shape.rope": True,

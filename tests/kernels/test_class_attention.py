@@ -108,6 +108,17 @@ def test_the_last_block_is_split_for_a_class_token_only(changes, whole_blocks, k
     assert len(used) == whole_blocks
 
 
+def test_a_subclass_gets_all_tokens(kernels_on_any_device):
+    class Averaged(ViT):
+        def pool(self, tokens: torch.Tensor) -> torch.Tensor:
+            return tokens.mean(dim=1)
+
+    torch.manual_seed(0)
+    model, images = Averaged(SMALL).to(DEVICE), torch.randn(2, 3, 48, 48, device=DEVICE)
+    expected = model.encode(model.patchify(images)).mean(dim=1)
+    torch.testing.assert_close(model.features(images), expected, **CLOSE)
+
+
 @pytest.mark.parametrize("changes", [{}, {"rope": RopeConfig()}], ids=["plain", "rope"])
 def test_inference_matches_training_and_the_compiled_model(changes, kernels_on_any_device):
     model, images = make_model(**changes).eval(), torch.randn(2, 3, 48, 48, device=DEVICE)

@@ -97,6 +97,8 @@ class ViT(VisionModel[ViTConfig]):
 
     def features(self, images: Tensor) -> Tensor:
         """(batch, channels, height, width) -> (batch, dim)"""
+        if type(self) is not ViT:  # `encode` and `pool` of a subclass may be its own
+            return super().features(images)
         return self.pool(self._encode(self.patchify(images), only_class_token=self.config.pool == "token"))
 
     def _encode(self, patches: Tensor, visible: Tensor | None = None, *, only_class_token: bool = False) -> Tensor:
