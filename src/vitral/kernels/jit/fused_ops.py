@@ -22,7 +22,7 @@ def column_sums(
     for start in range(0, rows, ROWS):
         row = start + tl.arange(0, ROWS)
         inside = (row[:, None] < rows) & (column[None, :] < width)
-        value = tl.load(X + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(X + row[:, None].to(tl.int64) * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
         if HAS_FACTOR:
             value *= tl.load(FACTOR + row, mask=row < rows, other=0.0)[:, None]
         total += value
