@@ -126,7 +126,7 @@ class BlockOutputs(NamedTuple):
     fp8_out: Tensor  # (dim, dim), or empty
     fp8_output: Tensor  # (mlp, dim), or empty
     scales: Tensor  # (5 * dim + mlp,), or empty
-    units: Tensor  # (20,), or empty
+    units: Tensor  # or empty
 
 
 class BlockSaved(NamedTuple):
@@ -266,30 +266,22 @@ def _saved_weights(saved: BlockSaved) -> _BackwardWeights:
     values = (saved.folded_qkv, saved.fp8_out, saved.folded_hidden, saved.fp8_output)
     scales = saved.scales.split([weight.shape[1] for weight in values])
     qkv, out, hidden, output = map(Fp8Weight, values, scales)
-    return _BackwardWeights(qkv, out, hidden, output, Fp8Units(*quantize.numbers(saved.units)[: len(Fp8Units._fields)]))
+    return _BackwardWeights(qkv, out, hidden, output, Fp8Units.of(saved.units))
 
 
-def _output_backward(
-    grad: Tensor, x: Tensor, weights: _BackwardWeights, target: Fp8Target | None
+def _linear_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | Fp8Weight, unit: Tensor | None, target: Fp8Target | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of attention's outputs (rows, dim) and of the weight after it (dim, dim), from that of the branch"""
-    if isinstance(weights.out, Fp8Weight):
-        assert weights.units is not None
-        dx, dweight = fp8.linear_backward(grad, x, weights.units.attention, weights.out, target)
-        return dx, dweight.div_(weights.out.scale[:, None])
-    return linears.input_grad(grad, weights.out), linears.weight_grad(grad, x)
-
-
-def _qkv_backward(grad: Tensor, x: Tensor, weights: _BackwardWeights) -> tuple[Tensor, Tensor]:
-    """Gradients of the first norm's output (rows, dim) and of the weight after it (3 * dim, dim), see `_scale_of`"""
-    if isinstance(weights.qkv, Fp8Weight):
-        assert weights.units is not None
-        return fp8.linear_backward(grad, x, weights.units.norm, weights.qkv)
-    return linears.input_grad(grad, weights.qkv), linears.weight_grad(grad, x)
+    """Gradients of a layer's input (rows, in) and weight (out, in), from that of its output (rows, out); in FP8 the
+    second has the scale of the weight as a factor, see `_scale_of`."""
+    if isinstance(weight, Fp8Weight):
+        assert unit is not None
+        return fp8.linear_backward(grad, x, unit, weight, target)
+    return linears.input_grad(grad, weight), linears.weight_grad(grad, x)
 
 
 def _scale_of(weight: Tensor | Fp8Weight) -> Tensor | None:
-    """In FP8 the scale (out,) that is a factor of the gradient of a weight with a norm folded in."""
+    """What the gradient of a weight has to be divided by in FP8, (out,)"""
     return weight.scale if isinstance(weight, Fp8Weight) else None
 
 
@@ -310,6 +302,7 @@ def _mlp_backward(dbranch: Tensor, saved: BlockSaved, weights: _BackwardWeights,
 def backward(dx: Tensor, dbranch: Tensor, saved: BlockSaved, options: BlockOptions) -> BlockGradients:
     """From the gradients of the sum and the branch after the block, (rows, dim) each, those of its inputs."""
     weights = _saved_weights(saved)
+    norm_unit, attn_unit = (weights.units.norm, weights.units.attention) if weights.units else (None, None)
     mlp = _mlp_backward(dbranch, saved, weights, options)
     dhidden = unfold_norm(
         mlp.hidden, mlp.hidden_bias, saved.whidden, saved.scale2, saved.shift2, _scale_of(weights.hidden)
@@ -319,14 +312,16 @@ def backward(dx: Tensor, dbranch: Tensor, saved: BlockSaved, options: BlockOptio
         target = Fp8Target.like(dx, weights.out.scale, *quantize.numbers(quantize.zeros(1, dx.device)))
     dx, dattn_branch, sums = add_norm_backward(saved.normed2, saved.moments2, None, dx, mlp.x, options.drop, target)
     dbout = sums[0]
-    dattn, dwout = _output_backward(dattn_branch, _merge_heads(saved.attn), weights, target)
+    dattn, dwout = _linear_backward(dattn_branch, _merge_heads(saved.attn), weights.out, attn_unit, target)
+    if isinstance(weights.out, Fp8Weight):
+        dwout.div_(weights.out.scale[:, None])
     del dattn_branch
     dqkv, _, dqkv_sums = attention.backward(
         _split_heads(saved.qkv, options), None, saved.attn, saved.lse, dattn.view(saved.attn.shape)
     )
     if options.rotation is not None:
         dqkv_sums = rotate_back_(dqkv, options.rotation)
-    dnormed, dwqkv = _qkv_backward(dqkv.view(saved.qkv.shape), saved.normed1, weights)
+    dnormed, dwqkv = _linear_backward(dqkv.view(saved.qkv.shape), saved.normed1, weights.qkv, norm_unit)
     dbqkv = _qkv_bias_grad(dqkv_sums, dbout, saved.half_out)
     dproject = unfold_norm(dwqkv, dbqkv, saved.wqkv, saved.scale1, saved.shift1, _scale_of(weights.qkv))
     dx, dbefore, sums = add_norm_backward(saved.normed1, saved.moments1, None, dx, dnormed, options.drop_before)

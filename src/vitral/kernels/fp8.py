@@ -50,12 +50,18 @@ _MAX_SLOPE = 1.25
 
 
 class Fp8Units(NamedTuple):
-    """Scales of what norms, attention and the GELU write, and the largest one of the hidden layer's weight."""
+    """Scales of what norms, attention and the GELU write, and the largest ones of two weights; on the device."""
 
     norm: Tensor
     attention: Tensor
     gelu: Tensor
+    qkv_largest: Tensor
     hidden_largest: Tensor
+
+    @staticmethod
+    def of(memory: Tensor) -> Fp8Units:
+        """Those in the memory that `quantize_block` has filled."""
+        return Fp8Units(*numbers(memory))
 
 
 class MlpGradients(NamedTuple):
@@ -221,32 +227,32 @@ class Fp8BlockWeights(NamedTuple):
     @property
     def attn_scale(self) -> Tensor:
         """Of the output of attention."""
-        return numbers(self.units)[1]
+        return Fp8Units.of(self.units).attention
 
     @property
     def gelu_scale(self) -> Tensor:
         """Of the output of the GELU."""
-        return numbers(self.units)[2]
+        return Fp8Units.of(self.units).gelu
 
 
 def quantize_block(layer: BlockWeights, dtype: torch.dtype) -> Fp8BlockWeights:
     """The weights of a block in FP8; `dtype` is that of the products."""
     width = layer.qkv.weight.shape[1]
     norm_scale = 1.0 / norm_factor(width)
-    units = zeros(len(Fp8Units._fields) + 1, layer.qkv.weight.device)
-    norm_unit, attn_scale, gelu_scale, hidden_largest, qkv_largest = numbers(units)
-    norm_unit.fill_(norm_scale)
+    memory = zeros(len(Fp8Units._fields), layer.qkv.weight.device)
+    units = Fp8Units.of(memory)
+    units.norm.fill_(norm_scale)
     norm1, norm2 = (norm[:2] for norm in (layer.norm1, layer.norm2))
     # Of the outputs of qkv, attention averages the values.
-    qkv, qkv_bias = quantize_folded(*layer.qkv, *norm1, (qkv_largest, attn_scale), dtype, first=2 * width)
-    hidden, hidden_bias = quantize_folded(*layer.hidden, *norm2, (hidden_largest, gelu_scale), dtype)
+    qkv, qkv_bias = quantize_folded(*layer.qkv, *norm1, (units.qkv_largest, units.attention), dtype, first=2 * width)
+    hidden, hidden_bias = quantize_folded(*layer.hidden, *norm2, (units.hidden_largest, units.gelu), dtype)
     out, output = quantize_weight(layer.out.weight), quantize_weight(layer.output.weight)
     return Fp8BlockWeights(
         NonAffineNorm(layer.norm1.eps),
         Fp8Linear(qkv, qkv.scale * norm_scale, qkv_bias, dtype),
-        Fp8Linear(out, out.scale * attn_scale, layer.out.bias, dtype),
+        Fp8Linear(out, out.scale * units.attention, layer.out.bias, dtype),
         NonAffineNorm(layer.norm2.eps),
         Fp8Linear(hidden, hidden.scale * norm_scale, hidden_bias, dtype),
-        Fp8Linear(output, output.scale * gelu_scale, layer.output.bias, dtype),
-        units,
+        Fp8Linear(output, output.scale * units.gelu, layer.output.bias, dtype),
+        memory,
     )

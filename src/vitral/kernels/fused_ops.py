@@ -120,8 +120,7 @@ class FoldGradients(NamedTuple):
 def column_sums(x: Tensor, factor: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Sums over the rows of a contiguous x, each times its factor: (rows, ...), (rows,) -> float32 (...).
 
-    `x.sum(0)` is for long rows: with the few thousand rows and columns that the programs of a kernel leave, PyTorch
-    takes three times as long.
+    For the few thousand rows and columns that the programs of a kernel leave, `x.sum(0)` takes three times as long.
     """
     rows, width = x.shape[0], x[0].numel()
     out = x.new_empty(x.shape[1:], dtype=torch.float32) if out is None else out

@@ -27,9 +27,9 @@ from vitral.kernels.block import (
     to_save,
 )
 from vitral.kernels.dispatch import E4M3, on_device_of
-from vitral.kernels.fp8 import Fp8BlockWeights
+from vitral.kernels.fp8 import Fp8BlockWeights, Fp8Units
 from vitral.kernels.fused_ops import BlockWeights, LinearWeights, NormWeights, add_norm, add_norm_backward
-from vitral.kernels.quantize import unit_scales
+from vitral.kernels.quantize import SPACING, unit_scales
 
 
 def split_block(arguments: Sequence[Any]) -> tuple[BlockInputs, BlockOptions]:
@@ -117,7 +117,7 @@ def _fake_weights(x: Tensor, dim: int, mlp: int, *, fp8: bool) -> dict[str, Tens
         "fp8_output": (mlp, dim),
     }
     weights = {name: x.new_empty(shape, dtype=E4M3) for name, shape in shapes.items()}
-    sizes = {"scales": 5 * dim + mlp, "units": 20}
+    sizes = {"scales": 5 * dim + mlp, "units": len(Fp8Units._fields) * SPACING}
     return weights | {name: x.new_empty(size, dtype=torch.float32) for name, size in sizes.items()}
 
 

@@ -22,7 +22,7 @@ _BLOCK = 4096  # elements per program
 _TILE, _MIN_ROWS = 4096, 2  # likewise, of whole rows; and the fewest of those
 _TRANSPOSED_TILE = (64, 128, 4)  # rows, columns and warps; tuned on an H200
 _MULTIPLE = 16  # of the numbers that a product sums over
-_SPACING = 4  # floats between numbers that cuBLAS reads, which takes them at multiples of 16 bytes
+SPACING = 4  # floats between numbers that cuBLAS reads, which takes them at multiples of 16 bytes
 
 
 class Fp8Rows(NamedTuple):
@@ -41,12 +41,12 @@ class Fp8Weight(NamedTuple):
 
 def zeros(count: int, device: torch.device) -> Tensor:
     """The memory of numbers that become the largest of what kernels write, see `numbers`."""
-    return torch.zeros(count * _SPACING, dtype=torch.float32, device=device)
+    return torch.zeros(count * SPACING, dtype=torch.float32, device=device)
 
 
 def numbers(memory: Tensor) -> tuple[Tensor, ...]:
     """The numbers in that memory, each where cuBLAS can read it."""
-    return memory[::_SPACING].unbind()
+    return memory[::SPACING].unbind()
 
 
 def unit_scales(x: Tensor) -> Tensor:
