@@ -47,6 +47,11 @@ def is_plain(module: nn.Module, expected: type[nn.Module] | None = None) -> bool
     return not has_hooks and "forward" not in module.__dict__ and (expected is None or type(module) is expected)
 
 
+def is_plain_tensor(x: Tensor) -> bool:
+    """Whether `x` is no subclass of Tensor, such as a quantised or distributed one, whose memory means something else."""
+    return type(x) in (Tensor, nn.Parameter)
+
+
 def is_exporting() -> bool:
     """Whether torch.export traces the model. `torch.compiler.is_exporting()` is also true for whatever torch.compile
     traces with PyTorch 2.11, where no fused block would be compiled."""
@@ -95,7 +100,7 @@ def fits_blocks(x: Tensor, heads: int) -> bool:
     """Whether `blocks.encode` supports tokens (batch, tokens, dim)."""
     dim = x.shape[2] // heads
     fits = x.dtype in HALF_DTYPES and x.shape[2] <= _MAX_DIM and x.shape[0] > 0
-    return fits and (is_short(x.shape[1], dim) or (dim <= _MAX_HEAD_DIM and dim % 8 == 0)) and _has_kernels(x.device)
+    return fits and (is_short(x.shape[1], dim) or (dim <= _MAX_HEAD_DIM and dim % 8 == 0)) and _runs_kernels(x)
 
 
 def is_short(tokens: int, head_dim: int) -> bool:
@@ -106,13 +111,13 @@ def is_short(tokens: int, head_dim: int) -> bool:
 def fits_short_attention(tokens: Tensor, head_dim: int) -> bool:
     """Whether the attention kernels support tokens (batch, tokens, ...) with heads of this width."""
     fits = tokens.dtype in HALF_DTYPES and is_short(tokens.shape[1], head_dim) and tokens.shape[0] > 0
-    return fits and _has_kernels(tokens.device)
+    return fits and _runs_kernels(tokens)
 
 
 def fits_embedding(x: Tensor) -> bool:
     """Whether the kernels of `embedding.py` support x: a contiguous one on their device, in code that is not traced."""
-    traced = torch.compiler.is_compiling() or is_exporting() or _is_transformed()
-    return x.is_contiguous() and x.numel() > 0 and not traced and _has_kernels(x.device)
+    traced = torch.compiler.is_compiling() or is_exporting()
+    return x.is_contiguous() and x.numel() > 0 and not traced and _runs_kernels(x)
 
 
 def fits_add_positions(patches: Tensor) -> bool:
@@ -124,13 +129,13 @@ def fits_add_positions(patches: Tensor) -> bool:
 def prefers_channels_last(images: Tensor) -> bool:
     """Whether convolutions and norms of images (batch, channels, height, width) are fastest with channels last."""
     half = images.dtype in HALF_DTYPES or autocast_dtype(images.device.type) in HALF_DTYPES
-    return half and _has_kernels(images.device)
+    return half and _runs_kernels(images)
 
 
 def group_norm(norm: nn.GroupNorm, x: Tensor, *, relu: bool = True, residual: Tensor | None = None) -> Tensor:
     """GroupNorm, the sum with a residual and ReLU: (batch, channels, height, width) -> the same shape"""
     fits = x.dtype in HALF_DTYPES and x.is_contiguous(memory_format=torch.channels_last) and x.shape[0] > 0
-    if fits and is_plain(norm, nn.GroupNorm) and _has_kernels(x.device):
+    if fits and is_plain(norm, nn.GroupNorm) and _runs_kernels(x):
         from vitral.kernels import group_norm as kernels
 
         parameters = (norm.weight, norm.bias, norm.num_groups, norm.eps)
@@ -143,7 +148,7 @@ def _fits_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN's product in float32 on a CPU is faster than MKL's, which PyTorch uses."""
     if x.device.type != "cpu" or not _mkl_is_slow() or _is_transformed():
         return False
-    plain = type(x) is Tensor and type(weight) in (Tensor, nn.Parameter) and bool(torch.backends.mkldnn.enabled)
+    plain = is_plain_tensor(x) and is_plain_tensor(weight) and bool(torch.backends.mkldnn.enabled)
     fits = x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     return plain and fits and x.numel() * weight.shape[0] >= _MIN_ONEDNN_PRODUCT
 
@@ -184,6 +189,11 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 def supports_crop_resize(device: torch.device) -> bool:
     """Whether `resize.CropResize` runs on the device."""
     return device.type == "cuda" and _HAS_TRITON and torch.cuda.get_device_capability(device) >= _MIN_TRITON_CAPABILITY
+
+
+def _runs_kernels(x: Tensor) -> bool:
+    """Whether kernels may compute what operators of PyTorch would: the GPU has them, and nothing looks at operators."""
+    return _has_kernels(x.device) and (torch.compiler.is_compiling() or not _is_transformed())
 
 
 def _has_kernels(device: torch.device) -> bool:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitral.kernels.dispatch import apply_linear, is_plain
+from vitral.kernels.dispatch import apply_linear, is_plain, is_plain_tensor
 
 # Operators that are not part of PyTorch's public interface.
 _OPS = ("mkldnn._reorder_linear_weight", "mkldnn._linear_pointwise")
@@ -128,7 +128,7 @@ def _replace_linears(
 
 
 def _is_packable(weight: Tensor) -> bool:
-    return weight.dtype == torch.float32 and weight.device.type == "cpu"
+    return is_plain_tensor(weight) and weight.dtype == torch.float32 and weight.device.type == "cpu"
 
 
 def _gains_from_int8(weight: Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitral.kernels.dispatch import FP8_MIN_WIDTH, is_exporting, is_plain, on_device_of
+from vitral.kernels.dispatch import FP8_MIN_WIDTH, is_exporting, is_plain, is_plain_tensor, on_device_of
 from vitral.kernels.fused_ops import BlockWeights, BranchDrop, LinearWeights, NormWeights
 from vitral.models.layers import Attention, Block, LayerScale, Mlp, StochasticDepth
 from vitral.models.position import Rotation
@@ -42,8 +42,8 @@ def fused_blocks(
     Returns:
         None if the kernels would leave something out, so that the blocks must be called one by one: dropout in
         training, adapters, SwiGLU, norms inside of attention or MLP (QK norm, too), relative positions, learned
-        frequencies of RoPE in training, observers, hooks, weights that are partly frozen or not contiguous; and for
-        torch.export, so that its programs need no operators of ours.
+        frequencies of RoPE in training, observers, hooks, weights that are partly frozen, not contiguous or of a subclass
+        of Tensor; and for torch.export, so that its programs need no operators of ours.
     """
     plain = [block for block in blocks if isinstance(block, Block) and _is_fusible(block, x.dtype)]
     if len(plain) < len(blocks) or is_exporting():
@@ -139,6 +139,7 @@ def _is_fusible(block: Block, dtype: torch.dtype) -> bool:
         and attention.relative is None
         and not attention.observers
         and all(is_plain(module) for module in block.modules())
+        and all(is_plain_tensor(weight) for weight in block.parameters())
     )
 
 

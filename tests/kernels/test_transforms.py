@@ -1,0 +1,111 @@
+"""Models whose operators are counted, mapped or differentiated forward need PyTorch's own, not kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.func import functional_call, grad, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+pytest.importorskip("triton", reason="the kernels need Triton (pip install triton)")
+
+from vitral import create
+from vitral.architecture import ViTConfig
+from vitral.kernels import blocks, dispatch, group_norm
+from vitral.models.vit import ViT
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def small_vit() -> nn.Module:
+    return ViT(ViTConfig(depth=2, width=48, mlp=96, heads=3, patch=16, image=(32, 32), classes=5))
+
+
+def small_resnet() -> nn.Module:
+    return create("R26x1@32", classes=5)
+
+
+def flops(model: nn.Module, images: Tensor) -> Tensor:
+    """Of each module, which a formula per operator counts."""
+    with FlopCounterMode(display=False) as counter:
+        model(images).sum().backward()
+    counts = counter.get_flop_counts()
+    return torch.tensor([sum(counts[name].values()) for name in sorted(counts)])
+
+
+def gradients_per_image(model: nn.Module, images: Tensor) -> Tensor:
+    """Of the head's weight."""
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], image: Tensor) -> Tensor:
+        return functional_call(model, weights, (image[None],)).square().sum()
+
+    per_image = vmap(grad(loss), in_dims=(None, 0))(weights, images)
+    return next(value for name, value in per_image.items() if name.startswith("head") and value.ndim == 3)
+
+
+def forward_derivative(model: nn.Module, images: Tensor) -> Tensor:
+    return jvp(model, (images,), (torch.ones_like(images),))[1]
+
+
+def dual_numbers(model: nn.Module, images: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(images, torch.ones_like(images)))).tangent
+    assert tangent is not None
+    return tangent
+
+
+def traced(model: nn.Module, images: Tensor) -> Tensor:
+    return make_fx(model)(images)(images)
+
+
+@pytest.fixture
+def kernels_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "HALF_DTYPES", (torch.float32,))
+    monkeypatch.setattr(dispatch, "_has_kernels", lambda device: True)
+
+
+@pytest.mark.parametrize("make_model", [small_vit, small_resnet])
+@pytest.mark.parametrize("look", [flops, gradients_per_image, forward_derivative, dual_numbers, traced])
+def test_transforms_see_the_operators_of_pytorch(
+    look: Callable[[nn.Module, Tensor], Tensor], make_model: Callable[[], nn.Module], request: pytest.FixtureRequest
+) -> None:
+    torch.manual_seed(0)
+    model, images = make_model().to(DEVICE), torch.randn(2, 3, 32, 32, device=DEVICE)
+    with sdpa_kernel(SDPBackend.MATH):  # others have no forward derivative
+        expected = look(model, images)
+        request.getfixturevalue("kernels_on_any_device")
+        torch.testing.assert_close(look(model, images), expected)
+
+
+@pytest.mark.parametrize("make_model", [small_vit, small_resnet])
+def test_fake_tensors_start_no_kernel(make_model: Callable[[], nn.Module], kernels_on_any_device: None) -> None:
+    with FakeTensorMode():
+        logits = make_model()(torch.randn(2, 3, 32, 32))
+        logits.sum().backward()
+    assert logits.shape == (2, 5)
+
+
+class Called(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make_model", "module", "kernel"), [(small_vit, blocks, "encode"), (small_resnet, group_norm, "group_norm")]
+)
+def test_kernels_are_used_without_transforms(make_model, module, kernel, monkeypatch, kernels_on_any_device):
+    """Else the tests above would compare PyTorch with itself."""
+
+    def raise_called(*arguments: object, **options: object) -> None:
+        raise Called
+
+    monkeypatch.setattr(module, kernel, raise_called)
+    with pytest.raises(Called):
+        make_model().to(DEVICE)(torch.randn(2, 3, 32, 32, device=DEVICE))
