@@ -86,8 +86,14 @@ TOPICS: dict[str, tuple[Race, ...]] = {
         _race("train", "ViT-L/16", 256, CAPTURED, FP8, CUDNN),
         _race("infer", "ViT-L/16", 256, CAPTURED, FP8, CUDNN, TORCHAO),
     ),
-    "resnet": (_race("train", "R50x1", 256, CAPTURED, LOOP, CONVOLUTIONS),),
-    "hybrid": (_race("train", "R50+ViT-B/16", 128, CAPTURED, CUDNN),),
+    "resnet": (
+        _race("train", "R50x1", 256, CAPTURED, LOOP, CONVOLUTIONS),
+        _race("train", "R50x1", 64, CAPTURED, LOOP, CONVOLUTIONS),
+    ),
+    "hybrid": (
+        _race("train", "R50+ViT-B/16", 128, CAPTURED, LOOP, CUDNN),
+        _race("train", "R50+ViT-B/16", 64, CAPTURED, LOOP, CUDNN),
+    ),
     "518": (_race("train", "ViT-L/14@518", 8, CAPTURED, CUDNN, FLASH),),
     "384": (
         _race("train", "ViT-B/16@384", 64, CAPTURED, LOOP, CUDNN, FLASH),
