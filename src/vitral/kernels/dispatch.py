@@ -48,7 +48,7 @@ def is_plain(module: nn.Module, expected: type[nn.Module] | None = None) -> bool
 
 
 def is_plain_tensor(x: Tensor) -> bool:
-    """Whether `x` is no subclass of Tensor, such as a quantised or distributed one, whose memory means something else."""
+    """Whether `x` is no subclass of Tensor, such as a quantised or a distributed one."""
     return type(x) in (Tensor, nn.Parameter)
 
 

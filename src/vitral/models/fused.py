@@ -42,8 +42,8 @@ def fused_blocks(
     Returns:
         None if the kernels would leave something out, so that the blocks must be called one by one: dropout in
         training, adapters, SwiGLU, norms inside of attention or MLP (QK norm, too), relative positions, learned
-        frequencies of RoPE in training, observers, hooks, weights that are partly frozen, not contiguous or of a subclass
-        of Tensor; and for torch.export, so that its programs need no operators of ours.
+        frequencies of RoPE in training, observers, hooks, weights that are partly frozen, not contiguous or of a
+        subclass of Tensor; and for torch.export, so that its programs need no operators of ours.
     """
     plain = [block for block in blocks if isinstance(block, Block) and _is_fusible(block, x.dtype)]
     if len(plain) < len(blocks) or is_exporting():
