@@ -15,6 +15,7 @@ from torch import nn
 pytest.importorskip("triton", reason="the kernels need Triton (pip install triton)")
 
 from vitral import capture, create
+from vitral.errors import UserError
 from vitral.kernels import attention, blocks, cublas, dispatch, fused_ops
 from vitral.kernels.fused_ops import LinearWeights, NonAffineNorm, NormWeights
 from vitral.models.adapters import add_lora
@@ -377,10 +378,22 @@ def test_unsupported_shapes_use_plain_pytorch(monkeypatch):
     dispatch.attention(torch.randn(1, 8, 3, 1, 128, **half), torch.zeros(1, 1, 8, 8, **half), 0.0)
 
 
-def test_second_derivatives_raise_an_error(kernels_on_any_device):
-    model, images = small_vit(), pictures(1).requires_grad_()
+@pytest.mark.parametrize("part", ["logits", "features", "tokens", "mean"])
+def test_second_derivatives_raise_an_error(part, kernels_on_any_device):
+    """Also of what has a constant gradient, which PyTorch's `once_differentiable` would let through as constants."""
+    model, images = small_vit(pool="mean" if part == "mean" else "token"), pictures(1).requires_grad_()
+    model.head.requires_grad_(part == "logits")
+    output = {"features": model.features, "tokens": lambda x: model.encode(model.patchify(x))}.get(part, model)(images)
+    with pytest.raises(UserError, match="second derivatives"):
+        torch.autograd.grad(output.sum(), images, create_graph=True)
+
+
+@pytest.mark.parametrize("name", ["ViT-Ti/16@48", "R26x1@32"])
+def test_second_derivatives_of_single_kernels_raise_an_error(name, kernels_on_any_device):
+    model, images = create(name, classes=2), pictures(1)[..., :32, :32].requires_grad_()
+    model.get_submodule("blocks.0.norm1" if "ViT" in name else "stages.0").register_forward_hook(lambda *_: None)
     [gradient] = torch.autograd.grad(model(images).sum(), images, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match=r"no autograd formula|once_differentiable"):
         gradient.square().sum().backward()
 
 

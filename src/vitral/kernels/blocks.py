@@ -7,13 +7,14 @@ inside of it is traced, its outputs are what the backward pass saves, and the co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from vitral.errors import UserError
 from vitral.kernels import block, operators
 from vitral.kernels.block import (
     BlockInputs,
@@ -184,6 +185,22 @@ def _norm_arguments(norm: NormWeights, drop: BranchDrop | None) -> tuple[Tensor,
     return norm.weight, norm.bias, draws, norm.eps, keep
 
 
+def _once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse `create_graph`. PyTorch's decorator takes the result for a constant if the incoming gradient is one,
+    although what the forward pass saved is none."""
+
+    @wraps(backward)
+    def checked(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise UserError(
+                "the kernels for half precision have no second derivatives (create_graph=True): "
+                "compute the model in float32, without autocast."
+            )
+        return backward(ctx, *grads)
+
+    return checked
+
+
 class _Block(torch.autograd.Function):
     """`block.forward` and `block.backward`: the fields of BlockInputs and BlockOptions -> sum and branch."""
 
@@ -195,7 +212,7 @@ class _Block(torch.autograd.Function):
         return outputs.total, outputs.branch
 
     @staticmethod
-    @once_differentiable
+    @_once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         dx, dbranch = (grad.contiguous() for grad in grads)
         return operators.block_input_grads(
@@ -218,7 +235,7 @@ class _FinalNorm(torch.autograd.Function):
         return output.normed, output.total
 
     @staticmethod
-    @once_differentiable
+    @_once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         total, moments, scale, draws = ctx.saved_tensors
         dnormed, dtotal = operators.final_norm_grads(grads, total)
