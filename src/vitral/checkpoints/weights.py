@@ -34,6 +34,7 @@ from vitral.checkpoints.write import write_json, write_npz, write_safetensors
 from vitral.errors import UserError
 from vitral.models.adapters import LoraLinear
 from vitral.models.build import Model, build
+from vitral.models.vit import ViT
 from vitral.names import size_of
 
 
@@ -132,6 +133,11 @@ def _check_config(model: Model, state: Mapping[str, Tensor]) -> None:
         raise UserError(
             f"the model does not match its config: {wrong[0]} has the shape {shapes.get(wrong[0])} where "
             f"{expected.get(wrong[0])} is expected; set model.config to what the model computes."
+        )
+    if isinstance(model, ViT) and isinstance(model.embed, nn.Conv2d) and not model.embeds_patches:
+        raise UserError(
+            f"the model's embedding has the stride {model.embed.stride}, padding {model.embed.padding} and dilation "
+            f"{model.embed.dilation}, which its config cannot state: write it with torch.save instead."
         )
 
 

@@ -185,16 +185,19 @@ def _norm_arguments(norm: NormWeights, drop: BranchDrop | None) -> tuple[Tensor,
     return norm.weight, norm.bias, draws, norm.eps, keep
 
 
-def _once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse `create_graph`. PyTorch's decorator takes the result for a constant if the incoming gradient is one,
-    although what the forward pass saved is none."""
+def _first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse second derivatives and several gradients at once.
+
+    PyTorch's `once_differentiable` takes the result for a constant if the incoming gradient is one, although what the
+    forward pass saved is none.
+    """
 
     @wraps(backward)
     def checked(ctx: Any, *grads: Tensor | None) -> Any:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             raise UserError(
-                "the kernels for half precision have no second derivatives (create_graph=True): "
-                "compute the model in float32, without autocast."
+                "the kernels for half precision have no second derivatives (create_graph) and no batched gradients "
+                "(is_grads_batched): compute the model in float32, without autocast."
             )
         return backward(ctx, *grads)
 
@@ -212,7 +215,7 @@ class _Block(torch.autograd.Function):
         return outputs.total, outputs.branch
 
     @staticmethod
-    @_once_differentiable
+    @_first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         dx, dbranch = (grad.contiguous() for grad in grads)
         return operators.block_input_grads(
@@ -235,7 +238,7 @@ class _FinalNorm(torch.autograd.Function):
         return output.normed, output.total
 
     @staticmethod
-    @_once_differentiable
+    @_first_order
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         total, moments, scale, draws = ctx.saved_tensors
         dnormed, dtotal = operators.final_norm_grads(grads, total)

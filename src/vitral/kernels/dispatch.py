@@ -36,15 +36,31 @@ def is_plain(module: nn.Module, expected: type[nn.Module] | None = None) -> bool
 
     Args:
         module: has hooks or a `forward` of its own (as gradient checkpointing sets it), or not.
-        expected: its class, exactly: an adapter or a parametrization has another one.
+        expected: its class, exactly: an adapter or a parametrization has another one. Nor may anybody have given the
+            class another `forward`.
     """
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     global_hooks = (
         *(nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks),
         *(nn_module._global_backward_hooks, nn_module._global_backward_pre_hooks),
     )
-    has_hooks = any(hooks) or any(global_hooks)
-    return not has_hooks and "forward" not in module.__dict__ and (expected is None or type(module) is expected)
+    if any(hooks) or any(global_hooks) or "forward" in module.__dict__:
+        return False
+    return expected is None or (type(module) is expected and _has_own_forward(expected))
+
+
+def _has_own_forward(module_type: type[nn.Module]) -> bool:
+    """Whether `forward` is the one in the definition of the class."""
+    forward: Any = module_type.forward
+    name = forward.__module__, forward.__qualname__
+    return name == (module_type.__module__, f"{module_type.__qualname__}.forward") and "__wrapped__" not in vars(
+        forward
+    )
+
+
+def is_inactive_dropout(module: nn.Module) -> bool:
+    """Whether it is a plain dropout that returns its input."""
+    return isinstance(module, nn.Dropout) and is_plain(module, nn.Dropout) and not (module.training and module.p)
 
 
 def is_plain_tensor(x: Tensor) -> bool:
@@ -215,9 +231,10 @@ def check_fp8(device: torch.device) -> None:
         )
 
 
-# As `torch.compiler.assume_constant_result` does, which would import the compiler here: dynamo calls the function and
-# does not trace into it, where it would warn of the cache.
+# As `torch.compiler.assume_constant_result` does, which would import the compiler here: dynamo calls the functions and
+# does not trace into them, where it would warn of a cache, and not know the names of methods.
 setattr(_has_kernels, "_dynamo_marked_constant", True)  # noqa: B010
+setattr(_has_own_forward, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 @cache

@@ -63,7 +63,7 @@ def capture(
         UserError: the model has no attention, or no such layer, head or row.
     """
     vit = _find_vit(model)
-    indices = sorted(set(layer_indices(layers, vit.config.depth)))
+    indices = sorted(set(layer_indices(layers, len(vit.blocks))))
     modules = {key: module for index in indices for key, module in _attention_layers(index, vit.blocks[index])}
     row_indices, head_indices = _row_indices(rows, vit.config), _head_indices(heads, vit.config)
     captures: dict[LayerKey, _LayerCapture] = {
@@ -109,7 +109,7 @@ class AttentionCapture:
 
     def __getitem__(self, key: LayerKey) -> Tensor:
         layer, axis = key if isinstance(key, tuple) else (key, None)
-        index = layer_index(layer, self._model.config.depth)
+        index = layer_index(layer, len(self._model.blocks))
         captured = self._captures.get(index if axis is None else (index, axis))
         if captured is None:
             raise UserError(f"the attention of {key!r} was not captured: use one of {list(self.keys)}.")

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitral.kernels.dispatch import FP8_MIN_WIDTH, is_exporting, is_plain, is_plain_tensor, on_device_of
+from vitral.kernels.dispatch import (
+    FP8_MIN_WIDTH,
+    is_exporting,
+    is_inactive_dropout,
+    is_plain,
+    is_plain_tensor,
+    on_device_of,
+)
 from vitral.kernels.fused_ops import BlockWeights, BranchDrop, LinearWeights, NormWeights
 from vitral.models.layers import Attention, Block, LayerScale, Mlp, StochasticDepth
 from vitral.models.position import Rotation
@@ -43,17 +50,18 @@ def fused_blocks(
         None if the kernels would leave something out, so that the blocks must be called one by one: dropout in
         training, adapters, SwiGLU, norms inside of attention or MLP (QK norm, too), relative positions, learned
         frequencies of RoPE in training, observers, hooks, weights that are partly frozen, not contiguous or of a
-        subclass of Tensor; and for torch.export, so that its programs need no operators of ours.
+        subclass of Tensor, blocks with different heads or GELUs; and for torch.export, so that its programs need no
+        operators of ours.
     """
     plain = [block for block in blocks if isinstance(block, Block) and _is_fusible(block, x.dtype)]
-    if len(plain) < len(blocks) or is_exporting():
+    if not plain or len(plain) < len(blocks) or not _are_alike(plain) or is_exporting():
         return None
     if not isinstance(final_norm, nn.LayerNorm) or not _is_fusible_norm(final_norm):
         return None
     if torch.is_grad_enabled():
-        weights = [*blocks.parameters(), *final_norm.parameters()]
+        weights = [weight for block in plain for weight in _weights(block)]
         learned = any(rotation.cos.requires_grad for rotation in rotations if rotation is not None)
-        if learned or not _trains_all_or_none(x, weights):
+        if learned or not _trains_all_or_none(x, [*weights, final_norm.weight, final_norm.bias]):
             return None
     from vitral.kernels.blocks import encode
 
@@ -71,7 +79,7 @@ def fused_blocks(
         drops=[(_draw(block.drop, x), _draw(block.drop, x)) for block in whole],
         fp8=bool(fp8),
     )
-    return final_norm(_class_token_block(normed, total, plain[-1], rotations[-1])) if splits else normed
+    return final_norm(_class_token_block(normed, total, plain[-1], rotations[len(whole)])) if splits else normed
 
 
 def _class_token_block(normed: Tensor, total: Tensor, block: Block, rotation: Rotation | None) -> Tensor:
@@ -125,35 +133,48 @@ def _is_fusible(block: Block, dtype: torch.dtype) -> bool:
     attention, mlp = block.attention, block.mlp
     if not (is_plain(block, Block) and is_plain(attention, Attention) and is_plain(mlp, Mlp)):
         return False
-    rates = (attention.attention_dropout, attention.dropout.p, mlp.dropout.p)
     return (
-        not (block.training and any(rates))
-        and _is_fusible_linear(attention.qkv, bias=False)
-        and all(map(_is_fusible_linear, (attention.out, mlp.hidden, mlp.output)))
-        and all(map(_is_fusible_norm, (block.norm1, block.norm2)))
-        and all(_is_fusible_scale(scale, dtype) for scale in (block.scale1, block.scale2))
-        and not (block.post_norm or mlp.gated)
+        not (attention.training and attention.attention_dropout)
+        and not (block.post_norm or mlp.gated or attention.observers)
         and attention.q_norm is None
-        and isinstance(attention.norm, nn.Identity)
-        and isinstance(mlp.norm, nn.Identity)
         and attention.relative is None
-        and not attention.observers
-        and all(is_plain(module) for module in block.modules())
-        and all(is_plain_tensor(weight) for weight in block.parameters())
+        and all(is_plain(norm, nn.Identity) for norm in (attention.norm, mlp.norm))
+        and all(is_inactive_dropout(dropout) for dropout in (attention.dropout, mlp.dropout))
+        and is_plain(block.drop, StochasticDepth)
+        and all(is_plain(linear, nn.Linear) for linear in (attention.qkv, attention.out, mlp.hidden, mlp.output))
+        and all(linear.bias is not None for linear in (attention.out, mlp.hidden, mlp.output))
+        and all(_is_fusible_norm(norm) for norm in (block.norm1, block.norm2))
+        and all(_is_fusible_scale(scale, dtype) for scale in (block.scale1, block.scale2))
+        and all(is_plain_tensor(weight) and weight.is_contiguous() for weight in _weights(block))
     )
 
 
-def _is_fusible_linear(linear: nn.Linear, *, bias: bool = True) -> bool:
-    has_bias = linear.bias is not None or not bias
-    return is_plain(linear, nn.Linear) and has_bias and linear.weight.is_contiguous()
+def _are_alike(blocks: Sequence[Block]) -> bool:
+    """Whether what is not a tensor is the same in all blocks: they may have been exchanged."""
+    first, mlp = blocks[0].attention, blocks[0].mlp
+    return all(
+        block.attention.heads == first.heads and (block.mlp.gelu, block.mlp.approximate) == (mlp.gelu, mlp.approximate)
+        for block in blocks
+    )
 
 
 def _is_fusible_norm(norm: nn.LayerNorm) -> bool:
-    return is_plain(norm, nn.LayerNorm) and norm.weight is not None and norm.bias is not None
+    if not is_plain(norm, nn.LayerNorm) or norm.weight is None or norm.bias is None:
+        return False
+    return all(is_plain_tensor(weight) and weight.is_contiguous() for weight in (norm.weight, norm.bias))
 
 
 def _is_fusible_scale(scale: nn.Module, dtype: torch.dtype) -> bool:
-    return isinstance(scale, nn.Identity) or (is_plain(scale, LayerScale) and dtype != torch.float16)
+    return is_plain(scale, nn.Identity) or (is_plain(scale, LayerScale) and dtype != torch.float16)
+
+
+def _weights(block: Block) -> list[Tensor]:
+    """What the kernels read of its modules, which need not be parameters."""
+    attention, mlp = block.attention, block.mlp
+    layers = (block.norm1, attention.qkv, attention.out, block.norm2, mlp.hidden, mlp.output)
+    weights = [weight for layer in layers for weight in (layer.weight, layer.bias) if weight is not None]
+    scales = [scale.scale for scale in (block.scale1, block.scale2) if isinstance(scale, LayerScale)]
+    return [*weights, *scales, *([] if attention.qv_bias is None else [attention.qv_bias])]
 
 
 def _trains_all_or_none(x: Tensor, weights: Iterable[Tensor]) -> bool:

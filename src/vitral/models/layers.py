@@ -145,7 +145,8 @@ class StochasticDepth(nn.Module):
         """A uniform number per image, (batch, 1, ...): it keeps the branch where that is below 1 - rate; or None."""
         if not self.training or self.rate == 0.0:
             return None
-        return torch.rand(x.shape[0], *[1] * (x.ndim - 1), device=x.device)
+        # Not in the default dtype, which may be bfloat16 and too coarse.
+        return torch.rand(x.shape[0], *[1] * (x.ndim - 1), device=x.device, dtype=torch.float32)
 
 
 class LayerScale(nn.Module):
@@ -180,9 +181,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor, grid: Size, rotation: Rotation | None = None) -> Tensor:
         """(batch, ..., tokens, dim) -> (batch, ..., tokens, dim)"""
         if self.post_norm:
-            x = x + self.drop(self.norm1(self.attention(x, grid, rotation)))
+            x = x + self.drop(self.norm1(self.attention(x, grid=grid, rotation=rotation)))
             return x + self.drop(self.norm2(self.mlp(x)))
-        x = x + self.drop(self.scale1(self.attention(self.norm1(x), grid, rotation)))
+        x = x + self.drop(self.scale1(self.attention(self.norm1(x), grid=grid, rotation=rotation)))
         return x + self.drop(self.scale2(self.mlp(self.norm2(x))))
 
 
@@ -226,8 +227,9 @@ class MapPool(nn.Module):
     def forward(self, patches: Tensor) -> Tensor:
         """(batch, tokens, dim) -> (batch, dim)"""
         batch, n, width = patches.shape
-        q = self.q(self.probe).view(1, 1, self.heads, -1).transpose(1, 2).expand(batch, -1, -1, -1)
-        k, v = apply_linear(self.kv, patches).view(batch, n, 2, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        dim = width // self.heads
+        q = self.q(self.probe).view(1, 1, self.heads, dim).transpose(1, 2).expand(batch, -1, -1, -1)
+        k, v = apply_linear(self.kv, patches).view(batch, n, 2, self.heads, dim).permute(2, 0, 3, 1, 4).unbind(0)
         output = F.scaled_dot_product_attention(q, k, v)
         for observer in self.observers:
             observer.observe(q, k, v, None, output)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -211,9 +212,11 @@ def grid_of(patches: Tensor) -> Size:
 def sincos2d(grid: Size, width: int, device: torch.device | None = None) -> Tensor:
     """(h, w, width): sin(x), cos(x), sin(y), cos(y), each with width/4 frequencies from 1 down to 1/10000."""
     quarter = width // 4
-    omega = 10_000.0 ** -(torch.arange(quarter, device=device) / max(quarter - 1, 1))
-    rows = torch.arange(grid[0], device=device)[:, None] * omega
-    columns = torch.arange(grid[1], device=device)[:, None] * omega
+    # Not in the default dtype, which may be bfloat16 and too coarse.
+    numbers = partial(torch.arange, dtype=torch.float32, device=device)
+    omega = 10_000.0 ** -(numbers(quarter) / max(quarter - 1, 1))
+    rows = numbers(grid[0])[:, None] * omega
+    columns = numbers(grid[1])[:, None] * omega
     x = torch.cat([columns.sin(), columns.cos()], dim=-1).expand(grid[0], -1, -1)
     y = torch.cat([rows.sin(), rows.cos()], dim=-1).unsqueeze(1).expand(-1, grid[1], -1)
     return torch.cat([x, y], dim=-1)

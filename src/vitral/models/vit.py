@@ -14,6 +14,7 @@ from vitral.kernels.dispatch import (
     fits_add_positions,
     fits_blocks,
     fits_embedding,
+    is_inactive_dropout,
     is_plain,
     linear,
     on_device_of,
@@ -63,7 +64,7 @@ class ViT(VisionModel[ViTConfig]):
         check_images(images, self.config.channels)
         grid = self.config.grid((images.shape[2], images.shape[3]))
         x = self.stem(images)
-        if self.config.stem is None and is_plain(self.embed, nn.Conv2d):
+        if self.config.stem is None and is_plain(self.embed, nn.Conv2d) and self.embeds_patches:
             return self._embed_by_matmul(x, grid)
         return self.embed(x).permute(0, 2, 3, 1)
 
@@ -81,6 +82,13 @@ class ViT(VisionModel[ViTConfig]):
                 pixels = pixels.to(half, memory_format=torch.contiguous_format)
             pixels = pixels.flatten(3)
         return linear(pixels, self.embed.weight.flatten(1), self.embed.bias)
+
+    @property
+    def embeds_patches(self) -> bool:
+        """Whether the embedding is the convolution of `config`; its stride, for example, may have been changed."""
+        conv, side = self.embed, (self.config.patch, self.config.patch)
+        plain = conv.kernel_size == conv.stride == side and conv.dilation == (1, 1) and conv.groups == 1
+        return plain and conv.padding == (0, 0)
 
     @property
     def fuses_blocks(self) -> bool:
@@ -135,7 +143,7 @@ class ViT(VisionModel[ViTConfig]):
         Raises:
             UserError: the model has no such block.
         """
-        indices = layer_indices(layers, self.config.depth)
+        indices = layer_indices(layers, len(self.blocks))
         patches = self.patchify(images)
         grid, positions, rotations = grid_of(patches), self._position_rows(patches), self._rotations(patches)
         x = self._input_tokens(patches, positions)
@@ -150,16 +158,15 @@ class ViT(VisionModel[ViTConfig]):
     def _position_rows(self, patches: Tensor) -> list[Tensor]:
         """(batch, h, w, dim) -> what is added to the tokens, (prefix + h * w, dim) per table"""
         # Sines are computed in float32; half-precision weights need them in their own dtype.
-        dtype = next(self.embed.parameters()).dtype
+        dtype = torch.float32 if autocast_dtype(patches.device.type) else patches.dtype
         return [position(patches).to(dtype) for position in self.positions]
 
     def _rotations(self, patches: Tensor) -> Sequence[Rotation | None]:
-        return [None] * self.config.depth if self.rope is None else self.rope(patches)
+        return [None] * len(self.blocks) if self.rope is None else self.rope(patches)
 
     def _input_tokens(self, patches: Tensor, positions: list[Tensor]) -> Tensor:
         """(batch, h, w, dim) -> (batch, prefix + h * w, dim): what the first block reads"""
-        drops = self.training and self.dropout.p > 0
-        plain = isinstance(self.pre_norm, nn.Identity) and is_plain(self.dropout, nn.Dropout) and not drops
+        plain = is_plain(self.pre_norm, nn.Identity) and is_inactive_dropout(self.dropout)
         if positions and plain and fits_add_positions(patches):
             from vitral.kernels.embedding import add_positions
 
@@ -181,7 +188,7 @@ class ViT(VisionModel[ViTConfig]):
     ) -> Tensor:
         if index > 0 and self.config.injection != "input":
             x = x + positions[index % len(positions)]
-        return self.blocks[index](x, grid, rotation)
+        return self.blocks[index](x, grid=grid, rotation=rotation)  # by name, so that hooks receive tensors alone
 
     def _final_norm(self, tokens: Tensor) -> Tensor:
         return self.norm(tokens) if self.config.norm_place == "tokens" else tokens
