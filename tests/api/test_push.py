@@ -19,7 +19,7 @@ from fake_hub import TOKEN, FakeHub, fake_hub
 import vitral
 from vitral.architecture import ViTConfig
 from vitral.checkpoints.card import Card, Preprocess
-from vitral.checkpoints.hub import repository_of
+from vitral.checkpoints.hub import _recipe, repository_of
 from vitral.models.build import build
 
 SHAPE = ViTConfig(depth=2, width=32, mlp=64, heads=4, patch=8, image=(32, 32), classes=5, gelu="erf")
@@ -134,6 +134,30 @@ def test_a_model_that_timm_cannot_express_is_published_for_the_others(tmp_path: 
     assert result.readers == ("vitral",)
     assert len(result.refusals) == 2
     assert vitral.load(tmp_path / "repository")[1].class_names == NAMES
+
+
+def test_readers_without_a_temperature_get_calibrated_probabilities(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "model.safetensors")
+    model, card = vitral.load(source)
+    vitral.save(model, source, replace(card, temperature=0.5))
+    vitral.push(source, "hf:lab/sharp", dry_run=tmp_path / "repository")
+    published, published_card = vitral.load(tmp_path / "repository")
+    pixels = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        torch.testing.assert_close(published(pixels), model(pixels) / 0.5)
+    assert published_card.temperature == 1.0
+    assert "temperature 0.5" in (tmp_path / "repository" / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_published_recipe_names_no_local_folders() -> None:
+    recipe = 'init = "/home/ada/weights/vit.safetensors"  # a file\ndata = "~/secret/pets"\nname = "C:\\\\ada\\\\run"\n'
+    recipe += 'hub = "hf:google/vit-base-patch16-224"\nsteps = 3\n'
+    text = _recipe({"recipe": recipe})
+    assert "ada" not in text
+    assert "secret" not in text
+    assert 'init = "vit.safetensors"  # a file' in text
+    assert 'name = "run"' in text
+    assert 'hub = "hf:google/vit-base-patch16-224"' in text
 
 
 def test_class_names_may_come_from_a_file(tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from vitral.api.checkpoints import convert, load_source
 from vitral.api.inference import named_card
@@ -64,7 +66,8 @@ def push(
 
     The weights are written once, in timm's layout, which vitral, timm (`hf-hub:`) and transformers (through its timm
     models) read; a model that timm cannot express is written in transformers' layout or in vitral's own. The files are
-    read back and compared before anything is uploaded. Log in with `hf auth login`, or set HF_TOKEN.
+    read back and compared before anything is uploaded. A fitted temperature becomes part of the last layer, as other
+    libraries would not divide by it. Log in with `hf auth login`, or set HF_TOKEN.
 
     Args:
         source: a run folder, a file, hf:owner/name or timm:name.
@@ -90,7 +93,7 @@ def push(
     model, card = load_source(source)
     if not card.architecture.classes:
         raise UserError("the model has no classification head: push a model that was trained or fine-tuned.")
-    card = named_card(card, classes)
+    model, card = _calibrated(model, named_card(card, classes))
     with tempfile.TemporaryDirectory(prefix="vitral-push-") as temporary:
         folder = Path(dry_run) if dry_run else Path(temporary) / "repository"
         layout, refusals = _write((model, card), folder)
@@ -108,6 +111,17 @@ def push(
         size, names = sum(path.stat().st_size for path in files), tuple(path.name for path in files)
         url, commit = (str(folder), "") if dry_run else upload(folder, repository, private=private, message=message)
     return PushResult(url, commit, layout, _READERS[layout], refusals, names, size)
+
+
+def _calibrated(model: Any, card: Card) -> tuple[Any, Card]:
+    """The same probabilities at the temperature 1: the last layer, which is changed in place, is divided by it."""
+    if card.temperature == 1.0:
+        return model, card
+    with torch.no_grad():
+        for parameter in model.head.output.parameters():
+            parameter.div_(card.temperature)
+    change = f"last layer divided by the temperature {card.temperature:.3g}"
+    return model, replace(card, temperature=1.0, changes=(*card.changes, change))
 
 
 def _write(source: tuple[Any, Card], folder: Path) -> tuple[Layout, tuple[str, ...]]:

@@ -34,6 +34,11 @@ class Preprocess:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
+    def in_words(self) -> str:
+        """The pipeline, then mean and standard deviation, for messages."""
+        mean, std = (", ".join(f"{value:g}" for value in values) for values in (self.mean, self.std))
+        return f"{self.pipeline}, mean {mean}, std {std}"
+
     @classmethod
     def assumed(cls, image: Size, channels: int) -> Preprocess:
         """What every verb assumes, and says, where neither the weights nor the user states it.

@@ -26,6 +26,9 @@ classify("photo.jpg")""",
 }
 _LANGUAGES = {"vitral": "bash", "timm": "python", "transformers": "python"}
 _LICENCE = re.compile(r"[\w.+-]+")  # an identifier, such as apache-2.0; it stands in the metadata as it is
+# In TOML; it may name people, and nobody else has it.
+_LOCAL_PATH = re.compile(r'"((?:/|~|\./|\.\./|[A-Za-z]:)[^"\n]*)"')
+_SEPARATORS = r"[/\\]+"
 _MAX_NAMES = 50  # class names that are listed
 _HUB_CONFIGS = ("config.json", "preprocessor_config.json")
 
@@ -158,7 +161,8 @@ def _results(run: Mapping[str, Any]) -> str:
     result = run.get("result", {})
     metrics = result.get("metrics", {})
     rows = [(label, metrics.get(key)) for key, label in (("top1", "top-1"), ("top5", "top-5"))]
-    rows += [("mean over classes", metrics.get("mean_per_class")), ("calibration error", metrics.get("ece"))]
+    calibrated = metrics.get("ece_calibrated", metrics.get("ece"))  # as `push` writes the weights
+    rows += [("mean over classes", metrics.get("mean_per_class")), ("calibration error", calibrated)]
     cells = [f"| {label} | {100 * value:.2f} % |" for label, value in rows if value is not None]
     if not cells:
         return ""
@@ -199,9 +203,8 @@ def _origin(card: Card) -> str:
 def _recipe(run: Mapping[str, Any]) -> str:
     if "recipe" not in run:
         return ""
-    return (
-        f"## Recipe\n\n<details><summary>recipe.toml</summary>\n\n```toml\n{run['recipe'].strip()}\n```\n\n</details>"
-    )
+    recipe = _LOCAL_PATH.sub(lambda path: f'"{re.split(_SEPARATORS, path[1])[-1]}"', run["recipe"].strip())
+    return f"## Recipe\n\n<details><summary>recipe.toml</summary>\n\n```toml\n{recipe}\n```\n\n</details>"
 
 
 def _plain(text: str) -> str:

@@ -203,6 +203,9 @@ def unstated(card: Card, back: Card, table: Format[Any]) -> list[str]:
         missing.append("the names of its classes")
     if card.preprocess is not None and back.preprocess is None:
         missing.append("its preprocessing")
+    elif card.preprocess is not None and back.preprocess is not None and card.preprocess != back.preprocess:
+        ours, theirs = (preprocess.in_words() for preprocess in (card.preprocess, back.preprocess))
+        missing.append(f"its preprocessing is {ours}, its readers use {theirs}")
     if card.temperature != back.temperature:
         missing.append(f"its temperature, {card.temperature:.3g}, which its logits are to be divided by")
     return missing
