@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 from rich.console import Console
 
@@ -51,3 +55,14 @@ def test_notes_are_wrapped_between_words(shown, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
     assert all(line.split()[-1] in ("a", "note", "about", "the", "images") for line in lines)
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+def test_scripts_print_notes_to_log_files(rank: str, lines: int) -> None:
+    """Nobody who reads the log of a job would otherwise know what was assumed; one of several processes tells it."""
+    script = "from vitral.display import displayed\nfrom vitral.events import Note\n"
+    script += "with displayed(None) as handler: handler(Note('3 images are unreadable'))"
+    environment = {**os.environ, "RANK": rank}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stderr == "3 images are unreadable\n" * lines
+    assert not done.stdout

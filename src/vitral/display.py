@@ -6,6 +6,7 @@ tables on standard output.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import deque
@@ -35,7 +36,6 @@ from vitral.events import (
     RunStarted,
     Saved,
     StepDone,
-    ignore_events,
 )
 
 _LOG_SECONDS = 20.0  # between lines if there is no terminal
@@ -182,15 +182,11 @@ class Display:
 
 @contextmanager
 def displayed(on_event: EventHandler | None) -> Iterator[EventHandler]:
-    """The handler given; without one a `Display` if a person watches (a terminal or a notebook), else none."""
+    """The handler given; without one a `Display`, of the first of several processes."""
     if on_event is not None:
         yield on_event
         return
-    display = Display()
-    if not display.live:
-        yield ignore_events
-        return
-    with display:
+    with Display(quiet=os.environ.get("RANK", "0") != "0") as display:
         yield display
 
 

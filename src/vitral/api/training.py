@@ -152,7 +152,7 @@ def train(
             that is then normalised, or a float tensor (channels, height, width) that is used as is.
         callbacks: objects derived from vitral.Callback; they can add metrics and stop the run.
         track: experiment trackers that also record each run.
-        on_event: handler of the events of the run; by default they are displayed in terminals and notebooks.
+        on_event: handler of the events of the run; by default they are displayed, in a log file line by line.
 
     Returns:
         The results, the recipe and the run folder.
