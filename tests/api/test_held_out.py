@@ -8,6 +8,7 @@ import os
 import shutil
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -236,3 +237,13 @@ def test_only_images_with_a_new_mark_are_read_again(pictures, monkeypatch):
     assert recorded.changed(opened.train) == [key]
     (pictures / key).unlink()
     assert recorded.changed(opened.train) == [key]
+
+
+def test_a_file_without_the_record_of_its_run_says_so(original: Path, run: Path, tmp_path: Path) -> None:
+    """Its temperature tells that it was trained, and nothing tells on what."""
+    model, card = vitral.load(run)
+    for temperature, warned in ((0.5, True), (1.0, False)):
+        vitral.save(model, tmp_path / "model.safetensors", replace(card, temperature=temperature))
+        notes = vitral.evaluate(tmp_path / "model.safetensors", original).notes
+        assert any("does not record which images" in note for note in notes) is warned
+    assert not any("does not record" in note for note in vitral.evaluate(run, original).notes)

@@ -267,6 +267,11 @@ def eval_images(sources: Sequence[Source], data: str | Path, name: str) -> EvalI
     return first
 
 
+def is_recorded(source: Source) -> bool:
+    """Whether the folder of the weights tells which images they were trained on."""
+    return _run_record(source) is not None
+
+
 def _images_of(source: Source, data: str | Path, name: str) -> EvalImages:
     """The images to evaluate one model on; if it is a run, those that it was trained on are left out."""
     record = _run_record(source)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from vitral.api.data import data_name, eval_images
+from vitral.api.data import data_name, eval_images, is_recorded
 from vitral.api.engines import Engine, SlurmOptions
 from vitral.api.inference import Ensemble, Sources, open_ensemble, resolve_preprocessing
 from vitral.api.inspection import model_facts, most_confident_mistakes, reliabilities
@@ -170,6 +170,12 @@ def evaluate(
         notes = (*notes, f"Its temperature was fitted on these images: calibrated numbers are over {FOLDS} folds.")
     if models.averages and held_out and any(member.card.temperature != 1.0 for member in models.members):
         notes = (*notes, "Temperatures were fitted on these images: loss and calibration error are optimistic.")
+    if any(member.card.temperature != 1.0 and not is_recorded(member.source) for member in models.members):
+        notes = (
+            *notes,
+            "The file does not record which images its model was trained on and its temperature fitted on: scores of "
+            "such images are too good. Evaluate the run folder to leave them out.",
+        )
     new = None
     if added.any():
         new = measured(added, models.temperature)
