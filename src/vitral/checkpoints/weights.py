@@ -25,7 +25,7 @@ from vitral.checkpoints.card import Card
 from vitral.checkpoints.classifiers import INNER_HEAD
 from vitral.checkpoints.description import Description, describe
 from vitral.checkpoints.files import read_tensors, sha256
-from vitral.checkpoints.formats import format_named
+from vitral.checkpoints.formats import FORMATS, format_named
 from vitral.checkpoints.formats.native import CARD, NATIVE, entries
 from vitral.checkpoints.formats.table import Format, Hints, read_entries, write_entries
 from vitral.checkpoints.hub import is_hub_name, located
@@ -184,7 +184,8 @@ def fit_to_format(weights: Weights, table: Format[Any]) -> Weights:
     """The same function in a form that the format can represent; UserError if there is none."""
     reason = table.unsupported_reason(weights.architecture)
     if reason:
-        raise UserError(f"format {table.name} cannot represent this model: {reason}.")
+        able = [name for name, other in FORMATS.items() if not other.unsupported_reason(weights.architecture)]
+        raise UserError(f"format {table.name} cannot represent this model: {reason}; use {', '.join(able)}.")
     weights = to_table(weights, table.positions)
     weights = to_epsilons(weights, table.epsilons) if table.epsilons else weights
     if isinstance(weights.architecture, ViTConfig):

@@ -173,7 +173,7 @@ def _curves_section(lines: Sequence[Mapping[str, Any]]) -> Section:
         filled = {label: points for label, points in series.items() if points}
         if any(len(points) > 1 for points in filled.values()):  # one point makes no curve
             drawn.append((name, line_chart(filled, x="step", y=name.lower(), percent=name == "Score")))
-    about = "Held-out images are never trained on."
+    about = "Held-out images are never trained on." if drawn else "The run has too few steps for curves."
     return Section("curves", "Training curves", about, panels(*drawn))
 
 

@@ -179,8 +179,9 @@ def viewer_notes(images: Sequence[ViewerImage], pooled_name: str) -> str:
     kept += [f"as the mean over heads for {_ranges(averaged)}"] if averaged else []
     single = f"that of single patches {' and '.join(kept)}" if kept else "that of single patches is left out"
     return (
-        f"This page holds the attention of {pooled_name} for all {depth} layers and {heads} heads; {single}. "
-        "Weights are rounded to 255 steps of the maximum of their row; brightness is their square root. "
+        f"Attention of {pooled_name} is shown for {depth} layer{'s' * (depth > 1)} and {heads} head{'s' * (heads > 1)}; "
+        f"{single}. A patch is as bright as the square root of its weight, relative to the largest weight of the map; "
+        "weights are stored in 255 steps. "
         "Attention to tokens other than patches (class token, registers) is not drawn."
     )
 

@@ -44,7 +44,7 @@ _ALIASES = {"huggingface": "hf", "transformers": "hf"}
 def format_named(name: str) -> Format[Any]:
     """The format of this name; UserError with a suggestion if there is none."""
     if name not in FORMATS:
-        near = difflib.get_close_matches(name.lower(), (*FORMATS, *_ALIASES), n=1, cutoff=0.4)
+        near = difflib.get_close_matches(name.lower(), (*FORMATS, *_ALIASES), n=1, cutoff=0.6)
         hint = f"write {_ALIASES.get(near[0], near[0])}, or see" if near else "see"
         raise UserError(f'unknown format "{name}": {hint} `vitral list formats`.')
     return FORMATS[name]

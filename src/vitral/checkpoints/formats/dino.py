@@ -257,7 +257,7 @@ def _dino_unsupported_reason(architecture: Architecture) -> str | None:
         return general
     c = architecture
     if c.classes or c.representation:
-        return "it is for backbones without a classifier: load with classes=0 first"
+        return "it is for backbones without a classifier: remove that (classes=0, or --classes 0)"
     if c.pool != "token":
         return "its feature is the class token"
     if c.gelu != "erf" or c.norm_eps != 1e-6:

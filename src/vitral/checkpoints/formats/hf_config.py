@@ -193,7 +193,7 @@ def choose(variants: tuple[Variant, ...], c: ViTConfig) -> Variant | str:
     """The class that can express an architecture, or why none can."""
     candidates = [variant for variant in variants if variant.classifier == bool(c.classes)]
     if not candidates:
-        return "it is for backbones without a classifier: load with classes=0 first"
+        return "it is for backbones without a classifier: remove that (classes=0, or --classes 0)"
     candidates.sort(key=lambda variant: c.pool not in variant.accepts.get("pool", ("token",)))  # the nearest first
     reasons = [variant.unmet(c) for variant in candidates]
     return next((v for v, reason in zip(candidates, reasons, strict=True) if reason is None), str(reasons[0]))
