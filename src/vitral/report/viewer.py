@@ -178,10 +178,11 @@ def viewer_notes(images: Sequence[ViewerImage], pooled_name: str) -> str:
     kept = [f"per head for {_ranges(per_head)}"] if per_head else []
     kept += [f"as the mean over heads for {_ranges(averaged)}"] if averaged else []
     single = f"that of single patches {' and '.join(kept)}" if kept else "that of single patches is left out"
+    layers = f"{depth} layer{'s' * (depth > 1)} and {heads} head{'s' * (heads > 1)}"
     return (
-        f"Attention of {pooled_name} is shown for {depth} layer{'s' * (depth > 1)} and {heads} head{'s' * (heads > 1)}; "
-        f"{single}. A patch is as bright as the square root of its weight, relative to the largest weight of the map; "
-        "weights are stored in 255 steps. "
+        f"Attention of {pooled_name} is shown for {layers}; {single}. "
+        "A patch is as bright as the square root of its weight, relative to the largest weight of the map; weights are "
+        "stored in 255 steps. "
         "Attention to tokens other than patches (class token, registers) is not drawn."
     )
 
