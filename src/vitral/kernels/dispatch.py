@@ -39,23 +39,30 @@ def is_plain(module: nn.Module, expected: type[nn.Module] | None = None) -> bool
         expected: its class, exactly: an adapter or a parametrization has another one. Nor may anybody have given the
             class another `forward`.
     """
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    global_hooks = (
-        *(nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks),
-        *(nn_module._global_backward_hooks, nn_module._global_backward_pre_hooks),
-    )
-    if any(hooks) or any(global_hooks) or "forward" in module.__dict__:
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    if hooks or _has_global_hooks() or "forward" in module.__dict__:
         return False
     return expected is None or (type(module) is expected and _has_own_forward(expected))
+
+
+def _has_global_hooks() -> bool:
+    forward = nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks
+    return bool(forward or nn_module._global_backward_hooks or nn_module._global_backward_pre_hooks)
+
+
+_OWN_FORWARDS: dict[type[nn.Module], Any] = {}  # those that were looked at and are the ones of the definition
 
 
 def _has_own_forward(module_type: type[nn.Module]) -> bool:
     """Whether `forward` is the one in the definition of the class."""
     forward: Any = module_type.forward
+    if _OWN_FORWARDS.get(module_type) is forward:
+        return True
     name = forward.__module__, forward.__qualname__
-    return name == (module_type.__module__, f"{module_type.__qualname__}.forward") and "__wrapped__" not in vars(
-        forward
-    )
+    own = name == (module_type.__module__, f"{module_type.__qualname__}.forward") and "__wrapped__" not in vars(forward)
+    if own:
+        _OWN_FORWARDS[module_type] = forward
+    return own
 
 
 def is_inactive_dropout(module: nn.Module) -> bool:

@@ -58,8 +58,10 @@ def fused_blocks(
         return None
     if not isinstance(final_norm, nn.LayerNorm) or not _is_fusible_norm(final_norm):
         return None
+    weights = [weight for block in plain for weight in _weights(block)]
+    if not _are_readable([*weights, final_norm.weight, final_norm.bias]):
+        return None
     if torch.is_grad_enabled():
-        weights = [weight for block in plain for weight in _weights(block)]
         learned = any(rotation.cos.requires_grad for rotation in rotations if rotation is not None)
         if learned or not _trains_all_or_none(x, [*weights, final_norm.weight, final_norm.bias]):
             return None
@@ -117,6 +119,7 @@ def enable_fp8(model: nn.Module, *, freeze: bool) -> str:
         return f"its width of {config.width} is below {FP8_MIN_WIDTH}, where FP8 is not faster"
     blocks = [block for block in model.blocks if isinstance(block, Block) and _is_fusible(block, torch.bfloat16)]
     trained = {weight.requires_grad for weight in [*model.blocks.parameters(), *model.norm.parameters()]}
+    blocks = [block for block in blocks if _are_readable(_weights(block))]
     if len(blocks) < config.depth or not model.fuses_blocks or config.width % 16 or config.mlp % 16 or len(trained) > 1:
         return "its blocks are not plain ones that are all trained, or all not (see docs/architecture.md)"
     if freeze:
@@ -138,14 +141,15 @@ def _is_fusible(block: Block, dtype: torch.dtype) -> bool:
         and not (block.post_norm or mlp.gated or attention.observers)
         and attention.q_norm is None
         and attention.relative is None
-        and all(is_plain(norm, nn.Identity) for norm in (attention.norm, mlp.norm))
-        and all(is_inactive_dropout(dropout) for dropout in (attention.dropout, mlp.dropout))
+        and is_plain(attention.norm, nn.Identity)
+        and is_plain(mlp.norm, nn.Identity)
+        and is_inactive_dropout(attention.dropout)
+        and is_inactive_dropout(mlp.dropout)
         and is_plain(block.drop, StochasticDepth)
-        and all(is_plain(linear, nn.Linear) for linear in (attention.qkv, attention.out, mlp.hidden, mlp.output))
-        and all(linear.bias is not None for linear in (attention.out, mlp.hidden, mlp.output))
-        and all(_is_fusible_norm(norm) for norm in (block.norm1, block.norm2))
+        and is_plain(attention.qkv, nn.Linear)
+        and all(map(_is_fusible_linear, (attention.out, mlp.hidden, mlp.output)))
+        and all(map(_is_fusible_norm, (block.norm1, block.norm2)))
         and all(_is_fusible_scale(scale, dtype) for scale in (block.scale1, block.scale2))
-        and all(is_plain_tensor(weight) and weight.is_contiguous() for weight in _weights(block))
     )
 
 
@@ -158,10 +162,17 @@ def _are_alike(blocks: Sequence[Block]) -> bool:
     )
 
 
+def _is_fusible_linear(linear: nn.Linear) -> bool:
+    return is_plain(linear, nn.Linear) and linear.bias is not None
+
+
 def _is_fusible_norm(norm: nn.LayerNorm) -> bool:
-    if not is_plain(norm, nn.LayerNorm) or norm.weight is None or norm.bias is None:
-        return False
-    return all(is_plain_tensor(weight) and weight.is_contiguous() for weight in (norm.weight, norm.bias))
+    return is_plain(norm, nn.LayerNorm) and norm.weight is not None and norm.bias is not None
+
+
+def _are_readable(weights: Iterable[Tensor]) -> bool:
+    """Whether the memory of all is a plain array."""
+    return all(is_plain_tensor(weight) and weight.is_contiguous() for weight in weights)
 
 
 def _is_fusible_scale(scale: nn.Module, dtype: torch.dtype) -> bool:
