@@ -172,6 +172,29 @@ def test_mistakes_are_found_before_anything_is_written(toml, tmp_path):
         vitral.study("run")
 
 
+def test_a_dry_run_refuses_data_that_the_runs_could_not_open(toml, tmp_path):
+    """Not the data of the catalog, or of a study that states how many images it has: the cost is known without it."""
+
+    def dry(**options) -> vitral.StudyRuns:
+        state = vitral.study("run", toml, out=tmp_path / "out", dry_run=True, **options)
+        assert isinstance(state, vitral.StudyRuns)
+        return state
+
+    for text, data in ((STUDY.replace('"pictures"', '"gone"'), ()), (STUDY, [str(tmp_path / "gone")])):
+        toml.write_text(text)
+        with pytest.raises(UserError, match="gone does not exist"):
+            dry(data=data)
+    toml.write_text(STUDY.replace('"pictures"', '"gone"\nimages = 100\nclasses = 3'))
+    assert dry().cost.flops
+    toml.write_text(STUDY.replace('"pictures"', '"cifar100"'))
+    dry()
+    with pytest.raises(UserError, match="gone"):
+        dry(data=[f"cifar100:{tmp_path / 'gone'}"])
+    shipped = vitral.study("run", "compute", scale="paper", out=tmp_path / "out", dry_run=True)
+    assert isinstance(shipped, vitral.StudyRuns)
+    assert shipped.plan.total == 18
+
+
 def test_another_study_does_not_take_the_folder(toml, tmp_path):
     run(toml, "out", only=[run(toml, "out", dry_run=True).plan.pending[0].id])
     other = tmp_path / "other.toml"

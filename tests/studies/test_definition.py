@@ -181,6 +181,18 @@ def test_the_cost_counts_waiting_runs_and_uses_recorded_speed():
         (("[scales.long]", '[[claims]]\ntext = "t"\nkind = "x"\n[scales.long]'), "kinds are compare"),
         (("[scales.long]", '[[claims]]\ntext = "t"\nkind = "compare"\n[scales.long]'), "lacks what it compares"),
         (("[axes]", "[trials]\nstep = 3\n[axes]"), 'sets "step" of its trials'),
+        (("seeds = [0, 1]", "seeds = 3"), r"are 3, not a list of whole numbers: write seeds = \[0, 1, 2\]"),
+        (("seeds = [0, 1]", "seeds = []"), r"are \[\], not a list of whole numbers: write seeds = "),
+        (("seeds = [0, 1]", 'seeds = "01"'), "are '01', not a list of whole numbers"),
+        (("seeds = [0, 1]", "seeds = [0, true]"), "not a list of whole numbers"),
+        (("seeds = [0, 1]", "seeds = [1, 1]"), "which repeats a seed"),
+        (
+            ("shape.depth = [1, 2]", "shape.depth = 1"),
+            r"shape.depth of the study mine is 1, not a list .*: write \[1\]",
+        ),
+        (("shape.depth = [1, 2]", "shape.depth = []"), r"is \[\], not a list .*: write at least one, or remove"),
+        (("choose.optim.lr = [0.1, 0.01]", "choose.optim.lr = 0.1"), r"choose.optim.lr of .* write \[0.1\]"),
+        (("shape.depth = [1, 2]", 'shape.pool = "mean"'), r'write \["mean"\]'),
         (("title =", "title"), "not valid TOML"),
     ],
 )

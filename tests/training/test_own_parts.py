@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import MODEL, TINY, crash_at, make_pictures, outcome
+from runs import MODEL, TINY, crash_at, make_pictures, outcome, starting_from, train
 from runs import Crash as Killed
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -215,6 +216,71 @@ def test_a_callback_adds_metrics_and_stops_the_run(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["count"] for line in lines if "count" in line] == list(range(1, tracker.count + 1))
     assert tracker.calls == ["start 0", f"end {result.results[0].step}"]
+
+
+def test_one_callback_needs_no_list(tmp_path):
+    tracker = Tracker(stop_at=2)
+    fit(Colours(), tmp_path / "run", callbacks=tracker)
+    assert tracker.calls[0] == "start 0"
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "says"),
+    [
+        ([print], r"builtins.print is not derived from vitral.Callback: .* callbacks=\[MyCallback\(\)\]"),
+        (print, "builtins.print is not derived"),
+        (None, "NoneType is not derived"),
+        ([Tracker], r"Tracker is a class: pass callbacks=\[Tracker\(\)\]"),
+    ],
+)
+def test_what_is_no_callback_is_refused_before_the_run(callbacks, says, tmp_path):
+    with pytest.raises(UserError, match=says):
+        fit(Colours(), tmp_path / "run", callbacks=callbacks)
+    assert not (tmp_path / "run").exists()
+
+
+def not_finite(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets) * float("nan")
+
+
+@pytest.mark.parametrize(
+    ("words", "parts", "advice"),
+    [
+        ((), {"loss": not_finite}, "check what loss= returns for them"),
+        (("precision=bfloat16",), {"loss": not_finite}, "check what loss= returns for them, or set precision=float32"),
+        ((), {"model": "broken", "loss": half_l1}, "check what loss= returns for them, or check the weights of model="),
+        (("data.std=1e-44,1e-44,1e-44",), {}, "check data.mean and data.std"),
+    ],
+)
+def test_a_first_loss_that_is_not_finite_is_explained_by_the_run(words, parts, advice, tmp_path):
+    """The step and its images are named, and only what the run has is advised to be checked."""
+    if parts.get("model") == "broken":
+        parts = {**parts, "model": module()}
+        parts["model"].out.bias.data.fill_(torch.nan)
+    with pytest.raises(UserError) as error:
+        fit(Colours(), tmp_path / "run", "data.mixup=0", *words, **parts)
+    assert_explained(error.value, advice)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_first_loss_that_is_not_finite_with_init_advises_to_check_it(tmp_path):
+    word = starting_from(tmp_path / "weights.safetensors")
+    model, card = vitral.load(tmp_path / "weights.safetensors")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.fill_(1e38)  # finite, as files must be
+    vitral.save(model, tmp_path / "weights.safetensors", card)
+    with pytest.raises(UserError) as error:
+        train(Colours(), tmp_path / "run", word)
+    assert_explained(error.value, "check the weights in init")
+
+
+def assert_explained(error: UserError, advice: str) -> None:
+    assert re.fullmatch(
+        r"the loss or its gradient is not finite \(NaN or Inf\) at step 1 "
+        rf"\(images (item \d+, ){{3}}item \d+ and 2 more\): {re.escape(advice)}\.",
+        str(error),
+    )
 
 
 @pytest.mark.parametrize("killed_at", [3, 7])

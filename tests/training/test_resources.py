@@ -183,7 +183,7 @@ def test_a_step_is_foreseen_as_the_run_will_take_it(monkeypatch, computed, recor
     plan = LoopConfig(steps=9, batch=4, microbatch=micro, seed=0, cuda_graph=True, clip=1.0)
     before = [weight.clone() for weight in train_state.model.parameters()]
     found = resources.estimate_resources(
-        train_state, plan, World(0, 1, torch.device("cpu")), lambda _: iter([batch]), lambda: 7.0
+        train_state, plan, World(0, 1, torch.device("cpu")), lambda _: iter([batch]), lambda: 7.0, str
     )
     assert found.step_seconds == pytest.approx(foreseen)
     assert (found.config, found.evaluation_seconds, made[0].count) == (plan, 7.0, taken)

@@ -15,6 +15,7 @@ from vitral.api.data import check_folder
 from vitral.api.engines import ENGINES, SLURM_FOLDER, Engine, SlurmOptions, sbatch_options
 from vitral.api.study_runs import StudyJob, check_run
 from vitral.atomic import write_text
+from vitral.data.catalog import CATALOG
 from vitral.display import SummaryRepr, displayed, duration
 from vitral.errors import UserError
 from vitral.events import EventHandler, Note, RunDirChosen
@@ -175,6 +176,8 @@ def study(
     given = {"data": tuple(data), "init": str(init), "overrides": overrides, "only": tuple(only)}
     job = StudyJob(study=chosen, name=str(name), folder=folder, **given, **engine_options)
     with displayed(on_event) as handler:
+        if dry_run:
+            _check_data(job)
         if dry_run or print_commands:
             commands = (
                 [shlex.join(["vitral", *job.arguments([run.id])]) for run in job.pending()] if print_commands else []
@@ -234,6 +237,17 @@ def study_state(job: StudyJob) -> StudyRuns:
     current = plan(job.study, records)
     cost = plan_cost(job.study, current, records, _sizes(job) if current.pending else {})
     return StudyRuns(job.study, job.folder, current, cost, results(job.study, records), records)
+
+
+def _check_data(job: StudyJob) -> None:
+    """Refuse data that the pending runs could not open.
+
+    A data set of the catalog, or of a study that states its number of images, need not be on this machine to estimate
+    the cost, unless the user says where it is.
+    """
+    for name in job.study.data_names if job.pending() else ():
+        if job.context.sources[name] != name or not (job.study.images or name in CATALOG):
+            job.context.open(name)
 
 
 def _sizes(job: StudyJob) -> dict[str, tuple[int, int]]:

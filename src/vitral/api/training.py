@@ -33,7 +33,7 @@ from vitral.models.build import check_device
 from vitral.recipe import Overrides, Recipe, check_given_once, keys_of, override_list
 from vitral.serving import PredictionResults
 from vitral.trackers import Tracker, TrackerName, Tracking
-from vitral.training.callbacks import Callback, Loss, OptimizerFactory, OwnParts, Transform
+from vitral.training.callbacks import Callback, Loss, OptimizerFactory, OwnParts, Transform, as_callbacks
 from vitral.training.run import RunResult, run
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def train(
     loss: Loss | None = None,
     optimizer: OptimizerFactory | None = None,
     transform: Transform | tuple[Transform | None, Transform | None] | None = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Callback | Sequence[Callback] = (),
     track: TrackerName | Tracker | Sequence[TrackerName | Tracker] = (),
     on_event: EventHandler | None = None,
 ) -> TrainResult:
@@ -150,7 +150,7 @@ def train(
             of the recipe's schedule.
         transform: a function of a PIL image, for training and evaluation, or a pair of them; it returns a uint8 image
             that is then normalised, or a float tensor (channels, height, width) that is used as is.
-        callbacks: objects derived from vitral.Callback; they can add metrics and stop the run.
+        callbacks: one or several objects derived from vitral.Callback; they can add metrics and stop the run.
         track: experiment trackers that also record each run.
         on_event: handler of the events of the run; by default they are displayed, in a log file line by line.
 
@@ -168,7 +168,7 @@ def train(
     check_out(out, data)
     train_transform, eval_transform = transform if isinstance(transform, tuple) else (transform, transform)
     module = model if isinstance(model, nn.Module) else None
-    own_parts = OwnParts(module, loss, optimizer, train_transform, eval_transform, tuple(callbacks))
+    own_parts = OwnParts(module, loss, optimizer, train_transform, eval_transform, as_callbacks(callbacks))
     if own_parts.model is not None and (seeds > 1 or folds):
         raise UserError("seeds and folds train new models, and model= is one module: call train once for each module.")
     set_overrides = override_list(set)

@@ -4,6 +4,10 @@ All intervals are 95 % confidence intervals of Student's t. Two groups are compa
 difference of their means over seeds, where a group of several cells is averaged per seed first. Cells with one run
 each, the same number in both groups, are compared by the interval of their paired differences. Slopes are least-squares
 fits over the logarithm.
+
+Seeds that tie, paired differences that are all the same, and runs that lie on the line of their slope have no spread.
+Accuracies, which are shares of test images, then have the binomial error of these images instead: with 20 images, two
+seeds can agree by chance. Other metrics, such as FLOPs, keep an interval of width zero.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 from vitral.errors import UserError
 from vitral.evaluation.accuracy import student_quantile
 from vitral.studies.definition import Claim, Study, Where
-from vitral.studies.planning import CellResult
+from vitral.studies.planning import CellResult, Sample, are_tied, binomial_error_of, mean_over_seeds
 
 Verdict = Literal["held", "not held", "undecided"]
 
@@ -48,14 +52,6 @@ class Estimate(NamedTuple):
             return "undecided"
         low, high = self.value - self.half, self.value + self.half
         return "held" if -margin < low and high < margin else "not held" if low > margin or high < -margin else _OPEN
-
-
-class Sample(NamedTuple):
-    """The mean of a group, its standard error and the degrees of freedom of that."""
-
-    mean: float
-    error: float
-    freedom: float
 
 
 _OPEN: Verdict = "undecided"
@@ -104,7 +100,8 @@ def difference(first: Sequence[CellResult], second: Sequence[CellResult], metric
     if min(map(len, samples)) < 2:
         paired = _paired(first, second, metric)
         return Estimate(means[0] - means[1]) if paired is None else paired
-    return _welch(*(Sample(statistics.fmean(s), statistics.stdev(s) / math.sqrt(len(s)), len(s) - 1) for s in samples))
+    groups = zip(samples, (first, second), strict=True)
+    return _welch(*(mean_over_seeds(values, cells, metric) for values, cells in groups))
 
 
 def _welch(first: Sample, second: Sample) -> Estimate:
@@ -145,6 +142,9 @@ def _paired(first: Sequence[CellResult], second: Sequence[CellResult], metric: s
         return None
     means = [[statistics.fmean(_values(cell, metric).values()) for cell in group] for group in (first, second)]
     differences = [a - b for a, b in zip(*means, strict=True)]
+    tests = [test for group in (first, second) if (test := binomial_error_of(group, metric)) is not None]
+    if are_tied(differences) and len(tests) == 2:
+        return _welch(*tests)
     error = statistics.stdev(differences) / math.sqrt(len(differences))
     return Estimate(statistics.fmean(differences), student_quantile(len(differences) - 1) * error)
 
@@ -183,8 +183,14 @@ def _slope(cells: Sequence[CellResult], along: str, metric: str) -> Sample | Non
     fit = statistics.linear_regression([x for x, _ in points], [y for _, y in points])
     mean = statistics.fmean(x for x, _ in points)
     spread = sum((x - mean) ** 2 for x, _ in points)
-    residuals = sum((y - fit.intercept - fit.slope * x) ** 2 for x, y in points)
-    freedom = len(points) - 2
+    deviations = [y - fit.intercept - fit.slope * x for x, y in points]
+    residuals, freedom = sum(deviation**2 for deviation in deviations), len(points) - 2
+    tests = [test for cell in cells if (test := cell.binomial_error(metric)) is not None]
+    if are_tied([0.0, *deviations]) and len(tests) == len(cells):
+        # Of a cell, all runs have the same x and the same test images.
+        factors = [sum(x - mean for x, _ in _points([cell], along, metric)) / spread for cell in cells]
+        error = math.hypot(*(factor * test.error for factor, test in zip(factors, tests, strict=True)))
+        return Sample(fit.slope, error, min(test.freedom for test in tests))
     return Sample(fit.slope, math.sqrt(residuals / freedom / spread), freedom)
 
 

@@ -245,7 +245,7 @@ def _start(table: Mapping[str, Any], name: str, start: str) -> Start:
 
 def _cells(settings: Mapping[str, Any], name: str) -> Iterator[Cell]:
     """Every combination of the axes with every point."""
-    axes = {key: values if isinstance(values, list) else [values] for key, values in settings["axes"].items()}
+    axes = {key: _values_to_try(values, key, name) for key, values in settings["axes"].items()}
     points = settings.get("points") or [{}]
     for point in points:
         for values in itertools.product(*axes.values()):
@@ -255,7 +255,8 @@ def _cells(settings: Mapping[str, Any], name: str) -> Iterator[Cell]:
 
 def _cell(point: Mapping[str, Any], settings: Mapping[str, Any], name: str, axes: tuple[str, ...]) -> Cell:
     changes = {key: value for key, value in point.items() if key not in _POINT}
-    choose = {key: tuple(values) for key, values in _flat(point.get("choose", {}), {}).items()}
+    options = _flat(point.get("choose", {}), {})
+    choose = {key: _values_to_try(values, f"choose.{key}", name) for key, values in options.items()}
     for key in (*changes, *choose):
         if key not in keys():
             raise UserError(f'the study {name} varies "{key}", which is not a key of a recipe (`vitral show`).')
@@ -270,7 +271,7 @@ def _cell(point: Mapping[str, Any], settings: Mapping[str, Any], name: str, axes
         labels=labels,
         changes=changes,
         data=point.get("data", settings.get("data", "")),
-        seeds=tuple(point.get("seeds", settings.get("seeds", [0]))),
+        seeds=_seeds(point.get("seeds", settings.get("seeds", [0])), name),
         preset=point.get("preset", settings.get("preset", "")),
         start=start,
         measure=measure,
@@ -278,6 +279,25 @@ def _cell(point: Mapping[str, Any], settings: Mapping[str, Any], name: str, axes
         paper=point.get("paper"),
         axes=axes,
     )
+
+
+def _values_to_try(values: Any, key: str, name: str) -> tuple[Any, ...]:
+    """The values of an axis, or of a key to choose."""
+    if isinstance(values, list) and values:
+        return tuple(values)
+    fix = "write at least one, or remove the key" if values == [] else f"write [{json.dumps(values, default=str)}]"
+    raise UserError(f"{key} of the study {name} is {values!r}, not a list of values to try: {fix}.")
+
+
+def _seeds(seeds: Any, name: str) -> tuple[int, ...]:
+    """One per run of a cell. The same one twice would be one run that agrees with itself."""
+    if not isinstance(seeds, list) or not seeds or any(type(seed) is not int for seed in seeds):
+        raise UserError(
+            f"seeds of the study {name} are {seeds!r}, not a list of whole numbers: write seeds = [0, 1, 2]."
+        )
+    if len(set(seeds)) < len(seeds):
+        raise UserError(f"seeds of the study {name} are {seeds!r}, which repeats a seed: write seeds = [0, 1, 2].")
+    return tuple(seeds)
 
 
 def settings_text(changes: Mapping[str, Any]) -> str:

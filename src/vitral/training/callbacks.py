@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from vitral.data.images import PILImage
+from vitral.errors import UserError
 from vitral.events import Event, StepDone
 from vitral.training.metrics import MetricsLogger
 from vitral.training.parallel import World, all_ranks
@@ -80,6 +81,23 @@ class Callback:
 
     def on_run_end(self, run: RunHandle) -> None:
         """After the last evaluation, before the model is written."""
+
+
+def as_callbacks(callbacks: object) -> tuple[Callback, ...]:
+    """One callback or several as a tuple; raises UserError for anything that is not derived from `Callback`."""
+    listed = callbacks if isinstance(callbacks, Iterable) else (callbacks,)
+    return tuple(_checked(callback) for callback in listed)
+
+
+def _checked(callback: object) -> Callback:
+    if isinstance(callback, Callback):
+        return callback
+    if isinstance(callback, type) and issubclass(callback, Callback):
+        raise UserError(f"the callback {callback.__name__} is a class: pass callbacks=[{callback.__name__}()].")
+    raise UserError(
+        f"the callback {part_name(callback)} is not derived from vitral.Callback: derive a class with the methods that "
+        "you need, and pass an object of it, as in callbacks=[MyCallback()]."
+    )
 
 
 @dataclass(frozen=True)

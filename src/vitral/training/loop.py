@@ -256,8 +256,7 @@ def _report(
         return
     loss, correct, grad_norm = done.metrics.read()
     if not math.isfinite(loss + grad_norm):
-        names = image_names(done.indices)
-        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        listed = shorten(image_names(done.indices))
         raise Diverged(
             f"the loss or its gradient is not finite (NaN or Inf) at step {done.step} (images {listed}; "
             f"{_last_checkpoint(saved_step)}): lower optim.lr, set optim.clip=1 or precision=float32, and train into "
@@ -265,6 +264,11 @@ def _report(
         )
     accuracy = None if correct < 0 else correct / config.batch
     on_event(StepDone(done.step, config.steps, loss, accuracy, done.lr, done.images, done.seconds, done.data_seconds))
+
+
+def shorten(names: list[str]) -> str:
+    """The first names, and how many there are besides."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _check_weights(state: TrainState, world: World, saved_step: int) -> None:

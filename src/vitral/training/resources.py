@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from vitral.data.loader import Batch
 from vitral.errors import UserError
@@ -38,18 +39,20 @@ def estimate_resources(
     world: World,
     batches: Callable[[int], Iterator[Batch]],
     estimate_evaluation: Callable[[], float],
+    nonfinite_reason: Callable[[Tensor], str],
 ) -> ResourceEstimate:
     """Run a whole step at a learning rate of 0, which changes no weight, and part of an evaluation; then clean up.
 
     The microbatch is halved until a step fits. `estimate_evaluation` evaluates a few images and returns the seconds
-    that all would take.
+    that all would take. If the loss of the step is not finite, this raises UserError with the `nonfinite_reason`, which
+    gets the indices of the step's images.
     """
     stream = batches(state.step)
     batch = next(stream)
     getattr(stream, "close", lambda: None)()
     config = _fitting(state, config, world, batch)
     evaluation_seconds = estimate_evaluation()
-    step_seconds = _step_seconds(state, config, world, batch)
+    step_seconds = _step_seconds(TrainStep(state, config, world, ignore_events), batch, nonfinite_reason)
     peak = peak_bytes(world.device)
     state.optimizer.state.clear()
     state.optimizer.zero_grad(set_to_none=True)
@@ -110,28 +113,25 @@ def _fits(state: TrainState, config: LoopConfig, world: World, batch: Batch) -> 
     return True
 
 
-def _step_seconds(state: TrainState, config: LoopConfig, world: World, batch: Batch) -> float:
+def _step_seconds(take_step: TrainStep, batch: Batch, nonfinite_reason: Callable[[Tensor], str]) -> float:
     """Seconds of the fastest of a few steps, as in the run; slow steps are timed once.
 
     Once a step is captured, earlier steps and the capture itself are not counted: the run will replay.
     """
-    take_step = TrainStep(state, config, world, ignore_events)
     times: list[float] = []
-    while len(times) < 5 and all_ranks(sum(times) < 0.5, world):
+    while len(times) < 5 and all_ranks(sum(times) < 0.5, take_step.world):
         before, began = take_step.graph, time.perf_counter()
-        _dry_step(take_step, batch)
+        _dry_step(take_step, batch, nonfinite_reason)
         times.append(time.perf_counter() - began)
         if take_step.graph is not before:
             times.clear()
     return min(times)
 
 
-def _dry_step(take_step: TrainStep, batch: Batch) -> None:
+def _dry_step(take_step: TrainStep, batch: Batch, nonfinite_reason: Callable[[Tensor], str]) -> None:
     set_lr(take_step.state.optimizer, 0.0)
     if not torch.isfinite(take_step(batch).loss):
-        raise UserError(
-            "the first loss is not finite (NaN or Inf): check the weights in init, or set precision=float32."
-        )
+        raise UserError(nonfinite_reason(batch.indices))
     if take_step.world.device.type == "cuda":
         torch.cuda.synchronize(take_step.world.device)
 

@@ -34,7 +34,7 @@ from vitral.models.mae import MaskedAutoencoder
 from vitral.recipe import Recipe
 from vitral.training.build import build_model, check_same_run, record_run
 from vitral.training.callbacks import CallbackRunner, OwnParts, RunHandle
-from vitral.training.loop import train_loop
+from vitral.training.loop import shorten, train_loop
 from vitral.training.masked import MaeModel, MaskedModel
 from vitral.training.metrics import (
     MetricsLogger,
@@ -129,7 +129,14 @@ def run(
         state = training.state
         logger = MetricsLogger(folder if world.first else None, interruptible)
         # Resource estimate
-        estimate = estimate_resources(state, setup.config, world, training.batches, training.evaluator.estimate_seconds)
+        estimate = estimate_resources(
+            state,
+            setup.config,
+            world,
+            training.batches,
+            training.evaluator.estimate_seconds,
+            lambda indices: _nonfinite_reason(_image_names(indices, setup, world), setup),
+        )
         estimate = _with_mapped_pixels(estimate, setup, pixels, world)
         _resume(state, own_parts, folder, world, on_event)
         handle = RunHandle(folder.path, training.plain_model, lambda: state.step)
@@ -310,6 +317,21 @@ def _image_names(indices: Tensor, setup: RunSetup, world: World) -> list[str]:
     """The images of a step, over all processes."""
     rows = gather_rows({"indices": indices.numpy()}, world)["indices"]
     return [setup.train.keys[index] for index in dict.fromkeys(rows.tolist())]
+
+
+def _nonfinite_reason(names: list[str], setup: RunSetup) -> str:
+    """The error for a first step on these images whose loss is not finite, with what this run has that may cause it."""
+    recipe, own_parts = setup.recipe, setup.own_parts
+    advice = {
+        "check what loss= returns for them": own_parts.loss is not None,
+        "check the weights of model=": own_parts.model is not None,
+        "check the tensors that transform= returns": own_parts.train_transform is not None,
+        "check the weights in init": bool(recipe.init),
+        "set precision=float32": setup.config.autocast is not None,
+    }
+    applicable = [text for text, applies in advice.items() if applies] or ["check data.mean and data.std"]
+    problem = f"the loss or its gradient is not finite (NaN or Inf) at step 1 (images {shorten(names)})"
+    return f"{problem}: {', or '.join(applicable)}."
 
 
 def _write_final_model(plain_model: PlainModel, setup: RunSetup, path: Path, world: World) -> None:
